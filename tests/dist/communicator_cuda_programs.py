@@ -481,13 +481,13 @@ def growth_alone(session: Session) -> tuple[str, tuple[int, ...]]:
 
 
 def left_behind(session: Session) -> list[str]:
-    """Threads that live on after a communicator was closed, but for the current stream's."""
+    """Threads that live on after a communicator was closed, but for those of streams, which are used again."""
     before, gpu = set(threading.enumerate()), SoftwareGpu()
     with Communicator(device=gpu, timeout_s=WAIT_S) as communicator:
         tensor = communicator.empty(1000).fill_(1)
         for _ in range(3):
             communicator.all_reduce(tensor, async_op=True)
-    after = set(threading.enumerate()) - before - {gpu.driver.streams[gpu.current_stream()].thread}
+    after = set(threading.enumerate()) - before - {stream.thread for stream in gpu.driver.streams.values()}
     return sorted(thread.name for thread in after if isinstance(thread, threading.Thread))
 
 

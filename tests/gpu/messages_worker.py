@@ -237,6 +237,7 @@ LIVE: dict[str, Callable[[torch.device], dict[str, str]]] = {
 def killed(device: torch.device, rank: int) -> dict[str, str]:
     """Rank 1 is killed while rank 0 waits for its message; what it is told, and whether its GPU is free then."""
     group = dist.new_group(backend="counterpoint", pg_options=backend.BackendOptions(timeout_s=TIMEOUT_S))
+    dist.barrier()  # ranks 2 and higher leave at once, and gloo may still be connecting others to them
     tensor, seen, started = torch.ones(1000, device=device), "nothing", time.monotonic()
     try:
         if rank == 1:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -186,7 +187,11 @@ def run_scenarios(
         print(f"{name}: begins", flush=True)
         if each_s is not None:
             faulthandler.dump_traceback_later(each_s, exit=True)
-        found[name] = scenario()
+        try:
+            found[name] = scenario()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)  # the end of the interpreter may wait for peers
         faulthandler.cancel_dump_traceback_later()
         if rank == 0:
             print(f"{name}: {time.monotonic() - started:.1f} s, {found[name]}", flush=True)

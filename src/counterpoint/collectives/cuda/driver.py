@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 from counterpoint.collectives.cuda.lower import (
     CopyAsync,
@@ -24,6 +25,9 @@ from counterpoint.collectives.cuda.lower import (
 from counterpoint.collectives.program.reductions import Reduction
 from counterpoint.collectives.program.steps import COPY, REDUCE
 from counterpoint.errors import CounterpointError, Misconfigured, Unsupported
+
+_STREAMS_AT_ONCE = 64  # 37 MB on an H200
+_spare_streams: WeakKeyDictionary[Any, dict[int, list[Any]]] = WeakKeyDictionary()  # by driver and context
 
 
 class _ReducingDevice(Protocol):
@@ -49,6 +53,10 @@ class Executor:
     Lane `COPY` is the stream passed to `bind`, as a rule the caller's. Lane `REDUCE` is a stream of the highest
     priority: when a GEMM frees SMs, the reduction gets them before the next GEMM does.
 
+    Streams are made many at a time, and those of closed executors are used again: to make one, CUDA at times waits
+    until nothing waits any more in this process, and so for ever while a peer needs the call that asks for the stream
+    (measured: docs/log.md).
+
     Use it in the thread in which torch works, with this device current; it is not thread-safe. `driver` is the module
     `cuda.bindings.driver`, or a stand-in. `Unsupported` is raised if there are no cuda-bindings or no driver, or if the
     driver refused.
@@ -60,13 +68,22 @@ class Executor:
         self._taken_events: list[Any] = []
         self._streams: list[Any] = []
         self._parameters = lru_cache(maxsize=4096)(partial(_parameters, self.driver))  # messages repeat those of slots
-        _, self._highest = self.call("cuCtxGetStreamPriorityRange")
-        self.reduce_stream, self.side_stream = self.stream(), self.stream()
+        spare = _spare_streams.setdefault(self.driver, {})
+        self._spare = spare.setdefault(int(self.call("cuCtxGetCurrent") or 0), [])
+        self.side_stream = self.stream()
+
+    @cached_property
+    def reduce_stream(self) -> Any:
+        """The stream of lane `REDUCE`."""
+        return self.stream()
 
     def stream(self) -> Any:
-        """Return a new stream of the highest priority, destroyed with this executor."""
-        flags = self.driver.CUstream_flags.CU_STREAM_NON_BLOCKING
-        self._streams.append(self.call("cuStreamCreateWithPriority", flags, self._highest))
+        """Return a stream of the highest priority, which is this executor's until it is closed."""
+        if not self._spare:
+            flags, (_, highest) = self.driver.CUstream_flags, self.call("cuCtxGetStreamPriorityRange")
+            for _ in range(_STREAMS_AT_ONCE):
+                self._spare.append(self.call("cuStreamCreateWithPriority", flags.CU_STREAM_NON_BLOCKING, highest))
+        self._streams.append(self._spare.pop())
         return self._streams[-1]
 
     def bind(self, calls: Sequence[DriverCall], stream: int, *, reduction: ReductionLauncher | None = None) -> Bound:
@@ -74,7 +91,9 @@ class Executor:
 
         `stream` is the handle for lane `COPY`; `reduction` launches sums, and is needed if the calls reduce.
         """
-        streams = {COPY: self.driver.CUstream(stream), REDUCE: self.reduce_stream}
+        streams = {COPY: self.driver.CUstream(stream)}
+        if any(call.lane == REDUCE for call in calls):
+            streams[REDUCE] = self.reduce_stream
         events = {call.event: self._event() for call in calls if isinstance(call, EventRecord)}
         made = tuple(self._step(call, streams, events, reduction) for call in calls)
         return Bound(made, tuple(events.values()), self)
@@ -107,11 +126,10 @@ class Executor:
             self.call("cuStreamWriteValue32", self.side_stream, self.driver.CUdeviceptr(address), 1, 0)
 
     def close(self) -> None:
-        """Destroy streams and events; bound calls must not be issued any more."""
+        """Destroy events and give streams back; what was issued has run, and bound calls are not issued any more."""
         for event in self._taken_events:
             self.call("cuEventDestroy", event)
-        for stream in self._streams:
-            self.call("cuStreamDestroy", stream)
+        self._spare.extend(self._streams)
         self._taken_events, self._free_events, self._streams = [], [], []
 
     def call(self, name: str, *arguments: Any) -> Any:
