@@ -277,7 +277,7 @@ def delays(seed: int, rank: int) -> Callable[[Program, Step], None]:
     return linger
 
 
-def all_right(draws: Draws, count: int) -> int:
+def all_right(draws: Any, count: int) -> int:
     """Checks `count` collectives, up to four of them under way, in any order; how many came out right."""
     under_way, right = list[Case](), 0
     for _ in range(count):

@@ -24,7 +24,7 @@ from counterpoint.collectives.submit import submitter
 from counterpoint.collectives.submit.tensors import copied, sendable
 from counterpoint.measurement.session import Session
 from tests.dist.collective_programs import CALLS, Case, Draws, all_right, said
-from tests.support.software_gpu import SoftwareGpu
+from tests.support.software_gpu import OneQueueDriver, SoftwareGpu
 
 WAIT_S = 30.0
 COLLECTIVES = "all_reduce", "all_gather", "broadcast", "barrier", "even all_to_all", "uneven all_to_all"
@@ -119,6 +119,29 @@ def random_collectives(session: Session, seed: int, count: int, max_bytes: int) 
         Communicator(device=gpu, timeout_s=40, chunk_bytes=(None, 1024)[seed % 2], **options) as communicator,
     ):
         return all_right(GpuDraws(communicator, gpu, seed, max_bytes), count)
+
+
+class EitherDraws:
+    """Random collectives of several communicators, in one order on all ranks."""
+
+    def __init__(self, draws: list[GpuDraws], seed: int) -> None:
+        self.draws, self.random = draws, random.Random(seed)
+
+    def start(self) -> Case:
+        return self.random.choice(self.draws).start()
+
+
+def on_one_queue(session: Session, seed: int, count: int, max_bytes: int) -> int:
+    """How many came out right of `count` random collectives of two communicators whose streams share one queue."""
+    gpu = SoftwareGpu(delays(seed, session.rank), OneQueueDriver)
+    with (
+        patch.object(tuning, "TURN_BYTES", 64),
+        _copies_kept(),
+        Communicator(device=gpu, timeout_s=40, chunk_bytes=1024) as one,
+        Communicator(device=gpu, timeout_s=40, graphs=False) as other,
+    ):
+        draws = [GpuDraws(each, gpu, seed + salt, max_bytes) for salt, each in enumerate((one, other))]
+        return all_right(EitherDraws(draws, seed), count)
 
 
 @contextmanager

@@ -34,6 +34,12 @@ def test_random_collectives_on_more_and_fewer_ranks(world_size: int) -> None:
     assert run_once(world_size, programs.random_collectives, 6, 80, 1 << 14) == [80] * world_size
 
 
+@pytest.mark.parametrize("seed", sweep([7, 8, 9], every=3))
+def test_random_collectives_on_one_hardware_queue(three_ranks: Ranks, seed: int) -> None:
+    """Two communicators, all of whose streams run as issued: calls in one order on all ranks come to their end."""
+    assert three_ranks.run(programs.on_one_queue, seed, 200, 1 << 14) == [200] * 3
+
+
 @pytest.mark.parametrize("two_streams", [False, True])
 @pytest.mark.parametrize("early", [False, True])
 def test_memory_is_used_again_in_stream_order(three_ranks: Ranks, early: bool, two_streams: bool) -> None:

@@ -35,10 +35,10 @@ NOT_READY, INVALID, INVALID_CONTEXT, CAPTURE_UNSUPPORTED = 600, 1, 201, 900
 
 
 class Stream:
-    """A thread, from the first action on."""
+    """A thread, from the first action on, or the one of another stream that has the same hardware queue."""
 
-    def __init__(self, handle: int) -> None:
-        self.handle = handle
+    def __init__(self, handle: int, other: Stream | None = None) -> None:
+        self.handle, self.by = handle, other or self
         self.capture: Capture | None = None
         self.queue: SimpleQueue[Action | None] = SimpleQueue()
         self.thread: threading.Thread | None = None
@@ -47,6 +47,9 @@ class Stream:
         if self.capture is not None:
             self.capture.actions.append(action)
             return
+        self.by.run(action)
+
+    def run(self, action: Action) -> None:
         if self.thread is None:
             self.thread = threading.Thread(target=self._serve, name=f"stream {self.handle}", daemon=True)
             self.thread.start()
@@ -286,6 +289,15 @@ class SoftwareDriver:
 
     def cuThreadExchangeStreamCaptureMode(self, mode: int) -> tuple[int, int]:
         return 0, 0
+
+
+class OneQueueDriver(SoftwareDriver):
+    """All streams run on one hardware queue, in the order in which work was issued."""
+
+    def cuStreamCreateWithPriority(self, flags: int, priority: int) -> tuple[int, int]:
+        handle = next(self._handles)
+        self.streams[handle] = Stream(handle, next(iter(self.streams.values()), None))
+        return 0, handle
 
 
 CLOSED: list[Action] = []

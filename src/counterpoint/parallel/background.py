@@ -5,6 +5,9 @@ matmuls, and where the host is the limit it is lost. Here the pass only records 
 
 The thread also runs the callbacks of a call's future, and collectives that these make: after the call, and before the
 one that was handed over next. So their order is the same on all ranks.
+
+With a single hardware queue (`CUDA_DEVICE_MAX_CONNECTIONS=1`) all streams run as issued, so all ranks have to issue the
+calls of all groups in one order, which a thread of its own would not keep: there the caller starts the calls.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from counterpoint.collectives.cuda.driver import hardware_queues
 from counterpoint.collectives.multihost.communicator import AnyCommunicator
 from counterpoint.collectives.work import Work
 from counterpoint.errors import Misconfigured, PeerTimeout
@@ -168,6 +172,7 @@ class Background:
         on_gpu = self._device.type == "cuda"
         streams = [torch.cuda.Stream(self._device, priority=-1) for _ in range(self.channels)] if on_gpu else []
         self._streams: list[Any] = streams
+        self._by_caller = on_gpu and hardware_queues() == 1
         self._current: dict[int, Any] = {}  # torch's streams by handle: to ask torch for one takes longer
         self._lock, self._handed = threading.Lock(), 0
         self.thread = _Starter(self._device, streams)
@@ -177,7 +182,8 @@ class Background:
     def start(self, run: Run, channel: int, value: Any) -> BackgroundCall:
         """Hand `run` over, behind the current stream.
 
-        In a graph capture its work is queued at once, and so is that of a callback in the thread.
+        In a graph capture its work is queued at once, and so is that of a callback in the thread, and all of it if CUDA
+        has one hardware queue.
 
         Args:
             run: queues the work.
@@ -193,7 +199,7 @@ class Background:
             stream, call.behind, call.ended = self._streams[channel], torch.cuda.Event(), torch.cuda.Event()
             call.behind.record(self._current_stream())
             call.captured = torch.cuda.is_current_stream_capturing()
-        if call.captured or self.is_this_thread():
+        if call.captured or self._by_caller or self.is_this_thread():
             self.drain()
             with torch.cuda.stream(stream):
                 _run(call, stream)

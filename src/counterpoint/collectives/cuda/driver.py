@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
@@ -249,6 +250,12 @@ def _parameters(driver: Any, call: MemoryOperations) -> list[Any]:
         part.address, part.flags, part.value = operation.address, 0, operation.value
         made.append(entry)
     return made
+
+
+def hardware_queues() -> int:
+    """Return how many hardware queues CUDA spreads this process's streams over: 8 unless the environment says more."""
+    said = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    return int(said) if said.isdecimal() else 8
 
 
 def load_driver() -> Any:

@@ -16,7 +16,6 @@ replay it as often and in the same order among the messages of its line, or neit
 
 from __future__ import annotations
 
-import os
 import warnings
 from dataclasses import replace
 from weakref import WeakSet
@@ -24,7 +23,7 @@ from weakref import WeakSet
 from counterpoint.collectives.cuda.call import Prepared
 from counterpoint.collectives.cuda.channel import CallQueue
 from counterpoint.collectives.cuda.context import STEPS, CudaContext
-from counterpoint.collectives.cuda.driver import Executor
+from counterpoint.collectives.cuda.driver import Executor, hardware_queues
 from counterpoint.collectives.cuda.lower import WORD_BYTES, Addresses, lower
 from counterpoint.collectives.host.status import RankStatus
 from counterpoint.collectives.memory.pool import Location
@@ -127,8 +126,7 @@ _open_lines: WeakSet[MailboxLine] = WeakSet()  # of this process
 
 def _warn_if_queues_are_few() -> None:
     """Warn where all lines of this process may wait at once and leave too few hardware queues to all else."""
-    said = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
-    queues, lines = int(said) if said.isdecimal() else 8, len(_open_lines)
+    queues, lines = hardware_queues(), len(_open_lines)
     if lines > queues - _FOR_OTHERS:
         warnings.warn(
             f"{lines} streams of messages may wait at once, and CUDA has {queues} hardware queues: once as many wait, "
