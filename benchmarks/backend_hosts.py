@@ -26,6 +26,7 @@ from step_rig import finish, formatted, in_turns, start
 import counterpoint
 import counterpoint.torch_backend as backend
 from counterpoint.collectives.host.group import torch_function
+from counterpoint.collectives.options import CommunicatorOptions
 
 __all__ = ["NO_FAST_PATH", "OPERATIONS", "Case"]
 
@@ -101,7 +102,7 @@ def timed(args: argparse.Namespace, name: str, num_bytes: int, device: torch.dev
             raise RuntimeError(f"{name} of {num_bytes} bytes by {way}: {count} elements are wrong")
     steps = {way: partial(case.start) for way, case in cases.items()}
     times = in_turns(steps, device, rounds=args.rounds, steps_each=args.steps)
-    paths = {row.path for row in counterpoint.report(ours).rows if row.operation == name}
+    paths = {row.path for row in counterpoint.report(ours).calls if row.operation == name}
     row = {"operation": name, "mib": num_bytes / (1 << 20), "path": ", ".join(sorted(paths))}
     return row | {f"{way}_ms": ms for way, (ms, _) in times.items()} | {"times": times["torch"][0] / times["ours"][0]}
 
@@ -133,7 +134,9 @@ def main() -> None:
     if size < 4 or size % 2:
         raise SystemExit(f"{size} ranks: two hosts of several ranks each need 4, 6, 8, ...")
     options = backend.BackendOptions(
-        ranks_per_host=size // 2, crossover_bytes=dict.fromkeys(OPERATIONS, 0), timeout_s=120.0
+        ranks_per_host=size // 2,
+        crossover_bytes=dict.fromkeys(OPERATIONS, 0),
+        communicator=CommunicatorOptions(timeout_s=120.0),
     )
     ours = dist.new_group(backend="counterpoint", pg_options=options)
     sizes = [round(mib * (1 << 20)) for mib in args.mib]

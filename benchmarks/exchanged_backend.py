@@ -32,8 +32,9 @@ ASKED: dict[str, Any] = json.loads(os.environ.get(VARIABLE, "{}"))
 def exchange(names: list[str], calls: str | None = None) -> None:
     """Give `counterpoint` to whoever asks for one of these backends, with communicators that take all they can."""
     import counterpoint.torch_backend
+    from counterpoint.collectives.options import CommunicatorOptions
     from counterpoint.parallel.backend.group import CounterpointGroup
-    from counterpoint.parallel.backend.report import CallCounts
+    from counterpoint.parallel.report import CallCounts
 
     everything = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"), 0)
     make, construct, add = c10d._new_process_group_helper, CounterpointGroup.__init__, CallCounts.add
@@ -54,7 +55,9 @@ def exchange(names: list[str], calls: str | None = None) -> None:
     def take_everything(self: Any, options: Any, given: Any) -> None:
         if not isinstance(given, counterpoint.torch_backend.BackendOptions):  # None, or NCCL's
             given = counterpoint.torch_backend.BackendOptions(
-                crossover_bytes=everything, nccl=given, timeout_s=options.timeout.total_seconds()
+                crossover_bytes=everything,
+                nccl=given,
+                communicator=CommunicatorOptions(timeout_s=options.timeout.total_seconds()),
             )
         construct(self, options, given)
         log("group")

@@ -57,7 +57,7 @@ COLUMNS = (
     "ran as",
 )  # fmt: skip
 ALONE, PLAIN, NCCL = "experts alone", "all_to_all_single", "NCCL"
-MECHANISMS = get_args(expert_parallel.MechanismName)
+MECHANISMS = get_args(expert_parallel.ExpertChoice)
 RUNS = ("eager", "graph")
 GRAPH = ", graph"  # behind the name of a variant
 WARM_UPS = 3  # before a capture: kernels are compiled and memory is there
@@ -377,14 +377,14 @@ class Bench:
 
     def path(self, key: tuple[str, int]) -> str:
         """Which ways the calls of a dispatcher went."""
-        return " and ".join(dict.fromkeys(row.path for row in self.dispatchers[key].report().rows))
+        return " and ".join(dict.fromkeys(row.path for row in self.dispatchers[key].report().calls))
 
     def report(self) -> list[str]:
         """Which way the calls of ours went and why, and what could not run."""
         reports = [
             f"{mechanism}, {parts}: {row.path}, as {row.why}" if row.why else f"{mechanism}, {parts}: {row.path}"
             for (mechanism, parts), one in self.dispatchers.items()
-            for row in one.report().rows
+            for row in one.report().calls
         ]
         return [*dict.fromkeys(f"{self.name}, {one}" for one in reports), *(f"not run: {one}" for one in self.missing)]
 

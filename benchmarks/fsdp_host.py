@@ -33,7 +33,8 @@ from provenance import gpu_provenance, provenance, write_result
 from step_rig import NO_MULTICAST
 from tables import print_table
 
-from counterpoint.parallel.overlap import OverlapOptions
+from counterpoint.collectives.options import CommunicatorOptions
+from counterpoint.parallel.options import OverlapOptions
 
 COLUMNS = ("variant", "step ms", "our Python, ms", "torch, ms", "driver, ms", "our Python, ms / module")
 PACKAGE = f"{os.sep}counterpoint{os.sep}"
@@ -84,7 +85,7 @@ class Bench:
         self.sharded = Sharded(shape, device, reduce_dtype=torch.bfloat16, compiled=False, head_apart=False)
         self.text = batch(shape, args.tokens, device, seed=dist.get_rank())
         self.stock = next(iter(self.sharded.stock_variants()))
-        self.handle, ours = self.sharded.overlapped(OverlapOptions(timeout_s=120.0))
+        self.handle, ours = self.sharded.overlapped(OverlapOptions(communicator=CommunicatorOptions(timeout_s=120.0)))
         self.variants: list[Variant] = [self.stock, ours[0]]
 
     def step(self) -> None:

@@ -29,7 +29,9 @@ from fsdp_variants import SHAPES, Sharded, Variant, batch, unsharded
 from step_rig import Step, block, formatted, show, start, synchronize, write
 
 import counterpoint
-from counterpoint.parallel.overlap import OverlapOptions
+from counterpoint.collectives.options import CommunicatorOptions
+from counterpoint.parallel.fsdp.hooks import STAGING_BYTES
+from counterpoint.parallel.options import OverlapOptions
 
 MOST_DIFFERENCE = {"loss": 1e-3, "norm": 1e-2}  # of stock's; what one of eight ranks leaves out is more
 COLUMNS = ("tokens", "variant", "ms", "times", "won", "host ms", "peak GB", "of stock", "loss", "norm")
@@ -104,9 +106,8 @@ class Bench:
             for tokens in self.args.tokens:
                 seen[tokens][variant.name] = self.looked_at(variant, tokens)
         self.before_gb = self.outside_gb()
-        options = OverlapOptions(timeout_s=120.0, direct=not self.args.copied)
-        if self.args.staging_bytes is not None:
-            options = replace(options, staging_bytes=self.args.staging_bytes)
+        of_communicator = CommunicatorOptions(timeout_s=120.0, staging_bytes=self.args.staging_bytes or STAGING_BYTES)
+        options = OverlapOptions(direct=not self.args.copied, communicator=of_communicator)
         self.handle, ours = self.sharded.overlapped(options)
         self.variants += ours
         for variant in ours:

@@ -20,7 +20,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from counterpoint.parallel.fsdp.hooks import GatherHook
 from counterpoint.parallel.fsdp.modules import present_hooks, sharded_modules
 from counterpoint.parallel.fsdp.prefetch import prefetch_targets
-from counterpoint.parallel.overlap import Overlap, OverlapOptions, overlap
+from counterpoint.parallel.options import OverlapOptions
+from counterpoint.parallel.overlap import Overlap, overlap
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from llama import Llama, Shape, rotary_table

@@ -41,12 +41,11 @@ import counterpoint
 import counterpoint.parallel.tensor.operations  # noqa: F401 - registers them
 import counterpoint.torch_backend as backend
 from counterpoint.collectives.communicator import Communicator
+from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.measurement.launch import reserved_port
-from counterpoint.parallel.ddp import DdpOptions
 from counterpoint.parallel.expert import Dispatcher, ExpertOptions
-from counterpoint.parallel.overlap import OverlapOptions
+from counterpoint.parallel.options import DdpOptions, OverlapOptions, TensorOptions
 from counterpoint.parallel.tensor.group import tensor_group
-from counterpoint.parallel.tensor.plans import TensorOptions
 from counterpoint.rehearsed import rank_variables, visible_devices
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
@@ -93,7 +92,9 @@ def wait(device: torch.device) -> None:
 
 def of_backend(device: torch.device) -> Step:
     """Return an all_reduce of torch.distributed by backend `counterpoint`."""
-    options = backend.BackendOptions(crossover_bytes={"all_reduce": 0}, timeout_s=TIMEOUT_S)
+    options = backend.BackendOptions(
+        crossover_bytes={"all_reduce": 0}, communicator=CommunicatorOptions(timeout_s=TIMEOUT_S)
+    )
     group: Any = dist.new_group(backend="counterpoint", pg_options=options)
     tensor = torch.zeros(NUMEL, device=device)
 
@@ -110,7 +111,7 @@ def ended(work: Any, device: torch.device) -> None:
 
 def messages(device: torch.device) -> Step:
     """Return an exchange with both neighbours in a ring, as stages of a pipeline have it."""
-    options = backend.BackendOptions(timeout_s=TIMEOUT_S)
+    options = backend.BackendOptions(communicator=CommunicatorOptions(timeout_s=TIMEOUT_S))
     group: Any = dist.new_group(backend="counterpoint", pg_options=options)
     rank, size = dist.get_rank(), dist.get_world_size()
     mine, theirs = torch.ones(NUMEL, device=device), torch.zeros(NUMEL, device=device)
@@ -146,7 +147,7 @@ def trained(build: Callable[[Shape, torch.device], nn.Module], options: Any, dev
 def matmuls(device: torch.device) -> Step:
     """Return a matmul of gathered rows and one whose sums are scattered, in pieces."""
     name = dist.group.WORLD.group_name  # type: ignore[union-attr]
-    tensor_group(name, TensorOptions(mechanism="cuts", timeout_s=TIMEOUT_S))
+    tensor_group(name, TensorOptions(mechanism="cuts", communicator=CommunicatorOptions(timeout_s=TIMEOUT_S)))
     rows, weight = (torch.ones(512, 512, device=device) for _ in range(2))
     operations: Any = torch.ops.counterpoint
 
@@ -164,7 +165,7 @@ def experts(device: torch.device) -> Step:
     size = dist.get_world_size()
     dispatcher = Dispatcher(
         experts=size, top_k=2, max_tokens=TOKENS, hidden=SHAPE.hidden,
-        options=ExpertOptions(mechanism="gather", timeout_s=TIMEOUT_S),
+        options=ExpertOptions(mechanism="gather", communicator=CommunicatorOptions(timeout_s=TIMEOUT_S)),
     )  # fmt: skip
     x = torch.ones(TOKENS, SHAPE.hidden, device=device)
     ids = torch.arange(2 * TOKENS, device=device).view(TOKENS, 2) % size
@@ -185,8 +186,8 @@ PROGRAMS: dict[str, Program] = {
     **{name: partial(collective, name) for name in COLLECTIVES},
     "backend": of_backend,
     MESSAGES: messages,
-    "FSDP2": partial(trained, sharded_model, OverlapOptions(timeout_s=TIMEOUT_S)),
-    "DDP": partial(trained, replicated_model, DdpOptions(timeout_s=TIMEOUT_S)),
+    "FSDP2": partial(trained, sharded_model, OverlapOptions(communicator=CommunicatorOptions(timeout_s=TIMEOUT_S))),
+    "DDP": partial(trained, replicated_model, DdpOptions(communicator=CommunicatorOptions(timeout_s=TIMEOUT_S))),
     "tensor parallel": matmuls,
     "experts": experts,
 }

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from provenance import gpu_provenance, provenance, write_result
 
-from counterpoint.parallel.tables import aligned_rows
+from counterpoint.parallel.report import aligned_rows
 
 __all__ = ["NO_MULTICAST", "Step", "block", "formatted", "in_turns", "origin", "show", "start", "synchronize", "write"]
 

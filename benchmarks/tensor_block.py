@@ -43,9 +43,9 @@ from torch.distributed.tensor.parallel import (
 from torch.profiler import ProfilerActivity, profile
 
 import counterpoint.parallel.tensor.operations  # noqa: F401 - registers them
+from counterpoint.parallel.options import TensorChoice, TensorOptions
 from counterpoint.parallel.tensor.compiled import fuse_compiled
 from counterpoint.parallel.tensor.group import tensor_group
-from counterpoint.parallel.tensor.plans import Mechanism, TensorOptions
 
 from llama import Layer, Shape, rotary_table, rotate  # isort: skip - found by fsdp_variants
 
@@ -134,7 +134,7 @@ class Bench:
         self.names = {name: dist.new_group().group_name for name in (DIRECT, DIRECT_TORCH)}
         self.names[FUSED] = self.mesh.get_group().group_name
         for name, group_name in self.names.items():
-            mechanism: Mechanism = "torch" if name == DIRECT_TORCH else args.mechanism
+            mechanism: TensorChoice = "torch" if name == DIRECT_TORCH else args.mechanism
             tensor_group(group_name, TensorOptions(mechanism=mechanism))
         makers: dict[str, Callable[[], nn.Module]] = {
             EAGER: lambda: self.layer,
@@ -286,7 +286,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--model", choices=SHAPES, default="70b", help="whose layer")
     parser.add_argument("--tokens", type=int, nargs="*", default=[4096, 8192], help="of all ranks together")
     parser.add_argument("--variants", nargs="*", choices=VARIANTS, help="besides eager; default: all that run here")
-    parser.add_argument("--mechanism", choices=get_args(Mechanism), default="auto", help="of ours")
+    parser.add_argument("--mechanism", choices=get_args(TensorChoice), default="auto", help="of ours")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=8, help="of a round")

@@ -23,12 +23,12 @@ import torch.distributed as dist
 from step_rig import finish, formatted, start, synchronize
 
 from counterpoint.collectives.host.group import gather_values
+from counterpoint.parallel.options import TensorChoice, TensorOptions
 from counterpoint.parallel.tensor import operations  # noqa: F401 - registers them
 from counterpoint.parallel.tensor.group import tensor_group
 from counterpoint.parallel.tensor.linear import all_gather_linear, linear_reduce_scatter
-from counterpoint.parallel.tensor.plans import Mechanism, TensorOptions
 
-MECHANISMS: tuple[Mechanism, ...] = ("torch", "serial", "cuts")
+MECHANISMS: tuple[TensorChoice, ...] = ("torch", "serial", "cuts")
 COLUMNS = ("call", "mechanism", "µs", "launches")
 FORMATS = {"call": "", "mechanism": "", "us": ".0f", "launches": ".1f"}
 

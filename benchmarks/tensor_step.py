@@ -35,8 +35,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import counterpoint
-from counterpoint.parallel.overlap import OverlapOptions
-from counterpoint.parallel.tensor.plans import Mechanism, TensorOptions
+from counterpoint.parallel.options import OverlapOptions, TensorChoice, TensorOptions
 
 from train_tp import parallel_model  # isort: skip - found by fsdp_variants
 
@@ -196,7 +195,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, nargs="*", default=[4096], help="of a batch, which ranks share, and step")
     parser.add_argument("--shards", type=int, default=1, help="of FSDP2, over as many groups of tensor-parallel ranks")
     parser.add_argument("--variants", nargs="*", choices=VARIANTS, default=(STOCK, OVERLAP), help="stock always runs")
-    parser.add_argument("--mechanism", choices=get_args(Mechanism), default="auto", help="of overlap")
+    parser.add_argument("--mechanism", choices=get_args(TensorChoice), default="auto", help="of overlap")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=8, help="of a round")

@@ -161,7 +161,7 @@ def _own_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--graph", action="store_true", help="replay CUDA graphs, instead of --overlap")
     parser.add_argument(
         "--mechanism",
-        choices=get_args(expert_parallel.MechanismName),
+        choices=get_args(expert_parallel.ExpertChoice),
         help="with --overlap, by default auto, and with --graph, by default gather",
     )
 

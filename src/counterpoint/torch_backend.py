@@ -6,10 +6,10 @@ torch.distributed.init_process_group("counterpoint")
 print(counterpoint.torch_backend.report())
 """
 
-from counterpoint.parallel.backend.group import BackendOptions, report
+from counterpoint.parallel.backend.group import report
 from counterpoint.parallel.backend.registration import register
-from counterpoint.parallel.backend.report import BackendReport, RoutedCalls
 from counterpoint.parallel.backend.symmetric import symmetric_memory
+from counterpoint.parallel.options import BackendOptions
 
-__all__ = ["BackendOptions", "BackendReport", "RoutedCalls", "report", "symmetric_memory"]
+__all__ = ["BackendOptions", "report", "symmetric_memory"]
 register()

@@ -10,9 +10,12 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import counterpoint
+from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.errors import CounterpointError
 from counterpoint.measurement.session import Session
-from counterpoint.parallel.ddp import DdpOptions, DdpReport, HookState, hook
+from counterpoint.parallel.ddp import HookState, hook
+from counterpoint.parallel.options import DdpOptions, OverlapOptions
+from counterpoint.parallel.report import Report
 
 STEPS = 5
 
@@ -36,14 +39,20 @@ class Branches(torch.nn.Module):
 
 def trained(
     _: Session, keywords: dict[str, Any], dtype: torch.dtype, both: bool, wire: torch.dtype | None
-) -> tuple[list[float], list[float], DdpReport]:
+) -> tuple[list[float], list[float], Report]:
     """Losses of both ways, of equal models on equal data, and what the hook did."""
     torch.manual_seed(3)
     model = Branches(dtype=dtype)
     found, report = [], None
     for ours in (True, False):
         ddp = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=0.02, **keywords)
-        handle = counterpoint.overlap(ddp, options=DdpOptions(wire_dtype=wire, timeout_s=60)) if ours else None
+        handle = (
+            counterpoint.overlap(
+                ddp, options=DdpOptions(wire_dtype=wire, communicator=CommunicatorOptions(timeout_s=60))
+            )
+            if ours
+            else None
+        )
         found.append(_losses(ddp, both))
         if handle is not None:
             report = handle.report()
@@ -75,7 +84,7 @@ def _losses(ddp: DistributedDataParallel, both: bool) -> list[float]:
 
 def averages(_: Session, wire: torch.dtype | None, numel: int) -> tuple[float, float]:
     """The largest error of a hook's average, over the largest value, and the same of torch's own bfloat16 hook."""
-    state = HookState(options=DdpOptions(wire_dtype=wire, timeout_s=60))
+    state = HookState(options=DdpOptions(wire_dtype=wire, communicator=CommunicatorOptions(timeout_s=60)))
     values = torch.randn(numel, generator=torch.Generator().manual_seed(dist.get_rank()))
     exact = values.double()
     dist.all_reduce(exact)
@@ -90,7 +99,7 @@ def averages(_: Session, wire: torch.dtype | None, numel: int) -> tuple[float, f
 
 def by_hook(_: Session) -> str:
     """`register_comm_hook` as torch documents it."""
-    state = HookState(options=DdpOptions(timeout_s=60))
+    state = HookState(options=DdpOptions(communicator=CommunicatorOptions(timeout_s=60)))
     ddp = DistributedDataParallel(torch.nn.Linear(8, 8))
     ddp.register_comm_hook(state, hook)
     ddp(torch.ones(2, 8)).sum().backward()
@@ -105,7 +114,7 @@ def refused(_: Session, what: str) -> str:
     handle: Any = None
     try:
         if what == "options":
-            counterpoint.overlap(ddp, options=counterpoint.parallel.overlap.OverlapOptions())
+            counterpoint.overlap(ddp, options=OverlapOptions())
         elif what == "wire":
             DdpOptions(wire_dtype=torch.int8)
         else:

@@ -20,9 +20,8 @@ from torch.distributed.tensor import DTensor
 from counterpoint import overlap
 from counterpoint.errors import CounterpointError
 from counterpoint.measurement.session import Session
-from counterpoint.parallel.expert.layers import ExpertLayerOptions
-from counterpoint.parallel.overlap import OverlapOptions
-from counterpoint.parallel.report import ExpertParallelReport, OverlapReport
+from counterpoint.parallel.options import ExpertOptions, OverlapOptions
+from counterpoint.parallel.report import Report
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 import train_moe
@@ -34,7 +33,7 @@ STEPS = 3
 VOCABULARY = 128
 
 
-BY_GATHER = ExpertLayerOptions(mechanism="gather")
+BY_GATHER = ExpertOptions(mechanism="gather")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +51,7 @@ class Spread:
 
     kind: str = "Qwen3Moe"
     sizes: tuple[tuple[str, Any], ...] = (("ep_size", 2), ("fsdp_size", 2))
-    options: ExpertLayerOptions | None = BY_GATHER
+    options: ExpertOptions | None = BY_GATHER
     checkpoint: bool = False
     compiled: bool = False
     lengths: tuple[int, ...] = (LENGTH,) * STEPS
@@ -63,11 +62,11 @@ SPREADS = {
     "Mixtral": Spread(kind="Mixtral", options=None),
     "checkpointed": Spread(checkpoint=True),
     "compiled": Spread(compiled=True),
-    "whole": Spread(options=ExpertLayerOptions(mechanism="gather", parts=1)),
-    "by torch": Spread(options=ExpertLayerOptions(mechanism="torch", parts=3)),
+    "whole": Spread(options=ExpertOptions(mechanism="gather", parts=1)),
+    "by torch": Spread(options=ExpertOptions(mechanism="torch", parts=3)),
     "one batch": Spread(sizes=(("ep_size", 2), ("tp_size", 2))),
     "one batch, all_to_all": Spread(sizes=(("ep_size", 2), ("tp_size", 2), ("ep_implementation", "all_to_all"))),
-    "other lengths": Spread(options=ExpertLayerOptions(mechanism="gather", max_tokens=64), lengths=(7, 32, 9)),
+    "other lengths": Spread(options=ExpertOptions(mechanism="gather", max_tokens=64), lengths=(7, 32, 9)),
 }
 SPREADS_OF_FOUR = {
     "two meshes": Spread(sizes=(("ep_size", 2), ("fsdp_size", 4))),
@@ -113,7 +112,7 @@ def transformers_model(spread: Spread, folder: str) -> Any:
     return made
 
 
-def with_transformers(_: Session, name: str, folder: str) -> tuple[float, OverlapReport, ExpertParallelReport]:
+def with_transformers(_: Session, name: str, folder: str) -> tuple[float, Report]:
     """How far losses, gradients and an evaluation are from those without `overlap`, and the report."""
     spread = (SPREADS | SPREADS_OF_FOUR)[name]
     with warnings.catch_warnings():
@@ -126,8 +125,7 @@ def with_transformers(_: Session, name: str, folder: str) -> tuple[float, Overla
                     layer.compile(backend="aot_eager")
             found = _trained(model, spread)
             report = handle.report()
-    assert report.expert_parallel is not None
-    return largest_difference(found, expected), report, report.expert_parallel
+    return largest_difference(found, expected), report
 
 
 def refusals(_: Session, folder: str) -> tuple[list[str], list[str], bool, str]:
@@ -143,7 +141,7 @@ def refusals(_: Session, folder: str) -> tuple[list[str], list[str], bool, str]:
         said.append(_said(lambda: model(input_ids=torch.zeros(1, 5, dtype=torch.long))))
         with torch.autocast("cpu", torch.bfloat16):
             model(input_ids=torch.zeros(1, 4, dtype=torch.long))
-        autocast = str(handle.report().expert_parallel.modules[0])
+        autocast = str(handle.report().of_kind("expert")[0])
         handle.restore()
         is_restored = stock == [vars(module).get("forward") for module in model.modules()]
         left = []
@@ -153,7 +151,7 @@ def refusals(_: Session, folder: str) -> tuple[list[str], list[str], bool, str]:
                 if hasattr(module, "down_proj"):
                     change(module)
             with overlap(model) as handle:
-                left += [row.torch_why for row in handle.report().expert_parallel.modules[:1]]
+                left += [row.torch_why for row in handle.report().of_kind("expert")[:1]]
     return said, left, is_restored, autocast
 
 
@@ -246,7 +244,7 @@ SHAPE = MoeShape(
 )
 
 
-def beside_one_process(session: Session, name: str) -> tuple[float, OverlapReport | None]:
+def beside_one_process(session: Session, name: str) -> tuple[float, Report | None]:
     """How far losses and gradients are from those of a model that has all experts and sees all ranks' texts."""
     layout = LAYOUTS[name]
     args = argparse.Namespace(

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.cuda.lower import ReduceLaunch
 from counterpoint.collectives.memory.pool import Location
+from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.collectives.program.reductions import Reduction
 from counterpoint.errors import Unsupported
 from counterpoint.measurement.session import Session
@@ -83,7 +84,7 @@ def opened(layout: ExpertLayout, **options: Any) -> Iterator[Dispatcher]:
         top_k=layout.top_k,
         max_tokens=layout.max_tokens,
         hidden=layout.hidden,
-        options=ExpertOptions(timeout_s=60, **options),
+        options=ExpertOptions(**options, communicator=CommunicatorOptions(timeout_s=60)),
     )
     yield made
     made.close()
@@ -266,7 +267,7 @@ def checkpointed(session: Session, name: str, reentrant: bool) -> None:
         assert torch.equal(x.grad, once.grad_x)
         assert weights.grad is not None
         assert torch.equal(weights.grad, once.grad_weights)
-        assert sum(row.calls for row in made.report().rows if row.operation == "dispatch") == 3
+        assert sum(row.calls for row in made.report().calls if row.operation == "dispatch") == 3
 
 
 def narrow(session: Session, name: str) -> Tensor:
@@ -407,7 +408,7 @@ def chosen(session: Session, max_tokens: int, hidden: int, beside_us: float) -> 
     with opened(layout, beside_us=beside_us, capacity_factor=0.01, overflow="drop") as made:
         case = replace(case_of(layout, "distinct"), tokens=(1,) * layout.world_size)
         run(made, case)
-        (row,) = {(row.path, row.why) for row in made.report().rows}
+        (row,) = {(row.path, row.why) for row in made.report().calls}
         return " ".join(row)
 
 
@@ -467,9 +468,10 @@ def misused(session: Session) -> list[str]:
         said_by(lambda: ExpertOptions(wire_dtype=torch.int8)),
         said_by(lambda: ExpertOptions(pad_multiple=0)),
         said_by(lambda: ExpertOptions(beside_us=-1)),
-        said_by(lambda: ExpertOptions(channels=3)),
-        said_by(lambda: ExpertOptions(mailbox_bytes=4096)),
-        said_by(lambda: ExpertOptions(crossover_bytes={"all_gather": 1})),
+        said_by(lambda: ExpertOptions(communicator=CommunicatorOptions(channels=3))),
+        said_by(lambda: ExpertOptions(communicator=CommunicatorOptions(mailbox_bytes=4096))),
+        said_by(lambda: ExpertOptions(parts=0)),
+        said_by(lambda: Dispatcher(experts=2, top_k=1, max_tokens=1, hidden=1, options=ExpertOptions(parts=2))),
         said_by(lambda: Dispatcher(experts=2, top_k=3, max_tokens=1, hidden=1)),
         said_by(lambda: Dispatcher(experts=3, top_k=1, max_tokens=1, hidden=1)),
         said_by(lambda: Dispatcher(experts=2, top_k=0, max_tokens=1, hidden=1)),
@@ -543,7 +545,7 @@ def replayed(session: Session) -> list[int]:
 
     made = Dispatcher(
         experts=layout.experts, top_k=layout.top_k, max_tokens=layout.max_tokens, hidden=layout.hidden,
-        options=ExpertOptions(mechanism="gather", equal_tokens=True, timeout_s=60),
+        options=ExpertOptions(mechanism="gather", equal_tokens=True, communicator=CommunicatorOptions(timeout_s=60)),
     )  # fmt: skip
     experts = [LocalExperts(layout.local_experts, layout.hidden, 8) for _ in range(2)]
 

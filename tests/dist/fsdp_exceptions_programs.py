@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from counterpoint.errors import CounterpointError
 from counterpoint.measurement.session import Session
-from counterpoint.parallel.overlap import Overlap, OverlapOptions, overlap
+from counterpoint.parallel.options import OverlapOptions
+from counterpoint.parallel.overlap import Overlap, overlap
 from tests.dist.fsdp_places_programs import ALL, WIDTH, Model, model
 
 FAILING = 1  # the step with the exception

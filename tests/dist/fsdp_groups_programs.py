@@ -12,7 +12,8 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import Shard
 
 from counterpoint.measurement.session import Session
-from counterpoint.parallel.overlap import OverlapOptions, overlap
+from counterpoint.parallel.options import OverlapOptions
+from counterpoint.parallel.overlap import overlap
 from tests.dist.fsdp_places_programs import ALL, ORDERS, PREPARED, Model, homes, losses_and_gradients
 
 
@@ -69,8 +70,8 @@ def reported(session: Session, case: Case) -> list[tuple[str, tuple[int, ...], b
             (
                 one.name,
                 one.ranks,
-                one.all_gather is not None and one.all_gather.direct,
-                one.reduce_scatter is not None and one.reduce_scatter.direct,
+                one.moved("all_gather").how == "direct",
+                one.moved("reduce_scatter").how == "direct",
             )
             for one in handle.report().modules[:2]
         ]
@@ -82,7 +83,7 @@ def prefetched(session: Session) -> tuple[str, list[int]]:
     with overlap(made, options=OverlapOptions(prefetch=2)) as handle:
         losses_and_gradients(made, session, [ALL], PREPARED["as they come"])
         ahead = [len(layer._get_fsdp_state()._states_to_forward_prefetch) for layer in made.layers]
-        return handle.report().prefetch, ahead
+        return handle.report().notes[-1], ahead
 
 
 def places(session: Session, mesh: tuple[int, int]) -> int:

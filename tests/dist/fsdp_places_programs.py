@@ -13,7 +13,8 @@ from torch.distributed.fsdp import fully_shard
 from counterpoint.errors import Unsupported
 from counterpoint.measurement.session import Session
 from counterpoint.parallel.fsdp.slots import ModuleParameters
-from counterpoint.parallel.overlap import Overlap, OverlapOptions, overlap
+from counterpoint.parallel.options import OverlapOptions
+from counterpoint.parallel.overlap import Overlap, overlap
 
 Prepare = Callable[[Any, int], object]
 """The model and the number of the step."""
@@ -173,7 +174,7 @@ def places(session: Session, ahead: int | None) -> list[int]:
 
 def homes(handle: Overlap) -> list[Any]:
     """Of all modules."""
-    return [hooked.gather.parameters for hooked in handle._hooked.values() if hooked.gather is not None]
+    return [hooked._gather.parameters for hooked in handle._hooked.values() if hooked._gather is not None]
 
 
 def cast_before_the_first_step(session: Session) -> list[int]:
@@ -230,8 +231,8 @@ def mixed_dtypes(session: Session) -> list[bool]:
     expected, ours = steps(made()), made()
     with overlap(ours) as handle:
         equal = all(map(torch.equal, expected, steps(ours)))
-        gather = handle.report().modules[0].all_gather
-    return [equal, gather is not None and gather.direct]
+        gather = handle.report().modules[0].moved("all_gather")
+    return [equal, gather.how == "direct"]
 
 
 def in_use_at_once(session: Session) -> str:

@@ -18,10 +18,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel, fully_shard
 
+from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.errors import CounterpointError, PeerTimeout, Unsupported
 from counterpoint.measurement.session import Session
 from counterpoint.parallel.fsdp.modules import sharded_modules
-from counterpoint.parallel.overlap import Overlap, OverlapOptions, overlap
+from counterpoint.parallel.options import OverlapOptions
+from counterpoint.parallel.overlap import Overlap, overlap
 from tests.dist.collective_programs import ended_as_python_does
 from tests.support.fsdp_training import Case, batch, differences, fsdp_modules, sharded, trained
 
@@ -50,7 +52,7 @@ def mapped_bytes(session: Session, steps: int) -> list[int]:
 def forks(session: Session) -> bool:
     """Whether children of every rank end well, between two steps and with the handle in hand, and the next step."""
     model = sharded(Case())
-    with overlap(model, options=OverlapOptions(timeout_s=30.0)) as handle:
+    with overlap(model, options=OverlapOptions(communicator=CommunicatorOptions(timeout_s=30.0))) as handle:
         for step in range(2):
             model(*batch(session, step)).backward()
             well = ended_as_python_does(handle)
@@ -76,7 +78,7 @@ def one_is_killed(session: Session, where: str) -> list[str]:
             model(*batch(session, step)).backward()
 
     model = sharded(Case())
-    handle = overlap(model, options=OverlapOptions(timeout_s=30.0))
+    handle = overlap(model, options=OverlapOptions(communicator=CommunicatorOptions(timeout_s=30.0)))
     if where == "forward":
         model.layers[1].register_forward_pre_hook(kill, prepend=True)
     else:
@@ -109,7 +111,7 @@ def restored(session: Session) -> list[str]:
 
 
 def _gathers(handle: Overlap) -> list[int]:
-    return [module.all_gather.calls for module in handle.report().modules if module.all_gather is not None]
+    return [module.moved("all_gather").calls for module in handle.report().modules if module.traffic]
 
 
 def closed_by_itself(session: Session) -> bool:
@@ -125,12 +127,12 @@ def named(session: Session) -> list[str]:
         return [module.name for module in handle.report().modules]
 
 
-def unmanaged(session: Session) -> int:
-    """Bytes that no FSDP2 module has, if of two layers one is sharded."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+def unmanaged(session: Session) -> tuple[str, ...]:
+    """What is said of parameters that no FSDP2 module has, if of two layers one is sharded."""
+    model = nn.Sequential(nn.Linear(400, 400), nn.Linear(400, 400))
     fully_shard(model[0])
     with overlap(model) as handle:
-        return handle.report().unmanaged_bytes
+        return handle.report().notes
 
 
 def prefetch_lists(session: Session) -> dict[str, Any]:
@@ -155,7 +157,7 @@ def prefetch_lists(session: Session) -> dict[str, Any]:
     handle = overlap(model, options=OverlapOptions(prefetch=2))
     before = lists()
     model(*batch(session, 0)).backward()
-    after, said = lists(), handle.report().prefetch
+    after, [said] = lists(), handle.report().notes
     handle.restore()
     return {"before": before, "after": after, "restored": lists(), "said": said}
 

@@ -13,16 +13,19 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.cuda.call import CudaWork
+from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.errors import CounterpointError
 from counterpoint.measurement.session import Session
 from counterpoint.parallel.call_memory import CallMemory
 from counterpoint.parallel.expert.dispatcher import Dispatcher
-from counterpoint.parallel.expert.options import ExpertOptions
 from counterpoint.parallel.expert.slabs import Slabs
+from counterpoint.parallel.group import RankGroup
+from counterpoint.parallel.options import ExpertOptions
 from tests.dist.communicator_cuda_programs import WAIT_S, delays
 from tests.support.software_gpu import SoftwareGpu
 
@@ -86,11 +89,11 @@ def compared(session: Session, seed: int, calls: int, mechanism: Any, captured: 
         top_k = min(top_k, experts)
         options = ExpertOptions(
             mechanism=mechanism,
-            timeout_s=30,
             capacity_factor=draw.choice([None, None, 0.2, 1.0, 3.0]),
             pad_multiple=draw.choice([1, 1, 4]),
             wire_dtype=draw.choice([None, None, torch.float8_e4m3fn]),
             zero_tail=draw.random() < 0.5,
+            communicator=CommunicatorOptions(timeout_s=30),
         )
         reference = replace(options, mechanism="torch", capacity_factor=None)
         dtype = draw.choice([torch.float32, torch.bfloat16])
@@ -106,7 +109,7 @@ def compared(session: Session, seed: int, calls: int, mechanism: Any, captured: 
                 if not torch.equal(one, other):
                     different.append(f"{name}: {one} is not {other}; {options}, {case}")
         assert both[0].dropped() == 0
-        assert {row.path for row in both[0].report().rows} == {mechanism}
+        assert {row.path for row in both[0].report().calls} == {mechanism}
         for dispatcher in both:
             dispatcher.close()
         calls -= 10
@@ -138,10 +141,16 @@ def on_software_gpus(session: Session, seed: int, calls: int) -> list[str]:
     gpu.use(gpu.new_stream())
     n, me = session.world_size, session.rank
     experts, top_k = 2 * n, 2
+
+    def on_gpu(group: Any, _: Any, given: CommunicatorOptions) -> Communicator:
+        return Communicator(group, device=gpu, options=given)
+
     options = ExpertOptions(mechanism="torch", capacity_factor=1.0)
     dispatchers = [opened(session, experts, top_k, options) for _ in range(2)]
-    communicator = Communicator(device=gpu, channels=3, timeout_s=WAIT_S)
-    dispatchers[0]._mechanism = Slabs(communicator, dispatchers[0].layout, options)
+    ranks = RankGroup(dist.group.WORLD, tuple(range(n)), opened=on_gpu)
+    ranks.join(dispatchers[0], CommunicatorOptions(timeout_s=WAIT_S))
+    ranks.open()
+    dispatchers[0]._ranks, dispatchers[0]._mechanism = ranks, Slabs(ranks, dispatchers[0].layout, options)
     for _ in range(calls):
         tokens = [draw.choice([0, 1, draw.randint(0, MOST), MOST]) for _ in range(n)]
         case = routing(draw, me, experts, top_k, torch.float32, tokens[me])
@@ -151,7 +160,7 @@ def on_software_gpus(session: Session, seed: int, calls: int) -> list[str]:
         different += [
             f"{one} is not {other}" for one, other in zip(found, wanted, strict=True) if not torch.equal(one, other)
         ]
-    communicator.check()
+    ranks.check()
     for dispatcher in dispatchers:
         dispatcher.close()
     return different
@@ -162,7 +171,9 @@ def two_under_way(session: Session, mechanism: Any) -> list[bool]:
     draw = random.Random(7)
     experts, top_k = 2 * session.world_size, 2
     cases = [routing(draw, session.rank, experts, top_k, torch.float32, MOST // 2) for _ in range(2)]
-    dispatcher = opened(session, experts, top_k, ExpertOptions(mechanism=mechanism, timeout_s=30))
+    dispatcher = opened(
+        session, experts, top_k, ExpertOptions(mechanism=mechanism, communicator=CommunicatorOptions(timeout_s=30))
+    )
     alone = [run(dispatcher, case) for case in cases]
     xs = [case.x.clone().requires_grad_() for case in cases]
     weights = [case.weights.clone().requires_grad_() for case in cases]
@@ -190,7 +201,9 @@ def overflown(session: Session, mechanism: Any, overflow: Any) -> tuple[list[str
     token of this rank whether its sum is there.
     """
     n = session.world_size
-    options = ExpertOptions(mechanism=mechanism, overflow=overflow, capacity_factor=n / MOST, timeout_s=30)
+    options = ExpertOptions(
+        mechanism=mechanism, overflow=overflow, capacity_factor=n / MOST, communicator=CommunicatorOptions(timeout_s=30)
+    )
     dispatcher = opened(session, n, 1, options)
     x = torch.ones(MOST, HIDDEN)
     ids = torch.zeros(MOST, 1, dtype=torch.int32) if session.rank == 0 else torch.full((MOST, 1), -1)
@@ -209,7 +222,9 @@ def overflown(session: Session, mechanism: Any, overflow: Any) -> tuple[list[str
 
 def killed(session: Session, mechanism: Any) -> str:
     """Rank 1 dies after a first call; return what rank 0 is told."""
-    dispatcher = opened(session, 4, 2, ExpertOptions(mechanism=mechanism, timeout_s=30))
+    dispatcher = opened(
+        session, 4, 2, ExpertOptions(mechanism=mechanism, communicator=CommunicatorOptions(timeout_s=30))
+    )
     case = routing(random.Random(1), session.rank, 4, 2, torch.float32, MOST)
     run(dispatcher, case)
     if session.rank == 1:

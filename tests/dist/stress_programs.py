@@ -31,11 +31,11 @@ from torch.distributed.tensor.parallel import (
 
 from counterpoint import overlap
 from counterpoint.collectives.host.group import torch_function
+from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.measurement.session import Session
 from counterpoint.parallel.expert import Dispatcher, ExpertOptions, overlapped_moe
-from counterpoint.parallel.overlap import OverlapOptions
-from counterpoint.parallel.tensor.plans import TensorOptions
-from counterpoint.torch_backend import BackendOptions, BackendReport, report
+from counterpoint.parallel.options import OverlapOptions, TensorOptions
+from counterpoint.torch_backend import BackendOptions, report
 from tests.dist.tensor_programs import cut_anywhere
 from tests.support.routing import routing
 
@@ -302,21 +302,28 @@ def stressed(session: Session, seed: int, steps: int) -> Seen:
         max_tokens=2 * max(LENGTHS) // TENSOR,
         hidden=SHAPE.hidden,
         options=ExpertOptions(
-            mechanism=draw.choice(("gather", "slabs")), equal_tokens=draw.random() < 0.5, timeout_s=TIMEOUT_S
+            mechanism=draw.choice(("gather", "slabs")),
+            equal_tokens=draw.random() < 0.5,
+            communicator=CommunicatorOptions(timeout_s=TIMEOUT_S),
         ),
     )
     model = made(seed, meshes, by_counterpoint(dispatcher, parts), torch.float32)
     taken = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"), 1)
-    options = BackendOptions(timeout_s=TIMEOUT_S, crossover_bytes=taken)
+    options = BackendOptions(crossover_bytes=taken, communicator=CommunicatorOptions(timeout_s=TIMEOUT_S))
     everyone = dist.new_group(backend="counterpoint", pg_options=options)
-    matmuls = TensorOptions(mechanism=draw.choice(("cuts", "cuts", "serial", "auto")), timeout_s=TIMEOUT_S)
-    options_of_model = OverlapOptions(tensor_parallel=matmuls, timeout_s=TIMEOUT_S, prefetch=draw.choice((None, 1, 2)))
+    matmuls = TensorOptions(
+        mechanism=draw.choice(("cuts", "cuts", "serial", "auto")), communicator=CommunicatorOptions(timeout_s=TIMEOUT_S)
+    )
+    options_of_model = OverlapOptions(
+        tensor_parallel=matmuls,
+        prefetch=draw.choice((None, 1, 2)),
+        communicator=CommunicatorOptions(timeout_s=TIMEOUT_S),
+    )
     with cut_anywhere(seed + session.rank), overlap(model, options=options_of_model) as handle:
         calls = Calls(everyone, seed, device)
         ours = trained(model, seed, steps, calls, meshes.dense, handle.check)
         said = handle.report()
-        backend: BackendReport = report(everyone)
-        rows = [dispatcher.report().rows, said.tensor_parallel.calls if said.tensor_parallel else (), backend.rows]
+        rows = [dispatcher.report().calls, said.calls, report(everyone).calls]
     dispatcher.close()
     session.synchronize()
     dist.destroy_process_group(everyone)
@@ -324,7 +331,7 @@ def stressed(session: Session, seed: int, steps: int) -> Seen:
         error=largest(ours, exact),
         stock=largest(torchs, exact),
         paths=[{str(row.path) for row in each} for each in rows],
-        copied=[why for one in said.modules for why in (one.torch_why, one.copied_why) if why],
+        copied=[one.torch_why for one in said.modules if one.torch_why] + [n for n in said.notes if "copies" in n],
     )
 
 

@@ -25,9 +25,10 @@ from torch.distributed.tensor.parallel import (
 )
 
 from counterpoint.measurement.session import Session
-from counterpoint.parallel.tensor.compiled import CompiledReport, fuse_compiled
+from counterpoint.parallel.options import TensorOptions
+from counterpoint.parallel.report import Report
+from counterpoint.parallel.tensor.compiled import fuse_compiled
 from counterpoint.parallel.tensor.group import tensor_group
-from counterpoint.parallel.tensor.plans import TensorOptions
 from tests.support.tensor_graphs import CASES, fused, operations_of
 
 HIDDEN, HEADS, KV_HEADS, FFN = 32, 4, 2, 48
@@ -110,7 +111,7 @@ class _Keep(CustomGraphPass):
 
 def trained(
     session: Session, bias: bool, sequence: bool, batch: int, pieces: bool
-) -> tuple[list[Tensor], list[Tensor], CompiledReport, list[Counter[str]], set[str]]:
+) -> tuple[list[Tensor], list[Tensor], Report, list[Counter[str]], set[str]]:
     """Results and gradients of a block, eager and then compiled with what is fused; the report, and what is left.
 
     With `pieces` all operations go beside copies between the ranks, of which float64 has no model; else torch's way.
@@ -141,10 +142,10 @@ def trained(
     with config.patch(post_grad_custom_post_pass=kept), fuse_compiled([mesh]) as handle:
         results = step(torch.compile(block))
     group.close()
-    return expected, results, handle.report(), kept.counts, {row.path for row in group.report().rows}
+    return expected, results, handle.report(), kept.counts, {row.path for row in group.report().calls}
 
 
-def compiled_thrice(session: Session) -> tuple[list[CompiledReport], list[Tensor]]:
+def compiled_thrice(session: Session) -> tuple[list[Report], list[Tensor]]:
     """Reports of one function: compiled, taken from inductor's cache, and compiled for no group."""
     _import_inductor()
     case = CASES["three weights"]

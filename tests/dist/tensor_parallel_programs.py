@@ -32,9 +32,9 @@ from torch.utils.checkpoint import checkpoint
 from counterpoint import overlap, tensor_parallel
 from counterpoint.errors import CounterpointError, Misconfigured, Unsupported
 from counterpoint.measurement.session import Session
-from counterpoint.parallel.backend.report import RoutedCalls
-from counterpoint.parallel.overlap import Overlap, OverlapOptions
-from counterpoint.parallel.report import TensorParallelReport
+from counterpoint.parallel.options import OverlapOptions
+from counterpoint.parallel.overlap import Overlap
+from counterpoint.parallel.report import CallRow, Report
 from counterpoint.parallel.tensor import linear
 from counterpoint.parallel.tensor.group import tensor_group
 
@@ -228,14 +228,12 @@ def overlapped(model: nn.Module, **options: Any) -> Any:
     return overlap(model, options=OverlapOptions(tensor_parallel=tensor_parallel.TensorOptions(**options)))
 
 
-def reported(handle: Overlap | None) -> TensorParallelReport:
+def reported(handle: Overlap | None) -> Report:
     assert handle is not None
-    report = handle.report().tensor_parallel
-    assert report is not None
-    return report
+    return handle.report()
 
 
-def calls(rows: Sequence[RoutedCalls]) -> dict[str, int]:
+def calls(rows: Sequence[CallRow]) -> dict[str, int]:
     """How often each operation ran."""
     counts: Counter[str] = Counter()
     for row in rows:
@@ -243,7 +241,7 @@ def calls(rows: Sequence[RoutedCalls]) -> dict[str, int]:
     return dict(counts)
 
 
-def beside_stock(_: Session, name: str) -> tuple[float, dict[str, int], TensorParallelReport]:
+def beside_stock(_: Session, name: str) -> tuple[float, dict[str, int], Report]:
     """How far losses and gradients are from those of torch, how often each operation ran, and what is reported."""
     case = CASES[name]
     mesh = mesh_of(case)
@@ -265,7 +263,7 @@ def by_styles(_: Session) -> tuple[float, dict[str, int], str]:
     try:
         parallelize_module(nn.Embedding(4, 4), mesh, tensor_parallel.Rowwise())
     except Unsupported as error:
-        return largest_difference(found, expected), calls(group.report().rows), str(error)
+        return largest_difference(found, expected), calls(group.report().calls), str(error)
     return 0.0, {}, ""
 
 
@@ -509,7 +507,7 @@ def transformers_model(folder: str, dtype: torch.dtype) -> Any:
     )
 
 
-def with_transformers(_: Session, folder: str) -> tuple[float, dict[str, int], TensorParallelReport]:
+def with_transformers(_: Session, folder: str) -> tuple[float, dict[str, int], Report]:
     """As `beside_stock`, of a model of `transformers`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # its own

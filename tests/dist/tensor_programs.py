@@ -16,14 +16,15 @@ import torch.distributed as dist
 
 import counterpoint.parallel.tensor.operations  # noqa: F401 - registers them
 from counterpoint.collectives.communicator import Communicator
+from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.machine.profile import Profile
 from counterpoint.measurement.session import Session
 from counterpoint.pair.arrivals import ShardedMatmul
 from counterpoint.pair.cuts import Cuts, RowAxis
+from counterpoint.parallel.options import TensorOptions
 from counterpoint.parallel.tensor import group as group_of_ranks
 from counterpoint.parallel.tensor import plans
 from counterpoint.parallel.tensor.group import TensorGroup, tensor_group
-from counterpoint.parallel.tensor.plans import TensorOptions
 from tests.dist.communicator_cuda_programs import delays
 from tests.support.software_gpu import SoftwareDriver, SoftwareGpu
 
@@ -96,7 +97,9 @@ def cut_anywhere(seed: int) -> Any:
 def opened(session: Session, seed: int, gpu: bool = False) -> Iterator[tuple[TensorGroup, random.Random, str]]:
     """Run calls in pieces that are cut anywhere, on each rank differently; draws are equal on all ranks."""
     name = dist.group.WORLD.group_name  # type: ignore[union-attr]
-    group = tensor_group(name, TensorOptions(mechanism="cuts", measure=False, timeout_s=60))
+    group = tensor_group(
+        name, TensorOptions(mechanism="cuts", measure=False, communicator=CommunicatorOptions(timeout_s=60))
+    )
     with cut_anywhere(seed * 100 + session.rank), on_software_gpu(session.rank) if gpu else nullcontext():
         yield group, random.Random(seed), name
     group.close()
@@ -182,7 +185,7 @@ def gathered(session: Session, seed: int, calls: int, gpu: bool = False) -> list
                     assert bias_grad is not None
                     close(bias_grad, grads[index].double().flatten(0, -2).sum(0), 100)
             assert all(weights[index].grad is None for index in range(len(weights)) if index not in used)
-        return sorted({row.path for row in group.report().rows})
+        return sorted({row.path for row in group.report().calls})
 
 
 def scattered(session: Session, seed: int, calls: int, gpu: bool = False) -> list[str]:
@@ -209,7 +212,7 @@ def scattered(session: Session, seed: int, calls: int, gpu: bool = False) -> lis
             assert b.grad is not None
             close(a.grad, wide @ b.detach().double().t(), columns)
             close(b.grad, a.detach().double().flatten(0, -2).t() @ wide.flatten(0, -2), wide.numel() // columns)
-        return sorted({row.path for row in group.report().rows})
+        return sorted({row.path for row in group.report().calls})
 
 
 def all_reduced(session: Session, seed: int, calls: int, gpu: bool = False) -> list[str]:
@@ -237,7 +240,7 @@ def all_reduced(session: Session, seed: int, calls: int, gpu: bool = False) -> l
             wide = a.detach().double().flatten(0, -2).t() @ grad.double().flatten(0, -2) * factor
             close(b.grad, wide, out.numel() // 16)
             del out, grad
-        return sorted({row.path for row in group.report().rows})
+        return sorted({row.path for row in group.report().calls})
 
 
 def biased(session: Session, seed: int) -> list[str]:
@@ -271,7 +274,7 @@ def biased(session: Session, seed: int) -> list[str]:
                 assert bias.grad is not None
                 assert wide_bias.grad is not None
                 close(bias.grad, wide_bias.grad, 100)
-        return sorted({row.path for row in group.report().rows})
+        return sorted({row.path for row in group.report().calls})
 
 
 def scaled(session: Session, seed: int) -> list[str]:
@@ -300,13 +303,13 @@ def scaled(session: Session, seed: int) -> list[str]:
             dist.all_reduce(total)
             error = (part.double() - total.chunk(n)[me]).abs().max().item()
             assert error < 0.02 * total.abs().max().item(), error
-        return sorted({row.path for row in group.report().rows})
+        return sorted({row.path for row in group.report().calls})
 
 
 def killed(session: Session, name_of_call: str) -> str:
     """Return the error of a call where the last rank died before its third one."""
     n, name = dist.get_world_size(), dist.group.WORLD.group_name  # type: ignore[union-attr]
-    tensor_group(name, TensorOptions(mechanism="cuts", timeout_s=20))
+    tensor_group(name, TensorOptions(mechanism="cuts", communicator=CommunicatorOptions(timeout_s=20)))
     a, b = torch.randn(64 * n, 32), torch.randn(32, 16)
     calls: dict[str, Callable[[], Any]] = {
         "all_gather_matmul": lambda: OPS.all_gather_matmul(a[:64], [b], 0, name),
@@ -366,7 +369,9 @@ def options_that_differ(session: Session) -> str:
 def ended_with_its_group(session: Session) -> tuple[bool, bool]:
     """Whether a group has a communicator after a call, and after torch has destroyed it."""
     ours: Any = dist.new_group()
-    group = tensor_group(ours.group_name, TensorOptions(mechanism="cuts", timeout_s=60))
+    group = tensor_group(
+        ours.group_name, TensorOptions(mechanism="cuts", communicator=CommunicatorOptions(timeout_s=60))
+    )
     OPS.all_gather_matmul(torch.zeros(4, 8), [torch.zeros(8, 16)], 0, ours.group_name)
     before = group._communicator is not None
     dist.destroy_process_group(ours)
@@ -378,7 +383,7 @@ def bounded(session: Session) -> tuple[int, int]:
     with opened(session, 1) as (group, _, name), patch.object(group_of_ranks, "_MAX_ROUTES", 2):
         for rows in (8, 16, 24, 32, 40):
             OPS.all_gather_matmul(torch.ones(rows, 16), [torch.ones(16, 8)], 0, name)
-        return len(group._routes), sum(row.calls for row in group.report().rows)
+        return len(group._routes), sum(row.calls for row in group.report().calls)
 
 
 def empty(_: Session, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -405,7 +410,7 @@ def left_to_torch(session: Session) -> list[tuple[str, str, str]]:
     OPS.all_gather_matmul(torch.zeros(4, 8), [torch.zeros(8, 16)], 0, name)
     OPS.matmul_reduce_scatter(torch.zeros(n, 8), torch.zeros(8, 3), "sum", 0, name)
     OPS.matmul_reduce_scatter(torch.zeros(n, 8, dtype=torch.float64), torch.zeros(8, 4).double(), "sum", 0, name)
-    found = [(row.operation, str(row.path), row.why) for row in group.report().rows]
+    found = [(row.operation, str(row.path), row.why) for row in group.report().calls]
     group.close()
     return found
 
@@ -420,9 +425,9 @@ def reported(session: Session) -> str:
 def asked_to_poll(session: Session) -> list[tuple[str, str]]:
     """Paths and reasons of a group that was asked for matmuls that poll, which need a GPU."""
     name = dist.group.WORLD.group_name  # type: ignore[union-attr]
-    group = tensor_group(name, TensorOptions(mechanism="flagged", timeout_s=60))
+    group = tensor_group(name, TensorOptions(mechanism="flagged", communicator=CommunicatorOptions(timeout_s=60)))
     OPS.all_gather_matmul(torch.randn(64, 32), [torch.randn(32, 16)], 0, name)
     OPS.matmul_reduce_scatter(torch.randn(64, 32), torch.randn(32, 16), "sum", 0, name)
-    found = [(str(row.path), row.why) for row in group.report().rows]
+    found = [(str(row.path), row.why) for row in group.report().calls]
     group.close()
     return found

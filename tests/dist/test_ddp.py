@@ -31,8 +31,9 @@ def test_losses_are_those_of_ddp(two_ranks: Ranks, keywords: dict[str, Any], bot
         if dtype is torch.float32:
             assert ours == torchs
         assert ours == pytest.approx(torchs, rel=2e-2)
-        assert report.in_place + report.copied >= 3
-        assert report.num_bytes > 0
+        assert {(row.operation, row.path) for row in report.calls} == {("all_reduce", "zero_sm")}
+        assert sum(row.calls for row in report.calls) >= 3
+        assert report.modules[0].runs.endswith("MB of buckets")
 
 
 @pytest.mark.parametrize("numel", [1, 1000, 4096, 100_003])
@@ -54,16 +55,24 @@ def test_sums_are_exact_without_a_wire_dtype(four_ranks: Ranks) -> None:
 
 
 def test_the_hook_by_itself(two_ranks: Ranks) -> None:
-    assert (
-        two_ranks.run(programs.by_hook) == ["DDP over 2 ranks: 0 buckets in place, 1 copied from a landing, 0.0 MB"] * 2
-    )
+    for text in two_ranks.run(programs.by_hook):
+        assert text.splitlines() == [
+            "module   ranks  runs",
+            "(model)  2      0.0 MB of buckets",
+            "",
+            "operation   size         path     calls  why",
+            "all_reduce  below 1 MiB  zero_sm  1      copied from its landing",
+        ]
 
 
 @pytest.mark.parametrize(
     ("what", "message"),
     [
         ("options", "Misconfigured: options of type OverlapOptions for DDP: give counterpoint.ddp.DdpOptions"),
-        ("wire", "Misconfigured: wire_dtype=torch.int8: give torch.bfloat16, torch.float8_e4m3fn or None"),
+        (
+            "wire",
+            "Misconfigured: wire_dtype=torch.int8: allowed are None, torch.bfloat16, torch.float8_e4m3fn",
+        ),
         ("twice", "Misconfigured: DDP takes no hook now"),
     ],
 )

@@ -33,11 +33,11 @@ def test_experts_of_transformers(two_ranks: Ranks, name: str, tmp_path: Path) ->
     """Losses and gradients of three steps, and an evaluation, which `transformers` does without an exchange."""
     parts = {"whole": 1, "by torch": 3}.get(name, 2)
     passes = programs.STEPS * (2 if name == "checkpointed" else 1) + (name != "one batch")
-    for difference, _, report in two_ranks.run(programs.with_transformers, name, str(tmp_path)):
+    for difference, report in two_ranks.run(programs.with_transformers, name, str(tmp_path)):
         assert difference < SUMS
         assert [row.name for row in report.modules] == [f"model.layers.{layer}.mlp.experts" for layer in range(2)]
         why = "without derivatives nothing is exchanged" if name == "one batch" else ""
-        assert {(len(row.ranks), row.parts, row.torch_why) for row in report.modules} == {(2, parts, why)}
+        assert {(len(row.ranks), row.runs, row.torch_why) for row in report.modules} == {(2, f"in {parts} parts", why)}
         calls = {row.operation: row.calls for row in report.calls}
         assert calls == {"dispatch": 2 * parts * passes, "combine": 2 * parts * passes}
         options = programs.SPREADS[name].options
@@ -49,15 +49,15 @@ def test_experts_of_transformers(two_ranks: Ranks, name: str, tmp_path: Path) ->
 def test_experts_of_transformers_beside_other_parallelism(four_ranks: Ranks, name: str, tmp_path: Path) -> None:
     """FSDP2 of experts and dense parts on two meshes, and tensor parallelism: one line takes them all."""
     experts = "model.layers.0.mlp.experts"
-    for difference, report, _ in four_ranks.run(programs.with_transformers, name, str(tmp_path)):
+    for difference, report in four_ranks.run(programs.with_transformers, name, str(tmp_path)):
         assert difference < SUMS
         ranks = {row.name: len(row.ranks) for row in report.modules if not row.torch_why}
         if name == "two meshes":
             assert (ranks["model.layers.0"], ranks[experts]) == (4, 2)
         else:
             assert (ranks["model.layers.0"], ranks.get(experts)) == (2, None)
-            assert report.tensor_parallel is not None
-        assert experts in str(report.expert_parallel)
+            assert report.of_kind("tensor")
+        assert experts in str(report)
 
 
 @pytest.mark.needs("transformers")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from counterpoint.parallel.overlap import OverlapOptions
+from counterpoint.parallel.options import OverlapOptions
 from tests.dist import fsdp_exceptions_programs as programs
 from tests.dist.fsdp_exceptions_programs import Case
 from tests.support.ranks import Ranks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from counterpoint.parallel.overlap import OverlapOptions
+from counterpoint.parallel.options import OverlapOptions
 from tests.dist import fsdp_groups_programs as programs
 from tests.dist.fsdp_groups_programs import BY_COLUMNS, Case
 from tests.dist.fsdp_places_programs import ORDERS, PREPARED
@@ -56,7 +56,7 @@ def test_a_group_of_one_rank_stays_with_torch(two_ranks: Ranks) -> None:
 
 def test_modules_are_prefetched_once(four_ranks: Ranks) -> None:
     """FSDP2 gathers all groups of a module that is named to it: each module is named once."""
-    said = "2 ahead, 6 of 6 modules, in the order in which they ran"
+    said = "prefetch: 2 ahead, 6 of 6 modules, in the order in which they ran"
     assert four_ranks.run(programs.prefetched) == [(said, [2, 2, 2, 2, 1, 0])] * 4
 
 

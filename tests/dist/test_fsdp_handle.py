@@ -31,7 +31,7 @@ def test_prefetch_follows_the_order_that_was_seen(two_ranks: Ranks) -> None:
         "layers.1": (["layers.2"], ["layers.0"]),
         "layers.2": ([], ["layers.1", "layers.0"]),
     }
-    said = "2 ahead, 4 of 4 modules, in the order in which they ran"
+    said = "prefetch: 2 ahead, 4 of 4 modules, in the order in which they ran"
     expected = {"before": nothing, "after": learned, "restored": nothing, "said": said}
     assert two_ranks.run(programs.prefetch_lists) == [expected] * 2
 
@@ -44,7 +44,7 @@ def test_modules_sharded_together_are_one(two_ranks: Ranks) -> None:
 
 def test_what_was_not_sharded_is_told(two_ranks: Ranks) -> None:
     """A layer of 4 x 4 weights and 4 biases that `fully_shard` was not called on."""
-    assert two_ranks.run(programs.unmanaged) == [80, 80]
+    assert two_ranks.run(programs.unmanaged) == [("0.6 MB of parameters are in no FSDP2 module",)] * 2
 
 
 def test_older_torch_is_read_the_same(two_ranks: Ranks) -> None:

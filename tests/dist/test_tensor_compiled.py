@@ -47,17 +47,18 @@ def test_a_compiled_block_gives_the_same_without_torchs_collectives(
             assert forward == {"counterpoint::linear_all_reduce": 2}
             assert backward == {"counterpoint::matmul_all_reduce": 2}
             matmuls = [1, 1, 2, 3]
-        assert [row.found.matmuls for row in report.require().rows] == matmuls
-        assert {row.kind for row in report.rows} == {"forward", "backward"}
+        assert [int(row.runs.split()[0]) for row in report.require().modules] == matmuls
+        assert {row.name.split()[0] for row in report.modules} == {"forward", "backward"}
 
 
 def test_a_graph_from_inductors_cache_is_as_it_was_fused(two_ranks: Ranks) -> None:
     """Another choice of groups is not taken from the cache."""
     for (first, second, third), (expected, *results) in two_ranks.run(programs.compiled_thrice):
-        assert [row.found.matmuls for row in first.require().rows] == [3]
-        assert [row.kind for row in first.rows] in (["inference"], ["forward"])  # torch 2.11 does not tell them apart
-        assert (first.cached, second.cached, third.cached) == (0, 1, 0)
-        assert second.require().rows == ()
-        assert [row.found.why for row in third.rows] == ["its group is not one of those to fuse"]
+        assert [row.runs for row in first.require().modules] == ["3 matmuls"]
+        kinds = [row.name.split()[0] for row in first.modules]
+        assert kinds in (["inference"], ["forward"])  # torch 2.11 does not tell them apart
+        assert (first.cached_graphs, second.cached_graphs, third.cached_graphs) == (0, 1, 0)
+        assert second.require().modules == ()
+        assert [row.torch_why for row in third.modules] == ["its group is not one of those to fuse"]
         for result in results:
             assert torch.equal(result, expected)

@@ -26,7 +26,7 @@ def test_sequence_parallel_layers_share_a_gather(two_ranks: Ranks, name: str) ->
         assert difference < (0.05 if name == "autocast" else BITS)
         assert calls["all_gather_matmul"] == programs.STEPS * per_step
         assert "matmul_all_reduce" not in calls
-        assert {row.name for row in report.modules if not row.operation} == {"embedding"}
+        assert {row.name for row in report.modules if not row.runs} == {"embedding"}
 
 
 @pytest.mark.parametrize("name", REPLICATED)
@@ -36,7 +36,7 @@ def test_replicated_layers_share_an_all_reduce(two_ranks: Ranks, name: str) -> N
     for difference, calls, report in two_ranks.run(programs.beside_stock, name):
         assert difference < (0.05 if "autocast" in name else BITS)
         assert calls == {"matmul_all_reduce": programs.STEPS * per_step}
-        assert all(row.operation and not row.torch_why for row in report.modules)
+        assert all(row.runs and not row.torch_why for row in report.modules)
 
 
 @pytest.mark.parametrize("name", ["with FSDP2", "replicated, with FSDP2"])
@@ -44,7 +44,7 @@ def test_fsdp2_on_the_other_axis_is_overlapped_too(four_ranks: Ranks, name: str)
     for difference, calls, report in four_ranks.run(programs.beside_stock, name):
         assert difference < BITS
         assert sum(calls.values()) == programs.STEPS * (9 if "replicated" in name else 18)
-        assert {len(row.ranks) for row in report.modules if row.operation} == {2}
+        assert {len(row.ranks) for row in report.modules if row.runs} == {2}
 
 
 @pytest.mark.parametrize("mechanism", ["torch", "serial", "cuts"])
@@ -73,7 +73,7 @@ def test_the_report_names_every_module(two_ranks: Ranks) -> None:
     rows = {row.name: row for row in report.modules}
     assert rows["layers.1.attention"].shared_with == tuple(f"layers.1.attention.{x}" for x in ("query", "key", "value"))
     assert rows["layers.0.ffn.up"].shared_with == ("layers.0.ffn.gate",)
-    assert rows["layers.0.ffn.down"].operation == "matmul_reduce_scatter"
+    assert rows["layers.0.ffn.down"].runs == "matmul_reduce_scatter"
     assert rows["embedding"].torch_why == "it is no nn.Linear, but Embedding"
     assert "layers.0.ffn.gate" in str(report)
 
@@ -121,4 +121,4 @@ def test_a_plan_of_transformers(two_ranks: Ranks, tmp_path: Path) -> None:
         assert difference < BITS
         assert calls == {"matmul_all_reduce": programs.STEPS * 9 + 4}  # and four of an evaluation
         assert len(report.modules) == 2 * 7 + 2
-        assert {row.name for row in report.modules if not row.operation} == {"model.embed_tokens"}
+        assert {row.name for row in report.modules if not row.runs} == {"model.embed_tokens"}

@@ -40,9 +40,9 @@ def test_ddp_trains_as_with_gloo(four_ranks: Ranks) -> None:
 
 
 def test_the_hook_of_ddp_works_over_hosts(four_ranks: Ranks) -> None:
-    for ours, gloo, num_bytes in four_ranks.run(programs.ddp_hook_errors):
+    for ours, gloo, taken in four_ranks.run(programs.ddp_hook_errors):
         assert 0 < ours <= 2 * gloo
-        assert num_bytes > 0
+        assert taken > 1
 
 
 def test_futures_complete_and_chain(four_ranks: Ranks) -> None:

@@ -23,9 +23,7 @@ def test_each_fsdp2_module_follows_its_choice(two_ranks: Ranks, case: Case, on_g
     for wrong, report in two_ranks.run(programs.mixed, case, on_gpu):
         assert wrong == []
         taken = {
-            module.name: tuple(
-                hook is not None and hook.calls >= 3 for hook in (module.all_gather, module.reduce_scatter)
-            )
+            module.name: tuple(module.moved(name).calls >= 3 for name in ("all_gather", "reduce_scatter"))
             for module in report.modules
         }
         assert taken == {
@@ -44,28 +42,26 @@ def test_the_report_says_which_choice_a_module_follows(two_ranks: Ranks, tmp_pat
     file = str(tmp_path / "rank0.toml")
     left = f"leave by {file}: all_gather says so"
     assert modules["layers.0"].torch_why == f"{left}; leave by {file}: reduce_scatter says so"
-    assert (modules["layers.1"].torch_why, modules["layers.1"].gather_choice) == (
-        "",
-        f"zero_sm by {file}: all_gather says so",
-    )
-    assert modules["(root)"].gather_choice == ""
+    assert modules["layers.1"].torch_why == ""
+    assert f"all_gather: zero_sm by {file}: all_gather says so" in modules["layers.1"].choice
+    assert modules["(root)"].choice == ""
     lines = str(report).splitlines()
     assert f"all_gather of layers.0 and 1 more: {left}" in lines
-    assert sum("torch's, as tuned" in line for line in lines) == 3
+    assert sum("torch's: as tuned" in line for line in lines) == 3
 
 
 def test_a_model_that_is_left_as_a_whole_trains(two_ranks: Ranks, tmp_path: Path) -> None:
     """No error: the file says so."""
     for wrong, report in two_ranks.run(programs.fsdp, "all left", str(tmp_path)):
         assert wrong == []
-        assert all(module.all_gather is None and module.reduce_scatter is None for module in report.modules)
+        assert all(not module.traffic and module.torch_why for module in report.modules)
 
 
 def test_a_file_that_changes_nothing_says_so(two_ranks: Ranks, tmp_path: Path) -> None:
     for wrong, report in two_ranks.run(programs.fsdp, "of other models", str(tmp_path)):
         assert wrong == []
         assert "changes nothing: no call so far has one of its 1 choices" in str(report)
-        assert all(module.all_gather is not None for module in report.modules)
+        assert all(not module.moved("all_gather").torch_why for module in report.modules)
 
 
 def test_a_knob_of_nccl_is_left_to_torch_and_told(two_ranks: Ranks, tmp_path: Path) -> None:
@@ -73,7 +69,7 @@ def test_a_knob_of_nccl_is_left_to_torch_and_told(two_ranks: Ranks, tmp_path: Pa
     for wrong, report in two_ranks.run(programs.fsdp, "too late", str(tmp_path)):
         assert wrong == []
         [layer] = [module for module in report.modules if module.name == "layers.0"]
-        assert layer.all_gather is None
+        assert layer.moved("all_gather").torch_why
         assert "max_ctas=8 not applied: set NCCL_MAX_CTAS=8 before the groups are made (counterpoint tune " in str(
             report
         )
@@ -135,17 +131,17 @@ def test_buckets_of_ddp_follow_the_choice_of_their_size(two_ranks: Ranks) -> Non
     """Gradients are those of torch's DDP either way: sums of two have one order."""
     for equal, (left, ours) in two_ranks.run(programs.ddp):
         assert equal == [True, True]
-        assert (left.left, left.in_place + left.copied) == (3, 0)
-        assert (ours.left, ours.in_place + ours.copied) == (0, 3)
-        assert left.choices == ("all_reduce of 0.0 MB: leave by tuning: all_reduce says so",)
-        assert "; 3 by torch, as tuned" in str(left)
+        assert [(row.path, row.calls) for row in left.calls] == [("torch", 3)]
+        assert {row.path for row in ours.calls} == {"zero_sm"}
+        assert sum(row.calls for row in ours.calls) == 3
+        assert left.modules[0].choice == "all_reduce of 0.0 MB: leave by tuning: all_reduce says so"
         assert str(ours).endswith("tuned: tuning: 1 of 2 choices followed")
 
 
 def test_a_dtype_on_the_wire_comes_before_a_choice(two_ranks: Ranks) -> None:
     """torch would send another one."""
     for report in two_ranks.run(programs.on_the_wire):
-        assert (report.left, report.in_place) == (0, 3)
+        assert [(row.path, row.why, row.calls) for row in report.calls] == [("zero_sm", "in place", 3)]
 
 
 @pytest.mark.parametrize("mechanism", ["serial", "torch"])
@@ -153,7 +149,7 @@ def test_matmuls_of_tensor_parallelism_follow_the_choice_of_their_shape(two_rank
     """Two layers, each with a gather before the feed-forward and one before the attention; none after `restore`."""
     for difference, report, after in two_ranks.run(programs.tensor_parallel, mechanism):
         assert difference < BITS
-        rows = [row for row in report.tensor_parallel.calls if " by tuning: " in row.why]
+        rows = [row for row in report.calls if " by tuning: " in row.why]
         tuned = {(row.operation, row.path, row.why.partition(" by ")[0]): row.calls for row in rows}
         assert tuned[("all_gather_matmul", mechanism, mechanism)] == 2
         assert tuned[("all_gather_matmul", "torch", "leave")] >= 2
@@ -176,7 +172,7 @@ def test_each_layer_of_experts_follows_its_choice(two_ranks: Ranks, tmp_path: Pa
     """One exchanges as chosen, the other as without `overlap`."""
     for difference, report in two_ranks.run(programs.expert_parallel, str(tmp_path)):
         assert difference < 1e-11
-        first, second = report.modules
+        first, second = report.of_kind("expert")
         assert first.choice == "slabs by tuning: exchange says so"
         assert (first.torch_why, second.torch_why) == ("", "leave by tuning: exchange says so")
         assert {row.path for row in report.calls} == {"slabs"}
@@ -206,7 +202,7 @@ def test_a_model_is_as_before_after_an_error(two_ranks: Ranks) -> None:
 def test_calls_of_the_backend_follow_the_choice_of_their_size(two_ranks: Ranks) -> None:
     """Before crossovers, which decide where there is no choice."""
     for report in two_ranks.run(programs.of_backend):
-        found = {(row.operation, row.path, row.why) for row in report.rows}
+        found = {(row.operation, row.path, row.why) for row in report.calls}
         assert found == {
             ("all_reduce", "torch", "leave by tuning: all_reduce says so"),
             ("all_reduce", "zero_sm", "copied from its landing"),

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import counterpoint.torch_backend as backend
+from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.measurement.session import Session
 from tests.dist.torch_backend_programs import EVERYTHING, newest
 
@@ -24,7 +25,7 @@ LARGE = 300_000  # elements: calls that take long enough to be in the way of wha
 
 def new_group(timeout_s: float = 60, *, is_open: bool = True) -> Any:
     """A group that takes every call that it can; `is_open`: it has taken one."""
-    options = backend.BackendOptions(crossover_bytes=EVERYTHING, timeout_s=timeout_s)
+    options = backend.BackendOptions(crossover_bytes=EVERYTHING, communicator=CommunicatorOptions(timeout_s=timeout_s))
     group = dist.new_group(backend="counterpoint", pg_options=options)
     if is_open:
         dist.all_reduce(torch.ones(3), group=group)

@@ -55,7 +55,7 @@ def paths(_: Session) -> list[tuple[str, str, str]]:
     full = torch.ones(64)
     for call in programs.CALLS:
         call(full.clone(), dist.get_world_size(), ours, False)
-    rows = ours.report().rows
+    rows = ours.report().calls
     dist.destroy_process_group(ours)
     return sorted((row.operation, row.path, row.why) for row in rows)
 
@@ -91,7 +91,7 @@ def ddp_hook_errors(_: Session) -> tuple[float, float, int]:
     plain = programs.trained(copy.deepcopy(model), gloo)
     hooked = programs.trained(copy.deepcopy(model), ours, lambda made: made.register_comm_hook(state, ddp.hook))
     mine, theirs = (max(abs(a - b) for a, b in zip(losses, exact, strict=True)) for losses in (hooked, plain))
-    return mine, theirs, state.report().num_bytes
+    return mine, theirs, state.report().taken
 
 
 def futures(_: Session) -> list[float]:
@@ -110,7 +110,7 @@ def on_hosts(_: Session, names: str) -> tuple[list[float], set[tuple[str, str]]]
     tensor = torch.full((8,), float(rank))
     with mock.patch.object(hosts, "ProcessCard", card):
         dist.all_reduce(tensor, group=ours)
-    rows = ours.report().rows
+    rows = ours.report().calls
     dist.destroy_process_group(ours)
     return tensor[:2].tolist(), {(row.path, row.why) for row in rows}
 
@@ -119,7 +119,7 @@ def counted(_: Session, ranks_per_host: int | None) -> set[tuple[str, str]]:
     """The paths and reasons of an all_reduce with so many ranks on a host."""
     ours = made(ranks_per_host=ranks_per_host)
     dist.all_reduce(torch.ones(8), group=ours)
-    rows = ours.report().rows
+    rows = ours.report().calls
     dist.destroy_process_group(ours)
     return {(row.path, row.why) for row in rows}
 
@@ -153,7 +153,7 @@ def made_and_destroyed(_: Session, count: int) -> int:
 def _made_and_used() -> None:
     group = made()
     dist.all_reduce(torch.ones(10), group=group)
-    assert {row.path for row in group.report().rows} == {"hosts"}
+    assert {row.path for row in group.report().calls} == {"hosts"}
     dist.destroy_process_group(group)
 
 

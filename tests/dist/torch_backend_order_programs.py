@@ -16,6 +16,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import counterpoint.torch_backend as backend
+from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.errors import CounterpointError
 from counterpoint.measurement.session import Session
 from counterpoint.parallel import background
@@ -39,7 +40,9 @@ def said_of(call: Any) -> str:
 
 def called_with(_: Session, options: tuple[dict[str, Any], dict[str, Any]]) -> str:
     """What is said to this rank's first call in a group whose ranks have other options."""
-    mine = backend.BackendOptions(timeout_s=20, **options[dist.get_rank()])
+    given = dict(options[dist.get_rank()])
+    of_communicator = CommunicatorOptions(timeout_s=20, profile=given.pop("profile", None))
+    mine = backend.BackendOptions(**given, communicator=of_communicator)
     group = dist.new_group(backend="counterpoint", pg_options=mine)
     said = said_of(lambda: dist.all_reduce(torch.ones(1000), group=group))
     dist.destroy_process_group(group)
@@ -51,14 +54,19 @@ def messages_with(_: Session, name: str) -> str:
     rank = dist.get_rank()
     given: Any = {"mailbox_bytes": {"mailbox_bytes": 1 << 20 if rank else 1 << 16}, "ranks_per_host": {}}[name]
     given = given or {"ranks_per_host": 1 + rank, "mailbox_bytes": 1 << 16}
-    with on_software_gpus(backend.BackendOptions(timeout_s=20, **given)) as (group, _gpu):
+    with on_software_gpus(backend.BackendOptions(**given, communicator=CommunicatorOptions(timeout_s=20))) as (
+        group,
+        _gpu,
+    ):
         peer = {"group_dst": 1} if rank == 0 else {"group_src": 0}
         return said_of(lambda: (dist.send if rank == 0 else dist.recv)(torch.ones(3), group=group, **peer))
 
 
 def measured_group(has_symmetric_memory: bool) -> Any:
     """A group with the crossovers of H200, which has left `symmetric_memory` (GPUs have that) or not."""
-    group: Any = dist.new_group(backend="counterpoint", pg_options=backend.BackendOptions(timeout_s=60))
+    group: Any = dist.new_group(
+        backend="counterpoint", pg_options=backend.BackendOptions(communicator=CommunicatorOptions(timeout_s=60))
+    )
     if has_symmetric_memory:
         group.take_buckets()
     return group
@@ -66,14 +74,14 @@ def measured_group(has_symmetric_memory: bool) -> Any:
 
 def paths(group: Any) -> set[str]:
     """Which ways large all_reduces went."""
-    rows = backend.report(group).rows
+    rows = backend.report(group).calls
     return {row.path for row in rows if row.operation == "all_reduce" and row.size_class != "below 1 MiB"}
 
 
 def elsewhere(_: Session, has_symmetric_memory: bool) -> tuple[str, float]:
     """The way of an all_reduce that rank 0 makes of symmetric memory in a backward pass, and its sum."""
     group = measured_group(has_symmetric_memory)
-    communicator = group.communicator()
+    communicator = group.rank_group.open()
     if dist.get_rank() == 0:
         tensor = communicator.empty(BUCKET, dtype=torch.float32).fill_(1)
         weight = torch.ones(1, requires_grad=True)
@@ -96,7 +104,7 @@ def joined(_: Session) -> tuple[list[float], list[float], set[str]]:
     torch.manual_seed(0)
     model = torch.nn.Linear(1024, 1400)
     ours, gloo = measured_group(True), groups()[1]
-    communicator = ours.communicator()
+    communicator = ours.rank_group.open()
 
     def in_symmetric_memory(_: object, bucket: Any) -> Any:
         values = bucket.buffer()
@@ -196,7 +204,7 @@ def _started(operation: str, output: torch.Tensor, full: torch.Tensor, group: An
 def in_pieces(_: Session) -> list[int]:
     """Into how many calls one of three times the largest piece is cut: blocking, asynchronous, and coalesced."""
     ours, _gloo = groups()
-    communicator, counts = ours.communicator(), list[int]()
+    communicator, counts = ours.rank_group.open(), list[int]()
     make = type(communicator).all_reduce
     with (
         patch.object(background, "PIECE_BYTES", 4000),
@@ -217,7 +225,9 @@ def in_pieces(_: Session) -> list[int]:
 
 def called_in_callbacks(_: Session, operation: str, rounds: int) -> list[float]:
     """Sums of calls that torch makes: in callbacks, which are late on rank 0, and right behind the call of these."""
-    options = backend.BackendOptions(crossover_bytes=EVERYTHING | {"broadcast": 100}, timeout_s=60)
+    options = backend.BackendOptions(
+        crossover_bytes=EVERYTHING | {"broadcast": 100}, communicator=CommunicatorOptions(timeout_s=60)
+    )
     group, sums = dist.new_group(backend="counterpoint", pg_options=options), list[float]()
 
     def by_torch(value: float) -> float:
@@ -255,7 +265,10 @@ def opened_by_two_threads(_: Session, rounds: int) -> set[float]:
     sums = set[float]()
     for _round in range(rounds):
         group = dist.new_group(
-            backend="counterpoint", pg_options=backend.BackendOptions(crossover_bytes=EVERYTHING, timeout_s=60)
+            backend="counterpoint",
+            pg_options=backend.BackendOptions(
+                crossover_bytes=EVERYTHING, communicator=CommunicatorOptions(timeout_s=60)
+            ),
         )
         start = threading.Barrier(2)
 
@@ -277,7 +290,8 @@ def opened_by_two_threads(_: Session, rounds: int) -> set[float]:
 def ended_before_a_callback(_: Session) -> str:
     """What is said to a call in a callback on rank 0, whose group ends before rank 1 has made any of the two."""
     group: Any = dist.new_group(
-        backend="counterpoint", pg_options=backend.BackendOptions(crossover_bytes=EVERYTHING, timeout_s=60)
+        backend="counterpoint",
+        pg_options=backend.BackendOptions(crossover_bytes=EVERYTHING, communicator=CommunicatorOptions(timeout_s=60)),
     )
     dist.all_reduce(torch.ones(1000), group=group)
     said = "no callback"
@@ -286,11 +300,11 @@ def ended_before_a_callback(_: Session) -> str:
 
         def callback(_: Any) -> str:
             under_way.set()
-            while group.why_not is None:
+            while not group.rank_group.has_ended:
                 time.sleep(0.001)
             return said_of(lambda: dist.all_reduce(torch.ones(10), group=group))
 
-        call = group.background().start(lambda _channel: None, 0, None).future.then(callback)
+        call = group.rank_group.background().start(lambda _channel: None, 0, None).future.then(callback)
         under_way.wait()
         group.shutdown()
         said = call.wait()

@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import counterpoint.torch_backend as backend
+from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.errors import CounterpointError
 from counterpoint.measurement.session import Session
 from tests.dist.torch_backend_programs import EVERYTHING, groups
@@ -36,13 +37,13 @@ Found = tuple[list[float], list[float], dict[str, int]]
 
 def taking() -> backend.BackendOptions:
     """Options of a group that takes every call that it can."""
-    return backend.BackendOptions(crossover_bytes=EVERYTHING, timeout_s=60)
+    return backend.BackendOptions(crossover_bytes=EVERYTHING, communicator=CommunicatorOptions(timeout_s=60))
 
 
 def taken(group: Any) -> dict[str, int]:
     """How many calls of each operation a group's communicator took."""
     counts: dict[str, int] = {}
-    for row in backend.report(group).rows:
+    for row in backend.report(group).calls:
         if row.path != "torch":
             counts[row.operation] = counts.get(row.operation, 0) + row.calls
     return counts

@@ -26,13 +26,14 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 import counterpoint.torch_backend as backend
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.cuda.call import CudaWork
+from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.errors import CounterpointError
 from counterpoint.measurement.session import Session
 from counterpoint.parallel.backend import messages
 from tests.support.software_gpu import SoftwareGpu
 
 ROOM = 4096  # bytes of a mailbox: slots of 1 KiB
-OPTIONS = backend.BackendOptions(mailbox_bytes=ROOM, timeout_s=40)
+OPTIONS = backend.BackendOptions(mailbox_bytes=ROOM, communicator=CommunicatorOptions(timeout_s=40))
 
 
 @contextmanager
@@ -60,7 +61,7 @@ def on_software_gpus(
 
 def ring(_: Session, first: str, rounds: int, mailbox_bytes: int | None = ROOM) -> tuple[list[float], int]:
     """Everyone begins with the same kind of call, which is a deadlock of blocking sends without room for them."""
-    options = backend.BackendOptions(mailbox_bytes=mailbox_bytes, timeout_s=40)
+    options = backend.BackendOptions(mailbox_bytes=mailbox_bytes, communicator=CommunicatorOptions(timeout_s=40))
     with on_software_gpus(options) as (group, gpu):
         rank, size = dist.get_rank(), dist.get_world_size()
         seen = []
@@ -123,7 +124,9 @@ def to_itself(_: Session, first: str) -> list[float]:
 
 def one_to_itself(_: Session) -> str:
     """What a receive from this rank itself says that nothing is sent to."""
-    with on_software_gpus(backend.BackendOptions(mailbox_bytes=ROOM, timeout_s=0.2)) as (group, _gpu):
+    with on_software_gpus(
+        backend.BackendOptions(mailbox_bytes=ROOM, communicator=CommunicatorOptions(timeout_s=0.2))
+    ) as (group, _gpu):
         work: Any = dist.irecv(torch.zeros(3), group=group, group_src=dist.get_rank())
         try:
             work.wait()
@@ -160,12 +163,12 @@ def left_to_torch(_: Session) -> list[tuple[str, ...]]:
         call: Callable[..., Any] = dist.send if dist.get_rank() == 0 else dist.recv
         call(tensor, group=group, tag=5, **peer)
         gpu.synchronize()
-        rows: list[tuple[str, ...]] = [(row.operation, row.path, row.why) for row in backend.report(group).rows]
+        rows: list[tuple[str, ...]] = [(row.operation, row.path, row.why) for row in backend.report(group).calls]
     for options in (backend.BackendOptions(mailbox_bytes=None), backend.BackendOptions(ranks_per_host=1)):
         with on_software_gpus(options) as (group, _gpu):
             call(tensor, group=group, **peer)
             assert tensor.tolist() == [1.0] * 3
-            rows += [(row.operation, row.path, row.why) for row in backend.report(group).rows]
+            rows += [(row.operation, row.path, row.why) for row in backend.report(group).calls]
     return rows
 
 
@@ -230,7 +233,9 @@ def _losses(group: Any, name: str, microbatches: int) -> list[float]:
 
 def one_dies(_: Session, opened: bool) -> tuple[str, tuple[int, ...], str, float]:
     """Rank 2 dies; rank 1 waits for its message, once the two have exchanged one before, or not."""
-    options = backend.BackendOptions(mailbox_bytes=ROOM, timeout_s=40 if opened else 2)
+    options = backend.BackendOptions(
+        mailbox_bytes=ROOM, communicator=CommunicatorOptions(timeout_s=40 if opened else 2)
+    )
     manager = on_software_gpus(options)
     group, gpu = manager.__enter__()
     rank = dist.get_rank()
@@ -266,7 +271,7 @@ def groups_made_and_destroyed(_: Session, count: int) -> float:
 
 def aborted(_: Session) -> str:
     """What is said to a receive that rank 1 never sends for, when rank 0 aborts the group."""
-    options, said = backend.BackendOptions(mailbox_bytes=ROOM, timeout_s=600), ""
+    options, said = backend.BackendOptions(mailbox_bytes=ROOM, communicator=CommunicatorOptions(timeout_s=600)), ""
     with on_software_gpus(options) as (group, gpu):
         peer = {"group_dst": 1} if dist.get_rank() == 0 else {"group_src": 0}
         (dist.send if dist.get_rank() == 0 else dist.recv)(torch.ones(3), group=group, **peer)

@@ -51,7 +51,7 @@ def routed(session: Session, tokens: list[int], options: dict[str, Any], kind: s
     out.square().sum().backward()
     _beside_one_process(session, x, scores, ids, layers, out)
     found = made_of(mesh)
-    paths = {row.path for each in found for row in each.report().rows}
+    paths = {row.path for each in found for row in each.report().calls}
     dispatching._DISPATCHERS.close(mesh.get_group())
     return made_early, len(found), paths
 

@@ -19,15 +19,14 @@ from torch.nn.parallel import DistributedDataParallel
 import counterpoint
 import counterpoint.torch_backend as backend
 from counterpoint.collectives.communicator import Communicator
+from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.errors import CounterpointError
 from counterpoint.measurement.session import Session
 from counterpoint.pair.tuned_file import tuned_toml
-from counterpoint.parallel.backend.report import BackendReport
-from counterpoint.parallel.ddp import DdpReport
 from counterpoint.parallel.expert import modules as expert_modules
-from counterpoint.parallel.expert.layers import ExpertLayerOptions
-from counterpoint.parallel.overlap import Overlap, OverlapOptions, overlap
-from counterpoint.parallel.report import ExpertParallelReport, OverlapReport
+from counterpoint.parallel.options import DdpOptions, ExpertOptions, OverlapOptions
+from counterpoint.parallel.overlap import Overlap, overlap
+from counterpoint.parallel.report import Report
 from counterpoint.parallel.tensor import TensorOptions
 from counterpoint.parallel.tensor.group import tensor_group
 from counterpoint.parallel.tuned import VARIABLE, this_machine
@@ -76,18 +75,18 @@ CHOICES = {
 }
 
 
-def fsdp(session: Session, name: str, folder: str) -> tuple[list[str], OverlapReport]:
+def fsdp(session: Session, name: str, folder: str) -> tuple[list[str], Report]:
     """What differs from stock FSDP2 after training by a file, and the report."""
     return followed_by(session, Case(policy=BF16), written(folder, tuning(*CHOICES[name])))
 
 
-def mixed(session: Session, case: Case, on_gpu: bool) -> tuple[list[str], OverlapReport]:
+def mixed(session: Session, case: Case, on_gpu: bool) -> tuple[list[str], Report]:
     """As `fsdp`, where each layer leaves something else to torch; `on_gpu`: by the communicator of GPUs."""
     with on_software_gpu() if on_gpu else nullcontext():
         return followed_by(session, case, tuning(*MIXED))
 
 
-def followed_by(session: Session, case: Case, tuned: Any) -> tuple[list[str], OverlapReport]:
+def followed_by(session: Session, case: Case, tuned: Any) -> tuple[list[str], Report]:
     """What differs from stock FSDP2 after training by a tuning, and the report."""
     expected = stock_trained(session, case)
     model = sharded(case)
@@ -104,7 +103,7 @@ def by_size(session: Session) -> list[tuple[bool, bool]]:
     model, left = sharded(Case(policy=BF16)), choice("all_gather", LEAVE, sizes["layers.0"])
     with overlap(model, tuned=tuning(left)) as handle:
         modules = handle.report().modules
-        return [(module.all_gather is not None, module.reduce_scatter is not None) for module in modules]
+        return [tuple(not one.torch_why for one in module.traffic) or (False, False) for module in modules]
 
 
 @contextmanager
@@ -170,7 +169,7 @@ def turned_off(_: Session, folder: str) -> list[str]:
         return [*texts, handle.report().tuned]
 
 
-def ddp(_: Session) -> tuple[list[bool], list[DdpReport]]:
+def ddp(_: Session) -> tuple[list[bool], list[Report]]:
     """Whether losses are those of torch's DDP, and the reports of a model that is left and of one that is not."""
     left, ours = nn.Linear(64, 64), nn.Linear(256, 256)
     sizes = [sum(parameter.nbytes for parameter in model.parameters()) for model in (left, ours)]
@@ -198,19 +197,19 @@ def gradients(model: DistributedDataParallel) -> torch.Tensor:
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
 
 
-def on_the_wire(_: Session) -> DdpReport:
+def on_the_wire(_: Session) -> Report:
     """The report of a model whose options say what gradients are sent as."""
     model = DistributedDataParallel(nn.Linear(64, 64))
     size = sum(parameter.nbytes for parameter in model.parameters())
-    options = counterpoint.ddp.DdpOptions(wire_dtype=torch.bfloat16)
+    options = DdpOptions(wire_dtype=torch.bfloat16)
     left = tuning(choice("all_reduce", LEAVE, size, dtype="float32"))
     with counterpoint.overlap(model, options=options, tuned=left) as handle:
         gradients(model)
-        report: DdpReport = handle.report()
+        report: Report = handle.report()
     return report
 
 
-def tensor_parallel(_: Session, mechanism: str) -> tuple[float, OverlapReport, str]:
+def tensor_parallel(_: Session, mechanism: str) -> tuple[float, Report, str]:
     """How far a model in float32 is from torch's, the report, and that of the same model after `restore`.
 
     The gather before the feed-forward has `mechanism`, that before the attention is left.
@@ -244,9 +243,9 @@ def operations(_: Session, folder: str, tuned: str) -> list[str]:
     model = tensor_parallel_programs.parallel(case, mesh)
 
     def multiplied() -> str:
-        before = {(row.path, row.why): row.calls for row in group.report().rows}
+        before = {(row.path, row.why): row.calls for row in group.report().calls}
         torch.ops.counterpoint.all_gather_matmul(x, [weight], 0, group.group.group_name)
-        [why] = [row.why for row in group.report().rows if row.calls > before.get((row.path, row.why), 0)]
+        [why] = [row.why for row in group.report().calls if row.calls > before.get((row.path, row.why), 0)]
         return why.partition(" by ")[0].partition(" is ")[0]
 
     with named(written(folder, tuning(left))):
@@ -256,7 +255,7 @@ def operations(_: Session, folder: str, tuned: str) -> list[str]:
         return [*ways, multiplied()]
 
 
-def expert_parallel(_: Session, folder: str) -> tuple[float, ExpertParallelReport]:
+def expert_parallel(_: Session, folder: str) -> tuple[float, Report]:
     """How far a model of `transformers` is from its own run, and the report; a choice for each of its two layers."""
     programs = expert_parallel_programs
     spread = programs.Spread()
@@ -268,11 +267,10 @@ def expert_parallel(_: Session, folder: str) -> tuple[float, ExpertParallelRepor
         warnings.simplefilter("ignore")  # its own
         expected = programs._trained(programs.transformers_model(spread, folder), spread)
         model = programs.transformers_model(spread, folder)
-        options = OverlapOptions(expert_parallel=ExpertLayerOptions(parts=1))
+        options = OverlapOptions(expert_parallel=ExpertOptions(parts=1))
         with overlap(model, options=options, tuned=tuning(*pairs)) as handle:
             found = programs._trained(model, spread)
-            report = handle.report().expert_parallel
-    assert report is not None
+            report = handle.report()
     return programs.largest_difference(found, expected), report
 
 
@@ -287,9 +285,8 @@ def experts_by_size(_: Session, factor: float, folder: str) -> list[str]:
         model = programs.transformers_model(spread, folder)
         with overlap(model, tuned=tuning(pair)) as handle:
             programs._trained(model, spread)
-            report = handle.report().expert_parallel
-    assert report is not None
-    return [module.choice for module in report.modules]
+            report = handle.report()
+    return [module.choice for module in report.of_kind("expert")]
 
 
 def experts_not_asked_for(_: Session, folder: str) -> list[tuple[str, str]]:
@@ -301,9 +298,8 @@ def experts_not_asked_for(_: Session, folder: str) -> list[tuple[str, str]]:
         model = programs.transformers_model(spread, folder)
         with overlap(model, tuned=tuning(chosen)) as handle:
             programs._trained(model, spread)
-            report = handle.report().expert_parallel
-    assert report is not None
-    return [(module.choice, module.torch_why) for module in report.modules]
+            report = handle.report()
+    return [(module.choice, module.torch_why) for module in report.of_kind("expert")]
 
 
 def unchanged(_: Session) -> tuple[str, bool]:
@@ -315,11 +311,13 @@ def unchanged(_: Session) -> tuple[str, bool]:
     return text, [dict(vars(module)) for module in model.modules()] == before
 
 
-def of_backend(_: Session) -> BackendReport:
+def of_backend(_: Session) -> Report:
     """The report of a group after an all_reduce that is left, one below a crossover, and two without a choice."""
     pairs = (choice("all_reduce", LEAVE, 4096), choice("all_gather", "zero_sm", 4096))
     crossovers = {"all_reduce": 0, "all_gather": 1 << 40}
-    options = backend.BackendOptions(crossover_bytes=crossovers, timeout_s=60, tuned=tuning(*pairs))
+    options = backend.BackendOptions(
+        crossover_bytes=crossovers, tuned=tuning(*pairs), communicator=CommunicatorOptions(timeout_s=60)
+    )
     group = dist.new_group(backend="counterpoint", pg_options=options)
     for numel in (1024, 16):
         whole, mine = torch.zeros(numel), torch.full((numel // 2,), dist.get_rank() + 1.0)

@@ -25,9 +25,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import counterpoint
 import counterpoint.torch_backend as backend
+from counterpoint.collectives.options import CommunicatorOptions
 
 EVERYTHING = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"), 0)
-TAKING = backend.BackendOptions(crossover_bytes=EVERYTHING, timeout_s=60)
+TAKING = backend.BackendOptions(crossover_bytes=EVERYTHING, communicator=CommunicatorOptions(timeout_s=60))
 SIZES = (1 << 12, 1 << 20, 1 << 24, 1 << 26)
 Seen = dict[str, str]
 
@@ -123,7 +124,7 @@ def data_parallel(one: Rank) -> Seen:
         if handle is not None:
             report = str(handle)
             handle.restore()
-    places = {row.why for row in one.ours.report().rows if row.operation == "all_reduce"}
+    places = {row.why for row in one.ours.report().calls if row.operation == "all_reduce"}
     return {
         "equal": str([way for way, losses in found.items() if losses == found["stock"]]),
         "in place": str("in place" in places),

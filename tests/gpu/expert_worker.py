@@ -16,12 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from counterpoint.parallel.expert import Dispatcher, ExpertOptions, LocalExperts, MechanismName, overlapped_moe
+from counterpoint.collectives.options import CommunicatorOptions
+from counterpoint.parallel.expert import Dispatcher, ExpertChoice, ExpertOptions, LocalExperts, overlapped_moe
 from tests.support.gpu_ranks import run_scenarios
 from tests.support.routing import ROUTINGS, routing
 
 Found = dict[str, str]
-MECHANISMS: tuple[MechanismName, ...] = ("gather", "slabs")
+MECHANISMS: tuple[ExpertChoice, ...] = ("gather", "slabs")
 EXPERTS, TOP_K, TOKENS, HIDDEN = 16, 4, 2048, 1024
 EACH_S = 90.0  # of a scenario
 STARTED = time.monotonic()
@@ -29,9 +30,11 @@ TRIP = "one trip"  # the profiler itself waits behind it
 SYNCS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 
 
-def dispatcher(mechanism: MechanismName, *, equal_tokens: bool = False) -> Dispatcher:
+def dispatcher(mechanism: ExpertChoice, *, equal_tokens: bool = False) -> Dispatcher:
     """Of all ranks."""
-    options = ExpertOptions(mechanism=mechanism, equal_tokens=equal_tokens, timeout_s=60)
+    options = ExpertOptions(
+        mechanism=mechanism, equal_tokens=equal_tokens, communicator=CommunicatorOptions(timeout_s=60)
+    )
     return Dispatcher(experts=EXPERTS, top_k=TOP_K, max_tokens=TOKENS, hidden=HIDDEN, options=options)
 
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 import counterpoint.torch_backend as backend
 from counterpoint.collectives.communicator import Communicator
+from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.errors import CounterpointError, PeerTimeout
 from tests.support.gpu_ranks import are_shared, own_gpu, run_scenarios
 
@@ -38,7 +39,7 @@ def filled(line: tuple[int, int], number: int, num_bytes: int, device: torch.dev
 
 def by_torch(device: torch.device) -> dict[str, str]:
     """Batches around a ring without mailboxes, of more than NCCL buffers: all send first, or all receive first."""
-    options = backend.BackendOptions(mailbox_bytes=None, timeout_s=TIMEOUT_S)
+    options = backend.BackendOptions(mailbox_bytes=None, communicator=CommunicatorOptions(timeout_s=TIMEOUT_S))
     group, rank, size = (
         dist.new_group(backend="counterpoint", pg_options=options),
         dist.get_rank(),
@@ -114,7 +115,7 @@ def random_messages(device: torch.device) -> dict[str, str]:
                 wrong += not torch.equal(received, expected)
                 count += 1
         torch.cuda.synchronize()  # what dies now was made on other streams
-    rows = {(row.path, row.why) for row in backend.report(group).rows}
+    rows = {(row.path, row.why) for row in backend.report(group).calls}
     dist.destroy_process_group(group)
     return {"wrong": str(wrong), "count": str(count), "ways": str(sorted(rows))}
 
@@ -236,7 +237,9 @@ LIVE: dict[str, Callable[[torch.device], dict[str, str]]] = {
 
 def killed(device: torch.device, rank: int) -> dict[str, str]:
     """Rank 1 is killed while rank 0 waits for its message; what it is told, and whether its GPU is free then."""
-    group = dist.new_group(backend="counterpoint", pg_options=backend.BackendOptions(timeout_s=TIMEOUT_S))
+    group = dist.new_group(
+        backend="counterpoint", pg_options=backend.BackendOptions(communicator=CommunicatorOptions(timeout_s=TIMEOUT_S))
+    )
     dist.barrier()  # ranks 2 and higher leave at once, and gloo may still be connecting others to them
     tensor, seen, started = torch.ones(1000, device=device), "nothing", time.monotonic()
     try:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from counterpoint.parallel.options import TensorOptions
 from counterpoint.parallel.tensor.group import TensorGroup, tensor_group
-from counterpoint.parallel.tensor.plans import TensorOptions
 from tests.dist import tensor_programs as programs
 from tests.support.gpu_ranks import are_shared, run_scenarios
 
@@ -87,7 +87,7 @@ def real_shapes() -> Found:
                 for ours, theirs, right in zip(results, stock, exact, strict=True)
             ]
             found[f"{m}x{n}x{k} {mechanism}"] = str(max(errors) <= 2.0)
-            found[f"{m}x{n}x{k} {mechanism} paths"] = str(sorted({row.path for row in group.report().rows}))
+            found[f"{m}x{n}x{k} {mechanism} paths"] = str(sorted({row.path for row in group.report().calls}))
     return found
 
 

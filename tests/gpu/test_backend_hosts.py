@@ -20,7 +20,7 @@ NO_FAST_PATH = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     folder, world_size = tmp_path_factory.mktemp("hosts"), world_size_here() // 2 * 2
     ended = run_ranks(
-        WORKER, folder, folder=folder, world_size=world_size, timeout_s=400, paths=[BENCHMARKS],
+        WORKER, folder, folder=folder, world_size=world_size, timeout_s=400, paths=[BENCHMARKS, BENCHMARKS.parent],
         environment=NO_FAST_PATH,
     )  # fmt: skip
     ended.well()

@@ -7,7 +7,8 @@ import torch
 
 from counterpoint.errors import Misconfigured
 from counterpoint.parallel.expert.mechanism import Overflow
-from counterpoint.parallel.expert.options import ExpertLayout, ExpertOptions
+from counterpoint.parallel.expert.options import ExpertLayout
+from counterpoint.parallel.options import ExpertOptions
 
 pytestmark = pytest.mark.gpu(1)
 

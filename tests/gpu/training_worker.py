@@ -176,7 +176,7 @@ def trainer(device: torch.device, *, ours: bool) -> Losses:
         with redirect_stdout(io.StringIO()):
             training.train()
         losses = [float(row["loss"]) for row in training.state.log_history if "loss" in row]
-        return losses, sum(row.calls for row in backend.report(None).rows) if ours else 0
+        return losses, sum(row.calls for row in backend.report(None).calls) if ours else 0
 
 
 def accelerate_fsdp(device: torch.device, *, ours: bool) -> Losses:

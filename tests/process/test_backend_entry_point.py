@@ -17,7 +17,7 @@ print(sorted(name for name in sys.modules if name.startswith("counterpoint")))
 dist.init_process_group("counterpoint", store=dist.HashStore(), rank=0, world_size=1)
 dist.all_reduce(torch.ones(4))
 import counterpoint
-print(type(dist.group.WORLD).__name__, counterpoint.report().rows[0].why)
+print(type(dist.group.WORLD).__name__, counterpoint.report().calls[0].why)
 dist.destroy_process_group()  # else gloo's thread may drop the tensor, which is Python's, after Python has ended
 """
 LOADED = ["", ".errors", ".parallel", ".parallel.backend", ".parallel.backend.registration", ".version"]

@@ -23,9 +23,11 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.measurement.session import Session
 from counterpoint.parallel.fsdp.modules import sharded_modules
-from counterpoint.parallel.overlap import Overlap, OverlapOptions, overlap
+from counterpoint.parallel.options import OverlapOptions
+from counterpoint.parallel.overlap import Overlap, overlap
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 from llama import Llama, Shape, rotary_table
@@ -118,8 +120,9 @@ CASES = {
     "modules together": Case(policy=BF16, grouped=True),
     "separate groups": Case(policy=BF16, prepare=separate_groups),
     "prefetch": Case(policy=BF16, options=OverlapOptions(prefetch=2)),
-    "one channel": Case(
-        policy=BF16, options=OverlapOptions(scatter_channel=0, debug=True, chunk_bytes=1024, staging_bytes=4096)
+    "small chunks": Case(
+        policy=BF16,
+        options=OverlapOptions(communicator=CommunicatorOptions(debug=True, chunk_bytes=1024, staging_bytes=4096)),
     ),
 }
 
@@ -218,8 +221,8 @@ def beside_stock(session: Session, case: Case) -> tuple[list[str], list[str]]:
     wrong = [
         f"{module.name}: {traffic}"
         for module in modules
-        for traffic, direct in zip((module.all_gather, module.reduce_scatter), case.direct, strict=True)
-        if traffic is None or not traffic.calls or traffic.copied_bytes or traffic.direct != direct
+        for traffic, direct in zip(map(module.moved, ("all_gather", "reduce_scatter")), case.direct, strict=True)
+        if not traffic.calls or traffic.how != ("direct" if direct else "in place")
     ]
     return differences(expected, got), wrong
 
@@ -260,8 +263,8 @@ def gathers_and_scatters(session: Session, case: Case) -> list[tuple[int, int, s
     """Of each module after training: gathers, scatters, and how the latter combine."""
     with overlapped(case) as (model, handle):
         trained(session, model, case)
-        both = [(module.all_gather, module.reduce_scatter) for module in handle.report().modules]
-        return [(gather.calls, scatter.calls, scatter.op) for gather, scatter in both if gather and scatter]
+        both = [module.traffic for module in handle.report().modules if module.traffic]
+        return [(gather.calls, scatter.calls, scatter.op) for gather, scatter in both]
 
 
 def sizes(session: Session) -> list[tuple[int, int]]:
@@ -270,7 +273,7 @@ def sizes(session: Session) -> list[tuple[int, int]]:
     with overlapped(case) as (model, handle):
         model(*batch(session, 0))
         modules = handle.report().modules
-        return [(module.gather_bytes, module.all_gather.num_bytes) for module in modules if module.all_gather]
+        return [(module.gather_bytes, module.moved("all_gather").num_bytes) for module in modules if module.traffic]
 
 
 def premultiplied(session: Session) -> list[str]:
@@ -369,4 +372,4 @@ def beside_tensor_parallel(session: Session) -> tuple[float, list[tuple[int, ...
     with overlap(model) as handle:
         found = gradients(model)
         furthest = max(float((found[name] - one).abs().max() / one.abs().max()) for name, one in expected.items())
-        return furthest, [module.ranks for module in handle.report().modules]
+        return furthest, [module.ranks for module in handle.report().of_kind("fsdp2")]

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
 from counterpoint.collectives.host.group import torch_function
+from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.errors import Unsupported, printable
 from counterpoint.measurement.dependent import TokenExchange
 from counterpoint.measurement.sample_tokens import SampleTokens
@@ -20,7 +21,7 @@ from counterpoint.measurement.session import Session
 from counterpoint.measurement.suites import SYMM_MEM
 from counterpoint.parallel.expert import permute as routing
 from counterpoint.parallel.expert.dispatcher import Dispatcher
-from counterpoint.parallel.expert.options import ExpertOptions
+from counterpoint.parallel.options import ExpertOptions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,7 +51,8 @@ class _Ours:
     """Goes by a `Dispatcher`, whose mechanism `torch` is that of all_to_all_single."""
 
     def __init__(self, session: Session, exchange: TokenExchange, name: str, timeout_s: float) -> None:
-        options = ExpertOptions(mechanism=name, timeout_s=timeout_s, equal_tokens=True)  # type: ignore[arg-type]
+        of_communicator = CommunicatorOptions(timeout_s=timeout_s)
+        options = ExpertOptions(mechanism=name, equal_tokens=True, communicator=of_communicator)  # type: ignore[arg-type]
         layer = exchange.sizes
         self._dispatcher = Dispatcher(
             session.world, experts=layer.experts, top_k=layer.top_k, max_tokens=exchange.tokens, hidden=layer.hidden,
@@ -64,7 +66,7 @@ class _Ours:
         return self._dispatcher.combine(rows, handle)
 
     def way(self) -> dict[str, str]:
-        return {str(one.path): one.why for one in self._dispatcher.report().rows}
+        return {str(one.path): one.why for one in self._dispatcher.report().calls}
 
     def close(self) -> None:
         self._dispatcher.close()

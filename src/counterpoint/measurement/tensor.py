@@ -17,6 +17,7 @@ import torch
 import torch.distributed._symmetric_memory  # noqa: F401 - registers torch's fused operations
 
 from counterpoint.collectives.host.group import torch_function
+from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.collectives.submit.tensors import dtype_name
 from counterpoint.errors import Misconfigured, Unsupported, printable
 from counterpoint.machine.bus_bandwidth import bus_gb_per_s
@@ -29,9 +30,9 @@ from counterpoint.measurement.suites import SYMM_MEM
 from counterpoint.measurement.trial import Trial
 from counterpoint.pair.arrivals import ShardedMatmul, hiding_of
 from counterpoint.pair.row_curves import RowCurve
+from counterpoint.parallel.options import TensorOptions
 from counterpoint.parallel.tensor.group import TensorGroup
 from counterpoint.parallel.tensor.matmul import Weight
-from counterpoint.parallel.tensor.plans import TensorOptions
 from counterpoint.records.measurement import Block, BlockRow, Outcome, Plan
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ def _open(session: Session, operands: Operands, mechanisms: tuple[str, ...], pla
             if name == SYMM_MEM:
                 call, result = _symm_mem(session, operands)
             else:
-                options = TensorOptions(mechanism=name, timeout_s=plan.timeout_s)  # type: ignore[arg-type]
+                options = TensorOptions(mechanism=name, communicator=CommunicatorOptions(timeout_s=plan.timeout_s))  # type: ignore[arg-type]
                 opened.groups[name] = TensorGroup(session.world, options)
                 call = operands.by(opened.groups[name])
                 result = session.raise_together(call)
@@ -235,7 +236,7 @@ def _can_hide(session: Session, operands: Operands, matmul_us: float) -> bool:
 
 def _way(session: Session, group: TensorGroup | None) -> tuple[str | None, str | None]:
     """Return which way all calls of a group went, on all ranks, and why; None for a mechanism that is not ours."""
-    found: Mapping[str, str] = {} if group is None else {str(row.path): row.why for row in group.report().rows}
+    found: Mapping[str, str] = {} if group is None else {str(row.path): row.why for row in group.report().calls}
     ways = {path: why for rank in session.gather(found) for path, why in rank.items()}
     return (" and ".join(ways), "; ".join(dict.fromkeys(ways.values()))) if ways else (None, None)
 

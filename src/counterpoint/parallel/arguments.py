@@ -30,21 +30,27 @@ def call_options(kind: Any, given: Any, name: str, value: Any, timeout: Any) -> 
 
 
 def op_and_factor(op: Any) -> tuple[str, float]:
-    """Return the name that a communicator has for torch's reduction, and the factor of PREMUL_SUM."""
+    """Return the name that a communicator has for torch's reduction, and the factor of PREMUL_SUM.
+
+    A PREMUL_SUM by a tensor, which no communicator has, is called `premul_sum by a tensor`.
+    """
     for known, name in _REDUCTIONS:
         if op == known:
             return name, 1.0
-    kind: Any = op
-    factor: Any = None
-    if not isinstance(op, dist.ReduceOp.RedOpType):
-        kind, factor = op.__getstate__()  # what it is pickled as: the only way to the factor in torch 2.11
-    return kind.name.lower(), factor if isinstance(factor, float) else 1.0
+    if isinstance(op, dist.ReduceOp.RedOpType):
+        return op.name.lower(), 1.0
+    kind: Any
+    factor: Any
+    kind, factor = op.__getstate__()  # what it is pickled as: the only way to the factor in torch 2.11
+    name = kind.name.lower()
+    if name != "premul_sum" or isinstance(factor, float):
+        return name, factor if isinstance(factor, float) else 1.0
+    return f"{name} by a tensor", 1.0
 
 
-def reduces(op: Any, dtype: torch.dtype) -> bool:
-    """Return whether a communicator has this reduction."""
-    name, _ = op_and_factor(op)
-    if name == "premul_sum":
-        return dtype in _FLOATS and isinstance(op.__getstate__()[1], float)
-    known = any(name == one for _, one in _REDUCTIONS)
-    return known and (dtype in _FLOATS or (dtype in _INTEGERS and name != "avg"))
+def reduces(op: str, dtype: torch.dtype) -> bool:
+    """Return whether a communicator has this reduction, by its name in `op_and_factor`."""
+    if op == "premul_sum":
+        return dtype in _FLOATS
+    known = any(op == one for _, one in _REDUCTIONS)
+    return known and (dtype in _FLOATS or (dtype in _INTEGERS and op != "avg"))

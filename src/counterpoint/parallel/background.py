@@ -66,6 +66,7 @@ class BackgroundCall:
     def __init__(self, background: Background, run: Run, channel: int, value: Any) -> None:
         self._background, self.run, self.channel, self.value = background, run, channel, value
         self.future: Any = background.new_future()
+        self.stream: Any = None  # torch.cuda.Stream that it is queued on; None on a CPU
         self.behind: Any = None  # torch.cuda.Event of the stream that wrote the tensors; None on a CPU
         self.ended: Any = None  # torch.cuda.Event behind the call; None on a CPU
         self.captured = False
@@ -112,9 +113,9 @@ class BackgroundCall:
 class _Starter(threading.Thread):
     """Represents the thread that starts the calls of one `Background`, which it does not keep alive."""
 
-    def __init__(self, device: torch.device, streams: list[Any]) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__(name="counterpoint-buckets", daemon=True)
-        self._device, self._streams = device, streams
+        self._device = device
         self.items: queue.SimpleQueue[BackgroundCall | threading.Event | None] = queue.SimpleQueue()
         self.done = 0  # number of calls that it has started, with their callbacks
         self._waits_for: _Starter | None = None  # what a callback in this thread waits for
@@ -122,17 +123,16 @@ class _Starter(threading.Thread):
     def run(self) -> None:
         """Start the calls handed over, until None comes."""
         current: Any = None
-        if self._streams:
+        if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         while (item := self.items.get()) is not None:
             if isinstance(item, threading.Event):
                 item.set()
                 continue
-            stream: Any = self._streams[item.channel] if self._streams else None
-            if stream is not current:
-                torch.cuda.set_stream(stream)
-                current = stream
-            _run(item, stream)
+            if item.stream is not current:
+                torch.cuda.set_stream(item.stream)
+                current = item.stream
+            _run(item)
             self.done += 1
             del item  # it keeps tensors alive
 
@@ -168,14 +168,13 @@ class Background:
     """
 
     def __init__(self, communicator: AnyCommunicator) -> None:
-        self.communicator, self._device, self.channels = communicator, communicator.device, communicator.channels
-        on_gpu = self._device.type == "cuda"
-        streams = [torch.cuda.Stream(self._device, priority=-1) for _ in range(self.channels)] if on_gpu else []
-        self._streams: list[Any] = streams
-        self._by_caller = on_gpu and hardware_queues() == 1
+        self.communicator, self._device = communicator, communicator.device
+        self._on_gpu = self._device.type == "cuda"
+        self._streams: dict[int, Any] = {}  # by channel
+        self._by_caller = self._on_gpu and hardware_queues() == 1
         self._current: dict[int, Any] = {}  # torch's streams by handle: to ask torch for one takes longer
         self._lock, self._handed = threading.Lock(), 0
-        self.thread = _Starter(self._device, streams)
+        self.thread = _Starter(self._device)
         self.thread.start()
         self._close = weakref.finalize(self, self.thread.items.put, None)  # None ends the thread
 
@@ -194,15 +193,14 @@ class Background:
             The call.
         """
         call = BackgroundCall(self, run, channel, value)
-        stream: Any = None
-        if self._streams:
-            stream, call.behind, call.ended = self._streams[channel], torch.cuda.Event(), torch.cuda.Event()
+        if self._on_gpu:
+            call.stream, call.behind, call.ended = self._stream(channel), torch.cuda.Event(), torch.cuda.Event()
             call.behind.record(self._current_stream())
             call.captured = torch.cuda.is_current_stream_capturing()
         if call.captured or self._by_caller or self.is_this_thread():
             self.drain()
-            with torch.cuda.stream(stream):
-                _run(call, stream)
+            with torch.cuda.stream(call.stream):
+                _run(call)
             return call
         with self._lock:
             self._handed += 1
@@ -211,12 +209,17 @@ class Background:
 
     def new_future(self) -> Any:
         """Return a `torch.futures.Future` of tensors on the communicator's device."""
-        devices: Any = [self._device] if self._streams else []
+        devices: Any = [self._device] if self._on_gpu else []
         return torch.futures.Future(devices=devices)
 
     def is_this_thread(self) -> bool:
         """Return whether the caller is a callback in the thread."""
         return threading.current_thread() is self.thread
+
+    def _stream(self, channel: int) -> Any:
+        if channel not in self._streams:
+            self._streams[channel] = torch.cuda.Stream(self._device, priority=-1)
+        return self._streams[channel]
 
     def _current_stream(self) -> Any:
         handle = torch._C._cuda_getCurrentRawStream(self._device.index)
@@ -248,13 +251,13 @@ class Background:
         self._close()
 
 
-def _run(call: BackgroundCall, stream: Any) -> None:
+def _run(call: BackgroundCall) -> None:
     try:
-        if stream is not None:
-            stream.wait_event(call.behind)
+        if call.stream is not None:
+            call.stream.wait_event(call.behind)
         call.run(call.channel)
-        if stream is not None:
-            call.ended.record(stream)
+        if call.stream is not None:
+            call.ended.record(call.stream)
     except Exception as error:
         call.future.set_exception(error)
     else:

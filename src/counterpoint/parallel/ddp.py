@@ -9,7 +9,6 @@ DDP keeps its process group for all else. `print(overlapped)` says what was done
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -20,14 +19,13 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from counterpoint.collectives.communicator import Communicator
-from counterpoint.collectives.multihost.communicator import AnyCommunicator
-from counterpoint.collectives.options import CommunicatorOptions
+from counterpoint.collectives.multihost.communicator import AnyCommunicator, HierarchicalCommunicator
 from counterpoint.errors import Misconfigured, Unsupported
-from counterpoint.parallel.backend.group import CounterpointGroup, torch_group
-from counterpoint.parallel.background import PIECE_BYTES, Background, all_reduce_in_pieces, pieces
+from counterpoint.parallel.background import PIECE_BYTES, all_reduce_in_pieces, pieces
+from counterpoint.parallel.group import CHANNELS, rank_group, torch_group
+from counterpoint.parallel.options import DdpOptions
+from counterpoint.parallel.report import CallCounts, ModuleRow, Report
 from counterpoint.parallel.tuned import FollowedTuning, follow_together
-from counterpoint.records import Record
 from counterpoint.records.tuning import Tuned
 
 Future: TypeAlias = "torch.futures.Future[Tensor]"
@@ -35,63 +33,6 @@ Future: TypeAlias = "torch.futures.Future[Tensor]"
 _BLOCK = 256  # elements that share a scale in float8
 _LARGEST = 448.0  # of float8_e4m3fn
 _TRIES = 8  # forward passes after which buckets that DDP has not rebuilt stay where they are
-
-
-@dataclass(frozen=True, kw_only=True)
-class DdpOptions(CommunicatorOptions):
-    """Holds options of DDP's hook, besides those of its communicator.
-
-    Args:
-        wire_dtype: what gradients are sent as: torch.bfloat16, or torch.float8_e4m3fn with a scale for every 256
-            elements, of which the averages come back as bfloat16; None: as they are. Sums are always in float32 at
-            least.
-
-    Raises:
-        Misconfigured: another dtype.
-    """
-
-    wire_dtype: torch.dtype | None = None
-
-    def __post_init__(self) -> None:
-        if self.wire_dtype not in (None, torch.bfloat16, torch.float8_e4m3fn):
-            raise Misconfigured(f"wire_dtype={self.wire_dtype}: give torch.bfloat16, torch.float8_e4m3fn or None")
-        super().__post_init__()
-
-
-class DdpReport(Record, frozen=True, kw_only=True):
-    """Reports what the hook of one DDP model has done so far.
-
-    Args:
-        ranks: number of ranks.
-        wire_dtype: torch's name of what gradients are sent as; empty: as they are.
-        in_place: buckets that peers wrote in place, or that went through a buffer of the wire's dtype.
-        copied: buckets that were copied from a landing.
-        num_bytes: bytes of all these buckets.
-        by_torch: buckets that torch reduced, after `restore`.
-        left: buckets that torch reduced, as the tuning chose.
-        choices: what the tuning chose for buckets so far, and why.
-        tuned: which file is followed, and how many of its choices so far; empty: none is named.
-    """
-
-    ranks: int
-    wire_dtype: str
-    in_place: int
-    copied: int
-    num_bytes: int
-    by_torch: int
-    left: int = 0
-    choices: tuple[str, ...] = ()
-    tuned: str = ""
-
-    def __str__(self) -> str:
-        wire = f", sent as {self.wire_dtype}" if self.wire_dtype else ""
-        text = (
-            f"DDP over {self.ranks} ranks: {self.in_place} buckets in place, {self.copied} copied from a landing, "
-            f"{self.num_bytes / 1e6:,.1f} MB{wire}"
-        )
-        text += f"; {self.left} by torch, as tuned" if self.left else ""
-        text += f"; {self.by_torch} by torch since restore()" if self.by_torch else ""
-        return "\n".join([text, *self.choices, *([f"tuned: {self.tuned}"] if self.tuned else [])])
 
 
 class HookState:
@@ -107,7 +48,7 @@ class HookState:
 
     Raises:
         Unsupported: the ranks cannot share memory, or there is one alone.
-        Misconfigured: options are given for a group of backend `counterpoint`, which has its own, but `wire_dtype`.
+        Misconfigured: the communicator of these ranks has other options.
     """
 
     def __init__(
@@ -119,68 +60,64 @@ class HookState:
         device: torch.device | None = None,
     ) -> None:
         self.group: Any = dist.group.WORLD if group is None else group
-        self._wire = None if options is None else options.wire_dtype
-        lender = self.group if isinstance(self.group, CounterpointGroup) else None
-        self._is_lent = lender is not None
+        options = options or DdpOptions()
+        self._wire = options.wire_dtype
         if dist.get_world_size(self.group) < 2:
             raise Unsupported("DDP of one rank: there is nothing to reduce")
-        if lender is not None:
-            if options not in (None, DdpOptions(wire_dtype=self._wire)):
-                raise Misconfigured("options for a group of backend counterpoint: give them as its pg_options")
-            communicator: AnyCommunicator | None = lender.communicator(device)
-            if communicator is None:
-                raise Unsupported(f"DDP's group: {lender.why_not}")
-        else:
-            options = options or DdpOptions()
-            chunk_bytes = options.chunk_bytes or 2 * PIECE_BYTES  # in one: what runs beside matmuls need not be early
-            options = replace(options, chunk_bytes=chunk_bytes)
-            communicator = Communicator(self.group, options=options, device=device)
-        self.communicator: AnyCommunicator = communicator
-        self._background = lender.background() if lender is not None else Background(communicator)
-        self._in_place = self._copied = self._num_bytes = self._by_torch = self._left = 0
+        self.ranks = rank_group(self.group)
+        # a bucket in one chunk: what runs beside matmuls need not be early
+        self.ranks.join(self, options.communicator, chunk_bytes=2 * PIECE_BYTES)
+        try:
+            self.communicator = self.ranks.open(device)
+        except BaseException:
+            self.ranks.leave(self)
+            raise
+        self._background = self.ranks.background()
+        self._counts = CallCounts()
+        self._num_bytes = 0
         self._tuning, self._choices = tuning, dict[str, None]()
         self._is_on = True
 
-    def report(self) -> DdpReport:
+    def report(self) -> Report:
         """Return what the hook has done so far."""
-        return DdpReport(
-            ranks=self.communicator.world_size,
-            wire_dtype="" if self._wire is None else str(self._wire).removeprefix("torch."),
-            in_place=self._in_place,
-            copied=self._copied,
-            num_bytes=self._num_bytes,
-            by_torch=self._by_torch,
-            left=self._left,
-            choices=tuple(self._choices),
-            tuned="" if self._tuning is None else str(self._tuning),
+        wire = f"sent as {str(self._wire).removeprefix('torch.')}" if self._wire is not None else ""
+        row = ModuleRow(
+            name="(model)",
+            kind="ddp",
+            ranks=self.ranks.ranks,
+            runs=f"{self._num_bytes / 1e6:,.1f} MB of buckets {wire}".rstrip(),
+            torch_why="" if self._is_on else "restore() was called",
+            choice="; ".join(self._choices),
+        )
+        return Report(
+            modules=(row,), calls=self._counts.rows(), tuned="" if self._tuning is None else str(self._tuning)
         )
 
     def close(self) -> None:
-        """Let torch reduce later buckets, and close the communicator unless it is a group's. All ranks call it."""
-        if self._is_on and not self._is_lent:
-            self._background.close()
-            self.communicator.close()
+        """Let torch reduce later buckets, and close the communicator unless others use it. All ranks call it."""
         self._is_on = False
+        self.ranks.leave(self)
 
     def average(self, bucket: Tensor, number: int) -> Future:
         """Replace a flat bucket by its average over all ranks, behind the current stream; return a future of it."""
         if not self._is_on:
-            self._by_torch += 1
+            self._counts.add("all_reduce", bucket.nbytes, "torch", "restore() was called")
             return _averaged_by_torch(bucket, self.group)
-        if self._is_left(bucket):
-            self._left += 1
+        left_why = self._left_why(bucket)
+        if left_why:
+            self._counts.add("all_reduce", bucket.nbytes, "torch", left_why)
             return _averaged_by_torch(bucket, torch_group(self.group))
         values = torch.view_as_real(bucket).view(-1) if bucket.is_complex() else bucket
         wire = self._wire if self._wire is not None and values.dtype.itemsize > self._wire.itemsize else None
-        if wire is not None or self.communicator.is_symmetric(values):
-            self._in_place += 1
-        else:
-            self._copied += 1
+        in_place = wire is not None or self.communicator.is_symmetric(values)
+        over_hosts = isinstance(self.communicator, HierarchicalCommunicator)
+        why = "in place" if in_place else "copied from its landing"
+        self._counts.add("all_reduce", bucket.nbytes, "hosts" if over_hosts else "zero_sm", why)
         self._num_bytes += bucket.nbytes
         run = {None: self._average, torch.bfloat16: self._average_as_bfloat16}.get(wire, self._average_as_float8)
         # By its number a bucket keeps its channel, whose prepared calls are then repeated; not by where it lies, since
         # under torch's `Join` a rank without inputs has buckets of zeros in plain memory.
-        channel = number % self.communicator.channels
+        channel = CHANNELS["buckets"][number % len(CHANNELS["buckets"])]
         future: Future = self._background.start(partial(run, values), channel, bucket).future
         return future
 
@@ -221,17 +158,16 @@ class HookState:
         communicator.all_gather(whole, mine, channel=channel)
         values.copy_(whole.view(-1)[: values.numel()])
 
-    def _is_left(self, bucket: Tensor) -> bool:
-        """Return whether the tuning leaves such a bucket to torch."""
+    def _left_why(self, bucket: Tensor) -> str:
+        """Return why the tuning leaves such a bucket to torch; empty if it does not."""
         if self._tuning is None or self._wire is not None:
-            return False
+            return ""
         dtype = str(bucket.dtype).removeprefix("torch.")
-        ranks = self.communicator.world_size
-        choice = self._tuning.find("all_reduce", ranks=ranks, num_bytes=bucket.nbytes, dtype=dtype)
+        choice = self._tuning.find("all_reduce", ranks=self.ranks.world_size, num_bytes=bucket.nbytes, dtype=dtype)
         if choice is None:
-            return False
+            return ""
         self._choices[f"all_reduce of {bucket.nbytes / 1e6:,.1f} MB: {choice.why}"] = None
-        return choice.stays
+        return choice.why if choice.stays else ""
 
 
 def _averaged_by_torch(bucket: Tensor, group: Any) -> Future:
@@ -343,7 +279,7 @@ class OverlappedDdp:
     def __str__(self) -> str:
         return str(self.report())
 
-    def report(self) -> DdpReport:
+    def report(self) -> Report:
         """Return what the hook has done so far."""
         return self._state.report()
 

@@ -14,14 +14,12 @@ the optimizer, not the checkpoints. `print(overlapped)` says what was done; `ove
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, overload
 
-from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.parallel.fsdp.modules import (
     ShardedModule,
@@ -33,72 +31,18 @@ from counterpoint.parallel.fsdp.modules import (
     unmanaged_bytes,
 )
 from counterpoint.parallel.fsdp.prefetch import Prefetch
-from counterpoint.parallel.report import OverlappedModule, OverlapReport
+from counterpoint.parallel.options import DdpOptions, OverlapOptions
+from counterpoint.parallel.report import ModuleRow, Report, together
 from counterpoint.records.tuning import Tuned
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
 
-    from counterpoint.parallel.ddp import DdpOptions, OverlappedDdp
-    from counterpoint.parallel.expert.layers import ExpertLayerOptions
+    from counterpoint.parallel.ddp import OverlappedDdp
     from counterpoint.parallel.fsdp.hooked import HookedModule, ModuleChoice
-    from counterpoint.parallel.fsdp.hooks import Communicators
-    from counterpoint.parallel.tensor.plans import TensorOptions
+    from counterpoint.parallel.fsdp.hooks import ShardGroups
     from counterpoint.parallel.tuned import FollowedTuning
-
-
-STAGING_BYTES = 1 << 27  # a smaller slice costs a round trip, some 30 us of a call that computation hides
-
-
-@dataclass(frozen=True, kw_only=True)
-class OverlapOptions(CommunicatorOptions):
-    """Holds options of `overlap`, and of the communicators that it opens, one for each set of ranks.
-
-    Args:
-        prefetch: modules to gather ahead, in the order in which they are seen to run; None: as FSDP2 does by itself,
-            or by the lists that it has. Each costs the memory of one module.
-        direct: gather parameters to where they are used, and scatter gradients from where autograd left them, so that
-            FSDP2 copies neither; False: it does, and only what it has copied is sent.
-        gather_channel: channel of gathers.
-        scatter_channel: channel of scatters; on one channel they run one after the other, on two at the same time.
-        limit_bytes: modules that gather more keep torch's collectives; None: no limit. Buffers as large as the largest
-            module stay in symmetric memory for good.
-        staging_bytes: most memory into which peers send gradients before they are added up; what needs more comes in
-            slices. None: as much as the largest module needs, kept for good.
-        tensor_parallel: options of the operations that run layers of tensor parallelism; None: those that the process
-            groups have.
-        expert_parallel: options of layers of experts and their dispatchers; None: the defaults on CPUs, and on GPUs,
-            where nothing was measured yet, these layers are left. All other options are of FSDP2.
-        channels: follows from the two channels; not to be given.
-
-    Raises:
-        Misconfigured: an option has a value that is not allowed.
-    """
-
-    prefetch: int | None = None
-    direct: bool = True
-    gather_channel: int = 0
-    scatter_channel: int = 1
-    limit_bytes: int | None = None
-    staging_bytes: int | None = STAGING_BYTES
-    tensor_parallel: TensorOptions | None = None
-    expert_parallel: ExpertLayerOptions | None = None
-    channels: int = field(init=False, default=2)
-
-    def __post_init__(self) -> None:
-        if min(self.gather_channel, self.scatter_channel) < 0:
-            raise Misconfigured(
-                f"gather_channel={self.gather_channel}, scatter_channel={self.scatter_channel}: channels count from 0"
-            )
-        if self.prefetch is not None and self.prefetch < 1:
-            raise Misconfigured(f"prefetch={self.prefetch}: give 1 or more, or None for what FSDP2 does by itself")
-        object.__setattr__(self, "channels", 1 + max(self.gather_channel, self.scatter_channel))
-        super().__post_init__()
-
-
-Options = OverlapOptions
-"""The short name, for a call: `overlap(model, options=Options(prefetch=2))`."""
 
 
 @overload
@@ -147,7 +91,7 @@ def overlap(
     """
     from torch.nn.parallel import DistributedDataParallel
 
-    from counterpoint.parallel.ddp import DdpOptions, OverlappedDdp
+    from counterpoint.parallel.ddp import OverlappedDdp
 
     if isinstance(model, DistributedDataParallel):
         if not isinstance(options, DdpOptions | None):
@@ -230,7 +174,7 @@ def _overlap_fsdp2(
     model: nn.Module, modules: Sequence[ShardedModule], options: OverlapOptions, layers: _Layers
 ) -> Overlap:
     from counterpoint.parallel.fsdp.hooked import ModuleChoice, check_unchanged, hooked_modules, why_not_taken
-    from counterpoint.parallel.fsdp.hooks import Communicators
+    from counterpoint.parallel.fsdp.hooks import ShardGroups
 
     torch_why = {module: why_not_taken(module, options.limit_bytes) for module in modules}
     choices = {module: ModuleChoice.of(module, None if why else layers.tuning) for module, why in torch_why.items()}
@@ -245,18 +189,13 @@ def _overlap_fsdp2(
     gathering = [module for module in taken if choices[module].takes_gather]
     prefetch = None if options.prefetch is None else Prefetch(options.prefetch, gathering)
     groups = [group for module in taken for group in module.groups]
-    communicators = Communicators(groups, device=taken[0].device, options=options)
+    shards = ShardGroups(groups, device=taken[0].device, options=options.communicator)
+    hooked = {module: choices[module] for module in taken}
     return Overlap(
-        hooked=hooked_modules(
-            {module: choices[module] for module in taken},
-            communicators,
-            direct=options.direct,
-            channels=(options.gather_channel, options.scatter_channel),
-            prefetch=prefetch,
-        ),
+        hooked=hooked_modules(hooked, shards, direct=options.direct, prefetch=prefetch),
         torch_why=torch_why,
         choices=choices,
-        communicators=communicators,
+        groups=shards,
         prefetch=prefetch,
         outermost=outermost(model),
         unmanaged_bytes=unmanaged_bytes(model, modules),
@@ -274,7 +213,7 @@ class Overlap:
         hooked: Mapping[ShardedModule, HookedModule] = MappingProxyType({}),
         torch_why: Mapping[ShardedModule, str] = MappingProxyType({}),
         choices: Mapping[ShardedModule, ModuleChoice] = MappingProxyType({}),
-        communicators: Communicators | None = None,
+        groups: ShardGroups | None = None,
         prefetch: Prefetch | None = None,
         outermost: Sequence[nn.Module] = (),
         unmanaged_bytes: int = 0,
@@ -282,7 +221,7 @@ class Overlap:
         import torch
 
         self._hooked, self._torch_why, self._choices, self._layers = hooked, torch_why, choices, layers
-        self._communicators, self._prefetch, self._unmanaged_bytes = communicators, prefetch, unmanaged_bytes
+        self._groups, self._prefetch, self._unmanaged_bytes = groups, prefetch, unmanaged_bytes
         self._outermost = outermost
         refuse = torch.compiler.disable(refuse_unfinished)
         self._refusals = [module.register_forward_pre_hook(refuse, prepend=True) for module in outermost]
@@ -297,17 +236,34 @@ class Overlap:
     def __str__(self) -> str:
         return str(self.report())
 
-    def report(self) -> OverlapReport:
+    def report(self) -> Report:
         """Return what hooks of FSDP2 modules have moved so far, and the modules of tensor and expert parallelism."""
-        tensor, expert = self._layers.tensor, self._layers.expert
-        return OverlapReport(
-            modules=tuple(self._reported(module) for module in self._torch_why),
-            prefetch="" if self._prefetch is None else str(self._prefetch),
-            unmanaged_bytes=self._unmanaged_bytes,
+        layers = [self._layers.tensor.report(), self._layers.expert.report()]
+        sharded = tuple(self._reported(module) for module in self._torch_why)
+        return Report(
+            modules=(*sharded, *(row for report in layers for row in report.modules)),
+            calls=together(row for report in layers for row in report.calls),
             tuned="" if self._layers.tuning is None else str(self._layers.tuning),
-            tensor_parallel=None if tensor.is_empty else tensor.report(),
-            expert_parallel=None if expert.is_empty else expert.report(),
+            notes=tuple(self._notes()),
         )
+
+    def _notes(self) -> Iterator[str]:
+        for module, hooked in self._hooked.items():
+            if hooked.copied_why:
+                yield f"{module.name}: FSDP2 copies: {hooked.copied_why}"
+        if any(module.replicas > 1 for module in self._torch_why):
+            yield "all_reduce between replicas: torch's"
+        if self._prefetch is not None:
+            yield f"prefetch: {self._prefetch}"
+        if self._unmanaged_bytes:
+            yield f"{self._unmanaged_bytes / 1e6:,.1f} MB of parameters are in no FSDP2 module"
+        names: dict[str, list[str]] = {}
+        for module, choice in self._choices.items():
+            for text in choice.texts():
+                names.setdefault(text, []).append(module.name)
+        for text, these in names.items():
+            operation, _, why = text.partition(": ")
+            yield f"{operation} of {these[0]}{f' and {len(these) - 1} more' if these[1:] else ''}: {why}"
 
     def check(self) -> None:
         """Raise the error that ended communication, if there was one; it names the ranks.
@@ -315,8 +271,8 @@ class Overlap:
         The next step raises it, too. On GPUs the host runs ahead: call it after a wait for the GPU (`loss.item()`)
         where a step must not be trusted that a peer has left, such as before a checkpoint.
         """
-        if self._communicators is not None:
-            self._communicators.check()
+        if self._groups is not None:
+            self._groups.check()
         self._layers.check()
 
     def reset_iter_state(self) -> None:
@@ -342,24 +298,22 @@ class Overlap:
             self._prefetch.undo()
         for hooked in self._hooked.values():
             hooked.undo()
-        if self._communicators is not None:
-            self._communicators.close()
+        if self._groups is not None:
+            self._groups.close()
         self._layers.restore()
 
-    def _reported(self, module: ShardedModule) -> OverlappedModule:
+    def _reported(self, module: ShardedModule) -> ModuleRow:
         hooked, choice = self._hooked.get(module), self._choices[module]
-        gather, scatter = (None, None) if hooked is None else (hooked.gather, hooked.scatter)
-        return OverlappedModule(
+        return ModuleRow(
             name=module.name,
+            kind="fsdp2",
             ranks=module.ranks,
-            gather_bytes=module.gather_bytes,
             replicas=module.replicas,
-            all_gather=None if gather is None else gather.traffic(),
-            reduce_scatter=None if scatter is None else scatter.traffic(),
-            gather_choice="" if choice.gather is None else choice.gather.why,
-            scatter_choice="" if choice.scatter is None else choice.scatter.why,
+            runs="" if hooked is None else "zero_sm",
+            traffic=() if hooked is None else hooked.traffic(),
             torch_why=self._torch_why[module],
-            copied_why="" if hooked is None else hooked.copied_why,
+            choice="; ".join(choice.texts()),
+            gather_bytes=module.gather_bytes,
         )
 
 

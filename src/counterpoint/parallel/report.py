@@ -1,223 +1,204 @@
-"""Hold what `overlap` did to each module of FSDP2, tensor and expert parallelism: what was replaced, what was not."""
+"""Report what runs each module and each call: `Report`, for FSDP2, DDP, tensor and expert parallelism and the backend.
+
+`print(report)` shows its tables, `msgspec.json.encode(report)` writes it for programs, and `report.require()` raises
+where nothing was replaced. Reasons for torch are texts of `Route.why` (`group.py`).
+"""
 
 from __future__ import annotations
 
-from counterpoint.parallel.backend.report import BackendReport, RoutedCalls
-from counterpoint.parallel.tables import aligned_rows
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Literal, TypeAlias
+
+from counterpoint.errors import NoEffect
 from counterpoint.records import Record
 
+_SIZES = {20: "below 1 MiB", 24: "1 to 16 MiB", 28: "16 to 256 MiB", 64: "256 MiB and more"}  # by bits of the size
+_SIZE_OF_BITS = tuple(next(name for most, name in _SIZES.items() if bits <= most) for bits in range(65))
 
-class HookTraffic(Record, frozen=True, kw_only=True):
-    """Counts the calls of one hook.
+RoutedPath: TypeAlias = Literal["zero_sm", "hosts", "serial", "cuts", "flagged", "gather", "slabs", "torch"]
+"""Names what runs a call.
+
+`zero_sm` are copy engines (on CPUs, threads of this package), `hosts` the same inside of several hosts and torch
+between them, `torch` the process group's own backend. Matmuls of tensor parallelism have `serial`, `cuts` and `flagged`
+(`tensor/`), tokens of experts `gather` and `slabs` (`expert/`).
+"""
+ModuleKind: TypeAlias = Literal["fsdp2", "ddp", "tensor", "expert", "compiled"]
+
+
+class CallRow(Record, frozen=True, kw_only=True):
+    """Counts the calls of one operation and class of sizes: what ran them, and why."""
+
+    operation: str
+    size_class: str
+    path: RoutedPath
+    why: str
+    calls: int
+
+
+class Traffic(Record, frozen=True, kw_only=True):
+    """Counts the calls of one collective under a module.
 
     Args:
-        calls: how many so far.
-        num_bytes: size of the whole array in the latest of them: gathered parameters, or gradients before they are
-            reduced.
+        operation: PyTorch's name.
+        calls: number of them so far.
+        num_bytes: size of the whole array in the latest one: gathered parameters, or gradients before they are reduced.
         dtype: torch's name of it.
         op: how gradients are combined: `avg`, `sum`, or `premul_sum` with its factor; empty for a gather.
-        copied_bytes: what the latest call copied in addition to sending it: 0 if it was in place.
-        direct: FSDP2 copied nothing either: parameters came to where they are used, gradients went from where they are.
+        how: `direct` (nothing was copied in addition to sending), `in place`, or how many bytes were copied.
+        torch_why: why torch runs this collective; empty: it does not.
     """
 
+    operation: str
     calls: int = 0
     num_bytes: int = 0
     dtype: str = ""
     op: str = ""
-    copied_bytes: int = 0
-    direct: bool = False
+    how: str = ""
+    torch_why: str = ""
 
     def __str__(self) -> str:
+        if self.torch_why:
+            return f"torch's: {self.torch_why}"
         if not self.calls:
             return "no call yet"
-        how = f"{self.copied_bytes / 1e6:,.1f} MB copied" if self.copied_bytes else "in place"
-        how = "direct" if self.direct else how
         kind = " ".join(part for part in (self.dtype, self.op) if part)
-        return f"{self.calls} x {self.num_bytes / 1e6:,.1f} MB {kind}, {how}"
+        return f"{self.calls} x {self.num_bytes / 1e6:,.1f} MB {kind}, {self.how}"
 
 
-class OverlappedModule(Record, frozen=True, kw_only=True):
-    """Reports one FSDP2 module.
-
-    Args:
-        name: in the model.
-        ranks: over which it is sharded, counted in the job.
-        replicas: how many copies of the shards there are (HSDP); torch adds their gradients up.
-        gather_bytes: size of its whole parameters in the dtype in which they are gathered.
-        all_gather: what the hook has done; None if torch's own collective is in use.
-        reduce_scatter: what the hook has done; None if torch's own collective is in use.
-        gather_choice: what the tuning chose for the gather, and why; empty: nothing.
-        scatter_choice: what it chose for the reduce_scatter, and why; empty: nothing.
-        torch_why: why torch's own collectives both stay; empty if they do not.
-        copied_why: why FSDP2 copies what ours have gathered; empty if it does not.
-    """
-
-    name: str
-    ranks: tuple[int, ...]
-    gather_bytes: int
-    replicas: int = 1
-    all_gather: HookTraffic | None = None
-    reduce_scatter: HookTraffic | None = None
-    gather_choice: str = ""
-    scatter_choice: str = ""
-    torch_why: str = ""
-    copied_why: str = ""
-
-
-class TensorParallelModule(Record, frozen=True, kw_only=True):
-    """Reports one module of tensor parallelism.
+class ModuleRow(Record, frozen=True, kw_only=True):
+    """Reports one module.
 
     Args:
-        name: in the model.
-        style: name of the style in the plan.
-        ranks: over which it is parallel, counted in the job.
-        operation: of `torch.ops.counterpoint`, which takes the place of collective and matmul; empty: none does.
+        name: in the model; of compiled collectives, the graph.
+        kind: of parallelism.
+        ranks: ranks among which it is divided, counted in the job.
+        replicas: number of copies of the shards (HSDP); torch adds their gradients up.
+        style: its place in the plan of the model, such as `ColwiseParallel`, or the number of experts.
+        runs: what runs it in the place of torch; empty: torch does.
         shared_with: modules with which it shares the communication.
-        torch_why: why torch runs it; with an `operation`: why torch ran the latest call that it did run.
+        traffic: what its collectives have moved, of FSDP2 and DDP.
+        torch_why: why torch runs it; with `runs`: why torch ran the latest call that it did run.
+        choice: what the tuning chose for it, and why; empty: nothing.
+        gather_bytes: of FSDP2, size of its whole parameters in the dtype in which they are gathered.
     """
 
     name: str
-    style: str
+    kind: ModuleKind
     ranks: tuple[int, ...] = ()
-    operation: str = ""
-    shared_with: tuple[str, ...] = ()
-    torch_why: str = ""
-
-    def __str__(self) -> str:
-        shared = ", ".join(name.rpartition(".")[2] for name in self.shared_with)
-        shared = f", shared with {shared}" if shared else ""
-        if not self.operation:
-            return f"torch's: {self.torch_why}"
-        return f"{self.operation}{shared}" + (f"; some calls torch's: {self.torch_why}" if self.torch_why else "")
-
-
-class TensorParallelReport(Record, frozen=True, kw_only=True):
-    """Reports all modules of tensor parallelism of a model. Prints as a table.
-
-    Args:
-        modules: in the order of `named_modules`.
-        calls: of the operations on these ranks so far, and which way they went.
-    """
-
-    modules: tuple[TensorParallelModule, ...]
-    calls: tuple[RoutedCalls, ...] = ()
-
-    def __str__(self) -> str:
-        rows = [(one.name, one.style, str(len(one.ranks) or ""), str(one)) for one in self.modules]
-        lines = aligned_rows([("module", "style", "ranks", "operation"), *rows])
-        return "\n".join([*lines, "", str(BackendReport(self.calls))] if self.calls else lines)
-
-
-class ExpertParallelModule(Record, frozen=True, kw_only=True):
-    """Reports one module of expert parallelism.
-
-    Args:
-        name: in the model.
-        style: what brought the tokens before, in `transformers`.
-        ranks: among which the experts are divided, counted in the job.
-        experts: of all ranks.
-        parts: into which tokens are cut; 0: no dispatcher runs it.
-        choice: what the tuning chose in the latest call, and why; empty: nothing.
-        torch_why: why it was left as it was; with `parts`: why the latest call was that was.
-    """
-
-    name: str
+    replicas: int = 1
     style: str = ""
-    ranks: tuple[int, ...] = ()
-    experts: int = 0
-    parts: int = 0
-    choice: str = ""
+    runs: str = ""
+    shared_with: tuple[str, ...] = ()
+    traffic: tuple[Traffic, ...] = ()
     torch_why: str = ""
+    choice: str = ""
+    gather_bytes: int = 0
+
+    def moved(self, operation: str) -> Traffic:
+        """Return the traffic of a collective of FSDP2."""
+        left = Traffic(operation=operation, torch_why=self.torch_why)
+        return next((one for one in self.traffic if one.operation == operation), left)
+
+    def __str__(self) -> str:
+        if not self.runs:
+            return f"torch's: {self.torch_why}"
+        shared = ", ".join(name.rpartition(".")[2] for name in self.shared_with)
+        parts = [self.runs, f"shared with {shared}" if shared else "", self.choice * (self.choice != self.torch_why)]
+        left = f"; some calls torch's: {self.torch_why}" if self.torch_why else ""
+        return ", ".join(part for part in parts if part) + left
+
+
+class Report(Record, frozen=True, kw_only=True):
+    """Reports modules, calls, and the tuning that is followed. Prints as tables.
+
+    Args:
+        modules: those of FSDP2 first, then of DDP, tensor and expert parallelism, each in the order of the model.
+        calls: of the operations and groups concerned, most calls first.
+        tuned: the file that is followed, and how many of its choices so far; empty: none is named.
+        notes: lines about the whole model, such as what became of `prefetch`.
+        cached_graphs: graphs of torch.compile that were taken from its cache, with the collectives that they have.
+    """
+
+    modules: tuple[ModuleRow, ...] = ()
+    calls: tuple[CallRow, ...] = ()
+    tuned: str = ""
+    notes: tuple[str, ...] = ()
+    cached_graphs: int = 0
 
     @property
-    def where(self) -> str:
-        """Return how many experts are on how many ranks."""
-        return f"{self.experts} on {len(self.ranks)} ranks" if self.parts else ""
+    def taken(self) -> int:
+        """Return how many modules and calls torch does not run."""
+        return sum(bool(row.runs) for row in self.modules) + sum(row.calls for row in self.calls if row.path != "torch")
+
+    def of_kind(self, kind: ModuleKind) -> tuple[ModuleRow, ...]:
+        """Return the modules of one kind of parallelism."""
+        return tuple(row for row in self.modules if row.kind == kind)
+
+    def require(self) -> Report:
+        """Return this report; raise `NoEffect`, with all reasons, if torch runs all of it."""
+        if not self.taken and not self.cached_graphs:
+            reasons = [f"{row.name}: {row.torch_why}" for row in self.modules if row.torch_why]
+            reasons += [f"{r.calls} {r.operation} {r.size_class} by torch ({r.why})" for r in self.calls]
+            raise NoEffect(
+                "counterpoint",
+                asked="calls or modules that torch does not run",
+                seen="; ".join(dict.fromkeys(reasons)) or "no call",
+                fix="see the reasons: larger calls, a smaller crossover_bytes, or another plan of the model",
+            )
+        return self
 
     def __str__(self) -> str:
-        if not self.parts:
-            return f"as it was: {self.torch_why}"
-        choice = f", {self.choice}" if self.choice and self.choice != self.torch_why else ""
-        return f"in {self.parts} parts{choice}" + (
-            f"; some calls as it was: {self.torch_why}" if self.torch_why else ""
+        blocks = [_module_table(self.of_kind(kind)) for kind in ("fsdp2", "ddp", "tensor", "expert", "compiled")]
+        rows = [(r.operation, r.size_class, r.path, str(r.calls), r.why) for r in self.calls]
+        blocks.append(aligned_rows([("operation", "size", "path", "calls", "why"), *rows]) if rows else [])
+        blocks.append([*self.notes, *([f"tuned: {self.tuned}"] if self.tuned else [])])
+        return "\n\n".join("\n".join(block) for block in blocks if block)
+
+
+def _module_table(rows: Sequence[ModuleRow]) -> list[str]:
+    """Return a line for each module of one kind, below a line of names."""
+    if not rows:
+        return []
+    operations = ["all_gather", "reduce_scatter"] if rows[0].kind == "fsdp2" else []
+    has_style = any(row.style for row in rows)
+    table = [["module", *(["style"] if has_style else []), "ranks", *(operations or ["runs"])]]
+    for row in rows:
+        ranks = f"{len(row.ranks)} x {row.replicas}" if row.replicas > 1 else str(len(row.ranks) or "")
+        cells = [str(row.moved(name)) for name in operations] or [str(row)]
+        if operations and not row.traffic:
+            cells = ["torch's: as tuned"] * 2 if row.choice else [f"torch's: {row.torch_why}", "torch's"]
+        table.append([row.name, *([row.style] if has_style else []), ranks, *cells])
+    return aligned_rows(table)
+
+
+class CallCounts:
+    """Counts the calls of one group, or of one layer."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[tuple[str, int, RoutedPath, str]] = Counter()
+
+    def add(self, operation: str, num_bytes: int, path: RoutedPath, why: str) -> None:
+        """Count a call whose full array has `num_bytes`."""
+        self._counts[operation, num_bytes.bit_length(), path, why] += 1
+
+    def rows(self) -> tuple[CallRow, ...]:
+        """Return the counts so far, most calls first."""
+        total: Counter[tuple[str, str, RoutedPath, str]] = Counter()
+        for (operation, bits, path, why), calls in self._counts.items():
+            total[operation, _SIZE_OF_BITS[bits], path, why] += calls
+        return tuple(
+            CallRow(operation=operation, size_class=size, path=path, why=why, calls=calls)
+            for (operation, size, path, why), calls in total.most_common()
         )
 
 
-class ExpertParallelReport(Record, frozen=True, kw_only=True):
-    """Reports all modules of expert parallelism of a model. Prints as a table.
-
-    Args:
-        modules: in the order of `named_modules`, those that were left at the end.
-        calls: of the dispatchers so far, and which way they went.
-    """
-
-    modules: tuple[ExpertParallelModule, ...]
-    calls: tuple[RoutedCalls, ...] = ()
-
-    def __str__(self) -> str:
-        rows = [(one.name, one.style, one.where, str(one)) for one in self.modules]
-        lines = aligned_rows([("module", "style", "experts", "tokens"), *rows])
-        return "\n".join([*lines, "", str(BackendReport(self.calls))] if self.calls else lines)
+def together(rows: Iterable[CallRow]) -> tuple[CallRow, ...]:
+    """Return the rows of several groups as one list, most calls first."""
+    return tuple(sorted(rows, key=lambda row: -row.calls))
 
 
-class OverlapReport(Record, frozen=True, kw_only=True):
-    """Reports all FSDP2 modules of a model. Prints as a table.
-
-    Args:
-        modules: in the order of `named_modules`.
-        prefetch: what became of `OverlapOptions.prefetch`; empty if it was not given.
-        unmanaged_bytes: size of parameters that FSDP2 does not manage: nothing gathers or scatters them.
-        tuned: which file is followed, and how many of its choices so far; empty: none is named.
-        tensor_parallel: None if the model is not tensor parallel.
-        expert_parallel: None if the model is not expert parallel, as `transformers` is.
-    """
-
-    modules: tuple[OverlappedModule, ...]
-    prefetch: str = ""
-    unmanaged_bytes: int = 0
-    tuned: str = ""
-    tensor_parallel: TensorParallelReport | None = None
-    expert_parallel: ExpertParallelReport | None = None
-
-    def __str__(self) -> str:
-        rows = [("module", "ranks", "all_gather", "reduce_scatter"), *map(_cells, self.modules)]
-        lines = aligned_rows(rows) if self.modules else []
-        lines += [f"{module.name}: FSDP2 copies: {module.copied_why}" for module in self.modules if module.copied_why]
-        if any(module.replicas > 1 for module in self.modules):
-            lines.append("all_reduce between replicas: torch's")
-        if self.prefetch:
-            lines.append(f"prefetch: {self.prefetch}")
-        if self.unmanaged_bytes:
-            lines.append(f"{self.unmanaged_bytes / 1e6:,.1f} MB of parameters are in no FSDP2 module")
-        lines += _choices(self.modules)
-        if self.tuned:
-            lines.append(f"tuned: {self.tuned}")
-        for report in (self.tensor_parallel, self.expert_parallel):
-            if report is not None:
-                lines += ["", str(report)] if lines else [str(report)]
-        return "\n".join(lines)
-
-
-def _choices(modules: tuple[OverlappedModule, ...]) -> list[str]:
-    """Return a line for each choice of a tuning, with the modules that follow it."""
-    names: dict[tuple[str, str], list[str]] = {}
-    for module in modules:
-        for operation, choice in (("all_gather", module.gather_choice), ("reduce_scatter", module.scatter_choice)):
-            if choice:
-                names.setdefault((operation, choice), []).append(module.name)
-    return [
-        f"{operation} of {these[0]}{f' and {len(these) - 1} more' if these[1:] else ''}: {choice}"
-        for (operation, choice), these in names.items()
-    ]
-
-
-def _cells(module: OverlappedModule) -> tuple[str, ...]:
-    hooks = (module.all_gather, module.reduce_scatter)
-    by_tuning = "torch's, as tuned"
-    own = (
-        by_tuning if module.gather_choice else f"torch's: {module.torch_why}",
-        by_tuning if module.scatter_choice else "torch's",
-    )
-    shown = (text if hook is None else str(hook) for hook, text in zip(hooks, own, strict=True))
-    ranks = f"{len(module.ranks)} x {module.replicas}" if module.replicas > 1 else str(len(module.ranks))
-    return (module.name, ranks, *shown)
+def aligned_rows(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a line for each row, with the columns below one another."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

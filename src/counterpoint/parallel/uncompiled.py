@@ -1,16 +1,29 @@
-"""Keep torch's compiler out of functions that communicate."""
+"""Keep torch's compiler out of functions and classes that communicate."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
+from torch._C._dynamo import eval_frame
 
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
+AnyClass = TypeVar("AnyClass", bound=type)
+# as torch.compiler.disable, which would load the compiler
+_SKIP: Any = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
 
 
 def uncompiled(function: AnyFunction) -> AnyFunction:
     """Return a function at which a graph of torch.compile ends: what it does on the host is done at every call."""
     disabled: AnyFunction = torch.compiler.disable(function)
     return disabled
+
+
+def never_compiled(kind: AnyClass) -> AnyClass:
+    """Return a class whose methods torch's compiler never compiles: it is on when compiled DDP calls them."""
+    for member in vars(kind).values():
+        if isinstance(member, FunctionType):
+            eval_frame.set_code_exec_strategy(member.__code__, _SKIP)
+    return kind

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from counterpoint.errors import Unsupported
-from counterpoint.parallel.backend.report import RoutedPath
 from counterpoint.parallel.expert import halves
 from counterpoint.parallel.expert.halves import Trip
+from counterpoint.parallel.report import RoutedPath
 
 
 class Log:

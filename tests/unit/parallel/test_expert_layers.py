@@ -13,13 +13,12 @@ from counterpoint.errors import Misconfigured
 from counterpoint.parallel.expert.activation import swiglu
 from counterpoint.parallel.expert.layers import (
     DelayedWeight,
-    ExpertLayerOptions,
     LocalExperts,
     delayed,
     grouped_matmul,
     overlapped_moe,
 )
-from counterpoint.parallel.expert.options import ExpertOptions
+from counterpoint.parallel.options import ExpertOptions
 
 OFFSETS = torch.tensor([3, 3, 7], dtype=torch.int32)  # the second expert has no rows; rows past 7 are nobody's
 
@@ -181,11 +180,6 @@ def whole(layer: Layer, x: Tensor, ids: Tensor, weights: Tensor, *, shared: bool
     return out + layer.shared(x) if shared else out
 
 
-def test_options_of_layers_hold_those_of_their_dispatchers() -> None:
-    options = ExpertLayerOptions(mechanism="slabs", capacity_factor=1.5, chunk_bytes=1 << 20, parts=4)
-    assert options.of_dispatcher() == ExpertOptions(mechanism="slabs", capacity_factor=1.5, chunk_bytes=1 << 20)
-
-
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("parts", [1, 2, 3, 5])
 @pytest.mark.parametrize("kind", ["experts", "weights", "a function", "checkpointed"])
@@ -258,8 +252,8 @@ def test_stands_in_are_for_one_weight() -> None:
 def test_parts_are_positive() -> None:
     layer = Layer()
     with pytest.raises(Misconfigured, match="parts=0: give 1 or more"):
-        ExpertLayerOptions(parts=0)
+        ExpertOptions(parts=0)
     with pytest.raises(Misconfigured, match="max_tokens=0: give 1 or more"):
-        ExpertLayerOptions(max_tokens=0)
+        ExpertOptions(max_tokens=0)
     with pytest.raises(Misconfigured, match="parts=0: give 1 or more"):
         overlapped_moe(*inputs(), layer.experts, here(), parts=0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,31 +12,27 @@ from torch import nn
 from torch._C._distributed_c10d import _make_nccl_premul_sum
 from torch.distributed.fsdp import FSDPModule
 
+from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.parallel.arguments import op_and_factor
 from counterpoint.parallel.fsdp.hooks import GatherHook
 from counterpoint.parallel.fsdp.modules import sharded_modules
-from counterpoint.parallel.overlap import OverlapOptions, overlap
+from counterpoint.parallel.options import OverlapOptions
+from counterpoint.parallel.overlap import overlap
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         ({"prefetch": 0}, "prefetch=0: give 1 or more, or None"),
-        ({"gather_channel": -1}, "gather_channel=-1, scatter_channel=1: channels count from 0"),
-        ({"scatter_channel": -2}, "channels count from 0"),
+        ({"communicator": CommunicatorOptions(channels=3)}, "channels=3: it has no effect here; leave it out"),
+        ({"communicator": CommunicatorOptions(mailbox_bytes=4096)}, "mailbox_bytes=4096: it has no effect"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(options: dict[str, Any], said: str) -> None:
     """With what came and what is allowed."""
     with pytest.raises(Misconfigured, match=said):
         OverlapOptions(**options)
-
-
-def test_communicators_get_as_many_channels_as_are_named() -> None:
-    """The number of channels follows from the two that are named."""
-    options = OverlapOptions(scatter_channel=3)
-    assert (options.channels, replace(options, scatter_channel=0).channels) == (4, 1)
 
 
 @pytest.mark.parametrize("hook", ["all_gather", "reduce_scatter"])
@@ -82,9 +77,10 @@ def test_gathers_are_into_memory_that_is_released_early() -> None:
         asked.append(options)
         return torch.empty(*size)
 
-    communicators: Any = SimpleNamespace(of=lambda group: SimpleNamespace(empty=empty))
+    communicator = SimpleNamespace(empty=empty)
+    groups: Any = SimpleNamespace(of=lambda group: SimpleNamespace(communicator=communicator))
     module: Any = SimpleNamespace(shard_group="group", post_forward_group=None)
-    hook = GatherHook(module, communicators, channel=0)
+    hook = GatherHook(module, groups)
     hook.allocate((4,), dtype=torch.bfloat16, device=torch.device("cpu"))
     assert asked == [{"dtype": torch.bfloat16, "early_release": True}]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import FrozenInstanceError
 from typing import Any
 
 import pytest
@@ -12,14 +11,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
 
 from counterpoint import tensor_parallel
-from counterpoint.errors import Misconfigured, NoEffect
-from counterpoint.parallel.tensor.compiled import (
-    CompiledCollective,
-    CompiledReport,
-    FusedCompilations,
-    fuse_compiled,
-)
-from counterpoint.parallel.tensor.graphs import FoundCollective
+from counterpoint.errors import Misconfigured
+from counterpoint.parallel.tensor.compiled import FusedCompilations, fuse_compiled
 
 
 @pytest.fixture(autouse=True)
@@ -111,7 +104,7 @@ def test_put_into_another_pass_it_does_nothing_once_removed() -> None:
     assert installed() is other
     assert inner.uuid() != uuid
     inner(Graph())
-    assert handle.report().rows == ()
+    assert handle.report().modules == ()
 
 
 def test_a_second_call_is_refused_until_the_first_is_removed() -> None:
@@ -129,40 +122,3 @@ def test_inductors_cache_tells_options_and_other_passes_apart() -> None:
         with FusedCompilations(None if groups is None else frozenset(groups)):
             assert installed().uuid() == uuids[-1]
     assert len(set(uuids)) == 5
-
-
-FUSED = FoundCollective(collective="all_gather", group="0", tensor="[16, 8] bfloat16", matmuls=3, why="")
-ONE = FoundCollective(collective="reduce_scatter", group="0", tensor="[16, 8] bfloat16", matmuls=1, why="")
-LEFT = FoundCollective(
-    collective="all_reduce", group="3", tensor="[8] float32", matmuls=0, why="it reduces the result of sum"
-)
-
-
-def report(*found: FoundCollective, cached: int = 0) -> CompiledReport:
-    rows = (CompiledCollective(graph=1 + index, kind="forward", found=one) for index, one in enumerate(found))
-    return CompiledReport(rows=tuple(rows), cached=cached)
-
-
-def test_a_report_is_a_table() -> None:
-    assert str(report(FUSED, ONE, LEFT, cached=2)).splitlines() == [
-        "graph  kind     collective      group  tensor            fused with",
-        "1      forward  all_gather      0      [16, 8] bfloat16  3 matmuls",
-        "2      forward  reduce_scatter  0      [16, 8] bfloat16  1 matmul",
-        "3      forward  all_reduce      3      [8] float32       nothing: it reduces the result of sum",
-        "2 of 3 collectives fused",
-        "2 graphs came from inductor's cache, fused before; they are not listed",
-    ]
-
-
-def test_a_report_cannot_be_changed() -> None:
-    with pytest.raises(FrozenInstanceError):
-        report().cached = 1  # type: ignore[misc]
-
-
-def test_require_says_why_nothing_was_fused() -> None:
-    for enough in (report(FUSED, LEFT), report(cached=1)):
-        assert enough.require() is enough
-    with pytest.raises(NoEffect, match="saw all_reduce of forward graph 1: it reduces the result of sum;"):
-        report(LEFT).require()
-    with pytest.raises(NoEffect, match="saw no graph with an all_gather"):
-        report().require()

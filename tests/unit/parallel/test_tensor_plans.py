@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from counterpoint.errors import Misconfigured
 from counterpoint.machine.profile import default_profile
 from counterpoint.pair.matmul_choice import MatmulPlan
 from counterpoint.pair.sharded_rows import ShardedRows
+from counterpoint.parallel.options import TensorChoice, TensorOptions
 from counterpoint.parallel.tensor import plans
-from counterpoint.parallel.tensor.plans import MatmulShape, Plans, TensorOptions
+from counterpoint.parallel.tensor.plans import MatmulShape, Plans
 
 
 class Clock:
@@ -68,7 +68,7 @@ def test_the_host_is_timed_by_launches() -> None:
 class Measured:
     """Plans of a rank of two on a GPU whose matmuls take 1 µs for 10 rows; `asked` says which were timed."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, mechanism: plans.Mechanism = "auto") -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, mechanism: TensorChoice = "auto") -> None:
         self.asked: list[tuple[int, int]] = []
         self.plans = Plans(None, default_profile(), TensorOptions(mechanism=mechanism))
         monkeypatch.setattr(plans, "gather_values", lambda _, value: [value, value])
@@ -149,10 +149,3 @@ def test_measurements_that_are_kept_are_bounded(monkeypatch: pytest.MonkeyPatch)
     for columns in (512, 1024, 2048, 512):
         gpu.plan(1000, columns)
     assert [columns for columns, _ in gpu.asked] == [512, 1024, 2048, 512]
-
-
-@pytest.mark.parametrize("given", [{"channels": 5}, {"mailbox_bytes": 1024}, {"crossover_bytes": {"all_gather": 1}}])
-def test_options_that_matmuls_do_not_use_are_refused(given: dict[str, Any]) -> None:
-    """They are those of the communicator that have no effect here."""
-    with pytest.raises(Misconfigured, match=f"{next(iter(given))}=.*matmuls do not use it; leave it out"):
-        TensorOptions(**given)

@@ -19,9 +19,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -47,58 +45,20 @@ from counterpoint.parallel.backend.hosts import (
 )
 from counterpoint.parallel.backend.inner import EndedGroup, InnerGroup
 from counterpoint.parallel.backend.messages import MessagePair, MessagePairs
-from counterpoint.parallel.backend.report import BackendReport, CallCounts
-from counterpoint.parallel.backend.work import StartedWork, never_compiled, together
-from counterpoint.parallel.background import PIECE_BYTES, Background, all_reduce_in_pieces
-from counterpoint.parallel.tuned import FollowedTuning, TunedCall, follow_together
-from counterpoint.records.tuning import Tuned
+from counterpoint.parallel.background import PIECE_BYTES, all_reduce_in_pieces
+from counterpoint.parallel.group import CHANNELS, RankGroup
+from counterpoint.parallel.options import BackendOptions
+from counterpoint.parallel.report import CallCounts, Report
+from counterpoint.parallel.tuned import follow_together
+from counterpoint.parallel.uncompiled import never_compiled
+from counterpoint.parallel.work import StartedWork, together
 
 c10d: Any = _distributed_c10d  # its stubs lack half of it
-_CHANNEL = 0  # of all collectives: torch's groups run theirs in order
+(_CHANNEL,) = CHANNELS["calls"]
 _NEVER = 1 << 62
-_SHUT_DOWN = "the group is shut down"
 _BUCKET_BYTES = 1 << 22  # from this size on reductions are taken by a group with symmetric memory: see `_crossover`
-
-
-@dataclass(frozen=True, kw_only=True)
-class BackendOptions(CommunicatorOptions):
-    """Holds options of the backend `counterpoint`, given as `pg_options`, besides those of its communicator.
-
-    Args:
-        nccl: `ProcessGroupNCCL.Options` of the inner group; None: NCCL's defaults.
-        ranks_per_host: so many consecutive ranks count as a host, equal on all ranks; None: those of one machine do.
-        mailbox_bytes: device memory for the messages from each rank that sends any to this one; None: NCCL sends them.
-        tuned: what `counterpoint tune` chose, or its file: for calls that it has a choice for, that comes before the
-            crossovers. `off`: none; None: the file that the variable COUNTERPOINT_TUNED names.
-
-    Raises:
-        Misconfigured: an option is out of range.
-    """
-
-    nccl: Any = None
-    ranks_per_host: int | None = None
-    mailbox_bytes: int | None = 1 << 26
-    tuned: Tuned | str | Path | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.ranks_per_host is not None and self.ranks_per_host < 1:
-            raise Misconfigured(f"ranks_per_host={self.ranks_per_host}: give 1 or more, or None")
-
-    @property
-    def _timeout(self) -> timedelta:
-        """Return the timeout, which torch's meshes read here."""
-        return timedelta(seconds=self.timeout_s)
-
-
 Start: TypeAlias = Callable[[Tensor, bool], Sequence[Work | None]]
 """Starts a call that writes a contiguous tensor, asynchronously or on the current stream; returns its works."""
-_DECIDED_HERE: dict[str, Any] = {"crossover_bytes": None, "mailbox_bytes": None}  # not by the communicator
-
-
-def _own_options(options: CommunicatorOptions) -> BackendOptions:
-    """Return the options of a group, given those of any communicator."""
-    return options if isinstance(options, BackendOptions) else BackendOptions(**options.of_communicator())
 
 
 def _left_to_torch(name: str) -> Any:
@@ -124,68 +84,55 @@ class CounterpointGroup(dist.ProcessGroup):
         Misconfigured: `backend_options` are those of another backend.
     """
 
-    def __init__(self, options: Any, backend_options: BackendOptions | CommunicatorOptions | None) -> None:
+    def __init__(self, options: Any, backend_options: BackendOptions | None) -> None:
         super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]
-        if not isinstance(backend_options, CommunicatorOptions | None):
+        if not isinstance(backend_options, BackendOptions | None):
             raise Misconfigured(
                 f"pg_options of type {type(backend_options).__name__}: give counterpoint.torch_backend.BackendOptions "
                 "(its `nccl` holds those of NCCL), or none"
             )
-        self._options = _own_options(backend_options or BackendOptions(timeout_s=options.timeout.total_seconds()))
+        self._options = backend_options or BackendOptions()
         self.inner = InnerGroup(options, self._options.nccl)
         for device, (kind, backend) in self.inner.backends.items():  # who asks for a device's backend gets torch's own
             self._register_backend(torch.device(device), kind, backend)
         self._device_type = next(iter(self.inner.backends))  # of the tensors that the communicator takes
-        self._size: int = options.group_size
+        self.rank_group = RankGroup(
+            self.inner.group, self.inner.ranks, options=self._options.communicator, opened=self._opened
+        )
+        self.rank_group.why_not = self.rank_group.why_not or self.inner.why_alone or ""
+        self.rank_group.join(self, timeout_s=options.timeout.total_seconds())
         self.counts = CallCounts()
-        self._communicator: AnyCommunicator | None = None
         self._hosts: Grid | None = None
-        self._crossovers: dict[str, int] | None = None
+        self._crossovers: dict[str, int] | None = None  # once the ranks have agreed on what decides
         self._has_symmetric_memory = False
-        self._tuning: FollowedTuning | None = None
-        self.why_not = "one rank" if self._size == 1 else self.inner.why_alone
-        self._background: Background | None = None
         self._coalescing = False
         self._coalesced: list[StartedWork] = []  # messages of the batch that `_start_coalescing` began
-        self._pairs = MessagePairs(self.inner, self._options, self._options.ranks_per_host)
+        self._pairs = MessagePairs(self.inner, self._options, timeout_s=self.rank_group.options.timeout_s)
         self._running: deque[StartedWork] = deque()  # kept alive until they have ended, whoever drops them
         self._keeping = threading.Lock()  # of `_running`: callbacks make calls in the background's thread
-        self._opening = threading.RLock()  # one thread opens what all use
+        self._agreeing = threading.Lock()  # one thread compares what decides
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         """Return the name of the backend."""
         return NAME
 
-    def report(self) -> BackendReport:
+    def report(self) -> Report:
         """Return which calls went which way, and why."""
-        report = self.counts.report()
-        return report if self._tuning is None else replace(report, tuned=str(self._tuning))
+        tuning = self.rank_group.tuning
+        return Report(calls=self.counts.rows(), tuned="" if tuning is None else str(tuning))
 
-    def communicator(self, device: torch.device | None = None) -> AnyCommunicator | None:
-        """Return the communicator, made at the first call, by all ranks together; None where they cannot have one.
+    def _opened(self, group: Any, device: torch.device | None, options: CommunicatorOptions) -> AnyCommunicator:
+        """Open the communicator of this group, over one host or several."""
+        if device is None:
+            on_gpu = self._device_type == "cuda"
+            device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        return open_communicator(self.inner, self._on_hosts(), device, options)
 
-        `device` None is the current GPU, or the CPU if there is none.
-        """
-        with self._opening:
-            hosts = self._on_hosts()
-            if self._communicator is None and hosts is not None:
-                on_gpu = self._device_type == "cuda"
-                current = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-                options = CommunicatorOptions(**(self._options.of_communicator() | _DECIDED_HERE))
-                try:
-                    self._communicator = open_communicator(self.inner, hosts, device or current, options)
-                except Unsupported as error:
-                    self.why_not, self._hosts = str(error), None
-            return self._communicator
-
-    def _on_hosts(self) -> Grid | None:
-        """Return how the ranks lie on hosts, found at the first call, by all together; None: no communicator."""
-        if self._hosts is None and self.why_not is None:
+    def _on_hosts(self) -> Grid:
+        """Return how the ranks lie on hosts, found at the first call, by all together; raise `Unsupported` if oddly."""
+        if self._hosts is None:
             self.inner.register()
-            try:
-                self._hosts = grid_of_group(self.inner.group, self._options.ranks_per_host)
-            except Unsupported as error:
-                self.why_not = str(error)
+            self._hosts = grid_of_group(self.inner.group, self._options.ranks_per_host)
         return self._hosts
 
     def take_buckets(self) -> None:
@@ -193,38 +140,21 @@ class CounterpointGroup(dist.ProcessGroup):
 
         Their buckets of gradients lie where peers write them, so that they take few SMs, and run beside matmuls.
         """
-        self._drain()  # calls in callbacks of earlier ones decide as before
+        self.rank_group.drain()  # calls in callbacks of earlier ones decide as before
         self._has_symmetric_memory = True
-
-    def background(self) -> Background:
-        """Return what starts buckets on the group's communicator, which is there already."""
-        with self._opening:
-            if self._background is None:
-                assert self._communicator is not None
-                self._background = Background(self._communicator)
-            return self._background
+        self.rank_group.decide_anew()
 
     @property
     def by_torch(self) -> Any:
         """Return the inner group, for a call behind those of callbacks: so its calls have one order on all ranks."""
-        if self.why_not == _SHUT_DOWN:
+        if self.rank_group.has_ended:
             return EndedGroup()  # a callback, whose call no other rank may make
-        self._drain()
+        self.rank_group.drain()
         return self.inner.group
-
-    def _drain(self) -> None:
-        if self._background is not None:
-            self._background.drain()
 
     def close(self, how: Literal["close", "abort"] = "close") -> None:
         """Close the communicator, or abort it; torch's own backends are not touched."""
-        background, self._background = self._background, None
-        communicator, self._communicator = self._communicator, None
-        self.why_not, self._hosts = _SHUT_DOWN, None
-        ends = [one for one in (background, communicator) if one is not None]
-        waits = how == "close" and self._device_type == "cuda"  # else the communicator fails what the thread runs
-        for one in ends if waits else ends[::-1]:
-            getattr(one, how)()
+        self.rank_group.end(how, "the group is shut down")
         self._running.clear()
         self._pairs.end(how)
         self.inner.unregister()
@@ -245,10 +175,11 @@ class CounterpointGroup(dist.ProcessGroup):
         """Reduce a tensor over all ranks, in place; as for torch, `opts` may be the reduction alone."""
         opts = call_options(c10d.AllreduceOptions, opts, "reduceOp", op, timeout)
         tensors = tensors if isinstance(tensors, list) else [tensors]
-        taken = self._take("all_reduce", tensors, sum(map(num_bytes_of, tensors)), opts.reduceOp)
+        op, factor = op_and_factor(opts.reduceOp)
+        taken = self._take("all_reduce", tensors, sum(map(num_bytes_of, tensors)), op)
         if taken is None:
             return self.by_torch.allreduce(tensors, opts)
-        return self._all_reduce(taken, tensors[0], opts, in_background=True)
+        return self._all_reduce(taken, tensors[0], opts, op, factor, in_background=True)
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None, *, root: Any = None) -> Any:  # type: ignore[override]
         """Send the root's tensor to all ranks; as for torch, `opts` may be the root alone."""
@@ -279,10 +210,10 @@ class CounterpointGroup(dist.ProcessGroup):
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         """Reduce a tensor over all ranks, a block on each."""
         opts = opts or c10d.ReduceScatterOptions()
-        taken = self._take("reduce_scatter", [output], input.nbytes, opts.reduceOp)
+        op, factor = op_and_factor(opts.reduceOp)
+        taken = self._take("reduce_scatter", [output], input.nbytes, op)
         if taken is None:
             return self.by_torch._reduce_scatter_base(output, input, opts)
-        op, factor = op_and_factor(opts.reduceOp)
         return self._started(
             opts,
             output,
@@ -369,15 +300,16 @@ class CounterpointGroup(dist.ProcessGroup):
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
         """Reduce each tensor over all ranks, in place."""
         opts = opts or c10d.AllreduceCoalescedOptions()
-        if not self._takes_all("all_reduce", tensors, tensors, opts.reduceOp):
+        op, factor = op_and_factor(opts.reduceOp)
+        if not self._takes_all("all_reduce", tensors, tensors, op):
             return self.by_torch.allreduce_coalesced(tensors, opts)
         by_size = sorted(range(len(tensors)), key=lambda number: tensors[number].numel())
         once = {tensors[number].data_ptr(): number for number in by_size}  # of several at one place the largest
         works = []
         for tensor in [one if once[one.data_ptr()] == number else one.clone() for number, one in enumerate(tensors)]:
-            taken = self._take("all_reduce", [tensor], tensor.nbytes, opts.reduceOp)
+            taken = self._take("all_reduce", [tensor], tensor.nbytes, op)
             assert taken is not None  # `_takes_all`
-            works.append(self._all_reduce(taken, tensor, opts))
+            works.append(self._all_reduce(taken, tensor, opts, op, factor))
         return together(works)
 
     def allgather_into_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
@@ -390,7 +322,7 @@ class CounterpointGroup(dist.ProcessGroup):
     def reduce_scatter_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         """Reduce each input over all ranks, a block on each."""
         opts = opts or c10d.ReduceScatterOptions()
-        if not self._takes_all("reduce_scatter", outputs, inputs, opts.reduceOp):
+        if not self._takes_all("reduce_scatter", outputs, inputs, op_and_factor(opts.reduceOp)[0]):
             return self.by_torch.reduce_scatter_tensor_coalesced(outputs, inputs, opts)
         return together([self._reduce_scatter_base(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
 
@@ -406,15 +338,13 @@ class CounterpointGroup(dist.ProcessGroup):
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set how long a rank waits for another, in the communicators, too; over hosts: of the ranks of this one."""
-        self._options = replace(self._options, timeout_s=timeout.total_seconds())
-        if self._communicator is not None:
-            self._communicator.set_timeout(timeout.total_seconds())
+        self.rank_group.set_timeout(timeout.total_seconds())
         self._pairs.set_timeout(timeout.total_seconds())
         self.inner.group.set_timeout(timeout)
 
     def barrier(self, *args: Any, **keywords: Any) -> Any:
         """Wait for all ranks, and as in torch's own backends for all earlier calls."""
-        self._drain()
+        self.rank_group.drain()
         with self._keeping:
             earlier = [work for work in self._running if work.is_started()]
         for work in earlier:
@@ -455,29 +385,27 @@ class CounterpointGroup(dist.ProcessGroup):
 
     # what decides
 
-    def _take(
-        self, operation: str, outputs: Sequence[Tensor], num_bytes: int, op: Any = None
-    ) -> AnyCommunicator | None:
+    def _take(self, operation: str, outputs: Sequence[Tensor], num_bytes: int, op: str = "") -> AnyCommunicator | None:
         """Return the communicator if it takes this call; None if torch makes it. Count the call."""
         why = self._why_torch(operation, outputs, num_bytes, op)
-        if why is not None:
+        if why:
             self._left(operation, num_bytes, why)
             return None
-        communicator = self._communicator
-        assert communicator is not None
+        communicator: AnyCommunicator = self.rank_group.communicator
         place = "in place" if communicator.is_symmetric(outputs[0]) else "copied from its landing"
         place += "" if outputs[0].is_contiguous() else ", not contiguous"
-        choice = self._choice(operation, num_bytes)
-        place += "" if choice is None else f", {choice.why}"
+        choice = self.rank_group.route(operation, num_bytes, outputs[0].dtype, op).why
         over_hosts = isinstance(communicator, HierarchicalCommunicator)
-        self.counts.add(operation, num_bytes, "hosts" if over_hosts else "zero_sm", place)
+        self.counts.add(
+            operation, num_bytes, "hosts" if over_hosts else "zero_sm", f"{place}, {choice}" if choice else place
+        )
         return communicator
 
     def _left(self, operation: str, num_bytes: int, why: str) -> None:
         """Count a call that torch makes."""
         self.counts.add(operation, num_bytes, "torch", why)
 
-    def _takes_all(self, operation: str, outputs: list[Tensor], full: list[Tensor], op: Any = None) -> bool:
+    def _takes_all(self, operation: str, outputs: list[Tensor], full: list[Tensor], op: str = "") -> bool:
         """Return whether the communicator takes all of these calls, whose whole arrays are `full`; if not, count."""
         whys = [
             self._why_torch(operation, [one], num_bytes_of(its), op) for one, its in zip(outputs, full, strict=True)
@@ -488,57 +416,42 @@ class CounterpointGroup(dist.ProcessGroup):
             self._left(operation, num_bytes_of(its), why or "coalesced with a call that torch makes")
         return False
 
-    def _why_torch(self, operation: str, outputs: Sequence[Tensor], num_bytes: int, op: Any) -> str | None:
-        why = self.why_not or self._why_not_these(outputs)
-        if why is not None:
-            return why
+    def _why_torch(self, operation: str, outputs: Sequence[Tensor], num_bytes: int, op: str) -> str:
+        """Return why torch makes a call, equal on all ranks; empty if the communicator does, which is open then."""
+        ranks = self.rank_group
+        if ranks.why_not or (why := self._why_not_these(outputs)):
+            return ranks.why_not or why
         device, dtype = outputs[0].device, outputs[0].dtype
-        with self._opening:
-            if self._crossovers is None:
-                self._crossovers = self._measured(device)
-        why = self.why_not or self.why_torch(operation, num_bytes, dtype, op)
-        if why is not None:
-            return why
-        if self._coalescing:
-            return "coalesced"
-        return None if self.communicator(device) is not None else self.why_not
+        if self._crossovers is None:
+            self._agree(device)
+        why = ranks.why_not or ranks.route(operation, num_bytes, dtype, op, why_torch=self._why_left).torch_why
+        if why or self._coalescing:
+            return why or "coalesced"
+        if not ranks.is_open:
+            try:
+                ranks.open(device)
+            except Unsupported as error:
+                return str(error)
+        return ""
 
-    def why_torch(self, operation: str, num_bytes: int, dtype: torch.dtype, op: Any = None) -> str | None:
-        """Return why torch makes the calls of a kind; None: a communicator takes them.
-
-        The answer is the same on all ranks, which have to pass the same.
-
-        Args:
-            operation: as communicators name it.
-            num_bytes: size of the full array.
-            dtype: of the tensors.
-            op: torch's reduction; None: there is none.
-        """
-        choice = self._choice(operation, num_bytes)
-        if choice is not None and choice.stays:
-            return choice.why
-        if choice is None and num_bytes < self._crossover(operation):
+    def _why_left(self, operation: str, num_bytes: int, dtype: torch.dtype, op: str, chosen: bool) -> str:
+        """Return why torch makes the calls of a kind, given what all ranks pass alike; empty if it does not."""
+        if not chosen and num_bytes < self._crossover(operation):
             return "below the crossover"
-        if op is not None and not reduces(op, dtype):
+        if op and not reduces(op, dtype):
             return "a reduction that only torch has"
         may_land = self._device_type != "cuda" or self._has_symmetric_memory
-        if not may_land and self._hosts is not None and landing_bytes(self._hosts, operation, num_bytes) > PIECE_BYTES:
+        if not may_land and landing_bytes(self._on_hosts(), operation, num_bytes) > PIECE_BYTES:
             return f"more than {PIECE_BYTES >> 20} MiB without symmetric_memory"
-        return None
+        return ""
 
-    def _why_not_these(self, outputs: Sequence[Tensor]) -> str | None:
-        """Return why no communicator takes these tensors, in whichever call."""
+    def _why_not_these(self, outputs: Sequence[Tensor]) -> str:
+        """Return why no communicator takes these tensors, in whichever call; empty if one may."""
         if len(outputs) != 1:
             return "several tensors" if outputs else "no tensor"
         if outputs[0].device.type != self._device_type:
             return f"tensors on {outputs[0].device.type}"
-        return "sparse" if outputs[0].layout is not torch.strided else None
-
-    def _choice(self, operation: str, num_bytes: int) -> TunedCall | None:
-        """Return what the tuning chose for a call; None: nothing."""
-        if self._tuning is None:
-            return None
-        return self._tuning.find(operation, ranks=self._size, num_bytes=num_bytes)
+        return "sparse" if outputs[0].layout is not torch.strided else ""
 
     def _crossover(self, operation: str) -> int:
         """Return the size from which the communicator takes a call: as given, else as measured alone.
@@ -551,30 +464,39 @@ class CounterpointGroup(dist.ProcessGroup):
         may_be_bucket = self._has_symmetric_memory and operation in ("all_reduce", "reduce_scatter") and not given
         return min(measured, _BUCKET_BYTES) if may_be_bucket else measured
 
-    def _measured(self, device: torch.device) -> dict[str, int]:
-        """Return by operation the size from which the communicator takes a call, at least a byte. All ranks call it.
+    def _agree(self, device: torch.device) -> None:
+        """Read the tuning and the crossovers, and compare all options that decide which way a call goes.
 
-        They read the tuning here, too, and compare the options that decide which way a call goes.
-        An operation that was not measured beside NCCL is left to it, unless its size is given. Nothing is returned if
-        there can be no communicator.
+        All ranks call it together. An operation that was not measured beside NCCL is left to it, unless its size is
+        given; else the communicator takes a call of a byte or more from its crossover on.
         """
-        hosts = self._on_hosts()
-        if hosts is None:
-            return {}
-        groups = [self.inner.group]
-        self._tuning = follow_together(self._options.tuned, groups, device_type=self._device_type)
-        profile = device_profile(self.inner.group, device, self._options.profile)
-        given = dict(self._options.crossover_bytes or {})
-        decide = {"crossover_bytes": given, "profile": profile.digest, "mailbox_bytes": self._options.mailbox_bytes}
-        check_agreement(self.inner.group, decide)
-        found = crossovers_over_hosts(Fallback(self.inner.group, given, profile).crossover_bytes, given, hosts)
-        return {name: max(size, 1) if size or name in given else _NEVER for name, size in found.items()}
+        with self._agreeing:
+            if self._crossovers is not None:
+                return
+            try:
+                hosts = self._on_hosts()
+            except Unsupported as error:
+                self.rank_group.why_not, self._crossovers = str(error), {}
+                return
+            group, given = self.inner.group, dict(self._options.crossover_bytes or {})
+            self.rank_group.follow(follow_together(self._options.tuned, [group], device_type=self._device_type))
+            profile = device_profile(group, device, self.rank_group.options.profile)
+            decide = {"crossover_bytes": given, "profile": profile.digest, "mailbox_bytes": self._options.mailbox_bytes}
+            check_agreement(group, decide)
+            found = crossovers_over_hosts(Fallback(group, given, profile).crossover_bytes, given, hosts)
+            self._crossovers = {name: max(size, 1) if size or name in given else _NEVER for name, size in found.items()}
 
     def _all_reduce(
-        self, taken: AnyCommunicator, tensor: Tensor, opts: Any, *, in_background: bool = False
+        self,
+        taken: AnyCommunicator,
+        tensor: Tensor,
+        opts: Any,
+        op: str,
+        factor: float,
+        *,
+        in_background: bool = False,
     ) -> StartedWork:
         """Start an all_reduce by the communicator that takes it."""
-        op, factor = op_and_factor(opts.reduceOp)
         return self._started(
             opts,
             tensor,
@@ -589,9 +511,9 @@ class CounterpointGroup(dist.ProcessGroup):
         # which thread starts it does not change its place in the order of calls, so it may depend on the layout here;
         # on a CPU it runs the callbacks of all of them, whose calls have their place, too
         if opts.asyncOp and (in_background or self._device_type == "cpu" or not output.is_contiguous()):
-            call = self.background().start(lambda _channel: _write(output, start), _CHANNEL, [output])
+            call = self.rank_group.background().start(lambda _channel: _write(output, start), _CHANNEL, [output])
             return self._kept(StartedWork([call], [output], call.future))
-        self._drain()
+        self.rank_group.drain()
         if opts.asyncOp:
             return self._kept(StartedWork([work for work in start(output, True) if work is not None], [output]))
         _write(output, start)
@@ -615,7 +537,7 @@ def _write(output: Tensor, start: Start) -> None:
         output.copy_(target)
 
 
-def report(group: Any = None) -> BackendReport:
+def report(group: Any = None) -> Report:
     """Return which calls of a group went which way, and why.
 
     Args:
@@ -625,14 +547,6 @@ def report(group: Any = None) -> BackendReport:
         Misconfigured: the group is of another backend.
     """
     return group_of_backend(group).report()
-
-
-def torch_group(group: Any) -> Any:
-    """Return the group of torch's own backend: the inner one of a group of this backend, else the group itself."""
-    if not isinstance(group, CounterpointGroup):
-        return group
-    group.inner.register()
-    return group.inner.group
 
 
 def group_of_backend(group: Any = None) -> CounterpointGroup:

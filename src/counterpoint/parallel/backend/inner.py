@@ -45,7 +45,7 @@ class InnerGroup:
         rank, size = everyone.index(options.group_rank), len(everyone)
         known: list[int] = list(options.global_ranks_in_group)  # empty: those of the default group
         self.options, self._nccl = options, nccl
-        self._global_ranks = [known[one] if known else one for one in everyone]
+        self.ranks = tuple(known[one] if known else one for one in everyone)
         self.name = f"{options.group_id}:{name}"
         self.why_alone = "TORCH_DISTRIBUTED_DEBUG=DETAIL" if c10d.get_debug_level() == c10d.DebugLevel.DETAIL else None
         self._store = c10d.PrefixStore(f"{name}/", options.store)
@@ -68,7 +68,7 @@ class InnerGroup:
         if self._with_nccl and torch.cuda.is_available() and dist.is_nccl_available():
             nccl = copy.copy(nccl) if nccl else dist.ProcessGroupNCCL.Options()  # a group writes its name in them
             nccl._timeout = options.timeout
-            nccl.global_ranks_in_group = self._global_ranks
+            nccl.global_ranks_in_group = list(self.ranks)
             nccl.group_name = self.name
             store = c10d.PrefixStore("nccl/", self._store)
             found["cuda"] = kinds.NCCL, dist.ProcessGroupNCCL(store, rank, size, nccl)
@@ -89,7 +89,7 @@ class InnerGroup:
         self._is_registered = True
         _WORLD.pg_map[self.group] = ("undefined", self._store)
         _WORLD.pg_names[self.group] = self.name
-        _WORLD.pg_group_ranks[self.group] = {one: number for number, one in enumerate(self._global_ranks)}
+        _WORLD.pg_group_ranks[self.group] = {one: number for number, one in enumerate(self.ranks)}
         kinds = {device: kind.name.lower() for device, (kind, _) in self.backends.items()}
         config = ",".join(f"{device}:{kind}" for device, kind in kinds.items())
         _WORLD.pg_backend_config[self.group] = config

@@ -35,6 +35,7 @@ from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.collectives.work import HostWork, Work
 from counterpoint.errors import Misconfigured, PeerTimeout, Unsupported
 from counterpoint.parallel.backend.inner import InnerGroup
+from counterpoint.parallel.options import BackendOptions
 
 c10d: Any = _distributed_c10d  # its stubs lack half of it
 _AWAY, _FREE = "away", "free"
@@ -192,21 +193,19 @@ class MessagePairs:
 
     Args:
         inner: torch's own backends for the group.
-        options: `mailbox_bytes`, None: torch takes all messages, and `timeout_s`.
-        ranks_per_host: so many consecutive ranks count as a host; None: those of one machine do.
+        options: of the group: `mailbox_bytes` and `ranks_per_host`.
+        timeout_s: seconds that a rank waits for another.
     """
 
     device_type = "cuda"  # of tensors that go on lines of their own
 
-    def __init__(self, inner: InnerGroup, options: CommunicatorOptions, ranks_per_host: int | None) -> None:
+    def __init__(self, inner: InnerGroup, options: BackendOptions, *, timeout_s: float) -> None:
         self._inner, self._rank = inner, inner.options.group_rank
-        self._ranks_per_host = ranks_per_host or 1 << 30
+        self._ranks_per_host = options.ranks_per_host or 1 << 30
         self._store = c10d.PrefixStore("pairs/", inner.options.store)
-        self._options = CommunicatorOptions(
-            channels=1, mailbox_bytes=options.mailbox_bytes, timeout_s=options.timeout_s
-        )
-        self._known: dict[tuple[int, str], MessagePair | str] = {(self._rank, _BY_TORCH): SelfPair(options.timeout_s)}
-        self._decides = f"mailbox_bytes={options.mailbox_bytes}, ranks_per_host={ranks_per_host}"
+        self._options = CommunicatorOptions(channels=1, mailbox_bytes=options.mailbox_bytes, timeout_s=timeout_s)
+        self._known: dict[tuple[int, str], MessagePair | str] = {(self._rank, _BY_TORCH): SelfPair(timeout_s)}
+        self._decides = f"mailbox_bytes={options.mailbox_bytes}, ranks_per_host={options.ranks_per_host}"
         self._store.set(_options_of(self._rank), self._decides)
         self._agreed = set[int]()
         self._lock = threading.Lock()  # one thread at a time opens pairs

@@ -34,9 +34,10 @@ def symmetric_memory(group: Any = None) -> Iterator[None]:
         Unsupported: there is no GPU, or the ranks cannot share memory.
     """
     lender = group_of_backend(group)
-    communicator = lender.communicator()
-    if communicator is None:
-        raise Unsupported(f"no symmetric memory for this group: {lender.why_not}")
+    try:
+        communicator = lender.rank_group.open()
+    except Unsupported as error:
+        raise Unsupported(f"no symmetric memory for this group: {error}") from error
     models: list[DistributedDataParallel] = []
 
     def seen(parent: nn.Module, name: str, child: nn.Module | None) -> None:

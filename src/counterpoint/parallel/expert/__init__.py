@@ -15,23 +15,21 @@
 from counterpoint.parallel.expert.activation import swiglu
 from counterpoint.parallel.expert.dispatcher import Dispatcher, Handle
 from counterpoint.parallel.expert.layers import (
-    ExpertLayerOptions,
     ExpertWeights,
     LocalExperts,
     delayed,
     grouped_matmul,
     overlapped_moe,
 )
-from counterpoint.parallel.expert.options import ExpertOptions, MechanismName
+from counterpoint.parallel.options import ExpertChoice, ExpertOptions
 
 __all__ = [
     "Dispatcher",
-    "ExpertLayerOptions",
+    "ExpertChoice",
     "ExpertOptions",
     "ExpertWeights",
     "Handle",
     "LocalExperts",
-    "MechanismName",
     "delayed",
     "grouped_matmul",
     "overlapped_moe",

@@ -20,12 +20,14 @@ from torch import Tensor
 from counterpoint.collectives.host.group import gather_values, torch_function
 from counterpoint.collectives.host.shared_memory import ProcessCard, why_not
 from counterpoint.collectives.host.watchdog import Watchdog
+from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.collectives.submit.tensors import flat_bytes
 from counterpoint.errors import PeerTimeout, Unsupported
-from counterpoint.parallel.backend.report import RoutedPath
-from counterpoint.parallel.expert.options import ExpertLayout, ExpertOptions, no_room, too_many
+from counterpoint.parallel.expert.options import ExpertLayout, no_room, too_many
 from counterpoint.parallel.expert.permute import Assignment, assign, combine, permute, weight_grads
 from counterpoint.parallel.expert.wire import narrowed
+from counterpoint.parallel.options import ExpertOptions
+from counterpoint.parallel.report import RoutedPath
 
 _DYING_S = 1.0  # from the end of a process's connections, of which torch hears, to its own
 
@@ -76,7 +78,8 @@ class AllToAll:
         self._watchdog: Watchdog | None = None
         if why_not(cards) is None:  # else there are processes that this one cannot see
             pids = [card.pid for card in cards]
-            self._watchdog = Watchdog((), rank=layout.rank, pids=pids, timeout_s=options.timeout_s)
+            timeout_s = (options.communicator or CommunicatorOptions()).timeout_s
+            self._watchdog = Watchdog((), rank=layout.rank, pids=pids, timeout_s=timeout_s)
             weakref.finalize(self, self._watchdog.close)
         self._dropped = 0
 

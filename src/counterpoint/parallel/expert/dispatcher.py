@@ -11,19 +11,19 @@ from torch import Tensor
 
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.host.group import check_agreement
-from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.machine.profile import default_profile
 from counterpoint.pair.expert_choice import ExpertExchange, choose_expert
-from counterpoint.parallel.backend.group import torch_group
-from counterpoint.parallel.backend.report import BackendReport, CallCounts
 from counterpoint.parallel.expert import halves
 from counterpoint.parallel.expert.all_to_all import AllToAll
-from counterpoint.parallel.expert.gathering import CHANNELS, GatherAll
+from counterpoint.parallel.expert.gathering import GatherAll
 from counterpoint.parallel.expert.halves import Trip
 from counterpoint.parallel.expert.mechanism import TokenMechanism
-from counterpoint.parallel.expert.options import ExpertLayout, ExpertOptions
+from counterpoint.parallel.expert.options import ExpertLayout
 from counterpoint.parallel.expert.slabs import Slabs
+from counterpoint.parallel.group import RankGroup, rank_group, torch_group
+from counterpoint.parallel.options import ExpertOptions
+from counterpoint.parallel.report import CallCounts, Report
 from counterpoint.parallel.uncompiled import uncompiled
 
 _MECHANISMS: dict[str, type[GatherAll | Slabs]] = {"gather": GatherAll, "slabs": Slabs}
@@ -87,6 +87,9 @@ class Dispatcher:
     ) -> None:
         self.group = group if group is not None else dist.group.WORLD
         self.options = options or ExpertOptions()
+        for name in ("parts", "max_tokens"):
+            if getattr(self.options, name) is not None:
+                raise Misconfigured(f"ExpertOptions({name}=...) for a Dispatcher, where it has no effect: leave it out")
         self.layout = ExpertLayout(
             rank=dist.get_rank(self.group),
             world_size=dist.get_world_size(self.group),
@@ -96,6 +99,7 @@ class Dispatcher:
             hidden=hidden,
         )
         self._counts = CallCounts()
+        self._ranks: RankGroup | None = None  # whose communicator it uses
         self._mechanism: TokenMechanism | None = None
         self._why = ""
 
@@ -162,9 +166,9 @@ class Dispatcher:
         handle._under_way = None
         return halves.finish_combine(handle._trip, under_way)
 
-    def report(self) -> BackendReport:
+    def report(self) -> Report:
         """Return which calls went which way, and why."""
-        return self._counts.report()
+        return Report(calls=self._counts.rows())
 
     def dropped(self) -> int:
         """Return how many choices this rank found no room for so far; on a GPU this waits for the device.
@@ -182,8 +186,11 @@ class Dispatcher:
             self._mechanism.check()
 
     def close(self) -> None:
-        """Close the communicator; all ranks call it. A later call opens another."""
+        """Leave the communicator, which ends unless others use it; all ranks call it. A later call opens another."""
         mechanism, self._mechanism = self._mechanism, None
+        ranks, self._ranks = self._ranks, None
+        if ranks is not None:
+            ranks.leave(self)
         if mechanism is not None:
             mechanism.close()
 
@@ -219,23 +226,26 @@ class Dispatcher:
         if x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise Unsupported("the first dispatch in a graph capture: make the same call once before, on all ranks")
         sizes = {name: getattr(self.layout, name) for name in ("experts", "top_k", "max_tokens", "hidden")}
-        check_agreement(group, sizes | {"dtype": x.dtype} | self.options.shared_by_dispatchers())
+        check_agreement(group, sizes | {"dtype": x.dtype} | self.options.shared())
         by_torch = partial(AllToAll, group, self.layout, self.options)
         if asked == "torch":
             return by_torch(), "asked for torch"
         row_bytes = self.layout.hidden * (self.options.wire_dtype or x.dtype).itemsize
         if row_bytes % _ALIGNMENT:
             return by_torch(), f"tokens of {row_bytes} bytes, which is no multiple of {_ALIGNMENT}"
-        options = CommunicatorOptions(**(self.options.of_communicator() | {"channels": CHANNELS}))
+        ranks = rank_group(self.group)
+        ranks.join(self, self.options.communicator)
         try:
-            communicator = Communicator(group, device=x.device, options=options)
+            communicator = ranks.open_one_host(x.device)
         except Unsupported as error:
+            ranks.leave(self)
             return by_torch(), str(error)
         name, why = (asked, f"asked for {asked}") if asked != "auto" else self._chosen(communicator, x)
         if name == "torch":
-            communicator.close()
+            ranks.leave(self)
             return by_torch(), why
-        return _MECHANISMS[name](communicator, self.layout, self.options), why
+        self._ranks = ranks
+        return _MECHANISMS[name](ranks, self.layout, self.options), why
 
     def _chosen(self, communicator: Communicator, x: Tensor) -> tuple[str, str]:
         """Return the mechanism that is predicted to be the fastest, which is the same on all ranks, and why."""

@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.work import PartitionedWork
-from counterpoint.parallel.backend.report import RoutedPath
 from counterpoint.parallel.expert.mechanism import OwnCommunication
-from counterpoint.parallel.expert.options import ExpertLayout, ExpertOptions
+from counterpoint.parallel.expert.options import ExpertLayout
 from counterpoint.parallel.expert.permute import Assignment, assign, bounded, combine, permute, weight_grads
 from counterpoint.parallel.expert.wire import narrowed
+from counterpoint.parallel.group import CHANNELS, RankGroup
+from counterpoint.parallel.options import ExpertOptions
+from counterpoint.parallel.report import RoutedPath
 from counterpoint.parallel.sums import add_up
 
-CHANNELS = 5
-_TOKENS, _SUMS, _SMALL = (0, 1), (2, 3), 4  # two calls of a kind may be under way at once
+_TOKENS, _SUMS, _SMALL = CHANNELS["tokens"][:2], CHANNELS["tokens"][2:4], CHANNELS["tokens"][4]
 
 
 @dataclass
@@ -78,10 +78,8 @@ class GatherAll(OwnCommunication):
 
     name: RoutedPath = "gather"
 
-    def __init__(self, communicator: Communicator, layout: ExpertLayout, options: ExpertOptions) -> None:
-        super().__init__(communicator, layout, options)
-        self._open: dict[int, PartitionedWork] = {}  # by channel, the call under way
-        self._latest: dict[tuple[int, int], int] = {}  # by pair of channels, which one had the last call
+    def __init__(self, ranks: RankGroup, layout: ExpertLayout, options: ExpertOptions) -> None:
+        super().__init__(ranks, layout, options)
         self._may_lack_room = options.capacity_factor is not None and options.overflow != "second_round"
 
     def dispatch_start(self, x: Tensor, ids: Tensor, weights: Tensor) -> _Route:
@@ -138,9 +136,9 @@ class GatherAll(OwnCommunication):
         layout, block, weights = self._layout, route.block, route.weights if weighted else None
         staging = self._memory.empty(layout.world_size, block, layout.hidden, dtype=rows.dtype)
         leaving = rows.new_empty(layout.world_size * block, layout.hidden)
-        channel = self._channel(_SUMS)
-        work = self._communicator.partitioned_all_to_all(staging, leaving, chunk_rows=block, channel=channel)
-        self._open[channel] = work
+        channel = self._ranks.partitioned.channel(_SUMS)
+        call = self._communicator.partitioned_all_to_all(staging, leaving, chunk_rows=block, channel=channel)
+        work = self._ranks.partitioned.begin(channel, call)
 
         def add(rank: int, out: Tensor) -> None:
             combine(rows, route.parts[rank], weights=None if weights is None else weights[rank], out=out)
@@ -158,7 +156,7 @@ class GatherAll(OwnCommunication):
         pending.work.arrived(len(pending.work.received))
         if pending.tokens:
             add_up(pending.staging[:, : pending.tokens], sums, "sum")
-        self._end(pending.work)
+        self._ranks.partitioned.finish(pending.work)
         self._memory.give_back(pending.staging)
         return sums, pending.rows
 
@@ -191,10 +189,9 @@ class GatherAll(OwnCommunication):
         if len(tokens) < block:
             own = blocks[layout.rank * block : (layout.rank + 1) * block]
             own[: len(tokens)].copy_(tokens)
-        channel = self._channel(_TOKENS)
+        channel = self._ranks.partitioned.channel(_TOKENS)
         work = self._communicator.partitioned_all_gather(blocks, own, chunk_rows=block, channel=channel)
-        self._open[channel] = work
-        return _Gathering(own, blocks, work)
+        return _Gathering(own, blocks, self._ranks.partitioned.begin(channel, work))
 
     def _permuted(
         self,
@@ -225,7 +222,7 @@ class GatherAll(OwnCommunication):
             permute(tokens, there, weights=scale, out=rows, zero_tail=self._options.zero_tail and rank == first)
             if kept is not None and products is not None:
                 weight_grads(kept, tokens, there, out=products[rank])
-        self._end(arriving.work)
+        self._ranks.partitioned.finish(arriving.work)
         self._memory.give_back(arriving.blocks)
         return rows
 
@@ -236,19 +233,6 @@ class GatherAll(OwnCommunication):
         for index, one in enumerate(arriving.work.received):
             arriving.work.arrived(index + 1)
             yield one.peer, blocks[one.peer]
-
-    def _channel(self, pair: tuple[int, int]) -> int:
-        """Return the channel of the next call; it ends the call before the last, if that is still under way."""
-        self._latest[pair] = 1 - self._latest.get(pair, 1)
-        channel = pair[self._latest[pair]]
-        if channel in self._open:
-            self._end(self._open[channel])
-        return channel
-
-    def _end(self, work: PartitionedWork) -> None:
-        """End a call, whose channel is then free."""
-        work.finish()
-        self._open = {channel: one for channel, one in self._open.items() if one is not work}
 
     def _note_room(self, ids: Tensor, assignment: Assignment) -> None:
         """Count the rows for which there is no room; every rank knows the ids of all, and so who has none."""

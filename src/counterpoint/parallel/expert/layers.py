@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,39 +20,12 @@ from torch.nn import functional
 
 from counterpoint.errors import Misconfigured
 from counterpoint.parallel.expert.activation import swiglu
-from counterpoint.parallel.expert.options import ExpertOptions
 from counterpoint.parallel.uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from counterpoint.parallel.expert.dispatcher import Dispatcher
 
 ALIGNMENT = 16  # bytes of a row: torch's grouped kernels take multiples of it
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertLayerOptions(ExpertOptions):
-    """Holds options of layers of experts, and of their dispatchers.
-
-    Args:
-        parts: into which a rank's tokens are cut: communication of one lies beside the experts of another.
-        max_tokens: most tokens of a rank in one call, equal on all ranks; None: as many as any rank has in the first.
-
-    Raises:
-        Misconfigured: an option has a value that is not allowed.
-    """
-
-    parts: int = 2
-    max_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        for name, value in (("parts", self.parts), ("max_tokens", self.max_tokens)):
-            if value is not None and value < 1:
-                raise Misconfigured(f"{name}={value}: give 1 or more")
-        super().__post_init__()
-
-    def of_dispatcher(self) -> ExpertOptions:
-        """Return those of the dispatcher."""
-        return ExpertOptions(**{one.name: getattr(self, one.name) for one in fields(ExpertOptions) if one.init})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from counterpoint.collectives.communicator import Communicator
-from counterpoint.parallel.backend.report import RoutedPath
 from counterpoint.parallel.call_memory import CallMemory
-from counterpoint.parallel.expert.options import ExpertLayout, ExpertOptions, no_room, too_many
+from counterpoint.parallel.expert.options import ExpertLayout, no_room, too_many
+from counterpoint.parallel.group import RankGroup
+from counterpoint.parallel.options import ExpertOptions
+from counterpoint.parallel.report import RoutedPath
 
 
 class TokenMechanism(Protocol):
@@ -77,18 +79,26 @@ class TokenMechanism(Protocol):
 
 
 class OwnCommunication:
-    """Holds the communicator of a mechanism, memory for its calls, and the count of choices without room.
+    """Holds the ranks of a mechanism, whose communicator it uses, and counts choices without room.
 
     Args:
-        communicator: closed with the mechanism.
+        ranks: whose communicator is open; its user leaves it after `close`.
         layout: which experts are where.
         options: of the dispatcher.
     """
 
-    def __init__(self, communicator: Communicator, layout: ExpertLayout, options: ExpertOptions) -> None:
-        self._communicator, self._layout, self._options = communicator, layout, options
-        self._memory = CallMemory(communicator)
-        self._overflow = Overflow(communicator.device, layout, options)
+    def __init__(self, ranks: RankGroup, layout: ExpertLayout, options: ExpertOptions) -> None:
+        self._ranks, self._layout, self._options = ranks, layout, options
+        self._overflow = Overflow(self._communicator.device, layout, options)
+
+    @property
+    def _communicator(self) -> Communicator:
+        communicator: Communicator = self._ranks.communicator
+        return communicator
+
+    @property
+    def _memory(self) -> CallMemory:
+        return self._ranks.memory
 
     def _admit(self, tokens: int) -> None:
         """Raise if this rank has more tokens than were agreed on: its peers hear of that in their calls."""
@@ -101,13 +111,11 @@ class OwnCommunication:
 
     def check(self) -> None:
         """Raise the error that ended the communicator, or of a call without room, if that was not told yet."""
-        self._communicator.check()
+        self._ranks.check()
         self._overflow.check_all()
 
     def close(self) -> None:
-        """Close the communicator; raise if a call had no room, that was not allowed, and not told yet."""
-        self._memory.forget()
-        self._communicator.close()
+        """Raise if a call had no room, that was not allowed, and not told yet."""
         self._overflow.check_all()
 
 

@@ -18,21 +18,23 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from counterpoint.errors import Misconfigured
 from counterpoint.pair.tuned_choices import EXCHANGE
 from counterpoint.parallel.expert.dispatcher import Dispatcher, most_tokens
-from counterpoint.parallel.expert.layers import ExpertLayerOptions, ExpertWeights, overlapped_moe
-from counterpoint.parallel.expert.options import MechanismName
+from counterpoint.parallel.expert.layers import ExpertWeights, overlapped_moe
 from counterpoint.parallel.expert.recognised import ExpertStyle, expert_style
-from counterpoint.parallel.report import ExpertParallelModule, ExpertParallelReport
+from counterpoint.parallel.options import ExpertChoice, ExpertOptions
+from counterpoint.parallel.report import ModuleRow, Report, together
 from counterpoint.parallel.tensor.recognised import ranks_of
 from counterpoint.parallel.tuned import FollowedTuning
 from counterpoint.parallel.uncompiled import uncompiled
 from counterpoint.records.tuning import LEAVE
 
+_PARTS = 2  # into which tokens are cut
+
 
 class Dispatchers:
     """Makes dispatchers, one for each shape of a layer and group of ranks, and closes them."""
 
-    def __init__(self, options: ExpertLayerOptions) -> None:
-        self.options = options
+    def __init__(self, options: ExpertOptions) -> None:
+        self.options, self.parts = options, options.parts or _PARTS
         self._made: dict[Any, Dispatcher] = {}
         self._most: dict[Any, int] = {}  # tokens of a rank, by shape and group
 
@@ -50,7 +52,7 @@ class Dispatchers:
             self._most[key] = self.options.max_tokens or most_tokens(x, style.mesh.get_group())
         return self._most[key]
 
-    def of(self, style: ExpertStyle, x: Tensor, top_k: int, mechanism: MechanismName) -> Dispatcher:
+    def of(self, style: ExpertStyle, x: Tensor, top_k: int, mechanism: ExpertChoice) -> Dispatcher:
         """Return the dispatcher for these tokens; at first all ranks make it together."""
         key = style.mesh.get_group().group_name, style.experts, top_k, x.shape[1], mechanism
         if key not in self._made:
@@ -58,9 +60,9 @@ class Dispatchers:
                 style.mesh.get_group(),
                 experts=style.experts,
                 top_k=top_k,
-                max_tokens=-(-self.most_tokens(style, x, top_k) // self.options.parts),
+                max_tokens=-(-self.most_tokens(style, x, top_k) // self.parts),
                 hidden=x.shape[1],
-                options=replace(self.options.of_dispatcher(), mechanism=mechanism),
+                options=replace(self.options, mechanism=mechanism, parts=None, max_tokens=None),
             )
         return self._made[key]
 
@@ -115,26 +117,26 @@ class OverlappedExperts:
         gate = None if self.style.has_swiglu else module._apply_gate
         experts = ExpertWeights(gate_up=_local(module.gate_up_proj), down=_local(module.down_proj), gate=gate)
         dispatcher = self.dispatchers.of(self.style, x, ids.shape[1], mechanism)
-        out = overlapped_moe(x, ids, weights, experts, dispatcher, parts=self.dispatchers.options.parts)
+        out = overlapped_moe(x, ids, weights, experts, dispatcher, parts=self.dispatchers.parts)
         if batch.size() > 1:
             shape = torch.Size((tokens, out.shape[1]))
             parts = DTensor.from_local(out, batch, [Shard(0)], run_check=False, shape=shape, stride=(out.shape[1], 1))
             out = parts.full_tensor()
         return out
 
-    def report(self) -> ExpertParallelModule:
+    def report(self) -> ModuleRow:
         """Return what runs the experts."""
-        return ExpertParallelModule(
+        return ModuleRow(
             name=self.name,
-            style=self.style.name,
+            kind="expert",
+            style=f"{self.style.name}, {self.style.experts} experts",
             ranks=ranks_of(self.style.mesh),
-            experts=self.style.experts,
-            parts=self.dispatchers.options.parts,
+            runs=f"in {self.dispatchers.parts} parts",
             choice=self.choice,
             torch_why=self.torch_why,
         )
 
-    def _mechanism(self, x: Tensor, top_k: int) -> MechanismName | None:
+    def _mechanism(self, x: Tensor, top_k: int) -> ExpertChoice | None:
         """Return how tokens travel, by the options or else by the tuning; None: as without `overlap`.
 
         A tuning knows the largest call of all ranks, so that they choose alike.
@@ -156,7 +158,7 @@ class OverlappedExperts:
         if choice.mechanism == LEAVE:
             self.torch_why = choice.why
             return None
-        return cast("MechanismName", choice.mechanism)
+        return cast("ExpertChoice", choice.mechanism)
 
     def _unfit(self, x: Tensor) -> str:
         """Return why a call is left to `transformers`, on all ranks alike; empty if it is not."""
@@ -183,9 +185,9 @@ class OverlappedExpertParallel:
     """
 
     def __init__(
-        self, model: nn.Module, options: ExpertLayerOptions | None = None, tuning: FollowedTuning | None = None
+        self, model: nn.Module, options: ExpertOptions | None = None, tuning: FollowedTuning | None = None
     ) -> None:
-        self._dispatchers = Dispatchers(options or ExpertLayerOptions())
+        self._dispatchers = Dispatchers(options or ExpertOptions())
         self._left: dict[str, str] = {}
         self._experts: dict[str, OverlappedExperts] = {}
         names = {module: name or "(root)" for name, module in model.named_modules()}
@@ -219,12 +221,11 @@ class OverlappedExpertParallel:
         name, why = next(iter(self._left.items()))
         return f"{name}: {why}"
 
-    def report(self) -> ExpertParallelReport:
+    def report(self) -> Report:
         """Return every module of expert parallelism, and what runs it."""
-        left = (ExpertParallelModule(name=name, torch_why=why) for name, why in self._left.items())
-        calls = [row for one in self._dispatchers.all() for row in one.report().rows]
-        modules = [*(one.report() for one in self._experts.values()), *left]
-        return ExpertParallelReport(modules=tuple(modules), calls=tuple(calls))
+        left = (ModuleRow(name=name, kind="expert", torch_why=why) for name, why in self._left.items())
+        calls = together(row for one in self._dispatchers.all() for row in one.report().calls)
+        return Report(modules=(*(one.report() for one in self._experts.values()), *left), calls=calls)
 
     def check(self) -> None:
         """Raise the error that ended one of the dispatchers, if one has ended."""
@@ -249,7 +250,7 @@ def _left_why(style: ExpertStyle, *, is_asked: bool) -> str:
     if style.mesh.size() == 1:
         return "one rank has nothing to communicate"
     if style.mesh.device_type != "cpu" and not is_asked:
-        return "not measured on GPUs yet: there give OverlapOptions(expert_parallel=ExpertLayerOptions())"
+        return "not measured on GPUs yet: there give OverlapOptions(expert_parallel=ExpertOptions())"
     return ""
 
 

@@ -1,79 +1,12 @@
-"""Define the options of a dispatcher, and the sizes that its mechanisms have in common."""
+"""Define the sizes that the mechanisms of a dispatcher have in common."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
-from typing import Literal, get_args
+from dataclasses import dataclass
 
-import torch
-
-from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.errors import Misconfigured
-
-MechanismName = Literal["auto", "torch", "gather", "slabs"]
-Overflow = Literal["raise", "drop", "second_round"]
-WIRE_DTYPES = (torch.float8_e4m3fn,)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertOptions(CommunicatorOptions):
-    """Holds options of a dispatcher, besides those of its communicator; they must be equal on all ranks.
-
-    Args:
-        mechanism: `auto` takes the fastest by prediction; else the one that moves all tokens: `torch` (counts, which
-            the host waits for, and all_to_all_single), `gather` (all ranks get all tokens), `slabs` (equally many rows
-            for each rank).
-        beside_us: µs of what the caller computes between the halves of a dispatch and a combine, when it runs alone;
-            `auto` goes by it.
-        overflow: what happens to choices for which there is no room: `raise` an error, at the next dispatch,
-            `check` or `close` at the latest; `drop` them, as if their weights were 0, and count them; send them in a
-            `second_round`. Only a `capacity_factor` can leave a choice without room.
-        capacity_factor: room for this many times the rows of an even routing; None: for all rows that may come, but
-            1.25 in the first round of `slabs` with a `second_round`. With `second_round` it limits what travels at
-            once, else the rows of a rank's experts, too.
-        wire_dtype: dtype in which tokens travel to their experts, with a scale for each token; None: their own.
-            Derivatives and results travel in their own.
-        pad_multiple: each expert's rows begin at a multiple of this, as float8 matmuls want them.
-        equal_tokens: all ranks dispatch equally many tokens in each call. False: up to `max_tokens` each, and `gather`
-            sends blocks of `max_tokens`, since nobody waits to know how many there are.
-        zero_tail: also write zeros to the rows past the last offset, which takes as long as so many tokens. Grouped
-            matmuls skip these rows; what adds up all rows, such as the derivative of a norm's weight, needs zeros.
-
-    Raises:
-        Misconfigured: an option has a value that is not allowed.
-    """
-
-    mechanism: MechanismName = "auto"
-    beside_us: float = 0.0
-    overflow: Overflow = "second_round"
-    capacity_factor: float | None = None
-    wire_dtype: torch.dtype | None = None
-    pad_multiple: int = 1
-    equal_tokens: bool = False
-    zero_tail: bool = False
-
-    def __post_init__(self) -> None:
-        for name, allowed in (("mechanism", get_args(MechanismName)), ("overflow", get_args(Overflow))):
-            if getattr(self, name) not in allowed:
-                raise Misconfigured(f"{name}={getattr(self, name)!r}: allowed are {', '.join(allowed)}")
-        if self.capacity_factor is not None and not 0 < self.capacity_factor < math.inf:
-            raise Misconfigured(f"capacity_factor={self.capacity_factor}: give a number above 0, or None")
-        if self.wire_dtype not in (None, *WIRE_DTYPES):
-            raise Misconfigured(f"wire_dtype={self.wire_dtype}: allowed are None, {', '.join(map(str, WIRE_DTYPES))}")
-        if not 0 <= self.beside_us < math.inf:
-            raise Misconfigured(f"beside_us={self.beside_us}: give 0 µs or more")
-        if self.pad_multiple < 1:
-            raise Misconfigured(f"pad_multiple={self.pad_multiple}: give 1 or more")
-        for name in ("channels", "mailbox_bytes", "crossover_bytes"):
-            if getattr(self, name) != getattr(CommunicatorOptions, name):
-                raise Misconfigured(f"{name}={getattr(self, name)}: a dispatcher has its own; leave it out")
-        super().__post_init__()
-
-    def shared_by_dispatchers(self) -> dict[str, object]:
-        """Return the options that must be equal on all ranks, besides those that communicators compare."""
-        inherited = CommunicatorOptions.__dataclass_fields__
-        return {one.name: getattr(self, one.name) for one in fields(ExpertOptions) if one.name not in inherited}
+from counterpoint.parallel.options import ExpertOptions
 
 
 @dataclass(frozen=True, kw_only=True)

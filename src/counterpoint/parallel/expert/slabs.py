@@ -22,11 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.work import Work
-from counterpoint.parallel.backend.report import RoutedPath
 from counterpoint.parallel.expert.mechanism import OwnCommunication
-from counterpoint.parallel.expert.options import ExpertLayout, ExpertOptions
+from counterpoint.parallel.expert.options import ExpertLayout
 from counterpoint.parallel.expert.packing import (
     HEAD,
     LACKING,
@@ -39,8 +37,11 @@ from counterpoint.parallel.expert.packing import (
 )
 from counterpoint.parallel.expert.permute import Assignment, bounded, combine, permute, weight_grads
 from counterpoint.parallel.expert.wire import narrowed
+from counterpoint.parallel.group import CHANNELS, RankGroup
+from counterpoint.parallel.options import ExpertOptions
+from counterpoint.parallel.report import RoutedPath
 
-OUT, BACK, SMALL = 0, 1, 2  # channels
+OUT, BACK, SMALL = CHANNELS["tokens"][:2], CHANNELS["tokens"][2:4], CHANNELS["tokens"][4]
 DEFAULT_FACTOR = 1.25  # room in a first round, if a second one takes the rest
 _STEP = 64  # rows: second rounds have a multiple, so that memory is used again
 
@@ -70,7 +71,7 @@ class Leaving:
 
 
 @dataclass
-class Route:
+class TokenRoute:
     """Holds where the rows of one dispatch go."""
 
     packing: Packing
@@ -97,7 +98,7 @@ class Route:
 class Returning:
     """Holds what experts made, on its way home: one part for each round."""
 
-    route: Route
+    route: TokenRoute
     parts: list[tuple[Tensor, Work, Tensor]]  # what comes, its call, and what was sent
     rows: Tensor | None
 
@@ -107,11 +108,12 @@ class Slabs(OwnCommunication):
 
     name: RoutedPath = "slabs"
 
-    def __init__(self, communicator: Communicator, layout: ExpertLayout, options: ExpertOptions) -> None:
-        super().__init__(communicator, layout, options)
-        self._side = torch.cuda.Stream(communicator.device) if communicator.device.type == "cuda" else None
+    def __init__(self, ranks: RankGroup, layout: ExpertLayout, options: ExpertOptions) -> None:
+        super().__init__(ranks, layout, options)
+        device = self._communicator.device
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def dispatch_start(self, x: Tensor, ids: Tensor, weights: Tensor) -> Route:
+    def dispatch_start(self, x: Tensor, ids: Tensor, weights: Tensor) -> TokenRoute:
         """Begin to send tables and slabs; raise if an earlier call had no room."""
         self._admit(len(x))
         if not self._memory.is_capturing():
@@ -123,13 +125,13 @@ class Slabs(OwnCommunication):
         packing = pack(ids, weights, scales, self._layout, first=first, room=room)
         self._overflow.add(packing.lacking)
         table = self._exchange_table(packing.table)
-        route = Route(packing, weights, x.dtype, block, room, [SlabRound(0, first)], table)
+        route = TokenRoute(packing, weights, x.dtype, block, room, [SlabRound(0, first)], table)
         route.sending = [self._send(values, route, route.rounds[0])]
         if room > first:
             route.values, route.heads = values, self._heads(table)
         return route
 
-    def dispatch_finish(self, route: Route) -> tuple[Tensor, Tensor]:
+    def dispatch_finish(self, route: TokenRoute) -> tuple[Tensor, Tensor]:
         """Make the second round, if one is needed, and put what came in the order of experts."""
         rest = 0 if route.heads is None else self._rest(route)
         incoming = route.incoming = self._incoming(route)
@@ -145,7 +147,7 @@ class Slabs(OwnCommunication):
         route.packing = replace(route.packing, table=rows.new_empty(0))  # it has been sent
         return rows, incoming.there.offsets
 
-    def combine_start(self, rows: Tensor, route: Route, *, weighted: bool) -> Returning:
+    def combine_start(self, rows: Tensor, route: TokenRoute, *, weighted: bool) -> Returning:
         """Put each row in its place of the slabs, and begin to send these back."""
         parts = [self._return(rows, route, one) for one in route.rounds]
         return Returning(route, parts, rows if weighted else None)
@@ -164,11 +166,11 @@ class Slabs(OwnCommunication):
         pending.parts = []
         return sums, pending.rows
 
-    def spread_start(self, grads: Tensor, route: Route) -> tuple[list[Sending], Route]:
+    def spread_start(self, grads: Tensor, route: TokenRoute) -> tuple[list[Sending], TokenRoute]:
         """Begin to send the derivative of each row's sum."""
         return [self._send(grads, route, one) for one in route.rounds], route
 
-    def spread_finish(self, pending: tuple[list[Sending], Route], kept: Tensor | None) -> tuple[Tensor, Any]:
+    def spread_finish(self, pending: tuple[list[Sending], TokenRoute], kept: Tensor | None) -> tuple[Tensor, Any]:
         """Put what came in the order of experts, times its weight; begin to send home what weights have."""
         sending, route = pending
         weights = route.known().weights
@@ -179,7 +181,7 @@ class Slabs(OwnCommunication):
         sending.clear()
         return rows, (self._exchange_table(dots), route)
 
-    def weight_grads_finish(self, pending: tuple[Sending, Route]) -> Tensor:
+    def weight_grads_finish(self, pending: tuple[Sending, TokenRoute]) -> Tensor:
         """Wait for the products of rows and derivatives."""
         returned, route = pending
         returned.work.wait()
@@ -211,7 +213,7 @@ class Slabs(OwnCommunication):
             there.record()
         return heads, there
 
-    def _rest(self, route: Route) -> int:
+    def _rest(self, route: TokenRoute) -> int:
         """Return how many rows the fullest slab of any rank lacks, which is equal on all ranks; the host waits."""
         assert route.heads is not None
         (heads, there), route.heads = route.heads, None
@@ -228,7 +230,7 @@ class Slabs(OwnCommunication):
         work = self._communicator.all_to_all(received, table, leave_own=True, channel=SMALL, async_op=True)
         return Sending(received, work)
 
-    def _incoming(self, route: Route) -> Incoming:
+    def _incoming(self, route: TokenRoute) -> Incoming:
         """Wait for the tables of all ranks."""
         table, route.table = route.table, None
         assert table is not None, "a dispatch is finished once"
@@ -238,7 +240,7 @@ class Slabs(OwnCommunication):
         self._memory.give_back(table.received)
         return found
 
-    def _home(self, route: Route) -> Assignment:
+    def _home(self, route: TokenRoute) -> Assignment:
         """Return where a token's rows are among those that come home, of all rounds one after the other."""
         n, packing = self._layout.world_size, route.packing
         before = n * route.rounds[0].rows
@@ -248,7 +250,7 @@ class Slabs(OwnCommunication):
         later = packing.in_slabs(second.begin, second.rows)
         return moved(torch.where(later >= 0, later + before, packing.home), before + n * second.rows)
 
-    def _leaving(self, route: Route, one: SlabRound) -> Leaving:
+    def _leaving(self, route: TokenRoute, one: SlabRound) -> Leaving:
         """Return where the choices of a round go."""
         n, packing = self._layout.world_size, route.packing
         if not one.begin:
@@ -257,7 +259,7 @@ class Slabs(OwnCommunication):
         own = torch.where(is_own & (slots >= 0), packing.places - one.begin, -1)
         return Leaving(moved(torch.where(is_own, -1, slots), n * one.rows), moved(own, one.rows))
 
-    def _send(self, tokens: Tensor, route: Route, one: SlabRound) -> Sending:
+    def _send(self, tokens: Tensor, route: TokenRoute, one: SlabRound) -> Sending:
         """Begin to send the rows of a round; this rank's own go where those of others come."""
         leaving = route.leaving.get(one)
         if leaving is None:
@@ -266,13 +268,14 @@ class Slabs(OwnCommunication):
         n, me = self._layout.world_size, self._layout.rank
         received = self._memory.empty(n * one.rows, packed.shape[1], dtype=packed.dtype)
         permute(tokens, leaving.own, out=received[me * one.rows : (me + 1) * one.rows], zero_tail=False)
-        work = self._communicator.all_to_all(received, packed, leave_own=True, channel=OUT, async_op=True)
+        channel = self._ranks.partitioned.channel(OUT)
+        work = self._communicator.all_to_all(received, packed, leave_own=True, channel=channel, async_op=True)
         return Sending(received, work)
 
     def _unpacked(
         self,
         sending: list[Sending],
-        route: Route,
+        route: TokenRoute,
         weights: Tensor | None,
         kept: Tensor | None = None,
         dots: Tensor | None = None,
@@ -302,7 +305,7 @@ class Slabs(OwnCommunication):
             self._memory.give_back(which.received)
         return rows
 
-    def _return(self, rows: Tensor, route: Route, one: SlabRound) -> tuple[Tensor, Work, Tensor]:
+    def _return(self, rows: Tensor, route: TokenRoute, one: SlabRound) -> tuple[Tensor, Work, Tensor]:
         """Begin to send the rows of a round home; return what comes from there, its call, and what is sent."""
         incoming, me, n = route.known(), self._layout.rank, self._layout.world_size
         places = slice(one.begin, one.begin + one.rows)
@@ -314,6 +317,7 @@ class Slabs(OwnCommunication):
         ):
             part = replace(incoming.there, slots=incoming.slots(ranks, places))
             combine(rows, part, out=out[ranks.start * one.rows : ranks.stop * one.rows])
-        work = self._communicator.all_to_all(back, leaving, leave_own=True, channel=BACK, async_op=True)
+        channel = self._ranks.partitioned.channel(BACK)
+        work = self._communicator.all_to_all(back, leaving, leave_own=True, channel=channel, async_op=True)
         assert work is not None
         return back, work, leaving

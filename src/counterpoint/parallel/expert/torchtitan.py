@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from counterpoint.parallel.expert.dispatcher import Dispatcher, Handle, most_tokens
-from counterpoint.parallel.expert.options import ExpertOptions
+from counterpoint.parallel.options import ExpertOptions
 from counterpoint.parallel.registry import Registry
 from counterpoint.parallel.uncompiled import uncompiled
 

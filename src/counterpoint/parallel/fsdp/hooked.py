@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from counterpoint.errors import Misconfigured
-from counterpoint.parallel.fsdp.hooks import Communicators, GatherHook, ScatterHook
+from counterpoint.parallel.fsdp.hooks import GatherHook, ScatterHook, ShardGroups
 from counterpoint.parallel.fsdp.modules import ShardedModule, calls_of, copied_why, present_hooks, set_hooks
 from counterpoint.parallel.fsdp.prefetch import Prefetch
 from counterpoint.parallel.fsdp.slots import ModuleParameters, ParameterSlots
+from counterpoint.parallel.report import Traffic
 from counterpoint.parallel.tuned import FollowedTuning, TunedCall
 
 
@@ -42,6 +43,11 @@ class ModuleChoice:
         """Return whether our reduce_scatter takes the place of torch's."""
         return self.scatter is None or not self.scatter.stays
 
+    def texts(self) -> tuple[str, ...]:
+        """Return a text for each collective for which something was chosen: its name, and why."""
+        named = (("all_gather", self.gather), ("reduce_scatter", self.scatter))
+        return tuple(f"{name}: {call.why}" for name, call in named if call is not None)
+
     def torch_why(self) -> str:
         """Return why torch's own collectives both stay; empty if they do not."""
         if self.takes_gather or self.takes_scatter:
@@ -50,49 +56,57 @@ class ModuleChoice:
 
 
 class HookedModule:
-    """Sets counterpoint's hooks on one module, those that its choice takes; `undo` puts back the ones of before."""
+    """Sets counterpoint's hooks on one module, as its choice takes them; `undo` puts back the ones of before.
+
+    Args:
+        module: the module.
+        groups: of all modules.
+        choice: of the tuning.
+        parameters: where peers write its whole parameters; None: FSDP2 copies them out of a buffer.
+        copied_why: says why it does; empty: it does not.
+        direct: gradients are sent from where they are.
+        prefetch: learns the order of modules; None: FSDP2 prefetches as it does by itself.
+    """
 
     def __init__(
         self,
         module: ShardedModule,
-        communicators: Communicators,
+        groups: ShardGroups,
         *,
         choice: ModuleChoice,
         parameters: ModuleParameters | None,
         copied_why: str,
         direct: bool,
-        channels: tuple[int, int],  # of the gather, and of the reduce_scatter
         prefetch: Prefetch | None,
     ) -> None:
         self._module, self._before = module, present_hooks(module)
         self.copied_why = copied_why
-        self.gather: GatherHook | None = None
-        self.scatter: ScatterHook | None = None
+        self._gather: GatherHook | None = None
+        self._scatter: ScatterHook | None = None
         if choice.takes_gather:
-            self.gather = GatherHook(
-                module, communicators, parameters=parameters, channel=channels[0], prefetch=prefetch
-            )
+            self._gather = GatherHook(module, groups, parameters=parameters, prefetch=prefetch)
         if choice.takes_scatter:
-            self.scatter = ScatterHook(
-                communicators, ranks=len(module.ranks), direct=direct, channel=channels[1], prefetch=prefetch
-            )
-        set_hooks(module, self.gather or self._before[0], self.scatter or self._before[1])
+            self._scatter = ScatterHook(groups, ranks=len(module.ranks), direct=direct, prefetch=prefetch)
+        set_hooks(module, self._gather or self._before[0], self._scatter or self._before[1])
+
+    def traffic(self) -> tuple[Traffic, Traffic]:
+        """Return what gathers and scatters have moved."""
+        named = (("all_gather", self._gather), ("reduce_scatter", self._scatter))
+        gather, scatter = (
+            Traffic(operation=name, torch_why="as tuned") if hook is None else hook.traffic() for name, hook in named
+        )
+        return gather, scatter
 
     def undo(self) -> None:
         """Put back the hooks of before, and FSDP2's own memory for whole parameters."""
         self._module.module.reshard()
-        if self.gather is not None:
-            self.gather.restore()
+        if self._gather is not None:
+            self._gather.restore()
         set_hooks(self._module, *self._before)
 
 
 def hooked_modules(
-    choices: Mapping[ShardedModule, ModuleChoice],
-    communicators: Communicators,
-    *,
-    direct: bool,
-    channels: tuple[int, int],
-    prefetch: Prefetch | None,
+    choices: Mapping[ShardedModule, ModuleChoice], groups: ShardGroups, *, direct: bool, prefetch: Prefetch | None
 ) -> dict[ShardedModule, HookedModule]:
     """Set the hooks that the choices take on these modules, and return what takes them off."""
     copied = {
@@ -101,16 +115,15 @@ def hooked_modules(
         if choice.takes_gather
     }
     in_place = [module for module, why in copied.items() if not why]
-    parameters = _whole_parameters(in_place, communicators, ahead=prefetch.depth if prefetch else 1)
+    parameters = _whole_parameters(in_place, groups, ahead=prefetch.depth if prefetch else 1)
     return {
         module: HookedModule(
             module,
-            communicators,
+            groups,
             choice=choice,
             parameters=parameters.get(module),
             copied_why=copied.get(module, ""),
             direct=direct,
-            channels=channels,
             prefetch=prefetch,
         )
         for module, choice in choices.items()
@@ -118,16 +131,16 @@ def hooked_modules(
 
 
 def _whole_parameters(
-    modules: Sequence[ShardedModule], communicators: Communicators, *, ahead: int
+    modules: Sequence[ShardedModule], groups: ShardGroups, *, ahead: int
 ) -> dict[ShardedModule, ModuleParameters]:
-    """Return whole parameters for each module; the modules of one communicator share its slots.
+    """Return whole parameters for each module; the modules of one set of ranks share its slots.
 
     So many modules may be gathered `ahead` of the one that runs.
     """
     made: dict[ShardedModule, ModuleParameters] = {}
-    for communicator in communicators.all():
-        sharing = [one for one in modules if communicators.of(one.groups[0]) is communicator]
-        slots = ParameterSlots(communicator, sharing, ahead=ahead)
+    for group in groups.all():
+        sharing = [one for one in modules if groups.of(one.groups[0]) is group]
+        slots = ParameterSlots(group, sharing, ahead=ahead)
         made |= {module: ModuleParameters(module, slots) for module in sharing}
     return made
 

@@ -26,11 +26,9 @@ Streams and lifetimes on a GPU, read in torch 2.11 and 2.13 (`_fsdp_collectives.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import Work as TorchWork
@@ -39,61 +37,83 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.collectives.submit.tensors import TensorList
-from counterpoint.collectives.work import Work
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.parallel.arguments import op_and_factor
 from counterpoint.parallel.fsdp.modules import ShardedModule, gather_group
 from counterpoint.parallel.fsdp.placeholders import GatherPlaceholder, ScatterPlaceholder, ScatterSource
 from counterpoint.parallel.fsdp.prefetch import Prefetch
 from counterpoint.parallel.fsdp.slots import ModuleParameters
-from counterpoint.parallel.report import HookTraffic
+from counterpoint.parallel.group import CHANNELS, RankGroup, rank_group, ranks_of
+from counterpoint.parallel.report import Traffic
+from counterpoint.parallel.work import StartedWork
+
+STAGING_BYTES = 1 << 27  # a smaller slice costs a round trip, some 30 us of a call that computation hides
+(_GATHER,), (_SCATTER,) = CHANNELS["gather"], CHANNELS["scatter"]
 
 
-class Communicators:
-    """Opens and holds one communicator for each set of ranks; process groups of the same ranks share it.
+class ShardGroups:
+    """Holds the `RankGroup` of each set of ranks over which FSDP2 shards, with an open communicator.
 
     All ranks of a group open theirs together. Ranks that are in several groups do so in the same order, that of the
-    ranks' numbers, so that no two ranks wait for each other. `Unsupported` is raised if the ranks of a group cannot
-    share memory.
+    ranks' numbers, so that no two ranks wait for each other.
+
+    Args:
+        groups: process groups.
+        device: of the parameters.
+        options: of the communicators; None: see `OverlapOptions`.
+
+    Raises:
+        Unsupported: the ranks of a group cannot share memory.
+        Misconfigured: other users of these ranks have given other options.
     """
 
-    def __init__(self, groups: Iterable[ProcessGroup], *, device: torch.device, options: CommunicatorOptions) -> None:
-        self._by_ranks: dict[tuple[int, ...], Communicator] = {}
-        self._by_group: dict[ProcessGroup, Communicator] = {}
-        by_ranks = {_ranks(group): group for group in groups}
+    def __init__(
+        self, groups: Iterable[ProcessGroup], *, device: torch.device, options: CommunicatorOptions | None
+    ) -> None:
+        self._by_ranks: dict[tuple[int, ...], RankGroup] = {}
+        self._by_group: dict[ProcessGroup, RankGroup] = {}
+        by_ranks = {ranks_of(group): group for group in groups}
         try:
             for ranks in sorted(by_ranks):
-                self._by_ranks[ranks] = _opened(by_ranks[ranks], ranks, device, options)
+                self._by_ranks[ranks] = found = rank_group(by_ranks[ranks])
+                found.join(self, options, staging_bytes=STAGING_BYTES)
+                found.open_one_host(device)
+        except Unsupported as error:
+            self.close()
+            raise Unsupported(
+                f"FSDP2's group of ranks {list(ranks)}: {error} (ranks of several hosts: a mesh of two axes, "
+                "replicated between hosts and sharded within)"
+            ) from error
         except BaseException:
             self.close()
             raise
 
-    def of(self, group: ProcessGroup) -> Communicator:
-        """Return the communicator of the ranks of `group`; raise if `overlap` did not know these ranks."""
+    def of(self, group: ProcessGroup) -> RankGroup:
+        """Return what the ranks of `group` share; raise if `overlap` did not know these ranks."""
         known = self._by_group.get(group)
         if known is None:
-            known = self._by_ranks.get(_ranks(group))
+            known = self._by_ranks.get(ranks_of(group))
             if known is None:
                 raise Misconfigured(
-                    f"FSDP2 communicates over ranks {list(_ranks(group))}, which it did not when overlap() was called; "
-                    "call restore(), and overlap(model) anew"
+                    f"FSDP2 communicates over ranks {list(ranks_of(group))}, which it did not when overlap() was "
+                    "called; call restore(), and overlap(model) anew"
                 )
             self._by_group[group] = known
         return known
 
-    def all(self) -> tuple[Communicator, ...]:
-        """Return each communicator once."""
+    def all(self) -> tuple[RankGroup, ...]:
+        """Return each of them once."""
         return tuple(self._by_ranks.values())
 
     def check(self) -> None:
         """Raise the error that ended one of the communicators, if one has ended."""
-        for communicator in self._by_ranks.values():
-            communicator.check()
+        for one in self._by_ranks.values():
+            one.check()
 
     def close(self) -> None:
-        """Close all communicators."""
-        for communicator in self._by_ranks.values():
-            communicator.close()
+        """Leave all communicators, which closes those that nobody else uses."""
+        for one in self._by_ranks.values():
+            one.leave(self)
 
 
 class GatherHook(AllGather):
@@ -106,13 +126,12 @@ class GatherHook(AllGather):
     def __init__(
         self,
         module: ShardedModule,
-        communicators: Communicators,
+        groups: ShardGroups,
         *,
         parameters: ModuleParameters | None = None,
-        channel: int,
         prefetch: Prefetch | None = None,
     ) -> None:
-        self._module, self._communicators, self._channel = module, communicators, channel
+        self._module, self._groups = module, groups
         self.parameters, self._prefetch = parameters, prefetch
         self._placeholder: GatherPlaceholder | None = None
         self._calls = 0
@@ -125,12 +144,12 @@ class GatherHook(AllGather):
             placeholder = self._placeholder
             if placeholder is None or placeholder.shape != tuple(size) or placeholder.dtype != dtype:
                 shape = [int(length) for length in size]
-                placeholder = GatherPlaceholder(self.parameters, self._channel, shape, dtype=dtype, device=device)
+                placeholder = GatherPlaceholder(self.parameters, shape, dtype=dtype, device=device)
                 self._placeholder = placeholder
             return placeholder
         group = gather_group(self._module)  # `allocate` is not told which group is next
         assert group is not None
-        communicator = self._communicators.of(group)
+        communicator: Communicator = self._groups.of(group).communicator
         output = communicator.empty(*map(int, size), dtype=dtype, early_release=True)
         self._made = communicator, output.data_ptr()
         return output
@@ -147,28 +166,28 @@ class GatherHook(AllGather):
             self._prefetch.gathered(self._module)
         self._calls += 1
         if type(output_tensor) is GatherPlaceholder:
-            work = output_tensor.parameters.gather(channel=self._channel, async_op=async_op)
-            return None if work is None else _WorkForTorch(work)
-        communicator = self._communicators.of(group)
-        work = communicator.all_gather(output_tensor, input_tensor, channel=self._channel, async_op=async_op)
+            work = output_tensor.parameters.gather(async_op=async_op)
+            return None if work is None else StartedWork([work], [])
+        communicator: Communicator = self._groups.of(group).communicator
+        work = communicator.all_gather(output_tensor, input_tensor, channel=_GATHER, async_op=async_op)
         own_place = input_tensor.data_ptr() - communicator.rank * input_tensor.nbytes
         in_place = self._made == (communicator, output_tensor.data_ptr()) and own_place == output_tensor.data_ptr()
         self._latest = (output_tensor.nbytes, output_tensor.dtype, in_place)
-        return None if work is None else _WorkForTorch(work)
+        return None if work is None else StartedWork([work], [])
 
-    def traffic(self) -> HookTraffic:
+    def traffic(self) -> Traffic:
         """Return the number of calls so far, and what the latest one moved."""
-        if not self._calls:
-            return HookTraffic()
         num_bytes, dtype, in_place = self._latest
+        direct = self.parameters is not None
         if self.parameters is not None and self.parameters.layout:
             num_bytes, dtype = self.parameters.num_bytes, self.parameters.layout[0].dtype
-        return HookTraffic(
+        copied = "in place" if in_place else f"{num_bytes / 1e6:,.1f} MB copied"
+        return Traffic(
+            operation="all_gather",
             calls=self._calls,
             num_bytes=num_bytes,
-            dtype=str(dtype).removeprefix("torch."),
-            copied_bytes=0 if in_place else num_bytes,
-            direct=self.parameters is not None,
+            dtype=str(dtype).removeprefix("torch.") if self._calls else "",
+            how="direct" if direct else copied,
         )
 
     def restore(self) -> None:
@@ -186,14 +205,13 @@ class ScatterHook(ReduceScatter):
 
     def __init__(
         self,
-        communicators: Communicators,
+        groups: ShardGroups,
         *,
         ranks: int,
         direct: bool,
-        channel: int,
         prefetch: Prefetch | None = None,
     ) -> None:
-        self._communicators, self._channel, self._prefetch = communicators, channel, prefetch
+        self._groups, self._prefetch = groups, prefetch
         self._ranks, self._direct = ranks, direct
         self._input_numel = 0  # of the input whose output has not been asked for yet
         self._calls = 0
@@ -224,7 +242,7 @@ class ScatterHook(ReduceScatter):
         if op is not self._op:
             self._op_name, self._factor = op_and_factor(op)
             self._op = op
-        communicator = self._communicators.of(group)
+        communicator: Communicator = self._groups.of(group).communicator
         source = input_tensor.source if type(input_tensor) is ScatterPlaceholder else None
         gradients = None if source is None else source.gradients
         self._calls, self._was_direct = self._calls + 1, gradients is not None
@@ -235,59 +253,26 @@ class ScatterHook(ReduceScatter):
                 gradients,
                 self._op_name,
                 factor=self._factor,
-                channel=self._channel,
+                channel=_SCATTER,
                 async_op=async_op,
             )
         else:
             sent = input_tensor if source is None else source.buffer()
             self._latest = sent.numel(), sent.dtype
             work = communicator.reduce_scatter(
-                output_tensor, sent, self._op_name, factor=self._factor, channel=self._channel, async_op=async_op
+                output_tensor, sent, self._op_name, factor=self._factor, channel=_SCATTER, async_op=async_op
             )
-        return None if work is None else _WorkForTorch(work)
+        return None if work is None else StartedWork([work], [])
 
-    def traffic(self) -> HookTraffic:
+    def traffic(self) -> Traffic:
         """Return the number of calls so far, and what the latest one moved."""
-        if not self._calls:
-            return HookTraffic()
         numel, dtype = self._latest
         op = f"{self._op_name} {self._factor:g}" if self._op_name == "premul_sum" else self._op_name
-        return HookTraffic(
+        return Traffic(
+            operation="reduce_scatter",
             calls=self._calls,
             num_bytes=numel * dtype.itemsize,
-            dtype=str(dtype).removeprefix("torch."),
+            dtype=str(dtype).removeprefix("torch.") if self._calls else "",
             op=op,
-            direct=self._was_direct,
+            how="direct" if self._was_direct else "in place",
         )
-
-
-class _WorkForTorch(TorchWork):
-    """Wraps counterpoint's `Work` as a `Work` of torch, which torch waits for."""
-
-    def __init__(self, work: Work) -> None:
-        super().__init__()
-        self._work = work
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait as `Work.wait` does."""
-        return self._work.wait(timeout.total_seconds() if timeout else None)
-
-    def is_completed(self) -> bool:
-        """Return whether the call has ended, as `Work.is_completed` does."""
-        return self._work.is_completed()
-
-
-def _ranks(group: ProcessGroup) -> tuple[int, ...]:
-    return tuple(dist.get_process_group_ranks(group))
-
-
-def _opened(
-    group: ProcessGroup, ranks: Sequence[int], device: torch.device, options: CommunicatorOptions
-) -> Communicator:
-    try:
-        return Communicator(group, device=device, options=options)
-    except Unsupported as error:
-        raise Unsupported(
-            f"FSDP2's group of ranks {list(ranks)}: {error} (ranks of several hosts: a mesh of two axes, replicated "
-            "between hosts and sharded within)"
-        ) from error

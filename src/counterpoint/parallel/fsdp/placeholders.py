@@ -26,17 +26,15 @@ _WIDENED = (torch.bfloat16, torch.float16)  # sent as they are where FSDP2 wants
 
 
 class GatherPlaceholder(Tensor):
-    """Stands for the buffer of one module's all-gathers, which run on `channel`."""
+    """Stands for the buffer of one module's all-gathers."""
 
     parameters: ModuleParameters
-    channel: int
     _other_shapes: dict[tuple[int, ...], GatherPlaceholder]
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __new__(
         cls,
         parameters: ModuleParameters,
-        channel: int,
         size: Sequence[int],
         *,
         dtype: torch.dtype,
@@ -44,7 +42,7 @@ class GatherPlaceholder(Tensor):
     ) -> GatherPlaceholder:
         """Make a tensor of this shape without memory."""
         made: GatherPlaceholder = Tensor._make_wrapper_subclass(cls, tuple(size), dtype=dtype, device=device)
-        made.parameters, made.channel, made._other_shapes = parameters, channel, {}
+        made.parameters, made._other_shapes = parameters, {}
         return made
 
     @classmethod
@@ -57,7 +55,7 @@ class GatherPlaceholder(Tensor):
             numel = buffer.shape[0]
             return buffer.view(numel // buffer.parameters.ranks), buffer.view(numel)
         if function is _COPY_OUT:
-            args[0].parameters.read(channel=args[0].channel)
+            args[0].parameters.read()
             return None
         raise Unsupported(
             f"FSDP2 of torch {torch.__version__} does {function} with what it gathers, which this counterpoint does "
@@ -69,7 +67,7 @@ class GatherPlaceholder(Tensor):
         other = self._other_shapes.get(size)
         if other is None:
             shape = _known_size(self, size)
-            other = GatherPlaceholder(self.parameters, self.channel, shape, dtype=self.dtype, device=self.device)
+            other = GatherPlaceholder(self.parameters, shape, dtype=self.dtype, device=self.device)
             self._other_shapes[size] = other
         return other
 

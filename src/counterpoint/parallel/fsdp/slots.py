@@ -42,7 +42,9 @@ from counterpoint.parallel.fsdp.modules import (
     shards,
     skip_shard_cast,
 )
+from counterpoint.parallel.group import CHANNELS, RankGroup
 
+(_CHANNEL,) = CHANNELS["gather"]
 NO_TENSORS = TensorList((), key=())
 _ALIGNMENT = 512  # bytes, as of torch's allocator: where a parameter begins
 
@@ -99,14 +101,14 @@ class ParameterSlot:
 
 
 class ParameterSlots:
-    """Allocates the slots of one communicator, and chooses one for each module.
+    """Allocates the slots of one set of ranks, and chooses one for each module.
 
     The modules that share them are in the order of the model; `ahead` are gathered ahead of the one that computes.
     """
 
-    def __init__(self, communicator: Communicator, modules: Sequence[ShardedModule], *, ahead: int) -> None:
+    def __init__(self, group: RankGroup, modules: Sequence[ShardedModule], *, ahead: int) -> None:
         groups = Counter(module.module for module in modules)
-        self.communicator, self._ahead = communicator, ahead * max(groups.values(), default=1)
+        self.group, self._ahead = group, ahead * max(groups.values(), default=1)
         needed = [sum(_aligned(one.num_bytes) for one in gathered_parameters(module)) for module in modules]
         assigned = assign_slots(lifetimes(modules, needed), ahead=ahead)
         self._assigned = dict(zip(modules, assigned, strict=True))
@@ -137,7 +139,7 @@ class ParameterSlots:
         self._by_age.append(slot)
 
     def _new(self, num_bytes: int) -> ParameterSlot:
-        slot = ParameterSlot(self.communicator.empty(num_bytes, dtype=torch.uint8))
+        slot = ParameterSlot(self.group.communicator.empty(num_bytes, dtype=torch.uint8))
         self._by_age.insert(0, slot)
         return slot
 
@@ -146,8 +148,8 @@ class ModuleParameters:
     """Holds one module's whole parameters: their slot, and the tensors there."""
 
     def __init__(self, module: ShardedModule, slots: ParameterSlots) -> None:
-        self._module, self._slots, self._communicator = module, slots, slots.communicator
-        self.ranks = slots.communicator.world_size
+        self._module, self._slots, self._group = module, slots, slots.group
+        self.ranks = slots.group.world_size
         self._device = torch.get_device_module(module.device)
         self.layout: tuple[GatheredParameter, ...] = ()
         self.slot: ParameterSlot | None = None
@@ -186,24 +188,25 @@ class ModuleParameters:
         slot.occupant = self
         torch._foreach_copy_(self._own.tensors, shards(self._module))
 
-    def gather(self, *, channel: int, async_op: bool) -> Work | None:
+    def gather(self, *, async_op: bool) -> Work | None:
         """Gather all ranks' shards to their places, on the current stream, or with `async_op` behind it."""
         if self._is_late:
             return None
-        work = self._communicator.all_gather_coalesced(self._whole, self._own, channel=channel, async_op=async_op)
+        communicator: Communicator = self._group.communicator
+        work = communicator.all_gather_coalesced(self._whole, self._own, channel=_CHANNEL, async_op=async_op)
         self._work = work
         if work is None:
             self._sent.record()
         return work
 
-    def read(self, *, channel: int) -> None:
+    def read(self) -> None:
         """Let FSDP2 use the parameters from here on, on the current stream, which has waited for the gather.
 
         Unsupported is raised if another module is in use in the same slot.
         """
         if self._is_late or self.slot is None or self.slot.occupant is not self:
             self._evict_and_copy_in()
-            self.gather(channel=channel, async_op=False)
+            self.gather(async_op=False)
         self._reading = True
 
     def free(self) -> None:
@@ -250,7 +253,7 @@ class ModuleParameters:
         """Make the tensors in a free slot, and let FSDP2 use them from now on."""
         self.layout, start = gathered_parameters(self._module), 0
         slot = self._slots.free_slot(self._module, sum(_aligned(one.num_bytes) for one in self.layout))
-        rank, whole, own = self._communicator.rank, list[Tensor](), list[Tensor]()
+        rank, whole, own = self._group.rank, list[Tensor](), list[Tensor]()
         with torch.inference_mode(False), torch.no_grad():
             for one in self.layout:
                 part, share = slot.memory[start : start + one.num_bytes], one.num_bytes // self.ranks

@@ -15,16 +15,21 @@ from typing import TYPE_CHECKING, Any
 from counterpoint.parallel.tensor import operations
 
 if TYPE_CHECKING:
+    from counterpoint.parallel.options import TensorOptions
     from counterpoint.parallel.tensor.compiled import fuse_compiled
-    from counterpoint.parallel.tensor.plans import TensorOptions
     from counterpoint.parallel.tensor.styles import Colwise, Rowwise
 
 __all__ = ["Colwise", "Rowwise", "TensorOptions", "fuse_compiled", "operations"]
 
-_MODULES = {"Colwise": "styles", "Rowwise": "styles", "TensorOptions": "plans", "fuse_compiled": "compiled"}
+_MODULES = {
+    "Colwise": "tensor.styles",
+    "Rowwise": "tensor.styles",
+    "TensorOptions": "options",
+    "fuse_compiled": "tensor.compiled",
+}
 
 
 def __getattr__(name: str) -> Any:  # some import much: inductor, DTensor
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return getattr(importlib.import_module(f"counterpoint.parallel.{_MODULES[name]}"), name)

@@ -12,7 +12,6 @@ before runs first, as it did.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch._dynamo.utils import counters
@@ -22,77 +21,13 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph
 
-from counterpoint.errors import Misconfigured, NoEffect
-from counterpoint.parallel.tables import aligned_rows
+from counterpoint.errors import Misconfigured
+from counterpoint.parallel.report import ModuleRow, Report
 from counterpoint.parallel.tensor import graphs, operations
-from counterpoint.parallel.tensor.graphs import FoundCollective, fuse
+from counterpoint.parallel.tensor.graphs import fuse
 from counterpoint.version import VERSION
 
 _InferenceAware: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", CustomGraphPass)  # torch >= 2.12
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CompiledCollective:
-    """Says what became of a collective of a compiled graph.
-
-    Args:
-        graph: number of the graph, in the order in which they were compiled.
-        kind: of the graph.
-        found: the collective, and with how many matmuls it was fused.
-    """
-
-    graph: int
-    kind: Literal["forward", "backward", "inference"]
-    found: FoundCollective
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CompiledReport:
-    """Lists the collectives of the graphs that were compiled. Prints as a table.
-
-    Args:
-        rows: all_gathers, reduce_scatters and all_reduces, in the order of their graphs.
-        cached: graphs that came from inductor's cache on disk, as they were fused when they were compiled; their
-            collectives are not listed.
-    """
-
-    rows: tuple[CompiledCollective, ...]
-    cached: int = 0
-
-    @property
-    def fused(self) -> int:
-        """Return how many collectives were fused with matmuls."""
-        return sum(row.found.matmuls > 0 for row in self.rows)
-
-    def require(self) -> CompiledReport:
-        """Return this report; raise `NoEffect`, with all reasons, if nothing was fused."""
-        if not self.fused and not self.cached:
-            reasons = (f"{row.found.collective} of {row.kind} graph {row.graph}: {row.found.why}" for row in self.rows)
-            raise NoEffect(
-                "tensor_parallel.fuse_compiled",
-                asked="collectives fused with matmuls",
-                seen="; ".join(reasons) or "no graph with an all_gather, a reduce_scatter or an all_reduce",
-                fix="call it before the model's first call; matmuls and collectives have to be in one graph",
-            )
-        return self
-
-    def __str__(self) -> str:
-        head = ("graph", "kind", "collective", "group", "tensor", "fused with")
-        rows = [
-            (str(row.graph), row.kind, row.found.collective, row.found.group, row.found.tensor, _outcome(row.found))
-            for row in self.rows
-        ]
-        lines = aligned_rows([head, *rows])
-        lines.append(f"{self.fused} of {len(self.rows)} collectives fused")
-        if self.cached:
-            lines.append(f"{self.cached} graphs came from inductor's cache, fused before; they are not listed")
-        return "\n".join(lines)
-
-
-def _outcome(found: FoundCollective) -> str:
-    if not found.matmuls:
-        return f"nothing: {found.why}"
-    return "1 matmul" if found.matmuls == 1 else f"{found.matmuls} matmuls"
 
 
 def fuse_compiled(groups: Sequence[ProcessGroup | DeviceMesh] | None = None) -> FusedCompilations:
@@ -135,9 +70,17 @@ class FusedCompilations:
     def __str__(self) -> str:
         return str(self.report())
 
-    def report(self) -> CompiledReport:
-        """Return the collectives of all graphs that were compiled so far."""
-        return CompiledReport(rows=tuple(self._pass.rows), cached=_cache_hits() - self._hits)
+    def report(self) -> Report:
+        """Return the collectives of all graphs that were compiled so far; `runs` says how many matmuls have each.
+
+        Graphs that came from inductor's cache on disk are as they were fused when they were compiled: a note counts
+        them, and their collectives are not listed.
+        """
+        rows, cached = tuple(self._pass.rows), _cache_hits() - self._hits
+        notes = [f"{sum(bool(row.runs) for row in rows)} of {len(rows)} collectives fused"]
+        if cached:
+            notes.append(f"{cached} graphs came from inductor's cache, fused before; they are not listed")
+        return Report(modules=rows, notes=tuple(notes), cached_graphs=cached)
 
     def remove(self) -> None:
         """Fuse nothing from now on; graphs that are compiled stay as they are."""
@@ -152,7 +95,7 @@ class _FusingPass(_InferenceAware):  # type: ignore[misc]
     def __init__(self, before: tuple[Any, ...], groups: frozenset[str] | None) -> None:
         self.before, self.groups = before, groups
         self.is_on = True
-        self.rows: list[CompiledCollective] = []
+        self.rows: list[ModuleRow] = []
         self._graphs = 0
 
     def __call__(self, graph: Graph, is_inference: bool = False) -> None:
@@ -168,7 +111,14 @@ class _FusingPass(_InferenceAware):  # type: ignore[misc]
         kind = "inference" if is_inference else kind
         self._graphs += 1
         self.rows += [
-            CompiledCollective(graph=self._graphs, kind=kind, found=found) for found in fuse(graph, self.groups)
+            ModuleRow(
+                name=f"{kind} graph {self._graphs}",
+                kind="compiled",
+                style=f"{found.collective} of {found.tensor} in group {found.group}",
+                runs="" if not found.matmuls else "1 matmul" if found.matmuls == 1 else f"{found.matmuls} matmuls",
+                torch_why=found.why,
+            )
+            for found in fuse(graph, self.groups)
         ]
 
     def uuid(self) -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -19,17 +18,16 @@ from torch.distributed import distributed_c10d
 
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.host.group import check_agreement, torch_function
-from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.collectives.submit.tensors import dtype_name, flat_bytes
 from counterpoint.errors import Misconfigured, PeerTimeout, Unsupported
 from counterpoint.machine.profile import default_profile
 from counterpoint.pair.arrivals import TensorOperation
 from counterpoint.pair.matmul_choice import MatmulPlan
 from counterpoint.pair.sharded_rows import ShardedRows
-from counterpoint.parallel.backend.group import torch_group
-from counterpoint.parallel.backend.report import BackendReport, CallCounts, RoutedPath
-from counterpoint.parallel.call_memory import CallMemory
+from counterpoint.parallel.group import RankGroup, rank_group, torch_group
+from counterpoint.parallel.options import TensorOptions
 from counterpoint.parallel.registry import Registry
+from counterpoint.parallel.report import CallCounts, Report, RoutedPath
 from counterpoint.parallel.tensor.flagged import MAX_SPINS
 from counterpoint.parallel.tensor.matmul import Weight, grad_of_weight
 from counterpoint.parallel.tensor.overlapped import (
@@ -41,7 +39,7 @@ from counterpoint.parallel.tensor.overlapped import (
     multiply_and_scatter,
     scatter_flagged,
 )
-from counterpoint.parallel.tensor.plans import AskedMechanism, MatmulShape, Plans, TensorOptions
+from counterpoint.parallel.tensor.plans import AskedMechanism, MatmulShape, Plans
 from counterpoint.parallel.tuned import FollowedTuning, follow_together
 
 _c10d: Any = distributed_c10d
@@ -72,20 +70,24 @@ class TensorGroup:
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.options = options or TensorOptions()
         self._counts = CallCounts()
-        self._communicator: Communicator | None = None
+        self._ranks: RankGroup | None = None  # once its communicator is open
         self._plans: Plans | None = None
         self._tuning: FollowedTuning | None = None
         self._is_told = False  # which tuning to follow
         self._is_agreed = False  # how calls are chosen
         self._routes: dict[Hashable, _Route] = {}
         self._words, self._error = torch.empty(0, dtype=torch.int32), _NO_ERROR
-        self._memory: CallMemory | None = None  # of the communicator
         self._why_not = "one rank" if self.world_size == 1 else None
 
-    def report(self) -> BackendReport:
+    @property
+    def _communicator(self) -> Communicator | None:
+        """Return the ranks' communicator; None before the first call that it may take."""
+        found: Communicator | None = None if self._ranks is None else self._ranks.communicator
+        return found
+
+    def report(self) -> Report:
         """Return which calls went which way, and why."""
-        report = self._counts.report()
-        return report if self._tuning is None else replace(report, tuned=str(self._tuning))
+        return Report(calls=self._counts.rows(), tuned="" if self._tuning is None else str(self._tuning))
 
     def follow(self, tuning: FollowedTuning | None) -> None:
         """Let a tuning choose for later calls, between two steps; None: the built-in rules. All ranks call it.
@@ -104,18 +106,17 @@ class TensorGroup:
 
     def check(self) -> None:
         """Raise the error that ended the communicator, or what a matmul that polls has missed, if there was one."""
-        if self._communicator is not None:
-            self._communicator.check()
+        if self._ranks is not None:
+            self._ranks.check()
         self._raise_missing()
 
     def close(self) -> None:
-        """Close the communicator; all ranks call it. Later calls go torch's way."""
-        communicator, self._communicator = self._communicator, None
+        """Leave the communicator, which ends unless others use it; all ranks call it. Later calls go torch's way."""
+        ranks, self._ranks = self._ranks, None
         self._why_not = "the group is closed"
-        self._memory = None
         self._routes.clear()
-        if communicator is not None:
-            communicator.close()
+        if ranks is not None:
+            ranks.leave(self)
 
     # the operations
 
@@ -462,21 +463,22 @@ class TensorGroup:
 
     def _opened(self, device: torch.device) -> Communicator:
         """Return the communicator, made at the first call, by all ranks together; raise if they cannot have one."""
-        if self._communicator is None:
-            group = torch_group(self.group)
-            options = CommunicatorOptions(**self.options.of_communicator())
+        if self._ranks is None:
+            ranks = rank_group(self.group)
+            ranks.join(self, self.options.communicator)
             try:
-                self._communicator = Communicator(group, device=device, options=options)
-                self._memory = CallMemory(self._communicator)
+                communicator = ranks.open_one_host(device)
             except Unsupported as error:
+                ranks.leave(self)
                 self._why_not = str(error)
                 raise
-            self._plans = self._new_plans(self._communicator)
+            self._ranks = ranks
+            self._plans = self._new_plans(communicator)
             self._words = torch.zeros(_WORDS, dtype=torch.int32, device=device)
             self._error = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()  # other streams read them, too
-        return self._communicator
+        return self._ranks.open_one_host(device)
 
     def _raise_missing(self) -> None:
         """Raise `PeerTimeout` if a matmul has polled in vain: its kernel writes the word on the host itself."""
@@ -495,8 +497,8 @@ class TensorGroup:
 
     def _empty(self, role: Literal["gathered", "staging"], *shape: int, dtype: torch.dtype) -> Tensor:
         """Return symmetric memory for one operation."""
-        assert self._memory is not None
-        return self._memory.shared(role, *shape, dtype=dtype)
+        assert self._ranks is not None
+        return self._ranks.memory.shared(role, *shape, dtype=dtype)
 
     def _staging(self, sums: Tensor) -> Tensor:
         """Return where the ranks' parts of this rank's `sums` arrive."""

@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import PrepareModuleInput
 
 from counterpoint.errors import Misconfigured
-from counterpoint.parallel.report import TensorParallelModule, TensorParallelReport
+from counterpoint.parallel.options import TensorOptions
+from counterpoint.parallel.report import ModuleRow, Report, together
 from counterpoint.parallel.tensor.group import TensorGroup, tensor_group
 from counterpoint.parallel.tensor.linear import (
     all_gather_linear,
@@ -28,7 +29,6 @@ from counterpoint.parallel.tensor.linear import (
     replicated_linear,
     replicated_rows,
 )
-from counterpoint.parallel.tensor.plans import TensorOptions
 from counterpoint.parallel.tensor.recognised import (
     LinearStyle,
     PreparedInput,
@@ -80,7 +80,7 @@ class OverlappedLinear:
         bias: Any = self.module.bias
         return self.weight.to_local(), None if bias is None else bias.to_local()
 
-    def report(self) -> TensorParallelModule:
+    def report(self) -> ModuleRow:
         """Return what runs the layer."""
         style, inputs = self.style, self.inputs
         if style.is_column:
@@ -88,11 +88,12 @@ class OverlappedLinear:
             operation = "all_gather_matmul" if is_gathered else "matmul_all_reduce in backward"
         else:
             operation = "matmul_reduce_scatter" if isinstance(style.output_layout, Shard) else "matmul_all_reduce"
-        return TensorParallelModule(
+        return ModuleRow(
             name=self.name,
+            kind="tensor",
             style=style.name,
             ranks=ranks_of(style.mesh),
-            operation=operation,
+            runs=operation,
             shared_with=tuple(one.name for one in inputs.layers if one is not self),
             torch_why=self.torch_why,
         )
@@ -307,11 +308,11 @@ class OverlappedTensorParallel:
         module, why = next(iter(self._left.items()))
         return f"{self._names[module]}: {why}"
 
-    def report(self) -> TensorParallelReport:
+    def report(self) -> Report:
         """Return every module of tensor parallelism, and what runs it."""
         rows = [self._reported(module, name) for module, name in self._names.items()]
-        calls = [row for group in self._groups for row in tensor_group(group).report().rows]
-        return TensorParallelReport(modules=tuple(row for row in rows if row is not None), calls=tuple(calls))
+        calls = together(row for group in self._groups for row in tensor_group(group).report().calls)
+        return Report(modules=tuple(row for row in rows if row is not None), calls=calls)
 
     @property
     def groups(self) -> tuple[Any, ...]:
@@ -370,17 +371,18 @@ class OverlappedTensorParallel:
                 inputs = SameInput(layers)
                 self._ends.append(parent.register_forward_hook(inputs.end, always_call=True))
 
-    def _reported(self, module: nn.Module, name: str) -> TensorParallelModule | None:
+    def _reported(self, module: nn.Module, name: str) -> ModuleRow | None:
         if module in self._left:
             style = "" if prepared_input(module) is None else "PrepareModuleInput"
-            return TensorParallelModule(name=name, style=style, torch_why=self._left[module])
+            return ModuleRow(name=name, kind="tensor", style=style, torch_why=self._left[module])
         gather = self._gathers.get(module)
         if gather is not None:
-            return TensorParallelModule(
+            return ModuleRow(
                 name=name,
+                kind="tensor",
                 style="PrepareModuleInput",
                 ranks=gather.ranks,
-                operation="all_gather_matmul",
+                runs="all_gather_matmul",
                 shared_with=tuple(one.name for one in gather.inputs.layers),
                 torch_why=gather.torch_why,
             )

@@ -20,6 +20,7 @@ from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.cuda.partitioned import PartitionedCudaWork
 from counterpoint.pair.cuts import Piece
 from counterpoint.pair.sharded_rows import Part, ShardedRows
+from counterpoint.parallel.group import CHANNELS
 from counterpoint.parallel.sums import add_up
 from counterpoint.parallel.tensor.flagged import (
     bind_all_gather_matmul,
@@ -28,7 +29,7 @@ from counterpoint.parallel.tensor.flagged import (
 )
 from counterpoint.parallel.tensor.matmul import Weight
 
-GATHER, SCATTER = 0, 1  # channels: both may be under way at once
+GATHER, SCATTER = CHANNELS["matmuls"]  # both may be under way at once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,13 +14,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import pairwise
 from statistics import median
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, TypeVar
 
 import torch
 
 from counterpoint.collectives.host.group import gather_values
-from counterpoint.collectives.options import CommunicatorOptions
-from counterpoint.errors import Misconfigured, Unsupported
+from counterpoint.errors import Unsupported
 from counterpoint.machine.profile import Profile
 from counterpoint.pair.arrivals import ShardedMatmul, TensorOperation
 from counterpoint.pair.cuts import RowAxis, cut
@@ -28,6 +27,7 @@ from counterpoint.pair.matmul_choice import MatmulPlan, TensorMechanism, choose_
 from counterpoint.pair.row_curves import DTYPES, RowCurve, estimated_curve
 from counterpoint.pair.sharded_rows import ShardedRows
 from counterpoint.pair.tuned_choices import matmul_workload
+from counterpoint.parallel.options import TensorChoice, TensorOptions
 from counterpoint.parallel.tensor.flagged import (
     TYPES,
     bind_all_gather_matmul,
@@ -37,40 +37,12 @@ from counterpoint.parallel.tensor.overlapped import Steps
 from counterpoint.parallel.tuned import FollowedTuning
 
 T = TypeVar("T")
-Mechanism = Literal["auto", "torch", "serial", "cuts", "flagged"]
 POLLING_DTYPES = tuple(str(kind).removeprefix("torch.") for kind in TYPES if kind.itemsize > 1)
 _POINTS, _REPEATS = 64, 5  # of a curve that is measured: with half of the points cuts miss where waves begin
 _TILE = 128  # rows: points are at multiples
 _MAX_CURVES = 1024  # that one group keeps
 _HOST_LAUNCHES: dict[TensorMechanism, int] = {"torch": 10, "serial": 20, "cuts": 20, "flagged": 20}
 """The host's time for a call, in launches of a matmul by torch, as measured by benchmarks/tensor_host.py."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TensorOptions(CommunicatorOptions):
-    """Holds options of tensor-parallel matmuls, besides those of their communicator.
-
-    Args:
-        mechanism: `auto` takes the fastest by prediction; else the one that runs every call that can run so: `torch`
-            (its own collective, and one matmul), `serial` (copy engines, and a matmul that is not cut), `cuts`
-            (pieces), `flagged` (one matmul that takes its tiles as rows arrive; where that cannot be, `cuts`).
-        measure: time matmuls with each new `[k, n]` on the GPU in the first forward call that has it, which takes up to
-            a second; False: estimate them.
-
-    Raises:
-        Misconfigured: an option has a value that is not allowed.
-    """
-
-    mechanism: Mechanism = "auto"
-    measure: bool = True
-
-    def __post_init__(self) -> None:
-        if self.mechanism not in get_args(Mechanism):
-            raise Misconfigured(f"mechanism={self.mechanism!r}: allowed are {', '.join(get_args(Mechanism))}")
-        for name in ("channels", "mailbox_bytes", "crossover_bytes"):  # two channels; no messages; plans choose
-            if getattr(self, name) != CommunicatorOptions.__dataclass_fields__[name].default:
-                raise Misconfigured(f"{name}={getattr(self, name)}: matmuls do not use it; leave it out")
-        super().__post_init__()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +62,7 @@ class MatmulShape:
 class AskedMechanism:
     """Holds the mechanism that options or a tuning ask for, and why; `auto`: the fastest by prediction."""
 
-    mechanism: Mechanism
+    mechanism: TensorChoice
     why: str
 
     @classmethod
@@ -171,7 +143,7 @@ class Plans:
         return replace(plan, mechanism=taken, pieces=pieces, why=why)
 
     def _flagged_factor(
-        self, shape: MatmulShape, task: ShardedMatmul, asked: Mechanism, device: torch.device
+        self, shape: MatmulShape, task: ShardedMatmul, asked: TensorChoice, device: torch.device
     ) -> float | None:
         """Return the speed of the matmuls that poll over that of cuBLAS, by the slowest rank; None: not on all.
 

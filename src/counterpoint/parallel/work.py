@@ -1,31 +1,18 @@
-"""Hand a call of a communicator to torch, as torch's `Work` and futures."""
+"""Hand calls of a communicator to torch, as torch's `Work` and futures: for the backend and for FSDP2's hooks."""
 
 from __future__ import annotations
 
 import threading
 from datetime import timedelta
 from functools import lru_cache
-from types import FunctionType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Work as TorchWork
-from torch._C._dynamo import eval_frame
 
 from counterpoint.collectives.work import Work
-
-# as torch.compiler.disable, which would load the compiler
-_SKIP: Any = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
-AnyClass = TypeVar("AnyClass", bound=type)
-
-
-def never_compiled(kind: AnyClass) -> AnyClass:
-    """Return a class whose methods torch's compiler never compiles: it is on when compiled DDP calls them."""
-    for member in vars(kind).values():
-        if isinstance(member, FunctionType):
-            eval_frame.set_code_exec_strategy(member.__code__, _SKIP)
-    return kind
+from counterpoint.parallel.uncompiled import never_compiled
 
 
 @never_compiled

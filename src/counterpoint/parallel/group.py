@@ -1,0 +1,337 @@
+"""Hold what the ranks of a process group share in this process: one communicator, and what decides about their calls.
+
+Backend, FSDP2, DDP, tensor and expert parallelism each hold the `RankGroup` of their ranks. A call goes: hook, torch's
+group, operation or dispatcher -> `RankGroup.route` -> `RankGroup.communicator` -> `Submitter` -> transport -> driver.
+
+*One communicator.* It is opened at the first call that needs it, by all ranks together, and closed when the last user
+has left, or with the process group. Each user has channels of its own, by name (`CHANNELS`), so that no call of one
+waits for those of another. A group of backend `counterpoint` has a `RankGroup` of its own; all other process groups of
+the same ranks share one.
+
+*One order.* Ranks have to make symmetric memory in one order, on whatever channel. So a user takes the communicator
+from here at each call: what a thread of its own still has to start (`Background`) is started before that.
+
+*Equal on all ranks.* `route` depends on the operation, size, dtype and reduction of a call, on the tuning and on the
+crossovers, which all ranks have compared; never on this rank's memory, layout, thread or clock.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch.distributed as dist
+
+from counterpoint.collectives.communicator import Communicator
+from counterpoint.collectives.multihost.communicator import AnyCommunicator
+from counterpoint.collectives.options import CommunicatorOptions
+from counterpoint.collectives.work import PartitionedWork
+from counterpoint.errors import Misconfigured, Unsupported
+from counterpoint.parallel.background import Background
+from counterpoint.parallel.call_memory import CallMemory
+from counterpoint.parallel.registry import Registry
+from counterpoint.parallel.report import RoutedPath
+from counterpoint.parallel.tuned import FollowedTuning, TunedCall
+
+CHANNELS: Mapping[str, tuple[int, ...]] = {
+    "gather": (0,),  # FSDP2's parameters
+    "scatter": (1,),  # and gradients
+    "buckets": (0, 1),  # DDP's: its models are no FSDP2's
+    "calls": (2,),  # of a process group: torch's run in order
+    "matmuls": (3, 4),  # rows gathered, and products scattered
+    "tokens": (5, 6, 7, 8, 9),  # two dispatches, two combines, and what is small
+}
+"""Names the channels of each user of a communicator."""
+NUM_CHANNELS = 1 + max(map(max, CHANNELS.values()))
+_MOST_ROUTES = 4096  # that are kept
+Open: TypeAlias = Callable[[Any, Any, CommunicatorOptions], AnyCommunicator]
+"""Opens a communicator, given the process group, the device and the options."""
+
+
+class Route(NamedTuple):
+    """Says what runs the calls of one kind, and why; `path` is `torch` for calls that the process group makes."""
+
+    path: RoutedPath
+    why: str
+
+    @property
+    def torch_why(self) -> str:
+        """Return why the process group makes these calls; empty if it does not."""
+        return self.why if self.path == "torch" else ""
+
+
+def _open_on_one_host(group: Any, device: Any, options: CommunicatorOptions) -> AnyCommunicator:
+    return Communicator(group, device=device, options=options)
+
+
+class PartitionedCalls:
+    """Lends the channels of a pair in alternation to calls in partitions, of which two may be under way at once."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, PartitionedWork] = {}  # by channel
+        self._latest: dict[tuple[int, ...], int] = {}  # by pair, which one had the last call
+
+    def channel(self, pair: tuple[int, ...]) -> int:
+        """Return the channel of the next call; a call that is still under way there is finished."""
+        self._latest[pair] = 1 - self._latest.get(pair, 1)
+        channel = pair[self._latest[pair]]
+        if channel in self._open:
+            self._open.pop(channel).finish()
+        return channel
+
+    def begin(self, channel: int, work: PartitionedWork) -> PartitionedWork:
+        """Note a call that is under way, and return it."""
+        self._open[channel] = work
+        return work
+
+    def finish(self, work: PartitionedWork) -> None:
+        """End a call, whose channel is then free."""
+        work.finish()
+        self._open = {channel: one for channel, one in self._open.items() if one is not work}
+
+
+class RankGroup:
+    """Holds one communicator of the ranks of a process group, its users, and what decides about their calls.
+
+    Args:
+        group: process group of torch's own backends.
+        ranks: its ranks, counted in the job, in the order of the group.
+        options: of the communicator; None: as its users say.
+        opened: opens the communicator.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        ranks: tuple[int, ...],
+        *,
+        options: CommunicatorOptions | None = None,
+        opened: Open = _open_on_one_host,
+    ) -> None:
+        self.group, self.ranks = group, ranks
+        self.rank: int = group.rank()
+        self.world_size = len(self.ranks)
+        self.why_not = "one rank" if self.world_size == 1 else ""
+        """Says why there is no communicator; empty if there may be one."""
+        self.has_ended = False
+        self.tuning: FollowedTuning | None = None
+        self._of_group, self._opened = options, opened
+        self._options, self._is_given = options or CommunicatorOptions(), options is not None
+        self._users: list[object] = []
+        self._communicator: AnyCommunicator | None = None
+        self._background: Background | None = None
+        self._memory: CallMemory | None = None
+        self.partitioned = PartitionedCalls()
+        self._routes: dict[Any, Route] = {}
+        self._opening = threading.RLock()  # one thread opens what all use
+
+    def join(self, user: object, options: CommunicatorOptions | None = None, **defaults: Any) -> None:
+        """Let `user` use the communicator until `leave`. All ranks call it.
+
+        Args:
+            user: an object.
+            options: of the communicator; None: as another user has given them, or the defaults.
+            defaults: fields of `CommunicatorOptions` that this user sets where none gives options.
+
+        Raises:
+            Misconfigured: another user, or the backend, has given other options.
+        """
+        if options is not None:
+            if options != self._options and (self._is_given or self._communicator is not None):
+                raise Misconfigured(
+                    f"the communicator of ranks {list(self.ranks)} has {self._options}, not {options}: give all its "
+                    "users the same (a group of backend counterpoint has its pg_options), or end the others before"
+                )
+            self._options, self._is_given = options, True
+        elif not self._is_given and self._communicator is None:
+            self._options = replace(self._options, **defaults)
+        self._users.append(user)
+
+    def leave(self, user: object) -> None:
+        """End the use by `user`: the last one closes the communicator. All ranks call it."""
+        if any(one is user for one in self._users):
+            self._users = [one for one in self._users if one is not user]
+            if not self._users:
+                self.close()
+                self._options, self._is_given = self._of_group or CommunicatorOptions(), self._of_group is not None
+
+    def open(self, device: Any = None) -> AnyCommunicator:
+        """Return the communicator, made at the first call, by all ranks together.
+
+        Args:
+            device: `torch.device` of the tensors; None: the current GPU if the group has NCCL, else the CPU.
+
+        Raises:
+            Unsupported: these ranks cannot share memory, now and at any later call.
+        """
+        with self._opening:
+            if self.why_not:
+                raise Unsupported(self.why_not)
+            if self._communicator is None:
+                options = replace(self._options, channels=NUM_CHANNELS)
+                try:
+                    self._communicator = self._opened(self.group, device, options)
+                except Unsupported as error:
+                    self.why_not = str(error)
+                    raise
+            return self._communicator
+
+    def open_one_host(self, device: Any = None) -> Communicator:
+        """Do `open`, for users whose ranks have to be on one host."""
+        found = self.open(device)
+        if not isinstance(found, Communicator):
+            raise Unsupported(f"ranks {list(self.ranks)} are on several hosts")
+        return found
+
+    @property
+    def options(self) -> CommunicatorOptions:
+        """Return the options of the communicator, as they are now."""
+        return self._options
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether there is a communicator."""
+        return self._communicator is not None
+
+    @property
+    def communicator(self) -> Any:
+        """Return the communicator, behind all that a thread has still to start on it; None if it is not open."""
+        if self._background is not None:
+            self._background.drain()
+        return self._communicator
+
+    @property
+    def memory(self) -> CallMemory:
+        """Return symmetric memory for single calls of the communicator, which is open."""
+        if self._memory is None:
+            self._memory = CallMemory(self.communicator)
+        return self._memory
+
+    def background(self) -> Background:
+        """Return the thread that starts calls on the communicator, which is open."""
+        with self._opening:
+            if self._background is None:
+                assert self._communicator is not None
+                self._background = Background(self._communicator)
+            return self._background
+
+    def drain(self) -> None:
+        """Return when all that the thread was given is queued (on a CPU: has ended)."""
+        if self._background is not None:
+            self._background.drain()
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Set how many seconds a rank waits for another, from now on."""
+        self._options = replace(self._options, timeout_s=timeout_s)
+        if self._communicator is not None:
+            self._communicator.set_timeout(timeout_s)
+
+    def check(self) -> None:
+        """Raise the error that ended the communicator, if there was one; it names the ranks."""
+        if self._communicator is not None:
+            self._communicator.check()
+
+    def close(self, how: Literal["close", "abort"] = "close") -> None:
+        """Close the communicator, or abort it; a later `open` makes another. All ranks call it."""
+        background, self._background = self._background, None
+        communicator, self._communicator = self._communicator, None
+        memory, self._memory = self._memory, None
+        self._routes.clear()
+        self.partitioned = PartitionedCalls()
+        if memory is not None:
+            memory.forget()
+        ends: list[Any] = [one for one in (background, communicator) if one is not None]
+        # on a CPU the communicator fails what the thread runs, so it comes first
+        waits = how == "close" and communicator is not None and communicator.device.type == "cuda"
+        for one in ends if waits else ends[::-1]:
+            getattr(one, how)()
+
+    def end(self, how: Literal["close", "abort"] = "close", why: str = "the group was destroyed") -> None:
+        """Close the communicator, or abort it, for good."""
+        self.why_not, self.has_ended = why, True
+        self.close(how)
+
+    def follow(self, tuning: FollowedTuning | None) -> None:
+        """Let a tuning choose for later calls; None: built-in rules. All ranks call it, between two steps."""
+        self.tuning = tuning
+        self.decide_anew()
+
+    def decide_anew(self) -> None:
+        """Forget all routes, since reasons for torch have changed. All ranks call it, between the same calls."""
+        self._routes.clear()
+
+    def choice(self, operation: str, num_bytes: int, **of_call: Any) -> TunedCall | None:
+        """Return what the tuning chose for a call whose full array has `num_bytes`; None: built-in rules decide.
+
+        `of_call` are the other arguments of `FollowedTuning.find`.
+        """
+        if self.tuning is None:
+            return None
+        return self.tuning.find(operation, ranks=self.world_size, num_bytes=num_bytes, **of_call)
+
+    def route(
+        self, operation: str, num_bytes: int, *of_call: Any, why_torch: Callable[..., str] | None = None
+    ) -> Route:
+        """Return what runs a call: what the tuning chose, else the communicator unless `why_torch` has a reason.
+
+        Args:
+            operation: PyTorch's name.
+            num_bytes: size of the full array.
+            of_call: what else decides, such as the dtype: equal on all ranks.
+            why_torch: returns why torch makes a call, empty if it does not: asked once, with operation, size,
+                `of_call`, and whether the tuning chose the communicator; None: it makes none.
+        """
+        key = operation, num_bytes, of_call
+        route = self._routes.get(key)
+        if route is None:
+            choice = self.choice(operation, num_bytes)
+            if choice is not None and choice.stays:
+                route = Route("torch", choice.why)
+            else:
+                why = "" if why_torch is None else why_torch(operation, num_bytes, *of_call, choice is not None)
+                route = Route("torch", why) if why else Route("zero_sm", "" if choice is None else choice.why)
+            if len(self._routes) >= _MOST_ROUTES:
+                self._routes.clear()
+            self._routes[key] = route
+        return route
+
+
+_GROUPS: Registry[RankGroup] = Registry(RankGroup.end)
+_BY_RANKS: weakref.WeakValueDictionary[tuple[int, ...], RankGroup] = weakref.WeakValueDictionary()
+
+
+def rank_group(group: Any = None) -> RankGroup:
+    """Return what the ranks of a process group share, until torch destroys the group.
+
+    Args:
+        group: process group; None: the default one. One of backend `counterpoint` has its own.
+
+    Raises:
+        Misconfigured: torch has no such group, or this process is not in it.
+    """
+    group = dist.group.WORLD if group is None else group
+    own = getattr(group, "rank_group", None)
+    if own is not None:
+        found: RankGroup = own
+        return found
+    known = _BY_RANKS.get(ranks_of(group))
+    if known is None or known.has_ended:
+        known = _BY_RANKS[ranks_of(group)] = _GROUPS.get(group, lambda: RankGroup(group, ranks_of(group)))
+    return known
+
+
+def ranks_of(group: Any) -> tuple[int, ...]:
+    """Return the ranks of a process group, counted in the job, in the order of the group."""
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def torch_group(group: Any) -> Any:
+    """Return the process group of torch's own backend: the inner one of a group of backend `counterpoint`."""
+    inner = getattr(group, "inner", None)
+    if inner is None:
+        return group
+    inner.register()
+    return inner.group
