@@ -25,7 +25,8 @@ from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.collectives.program.reductions import Reduction
 from counterpoint.errors import Unsupported
 from counterpoint.measurement.session import Session
-from counterpoint.parallel.expert import Dispatcher, ExpertOptions, LocalExperts, dispatcher, overlapped_moe
+from counterpoint.parallel import group as rank_groups
+from counterpoint.parallel.expert import Dispatcher, ExpertOptions, LocalExperts, overlapped_moe
 from counterpoint.parallel.expert.options import ExpertLayout
 from counterpoint.parallel.expert.wire import narrowed
 from tests.dist.communicator_cuda_programs import delays
@@ -203,7 +204,7 @@ def random_routings(
         equal = draw.random() < 0.3
         with ExitStack() as stack:
             if gpu:
-                stack.enter_context(on_software_gpu(session.rank, dispatcher))
+                stack.enter_context(on_software_gpu(session.rank))
             made = {name: stack.enter_context(opened(layout, mechanism=name, equal_tokens=equal)) for name in names}
             for call in range(calls):
                 case = drawn(draw, 100_000 * seed + 1000 * number + call, layout, equal=equal)
@@ -226,7 +227,7 @@ def in_halves(session: Session, name: str, count: int, gpu: bool = False) -> Non
     """Several dispatches under way at once, then several combines: the same as one after the other."""
     layout = layout_of(session)
     cases = [case_of(layout, "distinct", seed=number) for number in range(count)]
-    with on_software_gpu(session.rank, dispatcher) if gpu else nullcontext(), opened(layout, mechanism=name) as made:
+    with on_software_gpu(session.rank) if gpu else nullcontext(), opened(layout, mechanism=name) as made:
         apart = [run(made, case) for case in cases]
         inputs = [[one.requires_grad_() for one in case.part(layout.rank)[:2]] for case in cases]
         handles = [
@@ -397,7 +398,7 @@ def no_shared_memory(session: Session) -> str:
         raise Unsupported("ranks on two hosts")
 
     layout = layout_of(session)
-    with patch.object(dispatcher, "Communicator", refused), opened(layout, mechanism="gather") as made:
+    with patch.object(rank_groups, "Communicator", refused), opened(layout, mechanism="gather") as made:
         check(case_of(layout), {"torch": run(made, case_of(layout))}, session.rank)
         return str(made.report())
 
@@ -566,7 +567,7 @@ def replayed(session: Session) -> list[int]:
         return int(words.count_nonzero())
 
     found, stream = [], gpu.current_stream()
-    with patch.object(dispatcher, "Communicator", open_one):
+    with patch.object(rank_groups, "Communicator", open_one):
         step()
     gpu.synchronize()
     gpu.driver.cuStreamBeginCapture(stream, 2)

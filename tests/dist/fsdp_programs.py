@@ -203,7 +203,7 @@ def _other_ranks(model: Any) -> None:
 
 
 def _far_away(model: Any) -> None:
-    with patch("counterpoint.parallel.fsdp.hooks.Communicator", side_effect=Unsupported("different hosts")):
+    with patch("counterpoint.parallel.group.Communicator", side_effect=Unsupported("different hosts")):
         overlap(model)
 
 

@@ -55,7 +55,7 @@ class OnSoftwareGpu(Communicator):
 
 def on_software_gpu() -> Any:
     """Let `overlap` open communicators of GPUs that are made of threads."""
-    return patch("counterpoint.parallel.fsdp.hooks.Communicator", OnSoftwareGpu)
+    return patch("counterpoint.parallel.group.Communicator", OnSoftwareGpu)
 
 
 def beside_stock_on_software_gpu(session: Session, case: Case) -> tuple[list[str], list[str]]:

@@ -331,7 +331,8 @@ def stressed(session: Session, seed: int, steps: int) -> Seen:
         error=largest(ours, exact),
         stock=largest(torchs, exact),
         paths=[{str(row.path) for row in each} for each in rows],
-        copied=[one.torch_why for one in said.modules if one.torch_why] + [n for n in said.notes if "copies" in n],
+        copied=[one.torch_why for one in said.of_kind("fsdp2") if one.torch_why]
+        + [n for n in said.notes if "copies" in n],
     )
 
 

@@ -21,6 +21,7 @@ from counterpoint.machine.profile import Profile
 from counterpoint.measurement.session import Session
 from counterpoint.pair.arrivals import ShardedMatmul
 from counterpoint.pair.cuts import Cuts, RowAxis
+from counterpoint.parallel import group as rank_groups
 from counterpoint.parallel.options import TensorOptions
 from counterpoint.parallel.tensor import group as group_of_ranks
 from counterpoint.parallel.tensor import plans
@@ -70,13 +71,13 @@ class HostStreamDriver(SoftwareDriver):
             done.wait()
 
 
-def on_software_gpu(rank: int, module: Any = group_of_ranks) -> Any:
-    """Communicators that a module makes are on a GPU made of threads, some of whose actions come late."""
+def on_software_gpu(rank: int) -> Any:
+    """Communicators of ranks are on a GPU made of threads, some of whose actions come late."""
     gpu = SoftwareGpu(delays(7, rank), HostStreamDriver)
     assert isinstance(gpu.driver, HostStreamDriver)
     gpu.driver.host = gpu.current_stream()
     return patch.object(
-        module, "Communicator", lambda group, device, options: Communicator(group, device=gpu, options=options)
+        rank_groups, "Communicator", lambda group, device, options: Communicator(group, device=gpu, options=options)
     )
 
 

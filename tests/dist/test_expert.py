@@ -111,7 +111,7 @@ def test_more_tokens_than_agreed_on_raise_on_all_ranks(two_ranks: Ranks, name: s
         ({"mechanism": "gather"}, {"mechanism": "torch"}),
         ({"capacity_factor": 1.5}, {"capacity_factor": 2.0}),
         ({"overflow": "drop"}, {"overflow": "raise"}),
-        ({"graphs": None}, {"graphs": True}),
+        ({"equal_tokens": False}, {"equal_tokens": True}),
     ],
 )
 def test_options_that_differ_are_named_on_all_ranks(two_ranks: Ranks, first: Any, second: Any) -> None:
@@ -192,8 +192,9 @@ def test_wrong_calls_raise(two_ranks: Ranks) -> None:
         "of torch.float32", "call it once, after finish_dispatch", "allowed are auto, torch",
         "allowed are raise, drop", "give a number above 0", "give a number above 0",
         "allowed are None, torch.float8_e4m3fn", "give 1 or more",
-        "give 0 µs or more", "channels=3: a dispatcher has its own", "mailbox_bytes=4096: a",
-        "crossover_bytes={'all_gather': 1}: a", "top_k=3 of 2 experts: give at most as many",
+        "give 0 µs or more", "channels=3: it has no effect here", "mailbox_bytes=4096: it has no",
+        "parts=0: give 1 or more", "ExpertOptions(parts=...) for a Dispatcher, where it has no effect",
+        "top_k=3 of 2 experts: give at most as many",
         "3 experts on 2 ranks: give a multiple", "top_k=0: give 1 or more",
     )  # fmt: skip
     assert [words in text for words, text in zip(said, found, strict=True)] == [True] * len(said), found

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 import counterpoint.torch_backend as backend
+from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.errors import CounterpointError
 from counterpoint.measurement.session import Session
 from counterpoint.parallel import ddp
@@ -31,9 +32,11 @@ _PREMUL_SUM: Any = vars(dist)["_make_nccl_premul_sum"]  # without a stub
 
 def made(**options: Any) -> Any:
     """A group of two hosts that takes every call that it can, unless the options say something else."""
-    given = {"crossover_bytes": programs.EVERYTHING, "timeout_s": 60, "ranks_per_host": 2, **options}
+    given = {"crossover_bytes": programs.EVERYTHING, "ranks_per_host": 2, **options}
     return dist.new_group(
-        backend="counterpoint", pg_options=backend.BackendOptions(**given), timeout=timedelta(seconds=20)
+        backend="counterpoint",
+        pg_options=backend.BackendOptions(**given, communicator=CommunicatorOptions(timeout_s=60)),
+        timeout=timedelta(seconds=20),
     )
 
 

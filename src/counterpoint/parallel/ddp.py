@@ -117,7 +117,8 @@ class HookState:
         run = {None: self._average, torch.bfloat16: self._average_as_bfloat16}.get(wire, self._average_as_float8)
         # By its number a bucket keeps its channel, whose prepared calls are then repeated; not by where it lies, since
         # under torch's `Join` a rank without inputs has buckets of zeros in plain memory.
-        channel = CHANNELS["buckets"][number % len(CHANNELS["buckets"])]
+        channels = CHANNELS["buckets" if self.communicator.channels > 1 else "calls"]
+        channel = channels[number % len(channels)]
         future: Future = self._background.start(partial(run, values), channel, bucket).future
         return future
 

@@ -26,7 +26,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch.distributed as dist
 
 from counterpoint.collectives.communicator import Communicator
-from counterpoint.collectives.multihost.communicator import AnyCommunicator
+from counterpoint.collectives.multihost.communicator import AnyCommunicator, HierarchicalCommunicator
 from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.collectives.work import PartitionedWork
 from counterpoint.errors import Misconfigured, Unsupported
@@ -37,10 +37,10 @@ from counterpoint.parallel.report import RoutedPath
 from counterpoint.parallel.tuned import FollowedTuning, TunedCall
 
 CHANNELS: Mapping[str, tuple[int, ...]] = {
-    "gather": (0,),  # FSDP2's parameters
-    "scatter": (1,),  # and gradients
-    "buckets": (0, 1),  # DDP's: its models are no FSDP2's
-    "calls": (2,),  # of a process group: torch's run in order
+    "calls": (0,),  # of a process group: torch's run in order; over several hosts there is no other channel
+    "gather": (1,),  # FSDP2's parameters
+    "scatter": (2,),  # and gradients
+    "buckets": (1, 2),  # DDP's: its models are no FSDP2's
     "matmuls": (3, 4),  # rows gathered, and products scattered
     "tokens": (5, 6, 7, 8, 9),  # two dispatches, two combines, and what is small
 }
@@ -120,8 +120,9 @@ class RankGroup:
         self.tuning: FollowedTuning | None = None
         self._of_group, self._opened = options, opened
         self._options, self._is_given = options or CommunicatorOptions(), options is not None
-        self._users: list[object] = []
+        self._users: list[weakref.ref[object]] = []
         self._communicator: AnyCommunicator | None = None
+        self._closed: AnyCommunicator | None = None  # the one before
         self._background: Background | None = None
         self._memory: CallMemory | None = None
         self.partitioned = PartitionedCalls()
@@ -132,7 +133,7 @@ class RankGroup:
         """Let `user` use the communicator until `leave`. All ranks call it.
 
         Args:
-            user: an object.
+            user: an object; once it has died, it uses nothing.
             options: of the communicator; None: as another user has given them, or the defaults.
             defaults: fields of `CommunicatorOptions` that this user sets where none gives options.
 
@@ -148,15 +149,21 @@ class RankGroup:
             self._options, self._is_given = options, True
         elif not self._is_given and self._communicator is None:
             self._options = replace(self._options, **defaults)
-        self._users.append(user)
+        self._users.append(weakref.ref(user, self._drop))
 
     def leave(self, user: object) -> None:
         """End the use by `user`: the last one closes the communicator. All ranks call it."""
-        if any(one is user for one in self._users):
-            self._users = [one for one in self._users if one is not user]
-            if not self._users:
-                self.close()
-                self._options, self._is_given = self._of_group or CommunicatorOptions(), self._of_group is not None
+        for one in self._users:
+            if one() is user:
+                self._drop(one, "close")
+                return
+
+    def _drop(self, user: weakref.ref[object], how: Literal["close", "abort"] = "abort") -> None:
+        """Forget a user; of the last one, end the communicator: without a wait for peers if it died without a word."""
+        self._users = [one for one in self._users if one is not user]
+        if not self._users:
+            self._options, self._is_given = self._of_group or CommunicatorOptions(), self._of_group is not None
+            self.close(how)
 
     def open(self, device: Any = None) -> AnyCommunicator:
         """Return the communicator, made at the first call, by all ranks together.
@@ -182,7 +189,7 @@ class RankGroup:
     def open_one_host(self, device: Any = None) -> Communicator:
         """Do `open`, for users whose ranks have to be on one host."""
         found = self.open(device)
-        if not isinstance(found, Communicator):
+        if isinstance(found, HierarchicalCommunicator):
             raise Unsupported(f"ranks {list(self.ranks)} are on several hosts")
         return found
 
@@ -198,10 +205,13 @@ class RankGroup:
 
     @property
     def communicator(self) -> Any:
-        """Return the communicator, behind all that a thread has still to start on it; None if it is not open."""
+        """Return the communicator, behind all that a thread has still to start on it; None if there was none yet.
+
+        One that was closed says so in its calls.
+        """
         if self._background is not None:
             self._background.drain()
-        return self._communicator
+        return self._communicator or self._closed
 
     @property
     def memory(self) -> CallMemory:
@@ -238,6 +248,7 @@ class RankGroup:
         """Close the communicator, or abort it; a later `open` makes another. All ranks call it."""
         background, self._background = self._background, None
         communicator, self._communicator = self._communicator, None
+        self._closed = communicator or self._closed
         memory, self._memory = self._memory, None
         self._routes.clear()
         self.partitioned = PartitionedCalls()
