@@ -174,7 +174,7 @@ def places(session: Session, ahead: int | None) -> list[int]:
 
 def homes(handle: Overlap) -> list[Any]:
     """Of all modules."""
-    return [hooked._gather.parameters for hooked in handle._hooked.values() if hooked._gather is not None]
+    return [hooked._gather.parameters for hooked in handle._shards._hooked.values() if hooked._gather is not None]
 
 
 def cast_before_the_first_step(session: Session) -> list[int]:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from counterpoint.machine.profile import default_profile
+from counterpoint.parallel.group import CHANNELS
 from tests.dist import torch_backend_order_programs as programs
 from tests.dist.test_collectives_failures import SLOWER
 from tests.support.ranks import Ranks
@@ -53,7 +54,7 @@ def test_uneven_inputs_with_buckets_in_symmetric_memory(two_ranks: Ranks) -> Non
 def test_a_hook_on_uneven_inputs_has_the_channels_of_its_buckets(two_ranks: Ranks) -> None:
     """Of `overlap`: wherever the buckets lie on a rank."""
     first, second = two_ranks.run(programs.channels_of_buckets)
-    assert first == second == [0, 1, 0, 1]
+    assert first == second == [*CHANNELS["buckets"]] * 2
 
 
 @pytest.mark.parametrize("async_op", [False, True], ids=["blocking", "asynchronous"])

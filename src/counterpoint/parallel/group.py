@@ -17,15 +17,17 @@ crossovers, which all ranks have compared; never on this rank's memory, layout, 
 
 from __future__ import annotations
 
+import gc
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch.distributed as dist
 
 from counterpoint.collectives.communicator import Communicator
+from counterpoint.collectives.host.group import gather_values
 from counterpoint.collectives.multihost.communicator import AnyCommunicator, HierarchicalCommunicator
 from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.collectives.work import PartitionedWork
@@ -65,6 +67,13 @@ class Route(NamedTuple):
 
 def _open_on_one_host(group: Any, device: Any, options: CommunicatorOptions) -> AnyCommunicator:
     return Communicator(group, device=device, options=options)
+
+
+class _User(NamedTuple):
+    """Holds a user of a communicator, and symmetric memory that is kept for it."""
+
+    alive: Callable[[], object]
+    memory: list[Any]
 
 
 class PartitionedCalls:
@@ -120,7 +129,8 @@ class RankGroup:
         self.tuning: FollowedTuning | None = None
         self._of_group, self._opened = options, opened
         self._options, self._is_given = options or CommunicatorOptions(), options is not None
-        self._users: list[weakref.ref[object]] = []
+        self._users: dict[int, _User] = {}
+        self._joined = 0  # users so far, of which each has a number, equal on all ranks
         self._communicator: AnyCommunicator | None = None
         self._closed: AnyCommunicator | None = None  # the one before
         self._background: Background | None = None
@@ -130,18 +140,25 @@ class RankGroup:
         self._opening = threading.RLock()  # one thread opens what all use
 
     def join(self, user: object, options: CommunicatorOptions | None = None, **defaults: Any) -> None:
-        """Let `user` use the communicator until `leave`. All ranks call it.
+        """Let `user` use the communicator until `leave`. All ranks call it together.
+
+        Users that were dropped without `leave`, on all ranks, leave here.
 
         Args:
-            user: an object; once it has died, it uses nothing.
+            user: an object.
             options: of the communicator; None: as another user has given them, or the defaults.
             defaults: fields of `CommunicatorOptions` that this user sets where none gives options.
 
         Raises:
             Misconfigured: another user, or the backend, has given other options.
         """
+        differ = options is not None and options != self._options
+        if self._users:
+            if differ:
+                gc.collect()  # what was dropped may be in cycles
+            self._forget_dropped()
         if options is not None:
-            if options != self._options and (self._is_given or self._communicator is not None):
+            if differ and (self._is_given or self._communicator is not None):
                 raise Misconfigured(
                     f"the communicator of ranks {list(self.ranks)} has {self._options}, not {options}: give all its "
                     "users the same (a group of backend counterpoint has its pg_options), or end the others before"
@@ -149,18 +166,36 @@ class RankGroup:
             self._options, self._is_given = options, True
         elif not self._is_given and self._communicator is None:
             self._options = replace(self._options, **defaults)
-        self._users.append(weakref.ref(user, self._drop))
+        self._users[self._joined] = _User(weakref.ref(user), [])
+        self._joined += 1
+
+    def hold(self, user: object, memory: Any) -> None:
+        """Keep symmetric memory until `user` leaves, so that it is free on all ranks at once, whoever drops it before.
+
+        Where memory is free follows from what was freed: it may not be when this rank's garbage is collected.
+        """
+        self._users[self._number_of(user)].memory.append(memory)
 
     def leave(self, user: object) -> None:
         """End the use by `user`: the last one closes the communicator. All ranks call it."""
-        for one in self._users:
-            if one() is user:
-                self._drop(one, "close")
-                return
+        number = self._number_of(user)
+        if number >= 0:
+            self._remove([number], "close")
 
-    def _drop(self, user: weakref.ref[object], how: Literal["close", "abort"] = "abort") -> None:
-        """Forget a user; of the last one, end the communicator: without a wait for peers if it died without a word."""
-        self._users = [one for one in self._users if one is not user]
+    def _number_of(self, user: object) -> int:
+        """Return the number of a user; -1 if it has left."""
+        return next((number for number, one in self._users.items() if one.alive() is user), -1)
+
+    def _forget_dropped(self) -> None:
+        """Remove the users that were dropped on all ranks: each collects its garbage when it likes."""
+        dropped = [number for number, one in self._users.items() if one.alive() is None]
+        everywhere = set(dropped).intersection(*gather_values(self.group, dropped))
+        if everywhere:
+            self._remove(sorted(everywhere), "abort")
+
+    def _remove(self, numbers: Sequence[int], how: Literal["close", "abort"]) -> None:
+        for number in numbers:
+            self._users.pop(number)
         if not self._users:
             self._options, self._is_given = self._of_group or CommunicatorOptions(), self._of_group is not None
             self.close(how)
@@ -181,6 +216,7 @@ class RankGroup:
                 options = replace(self._options, channels=NUM_CHANNELS)
                 try:
                     self._communicator = self._opened(self.group, device, options)
+                    self._memory = None  # of one that was closed
                 except Unsupported as error:
                     self.why_not = str(error)
                     raise

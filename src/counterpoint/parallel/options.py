@@ -166,7 +166,7 @@ class OverlapOptions:
     """Holds options of `overlap`.
 
     Args:
-        communicator: options of the communicators, one for each set of ranks; None: as they are open, or the defaults,
+        communicator: options of the communicators of FSDP2, one for each set of ranks; None: as open, or the defaults,
             with staging for gradients of 128 MiB: a larger array comes in slices.
         prefetch: modules to gather ahead, in the order in which they are seen to run; None: as FSDP2 does by itself,
             or by the lists that it has. Each costs the memory of one module.

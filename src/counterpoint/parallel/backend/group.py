@@ -240,19 +240,8 @@ class CounterpointGroup(dist.ProcessGroup):
             lambda target, async_op: [taken.all_to_all(target, input, channel=_CHANNEL, async_op=async_op)],
         )
 
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        """Do `_allgather_base`, by its name since torch 2.13."""
-        return self._allgather_base(output, input, opts)
-
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        """Do `_reduce_scatter_base`, by its name since torch 2.13."""
-        return self._reduce_scatter_base(output, input, opts)
-
-    def all_to_all_single(
-        self, output: Tensor, input: Tensor, output_splits: Any, input_splits: Any, opts: Any = None
-    ) -> Any:
-        """Do `alltoall_base`, by its name since torch 2.13."""
-        return self.alltoall_base(output, input, output_splits, input_splits, opts)
+    # their names since torch 2.13
+    all_gather_single, reduce_scatter_single, all_to_all_single = _allgather_base, _reduce_scatter_base, alltoall_base
 
     # messages
 
@@ -326,13 +315,9 @@ class CounterpointGroup(dist.ProcessGroup):
             return self.by_torch.reduce_scatter_tensor_coalesced(outputs, inputs, opts)
         return together([self._reduce_scatter_base(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
 
-    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
-        """Do `allgather_into_tensor_coalesced`, by its name since torch 2.13."""
-        return self.allgather_into_tensor_coalesced(outputs, inputs, opts)
-
-    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
-        """Do `reduce_scatter_tensor_coalesced`, by its name since torch 2.13."""
-        return self.reduce_scatter_tensor_coalesced(outputs, inputs, opts)
+    # their names since torch 2.13
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
     # calls that it leaves to torch
 

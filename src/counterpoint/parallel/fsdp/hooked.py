@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+import torch
+from torch import nn
 
 from counterpoint.errors import Misconfigured
 from counterpoint.parallel.fsdp.hooks import GatherHook, ScatterHook, ShardGroups
-from counterpoint.parallel.fsdp.modules import ShardedModule, calls_of, copied_why, present_hooks, set_hooks
+from counterpoint.parallel.fsdp.modules import (
+    ShardedModule,
+    calls_of,
+    copied_why,
+    discard_pass,
+    is_unfinished,
+    outermost,
+    present_hooks,
+    refuse_unfinished,
+    set_hooks,
+    unmanaged_bytes,
+)
 from counterpoint.parallel.fsdp.prefetch import Prefetch
 from counterpoint.parallel.fsdp.slots import ModuleParameters, ParameterSlots
-from counterpoint.parallel.report import Traffic
+from counterpoint.parallel.options import OverlapOptions
+from counterpoint.parallel.report import ModuleRow, Report, Traffic
 from counterpoint.parallel.tuned import FollowedTuning, TunedCall
 
 
@@ -105,29 +120,139 @@ class HookedModule:
         set_hooks(self._module, *self._before)
 
 
-def hooked_modules(
-    choices: Mapping[ShardedModule, ModuleChoice], groups: ShardGroups, *, direct: bool, prefetch: Prefetch | None
-) -> dict[ShardedModule, HookedModule]:
-    """Set the hooks that the choices take on these modules, and return what takes them off."""
-    copied = {
-        module: copied_why(module) if direct else "direct=False"
-        for module, choice in choices.items()
-        if choice.takes_gather
-    }
-    in_place = [module for module, why in copied.items() if not why]
-    parameters = _whole_parameters(in_place, groups, ahead=prefetch.depth if prefetch else 1)
-    return {
-        module: HookedModule(
-            module,
-            groups,
-            choice=choice,
-            parameters=parameters.get(module),
-            copied_why=copied.get(module, ""),
-            direct=direct,
-            prefetch=prefetch,
+class OverlappedShards:
+    """Runs the collectives of a model's FSDP2 modules, reports them, and gives them back to torch by `restore`.
+
+    Args:
+        model: the model.
+        modules: its modules of FSDP2; none: nothing is done.
+        options: which of them are taken, and how.
+        tuning: chooses for the collectives of each; None: nothing does.
+
+    Raises:
+        Unsupported: the ranks of a module cannot share memory.
+        Misconfigured: other collectives were set before, or `prefetch` where there are lists already.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        modules: Sequence[ShardedModule],
+        options: OverlapOptions,
+        tuning: FollowedTuning | None,
+    ) -> None:
+        left = {module: why_not_taken(module, options.limit_bytes) for module in modules}
+        self._choices = {module: ModuleChoice.of(module, None if why else tuning) for module, why in left.items()}
+        self._torch_why = {module: why or self._choices[module].torch_why() for module, why in left.items()}
+        self._hooked: dict[ShardedModule, HookedModule] = {}
+        self._groups: ShardGroups | None = None
+        self._prefetch: Prefetch | None = None
+        self._outermost: list[nn.Module] = []
+        self._unmanaged_bytes = 0
+        taken = [module for module in modules if not self._torch_why[module]]
+        for module in taken:
+            check_unchanged(module)
+        if not taken:
+            return
+        if options.prefetch is not None:
+            self._prefetch = Prefetch(options.prefetch, [one for one in taken if self._choices[one].takes_gather])
+        groups = [group for module in taken for group in module.groups]
+        self._groups = ShardGroups(groups, device=taken[0].device, options=options.communicator)
+        self._hook(taken, self._groups, direct=options.direct)
+        self._outermost, self._unmanaged_bytes = outermost(model), unmanaged_bytes(model, modules)
+        refuse = torch.compiler.disable(refuse_unfinished)
+        self._refusals = [module.register_forward_pre_hook(refuse, prepend=True) for module in self._outermost]
+
+    def _hook(self, modules: Sequence[ShardedModule], groups: ShardGroups, *, direct: bool) -> None:
+        """Set the hooks that the choices take on these modules."""
+        copied = {module: copied_why(module) if direct else "direct=False" for module in modules}
+        in_place = [one for one, why in copied.items() if self._choices[one].takes_gather and not why]
+        parameters = _whole_parameters(in_place, groups, ahead=self._prefetch.depth if self._prefetch else 1)
+        for module in modules:
+            self._hooked[module] = HookedModule(
+                module,
+                groups,
+                choice=self._choices[module],
+                parameters=parameters.get(module),
+                copied_why=copied[module] if self._choices[module].takes_gather else "",
+                direct=direct,
+                prefetch=self._prefetch,
+            )
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether no module is sharded."""
+        return not self._torch_why
+
+    @property
+    def has_effect(self) -> bool:
+        """Return whether anything was replaced, or left to torch as the tuning says."""
+        return bool(self._hooked) or any(choice.torch_why() for choice in self._choices.values())
+
+    def first_left(self) -> str:
+        """Return a module that was not replaced, and why."""
+        module, why = next(iter(self._torch_why.items()))
+        return f"{module.name}: {why}"
+
+    def report(self) -> Report:
+        """Return every module, and what its hooks have moved."""
+        return Report(modules=tuple(map(self._reported, self._torch_why)), notes=tuple(self._notes()))
+
+    def check(self) -> None:
+        """Raise the error that ended one of the communicators, if one has ended."""
+        if self._groups is not None:
+            self._groups.check()
+
+    def reset_iter_state(self) -> None:
+        """Discard a forward or backward pass that an exception ended."""
+        for module in self._outermost:
+            discard_pass(module)
+
+    def restore(self) -> None:
+        """Put torch's own collectives back, and leave the communicators. All ranks call it, once."""
+        if self._groups is None:
+            return
+        if any(map(is_unfinished, self._outermost)):
+            self.reset_iter_state()
+        for refusal in self._refusals:
+            refusal.remove()
+        if self._prefetch is not None:
+            self._prefetch.undo()
+        for hooked in self._hooked.values():
+            hooked.undo()
+        self._groups.close()
+
+    def _reported(self, module: ShardedModule) -> ModuleRow:
+        hooked = self._hooked.get(module)
+        return ModuleRow(
+            name=module.name,
+            kind="fsdp2",
+            ranks=module.ranks,
+            replicas=module.replicas,
+            runs="" if hooked is None else "zero_sm",
+            traffic=() if hooked is None else hooked.traffic(),
+            torch_why=self._torch_why[module],
+            choice="; ".join(self._choices[module].texts()),
+            gather_bytes=module.gather_bytes,
         )
-        for module, choice in choices.items()
-    }
+
+    def _notes(self) -> Iterator[str]:
+        for module, hooked in self._hooked.items():
+            if hooked.copied_why:
+                yield f"{module.name}: FSDP2 copies: {hooked.copied_why}"
+        if any(module.replicas > 1 for module in self._torch_why):
+            yield "all_reduce between replicas: torch's"
+        if self._prefetch is not None:
+            yield f"prefetch: {self._prefetch}"
+        if self._unmanaged_bytes:
+            yield f"{self._unmanaged_bytes / 1e6:,.1f} MB of parameters are in no FSDP2 module"
+        names: dict[str, list[str]] = {}
+        for module, choice in self._choices.items():
+            for text in choice.texts():
+                names.setdefault(text, []).append(module.name)
+        for text, these in names.items():
+            operation, _, why = text.partition(": ")
+            yield f"{operation} of {these[0]}{f' and {len(these) - 1} more' if these[1:] else ''}: {why}"
 
 
 def _whole_parameters(
@@ -140,7 +265,7 @@ def _whole_parameters(
     made: dict[ShardedModule, ModuleParameters] = {}
     for group in groups.all():
         sharing = [one for one in modules if groups.of(one.groups[0]) is group]
-        slots = ParameterSlots(group, sharing, ahead=ahead)
+        slots = ParameterSlots(group, groups, sharing, ahead=ahead)
         made |= {module: ModuleParameters(module, slots) for module in sharing}
     return made
 

@@ -101,14 +101,14 @@ class ParameterSlot:
 
 
 class ParameterSlots:
-    """Allocates the slots of one set of ranks, and chooses one for each module.
+    """Allocates the slots of one set of ranks for a user of their communicator, and chooses one for each module.
 
     The modules that share them are in the order of the model; `ahead` are gathered ahead of the one that computes.
     """
 
-    def __init__(self, group: RankGroup, modules: Sequence[ShardedModule], *, ahead: int) -> None:
+    def __init__(self, group: RankGroup, user: object, modules: Sequence[ShardedModule], *, ahead: int) -> None:
         groups = Counter(module.module for module in modules)
-        self.group, self._ahead = group, ahead * max(groups.values(), default=1)
+        self.group, self._user, self._ahead = group, user, ahead * max(groups.values(), default=1)
         needed = [sum(_aligned(one.num_bytes) for one in gathered_parameters(module)) for module in modules]
         assigned = assign_slots(lifetimes(modules, needed), ahead=ahead)
         self._assigned = dict(zip(modules, assigned, strict=True))
@@ -140,6 +140,7 @@ class ParameterSlots:
 
     def _new(self, num_bytes: int) -> ParameterSlot:
         slot = ParameterSlot(self.group.communicator.empty(num_bytes, dtype=torch.uint8))
+        self.group.hold(self._user, slot.memory)
         self._by_age.insert(0, slot)
         return slot
 
