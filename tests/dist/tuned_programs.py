@@ -103,7 +103,8 @@ def by_size(session: Session) -> list[tuple[bool, bool]]:
     model, left = sharded(Case(policy=BF16)), choice("all_gather", LEAVE, sizes["layers.0"])
     with overlap(model, tuned=tuning(left)) as handle:
         modules = handle.report().modules
-        return [tuple(not one.torch_why for one in module.traffic) or (False, False) for module in modules]
+        both = ("all_gather", "reduce_scatter")
+        return [(not module.moved(both[0]).torch_why, not module.moved(both[1]).torch_why) for module in modules]
 
 
 @contextmanager

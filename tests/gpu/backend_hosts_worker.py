@@ -22,8 +22,9 @@ import counterpoint.torch_backend as backend
 from counterpoint.collectives.options import CommunicatorOptions
 from tests.support.gpu_ranks import are_shared
 
-SIZES = (1 << 20, 3 << 20, 16 << 20, 64 << 20)  # bytes of the full array
-SIZES += () if are_shared() else (256 << 20,)  # of which each rank makes those of all ranks
+SIZES = [1 << 20, 3 << 20, 16 << 20, 64 << 20]  # bytes of the full array
+if not are_shared():
+    SIZES.append(256 << 20)  # each rank makes the arrays of all ranks
 
 
 def case_of(name: str, num_bytes: int, dtype: torch.dtype, group: Any) -> Case:

@@ -241,7 +241,9 @@ class CounterpointGroup(dist.ProcessGroup):
         )
 
     # their names since torch 2.13
-    all_gather_single, reduce_scatter_single, all_to_all_single = _allgather_base, _reduce_scatter_base, alltoall_base
+    all_gather_single: Any = _allgather_base
+    reduce_scatter_single: Any = _reduce_scatter_base
+    all_to_all_single: Any = alltoall_base
 
     # messages
 
@@ -316,8 +318,8 @@ class CounterpointGroup(dist.ProcessGroup):
         return together([self._reduce_scatter_base(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
 
     # their names since torch 2.13
-    all_gather_single_coalesced = allgather_into_tensor_coalesced
-    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+    all_gather_single_coalesced: Any = allgather_into_tensor_coalesced
+    reduce_scatter_single_coalesced: Any = reduce_scatter_tensor_coalesced
 
     # calls that it leaves to torch
 
