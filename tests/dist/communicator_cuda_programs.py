@@ -575,27 +575,6 @@ def cache_of_two_in_captures(session: Session, captures: int) -> tuple[int, int]
         return sum(seen), len(cache._leaving)
 
 
-def paths(session: Session) -> tuple[list[str], list[str], list[bool]]:
-    """Which way calls go below and above the crossover, what their works say, and whether both are right."""
-    import torch.distributed as dist
-
-    group = dist.group.WORLD
-    sizes = {"all_gather": 1 << 10, "all_reduce": 1 << 10}
-    with Communicator(fallback=group, crossover_bytes=sizes) as communicator:
-        n, ways, works, right = communicator.world_size, list[str](), list[str](), list[bool]()
-        for numel in (10, 1000):
-            tensor = torch.ones(numel)
-            ways.append(communicator.path("all_reduce", tensor.nbytes))
-            work = communicator.all_reduce(tensor, async_op=True)
-            assert work is not None
-            work.wait()
-            works.append(work.path)
-            gathered = torch.zeros(n, numel)
-            communicator.all_gather(gathered, torch.full((numel,), float(session.rank)))
-            right.append(bool((tensor == n).all()) and gathered[:, 0].tolist() == list(range(n)))
-        return ways, works, right
-
-
 def in_a_new_thread(action: Callable[[], object]) -> str:
     """What is said to `action` in a thread that has no context yet, as autograd's has none."""
     told = list[str]()

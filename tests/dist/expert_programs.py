@@ -469,7 +469,6 @@ def misused(session: Session) -> list[str]:
         said_by(lambda: ExpertOptions(beside_us=-1)),
         said_by(lambda: ExpertOptions(channels=3)),
         said_by(lambda: ExpertOptions(mailbox_bytes=4096)),
-        said_by(lambda: ExpertOptions(crossover_bytes={"all_gather": 1})),
         said_by(lambda: Dispatcher(experts=2, top_k=3, max_tokens=1, hidden=1)),
         said_by(lambda: Dispatcher(experts=3, top_k=1, max_tokens=1, hidden=1)),
         said_by(lambda: Dispatcher(experts=2, top_k=0, max_tokens=1, hidden=1)),

@@ -37,7 +37,6 @@ from counterpoint.collectives.host.group import membership
 from counterpoint.collectives.options import CommunicatorOptions, OptionKeywords
 from counterpoint.collectives.program.operations import find_operation
 from counterpoint.collectives.submit import partitioned, request
-from counterpoint.collectives.submit.fallback import Fallback, Path
 from counterpoint.collectives.submit.submitter import Submitter
 from counterpoint.collectives.submit.tensors import TensorList, reduction_name, tensor_list
 from counterpoint.collectives.work import PartitionedWork, Work
@@ -67,7 +66,6 @@ class Communicator:
         group: torch process group, of a mesh axis by `mesh.get_group(axis)`; None: the default one. Used now, and on
             GPUs whenever symmetric memory grows.
         device: where all tensors are; None: this process's current GPU if the group has NCCL, else the CPU.
-        fallback: torch process group that takes calls below `crossover_bytes`; None: torch takes none.
         before_step: on CPUs, called before every step of a program, in a thread of the channel; for tests.
         names: numbers by which errors call the ranks, such as those of a larger group; None: their ranks in the group.
         options: options that `keywords` do not override; None: the defaults.
@@ -83,7 +81,6 @@ class Communicator:
         group: ProcessGroup | None = None,
         *,
         device: torch.device | str | int | GpuStandIn | None = None,
-        fallback: ProcessGroup | None = None,
         before_step: BeforeStep | None = None,
         names: Sequence[int] | None = None,
         options: CommunicatorOptions | None = None,
@@ -91,13 +88,11 @@ class Communicator:
     ) -> None:
         options = replace(options or CommunicatorOptions(), **keywords)
         self.profile = device_profile(group, device, options.profile)
-        self._fallback = Fallback(fallback, options.crossover_bytes, self.profile)
         self._transport = open_transport(
             group,
             device,
             options,
             profile=self.profile,
-            crossover_bytes=self._fallback.crossover_bytes,
             before_step=before_step,
             names=names,
         )
@@ -106,7 +101,6 @@ class Communicator:
         self.device: torch.device = self._transport.device
         self._submitter = Submitter(
             self._transport,
-            self._fallback,
             rank=self.rank,
             world_size=self.world_size,
             channels=options.channels,
@@ -160,14 +154,6 @@ class Communicator:
     def set_timeout(self, timeout_s: float) -> None:
         """Set how many seconds a rank waits for another before it gives up, from now on; on this rank only."""
         self._transport.watchdog.timeout_s = timeout_s
-
-    def path(self, operation: str, num_bytes: int) -> Path:
-        """Return what runs a call with even blocks: `zero_sm`, or `torch` if the full array is below the crossover.
-
-        Two kinds of calls never go to torch, which this does not look at: premul_sum, and reductions of dtypes that
-        NCCL does not have. The answer for an unknown operation is `zero_sm`.
-        """
-        return self._fallback.path(operation, num_bytes)
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None, early_release: bool = False) -> Tensor:
         """Return an uninitialised, contiguous tensor in symmetric memory, which is written as output without a copy.

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from counterpoint.collectives.memory.pool import Location
 from counterpoint.collectives.program.steps import Copy, Tuning
 from counterpoint.collectives.submit import request
-from counterpoint.collectives.submit.fallback import Fallback
 from counterpoint.collectives.submit.submission import NOWHERE, Programs, Submission
 from counterpoint.collectives.submit.submitter import Submitter
 from counterpoint.collectives.submit.tensors import CPU, TensorList, reduction_name
@@ -67,9 +66,7 @@ class Ranks:
     def __init__(self) -> None:
         self.transport = Noted()
         transport: Any = self.transport
-        self.submitter = Submitter(
-            transport, Fallback(None, None), rank=0, world_size=WORLD_SIZE, channels=2, debug=False
-        )
+        self.submitter = Submitter(transport, rank=0, world_size=WORLD_SIZE, channels=2, debug=False)
 
     def start(self, ask: Any, output: Any, input: Any, *options: Any, channel: int = 0) -> None:
         self.submitter.submit(ask, output, input, channel, False, *options)
@@ -91,17 +88,6 @@ def test_the_same_call_is_made_once(ranks: Ranks) -> None:
     for _ in range(3):
         ranks.start(request.all_gather, shards, shards[0])
     assert (ranks.made, [number for _, number in ranks.transport.started]) == (1, [1, 2, 3])
-
-
-def test_which_way_a_call_takes_is_remembered_too(ranks: Ranks) -> None:
-    """Below the crossover each goes to the process group, with its own tensors, and has no number."""
-    seen: list[Any] = []
-    taken: Any = ranks.submitter._fallback
-    taken.takes = lambda call, reduction: call.operation == "broadcast"
-    taken.start = lambda call, output, input, **options: seen.append(output)
-    for part in (WHOLE[:8], WHOLE[:8]):
-        ranks.start(request.broadcast, part, None, 0)
-    assert (len(seen), seen[0] is seen[1], len(ranks.submitter._known), ranks.transport.started) == (2, False, 1, [])
 
 
 def test_each_channel_and_pair_of_ranks_counts_for_itself(ranks: Ranks) -> None:

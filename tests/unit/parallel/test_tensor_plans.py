@@ -151,7 +151,7 @@ def test_measurements_that_are_kept_are_bounded(monkeypatch: pytest.MonkeyPatch)
     assert [columns for columns, _ in gpu.asked] == [512, 1024, 2048, 512]
 
 
-@pytest.mark.parametrize("given", [{"channels": 5}, {"mailbox_bytes": 1024}, {"crossover_bytes": {"all_gather": 1}}])
+@pytest.mark.parametrize("given", [{"channels": 5}, {"mailbox_bytes": 1024}])
 def test_options_that_matmuls_do_not_use_are_refused(given: dict[str, Any]) -> None:
     """They are those of the communicator that have no effect here."""
     with pytest.raises(Misconfigured, match=f"{next(iter(given))}=.*matmuls do not use it; leave it out"):

@@ -29,7 +29,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.host.group import gather_values, membership, start_by_torch
@@ -287,8 +287,6 @@ class StreamEnd:
 
 class StreamWork:
     """Represents a call over several hosts on a stream of a GPU; keeps its tensors alive until `wait`. See `Work`."""
-
-    path: Literal["zero_sm", "torch"] = "zero_sm"
 
     def __init__(
         self, communicator: HierarchicalCommunicator, text: str, ended: StreamEnd, keep: tuple[Any, ...]

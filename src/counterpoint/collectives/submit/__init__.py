@@ -3,5 +3,5 @@
 - `tensors.py` checks and names the tensors of a call. `request.py` has a function for each operation that makes the
   submission, `partitioned.py` those of calls in partitions. `submission.py` defines it, and the `Transport` protocol
   that `cpu/` and `cuda/` implement.
-- `submitter.py` numbers, caches and starts calls. `fallback.py` gives small calls to torch.
+- `submitter.py` numbers, caches and starts calls.
 """

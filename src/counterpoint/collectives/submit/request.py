@@ -21,7 +21,6 @@ from counterpoint.collectives.program.mailbox import Message
 from counterpoint.collectives.program.operations import Operation, even_call, find_operation, plan_all
 from counterpoint.collectives.program.reductions import Reduction, widened
 from counterpoint.collectives.program.steps import Tuning
-from counterpoint.collectives.submit.fallback import Fallback
 from counterpoint.collectives.submit.submission import Submission, Transport, UnevenSplits
 from counterpoint.collectives.submit.tensors import (
     TensorList,
@@ -82,10 +81,9 @@ class GroupRank:
 
 @dataclass(frozen=True, kw_only=True)
 class RankContext(GroupRank):
-    """Holds the transport and fallback of a rank's calls; makes submissions with program and addresses."""
+    """Holds the transport of a rank's calls; makes submissions with program and addresses."""
 
     transport: Transport  # runs the calls
-    fallback: Fallback  # takes small calls
     debug: bool = False  # all ranks compare every call before it begins
     scatters: dict[Hashable, _CoalescedScatter] = field(default_factory=dict, compare=False)  # by tensors' shapes
 
@@ -119,11 +117,6 @@ class RankContext(GroupRank):
         """
         transport = self.transport
         known = call if isinstance(call, Call) else None
-        if known is not None and not layout and partitioned == "no" and self.fallback.takes(known, reduction):
-            return Submission(
-                text=text, channel=0, line=-1, call=call, by_torch=True, reduction=reduction, overlaps=overlaps,
-                epoch=transport.epoch,
-            )  # fmt: skip
         at = None if output is None else transport.locate(output)
         early = self._early_use(known, text, at)
         output_bytes = 0 if output is None else output.nbytes

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -34,8 +34,8 @@ from counterpoint.collectives.host.group import check_agreement
 from counterpoint.collectives.multihost.communicator import AnyCommunicator, HierarchicalCommunicator
 from counterpoint.collectives.multihost.phases import Grid
 from counterpoint.collectives.options import CommunicatorOptions
-from counterpoint.collectives.submit.fallback import Fallback, TorchWork
-from counterpoint.collectives.work import Work
+from counterpoint.collectives.program.operations import crossovers
+from counterpoint.collectives.work import TorchWork, Work
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.parallel.arguments import call_options, num_bytes_of, op_and_factor, reduces
 from counterpoint.parallel.backend import NAME
@@ -67,6 +67,7 @@ class BackendOptions(CommunicatorOptions):
     Args:
         nccl: `ProcessGroupNCCL.Options` of the inner group; None: NCCL's defaults.
         ranks_per_host: so many consecutive ranks count as a host, equal on all ranks; None: those of one machine do.
+        crossover_bytes: by operation, bytes of the full array below which torch takes a call; None: as measured.
         mailbox_bytes: device memory for the messages from each rank that sends any to this one; None: NCCL sends them.
         tuned: what `counterpoint tune` chose, or its file: for calls that it has a choice for, that comes before the
             crossovers. `off`: none; None: the file that the variable COUNTERPOINT_TUNED names.
@@ -77,6 +78,7 @@ class BackendOptions(CommunicatorOptions):
 
     nccl: Any = None
     ranks_per_host: int | None = None
+    crossover_bytes: Mapping[str, int] | None = None
     mailbox_bytes: int | None = 1 << 26
     tuned: Tuned | str | Path | None = None
 
@@ -93,7 +95,7 @@ class BackendOptions(CommunicatorOptions):
 
 Start: TypeAlias = Callable[[Tensor, bool], Sequence[Work | None]]
 """Starts a call that writes a contiguous tensor, asynchronously or on the current stream; returns its works."""
-_DECIDED_HERE: dict[str, Any] = {"crossover_bytes": None, "mailbox_bytes": None}  # not by the communicator
+_DECIDED_HERE: dict[str, Any] = {"mailbox_bytes": None}  # not by the communicator
 
 
 def _own_options(options: CommunicatorOptions) -> BackendOptions:
@@ -450,7 +452,7 @@ class CounterpointGroup(dist.ProcessGroup):
             return by_torch
         works: list[Work] = [work for message in messages for work in message.works]
         if by_torch is not None:
-            works.append(TorchWork("coalesced calls", [by_torch], ()))
+            works.append(TorchWork("coalesced calls", [by_torch]))
         return StartedWork(works, [tensor for message in messages for tensor in message.result()])
 
     # what decides
@@ -567,7 +569,7 @@ class CounterpointGroup(dist.ProcessGroup):
         given = dict(self._options.crossover_bytes or {})
         decide = {"crossover_bytes": given, "profile": profile.digest, "mailbox_bytes": self._options.mailbox_bytes}
         check_agreement(self.inner.group, decide)
-        found = crossovers_over_hosts(Fallback(self.inner.group, given, profile).crossover_bytes, given, hosts)
+        found = crossovers_over_hosts(crossovers(profile, given), given, hosts)
         return {name: max(size, 1) if size or name in given else _NEVER for name, size in found.items()}
 
     def _all_reduce(

@@ -65,7 +65,7 @@ class ExpertOptions(CommunicatorOptions):
             raise Misconfigured(f"beside_us={self.beside_us}: give 0 µs or more")
         if self.pad_multiple < 1:
             raise Misconfigured(f"pad_multiple={self.pad_multiple}: give 1 or more")
-        for name in ("channels", "mailbox_bytes", "crossover_bytes"):
+        for name in ("channels", "mailbox_bytes"):
             if getattr(self, name) != getattr(CommunicatorOptions, name):
                 raise Misconfigured(f"{name}={getattr(self, name)}: a dispatcher has its own; leave it out")
         super().__post_init__()

@@ -67,7 +67,7 @@ class TensorOptions(CommunicatorOptions):
     def __post_init__(self) -> None:
         if self.mechanism not in get_args(Mechanism):
             raise Misconfigured(f"mechanism={self.mechanism!r}: allowed are {', '.join(get_args(Mechanism))}")
-        for name in ("channels", "mailbox_bytes", "crossover_bytes"):  # two channels; no messages; plans choose
+        for name in ("channels", "mailbox_bytes"):  # two channels; no messages
             if getattr(self, name) != CommunicatorOptions.__dataclass_fields__[name].default:
                 raise Misconfigured(f"{name}={getattr(self, name)}: matmuls do not use it; leave it out")
         super().__post_init__()
