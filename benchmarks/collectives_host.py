@@ -100,7 +100,7 @@ def communicator(world_size: int, *, graphs: bool) -> Communicator:
     made = Communicator.__new__(Communicator)
     made._transport = transport = CudaTransport(NoGpu(), memory, hosts, watchdog, options, default_profile())
     made.rank, made.world_size, made.channels, made.device = 0, world_size, 2, transport.device
-    made._submitter = Submitter(transport, rank=0, world_size=world_size, channels=2, debug=False)
+    made._submit = Submitter(transport, rank=0, world_size=world_size, channels=2, debug=False).submit
     made._send_or_recv = message
     made._dropped = weakref.finalize(made, transport.abort)
     return made

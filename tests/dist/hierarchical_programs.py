@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from counterpoint.collectives.communicator import Communicator
-from counterpoint.collectives.multihost.communicator import HierarchicalCommunicator
+from counterpoint.collectives.multihost.hierarchical import HierarchicalCommunicator
 from counterpoint.errors import CounterpointError
 from counterpoint.measurement.session import Session
 

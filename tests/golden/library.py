@@ -31,7 +31,7 @@ from counterpoint.collectives.cuda.lower import (
     lower,
 )
 from counterpoint.collectives.cuda.transport import CudaTransport
-from counterpoint.collectives.multihost.phases import Grid, Phase, phases_all
+from counterpoint.collectives.multihost.phases import Grid, Phase
 from counterpoint.collectives.program import clock as simulate
 from counterpoint.collectives.program import operations
 from counterpoint.collectives.program.calls import Call, Span
@@ -58,7 +58,7 @@ from counterpoint.pair.curves import curves_from
 from counterpoint.pair.sm_split import SmLayout
 from counterpoint.pair.together import Pair
 from counterpoint.records.measurement import Measurement
-from tests.support.flatten import flatten
+from tests.support.flatten import flatten, phases_all
 
 Plain: TypeAlias = dict[str, Any]
 

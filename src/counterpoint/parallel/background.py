@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from counterpoint.collectives.cuda.driver import hardware_queues
-from counterpoint.collectives.multihost.communicator import AnyCommunicator
+from counterpoint.collectives.multihost.hierarchical import AnyCommunicator
 from counterpoint.collectives.work import Work
 from counterpoint.errors import Misconfigured, PeerTimeout
 

@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from counterpoint.collectives.communicator import Communicator
-from counterpoint.collectives.multihost.communicator import AnyCommunicator
+from counterpoint.collectives.multihost.hierarchical import AnyCommunicator
 from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.parallel.backend.group import CounterpointGroup, torch_group

@@ -94,6 +94,8 @@ class Submitter:
             sent = copied(sent)
             submission = build(self._ranks, output, sent, *options)
         if sent is not input:
+            if submission.partitioned != "no":
+                raise Misconfigured(f"input of strides {input.stride()}: give a contiguous one, as it is not copied")
             self._note_use(input)
         if submission.message is None:
             submission = replace(submission, channel=channel)

@@ -31,7 +31,7 @@ from torch._C import _distributed_c10d
 
 from counterpoint.collectives.connect import device_profile
 from counterpoint.collectives.host.group import check_agreement
-from counterpoint.collectives.multihost.communicator import AnyCommunicator, HierarchicalCommunicator
+from counterpoint.collectives.multihost.hierarchical import AnyCommunicator, HierarchicalCommunicator
 from counterpoint.collectives.multihost.phases import Grid
 from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.collectives.program.operations import crossovers
