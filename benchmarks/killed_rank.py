@@ -41,6 +41,7 @@ import counterpoint
 import counterpoint.parallel.tensor.operations  # noqa: F401 - registers them
 import counterpoint.torch_backend as backend
 from counterpoint.collectives.communicator import Communicator
+from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.measurement.launch import reserved_port
 from counterpoint.parallel.ddp import DdpOptions
 from counterpoint.parallel.expert import Dispatcher, ExpertOptions
@@ -67,7 +68,7 @@ Program = Callable[[torch.device], Step]
 
 def collective(name: str, device: torch.device) -> Step:
     """Return a call of the communicator, which ends when the device has done it."""
-    communicator = Communicator(device=device, timeout_s=TIMEOUT_S)
+    communicator = Communicator(device=device, options=CommunicatorOptions(timeout_s=TIMEOUT_S))
     n, rank = communicator.world_size, communicator.rank
     whole, mine = communicator.empty(n, NUMEL), torch.ones(n, NUMEL, device=device)
     calls: dict[str, Step] = {

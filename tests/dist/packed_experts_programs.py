@@ -17,6 +17,7 @@ from torch import Tensor
 
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.cuda.call import CudaWork
+from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.errors import CounterpointError
 from counterpoint.measurement.session import Session
 from counterpoint.parallel.call_memory import CallMemory
@@ -140,7 +141,7 @@ def on_software_gpus(session: Session, seed: int, calls: int) -> list[str]:
     experts, top_k = 2 * n, 2
     options = ExpertOptions(mechanism="torch", capacity_factor=1.0)
     dispatchers = [opened(session, experts, top_k, options) for _ in range(2)]
-    communicator = Communicator(device=gpu, channels=3, timeout_s=WAIT_S)
+    communicator = Communicator(device=gpu, options=CommunicatorOptions(channels=3, timeout_s=WAIT_S))
     dispatchers[0]._mechanism = Slabs(communicator, dispatchers[0].layout, options)
     for _ in range(calls):
         tokens = [draw.choice([0, 1, draw.randint(0, MOST), MOST]) for _ in range(n)]

@@ -28,13 +28,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
-from typing import TYPE_CHECKING, Self, TypeAlias, Unpack, cast
+from typing import TYPE_CHECKING, Self, TypeAlias, cast
 
 from counterpoint.collectives.connect import GpuStandIn, device_profile, open_transport
 from counterpoint.collectives.cpu.channel import BeforeStep
 from counterpoint.collectives.host.group import membership
-from counterpoint.collectives.options import CommunicatorOptions, OptionKeywords
+from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.collectives.program.operations import find_operation
 from counterpoint.collectives.submit import request
 from counterpoint.collectives.submit.submitter import Submitter
@@ -180,12 +179,11 @@ class Communicator(EvenCollectives):
         device: where all tensors are; None: this process's current GPU if the group has NCCL, else the CPU.
         before_step: on CPUs, called before every step of a program, in a thread of the channel; for tests.
         names: numbers by which errors call the ranks, such as those of a larger group; None: their ranks in the group.
-        options: options that `keywords` do not override; None: the defaults.
-        keywords: any field of `CommunicatorOptions`.
+        options: its options; None: the defaults.
 
     Raises:
         Unsupported: the ranks of this group cannot share memory; `available` returns the same reason.
-        Misconfigured: an option is out of range, or this process is not in the group.
+        Misconfigured: an option has no effect here or differs between ranks, or this process is not in the group.
     """
 
     def __init__(
@@ -196,9 +194,8 @@ class Communicator(EvenCollectives):
         before_step: BeforeStep | None = None,
         names: Sequence[int] | None = None,
         options: CommunicatorOptions | None = None,
-        **keywords: Unpack[OptionKeywords],
     ) -> None:
-        options = replace(options or CommunicatorOptions(), **keywords)
+        options = options or CommunicatorOptions()
         self.profile = device_profile(group, device, options.profile)
         self._transport = open_transport(
             group,

@@ -1,13 +1,13 @@
-"""Define the options of a communicator, which `Communicator` and `overlap` take as keywords."""
+"""Define the options of a communicator."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from counterpoint.collectives.program.calls import ALIGNMENT
-from counterpoint.collectives.program.mailbox import SLOTS
+from counterpoint.collectives.program.messages import SLOTS
 from counterpoint.collectives.program.steps import Tuning
 from counterpoint.errors import Misconfigured
 from counterpoint.machine.profile import Profile
@@ -86,20 +86,3 @@ class CommunicatorOptions:
             same |= {"max_bytes": self.max_bytes, "reserve_bytes": self.reserve_bytes}
             same |= {"mailbox_bytes": self.mailbox_bytes, "share_gpu": self.share_gpu}
         return same
-
-
-class OptionKeywords(TypedDict, total=False):
-    """Types the fields of `CommunicatorOptions` as keywords of a call; a test checks that both lists are equal."""
-
-    channels: int
-    timeout_s: float
-    debug: bool
-    max_bytes: int | None
-    chunk_bytes: int | None
-    staging_bytes: int | None
-    mailbox_bytes: int | None
-    reserve_bytes: int | None
-    graphs: bool | None
-    sum_sms: int | None
-    share_gpu: bool | None
-    profile: Profile | str | Path | None

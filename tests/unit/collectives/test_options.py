@@ -1,18 +1,11 @@
-"""Options of a communicator: which must be equal on all ranks, and where they are listed."""
+"""Options of a communicator: which must be equal on all ranks."""
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
-from counterpoint.collectives.options import CommunicatorOptions, OptionKeywords
+from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.machine.profile import default_profile
-
-
-def test_keywords_are_the_options() -> None:
-    """In both lists, in the same order."""
-    assert list(OptionKeywords.__annotations__) == [each.name for each in dataclasses.fields(CommunicatorOptions)]
 
 
 @pytest.mark.parametrize("on_gpu", [True, False])

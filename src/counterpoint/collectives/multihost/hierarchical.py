@@ -34,6 +34,7 @@ from typing import Any, TypeAlias
 from counterpoint.collectives.communicator import Communicator, EvenCollectives
 from counterpoint.collectives.host.group import gather_values, membership, start_by_torch
 from counterpoint.collectives.multihost.phases import Grid, Phase, best_slice_bytes, phases, scratch_bytes
+from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.collectives.program.calls import Call
 from counterpoint.collectives.program.reductions import Reduction
 from counterpoint.collectives.submit import request
@@ -96,7 +97,11 @@ class HierarchicalCommunicator(EvenCollectives):
         """
         if mesh.ndim != 2:
             raise Misconfigured(f"a mesh of {mesh.ndim} axes: give one of two, hosts and ranks of a host")
-        return cls(Communicator(mesh.get_group(1), timeout_s=timeout_s), mesh.get_group(0), slice_bytes=slice_bytes)
+        return cls(
+            Communicator(mesh.get_group(1), options=CommunicatorOptions(timeout_s=timeout_s)),
+            mesh.get_group(0),
+            slice_bytes=slice_bytes,
+        )
 
     def close(self) -> None:
         """Close this communicator and that of this host, as `Communicator.close` does. Tensors stay valid.

@@ -41,7 +41,6 @@ Symmetric = Literal["output", "staging", "mailbox"]
 COPY, REDUCE = 0, 1  # lanes
 BETWEEN, BETWEEN_REDUCE = 2, 3  # lanes of what another library does between hosts; in models, which nobody executes
 HERE = 4  # lane of a rank's sums of what came from other hosts; in these models, too
-LINES = 5  # from here on, a lane for each line of messages (`mailbox.py`); in models of several messages
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

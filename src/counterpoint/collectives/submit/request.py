@@ -18,7 +18,7 @@ from counterpoint.collectives.memory.pool import Location
 from counterpoint.collectives.program import operations
 from counterpoint.collectives.program.calls import ALIGNMENT, Buffer, Call, Own
 from counterpoint.collectives.program.coalesced import Parts, TensorAddresses, TensorLayout
-from counterpoint.collectives.program.mailbox import Message
+from counterpoint.collectives.program.messages import Message
 from counterpoint.collectives.program.operations import Operation, even_call, find_operation, plan_all
 from counterpoint.collectives.program.reductions import Reduction, widened
 from counterpoint.collectives.program.steps import Tuning
@@ -170,27 +170,23 @@ def even_blocks_of(
 ) -> Submission:
     """Describe a call of any collective with even blocks, by its name."""
     check(output, input, ranks.device)
-    row, tensors = find_operation(name), (output, input)
-    whole = ALIGNMENT * ranks.world_size  # bytes of a sample full array, to learn which part of it each tensor is
-    unit = _even_call(name, ranks.world_size, whole, root=root)
-    parts = unit.output_bytes(ranks.rank), unit.input_bytes(ranks.rank)
-    found = [one.nbytes * whole // part for one, part in zip(tensors, parts, strict=True) if one is not None and part]
-    num_bytes, in_place = found[0] if found else 0, _in_place(ranks, output, input)
+    row, in_place = find_operation(name), _in_place(ranks, output, input)
+    num_bytes = _full_bytes(ranks, row, output, input, root)
     own: Own = "consumer" if leave_own else _own_of(ranks, row, output, in_place)
     call = _even_call(name, ranks.world_size, num_bytes, root=root, own=own)
     needed = call.output_bytes(ranks.rank), call.input_bytes(ranks.rank)
     if "input" not in row.arguments:
         needed = needed[0], 0 if input is None else needed[0]
-    given = tuple(0 if one is None else one.nbytes for one in tensors)
+    given = tuple(0 if one is None else one.nbytes for one in (output, input))
     if given != needed:
         raise Misconfigured(
             f"{name} with output and input of {given} bytes on rank {ranks.rank}: blocks are even, so give {needed}"
         )
     reduction = reduction_of(op, factor, output) if row.layout.reduces else None
-    shown = next((one for one in tensors if one is not None), None)
+    shown = input if output is None else output
     text = name if shown is None else f"{name} of {num_bytes} bytes of {dtype_name(shown)}"
     text += "" if reduction is None else f", {reduction.op} {reduction.factor!r}"
-    apart = None not in tensors and call.own != "in_place" and input is not output
+    apart = output is not None and input is not None and input is not output and call.own != "in_place"
     return ranks.submission(
         output,
         input,
@@ -199,6 +195,21 @@ def even_blocks_of(
         reduction=reduction,
         overlaps=apart and overlap_elsewhere([output], [input], [in_place]),
     )
+
+
+def _full_bytes(ranks: GroupRank, row: Operation, output: Any, input: Any, root: int) -> int:
+    """Return the bytes of the full array, given the tensors; raise if this rank lacks one, or has one too many."""
+    whole = ALIGNMENT * ranks.world_size  # bytes of a sample full array, to learn which part of it each tensor is
+    unit = _even_call(row.layout.name, ranks.world_size, whole, root=root)
+    found = []
+    for what, one in (("output", output), ("input", input)):
+        part = unit.output_bytes(ranks.rank) if what == "output" else unit.input_bytes(ranks.rank)
+        if what in row.arguments and (part > 0 if one is None else one.nbytes > 0 == part):
+            given = "is missing" if one is None else "was given"
+            raise Misconfigured(f"{what} {given} on rank {ranks.rank}: rank {root} gives it, and no other")
+        if one is not None and part:
+            found.append(int(one.nbytes) * whole // part)
+    return found[0] if found else 0
 
 
 def _in_place(ranks: GroupRank, output: Any, input: Any) -> bool:

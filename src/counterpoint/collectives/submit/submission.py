@@ -17,7 +17,7 @@ from counterpoint.collectives.memory.early_release import EarlyPool, EarlyUse
 from counterpoint.collectives.memory.pool import Location, Pool
 from counterpoint.collectives.program.calls import Buffer, Call, Own
 from counterpoint.collectives.program.coalesced import TensorAddresses, TensorLayout, place_on_tensors
-from counterpoint.collectives.program.mailbox import Message
+from counterpoint.collectives.program.messages import Message
 from counterpoint.collectives.program.operations import all_to_all, plan
 from counterpoint.collectives.program.reductions import Reduction
 from counterpoint.collectives.program.steps import Program, Tuning
