@@ -145,7 +145,7 @@ def program_fields(program: Program) -> Plain:
         "steps": [_step(step) for step in program.steps],
         "finish": [_step(step) for step in program.finish],
         "staging_bytes": program.staging_bytes,
-        "network_bytes": program.network_bytes,
+        "network_bytes": program.reduced_bytes("network"),
         "scratch_bytes": program.scratch_bytes,
         "flags": dict(sorted(program.num_flags.items())),
         "pushers": sorted(program.pushers),

@@ -13,9 +13,8 @@ Rules that hold for every operation:
 - The input may be in any memory; if it is not contiguous, or shares bytes with the output and is not in place, a copy
   of it is sent. The output is contiguous. One that is not from `empty` costs a copy of its bytes: peers cannot write
   there, so they write to a buffer of the channel (its landing), from which it is copied.
-- With `async_op=True` a call returns a `Work` at once, else it returns None when the output may be read. On a GPU this
-  means stream order: a call runs on the current stream; with `async_op=True` it runs on the channel's own stream, after
-  the work queued on the current one. `Work.wait` lets the current stream wait, not the host.
+- On a GPU a call runs on the current stream; with `async_op=True` it runs on the channel's own stream, after the work
+  queued on the current one, and `Work.wait` lets the current stream wait, not the host.
 - On a GPU, calls of any channel and `empty` come in the same order on all ranks if they make symmetric memory grow,
   since ranks meet to allocate it. A graph uses its buffers at every replay, so captured buffers are never reused.
 - A process forked from a rank (such as a DataLoader worker) may exit at any time, and must not make calls.
@@ -53,9 +52,8 @@ if TYPE_CHECKING:
 class EvenCollectives:
     """Declares the collectives of even blocks, which a `Communicator` and a `HierarchicalCommunicator` both run.
 
-    Every method takes tensors of any dtype (reductions: see `reduce_scatter`). An input may have any strides and lie in
-    any memory; an output is contiguous. Sizes are in elements where shapes are given, else in bytes. Ranks are equal in
-    the sizes and dtypes of their tensors. Two arguments of all methods are explained here only:
+    Every method takes tensors of any dtype (reductions: see `reduce_scatter`), equal on all ranks in size and dtype.
+    Sizes are in elements where shapes are given, else in bytes. Two arguments of all methods are explained here only:
 
     - `channel` runs the call, behind the calls that it was given before.
     - With `async_op` a method returns the call's `Work` at once; else it returns None when the output may be read.
@@ -110,8 +108,8 @@ class EvenCollectives:
                 dtypes only.
             factor: premul_sum multiplies by it first; equal on all ranks.
         """
-        options = "reduce_scatter", 0, reduction_name(op), factor
-        return self._submit(request.even_blocks_of, output, input, channel, async_op, *options)
+        op = reduction_name(op)
+        return self._submit(request.even_blocks_of, output, input, channel, async_op, "reduce_scatter", 0, op, factor)
 
     def all_reduce(
         self, tensor: Tensor, op: Op = "sum", *, factor: float = 1.0, channel: int = 0, async_op: bool = False
@@ -121,8 +119,8 @@ class EvenCollectives:
         `tensor` is contiguous; `op` and `factor` are as in `reduce_scatter`, and so is the accumulation. Sends
         2 (n - 1) / n of tensor.nbytes, where n is the number of ranks.
         """
-        options = "all_reduce", 0, reduction_name(op), factor
-        return self._submit(request.even_blocks_of, tensor, tensor, channel, async_op, *options)
+        op = reduction_name(op)
+        return self._submit(request.even_blocks_of, tensor, tensor, channel, async_op, "all_reduce", 0, op, factor)
 
     def all_to_all(
         self,
@@ -459,5 +457,5 @@ class Communicator(EvenCollectives):
         """
         if "input" not in find_operation(name).arguments:
             input = output if find_operation(name).layout.reduces else None
-        options = name, root, reduction_name(op), factor
-        return self._submit(request.even_blocks_of, output, input, channel, async_op, *options)
+        op = reduction_name(op)
+        return self._submit(request.even_blocks_of, output, input, channel, async_op, name, root, op, factor)

@@ -220,19 +220,12 @@ class Program:
     @cached_property
     def staging_bytes(self) -> int:
         """Return the bytes of staging that peers write and this rank reads."""
-        return self._reduced_bytes("staging")
+        return self.reduced_bytes("staging")
 
-    @cached_property
-    def network_bytes(self) -> int:
-        """Return the bytes of the staging (`network`) of collectives between hosts."""
-        return self._reduced_bytes("network")
-
-    def _reduced_bytes(self, buffer: Buffer) -> int:
-        return max((span.offset + span.num_bytes for span in self._reduced if span.buffer == buffer), default=0)
-
-    @cached_property
-    def _reduced(self) -> tuple[Span, ...]:
-        return tuple(span for step in self.steps if isinstance(step, Reduce) for span in step.sources)
+    def reduced_bytes(self, buffer: Buffer) -> int:
+        """Return the end of what reductions read in a buffer."""
+        read = (span for step in self.steps if isinstance(step, Reduce) for span in step.sources)
+        return max((span.offset + span.num_bytes for span in read if span.buffer == buffer), default=0)
 
     @cached_property
     def pushers(self) -> frozenset[int]:
