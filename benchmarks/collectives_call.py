@@ -24,6 +24,7 @@ from provenance import gpu_provenance, write_result
 
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.host.group import torch_function
+from counterpoint.collectives.options import CommunicatorOptions
 
 Action: TypeAlias = Callable[[], object]
 CALLS = 40  # of a batch: the GPU is behind after the first, and a rank may be 64 calls ahead of another
@@ -145,7 +146,11 @@ def main() -> None:
     options = parser.parse_args()
     step_rig.start("cuda")
     rank = dist.get_rank()
-    with Communicator() as comm, Communicator(graphs=False) as other, torch.cuda.stream(torch.cuda.Stream()):
+    with (
+        Communicator() as comm,
+        Communicator(options=CommunicatorOptions(graphs=False)) as other,
+        torch.cuda.stream(torch.cuda.Stream()),
+    ):
         on = Tensors(comm, options.numel)
         ways = [*ours(comm, on), *eager(other, Tensors(other, options.numel)), *nccls(on)]
         for _ in range(3):

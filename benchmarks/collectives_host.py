@@ -26,7 +26,6 @@ from counterpoint.collectives.host.shared_memory import SharedMemory
 from counterpoint.collectives.host.watchdog import Watchdog
 from counterpoint.collectives.memory.pool import Location
 from counterpoint.collectives.options import CommunicatorOptions
-from counterpoint.collectives.submit.fallback import Fallback
 from counterpoint.collectives.submit.request import message
 from counterpoint.collectives.submit.submitter import Submitter
 from counterpoint.machine.profile import default_profile
@@ -101,8 +100,7 @@ def communicator(world_size: int, *, graphs: bool) -> Communicator:
     made = Communicator.__new__(Communicator)
     made._transport = transport = CudaTransport(NoGpu(), memory, hosts, watchdog, options, default_profile())
     made.rank, made.world_size, made.channels, made.device = 0, world_size, 2, transport.device
-    made._fallback = Fallback(None, None)
-    made._submitter = Submitter(transport, made._fallback, rank=0, world_size=world_size, channels=2, debug=False)
+    made._submit = Submitter(transport, rank=0, world_size=world_size, channels=2, debug=False).submit
     made._send_or_recv = message
     made._dropped = weakref.finalize(made, transport.abort)
     return made

@@ -30,6 +30,7 @@ from step_rig import origin, start, synchronize
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.cpu.channel import reference
 from counterpoint.collectives.host.group import torch_function
+from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.collectives.program.reductions import Reduction, ReductionOp
 
 OPERATIONS = ("all_gather", "all_gather coalesced", "all_to_all", "uneven all_to_all", "broadcast", "scatter", "gather",
@@ -295,7 +296,9 @@ def main() -> None:
     rank = dist.get_rank()
     started, wrong = time.monotonic(), list[str]()
     options = {"chunk_bytes": asked.chunk_bytes, "staging_bytes": asked.staging_bytes}
-    with Communicator(device=device, timeout_s=60, reserve_bytes=2 * asked.max_bytes, **options) as communicator:
+    with Communicator(
+        device=device, options=CommunicatorOptions(timeout_s=60, reserve_bytes=2 * asked.max_bytes, **options)
+    ) as communicator:
         draws = Draws(communicator, seed=asked.seed, max_bytes=asked.max_bytes)
         for index in range(asked.count):
             told = draws.one(index)

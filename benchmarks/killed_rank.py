@@ -66,7 +66,7 @@ Program = Callable[[torch.device], Step]
 
 def collective(name: str, device: torch.device) -> Step:
     """Return a call of the communicator, which ends when the device has done it."""
-    communicator = Communicator(device=device, timeout_s=TIMEOUT_S)
+    communicator = Communicator(device=device, options=CommunicatorOptions(timeout_s=TIMEOUT_S))
     n, rank = communicator.world_size, communicator.rank
     whole, mine = communicator.empty(n, NUMEL), torch.ones(n, NUMEL, device=device)
     calls: dict[str, Step] = {

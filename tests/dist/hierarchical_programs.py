@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from counterpoint.collectives.communicator import Communicator
-from counterpoint.collectives.multihost.communicator import HierarchicalCommunicator
+from counterpoint.collectives.multihost.hierarchical import HierarchicalCommunicator
+from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.errors import CounterpointError
 from counterpoint.measurement.session import Session
 
@@ -186,7 +187,7 @@ def said(session: Session, what: str) -> str:
     opened(2, 2).close()
     mesh = _GRIDS[2, 2]
     try:
-        with Communicator(mesh.get_group(1), timeout_s=20) as inside:
+        with Communicator(mesh.get_group(1), options=CommunicatorOptions(timeout_s=20)) as inside:
             if what == "no grid":  # the ranks of a host as if they were hosts
                 HierarchicalCommunicator(inside, mesh.get_group(1))
             communicator = HierarchicalCommunicator(inside, mesh.get_group(0))

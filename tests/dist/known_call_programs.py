@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from counterpoint.collectives.communicator import Communicator
+from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.measurement.session import Session
 from tests.dist.communicator_cuda_programs import WAIT_S, delays
 from tests.support.software_gpu import SoftwareGpu
@@ -18,7 +19,7 @@ def known_to_one_rank(session: Session) -> list[bool]:
     """Whether sums and gathers of plain tensors are right, always the same on rank 0 and new ones on rank 1: before
     staging and landing are replaced, and after it."""
     gpu, right, kept = SoftwareGpu(), list[bool](), list[Any]()
-    with Communicator(device=gpu, timeout_s=WAIT_S) as communicator:
+    with Communicator(device=gpu, options=CommunicatorOptions(timeout_s=WAIT_S)) as communicator:
         n, rank = communicator.world_size, communicator.rank
 
         def both() -> None:
@@ -45,7 +46,7 @@ def the_same_again_released_or_not(session: Session) -> list[bool]:
     """Whether gathers are right into an early block: a new one, the same again, its next tensor, on another stream."""
     gpu, right = SoftwareGpu(delays(2, session.rank)), list[bool]()
     streams = [gpu.new_stream() for _ in range(2)]
-    with Communicator(device=gpu, timeout_s=WAIT_S) as communicator:
+    with Communicator(device=gpu, options=CommunicatorOptions(timeout_s=WAIT_S)) as communicator:
         n, rank = communicator.world_size, communicator.rank
         for step in range(12):
             gpu.use(streams[step // 3 % 2])
@@ -63,7 +64,7 @@ def the_same_again_released_or_not(session: Session) -> list[bool]:
 def told_to_the_order_of_streams(session: Session) -> list[bool]:
     """Of tensors at the same place, one after the other: whether it is known that the channel's stream uses it."""
     gpu, told = SoftwareGpu(), list[bool]()
-    with Communicator(device=gpu, timeout_s=WAIT_S) as communicator:
+    with Communicator(device=gpu, options=CommunicatorOptions(timeout_s=WAIT_S)) as communicator:
         transport: Any = communicator._transport
         for _ in range(3):
             shards = communicator.empty(communicator.world_size, 100)
@@ -164,7 +165,9 @@ def random_calls_that_come_again(session: Session, seed: int, count: int) -> int
     """How many of `count` were right."""
     gpu, dice = SoftwareGpu(delays(seed, session.rank)), random.Random(seed)
     streams = [gpu.new_stream() for _ in range(2)]
-    with Communicator(device=gpu, timeout_s=WAIT_S, debug=seed % 3 == 1, graphs=seed % 3 != 2) as communicator:
+    with Communicator(
+        device=gpu, options=CommunicatorOptions(timeout_s=WAIT_S, debug=seed % 3 == 1, graphs=seed % 3 != 2)
+    ) as communicator:
         again, right = Again(communicator, gpu, dice), 0
         for number in range(count):
             gpu.use(dice.choice(streams))

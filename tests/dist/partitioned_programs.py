@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from counterpoint.collectives.communicator import Communicator
+from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.collectives.work import PartitionedWork
 from counterpoint.errors import CounterpointError
 from counterpoint.measurement.session import Session
@@ -45,7 +46,7 @@ def shape_of(draw: random.Random) -> tuple[int, int, int, int]:
 def gathered(session: Session, seed: int, calls: int) -> None:
     """Rows that have arrived are right at that moment, in the order said; own rows are not touched."""
     draw, late = random.Random(seed), random.Random(seed + session.rank + 1)
-    with Communicator(channels=2) as communicator:
+    with Communicator(options=CommunicatorOptions(channels=2)) as communicator:
         n, me = communicator.world_size, communicator.rank
         for number in range(calls):
             batch, rows, columns, chunk_rows = shape_of(draw)
@@ -138,7 +139,7 @@ def mixed_up(session: Session) -> list[str]:
 
 def left_unfinished(session: Session) -> str:
     """Return the error of the second call where rank 1 drops the first without supplying its input."""
-    communicator = Communicator(timeout_s=2.0)
+    communicator = Communicator(options=CommunicatorOptions(timeout_s=2.0))
     n = communicator.world_size
     work: PartitionedWork = communicator.partitioned_all_to_all(
         communicator.empty(n, 2, 8), torch.zeros(2 * n, 8), chunk_rows=2
@@ -160,7 +161,7 @@ def left_unfinished(session: Session) -> str:
 def unsupplied(session: Session) -> list[str]:
     """What a wait for arrivals says where rank 1 supplies nothing, and what the communicator then says."""
     said = []
-    with Communicator(timeout_s=2.0) as communicator:
+    with Communicator(options=CommunicatorOptions(timeout_s=2.0)) as communicator:
         n = communicator.world_size
         work = communicator.partitioned_all_to_all(communicator.empty(n, 2, 8), torch.zeros(2 * n, 8), chunk_rows=2)
         if session.rank == 0:
@@ -223,7 +224,7 @@ def in_stream_order(session: Session, early: bool, steps: int) -> list[str]:
     """Return what kernels read that they should not; tensors die at once, on two streams in turn."""
     gpu = SoftwareGpu(delays(3, session.rank))
     streams = [gpu.new_stream() for _ in range(2)]
-    with Communicator(device=gpu, timeout_s=WAIT_S, channels=2) as communicator:
+    with Communicator(device=gpu, options=CommunicatorOptions(timeout_s=WAIT_S, channels=2)) as communicator:
         kept, step = [], StreamedStep(communicator, gpu, early=early)
         for number in range(steps):
             gpu.use(streams[number // 7 % 2])
@@ -239,7 +240,7 @@ def in_stream_order(session: Session, early: bool, steps: int) -> list[str]:
 def captured(session: Session) -> list[str]:
     """Return what kernels of three replays of a graph read that they should not."""
     gpu, numbers = SoftwareGpu(), [0.0]
-    with Communicator(device=gpu, timeout_s=WAIT_S, channels=2) as communicator:
+    with Communicator(device=gpu, options=CommunicatorOptions(timeout_s=WAIT_S, channels=2)) as communicator:
         stream = gpu.new_stream()
         gpu.use(stream)
         step = StreamedStep(communicator, gpu, early=False)
@@ -260,7 +261,7 @@ def counted(session: Session, steps: int) -> list[str]:
     """Return what a kernel that polls words and counts what it has stored read that it should not."""
     gpu, wrong = SoftwareGpu(delays(5, session.rank)), list[str]()
     gpu.use(gpu.new_stream())
-    with Communicator(device=gpu, timeout_s=WAIT_S, channels=2) as communicator:
+    with Communicator(device=gpu, options=CommunicatorOptions(timeout_s=WAIT_S, channels=2)) as communicator:
         n, me = communicator.world_size, communicator.rank
         counters = torch.zeros(2 * n, dtype=torch.int32)
         kept = []
@@ -311,7 +312,7 @@ def behind_another(session: Session, on_gpu: bool) -> tuple[str, bool]:
     gpu = SoftwareGpu() if on_gpu else None
     if gpu is not None:
         gpu.use(gpu.new_stream())
-    with Communicator(device=gpu, timeout_s=WAIT_S) as communicator:
+    with Communicator(device=gpu, options=CommunicatorOptions(timeout_s=WAIT_S)) as communicator:
         n, me = communicator.world_size, communicator.rank
         shard = torch.full((2, 8), float(me))
         rows, others = (communicator.empty(2 * n, 8, early_release=True) for _ in range(2))

@@ -110,8 +110,6 @@ def test_a_fault_of_one_rank_is_told_to_the_others(two_ranks: Ranks) -> None:
         ([{"mailbox_bytes": 100}] * 2, "mailbox_bytes=100: give a positive multiple of 64"),
         ([{"mailbox_bytes": 6400}] * 2, "mailbox_bytes=6400 on a CPU"),
         ([{"share_gpu": True}] * 2, "share_gpu=True on a CPU"),
-        ([{"crossover_bytes": {"all_gather": 5}}] * 2, "crossover_bytes without fallback"),
-        ([{"crossover_bytes": {"send": 5}}] * 2, "crossover_bytes send=5: give 0 or more for all_gather"),
         ([{"device": "meta"}] * 2, "device=meta"),
         ([{"profile": H200}, {"profile": SLOWER}], "the ranks do not match: "),
         ([{"profile": "nowhere.json"}] * 2, "nowhere.json: No such file or directory; give a profile as JSON"),

@@ -220,12 +220,6 @@ def test_what_was_prepared_in_captures_goes_too(two_ranks: Ranks) -> None:
     assert two_ranks.run(programs.cache_of_two_in_captures, 4) == [(20, 0)] * 2
 
 
-def test_small_calls_go_to_the_process_group(two_ranks: Ranks) -> None:
-    """Below the crossover, and say so; both ways give the same."""
-    ways = ["torch", "zero_sm"]
-    assert two_ranks.run(programs.paths) == [(ways, ways, [True, True])] * 2
-
-
 def test_threads_without_a_context_make_every_call(two_ranks: Ranks) -> None:
     """As autograd's threads have none before their first kernel: no verb is refused by the driver."""
     assert two_ranks.run(programs.every_verb_in_a_new_thread) == [{}] * 2

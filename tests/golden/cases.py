@@ -180,6 +180,4 @@ VIEWS: dict[str, Plain] = {
     "worst order": {"objective": "worst"},
     "compute first": {"orders": ("compute_first",)},
 }
-REDUCTIONS = (
-    (None, None), ("sum", "float32"), ("avg", "bfloat16"), ("max", "int16"), ("sum", "int64"), ("premul_sum", "float32")
-)  # fmt: skip
+REDUCTIONS = ((None, None), ("sum", "float32"), ("avg", "bfloat16"), ("sum", "int64"))

@@ -31,13 +31,12 @@ from counterpoint.collectives.cuda.lower import (
     lower,
 )
 from counterpoint.collectives.cuda.transport import CudaTransport
-from counterpoint.collectives.multihost.phases import Grid, Phase, phases_all
+from counterpoint.collectives.multihost.phases import Grid, Phase
 from counterpoint.collectives.program import clock as simulate
 from counterpoint.collectives.program import operations
 from counterpoint.collectives.program.calls import Call, Span
 from counterpoint.collectives.program.coalesced import Parts, place_on_tensors
 from counterpoint.collectives.program.operations import plan_all
-from counterpoint.collectives.program.reductions import Reduction
 from counterpoint.collectives.program.steps import (
     AwaitEvent,
     Batch,
@@ -51,7 +50,6 @@ from counterpoint.collectives.program.steps import (
     Step,
     Tuning,
 )
-from counterpoint.collectives.submit.fallback import Fallback
 from counterpoint.machine.bus_bandwidth import bus_factor
 from counterpoint.machine.profile import Contention, default_profile
 from counterpoint.measurement.workloads import find_workload
@@ -60,7 +58,7 @@ from counterpoint.pair.curves import curves_from
 from counterpoint.pair.sm_split import SmLayout
 from counterpoint.pair.together import Pair
 from counterpoint.records.measurement import Measurement
-from tests.support.flatten import flatten
+from tests.support.flatten import flatten, phases_all
 
 Plain: TypeAlias = dict[str, Any]
 
@@ -102,15 +100,13 @@ def tuning_fields(tuning: Tuning) -> Plain:
 
 
 def path(call: Call) -> str:
-    """Return whether the call falls back to torch, with a process group at hand and float32 sums."""
-    reduction = Reduction(op="sum", dtype="float32") if call.reduces else None
-    return "torch" if Fallback(object(), None).takes(call, reduction) else "zero_sm"
+    """Return whether torch makes the call where both can."""
+    return path_of_bytes(call.operation, sum(call.sizes[0]) if call.root is None else call.output_bytes(0))
 
 
-def path_of_bytes(operation: str, num_bytes: int, op: str | None, dtype: str | None) -> str:
+def path_of_bytes(operation: str, num_bytes: int) -> str:
     """Return the way that a call of so many bytes of the full array takes."""
-    reduction = None if op is None else Reduction(op=op, dtype=dtype or "")  # type: ignore[arg-type]
-    return Fallback(object(), None).path(operation, num_bytes, reduction)
+    return "torch" if num_bytes < crossover_bytes().get(operation, 0) else "zero_sm"
 
 
 # programs
@@ -149,7 +145,7 @@ def program_fields(program: Program) -> Plain:
         "steps": [_step(step) for step in program.steps],
         "finish": [_step(step) for step in program.finish],
         "staging_bytes": program.staging_bytes,
-        "network_bytes": program.network_bytes,
+        "network_bytes": program.reduced_bytes("network"),
         "scratch_bytes": program.scratch_bytes,
         "flags": dict(sorted(program.num_flags.items())),
         "pushers": sorted(program.pushers),
@@ -217,8 +213,8 @@ def _driver_call(call: DriverCall) -> list[Any]:
 
 
 def crossover_bytes() -> dict[str, int]:
-    """Return the size below which calls fall back to torch, by operation."""
-    return Fallback(object(), None).crossover_bytes
+    """Return the size below which torch makes calls, by operation."""
+    return operations.crossovers(default_profile())
 
 
 def clock_rates() -> dict[str, float]:

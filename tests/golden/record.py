@@ -93,7 +93,7 @@ def table_rows() -> list[Row]:
     crossovers = library.crossover_bytes()
     ways = {
         f"path of {operation}, {op} of {dtype}" if op else f"path of {operation}": {
-            str(size): library.path_of_bytes(operation, size, op, dtype)
+            str(size): library.path_of_bytes(operation, size)
             for near in (crossovers.get(operation, 0),)
             for size in (max(0, near - 1), near)
         }

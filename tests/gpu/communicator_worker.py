@@ -21,6 +21,7 @@ import torch.distributed as dist
 from collectives_random import Draws
 
 from counterpoint.collectives.communicator import Communicator
+from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.errors import CounterpointError, PeerTimeout
 from tests.support.gpu_ranks import free_bytes, own_gpu, run_scenarios
 
@@ -38,7 +39,7 @@ def all_of(mine: bool, device: torch.device) -> bool:
 
 def random_calls(device: torch.device) -> dict[str, str]:
     """Whatever benchmarks/collectives_random.py draws, until the time is up."""
-    with Communicator(timeout_s=TIMEOUT_S) as communicator:
+    with Communicator(options=CommunicatorOptions(timeout_s=TIMEOUT_S)) as communicator:
         draws = Draws(communicator, seed=1, max_bytes=16 << 20)
         deadline, count, told = time.monotonic() + BUDGET_S, 0, ""
         while all_of(not told and time.monotonic() < deadline, device):
@@ -53,7 +54,7 @@ def stepped(device: torch.device, early: bool) -> dict[str, str]:
     """1,000 steps whose buffers die with kernels on them still queued, on two streams, nothing waited for."""
     streams = [torch.cuda.Stream(device) for _ in range(2)]
     wrong = torch.zeros((), dtype=torch.int64, device=device)
-    with Communicator(timeout_s=TIMEOUT_S) as communicator:
+    with Communicator(options=CommunicatorOptions(timeout_s=TIMEOUT_S)) as communicator:
         n, rank = communicator.world_size, communicator.rank
         seen = []
         for step in range(STEPS):
@@ -83,7 +84,7 @@ def stepped(device: torch.device, early: bool) -> dict[str, str]:
 
 def captured(device: torch.device) -> dict[str, str]:
     """A gather and a sum in the caller's graph, with kernels around them, replayed five times."""
-    with Communicator(timeout_s=TIMEOUT_S) as communicator:
+    with Communicator(options=CommunicatorOptions(timeout_s=TIMEOUT_S)) as communicator:
         n, rank = communicator.world_size, communicator.rank
         shards, total = communicator.empty(n, 1000).fill_(rank), communicator.empty(4096).zero_()
         communicator.all_reduce(total)  # makes staging
@@ -114,7 +115,7 @@ def meets_others_first(device: torch.device) -> dict[str, str]:
     """Rank 0 has made memory alone before all make memory together: torch has counted other meetings there."""
     group = dist.new_group([0])
     alone = Communicator(group, device=device) if dist.get_rank() == 0 else None
-    with Communicator(device=device, timeout_s=TIMEOUT_S) as communicator:
+    with Communicator(device=device, options=CommunicatorOptions(timeout_s=TIMEOUT_S)) as communicator:
         whole = communicator.empty(communicator.world_size, 8, dtype=torch.int32)
         communicator.all_gather(whole, torch.full((8,), communicator.rank, dtype=torch.int32, device=device))
         found = whole[:, 0].tolist()
@@ -131,7 +132,9 @@ def new_threads(device: torch.device) -> dict[str, str]:
     torch.cuda.synchronize()
 
     def opens() -> None:
-        made["all"] = Communicator(device=device, timeout_s=TIMEOUT_S, mailbox_bytes=1 << 20, channels=3)
+        made["all"] = Communicator(
+            device=device, options=CommunicatorOptions(timeout_s=TIMEOUT_S, mailbox_bytes=1 << 20, channels=3)
+        )
 
     def calls(name: str, *options: Any, **keywords: Any) -> Callable[[], object]:
         return lambda: getattr(made["all"], name)(*options, **keywords)
@@ -229,7 +232,7 @@ LIVE: dict[str, Callable[[torch.device], dict[str, str]]] = {
 
 def killed(device: torch.device, rank: int) -> dict[str, str]:
     """Rank 1 is killed at some time; what the others are told, and whether their GPUs are free then."""
-    communicator = Communicator(device=device, timeout_s=TIMEOUT_S)
+    communicator = Communicator(device=device, options=CommunicatorOptions(timeout_s=TIMEOUT_S))
     shards = communicator.empty(communicator.world_size, 1 << 20)
     total = communicator.empty(1 << 20).zero_()
     dies = time.monotonic() + 0.5 + random.Random(os.environ["MASTER"]).random()

@@ -198,7 +198,7 @@ def profiled(device: torch.device) -> dict[str, str]:
 
 def captured(device: torch.device) -> dict[str, str]:
     """Messages around a ring in the caller's graph, with kernels around them, replayed five times."""
-    with Communicator(timeout_s=TIMEOUT_S, mailbox_bytes=1 << 20) as communicator:
+    with Communicator(options=CommunicatorOptions(timeout_s=TIMEOUT_S, mailbox_bytes=1 << 20)) as communicator:
         n, rank = communicator.world_size, communicator.rank
         mine, theirs = torch.full((1 << 20,), float(rank), device=device), torch.zeros(1 << 20, device=device)
         seen, place = torch.zeros(5, device=device), torch.zeros(1, dtype=torch.int64, device=device)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from counterpoint.collectives.multihost.phases import LEVELS, Grid, Level, Phase, scratch_bytes
+from counterpoint.collectives.multihost.phases import Grid, Level, Phase, phases, scratch_bytes
 from counterpoint.collectives.program.calls import Call, Span
 from counterpoint.collectives.program.operations import DEFAULT, plan
 from counterpoint.collectives.program.steps import (
@@ -32,6 +32,13 @@ from counterpoint.collectives.program.steps import (
     merge_batches,
 )
 from counterpoint.errors import Misconfigured
+
+LEVELS: tuple[Level, ...] = ("inside", "between", "here")
+
+
+def phases_all(call: Call, grid: Grid, *, slice_bytes: int | None = None) -> tuple[tuple[Phase, ...], ...]:
+    """Return the phases of every rank."""
+    return tuple(phases(call, grid, rank, slice_bytes=slice_bytes) for rank in range(grid.world_size))
 
 
 def flatten(

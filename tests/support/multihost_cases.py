@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from counterpoint.collectives.multihost.phases import Grid, phases_all
+from counterpoint.collectives.multihost.phases import Grid
 from counterpoint.collectives.program.calls import Call
 from counterpoint.collectives.program.operations import (
     all_gather,
@@ -13,7 +13,7 @@ from counterpoint.collectives.program.operations import (
     reduce_scatter,
 )
 from counterpoint.collectives.program.steps import Program, Tuning
-from tests.support.flatten import flatten
+from tests.support.flatten import flatten, phases_all
 
 GRIDS = [Grid(hosts=hosts, local=local) for hosts, local in ((1, 3), (3, 1), (2, 2), (2, 3), (3, 2))]
 

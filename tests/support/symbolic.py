@@ -247,7 +247,7 @@ def out_of_bounds(access: Access, programs: Sequence[Program]) -> str | None:
         "staging": program.staging_bytes,
         "mailbox": program.mailbox_bytes,
         "scratch": program.scratch_bytes,
-        "network": program.network_bytes,
+        "network": program.reduced_bytes("network"),
     }[span.buffer]
     if span.offset >= 0 and span.offset + span.num_bytes <= size:
         return None

@@ -13,9 +13,8 @@ Rules that hold for every operation:
 - The input may be in any memory; if it is not contiguous, or shares bytes with the output and is not in place, a copy
   of it is sent. The output is contiguous. One that is not from `empty` costs a copy of its bytes: peers cannot write
   there, so they write to a buffer of the channel (its landing), from which it is copied.
-- With `async_op=True` a call returns a `Work` at once, else it returns None when the output may be read. On a GPU this
-  means stream order: a call runs on the current stream; with `async_op=True` it runs on the channel's own stream, after
-  the work queued on the current one. `Work.wait` lets the current stream wait, not the host.
+- On a GPU a call runs on the current stream; with `async_op=True` it runs on the channel's own stream, after the work
+  queued on the current one, and `Work.wait` lets the current stream wait, not the host.
 - On a GPU, calls of any channel and `empty` come in the same order on all ranks if they make symmetric memory grow,
   since ranks meet to allocate it. A graph uses its buffers at every replay, so captured buffers are never reused.
 - A process forked from a rank (such as a DataLoader worker) may exit at any time, and must not make calls.
@@ -26,22 +25,20 @@ Rules that hold for every operation:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
-from typing import TYPE_CHECKING, TypeAlias, Unpack, cast
+from typing import TYPE_CHECKING, Self, TypeAlias, cast
 
 from counterpoint.collectives.connect import GpuStandIn, device_profile, open_transport
 from counterpoint.collectives.cpu.channel import BeforeStep
 from counterpoint.collectives.host.group import membership
-from counterpoint.collectives.options import CommunicatorOptions, OptionKeywords
+from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.collectives.program.operations import find_operation
-from counterpoint.collectives.submit import partitioned, request
-from counterpoint.collectives.submit.fallback import Fallback, Path
+from counterpoint.collectives.submit import request
 from counterpoint.collectives.submit.submitter import Submitter
 from counterpoint.collectives.submit.tensors import TensorList, reduction_name, tensor_list
 from counterpoint.collectives.work import PartitionedWork, Work
-from counterpoint.errors import CounterpointError, Misconfigured
+from counterpoint.errors import CounterpointError
 
 if TYPE_CHECKING:
     import torch
@@ -49,33 +46,142 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, ReduceOp
 
     Tensors: TypeAlias = Sequence[Tensor] | TensorList
+    Op: TypeAlias = str | ReduceOp | ReduceOp.RedOpType
 
 
-class Communicator:
+class EvenCollectives:
+    """Declares the collectives of even blocks, which a `Communicator` and a `HierarchicalCommunicator` both run.
+
+    Every method takes tensors of any dtype (reductions: see `reduce_scatter`), equal on all ranks in size and dtype.
+    Sizes are in elements where shapes are given, else in bytes. Two arguments of all methods are explained here only:
+
+    - `channel` runs the call, behind the calls that it was given before.
+    - With `async_op` a method returns the call's `Work` at once; else it returns None when the output may be read.
+
+    `Misconfigured` is raised if tensors or options do not fit a call, `PeerTimeout` if a rank died or did not make the
+    call in time.
+    """
+
+    _submit: Callable[..., Work | None]
+    """Takes a function of `request.py`, output, input, channel, `async_op`, and further arguments of that function."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the communicator: peers that wait for this rank get an error. Tensors of `empty` stay valid."""
+        raise NotImplementedError
+
+    def all_gather(self, output: Tensor, input: Tensor, *, channel: int = 0, async_op: bool = False) -> Work | None:
+        """Gather the ranks' inputs in every rank's output, as `all_gather_into_tensor` does.
+
+        In place, and without a copy, if input is this rank's block of output. Sends input.nbytes to each other rank.
+
+        Args:
+            output: `[world_size, *input.shape]`, or any shape of as many elements; block r is from rank r.
+            input: this rank's block.
+        """
+        return self._submit(request.even_blocks_of, output, input, channel, async_op, "all_gather")
+
+    def reduce_scatter(
+        self,
+        output: Tensor,
+        input: Tensor,
+        op: Op = "sum",
+        *,
+        factor: float = 1.0,
+        channel: int = 0,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Combine the ranks' inputs in the order of ranks, one block on each rank, as `reduce_scatter_tensor` does.
+
+        Accumulates bfloat16 and float16 in float32, and rounds once. Sends output.nbytes to each other rank.
+
+        Args:
+            output: this rank's block: 1 / world_size of input's elements, of equal dtype.
+            input: `[world_size, *output.shape]`, or any shape of as many elements; block r is for rank r. In place if
+                output is this rank's block of it.
+            op: sum, avg, max, min or premul_sum, or torch's ReduceOp of that name; avg and premul_sum of floating-point
+                dtypes only.
+            factor: premul_sum multiplies by it first; equal on all ranks.
+        """
+        op = reduction_name(op)
+        return self._submit(request.even_blocks_of, output, input, channel, async_op, "reduce_scatter", 0, op, factor)
+
+    def all_reduce(
+        self, tensor: Tensor, op: Op = "sum", *, factor: float = 1.0, channel: int = 0, async_op: bool = False
+    ) -> Work | None:
+        """Combine the ranks' tensors in the order of ranks, in place, with bitwise equal results on all ranks.
+
+        `tensor` is contiguous; `op` and `factor` are as in `reduce_scatter`, and so is the accumulation. Sends
+        2 (n - 1) / n of tensor.nbytes, where n is the number of ranks.
+        """
+        op = reduction_name(op)
+        return self._submit(request.even_blocks_of, tensor, tensor, channel, async_op, "all_reduce", 0, op, factor)
+
+    def all_to_all(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        *,
+        leave_own: bool = False,
+        channel: int = 0,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Send block r of the input to rank r, as `all_to_all_single` does; this rank's own block is copied locally.
+
+        With split sizes, which only a `Communicator` takes, the ranks first exchange theirs: a round trip, after which
+        `Misconfigured` is raised if they do not match.
+
+        Args:
+            output: `[rows, ...]`, the received blocks in the order of ranks; shares no bytes with input.
+            input: `[rows, ...]`, the blocks to send in the order of ranks, of equal dtype.
+            output_split_sizes: rows (dim 0) of each block of output, on all ranks or on none; None: all equal.
+            input_split_sizes: rows (dim 0) of each block of input, on all ranks or on none; None: all equal.
+            leave_own: do not copy this rank's own block from input to output: on a GPU that copy is the only part that
+                needs an SM. The output has to be from `empty`.
+        """
+        if input_split_sizes is None and output_split_sizes is None:
+            return self._submit(request.all_to_all, output, input, channel, async_op, leave_own)
+        sizes = output_split_sizes, input_split_sizes
+        return self._submit(request.uneven_all_to_all, output, input, channel, async_op, leave_own, *sizes)
+
+    def broadcast(self, tensor: Tensor, src: int = 0, *, channel: int = 0, async_op: bool = False) -> Work | None:
+        """Copy the contiguous tensor of rank `src` to every rank; a large one leaves it once, and others pass it on."""
+        return self._submit(request.even_blocks_of, tensor, None, channel, async_op, "broadcast", src)
+
+    def barrier(self, *, channel: int = 0, async_op: bool = False) -> Work | None:
+        """Return when every rank has made this call; on a GPU the current stream waits, not the host."""
+        return self._submit(request.even_blocks_of, None, None, channel, async_op, "barrier")
+
+
+class Communicator(EvenCollectives):
     """Runs collectives among the ranks of one host.
 
     All ranks of the group make it together. Memory of a rank: the tensors of `empty`; on each channel staging and a
-    landing, up to twice as large as the largest call needs, and a status of about 64 (n + 1) (200 + 8 n) bytes.
+    landing, up to twice as large as the largest call needs, and a status of about 64 (n + 1) (200 + 8 n) bytes. What
+    all methods have in common is said in the module and in `EvenCollectives`; all tensors are on `device`.
 
-    Every method takes tensors on `device`, of any dtype (reductions: see `reduce_scatter`). An input may have any
-    strides and lie in any memory; an output is contiguous. Calls run on the current stream of the calling thread, with
-    `async_op=True` on a stream of the channel after what the current stream holds. Sizes are in elements where shapes
-    are given, else in bytes. `Misconfigured` is raised if tensors or options do not fit a call, `PeerTimeout` if a rank
-    died or did not make the call in time.
+        with Communicator(group) as communicator:
+            total = communicator.empty(1024).fill_(rank)
+            communicator.all_reduce(total)
 
     Args:
         group: torch process group, of a mesh axis by `mesh.get_group(axis)`; None: the default one. Used now, and on
             GPUs whenever symmetric memory grows.
         device: where all tensors are; None: this process's current GPU if the group has NCCL, else the CPU.
-        fallback: torch process group that takes calls below `crossover_bytes`; None: torch takes none.
         before_step: on CPUs, called before every step of a program, in a thread of the channel; for tests.
         names: numbers by which errors call the ranks, such as those of a larger group; None: their ranks in the group.
-        options: options that `keywords` do not override; None: the defaults.
-        keywords: any field of `CommunicatorOptions`.
+        options: its options; None: the defaults.
 
     Raises:
         Unsupported: the ranks of this group cannot share memory; `available` returns the same reason.
-        Misconfigured: an option is out of range, or this process is not in the group.
+        Misconfigured: an option has no effect here or differs between ranks, or this process is not in the group.
     """
 
     def __init__(
@@ -83,46 +189,35 @@ class Communicator:
         group: ProcessGroup | None = None,
         *,
         device: torch.device | str | int | GpuStandIn | None = None,
-        fallback: ProcessGroup | None = None,
         before_step: BeforeStep | None = None,
         names: Sequence[int] | None = None,
         options: CommunicatorOptions | None = None,
-        **keywords: Unpack[OptionKeywords],
     ) -> None:
-        options = replace(options or CommunicatorOptions(), **keywords)
+        options = options or CommunicatorOptions()
         self.profile = device_profile(group, device, options.profile)
-        self._fallback = Fallback(fallback, options.crossover_bytes, self.profile)
         self._transport = open_transport(
             group,
             device,
             options,
             profile=self.profile,
-            crossover_bytes=self._fallback.crossover_bytes,
             before_step=before_step,
             names=names,
         )
         self.rank, self.world_size = membership(group)
         self.channels = options.channels
         self.device: torch.device = self._transport.device
-        self._submitter = Submitter(
+        self._submit = Submitter(
             self._transport,
-            self._fallback,
             rank=self.rank,
             world_size=self.world_size,
             channels=options.channels,
             debug=options.debug,
-        )
+        ).submit
         self._send_or_recv = request.send_recv if self._transport.mailbox_channel is None else request.message
         self._dropped = weakref.finalize(self, self._transport.abort)  # in any thread: it may not wait for peers
 
     def __repr__(self) -> str:
         return f"Communicator(rank {self.rank} of {self.world_size} on {self.device}, profile: {self.profile})"
-
-    def __enter__(self) -> Communicator:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """End the communicator: peers that wait for this rank get an error. Tensors of `empty` stay valid.
@@ -160,14 +255,6 @@ class Communicator:
     def set_timeout(self, timeout_s: float) -> None:
         """Set how many seconds a rank waits for another before it gives up, from now on; on this rank only."""
         self._transport.watchdog.timeout_s = timeout_s
-
-    def path(self, operation: str, num_bytes: int) -> Path:
-        """Return what runs a call with even blocks: `zero_sm`, or `torch` if the full array is below the crossover.
-
-        Two kinds of calls never go to torch, which this does not look at: premul_sum, and reductions of dtypes that
-        NCCL does not have. The answer for an unknown operation is `zero_sm`.
-        """
-        return self._fallback.path(operation, num_bytes)
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None, early_release: bool = False) -> Tensor:
         """Return an uninitialised, contiguous tensor in symmetric memory, which is written as output without a copy.
@@ -213,60 +300,8 @@ class Communicator:
         """
         self._transport.record_stream(tensor, stream)
 
-    def all_gather(self, output: Tensor, input: Tensor, *, channel: int = 0, async_op: bool = False) -> Work | None:
-        """Gather the ranks' inputs in every rank's output, as `all_gather_into_tensor` does.
-
-        In place, and without a copy, if input is this rank's block of output. Sends input.nbytes to each other rank.
-
-        Args:
-            output: `[world_size, *input.shape]`, or any contiguous shape of as many elements; block r is from rank r.
-            input: this rank's block; equal in size and dtype on all ranks.
-            channel: runs the call, behind its earlier ones.
-            async_op: return at once; the call runs behind the current stream.
-
-        Returns:
-            The call's `Work` with `async_op`; else None, when `output` may be read on the current stream.
-        """
-        return self._submitter.submit(request.all_gather, output, input, channel, async_op)
-
-    def reduce_scatter(
-        self,
-        output: Tensor,
-        input: Tensor,
-        op: str | ReduceOp | ReduceOp.RedOpType = "sum",
-        *,
-        factor: float = 1.0,
-        channel: int = 0,
-        async_op: bool = False,
-    ) -> Work | None:
-        """Combine the ranks' inputs in the order of ranks, one block on each rank, as `reduce_scatter_tensor` does.
-
-        Accumulates bfloat16 and float16 in float32, and rounds once. Sends output.nbytes to each other rank.
-
-        Args:
-            output: this rank's block: 1 / world_size of input's elements, of equal dtype.
-            input: `[world_size, *output.shape]`, or any shape of as many elements; block r is for rank r. In place if
-                output is this rank's block of it.
-            op: sum, avg, max, min or premul_sum, or torch's ReduceOp of that name; avg and premul_sum of floating-point
-                dtypes only.
-            factor: premul_sum multiplies by it first; the same on all ranks.
-            channel: runs the call, behind its earlier ones.
-            async_op: return at once; the call runs behind the current stream.
-
-        Returns:
-            The call's `Work` with `async_op`; else None, when `output` may be read on the current stream.
-        """
-        return self._submitter.submit(
-            request.reduce_scatter, output, input, channel, async_op, reduction_name(op), factor
-        )
-
     def all_gather_coalesced(
-        self,
-        outputs: Tensors,
-        inputs: Tensors,
-        *,
-        channel: int = 0,
-        async_op: bool = False,
+        self, outputs: Tensors, inputs: Tensors, *, channel: int = 0, async_op: bool = False
     ) -> Work | None:
         """Run several all_gathers as one call, with the handshake and arrival signals of one.
 
@@ -276,21 +311,15 @@ class Communicator:
             outputs: contiguous parts of one tensor of `empty`, in any order, each `[world_size, *inputs[i].shape]`;
                 they may have different dtypes, and share no bytes.
             inputs: one tensor for each output, of equal dtype.
-            channel: runs the call, behind its earlier ones.
-            async_op: return at once; the call runs behind the current stream.
-
-        Returns:
-            The call's `Work` with `async_op`; else None, when `outputs` may be read on the current stream.
         """
-        return self._submitter.submit(
-            request.all_gather_coalesced, tensor_list(outputs), tensor_list(inputs), channel, async_op
-        )
+        both = tensor_list(outputs), tensor_list(inputs)
+        return self._submit(request.all_gather_coalesced, *both, channel, async_op)
 
     def reduce_scatter_coalesced(
         self,
         outputs: Tensors,
         inputs: Tensors,
-        op: str | ReduceOp | ReduceOp.RedOpType = "sum",
+        op: Op = "sum",
         *,
         factor: float = 1.0,
         channel: int = 0,
@@ -306,74 +335,10 @@ class Communicator:
                 their part beyond the input is not written.
             op: how they are combined, as in `reduce_scatter`.
             factor: premul_sum multiplies by it first.
-            channel: runs the call, behind its earlier ones.
-            async_op: return at once; the call runs behind the current stream.
-
-        Returns:
-            The call's `Work` with `async_op`; else None, when `outputs` may be read on the current stream.
         """
         op = reduction_name(op)
         both = tensor_list(outputs), tensor_list(inputs)
-        return self._submitter.submit(request.reduce_scatter_coalesced, *both, channel, async_op, op, factor)
-
-    def all_reduce(
-        self,
-        tensor: Tensor,
-        op: str | ReduceOp | ReduceOp.RedOpType = "sum",
-        *,
-        factor: float = 1.0,
-        channel: int = 0,
-        async_op: bool = False,
-    ) -> Work | None:
-        """Combine the ranks' tensors in the order of ranks, in place, with bitwise equal results on all ranks.
-
-        Accumulates as `reduce_scatter` does. Sends 2 (n - 1) / n of tensor.nbytes, where n is the number of ranks.
-
-        Args:
-            tensor: contiguous, equal in size and dtype on all ranks; input and output.
-            op: how they are combined, as in `reduce_scatter`.
-            factor: premul_sum multiplies by it first.
-            channel: runs the call, behind its earlier ones.
-            async_op: return at once; the call runs behind the current stream.
-
-        Returns:
-            The call's `Work` with `async_op`; else None, when `tensor` may be read on the current stream.
-        """
-        return self._submitter.submit(request.all_reduce, tensor, tensor, channel, async_op, reduction_name(op), factor)
-
-    def all_to_all(
-        self,
-        output: Tensor,
-        input: Tensor,
-        output_split_sizes: Sequence[int] | None = None,
-        input_split_sizes: Sequence[int] | None = None,
-        *,
-        leave_own: bool = False,
-        channel: int = 0,
-        async_op: bool = False,
-    ) -> Work | None:
-        """Send block r of the input to rank r, as `all_to_all_single` does; this rank's own block is copied locally.
-
-        With split sizes the ranks first exchange theirs, which is a round trip; `Misconfigured` is raised if they do
-        not match.
-
-        Args:
-            output: `[rows, ...]`, the received blocks in the order of ranks; shares no bytes with input.
-            input: `[rows, ...]`, the blocks to send in the order of ranks, of equal dtype.
-            output_split_sizes: rows (dim 0) of each block of output, on all ranks or on none; None: all equal.
-            input_split_sizes: rows (dim 0) of each block of input, on all ranks or on none; None: all equal.
-            leave_own: do not copy this rank's own block from input to output: on a GPU that copy is the only part that
-                needs an SM. The output has to be from `empty`.
-            channel: runs the call, behind its earlier ones.
-            async_op: return at once; the call runs behind the current stream.
-
-        Returns:
-            The call's `Work` with `async_op`; else None, when `output` may be read on the current stream.
-        """
-        if input_split_sizes is None and output_split_sizes is None:
-            return self._submitter.submit(request.all_to_all, output, input, channel, async_op, leave_own)
-        sizes = output_split_sizes, input_split_sizes
-        return self._submitter.submit(request.uneven_all_to_all, output, input, channel, async_op, leave_own, *sizes)
+        return self._submit(request.reduce_scatter_coalesced, *both, channel, async_op, op, factor)
 
     def partitioned_all_gather(
         self,
@@ -387,27 +352,21 @@ class Communicator:
     ) -> PartitionedWork:
         """Gather the ranks' inputs along a dimension; the caller takes the rows of `output` as they come.
 
-        This rank's own rows stay in `input`, which may be its part of `output`. Torch takes no such call.
+        This rank's own rows stay in `input`, which may be its part of `output`.
 
         Args:
             output: tensor of `empty`, of the shape of `input` but `world_size` times as long in `dim`.
-            input: this rank's rows, contiguous, equal in shape and dtype on all ranks.
+            input: this rank's rows, contiguous.
             dim: dimension along which inputs lie behind one another by rank.
             chunk_rows: rows of a partition, counted through all dimensions but the last: the block of a rank comes in
                 chunks of so many, the last one may have fewer.
             supplied: `input` is written; False: it is written chunk by chunk, each of which leaves to all when `ready`.
-            channel: runs the call, behind its earlier ones.
 
         Returns:
             The work, whose partitions come from rank - 1 first, then from rank - 2, and so on.
-
-        Raises:
-            Misconfigured: the tensors do not fit, or `input` is not contiguous.
         """
-        if not input.is_contiguous():
-            raise Misconfigured(f"input of strides {input.stride()}: give a contiguous one, as it stays where it is")
-        build = partitioned.partitioned_all_gather
-        work = self._submitter.submit(build, output, input, channel, True, dim, chunk_rows, supplied)
+        build = request.partitioned_all_gather
+        work = self._submit(build, output, input, channel, True, dim, chunk_rows, supplied)
         return cast("PartitionedWork", work)
 
     def partitioned_all_to_all(
@@ -415,125 +374,64 @@ class Communicator:
     ) -> PartitionedWork:
         """Send part r of the input along a dimension to rank r, chunk by chunk as the caller writes it.
 
-        This rank's own part stays in `input`. Torch takes no such call.
+        This rank's own part stays in `input`.
 
         Args:
             output: tensor of `empty`, `[world_size, ...]`; block r is from rank r.
             input: contiguous, `world_size` times as long in `dim` as a block of `output`; not written yet.
             dim: dimension of which each rank gets an equal part.
             chunk_rows: rows of a partition, as in `partitioned_all_gather`.
-            channel: runs the call, behind its earlier ones.
 
         Returns:
             The work, whose partitions leave to rank + 1 first, then to rank + 2, and so on.
-
-        Raises:
-            Misconfigured: the tensors do not fit, or `input` is not contiguous.
         """
-        if not input.is_contiguous():
-            raise Misconfigured(f"input of strides {input.stride()}: give a contiguous one, as it is written later")
-        build = partitioned.partitioned_all_to_all
-        work = self._submitter.submit(build, output, input, channel, True, dim, chunk_rows)
+        work = self._submit(request.partitioned_all_to_all, output, input, channel, True, dim, chunk_rows)
         return cast("PartitionedWork", work)
-
-    def broadcast(self, tensor: Tensor, src: int = 0, *, channel: int = 0, async_op: bool = False) -> Work | None:
-        """Copy the tensor of rank `src` to every rank; `src` sends a large one once, in parts that others pass on.
-
-        Args:
-            tensor: contiguous, equal in size and dtype on all ranks; input on `src`, output on the others.
-            src: rank that sends.
-            channel: runs the call, behind its earlier ones.
-            async_op: return at once; the call runs behind the current stream.
-
-        Returns:
-            The call's `Work` with `async_op`; else None, when `tensor` may be read on the current stream.
-        """
-        return self._submitter.submit(request.broadcast, tensor, None, channel, async_op, src)
 
     def scatter(
         self, tensor: Tensor, input: Tensor | None = None, src: int = 0, *, channel: int = 0, async_op: bool = False
     ) -> Work | None:
-        """Send block r of the input of rank `src` to rank r.
+        """Send block r of the input of rank `src` to rank r, where it is written into the contiguous `tensor`.
 
-        Args:
-            tensor: this rank's block, contiguous, equal in size and dtype on all ranks.
-            input: `[world_size, *tensor.shape]` on rank `src`; None on the others.
-            src: rank that sends.
-            channel: runs the call, behind its earlier ones.
-            async_op: return at once; the call runs behind the current stream.
-
-        Returns:
-            The call's `Work` with `async_op`; else None, when `tensor` may be read on the current stream.
+        `input` is `[world_size, *tensor.shape]` on rank `src`, None on the others.
         """
-        return self._submitter.submit(request.scatter, tensor, input, channel, async_op, src)
+        return self._submit(request.even_blocks_of, tensor, input, channel, async_op, "scatter", src)
 
     def gather(
         self, tensor: Tensor, output: Tensor | None = None, dst: int = 0, *, channel: int = 0, async_op: bool = False
     ) -> Work | None:
         """Gather the ranks' tensors in the output of rank `dst`.
 
-        Args:
-            tensor: this rank's block, equal in size and dtype on all ranks.
-            output: `[world_size, *tensor.shape]`, contiguous, on rank `dst`; None on the others. On a GPU, an output
-                that is not from `empty` costs a copy.
-            dst: rank that receives.
-            channel: runs the call, behind its earlier ones.
-            async_op: return at once; the call runs behind the current stream.
-
-        Returns:
-            The call's `Work` with `async_op`; else None, when `output` may be read on the current stream.
+        `output` is `[world_size, *tensor.shape]`, contiguous, on rank `dst`; None on the others. On a GPU, an output
+        that is not from `empty` costs a copy.
         """
-        return self._submitter.submit(request.gather, output, tensor, channel, async_op, dst)
+        return self._submit(request.even_blocks_of, output, tensor, channel, async_op, "gather", dst)
 
     def send(self, tensor: Tensor, dst: int, *, channel: int = 0, async_op: bool = False) -> Work | None:
-        """Send a tensor to rank `dst`, which calls `recv`.
+        """Send a tensor, of any strides, to rank `dst`, which calls `recv`.
 
         On a GPU with `mailbox_bytes`, messages from one rank to another form a line, whatever their channel: the n-th
-        one sent is the n-th one received. A send needs no SM and ends, before its `recv` is made, when `dst` has room
-        for the rest of it: a blocking one of more than `mailbox_bytes` waits for the receiver.
-
-        Args:
-            tensor: tensor to send, of any strides.
-            dst: rank that receives.
-            channel: runs the call, behind its earlier ones; messages through mailboxes have streams of their own.
-            async_op: return at once; the call runs behind the current stream.
-
-        Returns:
-            The call's `Work` with `async_op`; else None, when `tensor` may be overwritten on the current stream.
+        one sent is the n-th one received, and lines have streams of their own. A send needs no SM and ends, before its
+        `recv` is made, when `dst` has room for the rest of it: a blocking one of more than `mailbox_bytes` waits for
+        the receiver. The tensor may be overwritten when the call has ended.
         """
-        return self._submitter.submit(self._send_or_recv, None, tensor, channel, async_op, dst)
+        return self._submit(self._send_or_recv, None, tensor, channel, async_op, dst)
 
     def recv(self, tensor: Tensor, src: int, *, channel: int = 0, async_op: bool = False) -> Work | None:
-        """Receive the tensor that rank `src` sends.
+        """Receive the tensor that rank `src` sends: see `send`.
 
-        Args:
-            tensor: output, contiguous, of the size and dtype that `src` sends; on a GPU without `mailbox_bytes` from
-                `empty`.
-            src: rank that sends.
-            channel: runs the call, behind its earlier ones; messages through mailboxes have streams of their own.
-            async_op: return at once; the call runs behind the current stream.
-
-        Returns:
-            The call's `Work` with `async_op`; else None, when `tensor` may be read on the current stream.
+        `tensor` is contiguous, of the size and dtype that `src` sends; on a GPU without `mailbox_bytes` from `empty`.
         """
-        return self._submitter.submit(self._send_or_recv, tensor, None, channel, async_op, src)
+        return self._submit(self._send_or_recv, tensor, None, channel, async_op, src)
 
     def send_recv(
         self, output: Tensor, input: Tensor, peer: int, *, channel: int = 0, async_op: bool = False
     ) -> Work | None:
-        """Send a tensor to a rank and receive one from it at the same time; `peer` calls `send_recv`, too.
+        """Send a tensor to rank `peer` and receive one from it at the same time; `peer` calls `send_recv`, too.
 
-        Args:
-            output: contiguous, of the size that `peer` sends; on a GPU from `empty`.
-            input: tensor to send, of equal dtype.
-            peer: the other rank.
-            channel: runs the call, behind its earlier ones.
-            async_op: return at once; the call runs behind the current stream.
-
-        Returns:
-            The call's `Work` with `async_op`; else None, when `output` may be read on the current stream.
+        `output` is contiguous, of the size that `peer` sends, and on a GPU from `empty`; `input` has its dtype.
         """
-        return self._submitter.submit(request.send_recv, output, input, channel, async_op, peer)
+        return self._submit(request.send_recv, output, input, channel, async_op, peer)
 
     def call(
         self,
@@ -542,7 +440,7 @@ class Communicator:
         input: Tensor | None = None,
         *,
         root: int = 0,
-        op: str | ReduceOp | ReduceOp.RedOpType = "sum",
+        op: Op = "sum",
         factor: float = 1.0,
         channel: int = 0,
         async_op: bool = False,
@@ -556,20 +454,8 @@ class Communicator:
             root: rank that sends or receives, in collectives with a root.
             op: how values are combined, in collectives that reduce, as in `reduce_scatter`.
             factor: premul_sum multiplies by it first.
-            channel: runs the call, behind its earlier ones.
-            async_op: return at once; the call runs behind the current stream.
-
-        Returns:
-            The call's `Work` with `async_op`; else None, when `output` may be read on the current stream.
         """
         if "input" not in find_operation(name).arguments:
             input = output if find_operation(name).layout.reduces else None
-        options = name, root, reduction_name(op), factor
-        return self._submitter.submit(request.even_blocks_of, output, input, channel, async_op, *options)
-
-    def barrier(self, *, channel: int = 0, async_op: bool = False) -> Work | None:
-        """Return when every rank has made this call; on a GPU the current stream waits, not the host.
-
-        `channel` runs the call, behind its earlier ones; with `async_op` its `Work` is returned at once.
-        """
-        return self._submitter.submit(request.barrier, None, None, channel, async_op)
+        op = reduction_name(op)
+        return self._submit(request.even_blocks_of, output, input, channel, async_op, name, root, op, factor)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -71,7 +71,6 @@ def open_transport(
     options: CommunicatorOptions,
     *,
     profile: Profile,
-    crossover_bytes: Mapping[str, int],
     before_step: BeforeStep | None = None,
     names: Sequence[int] | None = None,
 ) -> Transport:
@@ -82,7 +81,6 @@ def open_transport(
         device: as in `Communicator`.
         options: options of the communicator.
         profile: measured figures of the machine.
-        crossover_bytes: by operation, the size below which torch takes a call.
         before_step: on CPUs, called before every step of a program.
         names: numbers by which errors call the ranks; None: their ranks in the group.
 
@@ -98,7 +96,7 @@ def open_transport(
         raise Misconfigured("before_step on a GPU: its steps run without the host; leave it out")
     of_gpus = {name: getattr(options, name) for name in ("graphs", "sum_sms", "mailbox_bytes", "share_gpu")}
     unused = of_gpus if gpu is None else {}
-    shared = options.shared(on_gpu=gpu is not None, crossover_bytes=crossover_bytes, profile=profile)
+    shared = options.shared(on_gpu=gpu is not None, profile=profile)
     check_agreement(group, shared | unused)
     for name, value in unused.items():
         if value is not None:

@@ -1,14 +1,13 @@
-"""Define the options of a communicator, which `Communicator` and `overlap` take as keywords."""
+"""Define the options of a communicator."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from counterpoint.collectives.program.calls import ALIGNMENT
-from counterpoint.collectives.program.mailbox import SLOTS
+from counterpoint.collectives.program.messages import SLOTS
 from counterpoint.collectives.program.steps import Tuning
 from counterpoint.errors import Misconfigured
 from counterpoint.machine.profile import Profile
@@ -38,7 +37,6 @@ class CommunicatorOptions:
         profile: measured figures of this machine, or their file; None: the file that the variable COUNTERPOINT_PROFILE
             names, else the figures shipped for this GPU, else those of H200. `repr` of the communicator says which
             are assumed.
-        crossover_bytes: by operation, bytes of the full array below which `fallback` takes a call; None: as measured.
 
     Raises:
         Misconfigured: an option is out of range.
@@ -55,7 +53,6 @@ class CommunicatorOptions:
     graphs: bool | None = None
     sum_sms: int | None = None
     share_gpu: bool | None = None
-    crossover_bytes: Mapping[str, int] | None = None
     profile: Profile | str | Path | None = None
 
     def __post_init__(self) -> None:
@@ -76,7 +73,7 @@ class CommunicatorOptions:
         """Return those of these options that every communicator has, by name."""
         return {name: getattr(self, name) for name in CommunicatorOptions.__dataclass_fields__}
 
-    def shared(self, *, on_gpu: bool, crossover_bytes: Mapping[str, int], profile: Profile) -> dict[str, object]:
+    def shared(self, *, on_gpu: bool, profile: Profile) -> dict[str, object]:
         """Return the options that must be equal on all ranks: those that shape programs, and on GPUs memory regions."""
         same: dict[str, object] = {
             "channels": self.channels,
@@ -85,27 +82,7 @@ class CommunicatorOptions:
             "debug": self.debug,
             "profile": profile.digest,
         }
-        if any(crossover_bytes.values()):
-            same["crossover_bytes"] = dict(crossover_bytes)
         if on_gpu:
             same |= {"max_bytes": self.max_bytes, "reserve_bytes": self.reserve_bytes}
             same |= {"mailbox_bytes": self.mailbox_bytes, "share_gpu": self.share_gpu}
         return same
-
-
-class OptionKeywords(TypedDict, total=False):
-    """Types the fields of `CommunicatorOptions` as keywords of a call; a test checks that both lists are equal."""
-
-    channels: int
-    timeout_s: float
-    debug: bool
-    max_bytes: int | None
-    chunk_bytes: int | None
-    staging_bytes: int | None
-    mailbox_bytes: int | None
-    reserve_bytes: int | None
-    graphs: bool | None
-    sum_sms: int | None
-    share_gpu: bool | None
-    crossover_bytes: Mapping[str, int] | None
-    profile: Profile | str | Path | None

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from typing import Any, Literal, Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from counterpoint.collectives.program.partitions import BlockPartition
-from counterpoint.errors import PeerTimeout
+from counterpoint.errors import Misconfigured, PeerTimeout
 
 
 class Work(Protocol):
@@ -15,9 +16,6 @@ class Work(Protocol):
     Only this object keeps the call's tensors alive, until `wait`. So the program alone decides when they die, not the
     moment at which a thread ends; otherwise ranks would allocate their next tensors at different places.
     """
-
-    path: Literal["zero_sm", "torch"]
-    """Names what runs the call: this package's program, or torch's process group."""
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Return True when the output may be read and the input overwritten; on a GPU the current stream waits.
@@ -63,7 +61,6 @@ class HostWork:
     """Represents a call that a thread of this process runs; errors name the call by its `str`. See `Work`."""
 
     def __init__(self, call: object, *, keep: tuple[Any, ...] = ()) -> None:
-        self.path: Literal["zero_sm", "torch"] = "zero_sm"
         self._call, self.keep = call, keep
         self._ended = threading.Event()
         self._error: BaseException | None = None
@@ -89,3 +86,38 @@ class HostWork:
         """Record that the call has ended, with `error` if it failed; called once, by the thread that runs it."""
         self._error = error
         self._ended.set()
+
+
+class TorchWork:
+    """Represents a call that torch runs as one or more works of its own; errors name it by `text`. See `Work`."""
+
+    def __init__(self, text: str, works: Sequence[Any]) -> None:
+        self._text, self._works = text, works
+        self._error: BaseException | None = None
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait as torch's works do: on CUDA the current stream waits.
+
+        Returns:
+            True.
+
+        Raises:
+            Misconfigured: `timeout_s` was given; a work of torch has only the timeout of its process group.
+        """
+        if timeout_s is not None:
+            raise Misconfigured(f"{self._text}: timeout_s={timeout_s} has no effect there; give the group a timeout")
+        try:
+            for work in self._works:
+                work.wait()
+        except BaseException as error:
+            self._error = error
+            raise
+        return True
+
+    def is_completed(self) -> bool:
+        """Return whether the call has ended, with or without an error."""
+        return all(work.is_completed() for work in self._works)
+
+    def exception(self) -> BaseException | None:
+        """Return the error that `wait` raised; None before, since torch reports errors only there."""
+        return self._error

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.host.group import check_agreement, gather_values, raise_together
+from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.controls.control import Control, Lanes
 from counterpoint.errors import Misconfigured, Unsupported, printable
 from counterpoint.measurement.dtypes import MEASURABLE, measured_dtype
@@ -147,7 +148,9 @@ class Session:
     @cached_property
     def communicator(self) -> Communicator:
         """Return the communicator of all ranks, for the mechanism `zero_sm`; all ranks ask for it together."""
-        return Communicator(self.world, device=self.device, timeout_s=self._timeout.total_seconds())
+        return Communicator(
+            self.world, device=self.device, options=CommunicatorOptions(timeout_s=self._timeout.total_seconds())
+        )
 
     def close(self) -> None:
         """Leave the process groups."""

@@ -16,7 +16,7 @@ from itertools import cycle, product
 
 import msgspec
 
-from counterpoint.collectives.program.operations import OPERATIONS, measured_by
+from counterpoint.collectives.program.operations import BY_TORCH, OPERATIONS, measured_by
 from counterpoint.errors import Misconfigured, printable
 from counterpoint.measurement.dependent import EXPERT_LAYERS, ROUTINGS
 from counterpoint.measurement.mechanisms import BASES, find_mechanism
@@ -270,9 +270,8 @@ def _machine_pairs(device: str, num_sms: int) -> tuple[Scenario, ...]:
 def _machine_blocks(device: str, num_sms: int) -> tuple[Block, ...]:
     """Return collectives alone by size and CTAs, GEMMs by SMs and under load, a stream, a sum and launches."""
     stock_and_own = BASES[device][0], "zero_sm"
-    both = [name for name in OPERATIONS if {"torch", "programs"} <= OPERATIONS[name].measured_by]
     alone = tuple(
-        Block(name=name, what=name, mechanisms=stock_and_own, sizes_bytes=_MACHINE_SIZES[device]) for name in both
+        Block(name=name, what=name, mechanisms=stock_and_own, sizes_bytes=_MACHINE_SIZES[device]) for name in BY_TORCH
     )
     launches = tuple(
         Block(name=name, what=name, mechanisms=("stock",)) for name in ("launch kernel", "launch collective")

@@ -18,13 +18,13 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from counterpoint.collectives.cuda.driver import hardware_queues
-from counterpoint.collectives.multihost.communicator import AnyCommunicator
+from counterpoint.collectives.multihost.hierarchical import AnyCommunicator
 from counterpoint.collectives.work import Work
 from counterpoint.errors import Misconfigured, PeerTimeout
 
@@ -60,8 +60,6 @@ class BackgroundCall:
     `future` gets `value` when the call has ended; on a GPU already when it is queued, and streams that wait for the
     future wait for the call.
     """
-
-    path: Literal["zero_sm", "torch"] = "zero_sm"
 
     def __init__(self, background: Background, run: Run, channel: int, value: Any) -> None:
         self._background, self.run, self.channel, self.value = background, run, channel, value

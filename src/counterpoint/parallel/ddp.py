@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from counterpoint.collectives.multihost.communicator import AnyCommunicator, HierarchicalCommunicator
+from counterpoint.collectives.multihost.hierarchical import AnyCommunicator, HierarchicalCommunicator
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.parallel.background import PIECE_BYTES, all_reduce_in_pieces, pieces
 from counterpoint.parallel.group import CHANNELS, rank_group, torch_group

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.host.group import gather_values
-from counterpoint.collectives.multihost.communicator import AnyCommunicator, HierarchicalCommunicator
+from counterpoint.collectives.multihost.hierarchical import AnyCommunicator, HierarchicalCommunicator
 from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.collectives.work import PartitionedWork
 from counterpoint.errors import Misconfigured, Unsupported

@@ -10,11 +10,12 @@ from itertools import permutations
 import pytest
 
 from counterpoint.collectives.program.clock import simulate
-from counterpoint.collectives.program.mailbox import Mailbox, Message, message_program, several_messages
+from counterpoint.collectives.program.messages import Mailbox, Message, message_program
 from counterpoint.collectives.program.steps import Batch, Copy, LocalCopy, Program, Signal
 from counterpoint.errors import CounterpointError
 from tests.support.check import check
 from tests.support.explore import explore
+from tests.support.message_model import several_messages
 from tests.support.mutants import mutants
 
 SLOT = 16

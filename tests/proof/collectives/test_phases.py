@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from counterpoint.collectives.multihost.phases import Grid, Phase, phases_all
+from counterpoint.collectives.multihost.phases import Grid, Phase
 from counterpoint.collectives.program.calls import Span
 from counterpoint.collectives.program.operations import reduce_scatter
 from counterpoint.collectives.program.steps import AwaitEvent, RecordEvent, Tuning
 from tests.support.check import check
 from tests.support.explore import explore
-from tests.support.flatten import flatten
+from tests.support.flatten import flatten, phases_all
 from tests.support.multihost_cases import GRIDS, NAMES, SLICE, cases, whole
 from tests.support.mutants import mutants
 

@@ -8,7 +8,9 @@ import pytest
 
 from counterpoint.collectives.program.clock import simulate
 from counterpoint.collectives.program.operations import (
+    BY_TORCH,
     OPERATIONS,
+    crossovers,
     even_call,
     find_operation,
     has_equal_outputs,
@@ -18,6 +20,7 @@ from counterpoint.collectives.program.steps import Copy
 from counterpoint.collectives.program.tuning import best_tuning
 from counterpoint.errors import Misconfigured
 from counterpoint.machine.bus_bandwidth import bus_gb_per_s
+from counterpoint.machine.profile import default_profile
 from tests.support.check import check
 from tests.support.explore import explore
 from tests.support.shift import SHIFT
@@ -44,6 +47,22 @@ def test_outputs_that_nobody_writes_are_not_at_equal_places(name: str) -> None:
     call = even_call(name, 4, 64)
     copies = [step for program in plan_all(call) for step in program.cycle() if isinstance(step, Copy)]
     assert not has_equal_outputs(call) or any(copy.target.buffer == "output" for copy in copies)
+
+
+def test_a_crossover_that_is_given_comes_before_the_one_of_the_profile() -> None:
+    """Operations that neither has have none; those that torch cannot make are not there."""
+    shipped = default_profile()
+    found = crossovers(shipped, {"all_gather": 5, "broadcast": 7})
+    assert (found["all_gather"], found["broadcast"], list(found)) == (5, 7, list(BY_TORCH))
+    assert crossovers(shipped)["all_reduce"] == found["all_reduce"] == shipped.nccl.crossover_bytes["all_reduce"]
+
+
+@pytest.mark.parametrize("given", [{"send": 5}, {"all_gather": -1}])
+def test_a_crossover_of_nothing_is_refused(given: dict[str, int]) -> None:
+    """The text has what was given, and the operations."""
+    [(name, size)] = given.items()
+    with pytest.raises(Misconfigured, match=f"crossover_bytes {name}={size}: give 0 or more for all_gather, "):
+        crossovers(default_profile(), given)
 
 
 def test_a_name_that_is_none_is_refused_with_what_there_is() -> None:

@@ -1,22 +1,15 @@
-"""Options of a communicator: which must be equal on all ranks, and where they are listed."""
+"""Options of a communicator: which must be equal on all ranks."""
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
-from counterpoint.collectives.options import CommunicatorOptions, OptionKeywords
+from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.machine.profile import default_profile
-
-
-def test_keywords_are_the_options() -> None:
-    """In both lists, in the same order."""
-    assert list(OptionKeywords.__annotations__) == [each.name for each in dataclasses.fields(CommunicatorOptions)]
 
 
 @pytest.mark.parametrize("on_gpu", [True, False])
 def test_ranks_agree_on_sharing_a_gpu(on_gpu: bool) -> None:
     """On GPUs; elsewhere there is nothing to agree on."""
-    shared = CommunicatorOptions(share_gpu=True).shared(on_gpu=on_gpu, crossover_bytes={}, profile=default_profile())
+    shared = CommunicatorOptions(share_gpu=True).shared(on_gpu=on_gpu, profile=default_profile())
     assert shared.get("share_gpu") == (True if on_gpu else None)

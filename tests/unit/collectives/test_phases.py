@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from counterpoint.collectives.cuda.lower import Addresses, lower
-from counterpoint.collectives.multihost.phases import LEVELS, Grid, best_slice_bytes, phases, phases_all, scratch_bytes
+from counterpoint.collectives.multihost.phases import Grid, best_slice_bytes, phases, scratch_bytes
 from counterpoint.collectives.program.clock import HostNetwork, simulate
 from counterpoint.collectives.program.operations import (
     all_gather,
@@ -23,7 +23,7 @@ from counterpoint.collectives.program.operations import (
 from counterpoint.collectives.program.steps import Copy, LocalCopy
 from counterpoint.errors import Misconfigured
 from counterpoint.machine.profile import default_profile
-from tests.support.flatten import flatten
+from tests.support.flatten import LEVELS, flatten, phases_all
 from tests.support.multihost_cases import GRIDS, NAMES, SLICE, cases, whole
 
 MIB = 1 << 20

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from counterpoint.collectives.memory.pool import Location
 from counterpoint.collectives.program.steps import Copy, Tuning
 from counterpoint.collectives.submit import request
-from counterpoint.collectives.submit.fallback import Fallback
 from counterpoint.collectives.submit.submission import NOWHERE, Programs, Submission
 from counterpoint.collectives.submit.submitter import Submitter
 from counterpoint.collectives.submit.tensors import CPU, TensorList, reduction_name
@@ -67,11 +66,12 @@ class Ranks:
     def __init__(self) -> None:
         self.transport = Noted()
         transport: Any = self.transport
-        self.submitter = Submitter(
-            transport, Fallback(None, None), rank=0, world_size=WORLD_SIZE, channels=2, debug=False
-        )
+        self.submitter = Submitter(transport, rank=0, world_size=WORLD_SIZE, channels=2, debug=False)
 
     def start(self, ask: Any, output: Any, input: Any, *options: Any, channel: int = 0) -> None:
+        """Make a call: by the name of a collective of even blocks, or by a function of `request`."""
+        if isinstance(ask, str):
+            ask, options = request.even_blocks_of, (ask, *options)
         self.submitter.submit(ask, output, input, channel, False, *options)
 
     @property
@@ -89,28 +89,17 @@ def test_the_same_call_is_made_once(ranks: Ranks) -> None:
     """With views made anew each time, too; each has the next number."""
     shards = torch.zeros(WORLD_SIZE, 4)
     for _ in range(3):
-        ranks.start(request.all_gather, shards, shards[0])
+        ranks.start("all_gather", shards, shards[0])
     assert (ranks.made, [number for _, number in ranks.transport.started]) == (1, [1, 2, 3])
-
-
-def test_which_way_a_call_takes_is_remembered_too(ranks: Ranks) -> None:
-    """Below the crossover each goes to the process group, with its own tensors, and has no number."""
-    seen: list[Any] = []
-    taken: Any = ranks.submitter._fallback
-    taken.takes = lambda call, reduction: call.operation == "broadcast"
-    taken.start = lambda call, output, input, **options: seen.append(output)
-    for part in (WHOLE[:8], WHOLE[:8]):
-        ranks.start(request.broadcast, part, None, 0)
-    assert (len(seen), seen[0] is seen[1], len(ranks.submitter._known), ranks.transport.started) == (2, False, 1, [])
 
 
 def test_each_channel_and_pair_of_ranks_counts_for_itself(ranks: Ranks) -> None:
     """Numbers are those of a line of the status."""
     one = torch.zeros(4)
-    ranks.start(request.barrier, None, None)
-    ranks.start(request.barrier, None, None, channel=1)
+    ranks.start("barrier", None, None)
+    ranks.start("barrier", None, None, channel=1)
     ranks.start(request.send_recv, None, one, 1)
-    ranks.start(request.barrier, None, None)
+    ranks.start("barrier", None, None)
     assert [number for _, number in ranks.transport.started] == [1, 1, 1, 2]
 
 
@@ -118,28 +107,28 @@ def test_a_call_that_was_refused_has_no_number(ranks: Ranks) -> None:
     """The next one takes it."""
     ranks.transport.refuses = True
     with pytest.raises(Misconfigured, match="not now"):
-        ranks.start(request.barrier, None, None)
+        ranks.start("barrier", None, None)
     ranks.transport.refuses = False
-    ranks.start(request.barrier, None, None)
+    ranks.start("barrier", None, None)
     assert [number for _, number in ranks.transport.started] == [1]
 
 
 OTHERS: dict[str, Callable[[Ranks], None]] = {
-    "dtype": lambda ranks: ranks.start(request.all_reduce, WHOLE.view(torch.int32), WHOLE.view(torch.int32), "sum", 1),
-    "size": lambda ranks: ranks.start(request.all_reduce, WHOLE[:32], WHOLE[:32], "sum", 1.0),
-    "shape": lambda ranks: ranks.start(request.all_reduce, WHOLE.view(8, 8), WHOLE.view(8, 8), "sum", 1.0),
-    "place": lambda ranks: ranks.start(request.all_reduce, WHOLE.clone(), WHOLE.clone(), "sum", 1.0),
-    "op": lambda ranks: ranks.start(request.all_reduce, WHOLE, WHOLE, "max", 1.0),
-    "factor": lambda ranks: ranks.start(request.all_reduce, WHOLE, WHOLE, "premul_sum", 2.0),
-    "operation": lambda ranks: ranks.start(request.broadcast, WHOLE, WHOLE, 0),
-    "channel": lambda ranks: ranks.start(request.all_reduce, WHOLE, WHOLE, "sum", 1.0, channel=1),
+    "dtype": lambda ranks: ranks.start("all_reduce", *[WHOLE.view(torch.int32)] * 2, 0, "sum", 1),
+    "size": lambda ranks: ranks.start("all_reduce", WHOLE[:32], WHOLE[:32], 0, "sum", 1.0),
+    "shape": lambda ranks: ranks.start("all_reduce", WHOLE.view(8, 8), WHOLE.view(8, 8), 0, "sum", 1.0),
+    "place": lambda ranks: ranks.start("all_reduce", WHOLE.clone(), WHOLE.clone(), 0, "sum", 1.0),
+    "op": lambda ranks: ranks.start("all_reduce", WHOLE, WHOLE, 0, "max", 1.0),
+    "factor": lambda ranks: ranks.start("all_reduce", WHOLE, WHOLE, 0, "premul_sum", 2.0),
+    "operation": lambda ranks: ranks.start("broadcast", WHOLE, WHOLE, 0),
+    "channel": lambda ranks: ranks.start("all_reduce", WHOLE, WHOLE, 0, "sum", 1.0, channel=1),
 }
 
 
 @pytest.mark.parametrize("what", OTHERS)
 def test_another_call_is_another_job(ranks: Ranks, what: str) -> None:
     """Each thing by which calls differ makes them differ, at the same address."""
-    ranks.start(request.all_reduce, WHOLE, WHOLE, "sum", 1.0)
+    ranks.start("all_reduce", WHOLE, WHOLE, 0, "sum", 1.0)
     OTHERS[what](ranks)
     assert ranks.made == 2
 
@@ -158,9 +147,9 @@ REFUSED: dict[str, Callable[[torch.Tensor, torch.Tensor], tuple[Any, ...]]] = {
 def test_what_is_wrong_is_refused_after_what_was_right(ranks: Ranks, what: str) -> None:
     """The checks of a call that is known hold for tensors that look the same, and for no others."""
     output, input = torch.zeros(WORLD_SIZE, 4), torch.zeros(4)
-    ranks.start(request.all_gather, output, input)
+    ranks.start("all_gather", output, input)
     with pytest.raises(Misconfigured):
-        ranks.start(request.all_gather, *REFUSED[what](output, input))
+        ranks.start("all_gather", *REFUSED[what](output, input))
 
 
 def test_rows_that_cannot_be_divided_are_refused_after_others_at_the_same_place(ranks: Ranks) -> None:
@@ -175,7 +164,7 @@ def test_an_input_with_gaps_is_copied_each_time(ranks: Ranks) -> None:
     """What is sent is another copy at each call, so the call is not remembered."""
     output, wide = torch.zeros(WORLD_SIZE, 4), torch.zeros(4, 2)
     for _ in range(2):
-        ranks.start(request.all_gather, output, wide[:, 0])
+        ranks.start("all_gather", output, wide[:, 0])
     assert (ranks.made, [job.input == wide.data_ptr() for job in ranks.transport.accepted]) == (2, [False] * 2)
 
 
@@ -195,18 +184,18 @@ def test_one_input_with_gaps_moves_the_places_of_all(ranks: Ranks) -> None:
 def test_an_input_is_conjugated_each_time(ranks: Ranks) -> None:
     """Its bytes are those of the tensor that it is the conjugate of, and are not what is meant."""
     output, input = torch.zeros(WORLD_SIZE, 4, dtype=torch.complex64), torch.zeros(4, dtype=torch.complex64)
-    ranks.start(request.all_gather, output, input)
-    ranks.start(request.all_gather, output, input.conj())
+    ranks.start("all_gather", output, input)
+    ranks.start("all_gather", output, input.conj())
     assert [job.input == input.data_ptr() for job in ranks.transport.accepted] == [True, False]
 
 
 def test_a_new_region_makes_addresses_mean_something_else(ranks: Ranks) -> None:
     """Plain memory that was given back may come again as symmetric memory: the call is located anew."""
     output, input = torch.zeros(WORLD_SIZE, 4), torch.zeros(4)
-    ranks.start(request.all_gather, output, input)
+    ranks.start("all_gather", output, input)
     ranks.transport.symmetric[output.data_ptr()] = Location(3, 512)
     ranks.transport.epoch += 1
-    ranks.start(request.all_gather, output, input)
+    ranks.start("all_gather", output, input)
     assert [job.at for job in ranks.transport.accepted] == [None, Location(3, 512)]
 
 
@@ -228,5 +217,5 @@ def test_not_more_calls_are_remembered_than_may_be(ranks: Ranks, monkeypatch: py
     """Outputs at ever new addresses do not add up."""
     monkeypatch.setattr("counterpoint.collectives.submit.submitter._MOST_KNOWN", 3)
     for size in range(1, 10):
-        ranks.start(request.all_reduce, WHOLE[:size], WHOLE[:size], "sum", 1.0)
+        ranks.start("all_reduce", WHOLE[:size], WHOLE[:size], 0, "sum", 1.0)
     assert len(ranks.submitter._known) <= 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable
-from typing import Any, Literal
+from typing import Any
 
 from counterpoint.collectives.cuda.context import CudaContext
 from counterpoint.collectives.cuda.device import in_context
@@ -127,8 +127,6 @@ class CudaWork:
     known of it. This object keeps the tensors of `keep` alive until `wait`; `record` shows the call in this rank's
     status.
     """
-
-    path: Literal["zero_sm", "torch"] = "zero_sm"
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Run messages through mailboxes on a GPU: a queue with a stream of its own for each line (`program/mailbox.py`).
+"""Run messages through mailboxes on a GPU: a queue with a stream of its own for each line (`program/messages.py`).
 
 *Streams.* A stream that waits for another rank holds one of CUDA's hardware queues (`CUDA_DEVICE_MAX_CONNECTIONS`, 8 if
 it is not set); streams that wait for nothing take turns on the others. Once as many streams wait as there are queues,
@@ -27,7 +27,7 @@ from counterpoint.collectives.cuda.driver import Executor, hardware_queues
 from counterpoint.collectives.cuda.lower import WORD_BYTES, Addresses, lower
 from counterpoint.collectives.host.status import RankStatus
 from counterpoint.collectives.memory.pool import Location
-from counterpoint.collectives.program.mailbox import Mailbox, message_program
+from counterpoint.collectives.program.messages import Mailbox, message_program
 from counterpoint.collectives.submit.submission import Submission
 
 _FOR_OTHERS = 4  # hardware queues left to kernels, calls and copies

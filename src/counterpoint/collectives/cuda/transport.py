@@ -30,11 +30,10 @@ from counterpoint.collectives.memory.early_release import EarlyBlock, EarlyPool
 from counterpoint.collectives.memory.pool import Location, NotReusable, Pool, SymmetricMemory
 from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.collectives.program.calls import Call
-from counterpoint.collectives.program.mailbox import SLOTS, Mailbox
-from counterpoint.collectives.program.operations import has_equal_outputs
+from counterpoint.collectives.program.messages import SLOTS, Mailbox
+from counterpoint.collectives.program.operations import BY_TORCH, has_equal_outputs
 from counterpoint.collectives.program.steps import COPY, Flag, Tuning, flag_word
 from counterpoint.collectives.program.tuning import best_tuning, chunk_bytes_of, with_link_turns, with_staging_slices
-from counterpoint.collectives.submit.fallback import BY_TORCH
 from counterpoint.collectives.submit.submission import NOWHERE, Programs, Submission
 from counterpoint.collectives.submit.tensors import tensors_of
 from counterpoint.errors import Misconfigured

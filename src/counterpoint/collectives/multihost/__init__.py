@@ -1,5 +1,4 @@
 """Run collectives over several hosts: this package's programs inside a host, another library (NCCL) between hosts.
 
-`phases.py` cuts a call into phases inside and between hosts; `flatten.py` makes programs of them for the checker and
-the clock; `communicator.py` runs them: `HierarchicalCommunicator`.
+`phases.py` cuts a call into phases inside and between hosts; `hierarchical.py` runs them: `HierarchicalCommunicator`.
 """

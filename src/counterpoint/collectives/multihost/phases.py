@@ -20,8 +20,8 @@ one arrive. The phases, and which of them run at the same time:
 | broadcast | inside the root's host; between: a part on each rail; inside the others: all_gather | all, by slices |
 | barrier | inside; between | nothing |
 
-`flatten` makes programs out of the phases, with what happens between hosts as programs, too, on lanes of their own:
-`check` proves these, and `simulate` times them. `HierarchicalCommunicator` runs the phases.
+`HierarchicalCommunicator` runs the phases. The tests make programs of them, with what happens between hosts as programs
+on lanes of their own, which a checker proves and `simulate` times.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from counterpoint.collectives.program.calls import ALIGNMENT, Buffer, Call, Span
 from counterpoint.errors import Misconfigured
 
 Level = Literal["inside", "between", "here"]
-LEVELS: tuple[Level, ...] = ("inside", "between", "here")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,11 +124,6 @@ def best_slice_bytes(num_bytes: int) -> int:
     if num_bytes < 32 << 20:
         return max(num_bytes, 1)
     return max(num_bytes // 4, min(num_bytes // 2, 128 << 20))
-
-
-def phases_all(call: Call, grid: Grid, *, slice_bytes: int | None = None) -> tuple[tuple[Phase, ...], ...]:
-    """Return the phases of every rank, for the checker and the clock."""
-    return tuple(phases(call, grid, rank, slice_bytes=slice_bytes) for rank in range(grid.world_size))
 
 
 def scratch_bytes(found: Sequence[Phase]) -> int:

@@ -1,12 +1,12 @@
 """Define the collectives: a row of `OPERATIONS` for each, functions that make their calls, and `plan` for programs.
 
 A new collective needs a row here and a program (in `direct.py`, `reductions.py`, or a file of its own). Proof, clock,
-tuning, executors, fallback, `Communicator.call` and `measure` read everything specific to it from its row.
+tuning, executors, crossovers, `Communicator.call` and `measure` read everything specific to it from its row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, TypeAlias
@@ -15,6 +15,7 @@ from counterpoint.collectives.program import direct, reductions
 from counterpoint.collectives.program.calls import BlockLayout, Call, Own, Sizes, make_call, parts
 from counterpoint.collectives.program.steps import Program, Tuning, merge_batches
 from counterpoint.errors import Misconfigured
+from counterpoint.machine.profile import Profile
 
 ProgramBuilder: TypeAlias = Callable[[Call, int, Tuning], Program]
 EvenSizes: TypeAlias = Callable[[int, int, int], Sizes]
@@ -47,6 +48,22 @@ def find_operation(name: str) -> Operation:
 def has_equal_outputs(call: Call) -> bool:
     """Return whether peers write into this call's outputs, which must be at the same place on every rank."""
     return call.layout.writes_outputs and OPERATIONS[call.operation].same_output
+
+
+def crossovers(profile: Profile, given: Mapping[str, int] | None = None) -> dict[str, int]:
+    """Return the bytes of the full array below which torch makes a call, for each operation of `BY_TORCH`.
+
+    The full array is as nccl-tests count it. Operations that `given` lacks have the size of the profile, or 0.
+
+    Raises:
+        Misconfigured: `given` has another operation, or a size below 0.
+    """
+    given = given or {}
+    unknown = [f"{name}={size}" for name, size in given.items() if name not in BY_TORCH or size < 0]
+    if unknown:
+        raise Misconfigured(f"crossover_bytes {', '.join(unknown)}: give 0 or more for {', '.join(BY_TORCH)}")
+    measured = dict[str, int](profile.nccl.crossover_bytes.items())
+    return {name: given.get(name, measured.get(name, 0)) for name in BY_TORCH}
 
 
 def measured_by(means: Means) -> tuple[str, ...]:
@@ -245,6 +262,8 @@ _ROWS = (
 )  # fmt: skip
 OPERATIONS: dict[str, Operation] = {row.layout.name: row for row in _ROWS}
 """Maps the names of collectives to their rows."""
+BY_TORCH = tuple(name for name, row in OPERATIONS.items() if {"torch", "programs"} <= row.measured_by)
+"""Names the collectives that `measure` runs both by torch and by programs, so that a profile may have a crossover."""
 
 DEFAULT = Tuning()
 

@@ -41,7 +41,6 @@ Symmetric = Literal["output", "staging", "mailbox"]
 COPY, REDUCE = 0, 1  # lanes
 BETWEEN, BETWEEN_REDUCE = 2, 3  # lanes of what another library does between hosts; in models, which nobody executes
 HERE = 4  # lane of a rank's sums of what came from other hosts; in these models, too
-LINES = 5  # from here on, a lane for each line of messages (`mailbox.py`); in models of several messages
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -221,19 +220,12 @@ class Program:
     @cached_property
     def staging_bytes(self) -> int:
         """Return the bytes of staging that peers write and this rank reads."""
-        return self._reduced_bytes("staging")
+        return self.reduced_bytes("staging")
 
-    @cached_property
-    def network_bytes(self) -> int:
-        """Return the bytes of the staging (`network`) of collectives between hosts."""
-        return self._reduced_bytes("network")
-
-    def _reduced_bytes(self, buffer: Buffer) -> int:
-        return max((span.offset + span.num_bytes for span in self._reduced if span.buffer == buffer), default=0)
-
-    @cached_property
-    def _reduced(self) -> tuple[Span, ...]:
-        return tuple(span for step in self.steps if isinstance(step, Reduce) for span in step.sources)
+    def reduced_bytes(self, buffer: Buffer) -> int:
+        """Return the end of what reductions read in a buffer."""
+        read = (span for step in self.steps if isinstance(step, Reduce) for span in step.sources)
+        return max((span.offset + span.num_bytes for span in read if span.buffer == buffer), default=0)
 
     @cached_property
     def pushers(self) -> frozenset[int]:

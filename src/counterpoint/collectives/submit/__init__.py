@@ -1,7 +1,7 @@
 """Turn the arguments of a call into a `Submission`, which a transport runs; nothing here is for users.
 
-- `tensors.py` checks and names the tensors of a call. `request.py` has a function for each operation that makes the
-  submission, `partitioned.py` those of calls in partitions. `submission.py` defines it, and the `Transport` protocol
+- `tensors.py` checks and names the tensors of a call. `request.py` makes the submission: by the row of a collective of
+  even blocks, or by a function for each other kind of call. `submission.py` defines it, and the `Transport` protocol
   that `cpu/` and `cuda/` implement.
-- `submitter.py` numbers, caches and starts calls. `fallback.py` gives small calls to torch.
+- `submitter.py` numbers, caches and starts calls.
 """

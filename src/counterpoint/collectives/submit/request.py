@@ -1,4 +1,4 @@
-"""Make the `Submission` of a call: one function for each operation checks the tensors and describes the collective.
+"""Make the `Submission` of a call: `even_blocks_of` by the row of the collective, other functions for other calls.
 
 The results depend only on the arguments and on where symmetric memory lies, so `Submitter` caches them.
 """
@@ -12,16 +12,16 @@ from hashlib import blake2b
 from itertools import accumulate
 from typing import Any, Literal, TypeAlias
 
+from counterpoint.collectives.host.status import MAX_CHUNKS
 from counterpoint.collectives.memory.early_release import EarlyUse
 from counterpoint.collectives.memory.pool import Location
 from counterpoint.collectives.program import operations
 from counterpoint.collectives.program.calls import ALIGNMENT, Buffer, Call, Own
 from counterpoint.collectives.program.coalesced import Parts, TensorAddresses, TensorLayout
-from counterpoint.collectives.program.mailbox import Message
+from counterpoint.collectives.program.messages import Message
 from counterpoint.collectives.program.operations import Operation, even_call, find_operation, plan_all
 from counterpoint.collectives.program.reductions import Reduction, widened
 from counterpoint.collectives.program.steps import Tuning
-from counterpoint.collectives.submit.fallback import Fallback
 from counterpoint.collectives.submit.submission import Submission, Transport, UnevenSplits
 from counterpoint.collectives.submit.tensors import (
     TensorList,
@@ -29,7 +29,6 @@ from counterpoint.collectives.submit.tensors import (
     check,
     described,
     dtype_name,
-    even_blocks,
     is_block,
     overlap,
     overlap_elsewhere,
@@ -40,12 +39,7 @@ from counterpoint.errors import Misconfigured
 
 _MOST_KNOWN = 1024  # shapes of reduce_scatter_coalesced that are cached
 
-# calls hold large tuples: equal arguments get one cached object
-_all_gather = lru_cache(maxsize=1024)(operations.all_gather)
-_all_to_all = lru_cache(maxsize=1024)(operations.all_to_all)
-_reduce_scatter = lru_cache(maxsize=1024)(operations.reduce_scatter)
-_all_reduce = lru_cache(maxsize=1024)(operations.all_reduce)
-_broadcast = lru_cache(maxsize=1024)(operations.broadcast)
+_even_call = lru_cache(maxsize=1024)(even_call)  # calls hold large tuples: equal arguments get one cached object
 
 BuildSubmission: TypeAlias = Callable[..., Submission]
 """Types the functions below, which take a `GroupRank` or `RankContext`, output, input as it is sent, and options.
@@ -72,7 +66,7 @@ class GroupRank:
         input: Any,
         *,
         text: str,
-        call: Call,
+        call: Call | UnevenSplits,
         reduction: Reduction | None = None,
         overlaps: bool = False,
     ) -> Submission:
@@ -82,10 +76,9 @@ class GroupRank:
 
 @dataclass(frozen=True, kw_only=True)
 class RankContext(GroupRank):
-    """Holds the transport and fallback of a rank's calls; makes submissions with program and addresses."""
+    """Holds the transport of a rank's calls; makes submissions with program and addresses."""
 
     transport: Transport  # runs the calls
-    fallback: Fallback  # takes small calls
     debug: bool = False  # all ranks compare every call before it begins
     scatters: dict[Hashable, _CoalescedScatter] = field(default_factory=dict, compare=False)  # by tensors' shapes
 
@@ -119,11 +112,6 @@ class RankContext(GroupRank):
         """
         transport = self.transport
         known = call if isinstance(call, Call) else None
-        if known is not None and not layout and partitioned == "no" and self.fallback.takes(known, reduction):
-            return Submission(
-                text=text, channel=0, line=-1, call=call, by_torch=True, reduction=reduction, overlaps=overlaps,
-                epoch=transport.epoch,
-            )  # fmt: skip
         at = None if output is None else transport.locate(output)
         early = self._early_use(known, text, at)
         output_bytes = 0 if output is None else output.nbytes
@@ -169,36 +157,82 @@ def _all_push_to_all(call: Call, tuning: Tuning) -> bool:
     return all(len(program.pushers) == call.world_size - 1 for program in plan_all(call, tuning))
 
 
-def all_gather(ranks: GroupRank, output: Any, input: Any) -> Submission:
-    """Describe an all_gather."""
-    num_bytes = block_bytes(output, input, outputs=ranks.world_size, device=ranks.device)
-    in_place = is_block(input, output, ranks.rank)
-    own = in_place and ranks.is_symmetric(output)
-    call = _all_gather(ranks.world_size, num_bytes, own="in_place" if own else "copy")
-    overlaps = overlap_elsewhere([output], [input], [in_place])
-    return ranks.submission(
-        output, input, text=f"all_gather of {described(input)} a rank", call=call, overlaps=overlaps
-    )
-
-
-def reduce_scatter(ranks: GroupRank, output: Any, input: Any, op: str, factor: float) -> Submission:
-    """Describe a reduce_scatter."""
-    call = _reduce_scatter(ranks.world_size, block_bytes(output, input, inputs=ranks.world_size, device=ranks.device))
-    reduction = reduction_of(op, factor, output)
+def even_blocks_of(
+    ranks: GroupRank,
+    output: Any,
+    input: Any,
+    name: str,
+    root: int = 0,
+    op: str = "sum",
+    factor: float = 1.0,
+    *,
+    leave_own: bool = False,
+) -> Submission:
+    """Describe a call of any collective with even blocks, by its name."""
+    check(output, input, ranks.device)
+    row, in_place = find_operation(name), _in_place(ranks, output, input)
+    num_bytes = _full_bytes(ranks, row, output, input, root)
+    own: Own = "consumer" if leave_own else _own_of(ranks, row, output, in_place)
+    call = _even_call(name, ranks.world_size, num_bytes, root=root, own=own)
+    needed = call.output_bytes(ranks.rank), call.input_bytes(ranks.rank)
+    if "input" not in row.arguments:
+        needed = needed[0], 0 if input is None else needed[0]
+    given = tuple(0 if one is None else one.nbytes for one in (output, input))
+    if given != needed:
+        raise Misconfigured(
+            f"{name} with output and input of {given} bytes on rank {ranks.rank}: blocks are even, so give {needed}"
+        )
+    reduction = reduction_of(op, factor, output) if row.layout.reduces else None
+    shown = input if output is None else output
+    text = name if shown is None else f"{name} of {num_bytes} bytes of {dtype_name(shown)}"
+    text += "" if reduction is None else f", {reduction.op} {reduction.factor!r}"
+    apart = output is not None and input is not None and input is not output and call.own != "in_place"
     return ranks.submission(
         output,
         input,
-        text=f"reduce_scatter of {described(output, reduction)} a rank",
+        text=text + (f", root {root}" if "root" in row.arguments else ""),
         call=call,
         reduction=reduction,
-        overlaps=overlap_elsewhere([output], [input], [is_block(output, input, ranks.rank)]),
+        overlaps=apart and overlap_elsewhere([output], [input], [in_place]),
     )
+
+
+def _full_bytes(ranks: GroupRank, row: Operation, output: Any, input: Any, root: int) -> int:
+    """Return the bytes of the full array, given the tensors; raise if this rank lacks one, or has one too many."""
+    whole = ALIGNMENT * ranks.world_size  # bytes of a sample full array, to learn which part of it each tensor is
+    unit = _even_call(row.layout.name, ranks.world_size, whole, root=root)
+    found = []
+    for what, one in (("output", output), ("input", input)):
+        part = unit.output_bytes(ranks.rank) if what == "output" else unit.input_bytes(ranks.rank)
+        if what in row.arguments and (part > 0 if one is None else one.nbytes > 0 == part):
+            given = "is missing" if one is None else "was given"
+            raise Misconfigured(f"{what} {given} on rank {ranks.rank}: rank {root} gives it, and no other")
+        if one is not None and part:
+            found.append(int(one.nbytes) * whole // part)
+    return found[0] if found else 0
+
+
+def _in_place(ranks: GroupRank, output: Any, input: Any) -> bool:
+    """Return whether the tensors are one, or one of them is this rank's block of the other."""
+    if output is None or input is None or input is output:
+        return output is input
+    block, whole = (input, output) if input.nbytes <= output.nbytes else (output, input)
+    return block.nbytes * ranks.world_size == whole.nbytes and is_block(block, whole, ranks.rank)
+
+
+def _own_of(ranks: GroupRank, row: Operation, output: Any, in_place: bool) -> Own:
+    """Return how a call handles the own block: in place if the collective allows it and the input lies there."""
+    others: list[Own] = [own for own in row.layout.own if own != "in_place"]
+    if not others:
+        return "in_place"
+    may_be = "in_place" in row.layout.own and "root" not in row.arguments
+    return "in_place" if may_be and in_place and ranks.is_symmetric(output) else others[0]
 
 
 def all_gather_coalesced(ranks: RankContext, outputs: TensorList, inputs: TensorList) -> Submission:
     """Describe several all_gathers as one call."""
     pairs = _pairs(outputs, inputs)
-    shares = tuple(block_bytes(*pair, outputs=ranks.world_size, device=ranks.device) for pair in pairs)
+    shares = tuple(block_bytes(*pair, ranks.world_size, ranks.device) for pair in pairs)
     if sum(shares) and not ranks.is_symmetric(outputs):
         raise Misconfigured("all_gather_coalesced: its outputs have to be parts of one tensor of empty(); make one")
     apart = Parts(starts=outputs.starts, shares=shares, sizes=tuple(one.nbytes for one in outputs.tensors))
@@ -208,7 +242,7 @@ def all_gather_coalesced(ranks: RankContext, outputs: TensorList, inputs: Tensor
     if not own:
         layout += (("input", Parts(starts=inputs.starts, shares=shares, sizes=shares)),)
     text = f"all_gather_coalesced of {_summary(outputs, apart, places=True)}"
-    call = _all_gather(ranks.world_size, sum(shares), own="in_place" if own else "copy")
+    call = _even_call("all_gather", ranks.world_size, ranks.world_size * sum(shares), own="in_place" if own else "copy")
     overlaps = overlap_elsewhere(outputs.tensors, inputs.tensors, in_place)
     return ranks.submission(
         outputs, inputs, text=text, call=call, layout=layout if sum(shares) else (), overlaps=overlaps
@@ -279,7 +313,7 @@ def _coalesced_scatter(
     summary = _summary(inputs, sent, places=False)
     return _CoalescedScatter(
         text=f"reduce_scatter_coalesced of {summary}, {op} {reduction.factor!r} as {dtype_name(output)}",
-        call=_reduce_scatter(ranks.world_size, sum(shares)),
+        call=_even_call("reduce_scatter", ranks.world_size, ranks.world_size * sum(shares)),
         reduction=reduction,
         layout=(("input", sent), ("output", kept)) if sum(shares) else (),
     )
@@ -303,26 +337,17 @@ def _summary(tensors: TensorList, parts: Parts, *, places: bool) -> str:
     return f"{len(dtypes)} tensors, {sum(parts.shares)} bytes of {dtypes[0]} a rank, layout {digest}"
 
 
-def all_reduce(ranks: GroupRank, output: Any, input: Any, op: str, factor: float) -> Submission:
-    """Describe an all_reduce."""
-    own: Own = "in_place" if ranks.is_symmetric(output) else "consumer"
-    call = _all_reduce(ranks.world_size, block_bytes(output, device=ranks.device), own=own)
-    reduction = reduction_of(op, factor, output)
-    return ranks.submission(
-        output, input, text=f"all_reduce of {described(output, reduction)}", call=call, reduction=reduction
-    )
-
-
 def all_to_all(ranks: GroupRank, output: Any, input: Any, leave_own: bool) -> Submission:
     """Describe an all_to_all of equal blocks."""
-    own = _own_block(ranks, output, input, leave_own)
-    block = even_blocks(output, input, ranks.world_size, ranks.device)
-    call = _all_to_all(((block,) * ranks.world_size,) * ranks.world_size, own=own)
-    return ranks.submission(output, input, text=f"all_to_all of {described(input)} a rank", call=call)
+    _check_own_block(ranks, output, input, leave_own)
+    rows = input.shape[0] if input.dim() else 1
+    if rows % ranks.world_size:
+        raise Misconfigured(f"all_to_all of {rows} rows: give a multiple of {ranks.world_size}, or split sizes")
+    return even_blocks_of(ranks, output, input, "all_to_all", leave_own=leave_own)
 
 
 def uneven_all_to_all(
-    ranks: RankContext,
+    ranks: GroupRank,
     output: Any,
     input: Any,
     leave_own: bool,
@@ -330,53 +355,23 @@ def uneven_all_to_all(
     input_split_sizes: Sequence[int] | None,
 ) -> Submission:
     """Describe an all_to_all with split sizes; this rank knows only its own, and learns the others' later."""
-    own = _own_block(ranks, output, input, leave_own)
+    _check_own_block(ranks, output, input, leave_own)
     if input_split_sizes is None or output_split_sizes is None:
         raise Misconfigured("all_to_all with one kind of split sizes: give both, or none")
     check(output, input, ranks.device)
     coming = splits(output, output_split_sizes, ranks.world_size)
     row = splits(input, input_split_sizes, ranks.world_size)
-
-    uneven = UnevenSplits(rank=ranks.rank, row=row, column=coming, own=own)
+    uneven = UnevenSplits(rank=ranks.rank, row=row, column=coming, own="consumer" if leave_own else "copy")
     text = f"all_to_all with split sizes of {dtype_name(input)}"
     return ranks.submission(output, input, text=text, call=uneven)
 
 
-def _own_block(ranks: GroupRank, output: Any, input: Any, leave_own: bool) -> Literal["copy", "consumer"]:
-    """Return whether an all_to_all copies this rank's own block to output, or leaves it in input (`consumer`)."""
+def _check_own_block(ranks: GroupRank, output: Any, input: Any, leave_own: bool) -> None:
+    """Raise if output lies where an all_to_all cannot write it, or leave this rank's own block out of it."""
     if leave_own and output.nbytes and not ranks.is_symmetric(output):
         raise Misconfigured("all_to_all with leave_own: its output has to be from empty(), or all of it is copied")
     if output.nbytes and overlap(output, input):
         raise Misconfigured("all_to_all from a tensor to itself: its layouts differ; give another output")
-    return "consumer" if leave_own else "copy"
-
-
-def broadcast(ranks: GroupRank, output: Any, input: Any, src: int) -> Submission:
-    """Describe a broadcast."""
-    call = _broadcast(ranks.world_size, block_bytes(output, device=ranks.device), root=src)
-    return ranks.submission(output, input, text=f"broadcast of {described(output)} from rank {src}", call=call)
-
-
-def scatter(ranks: RankContext, output: Any, input: Any, src: int) -> Submission:
-    """Describe a scatter."""
-    _check_root(ranks, input, "input", src)
-    num_bytes = block_bytes(output, input, inputs=ranks.world_size, device=ranks.device)
-    call = operations.scatter(ranks.world_size, num_bytes, root=src)
-    overlaps = input is not None and overlap_elsewhere([output], [input], [is_block(output, input, ranks.rank)])
-    return ranks.submission(
-        output, input, text=f"scatter of {described(output)} a rank from {src}", call=call, overlaps=overlaps
-    )
-
-
-def gather(ranks: RankContext, output: Any, input: Any, dst: int) -> Submission:
-    """Describe a gather."""
-    _check_root(ranks, output, "output", dst)
-    num_bytes = block_bytes(output, input, outputs=ranks.world_size, device=ranks.device)
-    call = operations.gather(ranks.world_size, num_bytes, root=dst)
-    overlaps = output is not None and overlap_elsewhere([output], [input], [is_block(input, output, ranks.rank)])
-    return ranks.submission(
-        output, input, text=f"gather of {described(input)} a rank to {dst}", call=call, overlaps=overlaps
-    )
 
 
 def send_recv(ranks: RankContext, output: Any, input: Any, peer: int) -> Submission:
@@ -415,64 +410,81 @@ def message(ranks: RankContext, output: Any, input: Any, peer: int) -> Submissio
     )
 
 
-def barrier(ranks: GroupRank, output: Any, input: Any) -> Submission:
-    """Describe a barrier."""
-    return ranks.submission(output, input, text="barrier", call=operations.barrier(ranks.world_size))
-
-
-def even_blocks_of(
-    ranks: RankContext, output: Any, input: Any, name: str, root: int, op: str, factor: float
-) -> Submission:
-    """Describe a call of any collective with even blocks, by its name."""
-    check(output, input, ranks.device)
-    row, tensors = find_operation(name), (output, input)
-    whole = ALIGNMENT * ranks.world_size  # bytes of a sample full array, to learn which part of it each tensor is
-    unit = even_call(name, ranks.world_size, whole, root=root)
-    parts = unit.output_bytes(ranks.rank), unit.input_bytes(ranks.rank)
-    found = [one.nbytes * whole // part for one, part in zip(tensors, parts, strict=True) if one is not None and part]
-    num_bytes, own = found[0] if found else 0, _own_of(ranks, row, output, input)
-    call = even_call(name, ranks.world_size, num_bytes, root=root, own=own)
-    needed = call.output_bytes(ranks.rank), call.input_bytes(ranks.rank)
-    if "input" not in row.arguments:
-        needed = needed[0], 0 if input is None else needed[0]
-    given = tuple(0 if one is None else one.nbytes for one in tensors)
-    if given != needed:
-        raise Misconfigured(
-            f"{name} with output and input of {given} bytes on rank {ranks.rank}: blocks are even, so give {needed}"
-        )
-    reduction = reduction_of(op, factor, output) if row.layout.reduces else None
-    shown = next((one for one in tensors if one is not None), None)
-    text = name if shown is None else f"{name} of {num_bytes} bytes of {dtype_name(shown)}"
-    text += "" if reduction is None else f", {reduction.op} {reduction.factor!r}"
-    overlaps = None not in tensors and call.own != "in_place" and input is not output
-    return ranks.submission(
-        output,
-        input,
-        text=text + (f", root {root}" if "root" in row.arguments else ""),
-        call=call,
-        reduction=reduction,
-        overlaps=overlaps and overlap_elsewhere([output], [input], [is_block(output, input, ranks.rank)]),
-    )
-
-
-def _own_of(ranks: RankContext, row: Operation, output: Any, input: Any) -> Own:
-    """Return how a call handles the own block: in place if the collective allows it and the input lies there."""
-    ways = row.layout.own
-    others: list[Own] = [way for way in ways if way != "in_place"]
-    if not others or "in_place" not in ways or "root" in row.arguments:
-        return (others or list(ways))[0]
-    if output is None or not ranks.is_symmetric(output):
-        return others[0]
-    in_place = input is output or is_block(input, output, ranks.rank)
-    return "in_place" if in_place else others[0]
-
-
 def _check_peer(ranks: RankContext, peer: int) -> None:
     if not 0 <= peer < ranks.world_size or peer == ranks.rank:
         raise Misconfigured(f"rank {ranks.rank} with rank {peer}: allowed are the others of {ranks.world_size} ranks")
 
 
-def _check_root(ranks: RankContext, tensor: Any, what: str, root: int) -> None:
-    if (tensor is not None) != (ranks.rank == root):
-        given = "was given" if tensor is not None else "is missing"
-        raise Misconfigured(f"{what} {given} on rank {ranks.rank}: rank {root} gives it, and no other")
+def partitioned_all_gather(
+    ranks: RankContext, output: Any, input: Any, dim: int, chunk_rows: int, supplied: bool
+) -> Submission:
+    """Describe an all_gather along `dim` whose output is taken chunk by chunk; the own block stays in input."""
+    count = ranks.world_size
+    share = _partitioned_block(ranks, output, input, "all_gather", count)
+    return ranks.submission(
+        output,
+        input,
+        text=f"all_gather of {described(input)} a rank along {dim}, {chunk_rows} rows at a time, {supplied=}",
+        call=_even_call("all_gather", count, count * share, own="consumer"),
+        layout=_partitioned_layout("output", input, dim, share, count),
+        partitioned="output" if supplied else "both",
+        tuning=_partitioned_tuning(input, share, chunk_rows, peers_first=supplied),
+    )
+
+
+def partitioned_all_to_all(ranks: RankContext, output: Any, input: Any, dim: int, chunk_rows: int) -> Submission:
+    """Describe an all_to_all of blocks along `dim` of the input, supplied chunk by chunk; the own block stays there."""
+    count = ranks.world_size
+    share = _partitioned_block(ranks, output, input, "all_to_all", 1) // count
+    return ranks.submission(
+        output,
+        input,
+        text=f"all_to_all of {described(input)} a rank along {dim}, {chunk_rows} rows at a time",
+        call=_even_call("all_to_all", count, count * share, own="consumer"),
+        layout=_partitioned_layout("input", input, dim, share, count),
+        partitioned="both",
+        tuning=_partitioned_tuning(output[0], share, chunk_rows, peers_first=True),
+    )
+
+
+def _partitioned_block(ranks: RankContext, output: Any, input: Any, operation: str, count: int) -> int:
+    """Return the bytes of the input, of which output has `count`; raise if the tensors do not fit."""
+    if not ranks.is_symmetric(output):
+        raise Misconfigured(f"{operation} in partitions: its output has to be a tensor of empty(); make one")
+    return block_bytes(output, input, count, ranks.device)
+
+
+def _partitioned_layout(buffer: Buffer, tensor: Any, dim: int, share: int, count: int) -> TensorLayout:
+    """Return where the ranks' shares of a buffer lie: a piece of each in every element of the dimensions before `dim`.
+
+    Args:
+        buffer: whose layout is returned; it has `count` shares.
+        tensor: tells the dimensions.
+        dim: dimension along which shares lie behind one another.
+        share: bytes of a share.
+        count: number of ranks.
+
+    Raises:
+        Misconfigured: the tensor has no such dimension.
+    """
+    if not 0 <= dim < tensor.dim():
+        raise Misconfigured(f"dim={dim} of a tensor of {tensor.dim()} dimensions: give one of them")
+    batch = int(tensor.shape[:dim].numel())
+    if batch <= 1:
+        return ()
+    each, whole = share // batch, count * share // batch
+    starts = tuple(accumulate((whole,) * (batch - 1), initial=0))
+    return ((buffer, Parts(starts=starts, shares=(each,) * batch, sizes=(whole,) * batch)),)
+
+
+def _partitioned_tuning(block: Any, share: int, chunk_rows: int, *, peers_first: bool) -> Tuning:
+    """Return the tuning that cuts blocks after every `chunk_rows` rows, counted through all dimensions but the last."""
+    row_bytes = block.shape[-1] * block.element_size()
+    if chunk_rows < 1 or chunk_rows * row_bytes % ALIGNMENT:
+        raise Misconfigured(
+            f"chunks of {chunk_rows} rows of {row_bytes} bytes: give one or more, of a multiple of {ALIGNMENT} bytes"
+        )
+    size = chunk_rows * row_bytes
+    if share > MAX_CHUNKS * size:
+        raise Misconfigured(f"chunks of {chunk_rows} rows: {-(-share // size)} of them, and {MAX_CHUNKS} are allowed")
+    return Tuning(chunk_bytes=None if size >= share else size, peers_first=peers_first)

@@ -17,7 +17,7 @@ from counterpoint.collectives.memory.early_release import EarlyPool, EarlyUse
 from counterpoint.collectives.memory.pool import Location, Pool
 from counterpoint.collectives.program.calls import Buffer, Call, Own
 from counterpoint.collectives.program.coalesced import TensorAddresses, TensorLayout, place_on_tensors
-from counterpoint.collectives.program.mailbox import Message
+from counterpoint.collectives.program.messages import Message
 from counterpoint.collectives.program.operations import all_to_all, plan
 from counterpoint.collectives.program.reductions import Reduction
 from counterpoint.collectives.program.steps import Program, Tuning
@@ -57,9 +57,8 @@ class Submission:
     channel: int  # channel that runs it
     line: int  # line of the status that counts it: a peer's rank, or world_size for calls of all ranks
     call: Call | UnevenSplits | None = None  # with uneven splits, `Call` is known only from the rows of all ranks
-    program: Program | None = None  # this rank's; None with uneven splits, of a message, or if torch takes the call
+    program: Program | None = None  # this rank's; None with uneven splits, or of a message
     message: Message | None = None  # through a mailbox, on a channel of the status that is its line's
-    by_torch: bool = False  # the process group of `fallback` takes it
     meets: bool = False  # all ranks announce and compare it before any begins
     async_op: bool = False  # the caller does not wait for it
     partitioned: Literal["no", "output", "both"] = "no"  # the caller takes output, or also supplies input, by pieces

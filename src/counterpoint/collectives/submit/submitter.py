@@ -1,4 +1,4 @@
-"""Start calls: make or look up a call's submission, number it, and give it to the transport or to torch.
+"""Start calls: make or look up a call's submission, number it, and give it to the transport.
 
 Submissions are cached under operation, options, channel and `tensor_key` of the tensors. They also depend on where
 symmetric memory lies: when a region is added, `Transport.epoch` changes and cached submissions are made again, since an
@@ -13,8 +13,6 @@ from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from counterpoint.collectives.program.calls import Call
-from counterpoint.collectives.submit.fallback import Fallback
 from counterpoint.collectives.submit.request import BuildSubmission, RankContext
 from counterpoint.collectives.submit.submission import Submission, Transport
 from counterpoint.collectives.submit.tensors import copied, sendable, tensor_key, tensors_of
@@ -34,14 +32,11 @@ class _Counter:
 class Submitter:
     """Starts the calls of one communicator in their order."""
 
-    def __init__(
-        self, transport: Transport, fallback: Fallback, *, rank: int, world_size: int, channels: int, debug: bool
-    ) -> None:
-        self._transport, self._fallback = transport, fallback
+    def __init__(self, transport: Transport, *, rank: int, world_size: int, channels: int, debug: bool) -> None:
+        self._transport = transport
         self._ranks = RankContext(
-            rank=rank, world_size=world_size, device=transport.device, transport=transport, fallback=fallback,
-            debug=debug,
-        )  # fmt: skip
+            rank=rank, world_size=world_size, device=transport.device, transport=transport, debug=debug
+        )
         self._channels = channels
         self._known: dict[Hashable, Submission] = {}
         self._counters: dict[tuple[int, int], _Counter] = {}
@@ -74,8 +69,6 @@ class Submitter:
             submission, sent = self._new(build, output, input, channel, async_op, options)
             if key is not None and sent is input and not submission.row:
                 self._remember(key, submission)
-        if submission.by_torch:
-            return self._start_by_torch(submission, output, sent)
         line = submission.channel, submission.line
         counter = self._counters.get(line)
         if counter is None:
@@ -101,12 +94,13 @@ class Submitter:
             sent = copied(sent)
             submission = build(self._ranks, output, sent, *options)
         if sent is not input:
+            if submission.partitioned != "no":
+                raise Misconfigured(f"input of strides {input.stride()}: give a contiguous one, as it is not copied")
             self._note_use(input)
         if submission.message is None:
             submission = replace(submission, channel=channel)
         submission = replace(submission, async_op=async_op)
-        if not submission.by_torch:
-            self._transport.accept(submission)
+        self._transport.accept(submission)
         return submission, sent
 
     def _remember(self, key: Hashable, submission: Submission) -> None:
@@ -114,18 +108,8 @@ class Submitter:
             self._known.clear()
         self._known[key] = submission
 
-    def _start_by_torch(self, submission: Submission, output: Any, input: Any) -> Work | None:
-        """Start the call by the process group of `fallback`, after what the current stream holds."""
-        self._transport.check()
-        self._note_use(output)
-        self._note_use(input)
-        assert isinstance(submission.call, Call)
-        return self._fallback.start(
-            submission.call, output, input, async_op=submission.async_op, reduction=submission.reduction
-        )
-
     def _note_use(self, tensor: Any) -> None:
-        """Record that torch uses this tensor, if it lies in symmetric memory, on the current stream."""
+        """Record that the current stream reads this tensor to copy it, if it lies in symmetric memory."""
         for one in tensors_of(tensor):
             if one.is_cuda and one.numel():
                 first = one[(0,) * one.dim()]  # the first element, contiguous whatever the strides

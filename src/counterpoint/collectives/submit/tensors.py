@@ -134,21 +134,14 @@ def tensors_of(tensor: Any) -> tuple[Any, ...]:
     return () if tensor is None else (tensor,)
 
 
-def block_bytes(
-    output: Any = None, input: Any = None, *, outputs: int = 1, inputs: int = 1, device: torch.device = CPU
-) -> int:
-    """Return the bytes of one block, where output has `outputs` blocks and input has `inputs`; either may be None.
-
-    Raises:
-        Misconfigured: the tensors differ in dtype, do not have these sizes, or output cannot be written.
-    """
+def block_bytes(output: Any, input: Any, count: int, device: torch.device = CPU) -> int:
+    """Return the bytes of input, of which output has `count`; raise if it has not, or they do not fit this device."""
     check(output, input, device)
-    if output is not None and input is not None and output.numel() * inputs != input.numel() * outputs:
+    if output.numel() != count * input.numel():
         raise Misconfigured(
-            f"output of {output.numel()} and input of {input.numel()} elements: "
-            f"{'output' if outputs > 1 else 'input'} has to be {max(outputs, inputs)} times the other, a block per rank"
+            f"output of {output.numel()} and input of {input.numel()} elements: give {count} times as many in output"
         )
-    return int(output.nbytes) // outputs if output is not None else int(input.nbytes) // inputs
+    return int(input.nbytes)
 
 
 def check(output: Any, input: Any, device: torch.device = CPU) -> None:
@@ -160,15 +153,6 @@ def check(output: Any, input: Any, device: torch.device = CPU) -> None:
         raise Misconfigured(f"output of strides {output.stride()}: give a contiguous one, and copy from it")
     if output is not None and input is not None and input.dtype != output.dtype:
         raise Misconfigured(f"output of {output.dtype}, input of {input.dtype}: give both the same dtype")
-
-
-def even_blocks(output: Any, input: Any, world_size: int, device: torch.device = CPU) -> int:
-    """Return the bytes of each block of an all_to_all without split sizes; raise if rows do not divide evenly."""
-    size = block_bytes(output, input, device=device)
-    rows = input.shape[0] if input.dim() else 1
-    if rows % world_size:
-        raise Misconfigured(f"all_to_all of {rows} rows: give a multiple of {world_size}, or split sizes")
-    return size // world_size
 
 
 def splits(tensor: Any, sizes: Sequence[int], world_size: int) -> tuple[int, ...]:

@@ -29,11 +29,11 @@ from torch._C import _distributed_c10d
 
 from counterpoint.collectives.connect import device_profile
 from counterpoint.collectives.host.group import check_agreement
-from counterpoint.collectives.multihost.communicator import AnyCommunicator, HierarchicalCommunicator
+from counterpoint.collectives.multihost.hierarchical import AnyCommunicator, HierarchicalCommunicator
 from counterpoint.collectives.multihost.phases import Grid
 from counterpoint.collectives.options import CommunicatorOptions
-from counterpoint.collectives.submit.fallback import Fallback, TorchWork
-from counterpoint.collectives.work import Work
+from counterpoint.collectives.program.operations import crossovers
+from counterpoint.collectives.work import TorchWork, Work
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.parallel.arguments import call_options, num_bytes_of, op_and_factor, reduces
 from counterpoint.parallel.backend import NAME
@@ -367,7 +367,7 @@ class CounterpointGroup(dist.ProcessGroup):
             return by_torch
         works: list[Work] = [work for message in messages for work in message.works]
         if by_torch is not None:
-            works.append(TorchWork("coalesced calls", [by_torch], ()))
+            works.append(TorchWork("coalesced calls", [by_torch]))
         return StartedWork(works, [tensor for message in messages for tensor in message.result()])
 
     # what decides
@@ -470,7 +470,7 @@ class CounterpointGroup(dist.ProcessGroup):
             profile = device_profile(group, device, self.rank_group.options.profile)
             decide = {"crossover_bytes": given, "profile": profile.digest, "mailbox_bytes": self._options.mailbox_bytes}
             check_agreement(group, decide)
-            found = crossovers_over_hosts(Fallback(group, given, profile).crossover_bytes, given, hosts)
+            found = crossovers_over_hosts(crossovers(profile, given), given, hosts)
             self._crossovers = {name: max(size, 1) if size or name in given else _NEVER for name, size in found.items()}
 
     def _all_reduce(

@@ -13,7 +13,7 @@ from typing import Any
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.host.group import gather_values, raise_together
 from counterpoint.collectives.host.shared_memory import ProcessCard
-from counterpoint.collectives.multihost.communicator import AnyCommunicator, HierarchicalCommunicator
+from counterpoint.collectives.multihost.hierarchical import AnyCommunicator, HierarchicalCommunicator
 from counterpoint.collectives.multihost.phases import Grid, best_slice_bytes
 from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.errors import Misconfigured, Unsupported

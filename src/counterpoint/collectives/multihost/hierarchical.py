@@ -29,11 +29,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
-from counterpoint.collectives.communicator import Communicator
+from counterpoint.collectives.communicator import Communicator, EvenCollectives
 from counterpoint.collectives.host.group import gather_values, membership, start_by_torch
 from counterpoint.collectives.multihost.phases import Grid, Phase, best_slice_bytes, phases, scratch_bytes
+from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.collectives.program.calls import Call
 from counterpoint.collectives.program.reductions import Reduction
 from counterpoint.collectives.submit import request
@@ -42,8 +43,12 @@ from counterpoint.collectives.work import HostWork, Work
 from counterpoint.errors import CounterpointError, Misconfigured, PeerTimeout
 
 
-class HierarchicalCommunicator:
+class HierarchicalCommunicator(EvenCollectives):
     """Runs collectives among all ranks of several hosts. All ranks make it together.
+
+    An all_gather sends input.nbytes to each other host, and as much for each host to each other rank of this one. A
+    reduce_scatter needs a buffer of twice output.nbytes for each other host, an all_to_all one for all data to other
+    hosts. avg multiplies each value by 1 / n before the sum.
 
     Args:
         inside: communicator of the ranks of this host, which nothing else may use from now on; closed with this one.
@@ -56,7 +61,7 @@ class HierarchicalCommunicator:
     """
 
     channels = 1
-    """Says that calls run one after the other; `channel`, which methods take as a `Communicator`'s do, has to be 0."""
+    """Says that calls run one after the other: the `channel` of a method has to be 0."""
 
     def __init__(self, inside: Communicator, between: Any, *, slice_bytes: int | None = None) -> None:
         if slice_bytes is not None and slice_bytes < 1:
@@ -92,13 +97,11 @@ class HierarchicalCommunicator:
         """
         if mesh.ndim != 2:
             raise Misconfigured(f"a mesh of {mesh.ndim} axes: give one of two, hosts and ranks of a host")
-        return cls(Communicator(mesh.get_group(1), timeout_s=timeout_s), mesh.get_group(0), slice_bytes=slice_bytes)
-
-    def __enter__(self) -> HierarchicalCommunicator:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        return cls(
+            Communicator(mesh.get_group(1), options=CommunicatorOptions(timeout_s=timeout_s)),
+            mesh.get_group(0),
+            slice_bytes=slice_bytes,
+        )
 
     def close(self) -> None:
         """Close this communicator and that of this host, as `Communicator.close` does. Tensors stay valid.
@@ -118,15 +121,15 @@ class HierarchicalCommunicator:
         for work in list(self._under_way):
             work.end(self._failed)
 
-    def set_timeout(self, timeout_s: float) -> None:
-        """Set how many seconds a rank waits for another of its host, from now on."""
-        self.inside.set_timeout(timeout_s)
-
     def check(self) -> None:
         """Raise the error that ended this communicator or that of this host, if there was one."""
         if self._failed is not None:
             raise self._failed
         self.inside.check()
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Set how many seconds a rank waits for another of its host, from now on."""
+        self.inside.set_timeout(timeout_s)
 
     def is_symmetric(self, tensor: Any) -> bool:
         """Return whether a contiguous tensor lies in the symmetric memory of this host, where peers write in place."""
@@ -137,66 +140,8 @@ class HierarchicalCommunicator:
         return self.inside.empty(*shape, dtype=dtype)
 
     def memory_pool(self) -> AbstractContextManager[None]:
-        """Return a context in which CUDA tensors of this thread lie in this host's memory: `Communicator.memory_pool`.
-
-        The ranks of the host enter and leave it together.
-        """
+        """Return a context of the ranks of this host, as `Communicator.memory_pool` does."""
         return self.inside.memory_pool()
-
-    def all_gather(self, output: Any, input: Any, *, channel: int = 0, async_op: bool = False) -> Work | None:
-        """Gather every rank's input: output[r] = input of rank r.
-
-        In place, and without a copy, if input is this rank's block of output.
-
-        Sends input.nbytes to each other host, and input.nbytes for each host to each other rank of this one.
-
-        Returns:
-            The call's `Work` with `async_op`; else None, when output may be read.
-        """
-        return self._submit(request.all_gather, output, input, channel, async_op)
-
-    def reduce_scatter(
-        self,
-        output: Any,
-        input: Any,
-        op: Any = "sum",
-        *,
-        factor: float = 1.0,
-        channel: int = 0,
-        async_op: bool = False,
-    ) -> Work | None:
-        """Combine the ranks' input[rank] into output. Needs a buffer of twice output.nbytes for each other host.
-
-        `op` and `factor` are as in `Communicator.reduce_scatter`; avg multiplies each value by 1 / n before the sum.
-
-        Returns:
-            The call's `Work` with `async_op`; else None, when output may be read.
-        """
-        return self._submit(request.reduce_scatter, output, input, channel, async_op, op, factor)
-
-    def all_reduce(
-        self, tensor: Any, op: Any = "sum", *, factor: float = 1.0, channel: int = 0, async_op: bool = False
-    ) -> Work | None:
-        """Combine the ranks' tensors in place, with bitwise equal results on all ranks."""
-        return self._submit(request.all_reduce, tensor, tensor, channel, async_op, op, factor)
-
-    def all_to_all(self, output: Any, input: Any, *, channel: int = 0, async_op: bool = False) -> Work | None:
-        """Send block r of input to rank r; blocks have one size. Needs a temporary buffer for data to other hosts.
-
-        `Misconfigured` is raised for rows that cannot be divided by the number of ranks, and if output overlaps input.
-
-        Returns:
-            The call's `Work` with `async_op`; else None, when output may be read.
-        """
-        return self._submit(request.all_to_all, output, input, channel, async_op, False)
-
-    def broadcast(self, tensor: Any, src: int = 0, *, channel: int = 0, async_op: bool = False) -> Work | None:
-        """Copy the tensor of rank `src` to every rank; each rank of its host sends a part to the other hosts."""
-        return self._submit(request.broadcast, tensor, tensor, channel, async_op, src)
-
-    def barrier(self, *, channel: int = 0, async_op: bool = False) -> Work | None:
-        """Wait until every rank has made this call."""
-        return self._submit(request.barrier, None, None, channel, async_op)
 
     def _submit(
         self, build: request.BuildSubmission, output: Any, input: Any, channel: int, async_op: bool, *options: Any
@@ -210,8 +155,10 @@ class HierarchicalCommunicator:
             sent = copied(sent)
         if self._failed is not None:
             raise self._failed
-        assert isinstance(asked.call, Call)
-        found = phases(asked.call, self.grid, self.rank, slice_bytes=self.slice_bytes or _best_slice(asked.call))
+        if not isinstance(asked.call, Call):
+            raise Misconfigured(f"{asked.text} over several hosts: leave the sizes out, and send blocks of one size")
+        slice_bytes = self.slice_bytes or best_slice_bytes(asked.call.output_bytes(0))
+        found = phases(asked.call, self.grid, self.rank, slice_bytes=slice_bytes)
         run = partial(self._carry_out, asked.text, _PhaseRun(self, found, output, sent, asked.reduction))
         if self.device.type == "cpu":
             return self._in_thread(asked.text, run, async_op)
@@ -287,8 +234,6 @@ class StreamEnd:
 
 class StreamWork:
     """Represents a call over several hosts on a stream of a GPU; keeps its tensors alive until `wait`. See `Work`."""
-
-    path: Literal["zero_sm", "torch"] = "zero_sm"
 
     def __init__(
         self, communicator: HierarchicalCommunicator, text: str, ended: StreamEnd, keep: tuple[Any, ...]
@@ -408,10 +353,6 @@ class _PhaseRun:
 
 _SUMS = ("sum", "avg", "premul_sum")
 _PAUSE_S = 1e-4
-
-
-def _best_slice(call: Call) -> int:
-    return best_slice_bytes(call.output_bytes(0))
 
 
 def _wait(works: list[Any]) -> None:

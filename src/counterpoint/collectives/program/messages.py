@@ -12,7 +12,6 @@ line waits for another, and ranks need no common order of messages on different 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,14 +20,11 @@ from counterpoint.collectives.program.calls import ALIGNMENT, Span
 from counterpoint.collectives.program.operations import send_recv
 from counterpoint.collectives.program.steps import (
     COPY,
-    LINES,
-    AwaitEvent,
     Batch,
     Copy,
     Flag,
     LocalCopy,
     Program,
-    RecordEvent,
     Signal,
     Step,
     Tuning,
@@ -95,56 +91,14 @@ def message_program(message: Message, rank: int, mailbox: Mailbox) -> Program:
     sizes = [[0] * mailbox.world_size for _ in range(mailbox.world_size)]
     sizes[message.source][message.target] = message.num_bytes
     whole = Span("input" if rank == message.source else "output", 0, message.num_bytes)
-    steps = _steps(message, rank, mailbox, whole, COPY) if rank in (message.source, message.target) else ()
-    return _program(sizes, rank, mailbox, steps)
+    steps = message_steps(message, rank, mailbox, whole, COPY) if rank in (message.source, message.target) else ()
+    return program_of_steps(sizes, rank, mailbox, steps)
 
 
-def several_messages(orders: Sequence[Sequence[tuple[Message, bool]]], mailbox: Mailbox) -> tuple[Program, ...]:
-    """Return a model of all ranks in which each begins its messages in the order given for it.
-
-    The two ranks of a line have its messages in the same order. Of a pair, the second says whether the rank waits for
-    the end of a message before it begins the next one. The programs are for the checker and the clock: nobody executes
-    them, since a rank makes a call for each message. Input and output have a block for each peer, in which messages lie
-    one after the other.
-    """
-    ranks = range(mailbox.world_size)
-    sizes = [[0] * mailbox.world_size for _ in ranks]
-    for rank, order in enumerate(orders):
-        for message, _ in order:
-            if message.source == rank:
-                sizes[rank][message.target] += message.num_bytes
-    return tuple(
-        _program(sizes, rank, mailbox, _begun_in_order(order, rank, mailbox, sizes))
-        for rank, order in enumerate(orders)
-    )
-
-
-def _begun_in_order(
-    order: Sequence[tuple[Message, bool]], rank: int, mailbox: Mailbox, sizes: Sequence[Sequence[int]]
-) -> Iterator[Step]:
-    call, done, events = send_recv(sizes), Counter[tuple[int, int]](), 0
-    pending: list[int] = []
-    for message, waits in order:
-        line = message.source, message.target
-        block = call.source_span(*line) if rank == message.source else call.target_span(*line)
-        whole = Span(block.buffer, block.offset + done[line], message.num_bytes)
-        done[line] += message.num_bytes
-        peer = message.target if rank == message.source else message.source
-        lane = LINES + 2 * peer + (rank == message.source)
-        yield RecordEvent(events, COPY)
-        yield AwaitEvent(events, lane)
-        yield from _steps(message, rank, mailbox, whole, lane)
-        yield RecordEvent(events + 1, lane)
-        if waits:
-            yield AwaitEvent(events + 1, COPY)
-        else:
-            pending.append(events + 1)
-        events += 2
-    for event in pending:
-        yield AwaitEvent(event, COPY)
-
-
-def _program(sizes: Sequence[Sequence[int]], rank: int, mailbox: Mailbox, steps: Iterator[Step] | tuple[()]) -> Program:
+def program_of_steps(
+    sizes: Sequence[Sequence[int]], rank: int, mailbox: Mailbox, steps: Iterator[Step] | tuple[()]
+) -> Program:
+    """Return the program of `rank` with these steps, where rank s sends `sizes[s][t]` bytes to rank t."""
     return Program(
         call=send_recv(sizes),
         tuning=Tuning(),
@@ -154,7 +108,7 @@ def _program(sizes: Sequence[Sequence[int]], rank: int, mailbox: Mailbox, steps:
     )
 
 
-def _steps(message: Message, rank: int, mailbox: Mailbox, whole: Span, lane: int) -> Iterator[Step]:
+def message_steps(message: Message, rank: int, mailbox: Mailbox, whole: Span, lane: int) -> Iterator[Step]:
     """Yield the steps of the source or the target; `whole` is the message in the input or output of `rank`."""
     source, target = message.source, message.target
     for piece in range(mailbox.pieces(message.num_bytes)):
