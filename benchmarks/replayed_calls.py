@@ -26,10 +26,12 @@ from torch.distributed.fsdp import fully_shard
 import counterpoint
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.parallel.backend.group import BackendOptions
-from counterpoint.parallel.expert.dispatcher import Dispatcher, ExpertOptions
+from counterpoint.parallel.expert.dispatcher import Dispatcher
+from counterpoint.parallel.expert.options import ExpertOptions
 from counterpoint.parallel.fsdp.hooks import GatherHook
 from counterpoint.parallel.overlap import overlap
-from counterpoint.parallel.tensor.group import TensorOptions, tensor_group
+from counterpoint.parallel.tensor.group import tensor_group
+from counterpoint.parallel.tensor.plans import TensorOptions
 
 sys.path.append(str(Path(__file__).parents[1]))
 from tests.support.software_gpu import SoftwareGpu
