@@ -11,8 +11,15 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from counterpoint.collectives.cuda.device import in_context
-from counterpoint.collectives.cuda.driver import BindReduction, Bound, EventPool, Executor, Graph, StreamPoint
+from counterpoint.collectives.cuda.driver import (
+    BindReduction,
+    Bound,
+    EventPool,
+    Executor,
+    Graph,
+    StreamPoint,
+    in_context,
+)
 from counterpoint.collectives.cuda.lower import WORD_BYTES, DriverCall, MemoryOperation, MemoryOperations
 from counterpoint.collectives.cuda.order import StreamOrder
 from counterpoint.collectives.cuda.regions import FlagLayout, Growth

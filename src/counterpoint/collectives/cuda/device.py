@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache, wraps
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from functools import lru_cache
+from typing import Any
 
 from counterpoint.collectives.cuda.driver import load_driver
 from counterpoint.collectives.cuda.lower import ReduceLaunch
@@ -19,35 +19,11 @@ from counterpoint.collectives.program.reductions import Reduction
 from counterpoint.errors import Unsupported
 from counterpoint.rehearsed import host_id
 
-_Arguments = ParamSpec("_Arguments")
-_Result = TypeVar("_Result")
-
-
-class _OnGpu(Protocol):
-    _gpu: Any
-
-
 _ENVIRONMENT = {  # torch reads them at every rendezvous; what the user has set stays
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",  # torch compares indices, equal if each rank sees only its GPU
 }
 _BACKEND = "CUDA"  # NVSHMEM and NCCL hand out memory of their own kinds, some of it multicast
-_Object = TypeVar("_Object", bound=_OnGpu)
-
-
-def in_context(
-    method: Callable[Concatenate[_Object, _Arguments], _Result],
-) -> Callable[Concatenate[_Object, _Arguments], _Result]:
-    """Return a method of objects with a `_gpu` that runs in that GPU's context, whichever thread calls it."""
-
-    @wraps(method)
-    def run(self: _Object, /, *arguments: _Arguments.args, **keywords: _Arguments.kwargs) -> _Result:
-        if self._gpu.is_current():
-            return method(self, *arguments, **keywords)
-        with self._gpu.current():
-            return method(self, *arguments, **keywords)
-
-    return run
 
 
 @lru_cache(maxsize=1)
@@ -192,6 +168,7 @@ class Gpu:
 
         from counterpoint.collectives.cuda.regions import CudaMemory
 
+        prepare_process(self.device.index)
         return CudaMemory(dist.group.WORLD if group is None else group, self.device.index)
 
     def current_stream(self) -> int:

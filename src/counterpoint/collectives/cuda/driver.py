@@ -10,9 +10,9 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache, partial, wraps
 from itertools import count
-from typing import Any, TypeAlias
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
 from counterpoint.collectives.cuda.lower import (
@@ -34,6 +34,30 @@ _spare_streams: WeakKeyDictionary[Any, dict[int, list[Any]]] = WeakKeyDictionary
 BindReduction: TypeAlias = Callable[[ReduceLaunch, int], Callable[[], object]]
 """Types a function that returns what launches a reduction on the stream with a handle."""
 _Issue: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...]]  # a driver function, and its converted arguments
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+class _OnGpu(Protocol):
+    _gpu: Any
+
+
+_Object = TypeVar("_Object", bound=_OnGpu)
+
+
+def in_context(
+    method: Callable[Concatenate[_Object, _Arguments], _Result],
+) -> Callable[Concatenate[_Object, _Arguments], _Result]:
+    """Return a method of objects with a `_gpu` that runs in that GPU's context, whichever thread calls it."""
+
+    @wraps(method)
+    def run(self: _Object, /, *arguments: _Arguments.args, **keywords: _Arguments.kwargs) -> _Result:
+        if self._gpu.is_current():
+            return method(self, *arguments, **keywords)
+        with self._gpu.current():
+            return method(self, *arguments, **keywords)
+
+    return run
 
 
 class StreamPoint:

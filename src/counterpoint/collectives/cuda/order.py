@@ -6,8 +6,7 @@ import threading
 import time
 from typing import Any
 
-from counterpoint.collectives.cuda.device import in_context
-from counterpoint.collectives.cuda.driver import EventPool, StreamPoint
+from counterpoint.collectives.cuda.driver import EventPool, StreamPoint, in_context
 from counterpoint.collectives.memory.pool import Location, NotReusable
 
 _PAUSE_S = 1e-4

@@ -21,10 +21,8 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d
-from torch.distributed._symmetric_memory import get_mempool_allocator
 
-from counterpoint.collectives.cuda.device import Gpu, in_context, prepare_process
-from counterpoint.collectives.cuda.driver import EventPool
+from counterpoint.collectives.cuda.driver import EventPool, in_context
 from counterpoint.collectives.cuda.lower import WORD_BYTES
 from counterpoint.collectives.host.announce import Announcer
 from counterpoint.collectives.host.status import MAX_CHUNKS, MAX_EARLY_BLOCKS
@@ -122,7 +120,6 @@ class CudaMemory:
         self.device = device
         self._regions: dict[int, _Region] = {}
         self._located: dict[tuple[int, int], Location | None] = {}  # answers of `locate`, as long as regions stay
-        prepare_process(device)
 
     def create(self, num_bytes: int) -> int:
         """Return the number of a new region of zeros. All ranks call it together, with the same size.
@@ -314,7 +311,7 @@ class Growth:
 
     def __init__(
         self,
-        gpu: Gpu,
+        gpu: Any,
         memory: SymmetricMemory,
         events: EventPool,
         announcer: Announcer,
@@ -365,6 +362,8 @@ class TorchPool:
     _KEPT: list[Any] = []  # noqa: RUF012 - of the class on purpose
 
     def __init__(self, memory: CudaMemory, growth: Growth) -> None:
+        from torch.distributed._symmetric_memory import get_mempool_allocator
+
         self._memory, self._growth = memory, growth
         allocator = get_mempool_allocator(torch.device("cuda", memory.device))
         self._pool = torch.cuda.MemPool(allocator, use_on_oom=False, no_split=True)  # torch maps whole segments only

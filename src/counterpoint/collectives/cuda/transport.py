@@ -12,8 +12,7 @@ from functools import partial
 from typing import Any
 
 from counterpoint.collectives.cuda.call import STEPS, CudaContext, CudaWork
-from counterpoint.collectives.cuda.device import in_context
-from counterpoint.collectives.cuda.driver import Bound, EventPool, Executor
+from counterpoint.collectives.cuda.driver import Bound, EventPool, Executor, in_context
 from counterpoint.collectives.cuda.lower import WORD_BYTES, MemoryOperation, MemoryOperations
 from counterpoint.collectives.cuda.order import StreamOrder
 from counterpoint.collectives.cuda.queues import LANDING, CallQueue, CudaChannel, MailboxRoom
