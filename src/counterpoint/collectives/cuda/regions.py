@@ -305,8 +305,8 @@ class FlagLayout:
 class Growth:
     """Makes regions of symmetric memory together with all ranks, which meet first so that errors name a missing rank.
 
-    They meet on `channel` of the status, which serves nothing else and whose calls `announcer` announces. A rank may
-    take up to `max_bytes`; None: no limit.
+    They meet on the channel of `announcer`, which serves nothing else. A rank may take up to `max_bytes`; None: no
+    limit.
     """
 
     def __init__(
@@ -316,11 +316,9 @@ class Growth:
         events: EventPool,
         announcer: Announcer,
         *,
-        channel: int,
         max_bytes: int | None,
     ) -> None:
-        self._gpu, self._memory, self._events = gpu, memory, events
-        self._announcer, self._channel = announcer, channel
+        self._gpu, self._memory, self._events, self._announcer = gpu, memory, events, announcer
         self._max_bytes, self._bytes, self._count = max_bytes, 0, 0
         self.created = 0  # regions so far: after a new one an address may mean something else
 
@@ -341,7 +339,7 @@ class Growth:
             )
         self._count += 1
         text = f"growing {what} by {num_bytes} bytes"
-        submission = Submission(text=text, channel=self._channel, line=self._memory.world_size)
+        submission = Submission(text=text, channel=self._announcer.channel, line=self._memory.world_size)
         record = self._announcer.announce(submission, self._count)
         self._announcer.met(submission, self._count)
         captured = self._gpu.capture_of(self._events.handles[self._gpu.current_stream()])

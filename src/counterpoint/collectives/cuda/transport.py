@@ -61,7 +61,7 @@ class CudaTransport:
         order, mailbox = StreamOrder(events, gpu), _mailbox_of(memory, options)
         flags = FlagLayout(memory, options.channels, 0 if mailbox is None else mailbox.slots)
         meeting = Announcer(waiter, options.channels, steps=STEPS)
-        self._growth = Growth(gpu, memory, events, meeting, channel=options.channels, max_bytes=options.max_bytes)
+        self._growth = Growth(gpu, memory, events, meeting, max_bytes=options.max_bytes)
         self.programs = Programs(memory.rank, self)
         self.context = CudaContext(
             gpu=gpu, memory=memory, events=events, order=order, flags=flags, watchdog=watchdog, waiter=waiter,

@@ -33,7 +33,7 @@ class Announcer:
 
     def __init__(self, waiter: PeerWaiter, channel: int, *, steps: int) -> None:
         self._steps = steps
-        self._waiter, self._watchdog, self._channel = waiter, waiter.watchdog, channel
+        self._waiter, self._watchdog, self.channel = waiter, waiter.watchdog, channel
         self.status: RankStatus = self._watchdog.statuses[self._watchdog.rank].channels[channel]
         self._lines: dict[int, _CallLine] = {}
         self._fence = threading.Lock()
@@ -93,7 +93,7 @@ class Announcer:
             rank, statuses = self._watchdog.rank, self._watchdog.statuses
             theirs = rank if number < len(statuses) else number
             lines = [
-                (peer, statuses[peer].channels[self._channel].lines[theirs]) for peer in self._watchdog.peers(number)
+                (peer, statuses[peer].channels[self.channel].lines[theirs]) for peer in self._watchdog.peers(number)
             ]
             own = self.status.lines[number]
             line = self._lines[number] = _CallLine(
