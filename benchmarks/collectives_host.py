@@ -80,6 +80,10 @@ class NoGpu:
     def bind_reduction(self, call: Any, stream: int, reduction: Any) -> Callable[[], object]:
         return lambda: None
 
+    def is_current(self) -> bool:
+        """Every thread is in its context."""
+        return True
+
     def enter_thread(self) -> None:
         """No thread needs anything."""
 

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from counterpoint.collectives.cuda.driver import Bound, Executor, Graph, ReductionLauncher
-from counterpoint.collectives.cuda.lower import Addresses, DriverCall, ReduceLaunch, lower
-from counterpoint.collectives.cuda.memory import CudaCard, CudaMemory, why_not
+from counterpoint.collectives.cuda.device import CudaCard, why_not
+from counterpoint.collectives.cuda.driver import BindReduction, Bound, Executor, Graph
+from counterpoint.collectives.cuda.lower import Addresses, DriverCall, lower
+from counterpoint.collectives.cuda.regions import CudaMemory
 from counterpoint.collectives.cuda.sums import bind
 from counterpoint.collectives.memory.pool import Location
 from counterpoint.collectives.program.calls import Call
@@ -99,13 +100,11 @@ class Rig:
         """`calls` as a graph."""
         return self.executor.graph(calls, reduction=self.how(reduction))
 
-    def how(self, reduction: Reduction | None) -> ReductionLauncher | None:
-        """What launches sums on this device; None if nothing is to be reduced."""
-        return None if reduction is None else ReductionLauncher(self, reduction)
-
-    def bind_reduction(self, call: ReduceLaunch, stream: int, reduction: Reduction) -> Callable[[], object]:
-        """What launches `call` on the stream."""
-        return bind(call, reduction, stream=stream, device_sms=self.sms)
+    def how(self, reduction: Reduction | None) -> BindReduction | None:
+        """What binds sums to streams of this device; None if nothing is to be reduced."""
+        if reduction is None:
+            return None
+        return lambda call, stream: bind(call, reduction, stream=stream, device_sms=self.sms)
 
     def launcher(
         self, calls: tuple[DriverCall, ...], *, graph: bool, reduction: Reduction | None

@@ -38,7 +38,7 @@ from counterpoint.parallel.options import OverlapOptions
 
 COLUMNS = ("variant", "step ms", "our Python, ms", "torch, ms", "driver, ms", "our Python, ms / module")
 PACKAGE = f"{os.sep}counterpoint{os.sep}"
-DRIVER = ("collectives/cuda/driver.py", "collectives/cuda/events.py")  # they do little but call the driver
+DRIVER = ("collectives/cuda/driver.py",)  # does little but call the driver
 Step = Callable[[], object]
 
 

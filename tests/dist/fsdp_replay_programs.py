@@ -25,11 +25,11 @@ ENDS = {"Graph.launch", "Bound.__call__", "Lane.put"}
 def made_anew(session: Session, steps: int) -> list[tuple[int, int]]:
     """Return, for each step of one model, how many gathers were described and how many scatters were planned anew."""
     described, planned = list[str](), list[object]()
-    of_scatter = request._coalesced_scatter
+    of_scatter, made_whole = request._coalesced_scatter, Submission.__post_init__
 
     def note_submission(self: Submission) -> None:
         described.append(self.text)
-        object.__setattr__(self, "words", self.text.encode()[:159])
+        made_whole(self)
 
     def note_plan(*arguments: Any) -> Any:
         planned.append(arguments)

@@ -25,7 +25,7 @@ def test_a_step_describes_no_gather_and_plans_no_scatter_again(two_ranks: Ranks)
 @pytest.mark.parametrize(
     ("gpu", "rest"),
     [
-        (True, ["cuda/device.py", "cuda/transport.py", "cuda/channel.py", "cuda/call.py", "cuda/driver.py"]),
+        (True, ["cuda/transport.py", "cuda/queues.py", "cuda/call.py", "cuda/driver.py"]),
         (False, ["cpu/transport.py", "cpu/channel.py"]),
     ],
     ids=["gpu", "cpu"],

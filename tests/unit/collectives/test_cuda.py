@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
-from counterpoint.collectives.cuda.driver import Executor, ReductionLauncher
+from counterpoint.collectives.cuda.driver import BindReduction, Executor
 from counterpoint.collectives.cuda.lower import Addresses, CopyAsync, DriverCall, ReduceLaunch, awaited, lower
 from counterpoint.collectives.program.operations import plan
 from counterpoint.collectives.program.reductions import Reduction
@@ -42,11 +43,15 @@ class Reductions:
         return lambda: self.driver.log.append(("reduce", call))
 
 
+def summing(reductions: Reductions) -> BindReduction:
+    return partial(reductions.bind_reduction, reduction=SUM)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_issued_is_what_was_lowered(name: str) -> None:
     """Every call, in order, on the stream of its lane; nothing else, and no call of the driver that makes anything."""
     driver = FakeDriver()
-    executor, launcher = Executor(driver=driver), ReductionLauncher(Reductions(driver), SUM)
+    executor, launcher = Executor(driver=driver), summing(Reductions(driver))
     bound = executor.bind(lowered(name), STREAM, reduction=launcher)
     driver.log.clear()
     bound()
@@ -73,7 +78,7 @@ def test_reductions_run_at_the_highest_priority() -> None:
     """The lane of reductions is a stream of its own, with the priority that goes first."""
     driver = FakeDriver()
     reductions = Reductions(driver)
-    executor, launcher = Executor(driver=driver), ReductionLauncher(reductions, SUM)
+    executor, launcher = Executor(driver=driver), summing(reductions)
     executor.bind(lowered("reduce_scatter, chunks"), STREAM, reduction=launcher)
     assert ("cuStreamCreateWithPriority", 1, -5) in driver.log
     assert {stream for _, stream in reductions.bound} == {executor.reduce_stream}
@@ -81,7 +86,7 @@ def test_reductions_run_at_the_highest_priority() -> None:
 
 def test_a_reduction_nobody_can_do_is_refused() -> None:
     """Calls that reduce cannot be bound without a word on how."""
-    with pytest.raises(Misconfigured, match="give a ReductionLauncher"):
+    with pytest.raises(Misconfigured, match="give a `reduction`"):
         Executor(driver=FakeDriver()).bind(lowered("reduce_scatter"), STREAM)
 
 
@@ -126,7 +131,7 @@ def test_a_refused_call_stops_the_rest() -> None:
 def test_events_come_back() -> None:
     """What is bound, closed and bound again uses the same events: none are made twice."""
     driver = FakeDriver()
-    executor, launcher = Executor(driver=driver), ReductionLauncher(Reductions(driver), SUM)
+    executor, launcher = Executor(driver=driver), summing(Reductions(driver))
     executor.bind(lowered("reduce_scatter, chunks"), STREAM, reduction=launcher).close()
     made = [entry[0] for entry in driver.log].count("cuEventCreate")
     executor.bind(lowered("reduce_scatter, chunks"), STREAM, reduction=launcher)
@@ -136,7 +141,7 @@ def test_events_come_back() -> None:
 def test_close_destroys_events() -> None:
     """As many events are destroyed as were created."""
     driver = FakeDriver()
-    executor, launcher = Executor(driver=driver), ReductionLauncher(Reductions(driver), SUM)
+    executor, launcher = Executor(driver=driver), summing(Reductions(driver))
     executor.bind(lowered("reduce_scatter, chunks"), STREAM, reduction=launcher)
     executor.close()
     names = [entry[0] for entry in driver.log]

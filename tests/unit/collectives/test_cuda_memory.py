@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch._C._distributed_c10d import _SymmetricMemory
 
-from counterpoint.collectives.cuda.memory import CudaCard, CudaMemory, _addresses, _prepare_process, _Region, why_not
+from counterpoint.collectives.cuda.device import CudaCard, prepare_process, why_not
+from counterpoint.collectives.cuda.regions import CudaMemory, _addresses, _Region
 from counterpoint.collectives.memory.pool import Location
 from counterpoint.errors import Misconfigured, Unsupported
 
@@ -56,7 +57,7 @@ def test_multicast_is_off_unless_the_user_wants_it(
     """From the opening of the first communicator on."""
     monkeypatch.setattr(os, "environ", {} if before is None else {NAME: before})
     monkeypatch.setattr(_SymmetricMemory, "get_backend", lambda device: "CUDA", raising=False)
-    _prepare_process(0)
+    prepare_process(0)
     assert os.environ[NAME] == after
 
 

@@ -7,7 +7,7 @@ from itertools import count
 
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
-from counterpoint.collectives.cuda.meeting import NumberedStore
+from counterpoint.collectives.cuda.regions import NumberedStore
 
 
 class Torch:

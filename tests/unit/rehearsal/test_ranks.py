@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from counterpoint.collectives.cuda.memory import CudaCard, why_not
+from counterpoint.collectives.cuda.device import CudaCard, why_not
 from counterpoint.errors import Misconfigured
 from counterpoint.rehearsed import host_id, is_rehearsal, local_rank, rank_variables, visible_devices
 from counterpoint.tuning.script.command import parse_command

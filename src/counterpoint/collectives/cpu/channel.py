@@ -1,7 +1,8 @@
 """Run one channel of a communicator on CPUs: two lanes, which are threads, and the calls that they run.
 
 Instead of a GPU's copy engines and stream memory operations this uses `memmove`, stores and polling. The order in which
-peers see stores is described in host/status.py.
+peers see stores is described in host/status.py. Of a call in partitions the channel's thread pushes what was supplied,
+and the caller waits for arrivals.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from counterpoint.collectives.memory.early_release import EarlyUse
 from counterpoint.collectives.memory.pool import GrowableRegion, Location
 from counterpoint.collectives.program.calls import Buffer, Span
 from counterpoint.collectives.program.operations import most_staging_bytes
+from counterpoint.collectives.program.partitions import BlockPartition, partitions
 from counterpoint.collectives.program.reductions import DTYPES, Reduction
 from counterpoint.collectives.program.steps import (
     COPY,
@@ -93,6 +95,7 @@ class Channel:
         self.lanes = {lane: Lane(index, lane) for lane in (COPY, REDUCE)}
         self.staging = GrowableRegion(memory.create, memory.release)
         self.landing = GrowableRegion(memory.create, memory.release)
+        self.cut: CpuCall | None = None  # the latest call in partitions
 
     def close(self) -> None:
         """End the threads."""
@@ -100,19 +103,23 @@ class Channel:
             lane.close()
 
 
-class CpuCall:
-    """Represents one submission under way in the two threads of its channel.
+class CpuCall(HostWork):
+    """Represents one submission under way in the two threads of its channel; see `Work` and `PartitionedWork`.
 
     With `handshake` it first signals the peers that its output is free. The tensors of `keep` live until the call has
     been waited for.
     """
 
+    sent: tuple[BlockPartition, ...] = ()
+    received: tuple[BlockPartition, ...] = ()
+    _ready = _taken = 0  # partitions that the caller has supplied, and has taken
+
     def __init__(
         self, channel: Channel, submission: Submission, number: int, *, handshake: bool, keep: tuple[Any, ...]
     ) -> None:
-        self.channel, self.submission, self.handshake = channel, submission, handshake
         self.current = submission.current(number)
-        self.work = HostWork(self.current, keep=keep)
+        super().__init__(self.current, keep=keep)
+        self.channel, self.submission, self.handshake = channel, submission, handshake
         self.memory, self.watchdog, self.rank = channel.memory, channel.watchdog, channel.rank
         self.early = submission.early
         self.events: dict[int, threading.Event] = {}
@@ -120,6 +127,38 @@ class CpuCall:
         self.local = dict(submission.local)
         self.reduced = threading.Event()
         self.reduced.set()
+        self.is_finished = submission.partitioned == "no"
+        if not self.is_finished:
+            assert submission.program is not None
+            self._cut = partitions(submission.program, early_release=not handshake)
+            self.sent, self.received = self._cut.sent, self._cut.received
+            self._ready = len(self.sent) if submission.partitioned == "output" else 0
+            self._begun = threading.Event()  # the output's place is known, so that arrivals can be waited for
+
+    def ready(self, count: int) -> None:
+        """Say that the first `count` partitions of the input are written; see `PartitionedWork`."""
+        self._ready = max(self._ready, count)
+
+    def arrived(self, count: int) -> None:
+        """Wait until the first `count` partitions of the output are there; see `PartitionedWork`."""
+        try:
+            self.channel.waiter.wait_until(lambda: self._begun.is_set() or self.is_completed(), self.current, None)
+            while self._taken < min(count, len(self.received)):
+                if self.is_completed():  # before its partitions were taken: it failed
+                    self.wait()
+                for step in self._cut.receives[self._taken]:
+                    self._step(step)
+                self._taken += 1
+        except BaseException as error:
+            self.channel.failure.set(error)  # so that neither the channel's thread nor a peer waits for ever
+            raise
+
+    def finish(self) -> None:
+        """Let all partitions leave and arrive; see `PartitionedWork`."""
+        self.ready(len(self.sent))
+        self.arrived(len(self.received))
+        self.is_finished = True
+        self.wait()
 
     def run_lane(self, lane: int) -> None:
         """Run one lane of this call in that lane's thread; the `COPY` lane runs the call and starts `REDUCE`."""
@@ -129,9 +168,9 @@ class CpuCall:
         try:
             self.channel.failure.check()
             self._do()
-            self.work.end()
+            self.end()
         except BaseException as error:
-            self.work.end(self.channel.failure.set(error))
+            self.end(self.channel.failure.set(error))
         finally:
             self.reduced.wait()  # until then the other lane uses the tensors
 
@@ -148,7 +187,10 @@ class CpuCall:
         if REDUCE in self.program.lanes:
             self.reduced.clear()
             channel.lanes[REDUCE].put(self)
-        self._lane(COPY)
+        if submission.partitioned == "no":
+            self._lane(COPY)
+        else:
+            self._push_partitions()
         channel.waiter.wait_until(self.reduced.is_set, self.current, None)
         for peer in self.watchdog.peers(self.current.line):
             self._compare(peer)
@@ -212,15 +254,27 @@ class CpuCall:
             self.reduced.set()
 
     def _lane(self, lane: int) -> None:
-        before_step = self.channel.before_step
         for number, step in enumerate(self.steps):
-            if step.lane != lane:
-                continue
-            if before_step is not None:
-                before_step(self.program, step)
-            if lane == COPY:
-                self.record.step = number
-            self._step(step)
+            if step.lane == lane:
+                self._step_of_lane(step, number)
+
+    def _push_partitions(self) -> None:
+        """Do what is before the first push, push what is supplied, and wait until the caller has taken everything."""
+        self._begun.set()
+        wait_until, number = self.channel.waiter.wait_until, 0
+        for index, steps in enumerate((self._cut.begin, *self._cut.sends)):
+            wait_until(lambda index=index: self._ready >= index, self.current, None)  # type: ignore[misc]
+            for step in steps:
+                self._step_of_lane(step, number)
+                number += 1
+        wait_until(lambda: self._taken == len(self.received), self.current, None)
+
+    def _step_of_lane(self, step: Step, number: int) -> None:
+        if self.channel.before_step is not None:
+            self.channel.before_step(self.program, step)
+        if step.lane == COPY:
+            self.record.step = number
+        self._step(step)
 
     def _step(self, step: Step) -> None:
         match step:

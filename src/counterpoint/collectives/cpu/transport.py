@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from counterpoint.collectives.cpu.channel import BeforeStep, Channel, CpuCall
-from counterpoint.collectives.cpu.partitioned import PartitionedCpuCall
 from counterpoint.collectives.host.shared_memory import SharedMemory
 from counterpoint.collectives.host.status import MAX_CHUNKS
 from counterpoint.collectives.host.watchdog import Failure, PeerWaiter, Watchdog
@@ -21,7 +20,6 @@ from counterpoint.collectives.program.steps import COPY, Flag, Tuning, flag_word
 from counterpoint.collectives.program.tuning import chunk_bytes_of, with_staging_slices
 from counterpoint.collectives.submit.submission import NOWHERE, Programs, Submission, unfinished
 from counterpoint.collectives.submit.tensors import CPU
-from counterpoint.collectives.work import HostWork
 from counterpoint.errors import Misconfigured, Unsupported
 
 CHUNK_BYTES = 1 << 16  # smaller chunks cost Python time for each; larger ones overlap sums with copies less
@@ -49,7 +47,6 @@ class CpuTransport:
             self.pool.reserve()
         self._chunk_bytes, self._staging_bytes = options.chunk_bytes or CHUNK_BYTES, options.staging_bytes
         self.programs = Programs(memory.rank, self)
-        self._cut: dict[int, PartitionedCpuCall] = {}  # by channel the latest call in partitions
         waiter = PeerWaiter(watchdog, self.failure)
         self._channels = [
             Channel(memory, waiter, index, failure=self.failure, programs=self.programs, before_step=before_step)
@@ -89,27 +86,23 @@ class CpuTransport:
         """Accept every submission; raise only if the communicator has failed."""
         self.check()
 
-    def start(self, submission: Submission, number: int, keep: tuple[Any, ...]) -> HostWork | PartitionedCpuCall:
+    def start(self, submission: Submission, number: int, keep: tuple[Any, ...]) -> CpuCall:
         """Queue a call behind the others of its channel; raise if an earlier one failed. See `Transport.start`."""
-        self.check()
-        self.early.collect()
-        before = self._cut.get(submission.channel)
-        if before is not None and not before.is_finished:
-            raise unfinished(before.current)
+        self.failure.check()
+        if self.early.dropped:
+            self.early.collect()
+        channel = self._channels[submission.channel]
+        if channel.cut is not None and not channel.cut.is_finished:
+            raise unfinished(channel.cut.current)
         early = submission.early
         handshake = early is None or early.handshake
         if early is not None:
             early.block.ready = False
-        channel = self._channels[submission.channel]
-        if submission.partitioned == "no":
-            call = CpuCall(channel, submission, number, handshake=handshake, keep=keep)
-            channel.lanes[COPY].put(call)
-            return call.work
-        cut = self._cut[submission.channel] = PartitionedCpuCall(
-            channel, submission, number, handshake=handshake, keep=keep
-        )
-        channel.lanes[COPY].put(cut)
-        return cut
+        call = CpuCall(channel, submission, number, handshake=handshake, keep=keep)
+        if not call.is_finished:
+            channel.cut = call
+        channel.lanes[COPY].put(call)
+        return call
 
     def check(self) -> None:
         """Raise the error that ended this communicator, if there was one."""

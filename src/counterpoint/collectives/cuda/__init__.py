@@ -1,9 +1,9 @@
 """Run calls on GPUs; other packages use only `transport.py` and `device.py`.
 
-- `transport.py` puts the parts together; `context.py` holds what they share; `channel.py` issues one channel's calls.
-- `partitioned.py`: a call whose caller works piece by piece.
-- `call.py`: a prepared call and its `Work`. `lower.py`: driver calls as data. `driver.py`: issues them.
-- `device.py`, `memory.py`: the GPU, its symmetric memory and flags. `watch.py`: the thread that ends stuck calls.
+- `transport.py` puts the parts together; `queues.py` issues the calls of a channel, and messages.
+- `call.py`: a prepared call, its `Work`, in partitions or not, and what all parts of a communicator share.
+- `lower.py`: driver calls as data. `driver.py`: streams and events, and how driver calls are issued.
+- `device.py`: the GPU. `regions.py`: its symmetric memory and flags. `watch.py`: the thread that ends stuck calls.
 - `sums.py`: how many SMs a sum kernel gets (`launch_of`), and its launch. `sum_kernel.py`: the Triton kernel.
-- `events.py`: when freed symmetric memory may be reused while streams or peers still use it (`StreamOrder.freed`).
+- `order.py`: when freed symmetric memory may be reused while streams or peers still use it (`StreamOrder.freed`).
 """

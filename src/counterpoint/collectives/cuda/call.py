@@ -1,32 +1,69 @@
-"""Define a GPU call whose driver calls are made once and issued often, and the `Work` of each start of it."""
+"""Define a GPU call whose driver calls are made once and issued often (`Prepared`), and the `Work` of each start of it.
+
+A call in partitions pushes on the stream that it was started on. Its waits for arrivals take no SM: they are stream
+memory operations on the stream that reads the rows, in one batch for all that are asked for together.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
-from counterpoint.collectives.cuda.context import CudaContext
-from counterpoint.collectives.cuda.device import in_context
-from counterpoint.collectives.cuda.driver import Bound, Executor, Graph, ReductionLauncher
-from counterpoint.collectives.cuda.events import EventPool, StreamPoint
-from counterpoint.collectives.cuda.lower import DriverCall
+from counterpoint.collectives.cuda.driver import (
+    BindReduction,
+    Bound,
+    EventPool,
+    Executor,
+    Graph,
+    StreamPoint,
+    in_context,
+)
+from counterpoint.collectives.cuda.lower import WORD_BYTES, DriverCall, MemoryOperation, MemoryOperations
+from counterpoint.collectives.cuda.order import StreamOrder
+from counterpoint.collectives.cuda.regions import FlagLayout, Growth
 from counterpoint.collectives.host.status import RankStatus
-from counterpoint.collectives.host.watchdog import CurrentCall
-from counterpoint.collectives.program.steps import Program
-from counterpoint.collectives.submit.submission import Submission
+from counterpoint.collectives.host.watchdog import CurrentCall, Failure, PeerWaiter, Watchdog
+from counterpoint.collectives.memory.pool import SymmetricMemory
+from counterpoint.collectives.options import CommunicatorOptions
+from counterpoint.collectives.program.partitions import BlockPartition, Partitions
+from counterpoint.collectives.program.steps import COPY, Program, Step, merge_batches
+from counterpoint.collectives.submit.submission import Programs, Submission
 from counterpoint.errors import PeerTimeout
 
-NEVER = (-1, 0)
+STEPS = 2  # steps of a GPU call in the status: 0 announced, 1 begun, 2 ended
+_NEVER = (-1, 0)
 _PAUSE_S = 1e-4
+_Lower: TypeAlias = Callable[[Sequence[Step]], tuple[DriverCall, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CudaContext:
+    """Holds the objects that the queues, the watch and the calls of one communicator share."""
+
+    gpu: Any  # this rank's `Gpu`, or a stand-in
+    memory: SymmetricMemory  # symmetric memory of the group
+    events: EventPool  # events of the device
+    order: StreamOrder  # records which streams use which memory
+    flags: FlagLayout  # says where the flag words lie
+    watchdog: Watchdog  # looks at the ranks' processes and statuses
+    waiter: PeerWaiter  # lets the host wait for peers
+    failure: Failure  # holds the error that ended this communicator
+    growth: Growth  # makes regions of symmetric memory
+    programs: Programs  # plans this rank's programs
+    options: CommunicatorOptions  # options of the communicator
 
 
 class Prepared:
-    """Holds the driver calls of one program at fixed addresses, ready to be issued any number of times.
+    """Holds the driver calls of one program at fixed addresses, by part, ready to be issued any number of times.
+
+    The start is all of it, or of a call with the partitions `cut` what comes before its pushes; `lower` makes the
+    driver calls of further parts when they are first issued. With `supplied` the start pushes everything.
 
     If `graphs` is set, the second start captures the calls in a CUDA graph, which later starts replay: to make it takes
     longer than to issue the calls. In a graph capture of the caller the calls are issued, and become part of that
-    graph. The program is kept so that no other object can get its `id`, which keys use.
+    graph.
     """
 
     def __init__(
@@ -34,36 +71,58 @@ class Prepared:
         program: Program,
         calls: tuple[DriverCall, ...],
         executor: Executor,
-        reduction: ReductionLauncher | None,
         *,
-        graphs: bool,
+        reduction: BindReduction | None = None,
+        graphs: bool = False,
+        cut: Partitions | None = None,
+        lower: _Lower | None = None,
+        supplied: bool = False,
     ) -> None:
-        self.program, self.calls = program, calls
-        self._executor, self._reduction, self._graphs = executor, reduction, graphs
-        self._bounds: dict[int, Bound] = {}
+        self.program = program  # kept so that no other object can get its `id`, which keys use
+        self.calls = calls  # all of them, whose flags streams wait for
+        self.cut, self.sends = cut, () if cut is None or supplied else cut.sends
+        self._executor, self._reduction, self._lower = executor, reduction, lower
+        self._start = calls if cut is None else self._lowered([cut.begin, *(cut.sends if supplied else ())])
+        self._graphs = graphs and bool(self._start) and (cut is None or supplied)
+        self._bounds: dict[tuple[Hashable, int], Bound] = {}  # by part and stream
         self._graph: Graph | None = None
-        self._begun = False
-        self.evicted = False  # no longer in the cache, and will be closed
+        self.epoch = -1  # `Growth.created` for which its addresses are known to be right; -1: not in the cache any more
         self.last: StreamPoint | None = None
-        self.noted = NEVER  # epoch of `StreamOrder` and stream in which the use of its memory was last recorded
+        self.noted = _NEVER  # epoch of `StreamOrder` and stream in which the use of its memory was last recorded
 
     def start(self, stream: int, events: EventPool, capture: int) -> None:
-        """Issue all driver calls on `stream`, which is in the graph capture with the id `capture` (0: none).
+        """Issue the start on `stream`, which is in the graph capture with the id `capture` (0: none).
 
         An error of the driver is raised; the peers may then wait for signals that were not issued.
         """
-        if self._graph is not None and not capture:
-            self._graph.launch(events.handle(stream))
-            return
-        if self._graphs and self._begun and not capture and self.calls:
-            self._graph = self._executor.graph(self.calls, reduction=self._reduction)
-            self._graph.launch(events.handle(stream))
-            return
-        bound = self._bounds.get(stream)
-        if bound is None:
-            bound = self._bounds[stream] = self._executor.bind(self.calls, stream, reduction=self._reduction)
-        bound()
-        self._begun = True
+        if self._graphs and not capture and (self._graph is not None or self._bounds):
+            if self._graph is None:
+                self._graph = self._executor.graph(self._start, reduction=self._reduction)
+            self._graph.launch(events.handles[stream])
+        else:
+            self._issue("start", stream, lambda: self._start)
+
+    def send(self, first: int, end: int, stream: int) -> None:
+        """Push the partitions from `first` to before `end`."""
+        self._issue(("send", first, end), stream, lambda: self._lowered(self.sends[first:end]))
+
+    def receive(self, first: int, end: int, stream: int) -> None:
+        """Wait for the partitions from `first` to before `end`."""
+        assert self.cut is not None
+        receives = self.cut.receives[first:end]
+        self._issue(("receive", first, end), stream, lambda: self._lowered(receives))
+
+    def gate(self, word: int, value: int, stream: int) -> None:
+        """Wait until the word at this address is `value` or more, and set it to 0."""
+        operations = MemoryOperation("wait", word, value), MemoryOperation("write", word, 0)
+        self._issue(operations, stream, lambda: (MemoryOperations(operations, COPY),))
+
+    def word(self, partition: int) -> int:
+        """Return the address of the word that the arrival of a partition sets."""
+        assert self.cut is not None
+        (call,) = self._lowered([self.cut.receives[partition]])
+        assert isinstance(call, MemoryOperations)
+        return call.operations[0].address
 
     def close(self) -> None:
         """Free its graph and events; only when the last issued calls have run."""
@@ -73,37 +132,48 @@ class Prepared:
             self._graph.close()
         self._bounds, self._graph = {}, None
 
+    def _issue(self, part: Hashable, stream: int, calls: Callable[[], tuple[DriverCall, ...]]) -> None:
+        """Issue a part, whose driver calls `calls` returns, on a stream."""
+        bound = self._bounds.get((part, stream))
+        if bound is None:
+            bound = self._executor.bind(calls(), stream, reduction=self._reduction)
+            self._bounds[part, stream] = bound
+        bound()
+
+    def _lowered(self, parts: Sequence[tuple[Step, ...]]) -> tuple[DriverCall, ...]:
+        assert self._lower is not None
+        return self._lower(merge_batches(tuple(step for steps in parts for step in steps)))
+
 
 class PreparedCache:
     """Caches up to `most` prepared calls, and evicts the least recently used one when it is full."""
 
     def __init__(self, events: EventPool, *, most: int = 512) -> None:
         self._events, self._most = events, most
-        self._kept: dict[Hashable, Prepared] = {}
+        self._cached: dict[Hashable, Prepared] = {}
         self._leaving: list[Prepared] = []  # evicted, to be closed when their last issue has run
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._cached)
 
     def get(self, key: Hashable) -> Prepared | None:
         """Return the prepared call that was put under `key`; None if there is none, or it was evicted."""
-        return self._kept.get(key)
+        return self._cached.get(key)
 
     def put(self, key: Hashable, prepared: Prepared) -> None:
         """Cache `prepared` under `key`; if the cache is full, evict the least recently used one."""
-        if len(self._kept) >= self._most:
-            oldest = min(self._kept, key=lambda kept: _last_used(self._kept[kept]))
-            evicted = self._kept.pop(oldest)
-            evicted.evicted = True
+        if len(self._cached) >= self._most:
+            evicted = self._cached.pop(min(self._cached, key=lambda cached: _last_used(self._cached[cached])))
+            evicted.epoch = -1
             self._leaving.append(evicted)
             self._close_one()
-        self._kept[key] = prepared
+        self._cached[key] = prepared
 
     def close(self) -> None:
         """Close all prepared calls, evicted ones included; only when all calls have run."""
-        for prepared in (*self._kept.values(), *self._leaving):
+        for prepared in (*self._cached.values(), *self._leaving):
             prepared.close()
-        self._kept.clear()
+        self._cached.clear()
         self._leaving.clear()
 
     def _close_one(self) -> None:
@@ -120,13 +190,17 @@ def _last_used(prepared: Prepared) -> int:
 
 
 class CudaWork:
-    """Represents a collective that was started on a GPU; see `Work`.
+    """Represents a collective that was started on a GPU; see `Work`, and `PartitionedWork` for one in partitions.
 
     It has begun when its stream has passed the point `began`, by which all earlier calls of its channel have ended, and
-    has ended at the point `ended`. In a graph capture, `wait` joins it to the captured stream, and nothing else is
-    known of it. This object keeps the tensors of `keep` alive until `wait`; `record` shows the call in this rank's
-    status.
+    has ended at the point `ended`: in partitions only after `finish`. In a graph capture, `wait` joins it to the
+    captured stream, and nothing else is known of it. This object keeps the tensors of `keep` alive until `wait` or
+    `finish`; `record` shows the call in this rank's status.
     """
+
+    begun_s: float | None = None  # monotonic time when the watch first saw that it had begun
+    _left = 0  # partitions that were let leave
+    _come = 0  # partitions that a stream waits for
 
     def __init__(
         self,
@@ -135,19 +209,25 @@ class CudaWork:
         number: int,
         record: RankStatus,
         prepared: Prepared,
+        stream: int,
         began: StreamPoint,
         ended: StreamPoint,
         keep: tuple[Any, ...],
     ) -> None:
         self._context, self._gpu, self._submission = context, context.gpu, submission
-        self.number, self.record, self.prepared = number, record, prepared
+        self.number, self.record, self.prepared, self._stream = number, record, prepared, stream
         self.began, self.ended, self.keep = began, ended, keep
-        self.begun_s: float | None = None  # monotonic time when the watch first saw that it had begun
+        self.is_finished = prepared.cut is None
 
     @property
-    def calls(self) -> tuple[DriverCall, ...]:
-        """Return the driver calls that it made, whose flags streams wait for."""
-        return self.prepared.calls
+    def sent(self) -> tuple[BlockPartition, ...]:
+        """Return the partitions of the input, in the order in which they leave."""
+        return () if self.prepared.cut is None else self.prepared.cut.sent
+
+    @property
+    def received(self) -> tuple[BlockPartition, ...]:
+        """Return the partitions of the output, in the order in which they come."""
+        return () if self.prepared.cut is None else self.prepared.cut.received
 
     @property
     def current(self) -> CurrentCall:
@@ -182,8 +262,74 @@ class CudaWork:
     @in_context
     def is_completed(self) -> bool:
         """Return whether the call has ended, with or without an error; always False if it was captured in a graph."""
-        return not self.ended.capture and self._context.events.passed(self.ended)
+        return self.is_finished and not self.ended.capture and self._context.events.passed(self.ended)
 
     def exception(self) -> BaseException | None:
         """Return the error that ended the communicator; None if there is none."""
         return self._context.failure.error
+
+    @in_context
+    def ready(self, count: int) -> None:
+        """Let the first `count` partitions leave after what the current stream holds; see `PartitionedWork`."""
+        count = min(count, len(self.prepared.sends))
+        if count <= self._left:
+            return
+        events = self._context.events
+        events.wait(self._stream, events.record(*self._current()))
+        self.prepared.send(self._left, count, self._stream)
+        self._left = count
+
+    @in_context
+    def ready_when(self, word: int, value: int) -> None:
+        """Let the next partition leave when the word at this address is `value` or more; it is set to 0 then.
+
+        A kernel under way counts there what it has stored. Launch it before: CUDA may put its stream behind this one's,
+        which waits.
+        """
+        self._current()
+        self.prepared.gate(word, value, self._stream)
+        self.prepared.send(self._left, self._left + 1, self._stream)
+        self._left += 1
+
+    @property
+    def arrival_words(self) -> int:
+        """Return an address: 4 (chunk · world_size + peer) bytes behind it is the word that a partition's arrival sets.
+
+        A kernel may read these words; `arrived` or `finish` waits for them, which is short by then, and resets them.
+        """
+        one, world_size = self.received[0], self.prepared.program.world_size
+        return self.prepared.word(0) - WORD_BYTES * (one.chunk * world_size + one.peer)
+
+    @in_context
+    def arrived(self, count: int) -> None:
+        """Let the current stream wait for the first `count` partitions of the output; see `PartitionedWork`."""
+        count = min(count, len(self.received))
+        if count <= self._come:
+            return
+        self.prepared.receive(self._come, count, self._current()[0])
+        self._come = count
+
+    @in_context
+    def finish(self) -> None:
+        """Let all partitions leave and arrive, and the current stream wait for that; see `PartitionedWork`."""
+        if self.is_finished:
+            return
+        self.ready(len(self.sent))
+        self.arrived(len(self.received))
+        context, stream, (current, capture) = self._context, self._stream, self._current()
+        context.events.wait(current, context.events.record(stream, capture))
+        self.ended = self.prepared.last = context.events.record(current, capture)
+        for at in (self._submission.at, *self._submission.input_at):
+            if at is not None:
+                context.order.joined(at, stream, current, capture)
+        self.prepared.noted = _NEVER
+        self.is_finished, self.keep = True, ()
+
+    def _current(self) -> tuple[int, int]:
+        """Return the current stream, and the id of its graph capture; raise if the communicator has failed."""
+        context = self._context
+        context.failure.check()
+        current = context.gpu.current_stream()
+        if current == self.began.stream:  # a call begins and ends in the same capture
+            return current, self.began.capture
+        return current, context.gpu.capture_of(context.events.handles[current])

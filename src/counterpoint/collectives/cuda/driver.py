@@ -2,16 +2,17 @@
 
 `Executor.bind` makes handles, addresses and arrays of parameters once. What is left for each issue is a loop over
 (function, arguments): 0.1 to 0.3 µs each in Python (cuda-bindings 13.0, 2026-11-21), and the driver's own time. A
-`Graph` replaces the loop by one driver call.
+graph (`Executor.graph`) replaces the loop by one driver call. `EventPool` marks points of streams by events.
 """
 
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
-from typing import Any, Protocol
+from functools import cached_property, lru_cache, partial, wraps
+from itertools import count
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
 from counterpoint.collectives.cuda.lower import (
@@ -23,33 +24,128 @@ from counterpoint.collectives.cuda.lower import (
     StreamWait,
     awaited,
 )
-from counterpoint.collectives.program.reductions import Reduction
 from counterpoint.collectives.program.steps import COPY, REDUCE
 from counterpoint.errors import CounterpointError, Misconfigured, Unsupported
 
 _STREAMS_AT_ONCE = 64  # 37 MB on an H200
+_NOT_READY = 600  # CUDA_ERROR_NOT_READY
 _spare_streams: WeakKeyDictionary[Any, dict[int, list[Any]]] = WeakKeyDictionary()  # by driver and context
 
+BindReduction: TypeAlias = Callable[[ReduceLaunch, int], Callable[[], object]]
+"""Types a function that returns what launches a reduction on the stream with a handle."""
+_Issue: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...]]  # a driver function, and its converted arguments
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
-class _ReducingDevice(Protocol):
-    def bind_reduction(self, call: ReduceLaunch, stream: int, reduction: Reduction) -> Callable[[], object]:
-        """Return a function that launches a reduction on the stream with this handle."""
+
+class _OnGpu(Protocol):
+    _gpu: Any
 
 
-@dataclass(frozen=True)
-class ReductionLauncher:
-    """Binds the sum kernels of one call to streams."""
+_Object = TypeVar("_Object", bound=_OnGpu)
 
-    device: _ReducingDevice
-    reduction: Reduction
 
-    def bind(self, call: ReduceLaunch, stream: int) -> Callable[[], object]:
-        """Return a function that launches `call` on the stream with this handle."""
-        return self.device.bind_reduction(call, stream, self.reduction)
+def in_context(
+    method: Callable[Concatenate[_Object, _Arguments], _Result],
+) -> Callable[Concatenate[_Object, _Arguments], _Result]:
+    """Return a method of objects with a `_gpu` that runs in that GPU's context, whichever thread calls it."""
+
+    @wraps(method)
+    def run(self: _Object, /, *arguments: _Arguments.args, **keywords: _Arguments.kwargs) -> _Result:
+        if self._gpu.is_current():
+            return method(self, *arguments, **keywords)
+        with self._gpu.current():
+            return method(self, *arguments, **keywords)
+
+    return run
+
+
+class StreamPoint:
+    """Marks a point of a stream: the end of all work that was queued there before.
+
+    When this object dies, in any thread, its event goes back to `free`, which needs no driver call. `serial` is larger
+    than that of every earlier point. `capture` is the id of the graph capture that holds it; 0: none, so it will pass.
+    """
+
+    __slots__ = ("_free", "capture", "event", "serial", "stream")
+
+    def __init__(self, event: Any, stream: int, serial: int, capture: int, free: deque[Any]) -> None:
+        self.event, self.stream, self.serial, self.capture, self._free = event, stream, serial, capture, free
+
+    def __del__(self) -> None:
+        self._free.append(self.event)
+
+
+class StreamHandles(dict[int, Any]):
+    """Holds the `CUstream` of each stream's handle, made once: the driver would convert an integer at every call."""
+
+    def __init__(self, driver: Any) -> None:
+        super().__init__()
+        self._driver = driver
+
+    def __missing__(self, stream: int) -> Any:
+        self[stream] = self._driver.CUstream(stream)
+        return self[stream]
+
+
+class EventPool:
+    """Makes events, which are used again, and records points of streams by them."""
+
+    def __init__(self, driver: Any) -> None:
+        self._driver, self.handles = driver, StreamHandles(driver)
+        self._free: deque[Any] = deque()
+        self._made: list[Any] = []
+        self._serials = count(1)
+        self._record, self._query, self._wait = driver.cuEventRecord, driver.cuEventQuery, driver.cuStreamWaitEvent
+
+    def take(self) -> Any:
+        """Return an event that nothing else uses; raise if the driver refuses."""
+        try:
+            return self._free.popleft()
+        except IndexError:  # no look before: another thread may take the last one at any time
+            error, event = self._driver.cuEventCreate(self._driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+            if error:
+                raise _refused("cuEventCreate", error) from None
+            self._made.append(event)
+            return event
+
+    def give_back(self, events: Sequence[Any]) -> None:
+        """Put events of `take` that are not used any more back into the pool."""
+        self._free.extend(events)
+
+    def record(self, stream: int, capture: int = 0) -> StreamPoint:
+        """Return the present end of a stream, which is in this capture (0: in none); raise if the driver refuses."""
+        try:
+            event = self._free.popleft()
+        except IndexError:
+            event = self.take()
+        error = self._record(event, self.handles[stream])[0]
+        if error:
+            raise _refused("cuEventRecord", error)
+        return StreamPoint(event, stream, next(self._serials), capture, self._free)
+
+    def wait(self, stream: int, point: StreamPoint) -> None:
+        """Let all later work of a stream wait for a point of any stream; raise if the driver refuses."""
+        (error,) = self._wait(self.handles[stream], point.event, 0)
+        if error:
+            raise _refused("cuStreamWaitEvent", error)
+
+    def passed(self, point: StreamPoint) -> bool:
+        """Return whether the work before a point has ended; raise if an earlier call on this device failed."""
+        (error,) = self._query(point.event)
+        if error and int(error) != _NOT_READY:
+            raise _refused("cuEventQuery", error)
+        return not error
+
+    def close(self) -> None:
+        """Destroy all events."""
+        while self._made:
+            self._driver.cuEventDestroy(self._made.pop())
+        self._free.clear()
 
 
 class Executor:
-    """Holds the streams and the pool of events with which programs run on one device.
+    """Holds the streams and events with which programs run on one device.
 
     Lane `COPY` is the stream passed to `bind`, as a rule the caller's. Lane `REDUCE` is a stream of the highest
     priority: when a GEMM frees SMs, the reduction gets them before the next GEMM does.
@@ -65,8 +161,7 @@ class Executor:
 
     def __init__(self, *, driver: Any = None) -> None:
         self.driver = load_driver() if driver is None else driver
-        self._free_events: list[Any] = []
-        self._taken_events: list[Any] = []
+        self.events = EventPool(self.driver)
         self._streams: list[Any] = []
         self._parameters = lru_cache(maxsize=4096)(partial(_parameters, self.driver))  # messages repeat those of slots
         spare = _spare_streams.setdefault(self.driver, {})
@@ -87,19 +182,19 @@ class Executor:
         self._streams.append(self._spare.pop())
         return self._streams[-1]
 
-    def bind(self, calls: Sequence[DriverCall], stream: int, *, reduction: ReductionLauncher | None = None) -> Bound:
+    def bind(self, calls: Sequence[DriverCall], stream: int, *, reduction: BindReduction | None = None) -> Bound:
         """Return calls that are ready to be issued any number of times, eagerly or in a graph capture.
 
-        `stream` is the handle for lane `COPY`; `reduction` launches sums, and is needed if the calls reduce.
+        `stream` is the handle for lane `COPY`; `reduction` binds sums, and is needed if the calls reduce.
         """
         streams = {COPY: self.driver.CUstream(stream)}
         if any(call.lane == REDUCE for call in calls):
             streams[REDUCE] = self.reduce_stream
-        events = {call.event: self._event() for call in calls if isinstance(call, EventRecord)}
-        made = tuple(self._step(call, streams, events, reduction) for call in calls)
-        return Bound(made, tuple(events.values()), self)
+        events = {call.event: self.events.take() for call in calls if isinstance(call, EventRecord)}
+        made = [self._issue(call, streams, events, reduction) for call in calls]
+        return Bound(made, partial(self.events.give_back, tuple(events.values())))
 
-    def graph(self, calls: Sequence[DriverCall], *, reduction: ReductionLauncher | None = None) -> Graph:
+    def graph(self, calls: Sequence[DriverCall], *, reduction: BindReduction | None = None) -> Graph:
         """Return a CUDA graph of these calls, which one driver call replays on any stream. See `bind`.
 
         Replays run one after the other (CUDA runs no graph at the same time as itself). In a graph capture of the
@@ -128,10 +223,9 @@ class Executor:
 
     def close(self) -> None:
         """Destroy events and give streams back; what was issued has run, and bound calls are not issued any more."""
-        for event in self._taken_events:
-            self.call("cuEventDestroy", event)
+        self.events.close()
         self._spare.extend(self._streams)
-        self._taken_events, self._free_events, self._streams = [], [], []
+        self._streams = []
 
     def call(self, name: str, *arguments: Any) -> Any:
         """Return the result of the driver's function `name` without its error code: None, one value, or a tuple.
@@ -146,24 +240,9 @@ class Executor:
             )
         return values[0] if len(values) == 1 else tuple(values) or None
 
-    def reuse(self, events: tuple[Any, ...]) -> None:
-        """Put the events of calls that will not be issued any more back into the pool."""
-        self._free_events.extend(events)
-
-    def _event(self) -> Any:
-        if self._free_events:
-            return self._free_events.pop()
-        event = self.call("cuEventCreate", self.driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
-        self._taken_events.append(event)
-        return event
-
-    def _step(
-        self,
-        call: DriverCall,
-        streams: Mapping[int, Any],
-        events: Mapping[int, Any],
-        reduction: ReductionLauncher | None,
-    ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def _issue(
+        self, call: DriverCall, streams: Mapping[int, Any], events: Mapping[int, Any], reduction: BindReduction | None
+    ) -> _Issue:
         """Return the driver function that issues `call`, and its converted arguments."""
         driver, stream = self.driver, streams[call.lane]
         match call:
@@ -178,17 +257,15 @@ class Executor:
                 return driver.cuStreamWaitEvent, (stream, events[event], 0)
             case ReduceLaunch():
                 if reduction is None:
-                    raise Misconfigured("these calls reduce: give a ReductionLauncher")
-                return reduction.bind(call, int(stream)), ()
+                    raise Misconfigured("these calls reduce: give a `reduction`, which binds sums to streams")
+                return reduction(call, int(stream)), ()
 
 
 class Bound:
     """Holds driver functions with their converted arguments, and keeps the arrays alive that the driver reads."""
 
-    def __init__(
-        self, steps: tuple[tuple[Callable[..., Any], tuple[Any, ...]], ...], events: tuple[Any, ...], executor: Executor
-    ) -> None:
-        self._steps, self._events, self._executor = steps, events, executor
+    def __init__(self, calls: Sequence[_Issue], freed: Callable[[], object]) -> None:
+        self._calls, self._freed = calls, freed
 
     def __call__(self) -> None:
         """Issue all calls, in order; return before any of them has run.
@@ -196,7 +273,7 @@ class Bound:
         Raises:
             CounterpointError: the driver refused one. Peers may wait for signals not issued: the group is unusable.
         """
-        for function, arguments in self._steps:
+        for function, arguments in self._calls:
             result = function(*arguments)
             if result and result[0]:
                 raise CounterpointError(
@@ -206,8 +283,8 @@ class Bound:
 
     def close(self) -> None:
         """Give its events back to the pool; only when its last issue has run, or was captured: a graph copies all."""
-        self._steps = ()
-        self._executor.reuse(self._events)
+        self._calls = ()
+        self._freed()
 
 
 class Graph:
@@ -218,16 +295,10 @@ class Graph:
         self._launch = executor.driver.cuGraphLaunch
 
     def launch(self, stream: Any) -> None:
-        """Replay the calls on a `CUstream`, or on an integer handle, which is slower as it is converted every time.
-
-        Raises:
-            CounterpointError: the driver refused.
-        """
+        """Replay the calls on a `CUstream`, or on a handle, converted every time; raise if the driver refuses."""
         (error,) = self._launch(self._executable, stream)
         if error:
-            raise CounterpointError(
-                f"cuGraphLaunch failed: {_name(error)}; an earlier call on this device may have failed"
-            )
+            raise _refused("cuGraphLaunch", error)
 
     def close(self) -> None:
         """Destroy the graph; only when its last replay has run."""
@@ -265,6 +336,10 @@ def load_driver() -> Any:
     except ImportError as error:
         raise Unsupported(f"collectives on GPUs need cuda-bindings: {error}; install counterpoint[torch]") from error
     return driver
+
+
+def _refused(name: str, error: Any) -> CounterpointError:
+    return CounterpointError(f"{name} failed: {_name(error)}; an earlier call on this device may have failed")
 
 
 def _name(error: Any) -> str:

@@ -11,16 +11,12 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from counterpoint.collectives.cuda.call import CudaWork
-from counterpoint.collectives.cuda.channel import LANDING, CallQueue, CudaChannel
-from counterpoint.collectives.cuda.context import STEPS, CudaContext, Growth
-from counterpoint.collectives.cuda.device import in_context
-from counterpoint.collectives.cuda.driver import Bound, Executor
-from counterpoint.collectives.cuda.events import EventPool, StreamOrder
+from counterpoint.collectives.cuda.call import STEPS, CudaContext, CudaWork
+from counterpoint.collectives.cuda.driver import Bound, EventPool, Executor, in_context
 from counterpoint.collectives.cuda.lower import WORD_BYTES, MemoryOperation, MemoryOperations
-from counterpoint.collectives.cuda.mailbox import MailboxRoom
-from counterpoint.collectives.cuda.memory import CudaMemory, FlagLayout
-from counterpoint.collectives.cuda.torch_pool import TorchPool
+from counterpoint.collectives.cuda.order import StreamOrder
+from counterpoint.collectives.cuda.queues import LANDING, CallQueue, CudaChannel, MailboxRoom
+from counterpoint.collectives.cuda.regions import CudaMemory, FlagLayout, Growth, TorchPool
 from counterpoint.collectives.cuda.watch import GRACE_S, Watch
 from counterpoint.collectives.host.announce import Announcer
 from counterpoint.collectives.host.shared_memory import SharedMemory
@@ -64,38 +60,40 @@ class CudaTransport:
         order, mailbox = StreamOrder(events, gpu), _mailbox_of(memory, options)
         flags = FlagLayout(memory, options.channels, 0 if mailbox is None else mailbox.slots)
         meeting = Announcer(waiter, options.channels, steps=STEPS)
-        growth = Growth(gpu, memory, events, meeting, channel=options.channels, max_bytes=options.max_bytes)
+        self._growth = Growth(gpu, memory, events, meeting, max_bytes=options.max_bytes)
         self.programs = Programs(memory.rank, self)
         self.context = CudaContext(
             gpu=gpu, memory=memory, events=events, order=order, flags=flags, watchdog=watchdog, waiter=waiter,
-            failure=self.failure, growth=growth, programs=self.programs, options=options,
+            failure=self.failure, growth=self._growth, programs=self.programs, options=options,
         )  # fmt: skip
         self._side = Executor(driver=gpu.driver)  # its streams, but those of messages, never wait for a peer
         self._releases = int(self._side.stream())
         self._released: dict[int, Bound] = {}
         reserve = options.reserve_bytes
-        self.pool = Pool(memory, region_bytes=reserve or 1 << 25, create=partial(growth.create, "empty()"), reuse=order)
+        self.pool = Pool(
+            memory, region_bytes=reserve or 1 << 25, create=partial(self._growth.create, "empty()"), reuse=order
+        )
         self.early = EarlyPool(
             memory,
             region_bytes=1 << 25,
-            create=partial(growth.create, "empty(early_release=True)"),
+            create=partial(self._growth.create, "empty(early_release=True)"),
             release=self._release,
             taken=self._taken,
         )
         self.channels = [CudaChannel(self.context, index) for index in range(options.channels)]
         self.mailbox_channel = None if mailbox is None else options.channels + 1
-        self._mailbox = None if mailbox is None else MailboxRoom(self.context, self._side, mailbox)
+        self._queues: list[CallQueue] = [*self.channels]
+        self._mailbox = None if mailbox is None else MailboxRoom(self.context, self._side, mailbox, self._queues)
         if reserve:
             self.pool.reserve()
         gpu.synchronize()
         self._torch_pool: TorchPool | None = None
-        self._queues: list[CallQueue] = [*self.channels]
         self.watch = Watch(self.context, self._queues, self._side)
 
     @property
     def epoch(self) -> int:
         """Return how many regions were made so far; after a new one an address may mean something else."""
-        return self.context.growth.epoch
+        return self._growth.created
 
     def tuning(self, call: Call, *, early_release: bool) -> Tuning:
         """Return the tuning that is fastest in simulation (`program/clock.py`), or by `chunk_bytes` if that was set.
@@ -146,24 +144,25 @@ class CudaTransport:
                 f"{submission.text}: on a GPU a rank receives into a tensor of empty() only; give it one"
             )
 
-    @in_context
     def start(self, submission: Submission, number: int, keep: tuple[Any, ...]) -> CudaWork | None:
         """Queue a call, or raise why not; return its work with `async_op`, else None. See `Transport.start`."""
-        self.check()
-        self.early.collect()
-        work, capture = self._queue_of(submission).start(submission, number, keep)
-        if capture:
+        self.failure.check()
+        if self.early.dropped:
+            self.early.collect()
+        queue = self.channels[submission.channel] if submission.message is None else self._line(submission)
+        if self._gpu.is_current():
+            work = queue.start(submission, number, keep)
+        else:
+            with self._gpu.current():
+                work = queue.start(submission, number, keep)
+        if work.began.capture:
             self.watch.captured = True
         return work if submission.async_op else None
 
-    def _queue_of(self, submission: Submission) -> CallQueue:
-        """Return the queue of a call: its channel, or the line of a message, which is made at its first message."""
-        if submission.message is None or self._mailbox is None:
-            return self.channels[submission.channel]
-        line, is_new = self._mailbox.line(submission.channel, submission.line)
-        if is_new:
-            self._queues.append(line)
-        return line
+    @in_context
+    def _line(self, submission: Submission) -> CallQueue:
+        assert self._mailbox is not None
+        return self._mailbox.line(submission.channel, submission.line)
 
     def check(self) -> None:
         """Raise the error that ended this communicator, if there was one."""
@@ -177,7 +176,7 @@ class CudaTransport:
             raise Misconfigured("record_stream of a tensor that is not from empty(): use torch's Tensor.record_stream")
         gpu, context = self.context.gpu, self.context
         handle = gpu.current_stream() if stream is None else int(stream.cuda_stream)
-        context.order.used(at, handle, gpu.capture_of(context.events.handle(handle)))
+        context.order.used(at, handle, gpu.capture_of(context.events.handles[handle]))
 
     @contextmanager
     def memory_pool(self) -> Iterator[None]:
@@ -223,7 +222,7 @@ class CudaTransport:
     def _taken(self, block: EarlyBlock) -> None:
         """Let the current stream wait for this rank's work on the block's previous tensor."""
         stream = self.context.gpu.current_stream()
-        if self.context.gpu.capture_of(self.context.events.handle(stream)):
+        if self.context.gpu.capture_of(self.context.events.handles[stream]):
             raise Misconfigured("empty(early_release=True) in a capture: use empty(), whose memory the graph keeps")
         self.context.order.taken_on(stream, 0, block.at, block.uses or ())
 

@@ -12,11 +12,10 @@ import threading
 import time
 from collections.abc import Sequence
 
-from counterpoint.collectives.cuda.call import CudaWork
-from counterpoint.collectives.cuda.channel import CallQueue
-from counterpoint.collectives.cuda.context import STEPS, CudaContext
+from counterpoint.collectives.cuda.call import STEPS, CudaContext, CudaWork
 from counterpoint.collectives.cuda.driver import Executor
 from counterpoint.collectives.cuda.lower import WORD_BYTES
+from counterpoint.collectives.cuda.queues import CallQueue
 from counterpoint.collectives.host.watchdog import CurrentCall
 from counterpoint.collectives.memory.pool import Location
 from counterpoint.errors import CounterpointError, PeerTimeout
@@ -137,7 +136,7 @@ class Watch:
     def _let_go(self, going: list[CudaWork]) -> None:
         """Set the flags that these calls wait for; if some are in the caller's graphs, all that these may wait for."""
         for call in going:
-            self._side.let_go(call.calls)
+            self._side.let_go(call.prepared.calls)
         if self.captured:
             flags, memory, driver = self._context.flags, self._context.memory, self._context.gpu.driver
             mine = memory.address(memory.rank, Location(flags.region, 0), flags.captured_bytes)

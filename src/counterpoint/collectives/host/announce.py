@@ -33,7 +33,7 @@ class Announcer:
 
     def __init__(self, waiter: PeerWaiter, channel: int, *, steps: int) -> None:
         self._steps = steps
-        self._waiter, self._watchdog, self._channel = waiter, waiter.watchdog, channel
+        self._waiter, self._watchdog, self.channel = waiter, waiter.watchdog, channel
         self.status: RankStatus = self._watchdog.statuses[self._watchdog.rank].channels[channel]
         self._lines: dict[int, _CallLine] = {}
         self._fence = threading.Lock()
@@ -45,7 +45,16 @@ class Announcer:
             for peer, theirs, _ in line.peers:
                 self._waiter.wait_until(partial(_is_above, theirs, number - DEPTH), submission.current(number), peer)
             line.free_below = min((theirs.latest for _, theirs, _ in line.peers), default=1 << 62) + DEPTH
-        return self._show(line, submission, number)
+        record = line.records[number % DEPTH]
+        record.text, record.step, record.steps = submission.words, 0, self._steps
+        record.output_region, record.output_offset = submission.shown_at.region, submission.shown_at.offset
+        if submission.row:
+            record.row[: len(submission.row)] = submission.row
+        record.number = number
+        self.status.line = submission.line
+        line.own.latest = number  # last: who sees it sees the record
+        with self._fence:
+            return record
 
     def announce_if_free(self, submission: Submission, number: int) -> bool:
         """Announce a message unless its slot is still in use: by this rank's own message in it, or by a peer."""
@@ -53,25 +62,12 @@ class Announcer:
         record = line.records[number % DEPTH]
         if record.step < record.steps or any(theirs.latest <= number - DEPTH for _, theirs, _ in line.peers):
             return False
-        self._show(line, submission, number)
+        self.announce(submission, number)
         return True
 
     def record(self, submission: Submission, number: int) -> RankStatus:
         """Return the record in this rank's status that shows the call with this number, once it is announced."""
         return self._line(submission.line).records[number % DEPTH]
-
-    def _show(self, line: _CallLine, submission: Submission, number: int) -> RankStatus:
-        record = line.records[number % DEPTH]
-        record.text, record.step, record.steps = submission.words, 0, self._steps
-        record.output_region, record.output_offset = submission.shown_at.region, submission.shown_at.offset
-        row = submission.row
-        if row:
-            record.row[: len(row)] = row
-        record.number = number
-        self.status.line = submission.line
-        line.own.latest = number  # last: who sees it sees the record
-        with self._fence:
-            return record
 
     def compare(self, submission: Submission, number: int) -> None:
         """Raise if a peer has announced a different call under this number."""
@@ -97,7 +93,7 @@ class Announcer:
             rank, statuses = self._watchdog.rank, self._watchdog.statuses
             theirs = rank if number < len(statuses) else number
             lines = [
-                (peer, statuses[peer].channels[self._channel].lines[theirs]) for peer in self._watchdog.peers(number)
+                (peer, statuses[peer].channels[self.channel].lines[theirs]) for peer in self._watchdog.peers(number)
             ]
             own = self.status.lines[number]
             line = self._lines[number] = _CallLine(

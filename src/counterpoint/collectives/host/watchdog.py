@@ -243,13 +243,13 @@ class Failure:
     """
 
     def __init__(self, watchdog: Watchdog, *, prints: bool = False) -> None:
-        self._watchdog, self._prints = watchdog, prints
+        self._watchdog, self._prints, self._forks = watchdog, prints, _forks
         self._lock = threading.Lock()
         self.error: BaseException | None = None
 
     def check(self) -> None:
         """Raise the error that ended this communicator, if any, or an error if this is a fork of the rank's process."""
-        if not self._watchdog.in_own_process():
+        if self._forks != _forks:
             raise self._watchdog.wrong_process()
         if self.error is not None:
             raise self.error.with_traceback(None)
@@ -261,11 +261,7 @@ class Failure:
                 self.error = error
                 self._watchdog.give_up(error)
                 if self._prints:
-                    print(
-                        f"counterpoint: rank {self._watchdog.name}: {error}",
-                        file=sys.stderr,
-                        flush=True,
-                    )
+                    print(f"counterpoint: rank {self._watchdog.name}: {error}", file=sys.stderr, flush=True)
             return self.error
 
     def close(self) -> None:

@@ -83,7 +83,7 @@ class EarlyPool:
         self._free: list[EarlyBlock] = []
         self._count = 0
         self._lock = threading.RLock()
-        self._dropped: deque[EarlyBlock] = deque()  # storages die in any thread, which only appends here
+        self.dropped: deque[EarlyBlock] = deque()  # of tensors that died, in any thread, which only appends here
 
     def empty(self, *shape: int, dtype: Any) -> Any:
         """Return an uninitialised tensor of one element or more; raise `Unsupported` if there is no block for it."""
@@ -91,7 +91,7 @@ class EarlyPool:
         with self._lock:
             self.collect()
             block = self._take(-(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES)
-        freed = partial(self._dropped.append, block)  # the tensor keeps this alive, so it does not refer to the pool
+        freed = partial(self.dropped.append, block)  # the tensor keeps this alive, so it does not refer to the pool
         storage = self._memory.tensor(block.at, num_bytes, freed)
         self._taken(block)
         return storage.view(dtype).view(shape)
@@ -106,14 +106,14 @@ class EarlyPool:
 
     def collect(self) -> None:
         """Release the block of every tensor that has died; called before each call and each `empty`."""
-        if not self._dropped:
+        if not self.dropped:
             return
         with self._lock:
-            for _ in range(len(self._dropped)):
-                block = self._dropped.popleft()
+            for _ in range(len(self.dropped)):
+                block = self.dropped.popleft()
                 reason = self._release(block)
                 if reason != "never":
-                    (self._dropped if reason == "later" else self._free).append(block)
+                    (self.dropped if reason == "later" else self._free).append(block)
 
     def _take(self, num_bytes: int) -> EarlyBlock:
         fitting = [block for block in self._free if num_bytes <= block.num_bytes <= _MOST_WASTE * num_bytes]

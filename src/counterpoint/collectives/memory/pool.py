@@ -73,19 +73,6 @@ class ReusePolicy(Protocol):
         """Return the work that must end before a block joined from two free blocks is reused."""
 
 
-class _ReuseAtOnce:
-    """Reuses memory at once, for CPUs: all work on a tensor has ended when it dies."""
-
-    def freed(self, at: Location, num_bytes: int) -> tuple[Any, ...] | NotReusable:
-        return ()
-
-    def taken(self, at: Location, after: tuple[Any, ...]) -> None:
-        """Do nothing: there is no work to wait for."""
-
-    def merged(self, one: tuple[Any, ...], other: tuple[Any, ...]) -> tuple[Any, ...]:
-        return ()
-
-
 @dataclass(frozen=True, slots=True, order=True)
 class _Block:
     at: Location
@@ -99,7 +86,7 @@ class Pool:
     A tensor's place depends only on which others are alive, so ranks that make and drop tensors in the same order have
     them at the same offsets. Regions are added as needed and kept: the first has `region_bytes`, further ones are
     larger (`next_region_bytes`). `create` makes one (None: `memory.create` does); `reuse` decides when freed memory may
-    be used again (None: at once).
+    be used again (None: at once, as on CPUs, where all work on a tensor has ended when it dies).
     """
 
     def __init__(
@@ -111,7 +98,7 @@ class Pool:
         reuse: ReusePolicy | None = None,
     ) -> None:
         self._memory, self._create = memory, create or memory.create
-        self._reuse = _ReuseAtOnce() if reuse is None else reuse
+        self._reuse = reuse
         self._next_bytes = region_bytes
         self._free: list[_Block] = []  # ascending, no two adjacent
         self._lock = threading.Lock()
@@ -122,7 +109,8 @@ class Pool:
         num_bytes = math.prod(shape) * dtype.itemsize
         with self._lock:
             block = self._take(-(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES)
-            self._reuse.taken(block.at, block.after)
+            if self._reuse is not None:
+                self._reuse.taken(block.at, block.after)
         freed = partial(self._dropped.append, block)  # the tensor keeps this alive, so it does not refer to the pool
         storage = self._memory.tensor(block.at, num_bytes, freed)
         return storage.view(dtype).view(shape)
@@ -162,7 +150,7 @@ class Pool:
             return
         for _ in range(len(self._dropped)):
             block = self._dropped.popleft()
-            after = self._reuse.freed(block.at, block.num_bytes)
+            after = () if self._reuse is None else self._reuse.freed(block.at, block.num_bytes)
             if after == "later":
                 self._dropped.append(block)
             elif after != "never":
@@ -171,7 +159,7 @@ class Pool:
         for block in self._free:
             last = joined[-1] if joined else None
             if last is not None and last.at + last.num_bytes == block.at:
-                after = self._reuse.merged(last.after, block.after)
+                after = () if self._reuse is None else self._reuse.merged(last.after, block.after)
                 joined[-1] = _Block(last.at, last.num_bytes + block.num_bytes, after)
             else:
                 joined.append(block)

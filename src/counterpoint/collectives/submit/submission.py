@@ -75,14 +75,13 @@ class Submission:
     overlaps: bool = False  # the input shares bytes with the output and is not in place, so that a copy must be sent
     epoch: int = 0  # `Transport.epoch` when this was made; after a new region an address may mean something else
     words: bytes = field(init=False)  # `text` as a status shows it: the first 159 bytes
+    row: tuple[int, ...] = field(init=False)  # bytes that it sends to each rank, if they do not know them yet; else ()
+    prepared: dict[bool, Any] = field(init=False)  # of the transport: what it issues, by whether that has a handshake
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "words", self.text.encode()[:159])
-
-    @property
-    def row(self) -> tuple[int, ...]:
-        """Return the bytes that this rank sends to each rank, if the others do not know them yet; else ()."""
-        return self.call.row if isinstance(self.call, UnevenSplits) else ()
+        object.__setattr__(self, "row", self.call.row if isinstance(self.call, UnevenSplits) else ())
+        object.__setattr__(self, "prepared", {})
 
     def current(self, number: int) -> CurrentCall:
         """Return the name of this call as number `number` of its line, for errors and the watchdog."""

@@ -204,7 +204,10 @@ def tensor_key(tensor: Any) -> Hashable:
         return None
     if type(tensor) is TensorList:
         return tensor.key
-    return tensor.data_ptr(), *_shape_key(tensor)
+    return (  # `_shape_key`, without a call: every start of a collective comes here
+        tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.device,
+        tensor.is_contiguous(), tensor.is_conj(), tensor.is_neg(),
+    )  # fmt: skip
 
 
 def _shape_key(tensor: torch.Tensor) -> tuple[Hashable, ...]:

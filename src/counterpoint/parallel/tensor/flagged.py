@@ -5,7 +5,7 @@
   copy; own tiles come last, and add what peers have sent.
 
 `ShardedRows` says whose rows are where, and is all that the order of tiles follows from. The words of `words` and
-`stored` are 32 bits wide; that of a peer's chunk is at `4 * word(peer, chunk)`, as `PartitionedCudaWork` has them.
+`stored` are 32 bits wide; that of a peer's chunk is at `4 * word(peer, chunk)`, as `CudaWork` has them.
 The matmuls set no word back: the stream does after them, by waits that reset (`collectives/cuda/lower.py`).
 
 Copies that a matmul polls for are issued before it, on another stream. A matmul must be bound before any kernel of
@@ -206,7 +206,7 @@ def bind_matmul_reduce_scatter(
     """Compile and load this rank's part of the sum of all ranks' `a @ b`, and return what launches it.
 
     Peers' rows go to `partial`. A chunk of them may be sent to the peer's `staged[rank]` when its word at `stored`, to
-    which each tile adds 1, has reached `stored_tiles` (`PartitionedCudaWork.ready_when`). Own rows go to `out`: the
+    which each tile adds 1, has reached `stored_tiles` (`CudaWork.ready_when`). Own rows go to `out`: the
     tile in float32, plus what peers have sent, added up in float32 in the order of their ranks. Own rows of `partial`
     and `staged` are never touched. See `bind_all_gather_matmul`.
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from counterpoint.collectives.communicator import Communicator
-from counterpoint.collectives.cuda.partitioned import PartitionedCudaWork
+from counterpoint.collectives.cuda.call import CudaWork
 from counterpoint.pair.cuts import Piece
 from counterpoint.pair.sharded_rows import Part, ShardedRows
 from counterpoint.parallel.group import CHANNELS
@@ -184,7 +184,7 @@ def gather_flagged(
         error: int32, 0, where a matmul says for what it has polled in vain.
     """
     work = communicator.partitioned_all_gather(gathered, shard, dim=1, chunk_rows=layout.most_sent, channel=GATHER)
-    assert isinstance(work, PartitionedCudaWork)
+    assert isinstance(work, CudaWork)
     own, whole = shard.view(-1, shard.shape[-1]), gathered.view(-1, gathered.shape[-1])
     try:
         for weight, out in zip(weights, products, strict=True):
@@ -227,7 +227,7 @@ def scatter_flagged(
     n, columns = layout.world_size, out.shape[-1]
     product = torch.empty(layout.batch, sum(layout.rows), columns, dtype=out.dtype, device=out.device)
     work = communicator.partitioned_all_to_all(staging, product, dim=1, chunk_rows=layout.most_sent, channel=SCATTER)
-    assert isinstance(work, PartitionedCudaWork)
+    assert isinstance(work, CudaWork)
     try:
         bind_matmul_reduce_scatter(
             a, weight.matrix, product.view(-1, columns), staging.view(n, -1, columns), out.view(-1, columns), layout,

@@ -1,124 +1,100 @@
-"""Number and address the symmetric memory of GPUs, which torch allocates and maps in all processes of the host.
+"""Make, number and address the symmetric memory of GPUs, which all ranks of a host make together.
 
 We use `torch.distributed._symmetric_memory`, private but in torch 2.11 to 2.13: it makes memory with `cuMemCreate`,
 passes file descriptors between the processes of one host, and maps every peer's memory. We never use multicast.
+
+Torch numbers the meetings of a process, those of all its groups together, and writes the number into the keys by which
+ranks find each other in the group's store (`StoreExchange`, torch 2.11 to 2.13). Ranks that have met in different
+groups before have different numbers, and would wait for each other until the store gives up: hence `NumberedStore`.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d
+from torch.distributed import distributed_c10d
+
+from counterpoint.collectives.cuda.driver import EventPool, in_context
+from counterpoint.collectives.cuda.lower import WORD_BYTES
+from counterpoint.collectives.host.announce import Announcer
 from counterpoint.collectives.host.status import MAX_CHUNKS, MAX_EARLY_BLOCKS
 from counterpoint.collectives.memory.pool import Location, SymmetricMemory
 from counterpoint.collectives.program.steps import flag_words
+from counterpoint.collectives.submit.submission import Submission
 from counterpoint.errors import Misconfigured, Unsupported
-from counterpoint.rehearsed import host_id
 
-_ENVIRONMENT = {  # torch reads them at every rendezvous; what the user has set stays
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",  # torch compares indices, equal if each rank sees only its GPU
-}
-_WORD_BYTES, _LINE_BYTES = 4, 128
+_LINE_BYTES = 128
 _MOST_LOCATED = 4096
-_BACKEND = "CUDA"  # NVSHMEM and NCCL hand out memory of their own kinds, some of it multicast
+c10d: Any = _distributed_c10d  # its stubs lack half of it
+_NUMBER = re.compile(r"/(\d+)")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CudaCard:
-    """Describes a rank's GPU; the ranks exchange cards through their process group before they share memory."""
+class NumberedStore(c10d.Store):  # type: ignore[misc]
+    """Passes keys on to a store, with torch's numbers of meetings replaced by their order here.
 
-    host: str  # `host_id`
-    gpu: str  # UUID
-    no_access: tuple[str, ...] = ()  # UUIDs of visible GPUs that this one cannot reach
-    lacks: str | None = None  # why this process has no symmetric memory, whatever its peers have; None: it has
-
-    @classmethod
-    def of(cls, device: int) -> CudaCard:
-        """Return the card of this process with its GPU."""
-        import torch
-
-        reach = torch.cuda.can_device_access_peer
-        others = [other for other in range(torch.cuda.device_count()) if other != device]
-        return cls(
-            host=host_id(),
-            gpu=_uuid(device),
-            no_access=tuple(_uuid(other) for other in others if not reach(device, other)),
-            lacks=_lacking(device),
-        )
-
-
-def why_not(cards: Sequence[CudaCard], *, share_gpu: bool) -> str | None:
-    """Return why these ranks cannot share GPU memory, the same on all; None if the cards show no obstacle.
-
-    Two ranks of one GPU are an obstacle without `share_gpu`.
+    Args:
+        store: gets the keys.
     """
-    for rank, card in enumerate(cards):
-        if card.lacks is not None:
-            return f"rank {rank}: {card.lacks}"
-        if card.host != cards[0].host:
-            return f"ranks 0 and {rank} are on different hosts; use one group for the ranks of each host"
-        for peer, other in enumerate(cards[:rank]):
-            if card.gpu == other.gpu and not share_gpu:
-                return (
-                    f"ranks {peer} and {rank} use the same GPU; give each rank a GPU of its own, or run "
-                    "the script by counterpoint rehearse, which lets ranks share one"
-                )
-            if other.gpu in card.no_access or card.gpu in other.no_access:
-                return f"the GPUs of ranks {peer} and {rank} have no peer access to each other (no NVLink or PCIe P2P)"
-    return None
+
+    def __init__(self, store: Any) -> None:
+        super().__init__()
+        self._store, self._numbers = store, dict[str, int]()
+
+    def set(self, key: str, value: bytes) -> None:
+        """Set the value of a key."""
+        self._store.set(self._own(key), value)
+
+    def get(self, key: str) -> bytes:
+        """Return the value of a key, after waiting for it."""
+        found: bytes = self._store.get(self._own(key))
+        return found
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter and return it."""
+        return int(self._store.add(self._own(key), amount))
+
+    def check(self, keys: list[str]) -> bool:
+        """Return whether all keys have a value."""
+        return bool(self._store.check([self._own(key) for key in keys]))
+
+    def wait(self, keys: list[str], *timeout: Any) -> None:
+        """Wait until all keys have a value."""
+        self._store.wait([self._own(key) for key in keys], *timeout)
+
+    def _own(self, key: str) -> str:
+        return _NUMBER.sub(lambda found: f"/{self._numbers.setdefault(found[1], len(self._numbers))}", key, count=1)
 
 
-def _uuid(device: int) -> str:
-    import torch
+class Meeting:
+    """Stands for a group where torch exchanges symmetric memory: a group of the same ranks with a `NumberedStore`.
 
-    return str(torch.cuda.get_device_properties(device).uuid)
+    All ranks of the group make it together, those of one memory after those of another in the same order.
 
-
-def _lacking(device: int) -> str | None:
-    """Return why torch has no usable symmetric memory here; None if it has."""
-    try:
-        from torch._C._distributed_c10d import _SymmetricMemory
-    except ImportError:
-        return "this torch has no symmetric memory; install torch >= 2.11 with CUDA"
-    missing = [name for name in ("empty_strided_p2p", "rendezvous") if not hasattr(_SymmetricMemory, name)]
-    if missing:
-        return f"torch's symmetric memory has no {missing[0]}; use torch 2.11 to 2.13"
-    try:
-        _prepare_process(device)
-    except Unsupported as error:
-        return str(error)
-    return None
-
-
-def _prepare_process(device: int) -> None:
-    """Make CUDA the backend of this process's symmetric memory, without multicast unless the environment asks for it.
-
-    Torch prefers NVSHMEM if that is installed. Its check of device indices is off: `why_not` compares UUIDs. Variables
-    are set when the first communicator opens, and never later, when threads of NCCL or the user may read them.
-
-    Raises:
-        Unsupported: the process already has symmetric memory of another backend.
+    Args:
+        group: torch process group.
     """
-    import torch
-    from torch._C._distributed_c10d import _SymmetricMemory
 
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    if not hasattr(_SymmetricMemory, "set_backend"):
-        return  # this torch has no other backend
-    current = _SymmetricMemory.get_backend(torch.device("cuda", device))
-    if current == _BACKEND:
-        return
-    try:
-        _SymmetricMemory.set_backend(_BACKEND)
-    except RuntimeError as error:
-        raise Unsupported(
-            f"symmetric memory of this process comes from {current}, and has to come from {_BACKEND}: {error}; "
-            f"set TORCH_SYMMMEM={_BACKEND} before torch is imported"
-        ) from error
+    def __init__(self, group: Any) -> None:
+        ranks = "_".join(map(str, dist.get_process_group_ranks(group)))
+        whole = distributed_c10d._get_process_group_store(group)
+        parent: Any = c10d.PrefixStore(f"symmetric memory {ranks}", whole)
+        number = parent.add(f"made by {group.rank()}", 1)
+        self._store = NumberedStore(c10d.PrefixStore(f"{number}", parent))  # dies with its last Python reference
+        self._group: Any = c10d.ProcessGroup(self._store, group.rank(), group.size())
+        self.name = f"{distributed_c10d._get_process_group_name(group)}: memory {number}"
+        c10d._register_process_group(self.name, self._group)
+
+    def end(self) -> None:
+        """Let torch forget the group."""
+        c10d._unregister_process_group(self.name)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,15 +114,12 @@ class CudaMemory:
     """Holds regions of GPU memory, each mapped by all ranks of a torch process group, which make this together."""
 
     def __init__(self, group: Any, device: int) -> None:
-        from counterpoint.collectives.cuda.meeting import Meeting
-
         self._meeting = Meeting(group)
         self.rank: int = group.rank()
         self.world_size: int = group.size()
         self.device = device
         self._regions: dict[int, _Region] = {}
         self._located: dict[tuple[int, int], Location | None] = {}  # answers of `locate`, as long as regions stay
-        _prepare_process(device)
 
     def create(self, num_bytes: int) -> int:
         """Return the number of a new region of zeros. All ranks call it together, with the same size.
@@ -156,12 +129,9 @@ class CudaMemory:
         Raises:
             Unsupported: torch could not allocate, exchange or map it.
         """
-        import torch
-        from torch._C._distributed_c10d import _SymmetricMemory
-
         device = torch.device("cuda", self.device)
         try:
-            owner = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
+            owner = c10d._SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
         except RuntimeError as error:
             raise Unsupported(f"no {num_bytes} bytes of symmetric memory: {error}") from error
         owner.zero_()
@@ -177,17 +147,13 @@ class CudaMemory:
         Raises:
             Unsupported: torch could not exchange or map it.
         """
-        import torch
-
         view = torch.as_tensor(_Bytes(address, num_bytes, None), device=torch.device("cuda", self.device))
         return self._map(view, owner=None)
 
     def _map(self, tensor: Any, *, owner: Any) -> int:
         """Let all ranks map the memory of this rank's `tensor`, and return the number of the region that it is."""
-        from torch._C._distributed_c10d import _SymmetricMemory
-
         try:
-            handle = _SymmetricMemory.rendezvous(tensor, self._meeting.name)
+            handle = c10d._SymmetricMemory.rendezvous(tensor, self._meeting.name)
         except RuntimeError as error:
             raise Unsupported(
                 f"no {tensor.nbytes} bytes of symmetric memory for a group of {self.world_size}: {error}; all ranks "
@@ -242,8 +208,6 @@ class CudaMemory:
 
         Streams may still use the bytes then: the caller has to wait for that work, as no events are recorded here.
         """
-        import torch
-
         bytes_ = _Bytes(self.address(self.rank, at, num_bytes), num_bytes, self._regions[at.region], freed)
         return torch.as_tensor(bytes_, device=torch.device("cuda", self.device))
 
@@ -299,9 +263,9 @@ class FlagLayout:
 
     def __init__(self, memory: SymmetricMemory, channels: int, slots: int = 0) -> None:
         words = flag_words(memory.world_size, max_chunks=MAX_CHUNKS)
-        self._stride = -(-words * _WORD_BYTES // _LINE_BYTES) * _LINE_BYTES
+        self._stride = -(-words * WORD_BYTES // _LINE_BYTES) * _LINE_BYTES
         self._channels, slot_words = channels, 2 * slots * memory.world_size
-        self._blocks = 2 * channels + -(-slot_words * _WORD_BYTES // self._stride)  # rows before those of blocks
+        self._blocks = 2 * channels + -(-slot_words * WORD_BYTES // self._stride)  # rows before those of blocks
         self.num_bytes = (self._blocks + MAX_EARLY_BLOCKS) * self._stride
         self.region = memory.create(self.num_bytes)
         tensor = self._tensor(memory)
@@ -334,7 +298,84 @@ class FlagLayout:
         return self._blocks * self._stride
 
     def _tensor(self, memory: SymmetricMemory) -> Any:
-        import torch
-
         whole = memory.tensor(Location(self.region, 0), self.num_bytes, lambda: None)
-        return whole.view(torch.int32).view(-1, self._stride // _WORD_BYTES)
+        return whole.view(torch.int32).view(-1, self._stride // WORD_BYTES)
+
+
+class Growth:
+    """Makes regions of symmetric memory together with all ranks, which meet first so that errors name a missing rank.
+
+    They meet on the channel of `announcer`, which serves nothing else. A rank may take up to `max_bytes`; None: no
+    limit.
+    """
+
+    def __init__(
+        self,
+        gpu: Any,
+        memory: SymmetricMemory,
+        events: EventPool,
+        announcer: Announcer,
+        *,
+        max_bytes: int | None,
+    ) -> None:
+        self._gpu, self._memory, self._events, self._announcer = gpu, memory, events, announcer
+        self._max_bytes, self._bytes, self._count = max_bytes, 0, 0
+        self.created = 0  # regions so far: after a new one an address may mean something else
+
+    @in_context
+    def create(self, what: str, num_bytes: int, make: Callable[[], int] | None = None) -> int:
+        """Return a new region, which all ranks make together; raise if a rank is missing or asks for a different one.
+
+        `what` says what the region is for, in the same words on all ranks; `make` makes it (None: `memory.create`). In
+        a graph capture it is made beside the capture, and is no part of the graph.
+
+        Raises:
+            Unsupported: this rank would have more than `max_bytes`.
+        """
+        if self._max_bytes is not None and self._bytes + num_bytes > self._max_bytes:
+            raise Unsupported(
+                f"{what}: {num_bytes} bytes of symmetric memory, with {self._bytes} in use; allowed are "
+                f"{self._max_bytes}: drop tensors that are no longer used, or give a larger max_bytes"
+            )
+        self._count += 1
+        text = f"growing {what} by {num_bytes} bytes"
+        submission = Submission(text=text, channel=self._announcer.channel, line=self._memory.world_size)
+        record = self._announcer.announce(submission, self._count)
+        self._announcer.met(submission, self._count)
+        captured = self._gpu.capture_of(self._events.handles[self._gpu.current_stream()])
+        with self._gpu.beside_capture() if captured else nullcontext():
+            region = self._memory.create(num_bytes) if make is None else make()
+        self.created += 1
+        self._bytes += num_bytes
+        record.step = record.steps
+        return region
+
+
+class TorchPool:
+    """Holds a `torch.cuda.MemPool` of symmetric memory, whose segments become regions that all ranks have mapped.
+
+    The pool lives as long as the process, since tensors in it may outlive the communicator.
+    """
+
+    _KEPT: list[Any] = []  # noqa: RUF012 - of the class on purpose
+
+    def __init__(self, memory: CudaMemory, growth: Growth) -> None:
+        from torch.distributed._symmetric_memory import get_mempool_allocator
+
+        self._memory, self._growth = memory, growth
+        allocator = get_mempool_allocator(torch.device("cuda", memory.device))
+        self._pool = torch.cuda.MemPool(allocator, use_on_oom=False, no_split=True)  # torch maps whole segments only
+        self._KEPT.append(self._pool)
+        self._known: set[tuple[int, int]] = set()
+
+    @contextmanager
+    def use(self) -> Iterator[None]:
+        """Put tensors that this thread makes inside into the pool; at the end all ranks map its new segments."""
+        torch.cuda.empty_cache()  # torch gives no memory of its cache to another allocator
+        with torch.cuda.use_mem_pool(self._pool, device=self._memory.device):
+            yield
+        for segment in self._pool.snapshot():
+            place = int(segment["address"]), int(segment["total_size"])
+            if place not in self._known:
+                self._known.add(place)
+                self._growth.create("memory pool", place[1], partial(self._memory.register, *place))

@@ -1,94 +1,16 @@
-"""Mark points of streams by pooled CUDA events, and decide when freed memory may be reused (`StreamOrder`)."""
+"""Decide when freed symmetric memory may be reused, after what streams still do with it."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import deque
-from itertools import count
 from typing import Any
 
-from counterpoint.collectives.cuda.device import in_context
+from counterpoint.collectives.cuda.driver import EventPool, StreamPoint, in_context
 from counterpoint.collectives.memory.pool import Location, NotReusable
-from counterpoint.errors import CounterpointError
 
 _PAUSE_S = 1e-4
 _IN_A_GRAPH = -1  # stands for a stream: a graph uses the memory at every replay
-_NOT_READY = 600  # CUDA_ERROR_NOT_READY
-
-
-class StreamPoint:
-    """Marks a point of a stream: the end of all work that was queued there before.
-
-    When this object dies, in any thread, its event goes back to `free`, which needs no driver call. `serial` is larger
-    than that of every earlier point. `capture` is the id of the graph capture that holds it; 0: none, so it will pass.
-    """
-
-    __slots__ = ("_free", "capture", "event", "serial", "stream")
-
-    def __init__(self, event: Any, stream: int, serial: int, capture: int, free: deque[Any]) -> None:
-        self.event, self.stream, self.serial, self.capture, self._free = event, stream, serial, capture, free
-
-    def __del__(self) -> None:
-        self._free.append(self.event)
-
-
-class EventPool:
-    """Records points of streams by pooled events, and keeps the `CUstream` object of each stream handle."""
-
-    def __init__(self, driver: Any) -> None:
-        self._driver = driver
-        self._free: deque[Any] = deque()
-        self._made: list[Any] = []
-        self._serials = count(1)
-        self._handles: dict[int, Any] = {}
-        self._record, self._query, self._wait = driver.cuEventRecord, driver.cuEventQuery, driver.cuStreamWaitEvent
-
-    def handle(self, stream: int) -> Any:
-        """Return the cached `CUstream` of a stream's handle: the driver would convert an integer at every call."""
-        handle = self._handles.get(stream)
-        if handle is None:
-            handle = self._handles[stream] = self._driver.CUstream(stream)
-        return handle
-
-    def record(self, stream: int, capture: int = 0) -> StreamPoint:
-        """Return the present end of a stream, which is in this capture (0: in none); raise if the driver refuses."""
-        try:
-            event = self._free.popleft()
-        except IndexError:
-            event = self._new()
-        error = self._record(event, self._handles.get(stream) or self.handle(stream))[0]
-        if error:
-            raise CounterpointError(_refused("cuEventRecord", error))
-        return StreamPoint(event, stream, next(self._serials), capture, self._free)
-
-    def wait(self, stream: int, point: StreamPoint) -> None:
-        """Let all later work of a stream wait for a point of any stream; raise if the driver refuses."""
-        (error,) = self._wait(self.handle(stream), point.event, 0)
-        if error:
-            raise CounterpointError(_refused("cuStreamWaitEvent", error))
-
-    def passed(self, point: StreamPoint) -> bool:
-        """Return whether the work before a point has ended; raise if an earlier call on this device failed."""
-        (error,) = self._query(point.event)
-        if not error:
-            return True
-        if int(error) == _NOT_READY:
-            return False
-        raise CounterpointError(_refused("cuEventQuery", error))
-
-    def close(self) -> None:
-        """Destroy all events."""
-        while self._made:
-            self._driver.cuEventDestroy(self._made.pop())
-        self._free.clear()
-
-    def _new(self) -> Any:
-        error, event = self._driver.cuEventCreate(self._driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
-        if error:
-            raise CounterpointError(_refused("cuEventCreate", error))
-        self._made.append(event)
-        return event
 
 
 class StreamOrder:
@@ -132,7 +54,7 @@ class StreamOrder:
             streams = set[int]().union(*(self._uses[place] for place in places))
             if _IN_A_GRAPH in streams:
                 return "never"
-            if any(self._gpu.capture_of(self._events.handle(stream)) for stream in streams):
+            if any(self._gpu.capture_of(self._events.handles[stream]) for stream in streams):
                 return "later"
             self.epoch += 1
             for place in places:
@@ -143,7 +65,7 @@ class StreamOrder:
     def taken(self, at: Location, after: tuple[Any, ...]) -> None:
         """Let the current stream wait for the points in `after`, and record that it uses the tensor at `at`."""
         stream = self._gpu.current_stream()
-        self.taken_on(stream, self._gpu.capture_of(self._events.handle(stream)), at, after)
+        self.taken_on(stream, self._gpu.capture_of(self._events.handles[stream]), at, after)
 
     def taken_on(self, stream: int, capture: int, at: Location, after: tuple[Any, ...]) -> None:
         """Do `taken` for the current stream, which is in the graph capture with the id `capture` (0: none)."""
@@ -165,7 +87,3 @@ class StreamOrder:
             if known is None or known.serial < point.serial:
                 latest[point.stream] = point
         return tuple(latest.values())
-
-
-def _refused(name: str, error: Any) -> str:
-    return f"{name} failed: {getattr(error, 'name', error)}; an earlier call on this device may have failed"

@@ -1,4 +1,4 @@
-"""Run one channel of a GPU communicator: announce a call, compare it with the peers', and issue its driver calls.
+"""Issue the calls of a GPU communicator in order: announce each, compare it with the peers', queue its driver calls.
 
 *Where peers write.* We assume that each peer's output has the same region and offset as ours: pools give the same
 places on all ranks that make and drop their tensors in the same order. We verify it, since the place is part of the
@@ -13,25 +13,38 @@ is compared, and a rank that uses another block may find it overwritten before i
 
 gather, send_recv, and all_to_all with split sizes have outputs of different sizes, or on some ranks only: there the
 ranks meet on the host first, and read from each other's statuses where outputs are.
+
+*Messages* (`program/messages.py`) have a queue with a stream of its own for each line. A stream that waits for another
+rank holds one of CUDA's hardware queues (`CUDA_DEVICE_MAX_CONNECTIONS`, 8 if it is not set); streams that wait for
+nothing take turns on the others. Once as many streams wait as there are queues, everything that this process queues
+later is held up, whatever its priority: the send, too, that a peer waits for (measured: docs/log.md). So a rank is
+warned when its lines leave fewer than four queues to all else. Ranks whose sends and receives, issued one after the
+other on a single queue, would come to their end are safe with any number of queues.
+
+Calls of a channel wait on the host until the peers are less than `DEPTH` calls behind, as their records are needed
+until then. A message must not wait, since its sender may have to make the very call that the peer waits for; so it is
+issued at once, and announced by the watch when its record is free. A message that was captured fills the same slots at
+every replay. So sender and receiver either both capture it, and replay it as often and in the same order among the
+messages of its line, or neither does.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
-from counterpoint.collectives.cuda.call import CudaWork, Prepared, PreparedCache
-from counterpoint.collectives.cuda.context import STEPS, CudaContext
-from counterpoint.collectives.cuda.driver import Executor, ReductionLauncher
-from counterpoint.collectives.cuda.events import StreamPoint
-from counterpoint.collectives.cuda.lower import Addresses, CopyAsync, DriverCall, lower
-from counterpoint.collectives.cuda.partitioned import PartitionedCudaWork, PreparedPartitions
+from counterpoint.collectives.cuda.call import STEPS, CudaContext, CudaWork, Prepared, PreparedCache
+from counterpoint.collectives.cuda.driver import BindReduction, Executor, StreamPoint, hardware_queues
+from counterpoint.collectives.cuda.lower import WORD_BYTES, Addresses, CopyAsync, DriverCall, lower
 from counterpoint.collectives.host.announce import Announcer
 from counterpoint.collectives.host.status import RankStatus
 from counterpoint.collectives.memory.pool import GrowableRegion, Location
+from counterpoint.collectives.program.messages import Mailbox, message_program
 from counterpoint.collectives.program.operations import has_equal_outputs, most_staging_bytes
 from counterpoint.collectives.program.partitions import partitions
 from counterpoint.collectives.program.steps import COPY, Copy, Program
@@ -39,18 +52,8 @@ from counterpoint.collectives.submit.submission import NOWHERE, Submission, Unev
 from counterpoint.errors import Misconfigured
 
 LANDING = Location(-2, 0)  # stands for an output that peers cannot write: they write the landing, which is copied
-_MOST_KNOWN = 4096  # entries of each cache: needs by program, prepared calls by submission
-
-
-@dataclass(frozen=True, slots=True)
-class _Needs:
-    """Holds what a program needs before it is lowered; all fields but `program` and `writes` are equal on all ranks."""
-
-    program: Program
-    staging_bytes: int
-    landing_bytes: int
-    meets: bool  # ranks must meet first to learn where the others' outputs are
-    writes: bool  # this rank writes into peers' outputs
+_FOR_OTHERS = 4  # hardware queues left to kernels, calls and copies
+_MOST_MESSAGES = 64  # prepared by line; to find the one to evict takes 0.5 us for each
 
 
 class CallQueue:
@@ -66,30 +69,33 @@ class CallQueue:
         self.under_way: deque[CudaWork] = deque()
         self.unshown: deque[tuple[Submission, int]] = deque()  # calls that are not yet announced, with their numbers
         self._cache = PreparedCache(context.events, most=most_prepared)
+        self._cut: CudaWork | None = None  # the latest call in partitions
 
-    def start(self, submission: Submission, number: int, keep: tuple[Any, ...]) -> tuple[CudaWork, int]:
+    def start(self, submission: Submission, number: int, keep: tuple[Any, ...]) -> CudaWork:
         """Queue a call on the current stream, or with `async_op` on the channel's own stream after the current one.
 
         With `async_op` the call's work keeps the tensors of `keep` alive; others need not, as they run in stream order.
 
         Returns:
-            The call's work, and the id of the graph capture that it became part of; 0: none.
+            The call's work.
 
         Raises:
             Misconfigured: the stream is in a graph capture, and the output is one of an early release.
         """
-        context = self.context
-        current = context.gpu.current_stream()
-        capture = context.gpu.capture_of(context.events.handle(current))
+        if self._cut is not None:
+            self._end_partitions(self._cut)
+        gpu = self.context.gpu
+        current = gpu.current_stream()
+        capture = gpu.capture_of(self.context.events.handles[current])
         if not capture:
-            return self._queue(submission, number, keep, current, 0), 0
+            return self._queue(submission, number, keep, current, 0)
         if submission.early is not None:
             raise Misconfigured(
                 f"{submission.current(number)} in a capture into a tensor of empty(early_release=True): a graph would "
                 "give its memory back at every replay; use empty() there"
             )
-        with context.gpu.relaxed():
-            return self._queue(submission, number, keep, current, capture), capture
+        with gpu.relaxed():
+            return self._queue(submission, number, keep, current, capture)
 
     def show(self) -> None:
         """Announce the calls in `unshown`, as far as that is possible; the watch calls this again and again."""
@@ -97,6 +103,12 @@ class CallQueue:
     def close(self) -> None:
         """Free graphs and events; only when all calls have run."""
         self._cache.close()
+
+    def _end_partitions(self, cut: CudaWork) -> None:
+        """Note the end of a call in partitions; raise if it is not finished."""
+        if not cut.is_finished:
+            raise unfinished(cut.current)
+        self.last[cut.ended.capture], self._cut = cut.ended, None
 
     def _announced(self, submission: Submission, number: int) -> RankStatus:
         """Announce a call and compare it with the peers' calls; return its record."""
@@ -112,10 +124,11 @@ class CallQueue:
         self, submission: Submission, number: int, keep: tuple[Any, ...], current: int, capture: int
     ) -> CudaWork:
         """Announce the call, compare it with the peers' calls, and only then issue it."""
+        stream = self.stream if submission.async_op else current
         try:
             record = self._announced(submission, number)
             prepared = self._prepared(submission, number, capture)
-            begin, end = self._issue(submission, prepared, current, capture)
+            begin, end = self._issue(submission, prepared, stream, current, capture)
         except BaseException as error:
             first = self.context.failure.set(error)
             if first is error:
@@ -123,10 +136,9 @@ class CallQueue:
             raise first from error
         if not submission.async_op:
             keep = ()
-        if isinstance(prepared, PreparedPartitions):
-            work: CudaWork = PartitionedCudaWork(self.context, submission, number, record, prepared, begin, end, keep)
-        else:
-            work = CudaWork(self.context, submission, number, record, prepared, begin, end, keep)
+        work = CudaWork(self.context, submission, number, record, prepared, stream, begin, end, keep)
+        if not work.is_finished:
+            self._cut = work
         if not capture:
             self.under_way.append(work)
         elif record.number == number:
@@ -134,12 +146,13 @@ class CallQueue:
         return work
 
     def _issue(
-        self, submission: Submission, prepared: Prepared, current: int, capture: int
+        self, submission: Submission, prepared: Prepared, stream: int, current: int, capture: int
     ) -> tuple[StreamPoint, StreamPoint]:
         """Queue the call after the last one of the channel, and record its memory; return its begin and its end."""
-        events = self.context.events
-        stream = self.stream if submission.async_op else current
-        last, begin = self._last(capture), None
+        events, begin = self.context.events, None
+        if capture not in self.last:  # the first call in this capture
+            self._forget_captures()
+        last = self.last.get(capture)
         if stream != current:
             begin = events.record(current, capture)  # counts as the call's begin: its own stream runs only calls
             events.wait(stream, begin)
@@ -149,34 +162,52 @@ class CallQueue:
             submission.early.block.ready = False
         begin = begin or events.record(stream, capture)
         prepared.start(stream, events, capture)
-        self._note(submission, prepared, stream, capture)
-        if isinstance(prepared, PreparedPartitions):
+        if capture or prepared.noted != (self.context.order.epoch, stream):
+            self._note(submission, prepared, stream, capture)
+        if prepared.cut is not None:
             return begin, begin  # `finish` records the end
         end = self.last[capture] = prepared.last = events.record(stream, capture)
         return begin, end
 
-    def _last(self, capture: int) -> StreamPoint | None:
-        """Return the end of the latest call in this capture; at the first call in one, forget captures that ended."""
-        if capture not in self.last:
-            current, events = self.context.gpu.capture_of, self.context.events
-            self.last = {
-                number: point
-                for number, point in self.last.items()
-                if number in (0, current(events.handle(point.stream)))
-            }
-        return self.last.get(capture)
+    def _forget_captures(self) -> None:
+        """Forget the end of the latest call in captures that have ended."""
+        current, handles = self.context.gpu.capture_of, self.context.events.handles
+        self.last = {
+            number: point for number, point in self.last.items() if number in (0, current(handles[point.stream]))
+        }
 
     def _note(self, submission: Submission, prepared: Prepared, stream: int, capture: int) -> None:
         """Record in `StreamOrder` which memory the call uses; repeated calls do so only after memory was freed."""
         order = self.context.order
         now = order.epoch, stream
-        if now == prepared.noted and not capture:
-            return
         for at in (submission.at, *submission.input_at):
             if at is not None:
                 order.used(at, stream, capture)
         if not capture:
             prepared.noted = now
+
+
+@dataclass(frozen=True, slots=True)
+class _Needs:
+    """Holds what a program needs before it is lowered; all fields but `program` and `writes` are equal on all ranks."""
+
+    program: Program
+    staging_bytes: int
+    landing_bytes: int
+    meets: bool  # ranks must meet first to learn where the others' outputs are
+    writes: bool  # this rank writes into peers' outputs
+
+
+def _needs_of(program: Program) -> _Needs:
+    call, ranks = program.call, range(program.world_size)
+    writes = any(isinstance(step, Copy) and step.target.buffer == "output" for step in program.steps)
+    return _Needs(
+        program=program,
+        staging_bytes=most_staging_bytes(call, program.tuning),
+        landing_bytes=max(call.output_bytes(rank) for rank in ranks),
+        meets=call.layout.writes_outputs and not has_equal_outputs(call),
+        writes=writes,
+    )
 
 
 class CudaChannel(CallQueue):
@@ -190,39 +221,19 @@ class CudaChannel(CallQueue):
             GrowableRegion(partial(context.growth.create, f"{what} of channel {index}"))
             for what in ("staging", "landing")
         )
-        self._latest: dict[tuple[Submission, bool], Prepared] = {}  # by handshake; only calls that need no meeting
-        self._epoch = 0  # epoch of memory in which `_latest` is valid
-        self._needs: dict[int, _Needs] = {}
-        self._cut: PartitionedCudaWork | None = None  # the latest call in partitions
 
     def close(self) -> None:
         """Free graphs, events and streams; only when all calls have run."""
         super().close()
         self.executor.close()
 
-    def start(self, submission: Submission, number: int, keep: tuple[Any, ...]) -> tuple[CudaWork, int]:
-        """Queue a call; raise `Misconfigured` while one in partitions is not finished. See `CallQueue.start`."""
-        cut = self._cut
-        if cut is not None:
-            if not cut.is_finished:
-                raise unfinished(cut.current)
-            self.last[cut.ended.capture] = cut.ended
-            self._cut = None
-        work, capture = super().start(submission, number, keep)
-        if isinstance(work, PartitionedCudaWork):
-            self._cut = work
-        return work, capture
-
     def _prepared(self, submission: Submission, number: int, capture: int) -> Prepared:
-        """Return the call's driver calls: cached ones, unless an address or size that they depend on has changed."""
-        handshake = submission.early is None or submission.early.handshake
-        if self._epoch != self.context.growth.epoch or len(self._latest) > _MOST_KNOWN:
-            self._latest.clear()  # staging or landing may have been replaced
-            self._epoch = self.context.growth.epoch
-        prepared = self._latest.get((submission, handshake))
-        if prepared is not None and not prepared.evicted:
+        """Return the call's driver calls: its own, unless an address or size that they depend on has changed."""
+        handshake = submission.early is None or not submission.early.block.ready
+        prepared: Prepared | None = submission.prepared.get(handshake)
+        if prepared is not None and prepared.epoch == self.context.growth.created:
             return prepared
-        known = None if submission.program is None else self._needed(submission.program)
+        known = None if submission.program is None else _needs_of(submission.program)
         needs, met = self._agreed(submission, number, known, capture)
         early = None if submission.early is None else (submission.early.block.number, handshake)
         rooms = self.staging.region, self.landing.region
@@ -235,7 +246,8 @@ class CudaChannel(CallQueue):
             prepared = self._prepare(submission, needs, met, handshake)
             self._cache.put(key, prepared)
         if known is not None and not (known.meets or submission.meets):
-            self._latest[submission, handshake] = prepared
+            prepared.epoch = self.context.growth.created  # a new region may be the staging or landing from then on
+            submission.prepared[handshake] = prepared
         return prepared
 
     def _agreed(
@@ -256,7 +268,7 @@ class CudaChannel(CallQueue):
             rows = [list(records[rank].row) if rank in records else list(submission.row) for rank in ranks]
             assert isinstance(submission.call, UnevenSplits)
             call, early = submission.call.call(rows), submission.early is not None
-            needs = self._needed(self.context.programs.get(call, early, submission.layout))
+            needs = _needs_of(self.context.programs.get(call, early, submission.layout))
         told = needs.meets or bool(submission.row)
         lands |= told and LANDING in (own, *where.values())
         for room, num_bytes in (
@@ -271,36 +283,26 @@ class CudaChannel(CallQueue):
             room.grow_to(num_bytes)
         return needs, where if told else {}
 
-    def _needed(self, program: Program) -> _Needs:
-        """Return the cached needs of a program."""
-        found = self._needs.get(id(program))
-        if found is None or found.program is not program:
-            if len(self._needs) >= _MOST_KNOWN:
-                self._needs.clear()
-            found = self._needs[id(program)] = _needs_of(program)
-        return found
-
     def _prepare(self, submission: Submission, needs: _Needs, met: Mapping[int, Location], handshake: bool) -> Prepared:
         """Lower the program to driver calls at real addresses, and add the copy from the landing if there is one."""
-        addresses = self._addresses(submission, needs, met)
+        addresses, program = self._addresses(submission, needs, met), needs.program
+        options, early = self.context.options, not handshake
+        graphs = options.graphs is not False
+        lowered = partial(lower, program, addresses)
         if submission.partitioned != "no":
-            return PreparedPartitions(
-                needs.program,
-                partitions(needs.program, early_release=not handshake),
-                partial(lower, needs.program, addresses),
-                self.executor,
-                supplied=submission.partitioned == "output",
-                graphs=self.context.options.graphs is not False,
+            cut, supplied = partitions(program, early_release=early), submission.partitioned == "output"
+            return Prepared(
+                program, lowered(cut.steps), self.executor, graphs=graphs, cut=cut, lower=lowered, supplied=supplied
             )
-        steps = needs.program.cycle(early_release=not handshake)
-        calls: tuple[DriverCall, ...] = lower(needs.program, addresses, steps)
-        own = addresses.output[needs.program.rank]
+        calls: tuple[DriverCall, ...] = lowered(program.cycle(early_release=early))
+        own = addresses.output[program.rank]
         if own != submission.output:
             calls += (CopyAsync(submission.output, own, submission.output_bytes, COPY, local=True),)
-        options, reduction = self.context.options, None
+        reduction: BindReduction | None = None
         if submission.reduction is not None:
-            reduction = ReductionLauncher(self.context.gpu, replace(submission.reduction, num_sms=options.sum_sms))
-        return Prepared(needs.program, calls, self.executor, reduction, graphs=options.graphs is not False)
+            how = replace(submission.reduction, num_sms=options.sum_sms)
+            reduction = partial(self.context.gpu.bind_reduction, reduction=how)
+        return Prepared(program, calls, self.executor, reduction=reduction, graphs=graphs)
 
     def _addresses(self, submission: Submission, needs: _Needs, met: Mapping[int, Location]) -> Addresses:
         """Return the addresses of all buffers and flags of a call; 0 for outputs that this rank does not write."""
@@ -336,13 +338,95 @@ class CudaChannel(CallQueue):
         return memory.address(rank, Location(self.landing.region, 0) if at == LANDING else at, num_bytes)
 
 
-def _needs_of(program: Program) -> _Needs:
-    call, ranks = program.call, range(program.world_size)
-    writes = any(isinstance(step, Copy) and step.target.buffer == "output" for step in program.steps)
-    return _Needs(
-        program=program,
-        staging_bytes=most_staging_bytes(call, program.tuning),
-        landing_bytes=max(call.output_bytes(rank) for rank in ranks),
-        meets=call.layout.writes_outputs and not has_equal_outputs(call),
-        writes=writes,
-    )
+class MailboxRoom:
+    """Holds the mailbox memory of a communicator and its lines. All ranks make it together.
+
+    `executor` makes the streams; `queues` is given each new line.
+    """
+
+    def __init__(self, context: CudaContext, executor: Executor, mailbox: Mailbox, queues: list[CallQueue]) -> None:
+        self.context, self.executor, self.mailbox, self._queues = context, executor, mailbox, queues
+        memory = context.memory
+        room = Location(context.growth.create("the mailboxes", mailbox.num_bytes), 0)
+        ranks = range(memory.world_size)
+        self.addresses = Addresses(
+            mailbox=tuple(memory.address(rank, room, mailbox.num_bytes) for rank in ranks),
+            mailbox_flags=tuple(memory.address(rank, context.flags.of_mailbox, WORD_BYTES) for rank in ranks),
+        )
+        self._lines: dict[tuple[int, int], MailboxLine] = {}
+
+    def line(self, channel: int, peer: int) -> MailboxLine:
+        """Return the line with a peer that this channel of the status counts, made at its first message."""
+        found = self._lines.get((channel, peer))
+        if found is None:
+            with self.context.gpu.relaxed():
+                found = self._lines[channel, peer] = MailboxLine(self, channel)
+            self._queues.append(found)
+        return found
+
+
+class MailboxLine(CallQueue):
+    """Issues the messages from this rank to one other, or from one other to this rank."""
+
+    def __init__(self, room: MailboxRoom, channel: int) -> None:
+        super().__init__(
+            room.context, room.executor, int(room.executor.stream()), channel, most_prepared=_MOST_MESSAGES
+        )
+        self._room = room
+        self._first = 0  # slot of the next message's first piece
+        _open_lines.add(self)
+        _warn_if_queues_are_few()
+
+    def close(self) -> None:
+        """Free events; only when all messages have run."""
+        super().close()
+        _open_lines.discard(self)
+
+    def show(self) -> None:
+        """Announce the messages in `unshown` whose records are free; raise if a peer's message is a different one."""
+        while self.unshown:
+            submission, number = self.unshown[0]
+            if not self.announcer.announce_if_free(submission, number):
+                return
+            self.announcer.compare(submission, number)
+            if all(call.number != number for call in tuple(self.under_way)):
+                self.announcer.record(submission, number).step = STEPS
+            self.unshown.popleft()
+
+    def _announced(self, submission: Submission, number: int) -> RankStatus:
+        if self.unshown or not self.announcer.announce_if_free(submission, number):
+            self.unshown.append((submission, number))
+        else:
+            self.announcer.compare(submission, number)
+        return self.announcer.record(submission, number)
+
+    def _prepared(self, submission: Submission, number: int, capture: int) -> Prepared:
+        message, mailbox, rank = submission.message, self._room.mailbox, self.context.memory.rank
+        assert message is not None
+        first = self._first
+        self._first = (first + mailbox.pieces(message.num_bytes)) % mailbox.slots
+        key = first, message.num_bytes, submission.input, submission.output
+        prepared = self._cache.get(key)
+        if prepared is None:
+            program = message_program(replace(message, first=first), rank, mailbox)
+            output = tuple(submission.output if one == rank else 0 for one in range(mailbox.world_size))
+            addresses = replace(self._room.addresses, input=submission.input, output=output)
+            # no graphs: their launches may use other hardware queues than the stream's
+            prepared = Prepared(program, lower(program, addresses), self.executor)
+            self._cache.put(key, prepared)
+        return prepared
+
+
+_open_lines: WeakSet[MailboxLine] = WeakSet()  # of this process
+
+
+def _warn_if_queues_are_few() -> None:
+    """Warn where all lines of this process may wait at once and leave too few hardware queues to all else."""
+    queues, lines = hardware_queues(), len(_open_lines)
+    if lines > queues - _FOR_OTHERS:
+        warnings.warn(
+            f"{lines} streams of messages may wait at once, and CUDA has {queues} hardware queues: once as many wait, "
+            "nothing else runs on this rank; set CUDA_DEVICE_MAX_CONNECTIONS=32 before the program starts, or let all "
+            "ranks begin their messages in an order in which each could end before the next begins",
+            stacklevel=2,
+        )
