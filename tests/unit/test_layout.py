@@ -20,22 +20,35 @@ ALLOWED: dict[str, set[str]] = {  # room: the rooms it may import, besides the f
     "rehearsed": set(),
     "machine": set(),
     "trace": set(),
-    "diagnosis": {"trace", "machine", "pair", "collectives"},
+    "diagnosis": {"trace", "machine", "pair", "collectives", "tuned"},
     "monitoring": {"diagnosis", "trace"},
     "pair": {"machine"},
+    "tuned": {"machine", "pair"},
     "collectives": {"machine", "pair"},
-    "controls": {"machine", "pair", "trace"},
+    "controls": {"machine", "pair", "trace", "tuned"},
     "measurement": {"collectives", "controls", "machine", "pair", "parallel"},
-    "parallel": {"collectives", "controls", "machine", "pair"},
+    "parallel": {"collectives", "controls", "machine", "pair", "tuned"},
     "plan": {"machine", "pair"},
     "tuning": {"collectives", "controls", "diagnosis", "machine", "measurement", "pair", "parallel", "trace"}
-    | {"monitoring"},
+    | {"monitoring", "tuned"},
     **{name: {"parallel"} for name in ("ddp", "expert_parallel", "tensor_parallel", "torch_backend", "torchtitan")},
     "rehearsal": {"machine", "measurement", "monitoring", "parallel", "tuning"},
     "rendering": set(),
 }
 FREE = {"__init__", "__main__", "cli", "commands"}  # they join the rooms
-NO_TORCH = {"errors", "records", "rehearsed", "trace", "diagnosis", "rendering", "plan", "machine", "pair", *FREE}
+NO_TORCH = {
+    "errors",
+    "records",
+    "rehearsed",
+    "trace",
+    "diagnosis",
+    "rendering",
+    "plan",
+    "machine",
+    "pair",
+    "tuned",
+    *FREE,
+}
 GPU_PACKAGES = {"torch", "triton", "cuda"}
 GPU_ROOMS = {
     "collectives",
@@ -49,6 +62,7 @@ GPU_ROOMS = {
     "tensor_parallel",
     "torch_backend",
     "torchtitan",
+    "tuned",
     "tuning",
 }
 ANALYSIS_PACKAGES = {"polars", "jinja2", "scipy", "yaml"}

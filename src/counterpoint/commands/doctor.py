@@ -102,6 +102,6 @@ def _copies_effect(traces: list[str], tell: Callable[[int, int, str], None]) -> 
 
 def _tuning_effect(tuning: str, traces: list[str], tell: Callable[[int, int, str], None]) -> TuningEffect:
     from counterpoint.diagnosis.tuning_effect import check_tuning
-    from counterpoint.pair.tuned_file import read_tuned
+    from counterpoint.tuned.file import read_tuned
 
     return check_tuning(read_tuned(tuning), traces, progress=tell)

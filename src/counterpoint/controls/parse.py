@@ -12,7 +12,7 @@ from counterpoint.controls.launch_order import CommFirst
 from counterpoint.controls.nccl import NcclCluster, NcclCtaPolicy, NcclCtas, NcclWindows
 from counterpoint.controls.streams import GreenContexts, StreamPriority
 from counterpoint.errors import Misconfigured
-from counterpoint.pair.tuned_choices import KNOBS
+from counterpoint.tuned.choices import KNOBS
 
 _BASE = re.compile(r"[a-z][a-z0-9_]*")
 

@@ -6,6 +6,5 @@ times alone, interpolated. Figures come from `machine/profile.py`. Other package
 
 A matmul that depends on its communication: `row_curves.py` has its time by rows, `sharded_rows.py` whose rows are
 where, `arrivals.py` when rows come and whether that can hide, `cuts.py` the best pieces, `matmul_choice.py` how it runs
-best. `expert_choice.py`: how tokens travel to their experts and back. `tuned_file.py`: the file of what `tune` chose.
-`tuned_choices.py`: which of its choices count here, and which one a call gets.
+best. `expert_choice.py`: how tokens travel to their experts and back.
 """

@@ -12,8 +12,8 @@ from counterpoint.errors import Misconfigured, printable
 from counterpoint.measurement.mechanisms import Mechanism, find_mechanism
 from counterpoint.pair.expert_choice import MECHANISMS as EXPERT_MECHANISMS
 from counterpoint.pair.matmul_choice import MECHANISMS as TENSOR_MECHANISMS
-from counterpoint.pair.tuned_choices import EXCHANGE
 from counterpoint.records.tuning import LEAVE, Tuned, TunedPair
+from counterpoint.tuned.choices import EXCHANGE
 from counterpoint.tuning.parts import depends
 
 S = TypeVar("S", bound=Hashable)

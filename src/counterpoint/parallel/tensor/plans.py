@@ -27,7 +27,6 @@ from counterpoint.pair.cuts import RowAxis, cut
 from counterpoint.pair.matmul_choice import MatmulPlan, TensorMechanism, choose_matmul, with_best_chunks
 from counterpoint.pair.row_curves import DTYPES, RowCurve, estimated_curve
 from counterpoint.pair.sharded_rows import ShardedRows
-from counterpoint.pair.tuned_choices import matmul_workload
 from counterpoint.parallel.tensor.flagged import (
     TYPES,
     bind_all_gather_matmul,
@@ -35,6 +34,7 @@ from counterpoint.parallel.tensor.flagged import (
 )
 from counterpoint.parallel.tensor.overlapped import Steps
 from counterpoint.parallel.tuned import FollowedTuning
+from counterpoint.tuned.choices import matmul_workload
 
 T = TypeVar("T")
 Mechanism = Literal["auto", "torch", "serial", "cuts", "flagged"]
