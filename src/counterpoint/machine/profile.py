@@ -114,7 +114,7 @@ class Disturbance(_Group, frozen=True, kw_only=True):
 
     compute_kept: Fraction  # speed of compute beside the collective, over its speed alone
     comm_kept: Annotated[float, Meta(gt=0, le=1)]  # speed of the collective beside compute, over its speed alone
-    # by operation, part of the shorter side that is hidden (pair/hidden.py), mean over launch orders; an operation
+    # by operation, part of the shorter side that is hidden (pair/together.py), mean over launch orders; an operation
     # that is missing counts as the mean of those given
     hidden: dict[Name, Annotated[float, Meta(ge=-10, le=1)]]
     copies: bool = True  # whether FSDP2 copies between its buffers and parameters

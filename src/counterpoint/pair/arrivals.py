@@ -18,7 +18,7 @@ from typing import Literal
 
 from counterpoint.errors import Misconfigured
 from counterpoint.machine.profile import Profile, default_profile
-from counterpoint.pair.row_curves import DTYPES, RowCurve
+from counterpoint.pair.curves import DTYPES, RowCurve
 from counterpoint.pair.sharded_rows import ShardedRows, Slabs, merged
 from counterpoint.pair.together import disturbance
 

@@ -21,9 +21,8 @@ from counterpoint.errors import Misconfigured
 from counterpoint.machine.occupancy import waves
 from counterpoint.machine.profile import Contention, Profile, default_profile
 from counterpoint.pair.curves import CommPoint, Curves
-from counterpoint.pair.hidden import overlap
 from counterpoint.pair.sm_split import SmLayout, SmSplit
-from counterpoint.pair.together import REDUCTIONS, Pair, occupation, play_order, reduced_us
+from counterpoint.pair.together import REDUCTIONS, Pair, overlap, play_order, reduced_us, sm_shares
 from counterpoint.records.measurement import Order
 
 Objective = Literal["mean", "worst"]
@@ -44,7 +43,7 @@ class Budget:
     comm_us: float  # the collective alone with the CTAs of this split
     together_us: dict[Order, float]  # both, by launch order
     objective_us: float  # the mean, or the worst, of `together_us`
-    hidden: float  # mean over orders; pair/hidden.py defines it
+    hidden: float  # mean over orders; pair/together.py defines it
     waves_alone: int  # of the GEMM with the most tiles, on all SMs
     waves_together: int  # of the same GEMM on the SMs that it has beside the collective
     fits: bool  # whether the collective starts beside a resident GEMM
@@ -111,7 +110,7 @@ def predict(
     here = structs.replace(
         known, comm_cluster=split.cga_cluster or known.comm_cluster, compute_loss=known.compute_loss * rate
     )
-    shares = occupation(kernels, comm.num_ctas, curves.layout, here)
+    shares = sm_shares(kernels, comm.num_ctas, curves.layout, here)
     left_us = _waiting_us(curves, collective, comm, replace(split, max_ctas=shares.waiting_ctas))
     ends = {
         order: play_order(order, kernels, comm.time_us, replace(shares, waiting_us=left_us), known) for order in orders
