@@ -15,6 +15,7 @@ from itertools import combinations, permutations
 from statistics import median
 from typing import Any
 
+from counterpoint.errors import Unsupported
 from counterpoint.machine.readings import Bandwidth, Cuda, CudaDevice, PairRate, ProbeFailed, ProbeUnavailable
 
 _NO_DEVICE = (100, 34)  # no GPU for this process; the stub library of the toolkit
@@ -29,6 +30,21 @@ MAX_PAIRS = 12
 _ROUNDS = 7
 _WARM_UPS = 2
 _COPIES_AT_ONCE = 4  # per GPU, so that those launched first still run when the last one starts
+
+
+def call_bindings(bindings: Any, name: str, *arguments: Any) -> Any:
+    """Return the result of the driver's function `name` without its error code: None, one value, or a tuple.
+
+    `bindings` is `cuda.bindings.driver`, which only processes with torch have, or stands in for it.
+
+    Raises:
+        Unsupported: the function failed.
+    """
+    error, *values = getattr(bindings, name)(*arguments)
+    if error:
+        said = getattr(error, "name", error)
+        raise Unsupported(f"{name} failed: {said}; the driver or GPU does not allow it, or an earlier call failed")
+    return values[0] if len(values) == 1 else tuple(values) or None
 
 
 class Driver:
