@@ -20,7 +20,6 @@ from counterpoint.machine.readings import Bandwidth, Cuda, CudaDevice, PairRate,
 
 _NO_DEVICE = (100, 34)  # no GPU for this process; the stub library of the toolkit
 _REFUSED = (2, 46)  # out of memory; held by another process in exclusive mode
-_PEER_ACCESS_ALREADY = 704
 _MOST_DEVICES = 1024  # more is no answer, and asking all of them would take days
 # CUdevice_attribute, cuda.h 13.0
 _NUM_SMS, _ASYNC_ENGINES, _STREAM_MEMORY_OPS_V1, _DMA_BUF, _MULTICAST = 16, 40, 92, 124, 132
@@ -73,7 +72,7 @@ class Driver:
             failed = ProbeUnavailable if code in _REFUSED else ProbeFailed
             raise failed(f"{name} failed: {(text.value or b'unknown error').decode(errors='replace')} ({code})")
 
-    def _get(self, kind: type[Any], name: str, *arguments: object) -> Any:
+    def get(self, kind: type[Any], name: str, *arguments: object) -> Any:
         """Return the value, of ctypes type `kind`, that a function of the driver writes through its first argument."""
         value = kind()
         self.call(name, byref(value), *arguments)
@@ -87,14 +86,14 @@ class Driver:
 
     def version(self) -> int:
         """Return the CUDA version that the driver supports, 13000 for 13.0."""
-        version: int = self._get(c_int, "cuDriverGetVersion")
+        version: int = self.get(c_int, "cuDriverGetVersion")
         if version <= 0:
             raise ProbeFailed(f"cuDriverGetVersion says {version}, which is no version of CUDA")
         return version
 
     def device_count(self) -> int:
         """Return the number of devices that CUDA_VISIBLE_DEVICES leaves."""
-        count: int = 0 if self.no_device else self._get(c_int, "cuDeviceGetCount")
+        count: int = 0 if self.no_device else self.get(c_int, "cuDeviceGetCount")
         if not 0 <= count <= _MOST_DEVICES:
             raise ProbeFailed(f"cuDeviceGetCount says {count}, which is no number of GPUs")
         return count
@@ -112,54 +111,15 @@ class Driver:
 
     def can_access(self, device: int, peer: int) -> bool:
         """Return whether `device` can map memory of `peer`."""
-        return bool(self._get(c_int, "cuDeviceCanAccessPeer", device, peer) == 1)
+        return bool(self.get(c_int, "cuDeviceCanAccessPeer", device, peer) == 1)
 
     def context(self, device: int) -> int:
         """Return the primary context of a device."""
-        return self._get(c_void_p, "cuDevicePrimaryCtxRetain", device) or 0
-
-    def free_bytes(self) -> int:
-        """Return the free memory of the current context's device."""
-        free, total = c_size_t(), c_size_t()
-        self.call("cuMemGetInfo_v2", byref(free), byref(total))
-        return free.value
+        return self.get(c_void_p, "cuDevicePrimaryCtxRetain", device) or 0
 
     def use(self, context: int) -> None:
         """Make `context` current for the calls that follow."""
         self.call("cuCtxSetCurrent", c_void_p(context))
-
-    def enable_peer(self, peer_context: int) -> None:
-        """Let the current context map the memory of another."""
-        code = self._function("cuCtxEnablePeerAccess")(c_void_p(peer_context), c_uint(0))
-        if code not in (0, _PEER_ACCESS_ALREADY):
-            self.call("cuCtxEnablePeerAccess", c_void_p(peer_context), c_uint(0))
-
-    def allocate(self, size_bytes: int) -> int:
-        """Allocate device memory in the current context and return its address."""
-        return int(self._get(c_uint64, "cuMemAlloc_v2", c_size_t(size_bytes)))
-
-    def stream(self) -> int:
-        """Create a stream that does not wait for the default stream."""
-        return self._get(c_void_p, "cuStreamCreate", c_uint(1)) or 0
-
-    def event(self) -> int:
-        """Create an event that records a time."""
-        return self._get(c_void_p, "cuEventCreate", c_uint(0)) or 0
-
-    def record(self, event: int, stream: int) -> None:
-        """Record `event` in `stream`."""
-        self.call("cuEventRecord", c_void_p(event), c_void_p(stream))
-
-    def elapsed_ms(self, start: int, end: int) -> float:
-        """Wait for the event `end` and return the time since the event `start`."""
-        self.call("cuEventSynchronize", c_void_p(end))
-        return float(self._get(c_float, "cuEventElapsedTime", c_void_p(start), c_void_p(end)))
-
-    def copy_peer(self, target: tuple[int, int], source: tuple[int, int], size_bytes: int, stream: int) -> None:
-        """Queue a copy from `source` to `target`, each given as (address, context)."""
-        (to, to_context), (start, start_context) = target, source
-        ends = (c_uint64(to), c_void_p(to_context), c_uint64(start), c_void_p(start_context))
-        self.call("cuMemcpyPeerAsync", *ends, c_size_t(size_bytes), c_void_p(stream))
 
 
 def read_cuda() -> Cuda:
@@ -191,10 +151,11 @@ def visible_gpus() -> tuple[str, ...]:
 
 def free_bytes(device: int) -> int:
     """Return the free memory of a GPU; raise `Unsupported` if it cannot be asked. Its context exists for that long."""
-    driver = Driver()
+    driver, free, total = Driver(), c_size_t(), c_size_t()
     driver.use(driver.context(device))
     try:
-        return driver.free_bytes()
+        driver.call("cuMemGetInfo_v2", byref(free), byref(total))
+        return free.value
     finally:
         driver.call("cuDevicePrimaryCtxRelease_v2", c_int(device))
 
@@ -232,7 +193,7 @@ def measure_bandwidth() -> Bandwidth:
         raise ProbeUnavailable(f"it takes two GPUs to copy between them; CUDA shows {count}")
     gpus = [_prepare(driver, device) for device in range(count)]
     _map_peers(driver, gpus)
-    directions = [way for a, b in choose_pairs(count, chance=random.Random()) for way in ((a, b), (b, a))]
+    directions = [each for a, b in choose_pairs(count, chance=random.Random()) for each in ((a, b), (b, a))]
     pairs = tuple(PairRate(source=a, target=b, gb_per_s=_rates(driver, gpus, [(a, b)], 1)[0]) for a, b in directions)
     rotation = tuple(_rotate(driver, gpus, shift) for shift in range(1, count))
     return Bandwidth(pairs=pairs, rotation=rotation)
@@ -243,11 +204,11 @@ def _prepare(driver: Driver, device: int) -> _CopyDevice:
     driver.use(context)
     return _CopyDevice(
         context=context,
-        stream=driver.stream(),
-        source=driver.allocate(SIZE_BYTES),
-        target=driver.allocate(SIZE_BYTES),
-        start=driver.event(),
-        end=driver.event(),
+        stream=driver.get(c_void_p, "cuStreamCreate", c_uint(1)),  # it does not wait for the default stream
+        source=driver.get(c_uint64, "cuMemAlloc_v2", c_size_t(SIZE_BYTES)),
+        target=driver.get(c_uint64, "cuMemAlloc_v2", c_size_t(SIZE_BYTES)),
+        start=driver.get(c_void_p, "cuEventCreate", c_uint(0)),  # it records a time
+        end=driver.get(c_void_p, "cuEventCreate", c_uint(0)),
     )
 
 
@@ -257,34 +218,38 @@ def _map_peers(driver: Driver, gpus: list[_CopyDevice]) -> None:
         driver.use(gpu.context)
         for other, peer in enumerate(gpus):
             if mine != other and driver.can_access(mine, other):
-                driver.enable_peer(peer.context)
+                driver.call("cuCtxEnablePeerAccess", c_void_p(peer.context), c_uint(0))
 
 
 def _rotate(driver: Driver, gpus: list[_CopyDevice], shift: int) -> PairRate:
-    ways = [(source, (source + shift) % len(gpus)) for source in range(len(gpus))]
-    rates = _rates(driver, gpus, ways, _COPIES_AT_ONCE)
+    pairs = [(source, (source + shift) % len(gpus)) for source in range(len(gpus))]
+    rates = _rates(driver, gpus, pairs, _COPIES_AT_ONCE)
     slowest = min(range(len(gpus)), key=lambda index: rates[index])
-    return PairRate(source=ways[slowest][0], target=ways[slowest][1], gb_per_s=rates[slowest])
+    return PairRate(source=pairs[slowest][0], target=pairs[slowest][1], gb_per_s=rates[slowest])
 
 
-def _rates(driver: Driver, gpus: list[_CopyDevice], ways: list[tuple[int, int]], copies: int) -> list[float]:
-    """Return the GB/s of each (source, target) in `ways` while all of them copy at once, each pushed by its source."""
-    times: list[list[float]] = [[] for _ in ways]
+def _rates(driver: Driver, gpus: list[_CopyDevice], pairs: list[tuple[int, int]], copies: int) -> list[float]:
+    """Return the GB/s of each (source, target) while all of them copy at once, each pushed by its source."""
+    times: list[list[float]] = [[] for _ in pairs]
     for round_ in range(_WARM_UPS + _ROUNDS):
-        for source, target in ways:
+        for source, target in pairs:
             _push(driver, gpus[source], gpus[target], copies)
-        for index, (source, _) in enumerate(ways):
-            driver.use(gpus[source].context)
-            elapsed = driver.elapsed_ms(gpus[source].start, gpus[source].end)
+        for index, (source, _) in enumerate(pairs):
+            gpu = gpus[source]
+            driver.use(gpu.context)
+            driver.call("cuEventSynchronize", c_void_p(gpu.end))
+            elapsed_ms = driver.get(c_float, "cuEventElapsedTime", c_void_p(gpu.start), c_void_p(gpu.end))
             if round_ >= _WARM_UPS:
-                times[index].append(elapsed)
-    return [copies * SIZE_BYTES / median(of_way) / 1e6 for of_way in times]
+                times[index].append(elapsed_ms)
+    return [copies * SIZE_BYTES / median(of_pair) / 1e6 for of_pair in times]
 
 
 def _push(driver: Driver, source: _CopyDevice, target: _CopyDevice, copies: int) -> None:
+    """Queue copies from one GPU to another, between the two events of the source."""
     driver.use(source.context)
-    driver.record(source.start, source.stream)
+    stream = c_void_p(source.stream)
+    driver.call("cuEventRecord", c_void_p(source.start), stream)
+    to, start = (c_uint64(target.target), c_void_p(target.context)), (c_uint64(source.source), c_void_p(source.context))
     for _ in range(copies):
-        ends = (target.target, target.context), (source.source, source.context)
-        driver.copy_peer(*ends, SIZE_BYTES, source.stream)
-    driver.record(source.end, source.stream)
+        driver.call("cuMemcpyPeerAsync", *to, *start, c_size_t(SIZE_BYTES), stream)
+    driver.call("cuEventRecord", c_void_p(source.end), stream)

@@ -20,7 +20,7 @@ from counterpoint.errors import printable
 from counterpoint.machine.driver import measure_bandwidth, read_cuda
 from counterpoint.machine.nvml import read_nvml
 from counterpoint.machine.readings import ProbeFailed, ProbeUnavailable
-from counterpoint.machine.software import read_nccl, read_torch_runtime
+from counterpoint.machine.system import read_nccl, read_torch_runtime
 from counterpoint.records import Record
 
 PROBES: dict[str, Callable[[], Record]] = {

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from counterpoint.errors import Misconfigured, printable
-from counterpoint.machine.read_file import parse_toml, read_text
+from counterpoint.read_file import parse_toml, read_text
 from counterpoint.records.toml import toml_table
 from counterpoint.records.tuning import TUNING_SCHEMA, Tuned
 from counterpoint.tuned.choices import check_choices

@@ -18,7 +18,7 @@ from counterpoint.machine.driver import MAX_PAIRS, Driver, choose_pairs
 from counterpoint.machine.nvml import CLOCK_REASONS, read_nvml
 from counterpoint.machine.probe import Answer
 from counterpoint.machine.readings import Cuda, NvLink, ProbeFailed, ProbeUnavailable, Readings
-from counterpoint.machine.software import nccl_version, read_torch_files
+from counterpoint.machine.system import nccl_version, read_torch_files
 
 
 @pytest.mark.parametrize("gpus", [2, 3, 4, 8, 15, 16, 72])

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from counterpoint.machine.checks.verdict import and_so_on, fine, not_seen, problem, warning
+from counterpoint.machine.checks import and_so_on, fine, not_seen, problem, warning
 from counterpoint.machine.readings import GpuReading, Readings
 from counterpoint.records.machine import Check
 

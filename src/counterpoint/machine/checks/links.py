@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from statistics import median
 
-from counterpoint.machine.checks.verdict import and_so_on, fine, not_seen, problem, warning
+from counterpoint.machine.checks import and_so_on, fine, not_seen, problem, warning
 from counterpoint.machine.readings import Bandwidth, GpuReading, PairRate, RdmaPort, Readings
 from counterpoint.records.machine import Check
 
