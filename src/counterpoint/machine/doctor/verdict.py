@@ -1,8 +1,4 @@
-"""Judge the readings of a machine: what stands in the way of overlap, what it means and how to fix it.
-
-One file per subject (gpus, links, software); `machine/checkup.py` runs them all. Checks are functions of `Readings`.
-Their records are made here, so that texts from outside are safe to print.
-"""
+"""Make the records of checks: the one place where texts from outside become safe to print."""
 
 from __future__ import annotations
 

@@ -17,7 +17,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from counterpoint.machine.readings import Nccl, NetPort, ProbeUnavailable, RdmaPort, Software, System, TorchRuntime
+from counterpoint.machine.doctor.readings import Nccl, NetPort, RdmaPort, Software, System, TorchRuntime
+from counterpoint.machine.driver import ProbeUnavailable
 
 _MAX_BYTES = 64 << 10
 _NVIDIA = "0x10de"

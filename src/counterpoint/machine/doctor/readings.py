@@ -8,16 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from counterpoint.errors import Unsupported
 from counterpoint.records import Record
-
-
-class ProbeUnavailable(Unsupported):
-    """Says that a probe cannot read anything here; its text names what is missing."""
-
-
-class ProbeFailed(ProbeUnavailable):
-    """Says that a driver or library that a probe asked failed or gave nonsense; its text says how."""
 
 
 class NvLink(Record, frozen=True, kw_only=True):
