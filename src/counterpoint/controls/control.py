@@ -62,7 +62,7 @@ class Control(ABC):
         """Set fields of `torch.distributed.ProcessGroupNCCL.Options` before the process group is made."""
 
     def evidence(self, *, asked: str, seen: str, took_effect: bool) -> Evidence:
-        """Return what `verify` found, under the name of this control."""
+        """Return the evidence of `verify`, under the name of this control."""
         return Evidence(control=self.name, asked=asked, seen=seen, took_effect=took_effect)
 
     @contextmanager

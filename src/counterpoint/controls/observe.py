@@ -102,7 +102,7 @@ def _observed(
 
 
 def _profiled(launch: Callable[[], None], device: Any, streams: Sequence[Any]) -> list[ProfilerEvent]:
-    """Return GPU events of `device`: first one memset for each of `streams`, in their order, then those of `launch`."""
+    """Return GPU events of `device`: first one memset for each of `streams`, in their order, then all of `launch`."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -171,12 +171,12 @@ def with_clusters(found: tuple[Launched, ...], captured: tuple[CapturedKernel, .
 
 
 def see(lanes: Lanes, *, without: Lanes, device: Any, clusters: bool = False) -> Observation:
-    """Return what ran of a pair with a control and without it, for `Control.verify`; see `see_all`."""
+    """Return the observation of one pair for `Control.verify`; see `see_all`."""
     return see_all([lanes], without=without, device=device, clusters=clusters)[0]
 
 
 def see_all(pairs: Sequence[Lanes], *, without: Lanes, device: Any, clusters: bool = False) -> list[Observation]:
-    """Return what ran of each pair, and of the pair without a control, all under one profiler. All ranks call it.
+    """Return the kernels and copies of each pair, with and without controls, under one profiler. All ranks call it.
 
     Args:
         pairs: as the controls gave them, while they are applied.
@@ -251,7 +251,7 @@ def verified(
 
 
 def _of_ranks(mine: list[Evidence], group: Any) -> list[list[Evidence]]:
-    """Return every rank's evidence, so that all ranks come to the same verdict."""
+    """Return every rank's evidence, so that all ranks come to one verdict."""
     if group is None:
         return [mine]
     import torch.distributed as dist

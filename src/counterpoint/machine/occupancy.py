@@ -35,14 +35,14 @@ class SmLimits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Footprint:
-    """Holds what one block of a kernel takes of an SM."""
+    """Holds the threads, registers and shared memory that one block of a kernel takes."""
 
     threads: int
     regs_per_thread: int
     smem_bytes: int  # static + dynamic
 
     def most_on(self, sm: SmLimits) -> int:
-        """Return how many such blocks fit on one SM at once, at least 1."""
+        """Return how many blocks of this kernel fit on one SM at once, at least 1."""
         return blocks_per_sm(
             threads=self.threads, regs_per_thread=self.regs_per_thread, smem_bytes=self.smem_bytes, sm=sm
         )

@@ -33,11 +33,8 @@ FREE_SMS = (0, 4, 8, 12, 16)  # that a GEMM may leave; cuBLAS' blocks come in pa
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """Holds a division of SMs and what it is predicted to cost. Times in µs."""
+    """Holds a division of SMs and its predicted times in µs."""
 
-    workload: str  # the pair: computation, collective, bytes of the full array
-    collective: str
-    size_bytes: int
     split: SmSplit  # the division
     compute_us: float  # the GEMM alone with the SMs of this split
     comm_us: float  # the collective alone with the CTAs of this split
@@ -118,9 +115,6 @@ def predict(
     alone_us, longest = gemm.time_us(curves.layout.num_sms), max(kernels, key=lambda kernel: kernel.tiles)
     beside = longest.num_sms if shares.fits else min(longest.num_sms, shares.sms_beside)
     return Budget(
-        workload=workload,
-        collective=collective,
-        size_bytes=size_bytes,
         split=split,
         compute_us=gemm.time_us(num_sms),
         comm_us=comm.time_us,

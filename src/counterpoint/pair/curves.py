@@ -1,4 +1,4 @@
-"""Interpolate between measured points what each side of a pair costs alone.
+"""Interpolate the time of each side of a pair alone between measured points.
 
 `GemmCurve`  GEMMs by number of SMs. Between two points it follows the steps of the waves, not a straight line.
 `CommCurve`  a collective by bytes, one curve for each number of CTAs and cluster size. latency + bytes / bandwidth
@@ -65,7 +65,7 @@ class GemmCurve:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommPoint:
-    """Holds the time of a collective alone; `num_ctas` is what NCCL used, below its limit for small arrays."""
+    """Holds the time of a collective alone, and the CTAs that NCCL used: below its limit for small arrays."""
 
     size_bytes: int  # of the full array
     time_us: float
@@ -247,7 +247,7 @@ class RowCurve:
         _dtype(self.dtype)
 
     def us(self, rows: int) -> float:
-        """Return the µs of so many rows: between two points on their line, beyond the last one in proportion.
+        """Return the µs of a number of rows: between two points on their line, beyond the last one in proportion.
 
         Fewer rows than at the first point take as long as that: at most a tile of them is missing if it is one tile.
 

@@ -54,7 +54,7 @@ class Cuts:
 
 
 def cut(task: ShardedMatmul, rank: int, profile: Profile | None = None) -> Cuts:
-    """Return the cuts of a rank with the least predicted time, but for those that are not worth it (`WORTH`).
+    """Return the cuts of a rank with the least predicted time, without cuts that are not worth their launch (`WORTH`).
 
     Pieces begin and end at tiles of a slab, or at its end; where there would be over `MAX_CELLS` tiles, at several.
     """
@@ -97,7 +97,7 @@ class RowAxis:
         return tuple(sorted({0, own, len(self.cells)}))
 
     def cost_us(self, rows: int) -> float:
-        """Return the µs of so many consecutive rows, alone."""
+        """Return the µs of a number of consecutive rows, alone."""
         if rows not in self._known_us:
             self._known_us[rows] = sum(curve.us(rows) + self._launch_us for curve in self.task.curves)
         return self._known_us[rows]
@@ -173,7 +173,7 @@ class RowAxis:
         return index if complete else index - 1
 
     def _fewer(self, bounds: list[int], us: float) -> list[int]:
-        """Return the bounds without those that are not worth it: `us` is the least time."""
+        """Return the bounds without the bounds that save too little: `us` is the least time."""
         for bound in bounds[1:-1]:
             without = [each for each in bounds if each != bound]
             if self.end_us(without) <= us * (1 + WORTH):

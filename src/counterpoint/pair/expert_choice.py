@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from counterpoint.errors import Misconfigured
@@ -86,19 +86,18 @@ class ExpertPlan:
     mechanism: ExchangeMechanism
     predicted_us: Mapping[ExchangeMechanism, float]  # dispatch, combine and what runs beside them; of all mechanisms
     why: str  # one sentence
-    assumed: str = field(compare=False)  # what no figure of this call says
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Parts:
-    """Holds what a mechanism does, alone: µs of kernels, and of transport by PyTorch's name of the collective."""
+    """Holds the times of a mechanism alone: µs of kernels, and of transport by PyTorch's name of the collective."""
 
     kernels_us: float
     comms: tuple[tuple[str, float], ...]
 
     @property
     def alone_us(self) -> float:
-        """Return the µs of all of it."""
+        """Return the µs of kernels and transport together."""
         return self.kernels_us + sum(us for _, us in self.comms)
 
 
@@ -144,20 +143,15 @@ def choose_expert(
     left = _why_left(task, chosen, profile) if chosen != "torch" and "torch" in allowed else None
     if left is not None:
         chosen, why = "torch", left
-    return ExpertPlan(
-        mechanism=chosen,
-        predicted_us=predicted,
-        why=why,
-        assumed=f"the rank with the most rows has {task.imbalance:g} times the mean, the host is ahead, all ranks "
-        "begin together, and kernels of dispatch and combine do not run beside others",
-    )
+    return ExpertPlan(mechanism=chosen, predicted_us=predicted, why=why)
 
 
 def _why_left(task: ExpertExchange, chosen: ExchangeMechanism, profile: Profile) -> str | None:
     """Return why torch makes an exchange for which `chosen` is predicted to be faster; None if it does not."""
     if not task.beside_us and task.top_k <= task.ranks:
         return f"with top_k={task.top_k} on {task.ranks} ranks and nothing beside it none of ours was measured to win"
-    alone_us, empty_us = parts_us(task, chosen, profile), parts_us(replace(task, tokens=0), chosen, profile)
+    alone = replace(task, beside_us=0.0)
+    alone_us, empty_us = (predicted_us(each, chosen, profile) for each in (alone, replace(alone, tokens=0)))
     if empty_us <= FIXED * alone_us:
         return None
     few = f"{task.tokens:,} tokens are too few for {chosen}"
@@ -175,13 +169,8 @@ def predicted_us(task: ExpertExchange, mechanism: ExchangeMechanism, profile: Pr
     return parts.kernels_us + kept_us(task.beside_us, parts.comms, kept, persistent=persistent)
 
 
-def parts_us(task: ExpertExchange, mechanism: ExchangeMechanism, profile: Profile | None = None) -> float:
-    """Return the µs of a dispatch and a combine with nothing beside them."""
-    return _PARTS[mechanism](task, profile or default_profile()).alone_us
-
-
 def _torch(task: ExpertExchange, profile: Profile) -> _Parts:
-    """Return what NCCL's all_to_all takes: the counts, the wait of the host for them, and the rows both ways."""
+    """Return the times by NCCL's all_to_all: the counts, the wait of the host for them, and the rows both ways."""
     rates = profile.nccl_rates
     crossing = task.most_rows * task.row_bytes * (task.ranks - 1) / task.ranks
     rows_us = rates.latency_us + crossing / rates.bus_gb_per_s["all_to_all"] / 1000
@@ -190,14 +179,14 @@ def _torch(task: ExpertExchange, profile: Profile) -> _Parts:
 
 
 def _slabs(task: ExpertExchange, profile: Profile) -> _Parts:
-    """Return what copies of a fixed size take, and as many rounds as the rank with the most rows needs."""
+    """Return the times of copies of a fixed size, in the rounds that the rank with the most rows needs."""
     rounds = math.ceil(task.imbalance / task.capacity_factor)
     rows_us = rounds * _copied_us(task, task.mean_rows * task.capacity_factor / task.ranks, profile)
     return _Parts(kernels_us=_repacked_us(task, profile), comms=(("all_to_all", 2 * rows_us),))
 
 
 def _gather(task: ExpertExchange, profile: Profile) -> _Parts:
-    """Return what it takes to bring all tokens to all ranks, and the sums of the local experts back to each."""
+    """Return the times to bring all tokens to all ranks, and the sums of the local experts back to each."""
     rows, tokens = task.most_rows, task.ranks * task.tokens
     kernels_us = _streamed_us(2 * rows, task, profile) + _streamed_us(rows + tokens, task, profile)
     routing_us = 3 * profile.rates.kernel_us + _copied_us(task, 8 * task.tokens * task.top_k / task.row_bytes, profile)
@@ -222,12 +211,12 @@ def _repacked_us(task: ExpertExchange, profile: Profile) -> float:
 
 
 def _streamed_us(rows: float, task: ExpertExchange, profile: Profile) -> float:
-    """Return the µs of a kernel that reads and writes so many rows."""
+    """Return the µs of a kernel that reads and writes `rows` rows in all."""
     return profile.rates.kernel_us + rows * task.row_bytes / profile.sums.memory_gb_per_s / 1000
 
 
 def _copied_us(task: ExpertExchange, rows: float, profile: Profile) -> float:
-    """Return the µs of copies of so many rows to each of the other ranks, one after another."""
+    """Return the µs of copies of `rows` rows to each of the other ranks, one after another."""
     rates = profile.rates
     bytes_per_us = 1000 * min(rates.push_gb_per_s, rates.link_gb_per_s)
     copy_us = rates.copy_us + rows * task.row_bytes / bytes_per_us + rates.batch_us

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from counterpoint.errors import Misconfigured
@@ -38,7 +38,6 @@ class MatmulPlan:
     hiding: Hiding
     estimated: bool  # a curve was not measured
     why: str  # one sentence
-    assumed: str = field(compare=False)  # what no figure of this call says
 
 
 def choose_matmul(
@@ -81,7 +80,7 @@ def choose_matmul(
     best_us = min(predicted.values())
     chosen = next(name for name in MATMUL_MECHANISMS if (1 - MARGIN) * predicted.get(name, math.inf) <= best_us)
     axis = first if rank == 0 else RowAxis(task, rank, profile)
-    known, estimated = hiding_of(task, profile), any(curve.estimated for curve in task.curves)
+    known = hiding_of(task, profile)
     times = ", ".join(f"{name} {us:,.0f}" for name, us in predicted.items())
     host = "" if predicted == by_gpu else ", as long as the host needs or longer"
     return MatmulPlan(
@@ -92,10 +91,8 @@ def choose_matmul(
         alone_us=task.alone_us,
         comm_us=comm_us,
         hiding=known,
-        estimated=estimated,
+        estimated=any(curve.estimated for curve in task.curves),
         why=f"{chosen} is the simplest within {MARGIN:.0%} of the best of {times} µs{host}; {known.why}",
-        assumed=f"matmuls keep {first.kept:.1%} of their speed for {first.busy_us:,.0f} µs of communication, all ranks "
-        f"begin together{', and the time of the matmul is estimated, not measured' if estimated else ''}",
     )
 
 

@@ -94,7 +94,7 @@ def model_for(pair: Pair) -> Model:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OverlapRatios:
-    """Holds what overlap was worth to one pair, measured or predicted, by the equations of this module."""
+    """Holds the gain of overlap for one pair, measured or predicted, by the equations of this module."""
 
     serial_us: float
     ideal_us: float
@@ -103,7 +103,7 @@ class OverlapRatios:
 
 
 def overlap(*, compute_us: float, comm_us: float, both_us: float, order: Order, head_us: float) -> OverlapRatios:
-    """Return what overlap was worth, from g (`compute_us`), c (`comm_us`), T (`both_us`) and h (`head_us`)."""
+    """Return the gain of overlap, from g (`compute_us`), c (`comm_us`), T (`both_us`) and h (`head_us`)."""
     waiting_compute = compute_us + (head_us if order == "comm_first" else 0.0)
     waiting_comm = comm_us + (head_us if order == "compute_first" else 0.0)
     serial = compute_us + comm_us + (head_us if order != "together" else 0.0)

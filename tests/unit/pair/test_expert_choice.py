@@ -13,9 +13,9 @@ from counterpoint.machine.profile import default_profile
 from counterpoint.pair.expert_choice import (
     CAPTURED,
     EXCHANGE_MECHANISMS,
+    ExchangeMechanism,
     ExpertExchange,
     choose_expert,
-    parts_us,
     predicted_us,
 )
 
@@ -32,6 +32,11 @@ EXCHANGES = st.builds(
     beside_us=st.floats(0, 20_000),
     imbalance=st.floats(1, 2),
 )
+
+
+def alone_us(layer: ExpertExchange, mechanism: ExchangeMechanism) -> float:
+    """The time of a dispatch and a combine with nothing beside them."""
+    return predicted_us(replace(layer, beside_us=0.0), mechanism)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -83,7 +88,7 @@ def test_no_mechanism_that_is_predicted_to_lose_is_chosen(layer: ExpertExchange)
 def test_hiding_never_costs_more_than_one_after_the_other(layer: ExpertExchange) -> None:
     """Beside compute an exchange takes no less than alone, and no more than both in turn."""
     for name in EXCHANGE_MECHANISMS:
-        both, alone = predicted_us(layer, name), parts_us(layer, name)
+        both, alone = predicted_us(layer, name), alone_us(layer, name)
         assert max(alone, layer.beside_us) - 1e-6 <= both <= alone + layer.beside_us + 1e-6
 
 
@@ -91,7 +96,7 @@ def test_hiding_never_costs_more_than_one_after_the_other(layer: ExpertExchange)
 def test_more_tokens_take_longer(layer: ExpertExchange, more: int) -> None:
     """Of every mechanism, alone."""
     for name in EXCHANGE_MECHANISMS:
-        assert parts_us(replace(layer, tokens=layer.tokens + more), name) > parts_us(layer, name)
+        assert alone_us(replace(layer, tokens=layer.tokens + more), name) > alone_us(layer, name)
 
 
 def test_a_graph_gets_a_mechanism_without_the_host() -> None:
@@ -124,14 +129,14 @@ def test_the_same_figures_give_the_same_choice() -> None:
 def test_routing_to_one_rank_does_not_lengthen_a_gather() -> None:
     """It gathers all tokens anyway: only its kernels have more rows, and one rank of torch gets many more."""
     skewed = replace(QWEN, imbalance=2.0)
-    longer = {name: parts_us(skewed, name) - parts_us(QWEN, name) for name in EXCHANGE_MECHANISMS}
+    longer = {name: alone_us(skewed, name) - alone_us(QWEN, name) for name in EXCHANGE_MECHANISMS}
     assert longer["gather"] < 0.35 * longer["torch"]
 
 
 @pytest.mark.parametrize(("layer", "measured_us"), [(QWEN, 130), (replace(MIXTRAL, ranks=2), 220)])
 def test_the_gather_takes_what_was_measured(layer: ExpertExchange, measured_us: float) -> None:
     """A whole exchange holds a gather of 2 H200 (2026-11-22), and its bytes back: within a quarter of twice that."""
-    kernels_us = parts_us(layer, "gather") - 2 * measured_us
+    kernels_us = alone_us(layer, "gather") - 2 * measured_us
     rows = 4 * layer.most_rows + (3 * layer.ranks + 1) * layer.tokens
     streamed_us = rows * layer.row_bytes / default_profile().sums.memory_gb_per_s / 1000
     assert kernels_us == pytest.approx(streamed_us, abs=0.25 * 2 * measured_us)

@@ -33,7 +33,7 @@ R = TypeVar("R", bound=Record)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Probing:
-    """Runs probes, and keeps the reasons of those that gave no reading."""
+    """Runs probes, and collects the reasons why some of them gave no reading."""
 
     limit_s: float
     tell: Callable[[str], None]

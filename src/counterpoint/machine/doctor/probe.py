@@ -38,7 +38,7 @@ _PACKAGE_ROOT = Path(__file__).resolve().parents[3]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """Holds what a child printed, or why it printed nothing."""
+    """Holds the output of a child process, or the reason why there is none."""
 
     output: bytes | None
     reason: str | None = None

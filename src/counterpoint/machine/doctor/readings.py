@@ -1,4 +1,4 @@
-"""Hold what a machine says about itself: frozen readings, before anything is judged. Unknown is None, never a guess.
+"""Hold the readings of a machine, before anything is judged. Unknown is None, never a guess.
 
 A probe runs in a child process and prints one of these as JSON, or raises `ProbeUnavailable`; `checkup.examine` turns
 all of them into checks.
@@ -128,7 +128,7 @@ class NetPort(Record, frozen=True, kw_only=True):
 
 
 class System(Record, frozen=True, kw_only=True):
-    """Holds what /sys, /proc and /etc say."""
+    """Holds the readings of /sys, /proc and /etc."""
 
     modules: tuple[str, ...] | None = None
     open_driver: bool | None = None  # the open kernel module of NVIDIA
