@@ -24,15 +24,15 @@ from counterpoint.machine.matmul import matmul_math_us
 from counterpoint.machine.profile import Profile, shipped_profile
 from counterpoint.measurement.dependent import EXPERT_LAYERS, ExpertLayer
 from counterpoint.measurement.suites import EXPERT_TOKENS
-from counterpoint.pair.expert_choice import MECHANISMS, ExpertExchange, ExpertPlan, choose_expert
+from counterpoint.pair.expert_choice import EXCHANGE_MECHANISMS, ExpertExchange, ExpertPlan, choose_expert
 
 __all__ = ["experts_us"]
 
 RANKS = (2, 4, 8)
 LAYERS = tuple(name for name in EXPERT_LAYERS if name != "tiny")
 COLUMNS = (
-    "layer", "ranks", "tokens", "experts µs", *(f"{name} µs" for name in MECHANISMS), "alone",
-    *(f"+ {name}" for name in MECHANISMS), "beside", "× torch, serial", "hidden",
+    "layer", "ranks", "tokens", "experts µs", *(f"{name} µs" for name in EXCHANGE_MECHANISMS), "alone",
+    *(f"+ {name}" for name in EXCHANGE_MECHANISMS), "beside", "× torch, serial", "hidden",
 )  # fmt: skip
 
 
@@ -78,8 +78,8 @@ def lines(args: argparse.Namespace, profile: Profile) -> Iterator[list[str]]:
                 hidden = (serial_us - both_us) / min(compute_us, alone.predicted_us[beside.mechanism])
                 yield [
                     name, str(ranks), str(tokens), f"{compute_us:,.0f}",
-                    *(f"{alone.predicted_us[one]:,.0f}" for one in MECHANISMS), alone.mechanism,
-                    *(f"{beside.predicted_us[one] - compute_us:,.0f}" for one in MECHANISMS), beside.mechanism,
+                    *(f"{alone.predicted_us[one]:,.0f}" for one in EXCHANGE_MECHANISMS), alone.mechanism,
+                    *(f"{beside.predicted_us[one] - compute_us:,.0f}" for one in EXCHANGE_MECHANISMS), beside.mechanism,
                     f"{(compute_us + alone.predicted_us['torch']) / both_us:.2f}", f"{hidden:.2f}",
                 ]  # fmt: skip
 

@@ -22,8 +22,7 @@ from occupancy_workloads import Workload, gemm
 from provenance import gpu_provenance, write_result
 
 from counterpoint.controls.control import call_driver
-from counterpoint.controls.occupancy import OccupancyShaping
-from counterpoint.controls.occupancy_shape import device_limits
+from counterpoint.controls.occupancy import OccupancyShaping, device_limits
 from counterpoint.machine.occupancy import Footprint, SmLimits, blocks_beside
 
 NUM_GUESTS, GUEST_LIFE_NS = 24, 800_000

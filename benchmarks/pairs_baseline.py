@@ -17,7 +17,7 @@ from statistics import fmean
 from provenance import provenance, read_measurement, write_result
 from tables import print_table
 
-from counterpoint.pair.hidden import overlap
+from counterpoint.pair.together import overlap
 from counterpoint.records.measurement import Row
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from counterpoint.pair.hidden import overlap, pair_class
+from counterpoint.pair.together import overlap, pair_class
 from counterpoint.records.measurement import BlockRow, Order, Row, Timing
 
 __all__ = ["SyntheticMachine"]

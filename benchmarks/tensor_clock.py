@@ -24,8 +24,8 @@ from tables import print_table
 from counterpoint.machine.profile import Profile, shipped_profile
 from counterpoint.measurement.suites import GATHERED_MATMULS
 from counterpoint.pair.arrivals import ShardedMatmul, TensorOperation
-from counterpoint.pair.matmul_choice import MECHANISMS, MatmulPlan, choose_matmul
-from counterpoint.pair.row_curves import RowCurve, estimated_curve
+from counterpoint.pair.curves import RowCurve, estimated_curve
+from counterpoint.pair.matmul_choice import MATMUL_MECHANISMS, MatmulPlan, choose_matmul
 
 __all__ = ["DTYPE", "Layer", "layers"]
 
@@ -34,7 +34,19 @@ RANKS = (2, 4, 8)
 ROWS = (2048, 4096, 8192, 16384, 32768)
 LLAMAS = {"8B": (4096, 14336), "70B": (8192, 28672), "405B": (16384, 53248)}  # hidden size, and that of the MLP
 KV_COLUMNS = 2 * 8 * 128  # keys and values: 8 heads of 128 each
-COLUMNS = ("matmul", "collective", "rows", "n", "k", "ranks", "hides", "alone µs", *MECHANISMS, "chosen", "cuts, rows")
+COLUMNS = (
+    "matmul",
+    "collective",
+    "rows",
+    "n",
+    "k",
+    "ranks",
+    "hides",
+    "alone µs",
+    *MATMUL_MECHANISMS,
+    "chosen",
+    "cuts, rows",
+)
 CurveOf = Mapping[tuple[int, int], RowCurve]
 
 
@@ -92,7 +104,8 @@ def plan_of(layer: Layer, curve: RowCurve, profile: Profile, factor: float | Non
 def line_of(layer: Layer, plan: MatmulPlan) -> list[str]:
     """The line of the table."""
     shares = [
-        f"{plan.alone_us / plan.predicted_us[name]:.0%}" if name in plan.predicted_us else "" for name in MECHANISMS
+        f"{plan.alone_us / plan.predicted_us[name]:.0%}" if name in plan.predicted_us else ""
+        for name in MATMUL_MECHANISMS
     ]
     sizes = ("all_gather" if layer.operation == "all_gather_matmul" else "reduce_scatter", str(layer.rows))
     cuts = " ".join(str(piece.rows) for piece in plan.pieces) if plan.mechanism == "cuts" else ""
@@ -106,7 +119,7 @@ def summary(plans: Sequence[MatmulPlan]) -> Iterator[str]:
     """Sentences: of those that can hide and those that cannot, how near each execution comes to the matmul alone."""
     for hides in (True, False):
         some = [plan for plan in plans if plan.hiding.hides == hides]
-        for name in MECHANISMS:
+        for name in MATMUL_MECHANISMS:
             shares = sorted(plan.alone_us / plan.predicted_us[name] for plan in some if name in plan.predicted_us)
             if shares:
                 near = sum(share >= 0.97 for share in shares)

@@ -26,8 +26,8 @@ from msgspec.structs import replace
 from provenance import gpu_provenance, provenance, write_result
 from tables import print_table
 
-from counterpoint.pair.tuned_file import tuned_toml
 from counterpoint.records.tuning import LEAVE, Tuned, TunedPair
+from counterpoint.tuned.file import tuned_toml
 from counterpoint.tuning.exporters import variables_of
 from counterpoint.tuning.script.api import ScriptComparison, record_script, tune_script
 from counterpoint.tuning.script.command import parse_command

@@ -11,6 +11,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -19,6 +20,7 @@ from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.machine.profile import Profile
 from counterpoint.measurement.session import Session
+from counterpoint.pair import cuts as pair_cuts
 from counterpoint.pair.arrivals import ShardedMatmul
 from counterpoint.pair.cuts import Cuts, RowAxis
 from counterpoint.parallel import group as rank_groups
@@ -85,8 +87,10 @@ def cut_anywhere(seed: int) -> Any:
     """Calls in pieces are cut anywhere, at random."""
     draw = random.Random(seed)
 
-    def anywhere(task: ShardedMatmul, rank: int, profile: Profile, *, grid_rows: int | None = None) -> Cuts:
-        axis = RowAxis.of(task, rank, profile, draw.choice([1, 2, 3, 5]), None)
+    def anywhere(task: ShardedMatmul, rank: int, profile: Profile) -> Cuts:
+        chip = msgspec.structs.replace(profile.chip, matmul_tile=(draw.choice([1, 2, 3, 5]), 1))
+        with patch.object(pair_cuts, "MAX_CELLS", task.rows):
+            axis = RowAxis(task, rank, msgspec.structs.replace(profile, chip=chip))
         inside = range(1, len(axis.cells))
         bounds = sorted(draw.sample(inside, min(len(inside), draw.randint(0, 6))))
         return Cuts(pieces=axis.pieces([0, *bounds, len(axis.cells)]), us=1.0)

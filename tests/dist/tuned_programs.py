@@ -22,7 +22,6 @@ from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.errors import CounterpointError
 from counterpoint.measurement.session import Session
-from counterpoint.pair.tuned_file import tuned_toml
 from counterpoint.parallel.expert import modules as expert_modules
 from counterpoint.parallel.options import DdpOptions, ExpertOptions, OverlapOptions
 from counterpoint.parallel.overlap import Overlap, overlap
@@ -31,6 +30,7 @@ from counterpoint.parallel.tensor import TensorOptions
 from counterpoint.parallel.tensor.group import tensor_group
 from counterpoint.parallel.tuned import VARIABLE, this_machine
 from counterpoint.records.tuning import LEAVE, Tuned, TunedPair
+from counterpoint.tuned.file import tuned_toml
 from tests.dist import expert_parallel_programs, tensor_parallel_programs
 from tests.dist.fsdp_software_gpu_programs import on_software_gpu
 from tests.support.example_tuned import example_tuned

@@ -12,8 +12,8 @@ import pytest
 import torch
 from msgspec.structs import asdict, replace
 
-from counterpoint.pair.tuned_file import tuned_toml
 from counterpoint.records.tuning import LEAVE, StepPair, Tuned, TunedPair
+from counterpoint.tuned.file import tuned_toml
 from counterpoint.tuning.exporters import export
 from counterpoint.tuning.from_trace import pairs_of_traces
 from tests.support.example_tuned import example_tuned, tuned_pair

@@ -112,9 +112,9 @@ def function() -> Any:
 
 
 def shaper(blocks_per_sm: int) -> Any:
-    from counterpoint.controls.occupancy_shape import Shaper, Wanted
+    from counterpoint.controls.occupancy import OccupancyShaping, Shaper
 
-    return Shaper(Wanted(blocks_per_sm=blocks_per_sm))
+    return Shaper(OccupancyShaping(blocks_per_sm=blocks_per_sm))
 
 
 def test_the_most_of_one_block_is_the_drivers_own(function: Any) -> None:
@@ -122,7 +122,7 @@ def test_the_most_of_one_block_is_the_drivers_own(function: Any) -> None:
     from cuda.bindings import driver
 
     from counterpoint.controls.control import call_driver
-    from counterpoint.controls.occupancy_shape import device_limits
+    from counterpoint.controls.occupancy import device_limits
 
     optin = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
     assert device_limits().most_smem_per_block == call_driver(
@@ -206,7 +206,7 @@ def interposed() -> dict[str, Any]:
 
 def watch_interposed() -> dict[str, Any]:
     """Everything that needs CUPTI to itself, in one go."""
-    from counterpoint.controls.launch_hooks import LaunchHook
+    from counterpoint.controls.launch_hooks import shaped_launches
     from counterpoint.controls.occupancy import OccupancyShaping
     from counterpoint.errors import CounterpointError
 
@@ -235,7 +235,7 @@ def watch_interposed() -> dict[str, Any]:
 
     facts["threads_alive"], facts["threads_met"] = many_threads()
     try:
-        with LaunchHook(failing):
+        with shaped_launches(Failing()):
             x.add_(1.0)
     except CounterpointError as error:
         facts["failure"] = str(error)
@@ -243,10 +243,15 @@ def watch_interposed() -> dict[str, Any]:
     return facts
 
 
-def failing(launch: object) -> int:
-    from counterpoint.errors import Unsupported
+class Failing:
+    """A shaper that cannot decide."""
 
-    raise Unsupported("planted")
+    active = True
+
+    def dynamic_smem(self, handle: int, **asked: object) -> int:
+        from counterpoint.errors import Unsupported
+
+        raise Unsupported("planted")
 
 
 def by_reference(function: Any) -> tuple[int, int]:

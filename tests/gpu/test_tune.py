@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from counterpoint.pair.tuned_file import read_tuned
 from counterpoint.records.tuning import LEAVE, Tuned
+from counterpoint.tuned.file import read_tuned
 
 pytestmark = pytest.mark.own_gpus("it measures times")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from counterpoint.pair.tuned_file import read_tuned
+from counterpoint.tuned.file import read_tuned
 from counterpoint.tuning.from_trace import pairs_of_traces
 from counterpoint.tuning.script.command import parse_command
 from counterpoint.tuning.script.confirm import difference

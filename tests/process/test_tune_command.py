@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from counterpoint.pair.tuned_file import read_tuned, tuned_toml
 from counterpoint.records.tuning import LEAVE
+from counterpoint.tuned.file import read_tuned, tuned_toml
 from counterpoint.tuning.exporters import export
 from tests.support.example_tuned import example_tuned
 

@@ -23,9 +23,8 @@ from counterpoint.measurement.suites import GEMM, LASTING, STREAM, SUM, blocks_o
 from counterpoint.measurement.workloads import find_workload
 from counterpoint.pair.choice import predict
 from counterpoint.pair.curves import Curves, curves_from
-from counterpoint.pair.hidden import overlap, pair_class
 from counterpoint.pair.sm_split import SmLayout, SmSplit
-from counterpoint.pair.together import REDUCTIONS, steps_of
+from counterpoint.pair.together import REDUCTIONS, overlap, pair_class, steps_of
 from counterpoint.records.measurement import BlockRow, Environment, Measurement, Order, Row, Scenario, Timing
 from counterpoint.tuning.fit.compute import predicted_us as gemm_us
 from counterpoint.tuning.fit.fitted import pair_of

@@ -19,23 +19,38 @@ ALLOWED: dict[str, set[str]] = {  # room: the rooms it may import, besides the f
     "records": set(),
     "rehearsed": set(),
     "machine": set(),
+    "read_file": set(),
     "trace": set(),
-    "diagnosis": {"trace", "machine", "pair", "collectives"},
+    "diagnosis": {"trace", "machine", "pair", "collectives", "tuned"},
     "monitoring": {"diagnosis", "trace"},
     "pair": {"machine"},
+    "tuned": {"machine", "pair", "read_file"},
     "collectives": {"machine", "pair"},
-    "controls": {"machine", "pair", "trace"},
+    "controls": {"machine", "pair", "trace", "tuned"},
     "measurement": {"collectives", "controls", "machine", "pair", "parallel"},
-    "parallel": {"collectives", "controls", "machine", "pair"},
-    "plan": {"machine", "pair"},
+    "parallel": {"collectives", "controls", "machine", "pair", "tuned"},
+    "plan": {"machine", "pair", "read_file"},
     "tuning": {"collectives", "controls", "diagnosis", "machine", "measurement", "pair", "parallel", "trace"}
-    | {"monitoring"},
+    | {"monitoring", "read_file", "tuned"},
     **{name: {"parallel"} for name in ("ddp", "expert_parallel", "tensor_parallel", "torch_backend", "torchtitan")},
     "rehearsal": {"machine", "measurement", "monitoring", "parallel", "tuning"},
     "rendering": set(),
 }
 FREE = {"__init__", "__main__", "cli", "commands"}  # they join the rooms
-NO_TORCH = {"errors", "records", "rehearsed", "trace", "diagnosis", "rendering", "plan", "machine", "pair", *FREE}
+NO_TORCH = {
+    "errors",
+    "records",
+    "rehearsed",
+    "trace",
+    "diagnosis",
+    "rendering",
+    "plan",
+    "machine",
+    "pair",
+    "read_file",
+    "tuned",
+    *FREE,
+}
 GPU_PACKAGES = {"torch", "triton", "cuda"}
 GPU_ROOMS = {
     "collectives",
@@ -49,6 +64,7 @@ GPU_ROOMS = {
     "tensor_parallel",
     "torch_backend",
     "torchtitan",
+    "tuned",
     "tuning",
 }
 ANALYSIS_PACKAGES = {"polars", "jinja2", "scipy", "yaml"}

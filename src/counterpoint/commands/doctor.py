@@ -48,7 +48,7 @@ def doctor(
             raise Misconfigured("--check looks at traces, not at the machine: only --json and --quiet go with it")
         _check(check, json, quiet=quiet)
         return
-    from counterpoint.machine.checkup import collect_readings, examine, exit_code
+    from counterpoint.machine.doctor.checkup import collect_readings, examine, exit_code
     from counterpoint.machine.profile import own_profile, profile_of
 
     with progress(quiet, "looking") as tell:
@@ -102,6 +102,6 @@ def _copies_effect(traces: list[str], tell: Callable[[int, int, str], None]) -> 
 
 def _tuning_effect(tuning: str, traces: list[str], tell: Callable[[int, int, str], None]) -> TuningEffect:
     from counterpoint.diagnosis.tuning_effect import check_tuning
-    from counterpoint.pair.tuned_file import read_tuned
+    from counterpoint.tuned.file import read_tuned
 
     return check_tuning(read_tuned(tuning), traces, progress=tell)

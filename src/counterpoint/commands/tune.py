@@ -161,7 +161,7 @@ def _tune_machine(out: Path, *, device: str | None, nproc: int | None, timeout: 
 
 def _export(source: Path, form: str, out: Path | None, html: Path | None) -> None:
     """Write a tuning in another form, to a file or to standard output, and draw it where that was asked for."""
-    from counterpoint.pair.tuned_file import read_tuned
+    from counterpoint.tuned.file import read_tuned
     from counterpoint.tuning.exporters import export
 
     _check_outputs(source, out, html)
@@ -176,7 +176,7 @@ def _export(source: Path, form: str, out: Path | None, html: Path | None) -> Non
 
 
 def _write(tuned: Tuned, out: Path, html: Path | None, json_path: Path | None) -> None:
-    from counterpoint.pair.tuned_file import tuned_toml
+    from counterpoint.tuned.file import tuned_toml
 
     write_file(out, tuned_toml(tuned).encode())
     if html is not None:

@@ -2,5 +2,5 @@
 
 control.py defines a control, parse.py makes controls from a mechanism's name, and observe.py sees what ran; its
 `verified` applies controls and raises if one did nothing. The controls are in gemm_sms.py, streams.py, launch_order.py,
-nccl.py and occupancy.py, which works by occupancy_shape.py and launch_hooks.py.
+nccl.py and occupancy.py, which changes launches by launch_hooks.py.
 """

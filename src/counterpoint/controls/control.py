@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from counterpoint.errors import Unsupported
+from counterpoint.machine.driver import call_bindings
 from counterpoint.records.measurement import Evidence, Observation
 
 
@@ -61,7 +62,7 @@ class Control(ABC):
         """Set fields of `torch.distributed.ProcessGroupNCCL.Options` before the process group is made."""
 
     def evidence(self, *, asked: str, seen: str, took_effect: bool) -> Evidence:
-        """Return what `verify` found, under the name of this control."""
+        """Return the evidence of `verify`, under the name of this control."""
         return Evidence(control=self.name, asked=asked, seen=seen, took_effect=took_effect)
 
     @contextmanager
@@ -101,17 +102,10 @@ def no_driver_calls(*names: str) -> str | None:
 
 
 def call_driver(name: str, *arguments: Any) -> Any:
-    """Return what the driver's function `name` returns after its error code: None, one value, or a tuple.
-
-    Raises:
-        Unsupported: the driver refused.
-    """
+    """Return what the driver's function `name` returns through cuda-bindings; see `call_bindings`."""
     from cuda.bindings import driver
 
-    error, *values = getattr(driver, name)(*arguments)
-    if error != driver.CUresult.CUDA_SUCCESS:
-        raise Unsupported(f"{name} failed: {error.name}; the driver or GPU does not allow it")
-    return values[0] if len(values) == 1 else tuple(values) or None
+    return call_bindings(driver, name, *arguments)
 
 
 def no_nccl() -> str | None:

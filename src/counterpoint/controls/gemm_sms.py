@@ -100,7 +100,7 @@ class GemmSmFit(Control):
         return self if num_sms is None else GemmSmLimit(num_sms=num_sms)
 
     def verify(self, seen: Observation) -> Evidence:
-        """Check that the GEMMs have the same grids as without the control."""
+        """Check that the GEMMs have equal grids with and without the control."""
         now, before, grids = _grids(seen)
         return self.evidence(
             asked="all SMs: the rule found no limit that pays",
@@ -110,7 +110,7 @@ class GemmSmFit(Control):
 
 
 def _grids(seen: Observation) -> tuple[list[int], list[int], str]:
-    """Return the blocks of each GEMM with the control, those without it, and both in words."""
+    """Return the blocks of each GEMM with the control and without it, and both in words."""
     now, before = ([one.num_blocks for one in matmul_kernels(side)] for side in (seen.compute, seen.compute_without))
     text = f"GEMM grids of {written(sorted(set(now)))} blocks, without it {written(sorted(set(before)))}"
     return now, before, text

@@ -18,13 +18,11 @@ import ctypes
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from counterpoint.controls.control import why_unsupported
-from counterpoint.controls.occupancy_shape import Shaper
 from counterpoint.errors import Unsupported
 
 _DRIVER_API, _ENTER, _SUCCESS, _TAKEN = 1, 0, 0, 39
@@ -32,17 +30,15 @@ _BY_VALUE, _BY_REFERENCE = (307, 442), (652, 653)  # cuLaunchKernel, cuLaunchKer
 _CLUSTER_DIMENSION, _COOPERATIVE = 4, 2  # CUlaunchAttributeID
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KernelLaunch:
-    """Describes a kernel as the driver was asked to launch it."""
+class LaunchShaper(Protocol):
+    """Says how much dynamic shared memory a kernel is launched with; it must not launch anything itself."""
 
-    name: str
-    handle: int  # CUfunction or CUkernel
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
-    cluster: tuple[int, int, int]
-    cooperative: bool
-    dynamic_smem_bytes: int
+    active: bool  # while it is False, launches stay as they are
+
+    def dynamic_smem(
+        self, handle: int, *, threads: int, dynamic_smem_bytes: int, clustered: bool, cooperative: bool
+    ) -> int:
+        """Return the bytes for a kernel that asks for `dynamic_smem_bytes` itself."""
 
 
 class _CallbackData(ctypes.Structure):
@@ -87,46 +83,19 @@ class _Attribute(ctypes.Structure):
 _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.POINTER(_CallbackData))
 
 
-class LaunchHook:
-    """Calls `smem_for` at every kernel launch of the process, inside its context, to set the shared memory.
+@contextmanager
+def shaped_launches(shaper: LaunchShaper) -> Iterator[None]:
+    """Set the shared memory of every kernel that this process launches inside, as `shaper` says in each thread.
 
-    Launches by `cuLaunchCooperativeKernel` are left alone. `smem_for` is called in the launching thread,
-    must not launch anything, and returns bytes of dynamic shared memory, or None to leave it as it is. What it raises
-    is raised on exit, and the launch goes on unchanged. On entering, `Unsupported` is raised if there is no CUPTI, or
-    if somebody else has subscribed.
+    Launches by `cuLaunchCooperativeKernel` are left alone. What the shaper raises is raised at the end, and the launch
+    goes on unchanged.
+
+    Raises:
+        Unsupported: there is no CUPTI, or somebody else has subscribed.
     """
+    failures: list[Exception] = []
 
-    def __init__(self, smem_for: Callable[[KernelLaunch], int | None]) -> None:
-        self._smem_for = smem_for
-        self._failure: Exception | None = None
-        self._subscriber = ctypes.c_void_p()
-        self._callback = _CALLBACK(self._called)  # held: CUPTI keeps only its address
-
-    def __enter__(self) -> LaunchHook:
-        self._cupti = _cupti()
-        status = self._cupti.cuptiSubscribe(ctypes.byref(self._subscriber), self._callback, None)
-        if status == _TAKEN:
-            raise Unsupported(
-                "another tool has subscribed to CUPTI in this process (torch.profiler once it has run, nsys, ncu, "
-                "compute-sanitizer), and it serves one; interpose in a process without it, or shape Triton kernels only"
-            )
-        _check(status, "cuptiSubscribe")
-        try:
-            for call in (*_BY_VALUE, *_BY_REFERENCE):
-                _check(self._cupti.cuptiEnableCallback(1, self._subscriber, _DRIVER_API, call), "cuptiEnableCallback")
-        except Unsupported:
-            self._cupti.cuptiUnsubscribe(self._subscriber)  # or CUPTI would call us when we are gone
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        _check(self._cupti.cuptiUnsubscribe(self._subscriber), "cuptiUnsubscribe")
-        if self._failure is not None and error is None:
-            raise self._failure
-
-    def _called(self, _user: Any, _domain: int, call: int, data: Any) -> None:
+    def called(_user: Any, _domain: int, call: int, data: Any) -> None:
         """Set the launch's shared memory when the driver call begins; put back the old value when it ends."""
         seen = data[0]
         by_value = call in _BY_VALUE
@@ -138,31 +107,48 @@ class LaunchHook:
             return
         seen.ours[0] = 0
         try:
-            wanted = self._smem_for(_launch(seen.symbol, arguments.function, config, by_value))
+            wanted = _smem(shaper, arguments.function, config, by_value) if shaper.active else config.smem
         except Exception as error:  # nothing may leave a callback of C
-            self._failure = self._failure or error
+            failures.append(error)
             return
-        if wanted is not None and wanted != config.smem:
+        if wanted != config.smem:
             seen.ours[0] = config.smem + 1
             config.smem = wanted
 
+    cupti, subscriber = _cupti(), ctypes.c_void_p()
+    callback = _CALLBACK(called)  # held: CUPTI keeps only its address
+    status = cupti.cuptiSubscribe(ctypes.byref(subscriber), callback, None)
+    if status == _TAKEN:
+        raise Unsupported(
+            "another tool has subscribed to CUPTI in this process (torch.profiler once it has run, nsys, ncu, "
+            "compute-sanitizer), and it serves one; interpose in a process without it, or shape Triton kernels only"
+        )
+    _check(status, "cuptiSubscribe")
+    try:
+        for call in (*_BY_VALUE, *_BY_REFERENCE):
+            _check(cupti.cuptiEnableCallback(1, subscriber, _DRIVER_API, call), "cuptiEnableCallback")
+        yield
+    finally:
+        status = cupti.cuptiUnsubscribe(subscriber)  # or CUPTI would call us when we are gone
+    _check(status, "cuptiUnsubscribe")
+    if failures:
+        raise failures[0]
 
-def _launch(symbol: bytes | None, handle: int, config: _Config, by_value: bool) -> KernelLaunch:
-    cluster, cooperative = (1, 1, 1), False
+
+def _smem(shaper: LaunchShaper, function: int, config: _Config, by_value: bool) -> int:
+    """Return the dynamic shared memory for one launch, of which the driver was given these arguments."""
+    clustered = cooperative = False
     if not by_value and config.num_attributes:
         attributes = ctypes.cast(config.attributes, ctypes.POINTER(_Attribute))
         for attribute in attributes[: config.num_attributes]:
-            if attribute.id == _CLUSTER_DIMENSION:
-                cluster = (attribute.value[0], attribute.value[1], attribute.value[2])
+            clustered = clustered or (attribute.id == _CLUSTER_DIMENSION and prod(attribute.value[:3]) > 1)
             cooperative = cooperative or (attribute.id == _COOPERATIVE and attribute.value[0] != 0)
-    return KernelLaunch(
-        name=(symbol or b"").decode(errors="replace"),
-        handle=handle,
-        grid=(config.grid[0], config.grid[1], config.grid[2]),
-        block=(config.block[0], config.block[1], config.block[2]),
-        cluster=cluster,
-        cooperative=cooperative,
+    return shaper.dynamic_smem(
+        function,
+        threads=prod(config.block),
         dynamic_smem_bytes=config.smem,
+        clustered=clustered,
+        cooperative=cooperative,
     )
 
 
@@ -198,7 +184,7 @@ def no_triton() -> str | None:
 
 
 @contextmanager
-def shaped_triton(shaper: Shaper) -> Iterator[None]:
+def shaped_triton(shaper: LaunchShaper) -> Iterator[None]:
     """Set the shared memory of Triton kernels launched inside, by any thread while `shaper.active`, as it says.
 
     Not reached: kernels that Inductor launches through torch's own static launcher, and captured graphs.

@@ -75,32 +75,21 @@ class _Trace(msgspec.Struct):
     events: list[ProfilerEvent] = msgspec.field(name="traceEvents")
 
 
-def observe(
-    launch: Callable[[], None], *, device: Any, streams: Sequence[Any] = (), clusters: bool = False
-) -> tuple[Launched, ...]:
+def observe(launch: Callable[[], None], *, device: Any) -> tuple[Launched, ...]:
     """Return what `launch` runs, sorted by start: it is called once to warm up and once under torch's profiler.
 
         for one in observe(lambda: torch.mm(x, w), device=device): print(one.name, one.num_blocks)
 
-    If `launch` runs a collective, all ranks call `observe`. Synchronizes the device.
-
-    Args:
-        launch: queues work on streams of `device`.
-        device: torch.device.
-        streams: torch streams of which priorities are wanted; what ran elsewhere has `priority` None.
-        clusters: also captures `launch` into a graph, which never runs, to read cluster sizes.
-
-    Raises:
-        Unsupported: the profiler saw nothing.
+    `launch` queues work on streams of the torch.device. If it runs a collective, all ranks call `observe`. Synchronizes
+    the device. `Unsupported` is raised if the profiler saw nothing.
     """
-    found, _ = _observed(launch, device, streams)
-    return with_clusters(found, captured_kernels(launch, device=device)) if clusters else found
+    return _observed(launch, device)[0]
 
 
 def _observed(
-    launch: Callable[[], None], device: Any, streams: Sequence[Any]
+    launch: Callable[[], None], device: Any, streams: Sequence[Any] = ()
 ) -> tuple[tuple[Launched, ...], list[int | None]]:
-    """Return what ran, and the profiler's number of each of `streams`."""
+    """Return what ran, with priorities where it ran on one of `streams`, and the profiler's number of each of them."""
     import torch
 
     with torch.cuda.device(device):
@@ -113,7 +102,7 @@ def _observed(
 
 
 def _profiled(launch: Callable[[], None], device: Any, streams: Sequence[Any]) -> list[ProfilerEvent]:
-    """Return GPU events of `device`: first one memset for each of `streams`, in their order, then those of `launch`."""
+    """Return GPU events of `device`: first one memset for each of `streams`, in their order, then all of `launch`."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -182,22 +171,22 @@ def with_clusters(found: tuple[Launched, ...], captured: tuple[CapturedKernel, .
 
 
 def see(lanes: Lanes, *, without: Lanes, device: Any, clusters: bool = False) -> Observation:
-    """Return what ran of a pair with a control and without it, for `Control.verify`. All ranks call it.
+    """Return the observation of one pair for `Control.verify`; see `see_all`."""
+    return see_all([lanes], without=without, device=device, clusters=clusters)[0]
+
+
+def see_all(pairs: Sequence[Lanes], *, without: Lanes, device: Any, clusters: bool = False) -> list[Observation]:
+    """Return the kernels and copies of each pair, with and without controls, under one profiler. All ranks call it.
 
     Args:
-        lanes: as the control gave them, while it is applied.
-        without: the same pair with the control off.
+        pairs: as the controls gave them, while they are applied.
+        without: the same pair with the controls off.
         device: torch.device.
         clusters: also look at cluster sizes of the collective (it is captured alone).
 
     Raises:
         Unsupported: the profiler saw nothing.
     """
-    return see_all([lanes], without=without, device=device, clusters=clusters)[0]
-
-
-def see_all(pairs: Sequence[Lanes], *, without: Lanes, device: Any, clusters: bool = False) -> list[Observation]:
-    """Return what ran of each pair, and of the one without a control, all under one profiler; see `see`."""
     every = [without, *pairs]
     ran = sides_of_all(every, device)
     if clusters:
@@ -262,7 +251,7 @@ def verified(
 
 
 def _of_ranks(mine: list[Evidence], group: Any) -> list[list[Evidence]]:
-    """Return every rank's evidence, so that all ranks come to the same verdict."""
+    """Return every rank's evidence, so that all ranks come to one verdict."""
     if group is None:
         return [mine]
     import torch.distributed as dist

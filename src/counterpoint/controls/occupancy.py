@@ -1,4 +1,8 @@
-"""Put fewer blocks of compute kernels on each SM, by asking for shared memory that they do not use."""
+"""Put fewer blocks of compute kernels on each SM, by asking for shared memory that they do not use.
+
+`OccupancyShaping` is the control, `shape` its rule, and `Shaper` applies the rule to each kernel at launch: kernels
+launched through cuda-bindings or cuda.core ask it themselves, the hooks of launch_hooks.py ask it for all others.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from counterpoint.controls.control import Control, Lanes, first_reason
-from counterpoint.controls.launch_hooks import KernelLaunch, LaunchHook, no_cupti, no_triton, shaped_triton
-from counterpoint.controls.occupancy_shape import Shaper, UnshapedKernel, Wanted, device_limits, shape
-from counterpoint.errors import Misconfigured
-from counterpoint.machine.occupancy import SmLimits
+from counterpoint.controls.control import Control, Lanes, call_driver, first_reason
+from counterpoint.controls.launch_hooks import no_cupti, no_triton, shaped_launches, shaped_triton
+from counterpoint.errors import Misconfigured, Unsupported
+from counterpoint.machine.occupancy import Footprint, SmLimits, smem_for_blocks_per_sm
 from counterpoint.records.measurement import Evidence, Launched, Observation
 
 
@@ -27,7 +30,7 @@ class OccupancyShaping(Control):
 
     No kernel or library is modified. Reached are Triton kernels; with `interpose` every kernel that the driver
     launches, cuBLAS and PyTorch included, at about 7 µs each and not beside a profiler (launch_hooks.py). Kernels
-    launched through cuda-bindings or cuda.core can ask `shaper.dynamic_smem` or `shaper.launch_config` themselves.
+    launched through cuda-bindings or cuda.core ask `shaper.dynamic_smem` or `shaper.launch_config` themselves.
 
     What it is good for was measured on H200 (docs/results/occupancy.md): a collective that comes second gets in by
     *priority*, with or without shaping; shaping decides how long that takes, and what the GEMM itself gains or loses.
@@ -63,18 +66,17 @@ class OccupancyShaping(Control):
     sm: SmLimits | None = None
 
     def __post_init__(self) -> None:
-        Wanted(blocks_per_sm=self.blocks_per_sm, smem_bytes=self.smem_bytes)
+        given = [value for value in (self.blocks_per_sm, self.smem_bytes) if value is not None]
+        if len(given) != 1 or given[0] < 1:
+            raise Misconfigured(
+                f"blocks_per_sm={self.blocks_per_sm} and smem={self.smem_bytes} came; give exactly one, 1 or more"
+            )
         try:
             re.compile(self.kernels)
         except re.error as error:
             raise Misconfigured(
                 f"kernels={self.kernels!r} is not a regular expression: {error}; escape what is meant literally"
             ) from error
-
-    @property
-    def wanted(self) -> Wanted:
-        """Return the shape that every kernel should have."""
-        return Wanted(blocks_per_sm=self.blocks_per_sm, smem_bytes=self.smem_bytes)
 
     @property
     def name(self) -> str:
@@ -90,14 +92,13 @@ class OccupancyShaping(Control):
     def launches(self) -> Iterator[Shaper]:
         """Shape the kernels that are launched inside.
 
+        `Unsupported` is raised without Triton, or with `interpose` without CUPTI or beside a profiler that has it.
+
         Yields:
             The shaper, which says what became of each kernel.
-
-        Raises:
-            Unsupported: no Triton, or with `interpose` no CUPTI or a profiler that has it.
         """
-        shaper = Shaper(self.wanted, kernels=self.kernels)
-        with LaunchHook(lambda launch: _hooked(shaper, launch)) if self.interpose else shaped_triton(shaper):
+        shaper = Shaper(self)
+        with shaped_launches(shaper) if self.interpose else shaped_triton(shaper):
             yield shaper
 
     @contextmanager
@@ -107,8 +108,11 @@ class OccupancyShaping(Control):
             shaper.active = False  # the communication side stays as it is
 
             def shaped() -> None:
-                with shaper.only_here():
+                shaper.active = True
+                try:
                     lanes.compute()
+                finally:
+                    shaper.active = False
 
             yield replace(lanes, compute=shaped)
 
@@ -120,8 +124,8 @@ class OccupancyShaping(Control):
         if before is None or after is None:
             missing = "without the control" if before is None else "with it"
             return self._result(f"no kernel {self.kernels!r} that the profiler knows the size of {missing}", False)
-        would = shape(_kernel(before), self.wanted, sm=sm)
-        has, had = (shape(_kernel(one), self.wanted, sm=sm).blocks_before for one in (after, before))
+        would = shape(_kernel(before), self, sm=sm)
+        has, had = _kernel(after).footprint.most_on(sm), would.blocks_before
         text = f"{had} blocks per SM before, {has} after ({before.smem_bytes} and {after.smem_bytes} bytes a block)"
         if would.refused is not None:
             return self._result(f"{text}: {before.name} cannot be shaped: {would.refused}", False)
@@ -154,14 +158,192 @@ def _kernel(seen: Launched) -> UnshapedKernel:
     )
 
 
-def _hooked(shaper: Shaper, launch: KernelLaunch) -> int | None:
-    """Return the dynamic shared memory for one launch, as the shaper says; None to leave it as it is."""
-    if not shaper.active:
-        return None
-    return shaper.dynamic_smem(
-        launch.handle,
-        threads=prod(launch.block),
-        dynamic_smem_bytes=launch.dynamic_smem_bytes,
-        clustered=prod(launch.cluster) > 1,
-        cooperative=launch.cooperative,
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnshapedKernel:
+    """Describes a kernel that is about to be launched."""
+
+    name: str
+    threads: int
+    regs_per_thread: int
+    static_smem_bytes: int = 0
+    dynamic_smem_bytes: int = 0
+    clustered: bool = False
+    cooperative: bool = False
+
+    @property
+    def footprint(self) -> Footprint:
+        """Return the resources that one block takes of an SM."""
+        return Footprint(
+            threads=self.threads,
+            regs_per_thread=self.regs_per_thread,
+            smem_bytes=self.static_smem_bytes + self.dynamic_smem_bytes,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """Describes how a kernel is launched instead; `refused` says why nothing changes."""
+
+    kernel: UnshapedKernel
+    blocks_before: int
+    blocks_after: int
+    dynamic_smem_bytes: int
+    refused: str | None = None
+
+
+def shape(kernel: UnshapedKernel, wanted: OccupancyShaping, *, sm: SmLimits) -> Shape:
+    """Return `kernel` with as much dynamic shared memory as `wanted` asks for, or `refused` with the reason."""
+    block, refused = kernel.footprint, None
+    before = block.most_on(sm)
+    try:
+        block = replace(block, smem_bytes=_total(kernel, wanted, before, sm))
+    except Misconfigured as error:
+        refused = str(error)
+    return Shape(
+        kernel=kernel,
+        blocks_before=before,
+        blocks_after=block.most_on(sm),
+        dynamic_smem_bytes=block.smem_bytes - kernel.static_smem_bytes,
+        refused=refused,
+    )
+
+
+def _total(kernel: UnshapedKernel, wanted: OccupancyShaping, before: int, sm: SmLimits) -> int:
+    """Return static + dynamic bytes to launch with; raise Misconfigured if the kernel has to stay as it is."""
+    if kernel.clustered:
+        raise Misconfigured("it is launched in clusters, and its blocks are placed by the cluster")
+    if kernel.cooperative:
+        raise Misconfigured("it is a cooperative launch: all its blocks must be resident, or it does not start")
+    if before == 1:
+        raise Misconfigured("it has one block per SM already; a smaller grid frees SMs: gemm_sms=N for cuBLAS")
+    if wanted.blocks_per_sm is not None:
+        if wanted.blocks_per_sm >= before:
+            raise Misconfigured(f"only {before} blocks fit on an SM as it is; ask for fewer")
+        return smem_for_blocks_per_sm(wanted.blocks_per_sm, kernel=kernel.footprint, sm=sm)
+    assert wanted.smem_bytes is not None, "OccupancyShaping holds exactly one of the two"
+    if wanted.smem_bytes > sm.most_smem_per_block:
+        raise Misconfigured(f"smem={wanted.smem_bytes} is more than a block may have: {sm.most_smem_per_block} bytes")
+    if wanted.smem_bytes <= kernel.footprint.smem_bytes:
+        raise Misconfigured(f"it asks for {kernel.footprint.smem_bytes} bytes itself; give more")
+    return wanted.smem_bytes
+
+
+class Shaper:
+    """Decides once per kernel how to launch it. Threads may share a shaper: a decision taken twice is the same."""
+
+    def __init__(self, wanted: OccupancyShaping) -> None:
+        self.active = True  # read by the hooks: off while the communication side is queued
+        self._wanted, self._pattern = wanted, re.compile(wanted.kernels)
+        self._shapes: dict[tuple[int, int, int, bool, bool], Shape | None] = {}
+        self._limits: dict[int, SmLimits] = {}  # by device
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        """Return every kernel that was launched, shaped or refused, in the order of its first launch."""
+        return tuple(found for found in self._shapes.values() if found is not None)
+
+    def dynamic_smem(
+        self,
+        handle: int,
+        *,
+        threads: int,
+        dynamic_smem_bytes: int = 0,
+        clustered: bool = False,
+        cooperative: bool = False,
+    ) -> int:
+        """Return the bytes of dynamic shared memory to launch a kernel with, and permit the kernel to have them.
+
+        That permission stays: it changes nothing by itself, and captured graphs need it.
+
+        Args:
+            handle: `CUfunction` or `CUkernel`, as an integer.
+            threads: per block.
+            dynamic_smem_bytes: what it needs by itself.
+            clustered: launched with a cluster dimension.
+            cooperative: launched cooperatively.
+
+        Raises:
+            Unsupported: the driver refused.
+        """
+        key = (handle, threads, dynamic_smem_bytes, clustered, cooperative)
+        if key not in self._shapes:
+            function = _function(handle)
+            kernel = UnshapedKernel(
+                name=call_driver("cuFuncGetName", function).decode(),
+                threads=threads,
+                regs_per_thread=_attribute(function, "NUM_REGS"),
+                static_smem_bytes=_attribute(function, "SHARED_SIZE_BYTES"),
+                dynamic_smem_bytes=dynamic_smem_bytes,
+                clustered=clustered or _attribute(function, "REQUIRED_CLUSTER_WIDTH") > 0,
+                cooperative=cooperative,
+            )
+            self._shapes[key] = self._decide(kernel, function)
+        found = self._shapes[key]
+        return dynamic_smem_bytes if found is None else found.dynamic_smem_bytes
+
+    def launch_config(self, config: Any, kernel: Any) -> Any:
+        """Return a copy of cuda.core's `LaunchConfig` with the shared memory to launch `kernel` with."""
+        smem = self.dynamic_smem(
+            int(kernel.handle if hasattr(kernel, "handle") else kernel._handle),
+            threads=prod(config.block),
+            dynamic_smem_bytes=config.shmem_size,
+            clustered=bool(config.cluster),
+            cooperative=bool(getattr(config, "is_cooperative", False)),
+        )
+        fields = ("grid", "cluster", "block", "is_cooperative", "programmatic_stream_serialization")
+        kept = {name: getattr(config, name) for name in fields if getattr(config, name, None)}
+        return type(config)(**kept, shmem_size=smem)
+
+    def _decide(self, kernel: UnshapedKernel, function: Any) -> Shape | None:
+        if not self._pattern.search(kernel.name):
+            return None
+        device = int(call_driver("cuCtxGetDevice"))
+        if device not in self._limits:
+            self._limits[device] = device_limits(device)
+        found = shape(kernel, self._wanted, sm=self._limits[device])
+        if found.dynamic_smem_bytes > _attribute(function, "MAX_DYNAMIC_SHARED_SIZE_BYTES"):
+            from cuda.bindings import driver
+
+            most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            call_driver("cuFuncSetAttribute", function, most, found.dynamic_smem_bytes)
+        return found
+
+
+def device_limits(device: int | None = None) -> SmLimits:
+    """Return what an SM of the device (None: of the current context) holds, as the driver says; raise if it cannot."""
+    from cuda.bindings import driver
+
+    which = call_driver("cuCtxGetDevice") if device is None else call_driver("cuDeviceGet", device)
+
+    def ask(name: str) -> int:
+        attribute = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+        return int(call_driver("cuDeviceGetAttribute", attribute, which))
+
+    return SmLimits(
+        num_sms=ask("MULTIPROCESSOR_COUNT"),
+        regs=ask("MAX_REGISTERS_PER_MULTIPROCESSOR"),
+        smem=ask("MAX_SHARED_MEMORY_PER_MULTIPROCESSOR"),
+        threads=ask("MAX_THREADS_PER_MULTIPROCESSOR"),
+        blocks=ask("MAX_BLOCKS_PER_MULTIPROCESSOR"),
+        smem_reserved=ask("RESERVED_SHARED_MEMORY_PER_BLOCK"),
+    )
+
+
+def _function(handle: int) -> Any:
+    """Return the function of a handle: cuBLAS and the CUDA runtime launch `CUkernel`s, Triton `CUfunction`s."""
+    from cuda.bindings import driver
+
+    function = driver.CUfunction(handle)
+    try:
+        _attribute(function, "NUM_REGS")
+    except Unsupported:
+        return call_driver("cuKernelGetFunction", driver.CUkernel(handle))
+    return function
+
+
+def _attribute(function: Any, name: str) -> int:
+    from cuda.bindings import driver
+
+    return int(
+        call_driver("cuFuncGetAttribute", getattr(driver.CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{name}"), function)
     )

@@ -4,28 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from counterpoint.controls.control import Control
 from counterpoint.controls.gemm_sms import GemmSmFit, GemmSmLimit
 from counterpoint.controls.launch_order import CommFirst
 from counterpoint.controls.nccl import NcclCluster, NcclCtaPolicy, NcclCtas, NcclWindows
+from counterpoint.controls.occupancy import OccupancyShaping
 from counterpoint.controls.streams import GreenContexts, StreamPriority
 from counterpoint.errors import Misconfigured
-from counterpoint.pair.tuned_choices import KNOBS
+from counterpoint.tuned.choices import KNOBS
 
 _BASE = re.compile(r"[a-z][a-z0-9_]*")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Knob:
-    """Describes the keys of a mechanism's name that make one control.
-
-    `build` gets the value of each key, None for one that was not given.
-    """
-
-    keys: tuple[str, ...]
-    build: Callable[[dict[str, str | None]], Control]
+Values = dict[str, str | None]
+"""The value of each key of a control; None for a key that was not given."""
 
 
 def parse_mechanism(name: str) -> tuple[str, tuple[Control, ...]]:
@@ -48,13 +39,11 @@ def parse_mechanism(name: str) -> tuple[str, tuple[Control, ...]]:
             form = f"{key}={KNOBS[key]}" if KNOBS[key] else f"{key}, without a value"
             raise Misconfigured(f"mechanism {name!r}: {setting!r} is not complete; write {form}")
         given[key] = value
-    controls = [
-        knob.build({key: given.get(key) for key in knob.keys}) for knob in _CONTROLS if given.keys() & {*knob.keys}
-    ]
-    return base, tuple(controls)
+    asked = [(keys, build) for keys, build in _CONTROLS.items() if given.keys() & {*keys}]
+    return base, tuple(build({key: given.get(key) for key in keys}) for keys, build in asked)
 
 
-def _number(values: dict[str, str | None], key: str) -> int | None:
+def _number(values: Values, key: str) -> int | None:
     """Return the value of `key` as an integer; None if it was not given."""
     value = values[key]
     try:
@@ -63,52 +52,44 @@ def _number(values: dict[str, str | None], key: str) -> int | None:
         raise Misconfigured(f"{key}={value} is not a number; write {key}={KNOBS[key]}") from None
 
 
-def _needed(values: dict[str, str | None], key: str) -> int:
+def _needed(values: Values, key: str) -> int:
     number = _number(values, key)
     assert number is not None, "the knob is built only if one of its keys is given, and this one has no other"
     return number
 
 
-def _priority(values: dict[str, str | None]) -> Control:
+def _priority(values: Values) -> Control:
     word = values["priority"]
     if word in ("high", "default", "low"):
         return StreamPriority(level=word)  # type: ignore[arg-type]  # one of its words
     return StreamPriority(level=_needed(values, "priority"))
 
 
-def _gemm_sms(values: dict[str, str | None]) -> Control:
+def _gemm_sms(values: Values) -> Control:
     return GemmSmFit() if values["gemm_sms"] == "fit" else GemmSmLimit(num_sms=_needed(values, "gemm_sms"))
 
 
-def _order(values: dict[str, str | None]) -> Control:
+def _order(values: Values) -> Control:
     if values["order"] != "comm_resident":
         raise Misconfigured(f"order={values['order']} is unknown; write order=comm_resident")
     return CommFirst()
 
 
-def _occupancy(values: dict[str, str | None]) -> Control:
-    from counterpoint.controls.occupancy import OccupancyShaping
-
+def _occupancy(values: Values) -> Control:
     return OccupancyShaping(blocks_per_sm=_number(values, "blocks_per_sm"), smem_bytes=_number(values, "smem"))
 
 
-_CONTROLS = (  # streams first: green contexts take over the priorities of the streams that they replace
-    Knob(keys=("priority",), build=_priority),
-    Knob(keys=("green",), build=lambda v: GreenContexts(compute_sms=_needed(v, "green"))),
-    Knob(
-        keys=("max_ctas", "min_ctas"),
-        build=lambda v: NcclCtas(max_ctas=_number(v, "max_ctas"), min_ctas=_number(v, "min_ctas")),
-    ),
-    Knob(keys=("cga_cluster",), build=lambda v: NcclCluster(cga_cluster=_needed(v, "cga_cluster"))),
-    Knob(
-        keys=("cta_policy",),
-        build=lambda v: NcclCtaPolicy(policy=v["cta_policy"]),  # type: ignore[arg-type]  # it refuses unknown words itself
-    ),
-    Knob(keys=("windows",), build=lambda v: NcclWindows()),
-    Knob(keys=("gemm_sms",), build=_gemm_sms),
-    Knob(keys=("blocks_per_sm", "smem"), build=_occupancy),
-    Knob(keys=("order",), build=_order),
-)
+_CONTROLS: dict[tuple[str, ...], Callable[[Values], Control]] = {  # by the keys that make one control
+    ("priority",): _priority,  # streams first: green contexts take over the priorities of the streams they replace
+    ("green",): lambda v: GreenContexts(compute_sms=_needed(v, "green")),
+    ("max_ctas", "min_ctas"): lambda v: NcclCtas(max_ctas=_number(v, "max_ctas"), min_ctas=_number(v, "min_ctas")),
+    ("cga_cluster",): lambda v: NcclCluster(cga_cluster=_needed(v, "cga_cluster")),
+    ("cta_policy",): lambda v: NcclCtaPolicy(policy=v["cta_policy"]),  # type: ignore[arg-type]  # it refuses others
+    ("windows",): lambda v: NcclWindows(),
+    ("gemm_sms",): _gemm_sms,
+    ("blocks_per_sm", "smem"): _occupancy,
+    ("order",): _order,
+}
 
 VARIABLES: dict[str, str] = {
     "max_ctas": "NCCL_MAX_CTAS",

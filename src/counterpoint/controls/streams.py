@@ -112,12 +112,10 @@ def plan_split(compute_sms: int, *, total: int, grain: int) -> Literal["compute"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Partition:
-    """Holds two streams on disjoint SMs, and how many SMs the driver says that each has."""
+    """Holds two streams on disjoint SMs."""
 
     compute_stream: Any  # torch.cuda.ExternalStream
     comm_stream: Any
-    compute_sms: int
-    comm_sms: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +163,7 @@ class GreenContexts(Control):
         return None
 
     def partition(self, device: Any, *, compute_priority: int = 0, comm_priority: int = 0) -> Partition:
-        """Return two streams on `device`, made once for the same numbers and kept as long as the process runs.
+        """Return two streams on `device`, made once for equal numbers and never destroyed while the process runs.
 
         They are never destroyed: torch's allocators record events on every stream that used a tensor or pinned memory,
         when that memory is freed, however late; on a destroyed green context this ends the process. `Misconfigured` is
@@ -181,7 +179,7 @@ class GreenContexts(Control):
 
     @contextmanager
     def apply(self, lanes: Lanes) -> Iterator[Lanes]:
-        """Replace both streams by those of the partition."""
+        """Replace both streams by the streams of the partition."""
         part = self.partition(
             lanes.compute_stream.device,
             compute_priority=lanes.compute_stream.priority,
@@ -225,13 +223,11 @@ def _partition(device: int, compute_sms: int, compute_priority: int, comm_priori
         if found != (compute_sms, total - compute_sms):
             raise Unsupported(
                 f"green={compute_sms}: asked for {compute_sms} + {total - compute_sms} SMs, the driver gives "
-                f"{found[0]} + {found[1]}; ask for those"
+                f"{found[0]} + {found[1]}; ask for these numbers"
             )
         return Partition(
             compute_stream=_green_stream(device, compute, compute_priority),
             comm_stream=_green_stream(device, comm, comm_priority),
-            compute_sms=found[0],
-            comm_sms=found[1],
         )
 
 

@@ -13,11 +13,11 @@ import numpy as np
 
 from counterpoint.diagnosis.digest import RankDigest
 from counterpoint.diagnosis.tuned_calls import PairCalls
-from counterpoint.pair.tuned_choices import mechanism_base, stays_with_torch
 from counterpoint.records.effect import KnobState
 from counterpoint.records.tuning import TunedPair
 from counterpoint.trace.classify import is_gemm_kernel
 from counterpoint.trace.timeline import I32, I64, Kind
+from counterpoint.tuned.choices import mechanism_base, stays_with_torch
 
 _BESIDE = 0.5  # of a GEMM's time, from which on it runs beside a call
 _ROUNDED = ("all_to_all", "send_recv")  # NCCL rounds the CTAs of these up to a power of two

@@ -19,10 +19,10 @@ import numpy as np
 from counterpoint.diagnosis.digest import RankDigest
 from counterpoint.diagnosis.intervals import Intervals
 from counterpoint.pair.arrivals import TensorOperation
-from counterpoint.pair.tuned_choices import EXCHANGE, FARTHEST, Choices, stays_with_torch
 from counterpoint.records.tuning import TunedPair
 from counterpoint.trace.classify import is_nccl
 from counterpoint.trace.timeline import I64, Bools
+from counterpoint.tuned.choices import EXCHANGE, FARTHEST, Choices, stays_with_torch
 
 CallClass = tuple[str, int, int, str, str | None]
 """Operation, ranks, bytes per rank, dtype, and the compute of a matmul that depends on the call."""

@@ -14,11 +14,11 @@ from counterpoint.diagnosis.effect import check_shows_copies
 from counterpoint.diagnosis.job import missing_ranks, numbered, world_size_of
 from counterpoint.diagnosis.knobs import Sight, sight_of
 from counterpoint.diagnosis.tuned_calls import PairCalls, alike_pairs, calls_of_pairs
-from counterpoint.pair.tuned_choices import Choices, mechanism_base, mechanism_knobs
 from counterpoint.records.diagnosis import ranks_in_words
 from counterpoint.records.effect import KnobEffect, KnobState, TuningEffect
 from counterpoint.records.measurement import Environment
 from counterpoint.records.tuning import Tuned, TunedPair
+from counterpoint.tuned.choices import Choices, mechanism_base, mechanism_knobs
 
 _STATES: tuple[KnobState, ...] = ("no_effect", "took_effect", "not_seen")  # the first that any rank shows counts
 _NAME = "name the modules of each pair in `where`, if their calls should differ"

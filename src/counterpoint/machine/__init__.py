@@ -1,8 +1,6 @@
 """Describe a machine: its GPUs and links, what was measured on it, and whether it is set up to overlap.
 
 gpus.py has the data sheets, occupancy.py how many blocks of a kernel fit on an SM, profile.py the figures measured,
-matmul.py what a matrix product takes by them. read_file.py reads the text of a file that a user names.
-`doctor` reads a machine by checkup.py into the records of readings.py: probe.py runs driver.py (CUDA, links), nvml.py
-and software.py (torch, NCCL) in child processes, system.py reads /sys. Then checks/ judges the readings. Of the files
-of `doctor`, other packages import only `driver.visible_gpus`.
+matmul.py what a matrix product takes by them, bus_bandwidth.py the formula of nccl-tests, driver.py calls the CUDA
+driver. doctor/ is what `doctor` reads and judges; nothing but the command imports it.
 """

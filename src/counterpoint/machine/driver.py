@@ -1,34 +1,39 @@
-"""Call the CUDA driver through ctypes, without cuda-bindings and without torch: the dozen calls that `doctor` needs.
-
-With them, measure copies between random pairs of GPUs, and between all of them at once; both run in a child process.
-One copy engine per source, cuMemcpyPeerAsync, timed by CUDA events: rate = bytes / median time. Then every GPU pushes
-to the one `shift` places on, all at once: every link carries one copy each way, which is what an all-gather does.
-"""
+"""Call the CUDA driver: through cuda-bindings, or through ctypes in processes that may have neither them nor torch."""
 
 from __future__ import annotations
 
 import ctypes
-import random
-from ctypes import byref, c_char_p, c_float, c_int, c_size_t, c_uint, c_uint64, c_void_p
-from dataclasses import dataclass
-from itertools import combinations, permutations
-from statistics import median
+from ctypes import byref, c_char_p, c_int, c_size_t, c_void_p
 from typing import Any
 
-from counterpoint.machine.readings import Bandwidth, Cuda, CudaDevice, PairRate, ProbeFailed, ProbeUnavailable
+from counterpoint.errors import Unsupported
 
 _NO_DEVICE = (100, 34)  # no GPU for this process; the stub library of the toolkit
 _REFUSED = (2, 46)  # out of memory; held by another process in exclusive mode
-_PEER_ACCESS_ALREADY = 704
 _MOST_DEVICES = 1024  # more is no answer, and asking all of them would take days
-# CUdevice_attribute, cuda.h 13.0
-_NUM_SMS, _ASYNC_ENGINES, _STREAM_MEMORY_OPS_V1, _DMA_BUF, _MULTICAST = 16, 40, 92, 124, 132
-_STREAM_MEMORY_OPS_SINCE = 12000  # CUDA 12 made them part of every device; before, attribute 92 tells
-SIZE_BYTES = 256 << 20
-MAX_PAIRS = 12
-_ROUNDS = 7
-_WARM_UPS = 2
-_COPIES_AT_ONCE = 4  # per GPU, so that those launched first still run when the last one starts
+
+
+class ProbeUnavailable(Unsupported):
+    """Says that nothing can be read of a machine here; its text names what is missing."""
+
+
+class ProbeFailed(ProbeUnavailable):
+    """Says that a driver or library that was asked failed or gave nonsense; its text says how."""
+
+
+def call_bindings(bindings: Any, name: str, *arguments: Any) -> Any:
+    """Return the result of the driver's function `name` without its error code: None, one value, or a tuple.
+
+    `bindings` is `cuda.bindings.driver`, which only processes with torch have, or stands in for it.
+
+    Raises:
+        Unsupported: the function failed.
+    """
+    error, *values = getattr(bindings, name)(*arguments)
+    if error:
+        said = getattr(error, "name", error)
+        raise Unsupported(f"{name} failed: {said}; the driver or GPU does not allow it, or an earlier call failed")
+    return values[0] if len(values) == 1 else tuple(values) or None
 
 
 class Driver:
@@ -57,7 +62,7 @@ class Driver:
             failed = ProbeUnavailable if code in _REFUSED else ProbeFailed
             raise failed(f"{name} failed: {(text.value or b'unknown error').decode(errors='replace')} ({code})")
 
-    def _get(self, kind: type[Any], name: str, *arguments: object) -> Any:
+    def get(self, kind: type[Any], name: str, *arguments: object) -> Any:
         """Return the value, of ctypes type `kind`, that a function of the driver writes through its first argument."""
         value = kind()
         self.call(name, byref(value), *arguments)
@@ -71,14 +76,14 @@ class Driver:
 
     def version(self) -> int:
         """Return the CUDA version that the driver supports, 13000 for 13.0."""
-        version: int = self._get(c_int, "cuDriverGetVersion")
+        version: int = self.get(c_int, "cuDriverGetVersion")
         if version <= 0:
             raise ProbeFailed(f"cuDriverGetVersion says {version}, which is no version of CUDA")
         return version
 
     def device_count(self) -> int:
         """Return the number of devices that CUDA_VISIBLE_DEVICES leaves."""
-        count: int = 0 if self.no_device else self._get(c_int, "cuDeviceGetCount")
+        count: int = 0 if self.no_device else self.get(c_int, "cuDeviceGetCount")
         if not 0 <= count <= _MOST_DEVICES:
             raise ProbeFailed(f"cuDeviceGetCount says {count}, which is no number of GPUs")
         return count
@@ -96,75 +101,15 @@ class Driver:
 
     def can_access(self, device: int, peer: int) -> bool:
         """Return whether `device` can map memory of `peer`."""
-        return bool(self._get(c_int, "cuDeviceCanAccessPeer", device, peer) == 1)
+        return bool(self.get(c_int, "cuDeviceCanAccessPeer", device, peer) == 1)
 
     def context(self, device: int) -> int:
         """Return the primary context of a device."""
-        return self._get(c_void_p, "cuDevicePrimaryCtxRetain", device) or 0
-
-    def free_bytes(self) -> int:
-        """Return the free memory of the current context's device."""
-        free, total = c_size_t(), c_size_t()
-        self.call("cuMemGetInfo_v2", byref(free), byref(total))
-        return free.value
+        return self.get(c_void_p, "cuDevicePrimaryCtxRetain", device) or 0
 
     def use(self, context: int) -> None:
         """Make `context` current for the calls that follow."""
         self.call("cuCtxSetCurrent", c_void_p(context))
-
-    def enable_peer(self, peer_context: int) -> None:
-        """Let the current context map the memory of another."""
-        code = self._function("cuCtxEnablePeerAccess")(c_void_p(peer_context), c_uint(0))
-        if code not in (0, _PEER_ACCESS_ALREADY):
-            self.call("cuCtxEnablePeerAccess", c_void_p(peer_context), c_uint(0))
-
-    def allocate(self, size_bytes: int) -> int:
-        """Allocate device memory in the current context and return its address."""
-        return int(self._get(c_uint64, "cuMemAlloc_v2", c_size_t(size_bytes)))
-
-    def stream(self) -> int:
-        """Create a stream that does not wait for the default stream."""
-        return self._get(c_void_p, "cuStreamCreate", c_uint(1)) or 0
-
-    def event(self) -> int:
-        """Create an event that records a time."""
-        return self._get(c_void_p, "cuEventCreate", c_uint(0)) or 0
-
-    def record(self, event: int, stream: int) -> None:
-        """Record `event` in `stream`."""
-        self.call("cuEventRecord", c_void_p(event), c_void_p(stream))
-
-    def elapsed_ms(self, start: int, end: int) -> float:
-        """Wait for the event `end` and return the time since the event `start`."""
-        self.call("cuEventSynchronize", c_void_p(end))
-        return float(self._get(c_float, "cuEventElapsedTime", c_void_p(start), c_void_p(end)))
-
-    def copy_peer(self, target: tuple[int, int], source: tuple[int, int], size_bytes: int, stream: int) -> None:
-        """Queue a copy from `source` to `target`, each given as (address, context)."""
-        (to, to_context), (start, start_context) = target, source
-        ends = (c_uint64(to), c_void_p(to_context), c_uint64(start), c_void_p(start_context))
-        self.call("cuMemcpyPeerAsync", *ends, c_size_t(size_bytes), c_void_p(stream))
-
-
-def read_cuda() -> Cuda:
-    """Read every device that this process may use, and which of them cannot map the memory of which others."""
-    driver = Driver()
-    version = driver.version()
-    devices = range(driver.device_count())
-    denied = tuple(pair for pair in permutations(devices, 2) if not driver.can_access(*pair))
-    return Cuda(version=version, devices=tuple(_device(driver, i, version) for i in devices), no_peer_access=denied)
-
-
-def _device(driver: Driver, device: int, version: int) -> CudaDevice:
-    memory_ops = version >= _STREAM_MEMORY_OPS_SINCE or driver.attribute(device, _STREAM_MEMORY_OPS_V1) == 1
-    return CudaDevice(
-        name=driver.name(device),
-        num_sms=driver.attribute(device, _NUM_SMS),
-        copy_engines=driver.attribute(device, _ASYNC_ENGINES),
-        stream_memory_ops=memory_ops,
-        multicast=driver.attribute(device, _MULTICAST) == 1,
-        dma_buf=driver.attribute(device, _DMA_BUF) == 1,
-    )
 
 
 def visible_gpus() -> tuple[str, ...]:
@@ -175,100 +120,10 @@ def visible_gpus() -> tuple[str, ...]:
 
 def free_bytes(device: int) -> int:
     """Return the free memory of a GPU; raise `Unsupported` if it cannot be asked. Its context exists for that long."""
-    driver = Driver()
+    driver, free, total = Driver(), c_size_t(), c_size_t()
     driver.use(driver.context(device))
     try:
-        return driver.free_bytes()
+        driver.call("cuMemGetInfo_v2", byref(free), byref(total))
+        return free.value
     finally:
         driver.call("cuDevicePrimaryCtxRelease_v2", c_int(device))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _CopyDevice:
-    """Holds the handles of one GPU that copies: context, stream, buffers and events."""
-
-    context: int
-    stream: int
-    source: int
-    target: int
-    start: int
-    end: int
-
-
-def choose_pairs(gpus: int, *, chance: random.Random, most: int = MAX_PAIRS) -> list[tuple[int, int]]:
-    """Choose random pairs of GPUs (a < b): all if at most `most`, else about `most`, with each GPU at least once."""
-    every = list(combinations(range(gpus), 2))
-    if len(every) <= most:
-        return every
-    order = chance.sample(range(gpus), gpus)
-    if gpus % 2:
-        order.append(order[0])
-    chosen = {(min(a, b), max(a, b)) for a, b in zip(order[::2], order[1::2], strict=True)}
-    rest = [pair for pair in every if pair not in chosen]
-    return sorted(chosen.union(chance.sample(rest, max(0, most - len(chosen)))))
-
-
-def measure_bandwidth() -> Bandwidth:
-    """Measure GB/s of random pairs both ways, then all rotations; raise `ProbeUnavailable` with fewer than 2 GPUs."""
-    driver = Driver()
-    count = driver.device_count()
-    if count < 2:
-        raise ProbeUnavailable(f"it takes two GPUs to copy between them; CUDA shows {count}")
-    gpus = [_prepare(driver, device) for device in range(count)]
-    _map_peers(driver, gpus)
-    directions = [way for a, b in choose_pairs(count, chance=random.Random()) for way in ((a, b), (b, a))]
-    pairs = tuple(PairRate(source=a, target=b, gb_per_s=_rates(driver, gpus, [(a, b)], 1)[0]) for a, b in directions)
-    rotation = tuple(_rotate(driver, gpus, shift) for shift in range(1, count))
-    return Bandwidth(pairs=pairs, rotation=rotation)
-
-
-def _prepare(driver: Driver, device: int) -> _CopyDevice:
-    context = driver.context(device)
-    driver.use(context)
-    return _CopyDevice(
-        context=context,
-        stream=driver.stream(),
-        source=driver.allocate(SIZE_BYTES),
-        target=driver.allocate(SIZE_BYTES),
-        start=driver.event(),
-        end=driver.event(),
-    )
-
-
-def _map_peers(driver: Driver, gpus: list[_CopyDevice]) -> None:
-    """Enable peer access where it is allowed; copies between other GPUs are measured through host memory."""
-    for mine, gpu in enumerate(gpus):
-        driver.use(gpu.context)
-        for other, peer in enumerate(gpus):
-            if mine != other and driver.can_access(mine, other):
-                driver.enable_peer(peer.context)
-
-
-def _rotate(driver: Driver, gpus: list[_CopyDevice], shift: int) -> PairRate:
-    ways = [(source, (source + shift) % len(gpus)) for source in range(len(gpus))]
-    rates = _rates(driver, gpus, ways, _COPIES_AT_ONCE)
-    slowest = min(range(len(gpus)), key=lambda index: rates[index])
-    return PairRate(source=ways[slowest][0], target=ways[slowest][1], gb_per_s=rates[slowest])
-
-
-def _rates(driver: Driver, gpus: list[_CopyDevice], ways: list[tuple[int, int]], copies: int) -> list[float]:
-    """Return the GB/s of each (source, target) in `ways` while all of them copy at once, each pushed by its source."""
-    times: list[list[float]] = [[] for _ in ways]
-    for round_ in range(_WARM_UPS + _ROUNDS):
-        for source, target in ways:
-            _push(driver, gpus[source], gpus[target], copies)
-        for index, (source, _) in enumerate(ways):
-            driver.use(gpus[source].context)
-            elapsed = driver.elapsed_ms(gpus[source].start, gpus[source].end)
-            if round_ >= _WARM_UPS:
-                times[index].append(elapsed)
-    return [copies * SIZE_BYTES / median(of_way) / 1e6 for of_way in times]
-
-
-def _push(driver: Driver, source: _CopyDevice, target: _CopyDevice, copies: int) -> None:
-    driver.use(source.context)
-    driver.record(source.start, source.stream)
-    for _ in range(copies):
-        ends = (target.target, target.context), (source.source, source.context)
-        driver.copy_peer(*ends, SIZE_BYTES, source.stream)
-    driver.record(source.end, source.stream)

@@ -139,7 +139,7 @@ def find_gpu(name: str | None) -> GpuSheet | None:
 
 
 def link_gb_per_s(name: str | None) -> float | None:
-    """Return what the links of one GPU carry in each direction by its data sheet; None where that is not known."""
+    """Return the GB/s of one GPU's links in each direction by its data sheet; None: not known."""
     gpu = find_gpu(name)
     return None if gpu is None or _OTHER_LINKS.search(name or "") else gpu.link_gb_per_s
 

@@ -35,11 +35,17 @@ class SmLimits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Footprint:
-    """Holds what one block of a kernel takes of an SM."""
+    """Holds the threads, registers and shared memory that one block of a kernel takes."""
 
     threads: int
     regs_per_thread: int
     smem_bytes: int  # static + dynamic
+
+    def most_on(self, sm: SmLimits) -> int:
+        """Return how many blocks of this kernel fit on one SM at once, at least 1."""
+        return blocks_per_sm(
+            threads=self.threads, regs_per_thread=self.regs_per_thread, smem_bytes=self.smem_bytes, sm=sm
+        )
 
 
 def blocks_per_sm(*, threads: int, regs_per_thread: int, smem_bytes: int, sm: SmLimits) -> int:
@@ -69,9 +75,7 @@ def smem_for_blocks_per_sm(wanted: int, *, kernel: Footprint, sm: SmLimits) -> i
     Raises:
         Misconfigured: fewer fit already (shared memory can only lower the number), or no size gives exactly `wanted`.
     """
-    fit = blocks_per_sm(
-        threads=kernel.threads, regs_per_thread=kernel.regs_per_thread, smem_bytes=kernel.smem_bytes, sm=sm
-    )
+    fit = kernel.most_on(sm)
     if not 1 <= wanted <= fit:
         raise Misconfigured(f"{wanted} blocks per SM cannot be had: {fit} fit, and more shared memory makes it fewer")
     if wanted == fit:

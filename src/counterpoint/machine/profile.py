@@ -53,7 +53,7 @@ class _Group(_Strict, frozen=True, kw_only=True):
 
 
 class Rates(_Group, frozen=True, kw_only=True):
-    """Holds what the steps of a collective's program cost on copy engines: GB/s and µs."""
+    """Holds the rates and costs of the steps of a collective's program on copy engines: GB/s and µs."""
 
     push_gb_per_s: Rate  # one copy engine over the links, all GPUs at once
     link_gb_per_s: Rate  # into one GPU, shared by all copies into it
@@ -100,7 +100,7 @@ class Chip(_Group, frozen=True, kw_only=True):
 
 
 class Contention(_Group, frozen=True, kw_only=True):
-    """Holds what can only be measured while a GEMM and an NCCL collective run together."""
+    """Holds how a GEMM and an NCCL collective disturb each other; measured while both run."""
 
     compute_loss: Loss  # part of its speed that a GEMM loses beside the collective at its full rate
     comm_loss: Loss  # part of its speed that the collective loses beside a GEMM
@@ -114,13 +114,13 @@ class Disturbance(_Group, frozen=True, kw_only=True):
 
     compute_kept: Fraction  # speed of compute beside the collective, over its speed alone
     comm_kept: Annotated[float, Meta(gt=0, le=1)]  # speed of the collective beside compute, over its speed alone
-    # by operation, part of the shorter side that is hidden (pair/hidden.py), mean over launch orders; an operation
+    # by operation, part of the shorter side that is hidden (pair/together.py), mean over launch orders; an operation
     # that is missing counts as the mean of those given
     hidden: dict[Name, Annotated[float, Meta(ge=-10, le=1)]]
     copies: bool = True  # whether FSDP2 copies between its buffers and parameters
 
     def held(self, operation: str) -> float:
-        """Return the part, 0..1, of such collectives that waits for a persistent GEMM to end."""
+        """Return the part, 0..1, of collectives by this mechanism that wait for a persistent GEMM to end."""
         if not self.hidden:
             return 0.0
         hidden = self.hidden.get(operation, sum(self.hidden.values()) / len(self.hidden))
@@ -129,7 +129,7 @@ class Disturbance(_Group, frozen=True, kw_only=True):
 
 
 class Efficiency(_Group, frozen=True, kw_only=True):
-    """Holds what compute reaches of the data sheet."""
+    """Holds how much of the data sheet compute reaches."""
 
     matmul: Annotated[float, Meta(gt=0, le=2)]  # part of the peak that a large tile reaches with endless k
     depth: Size  # elements of k that filling and draining a tile costs
@@ -246,7 +246,7 @@ def own_profile(gpu: str | None, path: str | Path | None = None) -> Profile | No
 
 
 def own_profile_of_traces(gpu: str | None) -> Profile | None:
-    """Return what `own_profile` does, and None for a file of another GPU: traces may be from another machine."""
+    """Return the profile that `own_profile` finds; None for a file of another GPU: traces may be from elsewhere."""
     try:
         return own_profile(gpu)
     except Misconfigured:
@@ -277,7 +277,7 @@ def read_profile(path: Path) -> Profile:
 
 
 def parse_profile(content: bytes, name: str) -> Profile:
-    """Return the profile that a file has as its content; what it leaves out is that of the one shipped for its GPU.
+    """Return the profile in a file's content; figures that it leaves out are of the profile shipped for its GPU.
 
     Args:
         content: JSON.
@@ -296,7 +296,7 @@ def parse_profile(content: bytes, name: str) -> Profile:
 
 
 def profile_json(profile: Profile) -> bytes:
-    """Return the file of a profile: the figures that were measured on its GPU, without those that are assumed."""
+    """Return the file of a profile: only the figures that were measured on its GPU, none that are assumed."""
     assumed = {part for part, origin in profile.measured_on.items() if origin != profile.gpu}
     content: dict[str, Any] = {"gpu": profile.gpu}
     content |= {"same_chip": profile.same_chip} if profile.same_chip else {}
@@ -330,7 +330,7 @@ _NAMED, _PROFILE = msgspec.json.Decoder(_Named), msgspec.json.Decoder(Profile)
 
 
 def _completed(content: bytes, default: Profile | None, own_gpu: str = "") -> Profile:
-    """Return the profile in a file's content; what the file leaves out is that of `default`.
+    """Return the profile in a file's content; figures that the file leaves out are of `default`.
 
     Args:
         content: JSON.
@@ -396,7 +396,7 @@ def _joined(parts: Iterable[str]) -> list[str]:
 
 
 def _known(facts: Any) -> Any:
-    """Return the facts of a group without those that are not known."""
+    """Return the known facts of a group."""
     return {key: each for key, each in facts.items() if each is not None} if isinstance(facts, dict) else facts
 
 
@@ -406,7 +406,7 @@ def _groups(found: Profile) -> list[tuple[str, Any]]:
 
 
 def _figures(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the figures of a group, without what is about them."""
+    """Return the figures of a group, without source, date and spread."""
     return {
         name: _figures(value) if isinstance(value, dict) else value
         for name, value in facts.items()

@@ -9,7 +9,7 @@ from typing import Any
 
 from counterpoint.controls.control import Control, Lanes
 from counterpoint.controls.observe import see_all, sides_of_all
-from counterpoint.controls.occupancy_shape import device_limits
+from counterpoint.controls.occupancy import device_limits
 from counterpoint.errors import Unsupported
 from counterpoint.machine.occupancy import SmLimits, blocks_per_sm, waves
 from counterpoint.measurement.open_mechanisms import Opened

@@ -11,7 +11,7 @@ import numpy as np
 from counterpoint.measurement.gpu_usage import Observed
 from counterpoint.measurement.session import Session
 from counterpoint.measurement.trial import Trial
-from counterpoint.pair.hidden import overlap, pair_class
+from counterpoint.pair.together import overlap, pair_class
 from counterpoint.records.measurement import DeviceState, Order, Row, Scenario, Timing
 
 Key = TypeVar("Key", bound=Hashable)

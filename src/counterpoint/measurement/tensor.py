@@ -29,7 +29,7 @@ from counterpoint.measurement.session import Session
 from counterpoint.measurement.suites import SYMM_MEM
 from counterpoint.measurement.trial import Trial
 from counterpoint.pair.arrivals import ShardedMatmul, hiding_of
-from counterpoint.pair.row_curves import RowCurve
+from counterpoint.pair.curves import RowCurve
 from counterpoint.parallel.options import TensorOptions
 from counterpoint.parallel.tensor.group import TensorGroup
 from counterpoint.parallel.tensor.matmul import Weight

@@ -18,7 +18,7 @@ from typing import Literal
 
 from counterpoint.errors import Misconfigured
 from counterpoint.machine.profile import Profile, default_profile
-from counterpoint.pair.row_curves import DTYPES, RowCurve
+from counterpoint.pair.curves import DTYPES, RowCurve
 from counterpoint.pair.sharded_rows import ShardedRows, Slabs, merged
 from counterpoint.pair.together import disturbance
 
@@ -140,7 +140,7 @@ def segments_of(task: ShardedMatmul, rank: int, profile: Profile | None = None) 
 
 
 def nccl_us(task: ShardedMatmul, profile: Profile | None = None) -> float:
-    """Return the µs of the collective alone by NCCL; Misconfigured if the profile has no bus bandwidth of it."""
+    """Return the µs of the collective alone by NCCL; Misconfigured if the profile lacks its bus bandwidth."""
     rates = (profile or default_profile()).nccl_rates
     if task.collective not in rates.bus_gb_per_s:
         known = ", ".join(rates.bus_gb_per_s) or "none"
@@ -217,7 +217,7 @@ def _arrivals_us(task: ShardedMatmul, chunks: Sequence[Sequence[Slabs]], profile
 def _tails_us(
     task: ShardedMatmul, chunks: Sequence[Sequence[Slabs]], sums: Sequence[float], profile: Profile
 ) -> list[float]:
-    """Return what is left from when each chunk is computed: its send, those behind it, and the sums.
+    """Return the µs that are left when each chunk is computed: its send, the sends behind it, and the sums.
 
     Ranks are taken to be alike: the partials of an own chunk have come when this rank has sent the same chunk to its
     last peer. Its sum then needs those before it to have ended.

@@ -21,9 +21,8 @@ from counterpoint.errors import Misconfigured
 from counterpoint.machine.occupancy import waves
 from counterpoint.machine.profile import Contention, Profile, default_profile
 from counterpoint.pair.curves import CommPoint, Curves
-from counterpoint.pair.hidden import overlap
 from counterpoint.pair.sm_split import SmLayout, SmSplit
-from counterpoint.pair.together import REDUCTIONS, Pair, occupation, play_order, reduced_us
+from counterpoint.pair.together import REDUCTIONS, Pair, overlap, play_order, reduced_us, sm_shares
 from counterpoint.records.measurement import Order
 
 Objective = Literal["mean", "worst"]
@@ -34,17 +33,14 @@ FREE_SMS = (0, 4, 8, 12, 16)  # that a GEMM may leave; cuBLAS' blocks come in pa
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """Holds a division of SMs and what it is predicted to cost. Times in µs."""
+    """Holds a division of SMs and its predicted times in µs."""
 
-    workload: str  # the pair: computation, collective, bytes of the full array
-    collective: str
-    size_bytes: int
     split: SmSplit  # the division
     compute_us: float  # the GEMM alone with the SMs of this split
     comm_us: float  # the collective alone with the CTAs of this split
     together_us: dict[Order, float]  # both, by launch order
     objective_us: float  # the mean, or the worst, of `together_us`
-    hidden: float  # mean over orders; pair/hidden.py defines it
+    hidden: float  # mean over orders; pair/together.py defines it
     waves_alone: int  # of the GEMM with the most tiles, on all SMs
     waves_together: int  # of the same GEMM on the SMs that it has beside the collective
     fits: bool  # whether the collective starts beside a resident GEMM
@@ -111,7 +107,7 @@ def predict(
     here = structs.replace(
         known, comm_cluster=split.cga_cluster or known.comm_cluster, compute_loss=known.compute_loss * rate
     )
-    shares = occupation(kernels, comm.num_ctas, curves.layout, here)
+    shares = sm_shares(kernels, comm.num_ctas, curves.layout, here)
     left_us = _waiting_us(curves, collective, comm, replace(split, max_ctas=shares.waiting_ctas))
     ends = {
         order: play_order(order, kernels, comm.time_us, replace(shares, waiting_us=left_us), known) for order in orders
@@ -119,9 +115,6 @@ def predict(
     alone_us, longest = gemm.time_us(curves.layout.num_sms), max(kernels, key=lambda kernel: kernel.tiles)
     beside = longest.num_sms if shares.fits else min(longest.num_sms, shares.sms_beside)
     return Budget(
-        workload=workload,
-        collective=collective,
-        size_bytes=size_bytes,
         split=split,
         compute_us=gemm.time_us(num_sms),
         comm_us=comm.time_us,

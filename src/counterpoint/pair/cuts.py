@@ -1,7 +1,7 @@
 """Cut the rows of a matmul that depends on communication into pieces, so that it ends as early as it can. No torch.
 
 A piece is multiplied as soon as its rows have come (all_gather), or sent as soon as it is computed (reduce_scatter).
-The cuts with the least predicted time are found by dynamic programming over the µs of rows (`row_curves.py`) and the
+The cuts with the least predicted time are found by dynamic programming over the µs of rows (`RowCurve`) and the
 times of arrival (`arrivals.py`).
 
 One axis of rows serves both: own rows, then those of rank - 1, rank - 2, ... An all_gather goes along it. A
@@ -17,15 +17,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, pairwise
 
-from counterpoint.errors import Misconfigured
 from counterpoint.machine.profile import Profile, default_profile
-from counterpoint.pair.arrivals import (
-    COPY_ENGINES,
-    Segment,
-    ShardedMatmul,
-    segments_of,
-)
-from counterpoint.pair.sharded_rows import Slab, merged
+from counterpoint.pair.arrivals import COPY_ENGINES, ShardedMatmul, segments_of
+from counterpoint.pair.sharded_rows import Slab, Slabs, merged
 from counterpoint.pair.together import disturbance
 
 MAX_CELLS = 64  # of the grid, which grows with the rows
@@ -43,7 +37,7 @@ class Piece:
     """
 
     segment: int
-    slabs: tuple[Slab, ...]
+    slabs: Slabs
 
     @property
     def rows(self) -> int:
@@ -59,89 +53,54 @@ class Cuts:
     us: float
 
 
-def cut(
-    task: ShardedMatmul,
-    rank: int,
-    profile: Profile | None = None,
-    *,
-    grid_rows: int | None = None,
-    launch_us: float | None = None,
-) -> Cuts:
-    """Return the cuts with the least predicted time, but for those that are not worth it (`WORTH`).
+def cut(task: ShardedMatmul, rank: int, profile: Profile | None = None) -> Cuts:
+    """Return the cuts of a rank with the least predicted time, without cuts that are not worth their launch (`WORTH`).
 
-    Args:
-        task: the matmul.
-        rank: this rank.
-        profile: of the machine; None: the default one, H200.
-        grid_rows: pieces begin and end at multiples of so many rows of a slab, or at its end; None: those of a tile,
-            more where there would be over `MAX_CELLS`.
-        launch_us: cost of a matmul beyond what its curve says; None: that of a kernel in the profile.
+    Pieces begin and end at tiles of a slab, or at its end; where there would be over `MAX_CELLS` tiles, at several.
     """
-    return RowAxis.of(task, rank, profile or default_profile(), grid_rows, launch_us).cuts
+    return RowAxis(task, rank, profile or default_profile()).cuts
 
 
-@dataclass(frozen=True, kw_only=True)
 class RowAxis:
-    """Holds the rows of a task on one rank, along the axis of this module, as cells that are not cut."""
+    """Holds the rows of a task on one rank, along the axis of this module, as cells that are not cut.
 
-    task: ShardedMatmul
-    segments: tuple[Segment, ...]  # in their own order
-    cells: tuple[tuple[Slab, ...], ...]
-    of_cell: tuple[int, ...]  # segment of each cell, counted along the axis
-    kept: float  # speed that matmuls keep during the communication
-    launch_us: float
+    Attributes:
+        segments: of the rank, in the order of `segments_of`.
+        along: the segments in the order of the axis.
+        cells: the slabs of each cell, and `of_cell`: the index in `along` of its segment.
+        kept: the speed that matmuls keep during the communication, over their speed alone.
+        busy_us: when the communication has ended; in reversed time, when it began.
+    """
 
-    @classmethod
-    def of(
-        cls, task: ShardedMatmul, rank: int, profile: Profile, grid_rows: int | None, launch_us: float | None
-    ) -> RowAxis:
-        """Return the axis of a task; the arguments are those of `cut`."""
+    def __init__(self, task: ShardedMatmul, rank: int, profile: Profile) -> None:
+        self.task, self.segments = task, segments_of(task, rank, profile)
+        self.along = self.segments[::-1] if task.is_scatter else self.segments
         tile = profile.chip.matmul_tile[0]
-        if grid_rows is not None and grid_rows < 1:
-            raise Misconfigured(f"grid_rows={grid_rows}: give 1 or more, such as the {tile} of a tile")
-        step = grid_rows or tile * max(1, math.ceil(task.rows / (tile * MAX_CELLS)))
-        segments = segments_of(task, rank, profile)
-        whole = sum(len(segment.slabs) for segment in segments) > MAX_SLABS
+        step = tile * max(1, math.ceil(task.rows / (tile * MAX_CELLS)))
+        whole = sum(len(segment.slabs) for segment in self.segments) > MAX_SLABS
         cells = [
             (index, cell)
-            for index, segment in enumerate(segments[::-1] if task.is_scatter else segments)
+            for index, segment in enumerate(self.along)
             for cell in ([segment.slabs] if whole and segment.slabs else _cells(segment.slabs, step))
         ]
-        return cls(
-            task=task,
-            segments=segments,
-            cells=tuple(cell for _, cell in cells),
-            of_cell=tuple(index for index, _ in cells),
-            kept=disturbance(COPY_ENGINES, profile).compute_kept,
-            launch_us=profile.efficiency.launch_us if launch_us is None else launch_us,
-        )
+        self.cells: tuple[Slabs, ...] = tuple(cell for _, cell in cells)
+        self.of_cell = tuple(index for index, _ in cells)
+        self.kept = disturbance(COPY_ENGINES, profile).compute_kept
+        self.busy_us = max(segment.us for segment in self.segments)
+        self._launch_us = profile.efficiency.launch_us
+        self._known_us = {0: 0.0}  # by rows
 
-    @cached_property
-    def along(self) -> tuple[Segment, ...]:
-        """Return the segments in the order of the axis."""
-        return self.segments[::-1] if self.task.is_scatter else self.segments
-
-    @cached_property
+    @property
     def serial_bounds(self) -> tuple[int, ...]:
         """Return the bounds of a call that is not cut; own rows are multiplied last, apart, if products are sent."""
         own = self.of_cell.count(0) if self.task.is_scatter else 0
         return tuple(sorted({0, own, len(self.cells)}))
 
-    @cached_property
-    def busy_us(self) -> float:
-        """Return when the communication has ended; in reversed time, when it began."""
-        return max(segment.us for segment in self.segments)
-
-    @cached_property
-    def _known_us(self) -> dict[int, float]:
-        return {0: 0.0}
-
     def cost_us(self, rows: int) -> float:
-        """Return the µs of so many consecutive rows, alone."""
-        known = self._known_us
-        if rows not in known:
-            known[rows] = sum(curve.us(rows) + self.launch_us for curve in self.task.curves)
-        return known[rows]
+        """Return the µs of a number of consecutive rows, alone."""
+        if rows not in self._known_us:
+            self._known_us[rows] = sum(curve.us(rows) + self._launch_us for curve in self.task.curves)
+        return self._known_us[rows]
 
     def after(self, start_us: float, work_us: float) -> float:
         """Return when work ends that takes `work_us` alone; until `busy_us` it is slower."""
@@ -165,7 +124,10 @@ class RowAxis:
 
     @cached_property
     def cuts(self) -> Cuts:
-        """Return the best cuts: end(j) = min over i < j of after(max(end(i), us of segment(j - 1)), us(i..j))."""
+        """Return the cuts that end first.
+
+        end(j) = min over i < j of after(max(end(i), us of the segment of cell j - 1), us of cells i to j - 1)
+        """
         size = len(self.cells)
         best, since = [0.0, *[math.inf] * size], [0] * (size + 1)
         for start in range(size):
@@ -211,7 +173,7 @@ class RowAxis:
         return index if complete else index - 1
 
     def _fewer(self, bounds: list[int], us: float) -> list[int]:
-        """Return the bounds without those that are not worth it: `us` is the least time."""
+        """Return the bounds without the bounds that save too little: `us` is the least time."""
         for bound in bounds[1:-1]:
             without = [each for each in bounds if each != bound]
             if self.end_us(without) <= us * (1 + WORTH):

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from counterpoint.errors import Misconfigured
@@ -30,9 +30,9 @@ from counterpoint.machine.profile import Profile, default_profile
 from counterpoint.pair.arrivals import COPY_ENGINES
 from counterpoint.pair.together import disturbance, kept_us
 
-ExpertMechanism = Literal["torch", "gather", "slabs"]
-MECHANISMS: tuple[ExpertMechanism, ...] = ("torch", "gather", "slabs")  # the simplest first
-CAPTURED: tuple[ExpertMechanism, ...] = ("gather", "slabs")  # no host takes part: these can be recorded in a graph
+ExchangeMechanism = Literal["torch", "gather", "slabs"]
+EXCHANGE_MECHANISMS: tuple[ExchangeMechanism, ...] = ("torch", "gather", "slabs")  # the simplest first
+CAPTURED: tuple[ExchangeMechanism, ...] = ("gather", "slabs")  # no host takes part: these can be recorded in a graph
 MARGIN = 0.10  # of what an exchange adds to the compute beside it: nearer to each other, predictions are a guess
 FIXED = 0.7  # from this share of a time on, that of an exchange without tokens, it is one of decoding
 _NCCL = "nccl"  # the mechanism of a profile that needs SMs
@@ -83,22 +83,21 @@ class ExpertExchange:
 class ExpertPlan:
     """Holds the mechanism of an exchange, and the predictions in µs that it was chosen by."""
 
-    mechanism: ExpertMechanism
-    predicted_us: Mapping[ExpertMechanism, float]  # dispatch, combine and what runs beside them; of all mechanisms
+    mechanism: ExchangeMechanism
+    predicted_us: Mapping[ExchangeMechanism, float]  # dispatch, combine and what runs beside them; of all mechanisms
     why: str  # one sentence
-    assumed: str = field(compare=False)  # what no figure of this call says
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Parts:
-    """Holds what a mechanism does, alone: µs of kernels, and of transport by PyTorch's name of the collective."""
+    """Holds the times of a mechanism alone: µs of kernels, and of transport by PyTorch's name of the collective."""
 
     kernels_us: float
     comms: tuple[tuple[str, float], ...]
 
     @property
     def alone_us(self) -> float:
-        """Return the µs of all of it."""
+        """Return the µs of kernels and transport together."""
         return self.kernels_us + sum(us for _, us in self.comms)
 
 
@@ -106,13 +105,12 @@ def choose_expert(
     task: ExpertExchange,
     profile: Profile | None = None,
     *,
-    offered: Sequence[ExpertMechanism] | None = None,
-    margin: float = MARGIN,
-    host_us: Mapping[ExpertMechanism, float] | None = None,
+    offered: Sequence[ExchangeMechanism] | None = None,
+    host_us: Mapping[ExchangeMechanism, float] | None = None,
 ) -> ExpertPlan:
-    """Return the simplest mechanism that adds at most `margin` more than the best to the compute beside it.
+    """Return the simplest mechanism that adds at most `MARGIN` more than the best to the compute beside it.
 
-    torch's is the simplest; where it adds more than that, another one is chosen only if it adds less by `margin`. Few
+    torch's is the simplest; where it adds more than that, another one is chosen only if it adds less by `MARGIN`. Few
     tokens, as in decoding, are left to torch: where 70 % of the time of ours would pass without any token, bytes are
     not what takes it. So are exchanges alone in which ours moves no fewer bytes (`top_k <= ranks`).
     Ranks that give the same figures choose alike, which they must.
@@ -120,54 +118,47 @@ def choose_expert(
     Args:
         task: the exchange.
         profile: of the machine; None: the default one, H200.
-        offered: mechanisms to choose from, such as those that run here; None: `MECHANISMS`, or `CAPTURED` in a graph.
-        margin: part of what it adds by which a mechanism must be beaten to be passed over, 0 to 1.
+        offered: mechanisms to choose from, such as those that run here; None: all, or `CAPTURED` in a graph.
         host_us: what the host needs to issue a dispatch and a combine by each mechanism: none is taken to be shorter;
             None: nothing.
 
     Raises:
-        Misconfigured: `margin` is out of range, or nothing that is offered can be recorded in a graph.
+        Misconfigured: nothing that is offered can be recorded in a graph, or nothing is offered.
     """
     profile = profile or default_profile()
-    able = CAPTURED if task.captured else MECHANISMS
+    able = CAPTURED if task.captured else EXCHANGE_MECHANISMS
     wanted = able if offered is None else offered
     allowed = [name for name in able if name in wanted]
-    if not 0 <= margin < 1 or not allowed:
-        given = f"margin={margin}, offered={', '.join(wanted) or 'nothing'}"
-        raise Misconfigured(f"{given}: give 0 <= margin < 1, and at least one of {', '.join(able)}")
+    if not allowed:
+        raise Misconfigured(f"offered={', '.join(wanted) or 'nothing'}: give at least one of {', '.join(able)}")
     host_us = host_us or {}
-    predicted = {name: max(predicted_us(task, name, profile), host_us.get(name, 0.0)) for name in MECHANISMS}
+    predicted = {name: max(predicted_us(task, name, profile), host_us.get(name, 0.0)) for name in EXCHANGE_MECHANISMS}
     added = {name: predicted[name] - task.beside_us for name in allowed}
-    best_us, most_us = min(added.values()), (1 - margin) * added.get("torch", math.inf)
-    near = [name for name in allowed if (1 - margin) * added[name] <= best_us]
+    best_us, most_us = min(added.values()), (1 - MARGIN) * added.get("torch", math.inf)
+    near = [name for name in allowed if (1 - MARGIN) * added[name] <= best_us]
     chosen = next(name for name in near if name == "torch" or added[name] <= most_us)
     times = ", ".join(f"{name} {us:,.0f}" for name, us in added.items())
     beside = f" on top of {task.beside_us:,.0f} µs of compute" if task.beside_us else ""
-    why = f"{chosen} is the simplest within {margin:.0%} of the best of {times} µs{beside}"
+    why = f"{chosen} is the simplest within {MARGIN:.0%} of the best of {times} µs{beside}"
     left = _why_left(task, chosen, profile) if chosen != "torch" and "torch" in allowed else None
     if left is not None:
         chosen, why = "torch", left
-    return ExpertPlan(
-        mechanism=chosen,
-        predicted_us=predicted,
-        why=why,
-        assumed=f"the rank with the most rows has {task.imbalance:g} times the mean, the host is ahead, all ranks "
-        "begin together, and kernels of dispatch and combine do not run beside others",
-    )
+    return ExpertPlan(mechanism=chosen, predicted_us=predicted, why=why)
 
 
-def _why_left(task: ExpertExchange, chosen: ExpertMechanism, profile: Profile) -> str | None:
+def _why_left(task: ExpertExchange, chosen: ExchangeMechanism, profile: Profile) -> str | None:
     """Return why torch makes an exchange for which `chosen` is predicted to be faster; None if it does not."""
     if not task.beside_us and task.top_k <= task.ranks:
         return f"with top_k={task.top_k} on {task.ranks} ranks and nothing beside it none of ours was measured to win"
-    alone_us, empty_us = parts_us(task, chosen, profile), parts_us(replace(task, tokens=0), chosen, profile)
+    alone = replace(task, beside_us=0.0)
+    alone_us, empty_us = (predicted_us(each, chosen, profile) for each in (alone, replace(alone, tokens=0)))
     if empty_us <= FIXED * alone_us:
         return None
     few = f"{task.tokens:,} tokens are too few for {chosen}"
     return f"{few}: {empty_us:,.0f} of its {alone_us:,.0f} µs would pass without any"
 
 
-def predicted_us(task: ExpertExchange, mechanism: ExpertMechanism, profile: Profile | None = None) -> float:
+def predicted_us(task: ExpertExchange, mechanism: ExchangeMechanism, profile: Profile | None = None) -> float:
     """Return the µs of a dispatch, a combine and what runs beside them, by one mechanism."""
     profile = profile or default_profile()
     parts = _PARTS[mechanism](task, profile)
@@ -178,13 +169,8 @@ def predicted_us(task: ExpertExchange, mechanism: ExpertMechanism, profile: Prof
     return parts.kernels_us + kept_us(task.beside_us, parts.comms, kept, persistent=persistent)
 
 
-def parts_us(task: ExpertExchange, mechanism: ExpertMechanism, profile: Profile | None = None) -> float:
-    """Return the µs of a dispatch and a combine with nothing beside them."""
-    return _PARTS[mechanism](task, profile or default_profile()).alone_us
-
-
 def _torch(task: ExpertExchange, profile: Profile) -> _Parts:
-    """Return what NCCL's all_to_all takes: the counts, the wait of the host for them, and the rows both ways."""
+    """Return the times by NCCL's all_to_all: the counts, the wait of the host for them, and the rows both ways."""
     rates = profile.nccl_rates
     crossing = task.most_rows * task.row_bytes * (task.ranks - 1) / task.ranks
     rows_us = rates.latency_us + crossing / rates.bus_gb_per_s["all_to_all"] / 1000
@@ -193,14 +179,14 @@ def _torch(task: ExpertExchange, profile: Profile) -> _Parts:
 
 
 def _slabs(task: ExpertExchange, profile: Profile) -> _Parts:
-    """Return what copies of a fixed size take, and as many rounds as the rank with the most rows needs."""
+    """Return the times of copies of a fixed size, in the rounds that the rank with the most rows needs."""
     rounds = math.ceil(task.imbalance / task.capacity_factor)
     rows_us = rounds * _copied_us(task, task.mean_rows * task.capacity_factor / task.ranks, profile)
     return _Parts(kernels_us=_repacked_us(task, profile), comms=(("all_to_all", 2 * rows_us),))
 
 
 def _gather(task: ExpertExchange, profile: Profile) -> _Parts:
-    """Return what it takes to bring all tokens to all ranks, and the sums of the local experts back to each."""
+    """Return the times to bring all tokens to all ranks, and the sums of the local experts back to each."""
     rows, tokens = task.most_rows, task.ranks * task.tokens
     kernels_us = _streamed_us(2 * rows, task, profile) + _streamed_us(rows + tokens, task, profile)
     routing_us = 3 * profile.rates.kernel_us + _copied_us(task, 8 * task.tokens * task.top_k / task.row_bytes, profile)
@@ -210,7 +196,7 @@ def _gather(task: ExpertExchange, profile: Profile) -> _Parts:
     return _Parts(kernels_us=kernels_us, comms=comms)
 
 
-_PARTS: Mapping[ExpertMechanism, Callable[[ExpertExchange, Profile], _Parts]] = {
+_PARTS: Mapping[ExchangeMechanism, Callable[[ExpertExchange, Profile], _Parts]] = {
     "torch": _torch,
     "gather": _gather,
     "slabs": _slabs,
@@ -225,12 +211,12 @@ def _repacked_us(task: ExpertExchange, profile: Profile) -> float:
 
 
 def _streamed_us(rows: float, task: ExpertExchange, profile: Profile) -> float:
-    """Return the µs of a kernel that reads and writes so many rows."""
+    """Return the µs of a kernel that reads and writes `rows` rows in all."""
     return profile.rates.kernel_us + rows * task.row_bytes / profile.sums.memory_gb_per_s / 1000
 
 
 def _copied_us(task: ExpertExchange, rows: float, profile: Profile) -> float:
-    """Return the µs of copies of so many rows to each of the other ranks, one after another."""
+    """Return the µs of copies of `rows` rows to each of the other ranks, one after another."""
     rates = profile.rates
     bytes_per_us = 1000 * min(rates.push_gb_per_s, rates.link_gb_per_s)
     copy_us = rates.copy_us + rows * task.row_bytes / bytes_per_us + rates.batch_us

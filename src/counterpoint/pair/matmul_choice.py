@@ -11,8 +11,8 @@ docs/design/tensor.md has the equations and what they leave out.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from counterpoint.errors import Misconfigured
@@ -20,8 +20,8 @@ from counterpoint.machine.profile import Profile, default_profile
 from counterpoint.pair.arrivals import Hiding, Segment, ShardedMatmul, hiding_of, nccl_us
 from counterpoint.pair.cuts import Piece, RowAxis, cut
 
-TensorMechanism = Literal["torch", "serial", "cuts", "flagged"]
-MECHANISMS: tuple[TensorMechanism, ...] = ("torch", "serial", "cuts", "flagged")  # the simplest first
+MatmulMechanism = Literal["torch", "serial", "cuts", "flagged"]
+MATMUL_MECHANISMS: tuple[MatmulMechanism, ...] = ("torch", "serial", "cuts", "flagged")  # the simplest first
 MARGIN = 0.03  # of a time: nearer to each other, predictions are not worth the risk
 
 
@@ -29,16 +29,15 @@ MARGIN = 0.03  # of a time: nearer to each other, predictions are not worth the 
 class MatmulPlan:
     """Holds how a matmul that depends on communication runs, and the predictions that it was chosen by. Times in µs."""
 
-    mechanism: TensorMechanism
+    mechanism: MatmulMechanism
     pieces: tuple[Piece, ...]  # of this rank; uncut unless the mechanism is cuts
     segments: tuple[Segment, ...]  # of this rank: its rows in the order of arrival or sending
-    predicted_us: Mapping[TensorMechanism, float]  # of rank 0, so that all ranks choose alike
+    predicted_us: Mapping[MatmulMechanism, float]  # of rank 0, so that all ranks choose alike
     alone_us: float  # the matmul
     comm_us: float  # the collective by NCCL
     hiding: Hiding
     estimated: bool  # a curve was not measured
     why: str  # one sentence
-    assumed: str = field(compare=False)  # what no figure of this call says
 
 
 def choose_matmul(
@@ -47,13 +46,9 @@ def choose_matmul(
     profile: Profile | None = None,
     *,
     flagged_factor: float | None = 1.0,
-    torch_comm_us: float | None = None,
-    host_us: Mapping[TensorMechanism, float] | None = None,
-    margin: float = MARGIN,
-    grid_rows: int | None = None,
-    launch_us: float | None = None,
+    host_us: Mapping[MatmulMechanism, float] | None = None,
 ) -> MatmulPlan:
-    """Return the simplest execution whose predicted time is within `margin` of the best; torch's is the simplest.
+    """Return the simplest execution whose predicted time is within `MARGIN` of the best; torch's is the simplest.
 
     The mechanism goes by the predictions of rank 0, the pieces are those of `rank`: ranks that are given the same
     curves and figures choose alike, which they must.
@@ -63,22 +58,17 @@ def choose_matmul(
         rank: this rank.
         profile: of the machine; None: the default one, H200.
         flagged_factor: speed of the persistent matmul over that of cuBLAS, measured; None: there is none.
-        torch_comm_us: the collective alone by torch's group, measured; None: by the profile's `nccl_rates`.
         host_us: what the host needs to issue a call of each mechanism: none is taken to be shorter; None: nothing.
-        margin: part of its time by which an execution must be beaten to be passed over, 0 to 1.
-        grid_rows: as of `cut`.
-        launch_us: as of `cut`.
 
     Raises:
-        Misconfigured: `flagged_factor` or `margin` is out of range, or `cut` raises it.
+        Misconfigured: `flagged_factor` is not above 0, or the profile has no `nccl_rates` of the collective.
     """
     profile = profile or default_profile()
-    if not 0 <= margin < 1 or (flagged_factor is not None and not 0 < flagged_factor < math.inf):
-        raise Misconfigured(f"margin={margin}, flagged_factor={flagged_factor}: give 0 <= margin < 1, and a factor > 0")
-    first = RowAxis.of(task, 0, profile, grid_rows, launch_us)
-    comm_us = nccl_us(task, profile) if torch_comm_us is None else torch_comm_us
+    if flagged_factor is not None and not 0 < flagged_factor < math.inf:
+        raise Misconfigured(f"flagged_factor={flagged_factor}: give a factor > 0, or None")
+    first, comm_us = RowAxis(task, 0, profile), nccl_us(task, profile)
     one_us = first.cost_us(task.rows)
-    predicted: dict[TensorMechanism, float] = {
+    predicted: dict[MatmulMechanism, float] = {
         "torch": comm_us + one_us,
         "serial": first.end_us(first.serial_bounds),
         "cuts": first.cuts.us,
@@ -88,9 +78,9 @@ def choose_matmul(
     by_gpu = predicted
     predicted = {name: max(us, (host_us or {}).get(name, 0.0)) for name, us in by_gpu.items()}
     best_us = min(predicted.values())
-    chosen = next(name for name in MECHANISMS if (1 - margin) * predicted.get(name, math.inf) <= best_us)
-    axis = first if rank == 0 else RowAxis.of(task, rank, profile, grid_rows, launch_us)
-    known, estimated = hiding_of(task, profile), any(curve.estimated for curve in task.curves)
+    chosen = next(name for name in MATMUL_MECHANISMS if (1 - MARGIN) * predicted.get(name, math.inf) <= best_us)
+    axis = first if rank == 0 else RowAxis(task, rank, profile)
+    known = hiding_of(task, profile)
     times = ", ".join(f"{name} {us:,.0f}" for name, us in predicted.items())
     host = "" if predicted == by_gpu else ", as long as the host needs or longer"
     return MatmulPlan(
@@ -101,29 +91,17 @@ def choose_matmul(
         alone_us=task.alone_us,
         comm_us=comm_us,
         hiding=known,
-        estimated=estimated,
-        why=f"{chosen} is the simplest within {margin:.0%} of the best of {times} µs{host}; {known.why}",
-        assumed=f"matmuls keep {first.kept:.1%} of their speed for {first.busy_us:,.0f} µs of communication, all ranks "
-        f"begin together{', and the time of the matmul is estimated, not measured' if estimated else ''}",
+        estimated=any(curve.estimated for curve in task.curves),
+        why=f"{chosen} is the simplest within {MARGIN:.0%} of the best of {times} µs{host}; {known.why}",
     )
 
 
-def with_best_chunks(
-    task: ShardedMatmul,
-    profile: Profile | None = None,
-    *,
-    candidates: Sequence[int] = (1, 2, 4),
-    margin: float = MARGIN,
-) -> ShardedMatmul:
-    """Return the task with the largest chunks whose cuts, on rank 0, take within `margin` of the least time.
+def with_best_chunks(task: ShardedMatmul, profile: Profile | None = None) -> ShardedMatmul:
+    """Return the task with the largest chunks whose cuts, on rank 0, take within `MARGIN` of the least time.
 
-    Args:
-        task: the matmul.
-        profile: of the machine; None: the default one, H200.
-        candidates: numbers of chunks of the largest shard to compare.
-        margin: part of their time by which larger chunks must be beaten, 0 to 1.
+    Compared are one, two and four chunks of the largest shard.
     """
     block = task.batch * max(task.shard_rows)
-    found = [replace(task, chunk_rows=-(-block // chunks)) for chunks in sorted(candidates)]
+    found = [replace(task, chunk_rows=-(-block // chunks)) for chunks in (1, 2, 4)]
     times = [cut(each, 0, profile).us for each in found]
-    return next(each for each, us in zip(found, times, strict=True) if (1 - margin) * us <= min(times))
+    return next(each for each, us in zip(found, times, strict=True) if (1 - MARGIN) * us <= min(times))

@@ -132,7 +132,7 @@ class ShardedRows:
 
 
 def merged(slabs: Iterable[Slab]) -> Slabs:
-    """Return the rows of slabs, which may not overlap, as few slabs in ascending order."""
+    """Return slabs in ascending order, adjacent ones joined; they may not overlap."""
     found: list[Slab] = []
     for slab in sorted(slabs):
         if found and sum(found[-1]) == slab.start:

@@ -12,6 +12,13 @@ g is compute alone, c communication alone. While both run, compute keeps `comput
                      otherwise                           T = c + (1 - comm_kept) · g / compute_kept
 
 `together_us` takes the model with the least error on measured pairs of that kind: results/pair-models.md.
+
+What overlap is worth, for T measured or predicted, is `hidden`, the share of the shorter side's time that it saves:
+
+    serial = g + c + h              h: the head start of the side that goes first; the other side waits that long
+    ideal  = max(g', c')            g' = g, plus h if compute waits; c' = c, plus h if the collective waits
+    hidden = (serial - T) / min(g', c')                     1 perfect, 0 as slow as one after the other, below 0 worse
+    ideal_fraction = (serial / T - 1) / (serial / ideal - 1) = hidden * ideal / T     ConCCL's "% of ideal" (2412.14335)
 """
 
 from __future__ import annotations
@@ -26,12 +33,13 @@ from counterpoint.errors import Misconfigured, printable
 from counterpoint.machine.occupancy import tiles_of, waves
 from counterpoint.machine.profile import Contention, Disturbance, Profile, SumRates
 from counterpoint.pair.sm_split import SmLayout
-from counterpoint.records.measurement import Order
+from counterpoint.records.measurement import Order, PairClass
 
 Model = Literal["kept", "waves", "sums"]
 Product = tuple[int, int, int]
 """M, N and K of a matrix product."""
 REDUCTIONS = ("all_reduce", "reduce_scatter")
+CLASS_BORDER = 1.15  # a side that takes this many times as long as the other makes the pair `G-long` or `C-long`
 NEED_SMS = ("nccl", "nccl_zero_cta")  # the second copies without SMs, but the kernel that starts it needs one
 FIRST_CHUNK = 7 / 8  # of the shard, as `collectives/program/tuning.py` cuts large ones
 _BY_DEFINITION = {
@@ -82,6 +90,33 @@ def model_for(pair: Pair) -> Model:
     if pair.products and pair.mechanism in NEED_SMS:
         return "waves"
     return "sums" if pair.mechanism == "zero_sm" and pair.collective in REDUCTIONS else "kept"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OverlapRatios:
+    """Holds the gain of overlap for one pair, measured or predicted, by the equations of this module."""
+
+    serial_us: float
+    ideal_us: float
+    hidden: float
+    ideal_fraction: float
+
+
+def overlap(*, compute_us: float, comm_us: float, both_us: float, order: Order, head_us: float) -> OverlapRatios:
+    """Return the gain of overlap, from g (`compute_us`), c (`comm_us`), T (`both_us`) and h (`head_us`)."""
+    waiting_compute = compute_us + (head_us if order == "comm_first" else 0.0)
+    waiting_comm = comm_us + (head_us if order == "compute_first" else 0.0)
+    serial = compute_us + comm_us + (head_us if order != "together" else 0.0)
+    ideal = max(waiting_compute, waiting_comm)
+    hidden = (serial - both_us) / min(waiting_compute, waiting_comm)
+    return OverlapRatios(serial_us=serial, ideal_us=ideal, hidden=hidden, ideal_fraction=hidden * ideal / both_us)
+
+
+def pair_class(compute_us: float, comm_us: float) -> PairClass:
+    """Return which side takes more than 15 % longer alone: `G-long` (compute), `C-long` (collective) or neither."""
+    if compute_us > CLASS_BORDER * comm_us:
+        return "G-long"
+    return "C-long" if comm_us > CLASS_BORDER * compute_us else "GC-equal"
 
 
 # kept: no shapes
@@ -146,7 +181,7 @@ class GemmKernel:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Occupation:
+class SmShares:
     """Says how many SMs each side gets while both run, and how much both slow down."""
 
     waiting_ctas: int  # CTAs of the collective that find no SM beside a resident kernel
@@ -168,7 +203,7 @@ def play(
     compute_at_us: float,
     comm_at_us: float,
     comm_first: bool,
-    shares: Occupation,
+    shares: SmShares,
 ) -> float:
     """Return when both sides have ended, by following the kernels one after another, wave by wave.
 
@@ -206,7 +241,7 @@ def play(
 
 
 def play_order(
-    order: Order, kernels: Sequence[GemmKernel], comm_us: float, shares: Occupation, contention: Contention
+    order: Order, kernels: Sequence[GemmKernel], comm_us: float, shares: SmShares, contention: Contention
 ) -> float:
     """Return when both sides have ended in one launch order, with the head start in `contention`."""
     head_us = contention.head_start_us
@@ -255,7 +290,7 @@ def gemm_kernels(
     )
 
 
-def occupation(kernels: Sequence[GemmKernel], num_ctas: int, layout: SmLayout, known: Contention) -> Occupation:
+def sm_shares(kernels: Sequence[GemmKernel], num_ctas: int, layout: SmLayout, known: Contention) -> SmShares:
     """Return how many SMs each side gets while kernels and a collective run.
 
     Args:
@@ -266,7 +301,7 @@ def occupation(kernels: Sequence[GemmKernel], num_ctas: int, layout: SmLayout, k
     """
     cluster = known.comm_cluster
     waiting = (layout.waiting_ctas(gemm_sms=one.num_sms, num_ctas=num_ctas, comm_cluster=cluster) for one in kernels)
-    return Occupation(
+    return SmShares(
         waiting_ctas=max(waiting),
         sms_beside=layout.gemm_sms_beside(num_ctas, comm_cluster=cluster),
         compute_slowdown=1.0 / (1.0 - known.compute_loss),
@@ -279,7 +314,7 @@ def _played_us(pair: Pair, profile: Profile) -> float:
         what = f"{pair.mechanism} beside {len(pair.products)} GEMMs"
         raise Misconfigured(f"model 'waves' of {what}: it is about {' and '.join(NEED_SMS)} beside GEMMs; take 'kept'")
     kernels = gemm_kernels(pair.products, pair.compute_us, pair.layout.num_sms, profile.chip.matmul_tile)
-    shares = occupation(kernels, max(1, pair.num_ctas), pair.layout, profile.contention)
+    shares = sm_shares(kernels, max(1, pair.num_ctas), pair.layout, profile.contention)
     return play_order(pair.order, kernels, pair.comm_us, shares, profile.contention)
 
 

@@ -17,10 +17,10 @@ from counterpoint.collectives.host.group import gather_values
 from counterpoint.controls.gemm_sms import GemmSmLimit
 from counterpoint.controls.parse import VARIABLES
 from counterpoint.errors import Misconfigured, printable
-from counterpoint.pair.tuned_choices import Choices, mechanism_base, mechanism_knobs, stays_with_torch
-from counterpoint.pair.tuned_file import read_tuned, tuned_digest
 from counterpoint.records.measurement import Environment
 from counterpoint.records.tuning import Tuned, TunedPair
+from counterpoint.tuned.choices import Choices, mechanism_base, mechanism_knobs, stays_with_torch
+from counterpoint.tuned.file import read_tuned, tuned_digest
 from counterpoint.version import VERSION
 
 VARIABLE = "COUNTERPOINT_TUNED"

@@ -172,7 +172,7 @@ class Row(Record, frozen=True, kw_only=True):
     compute_together: Timing
     comm_together: Timing
     head_start_us: float  # measured; 0 for "together"
-    hidden: float  # share of the shorter side's time that overlap saves: pair/hidden.py
+    hidden: float  # share of the shorter side's time that overlap saves: pair/together.py
     ideal_fraction: float
     compute_kept: float
     comm_kept: float

@@ -17,5 +17,5 @@ shared.py            one value for a setting that several pairs share
 machine.py           measures a machine, and has a profile fitted to it by fit/
 script/              a training script as it is: recorded, tuned, confirmed by whole steps
 
-The records are in `records/tuning.py`; `pair/tuned_file.py` reads and writes `counterpoint.toml`.
+The records are in `records/tuning.py`; `tuned/file.py` reads and writes `counterpoint.toml`.
 """

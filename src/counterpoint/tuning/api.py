@@ -61,7 +61,7 @@ def tune(
         progress: called as (pairs done, in all, what runs now).
 
     Returns:
-        The choices with all that was tried, and why; `pair.tuned_file.tuned_toml` writes them.
+        The choices with all that was tried, and why; `tuned.file.tuned_toml` writes them.
 
     Raises:
         Misconfigured: an option or pair has a value that is not allowed, or `partial` is of another run.

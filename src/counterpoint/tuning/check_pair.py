@@ -7,7 +7,7 @@ from counterpoint.errors import Misconfigured, printable
 from counterpoint.measurement.dependent import find_dependent, find_exchange, is_dependent, is_exchange
 from counterpoint.measurement.dtypes import measured_dtype
 from counterpoint.measurement.workloads import find_workload
-from counterpoint.pair.row_curves import DTYPES
+from counterpoint.pair.curves import DTYPES
 from counterpoint.records.tuning import StepPair
 from counterpoint.tuning.parts import block_name, depends
 

@@ -17,8 +17,8 @@ from functools import lru_cache
 from counterpoint.controls.parse import VARIABLES
 from counterpoint.errors import Misconfigured, printable
 from counterpoint.measurement.mechanisms import find_mechanism
-from counterpoint.pair.tuned_choices import EXCHANGE
 from counterpoint.records.tuning import Tuned
+from counterpoint.tuned.choices import EXCHANGE
 from counterpoint.tuning.shared import (
     GroupSettings,
     Numbered,

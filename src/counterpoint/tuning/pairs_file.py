@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from counterpoint.errors import Misconfigured, printable
-from counterpoint.machine.read_file import parse_toml, read_text
+from counterpoint.read_file import parse_toml, read_text
 from counterpoint.records import Record
 from counterpoint.records.tuning import StepPair
 from counterpoint.tuning.check_pair import check_pair

@@ -31,10 +31,9 @@ from counterpoint.measurement.dependent import find_dependent, find_exchange, is
 from counterpoint.measurement.workloads import ComputeOperation, Workload, find_workload
 from counterpoint.pair.arrivals import ShardedMatmul
 from counterpoint.pair.choice import FREE_SMS, candidates_for, predict
-from counterpoint.pair.curves import CommCurve, CommPoint, Curves, GemmCurve, comm_key
+from counterpoint.pair.curves import DTYPES, CommCurve, CommPoint, Curves, GemmCurve, comm_key, estimated_curve
 from counterpoint.pair.expert_choice import ExpertExchange, choose_expert
 from counterpoint.pair.matmul_choice import choose_matmul
-from counterpoint.pair.row_curves import DTYPES, estimated_curve
 from counterpoint.pair.sm_split import SmLayout, SmSplit
 from counterpoint.pair.together import REDUCTIONS, Pair, steps_of, together_us
 from counterpoint.records.tuning import StepPair

@@ -10,10 +10,10 @@ from typing import Generic, TypeVar
 from counterpoint.controls.control import Control
 from counterpoint.errors import Misconfigured, printable
 from counterpoint.measurement.mechanisms import Mechanism, find_mechanism
-from counterpoint.pair.expert_choice import MECHANISMS as EXPERT_MECHANISMS
-from counterpoint.pair.matmul_choice import MECHANISMS as TENSOR_MECHANISMS
-from counterpoint.pair.tuned_choices import EXCHANGE
+from counterpoint.pair.expert_choice import EXCHANGE_MECHANISMS
+from counterpoint.pair.matmul_choice import MATMUL_MECHANISMS
 from counterpoint.records.tuning import LEAVE, Tuned, TunedPair
+from counterpoint.tuned.choices import EXCHANGE
 from counterpoint.tuning.parts import depends
 
 S = TypeVar("S", bound=Hashable)
@@ -122,7 +122,7 @@ def _us_under(one: Numbered, setting: S, stock: S, setting_of: Callable[[Numbere
 def _mechanism(pair: TunedPair, number: int, device: str) -> Mechanism | None:
     named = pair.stock if pair.mechanism == LEAVE else pair.mechanism
     if depends(pair):
-        allowed: tuple[str, ...] = EXPERT_MECHANISMS if pair.operation == EXCHANGE else TENSOR_MECHANISMS
+        allowed: tuple[str, ...] = EXCHANGE_MECHANISMS if pair.operation == EXCHANGE else MATMUL_MECHANISMS
         if named not in allowed:
             raise Misconfigured(
                 f"pair {number}: {printable(named)!r} is no mechanism; choose from {', '.join(allowed)}"

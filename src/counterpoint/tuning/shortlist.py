@@ -9,8 +9,8 @@ from counterpoint.collectives.program.operations import measured_by
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.machine.profile import Profile
 from counterpoint.measurement.dependent import is_dependent
-from counterpoint.pair.expert_choice import MECHANISMS as EXPERT_MECHANISMS
-from counterpoint.pair.matmul_choice import MECHANISMS as MATMUL_MECHANISMS
+from counterpoint.pair.expert_choice import EXCHANGE_MECHANISMS
+from counterpoint.pair.matmul_choice import MATMUL_MECHANISMS
 from counterpoint.records.tuning import StepPair
 from counterpoint.tuning.parts import depends, stock_of
 from counterpoint.tuning.predictions import predicted_times
@@ -56,7 +56,7 @@ def best_of(times: Mapping[str, float | None], stock: str, most: int = MOST) -> 
 def _offered(pair: StepPair, device: str) -> tuple[str, ...]:
     """Return the mechanisms of a pair that no model ranks, besides stock; what cannot run is found out there."""
     if depends(pair):
-        known: tuple[str, ...] = MATMUL_MECHANISMS if is_dependent(pair.operation) else EXPERT_MECHANISMS
+        known: tuple[str, ...] = MATMUL_MECHANISMS if is_dependent(pair.operation) else EXCHANGE_MECHANISMS
         return tuple(name for name in known if name != stock_of(pair, device))
     copies = ("zero_sm",) if pair.operation in measured_by("programs") else ()
     return copies if device == "cpu" else (*copies, *UNPREDICTED)

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from counterpoint.pair.tuned_file import tuned_toml
 from counterpoint.records.effect import TuningEffect
 from counterpoint.records.tuning import LEAVE, TunedPair
+from counterpoint.tuned.file import tuned_toml
 from tests.process.machine.test_doctor_check import STOCK, by_copies, check
 from tests.support.example_tuned import example_tuned, tuned_pair
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from counterpoint.pair.tuned_file import tuned_toml
+from counterpoint.tuned.file import tuned_toml
 from tests.support.example_tuned import example_tuned
 
 TIMES = 8  # processes, of which more than half crashed
@@ -33,7 +33,7 @@ def test_two_threads_may_read_it_first(kind: str, tmp_path: Path) -> None:
     path.write_text(tuned_toml(example_tuned()))
     of_kind: dict[str, tuple[str, str, object]] = {
         "profile": ("machine.profile", "profile_of", None),
-        "tuning": ("pair.tuned_file", "read_tuned", str(path)),
+        "tuning": ("tuned.file", "read_tuned", str(path)),
     }
     module, function, argument = of_kind[kind]
     program = PROGRAM.format(module=module, function=function, argument=argument)

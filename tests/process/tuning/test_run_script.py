@@ -12,8 +12,8 @@ import pytest
 from msgspec.structs import replace
 
 from counterpoint.errors import CounterpointError, Misconfigured, PeerTimeout
-from counterpoint.pair.tuned_file import read_tuned, tuned_toml
 from counterpoint.records.tuning import Tuned, TunedPair
+from counterpoint.tuned.file import read_tuned, tuned_toml
 from counterpoint.tuning.from_trace import pairs_of_traces
 from counterpoint.tuning.script.api import ScriptComparison
 from counterpoint.tuning.script.command import parse_command

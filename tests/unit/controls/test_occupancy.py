@@ -11,10 +11,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from counterpoint.controls.occupancy import OccupancyShaping
-from counterpoint.controls.occupancy_shape import UnshapedKernel, Wanted, shape
+from counterpoint.controls.occupancy import OccupancyShaping, UnshapedKernel, shape
 from counterpoint.errors import Misconfigured
-from counterpoint.machine.occupancy import Footprint, SmLimits, blocks_beside, blocks_per_sm, smem_for_blocks_per_sm
+from counterpoint.machine.occupancy import Footprint, SmLimits, blocks_beside, smem_for_blocks_per_sm
 from counterpoint.records.measurement import Launched, Observation
 
 H200 = SmLimits(num_sms=132, regs=65536, smem=233472, threads=2048)
@@ -30,9 +29,7 @@ footprints = st.builds(
 
 
 def fit(block: Footprint, sm: SmLimits) -> int:
-    return blocks_per_sm(
-        threads=block.threads, regs_per_thread=block.regs_per_thread, smem_bytes=block.smem_bytes, sm=sm
-    )
+    return block.most_on(sm)
 
 
 def with_smem(block: Footprint, smem_bytes: int) -> Footprint:
@@ -144,22 +141,24 @@ KERNEL = UnshapedKernel(
 
 def test_dynamic_bytes_are_what_is_missing_beside_the_static_ones() -> None:
     """Static shared memory cannot be changed at launch, so the dynamic part makes up the rest."""
-    found = shape(KERNEL, Wanted(blocks_per_sm=2), sm=H200)
+    found = shape(KERNEL, OccupancyShaping(blocks_per_sm=2), sm=H200)
     assert (found.dynamic_smem_bytes, found.blocks_before, found.blocks_after) == (76928 - 1024, 8, 2)
 
 
 @pytest.mark.parametrize(
     ("kernel", "wanted", "reason"),
     [
-        (dataclasses.replace(KERNEL, clustered=True), Wanted(blocks_per_sm=2), "clusters"),
-        (dataclasses.replace(KERNEL, cooperative=True), Wanted(blocks_per_sm=2), "cooperative"),
-        (dataclasses.replace(KERNEL, threads=384, regs_per_thread=168), Wanted(blocks_per_sm=1), "gemm_sms"),
-        (KERNEL, Wanted(blocks_per_sm=8), "only 8 blocks fit"),
-        (KERNEL, Wanted(smem_bytes=300_000), "more than a block may have: 232448"),
-        (KERNEL, Wanted(smem_bytes=24576), "24576 bytes itself"),
+        (dataclasses.replace(KERNEL, clustered=True), OccupancyShaping(blocks_per_sm=2), "clusters"),
+        (dataclasses.replace(KERNEL, cooperative=True), OccupancyShaping(blocks_per_sm=2), "cooperative"),
+        (dataclasses.replace(KERNEL, threads=384, regs_per_thread=168), OccupancyShaping(blocks_per_sm=1), "gemm_sms"),
+        (KERNEL, OccupancyShaping(blocks_per_sm=8), "only 8 blocks fit"),
+        (KERNEL, OccupancyShaping(smem_bytes=300_000), "more than a block may have: 232448"),
+        (KERNEL, OccupancyShaping(smem_bytes=24576), "24576 bytes itself"),
     ],
 )
-def test_what_cannot_be_shaped_stays_and_says_why(kernel: UnshapedKernel, wanted: Wanted, reason: str) -> None:
+def test_what_cannot_be_shaped_stays_and_says_why(
+    kernel: UnshapedKernel, wanted: OccupancyShaping, reason: str
+) -> None:
     """The launch is unchanged, and the text names the cause."""
     found = shape(kernel, wanted, sm=H200)
     assert (found.dynamic_smem_bytes, reason in str(found.refused)) == (kernel.dynamic_smem_bytes, True), found.refused

@@ -5,16 +5,34 @@ from __future__ import annotations
 import ctypes
 import sys
 import types
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from counterpoint.controls import launch_hooks as launch_hook
-from counterpoint.controls.launch_hooks import KernelLaunch, LaunchHook, no_triton, shaped_triton
+from counterpoint.controls.launch_hooks import no_triton, shaped_launches, shaped_triton
 from counterpoint.errors import Unsupported
 
 BY_VALUE, BY_REFERENCE, ENTER, EXIT = 307, 652, 0, 1
+
+
+class Told:
+    """A shaper that always gives one answer, and keeps what it was asked."""
+
+    def __init__(self, answer: int = 5000, *, active: bool = True) -> None:
+        self.active, self.answer = active, answer
+        self.asked: dict[str, object] = {}
+
+    def dynamic_smem(self, handle: int, **asked: object) -> int:
+        self.asked = {"handle": handle} | asked
+        return self.answer
+
+
+class Failing(Told):
+    """A shaper that cannot decide."""
+
+    def dynamic_smem(self, handle: int, **asked: object) -> int:
+        raise Unsupported("planted")
 
 
 class Cupti:
@@ -78,7 +96,7 @@ def config(smem: int, *attributes: tuple[int, tuple[int, ...]]) -> Any:
     return made
 
 
-def run(cupti: Cupti, call: int, made: Any, smem_for: Callable[[KernelLaunch], int | None]) -> int:
+def run(cupti: Cupti, call: int, made: Any, shaper: Told) -> int:
     """The shared memory that the driver saw."""
     if call == BY_VALUE:
         arguments: Any = launch_hook._ByValue(function=99, config=made)
@@ -86,7 +104,7 @@ def run(cupti: Cupti, call: int, made: Any, smem_for: Callable[[KernelLaunch], i
     else:
         arguments = launch_hook._ByReference(config=ctypes.pointer(made), function=99)
         inner = made
-    with LaunchHook(smem_for):
+    with shaped_launches(shaper):
         cupti.launch(call, arguments, inner)
     return cupti.during[-1]
 
@@ -94,66 +112,61 @@ def run(cupti: Cupti, call: int, made: Any, smem_for: Callable[[KernelLaunch], i
 @pytest.mark.parametrize("call", [BY_VALUE, BY_REFERENCE])
 def test_the_driver_reads_what_was_decided(cupti: Cupti, call: int) -> None:
     """Between enter and exit the arguments hold the new size."""
-    assert run(cupti, call, config(100), lambda launch: 5000) == 5000
+    assert run(cupti, call, config(100), Told()) == 5000
 
 
 def test_the_callers_structure_is_put_back(cupti: Cupti) -> None:
     """After the call it holds what the caller wrote, zero included."""
     made = config(0)
-    run(cupti, BY_REFERENCE, made, lambda launch: 5000)
+    run(cupti, BY_REFERENCE, made, Told())
     assert made.smem == 0
 
 
-def test_none_leaves_the_launch_alone(cupti: Cupti) -> None:
+def test_an_inactive_shaper_leaves_the_launch_alone(cupti: Cupti) -> None:
     """A kernel that nobody wants shaped is launched as it was asked for."""
-    assert run(cupti, BY_REFERENCE, config(100), lambda launch: None) == 100
+    assert run(cupti, BY_REFERENCE, config(100), Told(active=False)) == 100
 
 
 @pytest.mark.parametrize("call", [BY_VALUE, BY_REFERENCE])
 def test_the_launch_is_described(cupti: Cupti, call: int) -> None:
-    """Name, handle, grid, block and size come from the driver's arguments."""
-    seen: list[KernelLaunch] = []
-    run(cupti, call, config(100), seen.append)
-    (one,) = seen
-    assert (one.name, one.handle, one.grid, one.block, one.dynamic_smem_bytes) == (
-        "kernel_name", 99, (8, 2, 1), (128, 1, 1), 100,
-    )  # fmt: skip
+    """Handle, block and size come from the driver's arguments."""
+    told = Told()
+    run(cupti, call, config(100), told)
+    assert told.asked == {
+        "handle": 99, "threads": 128, "dynamic_smem_bytes": 100, "clustered": False, "cooperative": False,
+    }  # fmt: skip
 
 
 def test_clusters_and_cooperative_launches_are_told(cupti: Cupti) -> None:
     """Both are launch attributes, in any order."""
-    seen: list[KernelLaunch] = []
-    run(cupti, BY_REFERENCE, config(0, (6, (1,)), (4, (2, 1, 1)), (2, (1,))), seen.append)
-    assert (seen[0].cluster, seen[0].cooperative) == ((2, 1, 1), True)
-
-
-def planted(launch: KernelLaunch) -> int:
-    raise Unsupported("planted")
+    told = Told()
+    run(cupti, BY_REFERENCE, config(0, (6, (1,)), (4, (2, 1, 1)), (2, (1,))), told)
+    assert (told.asked["clustered"], told.asked["cooperative"]) == (True, True)
 
 
 def test_a_failure_is_raised_on_exit(cupti: Cupti) -> None:
     """ctypes would print and forget it."""
     with pytest.raises(Unsupported, match="planted"):
-        run(cupti, BY_REFERENCE, config(100), planted)
+        run(cupti, BY_REFERENCE, config(100), Failing())
 
 
 def test_a_launch_that_failed_to_be_decided_is_unchanged(cupti: Cupti) -> None:
     """The driver reads the caller's size."""
     with pytest.raises(Unsupported):
-        run(cupti, BY_REFERENCE, config(100), planted)
+        run(cupti, BY_REFERENCE, config(100), Failing())
     assert cupti.during == [100]
 
 
 def test_a_second_subscriber_is_refused_by_name(cupti: Cupti) -> None:
     """CUPTI's answer 39 becomes a text that says who it may be."""
     cupti.subscribed = True
-    with pytest.raises(Unsupported, match=r"torch\.profiler once it has run, nsys, ncu"), LaunchHook(lambda _: None):
+    with pytest.raises(Unsupported, match=r"torch\.profiler once it has run, nsys, ncu"), shaped_launches(Told()):
         pass
 
 
 def test_the_subscription_ends_with_the_context(cupti: Cupti) -> None:
     """So that a profiler may come next."""
-    with LaunchHook(lambda launch: None):
+    with shaped_launches(Told()):
         assert cupti.subscribed
     assert not cupti.subscribed
 
@@ -165,18 +178,6 @@ class Launcher:
 
     def __call__(self, *arguments: object) -> tuple[object, ...]:
         return arguments
-
-
-class Told:
-    """A shaper that always answers 5000, and keeps what it was asked."""
-
-    def __init__(self, *, active: bool = True) -> None:
-        self.active = active
-        self.asked: dict[str, object] = {}
-
-    def dynamic_smem(self, handle: int, **asked: object) -> int:
-        self.asked = {"handle": handle} | asked
-        return 5000
 
 
 @pytest.fixture
@@ -196,14 +197,14 @@ def call(launcher: type[Launcher], packed: object = (4, 1, 24576)) -> Any:
 
 def test_triton_is_told_more_shared_memory(triton: type[Launcher]) -> None:
     """Only the third of the packed metadata changes."""
-    with shaped_triton(Told()):  # type: ignore[arg-type]
+    with shaped_triton(Told()):
         assert call(triton) == (8, 1, 1, 7, 99, (4, 1, 5000), None, "argument")
 
 
 def test_triton_kernels_are_described(triton: type[Launcher]) -> None:
     """Warps become threads, CTAs of a cluster a flag."""
     told = Told()
-    with shaped_triton(told):  # type: ignore[arg-type]
+    with shaped_triton(told):
         call(triton, (8, 2, 1024))
     assert told.asked == {
         "handle": 99, "threads": 256, "dynamic_smem_bytes": 1024, "clustered": True, "cooperative": False,
@@ -212,20 +213,20 @@ def test_triton_kernels_are_described(triton: type[Launcher]) -> None:
 
 def test_an_inactive_shaper_is_not_asked(triton: type[Launcher]) -> None:
     """While the communication side is queued, nothing changes."""
-    with shaped_triton(Told(active=False)):  # type: ignore[arg-type]
+    with shaped_triton(Told(active=False)):
         assert call(triton)[5] == (4, 1, 24576)
 
 
 def test_tritons_launcher_is_put_back(triton: type[Launcher]) -> None:
     """After the context it is the stock one, also after a failure."""
-    with pytest.raises(ZeroDivisionError), shaped_triton(Told()):  # type: ignore[arg-type]
+    with pytest.raises(ZeroDivisionError), shaped_triton(Told()):
         raise ZeroDivisionError
     assert call(triton)[5] == (4, 1, 24576)
 
 
 def test_another_launcher_is_not_guessed_at(triton: type[Launcher]) -> None:
     """Metadata of another form is refused, not passed on."""
-    with shaped_triton(Told()), pytest.raises(Unsupported, match="interpose=True"):  # type: ignore[arg-type]
+    with shaped_triton(Told()), pytest.raises(Unsupported, match="interpose=True"):
         call(triton, (4, 1, 24576, 1, 1))
 
 
@@ -239,6 +240,6 @@ def test_without_triton_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_hook_that_cannot_watch_gives_cupti_back(cupti: Cupti) -> None:
     """CUPTI must not call back into an object that is gone, and the next tool finds it free."""
     cupti.refusal = 15
-    with pytest.raises(Unsupported, match="cuptiEnableCallback failed"), LaunchHook(lambda launch: None):
+    with pytest.raises(Unsupported, match="cuptiEnableCallback failed"), shaped_launches(Told()):
         pass
     assert not cupti.subscribed

@@ -10,7 +10,7 @@ from counterpoint.controls.nccl import NcclCluster, NcclCtaPolicy, NcclCtas, Ncc
 from counterpoint.controls.parse import parse_mechanism
 from counterpoint.controls.streams import GreenContexts, StreamPriority
 from counterpoint.errors import Misconfigured
-from counterpoint.pair.tuned_choices import KNOBS
+from counterpoint.tuned.choices import KNOBS
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from counterpoint.controls.gemm_sms import GemmSmLimit
 from counterpoint.controls.observe import verified
 from counterpoint.controls.parse import parse_mechanism
 from counterpoint.errors import NoEffect, Unsupported
-from counterpoint.pair.tuned_choices import KNOBS
 from counterpoint.records.measurement import Evidence, Observation
+from counterpoint.tuned.choices import KNOBS
 
 RAN = msgspec.json.decode(Path(__file__).with_name("seen_2xh200.json").read_bytes(), type=dict[str, Observation])
 LANES = Lanes(compute_stream="compute", comm_stream="comm", compute=lambda: None, comm=lambda: None)

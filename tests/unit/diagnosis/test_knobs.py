@@ -13,11 +13,11 @@ from rich.console import Console
 
 from counterpoint.diagnosis.tuning_effect import find_tuning_effect
 from counterpoint.errors import BadTrace, Misconfigured
-from counterpoint.pair.tuned_choices import KNOBS
 from counterpoint.records.effect import KnobEffect, TuningEffect
 from counterpoint.records.tuning import LEAVE, Tried, TunedPair
 from counterpoint.rendering.effect_terminal import render_tuning_effect
 from counterpoint.trace.timeline import CollectiveInfo, Device, HostKind, Kind
+from counterpoint.tuned.choices import KNOBS
 from tests.support.example_tuned import HOSTILE, example_tuned, tuned_pair
 from tests.support.job_builder import COMM_STREAM, COMPUTE_STREAM, Host, Op, comm, digested, host, op, rank
 

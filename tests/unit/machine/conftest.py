@@ -6,7 +6,7 @@ from itertools import permutations
 
 import pytest
 
-from counterpoint.machine.readings import (
+from counterpoint.machine.doctor.readings import (
     Bandwidth,
     Cuda,
     CudaDevice,

@@ -8,9 +8,9 @@ import msgspec
 from msgspec.structs import replace
 from rich.console import Console
 
-from counterpoint.machine.checkup import examine
+from counterpoint.machine.doctor.checkup import examine
+from counterpoint.machine.doctor.readings import Readings
 from counterpoint.machine.profile import default_profile
-from counterpoint.machine.readings import Readings
 from counterpoint.records.machine import Check, Checkup
 from counterpoint.rendering.doctor_terminal import render_checkup, verdict
 

@@ -12,13 +12,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from counterpoint.machine import checkup
-from counterpoint.machine.checkup import collect_readings
-from counterpoint.machine.driver import MAX_PAIRS, Driver, choose_pairs
-from counterpoint.machine.nvml import CLOCK_REASONS, read_nvml
-from counterpoint.machine.probe import Answer
-from counterpoint.machine.readings import Cuda, NvLink, ProbeFailed, ProbeUnavailable, Readings
-from counterpoint.machine.software import nccl_version, read_torch_files
+from counterpoint.machine.doctor import checkup
+from counterpoint.machine.doctor.checkup import collect_readings
+from counterpoint.machine.doctor.cuda import MAX_PAIRS, choose_pairs
+from counterpoint.machine.doctor.nvml import CLOCK_REASONS, read_nvml
+from counterpoint.machine.doctor.probe import Answer
+from counterpoint.machine.doctor.readings import Cuda, NvLink, Readings
+from counterpoint.machine.doctor.system import nccl_version, read_torch_files
+from counterpoint.machine.driver import Driver, ProbeFailed, ProbeUnavailable
 
 
 @pytest.mark.parametrize("gpus", [2, 3, 4, 8, 15, 16, 72])

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from counterpoint.measurement.rows import timing
-from counterpoint.pair.hidden import overlap, pair_class
+from counterpoint.pair.together import overlap, pair_class
 
 TIMES = st.floats(min_value=1.0, max_value=1e6)
 

@@ -18,7 +18,7 @@ from counterpoint.collectives.program.steps import Tuning
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.machine.profile import default_profile
 from counterpoint.pair.arrivals import ShardedMatmul, TensorOperation, hiding, hiding_of, nccl_us, segments_of
-from counterpoint.pair.row_curves import RowCurve, estimated_curve
+from counterpoint.pair.curves import RowCurve, estimated_curve
 from counterpoint.pair.sharded_rows import Slab
 from counterpoint.plan.compute.layers import MatmulOp
 from counterpoint.plan.compute.roofline import GpuRates, cost

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from counterpoint.pair.together import GemmKernel, Occupation, finish_us, play
+from counterpoint.pair.together import GemmKernel, SmShares, finish_us, play
 
-BLOCKED = Occupation(waiting_ctas=24, sms_beside=108)
-BESIDE = Occupation(waiting_ctas=0, sms_beside=108)
+BLOCKED = SmShares(waiting_ctas=24, sms_beside=108)
+BESIDE = SmShares(waiting_ctas=0, sms_beside=108)
 ONE_WAVE = GemmKernel(tiles=132, num_sms=132, time_us=100.0)
 
 
@@ -63,7 +63,7 @@ def test_with_sms_of_its_own_the_order_does_not_matter(comm_first: bool) -> None
 
 def test_contention_lasts_as_long_as_both_run() -> None:
     """Twice as slow while the 30 µs collective runs (60 µs, itself slowed): 100 µs become 130."""
-    shares = Occupation(waiting_ctas=0, sms_beside=108, compute_slowdown=2.0, comm_slowdown=2.0)
+    shares = SmShares(waiting_ctas=0, sms_beside=108, compute_slowdown=2.0, comm_slowdown=2.0)
     assert play([ONE_WAVE], 30.0, compute_at_us=0.0, comm_at_us=0.0, comm_first=True, shares=shares) == 130.0
 
 

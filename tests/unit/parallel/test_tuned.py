@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from counterpoint.controls.gemm_sms import GemmSmLimit
-from counterpoint.pair.tuned_choices import Choices
 from counterpoint.parallel.tuned import FollowedTuning, TunedCall
+from counterpoint.tuned.choices import Choices
 from tests.support.example_tuned import example_tuned
 
 GATHER = example_tuned().pair[0]

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from counterpoint.errors import Misconfigured
-from counterpoint.pair.tuned_file import tuned_toml
 from counterpoint.records.tuning import StepPair
+from counterpoint.tuned.file import tuned_toml
 from counterpoint.tuning.pairs_file import read_pairs
 from tests.support.example_tuned import example_tuned
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from counterpoint.pair.tuned_file import read_tuned
 from counterpoint.records.tuning import LEAVE, Tuned
+from counterpoint.tuned.file import read_tuned
 from counterpoint.tuning.script.confirm import Choice, chosen, confirm, difference, falsified, name_of
 from counterpoint.tuning.script.task import ScriptVariant
 from tests.support.example_tuned import example_tuned

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from counterpoint.errors import Misconfigured
-from counterpoint.pair.tuned_choices import EXCHANGE
 from counterpoint.parallel.expert.dispatcher import Dispatcher, most_tokens
 from counterpoint.parallel.expert.layers import ExpertWeights, overlapped_moe
 from counterpoint.parallel.expert.recognised import ExpertStyle, expert_style
@@ -26,6 +25,7 @@ from counterpoint.parallel.tensor.recognised import ranks_of
 from counterpoint.parallel.tuned import FollowedTuning
 from counterpoint.parallel.uncompiled import uncompiled
 from counterpoint.records.tuning import LEAVE
+from counterpoint.tuned.choices import EXCHANGE
 
 _PARTS = 2  # into which tokens are cut
 

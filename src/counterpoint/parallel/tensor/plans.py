@@ -22,11 +22,10 @@ from counterpoint.collectives.host.group import gather_values
 from counterpoint.errors import Unsupported
 from counterpoint.machine.profile import Profile
 from counterpoint.pair.arrivals import ShardedMatmul, TensorOperation
+from counterpoint.pair.curves import DTYPES, RowCurve, estimated_curve
 from counterpoint.pair.cuts import RowAxis, cut
-from counterpoint.pair.matmul_choice import MatmulPlan, TensorMechanism, choose_matmul, with_best_chunks
-from counterpoint.pair.row_curves import DTYPES, RowCurve, estimated_curve
+from counterpoint.pair.matmul_choice import MatmulMechanism, MatmulPlan, choose_matmul, with_best_chunks
 from counterpoint.pair.sharded_rows import ShardedRows
-from counterpoint.pair.tuned_choices import matmul_workload
 from counterpoint.parallel.options import TensorChoice, TensorOptions
 from counterpoint.parallel.tensor.flagged import (
     TYPES,
@@ -35,13 +34,14 @@ from counterpoint.parallel.tensor.flagged import (
 )
 from counterpoint.parallel.tensor.overlapped import Steps
 from counterpoint.parallel.tuned import FollowedTuning
+from counterpoint.tuned.choices import matmul_workload
 
 T = TypeVar("T")
 POLLING_DTYPES = tuple(str(kind).removeprefix("torch.") for kind in TYPES if kind.itemsize > 1)
 _POINTS, _REPEATS = 64, 5  # of a curve that is measured: with half of the points cuts miss where waves begin
 _TILE = 128  # rows: points are at multiples
 _MAX_CURVES = 1024  # that one group keeps
-_HOST_LAUNCHES: dict[TensorMechanism, int] = {"torch": 10, "serial": 20, "cuts": 20, "flagged": 20}
+_HOST_LAUNCHES: dict[MatmulMechanism, int] = {"torch": 10, "serial": 20, "cuts": 20, "flagged": 20}
 """The host's time for a call, in launches of a matmul by torch, as measured by benchmarks/tensor_host.py."""
 
 
@@ -94,7 +94,7 @@ class Plans:
         self._group, self._profile, self._options, self._tuning = group, profile, options, tuning
         self._measured: dict[Hashable, Any] = {}  # curves and factors, by what they are of
         self._estimated: dict[MatmulShape, torch.device] = {}  # planned in a backward, without measurements
-        self._host_us: dict[TensorMechanism, float] | None = None
+        self._host_us: dict[MatmulMechanism, float] | None = None
 
     def get(self, shape: MatmulShape, device: torch.device) -> tuple[MatmulPlan, Steps]:
         """Return the plan of a call on this rank, and its pieces as calls run them.
@@ -138,7 +138,7 @@ class Plans:
         if taken == "cuts":
             pieces = cut(task, rank, self._profile).pieces
         else:
-            axis = RowAxis.of(task, rank, self._profile, None, None)
+            axis = RowAxis(task, rank, self._profile)
             pieces = axis.pieces(axis.serial_bounds)
         return replace(plan, mechanism=taken, pieces=pieces, why=why)
 

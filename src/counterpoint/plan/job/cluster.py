@@ -11,8 +11,8 @@ from msgspec import Meta
 from counterpoint.errors import Misconfigured, printable
 from counterpoint.machine.gpus import GPUS as SHEETS
 from counterpoint.machine.profile import MAX_BYTES, Profile, own_profile, shipped_profile
-from counterpoint.machine.read_file import read_text
 from counterpoint.plan.job.fields import CheckedRecord, Count, Factor, Micros, Name, Rate, Text
+from counterpoint.read_file import read_text
 from counterpoint.records import Record
 
 

@@ -40,7 +40,6 @@ from msgspec.structs import asdict
 
 from counterpoint.errors import Misconfigured, printable
 from counterpoint.machine.profile import Disturbance, Profile
-from counterpoint.machine.read_file import parse_toml, read_text
 from counterpoint.pair.together import disturbance
 from counterpoint.plan.job.cluster import GPUS, Cluster, ClusterGpu, Level, find_gpu
 from counterpoint.plan.job.fields import (
@@ -56,6 +55,7 @@ from counterpoint.plan.job.model import Model, find_model, known_models
 from counterpoint.plan.job.parallel import Compression, Parallel, Training, check_division
 from counterpoint.plan.job.run import Run
 from counterpoint.plan.network.protocols import SUFFIX, levels, own_file, read_network
+from counterpoint.read_file import parse_toml, read_text
 from counterpoint.records import Record
 from counterpoint.records.toml import toml_table
 

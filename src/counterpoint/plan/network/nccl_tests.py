@@ -15,8 +15,8 @@ from pathlib import Path
 
 from counterpoint.errors import Misconfigured, printable
 from counterpoint.machine.bus_bandwidth import bus_factor
-from counterpoint.machine.read_file import read_text
 from counterpoint.plan.network.protocols import OPERATIONS
+from counterpoint.read_file import read_text
 from counterpoint.records import Record
 
 MAX_BYTES = 64 << 20

@@ -30,9 +30,9 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from counterpoint.errors import Misconfigured, printable
-from counterpoint.machine.read_file import read_text
 from counterpoint.plan.job.cluster import Cluster, Level
 from counterpoint.plan.job.model import positive
+from counterpoint.read_file import read_text
 from counterpoint.records import Record
 
 Kind = Literal["nvlink", "pcie", "network"]

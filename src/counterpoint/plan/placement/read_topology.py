@@ -32,9 +32,9 @@ from scipy.cluster.hierarchy import fcluster, linkage
 from scipy.spatial.distance import squareform
 
 from counterpoint.errors import Misconfigured, printable
-from counterpoint.machine.read_file import read_text
 from counterpoint.plan.placement.read_slurm import read_conf, read_yaml
 from counterpoint.plan.placement.topology import Topology, TopologyLevel, check_distances, compact_labels
+from counterpoint.read_file import read_text
 
 MAX_BYTES = 256 << 20  # a matrix of 4096 rows in CSV
 KINDS = "topology.conf, topology.yaml, .json (Topograph or a matrix), .csv (a matrix)"

@@ -9,9 +9,9 @@ from functools import lru_cache
 
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.pair.arrivals import ShardedMatmul, TensorOperation
+from counterpoint.pair.curves import estimated_curve
 from counterpoint.pair.cuts import cut
 from counterpoint.pair.matmul_choice import with_best_chunks
-from counterpoint.pair.row_curves import estimated_curve
 from counterpoint.plan.job.cluster import plan_profile
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "float8_e4m3fn", "fp32": "float32"}  # of operands, by precision

@@ -16,8 +16,8 @@ from msgspec.structs import replace
 from counterpoint.errors import Misconfigured
 from counterpoint.measurement.api import run_folder
 from counterpoint.measurement.launch import Progress
-from counterpoint.pair.tuned_file import read_tuned
 from counterpoint.records.tuning import Tuned
+from counterpoint.tuned.file import read_tuned
 from counterpoint.tuning.api import pairs_of, tune
 from counterpoint.tuning.exporters import variables_of
 from counterpoint.tuning.script.command import RunCommand, parse_command

@@ -21,8 +21,8 @@ from tempfile import mkdtemp
 
 from msgspec.structs import replace
 
-from counterpoint.pair.tuned_file import tuned_toml
 from counterpoint.records.tuning import LEAVE, StepTuning, StepVariant, Tuned, as_sentence
+from counterpoint.tuned.file import tuned_toml
 from counterpoint.tuning.parts import depends
 from counterpoint.tuning.rounds import SIGMAS
 from counterpoint.tuning.script.task import ScriptVariant

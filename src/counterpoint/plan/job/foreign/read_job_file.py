@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 
 from counterpoint.errors import Misconfigured, printable
-from counterpoint.machine.read_file import read_text
 from counterpoint.plan.job.fields import read_value
 from counterpoint.plan.job.foreign.arguments import is_megatron
 from counterpoint.plan.job.foreign.huggingface import read_config
@@ -19,6 +18,7 @@ from counterpoint.plan.job.foreign.reading import ForeignJob
 from counterpoint.plan.job.foreign.torchtitan import is_torchtitan, read_torchtitan
 from counterpoint.plan.job.job import ADVICE, MAX_BYTES, parse_tables
 from counterpoint.plan.network.protocols import all_levels
+from counterpoint.read_file import read_text
 
 NEEDED = {  # what a job must say, and the flags that say it
     "training.sequence": "--set training.sequence=TOKENS",

@@ -13,15 +13,14 @@ from typing import TypeVar
 
 import msgspec
 
-from counterpoint.machine.checks.gpus import check_gpus
-from counterpoint.machine.checks.links import LINK_CHECKS
-from counterpoint.machine.checks.software import SOFTWARE_CHECKS, answers, environment, torch_runtime
-from counterpoint.machine.checks.verdict import fine, not_seen
-from counterpoint.machine.probe import ask_probe
+from counterpoint.machine.doctor.check_gpus import check_gpus
+from counterpoint.machine.doctor.check_links import LINK_CHECKS
+from counterpoint.machine.doctor.check_software import SOFTWARE_CHECKS, answers, environment, torch_runtime
+from counterpoint.machine.doctor.probe import ask_probe
+from counterpoint.machine.doctor.readings import Bandwidth, Cuda, Nccl, Nvml, Readings, TorchRuntime
+from counterpoint.machine.doctor.system import read_software, read_system
+from counterpoint.machine.doctor.verdict import fine, not_seen
 from counterpoint.machine.profile import Profile, shipped_profile
-from counterpoint.machine.readings import Bandwidth, Cuda, Nccl, Nvml, Readings, TorchRuntime
-from counterpoint.machine.software import read_software
-from counterpoint.machine.system import read_system
 from counterpoint.records import Record
 from counterpoint.records.machine import Check, Checkup
 
@@ -34,7 +33,7 @@ R = TypeVar("R", bound=Record)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Probing:
-    """Runs probes, and keeps the reasons of those that gave no reading."""
+    """Runs probes, and collects the reasons why some of them gave no reading."""
 
     limit_s: float
     tell: Callable[[str], None]

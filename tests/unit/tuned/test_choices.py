@@ -9,8 +9,8 @@ import pytest
 
 from counterpoint.collectives.program.operations import measured_by
 from counterpoint.errors import Misconfigured
-from counterpoint.pair.tuned_choices import COLLECTIVES, Choices, matmul_workload
 from counterpoint.records.tuning import LEAVE, Tried, Tuned, TunedPair
+from counterpoint.tuned.choices import COLLECTIVES, Choices, matmul_workload
 from tests.support.example_tuned import example_tuned
 
 HERE = example_tuned().made

@@ -14,9 +14,9 @@ import msgspec
 
 from counterpoint.errors import Misconfigured, printable
 from counterpoint.pair.arrivals import TensorOperation
-from counterpoint.pair.expert_choice import MECHANISMS as EXPERT_MECHANISMS
-from counterpoint.pair.matmul_choice import MECHANISMS as TENSOR_MECHANISMS
-from counterpoint.pair.row_curves import DTYPES
+from counterpoint.pair.curves import DTYPES
+from counterpoint.pair.expert_choice import EXCHANGE_MECHANISMS
+from counterpoint.pair.matmul_choice import MATMUL_MECHANISMS
 from counterpoint.records.measurement import Environment
 from counterpoint.records.tuning import LEAVE, StepPair, Tuned, TunedPair
 
@@ -208,9 +208,9 @@ def check_choices(tuning: Tuned) -> None:
     for pair in tuning.pair:
         allowed: tuple[str, ...] = COLLECTIVE_MECHANISMS
         if _is_dependent(pair):
-            allowed = TENSOR_MECHANISMS
+            allowed = MATMUL_MECHANISMS
         elif pair.operation == EXCHANGE:
-            allowed = EXPERT_MECHANISMS
+            allowed = EXCHANGE_MECHANISMS
         _check("operation", pair.operation, (*COLLECTIVES, *get_args(TensorOperation), EXCHANGE))
         for dtype in (pair.dtype, pair.computed_in):
             _check("dtype", dtype, tuple(DTYPES))

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from counterpoint.errors import Misconfigured
-from counterpoint.pair.tuned_file import MAX_BYTES, parse_tuned, read_tuned, tuned_digest, tuned_toml
 from counterpoint.records.tuning import LEAVE
+from counterpoint.tuned.file import MAX_BYTES, parse_tuned, read_tuned, tuned_digest, tuned_toml
 from tests.support.example_tuned import example_tuned
 
 

@@ -1,6 +1,6 @@
 """Ask a driver, which may crash or hang, in a child process with a time limit.
 
-The child runs `python -m counterpoint.machine.probe NAME`: it prints one reading as JSON, or fails with the reason.
+The child runs this module with the name of a probe: it prints one reading as JSON, or fails with the reason.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pathlib import Path
 import msgspec
 
 from counterpoint.errors import printable
-from counterpoint.machine.driver import measure_bandwidth, read_cuda
-from counterpoint.machine.nvml import read_nvml
-from counterpoint.machine.readings import ProbeFailed, ProbeUnavailable
-from counterpoint.machine.software import read_nccl, read_torch_runtime
+from counterpoint.machine.doctor.cuda import measure_bandwidth, read_cuda
+from counterpoint.machine.doctor.nvml import read_nvml
+from counterpoint.machine.doctor.system import read_nccl, read_torch_runtime
+from counterpoint.machine.driver import ProbeFailed, ProbeUnavailable
 from counterpoint.records import Record
 
 PROBES: dict[str, Callable[[], Record]] = {
@@ -33,12 +33,12 @@ PROBES: dict[str, Callable[[], Record]] = {
 _EXIT_UNAVAILABLE = 3  # exit code of a probe that could not look; the reason is the last line of its stderr
 _EXIT_FAILED = 4  # exit code of a probe that looked, and what it asked failed
 _MAX_BYTES = 16 << 20
-_PACKAGE_ROOT = Path(__file__).resolve().parents[2]
+_PACKAGE_ROOT = Path(__file__).resolve().parents[3]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """Holds what a child printed, or why it printed nothing."""
+    """Holds the output of a child process, or the reason why there is none."""
 
     output: bytes | None
     reason: str | None = None
@@ -51,7 +51,9 @@ def ask_probe(probe: str, *, limit_s: float, without: Sequence[str] = ()) -> Ans
     above = environment.get("PYTHONPATH")
     environment["PYTHONPATH"] = os.pathsep.join([str(_PACKAGE_ROOT), *([above] if above else [])])
     environment["PYTHONSAFEPATH"] = "1"  # the folder that the user stands in is not a place for modules
-    return run_child([sys.executable, "-m", "counterpoint.machine.probe", probe], limit_s=limit_s, env=environment)
+    return run_child(
+        [sys.executable, "-m", "counterpoint.machine.doctor.probe", probe], limit_s=limit_s, env=environment
+    )
 
 
 def run_child(command: Sequence[str], *, limit_s: float, env: Mapping[str, str] | None = None) -> Answer:

@@ -13,7 +13,8 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any
 
-from counterpoint.machine.readings import GpuReading, NvLink, Nvml, ProbeFailed, ProbeUnavailable
+from counterpoint.machine.doctor.readings import GpuReading, NvLink, Nvml
+from counterpoint.machine.driver import ProbeFailed, ProbeUnavailable
 
 CLOCK_REASONS = {  # bits of nvmlDeviceGetCurrentClocksEventReasons
     0x1: "gpu_idle",

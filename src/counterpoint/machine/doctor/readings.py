@@ -1,4 +1,4 @@
-"""Hold what a machine says about itself: frozen readings, before anything is judged. Unknown is None, never a guess.
+"""Hold the readings of a machine, before anything is judged. Unknown is None, never a guess.
 
 A probe runs in a child process and prints one of these as JSON, or raises `ProbeUnavailable`; `checkup.examine` turns
 all of them into checks.
@@ -8,16 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from counterpoint.errors import Unsupported
 from counterpoint.records import Record
-
-
-class ProbeUnavailable(Unsupported):
-    """Says that a probe cannot read anything here; its text names what is missing."""
-
-
-class ProbeFailed(ProbeUnavailable):
-    """Says that a driver or library that a probe asked failed or gave nonsense; its text says how."""
 
 
 class NvLink(Record, frozen=True, kw_only=True):
@@ -137,7 +128,7 @@ class NetPort(Record, frozen=True, kw_only=True):
 
 
 class System(Record, frozen=True, kw_only=True):
-    """Holds what /sys, /proc and /etc say."""
+    """Holds the readings of /sys, /proc and /etc."""
 
     modules: tuple[str, ...] | None = None
     open_driver: bool | None = None  # the open kernel module of NVIDIA

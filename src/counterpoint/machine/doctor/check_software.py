@@ -9,9 +9,9 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-from counterpoint.machine.checks.verdict import and_so_on, fine, not_seen, problem, warning
+from counterpoint.machine.doctor.readings import Readings
+from counterpoint.machine.doctor.verdict import and_so_on, fine, not_seen, problem, warning
 from counterpoint.machine.profile import Profile
-from counterpoint.machine.readings import Readings
 from counterpoint.records.machine import Check
 
 NEEDED_TORCH = (2, 11)

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 
 from counterpoint.errors import Misconfigured, printable
-from counterpoint.machine.read_file import parse_toml, read_text
-from counterpoint.pair.tuned_choices import check_choices
+from counterpoint.read_file import parse_toml, read_text
 from counterpoint.records.toml import toml_table
 from counterpoint.records.tuning import TUNING_SCHEMA, Tuned
+from counterpoint.tuned.choices import check_choices
 
 MAX_BYTES = 1 << 22
 _TUNED = msgspec.json.Decoder(Tuned)  # msgspec learns its fields here: it crashes where two threads do so at once
