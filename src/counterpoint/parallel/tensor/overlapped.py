@@ -1,9 +1,11 @@
-"""Run matmuls beside the communication that they depend on: the pieces of a plan, on a communicator.
+"""Run matmuls beside the communication that they depend on: two pipelines on a communicator, as torch has them.
 
-An all_gather pushes this rank's rows to the peers while its own are multiplied; a piece begins when its rows are there.
-Own rows are read where they are. A reduce_scatter pushes each part of the product as soon as it is computed, those for
-peers first; sums of own rows are made last, in the order of ranks, and rounded once. `gather_flagged` and
-`scatter_flagged` do the same by matmuls that poll (`flagged.py`), on GPUs only.
+`gather_and_consume` pushes this rank's rows to the peers, while a consumer multiplies what has arrived; own rows are
+read where they are. `produce_and_scatter` pushes each part of a product when its producer has computed it, those for
+peers first; sums of own rows are made last, in the order of ranks, and rounded once.
+
+Consumer and producer are pieces of a plan (`multiply_arrived`, `multiply_and_add_up`), or one matmul that polls
+(`multiply_flagged`, `multiply_and_add_up_flagged`; see `flagged.py`), on GPUs only.
 
 Rows are counted as in `pair/sharded_rows.py`, whose layout says in which chunks they leave; ranks have equally many.
 """
@@ -18,17 +20,70 @@ from torch import Tensor
 
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.cuda.partitioned import PartitionedCudaWork
+from counterpoint.collectives.work import PartitionedWork
 from counterpoint.pair.cuts import Piece
 from counterpoint.pair.sharded_rows import Part, ShardedRows
 from counterpoint.parallel.sums import add_up
-from counterpoint.parallel.tensor.flagged import (
-    bind_all_gather_matmul,
-    bind_matmul_reduce_scatter,
-    stored_tiles,
-)
-from counterpoint.parallel.tensor.matmul import Weight
+from counterpoint.parallel.tensor.flagged import bind_flagged, stored_tiles
 
 GATHER, SCATTER = 0, 1  # channels: both may be under way at once
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weight:
+    """Holds the right-hand side of a matmul, which is whole on this rank.
+
+    Args:
+        matrix: `[k, n]`, of any strides that `torch.mm` takes.
+        bias: `[n]`, added to every row; None: none.
+        scale: of a float8 matrix, as `torch._scaled_mm` takes it; None: plain tensors are multiplied.
+        result_scale: as `torch._scaled_mm` takes it.
+        out_dtype: dtype of the product; None: that of the rows.
+        use_fast_accum: as `torch._scaled_mm` takes it.
+    """
+
+    matrix: Tensor
+    bias: Tensor | None = None
+    scale: Tensor | None = None
+    result_scale: Tensor | None = None
+    out_dtype: torch.dtype | None = None
+    use_fast_accum: bool = False
+
+    @property
+    def columns(self) -> int:
+        """Return the number of columns of the product."""
+        return int(self.matrix.shape[1])
+
+    def product_dtype(self, rows: Tensor) -> torch.dtype:
+        """Return the dtype of the product with `rows`."""
+        return self.out_dtype or rows.dtype
+
+    def multiply(self, rows: Tensor, out: Tensor, row_scale: Tensor | None = None) -> None:
+        """Write `rows @ matrix` to `out`.
+
+        Args:
+            rows: `[m, k]`.
+            out: `[m, n]`.
+            row_scale: of float8 rows: one value, or `[m, 1]`.
+        """
+        if self.scale is None:
+            if self.bias is None:
+                torch.mm(rows, self.matrix, out=out)
+            else:
+                torch.addmm(self.bias, rows, self.matrix, out=out)
+        else:
+            assert row_scale is not None, "float8 rows have a scale"
+            scales = row_scale, self.scale, self.bias, self.result_scale
+            out.copy_(torch._scaled_mm(rows, self.matrix, *scales, out.dtype, self.use_fast_accum))
+
+
+def grad_of_weight(rows: Tensor, grad: Tensor, matrix: Tensor) -> Tensor:
+    """Return the derivative of a matrix by which `rows` were multiplied, in memory as the matrix is.
+
+    The matrix of a linear layer is a transposed view: so is the derivative, or autograd would copy it.
+    """
+    rows, grad = rows.reshape(-1, rows.shape[-1]), grad.reshape(-1, grad.shape[-1])
+    return (grad.t() @ rows).t() if matrix.stride(0) == 1 else rows.t() @ grad
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,169 +130,203 @@ class Steps:
         return cls(layout=layout, pieces=made, sums=tuple(sums))
 
 
-def gather_and_multiply(
+def gather_and_consume(
     communicator: Communicator,
     shard: Tensor,
     gathered: Tensor,
-    steps: Steps,
-    multiply: Callable[[slice, Tensor], None],
+    layout: ShardedRows,
+    consume: Callable[[PartitionedWork], None],
     *,
-    rows_to: Tensor | None,
+    rows_to: Tensor | None = None,
+    chunk_rows: int | None = None,
+    supplied: bool = True,
 ) -> None:
-    """Gather rows, and multiply each piece when it is there.
+    """Gather rows, beside what consumes them.
 
     Args:
         communicator: of the ranks; its channel `GATHER` is used.
         shard: this rank's rows, `[batch, rows, k]`, contiguous.
         gathered: `[batch, world_size * rows, k]`, of the communicator's `empty`.
-        steps: of a plan; the `segment` of a piece is the number of partitions that have to be there.
-        multiply: multiplies these of the rows, which it is given.
+        layout: of the rows.
+        consume: is given the work, and has it wait for the partitions that it reads.
         rows_to: where all rows are copied, `[batch, world_size * rows, k]`; `gathered` itself: own ones; None: nowhere.
+        chunk_rows: rows of a partition; None: those of the layout.
+        supplied: the shard is written; False: `consume` writes it, and lets partitions leave.
     """
-    layout = steps.layout
-    work = communicator.partitioned_all_gather(gathered, shard, dim=1, chunk_rows=layout.most_sent, channel=GATHER)
-    flat, own = gathered.view(-1, gathered.shape[-1]), shard.view(-1, shard.shape[-1])
+    work = communicator.partitioned_all_gather(
+        gathered, shard, dim=1, chunk_rows=chunk_rows or layout.most_sent, supplied=supplied, channel=GATHER
+    )
     try:
-        for segment, parts in steps.pieces:
-            work.arrived(segment)
-            for part in parts:
-                multiply(part.whole, flat[part.whole] if part.own is None else own[part.own])
+        consume(work)
         if rows_to is not None:
+            work.arrived(len(work.received))
             copy_blocks(rows_to, gathered, shard, layout)
     finally:
         work.finish()
 
 
-def multiply_and_scatter(
-    communicator: Communicator,
-    staging: Tensor,
-    out: Tensor,
-    steps: Steps,
-    reduce_op: str,
-    multiply: Callable[[slice, Tensor], None],
-    *,
-    between: Callable[[], None] = lambda: None,
-    summed: Callable[[int], None] = lambda rows: None,
+def multiply_arrived(
+    work: PartitionedWork, shard: Tensor, gathered: Tensor, steps: Steps, multiply: Callable[[slice, Tensor], None]
 ) -> None:
-    """Multiply pieces, push each to its rank when it is computed, and add up what arrives for this one.
+    """Multiply each piece of gathered rows when it is there.
 
     Args:
-        communicator: of the ranks; its channel `SCATTER` is used.
-        staging: where the ranks' products for this rank arrive, `[world_size, batch, rows, n]`, of its `empty`.
-        out: this rank's sums, `[batch, rows, n]`.
-        steps: of a plan; the `segment` of a piece is the last partition that may leave after it.
-        reduce_op: sum or avg.
-        multiply: writes the product of these rows.
-        between: called when all parts for peers have left, and sums are still to be made: what it computes hides them.
-        summed: called with the number of own rows, from the first on, whose sums are there.
+        work: of the gather.
+        shard: this rank's rows.
+        gathered: where those of peers arrive.
+        steps: of a plan; the `segment` of a piece is the number of partitions that have to be there.
+        multiply: multiplies the rows of this number, which it is given.
     """
-    layout, columns = steps.layout, out.shape[-1]
-    product = torch.empty(layout.batch, sum(layout.rows), columns, dtype=out.dtype, device=out.device)
-    blocks, whole = staging.view(layout.world_size, -1, columns), product.view(-1, columns)
-    mine, sums = blocks[layout.rank], out.view(-1, columns)  # its place among the blocks, which no peer writes
-    work = communicator.partitioned_all_to_all(staging, product, dim=1, chunk_rows=layout.most_sent, channel=SCATTER)
-
-    def sum_up(one: OwnSum) -> None:
-        work.arrived(one.needed)
-        add_up(blocks[:, one.rows.own], sums[one.rows.own], reduce_op)
-        if one.complete:
-            summed(one.complete)
-
-    try:
-        for segment, parts in steps.pieces:
-            for part in parts:
-                if part.own is None:
-                    multiply(part.whole, whole[part.whole])
-            work.ready(min(segment + 1, len(work.sent)))
-        between()
-        for index, one in enumerate(steps.sums):
-            multiply(one.rows.whole, mine[one.rows.own])
-            if index:  # one behind: the GPU is busy until the peers' blocks have come
-                sum_up(steps.sums[index - 1])
-        sum_up(steps.sums[-1])
-    finally:
-        work.finish()
+    flat, own = gathered.view(-1, gathered.shape[-1]), shard.view(-1, shard.shape[-1])
+    for segment, parts in steps.pieces:
+        work.arrived(segment)
+        for part in parts:
+            multiply(part.whole, flat[part.whole] if part.own is None else own[part.own])
 
 
-def gather_flagged(
-    communicator: Communicator,
+def multiply_flagged(
+    work: PartitionedWork,
     shard: Tensor,
     gathered: Tensor,
     layout: ShardedRows,
     weights: Sequence[Weight],
     products: Sequence[Tensor],
     *,
-    rows_to: Tensor | None,
     error: Tensor,
 ) -> None:
-    """Gather rows while one matmul for each weight takes its tiles in the order in which they arrive.
+    """Run one matmul for each weight, which takes its tiles in the order in which rows arrive.
 
     Args:
-        communicator: of the ranks; its channel `GATHER` is used.
-        shard: this rank's rows, `[batch, rows, k]`, contiguous.
-        gathered: `[batch, world_size * rows, k]`, of the communicator's `empty`.
+        work: of the gather.
+        shard: this rank's rows.
+        gathered: where those of peers arrive.
         layout: of the rows.
         weights: by which all rows are multiplied.
         products: of each weight, `[batch * world_size * rows, n]`.
-        rows_to: as of `gather_and_multiply`.
         error: int32, 0, where a matmul says for what it has polled in vain.
     """
-    work = communicator.partitioned_all_gather(gathered, shard, dim=1, chunk_rows=layout.most_sent, channel=GATHER)
     assert isinstance(work, PartitionedCudaWork)
-    own, whole = shard.view(-1, shard.shape[-1]), gathered.view(-1, gathered.shape[-1])
+    rows = {"own": shard.view(-1, shard.shape[-1]), "gathered": gathered.view(-1, gathered.shape[-1])}
+    for weight, out in zip(weights, products, strict=True):
+        bind_flagged(
+            "all_gather_matmul", {**rows, "b": weight.matrix, "out": out}, layout,
+            words=work.arrival_words, error=error.data_ptr(), bias=weight.bias,
+        )()  # fmt: skip
+    work.arrived(len(work.received))
+
+
+def produce_and_scatter(
+    communicator: Communicator,
+    staging: Tensor,
+    out: Tensor,
+    layout: ShardedRows,
+    produce: Callable[[PartitionedWork, Tensor], None],
+) -> None:
+    """Push a product to the ranks, beside what produces it and adds up what arrives for this one.
+
+    Args:
+        communicator: of the ranks; its channel `SCATTER` is used.
+        staging: where the ranks' products for this rank arrive, `[world_size, batch, rows, n]`, of its `empty`.
+        out: this rank's sums, `[batch, rows, n]`.
+        layout: of the rows.
+        produce: is given the work and the product, `[batch * world_size * rows, n]`, whose peers' rows it writes and
+            lets leave.
+    """
+    product = torch.empty(layout.batch, sum(layout.rows), out.shape[-1], dtype=out.dtype, device=out.device)
+    work = communicator.partitioned_all_to_all(staging, product, dim=1, chunk_rows=layout.most_sent, channel=SCATTER)
     try:
-        for weight, out in zip(weights, products, strict=True):
-            bind_all_gather_matmul(
-                own, whole, weight.matrix, out, layout,
-                words=work.arrival_words, error=error.data_ptr(), bias=weight.bias,
-            )()  # fmt: skip
-        work.arrived(len(work.received))
-        if rows_to is not None:
-            copy_blocks(rows_to, gathered, shard, layout)
+        produce(work, product.view(-1, out.shape[-1]))
     finally:
         work.finish()
 
 
-def scatter_flagged(
-    communicator: Communicator,
-    a: Tensor,
-    weight: Weight,
+def multiply_and_add_up(
+    work: PartitionedWork,
+    product: Tensor,
+    staging: Tensor,
+    out: Tensor,
+    steps: Steps,
+    reduce_op: str,
+    multiply: Callable[[slice, Tensor], None],
+    *,
+    between: Callable[[], None] | None = None,
+    summed: Callable[[int], None] | None = None,
+) -> None:
+    """Multiply pieces, push each to its rank when it is computed, and add up what arrives for this one.
+
+    Args:
+        work: of the scatter.
+        product: of which peers' rows are written.
+        staging: where the ranks' products for this rank arrive.
+        out: this rank's sums.
+        steps: of a plan; the `segment` of a piece is the last partition that may leave after it.
+        reduce_op: sum or avg.
+        multiply: writes the product of rows, given their number and where to.
+        between: called when all parts for peers have left, and sums are still to be made: what it computes hides them.
+        summed: called with the number of own rows, from the first on, whose sums are there.
+    """
+    layout, columns = steps.layout, out.shape[-1]
+    blocks, sums = staging.view(layout.world_size, -1, columns), out.view(-1, columns)
+    mine = blocks[layout.rank]  # its place among the blocks, which no peer writes
+
+    def sum_up(one: OwnSum) -> None:
+        work.arrived(one.needed)
+        add_up(blocks[:, one.rows.own], sums[one.rows.own], reduce_op)
+        if one.complete and summed is not None:
+            summed(one.complete)
+
+    for segment, parts in steps.pieces:
+        for part in parts:
+            if part.own is None:
+                multiply(part.whole, product[part.whole])
+        work.ready(min(segment + 1, len(work.sent)))
+    if between is not None:
+        between()
+    for index, one in enumerate(steps.sums):
+        multiply(one.rows.whole, mine[one.rows.own])
+        if index:  # one behind: the GPU is busy until the peers' blocks have come
+            sum_up(steps.sums[index - 1])
+    sum_up(steps.sums[-1])
+
+
+def multiply_and_add_up_flagged(
+    work: PartitionedWork,
+    product: Tensor,
     staging: Tensor,
     out: Tensor,
     layout: ShardedRows,
-    reduce_op: str,
+    a: Tensor,
+    weight: Weight,
     *,
+    reduce_op: str,
     stored: Tensor,
     error: Tensor,
 ) -> None:
     """Let one matmul make peers' rows first, each partition of which leaves when its last tile is stored, and add up.
 
     Args:
-        communicator: of the ranks; its channel `SCATTER` is used.
+        work: of the scatter.
+        product: of which peers' rows are written.
+        staging: where the ranks' products for this rank arrive.
+        out: this rank's sums.
+        layout: of the rows.
         a: `[batch * world_size * rows, k]`.
         weight: without bias.
-        staging: as of `multiply_and_scatter`.
-        out: this rank's sums, `[batch, rows, n]`.
-        layout: of the rows.
         reduce_op: sum or avg.
         stored: int32, zeros, kept from call to call: a count for each partition, set back here.
-        error: as of `gather_flagged`.
+        error: as of `multiply_flagged`.
     """
-    n, columns = layout.world_size, out.shape[-1]
-    product = torch.empty(layout.batch, sum(layout.rows), columns, dtype=out.dtype, device=out.device)
-    work = communicator.partitioned_all_to_all(staging, product, dim=1, chunk_rows=layout.most_sent, channel=SCATTER)
     assert isinstance(work, PartitionedCudaWork)
-    try:
-        bind_matmul_reduce_scatter(
-            a, weight.matrix, product.view(-1, columns), staging.view(n, -1, columns), out.view(-1, columns), layout,
-            stored=stored.data_ptr(), words=work.arrival_words, error=error.data_ptr(), average=reduce_op == "avg",
-        )()  # fmt: skip
-        counts = stored_tiles(layout, columns)
-        for one in work.sent:
-            word = stored.data_ptr() + stored.itemsize * layout.word(one.peer, one.chunk)
-            work.ready_when(word, counts[one.peer, one.chunk])
-    finally:
-        work.finish()
+    columns, first = out.shape[-1], stored.data_ptr()
+    blocks = staging.view(layout.world_size, -1, columns)
+    tensors = {"a": a, "b": weight.matrix, "partial": product, "staged": blocks, "out": out.view(-1, columns)}
+    bind_flagged(
+        "matmul_reduce_scatter", tensors, layout,
+        stored=first, words=work.arrival_words, error=error.data_ptr(), average=reduce_op == "avg",
+    )()  # fmt: skip
+    counts = stored_tiles(layout, columns)
+    for one in work.sent:
+        work.ready_when(first + stored.itemsize * layout.word(one.peer, one.chunk), counts[one.peer, one.chunk])
 
 
 def copy_blocks(target: Tensor, gathered: Tensor, own: Tensor, layout: ShardedRows) -> None:

@@ -28,17 +28,13 @@ from counterpoint.pair.matmul_choice import MatmulPlan, TensorMechanism, choose_
 from counterpoint.pair.row_curves import DTYPES, RowCurve, estimated_curve
 from counterpoint.pair.sharded_rows import ShardedRows
 from counterpoint.pair.tuned_choices import matmul_workload
-from counterpoint.parallel.tensor.flagged import (
-    TYPES,
-    bind_all_gather_matmul,
-    bind_matmul_reduce_scatter,
-)
+from counterpoint.parallel.tensor.flagged import TYPES, bind_flagged
 from counterpoint.parallel.tensor.overlapped import Steps
 from counterpoint.parallel.tuned import FollowedTuning
 
 T = TypeVar("T")
 Mechanism = Literal["auto", "torch", "serial", "cuts", "flagged"]
-POLLING_DTYPES = tuple(str(kind).removeprefix("torch.") for kind in TYPES if kind.itemsize > 1)
+POLLING_DTYPES = tuple(str(kind).removeprefix("torch.") for kind in TYPES)
 _POINTS, _REPEATS = 64, 5  # of a curve that is measured: with half of the points cuts miss where waves begin
 _TILE = 128  # rows: points are at multiples
 _MAX_CURVES = 1024  # that one group keeps
@@ -121,7 +117,7 @@ class Plans:
     ) -> None:
         self._group, self._profile, self._options, self._tuning = group, profile, options, tuning
         self._measured: dict[Hashable, Any] = {}  # curves and factors, by what they are of
-        self._estimated: dict[MatmulShape, torch.device] = {}  # planned in a backward, without measurements
+        self.estimated: dict[MatmulShape, torch.device] = {}  # planned in a backward, without measurements
         self._host_us: dict[TensorMechanism, float] | None = None
 
     def get(self, shape: MatmulShape, device: torch.device) -> tuple[MatmulPlan, Steps]:
@@ -144,9 +140,9 @@ class Plans:
 
     def catch_up(self) -> bool:
         """Measure what was estimated in a backward, unless this is one; return whether plans may change by it."""
-        if not self._estimated or not _may_measure():
+        if not self.estimated or not _may_measure():
             return False
-        shapes, self._estimated = self._estimated, {}
+        shapes, self.estimated = self.estimated, {}
         for shape, device in shapes.items():
             self.get(shape, device)
         return True
@@ -161,7 +157,7 @@ class Plans:
         if taken == plan.mechanism:
             return plan if self._tuning is None else replace(plan, why=why)
         if taken == "flagged" and flagged_factor is None:
-            does_not = "is not measured in a backward" if shape in self._estimated else "does not do this call"
+            does_not = "is not measured in a backward" if shape in self.estimated else "does not do this call"
             taken, why = "cuts", f"{why}, which {does_not}"
         if taken == "cuts":
             pieces = cut(task, rank, self._profile).pieces
@@ -228,7 +224,7 @@ class Plans:
             if torch.cuda.is_current_stream_capturing():
                 raise Unsupported("a matmul that is new in a graph capture: make the same call once before")
             if not _may_measure():
-                self._estimated[shape] = device
+                self.estimated[shape] = device
                 return None
             if len(self._measured) == _MAX_CURVES:
                 del self._measured[next(iter(self._measured))]
@@ -259,9 +255,10 @@ def _flagged_us(
         a, out = (torch.randn(rows, size, device=device, dtype=kind) for size in (k, columns))
         b = torch.randn(columns, k, device=device, dtype=kind).t()
         if operation == "all_gather_matmul":
-            launch = bind_all_gather_matmul(a, a, b, out, layout, words=0, error=0)
+            tensors = {"own": a, "gathered": a, "b": b, "out": out}
         else:
-            launch = bind_matmul_reduce_scatter(a, b, out, out[None], out, layout, stored=0, words=0, error=0)
+            tensors = {"a": a, "b": b, "partial": out, "staged": out[None], "out": out}
+        launch = bind_flagged(operation, tensors, layout, words=0, error=0)
         library, polling = _median_us([partial(torch.mm, a, b, out=out), launch])
         return library, polling
 
