@@ -22,7 +22,7 @@ from counterpoint.parallel.expert.layers import ExpertLayerOptions, ExpertWeight
 from counterpoint.parallel.expert.options import MechanismName
 from counterpoint.parallel.expert.recognised import ExpertStyle, expert_style
 from counterpoint.parallel.report import ExpertParallelModule, ExpertParallelReport
-from counterpoint.parallel.tensor.recognised import ranks_of
+from counterpoint.parallel.tensor.parallel_styles import ranks_of
 from counterpoint.parallel.tuned import FollowedTuning
 from counterpoint.parallel.uncompiled import uncompiled
 from counterpoint.records.tuning import LEAVE

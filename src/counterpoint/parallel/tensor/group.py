@@ -8,7 +8,8 @@ says so.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -21,7 +22,6 @@ from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.host.group import check_agreement, torch_function
 from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.collectives.submit.tensors import dtype_name, flat_bytes
-from counterpoint.collectives.work import PartitionedWork
 from counterpoint.errors import Misconfigured, PeerTimeout, Unsupported
 from counterpoint.machine.profile import default_profile
 from counterpoint.pair.arrivals import TensorOperation
@@ -32,19 +32,8 @@ from counterpoint.parallel.backend.report import BackendReport, CallCounts, Rout
 from counterpoint.parallel.call_memory import CallMemory
 from counterpoint.parallel.registry import Registry
 from counterpoint.parallel.tensor.flagged import MAX_SPINS
-from counterpoint.parallel.tensor.overlapped import (
-    Steps,
-    Weight,
-    copy_blocks,
-    gather_and_consume,
-    grad_of_weight,
-    multiply_and_add_up,
-    multiply_and_add_up_flagged,
-    multiply_arrived,
-    multiply_flagged,
-    produce_and_scatter,
-)
-from counterpoint.parallel.tensor.plans import AskedMechanism, MatmulShape, Plans, TensorOptions
+from counterpoint.parallel.tensor.overlapped import RowGather, RowScatter, Steps, Weight, grad_of_weight
+from counterpoint.parallel.tensor.plans import MatmulShape, Plans, TensorOptions, asked_mechanism
 from counterpoint.parallel.tuned import FollowedTuning, follow_together
 
 _c10d: Any = distributed_c10d
@@ -166,13 +155,13 @@ class TensorGroup:
             for weight, out in zip(weights, flat, strict=True):
                 weight.multiply(rows, out[these], _part(scale, these))
 
-        def consume(work: PartitionedWork) -> None:
+        with RowGather(communicator, shard, whole, layout) as gather:
             if plan.mechanism == "flagged":
-                multiply_flagged(work, shard, whole, layout, weights, flat, error=self._error)
+                gather.multiply_flagged(weights, flat, self._error)
             else:
-                multiply_arrived(work, shard, whole, steps, multiply)
-
-        gather_and_consume(communicator, shard, whole, layout, consume, rows_to=kept)
+                gather.multiply(steps, multiply)
+            if kept is not None:
+                gather.copy_to(kept)
         return None if kept is None else kept.view(shape), outs
 
     def all_gather_matmul_backward(
@@ -203,8 +192,8 @@ class TensorGroup:
         communicator, _, steps = planned
         layout, extra = steps.layout, None if grad_gathered is None else _flat(grad_gathered)
         shard = a_shard.contiguous().view(layout.batch, -1, a_shard.shape[-1])
-        grad_a, grad_weights = torch.empty_like(shard), []
         transposed = [weight.t() for weight in weights]
+        grad_a, grad_weights = torch.empty_like(shard), []
 
         def multiply(these: slice, out: Tensor) -> None:
             torch.mm(flat[0][these], transposed[0], out=out)
@@ -213,21 +202,18 @@ class TensorGroup:
             if extra is not None:
                 out.add_(extra[these])
 
-        if not needs_weights:
-            self._scatter(communicator, grad_a, steps, "sum", multiply)
-        else:
+        gathering: AbstractContextManager[RowGather | None] = nullcontext()
+        if needs_weights:
             rows = self._empty("gathered", layout.batch, sum(layout.rows), shard.shape[-1], dtype=shard.dtype)
+            gathering = RowGather(communicator, shard, rows, layout, chunk_rows=layout.shard(layout.rank))
+        with gathering as gather, self._scatter(communicator, grad_a, layout, "sum") as scatter:
 
-            def scatter_beside(work: PartitionedWork) -> None:
-                def multiply_rows() -> None:
-                    work.arrived(len(work.received))
-                    copy_blocks(rows, rows, shard, layout)
-                    grad_weights.extend(_grads_of_weights(rows, flat, weights))
+            def multiply_rows() -> None:
+                if gather is not None:
+                    gather.copy_to(gather.gathered)
+                    grad_weights.extend(_grads_of_weights(gather.gathered, flat, weights))
 
-                self._scatter(communicator, grad_a, steps, "sum", multiply, between=multiply_rows)
-
-            whole_shard = layout.shard(layout.rank)
-            gather_and_consume(communicator, shard, rows, layout, scatter_beside, chunk_rows=whole_shard)
+            scatter.multiply(steps, multiply, between=multiply_rows)
         return grad_a.view(a_shard.shape), grad_weights
 
     def _grad_of_rows(
@@ -264,36 +250,16 @@ class TensorGroup:
 
         out = a.new_empty(*_resized(a, scatter_dim, 1 / self.world_size)[:-1], columns, dtype=dtype)
         sums = out.view(layout.batch, -1, columns)
-        if plan.mechanism != "flagged":
-            self._scatter(communicator, sums, steps, reduce_op, multiply)
-            return out
-        staging = self._staging(sums)
-
-        def produce(work: PartitionedWork, product: Tensor) -> None:
-            multiply_and_add_up_flagged(
-                work, product, staging, sums, layout, flat, weight,
-                reduce_op=reduce_op, stored=self._words, error=self._error,
-            )  # fmt: skip
-
-        produce_and_scatter(communicator, staging, sums, layout, produce)
+        with self._scatter(communicator, sums, layout, reduce_op) as scatter:
+            if plan.mechanism == "flagged":
+                scatter.multiply_flagged(flat, weight.matrix, self._words, self._error)
+            else:
+                scatter.multiply(steps, multiply)
         return out
 
-    def _scatter(
-        self,
-        communicator: Communicator,
-        sums: Tensor,
-        steps: Steps,
-        reduce_op: str,
-        multiply: Callable[[slice, Tensor], None],
-        **calls: Any,
-    ) -> None:
-        """Scatter a product in pieces; `calls`: as of `multiply_and_add_up`."""
-        staging = self._staging(sums)
-
-        def produce(work: PartitionedWork, product: Tensor) -> None:
-            multiply_and_add_up(work, product, staging, sums, steps, reduce_op, multiply, **calls)
-
-        produce_and_scatter(communicator, staging, sums, steps.layout, produce)
+    def _scatter(self, communicator: Communicator, sums: Tensor, layout: ShardedRows, reduce_op: str) -> RowScatter:
+        staging = self._empty("staging", self.world_size, *sums.shape, dtype=sums.dtype)
+        return RowScatter(communicator, staging, sums, layout, reduce_op)
 
     def matmul_reduce_scatter_backward(
         self, grad: Tensor, a: Tensor, b: Tensor, reduce_op: str, scatter_dim: int, *, needs_a: bool, needs_b: bool
@@ -329,14 +295,15 @@ class TensorGroup:
         def multiply(these: slice, out: Tensor) -> None:
             weight.multiply(flat[these], out)
 
-        def reduce(work: PartitionedWork) -> None:
+        with RowGather(communicator, own, whole, layout, supplied=False) as gather:
+
             def summed(count: int) -> None:
                 chunks = -(-count // layout.most_sent) if count == rows else count // layout.most_sent
-                work.ready(chunks * (self.world_size - 1))
+                gather.work.ready(chunks * (self.world_size - 1))
 
-            self._scatter(communicator, own, steps, reduce_op, multiply, summed=summed)
-
-        gather_and_consume(communicator, own, whole, layout, reduce, rows_to=out, supplied=False)
+            with self._scatter(communicator, own, layout, reduce_op) as scatter:
+                scatter.multiply(steps, multiply, summed=summed)
+            gather.copy_to(out)
         return out.view(*a.shape[:-1], columns)
 
     # what decides
@@ -427,8 +394,8 @@ class TensorGroup:
             return f"rows of {row_bytes} bytes, which is no multiple of {_ALIGNMENT}"
         if not self._is_told and self.options.mechanism == "auto":
             self.follow(follow_together(None, [torch_group(self.group)], device_type=rows.device.type))
-        asked = AskedMechanism.of(shape, self.options, self._tuning)
-        return asked.why if asked.mechanism == "torch" else None
+        asked, why = asked_mechanism(shape, self.options, self._tuning)
+        return why if asked == "torch" else None
 
     def _opened(self, device: torch.device) -> Communicator:
         """Return the communicator, made at the first call, by all ranks together; raise if they cannot have one."""
@@ -468,10 +435,6 @@ class TensorGroup:
         """Return symmetric memory for one operation."""
         assert self._memory is not None
         return self._memory.shared(role, *shape, dtype=dtype)
-
-    def _staging(self, sums: Tensor) -> Tensor:
-        """Return where the ranks' parts of this rank's `sums` arrive."""
-        return self._empty("staging", self.world_size, *sums.shape, dtype=sums.dtype)
 
     # by torch's own collectives
 

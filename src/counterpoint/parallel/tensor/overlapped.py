@@ -1,11 +1,9 @@
 """Run matmuls beside the communication that they depend on: two pipelines on a communicator, as torch has them.
 
-`gather_and_consume` pushes this rank's rows to the peers, while a consumer multiplies what has arrived; own rows are
-read where they are. `produce_and_scatter` pushes each part of a product when its producer has computed it, those for
-peers first; sums of own rows are made last, in the order of ranks, and rounded once.
-
-Consumer and producer are pieces of a plan (`multiply_arrived`, `multiply_and_add_up`), or one matmul that polls
-(`multiply_flagged`, `multiply_and_add_up_flagged`; see `flagged.py`), on GPUs only.
+`RowGather` pushes this rank's rows to the peers, while rows that have arrived are multiplied; own rows are read where
+they are. `RowScatter` pushes each part of a product as soon as it is computed, those for peers first; sums of own rows
+are made last, in the order of ranks, and rounded once. Both multiply in pieces of a plan (`multiply`), or by one matmul
+that polls (`multiply_flagged`; see `flagged.py`), on GPUs only.
 
 Rows are counted as in `pair/sharded_rows.py`, whose layout says in which chunks they leave; ranks have equally many.
 """
@@ -20,7 +18,6 @@ from torch import Tensor
 
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.cuda.partitioned import PartitionedCudaWork
-from counterpoint.collectives.work import PartitionedWork
 from counterpoint.pair.cuts import Piece
 from counterpoint.pair.sharded_rows import Part, ShardedRows
 from counterpoint.parallel.sums import add_up
@@ -130,211 +127,161 @@ class Steps:
         return cls(layout=layout, pieces=made, sums=tuple(sums))
 
 
-def gather_and_consume(
-    communicator: Communicator,
-    shard: Tensor,
-    gathered: Tensor,
-    layout: ShardedRows,
-    consume: Callable[[PartitionedWork], None],
-    *,
-    rows_to: Tensor | None = None,
-    chunk_rows: int | None = None,
-    supplied: bool = True,
-) -> None:
-    """Gather rows, beside what consumes them.
+class RowGather:
+    """Gathers rows in a `with` block, in which they are multiplied: by pieces of a plan, or by matmuls that poll.
 
     Args:
         communicator: of the ranks; its channel `GATHER` is used.
         shard: this rank's rows, `[batch, rows, k]`, contiguous.
         gathered: `[batch, world_size * rows, k]`, of the communicator's `empty`.
         layout: of the rows.
-        consume: is given the work, and has it wait for the partitions that it reads.
-        rows_to: where all rows are copied, `[batch, world_size * rows, k]`; `gathered` itself: own ones; None: nowhere.
         chunk_rows: rows of a partition; None: those of the layout.
-        supplied: the shard is written; False: `consume` writes it, and lets partitions leave.
+        supplied: the shard is written; False: the block writes it, and lets partitions of `work` leave.
     """
-    work = communicator.partitioned_all_gather(
-        gathered, shard, dim=1, chunk_rows=chunk_rows or layout.most_sent, supplied=supplied, channel=GATHER
-    )
-    try:
-        consume(work)
-        if rows_to is not None:
-            work.arrived(len(work.received))
-            copy_blocks(rows_to, gathered, shard, layout)
-    finally:
-        work.finish()
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        shard: Tensor,
+        gathered: Tensor,
+        layout: ShardedRows,
+        *,
+        chunk_rows: int | None = None,
+        supplied: bool = True,
+    ) -> None:
+        self.shard, self.gathered, self.layout = shard, gathered, layout
+        self.own, self.whole = shard.view(-1, shard.shape[-1]), gathered.view(-1, gathered.shape[-1])
+        self.work = communicator.partitioned_all_gather(
+            gathered, shard, dim=1, chunk_rows=chunk_rows or layout.most_sent, supplied=supplied, channel=GATHER
+        )
+
+    def __enter__(self) -> RowGather:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.work.finish()
+
+    def multiply(self, steps: Steps, multiply: Callable[[slice, Tensor], None]) -> None:
+        """Call `multiply` with each piece's rows, by number and value, when they are there.
+
+        The `segment` of a piece is the number of partitions that have to be there.
+        """
+        for segment, parts in steps.pieces:
+            self.work.arrived(segment)
+            for part in parts:
+                multiply(part.whole, self.whole[part.whole] if part.own is None else self.own[part.own])
+
+    def multiply_flagged(self, weights: Sequence[Weight], products: Sequence[Tensor], error: Tensor) -> None:
+        """Run one matmul for each weight, which takes its tiles in the order in which rows arrive.
+
+        Args:
+            weights: by which all rows are multiplied.
+            products: of each weight, `[batch * world_size * rows, n]`.
+            error: int32, 0, where a matmul says for what it has polled in vain.
+        """
+        assert isinstance(self.work, PartitionedCudaWork)
+        for weight, out in zip(weights, products, strict=True):
+            tensors = {"own": self.own, "gathered": self.whole, "b": weight.matrix, "out": out}
+            bind_flagged(
+                "all_gather_matmul", tensors, self.layout,
+                words=self.work.arrival_words, error=error.data_ptr(), bias=weight.bias,
+            )()  # fmt: skip
+
+    def copy_to(self, target: Tensor) -> None:
+        """Copy all rows to `target`, `[batch, world_size * rows, k]`; it may be `gathered`, which lacks own rows."""
+        self.work.arrived(len(self.work.received))
+        rank, world_size = self.layout.rank, self.layout.world_size
+        shape = self.layout.batch, world_size, self.layout.rows[rank], target.shape[-1]
+        blocks, there, own = target.view(shape), self.gathered.view(shape), self.shard.view(shape[0], *shape[2:])
+        if own.data_ptr() != blocks[:, rank].data_ptr():
+            blocks[:, rank].copy_(own)
+        if target is not self.gathered:
+            for part in (slice(0, rank), slice(rank + 1, world_size)):
+                blocks[:, part].copy_(there[:, part])
 
 
-def multiply_arrived(
-    work: PartitionedWork, shard: Tensor, gathered: Tensor, steps: Steps, multiply: Callable[[slice, Tensor], None]
-) -> None:
-    """Multiply each piece of gathered rows when it is there.
-
-    Args:
-        work: of the gather.
-        shard: this rank's rows.
-        gathered: where those of peers arrive.
-        steps: of a plan; the `segment` of a piece is the number of partitions that have to be there.
-        multiply: multiplies the rows of this number, which it is given.
-    """
-    flat, own = gathered.view(-1, gathered.shape[-1]), shard.view(-1, shard.shape[-1])
-    for segment, parts in steps.pieces:
-        work.arrived(segment)
-        for part in parts:
-            multiply(part.whole, flat[part.whole] if part.own is None else own[part.own])
-
-
-def multiply_flagged(
-    work: PartitionedWork,
-    shard: Tensor,
-    gathered: Tensor,
-    layout: ShardedRows,
-    weights: Sequence[Weight],
-    products: Sequence[Tensor],
-    *,
-    error: Tensor,
-) -> None:
-    """Run one matmul for each weight, which takes its tiles in the order in which rows arrive.
-
-    Args:
-        work: of the gather.
-        shard: this rank's rows.
-        gathered: where those of peers arrive.
-        layout: of the rows.
-        weights: by which all rows are multiplied.
-        products: of each weight, `[batch * world_size * rows, n]`.
-        error: int32, 0, where a matmul says for what it has polled in vain.
-    """
-    assert isinstance(work, PartitionedCudaWork)
-    rows = {"own": shard.view(-1, shard.shape[-1]), "gathered": gathered.view(-1, gathered.shape[-1])}
-    for weight, out in zip(weights, products, strict=True):
-        bind_flagged(
-            "all_gather_matmul", {**rows, "b": weight.matrix, "out": out}, layout,
-            words=work.arrival_words, error=error.data_ptr(), bias=weight.bias,
-        )()  # fmt: skip
-    work.arrived(len(work.received))
-
-
-def produce_and_scatter(
-    communicator: Communicator,
-    staging: Tensor,
-    out: Tensor,
-    layout: ShardedRows,
-    produce: Callable[[PartitionedWork, Tensor], None],
-) -> None:
-    """Push a product to the ranks, beside what produces it and adds up what arrives for this one.
+class RowScatter:
+    """Scatters the rows of a product in a `with` block, which multiplies, and adds up what arrives for this rank.
 
     Args:
         communicator: of the ranks; its channel `SCATTER` is used.
         staging: where the ranks' products for this rank arrive, `[world_size, batch, rows, n]`, of its `empty`.
         out: this rank's sums, `[batch, rows, n]`.
         layout: of the rows.
-        produce: is given the work and the product, `[batch * world_size * rows, n]`, whose peers' rows it writes and
-            lets leave.
-    """
-    product = torch.empty(layout.batch, sum(layout.rows), out.shape[-1], dtype=out.dtype, device=out.device)
-    work = communicator.partitioned_all_to_all(staging, product, dim=1, chunk_rows=layout.most_sent, channel=SCATTER)
-    try:
-        produce(work, product.view(-1, out.shape[-1]))
-    finally:
-        work.finish()
-
-
-def multiply_and_add_up(
-    work: PartitionedWork,
-    product: Tensor,
-    staging: Tensor,
-    out: Tensor,
-    steps: Steps,
-    reduce_op: str,
-    multiply: Callable[[slice, Tensor], None],
-    *,
-    between: Callable[[], None] | None = None,
-    summed: Callable[[int], None] | None = None,
-) -> None:
-    """Multiply pieces, push each to its rank when it is computed, and add up what arrives for this one.
-
-    Args:
-        work: of the scatter.
-        product: of which peers' rows are written.
-        staging: where the ranks' products for this rank arrive.
-        out: this rank's sums.
-        steps: of a plan; the `segment` of a piece is the last partition that may leave after it.
         reduce_op: sum or avg.
-        multiply: writes the product of rows, given their number and where to.
-        between: called when all parts for peers have left, and sums are still to be made: what it computes hides them.
-        summed: called with the number of own rows, from the first on, whose sums are there.
     """
-    layout, columns = steps.layout, out.shape[-1]
-    blocks, sums = staging.view(layout.world_size, -1, columns), out.view(-1, columns)
-    mine = blocks[layout.rank]  # its place among the blocks, which no peer writes
 
-    def sum_up(one: OwnSum) -> None:
-        work.arrived(one.needed)
-        add_up(blocks[:, one.rows.own], sums[one.rows.own], reduce_op)
-        if one.complete and summed is not None:
-            summed(one.complete)
+    def __init__(
+        self, communicator: Communicator, staging: Tensor, out: Tensor, layout: ShardedRows, reduce_op: str
+    ) -> None:
+        columns = out.shape[-1]
+        product = torch.empty(layout.batch, sum(layout.rows), columns, dtype=out.dtype, device=out.device)
+        self.layout, self.reduce_op, self.product = layout, reduce_op, product.view(-1, columns)
+        self.blocks, self.sums = staging.view(layout.world_size, -1, columns), out.view(-1, columns)
+        self.work = communicator.partitioned_all_to_all(
+            staging, product, dim=1, chunk_rows=layout.most_sent, channel=SCATTER
+        )
 
-    for segment, parts in steps.pieces:
-        for part in parts:
-            if part.own is None:
-                multiply(part.whole, product[part.whole])
-        work.ready(min(segment + 1, len(work.sent)))
-    if between is not None:
-        between()
-    for index, one in enumerate(steps.sums):
-        multiply(one.rows.whole, mine[one.rows.own])
-        if index:  # one behind: the GPU is busy until the peers' blocks have come
-            sum_up(steps.sums[index - 1])
-    sum_up(steps.sums[-1])
+    def __enter__(self) -> RowScatter:
+        return self
 
+    def __exit__(self, *_: object) -> None:
+        self.work.finish()
 
-def multiply_and_add_up_flagged(
-    work: PartitionedWork,
-    product: Tensor,
-    staging: Tensor,
-    out: Tensor,
-    layout: ShardedRows,
-    a: Tensor,
-    weight: Weight,
-    *,
-    reduce_op: str,
-    stored: Tensor,
-    error: Tensor,
-) -> None:
-    """Let one matmul make peers' rows first, each partition of which leaves when its last tile is stored, and add up.
+    def multiply(
+        self,
+        steps: Steps,
+        multiply: Callable[[slice, Tensor], None],
+        *,
+        between: Callable[[], None] | None = None,
+        summed: Callable[[int], None] | None = None,
+    ) -> None:
+        """Multiply pieces, let each leave when it is computed, and add up.
 
-    Args:
-        work: of the scatter.
-        product: of which peers' rows are written.
-        staging: where the ranks' products for this rank arrive.
-        out: this rank's sums.
-        layout: of the rows.
-        a: `[batch * world_size * rows, k]`.
-        weight: without bias.
-        reduce_op: sum or avg.
-        stored: int32, zeros, kept from call to call: a count for each partition, set back here.
-        error: as of `multiply_flagged`.
-    """
-    assert isinstance(work, PartitionedCudaWork)
-    columns, first = out.shape[-1], stored.data_ptr()
-    blocks = staging.view(layout.world_size, -1, columns)
-    tensors = {"a": a, "b": weight.matrix, "partial": product, "staged": blocks, "out": out.view(-1, columns)}
-    bind_flagged(
-        "matmul_reduce_scatter", tensors, layout,
-        stored=first, words=work.arrival_words, error=error.data_ptr(), average=reduce_op == "avg",
-    )()  # fmt: skip
-    counts = stored_tiles(layout, columns)
-    for one in work.sent:
-        work.ready_when(first + stored.itemsize * layout.word(one.peer, one.chunk), counts[one.peer, one.chunk])
+        Args:
+            steps: of a plan; the `segment` of a piece is the last partition that may leave after it.
+            multiply: writes the product of rows, given their number and where to.
+            between: called when all parts for peers have left, and sums are still to be made: what it computes hides
+                them.
+            summed: called with the number of own rows, from the first on, whose sums are there.
+        """
+        work, mine = self.work, self.blocks[self.layout.rank]  # its place among the blocks, which no peer writes
 
+        def sum_up(one: OwnSum) -> None:
+            work.arrived(one.needed)
+            add_up(self.blocks[:, one.rows.own], self.sums[one.rows.own], self.reduce_op)
+            if one.complete and summed is not None:
+                summed(one.complete)
 
-def copy_blocks(target: Tensor, gathered: Tensor, own: Tensor, layout: ShardedRows) -> None:
-    """Copy all rows to `target`: this rank's from `own`, the peers' from `gathered`, unless they are there."""
-    shape = layout.batch, layout.world_size, layout.rows[layout.rank], target.shape[-1]
-    blocks, there = target.view(shape), gathered.view(shape)
-    if own.data_ptr() != blocks[:, layout.rank].data_ptr():
-        blocks[:, layout.rank].copy_(own.view(layout.batch, layout.rows[layout.rank], -1))
-    if target is not gathered:
-        for part in (slice(0, layout.rank), slice(layout.rank + 1, layout.world_size)):
-            blocks[:, part].copy_(there[:, part])
+        for segment, parts in steps.pieces:
+            for part in parts:
+                if part.own is None:
+                    multiply(part.whole, self.product[part.whole])
+            work.ready(min(segment + 1, len(work.sent)))
+        if between is not None:
+            between()
+        for index, one in enumerate(steps.sums):
+            multiply(one.rows.whole, mine[one.rows.own])
+            if index:  # one behind: the GPU is busy until the peers' blocks have come
+                sum_up(steps.sums[index - 1])
+        sum_up(steps.sums[-1])
+
+    def multiply_flagged(self, a: Tensor, matrix: Tensor, stored: Tensor, error: Tensor) -> None:
+        """Let one matmul make peers' rows first, whose partitions leave when their last tile is stored, and add up.
+
+        Args:
+            a: `[batch * world_size * rows, k]`.
+            matrix: `[k, n]`.
+            stored: int32, zeros, kept from call to call: a count for each partition, set back here.
+            error: int32, 0, where the matmul says for what it has polled in vain.
+        """
+        work, first, layout = self.work, stored.data_ptr(), self.layout
+        assert isinstance(work, PartitionedCudaWork)
+        tensors = {"a": a, "b": matrix, "partial": self.product, "staged": self.blocks, "out": self.sums}
+        bind_flagged(
+            "matmul_reduce_scatter", tensors, layout,
+            stored=first, words=work.arrival_words, error=error.data_ptr(), average=self.reduce_op == "avg",
+        )()  # fmt: skip
+        counts = stored_tiles(layout, self.sums.shape[-1])
+        for one in work.sent:
+            work.ready_when(first + stored.itemsize * layout.word(one.peer, one.chunk), counts[one.peer, one.chunk])

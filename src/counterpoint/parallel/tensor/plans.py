@@ -82,31 +82,22 @@ class MatmulShape:
     num_bytes: int  # of the whole array that is communicated
 
 
-@dataclass(frozen=True, kw_only=True)
-class AskedMechanism:
-    """Holds the mechanism that options or a tuning ask for, and why; `auto`: the fastest by prediction."""
-
-    mechanism: Mechanism
-    why: str
-
-    @classmethod
-    def of(cls, shape: MatmulShape, options: TensorOptions, tuning: FollowedTuning | None) -> AskedMechanism:
-        """Return what is asked for a call: by the options, else by the tuning."""
-        asked = options.mechanism
-        if asked != "auto" or tuning is None:
-            return cls(mechanism=asked, why=f"asked for {asked}")
-        layout = shape.layout
-        found = tuning.find(
-            shape.operation,
-            ranks=len(layout.rows),
-            num_bytes=shape.num_bytes,
-            dtype=shape.dtype,
-            compute=matmul_workload(layout.total, sum(shape.columns), shape.k),
-        )
-        if found is None:
-            return cls(mechanism="auto", why="")
-        mechanism: Any = "torch" if found.stays else found.mechanism
-        return cls(mechanism=mechanism, why=found.why)
+def asked_mechanism(shape: MatmulShape, options: TensorOptions, tuning: FollowedTuning | None) -> tuple[Mechanism, str]:
+    """Return the mechanism that options, or else a tuning, ask for, and why; `auto`: the fastest by prediction."""
+    asked = options.mechanism
+    if asked != "auto" or tuning is None:
+        return asked, f"asked for {asked}"
+    found = tuning.find(
+        shape.operation,
+        ranks=shape.layout.world_size,
+        num_bytes=shape.num_bytes,
+        dtype=shape.dtype,
+        compute=matmul_workload(shape.layout.total, sum(shape.columns), shape.k),
+    )
+    if found is None:
+        return "auto", ""
+    mechanism: Any = "torch" if found.stays else found.mechanism
+    return mechanism, found.why
 
 
 class Plans:
@@ -134,8 +125,8 @@ class Plans:
             ShardedMatmul(operation=shape.operation, curves=curves, shard_rows=layout.rows, batch=layout.batch),
             self._profile,
         )
-        asked = AskedMechanism.of(shape, self._options, self._tuning)
-        plan = self._chosen(task, shape, asked, self._flagged_factor(shape, task, asked.mechanism, device))
+        asked, why = asked_mechanism(shape, self._options, self._tuning)
+        plan = self._chosen(task, shape, asked, why, self._flagged_factor(shape, task, asked, device))
         return plan, Steps.of(plan.pieces, replace(layout, chunk_rows=task.chunk_rows))
 
     def catch_up(self) -> bool:
@@ -148,9 +139,9 @@ class Plans:
         return True
 
     def _chosen(
-        self, task: ShardedMatmul, shape: MatmulShape, asked: AskedMechanism, flagged_factor: float | None
+        self, task: ShardedMatmul, shape: MatmulShape, taken: Mechanism, why: str, flagged_factor: float | None
     ) -> MatmulPlan:
-        rank, taken, why = shape.layout.rank, asked.mechanism, asked.why
+        rank = shape.layout.rank
         plan = choose_matmul(task, rank, self._profile, flagged_factor=flagged_factor, host_us=self._host_us)
         if taken == "auto":
             return plan
