@@ -36,9 +36,10 @@ from counterpoint.parallel.tensor.overlapped import RowGather, RowScatter, Steps
 from counterpoint.parallel.tensor.plans import MatmulShape, Plans, TensorOptions, asked_mechanism
 from counterpoint.parallel.tuned import FollowedTuning, follow_together
 
+ReturnRows = Literal["no", "copy", "symmetric"]  # memory in which gathered rows are returned
 _c10d: Any = distributed_c10d
 _WORDS = 1 << 12  # of 32 bits, for matmuls that poll: a count for each partition
-_MAX_ROUTES = 1024  # shapes whose plans are kept
+_MAX_ROUTES = 1024  # shapes whose plans are held
 _NO_ERROR = torch.zeros(1, dtype=torch.int32)  # a group that is made while a graph is traced could make a fake one only
 _ALIGNMENT = 16  # bytes of a row: a partition of whole rows then cuts no element
 
@@ -119,7 +120,7 @@ class TensorGroup:
         weights: Sequence[Weight],
         gather_dim: int,
         *,
-        keep: Literal["no", "copy", "symmetric"] = "no",
+        return_rows: ReturnRows = "no",
         a_scale: Tensor | None = None,
     ) -> tuple[Tensor | None, list[Tensor]]:
         """Do `torch.ops.counterpoint.all_gather_matmul`, or its float8 sister with `a_scale`.
@@ -128,18 +129,18 @@ class TensorGroup:
         which only the operations themselves can promise.
 
         Returns:
-            The gathered rows, in the memory that `keep` names, and the products.
+            The gathered rows, in the memory that `return_rows` names, and the products.
         """
-        _check(a_shard, gather_dim, [weight.matrix for weight in weights])
+        _check(a_shard, gather_dim, weights)
         if a_scale is not None and a_scale.numel() == a_shard.numel() // a_shard.shape[-1] > 1:
             a_scale = self._gathered(a_scale, gather_dim)
-        scale = _flat_scale(a_scale)
+        scale = None if a_scale is None else _flat_scale(a_scale)
         columns = tuple([weight.matrix.shape[1] for weight in weights])
         may_poll = not [weight for weight in weights if weight.scale is not None]
         planned = self._planned("all_gather_matmul", a_shard, gather_dim, columns, may_poll=may_poll)
         if planned is None:
             gathered = self._gathered(a_shard, gather_dim)
-            return None if keep == "no" else gathered, [_product(gathered, weight, scale) for weight in weights]
+            return None if return_rows == "no" else gathered, [_product(gathered, weight, scale) for weight in weights]
         communicator, plan, steps = planned
         layout, width = steps.layout, a_shard.shape[-1]
         shape = _resized(a_shard, gather_dim, self.world_size)
@@ -149,20 +150,20 @@ class TensorGroup:
         flat = [_flat(out) for out in outs]
         shard = a_shard.contiguous().view(layout.batch, -1, width)
         whole = self._empty("gathered", layout.batch, sum(layout.rows), width, dtype=a_shard.dtype)
-        kept = torch.empty_like(whole) if keep == "copy" else whole if keep == "symmetric" else None
+        returned = torch.empty_like(whole) if return_rows == "copy" else whole if return_rows == "symmetric" else None
 
-        def multiply(these: slice, rows: Tensor) -> None:
+        def multiply(place: slice, rows: Tensor) -> None:
             for weight, out in zip(weights, flat, strict=True):
-                weight.multiply(rows, out[these], _part(scale, these))
+                weight.multiply(rows, out[place], None if scale is None else _part(scale, place))
 
         with RowGather(communicator, shard, whole, layout) as gather:
             if plan.mechanism == "flagged":
                 gather.multiply_flagged(weights, flat, self._error)
             else:
                 gather.multiply(steps, multiply)
-            if kept is not None:
-                gather.copy_to(kept)
-        return None if kept is None else kept.view(shape), outs
+            if returned is not None:
+                gather.copy_to(returned)
+        return None if returned is None else returned.view(shape), outs
 
     def all_gather_matmul_backward(
         self,
@@ -195,12 +196,12 @@ class TensorGroup:
         transposed = [weight.t() for weight in weights]
         grad_a, grad_weights = torch.empty_like(shard), []
 
-        def multiply(these: slice, out: Tensor) -> None:
-            torch.mm(flat[0][these], transposed[0], out=out)
+        def multiply(place: slice, out: Tensor) -> None:
+            torch.mm(flat[0][place], transposed[0], out=out)
             for grad, weight in zip(flat[1:], transposed[1:], strict=True):
-                out.addmm_(grad[these], weight)
+                out.addmm_(grad[place], weight)
             if extra is not None:
-                out.add_(extra[these])
+                out.add_(extra[place])
 
         gathering: AbstractContextManager[RowGather | None] = nullcontext()
         if needs_weights:
@@ -230,12 +231,13 @@ class TensorGroup:
         self, a: Tensor, weight: Weight, reduce_op: str, scatter_dim: int, *, a_scale: Tensor | None = None
     ) -> Tensor:
         """Do `torch.ops.counterpoint.matmul_reduce_scatter`, or its float8 sister with `a_scale`."""
-        _check(a, scatter_dim, [weight.matrix], reduce_op)
+        _check(a, scatter_dim, [weight], reduce_op)
         if a.shape[scatter_dim] % self.world_size:
             raise Misconfigured(
                 f"matmul_reduce_scatter of {a.shape[scatter_dim]} rows over {self.world_size} ranks: give a multiple"
             )
-        dtype, scale, columns = weight.product_dtype(a), _flat_scale(a_scale), weight.columns
+        dtype, columns = weight.product_dtype(a), weight.columns
+        scale = None if a_scale is None else _flat_scale(a_scale)
         may_poll = weight.scale is None and weight.bias is None and dtype == a.dtype
         planned = self._planned(
             "matmul_reduce_scatter", a, scatter_dim, (columns,), product_dtype=dtype, may_poll=may_poll
@@ -245,8 +247,8 @@ class TensorGroup:
         communicator, plan, steps = planned
         layout, flat = steps.layout, _flat(a)
 
-        def multiply(these: slice, out: Tensor) -> None:
-            weight.multiply(flat[these], out, _part(scale, these))
+        def multiply(place: slice, out: Tensor) -> None:
+            weight.multiply(flat[place], out, None if scale is None else _part(scale, place))
 
         out = a.new_empty(*_resized(a, scatter_dim, 1 / self.world_size)[:-1], columns, dtype=dtype)
         sums = out.view(layout.batch, -1, columns)
@@ -268,13 +270,15 @@ class TensorGroup:
         if reduce_op == "avg":
             grad = grad / self.world_size
         weights = [Weight(matrix=b.t())] if needs_a else []
-        gathered, products = self.all_gather_matmul(grad, weights, scatter_dim, keep="symmetric" if needs_b else "no")
+        gathered, products = self.all_gather_matmul(
+            grad, weights, scatter_dim, return_rows="symmetric" if needs_b else "no"
+        )
         grad_b = None if gathered is None else grad_of_weight(a, gathered, b)
         return products[0] if needs_a else None, grad_b
 
     def matmul_all_reduce(self, a: Tensor, weight: Weight, reduce_op: str) -> Tensor:
         """Do `torch.ops.counterpoint.matmul_all_reduce`."""
-        _check(a, 0, [weight.matrix], reduce_op)
+        _check(a, 0, [weight], reduce_op)
         flat, columns = _flat(a), weight.columns
         planned = None
         if flat.shape[0] % self.world_size:
@@ -292,8 +296,8 @@ class TensorGroup:
         out = a.new_empty(1, self.world_size * rows, columns)
         own = out[:, layout.rank * rows : (layout.rank + 1) * rows]
 
-        def multiply(these: slice, out: Tensor) -> None:
-            weight.multiply(flat[these], out)
+        def multiply(place: slice, out: Tensor) -> None:
+            weight.multiply(flat[place], out)
 
         with RowGather(communicator, own, whole, layout, supplied=False) as gather:
 
@@ -332,7 +336,8 @@ class TensorGroup:
             name: of the operation in the report; None: `operation`.
             may_poll: whether a matmul that polls does all that the call needs.
         """
-        self._raise_missing()
+        if self._error.item():
+            self._raise_missing()
         if self._plans is not None and self._plans.estimated and self._plans.catch_up():
             self._routes.clear()
         key = operation, rows.shape, rows.dtype, dim, columns, product_dtype, k, may_poll
@@ -417,8 +422,7 @@ class TensorGroup:
 
     def _raise_missing(self) -> None:
         """Raise `PeerTimeout` if a matmul has polled in vain: its kernel writes the word on the host itself."""
-        error = int(self._error)
-        missing = ShardedRows(rows=(1,) * self.world_size).missing(error) if error else None
+        missing = ShardedRows(rows=(1,) * self.world_size).missing(int(self._error))
         if missing is not None:
             peer, chunk = missing
             raise PeerTimeout(
@@ -480,26 +484,27 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
-def _flat_scale(scale: Tensor | None) -> Tensor | None:
-    """Return one scale, or those of all rows as a column."""
-    return scale if scale is None or scale.numel() == 1 else scale.reshape(-1, 1)
+def _flat_scale(scale: Tensor) -> Tensor:
+    """Return one scale, or the scales of all rows as a column."""
+    return scale if scale.numel() == 1 else scale.reshape(-1, 1)
 
 
-def _part(scale: Tensor | None, these: slice) -> Tensor | None:
-    """Return the scales of these rows, where cuBLAS can read them: it wants them aligned to 16 bytes."""
-    if scale is None or scale.numel() == 1:
+def _part(scale: Tensor, place: slice) -> Tensor:
+    """Return the scales of rows, where cuBLAS can read them: it wants them aligned to 16 bytes."""
+    if scale.numel() == 1:
         return scale
-    part = scale[these]
+    part = scale[place]
     return part if part.data_ptr() % 16 == 0 else part.clone()
 
 
-def _check(rows: Tensor, dim: int, matrices: Sequence[Tensor], reduce_op: str = "sum") -> None:
-    """Raise if rows do not fit a dimension of rows, matrices that they are multiplied by, or the reduction."""
+def _check(rows: Tensor, dim: int, weights: Sequence[Weight], reduce_op: str = "sum") -> None:
+    """Raise if rows do not fit a dimension of rows, weights that they are multiplied by, or the reduction."""
     if rows.dim() < 2:
         raise Misconfigured(f"a tensor of shape {tuple(rows.shape)}: give rows of two dimensions or more")
     if not 0 <= dim < rows.dim() - 1:
         raise Misconfigured(f"dimension {dim} of a tensor of shape {tuple(rows.shape)}: give 0 to {rows.dim() - 2}")
-    for matrix in matrices:
+    for weight in weights:
+        matrix = weight.matrix
         if matrix.dim() != 2 or rows.shape[-1] != matrix.shape[0]:
             raise Misconfigured(
                 f"rows {tuple(rows.shape)} times {tuple(matrix.shape)}: give a matrix [k, n] for [..., k]"

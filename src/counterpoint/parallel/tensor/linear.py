@@ -1,7 +1,11 @@
 """Run linear layers of tensor parallelism on local tensors, with derivatives: `torch.nn.functional.linear`, and more.
 
-A weight is this rank's `[out, in]`; `group` is the name of the process group. All of it can be compiled: where a graph
-is traced these are `torch.ops.counterpoint`, elsewhere functions of autograd, which cost the host a fraction of that.
+`x` has this rank's rows or columns, `[..., in]`; a weight is this rank's part, `[out, in]`, of a column-wise layer its
+rows, of a row-wise one its columns; a bias is `[out]` or None, and equal on all ranks in a row-wise layer. `dim`, never
+the last, is the dimension along which ranks have equal parts, in their order; `group` is the name of the process group.
+
+All of it can be compiled: where a graph is traced these are `torch.ops.counterpoint`, elsewhere functions of autograd,
+which cost the host a fraction of that.
 """
 
 from __future__ import annotations
@@ -29,16 +33,10 @@ def all_gather_linear(
 ) -> tuple[Tensor | None, list[Tensor]]:
     """Apply column-wise layers to all ranks' rows: one gather serves all of them.
 
-    Args:
-        x_shard: this rank's `[..., in]`.
-        weights: of each layer this rank's rows `[out, in]`.
-        biases: of each layer `[out]` or None.
-        dim: along which shards lie behind one another; not the last.
-        group: name of the process group.
-        return_gathered: return the gathered rows, too. Their derivative is added up over ranks.
+    The derivative of the gathered rows is added up over ranks.
 
     Returns:
-        The gathered rows (None without `return_gathered`), and each layer's output.
+        The gathered rows, `[..., in]` (None without `return_gathered`), and each layer's output, `[..., out]`.
     """
     x_shard, weights, biases = _autocast(x_shard, weights, biases)
     added = [] if None in biases else list(biases)
@@ -54,34 +52,13 @@ def all_gather_linear(
 
 
 def replicated_rows(x_shard: Tensor, gathered: Tensor, dim: int, rank: int) -> Tensor:
-    """Return gathered rows whose derivative is taken as equal on all ranks: this rank keeps its part of it.
-
-    Args:
-        x_shard: this rank's rows.
-        gathered: all ranks' rows.
-        dim: along which shards lie behind one another, counted from the first.
-        rank: of this process in the group.
-
-    Returns:
-        The values of `gathered`.
-    """
+    """Return `gathered`, whose derivative is taken as equal on all ranks: rank `rank` keeps its own part."""
     rows: Tensor = _apply(_ReplicatedRows, x_shard, gathered.detach(), dim, rank)
     return rows
 
 
 def linear_reduce_scatter(x: Tensor, weight: Tensor, bias: Bias, dim: int, group: str) -> Tensor:
-    """Apply a row-wise layer, add up all ranks' products, and keep this rank's rows.
-
-    Args:
-        x: this rank's columns `[..., in]`.
-        weight: this rank's columns `[out, in]`.
-        bias: `[out]`, equal on all ranks, added once; None: there is none.
-        dim: of which each rank keeps an equal part; not the last.
-        group: name of the process group.
-
-    Returns:
-        This rank's part `[..., out]`.
-    """
+    """Apply a row-wise layer, add up all ranks' products, and return this rank's rows; the bias is added once."""
     x, (weight,), (bias,) = _autocast(x, [weight], [bias])
     run = torch.ops.counterpoint.matmul_reduce_scatter if _is_traced() else operations.eager_matmul_reduce_scatter
     out: Tensor = run(x, weight.t(), "sum", dim, group)
@@ -91,14 +68,10 @@ def linear_reduce_scatter(x: Tensor, weight: Tensor, bias: Bias, dim: int, group
 def linear_all_reduce(x: Tensor, weight: Tensor, bias: Bias, group: str) -> Tensor:
     """Apply a row-wise layer, and add up all ranks' products on every rank.
 
-    Args:
-        x: this rank's columns `[..., in]`.
-        weight: this rank's columns `[out, in]`.
-        bias: `[out]`, equal on all ranks, added once; None: there is none.
-        group: name of the process group.
+    The bias is added once.
 
     Returns:
-        `[..., out]`, equal on all ranks. So has to be its derivative.
+        `[..., out]`, equal on all ranks, as its derivative has to be.
     """
     x, (weight,), (bias,) = _autocast(x, [weight], [bias])
     run = torch.ops.counterpoint.matmul_all_reduce if _is_traced() else operations.eager_matmul_all_reduce
@@ -107,17 +80,7 @@ def linear_all_reduce(x: Tensor, weight: Tensor, bias: Bias, group: str) -> Tens
 
 
 def replicated_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Bias], group: str) -> list[Tensor]:
-    """Apply column-wise layers to an input that is equal on all ranks; one all-reduce makes its derivative so, too.
-
-    Args:
-        x: `[..., in]`.
-        weights: of each layer this rank's rows `[out, in]`.
-        biases: of each layer `[out]` or None.
-        group: name of the process group.
-
-    Returns:
-        Each layer's output.
-    """
+    """Apply column-wise layers to an input that is equal on all ranks; one all-reduce makes its derivative so, too."""
     x, weights, biases = _autocast(x, weights, biases)
     return list(_apply(_ReplicatedLinear, x, group, len(weights), *weights, *biases))
 

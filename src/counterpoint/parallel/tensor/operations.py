@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from counterpoint.errors import Misconfigured
-from counterpoint.parallel.tensor.group import tensor_group
+from counterpoint.parallel.tensor.group import ReturnRows, tensor_group
 from counterpoint.parallel.tensor.overlapped import Weight, grad_of_weight
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -98,7 +98,9 @@ def all_gather_matmul(
     Raises:
         Misconfigured: shapes do not fit.
     """
-    return all_gather_linear(a_shard, weights, (), gather_dim, group_name, return_gathered)
+    given = [Weight(matrix=matrix) for matrix in weights]
+    rows: ReturnRows = "copy" if return_gathered else "no"
+    return tensor_group(group_name).all_gather_matmul(a_shard, given, gather_dim, return_rows=rows)
 
 
 @_operation(
@@ -117,8 +119,8 @@ def all_gather_linear(
     """Do `all_gather_matmul`, and add to each product its bias `[n]`; there may be none at all."""
     pairs = zip(weights, _for_each(biases, len(weights)), strict=True)
     given = [Weight(matrix=matrix, bias=bias) for matrix, bias in pairs]
-    group = tensor_group(group_name)
-    return group.all_gather_matmul(a_shard, given, gather_dim, keep="copy" if return_gathered else "no")
+    rows: ReturnRows = "copy" if return_gathered else "no"
+    return tensor_group(group_name).all_gather_matmul(a_shard, given, gather_dim, return_rows=rows)
 
 
 def _fake_gather_backward(a: Any, weights: Any, *others: Any) -> Any:
@@ -301,16 +303,10 @@ def _fake_all_reduce(a: Any, b: Any, *_: Any) -> Any:
 
 @_operation("matmul_all_reduce(Tensor a, Tensor b, str reduce_op, str group_name) -> Tensor", _fake_all_reduce)
 def matmul_all_reduce(a: Tensor, b: Tensor, reduce_op: str, group_name: str) -> Tensor:
-    """Multiply, and add up all ranks' products on every rank.
+    """Do `matmul_reduce_scatter`, but return all rows of the sum, `[..., n]`, on every rank; nothing has to divide.
 
     Its derivative takes that of the result as equal on all ranks, as tensor parallelism has it (Megatron-LM's `g`), so
     it communicates nothing.
-
-    Args:
-        a: this rank's `[..., k]`, equal in shape and dtype on all ranks.
-        b: `[k, n]`.
-        reduce_op: `sum` or `avg`.
-        group_name: name of the process group.
 
     Returns:
         `[..., n]`, equal on all ranks.
@@ -400,7 +396,7 @@ def all_gather_scaled_matmul(
         )
     ]
     group = tensor_group(group_name)
-    gathered, outs = group.all_gather_matmul(a_shard, given, gather_dim, keep="copy", a_scale=a_scale)
+    gathered, outs = group.all_gather_matmul(a_shard, given, gather_dim, return_rows="copy", a_scale=a_scale)
     assert gathered is not None
     return gathered, outs
 
