@@ -31,8 +31,7 @@ from counterpoint.pair.sharded_rows import ShardedRows
 from counterpoint.parallel.tensor.flagged import (
     MatmulTiles,
     TileRun,
-    bind_all_gather_matmul,
-    bind_matmul_reduce_scatter,
+    bind_flagged,
     stored_tiles,
     tile_runs,
 )
@@ -123,9 +122,10 @@ class GatherTrials:
         self.parts = tile_runs(layout, "all_gather_matmul", 128)
         own = torch.cat([a[p.target : p.target + p.rows] for p in self.parts if p.peer == layout.rank])
         self.gathered, self.out = torch.empty_like(a), normal(layout.total, WIDTH)
-        self.launch = bind_all_gather_matmul(
-            own, self.gathered, weight.t(), self.out, layout, **words.addresses(), max_spins=SPINS
-        )
+        self.launch = bind_flagged(
+            "all_gather_matmul", {"own": own, "gathered": self.gathered, "b": weight.t(), "out": self.out}, layout,
+            **words.addresses(), max_spins=SPINS,
+        )  # fmt: skip
         self.gathered.copy_(a)
         words.arrived.fill_(1)
         self.launch()
@@ -163,9 +163,10 @@ class ScatterTrials:
         self.host_partial = torch.empty(layout.total, WIDTH, dtype=a.dtype, pin_memory=True)
         self.parts = tile_runs(layout, "matmul_reduce_scatter", 128)
         self.counts = stored_tiles(layout, WIDTH)
-        self.launch = bind_matmul_reduce_scatter(
-            a, weight.t(), self.partial, self.staged, self.out, layout, stored=words.stored.data_ptr(),
-            **words.addresses(), max_spins=SPINS,
+        self.launch = bind_flagged(
+            "matmul_reduce_scatter",
+            {"a": a, "b": weight.t(), "partial": self.partial, "staged": self.staged, "out": self.out},
+            layout, stored=words.stored.data_ptr(), **words.addresses(), max_spins=SPINS,
         )  # fmt: skip
         words.arrived.fill_(1)
         self.launch()
@@ -235,10 +236,14 @@ def launches(m: int, n: int, k: int, words: torch.Tensor) -> dict[str, Launch]:
     found: dict[str, Launch] = {"cuBLAS": lambda: torch.mm(a, weight.t(), out=wanted)}
     found["cuBLAS"]()
     for name, tiles in TILES.items():
-        gather = bind_all_gather_matmul(own, a, weight.t(), out, layout, **at, tiles=tiles, max_spins=SPINS)
-        scatter = bind_matmul_reduce_scatter(
-            a, weight.t(), stored, staged, scattered, layout, stored=words[2].data_ptr(), **at, tiles=tiles,
-            max_spins=SPINS,
+        gather = bind_flagged(
+            "all_gather_matmul", {"own": own, "gathered": a, "b": weight.t(), "out": out}, layout,
+            **at, tiles=tiles, max_spins=SPINS,
+        )  # fmt: skip
+        scatter = bind_flagged(
+            "matmul_reduce_scatter",
+            {"a": a, "b": weight.t(), "partial": stored, "staged": staged, "out": scattered},
+            layout, stored=words[2].data_ptr(), **at, tiles=tiles, max_spins=SPINS,
         )  # fmt: skip
         gather()
         scatter()
@@ -284,7 +289,10 @@ def host_us(repeats: int = 200) -> dict[str, float]:
     own, b = rig.gathered[: LAYOUTS[0].rows[0]].clone(), normal(WIDTH, DEPTH).t()
 
     def bind() -> None:
-        bind_all_gather_matmul(own, rig.gathered, b, rig.out, rig.layout, **words.addresses(), max_spins=SPINS)
+        bind_flagged(
+            "all_gather_matmul", {"own": own, "gathered": rig.gathered, "b": b, "out": rig.out}, rig.layout,
+            **words.addresses(), max_spins=SPINS,
+        )  # fmt: skip
 
     taken = {}
     for name, act in (("bind", bind), ("launch", rig.launch)):

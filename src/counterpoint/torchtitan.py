@@ -18,7 +18,7 @@ import torch
 
 from counterpoint.parallel.expert.torchtitan import TokenDispatching
 from counterpoint.parallel.options import ExpertOptions
-from counterpoint.parallel.tensor.torchtitan import ColumnLinear, RowLinear
+from counterpoint.parallel.tensor.linear import ColumnLinear, RowLinear
 
 __all__ = ["column_parallel_linear", "row_parallel_linear", "token_dispatcher"]
 _MODELS = "torchtitan.models.common"

@@ -20,7 +20,7 @@ from counterpoint.measurement.mechanisms import Mechanism
 from counterpoint.measurement.scenarios import Calibration, measure_block, measure_scenario
 from counterpoint.measurement.session import Session
 from counterpoint.measurement.tensor import Operands
-from counterpoint.parallel.tensor.matmul import Weight
+from counterpoint.parallel.tensor.overlapped import Weight
 from counterpoint.records.measurement import Block, Outcome, Plan, Scenario
 
 T = TypeVar("T")

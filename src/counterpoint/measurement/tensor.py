@@ -32,7 +32,7 @@ from counterpoint.pair.arrivals import ShardedMatmul, hiding_of
 from counterpoint.pair.curves import RowCurve
 from counterpoint.parallel.options import TensorOptions
 from counterpoint.parallel.tensor.group import TensorGroup
-from counterpoint.parallel.tensor.matmul import Weight
+from counterpoint.parallel.tensor.overlapped import Weight
 from counterpoint.records.measurement import Block, BlockRow, Outcome, Plan
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Operands:
         """Return the call by the way that a group takes."""
         weight = Weight(matrix=self.weight)
         if self.call.collective == "all_gather":
-            return lambda: group.all_gather_matmul(self.shard, [weight], 0, return_gathered=False)[1][0]
+            return lambda: group.all_gather_matmul(self.shard, [weight], 0)[1][0]
         return lambda: group.matmul_reduce_scatter(self.rows, weight, "sum", 0)
 
     def by_symm_mem(self, group_name: str) -> Callable[[], Tensor]:

@@ -18,7 +18,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
 from counterpoint.pair.sharded_rows import ShardedRows
-from counterpoint.parallel.tensor.flagged import MatmulTiles, bind_all_gather_matmul, bind_matmul_reduce_scatter
+from counterpoint.parallel.tensor.flagged import MatmulTiles, bind_flagged
 from tests.process.parallel.offline_compiler import OfflineDriver, spilled_bytes
 
 SEEN = {
@@ -46,14 +46,12 @@ def bind(case: dict[str, Any], layout: ShardedRows) -> None:
     weight = torch.empty(n, k, dtype=dtype).t() if case["transposed"] else torch.empty(k, n, dtype=dtype)
     out = torch.empty(layout.total, n, dtype=torch.bfloat16)
     words: dict[str, Any] = {"words": 1 << 40, "error": 1 << 41, "num_sms": 132, "tiles": tiles}
-    scales = [torch.empty(rows) for rows in (len(own), len(a), n)] if case["scaled"] else None
     if case["kernel"] == "all_gather_matmul":
-        gathering = None if scales is None else (scales[0], scales[1], scales[2])
-        bind_all_gather_matmul(own, a, weight, out, layout, scales=gathering, **words)
+        bind_flagged("all_gather_matmul", {"own": own, "gathered": a, "b": weight, "out": out}, layout, **words)
         return
-    scattering = None if scales is None else (scales[1], scales[2])
     staged, result = out.new_empty(layout.world_size, len(own), n), out.new_empty(len(own), n)
-    bind_matmul_reduce_scatter(a, weight, out, staged, result, layout, stored=1 << 42, scales=scattering, **words)
+    tensors = {"a": a, "b": weight, "partial": out, "staged": staged, "out": result}
+    bind_flagged("matmul_reduce_scatter", tensors, layout, stored=1 << 42, **words)
 
 
 def compiled(case: dict[str, Any]) -> dict[str, Any]:

@@ -26,8 +26,7 @@ from triton.runtime.interpreter import InterpreterBuilder
 from counterpoint.pair.sharded_rows import ShardedRows
 from counterpoint.parallel.tensor.flagged import (
     MatmulTiles,
-    bind_all_gather_matmul,
-    bind_matmul_reduce_scatter,
+    bind_flagged,
     stored_tiles,
 )
 
@@ -51,7 +50,6 @@ class Case:
     out: str = "float32"
     dtype: str = "float16"
     bias: bool = False
-    scales: str = "no"
     average: bool = False
     programs: int = 3
     max_spins: int = 100_000  # seconds
@@ -66,10 +64,6 @@ class Case:
         self.words = torch.zeros(512, dtype=torch.int32)
         self.stored = torch.zeros(512, dtype=torch.int32)
         self.error = torch.zeros(1, dtype=torch.int32)
-        sizes = {"no": (1, 1), "tensor": (1, 1), "row": (self.layout.total, self.n)}[self.scales]
-        self.a_scale, self.b_scale = (torch.rand(size, generator=self.generator) + 0.5 for size in sizes)
-        if self.scales == "no":
-            self.a_scale, self.b_scale = torch.ones(1), torch.ones(1)
 
     def random(self, *shape: int) -> torch.Tensor:
         values = torch.randn(*shape, generator=self.generator)
@@ -86,9 +80,8 @@ class Case:
         return torch.cat(found)
 
     def product(self) -> torch.Tensor:
-        """The whole product in float64, scaled, without the bias."""
-        scale = self.a_scale.double()[:, None] * self.b_scale.double()[None, :]
-        return (self.a.double() @ self.b.double()) * scale
+        """The whole product in float64, without the bias."""
+        return self.a.double() @ self.b.double()
 
     def common(self) -> dict[str, Any]:
         return {
@@ -109,9 +102,8 @@ class Case:
         """The matmul of what is gathered; `gathered` has NaN wherever nothing has arrived, `c` wherever none is."""
         own = self.a[self.place(self.rank)]
         self.gathered, self.c = torch.full_like(self.a.float(), NAN).to(self.a.dtype), self.full(len(self.a), self.n)
-        own_scale = self.a_scale[self.place(self.rank)] if self.scales == "row" else self.a_scale
-        scales = None if self.scales == "no" else (own_scale, self.a_scale, self.b_scale)
-        return bind_all_gather_matmul(own, self.gathered, self.b, self.c, self.layout, scales=scales, **self.common())
+        tensors = {"own": own, "gathered": self.gathered, "b": self.b, "out": self.c}
+        return bind_flagged("all_gather_matmul", tensors, self.layout, **self.common())
 
     def deliver(self, peer: int, chunk: int) -> None:
         """Copy a chunk of a peer into `gathered`, then say so."""
@@ -130,10 +122,10 @@ class Case:
         self.partial, self.c = self.full(len(self.a), self.n), self.full(own, self.n)
         self.staged = torch.randn(len(self.rows), own, self.n, generator=self.generator).to(self.c.dtype)
         self.staged[self.rank] = NAN
-        scales = None if self.scales == "no" else (self.a_scale, self.b_scale)
-        return bind_matmul_reduce_scatter(
-            self.a, self.b, self.partial, self.staged, self.c, self.layout, stored=self.stored.data_ptr(),
-            average=self.average, scales=scales, **self.common(),
+        return bind_flagged(
+            "matmul_reduce_scatter",
+            {"a": self.a, "b": self.b, "partial": self.partial, "staged": self.staged, "out": self.c},
+            self.layout, stored=self.stored.data_ptr(), average=self.average, **self.common(),
         )  # fmt: skip
 
 

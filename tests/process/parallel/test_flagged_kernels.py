@@ -21,10 +21,8 @@ INTERPRETED: list[dict[str, Any]] = [
     *({"run": run, **UNEVEN, **what}
       for run in ("gather", "scatter")
       for what in ({}, {"rank": 0, "k": 20}, {"rank": 2, "transposed": False}, {"rank": 3, "n": 37, "k": 41},
-                   {"bias": True, "out": "float16"}, {"scales": "row"}, {"programs": 1}, {"programs": 500})),
-    *({"run": run, **EVEN, "transposed": False, "bias": True, "scales": "tensor"} for run in ("gather", "scatter")),
-    *({"run": run, **EVEN, "dtype": "float8_e4m3fn", "scales": scales, "out": "float16"}
-      for run in ("gather", "scatter") for scales in ("row", "tensor")),
+                   {"bias": True, "out": "float16"}, {"programs": 1}, {"programs": 500})),
+    *({"run": run, **EVEN, "transposed": False, "bias": True} for run in ("gather", "scatter")),
     {"run": "scatter", **UNEVEN, "average": True, "bias": True},
     *({"run": "late", **UNEVEN, "rank": seed % 4, "seed": seed} for seed in range(6)),
     *({"run": "order", **UNEVEN, "rank": rank, "programs": 1} for rank in range(4)),
@@ -36,15 +34,13 @@ INTERPRETED: list[dict[str, Any]] = [
     *({"run": "ascending", "rows": [16] * 8, "rank": rank} for rank in (0, 2, 7)),
 ]  # fmt: skip
 
-BF16: dict[str, Any] = {"dtype": "bfloat16", "transposed": True, "tma": True, "stages": 3, "scaled": False}
+BF16: dict[str, Any] = {"dtype": "bfloat16", "transposed": True, "tma": True, "stages": 3}
 COMPILED: list[dict[str, Any]] = [
     BF16 | {"kernel": "all_gather_matmul"},
     BF16 | {"kernel": "all_gather_matmul", "transposed": False, "stages": 4},
     BF16 | {"kernel": "all_gather_matmul", "tma": False},
-    BF16 | {"kernel": "all_gather_matmul", "dtype": "float8_e4m3fn", "scaled": True},
     BF16 | {"kernel": "matmul_reduce_scatter"},
     BF16 | {"kernel": "matmul_reduce_scatter", "transposed": False, "stages": 4},
-    BF16 | {"kernel": "matmul_reduce_scatter", "dtype": "float8_e4m3fn", "scaled": True},
 ]
 HOPPER_SHARED_BYTES = 227 * 1024
 
@@ -79,7 +75,7 @@ def test_compiled_for_hopper(compiled: list[dict[str, Any]], index: int) -> None
     assert code["spilled_bytes"] == 0 or not case["tma"]
 
 
-@pytest.mark.parametrize("index", [0, 1, 3])
+@pytest.mark.parametrize("index", [0, 1])
 def test_nothing_is_loaded_before_its_word_was_seen(compiled: list[dict[str, Any]], index: int) -> None:
     """all_gather: poll with acquire at system scope, barrier, proxy fence, and only then the loads by TMA."""
     order = compiled[index]["order"]
@@ -90,7 +86,7 @@ def test_nothing_is_loaded_before_its_word_was_seen(compiled: list[dict[str, Any
     assert after.index("proxy_fence") < after.index("tma")
 
 
-@pytest.mark.parametrize("index", [4, 5, 6])
+@pytest.mark.parametrize("index", [3, 4])
 def test_tiles_are_counted_after_all_threads_have_stored(compiled: list[dict[str, Any]], index: int) -> None:
     """reduce_scatter: the stores of a tile, a barrier, then one addition with release at system scope."""
     order = compiled[index]["order"]

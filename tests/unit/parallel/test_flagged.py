@@ -18,8 +18,7 @@ from counterpoint.pair.arrivals import TensorOperation
 from counterpoint.pair.sharded_rows import ShardedRows
 from counterpoint.parallel.tensor.flagged import (
     MatmulTiles,
-    bind_all_gather_matmul,
-    bind_matmul_reduce_scatter,
+    bind_flagged,
     stored_tiles,
     tile_runs,
 )
@@ -157,7 +156,7 @@ def gather(**changed: torch.Tensor) -> None:
     tensors: dict[str, Any] = {
         "own": torch.zeros(3, 16), "gathered": torch.zeros(8, 16), "b": torch.zeros(16, 4), "out": torch.zeros(8, 4),
     } | changed  # fmt: skip
-    bind_all_gather_matmul(**tensors, layout=LAYOUT, words=0, error=0)
+    bind_flagged("all_gather_matmul", tensors, LAYOUT, words=0, error=0)
 
 
 def scatter(**changed: torch.Tensor) -> None:
@@ -165,7 +164,7 @@ def scatter(**changed: torch.Tensor) -> None:
         "a": torch.zeros(8, 16), "b": torch.zeros(16, 4), "partial": torch.zeros(8, 4), "staged": torch.zeros(2, 3, 4),
         "out": torch.zeros(3, 4),
     } | changed  # fmt: skip
-    bind_matmul_reduce_scatter(**tensors, layout=LAYOUT, stored=0, words=0, error=0)
+    bind_flagged("matmul_reduce_scatter", tensors, LAYOUT, words=0, error=0)
 
 
 @pytest.mark.parametrize(

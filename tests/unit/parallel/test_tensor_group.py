@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import HashStore
 from counterpoint.errors import PeerTimeout
 from counterpoint.pair.sharded_rows import ShardedRows
 from counterpoint.parallel.tensor.group import TensorGroup
-from counterpoint.parallel.tensor.matmul import Weight
+from counterpoint.parallel.tensor.overlapped import Weight
 
 
 @pytest.fixture

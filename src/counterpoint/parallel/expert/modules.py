@@ -21,7 +21,7 @@ from counterpoint.parallel.expert.layers import ExpertWeights, overlapped_moe
 from counterpoint.parallel.expert.recognised import ExpertStyle, expert_style
 from counterpoint.parallel.options import ExpertChoice, ExpertOptions
 from counterpoint.parallel.report import ModuleRow, Report, together
-from counterpoint.parallel.tensor.recognised import ranks_of
+from counterpoint.parallel.tensor.parallel_styles import ranks_of
 from counterpoint.parallel.tuned import FollowedTuning
 from counterpoint.parallel.uncompiled import uncompiled
 from counterpoint.records.tuning import LEAVE

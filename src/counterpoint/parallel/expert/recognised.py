@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from counterpoint.parallel.tensor.recognised import closure_of, is_function
+from counterpoint.parallel.tensor.parallel_styles import closure_of, is_function
 
 _MODULE = "transformers.distributed.expert_parallel"
 _FORWARD = (_MODULE, "EpDispatchExpertsParallel.install_forward.<locals>.ep_forward")

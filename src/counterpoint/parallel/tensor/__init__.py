@@ -2,10 +2,10 @@
 
 - `operations.py`: `torch.ops.counterpoint`, with fake tensors and derivatives.
 - `group.py`: runs them for one process group, each call as `plans.py` planned its shape, and counts which way it went.
-- `overlapped.py`: pieces beside the communication; `matmul.py`: one of them.
+- `overlapped.py`: matmuls beside the communication, in pieces or by polling.
 - `flagged.py`: binds one matmul that polls for its rows, and counts what may leave; `flagged_kernels.py`: in Triton.
-- `linear.py`: linear layers of these operations; `modules.py`: puts them under a model that `recognised.py` finds to be
-  tensor parallel; `styles.py`: into a plan of `parallelize_module`; `torchtitan.py`: into layers of torchtitan.
+- `linear.py`: linear layers of these operations, and torchtitan's; `modules.py`: puts them under a model that
+  `parallel_styles.py` finds to be tensor parallel, or into a plan of `parallelize_module`.
 - `compiled.py`: the one line for torch.compile; `graphs.py` fuses inductor's graphs, whose nodes `nodes.py` reads.
 """
 
@@ -17,13 +17,13 @@ from counterpoint.parallel.tensor import operations
 if TYPE_CHECKING:
     from counterpoint.parallel.options import TensorOptions
     from counterpoint.parallel.tensor.compiled import fuse_compiled
-    from counterpoint.parallel.tensor.styles import Colwise, Rowwise
+    from counterpoint.parallel.tensor.modules import Colwise, Rowwise
 
 __all__ = ["Colwise", "Rowwise", "TensorOptions", "fuse_compiled", "operations"]
 
 _MODULES = {
-    "Colwise": "tensor.styles",
-    "Rowwise": "tensor.styles",
+    "Colwise": "tensor.modules",
+    "Rowwise": "tensor.modules",
     "TensorOptions": "options",
     "fuse_compiled": "tensor.compiled",
 }

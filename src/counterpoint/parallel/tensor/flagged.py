@@ -1,8 +1,8 @@
 """Bind matmuls that poll: their tiles are taken in the order in which rows arrive, and no barrier is needed.
 
-- `bind_all_gather_matmul`: a tile begins when the word of the chunk that its rows are in says that they have arrived.
-- `bind_matmul_reduce_scatter`: tiles of peers come first and are counted, so that a stream wait releases each chunk's
-  copy; own tiles come last, and add what peers have sent.
+- `all_gather_matmul`: a tile begins when the word of the chunk that its rows are in says that they have arrived.
+- `matmul_reduce_scatter`: tiles of peers come first and are counted, so that a stream wait releases each chunk's copy;
+  own tiles come last, and add what peers have sent.
 
 `ShardedRows` says whose rows are where, and is all that the order of tiles follows from. The words of `words` and
 `stored` are 32 bits wide; that of a peer's chunk is at `4 * word(peer, chunk)`, as `CudaWork` has them.
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -33,7 +33,11 @@ HOPPER = 9  # compute capability
 TMA_BYTES = 16  # what addresses and strides must be multiples of
 _MAX_LAYOUTS = 1024  # whose tables are kept
 _CAPTURED: set[torch.Tensor] = set()  # tables that CUDA graphs read, which nothing tells when they end
-TYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+TYPES = (torch.bfloat16, torch.float16)
+_ROWS: dict[TensorOperation, tuple[str, ...]] = {  # tensors whose rows are multiplied
+    "all_gather_matmul": ("own", "gathered"),
+    "matmul_reduce_scatter": ("a",),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,36 +121,42 @@ def stored_tiles(layout: ShardedRows, columns: int, tiles: MatmulTiles = DEFAULT
     return dict(counts)
 
 
-def bind_all_gather_matmul(
-    own: torch.Tensor,
-    gathered: torch.Tensor,
-    b: torch.Tensor,
-    out: torch.Tensor,
+def bind_flagged(
+    operation: TensorOperation,
+    tensors: Mapping[str, torch.Tensor],
     layout: ShardedRows,
     *,
     words: int,
     error: int,
+    stored: int = 0,
     bias: torch.Tensor | None = None,
-    scales: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    average: bool = False,
     num_sms: int | None = None,
     tiles: MatmulTiles = DEFAULT_TILES,
     max_spins: int = MAX_SPINS,
 ) -> Callable[[], None]:
-    """Compile and load `out = gathered @ b + bias`, and return what launches it on torch's current stream.
+    """Compile and load a matmul that polls, and return what launches it on torch's current stream.
 
-    Own rows are read from `own`: those of `gathered` are never touched. Polling ends after `max_spins` in vain: then
-    the word at `error` says for what (`ShardedRows.missing`), and `out` is wrong.
+    all_gather_matmul: `out = gathered @ b + bias`, where `out` is `[rows, N]`. Peers' rows are copied into `gathered`,
+    `[rows, K]`. Own rows are read from `own`, this rank's shard `[rows of the shard, K]`, and never from `gathered`.
+
+    matmul_reduce_scatter: this rank's part of the sum of all ranks' `a @ b`, plus `bias` once at last, where `a` is
+    `[rows, K]`. Peers' rows go to `partial`, `[rows, N]`. A chunk of them may be sent to the peer's `staged[rank]`,
+    `[ranks, rows of the shard, N]`, when its word at `stored`, to which each tile adds 1, has reached `stored_tiles`
+    (`PartitionedCudaWork.ready_when`). Own rows go to `out`, `[rows of the shard, N]`: the tile in float32, plus what
+    peers have sent, added up in float32 in the order of their ranks. Own rows of `partial` and `staged` are never
+    touched.
 
     Args:
-        own: this rank's shard, [rows of the shard, K].
-        gathered: [rows, K], into which peers' rows are copied.
-        b: [K, N], rows or columns adjacent (a weight is `weight.t()`).
-        out: [rows, N].
+        operation: `all_gather_matmul` or `matmul_reduce_scatter`.
+        tensors: by the names above, and `b`, `[K, N]`, rows or columns adjacent (a weight is `weight.t()`).
         layout: whose rows are where.
         words: address of the words of arrival.
-        error: address of a word that is 0.
-        bias: [N].
-        scales: of `own`, `gathered` and `b`, float32: one, or one for each row (of `b`: column).
+        error: address of a word that is 0. Polling ends after `max_spins` in vain: then it says for what
+            (`ShardedRows.missing`), and `out` is wrong.
+        stored: address of the counts of stored tiles, which are 0.
+        bias: `[N]`.
+        average: divide the sum by the number of ranks.
         num_sms: programs, each of which takes an SM of its own; None: all SMs.
         tiles: the tile.
         max_spins: how often a word is polled.
@@ -156,139 +166,17 @@ def bind_all_gather_matmul(
 
     Raises:
         Misconfigured: shapes, strides or dtypes do not fit.
-        Unsupported: Triton is not installed.
+        Unsupported: Triton is not installed, or the GPU is older than Hopper.
     """
-    _check("own", own, (layout.shard(layout.rank), b.shape[0]), b.dtype)
-    _check("gathered", gathered, (layout.total, b.shape[0]), b.dtype)
-    _check("out", out, (layout.total, b.shape[1]))
-    own_scale, gathered_scale, b_scale = scales or (None, None, None)
-    _scale_stride("the scale of own", own_scale, own.shape[0])
-    return _bind(
-        "all_gather_matmul",
-        {"own": own if own.shape[0] else gathered, "gathered": gathered},  # there is no descriptor of no rows
-        b,
-        {
-            "own_scale": own_scale,
-            "gathered_scale": gathered_scale,
-            "a_scale_stride": _scale_stride("the scale of gathered", gathered_scale, gathered.shape[0]),
-            "b_scale": b_scale,
-            "bias": bias,
-            "c": out,
-            "c_stride": out.stride(0),
-            "words": words,
-            "error": error,
-            "patience": max_spins,
-        },
-        layout,
-        num_sms=num_sms,
-        tiles=tiles,
-    )
-
-
-def bind_matmul_reduce_scatter(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    partial: torch.Tensor,
-    staged: torch.Tensor,
-    out: torch.Tensor,
-    layout: ShardedRows,
-    *,
-    stored: int,
-    words: int,
-    error: int,
-    average: bool = False,
-    bias: torch.Tensor | None = None,
-    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
-    num_sms: int | None = None,
-    tiles: MatmulTiles = DEFAULT_TILES,
-    max_spins: int = MAX_SPINS,
-) -> Callable[[], None]:
-    """Compile and load this rank's part of the sum of all ranks' `a @ b`, and return what launches it.
-
-    Peers' rows go to `partial`. A chunk of them may be sent to the peer's `staged[rank]` when its word at `stored`, to
-    which each tile adds 1, has reached `stored_tiles` (`CudaWork.ready_when`). Own rows go to `out`: the
-    tile in float32, plus what peers have sent, added up in float32 in the order of their ranks. Own rows of `partial`
-    and `staged` are never touched. See `bind_all_gather_matmul`.
-
-    Args:
-        a: [rows, K].
-        b: [K, N], rows or columns adjacent.
-        partial: [rows, N].
-        staged: [ranks, rows of the shard, N], adjacent, into which peers copy.
-        out: [rows of the shard, N].
-        layout: whose rows are where.
-        stored: address of the counts of stored tiles, which are 0.
-        words: address of the words of arrival.
-        error: address of a word that is 0.
-        average: divide the sum by the number of ranks.
-        bias: [N], added once, at last.
-        scales: of `a` and `b`, as of `bind_all_gather_matmul`.
-        num_sms: programs, each of which takes an SM of its own; None: all SMs.
-        tiles: the tile.
-        max_spins: how often a word is polled.
-
-    Returns:
-        A function that launches it.
-
-    Raises:
-        Misconfigured: shapes, strides or dtypes do not fit.
-        Unsupported: Triton is not installed.
-    """
-    shard, columns = layout.shard(layout.rank), b.shape[1]
-    _check("a", a, (layout.total, b.shape[0]), b.dtype)
-    _check("partial", partial, (layout.total, columns))
-    _check("out", out, (shard, columns))
-    if staged.shape != (layout.world_size, shard, columns) or not staged.is_contiguous():
-        raise Misconfigured(
-            f"staged of {tuple(staged.shape)}, strides {staged.stride()}: give it contiguous, "
-            f"{(layout.world_size, shard, columns)}"
-        )
-    a_scale, b_scale = scales or (None, None)
-    return _bind(
-        "matmul_reduce_scatter",
-        {"a": a},
-        b,
-        {
-            "a_scale": a_scale,
-            "a_scale_stride": _scale_stride("the scale of a", a_scale, a.shape[0]),
-            "b_scale": b_scale,
-            "bias": bias,
-            "partial": partial,
-            "partial_stride": partial.stride(0),
-            "staged": staged,
-            "slot_rows": shard,
-            "out": out,
-            "out_stride": out.stride(0),
-            "stored": stored,
-            "words": words,
-            "error": error,
-            "patience": max_spins,
-            "AVERAGE": average,
-        },
-        layout,
-        num_sms=num_sms,
-        tiles=tiles,
-    )
-
-
-def _bind(
-    operation: TensorOperation,
-    operands: dict[str, torch.Tensor],
-    b: torch.Tensor,
-    others: dict[str, Any],
-    layout: ShardedRows,
-    *,
-    num_sms: int | None,
-    tiles: MatmulTiles,
-) -> Callable[[], None]:
-    """Return the launch of a kernel, compiled and loaded."""
+    b = tensors["b"]
     depth, columns = b.shape
+    _check(operation, tensors, layout)
     if b.dtype not in TYPES or not depth or 1 not in b.stride():
         raise Misconfigured(f"b of {tuple(b.shape)}, {b.dtype}, strides {b.stride()}: give a matrix of {TYPES}")
     if num_sms is not None and num_sms < 1:
         raise Misconfigured(f"num_sms={num_sms}: give 1 or more, or None for all SMs")
-    if others["bias"] is not None and others["bias"].shape != (columns,):
-        raise Misconfigured(f"bias of {tuple(others['bias'].shape)}: give {columns} elements")
+    if bias is not None and bias.shape != (columns,):
+        raise Misconfigured(f"bias of {tuple(bias.shape)}: give {columns} elements")
     with needs_triton("matmuls that poll"):
         from triton import knobs
         from triton.tools.tensor_descriptor import TensorDescriptor
@@ -310,13 +198,24 @@ def _bind(
         if properties.major < HOPPER:
             raise Unsupported(f"{properties.name}: matmuls that poll need Hopper or newer, for its proxy fence")
     transposed = b.stride(1) != 1
-    kept = b.t() if transposed else b
-    block_of_b = [tiles.columns, tiles.depth] if transposed else [tiles.depth, tiles.columns]
-    tma = all(_fits_tma(tensor) for tensor in (*operands.values(), kept))
-    values = {
-        **others,
-        "b_scale_stride": _scale_stride("the scale of b", others["b_scale"], columns),
+    rows, across = [tiles.rows, tiles.depth], [tiles.depth, tiles.columns]
+    operands = {name: (tensors[name], rows) for name in _ROWS[operation]}
+    operands["b"] = (b.t(), across[::-1]) if transposed else (b, across)
+    if "own" in operands and not layout.shard(layout.rank):
+        operands["own"] = operands["gathered"]  # there is no descriptor of no rows
+    tma = all(_fits_tma(tensor) for tensor, _ in operands.values())
+    values: dict[str, Any] = {
+        **tensors,
+        **{name: TensorDescriptor.from_tensor(*each) if tma else each[0] for name, each in operands.items()},
+        **{f"{name}_stride": tensor.stride(0) for name, tensor in tensors.items()},
+        **{f"{name}_stride": tensor.stride(0) for name, (tensor, _) in operands.items()},
+        "bias": bias,
+        "slot_rows": layout.shard(layout.rank),
         "table": table,
+        "stored": stored,
+        "words": words,
+        "error": error,
+        "patience": max_spins,
         "row_tiles": row_tiles,
         "rank": layout.rank,
         "world_size": layout.world_size,
@@ -329,13 +228,10 @@ def _bind(
         "TRANSPOSED": transposed,
         "TMA": tma,
         "COMPILED": not knobs.runtime.interpret,
+        "AVERAGE": average,
     }
-    for what, tensor in (*operands.items(), ("b", kept)):
-        block = block_of_b if what == "b" else [tiles.rows, tiles.depth]
-        values[what] = TensorDescriptor.from_tensor(tensor, block) if tma else tensor
-        values[f"{what}_stride"] = tensor.stride(0)
     kernel = getattr(flagged_kernels, operation)
-    arguments, grid = [values[what] for what in kernel.arg_names], (min(programs, num_sms or programs), 1, 1)
+    arguments, grid = [values[name] for name in kernel.arg_names], (min(programs, num_sms or programs), 1, 1)
     if knobs.runtime.interpret:
         return functools.partial(kernel[grid], *arguments)
     compiled = kernel.warmup(*arguments, grid=grid, num_warps=tiles.warps, num_stages=tiles.stages)
@@ -351,21 +247,27 @@ def _table(layout: ShardedRows, operation: TensorOperation, tile_rows: int, devi
     return torch.tensor(rows, dtype=torch.int32).to(device)
 
 
-def _check(what: str, tensor: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype | None = None) -> None:
-    if tensor.shape != shape or tensor.stride(1) != 1 or tensor.dtype != (dtype or tensor.dtype):
-        raise Misconfigured(
-            f"{what} of {tuple(tensor.shape)}, {tensor.dtype}, strides {tensor.stride()}: give {shape} of "
-            f"{dtype or 'any dtype'}, with the elements of a row adjacent"
-        )
-
-
-def _scale_stride(what: str, scale: torch.Tensor | None, rows: int) -> int:
-    """Return the elements from one row's scale to the next one's: 0 if all have the same."""
-    if scale is None or scale.numel() == 1:
-        return 0
-    if scale.dtype != torch.float32 or scale.numel() != rows or not scale.is_contiguous():
-        raise Misconfigured(f"{what} of {tuple(scale.shape)}, {scale.dtype}: give 1 or {rows} of float32, adjacent")
-    return 1
+def _check(operation: TensorOperation, tensors: Mapping[str, torch.Tensor], layout: ShardedRows) -> None:
+    """Raise if a tensor has not the shape, strides or dtype that a matmul needs."""
+    b = tensors["b"]
+    (depth, columns), shard = b.shape, layout.shard(layout.rank)
+    shapes = {
+        "own": (shard, depth),
+        "gathered": (layout.total, depth),
+        "a": (layout.total, depth),
+        "partial": (layout.total, columns),
+        "staged": (layout.world_size, shard, columns),
+        "out": (layout.total if operation == "all_gather_matmul" else shard, columns),
+    }
+    for name, tensor in tensors.items():
+        shape = shapes.get(name, b.shape)
+        fits = tensor.is_contiguous() if name == "staged" else tensor.stride(1) == 1 or name == "b"
+        if tensor.shape != shape or not fits or (name in _ROWS[operation] and tensor.dtype != b.dtype):
+            dtype = b.dtype if name in _ROWS[operation] else "any dtype"
+            raise Misconfigured(
+                f"{name} of {tuple(tensor.shape)}, {tensor.dtype}, strides {tensor.stride()}: give {shape} of {dtype}, "
+                f"with the elements of a row adjacent{', and rows' if name == 'staged' else ''}"
+            )
 
 
 def _fits_tma(tensor: torch.Tensor) -> bool:

@@ -53,16 +53,6 @@ def _product(a, a_stride, row, end, b, b_stride, column, N, K, BLOCK_M: tl.const
 
 
 @triton.jit
-def _scaled(values, a_scale, a_scale_stride, row, end, b_scale, b_scale_stride, column, N):
-    """Return a tile times the scales of its rows and columns; a stride of 0 says that all have the same."""
-    if a_scale is not None:
-        rows, columns = row + tl.arange(0, values.shape[0]), column + tl.arange(0, values.shape[1])
-        values *= tl.load(a_scale + rows * a_scale_stride, mask=rows < end, other=0)[:, None]
-        values *= tl.load(b_scale + columns * b_scale_stride, mask=columns < N, other=0)[None, :]
-    return values
-
-
-@triton.jit
 def _store(target, stride, row, end, column, N, values, bias):
     """Store a tile plus the bias of its columns, but for rows that belong to the next run."""
     rows, columns = row + tl.arange(0, values.shape[0]), column + tl.arange(0, values.shape[1])
@@ -93,13 +83,12 @@ def _wait(words, word, error, patience, COMPILED: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["words", "error", "patience", "row_tiles", "rank", "world_size"])
-def all_gather_matmul(own, own_stride, own_scale, gathered, gathered_stride, gathered_scale, a_scale_stride,
-                      b, b_stride, b_scale, b_scale_stride, bias, c, c_stride, table, words: tl.int64,
-                      error: tl.int64, patience, row_tiles, rank, world_size, N, K,
+def all_gather_matmul(own, own_stride, gathered, gathered_stride, b, b_stride, bias, out, out_stride, table,
+                      words: tl.int64, error: tl.int64, patience, row_tiles, rank, world_size, N, K,
                       BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
                       TRANSPOSED: tl.constexpr, TMA: tl.constexpr,
                       COMPILED: tl.constexpr):  # fmt: skip
-    """Compute C = gathered @ B, with this rank's rows from `own`, and each peer's when its word says they are there."""
+    """Compute out = gathered @ B, with this rank's rows from `own`, and each peer's when its word has come."""
     column_tiles = tl.cdiv(N, BLOCK_N)
     run, seen = 0, -1
     end = tl.load(table + 1)
@@ -112,18 +101,16 @@ def all_gather_matmul(own, own_stride, own_scale, gathered, gathered_stride, gat
         rows, peer, chunk = tl.load(entry + 4), tl.load(entry + 5), tl.load(entry + 6)
         row, column = _place(tile - begin * column_tiles, end - begin, column_tiles, BLOCK_M, BLOCK_N, GROUP)
         if peer == rank:
-            a, a_stride, a_scale = own, own_stride, own_scale
+            a, a_stride = own, own_stride
         else:
-            a, a_stride, a_scale = gathered, gathered_stride, gathered_scale
+            a, a_stride = gathered, gathered_stride
             word = chunk * world_size + peer
             if word != seen:
                 patience = _wait(words, word, error, patience, COMPILED)
                 seen = word
         total = _product(a, a_stride, source + row, source + rows, b, b_stride, column, N, K,
                          BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, TMA)  # fmt: skip
-        total = _scaled(total, a_scale, a_scale_stride, source + row, source + rows,
-                        b_scale, b_scale_stride, column, N)  # fmt: skip
-        _store(c, c_stride, target + row, target + rows, column, N, total, bias)
+        _store(out, out_stride, target + row, target + rows, column, N, total, bias)
 
 
 @triton.jit
@@ -149,9 +136,9 @@ def _store_sum(total, staged, slot_rows, row, end, column, N, out, out_stride, b
 
 
 @triton.jit(do_not_specialize=["slot_rows", "stored", "words", "error", "patience", "row_tiles", "rank", "world_size"])
-def matmul_reduce_scatter(a, a_stride, a_scale, a_scale_stride, b, b_stride, b_scale, b_scale_stride, bias,
-                          partial, partial_stride, staged, slot_rows, out, out_stride, table, stored: tl.int64,
-                          words: tl.int64, error: tl.int64, patience, row_tiles, rank, world_size, N, K,
+def matmul_reduce_scatter(a, a_stride, b, b_stride, bias, partial, partial_stride, staged, slot_rows,
+                          out, out_stride, table, stored: tl.int64, words: tl.int64, error: tl.int64, patience,
+                          row_tiles, rank, world_size, N, K,
                           BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
                           TRANSPOSED: tl.constexpr, TMA: tl.constexpr,
                           COMPILED: tl.constexpr, AVERAGE: tl.constexpr):  # fmt: skip
@@ -169,8 +156,6 @@ def matmul_reduce_scatter(a, a_stride, a_scale, a_scale_stride, b, b_stride, b_s
         row, column = _place(tile - begin * column_tiles, end - begin, column_tiles, BLOCK_M, BLOCK_N, GROUP)
         total = _product(a, a_stride, source + row, source + rows, b, b_stride, column, N, K,
                          BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, TMA)  # fmt: skip
-        total = _scaled(total, a_scale, a_scale_stride, source + row, source + rows,
-                        b_scale, b_scale_stride, column, N)  # fmt: skip
         if peer != rank:
             _store(partial, partial_stride, target + row, target + rows, column, N, total, None)
             tl.debug_barrier()

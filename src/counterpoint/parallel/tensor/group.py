@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -29,32 +30,26 @@ from counterpoint.parallel.options import TensorOptions
 from counterpoint.parallel.registry import Registry
 from counterpoint.parallel.report import CallCounts, Report, RoutedPath
 from counterpoint.parallel.tensor.flagged import MAX_SPINS
-from counterpoint.parallel.tensor.matmul import Weight, grad_of_weight
-from counterpoint.parallel.tensor.overlapped import (
-    GATHER,
-    Steps,
-    copy_blocks,
-    gather_and_multiply,
-    gather_flagged,
-    multiply_and_scatter,
-    scatter_flagged,
-)
-from counterpoint.parallel.tensor.plans import AskedMechanism, MatmulShape, Plans
+from counterpoint.parallel.tensor.overlapped import RowGather, RowScatter, Steps, Weight, grad_of_weight
+from counterpoint.parallel.tensor.plans import MatmulShape, Plans, asked_mechanism
 from counterpoint.parallel.tuned import FollowedTuning, follow_together
 
+ReturnRows = Literal["no", "copy", "symmetric"]  # memory in which gathered rows are returned
 _c10d: Any = distributed_c10d
 _WORDS = 1 << 12  # of 32 bits, for matmuls that poll: a count for each partition
-_MAX_ROUTES = 1024  # shapes whose plans are kept
+_MAX_ROUTES = 1024  # shapes whose plans are held
 _NO_ERROR = torch.zeros(1, dtype=torch.int32)  # a group that is made while a graph is traced could make a fake one only
 _ALIGNMENT = 16  # bytes of a row: a partition of whole rows then cuts no element
 
 
 class _Route(NamedTuple):
-    """Holds how all calls of one shape run."""
+    """Holds how all calls of one shape run, and what is counted of them."""
 
-    plan: MatmulPlan
-    steps: Steps
+    plan: MatmulPlan | None
+    steps: Steps | None
     path: RoutedPath
+    num_bytes: int
+    why: str
 
 
 class TensorGroup:
@@ -126,67 +121,50 @@ class TensorGroup:
         weights: Sequence[Weight],
         gather_dim: int,
         *,
-        return_gathered: bool,
+        return_rows: ReturnRows = "no",
         a_scale: Tensor | None = None,
     ) -> tuple[Tensor | None, list[Tensor]]:
         """Do `torch.ops.counterpoint.all_gather_matmul`, or its float8 sister with `a_scale`.
 
-        The gathered rows are a copy: symmetric memory has to be dropped in the same order on all ranks, which only the
-        operations themselves can promise.
+        Callers get a copy of the gathered rows: symmetric memory has to be dropped in the same order on all ranks,
+        which only the operations themselves can promise.
 
         Returns:
-            The gathered rows, if they are asked for, and the products.
+            The gathered rows, in the memory that `return_rows` names, and the products.
         """
-        return self._gather_and_multiply(
-            a_shard, weights, gather_dim, keep="copy" if return_gathered else "no", a_scale=a_scale
-        )
-
-    def _gather_and_multiply(
-        self,
-        a_shard: Tensor,
-        weights: Sequence[Weight],
-        gather_dim: int,
-        *,
-        keep: Literal["no", "copy", "symmetric"],
-        a_scale: Tensor | None = None,
-    ) -> tuple[Tensor | None, list[Tensor]]:
-        """Return the gathered rows, in the memory that `keep` names, and the products."""
-        dim = _rows_dim(a_shard, gather_dim)
-        for weight in weights:
-            _check_product(a_shard, weight.matrix)
+        _check(a_shard, gather_dim, weights)
         if a_scale is not None and a_scale.numel() == a_shard.numel() // a_shard.shape[-1] > 1:
-            a_scale = self._gathered(a_scale, dim)
-        scale = _flat_scale(a_scale)
-        columns = tuple([weight.columns for weight in weights])
-        planned = self._planned(
-            "all_gather_matmul", a_shard, dim, 1, columns, a_shard.nbytes * self.world_size,
-            may_poll=all(weight.scale is None for weight in weights),
-        )  # fmt: skip
+            a_scale = self._gathered(a_scale, gather_dim)
+        scale = None if a_scale is None else _flat_scale(a_scale)
+        columns = tuple([weight.matrix.shape[1] for weight in weights])
+        may_poll = not [weight for weight in weights if weight.scale is not None]
+        planned = self._planned("all_gather_matmul", a_shard, gather_dim, columns, may_poll=may_poll)
         if planned is None:
-            gathered = self._gathered(a_shard, dim)
-            return None if keep == "no" else gathered, [_product(gathered, weight, scale) for weight in weights]
+            gathered = self._gathered(a_shard, gather_dim)
+            return None if return_rows == "no" else gathered, [_product(gathered, weight, scale) for weight in weights]
         communicator, plan, steps = planned
-        layout, shape = steps.layout, _resized(a_shard, dim, self.world_size)
+        layout, width = steps.layout, a_shard.shape[-1]
+        shape = _resized(a_shard, gather_dim, self.world_size)
         outs = [
-            a_shard.new_empty((*shape[:-1], n), dtype=one.product_dtype(a_shard))
-            for n, one in zip(columns, weights, strict=True)
+            a_shard.new_empty(*shape[:-1], weight.columns, dtype=weight.product_dtype(a_shard)) for weight in weights
         ]
         flat = [_flat(out) for out in outs]
+        shard = a_shard.contiguous().view(layout.batch, -1, width)
+        whole = self._empty("gathered", layout.batch, sum(layout.rows), width, dtype=a_shard.dtype)
+        returned = torch.empty_like(whole) if return_rows == "copy" else whole if return_rows == "symmetric" else None
 
-        def multiply(these: slice, rows: Tensor) -> None:
+        def multiply(place: slice, rows: Tensor) -> None:
             for weight, out in zip(weights, flat, strict=True):
-                weight.multiply(rows, out[these], _part(scale, these))
+                weight.multiply(rows, out[place], None if scale is None else _part(scale, place))
 
-        whole = self._empty("gathered", layout.batch, sum(layout.rows), a_shard.shape[-1], dtype=a_shard.dtype)
-        kept = {"no": None, "symmetric": whole}.get(keep)
-        if keep == "copy":
-            kept = torch.empty_like(whole)
-        shard = a_shard.contiguous().view(layout.batch, -1, a_shard.shape[-1])
-        if plan.mechanism == "flagged":
-            gather_flagged(communicator, shard, whole, layout, weights, flat, rows_to=kept, error=self._error)
-        else:
-            gather_and_multiply(communicator, shard, whole, steps, multiply, rows_to=kept)
-        return None if kept is None else kept.view(shape), outs
+        with RowGather(communicator, shard, whole, layout) as gather:
+            if plan.mechanism == "flagged":
+                gather.multiply_flagged(weights, flat, self._error)
+            else:
+                gather.multiply(steps, multiply)
+            if returned is not None:
+                gather.copy_to(returned)
+        return None if returned is None else returned.view(shape), outs
 
     def all_gather_matmul_backward(
         self,
@@ -203,66 +181,42 @@ class TensorGroup:
 
         The rows come beside the matmuls of the first; what peers give to their sums comes beside those of the others.
         """
-        dim = _rows_dim(a_shard, gather_dim)
         flat = [_flat(grad) for grad in grads]
         planned = None
         if needs_a and weights:
-            planned = self._planned(
-                "matmul_reduce_scatter",
-                grads[0],
-                dim,
-                self.world_size,
-                (a_shard.shape[-1],),
-                a_shard.nbytes * self.world_size,
-                k=sum(weight.shape[1] for weight in weights),
-            )
+            k = sum(weight.shape[1] for weight in weights)
+            planned = self._planned("matmul_reduce_scatter", grads[0], gather_dim, a_shard.shape[-1:], k=k)
         if planned is None:
             return (
-                self._grad_of_rows(weights, grads, grad_gathered, dim) if needs_a else None,
-                _grads_of_weights(self._gathered(a_shard, dim), flat, weights) if needs_weights else [],
+                self._grad_of_rows(weights, grads, grad_gathered, gather_dim) if needs_a else None,
+                _grads_of_weights(self._gathered(a_shard, gather_dim), flat, weights) if needs_weights else [],
             )
         communicator, _, steps = planned
         layout, extra = steps.layout, None if grad_gathered is None else _flat(grad_gathered)
         shard = a_shard.contiguous().view(layout.batch, -1, a_shard.shape[-1])
-        rows = work = None
-        grad_weights: list[Tensor] = []
+        transposed = [weight.t() for weight in weights]
+        grad_a, grad_weights = torch.empty_like(shard), []
+
+        def multiply(place: slice, out: Tensor) -> None:
+            torch.mm(flat[0][place], transposed[0], out=out)
+            for grad, weight in zip(flat[1:], transposed[1:], strict=True):
+                out.addmm_(grad[place], weight)
+            if extra is not None:
+                out.add_(extra[place])
+
+        gathering: AbstractContextManager[RowGather | None] = nullcontext()
         if needs_weights:
             rows = self._empty("gathered", layout.batch, sum(layout.rows), shard.shape[-1], dtype=shard.dtype)
-            work = communicator.partitioned_all_gather(
-                rows, shard, dim=1, chunk_rows=layout.shard(layout.rank), channel=GATHER
-            )
+            gathering = RowGather(communicator, shard, rows, layout, chunk_rows=layout.shard(layout.rank))
+        with gathering as gather, self._scatter(communicator, grad_a, layout, "sum") as scatter:
 
-        transposed = [weight.t() for weight in weights]
+            def multiply_rows() -> None:
+                if gather is not None:
+                    gather.copy_to(gather.gathered)
+                    grad_weights.extend(_grads_of_weights(gather.gathered, flat, weights))
 
-        def multiply(these: slice, out: Tensor) -> None:
-            torch.mm(flat[0][these], transposed[0], out=out)
-            for grad, weight in zip(flat[1:], transposed[1:], strict=True):
-                out.addmm_(grad[these], weight)
-            if extra is not None:
-                out.add_(extra[these])
-
-        def multiply_rows() -> None:
-            if work is not None and rows is not None:
-                work.arrived(len(work.received))
-                copy_blocks(rows, rows, shard, layout)
-                grad_weights.extend(_grads_of_weights(rows, flat, weights))
-
-        grad_a = a_shard.new_empty(a_shard.shape)
-        sums = grad_a.view(layout.batch, -1, a_shard.shape[-1])
-        try:
-            multiply_and_scatter(
-                communicator,
-                self._staging(sums),
-                sums,
-                steps,
-                "sum",
-                multiply,
-                between=multiply_rows,
-            )
-        finally:
-            if work is not None:
-                work.finish()
-        return grad_a, grad_weights
+            scatter.multiply(steps, multiply, between=multiply_rows)
+        return grad_a.view(a_shard.shape), grad_weights
 
     def _grad_of_rows(
         self, weights: Sequence[Tensor], grads: Sequence[Tensor], grad_gathered: Tensor | None, dim: int
@@ -278,37 +232,37 @@ class TensorGroup:
         self, a: Tensor, weight: Weight, reduce_op: str, scatter_dim: int, *, a_scale: Tensor | None = None
     ) -> Tensor:
         """Do `torch.ops.counterpoint.matmul_reduce_scatter`, or its float8 sister with `a_scale`."""
-        dim = _rows_dim(a, scatter_dim)
-        _check_product(a, weight.matrix)
-        _check_op(reduce_op)
-        if a.shape[dim] % self.world_size:
+        _check(a, scatter_dim, [weight], reduce_op)
+        if a.shape[scatter_dim] % self.world_size:
             raise Misconfigured(
-                f"matmul_reduce_scatter of {a.shape[dim]} rows over {self.world_size} ranks: give a multiple"
+                f"matmul_reduce_scatter of {a.shape[scatter_dim]} rows over {self.world_size} ranks: give a multiple"
             )
-        dtype, scale = weight.product_dtype(a), _flat_scale(a_scale)
-        num_bytes = a.numel() // a.shape[-1] * weight.columns * dtype.itemsize
+        dtype, columns = weight.product_dtype(a), weight.columns
+        scale = None if a_scale is None else _flat_scale(a_scale)
+        may_poll = weight.scale is None and weight.bias is None and dtype == a.dtype
         planned = self._planned(
-            "matmul_reduce_scatter", a, dim, self.world_size, (weight.columns,), num_bytes,
-            may_poll=weight.scale is None and weight.bias is None and dtype == a.dtype,
-        )  # fmt: skip
+            "matmul_reduce_scatter", a, scatter_dim, (columns,), product_dtype=dtype, may_poll=may_poll
+        )
         if planned is None:
-            return self._scattered(_product(a, weight, scale), reduce_op, dim)
+            return self._scattered(_product(a, weight, scale), reduce_op, scatter_dim)
         communicator, plan, steps = planned
         layout, flat = steps.layout, _flat(a)
 
-        def multiply(these: slice, out: Tensor) -> None:
-            weight.multiply(flat[these], out, _part(scale, these))
+        def multiply(place: slice, out: Tensor) -> None:
+            weight.multiply(flat[place], out, None if scale is None else _part(scale, place))
 
-        out = a.new_empty(*_resized(a, dim, 1 / self.world_size)[:-1], weight.columns, dtype=dtype)
-        sums = out.view(layout.batch, -1, weight.columns)
-        if plan.mechanism == "flagged":
-            staging = self._staging(sums)
-            scatter_flagged(
-                communicator, flat, weight, staging, sums, layout, reduce_op, stored=self._words, error=self._error
-            )
-        else:
-            multiply_and_scatter(communicator, self._staging(sums), sums, steps, reduce_op, multiply)
+        out = a.new_empty(*_resized(a, scatter_dim, 1 / self.world_size)[:-1], columns, dtype=dtype)
+        sums = out.view(layout.batch, -1, columns)
+        with self._scatter(communicator, sums, layout, reduce_op) as scatter:
+            if plan.mechanism == "flagged":
+                scatter.multiply_flagged(flat, weight.matrix, self._words, self._error)
+            else:
+                scatter.multiply(steps, multiply)
         return out
+
+    def _scatter(self, communicator: Communicator, sums: Tensor, layout: ShardedRows, reduce_op: str) -> RowScatter:
+        staging = self._empty("staging", self.world_size, *sums.shape, dtype=sums.dtype)
+        return RowScatter(communicator, staging, sums, layout, reduce_op)
 
     def matmul_reduce_scatter_backward(
         self, grad: Tensor, a: Tensor, b: Tensor, reduce_op: str, scatter_dim: int, *, needs_a: bool, needs_b: bool
@@ -317,59 +271,45 @@ class TensorGroup:
         if reduce_op == "avg":
             grad = grad / self.world_size
         weights = [Weight(matrix=b.t())] if needs_a else []
-        gathered, products = self._gather_and_multiply(
-            grad, weights, scatter_dim, keep="symmetric" if needs_b else "no"
+        gathered, products = self.all_gather_matmul(
+            grad, weights, scatter_dim, return_rows="symmetric" if needs_b else "no"
         )
         grad_b = None if gathered is None else grad_of_weight(a, gathered, b)
         return products[0] if needs_a else None, grad_b
 
     def matmul_all_reduce(self, a: Tensor, weight: Weight, reduce_op: str) -> Tensor:
         """Do `torch.ops.counterpoint.matmul_all_reduce`."""
-        _check_product(a, weight.matrix)
-        _check_op(reduce_op)
-        flat = _flat(a)
-        num_bytes = flat.shape[0] * weight.columns * a.element_size()
+        _check(a, 0, [weight], reduce_op)
+        flat, columns = _flat(a), weight.columns
         planned = None
         if flat.shape[0] % self.world_size:
-            self._left("matmul_all_reduce", num_bytes, "rows that ranks cannot share evenly")
+            num_bytes = flat.shape[0] * columns * a.element_size()
+            self._counts.add("matmul_all_reduce", num_bytes, "torch", "rows that ranks cannot share evenly")
         else:
-            planned = self._planned("matmul_reduce_scatter", flat, 0, self.world_size, (weight.columns,), num_bytes,
-                                    name="matmul_all_reduce")  # fmt: skip
+            planned = self._planned("matmul_reduce_scatter", flat, 0, (columns,), name="matmul_all_reduce")
         if planned is None:
             product = _product(a, weight, None)
             torch_function("all_reduce")(product, group=self.group)
             return self._averaged(product, reduce_op)
         communicator, _, steps = planned
-        layout = steps.layout
-        whole = self._empty("gathered", self.world_size, layout.shard(layout.rank), weight.columns, dtype=a.dtype)
-        out = a.new_empty(self.world_size, layout.shard(layout.rank), weight.columns)
-        own = out[layout.rank]
-        work = communicator.partitioned_all_gather(
-            whole.view(-1, weight.columns), own, chunk_rows=layout.most_sent, supplied=False, channel=GATHER
-        )
-        peers = self.world_size - 1
+        layout, rows = steps.layout, steps.layout.shard(steps.layout.rank)
+        whole = self._empty("gathered", 1, self.world_size * rows, columns, dtype=a.dtype)
+        out = a.new_empty(1, self.world_size * rows, columns)
+        own = out[:, layout.rank * rows : (layout.rank + 1) * rows]
 
-        def multiply(these: slice, out: Tensor) -> None:
-            weight.multiply(flat[these], out)
+        def multiply(place: slice, out: Tensor) -> None:
+            weight.multiply(flat[place], out)
 
-        def summed(rows: int) -> None:
-            chunks = -(-rows // layout.most_sent) if rows == own.shape[0] else rows // layout.most_sent
-            work.ready(chunks * peers)
+        with RowGather(communicator, own, whole, layout, supplied=False) as gather:
 
-        try:
-            multiply_and_scatter(
-                communicator,
-                self._staging(own[None]),
-                own[None],
-                steps,
-                reduce_op,
-                multiply,
-                summed=summed,
-            )
-        finally:
-            work.finish()
-        copy_blocks(out, whole, own, layout)
-        return out.view(*a.shape[:-1], weight.columns)
+            def summed(count: int) -> None:
+                chunks = -(-count // layout.most_sent) if count == rows else count // layout.most_sent
+                gather.work.ready(chunks * (self.world_size - 1))
+
+            with self._scatter(communicator, own, layout, reduce_op) as scatter:
+                scatter.multiply(steps, multiply, summed=summed)
+            gather.copy_to(out)
+        return out.view(*a.shape[:-1], columns)
 
     # what decides
 
@@ -378,71 +318,74 @@ class TensorGroup:
         operation: TensorOperation,
         rows: Tensor,
         dim: int,
-        ranks: int,
         columns: tuple[int, ...],
-        num_bytes: int,
         *,
+        product_dtype: torch.dtype | None = None,
         k: int | None = None,
-        name: str = "",
+        name: str | None = None,
         may_poll: bool = False,
     ) -> tuple[Communicator, MatmulPlan, Steps] | None:
         """Return how to run a call beside its communication; None if torch makes it. Count the call.
 
         Args:
             operation: what is planned.
-            rows: left-hand side of the matmul, of which `dim` has the rows of `ranks` ranks.
+            rows: left-hand side of the matmul, this rank's of an all_gather, those for all ranks of a reduce_scatter.
             dim: dimension of `rows` that is gathered or scattered.
-            ranks: 1 if `rows` are those of this rank, else all.
             columns: of each product.
-            num_bytes: of the whole array that is communicated.
+            product_dtype: of a product that is scattered; None: that of `rows`.
             k: elements of each sum; None: those of `rows`.
-            name: of the operation in the report; empty: `operation`.
+            name: of the operation in the report; None: `operation`.
             may_poll: whether a matmul that polls does all that the call needs.
         """
-        self._raise_missing()
-        if self._plans is not None and self._plans.catch_up():
+        if self._error.item():
+            self._raise_missing()
+        if self._plans is not None and self._plans.estimated and self._plans.catch_up():
             self._routes.clear()
-        key = operation, rows.shape, rows.dtype, dim, ranks, columns, num_bytes, k, may_poll
+        key = operation, rows.shape, rows.dtype, dim, columns, product_dtype, k, may_poll
         found = self._routes.get(key)
         if found is None:
-            layout = ShardedRows(
-                rows=(math.prod(rows.shape[dim:-1]) // ranks,) * self.world_size,
-                rank=self.rank,
-                batch=math.prod(rows.shape[:dim]) or 1,  # nothing is multiplied then
-            )
+            gathers, product_bytes = operation == "all_gather_matmul", (product_dtype or rows.dtype).itemsize
             shape = MatmulShape(
                 operation=operation,
-                layout=layout,
+                layout=ShardedRows(
+                    rows=(math.prod(rows.shape[dim:-1]) // (1 if gathers else self.world_size),) * self.world_size,
+                    rank=self.rank,
+                    batch=math.prod(rows.shape[:dim]) or 1,  # nothing is multiplied then
+                ),
                 k=k or rows.shape[-1],
                 columns=columns,
                 dtype=dtype_name(rows),
                 may_poll=may_poll,
-                num_bytes=num_bytes,
+                num_bytes=rows.nbytes * self.world_size
+                if gathers
+                else math.prod(rows.shape[:-1]) * columns[0] * product_bytes,
             )
-            why = self._why_not or self._why_torch(rows, shape)
-            if why is None:
-                try:
-                    found = self._route(shape, rows.device)
-                    if len(self._routes) == _MAX_ROUTES:
-                        del self._routes[next(iter(self._routes))]
-                    self._routes[key] = found
-                except Unsupported as error:
-                    why = str(error)
-            if found is None:
-                self._left(name or operation, num_bytes, str(why))
-                return None
-        plan, steps, path = found
-        self._counts.add(name or operation, num_bytes, path, plan.why)
-        assert self._communicator is not None
-        return None if path == "torch" else (self._communicator, plan, steps)
+            found = self._route(shape, rows)
+            if found.plan is not None:
+                if len(self._routes) == _MAX_ROUTES:
+                    del self._routes[next(iter(self._routes))]
+                self._routes[key] = found
+        plan, steps, path, num_bytes, why = found
+        self._counts.add(name or operation, num_bytes, path, why)
+        if path == "torch" or plan is None or steps is None:
+            return None
+        communicator = self._communicator
+        assert communicator is not None
+        return communicator, plan, steps
 
-    def _route(self, shape: MatmulShape, device: torch.device) -> _Route:
-        """Return how calls of this shape run; raise `Unsupported` if there is no communicator, or no plan."""
-        self._opened(device)
-        assert self._plans is not None
-        plan, steps = self._plans.get(shape, device)
-        is_whole = plan.mechanism == "cuts" and len(plan.pieces) == 1
-        return _Route(plan, steps, "serial" if is_whole else plan.mechanism)
+    def _route(self, shape: MatmulShape, rows: Tensor) -> _Route:
+        """Return how calls of this shape run; without a plan if torch makes them without one."""
+        why = self._why_not or self._why_torch(rows, shape)
+        if why is None:
+            try:
+                self._opened(rows.device)
+                assert self._plans is not None
+                plan, steps = self._plans.get(shape, rows.device)
+                is_whole = plan.mechanism == "cuts" and len(plan.pieces) == 1
+                return _Route(plan, steps, "serial" if is_whole else plan.mechanism, shape.num_bytes, plan.why)
+            except Unsupported as error:
+                why = str(error)
+        return _Route(None, None, "torch", shape.num_bytes, why)
 
     def _why_torch(self, rows: Tensor, shape: MatmulShape) -> str | None:
         if not self._is_agreed:
@@ -458,8 +401,8 @@ class TensorGroup:
             return f"rows of {row_bytes} bytes, which is no multiple of {_ALIGNMENT}"
         if not self._is_told and self.options.mechanism == "auto":
             self.follow(follow_together(None, [torch_group(self.group)], device_type=rows.device.type))
-        asked = AskedMechanism.of(shape, self.options, self._tuning)
-        return asked.why if asked.mechanism == "torch" else None
+        asked, why = asked_mechanism(shape, self.options, self._tuning)
+        return why if asked == "torch" else None
 
     def _opened(self, device: torch.device) -> Communicator:
         """Return the communicator, made at the first call, by all ranks together; raise if they cannot have one."""
@@ -499,13 +442,6 @@ class TensorGroup:
         """Return symmetric memory for one operation."""
         assert self._ranks is not None
         return self._ranks.memory.shared(role, *shape, dtype=dtype)
-
-    def _staging(self, sums: Tensor) -> Tensor:
-        """Return where the ranks' parts of this rank's `sums` arrive."""
-        return self._empty("staging", self.world_size, *sums.shape, dtype=sums.dtype)
-
-    def _left(self, operation: str, num_bytes: int, why: str) -> None:
-        self._counts.add(operation, num_bytes, "torch", why)
 
     # by torch's own collectives
 
@@ -551,38 +487,34 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
-def _flat_scale(scale: Tensor | None) -> Tensor | None:
-    """Return one scale, or those of all rows as a column."""
-    return scale if scale is None or scale.numel() == 1 else scale.reshape(-1, 1)
+def _flat_scale(scale: Tensor) -> Tensor:
+    """Return one scale, or the scales of all rows as a column."""
+    return scale if scale.numel() == 1 else scale.reshape(-1, 1)
 
 
-def _part(scale: Tensor | None, these: slice) -> Tensor | None:
-    """Return the scales of these rows, where cuBLAS can read them: it wants them aligned to 16 bytes."""
-    if scale is None or scale.numel() == 1:
+def _part(scale: Tensor, place: slice) -> Tensor:
+    """Return the scales of rows, where cuBLAS can read them: it wants them aligned to 16 bytes."""
+    if scale.numel() == 1:
         return scale
-    part = scale[these]
+    part = scale[place]
     return part if part.data_ptr() % 16 == 0 else part.clone()
 
 
-def _rows_dim(tensor: Tensor, dim: int) -> int:
-    """Return a dimension of rows; raise if it is none."""
-    if not 0 <= dim < tensor.dim() - 1:
-        allowed = f"0 to {tensor.dim() - 2}" if tensor.dim() > 1 else "rows of two dimensions or more"
-        raise Misconfigured(f"dimension {dim} of a tensor of shape {tuple(tensor.shape)}: give {allowed}")
-    return dim
-
-
-def _check_product(rows: Tensor, matrix: Tensor) -> None:
+def _check(rows: Tensor, dim: int, weights: Sequence[Weight], reduce_op: str = "sum") -> None:
+    """Raise if rows do not fit a dimension of rows, weights that they are multiplied by, or the reduction."""
     if rows.dim() < 2:
         raise Misconfigured(f"a tensor of shape {tuple(rows.shape)}: give rows of two dimensions or more")
-    if matrix.dim() != 2 or rows.shape[-1] != matrix.shape[0]:
-        raise Misconfigured(f"rows {tuple(rows.shape)} times {tuple(matrix.shape)}: give a matrix [k, n] for [..., k]")
-    for dtype in (rows.dtype, matrix.dtype):
-        if not (dtype.is_floating_point or dtype.is_complex):
-            raise Misconfigured(f"a matmul of {dtype}: give floating-point numbers")
-
-
-def _check_op(reduce_op: str) -> None:
+    if not 0 <= dim < rows.dim() - 1:
+        raise Misconfigured(f"dimension {dim} of a tensor of shape {tuple(rows.shape)}: give 0 to {rows.dim() - 2}")
+    for weight in weights:
+        matrix = weight.matrix
+        if matrix.dim() != 2 or rows.shape[-1] != matrix.shape[0]:
+            raise Misconfigured(
+                f"rows {tuple(rows.shape)} times {tuple(matrix.shape)}: give a matrix [k, n] for [..., k]"
+            )
+        for dtype in (rows.dtype, matrix.dtype):
+            if not (dtype.is_floating_point or dtype.is_complex):
+                raise Misconfigured(f"a matmul of {dtype}: give floating-point numbers")
     if reduce_op not in ("sum", "avg"):
         raise Misconfigured(f"reduce_op={reduce_op!r}: allowed are 'sum' and 'avg'")
 

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor.parallel import PrepareModuleInput
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
-from counterpoint.errors import Misconfigured
+from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.parallel.options import TensorOptions
 from counterpoint.parallel.report import ModuleRow, Report, together
 from counterpoint.parallel.tensor.group import TensorGroup, tensor_group
@@ -29,7 +30,7 @@ from counterpoint.parallel.tensor.linear import (
     replicated_linear,
     replicated_rows,
 )
-from counterpoint.parallel.tensor.recognised import (
+from counterpoint.parallel.tensor.parallel_styles import (
     LinearStyle,
     PreparedInput,
     is_gather,
@@ -115,8 +116,7 @@ class OverlappedLinear:
                 why = why or "its input is a replicated DTensor, which communicates elsewhere"
             if why:
                 return self._by_torch(x, why)
-            parameters = [layer.parameters() for layer in together]
-            weights, biases = [weight for weight, _ in parameters], [bias for _, bias in parameters]
+            weights, biases = zip(*(layer.parameters() for layer in together), strict=True)
             if isinstance(layout, Shard):
                 _, outs = all_gather_linear(_local(x), weights, biases, layout.dim % x.dim(), self.group)
             else:
@@ -236,8 +236,7 @@ class SharedGather(PrepareModuleInput):
             self.torch_why = why
             return by_torch(input, mesh, input_layout, desired_layout)
         layers, x = self.inputs.layers, _local(input)
-        parameters = [layer.parameters() for layer in layers]
-        weights, biases = [weight for weight, _ in parameters], [bias for _, bias in parameters]
+        weights, biases = zip(*(layer.parameters() for layer in layers), strict=True)
         dim, group = layout.dim % x.dim(), layers[0].group
         gathered, outs = all_gather_linear(x, weights, biases, dim, group, return_gathered=True)
         assert gathered is not None
@@ -402,6 +401,32 @@ def overlapped_linear(module: nn.Module, name: str = "") -> OverlappedLinear | s
     if style.mesh.size() == 1:
         return "one rank has nothing to communicate"
     return OverlappedLinear(name, module, style)
+
+
+class Colwise(ColwiseParallel):
+    """Is torch's `ColwiseParallel` of a linear layer, whose gather comes with its matmul.
+
+    parallelize_module(block, mesh, {"ffn.up": Colwise(), "ffn.down": Rowwise()})
+
+    Layers share a gather only after `counterpoint.overlap(model)`, which finds torch's own styles as well.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return _overlapped(super()._apply(module, device_mesh), device_mesh, type(self).__name__)
+
+
+class Rowwise(RowwiseParallel):
+    """Is torch's `RowwiseParallel` of a linear layer, whose reduction comes with its matmul."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return _overlapped(super()._apply(module, device_mesh), device_mesh, type(self).__name__)
+
+
+def _overlapped(module: nn.Module, mesh: DeviceMesh, style: str) -> nn.Module:
+    why = overlapped_linear(module) if mesh.size() > 1 else None
+    if isinstance(why, str):
+        raise Unsupported(f"{style}: {why}; use torch's {style}Parallel for this module")
+    return module
 
 
 def _present(module: nn.Module) -> OverlappedLinear | None:

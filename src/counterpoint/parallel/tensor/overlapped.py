@@ -1,9 +1,9 @@
-"""Run matmuls beside the communication that they depend on: the pieces of a plan, on a communicator.
+"""Run matmuls beside the communication that they depend on: two pipelines on a communicator, as torch has them.
 
-An all_gather pushes this rank's rows to the peers while its own are multiplied; a piece begins when its rows are there.
-Own rows are read where they are. A reduce_scatter pushes each part of the product as soon as it is computed, those for
-peers first; sums of own rows are made last, in the order of ranks, and rounded once. `gather_flagged` and
-`scatter_flagged` do the same by matmuls that poll (`flagged.py`), on GPUs only.
+`RowGather` pushes this rank's rows to the peers, while rows that have arrived are multiplied; own rows are read where
+they are. `RowScatter` pushes each part of a product as soon as it is computed, those for peers first; sums of own rows
+are made last, in the order of ranks, and rounded once. Both multiply in pieces of a plan (`multiply`), or by one matmul
+that polls (`multiply_flagged`; see `flagged.py`), on GPUs only.
 
 Rows are counted as in `pair/sharded_rows.py`, whose layout says in which chunks they leave; ranks have equally many.
 """
@@ -22,14 +22,66 @@ from counterpoint.pair.cuts import Piece
 from counterpoint.pair.sharded_rows import Part, ShardedRows
 from counterpoint.parallel.group import CHANNELS
 from counterpoint.parallel.sums import add_up
-from counterpoint.parallel.tensor.flagged import (
-    bind_all_gather_matmul,
-    bind_matmul_reduce_scatter,
-    stored_tiles,
-)
-from counterpoint.parallel.tensor.matmul import Weight
+from counterpoint.parallel.tensor.flagged import bind_flagged, stored_tiles
 
 GATHER, SCATTER = CHANNELS["matmuls"]  # both may be under way at once
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weight:
+    """Holds the right-hand side of a matmul, which is whole on this rank.
+
+    Args:
+        matrix: `[k, n]`, of any strides that `torch.mm` takes.
+        bias: `[n]`, added to every row; None: none.
+        scale: of a float8 matrix, as `torch._scaled_mm` takes it; None: plain tensors are multiplied.
+        result_scale: as `torch._scaled_mm` takes it.
+        out_dtype: dtype of the product; None: that of the rows.
+        use_fast_accum: as `torch._scaled_mm` takes it.
+    """
+
+    matrix: Tensor
+    bias: Tensor | None = None
+    scale: Tensor | None = None
+    result_scale: Tensor | None = None
+    out_dtype: torch.dtype | None = None
+    use_fast_accum: bool = False
+
+    @property
+    def columns(self) -> int:
+        """Return the number of columns of the product."""
+        return int(self.matrix.shape[1])
+
+    def product_dtype(self, rows: Tensor) -> torch.dtype:
+        """Return the dtype of the product with `rows`."""
+        return self.out_dtype or rows.dtype
+
+    def multiply(self, rows: Tensor, out: Tensor, row_scale: Tensor | None = None) -> None:
+        """Write `rows @ matrix` to `out`.
+
+        Args:
+            rows: `[m, k]`.
+            out: `[m, n]`.
+            row_scale: of float8 rows: one value, or `[m, 1]`.
+        """
+        if self.scale is None:
+            if self.bias is None:
+                torch.mm(rows, self.matrix, out=out)
+            else:
+                torch.addmm(self.bias, rows, self.matrix, out=out)
+        else:
+            assert row_scale is not None, "float8 rows have a scale"
+            scales = row_scale, self.scale, self.bias, self.result_scale
+            out.copy_(torch._scaled_mm(rows, self.matrix, *scales, out.dtype, self.use_fast_accum))
+
+
+def grad_of_weight(rows: Tensor, grad: Tensor, matrix: Tensor) -> Tensor:
+    """Return the derivative of a matrix by which `rows` were multiplied, in memory as the matrix is.
+
+    The matrix of a linear layer is a transposed view: so is the derivative, or autograd would copy it.
+    """
+    rows, grad = rows.reshape(-1, rows.shape[-1]), grad.reshape(-1, grad.shape[-1])
+    return (grad.t() @ rows).t() if matrix.stride(0) == 1 else rows.t() @ grad
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,177 +128,161 @@ class Steps:
         return cls(layout=layout, pieces=made, sums=tuple(sums))
 
 
-def gather_and_multiply(
-    communicator: Communicator,
-    shard: Tensor,
-    gathered: Tensor,
-    steps: Steps,
-    multiply: Callable[[slice, Tensor], None],
-    *,
-    rows_to: Tensor | None,
-) -> None:
-    """Gather rows, and multiply each piece when it is there.
+class RowGather:
+    """Gathers rows in a `with` block, in which they are multiplied: by pieces of a plan, or by matmuls that poll.
 
     Args:
         communicator: of the ranks; its channel `GATHER` is used.
         shard: this rank's rows, `[batch, rows, k]`, contiguous.
         gathered: `[batch, world_size * rows, k]`, of the communicator's `empty`.
-        steps: of a plan; the `segment` of a piece is the number of partitions that have to be there.
-        multiply: multiplies these of the rows, which it is given.
-        rows_to: where all rows are copied, `[batch, world_size * rows, k]`; `gathered` itself: own ones; None: nowhere.
+        layout: of the rows.
+        chunk_rows: rows of a partition; None: those of the layout.
+        supplied: the shard is written; False: the block writes it, and lets partitions of `work` leave.
     """
-    layout = steps.layout
-    work = communicator.partitioned_all_gather(gathered, shard, dim=1, chunk_rows=layout.most_sent, channel=GATHER)
-    flat, own = gathered.view(-1, gathered.shape[-1]), shard.view(-1, shard.shape[-1])
-    try:
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        shard: Tensor,
+        gathered: Tensor,
+        layout: ShardedRows,
+        *,
+        chunk_rows: int | None = None,
+        supplied: bool = True,
+    ) -> None:
+        self.shard, self.gathered, self.layout = shard, gathered, layout
+        self.own, self.whole = shard.view(-1, shard.shape[-1]), gathered.view(-1, gathered.shape[-1])
+        self.work = communicator.partitioned_all_gather(
+            gathered, shard, dim=1, chunk_rows=chunk_rows or layout.most_sent, supplied=supplied, channel=GATHER
+        )
+
+    def __enter__(self) -> RowGather:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.work.finish()
+
+    def multiply(self, steps: Steps, multiply: Callable[[slice, Tensor], None]) -> None:
+        """Call `multiply` with each piece's rows, by number and value, when they are there.
+
+        The `segment` of a piece is the number of partitions that have to be there.
+        """
         for segment, parts in steps.pieces:
-            work.arrived(segment)
+            self.work.arrived(segment)
             for part in parts:
-                multiply(part.whole, flat[part.whole] if part.own is None else own[part.own])
-        if rows_to is not None:
-            copy_blocks(rows_to, gathered, shard, layout)
-    finally:
-        work.finish()
+                multiply(part.whole, self.whole[part.whole] if part.own is None else self.own[part.own])
+
+    def multiply_flagged(self, weights: Sequence[Weight], products: Sequence[Tensor], error: Tensor) -> None:
+        """Run one matmul for each weight, which takes its tiles in the order in which rows arrive.
+
+        Args:
+            weights: by which all rows are multiplied.
+            products: of each weight, `[batch * world_size * rows, n]`.
+            error: int32, 0, where a matmul says for what it has polled in vain.
+        """
+        assert isinstance(self.work, CudaWork)
+        for weight, out in zip(weights, products, strict=True):
+            tensors = {"own": self.own, "gathered": self.whole, "b": weight.matrix, "out": out}
+            bind_flagged(
+                "all_gather_matmul", tensors, self.layout,
+                words=self.work.arrival_words, error=error.data_ptr(), bias=weight.bias,
+            )()  # fmt: skip
+
+    def copy_to(self, target: Tensor) -> None:
+        """Copy all rows to `target`, `[batch, world_size * rows, k]`; it may be `gathered`, which lacks own rows."""
+        self.work.arrived(len(self.work.received))
+        rank, world_size = self.layout.rank, self.layout.world_size
+        shape = self.layout.batch, world_size, self.layout.rows[rank], target.shape[-1]
+        blocks, there, own = target.view(shape), self.gathered.view(shape), self.shard.view(shape[0], *shape[2:])
+        if own.data_ptr() != blocks[:, rank].data_ptr():
+            blocks[:, rank].copy_(own)
+        if target is not self.gathered:
+            for part in (slice(0, rank), slice(rank + 1, world_size)):
+                blocks[:, part].copy_(there[:, part])
 
 
-def multiply_and_scatter(
-    communicator: Communicator,
-    staging: Tensor,
-    out: Tensor,
-    steps: Steps,
-    reduce_op: str,
-    multiply: Callable[[slice, Tensor], None],
-    *,
-    between: Callable[[], None] = lambda: None,
-    summed: Callable[[int], None] = lambda rows: None,
-) -> None:
-    """Multiply pieces, push each to its rank when it is computed, and add up what arrives for this one.
+class RowScatter:
+    """Scatters the rows of a product in a `with` block, which multiplies, and adds up what arrives for this rank.
 
     Args:
         communicator: of the ranks; its channel `SCATTER` is used.
         staging: where the ranks' products for this rank arrive, `[world_size, batch, rows, n]`, of its `empty`.
         out: this rank's sums, `[batch, rows, n]`.
-        steps: of a plan; the `segment` of a piece is the last partition that may leave after it.
+        layout: of the rows.
         reduce_op: sum or avg.
-        multiply: writes the product of these rows.
-        between: called when all parts for peers have left, and sums are still to be made: what it computes hides them.
-        summed: called with the number of own rows, from the first on, whose sums are there.
     """
-    layout, columns = steps.layout, out.shape[-1]
-    product = torch.empty(layout.batch, sum(layout.rows), columns, dtype=out.dtype, device=out.device)
-    blocks, whole = staging.view(layout.world_size, -1, columns), product.view(-1, columns)
-    mine, sums = blocks[layout.rank], out.view(-1, columns)  # its place among the blocks, which no peer writes
-    work = communicator.partitioned_all_to_all(staging, product, dim=1, chunk_rows=layout.most_sent, channel=SCATTER)
 
-    def sum_up(one: OwnSum) -> None:
-        work.arrived(one.needed)
-        add_up(blocks[:, one.rows.own], sums[one.rows.own], reduce_op)
-        if one.complete:
-            summed(one.complete)
+    def __init__(
+        self, communicator: Communicator, staging: Tensor, out: Tensor, layout: ShardedRows, reduce_op: str
+    ) -> None:
+        columns = out.shape[-1]
+        product = torch.empty(layout.batch, sum(layout.rows), columns, dtype=out.dtype, device=out.device)
+        self.layout, self.reduce_op, self.product = layout, reduce_op, product.view(-1, columns)
+        self.blocks, self.sums = staging.view(layout.world_size, -1, columns), out.view(-1, columns)
+        self.work = communicator.partitioned_all_to_all(
+            staging, product, dim=1, chunk_rows=layout.most_sent, channel=SCATTER
+        )
 
-    try:
+    def __enter__(self) -> RowScatter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.work.finish()
+
+    def multiply(
+        self,
+        steps: Steps,
+        multiply: Callable[[slice, Tensor], None],
+        *,
+        between: Callable[[], None] | None = None,
+        summed: Callable[[int], None] | None = None,
+    ) -> None:
+        """Multiply pieces, let each leave when it is computed, and add up.
+
+        Args:
+            steps: of a plan; the `segment` of a piece is the last partition that may leave after it.
+            multiply: writes the product of rows, given their number and where to.
+            between: called when all parts for peers have left, and sums are still to be made: what it computes hides
+                them.
+            summed: called with the number of own rows, from the first on, whose sums are there.
+        """
+        work, mine = self.work, self.blocks[self.layout.rank]  # its place among the blocks, which no peer writes
+
+        def sum_up(one: OwnSum) -> None:
+            work.arrived(one.needed)
+            add_up(self.blocks[:, one.rows.own], self.sums[one.rows.own], self.reduce_op)
+            if one.complete and summed is not None:
+                summed(one.complete)
+
         for segment, parts in steps.pieces:
             for part in parts:
                 if part.own is None:
-                    multiply(part.whole, whole[part.whole])
+                    multiply(part.whole, self.product[part.whole])
             work.ready(min(segment + 1, len(work.sent)))
-        between()
+        if between is not None:
+            between()
         for index, one in enumerate(steps.sums):
             multiply(one.rows.whole, mine[one.rows.own])
             if index:  # one behind: the GPU is busy until the peers' blocks have come
                 sum_up(steps.sums[index - 1])
         sum_up(steps.sums[-1])
-    finally:
-        work.finish()
 
+    def multiply_flagged(self, a: Tensor, matrix: Tensor, stored: Tensor, error: Tensor) -> None:
+        """Let one matmul make peers' rows first, whose partitions leave when their last tile is stored, and add up.
 
-def gather_flagged(
-    communicator: Communicator,
-    shard: Tensor,
-    gathered: Tensor,
-    layout: ShardedRows,
-    weights: Sequence[Weight],
-    products: Sequence[Tensor],
-    *,
-    rows_to: Tensor | None,
-    error: Tensor,
-) -> None:
-    """Gather rows while one matmul for each weight takes its tiles in the order in which they arrive.
-
-    Args:
-        communicator: of the ranks; its channel `GATHER` is used.
-        shard: this rank's rows, `[batch, rows, k]`, contiguous.
-        gathered: `[batch, world_size * rows, k]`, of the communicator's `empty`.
-        layout: of the rows.
-        weights: by which all rows are multiplied.
-        products: of each weight, `[batch * world_size * rows, n]`.
-        rows_to: as of `gather_and_multiply`.
-        error: int32, 0, where a matmul says for what it has polled in vain.
-    """
-    work = communicator.partitioned_all_gather(gathered, shard, dim=1, chunk_rows=layout.most_sent, channel=GATHER)
-    assert isinstance(work, CudaWork)
-    own, whole = shard.view(-1, shard.shape[-1]), gathered.view(-1, gathered.shape[-1])
-    try:
-        for weight, out in zip(weights, products, strict=True):
-            bind_all_gather_matmul(
-                own, whole, weight.matrix, out, layout,
-                words=work.arrival_words, error=error.data_ptr(), bias=weight.bias,
-            )()  # fmt: skip
-        work.arrived(len(work.received))
-        if rows_to is not None:
-            copy_blocks(rows_to, gathered, shard, layout)
-    finally:
-        work.finish()
-
-
-def scatter_flagged(
-    communicator: Communicator,
-    a: Tensor,
-    weight: Weight,
-    staging: Tensor,
-    out: Tensor,
-    layout: ShardedRows,
-    reduce_op: str,
-    *,
-    stored: Tensor,
-    error: Tensor,
-) -> None:
-    """Let one matmul make peers' rows first, each partition of which leaves when its last tile is stored, and add up.
-
-    Args:
-        communicator: of the ranks; its channel `SCATTER` is used.
-        a: `[batch * world_size * rows, k]`.
-        weight: without bias.
-        staging: as of `multiply_and_scatter`.
-        out: this rank's sums, `[batch, rows, n]`.
-        layout: of the rows.
-        reduce_op: sum or avg.
-        stored: int32, zeros, kept from call to call: a count for each partition, set back here.
-        error: as of `gather_flagged`.
-    """
-    n, columns = layout.world_size, out.shape[-1]
-    product = torch.empty(layout.batch, sum(layout.rows), columns, dtype=out.dtype, device=out.device)
-    work = communicator.partitioned_all_to_all(staging, product, dim=1, chunk_rows=layout.most_sent, channel=SCATTER)
-    assert isinstance(work, CudaWork)
-    try:
-        bind_matmul_reduce_scatter(
-            a, weight.matrix, product.view(-1, columns), staging.view(n, -1, columns), out.view(-1, columns), layout,
-            stored=stored.data_ptr(), words=work.arrival_words, error=error.data_ptr(), average=reduce_op == "avg",
+        Args:
+            a: `[batch * world_size * rows, k]`.
+            matrix: `[k, n]`.
+            stored: int32, zeros, kept from call to call: a count for each partition, set back here.
+            error: int32, 0, where the matmul says for what it has polled in vain.
+        """
+        work, first, layout = self.work, stored.data_ptr(), self.layout
+        assert isinstance(work, CudaWork)
+        tensors = {"a": a, "b": matrix, "partial": self.product, "staged": self.blocks, "out": self.sums}
+        bind_flagged(
+            "matmul_reduce_scatter", tensors, layout,
+            stored=first, words=work.arrival_words, error=error.data_ptr(), average=self.reduce_op == "avg",
         )()  # fmt: skip
-        counts = stored_tiles(layout, columns)
+        counts = stored_tiles(layout, self.sums.shape[-1])
         for one in work.sent:
-            word = stored.data_ptr() + stored.itemsize * layout.word(one.peer, one.chunk)
-            work.ready_when(word, counts[one.peer, one.chunk])
-    finally:
-        work.finish()
-
-
-def copy_blocks(target: Tensor, gathered: Tensor, own: Tensor, layout: ShardedRows) -> None:
-    """Copy all rows to `target`: this rank's from `own`, the peers' from `gathered`, unless they are there."""
-    shape = layout.batch, layout.world_size, layout.rows[layout.rank], target.shape[-1]
-    blocks, there = target.view(shape), gathered.view(shape)
-    if own.data_ptr() != blocks[:, layout.rank].data_ptr():
-        blocks[:, layout.rank].copy_(own.view(layout.batch, layout.rows[layout.rank], -1))
-    if target is not gathered:
-        for part in (slice(0, layout.rank), slice(layout.rank + 1, layout.world_size)):
-            blocks[:, part].copy_(there[:, part])
+            work.ready_when(first + stored.itemsize * layout.word(one.peer, one.chunk), counts[one.peer, one.chunk])

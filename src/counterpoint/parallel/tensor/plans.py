@@ -27,17 +27,13 @@ from counterpoint.pair.cuts import RowAxis, cut
 from counterpoint.pair.matmul_choice import MatmulMechanism, MatmulPlan, choose_matmul, with_best_chunks
 from counterpoint.pair.sharded_rows import ShardedRows
 from counterpoint.parallel.options import TensorChoice, TensorOptions
-from counterpoint.parallel.tensor.flagged import (
-    TYPES,
-    bind_all_gather_matmul,
-    bind_matmul_reduce_scatter,
-)
+from counterpoint.parallel.tensor.flagged import TYPES, bind_flagged
 from counterpoint.parallel.tensor.overlapped import Steps
 from counterpoint.parallel.tuned import FollowedTuning
 from counterpoint.tuned.choices import matmul_workload
 
 T = TypeVar("T")
-POLLING_DTYPES = tuple(str(kind).removeprefix("torch.") for kind in TYPES if kind.itemsize > 1)
+POLLING_DTYPES = tuple(str(kind).removeprefix("torch.") for kind in TYPES)
 _POINTS, _REPEATS = 64, 5  # of a curve that is measured: with half of the points cuts miss where waves begin
 _TILE = 128  # rows: points are at multiples
 _MAX_CURVES = 1024  # that one group keeps
@@ -58,31 +54,24 @@ class MatmulShape:
     num_bytes: int  # of the whole array that is communicated
 
 
-@dataclass(frozen=True, kw_only=True)
-class AskedMechanism:
-    """Holds the mechanism that options or a tuning ask for, and why; `auto`: the fastest by prediction."""
-
-    mechanism: TensorChoice
-    why: str
-
-    @classmethod
-    def of(cls, shape: MatmulShape, options: TensorOptions, tuning: FollowedTuning | None) -> AskedMechanism:
-        """Return what is asked for a call: by the options, else by the tuning."""
-        asked = options.mechanism
-        if asked != "auto" or tuning is None:
-            return cls(mechanism=asked, why=f"asked for {asked}")
-        layout = shape.layout
-        found = tuning.find(
-            shape.operation,
-            ranks=len(layout.rows),
-            num_bytes=shape.num_bytes,
-            dtype=shape.dtype,
-            compute=matmul_workload(layout.total, sum(shape.columns), shape.k),
-        )
-        if found is None:
-            return cls(mechanism="auto", why="")
-        mechanism: Any = "torch" if found.stays else found.mechanism
-        return cls(mechanism=mechanism, why=found.why)
+def asked_mechanism(
+    shape: MatmulShape, options: TensorOptions, tuning: FollowedTuning | None
+) -> tuple[TensorChoice, str]:
+    """Return the mechanism that options, or else a tuning, ask for, and why; `auto`: the fastest by prediction."""
+    asked = options.mechanism
+    if asked != "auto" or tuning is None:
+        return asked, f"asked for {asked}"
+    found = tuning.find(
+        shape.operation,
+        ranks=shape.layout.world_size,
+        num_bytes=shape.num_bytes,
+        dtype=shape.dtype,
+        compute=matmul_workload(shape.layout.total, sum(shape.columns), shape.k),
+    )
+    if found is None:
+        return "auto", ""
+    mechanism: Any = "torch" if found.stays else found.mechanism
+    return mechanism, found.why
 
 
 class Plans:
@@ -93,7 +82,7 @@ class Plans:
     ) -> None:
         self._group, self._profile, self._options, self._tuning = group, profile, options, tuning
         self._measured: dict[Hashable, Any] = {}  # curves and factors, by what they are of
-        self._estimated: dict[MatmulShape, torch.device] = {}  # planned in a backward, without measurements
+        self.estimated: dict[MatmulShape, torch.device] = {}  # planned in a backward, without measurements
         self._host_us: dict[MatmulMechanism, float] | None = None
 
     def get(self, shape: MatmulShape, device: torch.device) -> tuple[MatmulPlan, Steps]:
@@ -110,30 +99,30 @@ class Plans:
             ShardedMatmul(operation=shape.operation, curves=curves, shard_rows=layout.rows, batch=layout.batch),
             self._profile,
         )
-        asked = AskedMechanism.of(shape, self._options, self._tuning)
-        plan = self._chosen(task, shape, asked, self._flagged_factor(shape, task, asked.mechanism, device))
+        asked, why = asked_mechanism(shape, self._options, self._tuning)
+        plan = self._chosen(task, shape, asked, why, self._flagged_factor(shape, task, asked, device))
         return plan, Steps.of(plan.pieces, replace(layout, chunk_rows=task.chunk_rows))
 
     def catch_up(self) -> bool:
         """Measure what was estimated in a backward, unless this is one; return whether plans may change by it."""
-        if not self._estimated or not _may_measure():
+        if not self.estimated or not _may_measure():
             return False
-        shapes, self._estimated = self._estimated, {}
+        shapes, self.estimated = self.estimated, {}
         for shape, device in shapes.items():
             self.get(shape, device)
         return True
 
     def _chosen(
-        self, task: ShardedMatmul, shape: MatmulShape, asked: AskedMechanism, flagged_factor: float | None
+        self, task: ShardedMatmul, shape: MatmulShape, taken: TensorChoice, why: str, flagged_factor: float | None
     ) -> MatmulPlan:
-        rank, taken, why = shape.layout.rank, asked.mechanism, asked.why
+        rank = shape.layout.rank
         plan = choose_matmul(task, rank, self._profile, flagged_factor=flagged_factor, host_us=self._host_us)
         if taken == "auto":
             return plan
         if taken == plan.mechanism:
             return plan if self._tuning is None else replace(plan, why=why)
         if taken == "flagged" and flagged_factor is None:
-            does_not = "is not measured in a backward" if shape in self._estimated else "does not do this call"
+            does_not = "is not measured in a backward" if shape in self.estimated else "does not do this call"
             taken, why = "cuts", f"{why}, which {does_not}"
         if taken == "cuts":
             pieces = cut(task, rank, self._profile).pieces
@@ -200,7 +189,7 @@ class Plans:
             if torch.cuda.is_current_stream_capturing():
                 raise Unsupported("a matmul that is new in a graph capture: make the same call once before")
             if not _may_measure():
-                self._estimated[shape] = device
+                self.estimated[shape] = device
                 return None
             if len(self._measured) == _MAX_CURVES:
                 del self._measured[next(iter(self._measured))]
@@ -231,9 +220,10 @@ def _flagged_us(
         a, out = (torch.randn(rows, size, device=device, dtype=kind) for size in (k, columns))
         b = torch.randn(columns, k, device=device, dtype=kind).t()
         if operation == "all_gather_matmul":
-            launch = bind_all_gather_matmul(a, a, b, out, layout, words=0, error=0)
+            tensors = {"own": a, "gathered": a, "b": b, "out": out}
         else:
-            launch = bind_matmul_reduce_scatter(a, b, out, out[None], out, layout, stored=0, words=0, error=0)
+            tensors = {"a": a, "b": b, "partial": out, "staged": out[None], "out": out}
+        launch = bind_flagged(operation, tensors, layout, words=0, error=0)
         library, polling = _median_us([partial(torch.mm, a, b, out=out), launch])
         return library, polling
 
