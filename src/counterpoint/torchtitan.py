@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from counterpoint.parallel.expert.options import ExpertOptions
-from counterpoint.parallel.expert.torchtitan import TokenDispatching
+from counterpoint.parallel.expert.titan_dispatcher import TokenDispatching
 from counterpoint.parallel.tensor.torchtitan import ColumnLinear, RowLinear
 
 __all__ = ["column_parallel_linear", "row_parallel_linear", "token_dispatcher"]

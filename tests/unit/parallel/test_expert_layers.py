@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from counterpoint.errors import Misconfigured
-from counterpoint.parallel.expert.activation import swiglu
 from counterpoint.parallel.expert.layers import (
     DelayedWeight,
     ExpertLayerOptions,
@@ -18,6 +17,7 @@ from counterpoint.parallel.expert.layers import (
     delayed,
     grouped_matmul,
     overlapped_moe,
+    swiglu,
 )
 from counterpoint.parallel.expert.options import ExpertOptions
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from counterpoint.errors import Unsupported
-from counterpoint.parallel.expert.wire import narrowed
+from counterpoint.parallel.expert.permute import narrowed
 
 
 def test_a_gpu_that_is_too_old_for_the_dtype_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
