@@ -91,8 +91,8 @@ class GatherAll(OwnCommunication):
         )
         if self._may_lack_room:
             self._note_room(all_ids, assignment)
-        begins = [rank * block for rank in range(layout.world_size)]
-        parts = [assignment.of_tokens(at, at + block, pads=at == begins[layout.rank]) for at in begins]
+        starts = range(0, layout.world_size * block, block)
+        parts = [assignment.of_tokens(at, at + block, pads=at == layout.rank * block) for at in starts]
         values = choices.view(torch.float32)
         route = _Route(tokens, block, dtype, parts, values[:, :, top_k : 2 * top_k].unbind())
         factors = None if scales is None else values[:, :, -1:].expand(-1, -1, top_k).unbind()
@@ -108,7 +108,7 @@ class GatherAll(OwnCommunication):
         self._open[channel] = work
         sums = [*leaving.view(n, block, layout.hidden).unbind()]
         sums[layout.rank] = arriving[layout.rank]  # which no peer writes
-        for index, rank in enumerate([*(one.peer for one in work.sent), layout.rank]):
+        for index, rank in enumerate([one.peer for one in work.sent] + [layout.rank]):
             combine(rows, route.parts[rank], weights=route.weights[rank] if weighted else None, out=sums[rank])
             if rank != layout.rank:
                 work.ready(index + 1)
@@ -179,8 +179,8 @@ class GatherAll(OwnCommunication):
         blocks = [*arriving.blocks.view(-1, route.block, rows.shape[1]).unbind()]
         blocks[me] = arriving.own
         products = None if dots is None else dots.view(-1, route.block, dots.shape[1]).unbind()
-        for index, rank in enumerate([me, *(one.peer for one in arriving.work.received)]):
-            if rank != me:
+        for index, rank in enumerate([me] + [one.peer for one in arriving.work.received]):
+            if index:
                 arriving.work.arrived(index)
             scale = None if weights is None else weights[rank]
             zero_tail = self._options.zero_tail and rank == me

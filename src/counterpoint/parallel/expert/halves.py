@@ -31,8 +31,8 @@ class Trip:
     def __init__(self, mechanism: TokenMechanism) -> None:
         self.mechanism = mechanism
         self.route: Any = None
-        self._forward: Halves[Any] | None = None  # begun: the dispatch, then the combine
-        self._backward: Halves[Any] | None = None  # begun: the spread, then the combine
+        self._forward: Any = None  # begun: the dispatch, then the combine
+        self._backward: Any = None  # begun: the spread, then the combine
         self._weights_grad: Halves[Tensor] | None = None
         self._needs_x = self._needs_weights = False
         self._weights_dtype = torch.float32
@@ -73,7 +73,8 @@ class Trip:
         return grad_x, None, None if weights is None else finished(weights).to(self._weights_dtype)
 
     def _finish_dispatch(self, dispatched: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        rows, offsets, self.route = self._finished_forward()
+        rows, offsets, self.route = finished(self._forward)
+        self._forward = None
         return (rows, offsets), offsets
 
     def _start_tokens_grad(self, grads: Tensor, _: Tensor) -> tuple[Tensor]:
@@ -88,24 +89,19 @@ class Trip:
         return rows.new_empty(0), None
 
     def _finish_rows_grad(self, under_way: Tensor) -> tuple[Tensor, Tensor]:
-        assert self._backward is not None
         grads, self._weights_grad = finished(self._backward)
         self._backward = None
         return grads, under_way
 
     def _finish_combine(self, combined: Tensor) -> tuple[Tensor, Tensor]:
-        sums, saved = self._finished_forward()
+        sums, saved = finished(self._forward)
+        self._forward = None
         return sums, saved if self._needs_weights and saved is not None else sums.new_empty(0)
 
     def _start_rows_grad(self, grads: Tensor, saved: Tensor) -> tuple[Tensor]:
         self._backward = self.mechanism.spread(grads, self.route, saved if self._needs_weights else None)
         next(self._backward)
         return (grads.new_empty(0),)
-
-    def _finished_forward(self) -> Any:
-        operation, self._forward = self._forward, None
-        assert operation is not None
-        return finished(operation)
 
 
 def _run(half: Callable[..., Any], derivative: Callable[..., Any], *inputs: Tensor) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Generator
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, get_args
 
 import torch
@@ -115,12 +116,12 @@ class ExpertLayout:
         if self.experts % self.world_size:
             raise Misconfigured(f"{self.experts} experts on {self.world_size} ranks: give a multiple")
 
-    @property
+    @cached_property
     def local_experts(self) -> int:
         """Return the number of experts of a rank."""
         return self.experts // self.world_size
 
-    @property
+    @cached_property
     def first_expert(self) -> int:
         """Return the number of this rank's first expert."""
         return self.rank * self.local_experts

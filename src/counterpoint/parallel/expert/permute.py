@@ -264,7 +264,7 @@ def _torch_permute(
     end = assignment.capacity if zero_tail else int(assignment.offsets[-1])
     unused = (assignment.sources[:end] < 0).nonzero().flatten()
     rows[unused] = 0
-    for choice in range(assignment.top_k):
+    for choice in range(assignment.slots.shape[1]):
         slots = assignment.slots[:, choice]
         here = slots >= 0
         copies = tokens[here]
@@ -277,7 +277,7 @@ def _torch_permute(
 def _torch_combine(rows: Tensor, assignment: Assignment, weights: Tensor | None, sums: Tensor) -> None:
     wide = _wide(rows.dtype)
     total = torch.zeros(sums.shape, dtype=wide, device=rows.device)
-    for choice in range(assignment.top_k):
+    for choice in range(assignment.slots.shape[1]):
         slots = assignment.slots[:, choice]
         here = slots >= 0
         values = rows[slots[here].long()].to(wide)
@@ -290,7 +290,7 @@ def _torch_combine(rows: Tensor, assignment: Assignment, weights: Tensor | None,
 def _torch_weight_grads(rows: Tensor, grads: Tensor, assignment: Assignment, out: Tensor) -> None:
     wide = _wide(rows.dtype)
     out.zero_()
-    for choice in range(assignment.top_k):
+    for choice in range(assignment.slots.shape[1]):
         slots = assignment.slots[:, choice]
         here = slots >= 0
         products = rows[slots[here].long()].to(wide) * grads[here].to(wide)
