@@ -106,7 +106,8 @@ class Trip:
 
 def _run(half: Callable[..., Any], derivative: Callable[..., Any], *inputs: Tensor) -> Any:
     """Run a half; without derivatives to come without autograd, whose `apply` costs the host 10 µs."""
-    return _Half.apply(half, derivative, *inputs) if torch.is_grad_enabled() else half(*inputs)[0]
+    function: Any = _Half
+    return function.apply(half, derivative, *inputs) if torch.is_grad_enabled() else half(*inputs)[0]
 
 
 class _Half(torch.autograd.Function):

@@ -266,13 +266,7 @@ class Packing:
 
 
 def pack(
-    ids: Tensor,
-    weights: Tensor,
-    scales: Tensor | None,
-    layout: ExpertLayout,
-    *,
-    first: int,
-    room: int,
+    ids: Tensor, weights: Tensor, scales: Tensor | None, layout: ExpertLayout, *, first: int, room: int
 ) -> Packing:
     """Sort choices by the rank that has their expert, with a table for each rank; nothing here waits for the device.
 
