@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from counterpoint.parallel.expert import permute as module
-from counterpoint.parallel.expert.activation import swiglu
+from counterpoint.parallel.expert.layers import swiglu
 from counterpoint.parallel.expert.permute import Assignment, assign, combine, permute, weight_grads
 
 COPY_BYTES = 1 << 30

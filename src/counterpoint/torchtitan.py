@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from counterpoint.parallel.expert.torchtitan import TokenDispatching
+from counterpoint.parallel.expert.titan_dispatcher import TokenDispatching
 from counterpoint.parallel.options import ExpertOptions
 from counterpoint.parallel.tensor.linear import ColumnLinear, RowLinear
 

@@ -28,7 +28,7 @@ from counterpoint.measurement.session import Session
 from counterpoint.parallel import group as rank_groups
 from counterpoint.parallel.expert import Dispatcher, ExpertOptions, LocalExperts, overlapped_moe
 from counterpoint.parallel.expert.options import ExpertLayout
-from counterpoint.parallel.expert.wire import narrowed
+from counterpoint.parallel.expert.permute import narrowed
 from tests.dist.communicator_cuda_programs import delays
 from tests.dist.tensor_programs import on_software_gpu
 from tests.support.routing import ROUTINGS, routing

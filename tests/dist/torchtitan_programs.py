@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from counterpoint.measurement.session import Session
-from counterpoint.parallel.expert import torchtitan as dispatching
+from counterpoint.parallel.expert import titan_dispatcher as dispatching
 from tests.support import toy_torchtitan as toy
 
 __all__ = ["ended", "linears", "routed"]

@@ -6,25 +6,24 @@ import pytest
 import torch
 
 from counterpoint.errors import Misconfigured
-from counterpoint.parallel.expert.mechanism import Overflow
-from counterpoint.parallel.expert.options import ExpertLayout
+from counterpoint.parallel.expert.options import ExpertLayout, RoomCheck
 from counterpoint.parallel.options import ExpertOptions
 
 pytestmark = pytest.mark.gpu(1)
 
 
 @pytest.fixture
-def overflow() -> Overflow:
+def overflow() -> RoomCheck:
     """Of two ranks."""
     layout = ExpertLayout(rank=0, world_size=2, experts=2, top_k=1, max_tokens=8, hidden=8)
-    return Overflow(torch.device("cuda"), layout, ExpertOptions(overflow="raise", capacity_factor=1.0))
+    return RoomCheck(torch.device("cuda"), layout, ExpertOptions(overflow="raise", capacity_factor=1.0))
 
 
 def choices(*counts: int) -> torch.Tensor:
     return torch.tensor(counts, dtype=torch.int32, device="cuda")
 
 
-def test_a_call_with_room_hides_no_other(overflow: Overflow) -> None:
+def test_a_call_with_room_hides_no_other(overflow: RoomCheck) -> None:
     """The most of any rank is told."""
     overflow.note(choices(0, 5))
     overflow.note(choices(0, 0))
@@ -32,7 +31,7 @@ def test_a_call_with_room_hides_no_other(overflow: Overflow) -> None:
         overflow.check()
 
 
-def test_it_is_told_once(overflow: Overflow) -> None:
+def test_it_is_told_once(overflow: RoomCheck) -> None:
     """What comes later is another matter."""
     overflow.note(choices(3, 0))
     with pytest.raises(Misconfigured):
@@ -40,7 +39,7 @@ def test_it_is_told_once(overflow: Overflow) -> None:
     overflow.check_all()
 
 
-def replay(overflow: Overflow) -> None:
+def replay(overflow: RoomCheck) -> None:
     """Note a call without room in a graph."""
     lacking = choices(0, 0)
     graph = torch.cuda.CUDAGraph()
@@ -50,14 +49,14 @@ def replay(overflow: Overflow) -> None:
     graph.replay()
 
 
-def test_a_replay_is_told_when_asked(overflow: Overflow) -> None:
+def test_a_replay_is_told_when_asked(overflow: RoomCheck) -> None:
     """`check()` and `close()` of a dispatcher ask so."""
     replay(overflow)
     with pytest.raises(Misconfigured, match="no room for 7 rows"):
         overflow.check_all()
 
 
-def test_a_replay_is_told_after_the_next_eager_call(overflow: Overflow) -> None:
+def test_a_replay_is_told_after_the_next_eager_call(overflow: RoomCheck) -> None:
     """Not before, as some hosts would know of it and others not."""
     replay(overflow)
     overflow.check()

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from counterpoint.parallel.expert.permute import assign, combine, permute, weight_grads
-from counterpoint.parallel.expert.wire import narrowed
+from counterpoint.parallel.expert.permute import assign, combine, narrowed, permute, weight_grads
 from tests.support.routing import ROUTINGS, routing
 
 ROOT = Path(__file__).parents[2]

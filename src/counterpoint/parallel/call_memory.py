@@ -27,7 +27,8 @@ class CallMemory:
     """
 
     def __init__(self, communicator: Communicator) -> None:
-        self._communicator = communicator
+        self._communicator, self._device = communicator, communicator.device
+        self._on_gpu = self._device.type == "cuda"
         self._free: list[tuple[Tensor, int]] = []  # with the stream that used it last
         self._lent: dict[int, Tensor] = {}  # by address
         self._shared: dict[str, Tensor] = {}  # by role
@@ -37,13 +38,16 @@ class CallMemory:
         num_bytes = math.prod(shape) * dtype.itemsize
         if not num_bytes:
             return self._communicator.empty(*shape, dtype=dtype, early_release=True)
-        fitting = [one for one in self._free if num_bytes <= one[0].nbytes <= _MOST_WASTE * num_bytes]
-        if fitting:
-            chosen = min(fitting, key=lambda one: one[0].nbytes)
-            self._free = [one for one in self._free if one is not chosen]
-            found = self._after(*chosen)
-        else:
+        chosen, most = -1, _MOST_WASTE * num_bytes
+        for index, (one, _) in enumerate(self._free):
+            if num_bytes <= one.nbytes <= most and (chosen < 0 or one.nbytes < self._free[chosen][0].nbytes):
+                chosen = index
+        if chosen < 0:
             found = self._communicator.empty(num_bytes, dtype=torch.uint8)
+        else:
+            found, last = self._free.pop(chosen)
+            if self._on_gpu:
+                self._wait_for(last)
         self._lent[found.data_ptr()] = found
         return found[:num_bytes].view(dtype).view(shape)
 
@@ -51,25 +55,23 @@ class CallMemory:
         """Say that the work queued so far is the last that uses a tensor of `empty`."""
         found = self._lent.pop(tensor.data_ptr(), None)
         if found is not None:
-            self._free.append((found, self._stream()))
+            self._free.append((found, self._stream() if self._on_gpu else 0))
 
     def forget(self) -> None:
         """Keep nothing of what was given back: the communicator ends, and says so where more is asked for."""
         self._free.clear()
 
-    def _after(self, tensor: Tensor, stream: int) -> Tensor:
-        """Return a tensor that the current stream may use after this one; a capture waits for nothing outside of it."""
+    def _wait_for(self, stream: int) -> None:
+        """Let the current stream wait for the last user of a tensor; a capture waits for nothing outside of it."""
         if stream != self._stream() and not self.is_capturing():
-            device = self._communicator.device
             # torch takes the handle 0, which is the default stream's, for none, and would make a new stream
-            last = torch.cuda.ExternalStream(stream, device) if stream else torch.cuda.default_stream(device)
-            torch.cuda.current_stream(device).wait_stream(last)
-        return tensor
+            last = (
+                torch.cuda.ExternalStream(stream, self._device) if stream else torch.cuda.default_stream(self._device)
+            )
+            torch.cuda.current_stream(self._device).wait_stream(last)
 
     def _stream(self) -> int:
-        """Return the handle of the current stream; 0 on a CPU."""
-        device = self._communicator.device
-        return int(raw_stream()(device.index)) if device.type == "cuda" else 0
+        return int(raw_stream()(self._device.index))
 
     def shared(self, role: str, *shape: int, dtype: torch.dtype) -> Tensor:
         """Return an uninitialised tensor that peers may write; in captures, one for all calls in the same role."""
@@ -82,4 +84,4 @@ class CallMemory:
 
     def is_capturing(self) -> bool:
         """Return whether the current stream is in a graph capture."""
-        return self._communicator.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return self._on_gpu and torch.cuda.is_current_stream_capturing()

@@ -17,11 +17,10 @@ import torch
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from counterpoint.parallel.expert import activation, wire
+from counterpoint.parallel.expert import layers
 from counterpoint.parallel.expert import permute as module
-from counterpoint.parallel.expert.activation import swiglu
-from counterpoint.parallel.expert.permute import assign, combine, permute, weight_grads
-from counterpoint.parallel.expert.wire import narrowed
+from counterpoint.parallel.expert.layers import swiglu
+from counterpoint.parallel.expert.permute import assign, combine, narrowed, permute, weight_grads
 from tests.process.parallel.offline_compiler import OfflineDriver, spilled_bytes
 
 TOKENS = (16384, 16384, 5120)  # all multiples of 16, as Triton has kernels of their own for others
@@ -70,11 +69,10 @@ def described(case: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    everywhere: dict[str, Any] = {"_on_gpu": lambda tensor: True}
+    everywhere: dict[str, Any] = {"on_gpu": lambda tensor: True}
     with (
         patch.object(JITFunction, "run", compiled_only),
         patch.multiple(module, **everywhere),
-        patch.multiple(wire, **everywhere),
-        patch.multiple(activation, **everywhere, _num_sms=lambda device: 132),
+        patch.multiple(layers, **everywhere, _num_sms=lambda device: 132),
     ):
         json.dump([described(case) for case in json.load(sys.stdin)], sys.stdout)

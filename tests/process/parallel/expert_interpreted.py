@@ -19,11 +19,10 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from counterpoint.parallel.expert import activation, wire
+from counterpoint.parallel.expert import layers
 from counterpoint.parallel.expert import permute as module
-from counterpoint.parallel.expert.activation import swiglu
-from counterpoint.parallel.expert.permute import Assignment, assign, combine, permute, weight_grads
-from counterpoint.parallel.expert.wire import narrowed
+from counterpoint.parallel.expert.layers import swiglu
+from counterpoint.parallel.expert.permute import Assignment, assign, combine, narrowed, permute, weight_grads
 from tests.support.routing import routing
 
 
@@ -74,7 +73,7 @@ def by_kernels(use: bool = True) -> Any:
         "ZERO_ROWS": 8,
         "ZERO_COLUMNS": 64,
     }
-    return patch.multiple(module, _on_gpu=lambda tensor: use, **sizes)
+    return patch.multiple(module, on_gpu=lambda tensor: use, **sizes)
 
 
 def differing(pairs: dict[str, tuple[Tensor, Tensor]]) -> str:
@@ -151,7 +150,7 @@ def activates(case: Case) -> str:
         gate_up = torch.cat([case.x, case.x.roll(1, 0)], 1)
         gate_up[used:] = float("nan")
         sizes: dict[str, Any] = {"ROWS": 4, "COLUMNS": 16, "PROGRAMS": 1}
-        with patch.multiple(activation, _on_gpu=lambda tensor, k=kernels: k, _num_sms=lambda device: 3, **sizes):
+        with patch.multiple(layers, on_gpu=lambda tensor, k=kernels: k, _num_sms=lambda device: 3, **sizes):
             out = swiglu(gate_up.requires_grad_(), offsets)
             out.backward(case.x)
         assert gate_up.grad is not None
@@ -166,7 +165,7 @@ def narrows(case: Case) -> str:
     case.x[:1] = 0
     values, scales = narrowed(case.x, torch.float16)
     sizes: dict[str, Any] = {"ELEMENTS": 128}
-    with patch.multiple(wire, _on_gpu=lambda tensor: True, **sizes):
+    with patch.multiple(module, on_gpu=lambda tensor: True, **sizes):
         got_values, got_scales = narrowed(case.x, torch.float16)
     return differing({"values": (got_values, values), "scales": (got_scales, scales)})
 

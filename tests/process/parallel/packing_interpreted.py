@@ -17,9 +17,9 @@ from unittest.mock import patch
 
 import torch
 
-from counterpoint.parallel.expert import packing as module
+from counterpoint.parallel.expert import slabs as module
 from counterpoint.parallel.expert.options import ExpertLayout
-from counterpoint.parallel.expert.packing import pack
+from counterpoint.parallel.expert.slabs import pack
 from tests.support.routing import routing
 
 
@@ -48,7 +48,7 @@ def packed(
         return pack(ids, weights, scales, layout, first=first, room=room)
 
     wanted = made()
-    with patch.multiple(module, _on_gpu=lambda tensor: True, CHOICES=16):
+    with patch.multiple(module, on_gpu=lambda tensor: True, CHOICES=16):
         got = made()
     for field in fields(wanted):
         one, other = getattr(got, field.name), getattr(wanted, field.name)

@@ -78,13 +78,13 @@ def compiled() -> list[dict[str, Any]]:
 def test_compiled_well(compiled: list[dict[str, Any]], index: int) -> None:
     """No register is spilled, rows move 16 bytes at a time, and other numbers of tokens need no other kernel."""
     code = compiled[index]
-    names = {"count", "scan", "place", "permute", "combine", "weight_grads", "forward", "backward", "narrow"}
+    names = {"count", "scan", "place", "permute", "combine", "weight_grads", "swiglu", "swiglu_backward", "narrow"}
     assert code.keys() == names
     assert {name: what["spilled_bytes"] for name, what in code.items()} == dict.fromkeys(code, 0)
     assert {name: what["kernels"] for name, what in code.items()} == dict.fromkeys(code, 1)
-    for name in ("permute", "combine", "forward", "backward"):
+    for name in ("permute", "combine", "swiglu", "swiglu_backward"):
         assert {what for what in code[name]["order"] if what.startswith("st")} == {"st.global.v4.b32"}
-    for name in ("permute", "combine", "weight_grads", "forward", "backward"):
+    for name in ("permute", "combine", "weight_grads", "swiglu", "swiglu_backward"):
         assert {what for what in code[name]["order"] if what.startswith("ld")} == {"ld.global.b32", "ld.global.v4.b32"}
 
 

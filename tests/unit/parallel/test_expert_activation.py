@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from counterpoint.errors import Misconfigured
-from counterpoint.parallel.expert.activation import swiglu
+from counterpoint.parallel.expert.layers import swiglu
 
 OFFSETS = torch.tensor([3, 3, 10], dtype=torch.int32)
 

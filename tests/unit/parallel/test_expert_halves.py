@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from counterpoint.errors import Unsupported
-from counterpoint.parallel.expert import halves
 from counterpoint.parallel.expert.halves import Trip
+from counterpoint.parallel.expert.options import Halves
 from counterpoint.parallel.report import RoutedPath
 
 
@@ -25,33 +25,34 @@ class Log:
     def say(self, what: str) -> None:
         self.said.append(f"{what} {self.number}")
 
-    def dispatch_start(self, x: Tensor, ids: Tensor, weights: Tensor) -> Any:
+    def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor) -> Halves[tuple[Tensor, Tensor, Any]]:
         self.say("dispatch starts")
-        return x.clone(), weights
-
-    def dispatch_finish(self, route: Any) -> tuple[Tensor, Tensor]:
+        sent = x.clone()
+        yield
         self.say("dispatch ends")
-        return route[0].clone(), torch.tensor([len(route[0])], dtype=torch.int32)
+        return sent.clone(), torch.tensor([len(x)], dtype=torch.int32), weights
 
-    def combine_start(self, rows: Tensor, route: Any, *, weighted: bool) -> Any:
+    def combine(self, rows: Tensor, route: Any, *, weighted: bool) -> Halves[tuple[Tensor, Tensor | None]]:
         self.say("combine starts")
-        return rows.detach().clone(), route[1] if weighted else torch.ones_like(route[1])
-
-    def combine_finish(self, pending: Any) -> tuple[Tensor, Tensor | None]:
+        sent = rows.detach().clone()
+        yield
         self.say("combine ends")
-        return pending[0] * pending[1], pending[0]
+        return sent * route if weighted else sent, sent
 
-    def spread_start(self, grads: Tensor, route: Any) -> Any:
+    def spread(self, grads: Tensor, route: Any, saved: Tensor | None) -> Halves[tuple[Tensor, Halves[Tensor] | None]]:
         self.say("spread starts")
-        return grads.clone(), route[1]
-
-    def spread_finish(self, pending: Any, kept: Tensor | None) -> tuple[Tensor, Any]:
+        sent = grads.clone()
+        yield
         self.say("spread ends")
-        return pending[0] * pending[1], None if kept is None else (kept * pending[0]).sum(1, keepdim=True)
+        if saved is None:
+            return sent * route, None
+        weights = self.weights_grad((saved * sent).sum(1, keepdim=True))
+        next(weights)
+        return sent * route, weights
 
-    def weight_grads_finish(self, pending: Any) -> Tensor:
+    def weights_grad(self, grads: Tensor) -> Halves[Tensor]:
+        yield
         self.say("weights end")
-        grads: Tensor = pending
         return grads
 
     def dropped(self) -> int:
@@ -91,15 +92,15 @@ def test_two_halves_of_a_batch_overlap_backward_as_forward() -> None:
     x, weights = torch.randn(2, 3, 4, requires_grad=True), torch.rand(2, 3, 1, requires_grad=True)
     ids = torch.zeros(3, 1, dtype=torch.int32)
     trips = [Trip(Log(said, number)) for number in range(2)]
-    first = halves.start_dispatch(trips[0], x[0], ids, weights[0])
-    rows, _ = halves.finish_dispatch(trips[0], first)
-    second = halves.start_dispatch(trips[1], x[1], ids, weights[1])
+    first = trips[0].start_dispatch(x[0], ids, weights[0])
+    rows, _ = trips[0].finish_dispatch(first)
+    second = trips[1].start_dispatch(x[1], ids, weights[1])
     rows = work(rows, said, "experts 0")
-    sums = halves.start_combine(trips[0], rows, first)
-    others, _ = halves.finish_dispatch(trips[1], second)
+    sums = trips[0].start_combine(rows, first)
+    others, _ = trips[1].finish_dispatch(second)
     others = work(others, said, "experts 1")
-    y = [halves.finish_combine(trips[0], sums)]
-    y.append(halves.finish_combine(trips[1], halves.start_combine(trips[1], others, second)))
+    y = [trips[0].finish_combine(sums)]
+    y.append(trips[1].finish_combine(trips[1].start_combine(others, second)))
     assert said == [
         "dispatch starts 0", "dispatch ends 0", "dispatch starts 1", "experts 0", "combine starts 0", "dispatch ends 1",
         "experts 1", "combine ends 0", "combine starts 1", "combine ends 1",
@@ -121,9 +122,9 @@ def test_no_derivative_is_sent_that_nobody_needs() -> None:
     """Tokens and weights that need none cost no communication."""
     said: list[str] = []
     trip, scale = Trip(Log(said, 0)), torch.ones(4, requires_grad=True)
-    under_way = halves.start_dispatch(trip, torch.randn(3, 4), torch.zeros(3, 1, dtype=torch.int32), torch.rand(3, 1))
-    rows, _ = halves.finish_dispatch(trip, under_way)
-    y = halves.finish_combine(trip, halves.start_combine(trip, rows * scale, under_way))
+    under_way = trip.start_dispatch(torch.randn(3, 4), torch.zeros(3, 1, dtype=torch.int32), torch.rand(3, 1))
+    rows, _ = trip.finish_dispatch(under_way)
+    y = trip.finish_combine(trip.start_combine(rows * scale, under_way))
     said.clear()
     y.sum().backward()
     assert said == ["spread starts 0", "spread ends 0"]
@@ -134,8 +135,8 @@ def test_derivatives_of_derivatives_are_refused() -> None:
     """They would need communication that nobody recorded."""
     x = torch.randn(3, 4, requires_grad=True)
     trip = Trip(Log([], 0))
-    under_way = halves.start_dispatch(trip, x, torch.zeros(3, 1, dtype=torch.int32), torch.rand(3, 1))
-    rows, _ = halves.finish_dispatch(trip, under_way)
-    y = halves.finish_combine(trip, halves.start_combine(trip, rows.square(), under_way))
+    under_way = trip.start_dispatch(x, torch.zeros(3, 1, dtype=torch.int32), torch.rand(3, 1))
+    rows, _ = trip.finish_dispatch(under_way)
+    y = trip.finish_combine(trip.start_combine(rows.square(), under_way))
     with pytest.raises(Unsupported, match="leave it out"):
         torch.autograd.grad(y.sum(), x, create_graph=True)

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from counterpoint.errors import Misconfigured
-from counterpoint.parallel.expert.activation import swiglu
 from counterpoint.parallel.expert.layers import (
     DelayedWeight,
     LocalExperts,
     delayed,
     grouped_matmul,
     overlapped_moe,
+    swiglu,
 )
 from counterpoint.parallel.options import ExpertOptions
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from counterpoint.errors import Misconfigured
-from counterpoint.parallel.expert.permute import Assignment, assign, combine, permute, weight_grads
+from counterpoint.errors import Misconfigured, Unsupported
+from counterpoint.parallel.expert.permute import Assignment, assign, combine, narrowed, permute, weight_grads
 from tests.support.routing import ROUTINGS, routing
 
 HIDDEN = 24
@@ -251,3 +252,12 @@ def test_tensors_that_do_not_fit() -> None:
     for name, call in wrong.items():
         with pytest.raises(Misconfigured, match=rf"^{name} of .*strides.*give"):
             call()
+
+
+def test_a_gpu_that_is_too_old_for_the_dtype_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It names the GPU and what to give instead, where Triton would fail to compile."""
+    a100 = SimpleNamespace(name="NVIDIA A100-SXM4-80GB", major=8, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: a100)
+    x: Any = SimpleNamespace(is_cuda=True, device="cuda:0")
+    with pytest.raises(Unsupported, match=r"A100.* capability 8\.0: it needs 8\.9.*give torch\.float8_e5m2"):
+        narrowed(x, torch.float8_e4m3fn)

@@ -1,18 +1,13 @@
 """Carry tokens to their experts and back beside the experts' matmuls. Public as `counterpoint.expert_parallel`.
 
-- `dispatcher.py`: `Dispatcher`, for users, which decides which way calls go; `halves.py`: its derivatives.
-- `options.py`: its options and sizes; `mechanism.py`: what one way to move tokens does.
-- `all_to_all.py`: torch's all_to_all_single, the reference; `gathering.py`: all tokens to all ranks.
-- `slabs.py`: equally many rows to each rank. What ranks send, and tell each other of it, is in `packing.py`, with its
-  kernel in `packing_kernels.py`.
-- `permute.py`: between the order of tokens and that of this rank's experts; `permute_kernels.py`: in Triton.
-- `layers.py`: experts as grouped matmuls, and a layer of them in parts; `activation.py`: between the matmuls;
-  `activation_kernels.py`: in Triton.
-- `modules.py`: puts them under a model of `transformers` that `recognised.py` finds to be expert parallel;
-  `torchtitan.py`: under torchtitan's dispatcher.
+- `dispatcher.py`: `Dispatcher`, for users, which decides how calls go; `halves.py`: its derivatives.
+- `options.py`: its options and sizes, and what a mechanism does that moves tokens: `all_to_all.py`, torch's
+  all_to_all_single, the reference; `gathering.py`, all tokens to all ranks; `slabs.py`, equally many rows to each rank.
+- `permute.py`: between the order of tokens and that of this rank's experts; `kernels.py`: the room's Triton kernels.
+- `layers.py`: experts as grouped matmuls, and a layer of them in parts.
+- `modules.py`: puts them under a model of `transformers`; `titan_dispatcher.py`: under torchtitan's dispatcher.
 """
 
-from counterpoint.parallel.expert.activation import swiglu
 from counterpoint.parallel.expert.dispatcher import Dispatcher, Handle
 from counterpoint.parallel.expert.layers import (
     ExpertWeights,
@@ -20,6 +15,7 @@ from counterpoint.parallel.expert.layers import (
     delayed,
     grouped_matmul,
     overlapped_moe,
+    swiglu,
 )
 from counterpoint.parallel.options import ExpertChoice, ExpertOptions
 

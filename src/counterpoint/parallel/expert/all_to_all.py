@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,52 +23,28 @@ from counterpoint.collectives.host.watchdog import Watchdog
 from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.collectives.submit.tensors import flat_bytes
 from counterpoint.errors import PeerTimeout, Unsupported
-from counterpoint.parallel.expert.options import ExpertLayout, no_room, too_many
-from counterpoint.parallel.expert.permute import Assignment, assign, combine, permute, weight_grads
-from counterpoint.parallel.expert.wire import narrowed
+from counterpoint.parallel.expert.options import ExpertLayout, Halves, TokenMechanism, no_room, too_many
+from counterpoint.parallel.expert.permute import Assignment, assign, combine, narrowed, permute, weight_grads
 from counterpoint.parallel.options import ExpertOptions
 from counterpoint.parallel.report import RoutedPath
 
 _DYING_S = 1.0  # from the end of a process's connections, of which torch hears, to its own
 
 
-@dataclass
-class _Exchange:
-    """Holds rows under way from all ranks, and what has to be waited for."""
-
-    rows: Tensor
-    work: Any
-    named: Callable[[], AbstractContextManager[None]]
-
-    def wait(self) -> Tensor:
-        with self.named():
-            self.work.wait()
-        return self.rows
-
-
-@dataclass
+@dataclass(frozen=True)
 class _Route:
-    """Holds where rows go: at home by expert, at the experts by expert, rank, token and choice."""
+    """Holds where rows go: of this rank's choices, and at this rank's experts."""
 
     weights: Tensor
-    home: Assignment
+    sending: Assignment  # of choices, by the experts of all ranks
     sent: list[int]  # rows for each rank
     received: list[int]  # rows of each rank
-    there: Assignment  # tokens are the rows that come, in the order in which they do
+    arriving: Assignment  # of rows in the order in which they arrive, one choice each
     dtype: torch.dtype
-    arriving: list[_Exchange]  # rows, and their scales if they are narrow
 
 
-@dataclass
-class _Pending:
-    route: _Route
-    arriving: _Exchange
-    weighted: bool = False
-    grads: Tensor | None = None
-
-
-class AllToAll:
-    """Moves tokens by torch's all_to_all_single; all ranks make it together. See `TokenMechanism`."""
+class AllToAll(TokenMechanism):
+    """Moves tokens by torch's all_to_all_single; all ranks make it together."""
 
     name: RoutedPath = "torch"
 
@@ -83,92 +59,84 @@ class AllToAll:
             weakref.finalize(self, self._watchdog.close)
         self._dropped = 0
 
-    def dispatch_start(self, x: Tensor, ids: Tensor, weights: Tensor) -> _Route:
-        """Exchange counts, let the host wait for them, and begin to send a row for each choice."""
+    def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor) -> Halves[tuple[Tensor, Tensor, _Route]]:
+        """Exchange counts, for which the host waits, and send a row for each choice."""
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             raise Unsupported("mechanism 'torch' in a graph capture: the host waits for counts; take 'gather'")
-        layout = self._layout
-        weights = weights.float()
-        home = assign(ids, first_expert=0, num_experts=layout.experts, capacity=ids.numel())
-        mine = home.offsets.diff(prepend=home.offsets.new_zeros(1)).view(layout.world_size, -1)
-        if len(x) > layout.max_tokens:
-            mine.fill_(-len(x))  # no count: all ranks raise
-        everyone = mine.new_empty(layout.world_size, *mine.shape)
-        with self._named():
-            torch_function("all_gather")(everyone.view(-1), mine.view(-1), group=self._group)
-        chosen = everyone.tolist()  # by rank, the rows for each rank's experts
-        for rank, counts in enumerate(chosen):
-            if counts[0][0] < 0:
-                raise too_many(rank, -counts[0][0], layout)
+        layout, narrow = self._layout, self._options.wire_dtype
+        sending = assign(ids, first_expert=0, num_experts=layout.experts, capacity=ids.numel())
+        chosen = self._counts(sending, len(x))
         block = layout.block(len(x), self._options)
         self._check_room(chosen, block)
         sent = [sum(rows) for rows in chosen[layout.rank]]
         counts = [rows[layout.rank] for rows in chosen]
-        received = [sum(rows) for rows in counts]
         order = torch.arange(layout.local_experts, dtype=ids.dtype, device="cpu").repeat(layout.world_size)
         experts = order.repeat_interleave(torch.tensor([count for row in counts for count in row], device="cpu"))
         needed = layout.padded(len(experts), self._options.pad_multiple)
-        there = assign(
+        arriving = assign(
             experts[:, None].to(ids.device),
             first_expert=0,
             num_experts=layout.local_experts,
             capacity=min(needed, layout.capacity(block, self._options)),
             pad_multiple=self._options.pad_multiple,
         )
-        self._dropped += int(there.missing)
-        rows, narrow = permute(x, home, zero_tail=False)[: sum(sent)], self._options.wire_dtype
-        leaving = (rows,) if narrow is None else narrowed(rows, narrow)
-        arriving = [self._exchange(part, sent, received) for part in leaving]
-        return _Route(weights, home, sent, received, there, x.dtype, arriving)
+        self._dropped += int(arriving.missing)
+        route = _Route(weights.float(), sending, sent, [sum(rows) for rows in counts], arriving, x.dtype)
+        rows = permute(x, sending, zero_tail=False)[: sum(sent)]
+        calls = [self._exchange(part, sent, route.received) for part in (narrowed(rows, narrow) if narrow else (rows,))]
+        yield
+        received, *scales = [self._waited(*call) for call in calls]
+        return self._permuted(received, route, *scales), arriving.offsets, route
 
-    def dispatch_finish(self, route: _Route) -> tuple[Tensor, Tensor]:
-        """Put the rows that came in the order of experts."""
-        rows, *scales = [part.wait() for part in route.arriving]
-        route.arriving = []
-        return self._permuted(rows, route, *scales), route.there.offsets
+    def combine(self, rows: Tensor, route: _Route, *, weighted: bool) -> Halves[tuple[Tensor, Tensor | None]]:
+        """Send each row back to the rank of its token, and add up the rows of each token."""
+        call = self._exchange(combine(rows, route.arriving), route.received, route.sent)  # one choice each
+        del rows  # nobody needs their memory while they travel
+        yield
+        back, capacity = self._waited(*call), route.sending.capacity
+        if len(back) < capacity:
+            back = torch.cat([back, back.new_zeros(capacity - len(back), back.shape[1])])
+        sums = combine(back, route.sending, weights=route.weights if weighted else None)
+        return sums, back if weighted else None
 
-    def combine_start(self, rows: Tensor, route: _Route, *, weighted: bool) -> _Pending:
-        """Begin to send each row back to where it came from."""
-        back = combine(rows, route.there)  # one choice each: a permutation
-        return _Pending(route, self._exchange(back, route.received, route.sent), weighted)
+    def spread(self, grads: Tensor, route: _Route, saved: Tensor | None) -> Halves[tuple[Tensor, Any]]:
+        """Send the derivative of each row, times its weight; what the weights need is on the rank of the token."""
+        rows = permute(grads, route.sending, weights=route.weights, zero_tail=False)[: sum(route.sent)]
+        call = self._exchange(rows, route.sent, route.received)
+        yield
+        weights = None if saved is None else self._weights_grad(saved, grads, route)
+        if weights is not None:
+            next(weights)
+        return self._permuted(self._waited(*call), route), weights
 
-    def combine_finish(self, pending: _Pending) -> tuple[Tensor, Tensor | None]:
-        """Add up the rows of each token."""
-        route = pending.route
-        rows = self._whole(pending.arriving.wait(), route.home)
-        sums = combine(rows, route.home, weights=route.weights if pending.weighted else None)
-        return sums, rows if pending.weighted else None
-
-    def spread_start(self, grads: Tensor, route: _Route) -> _Pending:
-        """Begin to send the derivative of each row, times its weight."""
-        rows = permute(grads, route.home, weights=route.weights, zero_tail=False)[: sum(route.sent)]
-        return _Pending(route, self._exchange(rows, route.sent, route.received), grads=grads)
-
-    def spread_finish(self, pending: _Pending, kept: Tensor | None) -> tuple[Tensor, Any]:
-        """Put what came in the order of experts; what is needed for the weights is at home."""
-        rows = self._permuted(pending.arriving.wait(), pending.route)
-        return rows, None if kept is None else (kept, pending)
-
-    def weight_grads_finish(self, pending: tuple[Tensor, _Pending]) -> Tensor:
-        """Multiply what came back by the derivatives of the sums."""
-        rows, spread = pending
-        assert spread.grads is not None
-        return weight_grads(rows, spread.grads, spread.route.home)
+    @staticmethod
+    def _weights_grad(rows: Tensor, grads: Tensor, route: _Route) -> Halves[Tensor]:
+        yield
+        return weight_grads(rows, grads, route.sending)
 
     def dropped(self) -> int:
         """Return how many rows had no room so far."""
         return self._dropped
 
-    def check(self) -> None:
-        """Do nothing: torch's own watchdog does it."""
-
-    def close(self) -> None:
-        """Do nothing: the process group is not this object's."""
+    def _counts(self, sending: Assignment, tokens: int) -> list[list[list[int]]]:
+        """Return of each rank the rows for each expert of each rank; all ranks raise if one has too many tokens."""
+        layout = self._layout
+        mine = sending.offsets.diff(prepend=sending.offsets.new_zeros(1)).view(layout.world_size, -1)
+        if tokens > layout.max_tokens:
+            mine.fill_(-tokens)  # no count
+        everyone = mine.new_empty(layout.world_size, *mine.shape)
+        with self._named():
+            torch_function("all_gather")(everyone.view(-1), mine.view(-1), group=self._group)
+        chosen: list[list[list[int]]] = everyone.tolist()
+        for rank, counts in enumerate(chosen):
+            if counts[0][0] < 0:
+                raise too_many(rank, -counts[0][0], layout)
+        return chosen
 
     def _permuted(self, rows: Tensor, route: _Route, scales: Tensor | None = None) -> Tensor:
-        """Return rows that came in the order of experts."""
-        out = rows.new_empty(route.there.capacity, rows.shape[1], dtype=route.dtype)
-        return permute(rows, route.there, weights=scales, out=out, zero_tail=self._options.zero_tail)
+        """Return rows that arrived in the order of experts."""
+        out = rows.new_empty(route.arriving.capacity, rows.shape[1], dtype=route.dtype)
+        return permute(rows, route.arriving, weights=scales, out=out, zero_tail=self._options.zero_tail)
 
     def _check_room(self, chosen: list[list[list[int]]], block: int) -> None:
         """Raise, on all ranks together, if the experts of one have not enough room and that is asked for."""
@@ -180,7 +148,8 @@ class AllToAll:
         if max(rows) > capacity and self._options.overflow == "raise":
             raise no_room(max(rows) - capacity, self._options)
 
-    def _exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> _Exchange:
+    def _exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> tuple[Tensor, Any]:
+        """Begin to exchange rows, this many with each rank; return where they arrive, and the call."""
         out = rows.new_empty(sum(received), rows.shape[1])
         width = rows.shape[1] * rows.element_size()
         with self._named():
@@ -192,7 +161,13 @@ class AllToAll:
                 group=self._group,
                 async_op=True,
             )
-        return _Exchange(out, work, self._named)
+        return out, work
+
+    def _waited(self, rows: Tensor, work: Any) -> Tensor:
+        """Return rows that have arrived."""
+        with self._named():
+            work.wait()
+        return rows
 
     @contextmanager
     def _named(self) -> Iterator[None]:
@@ -208,9 +183,3 @@ class AllToAll:
                 raise
             names = ", ".join(f"rank {rank}" for rank in dead)
             raise PeerTimeout(f"{names} died; torch says: {error}", ranks=dead) from error
-
-    @staticmethod
-    def _whole(rows: Tensor, assignment: Assignment) -> Tensor:
-        """Return rows as long as an assignment has slots."""
-        missing = assignment.capacity - len(rows)
-        return rows if not missing else torch.cat([rows, rows.new_zeros(missing, rows.shape[1])])

@@ -1,4 +1,4 @@
-"""Carry tokens to their experts, and what these make of them back: `Dispatcher`, for users."""
+"""Carry tokens to their experts, and the outputs of these back: `Dispatcher`, for users."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ from counterpoint.collectives.host.group import check_agreement
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.machine.profile import default_profile
 from counterpoint.pair.expert_choice import ExpertExchange, choose_expert
-from counterpoint.parallel.expert import halves
 from counterpoint.parallel.expert.all_to_all import AllToAll
 from counterpoint.parallel.expert.gathering import GatherAll
 from counterpoint.parallel.expert.halves import Trip
-from counterpoint.parallel.expert.mechanism import TokenMechanism
-from counterpoint.parallel.expert.options import ExpertLayout
+from counterpoint.parallel.expert.options import ExpertLayout, TokenMechanism
 from counterpoint.parallel.expert.slabs import Slabs
 from counterpoint.parallel.group import RankGroup, rank_group, torch_group
 from counterpoint.parallel.options import ExpertOptions
@@ -40,7 +38,7 @@ def most_tokens(x: Tensor, group: Any) -> int:
 
 
 class Handle:
-    """Holds what a dispatch and its combine have in common: a caller keeps it from the first half to the last."""
+    """Stands for a dispatch and its combine: a caller holds it from the first half to the last."""
 
     def __init__(self, mechanism: TokenMechanism, tokens: int, dtype: torch.dtype) -> None:
         self.tokens, self.dtype = tokens, dtype
@@ -49,7 +47,7 @@ class Handle:
         self._half: str = "start_dispatch"  # the last one that was called
         self._under_way: Tensor | None = None  # stands for the tokens and their weights, then for the sums
 
-    def _turn(self, after: str, half: str) -> Tensor:
+    def _advance(self, after: str, half: str) -> Tensor:
         """Return what is under way; raise unless `after` was the last half."""
         if self._half != after or self._under_way is None:
             raise Misconfigured(f"{half} after {self._half}: call it once, after {after}")
@@ -58,7 +56,7 @@ class Handle:
 
 
 class Dispatcher:
-    """Carries the tokens of one process group to their experts, and what these make of them back.
+    """Carries the tokens of one process group to their experts, and the outputs of these back.
 
     All ranks make it together and make the same calls in the same order, forward and backward, each with as many tokens
     as it has. Second halves come in the order of the first ones.
@@ -134,21 +132,21 @@ class Dispatcher:
         mechanism = self._opened(x)
         handle = Handle(mechanism, len(x), x.dtype)
         self._count("dispatch", x)
-        handle._under_way = halves.start_dispatch(handle._trip, x, ids, weights)
+        handle._under_way = handle._trip.start_dispatch(x, ids, weights)
         return handle
 
     @uncompiled
     def finish_dispatch(self, handle: Handle) -> tuple[Tensor, Tensor]:
         """Return rows and offsets, as `dispatch` does."""
-        under_way = handle._turn("start_dispatch", "finish_dispatch")
-        rows, offsets = halves.finish_dispatch(handle._trip, under_way)
+        under_way = handle._advance("start_dispatch", "finish_dispatch")
+        rows, offsets = handle._trip.finish_dispatch(under_way)
         handle._rows = len(rows)
         return rows, offsets
 
     @uncompiled
     def start_combine(self, rows: Tensor, handle: Handle) -> Handle:
         """Begin a `combine`: what is called between its halves runs beside it."""
-        under_way = handle._turn("finish_dispatch", "start_combine")
+        under_way = handle._advance("finish_dispatch", "start_combine")
         wanted = handle._rows, self.layout.hidden
         if rows.shape != wanted or rows.dtype != handle.dtype:
             raise Misconfigured(
@@ -156,15 +154,15 @@ class Dispatcher:
                 f"{wanted} of {handle.dtype}"
             )
         self._count("combine", rows)
-        handle._under_way = halves.start_combine(handle._trip, rows, under_way)
+        handle._under_way = handle._trip.start_combine(rows, under_way)
         return handle
 
     @uncompiled
     def finish_combine(self, handle: Handle) -> Tensor:
         """Return the sums, as `combine` does."""
-        under_way = handle._turn("start_combine", "finish_combine")
+        under_way = handle._advance("start_combine", "finish_combine")
         handle._under_way = None
-        return halves.finish_combine(handle._trip, under_way)
+        return handle._trip.finish_combine(under_way)
 
     def report(self) -> Report:
         """Return which calls went which way, and why."""

@@ -1,25 +1,23 @@
 """Move tokens by gathering them on all ranks: nobody counts, the host waits for nothing, a graph can be captured.
 
 Every rank gets the tokens, ids and weights of all ranks, and takes the rows of its experts as each rank's tokens come.
-It adds up what these made for each token, weighted, and sends each rank its sums as they are made; every rank adds up
-what came for its tokens in the order of ranks, in float32. All this is copied by copy engines; on the caller's stream
-are only the kernels that take rows and add them up.
+It adds up the outputs of its experts for each token, weighted, and sends each rank its sums as they are made; every
+rank adds up the sums for its tokens in the order of ranks, in float32. All this is copied by copy engines; on the
+caller's stream are only the kernels that take rows and add them up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from counterpoint.collectives.work import PartitionedWork
-from counterpoint.parallel.expert.mechanism import OwnCommunication
-from counterpoint.parallel.expert.options import ExpertLayout
-from counterpoint.parallel.expert.permute import Assignment, assign, bounded, combine, permute, weight_grads
-from counterpoint.parallel.expert.wire import narrowed
+from counterpoint.parallel.expert.options import ExpertLayout, Halves, OwnCommunication
+from counterpoint.parallel.expert.permute import Assignment, assign, bounded, combine, narrowed, permute, weight_grads
 from counterpoint.parallel.group import CHANNELS, RankGroup
 from counterpoint.parallel.options import ExpertOptions
 from counterpoint.parallel.report import RoutedPath
@@ -28,53 +26,28 @@ from counterpoint.parallel.sums import add_up
 _TOKENS, _SUMS, _SMALL = CHANNELS["tokens"][:2], CHANNELS["tokens"][2:4], CHANNELS["tokens"][4]
 
 
-@dataclass
-class _Gathering:
-    """Holds this rank's block, those of all, `[world_size * block, ...]`, and the call that brings them."""
+@dataclass(frozen=True)
+class _Gathered:
+    """Holds this rank's tokens, those of all, `[world_size * block, hidden]`, and the call that brings them."""
 
     own: Tensor
     blocks: Tensor
     work: PartitionedWork
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Route:
-    """Holds what the tokens of all ranks chose, `block` of each rank, of which this rank has `tokens`."""
+    """Holds where the tokens of all ranks go, `block` of each rank, of which this rank has `tokens`."""
 
     tokens: int
     block: int
     dtype: torch.dtype
-    x: _Gathering | None
-    choices: Tensor | None
-    choices_work: Any
-    assignment: Assignment | None = None  # of the tokens of all ranks, once their choices are there
-    parts: tuple[Assignment, ...] = ()  # the same of each rank's tokens
-    weights: tuple[Tensor, ...] = ()  # of each rank's choices
-
-    def assigned(self) -> Assignment:
-        assert self.assignment is not None, "a dispatch that was not finished"
-        return self.assignment
-
-
-@dataclass
-class _Summing:
-    """Holds the sums for this rank's tokens that come from each rank, and those that leave."""
-
-    staging: Tensor
-    leaving: Tensor
-    work: PartitionedWork
-    tokens: int
-    rows: Tensor | None
-
-
-@dataclass
-class _Scattering:
-    out: Tensor
-    work: Any
+    parts: list[Assignment]  # of the tokens of each rank; that of this rank writes the padding
+    weights: tuple[Tensor, ...]  # of the choices of each rank
 
 
 class GatherAll(OwnCommunication):
-    """Moves tokens by all_gathers, and sums by all_to_alls of even blocks. See `TokenMechanism`."""
+    """Moves tokens by all_gathers, and sums by all_to_alls of even blocks."""
 
     name: RoutedPath = "gather"
 
@@ -82,107 +55,95 @@ class GatherAll(OwnCommunication):
         super().__init__(ranks, layout, options)
         self._may_lack_room = options.capacity_factor is not None and options.overflow != "second_round"
 
-    def dispatch_start(self, x: Tensor, ids: Tensor, weights: Tensor) -> _Route:
-        """Begin to gather tokens, ids and weights."""
+    def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor) -> Halves[tuple[Tensor, Tensor, _Route]]:
+        """Gather tokens, ids and weights; take the rows of this rank's experts by the ids of all ranks."""
         self._admit(len(x))
-        options = self._options
+        options, layout, tokens, dtype = self._options, self._layout, len(x), x.dtype
         if self._may_lack_room and not self._memory.is_capturing():
             self._overflow.check()
-        tokens, dtype, layout = len(x), x.dtype, self._layout
-        block, scales = layout.block(tokens, options), None
+        block, top_k, scales = layout.block(tokens, options), layout.top_k, None
         if options.wire_dtype is not None:
             x, scales = narrowed(x, options.wire_dtype)
-        width = 2 * layout.top_k + (scales is not None)
-        choices = self._memory.empty(layout.world_size, block, width, dtype=torch.int32)
-        own = choices[layout.rank]
+        table = self._memory.empty(layout.world_size, block, 2 * top_k + (scales is not None), dtype=torch.int32)
+        own = table[layout.rank]
         mine = own[:tokens] if tokens < block else own
-        mine[:, : layout.top_k].copy_(bounded(ids, layout.experts))
-        mine[:, layout.top_k : 2 * layout.top_k].view(torch.float32).copy_(weights)
+        mine[:, :top_k].copy_(bounded(ids, layout.experts))
+        mine[:, top_k : 2 * top_k].view(torch.float32).copy_(weights)
         if scales is not None:
             mine[:, -1:].view(torch.float32).copy_(scales)
         if tokens < block:
             own[tokens:].fill_(-1)
-        work = self._communicator.all_gather(choices, own, channel=_SMALL, async_op=True)
-        return _Route(tokens, block, dtype, self._gather(x, block), choices, work)
-
-    def dispatch_finish(self, route: _Route) -> tuple[Tensor, Tensor]:
-        """Assign rows by the ids of all ranks, and take those of this rank's experts."""
-        arriving, choices, layout, options = route.x, route.choices, self._layout, self._options
-        assert arriving is not None, "a dispatch is finished once"
-        assert choices is not None
-        route.choices_work.wait()
-        kept = choices.clone()  # until derivatives are made, which is too long for memory that ranks share
-        self._memory.give_back(choices)
-        route.x = route.choices = route.choices_work = choices = None
-        ids = kept.view(-1, kept.shape[2])[:, : layout.top_k]
-        assignment = route.assignment = assign(
-            ids,
+        table_work: Any = self._communicator.all_gather(table, own, channel=_SMALL, async_op=True)
+        arriving = self._gather(x, block)
+        yield
+        table_work.wait()
+        choices = table.clone()  # until derivatives are made, which is too long for memory that ranks share
+        self._memory.give_back(table)
+        all_ids = choices.view(-1, choices.shape[2])[:, :top_k]
+        assignment = assign(
+            all_ids,
             first_expert=layout.first_expert,
             num_experts=layout.local_experts,
-            capacity=layout.capacity(route.block, options),
+            capacity=layout.capacity(block, options),
             pad_multiple=options.pad_multiple,
         )
-        route.parts = tuple(assignment.of_tokens(at, at + route.block) for at in range(0, len(ids), route.block))
-        values = kept.view(torch.float32)
-        route.weights = values[:, :, layout.top_k : 2 * layout.top_k].unbind()
-        scales = None
-        if options.wire_dtype is not None:
-            scales = values[:, :, -1:].expand(-1, -1, layout.top_k).unbind()
-        self._note_room(ids, assignment)
-        return self._permuted(arriving, route, scales), assignment.offsets
+        if self._may_lack_room:
+            self._note_room(all_ids, assignment)
+        starts = range(0, layout.world_size * block, block)
+        parts = [assignment.of_tokens(at, at + block, pads=at == layout.rank * block) for at in starts]
+        values = choices.view(torch.float32)
+        route = _Route(tokens, block, dtype, parts, values[:, :, top_k : 2 * top_k].unbind())
+        factors = None if scales is None else values[:, :, -1:].expand(-1, -1, top_k).unbind()
+        return self._permuted(arriving, route, factors), assignment.offsets, route
 
-    def combine_start(self, rows: Tensor, route: _Route, *, weighted: bool) -> _Summing:
-        """Add up what this rank's experts made for each token, and send the sums of each rank as they are there."""
-        layout, block, weights = self._layout, route.block, route.weights if weighted else None
-        staging = self._memory.empty(layout.world_size, block, layout.hidden, dtype=rows.dtype)
-        leaving = rows.new_empty(layout.world_size * block, layout.hidden)
+    def combine(self, rows: Tensor, route: _Route, *, weighted: bool) -> Halves[tuple[Tensor, Tensor | None]]:
+        """Add up the outputs of this rank's experts for each token, send each rank its sums, and add these up."""
+        layout, block, n, saved = self._layout, route.block, self._layout.world_size, rows if weighted else None
+        arriving = self._memory.empty(n, block, layout.hidden, dtype=rows.dtype)
+        leaving = rows.new_empty(n * block, layout.hidden)
         channel = self._ranks.partitioned.channel(_SUMS)
-        call = self._communicator.partitioned_all_to_all(staging, leaving, chunk_rows=block, channel=channel)
+        call = self._communicator.partitioned_all_to_all(arriving, leaving, chunk_rows=block, channel=channel)
         work = self._ranks.partitioned.begin(channel, call)
+        sums = [*leaving.view(n, block, layout.hidden).unbind()]
+        sums[layout.rank] = arriving[layout.rank]  # which no peer writes
+        for index, rank in enumerate([one.peer for one in work.sent] + [layout.rank]):
+            combine(rows, route.parts[rank], weights=route.weights[rank] if weighted else None, out=sums[rank])
+            if rank != layout.rank:
+                work.ready(index + 1)
+        del rows
+        yield
+        out = leaving.new_empty(route.tokens, layout.hidden)
+        work.arrived(len(work.received))
+        if route.tokens:
+            add_up(arriving[:, : route.tokens], out, "sum")
+        self._ranks.partitioned.finish(work)
+        self._memory.give_back(arriving)
+        return out, saved
 
-        def add(rank: int, out: Tensor) -> None:
-            combine(rows, route.parts[rank], weights=None if weights is None else weights[rank], out=out)
+    def spread(
+        self, grads: Tensor, route: _Route, saved: Tensor | None
+    ) -> Halves[tuple[Tensor, Halves[Tensor] | None]]:
+        """Gather the derivatives of the sums, and take the rows of this rank's experts."""
+        arriving = self._gather(grads, route.block)
+        yield
+        if saved is None:
+            return self._permuted(arriving, route, route.weights), None
+        dots = saved.new_empty(self._layout.world_size * route.block, self._layout.top_k, dtype=torch.float32)
+        rows = self._permuted(arriving, route, route.weights, saved, dots)
+        weights = self._weights_grad(dots, route)
+        next(weights)
+        return rows, weights
 
-        sums = leaving.view(layout.world_size, block, layout.hidden).unbind()
-        for index, one in enumerate(work.sent):
-            add(one.peer, sums[one.peer])
-            work.ready(index + 1)
-        add(layout.rank, staging[layout.rank])  # its place among the parts, which no peer writes
-        return _Summing(staging, leaving, work, route.tokens, rows if weighted else None)
+    def _weights_grad(self, dots: Tensor, route: _Route) -> Halves[Tensor]:
+        """Send each rank the products of rows and derivatives, of which each choice has one on one rank."""
+        out = dots.new_empty(route.block, dots.shape[1])
+        work: Any = self._communicator.reduce_scatter(out, dots, channel=_SMALL, async_op=True)
+        yield
+        work.wait()
+        return out[: route.tokens]
 
-    def combine_finish(self, pending: _Summing) -> tuple[Tensor, Tensor | None]:
-        """Wait for the ranks' sums, and add them up."""
-        sums = pending.leaving.new_empty(pending.tokens, self._layout.hidden)
-        pending.work.arrived(len(pending.work.received))
-        if pending.tokens:
-            add_up(pending.staging[:, : pending.tokens], sums, "sum")
-        self._ranks.partitioned.finish(pending.work)
-        self._memory.give_back(pending.staging)
-        return sums, pending.rows
-
-    def spread_start(self, grads: Tensor, route: _Route) -> tuple[_Gathering, _Route]:
-        """Begin to gather the derivatives of the sums."""
-        return self._gather(grads, route.block), route
-
-    def spread_finish(self, pending: tuple[_Gathering, _Route], kept: Tensor | None) -> tuple[Tensor, Any]:
-        """Take the rows of this rank's experts; begin to send the products that its rows have in them home."""
-        arriving, route = pending
-        ranks, top_k = self._layout.world_size, self._layout.top_k
-        dots = None if kept is None else kept.new_empty(ranks * route.block, top_k, dtype=torch.float32)
-        rows = self._permuted(arriving, route, route.weights, kept=kept, dots=dots)
-        if dots is None:
-            return rows, None
-        out = dots.new_empty(route.block, top_k)
-        work = self._communicator.reduce_scatter(out, dots, channel=_SMALL, async_op=True)
-        return rows, _Scattering(out[: route.tokens], work)
-
-    def weight_grads_finish(self, pending: _Scattering) -> Tensor:
-        """Wait for the products, of which each choice has one on one rank."""
-        pending.work.wait()
-        return pending.out
-
-    def _gather(self, tokens: Tensor, block: int) -> _Gathering:
-        """Begin to gather a block of tokens of each rank; what lies past a rank's own nobody reads."""
+    def _gather(self, tokens: Tensor, block: int) -> _Gathered:
+        """Begin to gather a block of tokens of each rank; nobody reads the rest of a block that is not full."""
         layout = self._layout
         blocks = self._memory.empty(layout.world_size * block, layout.hidden, dtype=tokens.dtype)
         own = tokens
@@ -191,54 +152,45 @@ class GatherAll(OwnCommunication):
             own[: len(tokens)].copy_(tokens)
         channel = self._ranks.partitioned.channel(_TOKENS)
         work = self._communicator.partitioned_all_gather(blocks, own, chunk_rows=block, channel=channel)
-        return _Gathering(own, blocks, self._ranks.partitioned.begin(channel, work))
+        return _Gathered(own, blocks, self._ranks.partitioned.begin(channel, work))
 
     def _permuted(
         self,
-        arriving: _Gathering,
+        arriving: _Gathered,
         route: _Route,
         weights: Sequence[Tensor] | None,
-        *,
-        kept: Tensor | None = None,
+        saved: Tensor | None = None,
         dots: Tensor | None = None,
     ) -> Tensor:
-        """Return the rows of this rank's experts, taken from each rank's tokens as they come; end the call.
+        """Return the rows of this rank's experts, taken from its own tokens and each rank's as they come; end the call.
 
         Args:
             arriving: the tokens.
             route: where they go.
             weights: by which each row is multiplied, of each rank.
-            kept: rows whose products with the tokens are written to `dots`.
+            saved: rows whose products with the tokens are written to `dots`.
             dots: `[world_size * block, top_k]`.
         """
-        first = self._layout.rank
+        me, parts = self._layout.rank, route.parts
+        rows = arriving.blocks.new_empty(parts[0].sources.shape[0], self._layout.hidden, dtype=route.dtype)
+        blocks = [*arriving.blocks.view(-1, route.block, rows.shape[1]).unbind()]
+        blocks[me] = arriving.own
         products = None if dots is None else dots.view(-1, route.block, dots.shape[1]).unbind()
-        rows = arriving.blocks.new_empty(route.assigned().capacity, self._layout.hidden, dtype=route.dtype)
-        for rank, tokens in self._come(arriving, route.block):
-            there = route.parts[rank]
-            if rank != first and there.pad_multiple > 1:  # padding was written with the first part
-                there = replace(there, pad_multiple=1)
+        for index, rank in enumerate([me] + [one.peer for one in arriving.work.received]):
+            if index:
+                arriving.work.arrived(index)
             scale = None if weights is None else weights[rank]
-            permute(tokens, there, weights=scale, out=rows, zero_tail=self._options.zero_tail and rank == first)
-            if kept is not None and products is not None:
-                weight_grads(kept, tokens, there, out=products[rank])
+            zero_tail = self._options.zero_tail and rank == me
+            permute(blocks[rank], parts[rank], weights=scale, out=rows, zero_tail=zero_tail)
+            if saved is not None and products is not None:
+                weight_grads(saved, blocks[rank], parts[rank], out=products[rank])
         self._ranks.partitioned.finish(arriving.work)
         self._memory.give_back(arriving.blocks)
         return rows
 
-    def _come(self, arriving: _Gathering, block: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield each rank and its tokens, this rank first, the others when they are there."""
-        yield self._layout.rank, arriving.own
-        blocks = arriving.blocks.view(-1, block, arriving.blocks.shape[1]).unbind()
-        for index, one in enumerate(arriving.work.received):
-            arriving.work.arrived(index + 1)
-            yield one.peer, blocks[one.peer]
-
     def _note_room(self, ids: Tensor, assignment: Assignment) -> None:
         """Count the rows for which there is no room; every rank knows the ids of all, and so who has none."""
         options, layout = self._options, self._layout
-        if not self._may_lack_room:
-            return
         self._overflow.add(assignment.missing)
         if options.overflow == "drop":
             return

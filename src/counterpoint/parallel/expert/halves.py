@@ -1,159 +1,127 @@
 """Record the derivatives of a dispatch and a combine in halves, between which a caller computes.
 
 Each half is an autograd function of its own: the first begins communication, the second waits for it. Autograd runs
-nodes in the reverse order of their making, so the derivative of a second half, which begins the way back, comes before
-that of all that was computed between the halves, and the derivative of the first half, which waits, comes after it:
-what was hidden forward is hidden backward. Between the halves a tensor without elements stands for what is under way.
+nodes in the reverse order of their making, so the derivative of a second half, which begins communication backward,
+comes before the derivative of all that was computed between the halves, and the derivative of the first half, which
+waits, comes after it: what was hidden forward is hidden backward. Between the halves a tensor without elements stands
+for the communication.
 
 The derivative of a dispatch is a combine that is not weighted. That of a combine spreads the derivatives of sums to the
-rows; those of the weights go home while those of the experts are made, and are waited for where tokens' are.
+rows; those of the weights go back while those of the experts are made, and are waited for where tokens' are.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from counterpoint.errors import Unsupported
-from counterpoint.parallel.expert.mechanism import TokenMechanism
+from counterpoint.parallel.expert.options import Halves, TokenMechanism, finished
 
 
-@dataclass
 class Trip:
-    """Holds what the four functions of a handle share: none of it leads back to them, so all dies with the graph."""
+    """Carries the tokens of one dispatch there and back, by four halves that the caller runs in order.
 
-    mechanism: TokenMechanism
-    route: Any = None
-    pending: Any = None  # of the combine that was started
-    needs_x: bool = False
-    needs_weights: bool = False
-    # in the backward pass
-    rows_grad: Any = None  # pending: derivatives of the sums, on their way to the rows
-    kept: Tensor | None = None
-    weights_grad: Any = None  # pending: on its way home
-    x_grad: Any = None  # pending: derivatives of rows, on their way home
+    Nothing here leads back to the functions of autograd, so all dies with the graph.
+    """
 
+    def __init__(self, mechanism: TokenMechanism) -> None:
+        self.mechanism = mechanism
+        self.route: Any = None
+        self._forward: Any = None  # begun: the dispatch, then the combine
+        self._backward: Any = None  # begun: the spread, then the combine
+        self._weights_grad: Halves[Tensor] | None = None
+        self._needs_x = self._needs_weights = False
+        self._weights_dtype = torch.float32
 
-def start_dispatch(trip: Trip, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """Begin to send tokens to their experts; return what stands for them, and for their weights."""
-    under_way: Tensor = _apply(_StartDispatch, trip, x, ids, weights)
-    return under_way
+    def start_dispatch(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """Begin to send tokens to their experts; return the tensor that stands for them, and for their weights."""
+        self._needs_x, self._needs_weights, self._weights_dtype = x.requires_grad, weights.requires_grad, weights.dtype
+        under_way: Tensor = _run(self._start_dispatch, self._finish_tokens_grad, x, ids, weights)
+        return under_way
 
-
-def finish_dispatch(trip: Trip, dispatched: Tensor) -> tuple[Tensor, Tensor]:
-    """Return rows and offsets."""
-    rows, offsets = _apply(_FinishDispatch, trip, dispatched)
-    return rows, offsets
-
-
-def start_combine(trip: Trip, rows: Tensor, dispatched: Tensor) -> Tensor:
-    """Begin to send home what the experts made; return what stands for the sums."""
-    under_way: Tensor = _apply(_StartCombine, trip, rows, dispatched)
-    return under_way
-
-
-def finish_combine(trip: Trip, combined: Tensor) -> Tensor:
-    """Return the sums."""
-    sums: Tensor = _apply(_FinishCombine, trip, combined)
-    return sums
-
-
-def _refuse_graph() -> None:
-    """Raise if the derivative is to have one itself."""
-    if torch.is_grad_enabled():
-        raise Unsupported("create_graph=True of a dispatch or a combine, whose derivatives have none: leave it out")
-
-
-def _apply(function: Any, *inputs: Any) -> Any:
-    """Call a function of autograd; without derivatives to come, only what it does: `apply` costs the host 10 µs."""
-    return function.apply(*inputs) if torch.is_grad_enabled() else function.forward(_NoDerivative(), *inputs)
-
-
-class _NoDerivative:
-    """Stands for the context of a function that has no derivative."""
-
-    needs_input_grad = (False,) * 4
-
-    def save_for_backward(self, *tensors: Tensor) -> None:
-        """Keep nothing."""
-
-    def mark_non_differentiable(self, *tensors: Tensor) -> None:
-        """Do nothing: no tensor has a derivative."""
-
-
-class _StartDispatch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, trip: Trip, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        ctx.trip, ctx.dtype = trip, weights.dtype
-        _, trip.needs_x, _, trip.needs_weights = ctx.needs_input_grad
-        trip.route = trip.mechanism.dispatch_start(x.contiguous(), ids, weights)
-        return x.new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        _refuse_graph()
-        trip, grad_x, grad_weights = ctx.trip, None, None
-        if trip.x_grad is not None:
-            grad_x, _ = trip.mechanism.combine_finish(trip.x_grad)
-        if trip.weights_grad is not None:
-            grad_weights = trip.mechanism.weight_grads_finish(trip.weights_grad).to(ctx.dtype)
-        trip.x_grad = trip.weights_grad = None
-        return None, grad_x, None, grad_weights
-
-
-class _FinishDispatch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, trip: Trip, dispatched: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.trip = trip
-        rows, offsets = trip.mechanism.dispatch_finish(trip.route)
-        ctx.save_for_backward(offsets)  # as in _FinishCombine
-        ctx.mark_non_differentiable(offsets)
+    def finish_dispatch(self, dispatched: Tensor) -> tuple[Tensor, Tensor]:
+        """Return rows and offsets."""
+        rows, offsets = _run(self._finish_dispatch, self._start_tokens_grad, dispatched)
         return rows, offsets
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        _refuse_graph()
-        trip = ctx.trip
-        if trip.needs_x:
-            trip.x_grad = trip.mechanism.combine_start(grads[0].contiguous(), trip.route, weighted=False)
-        return None, grads[0].new_empty(0)
+    def start_combine(self, rows: Tensor, dispatched: Tensor) -> Tensor:
+        """Begin to send the outputs of experts back; return the tensor that stands for the sums."""
+        under_way: Tensor = _run(self._start_combine, self._finish_rows_grad, rows, dispatched)
+        return under_way
 
-
-class _StartCombine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, trip: Trip, rows: Tensor, dispatched: Tensor) -> Tensor:
-        ctx.trip = trip
-        trip.pending = trip.mechanism.combine_start(rows.contiguous(), trip.route, weighted=True)
-        return rows.new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        _refuse_graph()
-        trip = ctx.trip
-        grad_rows, trip.weights_grad = trip.mechanism.spread_finish(trip.rows_grad, trip.kept)
-        trip.rows_grad = trip.kept = None
-        return None, grad_rows, grads[0]
-
-
-class _FinishCombine(torch.autograd.Function):
-    """Saves a tensor in any case: a recomputation ends where the last one is saved, and must not end between halves."""
-
-    @staticmethod
-    def forward(ctx: Any, trip: Trip, combined: Tensor) -> Tensor:
-        ctx.trip = trip
-        sums, kept = trip.mechanism.combine_finish(trip.pending)
-        trip.pending = None
-        ctx.save_for_backward(kept if trip.needs_weights and kept is not None else sums.new_empty(0))
+    def finish_combine(self, combined: Tensor) -> Tensor:
+        """Return the sums."""
+        sums: Tensor = _run(self._finish_combine, self._start_rows_grad, combined)
         return sums
 
+    # Each half with its derivative, which gets the gradient of its first output. A second half saves a tensor in any
+    # case: a recomputation ends where the last tensor is saved, and must not end between halves.
+
+    def _start_dispatch(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, None]:
+        self._forward = self.mechanism.dispatch(x.contiguous(), ids, weights)
+        next(self._forward)
+        return x.new_empty(0), None
+
+    def _finish_tokens_grad(self, _: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
+        tokens, weights = self._backward, self._weights_grad
+        self._backward = self._weights_grad = None
+        grad_x = None if tokens is None else finished(tokens)[0]
+        return grad_x, None, None if weights is None else finished(weights).to(self._weights_dtype)
+
+    def _finish_dispatch(self, dispatched: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        rows, offsets, self.route = finished(self._forward)
+        self._forward = None
+        return (rows, offsets), offsets
+
+    def _start_tokens_grad(self, grads: Tensor, _: Tensor) -> tuple[Tensor]:
+        if self._needs_x:
+            self._backward = self.mechanism.combine(grads, self.route, weighted=False)
+            next(self._backward)
+        return (grads.new_empty(0),)
+
+    def _start_combine(self, rows: Tensor, dispatched: Tensor) -> tuple[Tensor, None]:
+        self._forward = self.mechanism.combine(rows.contiguous(), self.route, weighted=True)
+        next(self._forward)
+        return rows.new_empty(0), None
+
+    def _finish_rows_grad(self, under_way: Tensor) -> tuple[Tensor, Tensor]:
+        grads, self._weights_grad = finished(self._backward)
+        self._backward = None
+        return grads, under_way
+
+    def _finish_combine(self, combined: Tensor) -> tuple[Tensor, Tensor]:
+        sums, saved = finished(self._forward)
+        self._forward = None
+        return sums, saved if self._needs_weights and saved is not None else sums.new_empty(0)
+
+    def _start_rows_grad(self, grads: Tensor, saved: Tensor) -> tuple[Tensor]:
+        self._backward = self.mechanism.spread(grads, self.route, saved if self._needs_weights else None)
+        next(self._backward)
+        return (grads.new_empty(0),)
+
+
+def _run(half: Callable[..., Any], derivative: Callable[..., Any], *inputs: Tensor) -> Any:
+    """Run a half; without derivatives to come without autograd, whose `apply` costs the host 10 µs."""
+    function: Any = _Half
+    return function.apply(half, derivative, *inputs) if torch.is_grad_enabled() else half(*inputs)[0]
+
+
+class _Half(torch.autograd.Function):
+    """Runs a half of a trip, and its derivative backward."""
+
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        _refuse_graph()
-        trip = ctx.trip
-        (saved,) = ctx.saved_tensors
-        trip.kept = saved if trip.needs_weights else None
-        trip.rows_grad = trip.mechanism.spread_start(grads[0].contiguous(), trip.route)
-        return None, grads[0].new_empty(0)
+    def forward(ctx: Any, half: Callable[..., Any], derivative: Callable[..., Any], *inputs: Tensor) -> Any:
+        outputs, saved = half(*inputs)
+        ctx.derivative = derivative
+        ctx.save_for_backward(*([] if saved is None else [saved]))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, grads: Tensor, *_: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise Unsupported("create_graph=True of a dispatch or a combine, whose derivatives have none: leave it out")
+        return None, None, *ctx.derivative(grads.contiguous(), *ctx.saved_tensors)

@@ -3,6 +3,9 @@
 Weight gradients may be delayed: autograd runs nodes in the reverse order of their making, so that `delayed` makes a
 node for the weight before the rows arrive. The matmul's own node then returns only the gradient of its rows, and that
 of the weight is computed after the backward communication of these rows has started.
+
+Rows past the last offset may be many times the rows before it, and the host does not know how many: `swiglu` is a
+kernel that reads the offset and skips them, as grouped matmuls do.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,13 +23,16 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 
 from counterpoint.errors import Misconfigured
-from counterpoint.parallel.expert.activation import swiglu
+from counterpoint.parallel.expert.permute import on_gpu, triton_kernels
 from counterpoint.parallel.uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from counterpoint.parallel.expert.dispatcher import Dispatcher
 
+Experts = Callable[[Tensor, Tensor], Tensor]  # `[capacity, hidden]` of rows that lie by expert, and their offsets
 ALIGNMENT = 16  # bytes of a row: torch's grouped kernels take multiples of it
+ROWS, COLUMNS = 8, 256  # of a tile of `swiglu`: each of 128 threads has two loads of 16 bytes of gate and up in flight
+PROGRAMS = 64  # for each SM, several times what it holds: whoever is done first takes more
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -78,14 +85,38 @@ def grouped_matmul(rows: Tensor, weight: Tensor | DelayedWeight, offsets: Tensor
     """
     whole = weight.weight if isinstance(weight, DelayedWeight) else weight
     _check(rows, whole, offsets)
+    rows = rows.contiguous()
     if not torch.is_grad_enabled():
-        return _forward(rows.contiguous(), whole, offsets)
-    if isinstance(weight, DelayedWeight):
-        operands = rows.contiguous(), weight.place, whole, offsets, weight.products
-        out: Tensor = _DelayedMatmul.apply(*operands)  # type: ignore[no-untyped-call]
-    else:
-        out = _GroupedMatmul.apply(rows.contiguous(), weight, offsets)  # type: ignore[no-untyped-call]
+        return _forward(rows, whole, offsets)
+    place, products = (weight.place, weight.products) if isinstance(weight, DelayedWeight) else (whole, None)
+    out: Tensor = _GroupedMatmul.apply(rows, place, whole, offsets, products)  # type: ignore[no-untyped-call]
     return out
+
+
+def swiglu(gate_up: Tensor, offsets: Tensor) -> Tensor:
+    """Return `silu(gate) * up`, computed in float32 and rounded once.
+
+    Args:
+        gate_up: `[rows, 2 * width]`: gate and up of each row, one behind the other.
+        offsets: int32 `[experts]`, the ends of the experts' rows. Rows past the last one are not read, and undefined in
+            the result and in the derivative.
+
+    Returns:
+        `[rows, width]`.
+
+    Raises:
+        Misconfigured: the shape does not fit.
+        Unsupported: Triton is not installed, for a tensor on a GPU.
+    """
+    if gate_up.dim() != 2 or gate_up.shape[1] % 2:
+        raise Misconfigured(f"gate_up of {tuple(gate_up.shape)}: give [rows, 2 * width]")
+    if offsets.dtype != torch.int32 or offsets.dim() != 1 or not len(offsets):
+        raise Misconfigured(f"offsets of {tuple(offsets.shape)}, {offsets.dtype}: give int32 [experts]")
+    gate_up = gate_up.contiguous()
+    if not torch.is_grad_enabled():
+        return _activated(gate_up, offsets)
+    result: Tensor = _Swiglu.apply(gate_up, offsets)  # type: ignore[no-untyped-call]
+    return result
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -162,7 +193,7 @@ def overlapped_moe(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    experts: LocalExperts | ExpertWeights | Callable[[Tensor, Tensor], Tensor],
+    experts: LocalExperts | ExpertWeights | Experts,
     dispatcher: Dispatcher,
     *,
     parts: int = 2,
@@ -215,10 +246,8 @@ def overlapped_moe(
     return out + torch.cat(beside) if beside else out
 
 
-def _calls(
-    experts: LocalExperts | ExpertWeights | Callable[[Tensor, Tensor], Tensor], parts: int
-) -> Sequence[Callable[[Tensor, Tensor], Tensor]]:
-    """Return what runs the experts of each part."""
+def _calls(experts: LocalExperts | ExpertWeights | Experts, parts: int) -> Sequence[Experts]:
+    """Return the function that runs the experts of each part."""
     if isinstance(experts, LocalExperts) and not isinstance(experts, FSDPModule):
         experts = experts.weights()
     if isinstance(experts, ExpertWeights) and torch.is_grad_enabled():
@@ -232,24 +261,15 @@ def _even(total: int, parts: int) -> list[int]:
 
 
 class _GroupedMatmul(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, weight, offsets)
-        return _forward(rows, weight, offsets)
+    """Multiplies; backward leaves the operands of a delayed weight's gradient in `products`, if these are given.
+
+    `place` is what the weight's gradient goes to: the weight, or the empty tensor that stands for a delayed one.
+    """
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grads: Tensor) -> tuple[Tensor | None, ...]:
-        rows, weight, offsets = ctx.saved_tensors
-        grads = grads.contiguous()
-        of_rows = _forward(grads, weight.transpose(1, 2), offsets) if ctx.needs_input_grad[0] else None
-        of_weight = _of_weight(rows, grads, offsets) if ctx.needs_input_grad[1] else None
-        return of_rows, of_weight, None
-
-
-class _DelayedMatmul(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, place: Tensor, weight: Tensor, offsets: Tensor, products: list[Any]) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, place: Tensor, weight: Tensor, offsets: Tensor, products: list[Any] | None
+    ) -> Tensor:
         ctx.save_for_backward(rows, weight, offsets)
         ctx.products = products
         return _forward(rows, weight, offsets)
@@ -258,12 +278,15 @@ class _DelayedMatmul(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grads: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight, offsets = ctx.saved_tensors
-        grads, place = grads.contiguous(), None
-        if ctx.needs_input_grad[1]:
+        grads, of_rows, of_place = grads.contiguous(), None, None
+        if ctx.needs_input_grad[0]:
+            of_rows = _forward(grads, weight.transpose(1, 2), offsets)
+        if ctx.needs_input_grad[1] and ctx.products is None:
+            of_place = _of_weight(rows, grads, offsets)
+        elif ctx.needs_input_grad[1]:
             ctx.products[:] = [(rows, grads, offsets)]
-            place = grads.new_empty(0)
-        of_rows = _forward(grads, weight.transpose(1, 2), offsets) if ctx.needs_input_grad[0] else None
-        return of_rows, place, None, None, None
+            of_place = grads.new_empty(0)
+        return of_rows, of_place, None, None, None
 
 
 class _DelayedGradient(torch.autograd.Function):
@@ -326,3 +349,54 @@ def _check(rows: Tensor, weight: Tensor, offsets: Tensor) -> None:
         )
     if rows.dtype != weight.dtype:
         raise Misconfigured(f"rows {rows.dtype} and weight {weight.dtype}: give both in one dtype")
+
+
+class _Swiglu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, offsets: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up, offsets)
+        return _activated(gate_up, offsets)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grads: Tensor) -> tuple[Tensor, None]:
+        gate_up, offsets = ctx.saved_tensors
+        grads = grads.contiguous()
+        if on_gpu(gate_up):
+            out = torch.empty_like(gate_up)
+            _launch("swiglu_backward", gate_up, grads, out, like=grads, offsets=offsets)
+            return out, None
+        (gate, up), wide = _wide(gate_up).chunk(2, dim=1), _wide(grads)
+        sigmoid = gate.sigmoid()
+        of_gate = wide * up * sigmoid * (1 + gate * (1 - sigmoid))
+        return torch.cat([of_gate, wide * gate * sigmoid], dim=1).to(gate_up.dtype), None
+
+
+def _activated(gate_up: Tensor, offsets: Tensor) -> Tensor:
+    if on_gpu(gate_up):
+        out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+        _launch("swiglu", gate_up, out, like=out, offsets=offsets)
+        return out
+    gate, up = _wide(gate_up).chunk(2, dim=1)
+    return (functional.silu(gate) * up).to(gate_up.dtype)
+
+
+def _launch(name: str, *tensors: Tensor, like: Tensor, offsets: Tensor) -> None:
+    """Launch a kernel for the tiles of rows of `like`, `[rows, width]`."""
+    if not like.numel():
+        return
+    rows, width = like.shape
+    columns = min(COLUMNS, 1 << (width - 1).bit_length())
+    programs = min(-(-rows // ROWS) * -(-width // columns), PROGRAMS * _num_sms(like.device))
+    kernel = getattr(triton_kernels(), name)
+    kernel[(programs,)](*tensors, offsets, len(offsets), WIDTH=width, ROWS=ROWS, COLUMNS=columns)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+@cache
+def _num_sms(device: torch.device) -> int:
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count

@@ -1,12 +1,25 @@
-"""Define the sizes that the mechanisms of a dispatcher have in common."""
+"""Define the sizes of a dispatcher, and what each mechanism does that carries its tokens to their experts."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Generator
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol, TypeAlias, TypeVar
 
+import torch
+from torch import Tensor
+
+from counterpoint.collectives.communicator import Communicator
 from counterpoint.errors import Misconfigured
+from counterpoint.parallel.call_memory import CallMemory
+from counterpoint.parallel.group import RankGroup
 from counterpoint.parallel.options import ExpertOptions
+from counterpoint.parallel.report import RoutedPath
+
+T = TypeVar("T")
+Halves: TypeAlias = Generator[None, None, T]  # an operation in two halves, of which the first one ends with `yield`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,18 +54,18 @@ class ExpertLayout:
         if self.experts % self.world_size:
             raise Misconfigured(f"{self.experts} experts on {self.world_size} ranks: give a multiple")
 
-    @property
+    @cached_property
     def local_experts(self) -> int:
         """Return the number of experts of a rank."""
         return self.experts // self.world_size
 
-    @property
+    @cached_property
     def first_expert(self) -> int:
         """Return the number of this rank's first expert."""
         return self.rank * self.local_experts
 
     def block(self, tokens: int, options: ExpertOptions) -> int:
-        """Return how many tokens of each rank there may be in a call in which this one has so many."""
+        """Return the most tokens of any rank in a call in which this one has `tokens`."""
         return max(tokens, 1) if options.equal_tokens else self.max_tokens
 
     def capacity(self, tokens: int, options: ExpertOptions) -> int:
@@ -63,7 +76,7 @@ class ExpertLayout:
         return self.padded(rows, options.pad_multiple)
 
     def padded(self, rows: int, pad_multiple: int) -> int:
-        """Return the room for so many rows, where each expert's begin at a multiple of `pad_multiple`."""
+        """Return the room for these rows, where each expert's begin at a multiple of `pad_multiple`."""
         return -(-(rows + self.local_experts * (pad_multiple - 1)) // pad_multiple) * pad_multiple
 
 
@@ -81,3 +94,149 @@ def no_room(rows: int, options: ExpertOptions) -> Misconfigured:
         f"no room for {rows} rows of a rank's experts with capacity_factor={options.capacity_factor}: "
         "give a larger one, or overflow='drop'"
     )
+
+
+class TokenMechanism(Protocol):
+    """Moves tokens in one of several ways; it works on plain tensors and knows nothing of autograd.
+
+    Every operation is a generator: up to its `yield` it begins the communication, `finished` runs the rest, which waits
+    for it: on a GPU the current stream waits, not the host. Second halves come in the order of the first ones of their
+    kind, not always at once: several dispatches and combines may be under way. All ranks make the same calls in the
+    same order.
+
+    A token's sum is made in float32: `weight * row` of its choices in a fixed order, rounded once if they come from
+    one rank.
+    """
+
+    name: RoutedPath
+
+    def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor) -> Halves[tuple[Tensor, Tensor, Any]]:
+        """Send tokens `[tokens, hidden]` to the experts `ids`, `[tokens, top_k]`; return rows, offsets and the route.
+
+        Tokens are contiguous; ids are int32 or int64, -1 is none, and `weights`, `[tokens, top_k]`, of any floating
+        dtype, both of any strides. If a rank has more than `max_tokens`, all ranks get an error.
+
+        Rows are `[capacity, hidden]`, by local expert, then by rank, token and choice. Offsets are int32
+        `[local_experts]`, where each expert's rows end; rows past the last one are not used. The route is all that the
+        other operations have to know, and nothing large, since it is held until derivatives are made.
+        """
+
+    def combine(self, rows: Tensor, route: Any, *, weighted: bool) -> Halves[tuple[Tensor, Tensor | None]]:
+        """Send the outputs of experts back; return each token's sum, `[tokens, hidden]`, in the dtype of the rows.
+
+        The second value is what `spread` needs for the derivative of the weights, if the combine is weighted. A combine
+        that is not is the derivative of a dispatch.
+        """
+
+    def spread(self, grads: Tensor, route: Any, saved: Tensor | None) -> Halves[tuple[Tensor, Halves[Tensor] | None]]:
+        """Send the derivatives of the sums, `[tokens, hidden]`, to the rows: the derivative of a weighted combine.
+
+        Return the derivative of the rows `[capacity, hidden]`, each times its weight, and, with the second value of
+        `combine`, the derivative of the weights, float32 `[tokens, top_k]`, whose first half has run.
+        """
+
+    def dropped(self) -> int:
+        """Return how many choices this rank found no room for so far; this waits for the device."""
+
+    def check(self) -> None:
+        """Raise the error that ended its communication, or that of choices without room; all ranks call it."""
+        return  # torch has a watchdog of its own
+
+    def close(self) -> None:
+        """Raise the error of choices without room, if it was not told yet. All ranks call it."""
+        return  # a process group is its maker's
+
+
+def finished(operation: Halves[T]) -> T:
+    """Run the second half of an operation, and return its result."""
+    try:
+        next(operation)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    raise AssertionError("an operation has two halves")
+
+
+class OwnCommunication:
+    """Holds the ranks of a mechanism, whose communicator it uses, and counts choices without room.
+
+    Args:
+        ranks: whose communicator is open; its user leaves it after `close`.
+        layout: which experts are where.
+        options: of the dispatcher.
+    """
+
+    def __init__(self, ranks: RankGroup, layout: ExpertLayout, options: ExpertOptions) -> None:
+        self._ranks, self._layout, self._options = ranks, layout, options
+        self._overflow = RoomCheck(self._communicator.device, layout, options)
+        self.dropped = self._overflow.total
+
+    @property
+    def _communicator(self) -> Communicator:
+        communicator: Communicator = self._ranks.communicator
+        return communicator
+
+    @property
+    def _memory(self) -> CallMemory:
+        return self._ranks.memory
+
+    def _admit(self, tokens: int) -> None:
+        """Raise if this rank has more tokens than were agreed on: its peers hear of that in their calls."""
+        if tokens > self._layout.max_tokens:
+            raise self._communicator.give_up(too_many(self._layout.rank, tokens, self._layout))
+
+    def check(self) -> None:
+        """Raise as `TokenMechanism.check`; choices without room are told once."""
+        self._ranks.check()
+        self._overflow.check_all()
+
+    def close(self) -> None:
+        """Close as `TokenMechanism.close`."""
+        self._overflow.check_all()
+
+
+class RoomCheck:
+    """Counts choices without room on the device; the host, which has to raise, waits for calls before the last one."""
+
+    def __init__(self, device: torch.device, layout: ExpertLayout, options: ExpertOptions) -> None:
+        on_gpu = device.type == "cuda"
+        self._options = options
+        self._total = torch.zeros(1, dtype=torch.int64, device=device)
+        self._most = torch.zeros(layout.world_size, dtype=torch.int64, device=device)  # of each rank, since it was told
+        self._copy = torch.zeros_like(self._most, device="cpu", pin_memory=True) if on_gpu else self._most
+        self._copied = torch.cuda.Event() if on_gpu else None
+
+    def add(self, choices: Tensor) -> None:
+        """Count choices of this rank."""
+        self._total += choices
+
+    def note(self, choices: Tensor) -> None:
+        """Note the choices of each rank that had no room in a call, for a later check."""
+        if self._options.overflow != "raise":
+            return
+        torch.maximum(self._most, choices, out=self._most)
+        # the host cannot wait for a graph
+        if self._copied is not None and not torch.cuda.is_current_stream_capturing():
+            self._copy.copy_(self._most, non_blocking=True)
+            self._copied.record()
+
+    def check(self) -> None:
+        """Raise if a call outside of graphs had not enough room: on all ranks, as the host waits for the last one."""
+        if self._copied is not None and self._options.overflow == "raise":
+            self._copied.synchronize()
+        self._tell(self._copy)
+
+    def check_all(self) -> None:
+        """Raise if any call had not enough room, with those in graphs, whose replays this waits for."""
+        self._tell(self._most)
+
+    def total(self) -> int:
+        """Return how many choices of this rank had no room; this waits for the device."""
+        return int(self._total)
+
+    def _tell(self, noted: Tensor) -> None:
+        """Raise if something is noted, and forget it: it is told once."""
+        if self._options.overflow == "raise" and (most := int(noted.max())):
+            self._most.zero_()
+            self._copy.zero_()
+            raise no_room(most, self._options)

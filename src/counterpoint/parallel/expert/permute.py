@@ -3,31 +3,36 @@
 - `assign`: where each choice of a token goes, computed on the device: nothing waits for the host, shapes depend on
   sizes alone, and a CUDA graph can capture it.
 - `permute`: copies of tokens in the order of experts; `combine`: weighted sums of an expert's rows for each token.
-- `weight_grads`: what the weights of these sums have for a derivative.
+- `weight_grads`: the derivative of the weights of these sums.
+- `narrowed`: tokens in float8, with a scale for each; `permute` makes them wide again.
 
-They record no derivatives: those are each other. That of `permute` is `combine` of the rows' gradients; those of
-`combine` are `permute` of the sums' gradients, with the same weights, and `weight_grads`.
+They record no derivatives: that of `permute` is `combine` of the rows' gradients; those of `combine` are `permute` of
+the sums' gradients, with the same weights, and `weight_grads`.
 
-On CUDA these are Triton kernels (`permute_kernels.py`), elsewhere operations of torch, with the same results bit for
-bit but for `weight_grads`, which adds in another order.
+On CUDA these are Triton kernels (`kernels.py`), elsewhere operations of torch, with the same results bit for bit but
+for `weight_grads`, which adds in another order. Tokens are `[tokens, hidden]`, the elements of a token adjacent; rows
+are `[capacity, hidden]`, contiguous; weights `[tokens, top_k]`, of any strides. `Misconfigured` is raised where a
+tensor does not fit.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from counterpoint.errors import Misconfigured, needs_triton
+from counterpoint.errors import Misconfigured, Unsupported, needs_triton
 
 CHOICES = 128  # whose rows a program finds: it compares each with all before
 SCANNED = 1024  # counts that a program adds up at a time
 BLOCK_BYTES = 4096  # of a token, which a program of 128 threads has in flight: two loads of 16 bytes each
 DOTS = 4096  # products of rows and a gradient that a program has at a time
 ZERO_ROWS, ZERO_COLUMNS = 32, 256  # that a program zeroes at a time
+ELEMENTS = 8192  # of a token that 8 warps make narrow at once; beyond, a program reads its token twice
+E4M3 = (8, 9)  # compute capability from which Triton has float8_e4m3fn; float8_e5m2 it has for all
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,19 +59,13 @@ class Assignment:
         """Return how many choices a token has."""
         return self.slots.shape[1]
 
-    def of_tokens(self, begin: int, end: int) -> Assignment:
-        """Return the same for a part of the tokens alone, whose rows stay where they are.
+    def of_tokens(self, begin: int, end: int, *, pads: bool = True) -> Assignment:
+        """Return the assignment of a part of the tokens, whose rows stay where they are.
 
         So tokens can be permuted as they arrive, `permute(x[begin:end], assignment.of_tokens(begin, end), out=rows)`,
-        and sums computed for some tokens first. `sources` still counts all tokens.
+        and sums computed for some tokens first. `sources` still counts all tokens. One of the parts `pads` the rows.
         """
-        return Assignment(
-            offsets=self.offsets,
-            slots=self.slots[begin:end],
-            sources=self.sources,
-            missing=self.missing,
-            pad_multiple=self.pad_multiple,
-        )
+        return replace(self, slots=self.slots[begin:end], pad_multiple=self.pad_multiple if pads else 1)
 
 
 def bounded(ids: Tensor, experts: int) -> Tensor:
@@ -98,9 +97,8 @@ def assign(ids: Tensor, *, first_expert: int, num_experts: int, capacity: int, p
         raise Misconfigured(f"{num_experts} experts, rows in multiples of {pad_multiple}: give 1 or more of both")
     if capacity < 0 or capacity % pad_multiple:
         raise Misconfigured(f"capacity={capacity}: give a multiple of pad_multiple={pad_multiple}")
-    if _on_gpu(ids):
-        return _triton_assign(ids, first_expert, num_experts, capacity, pad_multiple)
-    return _torch_assign(ids, first_expert, num_experts, capacity, pad_multiple)
+    function = _triton_assign if on_gpu(ids) else _torch_assign
+    return function(ids, first_expert, num_experts, capacity, pad_multiple)
 
 
 def permute(
@@ -114,26 +112,21 @@ def permute(
     """Copy tokens into the order of experts; padding is 0.
 
     Args:
-        tokens: [tokens, hidden], the elements of a token adjacent.
+        tokens: which are copied.
         assignment: where each goes.
-        weights: [tokens, top_k], by which each copy is multiplied, in float32, and then rounded.
-        out: [capacity, hidden], contiguous, of any floating dtype: written to and returned; None: a new tensor like
-            `tokens`. Tokens in float8 come out wide if it is so; their scales, `[tokens, 1]` expanded, are weights.
+        weights: by which each copy is multiplied, in float32, and then rounded.
+        out: rows of any floating dtype: written to and returned; None: new ones like `tokens`. Tokens in float8 come
+            out wide if it is wide; their scales, `[tokens, 1]` expanded, are weights.
         zero_tail: also write zeros past `offsets[-1]`. It takes as long as copying as many rows, so give False for
             operations that go by the offsets, as grouped matmuls do: these rows are then left as they are.
 
     Returns:
-        The rows, [capacity, hidden].
-
-    Raises:
-        Misconfigured: shapes or strides do not fit.
+        The rows.
     """
-    _check("tokens", tokens, (assignment.slots.shape[0], tokens.shape[-1]))
-    _check_weights(weights, assignment)
-    shape = (assignment.capacity, tokens.shape[1])
+    shape = assignment.sources.shape[0], tokens.shape[-1]
     rows = torch.empty(shape, dtype=tokens.dtype, device=tokens.device) if out is None else out
-    _check("out", rows, shape, contiguous=True)
-    (_triton_permute if _on_gpu(tokens) else _torch_permute)(tokens, assignment, weights, rows, zero_tail)
+    _check(assignment, weights, ("tokens", tokens, False), ("out", rows, True))
+    (_triton_permute if on_gpu(tokens) else _torch_permute)(tokens, assignment, weights, rows, zero_tail)
     return rows
 
 
@@ -143,24 +136,18 @@ def combine(
     """Add up the rows of each token, in the order of its choices, in float32; the sum is rounded once.
 
     Args:
-        rows: [capacity, hidden], contiguous; those without a choice are not read.
+        rows: which are added up; without a choice they are not read.
         assignment: where the rows of each token are.
-        weights: [tokens, top_k], by which each row is multiplied, in float32.
-        out: [tokens, hidden] of any floating dtype, the elements of a token adjacent: written to and returned; None: a
-            new tensor like `rows`.
+        weights: by which each row is multiplied, in float32.
+        out: sums of any floating dtype: written to and returned; None: new ones like `rows`.
 
     Returns:
-        The sums, [tokens, hidden]; 0 for a token that chose no expert of this rank.
-
-    Raises:
-        Misconfigured: shapes or strides do not fit.
+        The sums, `[tokens, hidden]`; 0 for a token that chose no expert of this rank.
     """
-    _check("rows", rows, (assignment.capacity, rows.shape[-1]), contiguous=True)
-    _check_weights(weights, assignment)
-    shape = (assignment.slots.shape[0], rows.shape[1])
+    shape = assignment.slots.shape[0], rows.shape[-1]
     sums = torch.empty(shape, dtype=rows.dtype, device=rows.device) if out is None else out
-    _check("out", sums, shape)
-    (_triton_combine if _on_gpu(rows) else _torch_combine)(rows, assignment, weights, sums)
+    _check(assignment, weights, ("rows", rows, True), ("out", sums, False))
+    (_triton_combine if on_gpu(rows) else _torch_combine)(rows, assignment, weights, sums)
     return sums
 
 
@@ -168,43 +155,79 @@ def weight_grads(rows: Tensor, grads: Tensor, assignment: Assignment, *, out: Te
     """Return the gradients of the weights of `combine`: each choice's row times the gradient of its token's sum.
 
     Args:
-        rows: [capacity, hidden], contiguous, which `combine` added up.
-        grads: [tokens, hidden], of the sums.
+        rows: which `combine` added up.
+        grads: of the sums, `[tokens, hidden]`.
         assignment: where the rows of each token are.
         out: contiguous, written to and returned; None: a new tensor.
 
     Returns:
-        float32 (float64 of float64) [tokens, top_k]; 0 for a choice without a row.
+        float32 (float64 of float64) `[tokens, top_k]`; 0 for a choice without a row.
 
     Raises:
         Misconfigured: shapes or strides do not fit.
     """
-    _check("rows", rows, (assignment.capacity, rows.shape[-1]), contiguous=True)
-    _check("grads", grads, (assignment.slots.shape[0], rows.shape[1]))
+    _check(assignment, None, ("rows", rows, True), ("grads", grads, False))
     shape = assignment.slots.shape
-    products = torch.empty(shape, dtype=_wide(rows.dtype), device=rows.device) if out is None else out
-    _check("out", products, (shape[0], shape[1]), contiguous=True)
-    (_triton_weight_grads if _on_gpu(rows) else _torch_weight_grads)(rows, grads, assignment, products)
-    return products
+    if out is None:
+        out = torch.empty(shape, dtype=_wide(rows.dtype), device=rows.device)
+    elif out.shape != shape or not out.is_contiguous():
+        raise Misconfigured(f"out of {tuple(out.shape)}, strides {out.stride()}: give {tuple(shape)}, contiguous")
+    (_triton_weight_grads if on_gpu(rows) else _torch_weight_grads)(rows, grads, assignment, out)
+    return out
 
 
-def _on_gpu(tensor: Tensor) -> bool:
+def narrowed(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return tokens in a float8 dtype, and the scales by which they have to be multiplied: float32 `[tokens, 1]`.
+
+    Raises:
+        Unsupported: the GPU is too old for the dtype.
+    """
+    if x.is_cuda and dtype is torch.float8_e4m3fn:
+        _check_e4m3(x.device)
+    return (_triton_narrowed if on_gpu(x) else _torch_narrowed)(x, dtype)
+
+
+def on_gpu(tensor: Tensor) -> bool:
+    """Return whether kernels of Triton take a tensor."""
     return tensor.is_cuda
 
 
-def _check(what: str, tensor: Tensor, shape: tuple[int, int], *, contiguous: bool = False) -> None:
-    fits = tensor.is_contiguous() if contiguous else tensor.dim() == 2 and 1 in (tensor.shape[1], tensor.stride(1))
-    if tensor.shape != shape or (tensor.numel() and not fits):
-        raise Misconfigured(
-            f"{what} of {tuple(tensor.shape)}, strides {tensor.stride()}: give {shape}, "
-            f"{'contiguous' if contiguous else 'with the elements of a row adjacent'}"
-        )
+@cache
+def triton_kernels() -> Any:
+    """Return the module of the kernels.
+
+    Raises:
+        Unsupported: Triton is not installed.
+    """
+    with needs_triton("kernels of experts on a GPU"):
+        from counterpoint.parallel.expert import kernels
+    return kernels
 
 
-def _check_weights(weights: Tensor | None, assignment: Assignment) -> None:
+def _check(assignment: Assignment, weights: Tensor | None, *tensors: tuple[str, Tensor, bool]) -> None:
+    """Raise unless all tensors fit: each has a name, and is rows (True) or tokens; all are as wide as the first one."""
+    hidden = tensors[0][1].shape[-1]
+    for what, tensor, is_rows in tensors:
+        shape = (assignment.sources if is_rows else assignment.slots).shape[0], hidden
+        adjacent = tensor.is_contiguous() if is_rows else tensor.dim() == 2 and 1 in (hidden, tensor.stride(1))
+        if tensor.shape != shape or (tensor.numel() and not adjacent):
+            raise Misconfigured(
+                f"{what} of {tuple(tensor.shape)}, strides {tensor.stride()}: give {shape}, "
+                f"{'contiguous' if is_rows else 'with the elements of a row adjacent'}"
+            )
     if weights is not None and weights.shape != assignment.slots.shape:
         raise Misconfigured(
             f"weights of {tuple(weights.shape)}: give one for each choice, {tuple(assignment.slots.shape)}"
+        )
+
+
+@lru_cache(maxsize=64)  # it is asked for at every call
+def _check_e4m3(device: torch.device) -> None:
+    gpu = torch.cuda.get_device_properties(device)
+    if (gpu.major, gpu.minor) < E4M3:
+        raise Unsupported(
+            f"wire_dtype={torch.float8_e4m3fn} on {gpu.name}, of compute capability {gpu.major}.{gpu.minor}: it needs "
+            "8.9 or newer; give torch.float8_e5m2, or None"
         )
 
 
@@ -241,7 +264,7 @@ def _torch_permute(
     end = assignment.capacity if zero_tail else int(assignment.offsets[-1])
     unused = (assignment.sources[:end] < 0).nonzero().flatten()
     rows[unused] = 0
-    for choice in range(assignment.top_k):
+    for choice in range(assignment.slots.shape[1]):
         slots = assignment.slots[:, choice]
         here = slots >= 0
         copies = tokens[here]
@@ -254,7 +277,7 @@ def _torch_permute(
 def _torch_combine(rows: Tensor, assignment: Assignment, weights: Tensor | None, sums: Tensor) -> None:
     wide = _wide(rows.dtype)
     total = torch.zeros(sums.shape, dtype=wide, device=rows.device)
-    for choice in range(assignment.top_k):
+    for choice in range(assignment.slots.shape[1]):
         slots = assignment.slots[:, choice]
         here = slots >= 0
         values = rows[slots[here].long()].to(wide)
@@ -267,18 +290,17 @@ def _torch_combine(rows: Tensor, assignment: Assignment, weights: Tensor | None,
 def _torch_weight_grads(rows: Tensor, grads: Tensor, assignment: Assignment, out: Tensor) -> None:
     wide = _wide(rows.dtype)
     out.zero_()
-    for choice in range(assignment.top_k):
+    for choice in range(assignment.slots.shape[1]):
         slots = assignment.slots[:, choice]
         here = slots >= 0
         products = rows[slots[here].long()].to(wide) * grads[here].to(wide)
         out[here, choice] = products.sum(1).to(out.dtype)
 
 
-@cache
-def _kernels() -> Any:
-    with needs_triton("rows of experts on a GPU"):
-        from counterpoint.parallel.expert import permute_kernels
-    return permute_kernels
+def _torch_narrowed(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    largest = x.abs().amax(dim=-1, keepdim=True).float() if x.numel() else x.new_zeros(len(x), 1, dtype=torch.float32)
+    scales = torch.where(largest > 0, largest / torch.finfo(dtype).max, 1.0)
+    return (x / scales).to(dtype), scales
 
 
 def _power_of_two(least: int) -> int:
@@ -298,7 +320,7 @@ def _strides(weights: Tensor | None) -> tuple[int, int]:
 
 
 def _triton_assign(ids: Tensor, first_expert: int, num_experts: int, capacity: int, pad_multiple: int) -> Assignment:
-    kernels, choices = _kernels(), ids.numel()
+    kernels, choices = triton_kernels(), ids.numel()
     if ids.stride(1) != 1:
         ids = ids.contiguous()
     blocks = max(1, -(-choices // CHOICES))
@@ -327,7 +349,7 @@ def _triton_permute(
     zeroed = capacity if zero_tail or assignment.pad_multiple > 1 else 0
     programs = token_programs + -(-zeroed // ZERO_ROWS)
     if programs and hidden:
-        _kernels().permute[(programs,)](
+        triton_kernels().permute[(programs,)](
             tokens, tokens.stride(0), assignment.slots, weights, *_strides(weights), rows, assignment.sources,
             assignment.offsets, token_programs, assignment.offsets.shape[0], capacity,
             TOP_K=assignment.top_k, HIDDEN=hidden, BLOCK=block, ZERO_TAIL=zero_tail,
@@ -339,7 +361,7 @@ def _triton_combine(rows: Tensor, assignment: Assignment, weights: Tensor | None
     tokens, hidden = sums.shape
     block = _block(hidden, max(rows.itemsize, 2))
     if tokens and hidden:
-        _kernels().combine[(tokens * -(-hidden // block),)](
+        triton_kernels().combine[(tokens * -(-hidden // block),)](
             rows, assignment.slots, weights, *_strides(weights), sums, sums.stride(0),
             TOP_K=assignment.top_k, HIDDEN=hidden, BLOCK=block, enable_fp_fusion=False,
         )  # fmt: skip
@@ -349,7 +371,20 @@ def _triton_weight_grads(rows: Tensor, grads: Tensor, assignment: Assignment, ou
     top_k, hidden = assignment.top_k, rows.shape[1]
     choices = _power_of_two(top_k)
     if grads.shape[0]:
-        _kernels().weight_grads[(grads.shape[0],)](
+        triton_kernels().weight_grads[(grads.shape[0],)](
             rows, grads, grads.stride(0), assignment.slots, out,
             TOP_K=top_k, CHOICES=choices, HIDDEN=hidden, BLOCK=min(_power_of_two(hidden), max(64, DOTS // choices)),
         )  # fmt: skip
+
+
+def _triton_narrowed(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    x = x.contiguous()
+    tokens, hidden = x.shape
+    values, scales = torch.empty_like(x, dtype=dtype), x.new_empty(tokens, 1, dtype=torch.float32)
+    block = min(ELEMENTS, _power_of_two(hidden))
+    if tokens:
+        triton_kernels().narrow[(tokens,)](
+            x, values, scales, HIDDEN=hidden, BLOCK=block, LARGEST=torch.finfo(dtype).max,
+            num_warps=4 if block < ELEMENTS else 8,
+        )  # fmt: skip
+    return values, scales

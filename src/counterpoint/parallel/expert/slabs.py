@@ -1,10 +1,15 @@
 """Move tokens in slabs: room for equally many rows for each rank, so that nobody counts before they travel.
 
 Each rank packs its rows by the rank that has their expert, and sends every other one a slab of `capacity_factor` times
-what an even routing has, by an all_to_all of even blocks. Sizes are fixed, so that a graph can be captured. What an
-expert made goes back to the same place of the same slab, and is weighed and added up at home, in the order of choices.
+what an even routing has, by an all_to_all of even blocks. Sizes are fixed, so that a graph can be captured. Outputs of
+experts go back to the same place of the same slab, and the rank of the token weighs and adds them up, in the order of
+choices.
 
-What is beyond a slab goes by `overflow`. `raise` and `drop` count it on the device; with `raise` the next dispatch,
+A choice's place is its number among the choices of this rank for the same other rank, in the order of tokens, then of
+choices. Every rank sends every other a table of fixed size before any row: expert, weight and scale by place. So the
+receiver knows on its device which rows arrive, in whichever round.
+
+Rows beyond a slab go by `overflow`. `raise` and `drop` count them on the device; with `raise` the next dispatch,
 `check` or `close` waits until the calls before have told how many of any rank had no room, and raises on all ranks; a
 call in a capture does not look. A `second_round` loses nothing: the tables say how many rows the fullest slab lacks,
 and if it lacks some, a second all_to_all of that size follows when the dispatch is finished. For that the host waits in
@@ -16,95 +21,73 @@ times as many.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from counterpoint.collectives.work import Work
-from counterpoint.parallel.expert.mechanism import OwnCommunication
-from counterpoint.parallel.expert.options import ExpertLayout
-from counterpoint.parallel.expert.packing import (
-    HEAD,
-    LACKING,
-    REST,
-    Incoming,
-    Packing,
-    arriving_parts,
-    moved,
-    pack,
+from counterpoint.parallel.expert.options import ExpertLayout, Halves, OwnCommunication
+from counterpoint.parallel.expert.permute import (
+    Assignment,
+    assign,
+    bounded,
+    combine,
+    narrowed,
+    on_gpu,
+    permute,
+    triton_kernels,
+    weight_grads,
 )
-from counterpoint.parallel.expert.permute import Assignment, bounded, combine, permute, weight_grads
-from counterpoint.parallel.expert.wire import narrowed
 from counterpoint.parallel.group import CHANNELS, RankGroup
 from counterpoint.parallel.options import ExpertOptions
 from counterpoint.parallel.report import RoutedPath
 
-OUT, BACK, SMALL = CHANNELS["tokens"][:2], CHANNELS["tokens"][2:4], CHANNELS["tokens"][4]
+OUT, BACK, SMALL = CHANNELS["tokens"][::2]
 DEFAULT_FACTOR = 1.25  # room in a first round, if a second one takes the rest
+HEAD = 2  # numbers at the front of each row of a table
+SECOND, LACKING = 0, 1  # of them: rows of the fullest slab for a second round, choices without room
+CHOICES = 256  # of a program of the kernel
 _STEP = 64  # rows: second rounds have a multiple, so that memory is used again
+_NONE = -1
+
+
+@dataclass(frozen=True)
+class SlabExchange:
+    """Holds the blocks that arrive from all ranks; this rank's own is there already."""
+
+    arriving: Tensor
+    work: Any
+
+    def wait(self) -> Tensor:
+        """Return the blocks that have arrived."""
+        self.work.wait()
+        return self.arriving
 
 
 @dataclass(frozen=True)
 class SlabRound:
-    """Names the places that travel together."""
+    """Describes rows that travel together: those at some places, equally many for each rank."""
 
-    begin: int
-    rows: int  # for each rank
-
-
-@dataclass
-class Sending:
-    """Holds what is under way from all ranks, by place; this rank's own is there already."""
-
-    received: Tensor
-    work: Any
+    places: slice
+    choices: Assignment  # of this rank, to the rows that it sends
+    arriving: Assignment  # of rows that arrive, to those of this rank's experts
 
 
 @dataclass(frozen=True)
-class Leaving:
-    """Says where the choices of a round go: in what is sent, and those for this rank's own experts."""
-
-    others: Assignment
-    own: Assignment
-
-
-@dataclass
 class TokenRoute:
     """Holds where the rows of one dispatch go."""
 
-    packing: Packing
-    weights: Tensor
     dtype: torch.dtype
-    block: int  # most tokens of a rank
-    room: int  # places for each rank
+    weights: Tensor  # [tokens, top_k]
+    entries: Tensor  # [tokens, top_k] in the tables
+    arriving_weights: Tensor  # [world_size, room]
     rounds: list[SlabRound]
-    table: Sending | None
-    leaving: dict[SlabRound, Leaving] = field(default_factory=dict)  # made once
-    home: Assignment | None = None  # made once
-    incoming: Incoming | None = None
-    values: Tensor | None = None  # tokens as they travel, as long as a second round may send some
-    heads: tuple[Tensor, Any] | None = None  # of the tables, for the host, and the event after which they are there
-    sending: list[Sending] = field(default_factory=list)
-
-    def known(self) -> Incoming:
-        """Return what comes; the dispatch has been finished."""
-        assert self.incoming is not None, "finish_dispatch comes first"
-        return self.incoming
-
-
-@dataclass
-class Returning:
-    """Holds what experts made, on its way home: one part for each round."""
-
-    route: TokenRoute
-    parts: list[tuple[Tensor, Work, Tensor]]  # what comes, its call, and what was sent
-    rows: Tensor | None
+    returning: Assignment  # of choices, to the rows that come back, of all rounds one after the other
 
 
 class Slabs(OwnCommunication):
-    """Moves tokens in slabs. See `TokenMechanism`."""
+    """Moves tokens in slabs."""
 
     name: RoutedPath = "slabs"
 
@@ -113,84 +96,90 @@ class Slabs(OwnCommunication):
         device = self._communicator.device
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def dispatch_start(self, x: Tensor, ids: Tensor, weights: Tensor) -> TokenRoute:
-        """Begin to send tables and slabs; raise if an earlier call had no room."""
+    def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor) -> Halves[tuple[Tensor, Tensor, TokenRoute]]:
+        """Send tables and slabs, and a second round, if one is needed; put the rows in the order of experts."""
         self._admit(len(x))
         if not self._memory.is_capturing():
             self._overflow.check()
-        ids, weights = bounded(ids, self._layout.experts).int().contiguous(), weights.float().contiguous()
-        block = self._layout.block(len(x), self._options)
-        first, room = self._sizes(block)
-        values, scales = (x, None) if self._options.wire_dtype is None else narrowed(x, self._options.wire_dtype)
-        packing = pack(ids, weights, scales, self._layout, first=first, room=room)
-        self._overflow.add(packing.lacking)
-        table = self._exchange_table(packing.table)
-        route = TokenRoute(packing, weights, x.dtype, block, room, [SlabRound(0, first)], table)
-        route.sending = [self._send(values, route, route.rounds[0])]
-        if room > first:
-            route.values, route.heads = values, self._heads(table)
-        return route
+        layout, options, n, dtype = self._layout, self._options, self._layout.world_size, x.dtype
+        ids, weights = bounded(ids, layout.experts).int().contiguous(), weights.float().contiguous()
+        first, room = self._sizes(layout.block(len(x), options))
+        x, scales = (x, None) if options.wire_dtype is None else narrowed(x, options.wire_dtype)
+        packing = pack(ids, weights, scales, layout, first=first, room=room)
+        self._overflow.add(packing.table[0, LACKING])
+        tables = self._exchange(packing.table, SMALL)
+        choices = [as_assignment(packing.slots, n * first)]
+        exchanges = [self._send(x, choices[0])]
+        heads = self._heads(tables) if room > first else None
+        yield
+        second = 0 if heads is None else self._second(tables, *heads)
+        table = tables.wait()
+        self._overflow.note(table[:, LACKING])
+        parts = (part.clone(memory_format=torch.contiguous_format) for part in table[:, HEAD:].split(room, dim=1))
+        arriving_ids, arriving_weights, *arriving_scales = parts
+        self._memory.give_back(table)
+        returning = choices[0]
+        if second:
+            rows = min(-(-second // _STEP) * _STEP, room - first)
+            slots = packing.of_places(first, rows)
+            choices.append(as_assignment(slots, n * rows))
+            exchanges.append(self._send(x, choices[1]))
+            both = torch.where(slots >= 0, slots + n * first, packing.slots)
+            returning = as_assignment(both, n * (first + rows))
+        arriving = assign(
+            arriving_ids.view(-1, 1),
+            first_expert=layout.first_expert,
+            num_experts=layout.local_experts,
+            capacity=layout.padded(n * room, options.pad_multiple),
+            pad_multiple=options.pad_multiple,
+        )
+        rounds, begin = [], 0
+        for one in choices:
+            places = slice(begin, begin + one.capacity // n)
+            slots = arriving.slots.view(n, room)[:, places].reshape(-1, 1)
+            rounds.append(SlabRound(places, one, replace(arriving, slots=slots)))
+            begin = places.stop
+        route = TokenRoute(dtype, weights, packing.entries, arriving_weights.view(torch.float32), rounds, returning)
+        factors = arriving_scales[0].view(torch.float32) if arriving_scales else None
+        return self._unpacked(exchanges, route, factors), arriving.offsets, route
 
-    def dispatch_finish(self, route: TokenRoute) -> tuple[Tensor, Tensor]:
-        """Make the second round, if one is needed, and put what came in the order of experts."""
-        rest = 0 if route.heads is None else self._rest(route)
-        incoming = route.incoming = self._incoming(route)
-        self._overflow.note(incoming.head[:, LACKING])
-        values, route.values = route.values, None
-        if rest and values is not None:
-            first = route.rounds[0].rows
-            route.rounds.append(SlabRound(first, min(-(-rest // _STEP) * _STEP, route.room - first)))
-            route.sending.append(self._send(values, route, route.rounds[1]))
-        sending, route.sending = route.sending, []
-        rows = self._unpacked(sending, route, incoming.scales)
-        route.incoming = replace(incoming, scales=None)
-        route.packing = replace(route.packing, table=rows.new_empty(0))  # it has been sent
-        return rows, incoming.there.offsets
+    def combine(self, rows: Tensor, route: TokenRoute, *, weighted: bool) -> Halves[tuple[Tensor, Tensor | None]]:
+        """Put each row in its place of the slabs, send these back, and add up the rows of each token."""
+        exchanges = [self._exchange(combine(rows, one.arriving), BACK) for one in route.rounds]
+        saved = rows if weighted else None
+        del rows
+        yield
+        back = [one.wait() for one in exchanges]
+        whole = back[0] if len(back) == 1 else torch.cat(back)
+        sums = combine(whole, route.returning, weights=route.weights if weighted else None)
+        for one in back:
+            self._memory.give_back(one)
+        return sums, saved
 
-    def combine_start(self, rows: Tensor, route: TokenRoute, *, weighted: bool) -> Returning:
-        """Put each row in its place of the slabs, and begin to send these back."""
-        parts = [self._return(rows, route, one) for one in route.rounds]
-        return Returning(route, parts, rows if weighted else None)
+    def spread(
+        self, grads: Tensor, route: TokenRoute, saved: Tensor | None
+    ) -> Halves[tuple[Tensor, Halves[Tensor] | None]]:
+        """Send the derivative of each row's sum, and put them in the order of experts, times the weights."""
+        exchanges = [self._send(grads, one.choices) for one in route.rounds]
+        yield
+        if saved is None:
+            return self._unpacked(exchanges, route, route.arriving_weights), None
+        dots = torch.zeros_like(route.arriving_weights)
+        rows = self._unpacked(exchanges, route, route.arriving_weights, saved, dots)
+        weights = self._weights_grad(dots, route)
+        next(weights)
+        return rows, weights
 
-    def combine_finish(self, pending: Returning) -> tuple[Tensor, Tensor | None]:
-        """Add up the rows of each token."""
-        route, weights = pending.route, pending.route.weights if pending.rows is not None else None
-        for _, work, _ in pending.parts:
-            work.wait()
-        back = [rows for rows, _, _ in pending.parts]
-        if route.home is None:
-            route.home = self._home(route)
-        sums = combine(back[0] if len(back) == 1 else torch.cat(back), route.home, weights=weights)
-        for rows in back:
-            self._memory.give_back(rows)
-        pending.parts = []
-        return sums, pending.rows
-
-    def spread_start(self, grads: Tensor, route: TokenRoute) -> tuple[list[Sending], TokenRoute]:
-        """Begin to send the derivative of each row's sum."""
-        return [self._send(grads, route, one) for one in route.rounds], route
-
-    def spread_finish(self, pending: tuple[list[Sending], TokenRoute], kept: Tensor | None) -> tuple[Tensor, Any]:
-        """Put what came in the order of experts, times its weight; begin to send home what weights have."""
-        sending, route = pending
-        weights = route.known().weights
-        if kept is None:
-            return self._unpacked(sending, route, weights), None
-        dots = torch.zeros_like(weights)
-        rows = self._unpacked(sending, route, weights, kept, dots)
-        sending.clear()
-        return rows, (self._exchange_table(dots), route)
-
-    def weight_grads_finish(self, pending: tuple[Sending, TokenRoute]) -> Tensor:
-        """Wait for the products of rows and derivatives."""
-        returned, route = pending
-        returned.work.wait()
-        grads = route.packing.returned(returned.received)
-        self._memory.give_back(returned.received)
-        return grads
+    def _weights_grad(self, dots: Tensor, route: TokenRoute) -> Halves[Tensor]:
+        """Send the products of rows and derivatives, `[world_size, room]`, to the ranks of their tokens."""
+        exchange = self._exchange(dots, SMALL)
+        yield
+        values = exchange.wait().flatten()[route.entries.clamp(min=0)]
+        self._memory.give_back(exchange.arriving)
+        return torch.where(route.entries >= 0, values, 0)
 
     def _sizes(self, block: int) -> tuple[int, int]:
-        """Return the places of each rank that travel first, and all that it has."""
+        """Return how many rows travel first for each rank, and for how many its table has room."""
         layout, options = self._layout, self._options
         most, even = block * layout.top_k, block * layout.top_k / layout.world_size
         if options.overflow == "second_round" and self._memory.is_capturing():
@@ -200,124 +189,159 @@ class Slabs(OwnCommunication):
         first = min(most, math.ceil((options.capacity_factor or DEFAULT_FACTOR) * even))
         return first, most if options.overflow == "second_round" else first
 
-    def _heads(self, table: Sending) -> tuple[Tensor, Any]:
+    def _heads(self, tables: SlabExchange) -> tuple[Tensor, torch.cuda.Event | None]:
         """Begin to copy the heads of the tables to the host, when they come; on CPUs they are read where they are."""
         if self._side is None:
-            return table.received[:, :HEAD], None
+            return tables.arriving[:, :HEAD], None
         heads = torch.empty(self._layout.world_size, HEAD, dtype=torch.int32, pin_memory=True)
-        there = torch.cuda.Event()
+        copied = torch.cuda.Event()
         with torch.cuda.stream(self._side):
-            table.work.wait()
+            tables.work.wait()
             for rank in range(self._layout.world_size):
-                heads[rank].copy_(table.received[rank, :HEAD], non_blocking=True)
-            there.record()
-        return heads, there
+                heads[rank].copy_(tables.arriving[rank, :HEAD], non_blocking=True)
+            copied.record()
+        return heads, copied
 
-    def _rest(self, route: TokenRoute) -> int:
+    @staticmethod
+    def _second(tables: SlabExchange, heads: Tensor, copied: torch.cuda.Event | None) -> int:
         """Return how many rows the fullest slab of any rank lacks, which is equal on all ranks; the host waits."""
-        assert route.heads is not None
-        (heads, there), route.heads = route.heads, None
-        if there is not None:
-            there.synchronize()
-        elif route.table is not None:
-            route.table.work.wait()
-        return int(heads[:, REST].max())
+        if copied is not None:
+            copied.synchronize()
+        else:
+            tables.work.wait()
+        return int(heads[:, SECOND].max())
 
-    def _exchange_table(self, table: Tensor) -> Sending:
-        """Begin to send a row of a table to each rank."""
-        received, me = self._memory.empty(*table.shape, dtype=table.dtype), self._layout.rank
-        received[me].copy_(table[me])
-        work = self._communicator.all_to_all(received, table, leave_own=True, channel=SMALL, async_op=True)
-        return Sending(received, work)
-
-    def _incoming(self, route: TokenRoute) -> Incoming:
-        """Wait for the tables of all ranks."""
-        table, route.table = route.table, None
-        assert table is not None, "a dispatch is finished once"
-        table.work.wait()
-        capacity = self._layout.padded(self._layout.world_size * route.room, self._options.pad_multiple)
-        found = Incoming.of(table.received, self._layout, route.room, capacity, self._options.pad_multiple)
-        self._memory.give_back(table.received)
-        return found
-
-    def _home(self, route: TokenRoute) -> Assignment:
-        """Return where a token's rows are among those that come home, of all rounds one after the other."""
-        n, packing = self._layout.world_size, route.packing
-        before = n * route.rounds[0].rows
-        if len(route.rounds) == 1:
-            return moved(packing.home, before)
-        second = route.rounds[1]
-        later = packing.in_slabs(second.begin, second.rows)
-        return moved(torch.where(later >= 0, later + before, packing.home), before + n * second.rows)
-
-    def _leaving(self, route: TokenRoute, one: SlabRound) -> Leaving:
-        """Return where the choices of a round go."""
-        n, packing = self._layout.world_size, route.packing
-        if not one.begin:
-            return Leaving(moved(packing.others, n * one.rows), moved(packing.own, one.rows))
-        slots, is_own = packing.in_slabs(one.begin, one.rows), packing.ranks == packing.rank
-        own = torch.where(is_own & (slots >= 0), packing.places - one.begin, -1)
-        return Leaving(moved(torch.where(is_own, -1, slots), n * one.rows), moved(own, one.rows))
-
-    def _send(self, tokens: Tensor, route: TokenRoute, one: SlabRound) -> Sending:
-        """Begin to send the rows of a round; this rank's own go where those of others come."""
-        leaving = route.leaving.get(one)
-        if leaving is None:
-            leaving = route.leaving[one] = self._leaving(route, one)
-        packed = permute(tokens, leaving.others, zero_tail=False)
+    def _exchange(self, leaving: Tensor, channel: int) -> SlabExchange:
+        """Begin to send each rank its block of a tensor; this rank's own is copied now, as that needs an SM."""
+        arriving = self._memory.empty(*leaving.shape, dtype=leaving.dtype)
         n, me = self._layout.world_size, self._layout.rank
-        received = self._memory.empty(n * one.rows, packed.shape[1], dtype=packed.dtype)
-        permute(tokens, leaving.own, out=received[me * one.rows : (me + 1) * one.rows], zero_tail=False)
-        channel = self._ranks.partitioned.channel(OUT)
-        work = self._communicator.all_to_all(received, packed, leave_own=True, channel=channel, async_op=True)
-        return Sending(received, work)
+        arriving.view(n, -1)[me].copy_(leaving.view(n, -1)[me])
+        work = self._communicator.all_to_all(arriving, leaving, leave_own=True, channel=channel, async_op=True)
+        return SlabExchange(arriving, work)
+
+    def _send(self, tokens: Tensor, choices: Assignment) -> SlabExchange:
+        """Begin to send the rows of a round."""
+        return self._exchange(permute(tokens, choices, zero_tail=False), OUT)
 
     def _unpacked(
         self,
-        sending: list[Sending],
+        exchanges: list[SlabExchange],
         route: TokenRoute,
         weights: Tensor | None,
-        kept: Tensor | None = None,
+        saved: Tensor | None = None,
         dots: Tensor | None = None,
     ) -> Tensor:
-        """Return the rows of this rank's experts when they are there, each times its weight.
+        """Return the rows of this rank's experts when they have arrived, each times its weight.
 
         Args:
-            sending: the rows that come, by round.
+            exchanges: of each round.
             route: where they go.
             weights: `[world_size, room]`.
-            kept: rows whose products with those that come are written to `dots`.
+            saved: rows whose products with the arriving ones are written to `dots`.
             dots: `[world_size, room]`.
         """
-        there = route.known().there
-        shape = there.capacity, self._layout.hidden
-        rows = torch.empty(shape, dtype=route.dtype, device=there.slots.device)
-        zero_tail = self._options.zero_tail
-        for which, one in zip(sending, route.rounds, strict=True):
-            which.work.wait()
-            places = slice(one.begin, one.begin + one.rows)
-            part = replace(there, slots=route.known().slots(slice(None), places))
-            scales = None if weights is None else weights[:, places].reshape(-1, 1)
-            permute(which.received, part, weights=scales, out=rows, zero_tail=zero_tail)
-            zero_tail = False
-            if kept is not None and dots is not None:
-                dots[:, places] = weight_grads(kept, which.received, part).view(-1, one.rows)
-            self._memory.give_back(which.received)
+        shape, device = (route.rounds[0].arriving.capacity, self._layout.hidden), route.entries.device
+        rows = torch.empty(shape, dtype=route.dtype, device=device)
+        for exchange, one in zip(exchanges, route.rounds, strict=True):
+            arrived = exchange.wait()
+            factors = None if weights is None else weights[:, one.places].reshape(-1, 1)
+            zero_tail = self._options.zero_tail and not one.places.start
+            permute(arrived, one.arriving, weights=factors, out=rows, zero_tail=zero_tail)
+            if saved is not None and dots is not None:
+                dots[:, one.places] = weight_grads(saved, arrived, one.arriving).view(len(dots), -1)
+            self._memory.give_back(arrived)
         return rows
 
-    def _return(self, rows: Tensor, route: TokenRoute, one: SlabRound) -> tuple[Tensor, Work, Tensor]:
-        """Begin to send the rows of a round home; return what comes from there, its call, and what is sent."""
-        incoming, me, n = route.known(), self._layout.rank, self._layout.world_size
-        places = slice(one.begin, one.begin + one.rows)
-        leaving = rows.new_empty(n * one.rows, rows.shape[1])
-        back = self._memory.empty(*leaving.shape, dtype=rows.dtype)
-        for ranks, out in (
-            (slice(me, me + 1), back),
-            *((ranks, leaving) for ranks in arriving_parts(me, n)),
-        ):
-            part = replace(incoming.there, slots=incoming.slots(ranks, places))
-            combine(rows, part, out=out[ranks.start * one.rows : ranks.stop * one.rows])
-        channel = self._ranks.partitioned.channel(BACK)
-        work = self._communicator.all_to_all(back, leaving, leave_own=True, channel=channel, async_op=True)
-        assert work is not None
-        return back, work, leaving
+
+@dataclass(frozen=True, kw_only=True)
+class Packing:
+    """Says where this rank's choices go: int32, `[tokens, top_k]`, where -1 is nowhere."""
+
+    room: int
+    entries: Tensor  # of choices in the tables: rank * room + place
+    slots: Tensor  # of choices in the first round: rank * first + place
+    table: Tensor  # `[world_size, HEAD + parts * room]`, for each rank; -1 where there is no choice
+
+    def of_places(self, begin: int, rows: int) -> Tensor:
+        """Return the slots of choices in a round of `rows` for each rank, whose places begin at `begin`."""
+        places = self.entries % self.room - begin
+        is_here = (self.entries >= 0) & (places >= 0) & (places < rows)
+        return torch.where(is_here, self.entries // self.room * rows + places, _NONE)
+
+
+def pack(
+    ids: Tensor, weights: Tensor, scales: Tensor | None, layout: ExpertLayout, *, first: int, room: int
+) -> Packing:
+    """Sort choices by the rank that has their expert, with a table for each rank; nothing here waits for the device.
+
+    Args:
+        ids: int32 `[tokens, top_k]`; -1 is none.
+        weights: float32 `[tokens, top_k]`.
+        scales: float32 `[tokens, 1]`, if tokens travel in another dtype.
+        layout: which experts are where.
+        first: places of each rank that travel at once.
+        room: places of each rank that its table has.
+
+    Returns:
+        The packing, with the tables.
+    """
+    n, parts = layout.world_size, 2 if scales is None else 3
+    compact = assign(ids // layout.local_experts, first_expert=0, num_experts=n, capacity=ids.numel())
+    table = torch.full((n, HEAD + parts * room), _NONE, dtype=torch.int32, device=ids.device)
+    function = _triton_pack if on_gpu(ids) else _torch_pack
+    entries, slots = function(ids, compact, weights, scales, table, layout.local_experts, first, room)
+    return Packing(room=room, entries=entries, slots=slots, table=table)
+
+
+def _torch_pack(
+    ids: Tensor,
+    compact: Assignment,
+    weights: Tensor,
+    scales: Tensor | None,
+    table: Tensor,
+    local_experts: int,
+    first: int,
+    room: int,
+) -> tuple[Tensor, Tensor]:
+    counts = compact.offsets.diff(prepend=compact.offsets.new_zeros(1))
+    has_rank = compact.slots >= 0
+    ranks = torch.where(has_rank, ids // local_experts, 0)
+    places = compact.slots - (compact.offsets - counts)[ranks]
+    table[:, SECOND] = (counts.max() - first).clamp(0, room - first)
+    table[:, LACKING] = (counts - room).clamp(min=0).sum(dtype=torch.int32)
+    has_entry = has_rank & (places < room)
+    for index, part in enumerate([ids, weights] if scales is None else [ids, weights, scales.expand(ids.shape)]):
+        at = HEAD + index * room + places[has_entry]
+        table[ranks[has_entry], at] = part.contiguous().view(torch.int32)[has_entry]
+    slots = torch.where(has_rank & (places < first), ranks * first + places, _NONE)
+    return torch.where(has_entry, ranks * room + places, _NONE), slots
+
+
+def _triton_pack(
+    ids: Tensor,
+    compact: Assignment,
+    weights: Tensor,
+    scales: Tensor | None,
+    table: Tensor,
+    local_experts: int,
+    first: int,
+    room: int,
+) -> tuple[Tensor, Tensor]:
+    n, choices = len(table), ids.numel()
+    entries, slots = ids.new_empty(2, *ids.shape)
+    triton_kernels().pack[(max(1, -(-choices // CHOICES)),)](
+        ids, compact.slots, compact.offsets, weights, scales, choices, first, room, table.shape[1], local_experts,
+        entries, slots, table,
+        N=n, BINS=max(2, 1 << (n - 1).bit_length()), TOP_K=max(1, ids.shape[1]), HEAD=HEAD, SECOND=SECOND,
+        LACKING=LACKING, BLOCK=CHOICES,
+    )  # fmt: skip
+    return entries, slots
+
+
+def as_assignment(slots: Tensor, rows: int) -> Assignment:
+    """Return the assignment of choices to slots, int32 `[tokens, top_k]` (-1: none), among `rows`.
+
+    Rows without a choice are left as they are, whatever `sources` holds: nobody reads them.
+    """
+    none = slots.new_zeros(1)
+    return Assignment(offsets=none, slots=slots, sources=slots.new_empty(rows), missing=none)

@@ -1,12 +1,13 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-incomplete-defs
 # mypy: disable-error-code="assignment, var-annotated"
-"""Define the Triton kernels of `permute.py`, which imports them at the first launch.
+"""Define the Triton kernels of the room, which `permute.triton_kernels` imports at the first launch.
 
 Assigning takes three: `count` the choices of each expert in each block of choices, `scan` each expert's counts, and
 `place` every choice. All of it is in the order of choices, so that no row depends on which program was first.
 
-The others run a program for each token and `BLOCK` of its elements, so that a token, or the rows of its sum, are read
-once; the slots of its choices are all that they follow.
+`permute`, `combine` and `weight_grads` run a program for each token and `BLOCK` of its elements, so that a token, or
+the rows of its sum, are read once; the slots of its choices are all that they follow. `pack` and `narrow` prepare what
+is sent. `swiglu` and its derivative take every `num_programs`-th tile of the rows before the last offset.
 """
 
 import triton
@@ -174,3 +175,108 @@ def weight_grads(rows, grads, grad_stride, slots, out, TOP_K: tl.constexpr, CHOI
         values = tl.load(lines + columns[None, :], mask=used, other=0)
         total += values.to(total.dtype) * tl.load(gradients + columns[None, :], mask=used, other=0).to(total.dtype)
     tl.store(out + token * TOP_K + choices, tl.sum(total, axis=1), mask=choices < TOP_K)
+
+
+@triton.jit(do_not_specialize=["choices", "first", "room", "width", "local_experts"])
+def pack(ids, compact, ends, weights, scales, choices, first, room, width, local_experts, entries, slots, table,
+         N: tl.constexpr, BINS: tl.constexpr, TOP_K: tl.constexpr, HEAD: tl.constexpr, SECOND: tl.constexpr,
+         LACKING: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Enter each choice of a block in the table of its rank; the first program writes the heads of the tables."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < choices
+    row = tl.load(compact + at, mask=mask, other=NONE)
+    has_rank = row >= 0
+    rank = tl.where(has_rank, tl.load(ids + at, mask=mask, other=0) // local_experts, N)
+    position = row - tl.load(ends + rank - 1, mask=has_rank & (rank > 0), other=0)
+    has_entry = has_rank & (position < room)
+    tl.store(entries + at, tl.where(has_entry, rank * room + position, NONE), mask=mask)
+    tl.store(slots + at, tl.where(has_rank & (position < first), rank * first + position, NONE), mask=mask)
+    entry = table + rank.to(tl.int64) * width + HEAD + position
+    tl.store(entry, tl.load(ids + at, mask=has_entry, other=NONE), mask=has_entry)
+    weight = tl.load(weights + at, mask=has_entry, other=0)
+    tl.store(entry + room, weight.to(tl.int32, bitcast=True), mask=has_entry)
+    if scales is not None:
+        scale = tl.load(scales + at // TOP_K, mask=has_entry, other=0)
+        tl.store(entry + 2 * room, scale.to(tl.int32, bitcast=True), mask=has_entry)
+    if tl.program_id(0) == 0:
+        bins = tl.arange(0, BINS)
+        is_rank = bins < N
+        before = tl.load(ends + bins - 1, mask=is_rank & (bins > 0), other=0)
+        chosen = tl.load(ends + bins, mask=is_rank, other=0) - before
+        lacking = tl.sum(tl.maximum(chosen - room, 0))
+        second = tl.minimum(tl.maximum(tl.max(chosen) - first, 0), room - first)
+        heads = table + bins.to(tl.int64) * width
+        tl.store(heads + SECOND, tl.full([BINS], 0, tl.int32) + second, mask=is_rank)
+        tl.store(heads + LACKING, tl.full([BINS], 0, tl.int32) + lacking, mask=is_rank)
+
+
+@triton.jit
+def _part(x, start, HIDDEN: tl.constexpr, BLOCK: tl.constexpr):
+    """Return columns of a token, which of them there are, and their values in float32."""
+    columns = start + tl.arange(0, BLOCK)
+    mask = columns < HIDDEN
+    return columns, mask, tl.load(x + columns, mask=mask, other=0).to(tl.float32)
+
+
+@triton.jit
+def narrow(x, values, scales, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, LARGEST: tl.constexpr):
+    """Divide a token by its scale, which makes its largest element `LARGEST`."""
+    token = tl.program_id(0).to(tl.int64)
+    source, target = x + token * HIDDEN, values + token * HIDDEN
+    columns, mask, part = _part(source, 0, HIDDEN, BLOCK)
+    largest = tl.max(tl.abs(part))
+    for start in tl.static_range(BLOCK, HIDDEN, BLOCK):
+        largest = tl.maximum(largest, tl.max(tl.abs(_part(source, start, HIDDEN, BLOCK)[2])))
+    scale = tl.where(largest > 0, tl.div_rn(largest, LARGEST), 1.0)
+    tl.store(scales + token, scale)
+    tl.store(target + columns, tl.div_rn(part, scale).to(values.dtype.element_ty), mask=mask)
+    for start in tl.static_range(BLOCK, HIDDEN, BLOCK):
+        columns, mask, part = _part(source, start, HIDDEN, BLOCK)
+        tl.store(target + columns, tl.div_rn(part, scale).to(values.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _tile(tile, end, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return rows, columns and mask of a tile."""
+    across: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
+    rows = (tile // across * ROWS + tl.arange(0, ROWS))[:, None]
+    columns = (tile % across * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    return rows.to(tl.int64), columns, (rows < end) & (columns < WIDTH)
+
+
+@triton.jit
+def _gate_up(gate_up, rows, columns, mask, WIDTH: tl.constexpr):
+    """Return gate, its sigmoid, and up."""
+    places = gate_up + rows * (2 * WIDTH) + columns
+    gate, up = tl.load(places, mask=mask, other=0), tl.load(places + WIDTH, mask=mask, other=0)
+    if gate_up.dtype.element_ty != tl.float64:
+        gate, up = gate.to(tl.float32), up.to(tl.float32)
+    return gate, 1 / (1 + tl.exp(-gate)), up
+
+
+@triton.jit(do_not_specialize=["experts"])
+def swiglu(gate_up, out, offsets, experts, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Compute silu(gate) * up."""
+    across: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
+    end = tl.load(offsets + experts - 1)
+    for tile in range(tl.program_id(0), tl.cdiv(end, ROWS) * across, tl.num_programs(0)):
+        rows, columns, mask = _tile(tile, end, WIDTH, ROWS, COLUMNS)
+        gate, sigmoid, up = _gate_up(gate_up, rows, columns, mask, WIDTH)
+        tl.store(out + rows * WIDTH + columns, (gate * sigmoid * up).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["experts"])
+def swiglu_backward(
+    gate_up, grads, out, offsets, experts, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Compute the derivatives of gate and up."""
+    across: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
+    end = tl.load(offsets + experts - 1)
+    for tile in range(tl.program_id(0), tl.cdiv(end, ROWS) * across, tl.num_programs(0)):
+        rows, columns, mask = _tile(tile, end, WIDTH, ROWS, COLUMNS)
+        gate, sigmoid, up = _gate_up(gate_up, rows, columns, mask, WIDTH)
+        gradient = tl.load(grads + rows * WIDTH + columns, mask=mask, other=0).to(gate.dtype)
+        of_gate = gradient * up * sigmoid * (1 + gate * (1 - sigmoid))
+        places = out + rows * (2 * WIDTH) + columns
+        tl.store(places, of_gate.to(out.dtype.element_ty), mask=mask)
+        tl.store(places + WIDTH, (gradient * gate * sigmoid).to(out.dtype.element_ty), mask=mask)
