@@ -7,10 +7,12 @@ from types import MappingProxyType, SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch._C._distributed_c10d import _SymmetricMemory
 
 from counterpoint.collectives.cuda.device import CudaCard, prepare_process, why_not
-from counterpoint.collectives.cuda.regions import CudaMemory, _addresses, _Region
+from counterpoint.collectives.cuda.regions import CudaMemory, _addresses, _Region, in_order_of_allocation
 from counterpoint.collectives.memory.pool import Location
 from counterpoint.errors import Misconfigured, Unsupported
 
@@ -45,6 +47,16 @@ def test_memory_that_is_not_mapped_is_refused() -> None:
     """A peer without an address is named."""
     with pytest.raises(Unsupported, match="no memory of rank 2"):
         _addresses((0x1000, 0x2000, 0), 0, 0x1000)
+
+
+@given(sizes=st.lists(st.sampled_from([2, 2, 4]), max_size=6), addresses=st.permutations(range(6)))
+def test_segments_of_a_pool_are_mapped_in_the_order_of_their_making(sizes: list[int], addresses: list[int]) -> None:
+    """Wherever each rank's allocator puts them, and though an address was used, freed and used again."""
+    made = [(100 * addresses[at], size) for at, size in enumerate(sizes)]
+    again = [{"action": "segment_alloc", "addr": addr} for addr, _ in reversed(made)]
+    freed = [{"action": "segment_free", "addr": addr} for addr, _ in made]
+    trace = [*again, *freed, *({"action": "segment_alloc", "addr": addr} for addr, _ in made)]
+    assert in_order_of_allocation(set(made), trace) == made
 
 
 NAME = "TORCH_SYMM_MEM_DISABLE_MULTICAST"

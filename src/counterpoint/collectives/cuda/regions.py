@@ -372,10 +372,33 @@ class TorchPool:
     def use(self) -> Iterator[None]:
         """Put tensors that this thread makes inside into the pool; at the end all ranks map its new segments."""
         torch.cuda.empty_cache()  # torch gives no memory of its cache to another allocator
-        with torch.cuda.use_mem_pool(self._pool, device=self._memory.device):
-            yield
-        for segment in self._pool.snapshot():
-            place = int(segment["address"]), int(segment["total_size"])
-            if place not in self._known:
-                self._known.add(place)
-                self._growth.create("memory pool", place[1], partial(self._memory.register, *place))
+        with allocation_trace(self._memory.device) as trace:
+            with torch.cuda.use_mem_pool(self._pool, device=self._memory.device):
+                yield
+            segments = {(int(one["address"]), int(one["total_size"])) for one in self._pool.snapshot()}
+            new = in_order_of_allocation(segments - self._known, trace())
+        for place in new:
+            self._known.add(place)
+            self._growth.create("memory pool", place[1], partial(self._memory.register, *place))
+
+
+@contextmanager
+def allocation_trace(device: int) -> Iterator[Callable[[], list[dict[str, Any]]]]:
+    """Let torch record what its allocator does; yield a function that returns these records, the oldest first."""
+    was_enabled = torch._C._cuda_isHistoryEnabled()  # by the user, whose records go on
+    if not was_enabled:
+        torch.cuda.memory._record_memory_history("all", context=None)
+    try:
+        yield lambda: torch.cuda.memory._snapshot(device)["device_traces"][device]
+    finally:
+        if not was_enabled:
+            torch.cuda.memory._record_memory_history(None)
+
+
+def in_order_of_allocation(segments: set[tuple[int, int]], trace: list[dict[str, Any]]) -> list[tuple[int, int]]:
+    """Return segments (address, bytes) in the order of their making, which all ranks have in common; addresses differ.
+
+    A segment that the trace does not name, since the user's records have a limit, comes before the others.
+    """
+    made = {int(one["addr"]): at for at, one in enumerate(trace) if one["action"] == "segment_alloc"}
+    return sorted(segments, key=lambda segment: (made.get(segment[0], -1), segment[1], segment[0]))
