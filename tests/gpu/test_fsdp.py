@@ -22,7 +22,7 @@ TIMEOUT_S = 220
 NAMES = (
     "float32", "bfloat16 parameters", "float32 reduction", "float16 reduction", "float16 sums", "bfloat16 in float64",
     "copied", "copied, float32 reduction", "bfloat16 model", "kept after forward", "accumulated", "checkpointed",
-    "meta", "modules together", "separate groups", "prefetch", "one channel", "compiled",
+    "meta", "modules together", "separate groups", "prefetch", "small chunks", "compiled",
 )  # fmt: skip
 
 

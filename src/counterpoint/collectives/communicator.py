@@ -287,9 +287,9 @@ class Communicator(EvenCollectives):
     def memory_pool(self) -> AbstractContextManager[None]:
         """Return a context in which every CUDA tensor that torch makes in this thread lies in symmetric memory.
 
-        It is a memory pool of torch: memory of tensors that died serves later ones of the same context. All ranks enter
-        and leave it together, and make tensors of the same sizes in the same order inside: at the end they map the
-        pool's new segments, each of 2 MiB or more. `Unsupported` is raised on CPUs.
+        Each use is a memory pool of torch: memory of tensors that died serves later ones of the same use. All ranks
+        enter and leave it together, and make and drop tensors of the same sizes in the same order inside: at the end
+        they map the segments of those that live, each of 2 MiB or more. `Unsupported` is raised on CPUs.
         """
         return self._transport.memory_pool()
 

@@ -198,6 +198,8 @@ class RankGroup:
             self._users.pop(number)
         if not self._users:
             self._options, self._is_given = self._of_group or CommunicatorOptions(), self._of_group is not None
+            if not self.has_ended and self.world_size > 1:
+                self.why_not = ""  # it may have been for options of theirs
             self.close(how)
 
     def open(self, device: Any = None) -> AnyCommunicator:
@@ -207,7 +209,7 @@ class RankGroup:
             device: `torch.device` of the tensors; None: the current GPU if the group has NCCL, else the CPU.
 
         Raises:
-            Unsupported: these ranks cannot share memory, now and at any later call.
+            Unsupported: these ranks cannot share memory; later calls say the same until all users have left.
         """
         with self._opening:
             if self.why_not:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch._C._distributed_c10d import _SymmetricMemory
 
 from counterpoint.collectives.cuda.device import CudaCard, prepare_process, why_not
-from counterpoint.collectives.cuda.regions import CudaMemory, _addresses, _Region, in_order_of_allocation
+from counterpoint.collectives.cuda.regions import CudaMemory, _addresses, _Region, living_segments
 from counterpoint.collectives.memory.pool import Location
 from counterpoint.errors import Misconfigured, Unsupported
 
@@ -49,14 +49,24 @@ def test_memory_that_is_not_mapped_is_refused() -> None:
         _addresses((0x1000, 0x2000, 0), 0, 0x1000)
 
 
-@given(sizes=st.lists(st.sampled_from([2, 2, 4]), max_size=6), addresses=st.permutations(range(6)))
-def test_segments_of_a_pool_are_mapped_in_the_order_of_their_making(sizes: list[int], addresses: list[int]) -> None:
-    """Wherever each rank's allocator puts them, and though an address was used, freed and used again."""
+@given(
+    sizes=st.lists(st.sampled_from([2, 4]), max_size=6),
+    addresses=st.permutations(range(6)),
+    dead=st.sets(st.integers(0, 5)),
+)
+def test_segments_of_a_pool_are_mapped_in_the_order_of_their_tensors(
+    sizes: list[int], addresses: list[int], dead: set[int]
+) -> None:
+    """Wherever each rank's allocator puts them, and though their memory was used before; without those that died."""
     made = [(100 * addresses[at], size) for at, size in enumerate(sizes)]
-    again = [{"action": "segment_alloc", "addr": addr} for addr, _ in reversed(made)]
-    freed = [{"action": "segment_free", "addr": addr} for addr, _ in made]
-    trace = [*again, *freed, *({"action": "segment_alloc", "addr": addr} for addr, _ in made)]
-    assert in_order_of_allocation(set(made), trace) == made
+    trace = [{"action": action, "addr": addr} for addr, _ in sorted(made) for action in ("segment_alloc", "alloc")]
+    trace += [{"action": "alloc", "addr": addr} for addr, _ in made]
+    states = ["inactive" if at in dead else "active_allocated" for at in range(len(made))]
+    snapshot = [
+        {"address": addr, "total_size": size, "blocks": [{"state": state}]}
+        for (addr, size), state in sorted(zip(made, states, strict=True))
+    ]
+    assert living_segments(snapshot, trace) == [one for at, one in enumerate(made) if at not in dead]
 
 
 NAME = "TORCH_SYMM_MEM_DISABLE_MULTICAST"

@@ -191,8 +191,8 @@ def test_faults_of_topology_conf_are_told(text: str, said: str) -> None:
             "twice",
         ),
         ("- topology: a\n  block:\n    blocks:\n    - block: b\n      nodes: a\n    block_sizes: [x]", "block_sizes"),
-        ("\n".join("  " * depth + "a:" for depth in range(40)), "levels deep"),
-        ("[" * 100_000, "levels deep"),
+        ("\n".join("  " * depth + "a:" for depth in range(40)), "levels deep|nesting depth"),
+        ("[" * 100_000, "levels deep|nesting depth"),
     ],
 )
 def test_faults_of_topology_yaml_are_told(text: str, said: str) -> None:

@@ -35,6 +35,7 @@ _LINE_BYTES = 128
 _MOST_LOCATED = 4096
 c10d: Any = _distributed_c10d  # its stubs lack half of it
 _NUMBER = re.compile(r"/(\d+)")
+_POOLS: list[Any] = []  # of torch, which live as long as the process
 
 
 class NumberedStore(c10d.Store):  # type: ignore[misc]
@@ -351,35 +352,26 @@ class Growth:
         return region
 
 
-class TorchPool:
-    """Holds a `torch.cuda.MemPool` of symmetric memory, whose segments become regions that all ranks have mapped.
+@contextmanager
+def torch_pool(memory: CudaMemory, growth: Growth) -> Iterator[None]:
+    """Put tensors that this thread makes inside into symmetric memory; at the end all ranks map those that still live.
 
-    The pool lives as long as the process, since tensors in it may outlive the communicator.
+    Each use has a `torch.cuda.MemPool` of its own, since torch picks the memory that it uses again by address, which
+    differs between ranks. It lives as long as the process, since its tensors may outlive the communicator.
     """
+    from torch.distributed._symmetric_memory import get_mempool_allocator
 
-    _KEPT: list[Any] = []  # noqa: RUF012 - of the class on purpose
-
-    def __init__(self, memory: CudaMemory, growth: Growth) -> None:
-        from torch.distributed._symmetric_memory import get_mempool_allocator
-
-        self._memory, self._growth = memory, growth
-        allocator = get_mempool_allocator(torch.device("cuda", memory.device))
-        self._pool = torch.cuda.MemPool(allocator, use_on_oom=False, no_split=True)  # torch maps whole segments only
-        self._KEPT.append(self._pool)
-        self._known: set[tuple[int, int]] = set()
-
-    @contextmanager
-    def use(self) -> Iterator[None]:
-        """Put tensors that this thread makes inside into the pool; at the end all ranks map its new segments."""
-        torch.cuda.empty_cache()  # torch gives no memory of its cache to another allocator
-        with allocation_trace(self._memory.device) as trace:
-            with torch.cuda.use_mem_pool(self._pool, device=self._memory.device):
-                yield
-            segments = {(int(one["address"]), int(one["total_size"])) for one in self._pool.snapshot()}
-            new = in_order_of_allocation(segments - self._known, trace())
-        for place in new:
-            self._known.add(place)
-            self._growth.create("memory pool", place[1], partial(self._memory.register, *place))
+    torch.cuda.empty_cache()  # torch gives no memory of its cache to another allocator
+    allocator = get_mempool_allocator(torch.device("cuda", memory.device))
+    pool = torch.cuda.MemPool(allocator, use_on_oom=False, no_split=True)  # torch maps whole segments only
+    with allocation_trace(memory.device) as trace:
+        with torch.cuda.use_mem_pool(pool, device=memory.device):
+            yield
+        segments = living_segments(pool.snapshot(), trace())
+    if segments:
+        _POOLS.append(pool)
+    for segment in segments:
+        growth.create("memory pool", segment[1], partial(memory.register, *segment))
 
 
 @contextmanager
@@ -395,10 +387,14 @@ def allocation_trace(device: int) -> Iterator[Callable[[], list[dict[str, Any]]]
             torch.cuda.memory._record_memory_history(None)
 
 
-def in_order_of_allocation(segments: set[tuple[int, int]], trace: list[dict[str, Any]]) -> list[tuple[int, int]]:
-    """Return segments (address, bytes) in the order of their making, which all ranks have in common; addresses differ.
+def living_segments(snapshot: list[dict[str, Any]], trace: list[dict[str, Any]]) -> list[tuple[int, int]]:
+    """Return the segments (address, bytes) that hold a tensor, in the order of these tensors, as on all ranks.
 
-    A segment that the trace does not name, since the user's records have a limit, comes before the others.
+    Args:
+        snapshot: segments of a pool that splits none, in any order.
+        trace: records of the allocator; a tensor whose record is lost, as a user may limit them, comes first.
     """
-    made = {int(one["addr"]): at for at, one in enumerate(trace) if one["action"] == "segment_alloc"}
+    made = {int(one["addr"]): at for at, one in enumerate(trace) if one["action"] == "alloc"}
+    living = [one for one in snapshot if any(block["state"] == "active_allocated" for block in one["blocks"])]
+    segments = [(int(one["address"]), int(one["total_size"])) for one in living]
     return sorted(segments, key=lambda segment: (made.get(segment[0], -1), segment[1], segment[0]))

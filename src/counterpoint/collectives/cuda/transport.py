@@ -16,7 +16,7 @@ from counterpoint.collectives.cuda.driver import Bound, EventPool, Executor, in_
 from counterpoint.collectives.cuda.lower import WORD_BYTES, MemoryOperation, MemoryOperations
 from counterpoint.collectives.cuda.order import StreamOrder
 from counterpoint.collectives.cuda.queues import LANDING, CallQueue, CudaChannel, MailboxRoom
-from counterpoint.collectives.cuda.regions import CudaMemory, FlagLayout, Growth, TorchPool
+from counterpoint.collectives.cuda.regions import CudaMemory, FlagLayout, Growth, torch_pool
 from counterpoint.collectives.cuda.watch import GRACE_S, Watch
 from counterpoint.collectives.host.announce import Announcer
 from counterpoint.collectives.host.shared_memory import SharedMemory
@@ -87,7 +87,6 @@ class CudaTransport:
         if reserve:
             self.pool.reserve()
         gpu.synchronize()
-        self._torch_pool: TorchPool | None = None
         self.watch = Watch(self.context, self._queues, self._side)
 
     @property
@@ -181,11 +180,9 @@ class CudaTransport:
     @contextmanager
     def memory_pool(self) -> Iterator[None]:
         """Put tensors that this thread makes inside in symmetric memory; all ranks leave it together."""
-        if self._torch_pool is None:
-            memory = self.context.memory
-            assert isinstance(memory, CudaMemory), "stand-ins have no pools of torch"
-            self._torch_pool = TorchPool(memory, self.context.growth)
-        with self._torch_pool.use():
+        memory = self.context.memory
+        assert isinstance(memory, CudaMemory), "stand-ins have no pools of torch"
+        with torch_pool(memory, self.context.growth):
             yield
 
     def close(self) -> None:
