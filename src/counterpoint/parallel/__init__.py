@@ -5,8 +5,10 @@
 - `expert/`: tokens of expert parallelism on their way to the experts and back.
 - `tuned.py`: reads what `counterpoint tune` chose, equally on all ranks, for all of them.
 - `backend/`: a backend of torch.distributed, for everything else.
-- `background.py`: the thread that launches reductions of gradient buckets.
+- `group.py`: the communicator that all users of the same ranks share, and what decides about their calls.
+- `options.py`: the options of all of them; `report.py`: which modules and calls run how, and why.
+- `background.py`: the thread that launches reductions of gradient buckets; `work.py`: a call that was started.
 - `arguments.py`: the arguments that torch gives to both.
 - `call_memory.py`: symmetric memory of single calls; `uncompiled.py`: functions that torch.compile leaves out;
-  `sums.py`: adds up what the ranks sent; `tables.py`: aligns the rows of reports.
+  `sums.py`: adds up what the ranks sent.
 """

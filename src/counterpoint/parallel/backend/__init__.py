@@ -5,9 +5,7 @@
 - `hosts.py`: the communicator of a group over several hosts, and which calls it takes.
 - `inner.py`: the group of torch's own backends inside of it.
 - `messages.py`: messages between two ranks, through mailboxes.
-- `work.py`: torch's `Work` of the calls that a communicator took.
 - `symmetric.py`: tensors of unmodified code where peers can write them.
-- `report.py`: which calls went which way, and why.
 """
 
 NAME = "counterpoint"

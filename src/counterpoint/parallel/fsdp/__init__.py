@@ -5,5 +5,5 @@
 - `placeholders.py`: tensors without memory that FSDP2 takes for its buffers.
 - `slots.py`: symmetric memory of whole parameters, and which modules share it.
 - `modules.py`: everything that looks inside FSDP2.
-- `prefetch.py`: which modules are gathered ahead. `report.py`: what was replaced, and what it moved.
+- `prefetch.py`: which modules are gathered ahead.
 """
