@@ -55,7 +55,7 @@ def test_calls_that_do_not_match_are_told_to_both(two_ranks: Ranks, names: tuple
 def test_sizes_that_do_not_fit_are_refused_and_the_group_works_on(two_ranks: Ranks) -> None:
     names = ("all_gather into too much",) * 2
     for text, _, again in two_ranks.run(programs.each_its_own, names):
-        assert "output of 129 and input of 64 elements" in text
+        assert "all_gather with output and input of (516, 256) bytes on rank" in text
         assert again == ""
 
 
