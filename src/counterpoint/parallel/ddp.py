@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from counterpoint.collectives.multihost.hierarchical import AnyCommunicator, HierarchicalCommunicator
+from counterpoint.collectives.submit.tensors import dtype_name
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.parallel.background import PIECE_BYTES, all_reduce_in_pieces, pieces
 from counterpoint.parallel.group import CHANNELS, rank_group, torch_group
@@ -80,7 +81,7 @@ class HookState:
 
     def report(self) -> Report:
         """Return what the hook has done so far."""
-        wire = f"sent as {str(self._wire).removeprefix('torch.')}" if self._wire is not None else ""
+        wire = f"sent as {dtype_name(self._wire)}" if self._wire is not None else ""
         row = ModuleRow(
             name="(model)",
             kind="ddp",
@@ -89,9 +90,7 @@ class HookState:
             torch_why="" if self._is_on else "restore() was called",
             choice="; ".join(self._choices),
         )
-        return Report(
-            modules=(row,), calls=self._counts.rows(), tuned="" if self._tuning is None else str(self._tuning)
-        )
+        return Report(modules=(row,), calls=self._counts.rows(), tuned=str(self._tuning or ""))
 
     def close(self) -> None:
         """Let torch reduce later buckets, and close the communicator unless others use it. All ranks call it."""
@@ -163,7 +162,7 @@ class HookState:
         """Return why the tuning leaves such a bucket to torch; empty if it does not."""
         if self._tuning is None or self._wire is not None:
             return ""
-        dtype = str(bucket.dtype).removeprefix("torch.")
+        dtype = dtype_name(bucket.dtype)
         choice = self._tuning.find("all_reduce", ranks=self.ranks.world_size, num_bytes=bucket.nbytes, dtype=dtype)
         if choice is None:
             return ""

@@ -36,7 +36,7 @@ from counterpoint.parallel.background import Background
 from counterpoint.parallel.call_memory import CallMemory
 from counterpoint.parallel.registry import Registry
 from counterpoint.parallel.report import RoutedPath
-from counterpoint.parallel.tuned import FollowedTuning, TunedCall
+from counterpoint.parallel.tuned import FollowedTuning
 
 CHANNELS: Mapping[str, tuple[int, ...]] = {
     "calls": (0,),  # of a process group: torch's run in order; over several hosts there is no other channel
@@ -312,15 +312,6 @@ class RankGroup:
         """Forget all routes, since reasons for torch have changed. All ranks call it, between the same calls."""
         self._routes.clear()
 
-    def choice(self, operation: str, num_bytes: int, **of_call: Any) -> TunedCall | None:
-        """Return what the tuning chose for a call whose full array has `num_bytes`; None: built-in rules decide.
-
-        `of_call` are the other arguments of `FollowedTuning.find`.
-        """
-        if self.tuning is None:
-            return None
-        return self.tuning.find(operation, ranks=self.world_size, num_bytes=num_bytes, **of_call)
-
     def route(
         self, operation: str, num_bytes: int, *of_call: Any, why_torch: Callable[..., str] | None = None
     ) -> Route:
@@ -336,7 +327,8 @@ class RankGroup:
         key = operation, num_bytes, of_call
         route = self._routes.get(key)
         if route is None:
-            choice = self.choice(operation, num_bytes)
+            tuning = self.tuning
+            choice = None if tuning is None else tuning.find(operation, ranks=self.world_size, num_bytes=num_bytes)
             if choice is not None and choice.stays:
                 route = Route("torch", choice.why)
             else:

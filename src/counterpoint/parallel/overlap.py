@@ -156,7 +156,7 @@ class Overlap:
         return Report(
             modules=tuple(row for report in reports for row in report.modules),
             calls=together(row for report in reports for row in report.calls),
-            tuned="" if self._tuning is None else str(self._tuning),
+            tuned=str(self._tuning or ""),
             notes=tuple(note for report in reports for note in report.notes),
         )
 

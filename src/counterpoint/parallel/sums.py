@@ -15,7 +15,7 @@ from counterpoint.collectives.cuda.lower import ReduceLaunch
 from counterpoint.collectives.cuda.sums import bind
 from counterpoint.collectives.program.reductions import Reduction
 from counterpoint.collectives.program.steps import COPY
-from counterpoint.collectives.submit.tensors import reduction_of
+from counterpoint.collectives.submit.tensors import dtype_name, reduction_of
 
 
 def add_up(parts: Tensor, out: Tensor, op: str) -> None:
@@ -51,7 +51,7 @@ def _bound(
     sms = torch.cuda.get_device_properties(index).multi_processor_count
     return bind(
         ReduceLaunch(sources, target, num_bytes, COPY),
-        Reduction(op=op, dtype=str(dtype).removeprefix("torch.")),  # type: ignore[arg-type]
+        Reduction(op=op, dtype=dtype_name(dtype)),  # type: ignore[arg-type]
         stream=stream,
         device_sms=sms,
     )

@@ -26,6 +26,7 @@ from counterpoint.collectives.cuda.lower import (
 )
 from counterpoint.collectives.program.steps import COPY, REDUCE
 from counterpoint.errors import CounterpointError, Misconfigured, Unsupported
+from counterpoint.machine.driver import call_bindings
 
 _STREAMS_AT_ONCE = 64  # 37 MB on an H200
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY
@@ -233,12 +234,7 @@ class Executor:
         Raises:
             Unsupported: the function failed.
         """
-        error, *values = getattr(self.driver, name)(*arguments)
-        if error:
-            raise Unsupported(
-                f"{name} failed: {_name(error)}; the driver or GPU does not allow it, or an earlier call failed"
-            )
-        return values[0] if len(values) == 1 else tuple(values) or None
+        return call_bindings(self.driver, name, *arguments)
 
     def _issue(
         self, call: DriverCall, streams: Mapping[int, Any], events: Mapping[int, Any], reduction: BindReduction | None

@@ -184,7 +184,7 @@ def even_blocks_of(
         )
     reduction = reduction_of(op, factor, output) if row.layout.reduces else None
     shown = input if output is None else output
-    text = name if shown is None else f"{name} of {num_bytes} bytes of {dtype_name(shown)}"
+    text = name if shown is None else f"{name} of {num_bytes} bytes of {dtype_name(shown.dtype)}"
     text += "" if reduction is None else f", {reduction.op} {reduction.factor!r}"
     apart = output is not None and input is not None and input is not output and call.own != "in_place"
     return ranks.submission(
@@ -302,7 +302,7 @@ def _coalesced_scatter(
     if len({(output.dtype, input.dtype) for output, input in pairs}) > 1:
         raise Misconfigured("reduce_scatter_coalesced of several dtypes: make a call for each")
     output, input = pairs[0]
-    reduction = widened(reduction_of(op, factor, input), dtype_name(output))
+    reduction = widened(reduction_of(op, factor, input), dtype_name(output.dtype))
     width = output.element_size() // input.element_size()
     sizes = tuple(one.nbytes for one in inputs.tensors)
     shares = tuple(one.nbytes // width for one in outputs.tensors)
@@ -312,7 +312,7 @@ def _coalesced_scatter(
     )
     summary = _summary(inputs, sent, places=False)
     return _CoalescedScatter(
-        text=f"reduce_scatter_coalesced of {summary}, {op} {reduction.factor!r} as {dtype_name(output)}",
+        text=f"reduce_scatter_coalesced of {summary}, {op} {reduction.factor!r} as {dtype_name(output.dtype)}",
         call=_even_call("reduce_scatter", ranks.world_size, ranks.world_size * sum(shares)),
         reduction=reduction,
         layout=(("input", sent), ("output", kept)) if sum(shares) else (),
@@ -331,7 +331,7 @@ def _pairs(outputs: TensorList, inputs: TensorList) -> list[tuple[Any, Any]]:
 
 def _summary(tensors: TensorList, parts: Parts, *, places: bool) -> str:
     """Return a line that is equal on all ranks: number of tensors, bytes, first dtype, and a digest of the layout."""
-    dtypes = [dtype_name(tensor) for tensor in tensors.tensors]
+    dtypes = [dtype_name(tensor.dtype) for tensor in tensors.tensors]
     rest = repr((dtypes, parts.shares, parts.sizes, parts.starts if places else ()))
     digest = blake2b(rest.encode(), digest_size=8).hexdigest()
     return f"{len(dtypes)} tensors, {sum(parts.shares)} bytes of {dtypes[0]} a rank, layout {digest}"
@@ -362,7 +362,7 @@ def uneven_all_to_all(
     coming = splits(output, output_split_sizes, ranks.world_size)
     row = splits(input, input_split_sizes, ranks.world_size)
     uneven = UnevenSplits(rank=ranks.rank, row=row, column=coming, own="consumer" if leave_own else "copy")
-    text = f"all_to_all with split sizes of {dtype_name(input)}"
+    text = f"all_to_all with split sizes of {dtype_name(input.dtype)}"
     return ranks.submission(output, input, text=text, call=uneven)
 
 
@@ -383,7 +383,7 @@ def send_recv(ranks: RankContext, output: Any, input: Any, peer: int) -> Submiss
     sizes[peer][ranks.rank] = 0 if output is None else output.nbytes
     low, high = sorted((ranks.rank, peer))
     both = f"{sizes[low][high]} bytes to rank {high} and {sizes[high][low]} to rank {low}"
-    text = f"send_recv of {both} of {dtype_name(input if output is None else output)}"
+    text = f"send_recv of {both} of {dtype_name((input if output is None else output).dtype)}"
     overlaps = output is not None and input is not None and overlap_elsewhere([output], [input], [False])
     return ranks.submission(output, input, text=text, call=operations.send_recv(sizes), line=peer, overlaps=overlaps)
 

@@ -250,7 +250,7 @@ def overlap_elsewhere(outputs: Sequence[Any], inputs: Sequence[Any], in_place: S
 
 def reduction_of(op: Any, factor: float, tensor: Any) -> Reduction:
     """Return the `Reduction` for `op` (its name or torch's ReduceOp) and this dtype; raise if they do not fit."""
-    return _reduction(reduction_name(op), dtype_name(tensor), float(factor))
+    return _reduction(reduction_name(op), dtype_name(tensor.dtype), float(factor))
 
 
 def reduction_name(op: Any) -> str:
@@ -261,16 +261,12 @@ def reduction_name(op: Any) -> str:
 def described(tensor: Any, reduction: Reduction | None = None) -> str:
     """Return a tensor's size, dtype and reduction in words, which are equal on all ranks."""
     how = "" if reduction is None else f", {reduction.op} {reduction.factor!r}"
-    return f"{tensor.nbytes} bytes of {dtype_name(tensor)}{how}"
-
-
-def dtype_name(tensor: Any) -> str:
-    """Return the name of a tensor's dtype without `torch.`."""
-    return _name(tensor.dtype)
+    return f"{tensor.nbytes} bytes of {dtype_name(tensor.dtype)}{how}"
 
 
 @lru_cache(maxsize=64)
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return torch's name of a dtype without `torch.`."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -1,6 +1,6 @@
 """Be a torch process group: large collectives through a `Communicator`, the others through NCCL (gloo on CPUs).
 
-What decides is equal on all ranks (`why_torch`): operation, size, dtype and reduction of a call, options that they have
+What decides is equal on all ranks (`_route`): operation, size, dtype and reduction of a call, options that they have
 compared, and whether all have left `symmetric_memory`. Never where a tensor lies, or how: a call with an output that is
 not contiguous writes a copy first. All collectives run on one channel, in the order of the program; asynchronous
 all_reduces (on CPUs, all asynchronous calls), and callbacks that make collectives, in a thread (`background.py`), which
@@ -46,7 +46,7 @@ from counterpoint.parallel.backend.hosts import (
 from counterpoint.parallel.backend.inner import EndedGroup, InnerGroup
 from counterpoint.parallel.backend.messages import MessagePair, MessagePairs
 from counterpoint.parallel.background import PIECE_BYTES, all_reduce_in_pieces
-from counterpoint.parallel.group import CHANNELS, RankGroup
+from counterpoint.parallel.group import CHANNELS, RankGroup, Route
 from counterpoint.parallel.options import BackendOptions
 from counterpoint.parallel.report import CallCounts, Report
 from counterpoint.parallel.tuned import follow_together
@@ -118,8 +118,7 @@ class CounterpointGroup(dist.ProcessGroup):
 
     def report(self) -> Report:
         """Return which calls went which way, and why."""
-        tuning = self.rank_group.tuning
-        return Report(calls=self.counts.rows(), tuned="" if tuning is None else str(tuning))
+        return Report(calls=self.counts.rows(), tuned=str(self.rank_group.tuning or ""))
 
     def _opened(self, group: Any, device: torch.device | None, options: CommunicatorOptions) -> AnyCommunicator:
         """Open the communicator of this group, over one host or several."""
@@ -374,18 +373,16 @@ class CounterpointGroup(dist.ProcessGroup):
 
     def _take(self, operation: str, outputs: Sequence[Tensor], num_bytes: int, op: str = "") -> AnyCommunicator | None:
         """Return the communicator if it takes this call; None if torch makes it. Count the call."""
-        why = self._why_torch(operation, outputs, num_bytes, op)
-        if why:
-            self._left(operation, num_bytes, why)
+        route = self._route(operation, outputs, num_bytes, op)
+        if route.path == "torch":
+            self._left(operation, num_bytes, route.why)
             return None
         communicator: AnyCommunicator = self.rank_group.communicator
         place = "in place" if communicator.is_symmetric(outputs[0]) else "copied from its landing"
         place += "" if outputs[0].is_contiguous() else ", not contiguous"
-        choice = self.rank_group.route(operation, num_bytes, outputs[0].dtype, op).why
         over_hosts = isinstance(communicator, HierarchicalCommunicator)
-        self.counts.add(
-            operation, num_bytes, "hosts" if over_hosts else "zero_sm", f"{place}, {choice}" if choice else place
-        )
+        why = f"{place}, {route.why}" if route.why else place
+        self.counts.add(operation, num_bytes, "hosts" if over_hosts else "zero_sm", why)
         return communicator
 
     def _left(self, operation: str, num_bytes: int, why: str) -> None:
@@ -395,7 +392,8 @@ class CounterpointGroup(dist.ProcessGroup):
     def _takes_all(self, operation: str, outputs: list[Tensor], full: list[Tensor], op: str = "") -> bool:
         """Return whether the communicator takes all of these calls, whose whole arrays are `full`; if not, count."""
         whys = [
-            self._why_torch(operation, [one], num_bytes_of(its), op) for one, its in zip(outputs, full, strict=True)
+            self._route(operation, [one], num_bytes_of(its), op).torch_why
+            for one, its in zip(outputs, full, strict=True)
         ]
         if not any(whys):
             return True
@@ -403,23 +401,26 @@ class CounterpointGroup(dist.ProcessGroup):
             self._left(operation, num_bytes_of(its), why or "coalesced with a call that torch makes")
         return False
 
-    def _why_torch(self, operation: str, outputs: Sequence[Tensor], num_bytes: int, op: str) -> str:
-        """Return why torch makes a call, equal on all ranks; empty if the communicator does, which is open then."""
+    def _route(self, operation: str, outputs: Sequence[Tensor], num_bytes: int, op: str) -> Route:
+        """Return what makes a call, equal on all ranks, and why: if not torch, the communicator, which is open then."""
         ranks = self.rank_group
-        if ranks.why_not or (why := self._why_not_these(outputs)):
-            return ranks.why_not or why
-        device, dtype = outputs[0].device, outputs[0].dtype
-        if self._crossovers is None:
-            self._agree(device)
-        why = ranks.why_not or ranks.route(operation, num_bytes, dtype, op, why_torch=self._why_left).torch_why
-        if why or self._coalescing:
-            return why or "coalesced"
+        why = ranks.why_not or self._why_not_these(outputs)
+        if not why and self._crossovers is None:
+            self._agree(outputs[0].device)
+            why = ranks.why_not
+        if why:
+            return Route("torch", why)
+        route = ranks.route(operation, num_bytes, outputs[0].dtype, op, why_torch=self._why_left)
+        if route.path == "torch":
+            return route
+        if self._coalescing:
+            return Route("torch", "coalesced")
         if not ranks.is_open:
             try:
-                ranks.open(device)
+                ranks.open(outputs[0].device)
             except Unsupported as error:
-                return str(error)
-        return ""
+                return Route("torch", str(error))
+        return route
 
     def _why_left(self, operation: str, num_bytes: int, dtype: torch.dtype, op: str, chosen: bool) -> str:
         """Return why torch makes the calls of a kind, given what all ranks pass alike; empty if it does not."""

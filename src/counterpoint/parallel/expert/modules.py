@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from counterpoint.collectives.submit.tensors import dtype_name
 from counterpoint.errors import Misconfigured
 from counterpoint.parallel.expert.dispatcher import Dispatcher, most_tokens
 from counterpoint.parallel.expert.layers import ExpertWeights, overlapped_moe
@@ -181,7 +182,7 @@ class OverlappedExperts:
                 EXCHANGE,
                 ranks=ranks,
                 num_bytes=ranks * most * top_k * x.shape[1] * x.element_size(),
-                dtype=str(x.dtype).removeprefix("torch."),
+                dtype=dtype_name(x.dtype),
                 where=(self.name,),
             )
         if choice is None:

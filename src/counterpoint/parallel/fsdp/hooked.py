@@ -58,16 +58,16 @@ class ModuleChoice:
         """Return whether our reduce_scatter takes the place of torch's."""
         return self.scatter is None or not self.scatter.stays
 
-    def texts(self) -> tuple[str, ...]:
-        """Return a text for each collective for which something was chosen: its name, and why."""
+    def reasons(self) -> dict[str, str]:
+        """Return why, by the name of each collective for which something was chosen."""
         named = (("all_gather", self.gather), ("reduce_scatter", self.scatter))
-        return tuple(f"{name}: {call.why}" for name, call in named if call is not None)
+        return {name: call.why for name, call in named if call is not None}
 
     def torch_why(self) -> str:
         """Return why torch's own collectives both stay; empty if they do not."""
         if self.takes_gather or self.takes_scatter:
             return ""
-        return "; ".join(dict.fromkeys(call.why for call in (self.gather, self.scatter) if call is not None))
+        return "; ".join(dict.fromkeys(self.reasons().values()))
 
 
 class HookedModule:
@@ -232,7 +232,7 @@ class OverlappedShards:
             runs="" if hooked is None else "zero_sm",
             traffic=() if hooked is None else hooked.traffic(),
             torch_why=self._torch_why[module],
-            choice="; ".join(self._choices[module].texts()),
+            choice="; ".join(f"{name}: {why}" for name, why in self._choices[module].reasons().items()),
             gather_bytes=module.gather_bytes,
         )
 
@@ -246,12 +246,11 @@ class OverlappedShards:
             yield f"prefetch: {self._prefetch}"
         if self._unmanaged_bytes:
             yield f"{self._unmanaged_bytes / 1e6:,.1f} MB of parameters are in no FSDP2 module"
-        names: dict[str, list[str]] = {}
+        names: dict[tuple[str, str], list[str]] = {}
         for module, choice in self._choices.items():
-            for text in choice.texts():
-                names.setdefault(text, []).append(module.name)
-        for text, these in names.items():
-            operation, _, why = text.partition(": ")
+            for reason in choice.reasons().items():
+                names.setdefault(reason, []).append(module.name)
+        for (operation, why), these in names.items():
             yield f"{operation} of {these[0]}{f' and {len(these) - 1} more' if these[1:] else ''}: {why}"
 
 

@@ -36,7 +36,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.options import CommunicatorOptions
-from counterpoint.collectives.submit.tensors import TensorList
+from counterpoint.collectives.submit.tensors import TensorList, dtype_name
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.parallel.arguments import op_and_factor
 from counterpoint.parallel.fsdp.modules import ShardedModule, gather_group
@@ -186,7 +186,7 @@ class GatherHook(AllGather):
             operation="all_gather",
             calls=self._calls,
             num_bytes=num_bytes,
-            dtype=str(dtype).removeprefix("torch.") if self._calls else "",
+            dtype=dtype_name(dtype) if self._calls else "",
             how="direct" if direct else copied,
         )
 
@@ -272,7 +272,7 @@ class ScatterHook(ReduceScatter):
             operation="reduce_scatter",
             calls=self._calls,
             num_bytes=numel * dtype.itemsize,
-            dtype=str(dtype).removeprefix("torch.") if self._calls else "",
+            dtype=dtype_name(dtype) if self._calls else "",
             op=op,
             how="direct" if self._was_direct else "in place",
         )

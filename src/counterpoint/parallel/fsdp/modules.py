@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+from counterpoint.collectives.submit.tensors import dtype_name
 from counterpoint.errors import Misconfigured, Unsupported
 
 if TYPE_CHECKING:
@@ -210,13 +211,9 @@ def calls_of(module: ShardedModule) -> tuple[ModuleCall, ModuleCall]:
     num_bytes = sum(one.num_bytes for one in gathered)
     scattered_bytes = sum(one.num_bytes // one.dtype.itemsize for one in gathered) * reduced.itemsize
     return (
-        ModuleCall(operation="all_gather", num_bytes=num_bytes, dtype=_dtype_name(dtype)),
-        ModuleCall(operation="reduce_scatter", num_bytes=scattered_bytes, dtype=_dtype_name(reduced)),
+        ModuleCall(operation="all_gather", num_bytes=num_bytes, dtype=dtype_name(dtype)),
+        ModuleCall(operation="reduce_scatter", num_bytes=scattered_bytes, dtype=dtype_name(reduced)),
     )
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def copied_why(module: ShardedModule) -> str:

@@ -82,7 +82,7 @@ class TensorGroup:
 
     def report(self) -> Report:
         """Return which calls went which way, and why."""
-        return Report(calls=self._counts.rows(), tuned="" if self._tuning is None else str(self._tuning))
+        return Report(calls=self._counts.rows(), tuned=str(self._tuning or ""))
 
     def follow(self, tuning: FollowedTuning | None) -> None:
         """Let a tuning choose for later calls, between two steps; None: the built-in rules. All ranks call it.
@@ -354,7 +354,7 @@ class TensorGroup:
                 ),
                 k=k or rows.shape[-1],
                 columns=columns,
-                dtype=dtype_name(rows),
+                dtype=dtype_name(rows.dtype),
                 may_poll=may_poll,
                 num_bytes=rows.nbytes * self.world_size
                 if gathers

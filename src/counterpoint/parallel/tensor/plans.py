@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from counterpoint.collectives.host.group import gather_values
+from counterpoint.collectives.submit.tensors import dtype_name
 from counterpoint.errors import Unsupported
 from counterpoint.machine.profile import Profile
 from counterpoint.pair.arrivals import ShardedMatmul, TensorOperation
@@ -33,7 +34,7 @@ from counterpoint.parallel.tuned import FollowedTuning
 from counterpoint.tuned.choices import matmul_workload
 
 T = TypeVar("T")
-POLLING_DTYPES = tuple(str(kind).removeprefix("torch.") for kind in TYPES)
+POLLING_DTYPES = tuple(map(dtype_name, TYPES))
 _POINTS, _REPEATS = 64, 5  # of a curve that is measured: with half of the points cuts miss where waves begin
 _TILE = 128  # rows: points are at multiples
 _MAX_CURVES = 1024  # that one group keeps
