@@ -228,7 +228,7 @@ def _trial(session: Session, run: Callable[[], Any]) -> Callable[[], Trial]:
 def _can_hide(session: Session, operands: Operands, matmul_us: float) -> bool:
     """Return what the rule says, by the matmul as measured and the links of the profile."""
     call = operands.call
-    curve = RowCurve(n=call.n, k=call.k, dtype=dtype_name(operands.rows), points=((call.m, matmul_us),))
+    curve = RowCurve(n=call.n, k=call.k, dtype=dtype_name(operands.rows.dtype), points=((call.m, matmul_us),))
     shards = (call.m // session.world_size,) * session.world_size
     task = ShardedMatmul(operation=call.operation, curves=(curve,), shard_rows=shards)
     return hiding_of(task, profile_of(session.gpu_name)).hides
