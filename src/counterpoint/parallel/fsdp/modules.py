@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from counterpoint.collectives.submit.tensors import dtype_name
 from counterpoint.errors import Misconfigured, Unsupported
 
 if TYPE_CHECKING:
@@ -205,6 +204,8 @@ def gathered_parameters(module: ShardedModule) -> tuple[GatheredParameter, ...]:
 
 def calls_of(module: ShardedModule) -> tuple[ModuleCall, ModuleCall]:
     """Return the gather of the parameters, and the reduce_scatter of the gradients, of a module that is sharded."""
+    from counterpoint.collectives.submit.tensors import dtype_name
+
     gathered = gathered_parameters(module)
     dtype = gathered[0].dtype
     reduced = inside(module.parameters, "mp_policy").reduce_dtype or dtype
