@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from statistics import median
 
-from counterpoint.machine.doctor.readings import Bandwidth, GpuReading, PairRate, RdmaPort, Readings
-from counterpoint.machine.doctor.verdict import and_so_on, fine, not_seen, problem, warning
+from counterpoint.doctor.readings import Bandwidth, GpuReading, PairRate, RdmaPort, Readings
+from counterpoint.doctor.verdict import and_so_on, fine, not_seen, problem, warning
 from counterpoint.records.machine import Check
 
 MIN_COPY_ENGINES = 2  # one each way

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import msgspec
 
+from counterpoint.doctor.cuda import measure_bandwidth, read_cuda
+from counterpoint.doctor.nvml import read_nvml
+from counterpoint.doctor.system import read_nccl, read_torch_runtime
 from counterpoint.errors import printable
-from counterpoint.machine.doctor.cuda import measure_bandwidth, read_cuda
-from counterpoint.machine.doctor.nvml import read_nvml
-from counterpoint.machine.doctor.system import read_nccl, read_torch_runtime
 from counterpoint.machine.driver import ProbeFailed, ProbeUnavailable
 from counterpoint.records import Record
 
@@ -51,9 +51,7 @@ def ask_probe(probe: str, *, limit_s: float, without: Sequence[str] = ()) -> Ans
     above = environment.get("PYTHONPATH")
     environment["PYTHONPATH"] = os.pathsep.join([str(_PACKAGE_ROOT), *([above] if above else [])])
     environment["PYTHONSAFEPATH"] = "1"  # the folder that the user stands in is not a place for modules
-    return run_child(
-        [sys.executable, "-m", "counterpoint.machine.doctor.probe", probe], limit_s=limit_s, env=environment
-    )
+    return run_child([sys.executable, "-m", "counterpoint.doctor.probe", probe], limit_s=limit_s, env=environment)
 
 
 def run_child(command: Sequence[str], *, limit_s: float, env: Mapping[str, str] | None = None) -> Answer:

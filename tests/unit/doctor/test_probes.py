@@ -12,13 +12,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from counterpoint.machine.doctor import checkup
-from counterpoint.machine.doctor.checkup import collect_readings
-from counterpoint.machine.doctor.cuda import MAX_PAIRS, choose_pairs
-from counterpoint.machine.doctor.nvml import CLOCK_REASONS, read_nvml
-from counterpoint.machine.doctor.probe import Answer
-from counterpoint.machine.doctor.readings import Cuda, NvLink, Readings
-from counterpoint.machine.doctor.system import nccl_version, read_torch_files
+from counterpoint.doctor import checkup
+from counterpoint.doctor.checkup import collect_readings
+from counterpoint.doctor.cuda import MAX_PAIRS, choose_pairs
+from counterpoint.doctor.nvml import CLOCK_REASONS, read_nvml
+from counterpoint.doctor.probe import Answer
+from counterpoint.doctor.readings import Cuda, NvLink, Readings
+from counterpoint.doctor.system import nccl_version, read_torch_files
 from counterpoint.machine.driver import Driver, ProbeFailed, ProbeUnavailable
 
 

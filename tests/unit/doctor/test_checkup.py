@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from counterpoint.machine.doctor.checkup import examine, exit_code
-from counterpoint.machine.doctor.readings import NvLink, PairRate, Readings
+from counterpoint.doctor.checkup import examine, exit_code
+from counterpoint.doctor.readings import NvLink, PairRate, Readings
 from counterpoint.records.machine import Check, Checkup
 
 replace = msgspec.structs.replace

@@ -13,13 +13,13 @@ from typing import TypeVar
 
 import msgspec
 
-from counterpoint.machine.doctor.check_gpus import check_gpus
-from counterpoint.machine.doctor.check_links import LINK_CHECKS
-from counterpoint.machine.doctor.check_software import SOFTWARE_CHECKS, answers, environment, torch_runtime
-from counterpoint.machine.doctor.probe import ask_probe
-from counterpoint.machine.doctor.readings import Bandwidth, Cuda, Nccl, Nvml, Readings, TorchRuntime
-from counterpoint.machine.doctor.system import read_software, read_system
-from counterpoint.machine.doctor.verdict import fine, not_seen
+from counterpoint.doctor.check_gpus import check_gpus
+from counterpoint.doctor.check_links import LINK_CHECKS
+from counterpoint.doctor.check_software import SOFTWARE_CHECKS, answers, environment, torch_runtime
+from counterpoint.doctor.probe import ask_probe
+from counterpoint.doctor.readings import Bandwidth, Cuda, Nccl, Nvml, Readings, TorchRuntime
+from counterpoint.doctor.system import read_software, read_system
+from counterpoint.doctor.verdict import fine, not_seen
 from counterpoint.machine.profile import Profile, shipped_profile
 from counterpoint.records import Record
 from counterpoint.records.machine import Check, Checkup

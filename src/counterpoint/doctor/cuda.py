@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import combinations, permutations
 from statistics import median
 
-from counterpoint.machine.doctor.readings import Bandwidth, Cuda, CudaDevice, PairRate
+from counterpoint.doctor.readings import Bandwidth, Cuda, CudaDevice, PairRate
 from counterpoint.machine.driver import Driver, ProbeUnavailable
 
 # CUdevice_attribute, cuda.h 13.0

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from counterpoint.machine.doctor.readings import NetPort, RdmaPort, System
-from counterpoint.machine.doctor.system import acs_redirects, parse_conf, read_system
+from counterpoint.doctor.readings import NetPort, RdmaPort, System
+from counterpoint.doctor.system import acs_redirects, parse_conf, read_system
 
 
 def write(root: Path, files: dict[str, str | bytes]) -> None:

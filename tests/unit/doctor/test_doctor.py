@@ -8,8 +8,8 @@ import msgspec
 from msgspec.structs import replace
 from rich.console import Console
 
-from counterpoint.machine.doctor.checkup import examine
-from counterpoint.machine.doctor.readings import Readings
+from counterpoint.doctor.checkup import examine
+from counterpoint.doctor.readings import Readings
 from counterpoint.machine.profile import default_profile
 from counterpoint.records.machine import Check, Checkup
 from counterpoint.rendering.doctor_terminal import render_checkup, verdict

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from counterpoint.machine.doctor.readings import Nccl, NetPort, RdmaPort, Software, System, TorchRuntime
+from counterpoint.doctor.readings import Nccl, NetPort, RdmaPort, Software, System, TorchRuntime
 from counterpoint.machine.driver import ProbeUnavailable
 
 _MAX_BYTES = 64 << 10

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from counterpoint.machine.doctor.probe import Answer, ask_probe, run_child
+from counterpoint.doctor.probe import Answer, ask_probe, run_child
 
 
 def python(code: str, limit_s: float = 20.0) -> Answer:

@@ -9,8 +9,8 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-from counterpoint.machine.doctor.readings import Readings
-from counterpoint.machine.doctor.verdict import and_so_on, fine, not_seen, problem, warning
+from counterpoint.doctor.readings import Readings
+from counterpoint.doctor.verdict import and_so_on, fine, not_seen, problem, warning
 from counterpoint.machine.profile import Profile
 from counterpoint.records.machine import Check
 

@@ -6,7 +6,7 @@ from itertools import permutations
 
 import pytest
 
-from counterpoint.machine.doctor.readings import (
+from counterpoint.doctor.readings import (
     Bandwidth,
     Cuda,
     CudaDevice,

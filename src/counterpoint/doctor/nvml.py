@@ -13,7 +13,7 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any
 
-from counterpoint.machine.doctor.readings import GpuReading, NvLink, Nvml
+from counterpoint.doctor.readings import GpuReading, NvLink, Nvml
 from counterpoint.machine.driver import ProbeFailed, ProbeUnavailable
 
 CLOCK_REASONS = {  # bits of nvmlDeviceGetCurrentClocksEventReasons
