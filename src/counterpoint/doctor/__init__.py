@@ -1,4 +1,4 @@
-"""Read a machine and judge its readings: what stands in the way of overlap, what it means and how to fix it.
+"""Read a machine and judge its readings: which settings prevent overlap, their meaning and their remedy.
 
 checkup.py collects the readings (the records of readings.py) and runs all checks on them. probe.py runs cuda.py (CUDA
 and links), nvml.py and system.py (torch, NCCL) in child processes; system.py also reads /sys. check_gpus.py,

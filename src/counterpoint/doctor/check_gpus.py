@@ -80,7 +80,7 @@ def _check(readings: Readings, rule: GpuRule) -> Check:
 
 
 def _clocks_fault(gpu: GpuReading) -> str | None:
-    """Return what holds the clocks down (heat, outside power, a setting); None for idling or the usual power cap."""
+    """Return the reason for low clocks (heat, outside power, a setting); None for idling or the usual power cap."""
     texts = [text for reason, text in (SLOWING | SETTING).items() if reason in (gpu.clock_reasons or ())]
     warm = "" if gpu.temperature_c is None else f" at {gpu.temperature_c} °C"
     return f"{', '.join(texts)}{warm}, {gpu.sm_mhz} of {gpu.sm_mhz_max} MHz" if texts else None

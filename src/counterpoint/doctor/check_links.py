@@ -250,7 +250,7 @@ def _no_nics(readings: Readings) -> Check:
 
 
 def _odd_ones(alike: list[RdmaPort]) -> list[str]:
-    """Return a text for each port that is down, slower or of other firmware than others on the same kind of board."""
+    """Return a text for each port that is down, slower or of other firmware than other ports on its kind of board."""
     up = [port for port in alike if port.state == "ACTIVE"]
     if not up:
         return []  # a kind of port that this machine does not use

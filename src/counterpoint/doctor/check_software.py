@@ -1,4 +1,4 @@
-"""Check that driver, NCCL and torch fit together and have what overlap needs, and that no variable prevents it.
+"""Check that driver, NCCL and torch fit together and support overlap, and that no variable prevents it.
 
 NCCL's variables may also stand in /etc/nccl.conf, which the environment overrides.
 """
@@ -72,7 +72,7 @@ def _numbers(text: str | None) -> tuple[int, ...]:
 
 
 def nccl(readings: Readings) -> Check:
-    """Check which NCCL torch would load, and what it lacks."""
+    """Check which NCCL torch would load, and which features it lacks."""
     found = readings.nccl
     if found is None:
         return not_seen("nccl", readings.unavailable.get("nccl", "NCCL was not looked for"))

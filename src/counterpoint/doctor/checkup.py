@@ -115,6 +115,6 @@ def _profile(profile: Profile) -> Check:
 
 
 def exit_code(checks: tuple[Check, ...], *, strict: bool = False) -> int:
-    """Return 1 if there is a problem (or, when strict, a warning), else 0; what was not seen does not count."""
+    """Return 1 if there is a problem (or, when strict, a warning), else 0; checks without readings do not count."""
     wrong = {"problem", "warning"} if strict else {"problem"}
     return int(any(check.status in wrong for check in checks))

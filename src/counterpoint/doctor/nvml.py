@@ -86,7 +86,7 @@ def _text(value: object) -> str:
 
 def _asking(nvml: Any, handle: Any) -> Callable[..., Any]:
     def ask(name: str, *arguments: object) -> Any:
-        """Return what NVML's function answers; None if driver, GPU or nvidia-ml-py lacks it, or text is not UTF-8."""
+        """Return the answer of NVML's function; None if driver, GPU or nvidia-ml-py lacks it, or text is not UTF-8."""
         try:
             return getattr(nvml, name)(handle, *arguments)
         except (nvml.NVMLError, AttributeError, UnicodeDecodeError):

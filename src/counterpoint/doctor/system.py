@@ -1,4 +1,4 @@
-"""Read what surrounds the GPUs: /sys, /proc and /etc, and which torch and NCCL this Python has.
+"""Read the system around the GPUs: /sys, /proc and /etc, and which torch and NCCL this Python has.
 
 `read_system`: kernel modules, IOMMU, PCI bridges, network ports. Containers hide some of them. Every text comes from
 outside: reads are bounded, and what does not parse is None. `read_software` reads torch's files; `read_nccl` and
@@ -36,7 +36,7 @@ _ASSIGNED = re.compile(r"""^(__version__|cuda|hip)\b[^=\n]*= *["']([^"'\n]*)["']
 
 
 def read_system(root: Path = Path("/")) -> System:
-    """Return what the files below `root` say; never raise: what cannot be read is None."""
+    """Return the facts in files below `root`; never raise: an unreadable fact is None."""
     sys = root / "sys"
     driver = _read(root / "proc/driver/nvidia/version")
     modules = tuple(sorted(path.name for path in _list(sys / "module"))) if _is_there(sys / "module") else None
@@ -178,7 +178,7 @@ def read_software() -> Software:
 
 
 def read_torch_files(folder: Path) -> Software:
-    """Read what the folder of torch says: `version.py`, and the files that hold the features we use."""
+    """Read the folder of torch: `version.py`, and the files that hold the features we use."""
     assigned = dict(_ASSIGNED.findall(_whole(folder / "version.py")))
     features = {name: mark in _whole(folder / path) for name, (path, mark) in _FEATURES.items()}
     return Software(

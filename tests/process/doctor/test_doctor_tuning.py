@@ -7,11 +7,11 @@ from pathlib import Path
 import msgspec
 import pytest
 from msgspec.structs import replace
-from tests.process.machine.test_doctor_check import STOCK, by_copies, check
 
 from counterpoint.records.effect import TuningEffect
 from counterpoint.records.tuning import LEAVE, TunedPair
 from counterpoint.tuned.file import tuned_toml
+from tests.process.doctor.test_doctor_check import STOCK, by_copies, check
 from tests.support.example_tuned import example_tuned, tuned_pair
 
 GATHER, SCATTER = 436_224_000 // 2, 872_448_000 // 2  # bytes per rank of a layer in STOCK

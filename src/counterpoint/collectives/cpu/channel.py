@@ -235,7 +235,7 @@ class CpuCall(HostWork):
         self.record.output_offset, self.record.output_region = at.offset, at.region
 
     def _grow_staging(self) -> None:
-        """Replace staging that is too small; all ranks do so at the same call, as all compute the same size."""
+        """Replace staging that is too small; all ranks compute one size, so they replace it at one call."""
         call, tuning, channel = self.program.call, self.program.tuning, self.channel
         if not call.reduces:
             return
@@ -260,7 +260,7 @@ class CpuCall(HostWork):
                 self._step_of_lane(step, number)
 
     def _push_partitions(self) -> None:
-        """Do what is before the first push, push what is supplied, and wait until the caller has taken everything."""
+        """Run the steps before the first push, push supplied partitions, and wait until all arrivals are taken."""
         self._begun.set()
         wait_until, number = self.channel.waiter.wait_until, 0
         for index, steps in enumerate((self._cut.begin, *self._cut.sends)):
