@@ -19,6 +19,7 @@ ALLOWED: dict[str, set[str]] = {  # room: the rooms it may import, besides the f
     "records": set(),
     "rehearsed": set(),
     "machine": set(),
+    "processes": set(),
     "read_file": set(),
     "trace": set(),
     "diagnosis": {"trace", "machine", "pair", "collectives", "tuned"},
@@ -27,13 +28,13 @@ ALLOWED: dict[str, set[str]] = {  # room: the rooms it may import, besides the f
     "tuned": {"machine", "pair", "read_file"},
     "collectives": {"machine", "pair"},
     "controls": {"machine", "pair", "trace", "tuned"},
-    "measurement": {"collectives", "controls", "machine", "pair", "parallel"},
+    "measurement": {"collectives", "controls", "machine", "pair", "parallel", "processes"},
     "parallel": {"collectives", "controls", "machine", "pair", "tuned"},
     "plan": {"machine", "pair", "read_file"},
     "tuning": {"collectives", "controls", "diagnosis", "machine", "measurement", "pair", "parallel", "trace"}
-    | {"monitoring", "read_file", "tuned"},
+    | {"monitoring", "processes", "read_file", "tuned"},
     **{name: {"parallel"} for name in ("ddp", "expert_parallel", "tensor_parallel", "torch_backend", "torchtitan")},
-    "rehearsal": {"machine", "measurement", "monitoring", "parallel", "tuning"},
+    "rehearsal": {"machine", "monitoring", "parallel", "processes", "tuning"},
     "rendering": set(),
 }
 FREE = {"__init__", "__main__", "cli", "commands"}  # they join the rooms
@@ -47,6 +48,7 @@ NO_TORCH = {
     "plan",
     "machine",
     "pair",
+    "processes",
     "read_file",
     "tuned",
     *FREE,
