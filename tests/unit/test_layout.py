@@ -22,7 +22,7 @@ ALLOWED: dict[str, set[str]] = {  # room: the rooms it may import, besides the f
     "processes": set(),
     "read_file": set(),
     "trace": set(),
-    "diagnosis": {"trace", "machine", "pair", "collectives", "tuned"},
+    "diagnosis": {"trace", "machine", "pair", "collectives"},
     "monitoring": {"diagnosis", "trace"},
     "pair": {"machine"},
     "tuned": {"machine", "pair", "read_file"},
