@@ -52,7 +52,7 @@ def tune(
     ] = False,
     to: Annotated[
         str | None,
-        typer.Option(help="Write a tuning for others: env, nccl-tuner-csv, megatron-yaml, torchtitan, python."),
+        typer.Option(help="Write a tuning for others: env, megatron-yaml, python."),
     ] = None,
     profile: Annotated[
         Path | None,

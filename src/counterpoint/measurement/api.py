@@ -5,23 +5,21 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
-import shutil
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
 import msgspec
 
-from counterpoint.errors import CounterpointError, Misconfigured, PeerTimeout, Unsupported
+from counterpoint.errors import CounterpointError, Misconfigured, Unsupported
 from counterpoint.machine.driver import visible_gpus
 from counterpoint.machine.gpus import find_gpu
-from counterpoint.measurement.launch import STARTUP_S, VARIABLES, Progress, launch
+from counterpoint.measurement.launch import STARTUP_S, VARIABLES, launch
 from counterpoint.measurement.resume import finished, resumable
 from counterpoint.measurement.suites import SMS, blocks_of, scenarios_of
+from counterpoint.processes import Progress, run_folder
 from counterpoint.records.measurement import Block, Measurement, Outcome, Plan, Scenario
 from counterpoint.version import VERSION
 
@@ -133,7 +131,7 @@ def measure_parts(
         raise Misconfigured(f"rounds {rounds}; at least {MIN_ROUNDS}: the first two are dropped, and three must remain")
     if not timeout_s > 0:
         raise Misconfigured(f"timeout {timeout_s:g} s; it must be more than 0")
-    with run_folder() as folder:
+    with run_folder("counterpoint-measure-") as folder:
         results = partial or folder / "results.jsonl"
         plan = Plan(
             suite=suite,
@@ -254,17 +252,3 @@ def _unavailable(plan: Plan, outcomes: Sequence[Outcome]) -> dict[str, str]:
         else "; ".join(f"{', '.join(dict.fromkeys(of))}: {reason}" for reason, of in reasons.items())
         for name, reasons in found.items()
     }
-
-
-@contextmanager
-def run_folder(prefix: str = "counterpoint-measure-") -> Iterator[Path]:
-    """Make a folder for plan, logs and errors of one run; it is kept after a PeerTimeout, whose text names the logs."""
-    folder = Path(tempfile.mkdtemp(prefix=prefix))
-    try:
-        yield folder
-    except PeerTimeout:
-        raise
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    shutil.rmtree(folder, ignore_errors=True)

@@ -7,7 +7,6 @@ and exits with 1.
 
 from __future__ import annotations
 
-import ctypes
 import datetime
 import math
 import os
@@ -25,16 +24,14 @@ import msgspec
 
 import counterpoint
 from counterpoint.errors import Misconfigured, Unsupported
-from counterpoint.measurement.launch import PARENT_VARIABLE, VARIABLES
+from counterpoint.measurement.launch import VARIABLES
 from counterpoint.measurement.resume import finished
+from counterpoint.processes import die_with_parent, failure_file, write_whole
 from counterpoint.records.measurement import Block, Environment, Outcome, Plan, RankFailure
 from counterpoint.rehearsed import NO_TIMES, is_rehearsal
 
 if TYPE_CHECKING:
     from counterpoint.measurement.session import Session
-
-
-_PR_SET_PDEATHSIG = 1  # include/uapi/linux/prctl.h
 
 
 def main() -> None:
@@ -50,18 +47,6 @@ def main() -> None:
         traceback.print_exc()  # into this rank's log
         worker.leave(error)
         os._exit(1)  # a communicator that lost a peer would hold up a normal exit
-
-
-def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent dies; call it first, before torch is imported."""
-    # no code of this process has to run for it: it works in the middle of a collective and when the parent got SIGKILL
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        error = ctypes.get_errno()
-        raise OSError(error, f"prctl(PR_SET_PDEATHSIG): {os.strerror(error)}")
-    parent = os.environ.get(PARENT_VARIABLE)
-    if parent is not None and os.getppid() != int(parent):  # it died before the line above
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Worker:
@@ -126,9 +111,7 @@ class Worker:
         """Write a `RankFailure` that says why this rank ends, whole or not at all."""
         rank = int(os.environ.get("RANK", "0"))
         failure = RankFailure(rank=rank, kind=type(error).__name__, text=str(error), scenario=self.scenario)
-        path = Path(self.plan.errors) / f"rank{rank}.json"
-        path.with_suffix(".part").write_bytes(msgspec.json.encode(failure))
-        path.with_suffix(".part").replace(path)
+        write_whole(failure_file(Path(self.plan.errors), rank), failure)
 
 
 def _of_dtypes(outcome: Outcome, dtype: str, compute_dtype: str) -> Outcome:

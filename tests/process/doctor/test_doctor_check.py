@@ -48,7 +48,7 @@ def test_a_real_job_by_nccl_is_exit_code_1() -> None:
     """Its calls are listed, with what to do."""
     done = check(STOCK)
     assert done.returncode == 1
-    assert done.stdout.startswith("✗ had no effect: no copy between GPUs on ranks 0-1, ")
+    assert done.stdout.startswith("✗ had no effect on ranks 0-1: no copy between GPUs, ")
     assert "NCCL reduce_scatter" in done.stdout
 
 
@@ -70,7 +70,7 @@ def test_json_is_the_record_that_the_contract_names(tmp_path: Path) -> None:
     """On standard output alone, or in a file beside nothing printed."""
     done = check(STOCK, "--json", "-")
     found = msgspec.json.decode(done.stdout, type=Effect)
-    assert (found.schema, found.without_effect, done.returncode) == ("counterpoint.effect/1", (0, 1), 1)
+    assert (found.schema, found.knobs[0].on_ranks, done.returncode) == ("counterpoint.effect/1", (0, 1), 1)
     quiet = check(STOCK, "--json", tmp_path / "effect.json", "--quiet")
     assert (quiet.stdout, quiet.returncode) == ("", 1)
     assert msgspec.json.decode((tmp_path / "effect.json").read_bytes(), type=Effect) == found

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from counterpoint.records.effect import TuningEffect
+from counterpoint.records.effect import Effect
 from counterpoint.records.tuning import LEAVE, TunedPair
 from counterpoint.tuned.file import tuned_toml
 from tests.process.doctor.test_doctor_check import STOCK, by_copies, check
@@ -40,8 +40,8 @@ def test_knobs_that_did_nothing_are_exit_code_1(tmp_path: Path) -> None:
         tuned_pair("nccl+max_ctas=8+cga_cluster=2", bytes_per_rank=GATHER),
     )
     done = check(file_of(tmp_path, *pairs), "--check", STOCK, "--json", "-")
-    found = msgspec.json.decode(done.stdout, type=TuningEffect)
-    assert (done.returncode, found.schema, found.took_effect) == (1, "counterpoint.tuning-effect/1", False)
+    found = msgspec.json.decode(done.stdout, type=Effect)
+    assert (done.returncode, found.schema, found.took_effect) == (1, "counterpoint.effect/1", False)
     assert [(knob.pair, knob.knob, knob.state) for knob in found.knobs] == [
         (1, "zero_sm", "no_effect"), (1, "gemm_sms=124", "no_effect"),
         (2, "nccl", "took_effect"), (2, "max_ctas=8", "no_effect"), (2, "cga_cluster=2", "not_seen"),

@@ -1,4 +1,9 @@
-"""Prove from traces that every choice of a tuning took effect, as `counterpoint doctor --check` asks."""
+"""Prove from traces of a job that copy engines moved its communication, or that every choice of a tuning took effect.
+
+A trace shows copies between GPUs, not who asked for them. Those that c10d describes as a collective are NCCL's own (its
+zero-CTA policy), and count as its calls; those of a process that computes on several GPUs may be the program's, so that
+nothing is said of such a trace.
+"""
 
 from __future__ import annotations
 
@@ -10,31 +15,31 @@ from msgspec.structs import replace
 
 from counterpoint.diagnosis.api import read_ranks
 from counterpoint.diagnosis.digest import RankDigest
-from counterpoint.diagnosis.effect import check_shows_copies
-from counterpoint.diagnosis.job import missing_ranks, numbered, world_size_of
-from counterpoint.diagnosis.knobs import Sight, sight_of
-from counterpoint.diagnosis.tuned_calls import PairCalls, alike_pairs, calls_of_pairs
+from counterpoint.diagnosis.job import gpus_of, missing_ranks, numbered, world_size_of
+from counterpoint.errors import BadTrace
 from counterpoint.records.diagnosis import ranks_in_words
-from counterpoint.records.effect import KnobEffect, KnobState, TuningEffect
+from counterpoint.records.effect import Effect, KnobEffect, KnobState, RankEffect
 from counterpoint.records.measurement import Environment
 from counterpoint.records.tuning import Tuned, TunedPair
 from counterpoint.tuned.choices import Choices, mechanism_base, mechanism_knobs
+from counterpoint.tuning.check.calls import PairCalls, alike_pairs, calls_of_pairs, communication_of
+from counterpoint.tuning.check.knobs import Sight, copies_seen, sight_of
 
 _STATES: tuple[KnobState, ...] = ("no_effect", "took_effect", "not_seen")  # the first that any rank shows counts
 _NAME = "name the modules of each pair in `where`, if their calls should differ"
 
 
-def check_tuning(
-    tuned: Tuned,
-    source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+def check(
+    traces: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    tuned: Tuned | None = None,
     *,
     progress: Callable[[int, int, str], None] | None = None,
-) -> TuningEffect:
-    """Return whether each choice of a tuning took effect in a job, from its traces.
+) -> Effect:
+    """Return whether copy engines moved the communication of a job, or every choice of a tuning took effect.
 
     Args:
-        tuned: the content of `counterpoint.toml`.
-        source: traces, as of `diagnose`.
+        traces: of some steps, as of `diagnose`.
+        tuned: the content of `counterpoint.toml`; None: copies between GPUs are all that is looked for.
         progress: called as (files done, files, what is going on).
 
     Raises:
@@ -42,18 +47,18 @@ def check_tuning(
         Misconfigured: a pair has a mechanism that there is not.
     """
     notes: list[str] = []
-    digests, files = read_ranks(source, notes, progress=progress)
-    return find_tuning_effect(tuned, digests, files, notes)
+    digests, files = read_ranks(traces, notes, progress=progress)
+    return find_effect(digests, tuned, files, notes)
 
 
-def find_tuning_effect(
-    tuned: Tuned, digests: list[RankDigest], files: Sequence[str] = (), notes: Sequence[str] = ()
-) -> TuningEffect:
-    """Return whether each choice of a tuning took effect on these ranks.
+def find_effect(
+    digests: list[RankDigest], tuned: Tuned | None = None, files: Sequence[str] = (), notes: Sequence[str] = ()
+) -> Effect:
+    """Return what `check` does, of ranks whose traces have been read.
 
     Args:
-        tuned: the content of `counterpoint.toml`.
         digests: one per rank, in any order.
+        tuned: as of `check`.
         files: the names of their traces.
         notes: notes on the input files, to be put before those on the ranks.
 
@@ -64,29 +69,72 @@ def find_tuning_effect(
     said = list(notes)
     digests = numbered(digests, said)
     for digest in digests:
-        check_shows_copies(digest)
+        _check_shows_copies(digest)
     world = world_size_of(digests)
     missing = missing_ranks(digests, world)
     if missing:
         said.append(f"no trace of {ranks_in_words(missing)} (of {world} ranks): nothing is said of them")
-    machine = _traced_machine(tuned, digests[0])
-    choices, overruled = Choices(tuned, machine), _overruled(tuned, machine)
-    said += [f"the file was {difference}" for difference in choices.differences]
-    calls = [calls_of_pairs(digest, choices) for digest in digests]
-    knobs = tuple(
-        _effect(number, pair, knob, digests, calls, overruled.get(pair))
-        for number, pair in enumerate(tuned.pair, 1)
-        for knob in (mechanism_base(pair), *mechanism_knobs(pair))
-    )
-    return TuningEffect(
+    per_rank = tuple(map(communication_of, digests))
+    knobs = (_copies(per_rank, said),) if tuned is None else _choices(tuned, digests, said)
+    return Effect(
         files=tuple(files),
         world_size=world,
         ranks=tuple(digest.rank for digest in digests),
         missing_ranks=missing,
         took_effect=bool(_of(knobs, "took_effect")) and not _of(knobs, "no_effect"),
-        verdict=_verdict(knobs),
+        verdict=_verdict_on_copies(knobs[0]) if tuned is None else _verdict(knobs),
         knobs=knobs,
+        per_rank=per_rank,
         notes=tuple(said),
+    )
+
+
+def _check_shows_copies(digest: RankDigest) -> None:
+    """Raise BadTrace if a rank's trace cannot show which copies between GPUs a program made."""
+    if digest.device.name == "cpu":
+        raise BadTrace(
+            "a trace without a GPU, and copies by copy engines can only be seen on GPUs; give traces of ranks with "
+            "GPUs, or ask counterpoint.report(group).require() in the program",
+            path=digest.path,
+        )
+    if digest.device.from_host or not len(digest.gpu):
+        raise BadTrace(
+            "holds nothing of what its GPU did; record with ProfilerActivity.CUDA, or nsys profile --trace=cuda",
+            path=digest.path,
+        )
+    gpus = gpus_of(digest)
+    if len(gpus) > 1:
+        raise BadTrace(
+            f"one process that computes on GPUs {', '.join(map(str, gpus))}, so that copies between them may be the "
+            "program's own; give traces of a job with one process for each GPU",
+            path=digest.path,
+        )
+
+
+def _copies(per_rank: Sequence[RankEffect], notes: list[str]) -> KnobEffect:
+    """Return whether copies were used: on the ranks that did worst, with what all of them did."""
+    by_state = defaultdict[KnobState, list[RankEffect]](list)
+    for rank in per_rank:
+        by_state[copies_seen([rank]).state].append(rank)
+    if "took_effect" in by_state and "not_seen" in by_state:
+        silent = ranks_in_words(tuple(rank.rank for rank in by_state["not_seen"]))
+        notes.append(f"{silent}: neither copies nor calls; who only receives, makes none")
+    worst = next(by_state[state] for state in _STATES if state in by_state)
+    sight = copies_seen(worst)
+    ranks = tuple(rank.rank for rank in worst)
+    return KnobEffect(knob="copies", state=sight.state, seen=sight.seen, fix=sight.fix, on_ranks=ranks)
+
+
+def _choices(tuned: Tuned, digests: Sequence[RankDigest], notes: list[str]) -> tuple[KnobEffect, ...]:
+    """Return what the traces show of each choice, in the order of the file."""
+    machine = _traced_machine(tuned, digests[0])
+    choices, overruled = Choices(tuned, machine), _overruled(tuned, machine)
+    notes += [f"the file was {difference}" for difference in choices.differences]
+    calls = [calls_of_pairs(digest, choices) for digest in digests]
+    return tuple(
+        _effect(number, pair, knob, digests, calls, overruled.get(pair))
+        for number, pair in enumerate(tuned.pair, 1)
+        for knob in (mechanism_base(pair), *mechanism_knobs(pair))
     )
 
 
@@ -144,6 +192,13 @@ def _effect(
 
 def _of(knobs: Sequence[KnobEffect], state: KnobState) -> list[KnobEffect]:
     return [knob for knob in knobs if knob.state == state]
+
+
+def _verdict_on_copies(copies: KnobEffect) -> str:
+    if copies.state == "not_seen":
+        return f"nothing is proved: {copies.seen}"
+    word = "took effect" if copies.state == "took_effect" else "had no effect"
+    return f"{word} on {ranks_in_words(copies.on_ranks)}: {copies.seen}"
 
 
 def _verdict(knobs: Sequence[KnobEffect]) -> str:

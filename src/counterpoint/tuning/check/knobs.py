@@ -1,4 +1,4 @@
-"""Prove from one rank's trace that one knob of a pair took effect.
+"""Prove from one rank's trace that one knob took effect: of a pair of a tuning, or that copies were used at all.
 
 A trace shows kernels with their grids, and copies; only Nsight's exports show clusters and priorities of streams, and
 none shows SMs. What a trace cannot show is not seen, which is no proof either way.
@@ -6,18 +6,18 @@ none shows SMs. What a trace cannot show is not seen, which is no proof either w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from counterpoint.diagnosis.digest import RankDigest
-from counterpoint.diagnosis.tuned_calls import PairCalls
-from counterpoint.records.effect import KnobState
+from counterpoint.records.effect import KnobState, RankEffect
 from counterpoint.records.tuning import TunedPair
 from counterpoint.trace.classify import is_gemm_kernel
 from counterpoint.trace.timeline import I32, I64, Kind
 from counterpoint.tuned.choices import mechanism_base, stays_with_torch
+from counterpoint.tuning.check.calls import PairCalls
 
 _BESIDE = 0.5  # of a GEMM's time, from which on it runs beside a call
 _ROUNDED = ("all_to_all", "send_recv")  # NCCL rounds the CTAs of these up to a power of two
@@ -28,6 +28,11 @@ _FOLLOW = (
     "COUNTERPOINT_TUNED; print(counterpoint.report(group)) after a step says why torch made a call"
 )
 _GROUPS = "make the process groups with it, or set its variables before they are made: counterpoint tune --to env"
+_OVERLAP = (
+    'name backend="counterpoint", or call counterpoint.overlap(model), on every rank and before what is recorded; '
+    "print(counterpoint.report(group)) after a step says why torch made a call"
+)
+_COMMUNICATE = "record whole training steps, of every rank of a job that has two or more"
 _MATMULS = (
     "the limit reaches GEMMs of torch in the thread that launches them, and only persistent ones; choices that name "
     "several limits are not applied"
@@ -41,6 +46,27 @@ class Sight:
     state: KnobState
     seen: str
     fix: str = ""  # what to do, or what to record; empty if it took effect
+
+
+def _proved(took: bool, seen: str, fix: str) -> Sight:
+    return Sight(state="took_effect", seen=seen) if took else Sight(state="no_effect", seen=seen, fix=fix)
+
+
+def copies_seen(ranks: Sequence[RankEffect]) -> Sight:
+    """Return what ranks, all with copies or all without, show of copies between GPUs."""
+    calls = [call for rank in ranks for call in rank.calls]
+    if any(rank.copies for rank in ranks):
+        count = sum(rank.copies for rank in ranks)
+        copies_us, every_us = sum(rank.copies_us for rank in ranks), sum(rank.communication_us for rank in ranks)
+        moved = f"{copies_us / 1e3:,.2f} of {every_us / 1e3:,.2f} ms of communication by copy engines"
+        return _proved(True, f"{count:,} copies between GPUs, {moved}", "")
+    if not calls:
+        return Sight(state="not_seen", seen="these traces hold no communication", fix=_COMMUNICATE)
+    words = {"nccl": "NCCL", "other": "other kernels"}
+    makers = " and ".join(word for by, word in words.items() if any(call.by == by for call in calls))
+    made, us = sum(call.calls for call in calls), sum(call.us for call in calls)
+    seen = f"no copy between GPUs, {made:,} call{'s' * (made != 1)} by {makers} in {us / 1e3:,.2f} ms"
+    return _proved(False, seen, _OVERLAP)
 
 
 def sight_of(digest: RankDigest, pair: TunedPair, calls: PairCalls | None, knob: str) -> Sight:
@@ -92,8 +118,7 @@ def _moved(digest: RankDigest, pair: TunedPair, calls: PairCalls) -> Sight:
     if mechanism_base(pair) != "flagged":
         return Sight(state="took_effect", seen=f"{seen}, none by NCCL")
     kernels = int((digest.gpu.name == _index(digest, pair.operation)).sum())
-    state: KnobState = "took_effect" if kernels else "no_effect"
-    return Sight(state=state, seen=f"{seen}, {kernels} kernels {pair.operation}", fix="" if kernels else _FOLLOW)
+    return _proved(kernels > 0, f"{seen}, {kernels} kernels {pair.operation}", _FOLLOW)
 
 
 def _index(digest: RankDigest, name: str) -> int:
@@ -115,7 +140,7 @@ def _zero_cta(digest: RankDigest, pair: TunedPair, calls: PairCalls, value: str)
     took = bool(len(calls.nccl_copies)) and not len(calls.kernels) if value == "zero" else bool(len(calls.kernels))
     seen = f"{_calls_text(len(calls.nccl_copies))} by NCCL's copies, {len(calls.kernels)} by its kernels"
     windows = "register both buffers as windows, and use another stream than the default one"
-    return Sight(state="took_effect" if took else "no_effect", seen=seen, fix="" if took else f"{_GROUPS}; {windows}")
+    return _proved(took, seen, f"{_GROUPS}; {windows}")
 
 
 def _most_ctas(digest: RankDigest, pair: TunedPair, calls: PairCalls, value: str) -> Sight:
@@ -136,7 +161,7 @@ def _within(digest: RankDigest, calls: PairCalls, allowed: Callable[[int], bool]
         return _no_call()
     took = all(map(allowed, found))
     seen = f"kernels{_ctas_text(digest, calls.kernels)}"
-    return Sight(state="took_effect" if took else "no_effect", seen=seen, fix="" if took else _GROUPS)
+    return _proved(took, seen, _GROUPS)
 
 
 def _windows(digest: RankDigest, pair: TunedPair, calls: PairCalls, value: str) -> Sight:
@@ -146,7 +171,7 @@ def _windows(digest: RankDigest, pair: TunedPair, calls: PairCalls, value: str) 
     plain = sum(not name.startswith(_SYMMETRIC) for name in names)
     copied = _calls_text(len(calls.nccl_copies))
     seen = f"{copied} by NCCL's copies, {len(names) - plain} by kernels for windows, {plain} by others"
-    return Sight(state="no_effect" if plain else "took_effect", seen=seen, fix=_GROUPS if plain else "")
+    return _proved(not plain, seen, _GROUPS)
 
 
 def _cluster(digest: RankDigest, pair: TunedPair, calls: PairCalls, value: str) -> Sight:
@@ -158,7 +183,7 @@ def _cluster(digest: RankDigest, pair: TunedPair, calls: PairCalls, value: str) 
     found = np.unique(np.maximum(digest.gpu.cluster[digest.comm.first[calls.kernels]], 1))
     took = bool((found == max(int(value), 1)).all())
     seen = f"kernels in clusters of {_listed(found)} blocks"
-    return Sight(state="took_effect" if took else "no_effect", seen=seen, fix="" if took else _GROUPS)
+    return _proved(took, seen, _GROUPS)
 
 
 def _priority(digest: RankDigest, pair: TunedPair, calls: PairCalls, value: str) -> Sight:
@@ -178,7 +203,7 @@ def _priority(digest: RankDigest, pair: TunedPair, calls: PairCalls, value: str)
     else:
         took = set(known) == {0 if value == "default" else int(value)}
     seen = f"streams of priority {_listed(sorted(set(known)))}, compute on {_listed(sorted(set(compute))) or 'others'}"
-    return Sight(state="took_effect" if took else "no_effect", seen=seen, fix="" if took else _GROUPS)
+    return _proved(took, seen, _GROUPS)
 
 
 def _not_held(what: str, pair: TunedPair) -> Sight:
@@ -202,7 +227,7 @@ def _gemm_sms(digest: RankDigest, pair: TunedPair, calls: PairCalls, value: str)
         return Sight(state="not_seen", seen="no GEMM beside such a call", fix=_RECORD)
     took = bool((grids <= limit).any()) and not ((grids > limit) & (grids <= most)).any()
     seen = f"GEMMs of {_listed(grids)} blocks"
-    return Sight(state="took_effect" if took else "no_effect", seen=seen, fix="" if took else _MATMULS)
+    return _proved(took, seen, _MATMULS)
 
 
 def _calls_text(count: int) -> str:

@@ -1,4 +1,4 @@
-"""Find the calls of each pair of a tuning in one rank's trace, by the rule that programs follow: `Choices.find`.
+"""Find who made the calls of one rank's trace, and which are of each pair of a tuning, as programs do: `Choices.find`.
 
 A call of NCCL states its operation, size and ranks. A copy by counterpoint's engines states its bytes alone: runs of
 copies of the size of one call are that pair's, all others are shared by the pairs of which none was found.
@@ -19,11 +19,13 @@ import numpy as np
 from counterpoint.diagnosis.digest import RankDigest
 from counterpoint.diagnosis.intervals import Intervals
 from counterpoint.pair.arrivals import TensorOperation
+from counterpoint.records.effect import CommCalls, RankEffect
 from counterpoint.records.tuning import TunedPair
-from counterpoint.trace.classify import is_nccl
-from counterpoint.trace.timeline import I64, Bools
+from counterpoint.trace.classify import collective_op, is_nccl
+from counterpoint.trace.timeline import I64, Bools, Kind
 from counterpoint.tuned.choices import EXCHANGE, FARTHEST, Choices, stays_with_torch
 
+SUM_KERNEL = "combine"  # collectives/cuda/sum_kernel.py
 CallClass = tuple[str, int, int, str, str | None]
 """Operation, ranks, bytes per rank, dtype, and the compute of a matmul that depends on the call."""
 SAME_SIZE = 0.02  # by which the bytes of a run of copies may differ from those of a call
@@ -33,6 +35,53 @@ _OPERATIONS = {  # operations of a tuning that NCCL makes by this collective
     "reduce_scatter": ("reduce_scatter", "matmul_reduce_scatter"),
     "all_to_all": ("all_to_all", EXCHANGE),
 }
+
+
+def communication_of(digest: RankDigest) -> RankEffect:
+    """Return how a rank communicated: by copy engines, and by whom else."""
+    gpu = digest.gpu
+    between = np.array([collective_op(name) == "peer_copy" for name in digest.names], bool)[gpu.name]
+    copies = between & (gpu.kind == Kind.COMM) & (gpu.collective < 0)
+    sums = np.array([name == SUM_KERNEL for name in digest.names], bool)[gpu.name]
+    within = np.array(["DtoD" in name for name in digest.names], bool)[gpu.name] & (gpu.kind == Kind.MEMCPY)
+    within &= np.isin(gpu.stream, gpu.stream[copies])
+    return RankEffect(
+        rank=digest.rank,
+        copies=int(copies.sum()),
+        copied_bytes=_bytes(digest, copies),
+        copies_us=_busy_us(digest, copies),
+        own_copies=int(within.sum()),
+        own_copied_bytes=_bytes(digest, within),
+        own_copies_us=_busy_us(digest, within),
+        sums=int(sums.sum()),
+        sums_us=_busy_us(digest, sums),
+        calls=_calls(digest, copies),
+        communication_us=_busy_us(digest, gpu.kind == Kind.COMM),
+    )
+
+
+def _calls(digest: RankDigest, copies: Bools) -> tuple[CommCalls, ...]:
+    """Return the collectives that are not such copies, by who made them and operation, longest first."""
+    comm, found = digest.comm, defaultdict[tuple[bool, str], list[float]](list)
+    for row in np.flatnonzero(~copies[comm.first]).tolist():
+        name = digest.names[digest.gpu.name[comm.first[row]]]
+        by_nccl = is_nccl(name) or collective_op(name) == "peer_copy"
+        found[by_nccl, comm.op[row]].append(float(comm.end[row] - comm.start[row]))
+    rows = [
+        CommCalls(by="nccl" if by_nccl else "other", operation=op, calls=len(us), us=sum(us))
+        for (by_nccl, op), us in found.items()
+    ]
+    return tuple(sorted(rows, key=lambda row: (-row.us, row.operation)))
+
+
+def _bytes(digest: RankDigest, rows: Bools) -> int | None:
+    sizes = digest.gpu.bytes[rows]
+    return None if (sizes < 0).any() else int(sizes.sum())
+
+
+def _busy_us(digest: RankDigest, rows: Bools) -> float:
+    running = Intervals.union(digest.gpu.start[rows], digest.gpu.end[rows])
+    return float((running.end - running.start).sum())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,13 +11,13 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from counterpoint.diagnosis.tuning_effect import find_tuning_effect
 from counterpoint.errors import BadTrace, Misconfigured
-from counterpoint.records.effect import KnobEffect, TuningEffect
+from counterpoint.records.effect import Effect, KnobEffect
 from counterpoint.records.tuning import LEAVE, Tried, TunedPair
-from counterpoint.rendering.effect_terminal import render_tuning_effect
+from counterpoint.rendering.effect_terminal import render_effect
 from counterpoint.trace.timeline import CollectiveInfo, Device, HostKind, Kind
 from counterpoint.tuned.choices import KNOBS
+from counterpoint.tuning.check.api import find_effect
 from tests.support.example_tuned import HOSTILE, example_tuned, tuned_pair
 from tests.support.job_builder import COMM_STREAM, COMPUTE_STREAM, Host, Op, comm, digested, host, op, rank
 
@@ -43,11 +43,11 @@ def chosen(mechanism: str, **more: Any) -> TunedPair:
     return tuned_pair(mechanism, **{"bytes_per_rank": PER_RANK} | more)
 
 
-def effect(pairs: tuple[TunedPair, ...], *ranks: tuple[Op | Host, ...], **more: Any) -> TuningEffect:
+def effect(pairs: tuple[TunedPair, ...], *ranks: tuple[Op | Host, ...], **more: Any) -> Effect:
     """What is said of ranks that ran these operations; of one set of operations, both ranks did."""
     both = ranks * 2 if len(ranks) == 1 else ranks
     tuned = replace(example_tuned(), pair=pairs)
-    return find_tuning_effect(tuned, [digested(rank(*ops, **more), at, len(both)) for at, ops in enumerate(both)])
+    return find_effect([digested(rank(*ops, **more), at, len(both)) for at, ops in enumerate(both)], tuned)
 
 
 def knobs(pair: TunedPair, *ops: Op) -> dict[str, str]:
@@ -55,7 +55,7 @@ def knobs(pair: TunedPair, *ops: Op) -> dict[str, str]:
     return {each.knob: each.state for each in effect((pair,), ops).knobs}
 
 
-def the(found: TuningEffect, knob: str) -> KnobEffect:
+def the(found: Effect, knob: str) -> KnobEffect:
     return next(each for each in found.knobs if each.knob == knob)
 
 
@@ -254,13 +254,13 @@ def test_what_a_trace_does_not_hold_is_not_seen(knob: str) -> None:
     assert (found.took_effect, found.verdict) == (True, "1 of 2 choices took effect, 1 not seen")
 
 
-def by_nsight(pair: TunedPair, *, clusters: int = 4, comm_priority: int = 0, compute_priority: int = 0) -> TuningEffect:
+def by_nsight(pair: TunedPair, *, clusters: int = 4, comm_priority: int = 0, compute_priority: int = 0) -> Effect:
     """What is said of a trace that holds clusters and priorities."""
     read = digested(rank(gemm(0, 100), comm("all_gather", 0, 70)), 0, 2)
     gpu = dataclasses.replace(read.gpu, cluster=np.full(len(read.gpu), clusters, np.int32))
     priorities = {COMPUTE_STREAM: compute_priority, COMM_STREAM: comm_priority}
     tuned = replace(example_tuned(), pair=(pair,))
-    return find_tuning_effect(tuned, [dataclasses.replace(read, gpu=gpu, priorities=priorities)])
+    return find_effect([dataclasses.replace(read, gpu=gpu, priorities=priorities)], tuned)
 
 
 @pytest.mark.parametrize(
@@ -317,7 +317,7 @@ def test_the_terminal_shows_each_choice_and_what_to_do() -> None:
     """Every choice is a line with its mark; names of the file are never markup or control characters."""
     pairs = chosen("zero_sm", compute=f"[red]{HOSTILE}"), chosen("nccl+priority=high", operation="all_reduce")
     console = Console(file=io.StringIO(), width=200)
-    render_tuning_effect(effect(pairs, (comm("all_gather", 0, 70), comm("all_reduce", 90, 99))), console)
+    render_effect(effect(pairs, (comm("all_gather", 0, 70), comm("all_reduce", 90, 99))), console)
     assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()
     assert text.startswith("✗ 1 of 3 choices had no effect, 1 not seen")
