@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]
-MAX_WORK = 2e9  # pairs looked at; bounds the rounds, and so the time, on large problems
+MAX_WORK = 5e8  # pairs looked at; bounds the rounds, and so the time, on large problems
 WORTH = 1e-6  # of the mean of a vertex: swaps that gain less are rounding errors of float32
 
 
