@@ -24,8 +24,7 @@ from pathlib import Path
 import msgspec
 
 from counterpoint.errors import CounterpointError, Misconfigured, PeerTimeout, Unsupported, printable
-from counterpoint.measurement.resume import finished
-from counterpoint.records.measurement import Plan, RankFailure
+from counterpoint.records.measurement import Outcome, Plan, RankFailure
 
 Progress = Callable[[int, int, str], None]  # scenarios done, scenarios in all, what runs now
 
@@ -61,7 +60,7 @@ def launch(
     progress: Progress | None = None,
     module: str = WORKER,
 ) -> None:
-    """Run every scenario of `plan` that `plan.results` does not hold yet; return when all ranks have ended well.
+    """Run every scenario of `plan`, whose file of results is there and empty; return when all ranks have ended well.
 
     Call it from a thread that lives until it returns: the kernel kills the ranks when that thread ends.
 
@@ -82,6 +81,15 @@ def launch(
     Path(plan.errors).mkdir(exist_ok=True)
     with _started(plan, plan_file, module) as processes:
         _watch(processes, plan, folder, timeout_s, startup_s, progress or (lambda done, total, what: None))
+
+
+def read_outcomes(path: Path) -> tuple[Outcome, ...]:
+    """Return the outcomes whose lines are whole, in the order measured; raise Misconfigured if the file is gone."""
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        raise Misconfigured(f"{path} was taken away while it was needed; start again") from None
+    return tuple(msgspec.json.decode(line, type=Outcome) for line in text[: text.rfind(b"\n") + 1].splitlines())
 
 
 @contextmanager
@@ -152,7 +160,7 @@ def _watch(
         if (now := _size(Path(plan.results))) != size:
             deadline = max(deadline if size == -1 else 0.0, time.monotonic() + timeout_s)
             size = now
-            tell(len(finished(Path(plan.results))), len(plan.parts), _next(plan) or "")
+            tell(len(read_outcomes(Path(plan.results))), len(plan.parts), _next(plan) or "")
         if any(codes):
             _wait_for_all(processes, SETTLE_S)
             remains = [_remains(rank, process, plan, folder) for rank, process in enumerate(processes)]
@@ -165,7 +173,7 @@ def _watch(
 
 
 def _size(results: Path) -> int | None:
-    """Return the size of the results file; None if it was deleted, which `finished` then reports."""
+    """Return the size of the results file; None if it was deleted, which `read_outcomes` then reports."""
     try:
         return results.stat().st_size
     except FileNotFoundError:
@@ -211,7 +219,7 @@ def _remains(rank: int, process: subprocess.Popen[bytes], plan: Plan, folder: Pa
 
 def _next(plan: Plan) -> str | None:
     """Return the name of the part being measured, the first of the plan without a result; None after the last one."""
-    done = {outcome.scenario for outcome in finished(Path(plan.results))}
+    done = {outcome.scenario for outcome in read_outcomes(Path(plan.results))}
     return next((part.name for part in plan.parts if part.name not in done), None)
 
 
