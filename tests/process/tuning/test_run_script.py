@@ -214,7 +214,6 @@ def test_traces_are_tuned(tmp_path: Path) -> None:
         ([], "give one of SOURCE"),
         (["--run", "srun train.py"], "starts with 'srun'"),
         (["--run", "python train.py", "--nproc", "2"], "leave --nproc out"),
-        (["--run", "python train.py", "--fresh"], "leave --fresh out"),
         (["pairs.toml", "--run", "python train.py"], "leave SOURCE out"),
     ],
 )
