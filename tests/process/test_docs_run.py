@@ -31,7 +31,6 @@ NOT_RUN = {  # pages: how many blocks are not run; each says why beside it
     "docs/tutorial.md": 2,
     "docs/how-to/diagnose-traces.md": 2,
     "docs/how-to/divide-sms.md": 2,
-    "docs/how-to/export-a-tuning.md": 1,
     "docs/how-to/find-a-hang.md": 1,
     "docs/how-to/overlap-expert-parallel.md": 5,
     "docs/how-to/rehearse-on-one-gpu.md": 1,

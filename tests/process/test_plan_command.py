@@ -251,16 +251,16 @@ def test_one_of_several_topologies_is_chosen(tmp_path: Path) -> None:
     assert set(json.loads(done.stdout)["placement"]["host_of"]) == {f"b{k}" for k in range(1, 9)}
 
 
-def test_placement_without_its_extra_says_what_to_install() -> None:
-    """One line of a core install: Unsupported, with the command."""
+def test_yaml_without_its_extra_says_what_to_install() -> None:
+    """One line of a core install: Unsupported, with the command; all other topologies need no extra."""
     probe = (
-        "import importlib.util as util; real = util.find_spec\n"
-        "util.find_spec = lambda name, *more: None if name == 'scipy' else real(name, *more)\n"
+        "import sys; sys.modules['yaml'] = sys.modules['scipy'] = None\n"
         "from counterpoint.errors import Unsupported\n"
-        "try:\n    import counterpoint.plan.placement\nexcept Unsupported as error:\n    print(error)\n"
+        "from counterpoint.plan.placement import place, read_slurm\n"
+        "try:\n    read_slurm.read_yaml('', gpus=8)\nexcept Unsupported as error:\n    print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=False, timeout=60)
-    assert done.stdout == "placement needs scipy, which is not installed: pip install 'counterpoint[plan]'\n"
+    assert done.stdout == "topology.yaml needs PyYAML, which is not installed: pip install 'counterpoint[plan]'\n"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from counterpoint.measurement.launch import reserved_port
+from counterpoint.processes import reserved_port
 
 TIMEOUT_S = 60.0
 _FORKS = multiprocessing.get_context("forkserver")

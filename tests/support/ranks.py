@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from typing import Any
 
-from counterpoint.measurement.launch import reserved_port
+from counterpoint.processes import reserved_port
 
 TIMEOUT_S = 300.0  # a hang; machines may be busy
 

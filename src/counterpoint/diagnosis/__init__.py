@@ -5,7 +5,5 @@ job.py joins them (join.py) on one clock. accounts.py says where the time went; 
 stragglers.py, idle.py, copies.py, gpus.py and imbalance.py why; replay.py what each cause is worth (zero_sm.py: and
 the remedy); findings.py ranks them, advice.py says what to change. frames.py turns it into tables, gate.py checks it
 in CI. digest_file.py sends digests from host to host. hang.py finds which ranks are missing in
-flight-recorder dumps, effect.py whether copy engines moved what ranks exchanged, tuning_effect.py whether the choices
-of a tuning took effect (knobs.py, one by one; tuned_calls.py finds their calls). Other packages use `api.diagnose`,
-`Result` and gate.py.
+flight-recorder dumps. Other packages use `api.diagnose`, `Result` and gate.py.
 """

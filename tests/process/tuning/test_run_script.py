@@ -16,9 +16,7 @@ from counterpoint.records.tuning import Tuned, TunedPair
 from counterpoint.tuned.file import read_tuned, tuned_toml
 from counterpoint.tuning.from_trace import pairs_of_traces
 from counterpoint.tuning.script.api import ScriptComparison
-from counterpoint.tuning.script.command import parse_command
-from counterpoint.tuning.script.launch import launch_script
-from counterpoint.tuning.script.task import ScriptResult, ScriptTask, ScriptVariant
+from counterpoint.tuning.script.launch import ScriptResult, ScriptTask, ScriptVariant, launch_script, parse_command
 from tests.support.example_tuned import example_tuned
 from tests.support.kineto_trace import annotation, header, launched, metadata, op, write
 
@@ -216,7 +214,6 @@ def test_traces_are_tuned(tmp_path: Path) -> None:
         ([], "give one of SOURCE"),
         (["--run", "srun train.py"], "starts with 'srun'"),
         (["--run", "python train.py", "--nproc", "2"], "leave --nproc out"),
-        (["--run", "python train.py", "--fresh"], "leave --fresh out"),
         (["pairs.toml", "--run", "python train.py"], "leave SOURCE out"),
     ],
 )
