@@ -313,7 +313,7 @@ _FSDP = [
     ("2048 tokens, 4 layers of 70B shape", "fsdp-step-70b-4xh200.json", 2048),
     ("2048 tokens, vocabulary of 128,256", "fsdp-step-full-4xh200.json", 2048),
     ("8192 tokens, vocabulary of 128,256", "fsdp-step-full-4xh200.json", 8192),
-    ("the same, embedding and head apart", "fsdp-step-head-4xh200.json", 8192),
+    ("8192 tokens, vocabulary, embedding and head apart", "fsdp-step-head-4xh200.json", 8192),
     ("2 GPUs: 2048 tokens", "fsdp-step-layers-2xh200.json", 2048),
     ("2 GPUs: 4096 tokens", "fsdp-step-layers-2xh200.json", 4096),
     ("2 GPUs: 8192 tokens", "fsdp-step-layers-2xh200.json", 8192),
