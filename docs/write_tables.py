@@ -166,7 +166,7 @@ def _hidden(rows: list[Row], mechanism: str, collective: str) -> str:
     for order in ORDERS:
         asked = {"mechanism": mechanism, "collective": collective, "order": order}
         means.append([row["hidden"] for row in rows if asked.items() <= row.items()])
-    return " / ".join(ratio(fmean(values)) for values in means) if all(means) else "–"
+    return ", ".join(ratio(fmean(values)) for values in means) if all(means) else "–"
 
 
 @table
