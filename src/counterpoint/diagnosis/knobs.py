@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from counterpoint.diagnosis.digest import RankDigest
+from counterpoint.diagnosis.reading.digest import RankDigest
 from counterpoint.diagnosis.tuned_calls import PairCalls
 from counterpoint.records.effect import KnobState
 from counterpoint.records.tuning import TunedPair

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from msgspec.structs import replace
 
 from counterpoint.diagnosis.api import read_ranks
-from counterpoint.diagnosis.digest import RankDigest
 from counterpoint.diagnosis.effect import check_shows_copies
-from counterpoint.diagnosis.job import missing_ranks, numbered, world_size_of
 from counterpoint.diagnosis.knobs import Sight, sight_of
+from counterpoint.diagnosis.reading.digest import RankDigest
+from counterpoint.diagnosis.reading.traced_job import missing_ranks, numbered, world_size_of
 from counterpoint.diagnosis.tuned_calls import PairCalls, alike_pairs, calls_of_pairs
 from counterpoint.records.diagnosis import ranks_in_words
 from counterpoint.records.effect import KnobEffect, KnobState, TuningEffect
