@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from counterpoint.diagnosis import engine as engines
 from counterpoint.diagnosis.api import diagnose
-from counterpoint.diagnosis.engine import Engine, digest_all
+from counterpoint.diagnosis.reading import engine as engines
+from counterpoint.diagnosis.reading.engine import Engine, digest_all
 from counterpoint.errors import BadTrace, CounterpointError, Misconfigured, Unsupported
 from counterpoint.trace.source import Limits, TraceFile
 from tests.support import kineto_trace as kt
@@ -97,7 +97,7 @@ def test_a_plain_script_may_call_it(tmp_path: Path) -> None:
     """Without `if __name__ == "__main__":` the reader processes do not run the script again."""
     script = tmp_path / "script.py"
     script.write_text(
-        "import sys, counterpoint\nfrom counterpoint.diagnosis.engine import Engine\n"
+        "import sys, counterpoint\nfrom counterpoint.diagnosis.reading.engine import Engine\n"
         "print(counterpoint.diagnose(sys.argv[1], engine=Engine(workers=2)).diagnosis.ranks)\n"
     )
     job = kt.write_job(tmp_path / "job", ranks=3)
@@ -110,7 +110,7 @@ def test_an_interrupt_ends_readers_without_a_word(tmp_path: Path) -> None:
     endless(tmp_path, 2)
     script = (
         "import sys; from pathlib import Path\n"
-        "from counterpoint.diagnosis.engine import *; from counterpoint.trace.source import *\n"
+        "from counterpoint.diagnosis.reading.engine import *; from counterpoint.trace.source import *\n"
         "files = [TraceFile(path=p, label='x', format='kineto') for p in Path(sys.argv[1]).iterdir()]\n"
         "try: digest_all(files, Limits(), Engine(workers=2))\n"
         "except KeyboardInterrupt: print('interrupted')"
