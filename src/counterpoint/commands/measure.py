@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from counterpoint.records.measurement import Measurement
 
 
-NARROWEST = 80  # columns of a terminal; below, rich would leave out columns of a table
+NARROWEST = 80  # columns of a terminal: below, lines are longer than it
 IN_A_FILE = 140  # what nobody folds: mechanisms with three controls keep their line
 
 
@@ -42,7 +42,9 @@ def measure(
     device: Annotated[str, typer.Option(help="cuda, or cpu: the same pairs with gloo, to try it anywhere.")] = "cuda",
     nproc: Annotated[int | None, typer.Option(help="Ranks: by default all GPUs; 2 on CPUs.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write all results as JSON, and a table next to it (.md).")] = None,
-    html: Annotated[Path | None, typer.Option(help="Draw hidden by ratio and order: one self-contained page.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="All tables, and hidden drawn by ratio and order: one self-contained page.")
+    ] = None,
     fresh: Annotated[
         bool | None,
         typer.Option(
@@ -67,8 +69,6 @@ def measure(
     check_outputs(table, partial)
     if html is not None and html.resolve() in {path.resolve() for path in (table, partial, table and out) if path}:
         raise Misconfigured(f"--html {html} is where --out puts its results or their table; name another file")
-    if html is not None and suite in ("blocks", "tensor"):
-        raise Misconfigured(f"--html draws pairs, and suite {suite!r} has none; --out writes its table")
     with ending_cleanly(partial, fresh=bool(fresh)), progress(quiet, "starting ranks") as tell:
         from counterpoint.measurement import api
 
@@ -118,7 +118,7 @@ def _write(measured: Measurement, out: Path | None, table: Path | None, html: Pa
 def _print(measured: Measurement, out: Path | None, wrote: Sequence[Path | None], *, quiet: bool) -> None:
     import msgspec
 
-    from counterpoint.rendering.measurement_text import summary
+    from counterpoint.rendering.measurement_summary import summary
 
     if not quiet:
         from rich.console import Console
