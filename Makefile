@@ -46,8 +46,9 @@ bench: $(DEV) ## the planner's error on published steps; the reader beside Holis
 	$(BIN)/python benchmarks/plan_published.py
 	$(BIN)/python benchmarks/trace_load.py $(BENCH_ARGS)
 
-docs: $(DEV) ## check the pages: links, anchors, files they name, the form of README.md
+docs: $(DEV) ## check the pages: links, anchors, files they name, and tables against results/
 	$(BIN)/python docs/check_links.py
+	$(BIN)/python docs/write_tables.py --check
 
 clean: ## remove .venv, caches and what demo wrote
 	rm -rf $(VENV) .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist report.html

@@ -32,7 +32,7 @@ class OccupancyShaping(Control):
     launches, cuBLAS and PyTorch included, at about 7 µs each and not beside a profiler (launch_hooks.py). Kernels
     launched through cuda-bindings or cuda.core ask `shaper.dynamic_smem` or `shaper.launch_config` themselves.
 
-    What it is good for was measured on H200 (docs/results/occupancy.md): a collective that comes second gets in by
+    What it is good for was measured on H200 (docs/results/pairs.md): a collective that comes second gets in by
     *priority*, with or without shaping; shaping decides how long that takes, and what the GEMM itself gains or loses.
     Source: "Resource-aware Computation-Communication Overlap", arXiv 2606.09200.
 
