@@ -15,7 +15,6 @@ import msgspec
 import pytest
 
 from counterpoint.records.measurement import Measurement
-from tests.support.sweep import sweep
 
 COMMAND = (sys.executable, "-c", "from counterpoint.cli import main; main()", "measure")
 QUICK = ("quick", "--device", "cpu", "--rounds", "6")
@@ -182,7 +181,7 @@ def test_exchanges_are_measured_on_cpus(tmp_path: Path) -> None:
     assert {"lost", "auto_lost"} <= set(json.loads(done.stdout.splitlines()[-1]))
 
 
-@pytest.mark.parametrize("number", sweep([signal.SIGKILL, signal.SIGINT], every=2), ids=lambda number: number.name)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=lambda number: number.name)
 def test_a_rank_that_dies_ends_the_run_in_one_line(tmp_path: Path, number: signal.Signals) -> None:
     """Exit 2; the line names rank, signal and pair; the other rank is gone."""
     process = started(*QUICK, "--out", tmp_path / "x.json", logs=tmp_path)

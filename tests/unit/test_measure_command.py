@@ -85,12 +85,6 @@ def test_files_that_could_not_be_written_are_refused_before_measuring(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "taken.md"]
 
 
-def test_a_plot_without_pairs_is_refused(tmp_path: Path) -> None:
-    """`tensor` has no `hidden` to draw."""
-    with pytest.raises(Misconfigured, match="suite 'tensor' has none"):
-        CliRunner().invoke(app, ["measure", "tensor", "--html", str(tmp_path / "x.html")], catch_exceptions=False)
-
-
 def test_results_that_cannot_be_printed_are_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The text says where they are."""
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from counterpoint.records.measurement import Measurement
 
 
-NARROWEST = 80  # columns of a terminal; below, rich would leave out columns of a table
+NARROWEST = 80  # columns of a terminal: below, lines are longer than it
 IN_A_FILE = 140  # what nobody folds: mechanisms with three controls keep their line
 
 
@@ -39,7 +39,9 @@ def measure(
     device: Annotated[str, typer.Option(help="cuda, or cpu: the same pairs with gloo, to try it anywhere.")] = "cuda",
     nproc: Annotated[int | None, typer.Option(help="Ranks: by default all GPUs; 2 on CPUs.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write all results as JSON, and a table next to it (.md).")] = None,
-    html: Annotated[Path | None, typer.Option(help="Draw hidden by ratio and order: one self-contained page.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="All tables, and hidden drawn by ratio and order: one self-contained page.")
+    ] = None,
     rounds: Annotated[int, typer.Option(help="Trials of each kind per pair; the first two are dropped.")] = 12,
     timeout: Annotated[float, typer.Option(help="Seconds without a finished pair after which the run ends.")] = 120.0,
     json: Annotated[str | None, typer.Option(help="Write all results as JSON; - prints them (and only them).")] = None,
@@ -56,8 +58,6 @@ def measure(
     check_outputs(table)
     if html is not None and html.resolve() in {path.resolve() for path in (table, table and out) if path}:
         raise Misconfigured(f"--html {html} is where --out puts its results or their table; name another file")
-    if html is not None and suite == "tensor":
-        raise Misconfigured(f"--html draws pairs, and suite {suite!r} has none; --out writes its table")
     with ending_cleanly(), progress(quiet, "starting ranks") as tell:
         from counterpoint.measurement import api
 
@@ -97,7 +97,7 @@ def _write(measured: Measurement, out: Path | None, table: Path | None, html: Pa
 def _print(measured: Measurement, out: Path | None, wrote: Sequence[Path | None], *, quiet: bool) -> None:
     import msgspec
 
-    from counterpoint.rendering.measurement_text import summary
+    from counterpoint.rendering.measurement_summary import summary
 
     if not quiet:
         from rich.console import Console

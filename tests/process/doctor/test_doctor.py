@@ -12,13 +12,13 @@ import msgspec
 import pytest
 
 from counterpoint.records.machine import Checkup
+from tests.support.command import COUNTERPOINT, counterpoint, program
 
 
 def doctor(*arguments: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from counterpoint.cli import main; main()", "doctor", *map(str, arguments)]
     unset = ("NCCL_", "CUDA_", "TORCH_", "PYTORCH_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(unset)} | variables
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=120)
+    return program([*COUNTERPOINT, "doctor", *arguments], variables=environment)
 
 
 def test_json_to_standard_output_is_json_alone() -> None:
@@ -58,7 +58,7 @@ def test_a_warning_is_exit_code_1_only_when_strict(options: tuple[str, ...], cod
 )
 def test_wrong_use_is_exit_code_2(arguments: tuple[str, ...]) -> None:
     """Refused before the machine is touched, or in one line after it; never a traceback."""
-    done = doctor("--no-bandwidth", *arguments)
+    done = counterpoint("doctor", "--no-bandwidth", *arguments)
     assert (done.returncode, "Traceback" in done.stderr) == (2, False), done.stderr
 
 
@@ -72,7 +72,7 @@ def test_nothing_is_loaded_into_the_main_process() -> None:
         "atexit.register(lambda: print(heavy(), mapped()))\n"
         "from counterpoint.cli import main; sys.argv = ['counterpoint', 'doctor', '-q']; main()"
     )
-    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=False, timeout=120)
+    done = program([sys.executable, "-c", probe])
     assert done.stdout == "[] []\n", done.stderr
 
 

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from counterpoint.records.effect import Effect
+from tests.support.command import COUNTERPOINT, ROOT, Ended, counterpoint, program
 from tests.support.kineto_trace import copy, event, header, kernel, training, write, write_job
 
-ROOT = Path(__file__).resolve().parents[3]
 STOCK = ROOT / "samples" / "fsdp-2-ranks"
 
 
-def check(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run the command in a process of its own."""
-    command = [sys.executable, "-c", "from counterpoint.cli import main; main()", "doctor", "--check"]
-    return subprocess.run(
-        [*command, *map(str, arguments)], capture_output=True, text=True, check=False, timeout=120, cwd=ROOT
-    )
+def check(*arguments: str | Path) -> Ended:
+    return counterpoint("doctor", "--check", *arguments, folder=ROOT)
 
 
 def by_copies(folder: Path, ranks: int = 2) -> Path:
@@ -39,7 +33,7 @@ def by_copies(folder: Path, ranks: int = 2) -> Path:
 
 def test_copies_on_every_rank_are_exit_code_0(tmp_path: Path) -> None:
     """The verdict is the first line."""
-    done = check(by_copies(tmp_path))
+    done = program([*COUNTERPOINT, "doctor", "--check", by_copies(tmp_path)])
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("✓ took effect on ranks 0-1: 2 copies between GPUs, 0.60 of 0.60 ms")
 
