@@ -87,24 +87,18 @@ def run(folder: Path, *command: str) -> None:
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
 
 
-def is_long(page: str) -> bool:
-    """Whether blocks of a page start ranks, which takes longer than a reader of tests waits."""
-    found = blocks(page)
-    return found.ranks > 1 or bool(re.search("torchrun|counterpoint (measure|tune)", found.commands))
+def test_blocks_that_are_not_run_are_counted() -> None:
+    """A block that is left out, or runs again, changes the table above. This quick test is the one that `make test` runs."""
+    assert {page: len(reasons) for page in PAGES if (reasons := blocks(page).not_run)} == NOT_RUN
 
 
-def cases(names: list[str]) -> list[object]:
-    """Return a case for each page, the long ones marked."""
-    return [pytest.param(page, marks=pytest.mark.long if is_long(page) else ()) for page in names]
-
-
-@pytest.mark.parametrize("page", cases([page for page in PAGES if blocks(page).commands]))
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page).commands])
 def test_the_commands_of_a_page_run(page: str, tmp_path: Path) -> None:
     """In the order of the page; `doctor` may find a problem of this machine."""
     run(tmp_path, "bash", "-e", "-c", f"{SETUP}\n{blocks(page).commands}")
 
 
-@pytest.mark.parametrize("page", cases([page for page in PAGES if blocks(page).program]))
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page).program])
 def test_the_program_of_a_page_runs(page: str, tmp_path: Path) -> None:
     """Each block after those above it, with what its comment takes for granted."""
     found = blocks(page)
@@ -112,8 +106,3 @@ def test_the_program_of_a_page_runs(page: str, tmp_path: Path) -> None:
     script.write_text(found.program)
     launcher = () if found.ranks == 1 else ("-m", "torch.distributed.run", "--nproc-per-node", str(found.ranks))
     run(tmp_path, sys.executable, *launcher, str(script))
-
-
-def test_blocks_that_are_not_run_are_counted() -> None:
-    """One that is left out, or runs again, changes the table above."""
-    assert {page: len(reasons) for page in PAGES if (reasons := blocks(page).not_run)} == NOT_RUN
