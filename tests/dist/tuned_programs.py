@@ -30,7 +30,7 @@ from counterpoint.parallel.tensor.group import tensor_group
 from counterpoint.parallel.tuned import VARIABLE, this_machine
 from counterpoint.records.tuning import LEAVE, Tuned, TunedPair
 from counterpoint.tuned.file import tuned_toml
-from tests.dist import expert_parallel_programs, tensor_parallel_programs
+from tests.dist import expert_parallel_programs, test_tensor_parallel
 from tests.dist.fsdp_software_gpu_programs import on_software_gpu
 from tests.support.example_tuned import example_tuned
 from tests.support.fsdp_training import BF16, Case, differences, sharded, stock_trained, trained
@@ -145,8 +145,8 @@ def disagreeing_on_a_mesh(_: Session, how: str, folder: str) -> str:
     file = written(folder, tuning(*MIXED[dist.get_rank() == 3 :]))
     if how == "replicated":
         return said(lambda: overlap(sharded(Case(mesh=(2, 2))), tuned=file))
-    case = tensor_parallel_programs.CASES["with FSDP2"]
-    model = tensor_parallel_programs.sharded(case, tensor_parallel_programs.mesh_of(case))
+    case = test_tensor_parallel.CASES["with FSDP2"]
+    model = test_tensor_parallel.sharded(case, test_tensor_parallel.mesh_of(case))
     return said(lambda: overlap(model, tuned=file))
 
 
@@ -215,7 +215,7 @@ def tensor_parallel(_: Session, mechanism: str) -> tuple[float, Report, str]:
 
     The gather before the feed-forward has `mechanism`, that before the attention is left.
     """
-    case, programs = tensor_parallel_programs.Case(), tensor_parallel_programs
+    case, programs = test_tensor_parallel.Case(), tensor_parallel_programs
     mesh = programs.mesh_of(case)
     expected = programs.trained(case, programs.parallel(case, mesh).float(), 1)
     model = programs.parallel(case, mesh).float()
@@ -236,12 +236,12 @@ def tensor_parallel(_: Session, mechanism: str) -> tuple[float, Report, str]:
 
 def operations(_: Session, folder: str, tuned: str) -> list[str]:
     """The ways of a matmul where the variable names a file: by itself, below `overlap` with this argument, after it."""
-    case = tensor_parallel_programs.Case()
-    mesh = tensor_parallel_programs.mesh_of(case)
+    case = test_tensor_parallel.Case()
+    mesh = test_tensor_parallel.mesh_of(case)
     x, weight = torch.ones(16, 64), torch.ones(64, 32)
     left = choice("all_gather_matmul", LEAVE, 32 * 64 * 4, compute="gemm 32x32x64", stock="torch", dtype="float32")
     group = tensor_group(mesh.get_group().group_name, TensorOptions())
-    model = tensor_parallel_programs.parallel(case, mesh)
+    model = test_tensor_parallel.parallel(case, mesh)
 
     def multiplied() -> str:
         before = {(row.path, row.why): row.calls for row in group.report().calls}
@@ -305,8 +305,8 @@ def experts_not_asked_for(_: Session, folder: str) -> list[tuple[str, str]]:
 
 def unchanged(_: Session) -> tuple[str, bool]:
     """What is said when a tensor-parallel model is to follow a file that is not there, and whether it is as before."""
-    case = tensor_parallel_programs.Case()
-    model = tensor_parallel_programs.parallel(case, tensor_parallel_programs.mesh_of(case))
+    case = test_tensor_parallel.Case()
+    model = test_tensor_parallel.parallel(case, test_tensor_parallel.mesh_of(case))
     before = [dict(vars(module)) for module in model.modules()]
     text = said(lambda: overlap(model, tuned="nowhere.toml"))
     return text, [dict(vars(module)) for module in model.modules()] == before
@@ -339,7 +339,7 @@ def asked(handle: Overlap) -> int:
 
 def checked(_: Session) -> tuple[int, int]:
     """How many communicators `check` asks of a tensor-parallel model, before and after its first step."""
-    programs, case = tensor_parallel_programs, tensor_parallel_programs.Case()
+    programs, case = tensor_parallel_programs, test_tensor_parallel.Case()
     model = programs.parallel(case, programs.mesh_of(case)).float()
     with overlap(model, options=OverlapOptions(tensor_parallel=TensorOptions(mechanism="serial"))) as handle:
         before = asked(handle)

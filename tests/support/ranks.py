@@ -25,7 +25,7 @@ Answer = tuple[bool, Any] | None  # whether the program ended well, and what it 
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload([
     "counterpoint.measurement.session", "counterpoint.collectives.communicator", "torch.distributed.fsdp",
-    "torch.distributed.tensor.parallel",
+    "torch.distributed.tensor.parallel", "pytest",
 ])  # fmt: skip
 
 
