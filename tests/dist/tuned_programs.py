@@ -215,7 +215,7 @@ def tensor_parallel(_: Session, mechanism: str) -> tuple[float, Report, str]:
 
     The gather before the feed-forward has `mechanism`, that before the attention is left.
     """
-    case, programs = test_tensor_parallel.Case(), tensor_parallel_programs
+    case, programs = test_tensor_parallel.Case(), test_tensor_parallel
     mesh = programs.mesh_of(case)
     expected = programs.trained(case, programs.parallel(case, mesh).float(), 1)
     model = programs.parallel(case, mesh).float()
@@ -339,7 +339,7 @@ def asked(handle: Overlap) -> int:
 
 def checked(_: Session) -> tuple[int, int]:
     """How many communicators `check` asks of a tensor-parallel model, before and after its first step."""
-    programs, case = tensor_parallel_programs, test_tensor_parallel.Case()
+    programs, case = test_tensor_parallel, test_tensor_parallel.Case()
     model = programs.parallel(case, programs.mesh_of(case)).float()
     with overlap(model, options=OverlapOptions(tensor_parallel=TensorOptions(mechanism="serial"))) as handle:
         before = asked(handle)
