@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from counterpoint.errors import CounterpointError
 from counterpoint.measurement.session import Session
 from counterpoint.parallel.options import OverlapOptions
 from counterpoint.parallel.overlap import Overlap, overlap
-from tests.dist.fsdp_places_programs import ALL, WIDTH, Model, model
+from tests.dist.fsdp_places_programs import ALL, WIDTH, different, model
+from tests.dist.fsdp_places_programs import Case as Layers
 from tests.support.ranks import Ranks
 
 FAILING = 1  # the step with the exception
@@ -73,16 +73,6 @@ class Plant:
         return output
 
 
-def sharded(case: Case) -> Any:
-    """The model of the case; the same weights every time."""
-    if not case.whole:
-        return model()
-    torch.manual_seed(3)
-    made = Model()
-    fully_shard(made)
-    return made
-
-
 class Training:
     """Steps of one model, of which the caller chooses what becomes of a failing one."""
 
@@ -118,15 +108,9 @@ class Training:
             one.grad = None
 
 
-def _different(got: list[Any], expected: list[Any]) -> list[int]:
-    """Which losses and gradients are not equal bit by bit."""
-    pairs = enumerate(zip(got, expected, strict=True))
-    return [at for at, (one, other) in pairs if not torch.equal(torch.as_tensor(one), torch.as_tensor(other))]
-
-
 def _without_failure(session: Session, case: Case, numbers: list[int]) -> list[Any]:
     """What these steps give in a stock model that has seen no other."""
-    training = Training(sharded(case), session, case)
+    training = Training(model(Layers(whole=case.whole)), session, case)
     seen = []
     for number in numbers:
         seen += training.step(number)
@@ -136,7 +120,7 @@ def _without_failure(session: Session, case: Case, numbers: list[int]) -> list[A
 
 def said_after(session: Session, case: Case) -> str:
     """What the next step says after the failing one."""
-    made = sharded(case)
+    made = model(Layers(whole=case.whole))
     with overlap(made, options=case.options):
         training = Training(made, session, case)
         training.step(0)
@@ -149,55 +133,32 @@ def said_after(session: Session, case: Case) -> str:
     return "nothing"
 
 
-def started_again(session: Session, case: Case) -> list[int]:
-    """What differs, in two steps after `reset_iter_state`, from a stock model that had no exception."""
-    made = sharded(case)
-    with overlap(made, options=case.options) as handle:
-        training = Training(made, session, case)
-        training.step(0)
-        training.fail()
-        handle.reset_iter_state()
-        got = []
-        for number in (2, 3):
-            training.zero()
-            got += training.step(number)
-    return _different(got, _without_failure(session, case, [2, 3]))
-
-
-def went_on(session: Session, case: Case) -> list[int]:
-    """What differs, in two steps after an exception in a forward pass, from a stock model that had none."""
-    made = sharded(case)
-    with overlap(made, options=case.options):
-        training = Training(made, session, case)
-        training.step(0)
-        training.zero()
-        training.fail()
-        got = []
-        for number in (2, 3):
-            training.zero()
-            got += training.step(number)
-    return _different(got, _without_failure(session, case, [2, 3]))
-
-
-def restored_after(session: Session, case: Case) -> list[int]:
-    """What differs after `restore`, called after the exception, from a stock model that had none."""
-    made = sharded(case)
+def gone_on(session: Session, case: Case, how: str) -> list[int]:
+    """What differs, in two steps after the failing one and `how` of the handle, from a stock model without failure."""
+    made = model(Layers(whole=case.whole))
     handle: Overlap = overlap(made, options=case.options)
     training = Training(made, session, case)
     training.step(0)
+    if not how:
+        training.zero()  # in a forward pass nothing is lost, and nothing has to be called
     training.fail()
+    if how:
+        getattr(handle, how)()
+    got = []
+    for number in (2, 3):
+        training.zero()
+        got += training.step(number)
     handle.restore()
-    training.zero()
-    return _different(training.step(2), _without_failure(session, case, [2]))
+    return different(got, _without_failure(session, case, [2, 3]))
 
 
 def reset_before_the_first_step(session: Session) -> list[int]:
     """What differs from stock if `reset_iter_state` is called where nothing has begun."""
     case = Case()
-    made = sharded(case)
+    made = model(Layers(whole=case.whole))
     with overlap(made) as handle:
         handle.reset_iter_state()
-        return _different(Training(made, session, case).step(0), _without_failure(session, case, [0]))
+        return different(Training(made, session, case).step(0), _without_failure(session, case, [0]))
 
 
 PLACES = [(where, layer) for where in ("input", "middle", "output") for layer in (0, 3, 5)]
@@ -232,13 +193,13 @@ def test_the_step_after_an_exception_in_backward_raises(two_ranks: Ranks, case: 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_backward_pass_that_was_discarded_leaves_nothing(two_ranks: Ranks, case: Case) -> None:
     """After `reset_iter_state` losses and gradients are those of a model that had no exception, bit by bit."""
-    assert two_ranks.run(started_again, case) == [[], []]
+    assert two_ranks.run(gone_on, case, "reset_iter_state") == [[], []]
 
 
 @pytest.mark.parametrize("case", FORWARD.values(), ids=FORWARD)
 def test_a_step_after_an_exception_in_forward_has_right_gradients(two_ranks: Ranks, case: Case) -> None:
     """As in stock FSDP2, nothing has to be called."""
-    assert two_ranks.run(went_on, case) == [[], []]
+    assert two_ranks.run(gone_on, case, "") == [[], []]
 
 
 def test_a_layer_left_in_use_at_the_place_of_another_raises(two_ranks: Ranks) -> None:
@@ -251,13 +212,13 @@ def test_a_layer_left_in_use_at_the_place_of_another_raises(two_ranks: Ranks) ->
 @pytest.mark.parametrize("case", [*FORWARD.values(), LEFT_IN_USE], ids=[*FORWARD, "left in use"])
 def test_a_forward_pass_may_be_discarded(two_ranks: Ranks, case: Case) -> None:
     """`reset_iter_state` leaves nothing of it; gradients of microbatches before are lost with it."""
-    assert two_ranks.run(started_again, case) == [[], []]
+    assert two_ranks.run(gone_on, case, "reset_iter_state") == [[], []]
 
 
 @pytest.mark.parametrize("where", ["input", "middle", "output", "forward"])
 def test_restore_after_an_exception_gives_torch_a_clean_model(two_ranks: Ranks, where: str) -> None:
     """Stock FSDP2 goes on without it."""
-    assert two_ranks.run(restored_after, Case(where=where, held=True)) == [[], []]
+    assert two_ranks.run(gone_on, Case(where=where, held=True), "restore") == [[], []]
 
 
 def test_nothing_is_discarded_before_the_first_step(two_ranks: Ranks) -> None:

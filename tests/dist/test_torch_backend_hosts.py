@@ -8,7 +8,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,12 +19,11 @@ import torch
 import torch.distributed as dist
 
 import counterpoint.torch_backend as backend
-from counterpoint.errors import CounterpointError
 from counterpoint.measurement.session import Session
 from counterpoint.parallel import ddp
 from counterpoint.parallel.backend import hosts
 from tests.dist import torch_backend_programs as programs
-from tests.support.ranks import PATIENT, SOON_S, TIMEOUT_S, Ranks, run_once
+from tests.support.ranks import PATIENT, SOON_S, TIMEOUT_S, Ranks, error_of, run_once
 
 _GROUPS: dict[str, Any] = {}
 _PREMUL_SUM: Any = vars(dist)["_make_nccl_premul_sum"]  # without a stub
@@ -182,7 +180,7 @@ def _ended_under_way(how: str, everyone: bool) -> tuple[str, float]:
         work = dist.all_reduce(torch.ones(1 << 18), group=ours, async_op=True)
 
         def wait() -> None:
-            heard[0] = _error(work.wait)
+            heard[0] = error_of(work.wait)
 
         waiting = threading.Thread(target=wait)
     waiting.start()
@@ -195,14 +193,6 @@ def _ended_under_way(how: str, everyone: bool) -> tuple[str, float]:
     return heard[0], time.monotonic() - start
 
 
-def _error(action: Callable[[], object]) -> str:
-    try:
-        action()
-    except CounterpointError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
 def die(_: Session) -> tuple[str, float]:
     """Rank 3 does; the error of the others, and after how many seconds they heard it."""
     ours = made()
@@ -210,9 +200,9 @@ def die(_: Session) -> tuple[str, float]:
     if dist.get_rank() == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     start = time.monotonic()
-    said = _error(lambda: dist.all_reduce(torch.ones(1 << 16), group=ours))
+    said = error_of(lambda: dist.all_reduce(torch.ones(1 << 16), group=ours))
     seconds = time.monotonic() - start
-    again = _error(lambda: dist.all_reduce(torch.ones(8), group=ours))
+    again = error_of(lambda: dist.all_reduce(torch.ones(8), group=ours))
     assert again == said, f"then {again}"
     ours.abort()
     return said, seconds

@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import counterpoint.torch_backend as backend
 from counterpoint.collectives.options import CommunicatorOptions
-from counterpoint.errors import CounterpointError
 from counterpoint.machine.profile import default_profile
 from counterpoint.measurement.session import Session
 from counterpoint.parallel import background
@@ -28,19 +27,10 @@ from counterpoint.parallel.group import CHANNELS
 from tests.dist.test_collectives_failures import SLOWER
 from tests.dist.torch_backend_programs import EVERYTHING, groups, newest
 from tests.dist.torch_messages_programs import on_software_gpus
-from tests.support.ranks import PATIENT, TIMEOUT_S, Ranks
+from tests.support.ranks import PATIENT, TIMEOUT_S, Ranks, error_of
 
 BUCKET = (5 << 20) // 4  # elements: as much as a bucket, less than any crossover
 OPERATIONS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
-
-
-def said_of(call: Any) -> str:
-    """The error of a call."""
-    try:
-        call()
-    except CounterpointError as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 def called_with(_: Session, options: tuple[dict[str, Any], dict[str, Any]]) -> str:
@@ -49,7 +39,7 @@ def called_with(_: Session, options: tuple[dict[str, Any], dict[str, Any]]) -> s
     of_communicator = CommunicatorOptions(timeout_s=TIMEOUT_S, profile=given.pop("profile", None))
     mine = backend.BackendOptions(**given, communicator=of_communicator)
     group = dist.new_group(backend="counterpoint", pg_options=mine)
-    said = said_of(lambda: dist.all_reduce(torch.ones(1000), group=group))
+    said = error_of(lambda: dist.all_reduce(torch.ones(1000), group=group))
     dist.destroy_process_group(group)
     return said
 
@@ -64,7 +54,7 @@ def messages_with(_: Session, name: str) -> str:
         _gpu,
     ):
         peer = {"group_dst": 1} if rank == 0 else {"group_src": 0}
-        return said_of(lambda: (dist.send if rank == 0 else dist.recv)(torch.ones(3), group=group, **peer))
+        return error_of(lambda: (dist.send if rank == 0 else dist.recv)(torch.ones(3), group=group, **peer))
 
 
 def measured_group(has_symmetric_memory: bool) -> Any:
@@ -301,7 +291,7 @@ def ended_before_a_callback(_: Session) -> str:
             under_way.set()
             while not group.rank_group.has_ended:
                 time.sleep(0.001)
-            return said_of(lambda: dist.all_reduce(torch.ones(10), group=group))
+            return error_of(lambda: dist.all_reduce(torch.ones(10), group=group))
 
         call = group.rank_group.background().start(lambda _channel: None, 0, None).future.then(callback)
         under_way.wait()

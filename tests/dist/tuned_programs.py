@@ -19,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 import counterpoint
 import counterpoint.torch_backend as backend
 from counterpoint.collectives.communicator import Communicator
-from counterpoint.errors import CounterpointError
 from counterpoint.measurement.session import Session
 from counterpoint.parallel.expert import modules as expert_modules
 from counterpoint.parallel.options import DdpOptions, ExpertOptions, OverlapOptions
@@ -34,7 +33,7 @@ from tests.dist import expert_parallel_programs, test_tensor_parallel
 from tests.dist.fsdp_software_gpu_programs import on_software_gpu
 from tests.support.example_tuned import example_tuned
 from tests.support.fsdp_training import BF16, Case, differences, sharded, stock_trained, trained
-from tests.support.ranks import PATIENT
+from tests.support.ranks import PATIENT, error_of
 
 
 def choice(operation: str, mechanism: str, num_bytes: int = 1, **fields: Any) -> TunedPair:
@@ -114,15 +113,6 @@ def named(file: str | None) -> Iterator[None]:
         yield
 
 
-def said(do: Any) -> str:
-    """The error of a call; empty if there was none."""
-    try:
-        do()
-    except CounterpointError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
 def disagreeing(_: Session, how: str, folder: str) -> tuple[str, str]:
     """What is said to this rank by overlap() of an FSDP2 model, and by the first call of a group of the backend."""
     file, rank = written(folder, tuning(*MIXED)), dist.get_rank()
@@ -135,7 +125,7 @@ def disagreeing(_: Session, how: str, folder: str) -> tuple[str, str]:
     given = None if how == "named on one" and rank == 1 else file
     model, group = sharded(Case()), dist.new_group(backend="counterpoint")
     with named(given):
-        texts = said(lambda: overlap(model)), said(lambda: dist.all_reduce(torch.ones(8), group=group))
+        texts = error_of(lambda: overlap(model)), error_of(lambda: dist.all_reduce(torch.ones(8), group=group))
     dist.destroy_process_group(group)
     return texts
 
@@ -144,10 +134,10 @@ def disagreeing_on_a_mesh(_: Session, how: str, folder: str) -> str:
     """What is said to this rank of two axes of two, if the last rank has another file."""
     file = written(folder, tuning(*MIXED[dist.get_rank() == 3 :]))
     if how == "replicated":
-        return said(lambda: overlap(sharded(Case(mesh=(2, 2))), tuned=file))
+        return error_of(lambda: overlap(sharded(Case(mesh=(2, 2))), tuned=file))
     case = test_tensor_parallel.CASES["with FSDP2"]
     model = test_tensor_parallel.sharded(case, test_tensor_parallel.mesh_of(case))
-    return said(lambda: overlap(model, tuned=file))
+    return error_of(lambda: overlap(model, tuned=file))
 
 
 def warned(_: Session, how: str) -> tuple[list[str], int]:
@@ -308,7 +298,7 @@ def unchanged(_: Session) -> tuple[str, bool]:
     case = test_tensor_parallel.Case()
     model = test_tensor_parallel.parallel(case, test_tensor_parallel.mesh_of(case))
     before = [dict(vars(module)) for module in model.modules()]
-    text = said(lambda: overlap(model, tuned="nowhere.toml"))
+    text = error_of(lambda: overlap(model, tuned="nowhere.toml"))
     return text, [dict(vars(module)) for module in model.modules()] == before
 
 

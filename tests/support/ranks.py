@@ -130,6 +130,15 @@ def _received(pipe: Connection) -> Answer:
     return answer
 
 
+def error_of(call: Callable[[], object]) -> str:
+    """Return the kind and the text of the error that a call raises, or "nothing"."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
 def become(rank: int, world_size: int, port: int) -> None:
     """Set what torchrun would set in this process, and make warnings errors as they are in the tests' own."""
     warnings.simplefilter("error")
