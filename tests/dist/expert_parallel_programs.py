@@ -21,6 +21,7 @@ from counterpoint import overlap
 from counterpoint.measurement.session import Session
 from counterpoint.parallel.options import ExpertOptions, OverlapOptions
 from counterpoint.parallel.report import Report
+from tests.support.ranks import error_of
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 import train_moe
