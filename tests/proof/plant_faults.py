@@ -3,8 +3,8 @@
     python -m tests.proof.plant_faults --faults 40 --seed 1
 
 A fault is another comparison or operator, a term less, or two arguments swapped, at a random place of a random room.
-The nearest tests of a module are up to eight files of `tests/unit` that import it or bear its name, its own room's first;
-else that whole room.
+The nearest tests of a module are up to eight files of `tests/unit` that import it or bear its name, those of its room
+first, else its whole room.
 The working tree is read only. A fault that lives is a question: is a test missing, or does the change mean nothing?
 """
 
