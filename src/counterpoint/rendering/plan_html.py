@@ -85,13 +85,13 @@ def write_plan_page(path: Path, found: Prediction) -> None:
 
 
 def words(name: str) -> str:
-    """Return the name of a part, a what-if or a field as people write it: `weak_nodes` as nodes."""
+    """Return the name of a part, a flag or a field as people write it: `weak_nodes` as nodes."""
     return name.removeprefix("weak_").replace("_", " ")
 
 
 def curve_title(curve: Curve) -> str:
-    """Return what a curve's values change: of a what-if its sentence, of a field its name."""
-    return curve.means.removesuffix(".") if curve.unit else f"Over {curve.name}"
+    """Return what a curve's values change: of a flag its sentence, of a field its name."""
+    return f"Over {curve.name}" if "." in curve.name else curve.means.removesuffix(".")
 
 
 def timeline_figure(bars: Sequence[Bar]) -> Figure:
