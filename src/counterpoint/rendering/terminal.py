@@ -139,7 +139,7 @@ def _bar(row: TableRow, place: int) -> Text | None:
     for part in cell.parts:
         reached += part.share
         end = round(BAR_WIDTH * reached)
-        glyph, colour = LOOKS.get(part.look, ("█", ""))
+        glyph, colour = LOOKS.get(part.look.split()[-1], ("█", ""))
         bar.append(glyph * (end - drawn), colour)
         drawn = max(drawn, end)
     return bar
