@@ -24,6 +24,7 @@ class Column:
         name: at its head; at a line break, a terminal breaks it.
         format: of its values, which align right; None: the column holds texts, which align left and wrap.
         optional: a terminal that is too narrow leaves the column out, the last such column first.
+        page_only: a terminal never shows it.
         limit: characters of a text.
         is_bar: whether it holds `LengthBar`s, which Markdown leaves out.
     """
@@ -31,6 +32,7 @@ class Column:
     name: str
     format: Callable[[Any], str] | None = None
     optional: bool = False
+    page_only: bool = False
     limit: int = 300
     is_bar: bool = False
 

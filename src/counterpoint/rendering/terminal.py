@@ -99,7 +99,9 @@ def print_table(table: Table, console: Console) -> None:
         console.print(grid, crop=False)
     if len(rows) < len(table.rows):
         line(console, f"   and {len(table.rows) - len(rows):,} more", QUIET)
-    if left_out := [column.name for place, column in enumerate(table.columns) if place not in shown]:
+    if left_out := [
+        column.name for place, column in enumerate(table.columns) if place not in shown and not column.page_only
+    ]:
         line(console, f"   a wider terminal shows {', '.join(left_out)}".replace("\n", " "), QUIET)
     if table.legend:
         keys = (Text.assemble(LOOKS[look], " ", name) for look, name in table.legend)
@@ -115,7 +117,7 @@ def _fitting(table: Table, texts: Sequence[Sequence[str]], most: int) -> tuple[l
         for column, *cells in zip(table.columns, *texts, strict=True)
     ]
     wraps = [place for place, column in enumerate(table.columns) if column.format is None and not column.is_bar]
-    shown = list(range(len(table.columns)))
+    shown = [place for place, column in enumerate(table.columns) if not column.page_only]
 
     def least() -> int:
         return sum(min(widths[place], LEAST) if place in wraps else widths[place] for place in shown) + len(shown)
