@@ -58,6 +58,11 @@ def milliseconds(us: float | None, digits: int = 2) -> str:
     return UNKNOWN if us is None or not math.isfinite(us) else f"{us / 1e3:,.{digits}f}"
 
 
+def tenth_milliseconds(us: float | None) -> str:
+    """Format µs as milliseconds with one digit behind the point: `1234.5` as `1.2`."""
+    return milliseconds(us, 1)
+
+
 def fine_milliseconds(us: float | None) -> str:
     """Format µs as milliseconds with three digits behind the point: `1234.5` as `1.234`."""
     return milliseconds(us, 3)
@@ -83,6 +88,11 @@ def percent(fraction: float | None, *, digits: int = 0, sign: bool = False) -> s
     return f"{fraction * 100:{'+' if sign else ''}z.{digits}f}%"
 
 
+def tenth_percent(fraction: float | None) -> str:
+    """Format `0.123` as `12.3%`."""
+    return percent(fraction, digits=1)
+
+
 def change(fraction: float | None) -> str:
     """Format `0.123` as `+12.3%`."""
     return percent(fraction, digits=1, sign=True)
@@ -91,6 +101,11 @@ def change(fraction: float | None) -> str:
 def count(number: int | None) -> str:
     """Format `12345` as `12,345`."""
     return UNKNOWN if number is None else f"{number:,}"
+
+
+def whole(value: float | None) -> str:
+    """Format `1234.56` as `1,235`."""
+    return UNKNOWN if value is None or not math.isfinite(value) else f"{value:,.0f}"
 
 
 def decimal(value: float | None) -> str:

@@ -78,7 +78,7 @@ def print_table(table: Table, console: Console) -> None:
     that is not enough, lines are longer than the terminal.
     """
     heading(console, table.title, table.unit)
-    rows = table.rows[: table.most]
+    rows = table.filled()[: table.most]
     texts = table.lines()[: table.most]
     shown, widths = _fitting(table, texts, console.width)
     grid = Grid(box=None, padding=(0, BETWEEN, 0, 0), pad_edge=False, header_style=QUIET, show_edge=False)
@@ -86,7 +86,7 @@ def print_table(table: Table, console: Console) -> None:
         column = table.columns[place]
         is_text = column.format is None
         grid.add_column(
-            Text(column.name),
+            Text(column.head),
             justify="left" if is_text else "right",
             overflow="fold",
             no_wrap=not is_text,
@@ -113,7 +113,7 @@ def print_table(table: Table, console: Console) -> None:
 def _fitting(table: Table, texts: Sequence[Sequence[str]], most: int) -> tuple[list[int], list[int]]:
     """Return the places of the columns that are shown, and the width of every column."""
     widths = [
-        BAR_WIDTH if column.is_bar else max(map(cell_len, "\n".join((column.name, *cells)).split("\n")))
+        BAR_WIDTH if column.is_bar else max(map(cell_len, "\n".join((column.head, *cells)).split("\n")))
         for column, *cells in zip(table.columns, *texts, strict=True)
     ]
     wraps = [place for place, column in enumerate(table.columns) if column.format is None and not column.is_bar]
