@@ -31,10 +31,7 @@ IN_A_FILE = 140  # what nobody folds: mechanisms with three controls keep their 
 def measure(
     suite: Annotated[
         str,
-        typer.Argument(
-            help="quick, pairs, reductions, conccl, resource-aware, forum, budget, blocks, tensor, expert, machine, "
-            "full."
-        ),
+        typer.Argument(help="quick, pairs, conccl, resource-aware, forum, tensor, expert, machine."),
     ],
     mechanism: Annotated[
         list[str] | None, typer.Option(help="Only this mechanism, as in nccl+max_ctas=8; may be repeated.")
@@ -45,12 +42,6 @@ def measure(
     html: Annotated[
         Path | None, typer.Option(help="All tables, and hidden drawn by ratio and order: one self-contained page.")
     ] = None,
-    fresh: Annotated[
-        bool | None,
-        typer.Option(
-            "--fresh/--resume", help="Discard what an interrupted run left near --out, or (by default) go on with it."
-        ),
-    ] = None,
     rounds: Annotated[int, typer.Option(help="Trials of each kind per pair; the first two are dropped.")] = 12,
     timeout: Annotated[float, typer.Option(help="Seconds without a finished pair after which the run ends.")] = 120.0,
     json: Annotated[str | None, typer.Option(help="Write all results as JSON; - prints them (and only them).")] = None,
@@ -58,42 +49,30 @@ def measure(
 ) -> None:
     """How much overlap does this machine allow, by which mechanism? Needs torch, and 2 GPUs or --device cpu."""
     json_path = json_file(json)
-    if fresh is not None and (out is None or is_stream(out)):
-        raise Misconfigured("--fresh and --resume are about what lies next to --out; give --out an ordinary file")
     check_outputs(out, html, json_path)
     if out is not None and out.suffix == ".md":
         raise Misconfigured(
             f"--out {out} is where the table goes; name the JSON file, as in {out.with_suffix('.json')}"
         )
-    table, partial = _next_to(out)
-    check_outputs(table, partial)
-    if html is not None and html.resolve() in {path.resolve() for path in (table, partial, table and out) if path}:
+    table = None if out is None or is_stream(out) else out.with_suffix(".md")
+    check_outputs(table)
+    if html is not None and html.resolve() in {path.resolve() for path in (table, table and out) if path}:
         raise Misconfigured(f"--html {html} is where --out puts its results or their table; name another file")
-    with ending_cleanly(partial, fresh=bool(fresh)), progress(quiet, "starting ranks") as tell:
+    with ending_cleanly(), progress(quiet, "starting ranks") as tell:
         from counterpoint.measurement import api
 
         measured = api.measure(
             suite, device=device, world_size=nproc, mechanisms=mechanism, rounds=rounds, timeout_s=timeout,
-            partial=partial, fresh=bool(fresh), progress=tell,
+            progress=tell,
         )  # fmt: skip
-        with adding(f"; what was measured is kept in {partial}: the same command goes on" if partial else ""):
-            _write(measured, out, table, html)
-            if json_path is not None:
-                write_json(measured, json_path)
-    if partial is not None:
-        partial.unlink(missing_ok=True)  # only now: the results are safe
+        _write(measured, out, table, html)
+        if json_path is not None:
+            write_json(measured, json_path)
     with adding(f"; the results are in {out}" if out else ""):
         if json == "-":
             write_json(measured, None)
         else:
             _print(measured, out, (out, table, html), quiet=quiet)
-
-
-def _next_to(out: Path | None) -> tuple[Path | None, Path | None]:
-    """Return the paths beside `--out` for the table and for partial results; None if `--out` is a device or pipe."""
-    if out is None or is_stream(out):
-        return None, None
-    return out.with_suffix(".md"), out.with_name(out.name + ".partial.jsonl")
 
 
 def _write(measured: Measurement, out: Path | None, table: Path | None, html: Path | None) -> None:
