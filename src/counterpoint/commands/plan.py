@@ -169,7 +169,7 @@ def _fit(
     if path is not None and path.suffix != ".json":
         raise Misconfigured(f"--write-network {printable(str(path), 200)}: give a name that ends with .json")
     from counterpoint.plan.network.fit import fit_network
-    from counterpoint.rendering.plan_terminal import render_network_fit
+    from counterpoint.rendering.plan_tables import render_network_fit
 
     found = fit_network(files, network=asked.get("network"), gpu=asked.get("gpu"), ranks=ranks)
     if path is not None:
@@ -341,7 +341,7 @@ def _write(found: Prediction, html: Path | None, json: str | None, json_path: Pa
         write_json(found, json_path)
     if json == "-":
         return
-    from counterpoint.rendering.plan_terminal import render_prediction
+    from counterpoint.rendering.plan_tables import render_prediction
 
     console = _console()
     render_prediction(found, console)
