@@ -85,9 +85,7 @@ def run(folder: Path, *command: str) -> None:
         "PET_STANDALONE": "1",  # torchrun: a port of its own for each
         "OMP_NUM_THREADS": "1",
     }
-    done = subprocess.run(
-        command, cwd=folder, env=os.environ | here, text=True, capture_output=True, check=False, timeout=900
-    )
+    done = subprocess.run(command, cwd=folder, env=os.environ | here, text=True, capture_output=True, check=False)
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
 
 
