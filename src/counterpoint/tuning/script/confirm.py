@@ -23,8 +23,8 @@ from msgspec.structs import replace
 
 from counterpoint.records.tuning import LEAVE, StepTuning, StepVariant, Tuned, as_sentence
 from counterpoint.tuned.file import tuned_toml
-from counterpoint.tuning.parts import depends
-from counterpoint.tuning.rounds import SIGMAS
+from counterpoint.tuning.decide import SIGMAS
+from counterpoint.tuning.pairs import depends
 from counterpoint.tuning.script.launch import ScriptVariant
 
 STOCK, TUNED = "stock", "tuned"
