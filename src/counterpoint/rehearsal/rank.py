@@ -16,7 +16,7 @@ from counterpoint.errors import Misconfigured
 from counterpoint.processes import write_whole
 from counterpoint.rehearsal.task import TASK_VARIABLE, RehearsalTask, report_file
 from counterpoint.rehearsed import rank_variables
-from counterpoint.tuning.script.launch import alive_file
+from counterpoint.tuning.script.launch import ALIVE
 from counterpoint.tuning.script.rank import begin, leaving_word, run_script
 
 
@@ -35,7 +35,7 @@ def main() -> None:
 
     def advance() -> None:
         witness.steps += 1
-        alive_file(folder).touch()
+        (folder / ALIVE).touch()
 
     counted = OptimizerSteps(advance)
     with leaving_word(folder, rank, lambda: witness.steps):

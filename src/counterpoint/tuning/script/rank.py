@@ -20,7 +20,7 @@ import msgspec
 from counterpoint.errors import Misconfigured
 from counterpoint.processes import die_with_parent, failure_file, write_whole
 from counterpoint.records.measurement import RankFailure
-from counterpoint.tuning.script.launch import ERRORS, TASK_VARIABLE, ScriptTask, process_file, stack_file
+from counterpoint.tuning.script.launch import ERRORS, PROCESSES, STACKS, TASK_VARIABLE, ScriptTask
 
 
 def main() -> None:
@@ -52,10 +52,9 @@ def main() -> None:
 def begin(folder: Path, rank: int) -> None:
     """Have this rank die with its launcher, and write its stacks if it hangs; called before torch is imported."""
     die_with_parent()  # torchrun gives each rank a session of its own
-    path = process_file(folder, rank)
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(str(os.getpid()))
-    faulthandler.enable(stack_file(folder, rank).open("wb"))
+    (folder / PROCESSES).mkdir(exist_ok=True)
+    (folder / PROCESSES / str(rank)).write_text(str(os.getpid()))
+    faulthandler.enable((folder / STACKS.format(rank)).open("wb"))
 
 
 @contextmanager
