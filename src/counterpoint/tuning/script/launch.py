@@ -52,7 +52,7 @@ ALIVE = "alive"  # rank 0 touches it after each step
 ERRORS = "errors"  # folder of `RankFailure`s
 PROCESSES = "processes"  # folder of files by rank, each with the number of its process
 STACKS = "stacks{}.log"  # by rank: stacks of its threads if it is told to end
-_TORCHRUN = re.compile(r"^\s*rank\s*:\s*(\d+) .*\n\s*exitcode\s*:\s*(-?\d+) ", re.MULTILINE)  # its last words
+_ENDED = re.compile(r"^\s*rank\s*:\s*(\d+) .*\n\s*exitcode\s*:\s*(-?\d+) ", re.MULTILINE)  # its last words
 
 SCRIPT = "counterpoint.tuning.script.rank"
 REHEARSED = "counterpoint.rehearsal.rank"
@@ -147,7 +147,8 @@ def parse_command(text: str, given_as: str = "--run") -> RunCommand:
     while words and (found := _VARIABLE.fullmatch(words[0])):
         variables[found[1]] = found[2]
         words = words[1:]
-    program, options = PurePath(words[0]).name if words else "", {}
+    program = PurePath(words[0]).name if words else ""
+    options: dict[str, str] = {}
     if program == "torchrun":
         at, options = _torchrun(said, words, 1)
     elif _PYTHON.fullmatch(program):
@@ -320,4 +321,4 @@ def _died(folder: Path, code: int) -> CounterpointError:
 
 def _statuses(text: str) -> dict[int, int]:
     """Return the exit codes of ranks in words of torchrun."""
-    return {int(rank): int(status) for rank, status in _TORCHRUN.findall(text)}
+    return {int(rank): int(status) for rank, status in _ENDED.findall(text)}
