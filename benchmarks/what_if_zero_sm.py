@@ -18,7 +18,7 @@ from provenance import provenance, write_result
 from tables import print_table
 
 import counterpoint
-from counterpoint.diagnosis.replay import ZERO_SM
+from counterpoint.diagnosis.analysis.replay import ZERO_SM
 
 COLUMNS = ("training", "ranks", "stock, ms", "what-if, ms", "overlap, ms", "error, %", "GPU idle, ms")
 

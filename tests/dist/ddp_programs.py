@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import counterpoint
-from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.errors import CounterpointError
 from counterpoint.measurement.session import Session
 from counterpoint.parallel.ddp import HookState, hook
 from counterpoint.parallel.options import DdpOptions, OverlapOptions
 from counterpoint.parallel.report import Report
+from tests.support.ranks import PATIENT
 
 STEPS = 5
 
@@ -46,13 +46,7 @@ def trained(
     found, report = [], None
     for ours in (True, False):
         ddp = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=0.02, **keywords)
-        handle = (
-            counterpoint.overlap(
-                ddp, options=DdpOptions(wire_dtype=wire, communicator=CommunicatorOptions(timeout_s=60))
-            )
-            if ours
-            else None
-        )
+        handle = counterpoint.overlap(ddp, options=DdpOptions(wire_dtype=wire, communicator=PATIENT)) if ours else None
         found.append(_losses(ddp, both))
         if handle is not None:
             report = handle.report()
@@ -84,7 +78,7 @@ def _losses(ddp: DistributedDataParallel, both: bool) -> list[float]:
 
 def averages(_: Session, wire: torch.dtype | None, numel: int) -> tuple[float, float]:
     """The largest error of a hook's average, over the largest value, and the same of torch's own bfloat16 hook."""
-    state = HookState(options=DdpOptions(wire_dtype=wire, communicator=CommunicatorOptions(timeout_s=60)))
+    state = HookState(options=DdpOptions(wire_dtype=wire, communicator=PATIENT))
     values = torch.randn(numel, generator=torch.Generator().manual_seed(dist.get_rank()))
     exact = values.double()
     dist.all_reduce(exact)
@@ -99,7 +93,7 @@ def averages(_: Session, wire: torch.dtype | None, numel: int) -> tuple[float, f
 
 def by_hook(_: Session) -> str:
     """`register_comm_hook` as torch documents it."""
-    state = HookState(options=DdpOptions(communicator=CommunicatorOptions(timeout_s=60)))
+    state = HookState(options=DdpOptions(communicator=PATIENT))
     ddp = DistributedDataParallel(torch.nn.Linear(8, 8))
     ddp.register_comm_hook(state, hook)
     ddp(torch.ones(2, 8)).sum().backward()

@@ -31,6 +31,7 @@ from counterpoint.parallel.expert.options import ExpertLayout
 from counterpoint.parallel.expert.permute import narrowed
 from tests.dist.communicator_cuda_programs import delays
 from tests.dist.tensor_programs import on_software_gpu
+from tests.support.ranks import PATIENT
 from tests.support.routing import ROUTINGS, routing
 from tests.support.software_gpu import Action, SoftwareDriver, SoftwareGpu
 
@@ -85,7 +86,7 @@ def opened(layout: ExpertLayout, **options: Any) -> Iterator[Dispatcher]:
         top_k=layout.top_k,
         max_tokens=layout.max_tokens,
         hidden=layout.hidden,
-        options=ExpertOptions(**options, communicator=CommunicatorOptions(timeout_s=60)),
+        options=ExpertOptions(**options, communicator=PATIENT),
     )
     yield made
     made.close()
@@ -546,7 +547,7 @@ def replayed(session: Session) -> list[int]:
 
     made = Dispatcher(
         experts=layout.experts, top_k=layout.top_k, max_tokens=layout.max_tokens, hidden=layout.hidden,
-        options=ExpertOptions(mechanism="gather", equal_tokens=True, communicator=CommunicatorOptions(timeout_s=60)),
+        options=ExpertOptions(mechanism="gather", equal_tokens=True, communicator=PATIENT),
     )  # fmt: skip
     experts = [LocalExperts(layout.local_experts, layout.hidden, 8) for _ in range(2)]
 

@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.multihost.hierarchical import HierarchicalCommunicator
-from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.errors import CounterpointError
 from counterpoint.measurement.session import Session
+from tests.support.ranks import PATIENT, TIMEOUT_S
 
 OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "barrier")
 SUMMED = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64, torch.uint8)
@@ -35,7 +35,7 @@ def opened(hosts: int, local: int, slice_bytes: int = 4096) -> HierarchicalCommu
         _REFERENCE.append(dist.new_group())
     if (hosts, local) not in _GRIDS:
         _GRIDS[hosts, local] = init_device_mesh("cpu", (hosts, local))
-    return HierarchicalCommunicator.of_mesh(_GRIDS[hosts, local], timeout_s=30, slice_bytes=slice_bytes)
+    return HierarchicalCommunicator.of_mesh(_GRIDS[hosts, local], timeout_s=TIMEOUT_S, slice_bytes=slice_bytes)
 
 
 @dataclass
@@ -187,7 +187,7 @@ def said(session: Session, what: str) -> str:
     opened(2, 2).close()
     mesh = _GRIDS[2, 2]
     try:
-        with Communicator(mesh.get_group(1), options=CommunicatorOptions(timeout_s=20)) as inside:
+        with Communicator(mesh.get_group(1), options=PATIENT) as inside:
             if what == "no grid":  # the ranks of a host as if they were hosts
                 HierarchicalCommunicator(inside, mesh.get_group(1))
             communicator = HierarchicalCommunicator(inside, mesh.get_group(0))

@@ -11,7 +11,8 @@ import torch
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.measurement.session import Session
-from tests.dist.communicator_cuda_programs import WAIT_S, delays
+from tests.dist.communicator_cuda_programs import delays
+from tests.support.ranks import PATIENT, TIMEOUT_S
 from tests.support.software_gpu import SoftwareGpu
 
 
@@ -19,7 +20,7 @@ def known_to_one_rank(session: Session) -> list[bool]:
     """Whether sums and gathers of plain tensors are right, always the same on rank 0 and new ones on rank 1: before
     staging and landing are replaced, and after it."""
     gpu, right, kept = SoftwareGpu(), list[bool](), list[Any]()
-    with Communicator(device=gpu, options=CommunicatorOptions(timeout_s=WAIT_S)) as communicator:
+    with Communicator(device=gpu, options=PATIENT) as communicator:
         n, rank = communicator.world_size, communicator.rank
 
         def both() -> None:
@@ -46,7 +47,7 @@ def the_same_again_released_or_not(session: Session) -> list[bool]:
     """Whether gathers are right into an early block: a new one, the same again, its next tensor, on another stream."""
     gpu, right = SoftwareGpu(delays(2, session.rank)), list[bool]()
     streams = [gpu.new_stream() for _ in range(2)]
-    with Communicator(device=gpu, options=CommunicatorOptions(timeout_s=WAIT_S)) as communicator:
+    with Communicator(device=gpu, options=PATIENT) as communicator:
         n, rank = communicator.world_size, communicator.rank
         for step in range(12):
             gpu.use(streams[step // 3 % 2])
@@ -64,13 +65,13 @@ def the_same_again_released_or_not(session: Session) -> list[bool]:
 def told_to_the_order_of_streams(session: Session) -> list[bool]:
     """Of tensors at the same place, one after the other: whether it is known that the channel's stream uses it."""
     gpu, told = SoftwareGpu(), list[bool]()
-    with Communicator(device=gpu, options=CommunicatorOptions(timeout_s=WAIT_S)) as communicator:
+    with Communicator(device=gpu, options=PATIENT) as communicator:
         transport: Any = communicator._transport
         for _ in range(3):
             shards = communicator.empty(communicator.world_size, 100)
             work = communicator.all_gather(shards, shards[communicator.rank], async_op=True)
             assert work is not None
-            work.wait(WAIT_S)
+            work.wait(TIMEOUT_S)
             told.append(transport.channels[0].stream in transport.context.order._uses[transport.locate(shards)])
             del shards, work
             transport.watch.drain()
@@ -166,7 +167,7 @@ def random_calls_that_come_again(session: Session, seed: int, count: int) -> int
     gpu, dice = SoftwareGpu(delays(seed, session.rank)), random.Random(seed)
     streams = [gpu.new_stream() for _ in range(2)]
     with Communicator(
-        device=gpu, options=CommunicatorOptions(timeout_s=WAIT_S, debug=seed % 3 == 1, graphs=seed % 3 != 2)
+        device=gpu, options=CommunicatorOptions(timeout_s=TIMEOUT_S, debug=seed % 3 == 1, graphs=seed % 3 != 2)
     ) as communicator:
         again, right = Again(communicator, gpu, dice), 0
         for number in range(count):

@@ -17,9 +17,9 @@ from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.errors import CounterpointError
 from counterpoint.measurement.session import Session
 from tests.dist.communicator_cuda_programs import delays
+from tests.support.ranks import TIMEOUT_S
 from tests.support.software_gpu import SoftwareGpu
 
-WAIT_S = 30.0
 ROOM = 4 * 1024  # bytes of a mailbox for each rank: slots of 1 KiB
 DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.int64)
 
@@ -37,7 +37,7 @@ def random_messages(session: Session, seed: int, count: int) -> int:
     """
     shared, mine = random.Random(seed), random.Random(f"{seed} {session.rank}")
     gpu, right, pending = SoftwareGpu(delays(seed, session.rank)), 0, list[Any]()
-    with Communicator(device=gpu, options=CommunicatorOptions(timeout_s=40, mailbox_bytes=ROOM)) as communicator:
+    with Communicator(device=gpu, options=CommunicatorOptions(timeout_s=TIMEOUT_S, mailbox_bytes=ROOM)) as communicator:
         rank, lines = communicator.rank, dict[tuple[int, int], list[tuple[int, torch.dtype]]]()
         for _ in range(count):
             line = shared.choice(list(permutations(range(communicator.world_size), 2)))
@@ -60,7 +60,7 @@ def random_messages(session: Session, seed: int, count: int) -> int:
                 pending.append((communicator.recv(output, line[0], async_op=True), output, wanted))
         for work, tensor, expected in pending:
             if work is not None:
-                work.wait(WAIT_S)
+                work.wait(TIMEOUT_S)
             gpu.synchronize()
             if expected is not None:
                 assert torch.equal(tensor, expected)
@@ -75,14 +75,14 @@ def random_messages(session: Session, seed: int, count: int) -> int:
 def far_ahead(session: Session, count: int) -> list[float]:
     """Both ranks begin `count` sends, more than a status has records for, before they receive any."""
     gpu = SoftwareGpu()
-    with Communicator(device=gpu, options=CommunicatorOptions(timeout_s=WAIT_S, mailbox_bytes=ROOM)) as communicator:
+    with Communicator(device=gpu, options=CommunicatorOptions(timeout_s=TIMEOUT_S, mailbox_bytes=ROOM)) as communicator:
         peer = 1 - communicator.rank
         sends = [communicator.send(torch.full((100,), float(k)), peer, async_op=True) for k in range(count)]
         outputs = [torch.zeros(100) for _ in range(count)]
         works = [communicator.recv(output, peer, async_op=True) for output in outputs]
         for work in (*sends, *works):
             assert work is not None
-            work.wait(WAIT_S)
+            work.wait(TIMEOUT_S)
         gpu.synchronize()
         communicator.check()
         return [output.mean().item() for output in outputs]
@@ -91,7 +91,7 @@ def far_ahead(session: Session, count: int) -> list[float]:
 def beside_calls(session: Session, rounds: int) -> list[float]:
     """Collectives and messages in turn, with a receive that waits all the time: neither holds up the other."""
     gpu = SoftwareGpu()
-    with Communicator(device=gpu, options=CommunicatorOptions(timeout_s=WAIT_S, mailbox_bytes=ROOM)) as communicator:
+    with Communicator(device=gpu, options=CommunicatorOptions(timeout_s=TIMEOUT_S, mailbox_bytes=ROOM)) as communicator:
         rank, n = communicator.rank, communicator.world_size
         last, held, sums = torch.zeros(10), torch.zeros(10), list[float]()
         held_work = communicator.recv(held, (rank - 1) % n, async_op=True)
@@ -108,7 +108,7 @@ def beside_calls(session: Session, rounds: int) -> list[float]:
             communicator.send(tensor, (rank + 1) % n)
         communicator.recv(last, (rank - 1) % n)
         assert held_work is not None
-        held_work.wait(WAIT_S)
+        held_work.wait(TIMEOUT_S)
         gpu.synchronize()
         communicator.check()
         return [*sums, held.mean().item(), last.mean().item()]
@@ -117,7 +117,7 @@ def beside_calls(session: Session, rounds: int) -> list[float]:
 def captured(session: Session) -> list[float]:
     """What kernels saw of messages between two captured ranks, replayed three times."""
     gpu, seen = SoftwareGpu(), list[float]()
-    with Communicator(device=gpu, options=CommunicatorOptions(timeout_s=WAIT_S, mailbox_bytes=ROOM)) as communicator:
+    with Communicator(device=gpu, options=CommunicatorOptions(timeout_s=TIMEOUT_S, mailbox_bytes=ROOM)) as communicator:
         rank, stream = communicator.rank, gpu.new_stream()
         gpu.use(stream)
         sent, received = torch.full((600,), float(rank)), torch.zeros(600)
@@ -139,7 +139,7 @@ def captured(session: Session) -> list[float]:
 def different(session: Session, what: str, first: int) -> str:
     """The error of a rank whose message is not what the other one expects; rank `first` makes its call first."""
     gpu = SoftwareGpu()
-    with Communicator(device=gpu, options=CommunicatorOptions(timeout_s=WAIT_S, mailbox_bytes=ROOM)) as communicator:
+    with Communicator(device=gpu, options=CommunicatorOptions(timeout_s=TIMEOUT_S, mailbox_bytes=ROOM)) as communicator:
         if communicator.rank != first:
             time.sleep(0.3)
         try:
@@ -159,7 +159,7 @@ def different(session: Session, what: str, first: int) -> str:
 def leaves_early(session: Session) -> list[float]:
     """Rank 0 sends what slots hold and closes its communicator, long before rank 1 asks for it."""
     gpu, tensors = SoftwareGpu(), [torch.full((200,), float(k)) for k in range(4)]
-    with Communicator(device=gpu, options=CommunicatorOptions(timeout_s=WAIT_S, mailbox_bytes=ROOM)) as communicator:
+    with Communicator(device=gpu, options=CommunicatorOptions(timeout_s=TIMEOUT_S, mailbox_bytes=ROOM)) as communicator:
         for tensor in tensors if communicator.rank == 0 else []:
             communicator.send(tensor, 1)
         if communicator.rank == 1:
@@ -175,7 +175,7 @@ def leaves_early(session: Session) -> list[float]:
 def waits_for_the_dead(session: Session, what: str) -> tuple[str, tuple[int, ...], float]:
     """Rank 1 dies while the others wait for its message, or for slots of its mailbox."""
     gpu = SoftwareGpu()
-    communicator = Communicator(device=gpu, options=CommunicatorOptions(timeout_s=60, mailbox_bytes=ROOM))
+    communicator = Communicator(device=gpu, options=CommunicatorOptions(timeout_s=TIMEOUT_S, mailbox_bytes=ROOM))
     communicator.barrier()
     gpu.synchronize()
     if communicator.rank == 1:
@@ -188,7 +188,7 @@ def waits_for_the_dead(session: Session, what: str) -> tuple[str, tuple[int, ...
         else:
             work = communicator.send(torch.zeros(10_000), 1, async_op=True)
         assert work is not None
-        work.wait(WAIT_S)
+        work.wait(TIMEOUT_S)
     except CounterpointError as error:
         return type(error).__name__, getattr(error, "ranks", ()), time.monotonic() - started
     return "no error", (), 0.0

@@ -26,7 +26,8 @@ from counterpoint.parallel.expert.dispatcher import Dispatcher
 from counterpoint.parallel.expert.slabs import Slabs
 from counterpoint.parallel.group import RankGroup
 from counterpoint.parallel.options import ExpertOptions
-from tests.dist.communicator_cuda_programs import WAIT_S, delays
+from tests.dist.communicator_cuda_programs import delays
+from tests.support.ranks import PATIENT
 from tests.support.software_gpu import SoftwareGpu
 
 __all__ = ["compared", "killed", "on_software_gpus", "overflown", "two_under_way"]
@@ -93,7 +94,7 @@ def compared(session: Session, seed: int, calls: int, mechanism: Any, captured: 
             pad_multiple=draw.choice([1, 1, 4]),
             wire_dtype=draw.choice([None, None, torch.float8_e4m3fn]),
             zero_tail=draw.random() < 0.5,
-            communicator=CommunicatorOptions(timeout_s=30),
+            communicator=PATIENT,
         )
         reference = replace(options, mechanism="torch", capacity_factor=None)
         dtype = draw.choice([torch.float32, torch.bfloat16])
@@ -148,7 +149,7 @@ def on_software_gpus(session: Session, seed: int, calls: int) -> list[str]:
     options = ExpertOptions(mechanism="torch", capacity_factor=1.0)
     dispatchers = [opened(session, experts, top_k, options) for _ in range(2)]
     ranks = RankGroup(dist.group.WORLD, tuple(range(n)), opened=on_gpu)
-    ranks.join(dispatchers[0], CommunicatorOptions(timeout_s=WAIT_S))
+    ranks.join(dispatchers[0], PATIENT)
     ranks.open()
     dispatchers[0]._ranks, dispatchers[0]._mechanism = ranks, Slabs(ranks, dispatchers[0].layout, options)
     for _ in range(calls):
@@ -171,9 +172,7 @@ def two_under_way(session: Session, mechanism: Any) -> list[bool]:
     draw = random.Random(7)
     experts, top_k = 2 * session.world_size, 2
     cases = [routing(draw, session.rank, experts, top_k, torch.float32, MOST // 2) for _ in range(2)]
-    dispatcher = opened(
-        session, experts, top_k, ExpertOptions(mechanism=mechanism, communicator=CommunicatorOptions(timeout_s=30))
-    )
+    dispatcher = opened(session, experts, top_k, ExpertOptions(mechanism=mechanism, communicator=PATIENT))
     alone = [run(dispatcher, case) for case in cases]
     xs = [case.x.clone().requires_grad_() for case in cases]
     weights = [case.weights.clone().requires_grad_() for case in cases]
@@ -201,9 +200,7 @@ def overflown(session: Session, mechanism: Any, overflow: Any) -> tuple[list[str
     token of this rank whether its sum is there.
     """
     n = session.world_size
-    options = ExpertOptions(
-        mechanism=mechanism, overflow=overflow, capacity_factor=n / MOST, communicator=CommunicatorOptions(timeout_s=30)
-    )
+    options = ExpertOptions(mechanism=mechanism, overflow=overflow, capacity_factor=n / MOST, communicator=PATIENT)
     dispatcher = opened(session, n, 1, options)
     x = torch.ones(MOST, HIDDEN)
     ids = torch.zeros(MOST, 1, dtype=torch.int32) if session.rank == 0 else torch.full((MOST, 1), -1)
@@ -222,9 +219,7 @@ def overflown(session: Session, mechanism: Any, overflow: Any) -> tuple[list[str
 
 def killed(session: Session, mechanism: Any) -> str:
     """Rank 1 dies after a first call; return what rank 0 is told."""
-    dispatcher = opened(
-        session, 4, 2, ExpertOptions(mechanism=mechanism, communicator=CommunicatorOptions(timeout_s=30))
-    )
+    dispatcher = opened(session, 4, 2, ExpertOptions(mechanism=mechanism, communicator=PATIENT))
     case = routing(random.Random(1), session.rank, 4, 2, torch.float32, MOST)
     run(dispatcher, case)
     if session.rank == 1:

@@ -16,7 +16,8 @@ from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.collectives.work import PartitionedWork
 from counterpoint.errors import CounterpointError
 from counterpoint.measurement.session import Session
-from tests.dist.communicator_cuda_programs import WAIT_S, delays, view
+from tests.dist.communicator_cuda_programs import delays, view
+from tests.support.ranks import PATIENT, TIMEOUT_S
 from tests.support.software_gpu import SoftwareGpu
 
 __all__ = [
@@ -224,7 +225,7 @@ def in_stream_order(session: Session, early: bool, steps: int) -> list[str]:
     """Return what kernels read that they should not; tensors die at once, on two streams in turn."""
     gpu = SoftwareGpu(delays(3, session.rank))
     streams = [gpu.new_stream() for _ in range(2)]
-    with Communicator(device=gpu, options=CommunicatorOptions(timeout_s=WAIT_S, channels=2)) as communicator:
+    with Communicator(device=gpu, options=CommunicatorOptions(timeout_s=TIMEOUT_S, channels=2)) as communicator:
         kept, step = [], StreamedStep(communicator, gpu, early=early)
         for number in range(steps):
             gpu.use(streams[number // 7 % 2])
@@ -240,7 +241,7 @@ def in_stream_order(session: Session, early: bool, steps: int) -> list[str]:
 def captured(session: Session) -> list[str]:
     """Return what kernels of three replays of a graph read that they should not."""
     gpu, numbers = SoftwareGpu(), [0.0]
-    with Communicator(device=gpu, options=CommunicatorOptions(timeout_s=WAIT_S, channels=2)) as communicator:
+    with Communicator(device=gpu, options=CommunicatorOptions(timeout_s=TIMEOUT_S, channels=2)) as communicator:
         stream = gpu.new_stream()
         gpu.use(stream)
         step = StreamedStep(communicator, gpu, early=False)
@@ -261,7 +262,7 @@ def counted(session: Session, steps: int) -> list[str]:
     """Return what a kernel that polls words and counts what it has stored read that it should not."""
     gpu, wrong = SoftwareGpu(delays(5, session.rank)), list[str]()
     gpu.use(gpu.new_stream())
-    with Communicator(device=gpu, options=CommunicatorOptions(timeout_s=WAIT_S, channels=2)) as communicator:
+    with Communicator(device=gpu, options=CommunicatorOptions(timeout_s=TIMEOUT_S, channels=2)) as communicator:
         n, me = communicator.world_size, communicator.rank
         counters = torch.zeros(2 * n, dtype=torch.int32)
         kept = []
@@ -312,7 +313,7 @@ def behind_another(session: Session, on_gpu: bool) -> tuple[str, bool]:
     gpu = SoftwareGpu() if on_gpu else None
     if gpu is not None:
         gpu.use(gpu.new_stream())
-    with Communicator(device=gpu, options=CommunicatorOptions(timeout_s=WAIT_S)) as communicator:
+    with Communicator(device=gpu, options=PATIENT) as communicator:
         n, me = communicator.world_size, communicator.rank
         shard = torch.full((2, 8), float(me))
         rows, others = (communicator.empty(2 * n, 8, early_release=True) for _ in range(2))

@@ -9,10 +9,9 @@ from tests.dist import fsdp_groups_programs as programs
 from tests.dist.fsdp_groups_programs import BY_COLUMNS, Case
 from tests.dist.fsdp_places_programs import ORDERS, PREPARED
 from tests.support.ranks import Ranks
-from tests.support.sweep import sweep
 
 pytestmark = pytest.mark.needs("torch-2.13")
-WAYS = [*sweep(["the same"], PREPARED, every=2), *sweep(ORDERS, ["as they come"], every=3)]
+WAYS = [*(("the same", prepared) for prepared in PREPARED), *((orders, "as they come") for orders in ORDERS)]
 
 
 @pytest.mark.parametrize(("orders", "prepared"), WAYS)

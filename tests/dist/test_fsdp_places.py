@@ -6,10 +6,10 @@ import pytest
 
 from tests.dist import fsdp_places_programs as programs
 from tests.support.ranks import Ranks
-from tests.support.sweep import sweep
 
 
-@pytest.mark.parametrize(("orders", "prepared"), sweep(programs.ORDERS, programs.PREPARED, every=4))
+@pytest.mark.parametrize("orders", programs.ORDERS)
+@pytest.mark.parametrize("prepared", programs.PREPARED)
 def test_training_is_that_of_stock_in_any_order(two_ranks: Ranks, orders: str, prepared: str) -> None:
     """Layers in other orders, twice, one inside the other; kept, gathered by hand, gathered for nothing: the same
     bits."""
@@ -17,7 +17,8 @@ def test_training_is_that_of_stock_in_any_order(two_ranks: Ranks, orders: str, p
         assert two_ranks.run(programs.beside_stock, orders, prepared, ahead) == [[], []]
 
 
-@pytest.mark.parametrize(("orders", "prepared"), sweep(programs.ORDERS, programs.PREPARED, every=4))
+@pytest.mark.parametrize("orders", programs.ORDERS)
+@pytest.mark.parametrize("prepared", programs.PREPARED)
 def test_a_layer_that_moves_before_its_backward_pass_keeps_its_gradients(
     two_ranks: Ranks, orders: str, prepared: str
 ) -> None:

@@ -10,16 +10,11 @@ import pytest
 
 from counterpoint.machine import profile as profiles
 from tests.dist import torch_backend_failures_programs as programs
-from tests.support.mortal_ranks import run_once
-from tests.support.ranks import Ranks
-from tests.support.sweep import sweep
-
-SOON_S = 15.0  # on a busy machine; all time-outs are longer
+from tests.support.ranks import SOON_S, Ranks, run_once
 
 
-@pytest.mark.parametrize(
-    ("how", "turn"), sweep(["in calls", "in futures", "before the first call"], range(20), every=23)
-)
+@pytest.mark.parametrize("how", ["in calls", "in futures", "before the first call"])
+@pytest.mark.parametrize("turn", range(20))
 def test_a_killed_rank_ends_the_others(how: str, turn: int) -> None:
     """Each is told so long before the time-out, by us or by gloo, and can destroy the group after that."""
     first, killed, last = run_once(3, programs.one_is_killed, how, 0.1 + 0.03 * turn)
@@ -40,7 +35,8 @@ MISMATCHES = [
 ]
 
 
-@pytest.mark.parametrize(("names", "turn"), sweep(MISMATCHES, range(20), every=7))
+@pytest.mark.parametrize("names", MISMATCHES)
+@pytest.mark.parametrize("turn", range(20))
 def test_calls_that_do_not_match_are_told_to_both(two_ranks: Ranks, names: tuple[str, str], turn: int) -> None:
     """Each is told the other's rank, call, size and dtype; the group is of no use then, and can be destroyed."""
     del turn
@@ -73,7 +69,7 @@ def is_well_or_closed(text: str) -> bool:
     return text in ("", mine) or (text.startswith("PeerTimeout") and "has closed its communicator" in text)
 
 
-@pytest.mark.parametrize("times", [2, pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.parametrize("times", [2, 20])
 @pytest.mark.parametrize("ranks", [[0, 1], [0]], ids=["all", "one"])
 def test_abort_under_load(two_ranks: Ranks, ranks: list[int], times: int) -> None:
     """Works and later calls raise on who aborts, and on who is left, which is told who has gone."""
@@ -90,7 +86,7 @@ def test_abort_under_load(two_ranks: Ranks, ranks: list[int], times: int) -> Non
                 assert "rank 0 has closed its communicator" in told[-2], told
 
 
-@pytest.mark.parametrize("times", [2, pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.parametrize("times", [2, 20])
 @pytest.mark.parametrize("ranks", [[0, 1], [0]], ids=["all", "one"])
 def test_destroy_with_work_under_way(two_ranks: Ranks, ranks: list[int], times: int) -> None:
     """It ends at once, and a work either has ended well or says which communicator is closed."""
@@ -100,7 +96,8 @@ def test_destroy_with_work_under_way(two_ranks: Ranks, ranks: list[int], times: 
             assert all(map(is_well_or_closed, told)), told
 
 
-@pytest.mark.parametrize(("is_open", "turn"), sweep([True, False], range(5), every=5), ids=lambda value: str(value))
+@pytest.mark.parametrize("is_open", [True, False])
+@pytest.mark.parametrize("turn", range(5))
 def test_groups_leave_nothing(two_ranks: Ranks, is_open: bool, turn: int) -> None:
     """In all, 1,000 with a communicator and 1,000 without, made and destroyed by the same processes."""
     count = 200 if turn else 20

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.dist import torch_backend_hosts_programs as programs
-from tests.support.mortal_ranks import run_once
-from tests.support.ranks import Ranks
+from tests.support.ranks import SOON_S, Ranks, run_once
 
 
 def test_random_calls_are_those_of_gloo(four_ranks: Ranks) -> None:
@@ -88,7 +87,7 @@ def test_a_group_may_end_while_a_call_is_under_way(four_ranks: Ranks, how: str) 
     for heard, seconds, left in found[:3]:
         own, peers = "CounterpointError: ", "has closed its communicator"  # whichever it sees first
         assert own in heard or peers in heard
-        assert seconds < 10
+        assert seconds < SOON_S
         assert left <= 0
     assert found[3][0] == "nothing"
 
@@ -97,7 +96,7 @@ def test_a_group_may_end_while_a_call_of_all_ranks_is_under_way(four_ranks: Rank
     """It ends well or with an error, as it happens, and soon."""
     for _ in range(5):
         for _heard, seconds, left in four_ranks.run(programs.ended_under_way, "destroy", True):
-            assert seconds < 10
+            assert seconds < SOON_S
             assert left <= 0
 
 
@@ -107,5 +106,5 @@ def test_a_rank_that_dies_is_an_error_on_all_others() -> None:
     assert found[3] == -9
     for said, seconds in found[:3]:
         assert "nothing" not in said
-        assert seconds < 15  # gloo's timeout is 20: nobody waits for it
+        assert seconds < SOON_S  # gloo's timeout is 20: nobody waits for it
     assert "a rank of another host may be gone" in found[1][0]

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.dist import torch_backend_training_programs as programs
-from tests.support.mortal_ranks import run_once
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, run_once
 
 
 def test_tensor_and_sequence_parallel(four_ranks: Ranks) -> None:

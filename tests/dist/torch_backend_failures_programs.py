@@ -19,11 +19,12 @@ import counterpoint.torch_backend as backend
 from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.measurement.session import Session
 from tests.dist.torch_backend_programs import EVERYTHING, newest
+from tests.support.ranks import TIMEOUT_S
 
 LARGE = 300_000  # elements: calls that take long enough to be in the way of what ends them
 
 
-def new_group(timeout_s: float = 60, *, is_open: bool = True) -> Any:
+def new_group(timeout_s: float = TIMEOUT_S, *, is_open: bool = True) -> Any:
     """A group that takes every call that it can; `is_open`: it has taken one."""
     options = backend.BackendOptions(crossover_bytes=EVERYTHING, communicator=CommunicatorOptions(timeout_s=timeout_s))
     group = dist.new_group(backend="counterpoint", pg_options=options)
@@ -87,7 +88,7 @@ def gathered(output: int, mine: int, group: Any, *, async_op: bool = False) -> A
 
 def each_its_own(_: Session, names: tuple[str, str]) -> tuple[str, float, str]:
     """What each of two ranks is told that makes its own call; and of a good call by both after that."""
-    group = new_group(timeout_s=20)
+    group = new_group(timeout_s=TIMEOUT_S)
     text, seconds = said(lambda: CALLS[names[dist.get_rank()]](group))
     dist.barrier()
     again = said(lambda: dist.all_reduce(torch.ones(3), group=group))[0]
@@ -111,7 +112,7 @@ def under_load(_: Session, how: str, ranks: list[int], times: int) -> list[tuple
 
 
 def _ended_under_load(how: str, by_me: bool) -> tuple[list[str], float]:
-    group = new_group(timeout_s=20)
+    group = new_group(timeout_s=TIMEOUT_S)
     dist.barrier()
     works: list[Any] = []
     starts = [said(lambda: works.extend(started(group, 1)))[0] for _ in range(10)]  # the other may have ended by now

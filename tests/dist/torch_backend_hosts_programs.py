@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 
 import counterpoint.torch_backend as backend
-from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.errors import CounterpointError
 from counterpoint.measurement.session import Session
 from counterpoint.parallel import ddp
 from counterpoint.parallel.backend import hosts
 from tests.dist import torch_backend_programs as programs
+from tests.support.ranks import PATIENT, TIMEOUT_S
 
 _GROUPS: dict[str, Any] = {}
 _PREMUL_SUM: Any = vars(dist)["_make_nccl_premul_sum"]  # without a stub
@@ -35,8 +35,8 @@ def made(**options: Any) -> Any:
     given = {"crossover_bytes": programs.EVERYTHING, "ranks_per_host": 2, **options}
     return dist.new_group(
         backend="counterpoint",
-        pg_options=backend.BackendOptions(**given, communicator=CommunicatorOptions(timeout_s=60)),
-        timeout=timedelta(seconds=20),
+        pg_options=backend.BackendOptions(**given, communicator=PATIENT),
+        timeout=timedelta(seconds=TIMEOUT_S),
     )
 
 

@@ -24,6 +24,7 @@ from counterpoint.parallel.background import BackgroundCall
 from counterpoint.parallel.ddp import HookState, hook
 from tests.dist.torch_backend_programs import EVERYTHING, groups, newest
 from tests.dist.torch_messages_programs import on_software_gpus
+from tests.support.ranks import PATIENT, TIMEOUT_S
 
 BUCKET = (5 << 20) // 4  # elements: as much as a bucket, less than any crossover
 OPERATIONS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
@@ -41,7 +42,7 @@ def said_of(call: Any) -> str:
 def called_with(_: Session, options: tuple[dict[str, Any], dict[str, Any]]) -> str:
     """What is said to this rank's first call in a group whose ranks have other options."""
     given = dict(options[dist.get_rank()])
-    of_communicator = CommunicatorOptions(timeout_s=20, profile=given.pop("profile", None))
+    of_communicator = CommunicatorOptions(timeout_s=TIMEOUT_S, profile=given.pop("profile", None))
     mine = backend.BackendOptions(**given, communicator=of_communicator)
     group = dist.new_group(backend="counterpoint", pg_options=mine)
     said = said_of(lambda: dist.all_reduce(torch.ones(1000), group=group))
@@ -54,7 +55,7 @@ def messages_with(_: Session, name: str) -> str:
     rank = dist.get_rank()
     given: Any = {"mailbox_bytes": {"mailbox_bytes": 1 << 20 if rank else 1 << 16}, "ranks_per_host": {}}[name]
     given = given or {"ranks_per_host": 1 + rank, "mailbox_bytes": 1 << 16}
-    with on_software_gpus(backend.BackendOptions(**given, communicator=CommunicatorOptions(timeout_s=20))) as (
+    with on_software_gpus(backend.BackendOptions(**given, communicator=PATIENT)) as (
         group,
         _gpu,
     ):
@@ -64,9 +65,7 @@ def messages_with(_: Session, name: str) -> str:
 
 def measured_group(has_symmetric_memory: bool) -> Any:
     """A group with the crossovers of H200, which has left `symmetric_memory` (GPUs have that) or not."""
-    group: Any = dist.new_group(
-        backend="counterpoint", pg_options=backend.BackendOptions(communicator=CommunicatorOptions(timeout_s=60))
-    )
+    group: Any = dist.new_group(backend="counterpoint", pg_options=backend.BackendOptions(communicator=PATIENT))
     if has_symmetric_memory:
         group.take_buckets()
     return group
@@ -225,9 +224,7 @@ def in_pieces(_: Session) -> list[int]:
 
 def called_in_callbacks(_: Session, operation: str, rounds: int) -> list[float]:
     """Sums of calls that torch makes: in callbacks, which are late on rank 0, and right behind the call of these."""
-    options = backend.BackendOptions(
-        crossover_bytes=EVERYTHING | {"broadcast": 100}, communicator=CommunicatorOptions(timeout_s=60)
-    )
+    options = backend.BackendOptions(crossover_bytes=EVERYTHING | {"broadcast": 100}, communicator=PATIENT)
     group, sums = dist.new_group(backend="counterpoint", pg_options=options), list[float]()
 
     def by_torch(value: float) -> float:
@@ -266,9 +263,7 @@ def opened_by_two_threads(_: Session, rounds: int) -> set[float]:
     for _round in range(rounds):
         group = dist.new_group(
             backend="counterpoint",
-            pg_options=backend.BackendOptions(
-                crossover_bytes=EVERYTHING, communicator=CommunicatorOptions(timeout_s=60)
-            ),
+            pg_options=backend.BackendOptions(crossover_bytes=EVERYTHING, communicator=PATIENT),
         )
         start = threading.Barrier(2)
 
@@ -291,7 +286,7 @@ def ended_before_a_callback(_: Session) -> str:
     """What is said to a call in a callback on rank 0, whose group ends before rank 1 has made any of the two."""
     group: Any = dist.new_group(
         backend="counterpoint",
-        pg_options=backend.BackendOptions(crossover_bytes=EVERYTHING, communicator=CommunicatorOptions(timeout_s=60)),
+        pg_options=backend.BackendOptions(crossover_bytes=EVERYTHING, communicator=PATIENT),
     )
     dist.all_reduce(torch.ones(1000), group=group)
     said = "no callback"

@@ -27,17 +27,17 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import counterpoint.torch_backend as backend
-from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.errors import CounterpointError
 from counterpoint.measurement.session import Session
 from tests.dist.torch_backend_programs import EVERYTHING, groups
+from tests.support.ranks import PATIENT
 
 Found = tuple[list[float], list[float], dict[str, int]]
 
 
 def taking() -> backend.BackendOptions:
     """Options of a group that takes every call that it can."""
-    return backend.BackendOptions(crossover_bytes=EVERYTHING, communicator=CommunicatorOptions(timeout_s=60))
+    return backend.BackendOptions(crossover_bytes=EVERYTHING, communicator=PATIENT)
 
 
 def taken(group: Any) -> dict[str, int]:

@@ -19,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 import counterpoint
 import counterpoint.torch_backend as backend
 from counterpoint.collectives.communicator import Communicator
-from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.errors import CounterpointError
 from counterpoint.measurement.session import Session
 from counterpoint.parallel.expert import modules as expert_modules
@@ -35,6 +34,7 @@ from tests.dist import expert_parallel_programs, tensor_parallel_programs
 from tests.dist.fsdp_software_gpu_programs import on_software_gpu
 from tests.support.example_tuned import example_tuned
 from tests.support.fsdp_training import BF16, Case, differences, sharded, stock_trained, trained
+from tests.support.ranks import PATIENT
 
 
 def choice(operation: str, mechanism: str, num_bytes: int = 1, **fields: Any) -> TunedPair:
@@ -316,9 +316,7 @@ def of_backend(_: Session) -> Report:
     """The report of a group after an all_reduce that is left, one below a crossover, and two without a choice."""
     pairs = (choice("all_reduce", LEAVE, 4096), choice("all_gather", "zero_sm", 4096))
     crossovers = {"all_reduce": 0, "all_gather": 1 << 40}
-    options = backend.BackendOptions(
-        crossover_bytes=crossovers, tuned=tuning(*pairs), communicator=CommunicatorOptions(timeout_s=60)
-    )
+    options = backend.BackendOptions(crossover_bytes=crossovers, tuned=tuning(*pairs), communicator=PATIENT)
     group = dist.new_group(backend="counterpoint", pg_options=options)
     for numel in (1024, 16):
         whole, mine = torch.zeros(numel), torch.full((numel // 2,), dist.get_rank() + 1.0)

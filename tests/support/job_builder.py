@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from counterpoint.diagnosis.digest import RankDigest, digest
-from counterpoint.diagnosis.job import TracedJob, assemble
+from counterpoint.diagnosis.reading.digest import RankDigest, digest
+from counterpoint.diagnosis.reading.traced_job import TracedJob, assemble
 from counterpoint.trace.timeline import CollectiveInfo, Device, GpuOps, HostKind, HostOps, Kind, Timeline
 
 __all__ = [

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from counterpoint.diagnosis.api import Result
-    from counterpoint.diagnosis.engine import Engine
+    from counterpoint.diagnosis.reading.engine import Engine
     from counterpoint.records.comparison import Comparison
     from counterpoint.records.diagnosis import Diagnosis
     from counterpoint.trace.source import Limits
@@ -58,8 +58,8 @@ def diagnose(
     """Why does my step wait? Diagnose the traces of one or all ranks of a job; needs no GPU and no torch."""
     from counterpoint.diagnosis import api
     from counterpoint.diagnosis.comparison import read_diagnosis
-    from counterpoint.diagnosis.engine import Engine
     from counterpoint.diagnosis.gate import check_gate, parse_gate
+    from counterpoint.diagnosis.reading.engine import Engine
     from counterpoint.trace.flight_recorder import find_dumps
     from counterpoint.trace.source import Limits
 

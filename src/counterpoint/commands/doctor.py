@@ -46,7 +46,7 @@ def doctor(
             raise Misconfigured("--check looks at traces, not at the machine: only --json and --quiet go with it")
         _check(check, json, quiet=quiet)
         return
-    from counterpoint.machine.doctor.checkup import collect_readings, examine, exit_code
+    from counterpoint.doctor.checkup import collect_readings, examine, exit_code
     from counterpoint.machine.profile import own_profile, profile_of
 
     with progress(quiet, "looking") as tell:

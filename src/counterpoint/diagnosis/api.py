@@ -11,23 +11,23 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from counterpoint.diagnosis import accounts as account
+from counterpoint.diagnosis.analysis import accounts as account
+from counterpoint.diagnosis.analysis.experts import blame_experts, expert_waits
+from counterpoint.diagnosis.analysis.idle import hosts_known, idle_of_ranks, summarise_idle
+from counterpoint.diagnosis.analysis.kernels import KernelSet, compare_overlap
+from counterpoint.diagnosis.analysis.launch_order import Blocked, find_blocked
+from counterpoint.diagnosis.analysis.replay import replay
+from counterpoint.diagnosis.analysis.stragglers import find_delays, find_stragglers
+from counterpoint.diagnosis.analysis.unrecorded import Unrecorded, find_unrecorded
+from counterpoint.diagnosis.analysis.vendor import TracedStack, traced_stack
 from counterpoint.diagnosis.comparison import compare, is_diagnosis, read_diagnosis, step_us
-from counterpoint.diagnosis.digest import RankDigest
-from counterpoint.diagnosis.engine import Engine, digest_all
-from counterpoint.diagnosis.findings import find_findings, verdict
-from counterpoint.diagnosis.gap_categories import CATEGORIES
-from counterpoint.diagnosis.gpus import notes_on_gpus
-from counterpoint.diagnosis.idle import hosts_known, idle_of_ranks, summarise_idle
-from counterpoint.diagnosis.imbalance import blame_experts, expert_waits
-from counterpoint.diagnosis.job import TracedJob, assemble
-from counterpoint.diagnosis.kernels import KernelSet, compare_overlap
-from counterpoint.diagnosis.launch_order import Blocked, find_blocked
-from counterpoint.diagnosis.replay import replay
-from counterpoint.diagnosis.stack import TracedStack, traced_stack
-from counterpoint.diagnosis.stragglers import find_delays, find_stragglers
+from counterpoint.diagnosis.findings.findings import find_findings, verdict
+from counterpoint.diagnosis.findings.gpus import notes_on_gpus
+from counterpoint.diagnosis.reading.digest import RankDigest
+from counterpoint.diagnosis.reading.engine import Engine, digest_all
+from counterpoint.diagnosis.reading.gap_categories import CATEGORIES
+from counterpoint.diagnosis.reading.traced_job import TracedJob, assemble
 from counterpoint.diagnosis.trend import failed_row, make_trend, trend_row
-from counterpoint.diagnosis.unrecorded import Unrecorded, find_unrecorded
 from counterpoint.errors import BadTrace
 from counterpoint.records.comparison import Comparison, Trend, TrendRow
 from counterpoint.records.diagnosis import Diagnosis, RankAccount, Replay, Source, Straggler, TimelineLane

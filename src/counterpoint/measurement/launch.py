@@ -12,8 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from counterpoint.errors import CounterpointError
-from counterpoint.measurement.resume import finished
+from counterpoint.errors import CounterpointError, Misconfigured
 from counterpoint.processes import (
     DEFAULTS,
     PARENT_VARIABLE,
@@ -32,7 +31,7 @@ from counterpoint.processes import (
     wait_for_all,
     watch,
 )
-from counterpoint.records.measurement import Plan
+from counterpoint.records.measurement import Outcome, Plan
 
 WORKER = "counterpoint.measurement.worker"
 STARTUP_S = 60.0  # torch's import, CUDA's and NCCL's start, on top of the timeout
@@ -48,7 +47,7 @@ def launch(
     progress: Progress | None = None,
     module: str = WORKER,
 ) -> None:
-    """Run every scenario of `plan` that `plan.results` does not hold yet; return when all ranks have ended well.
+    """Run every scenario of `plan`, whose file of results is there and empty; return when all ranks have ended well.
 
     Call it from a thread that lives until it returns: the kernel kills the ranks when that thread ends.
 
@@ -97,6 +96,15 @@ def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(threads), **DEFAULTS, **os.environ, **{key: str(it) for key, it in place.items()}}
 
 
+def read_outcomes(path: Path) -> tuple[Outcome, ...]:
+    """Return the outcomes whose lines are whole, in the order measured; raise Misconfigured if the file is gone."""
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        raise Misconfigured(f"{path} was taken away while it was needed; start again") from None
+    return tuple(msgspec.json.decode(line, type=Outcome) for line in text[: text.rfind(b"\n") + 1].splitlines())
+
+
 class _Results:
     """Sees the results file of a plan grow, and tells what is done."""
 
@@ -105,7 +113,7 @@ class _Results:
         self._size: int | None = -1
 
     def size(self) -> int | None:
-        """Return the size of the file; None if it was deleted, which `finished` then reports."""
+        """Return the size of the file; None if it was deleted, which `read_outcomes` then reports."""
         results = Path(self._plan.results)
         try:
             size = results.stat().st_size
@@ -113,7 +121,7 @@ class _Results:
             size = None
         if size != self._size:
             self._size = size
-            self._tell(len(finished(results)), len(self._plan.parts), _next(self._plan) or "")
+            self._tell(len(read_outcomes(results)), len(self._plan.parts), _next(self._plan) or "")
         return size
 
 
@@ -139,7 +147,7 @@ def _remains(ranks: Processes, plan: Plan, folder: Path) -> list[Remains]:
 
 def _next(plan: Plan) -> str | None:
     """Return the name of the part being measured, the first of the plan without a result; None after the last one."""
-    done = {outcome.scenario for outcome in finished(Path(plan.results))}
+    done = {outcome.scenario for outcome in read_outcomes(Path(plan.results))}
     return next((part.name for part in plan.parts if part.name not in done), None)
 
 

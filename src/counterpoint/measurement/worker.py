@@ -1,8 +1,7 @@
 """Run what every rank of a measurement runs: `torchrun -m counterpoint.measurement.worker PLAN.json`.
 
-A rank measures the scenarios and blocks of its plan one after the other; rank 0 appends a line for each to the plan's
-results, and what is there already is skipped. A rank that fails leaves a `RankFailure` in the plan's folder of errors
-and exits with 1.
+A rank measures the parts of its plan one after the other; rank 0 appends a line for each to the plan's results. A rank
+that fails leaves a `RankFailure` in the plan's folder of errors and exits with 1.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ import msgspec
 import counterpoint
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.measurement.launch import VARIABLES
-from counterpoint.measurement.resume import finished
 from counterpoint.processes import die_with_parent, leaving_word
 from counterpoint.records.measurement import Block, Environment, Outcome, Plan
 from counterpoint.rehearsed import NO_TIMES, is_rehearsal
@@ -71,19 +69,15 @@ class Worker:
         session.close()
 
     def _measure(self, session: Session) -> None:
-        """Measure what the plan asks for and its results do not hold yet."""
+        """Measure what the plan asks for."""
         from counterpoint.measurement.scenarios import Calibration, measure_block, measure_scenario
         from counterpoint.measurement.session import NotEnoughMemory
 
         results = Path(self.plan.results)
-        here = [outcome.scenario for outcome in finished(results)] if session.rank == 0 and results.exists() else []
-        done = set(session.gather(here)[0])
         calibrations: defaultdict[tuple[str, str], Calibration] = defaultdict(Calibration)
         environment = _environment(session) if session.rank == 0 else None
         took_s: list[float] = []
         for part in self.plan.parts:
-            if part.name in done:
-                continue
             began = time.monotonic()
             if took_s and session.gather(began + fmean(took_s) > (self.plan.until_s or math.inf))[0]:
                 break

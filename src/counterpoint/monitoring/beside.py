@@ -17,10 +17,9 @@ from pathlib import Path
 
 import msgspec
 
-from counterpoint.diagnosis.digest import RankDigest
-from counterpoint.diagnosis.digest_file import pack_digest, unpack_digest
-from counterpoint.diagnosis.engine import digest_file
-from counterpoint.diagnosis.idle import IDLE_TITLES
+from counterpoint.diagnosis.analysis.idle import IDLE_TITLES
+from counterpoint.diagnosis.reading.digest import RankDigest, pack_digest, unpack_digest
+from counterpoint.diagnosis.reading.engine import digest_file
 from counterpoint.errors import BadTrace, CounterpointError, printable
 from counterpoint.records import Record
 from counterpoint.records.diagnosis import Diagnosis, IdleCause, Straggler

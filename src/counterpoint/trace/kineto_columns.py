@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Annotated, Any
@@ -132,12 +132,40 @@ _HEXADECIMAL = re.compile(rb'"\s*0[xX]([0-9a-fA-F]{1,15})\s*"')
 _WHOLE = re.compile(rb'"?(-?\d{1,18})\.0*"?')
 
 
+class EventNames(Intern[str]):
+    """Numbers the names of events, and keeps the numbers of names whose arguments are read as well.
+
+    A trace has few names and many events, so each name is looked at once.
+    """
+
+    def __init__(self) -> None:
+        self.matmuls: list[int] = []  # of the host
+        self.calls: list[int] = []  # of collectives, by c10d or gloo
+
+    def __missing__(self, name: str) -> int:
+        number = super().__missing__(name)
+        if classify.is_host_matmul(name):
+            self.matmuls.append(number)
+        elif name.startswith((PARAM_COMMS, _C10D, _GLOO)):
+            self.calls.append(number)
+        return number
+
+    def rows(self, name: Any, wanted: list[int]) -> list[int]:
+        """Return the rows of `name`, numbers of names, that have a wanted one."""
+        if not wanted:
+            return []
+        chosen = np.zeros(len(self), bool)
+        chosen[wanted] = True
+        found: list[int] = np.flatnonzero(chosen[name]).tolist()
+        return found
+
+
 @dataclass
 class Columns:
     """Holds what has been read so far: one list of arrays per column, and the tables that columns point into."""
 
     categories: Categories = field(default_factory=Categories)
-    names: Intern[str] = field(default_factory=Intern)
+    names: EventNames = field(default_factory=EventNames)
     shapes: Intern[bytes] = field(default_factory=lambda: Intern({b"": 0}))  # 0: none
     matmul_types: dict[int, bytes] = field(default_factory=dict)  # of inputs, by number of a shape; b"": several
     grids: Intern[bytes] = field(default_factory=Intern)
@@ -346,7 +374,7 @@ def _absorb_host(
         a = events[i].args or _NO_ARGS
         stream[i], waits_for[i], waits_on[i] = _first(a.stream), _first(a.waits_for), _first(a.waits_on)
     name = np.array([names[e.name or ""] for e in events], np.int32)
-    for row in _rows_named(events, name, classify.is_host_matmul):
+    for row in names.rows(name, names.matmuls):
         if shape[row] > 0:
             columns.note_types(int(shape[row]), bytes((events[row].args or _NO_ARGS).types))
     _put(
@@ -366,14 +394,6 @@ def _absorb_host(
     )
 
 
-def _rows_named(events: list[KinetoEvent], name: Any, wanted: Callable[[str], bool]) -> list[int]:
-    """Return the rows of events whose name, of which `name` has the numbers, is wanted."""
-    ids, first = np.unique(name, return_index=True)
-    found = [wanted(events[i].name or "") for i in first.tolist()]
-    rows: list[int] = np.flatnonzero(np.isin(name, ids[found])).tolist()
-    return rows
-
-
 def _described_calls(columns: Columns, events: list[KinetoEvent], name: Any) -> Any:
     """Return the index in `infos` of what is known of the collective that each event calls; -1 for other events.
 
@@ -381,7 +401,7 @@ def _described_calls(columns: Columns, events: list[KinetoEvent], name: Any) -> 
     operation (`c10d::_allgather_base_`) say as much, but for the dtype of lists of tensors; `gloo:all_gather` has it.
     """
     infos = np.full(len(events), -1, np.int32)
-    for row in _rows_named(events, name, lambda text: text.startswith((PARAM_COMMS, _C10D, _GLOO))):
+    for row in columns.names.rows(name, columns.names.calls):
         args = events[row].args
         if args is None:
             continue

@@ -35,8 +35,6 @@ def tune(
     budget_s: float = 120.0,
     rounds: int = 12,
     timeout_s: float = 120.0,
-    partial: Path | None = None,
-    fresh: bool = False,
     progress: Progress | None = None,
 ) -> Tuned:
     """Choose a mechanism for each pair of a step: the model picks what is measured, and the measurement decides.
@@ -53,15 +51,13 @@ def tune(
         budget_s: seconds after which no further pair is measured; the first one always is.
         rounds: trials of each kind for a pair, of which the first two are dropped.
         timeout_s: longest time without a finished pair.
-        partial: finished pairs are kept in this file and not measured again; the caller removes it.
-        fresh: throw away what `partial` holds.
         progress: called as (pairs done, in all, what runs now).
 
     Returns:
         The choices with all that was tried, and why; `tuned.file.tuned_toml` writes them.
 
     Raises:
-        Misconfigured: an option or pair has a value that is not allowed, or `partial` is of another run.
+        Misconfigured: an option or pair has a value that is not allowed.
         Unsupported: no torch, fewer than two GPUs, or nothing can run here.
         PeerTimeout: ranks died or hung; names them, and their logs.
     """
@@ -76,7 +72,7 @@ def tune(
     left_s = max(0.0, budget_s - (time.monotonic() - began))
     measured = measure_parts(
         "tune", parts, device=device, world_size=ranks, rounds=rounds, timeout_s=timeout_s, budget_s=left_s,
-        partial=partial, fresh=fresh, progress=progress,
+        progress=progress,
     )  # fmt: skip
     choices = [_choice(pair, expected, measured, device, budget_s) for pair in pairs]
     return Tuned(

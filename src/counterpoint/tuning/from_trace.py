@@ -1,10 +1,10 @@
 """Find the pairs of a training step in its traces: each kind of collective, and the matmuls that run beside it.
 
-Collectives of one operation, size, group size, dtype and phase are one class, for layers repeat. Beside a collective is
-what computes from when it was ready (held up by a kernel that took every SM: diagnosis/launch_order.py) until its
-end; if no matmul does, what computes until the next one of its kind is ready: beside that it would run if it
-were asked for earlier. The class's longest matmul stands for all, as often as they take its time.
-
+Collectives of one operation, size, group size, dtype and phase are one class, for layers repeat. Its pair is the
+collective and the compute that runs from when it was ready (held up by a kernel that took every SM: `find_blocked`)
+until its end. If no matmul runs then, it is the compute until the next collective of its kind is ready: the two would
+overlap if the collective were asked for earlier. The class's longest matmul stands for all, as often as they take its
+time.
 A gather whose very next matmuls multiply the gathered rows is one pair with them, `all_gather_matmul`; so is a matmul
 and the scatter of its product, `matmul_reduce_scatter`. All_to_alls of tokens that go to their experts and back are
 `exchange`: traced_exchanges.py.
@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
+from counterpoint.diagnosis.analysis.launch_order import find_blocked
 from counterpoint.diagnosis.api import read_ranks
-from counterpoint.diagnosis.digest import RankDigest, matrix_product
-from counterpoint.diagnosis.intervals import Intervals
-from counterpoint.diagnosis.job import TracedJob, assemble
-from counterpoint.diagnosis.launch_order import find_blocked
+from counterpoint.diagnosis.reading.digest import RankDigest, matrix_product
+from counterpoint.diagnosis.reading.intervals import Intervals
+from counterpoint.diagnosis.reading.traced_job import TracedJob, assemble
 from counterpoint.errors import Misconfigured
 from counterpoint.records.measurement import LEGS, Order
 from counterpoint.records.tuning import StepPair, as_sentence

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from counterpoint.diagnosis.digest import RankDigest
+from counterpoint.diagnosis.reading.digest import RankDigest
 from counterpoint.trace.classify import dtype_bytes
 from counterpoint.trace.timeline import I64, Kind
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from counterpoint.diagnosis.engine import Engine, digest_all
-from counterpoint.diagnosis.job import TracedJob, assemble
-from counterpoint.diagnosis.replay import replay
+from counterpoint.diagnosis.analysis.replay import replay
+from counterpoint.diagnosis.reading.engine import Engine, digest_all
+from counterpoint.diagnosis.reading.traced_job import TracedJob, assemble
 from counterpoint.records.diagnosis import Replay
 from counterpoint.trace.source import Limits, find_traces
 

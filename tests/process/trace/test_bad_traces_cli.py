@@ -6,15 +6,14 @@ import gzip
 import json
 import resource
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support import kineto_trace as kt
-from tests.support.sweep import sweep
+from tests.support.command import COUNTERPOINT, HANG_S, Ended, counterpoint
 
-MAIN = [sys.executable, "-W", "error", "-c", "from counterpoint.cli import main; main()", "diagnose"]
+MAIN = [*COUNTERPOINT, "diagnose"]
 WHOLE = kt.text(kt.training())
 BAD = {
     "truncated.json": WHOLE[:-100],
@@ -26,8 +25,8 @@ BAD = {
 }
 
 
-def run(*args: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*MAIN, *map(str, args)], capture_output=True, text=True, timeout=120)
+def run(*arguments: object) -> Ended:
+    return counterpoint("diagnose", *arguments)
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -52,14 +51,11 @@ def test_a_worker_process_reports_like_its_parent(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "middle",
-    sweep(
-        [
-            bytes(1 << 20),
-            b" " * (1 << 20),
-            b'{"ph": "X", "cat": "kernel", "name": "k", "ts": 1, "dur": 1},\n' * (1 << 14),
-        ],
-        every=3,
-    ),
+    [
+        bytes(1 << 20),
+        b" " * (1 << 20),
+        b'{"ph": "X", "cat": "kernel", "name": "k", "ts": 1, "dur": 1},\n' * (1 << 14),
+    ],
     ids=["zeros", "spaces", "events"],
 )
 def test_a_bomb_costs_little(middle: bytes, tmp_path: Path) -> None:
@@ -73,7 +69,7 @@ def test_a_bomb_costs_little(middle: bytes, tmp_path: Path) -> None:
         [*MAIN, str(tmp_path / "bomb.json.gz"), "--max-trace-gb", "0.1"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_S,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (1 << 30, 1 << 30)),
     )
     assert (done.returncode, done.stderr.count("\n"), "bomb.json.gz: " in done.stderr) == (2, 1, True), done.stderr
@@ -100,8 +96,8 @@ def test_missing_ranks_are_no_error(tmp_path: Path) -> None:
 def test_a_trace_comes_through_a_pipe(tmp_path: Path) -> None:
     """`-` reads standard input, as from `zcat`; nothing in it is one line and exit code 2."""
     done = subprocess.run(
-        [*MAIN, "-", "--json", "-"], input=gzip.compress(WHOLE), capture_output=True, timeout=120, check=True
+        [*MAIN, "-", "--json", "-"], input=gzip.compress(WHOLE), capture_output=True, timeout=HANG_S, check=True
     )
     assert json.loads(done.stdout)["source"]["events"] == len(kt.training())
-    empty = subprocess.run([*MAIN, "-"], input=b"", capture_output=True, timeout=120)
+    empty = subprocess.run([*MAIN, "-"], input=b"", capture_output=True, timeout=HANG_S)
     assert (empty.returncode, empty.stdout, b"standard input: empty" in empty.stderr) == (2, b"", True)

@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from counterpoint.diagnosis import engine as engines
 from counterpoint.diagnosis.api import diagnose
-from counterpoint.diagnosis.engine import Engine, digest_all
+from counterpoint.diagnosis.reading import engine as engines
+from counterpoint.diagnosis.reading.engine import Engine, digest_all
 from counterpoint.errors import BadTrace, CounterpointError, Misconfigured, Unsupported
 from counterpoint.trace.source import Limits, TraceFile
 from tests.support import kineto_trace as kt
+from tests.support.command import program
 
 
 def endless(folder: Path, ranks: int) -> list[TraceFile]:
@@ -97,11 +98,11 @@ def test_a_plain_script_may_call_it(tmp_path: Path) -> None:
     """Without `if __name__ == "__main__":` the reader processes do not run the script again."""
     script = tmp_path / "script.py"
     script.write_text(
-        "import sys, counterpoint\nfrom counterpoint.diagnosis.engine import Engine\n"
+        "import sys, counterpoint\nfrom counterpoint.diagnosis.reading.engine import Engine\n"
         "print(counterpoint.diagnose(sys.argv[1], engine=Engine(workers=2)).diagnosis.ranks)\n"
     )
     job = kt.write_job(tmp_path / "job", ranks=3)
-    done = subprocess.run([sys.executable, script, job], capture_output=True, text=True, check=False, timeout=60)
+    done = program([sys.executable, script, job])
     assert (done.stdout, done.stderr) == ("(0, 1, 2)\n", "")
 
 
@@ -110,7 +111,7 @@ def test_an_interrupt_ends_readers_without_a_word(tmp_path: Path) -> None:
     endless(tmp_path, 2)
     script = (
         "import sys; from pathlib import Path\n"
-        "from counterpoint.diagnosis.engine import *; from counterpoint.trace.source import *\n"
+        "from counterpoint.diagnosis.reading.engine import *; from counterpoint.trace.source import *\n"
         "files = [TraceFile(path=p, label='x', format='kineto') for p in Path(sys.argv[1]).iterdir()]\n"
         "try: digest_all(files, Limits(), Engine(workers=2))\n"
         "except KeyboardInterrupt: print('interrupted')"
@@ -121,7 +122,7 @@ def test_an_interrupt_ends_readers_without_a_word(tmp_path: Path) -> None:
     )  # fmt: skip
     with (tmp_path / "rank0.json").open("wb"), (tmp_path / "rank1.json").open("wb"):  # open once their readers have
         os.killpg(started.pid, signal.SIGINT)
-        out, err = started.communicate(timeout=30)
+        out, err = started.communicate()
     assert (out, "Traceback" in err, "SpawnProcess" in err) == ("interrupted\n", False, False), err
 
 

@@ -18,9 +18,7 @@ def sourced(text: str, folder: Path, *show: str) -> list[str]:
     file.write_text(text)
     subprocess.run(["bash", "-n", str(file)], check=True)
     script = f". ./{file.name}; printf '%s\\n' " + " ".join(show)
-    done = subprocess.run(
-        ["bash", "-euc", script], cwd=folder, env={}, check=True, capture_output=True, text=True, timeout=20
-    )
+    done = subprocess.run(["bash", "-euc", script], cwd=folder, env={}, check=True, capture_output=True, text=True)
     assert done.stderr == ""
     return done.stdout.splitlines()
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from counterpoint.diagnosis.digest import digest
+from counterpoint.diagnosis.reading.digest import digest
 from counterpoint.errors import BadTrace
 from counterpoint.trace import chunks
 from counterpoint.trace.kineto import read_kineto

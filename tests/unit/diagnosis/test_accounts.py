@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from counterpoint.diagnosis.accounts import activity, collectives, rank_accounts, steps, totals, waits
-from counterpoint.diagnosis.job import TracedJob
+from counterpoint.diagnosis.analysis.accounts import activity, collectives, rank_accounts, steps, totals, waits
+from counterpoint.diagnosis.reading.traced_job import TracedJob
 from counterpoint.records.diagnosis import Account, Collective, RankAccount
 from counterpoint.trace.timeline import CollectiveInfo, HostKind, Kind
 from tests.support.job_builder import Rank, comm, host, job, op, rank

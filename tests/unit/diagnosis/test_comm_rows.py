@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from counterpoint.diagnosis.comm_rows import comm_rows
-from counterpoint.diagnosis.places import NamedRanges
-from counterpoint.diagnosis.stragglers import _STRUCTURAL
+from counterpoint.diagnosis.analysis.stragglers import _STRUCTURAL
+from counterpoint.diagnosis.reading.comm_rows import comm_rows
+from counterpoint.diagnosis.reading.modules import NamedRanges
 from counterpoint.errors import BadTrace
 from counterpoint.trace.timeline import CollectiveInfo, HostKind, Kind
 from tests.support.job_builder import host, op, rank, timeline

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from counterpoint.diagnosis.digest import matrix_product
+from counterpoint.diagnosis.reading.digest import matrix_product
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,19 @@ from typing import Any
 
 import pytest
 
-from counterpoint.diagnosis.accounts import activity, collective_kinds, collectives, rank_accounts, totals, waits
+from counterpoint.diagnosis.analysis.accounts import (
+    activity,
+    collective_kinds,
+    collectives,
+    rank_accounts,
+    totals,
+    waits,
+)
+from counterpoint.diagnosis.analysis.unrecorded import find_unrecorded
+from counterpoint.diagnosis.analysis.vendor import traced_stack
 from counterpoint.diagnosis.api import diagnose_digests
-from counterpoint.diagnosis.findings import _exposed, verdict
-from counterpoint.diagnosis.job import assemble
-from counterpoint.diagnosis.stack import traced_stack
-from counterpoint.diagnosis.unrecorded import find_unrecorded
+from counterpoint.diagnosis.findings.findings import _exposed, verdict
+from counterpoint.diagnosis.reading.traced_job import assemble
 from counterpoint.records.diagnosis import Diagnosis, Finding
 from counterpoint.rendering import formatting as say
 from counterpoint.trace.timeline import Device, Kind

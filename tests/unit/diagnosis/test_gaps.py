@@ -11,10 +11,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from counterpoint.diagnosis.advice import advise_operation
 from counterpoint.diagnosis.api import diagnose_digests
-from counterpoint.diagnosis.gap_categories import CATEGORIES
-from counterpoint.diagnosis.intervals import Intervals
+from counterpoint.diagnosis.findings.advice import advise_operation
+from counterpoint.diagnosis.reading.gap_categories import CATEGORIES
+from counterpoint.diagnosis.reading.intervals import Intervals
 from counterpoint.records.diagnosis import Diagnosis, Finding
 from counterpoint.trace.timeline import Device, HostKind, Kind
 from tests.support.job_builder import Host, Op, Rank, comm, digested, host, op, rank

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from counterpoint.diagnosis import intervals
-from counterpoint.diagnosis.intervals import Intervals, unique_rows
+from counterpoint.diagnosis.reading import intervals
+from counterpoint.diagnosis.reading.intervals import Intervals, unique_rows
 
 ROWS = st.lists(st.lists(st.sampled_from([-1, 0, 1, 7, 1 << 40, -(1 << 62)]), min_size=3, max_size=3), max_size=30)
 

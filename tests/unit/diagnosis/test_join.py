@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from counterpoint.diagnosis.job import TracedJob
-from counterpoint.diagnosis.join import align
+from counterpoint.diagnosis.reading.join import align
+from counterpoint.diagnosis.reading.traced_job import TracedJob
 from counterpoint.trace.timeline import CollectiveInfo, Kind
 from tests.support.job_builder import Rank, comm, job, op, rank
 

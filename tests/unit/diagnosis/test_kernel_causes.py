@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from counterpoint.diagnosis.accounts import activity
-from counterpoint.diagnosis.kernels import compare_overlap
+from counterpoint.diagnosis.analysis.accounts import activity
+from counterpoint.diagnosis.analysis.kernels import compare_overlap
 from counterpoint.records.diagnosis import KernelComparison
 from counterpoint.trace.timeline import Kind
 from tests.support.job_builder import Op, comm, job, op, rank

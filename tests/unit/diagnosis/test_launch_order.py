@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from counterpoint.diagnosis import launch_order
-from counterpoint.diagnosis.launch_order import Blocked, find_blocked
+from counterpoint.diagnosis.analysis import launch_order
+from counterpoint.diagnosis.analysis.launch_order import Blocked, find_blocked
 from tests.support.job_builder import Host, Op, Rank, comm, host, job, op, rank
 
 GATHER_US = 300.0

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from counterpoint.diagnosis.job import assemble
-from counterpoint.diagnosis.links import link_of_group
+from counterpoint.diagnosis.analysis.accounts import link_of_group
+from counterpoint.diagnosis.reading.traced_job import assemble
 from counterpoint.machine.gpus import link_gb_per_s
 from counterpoint.machine.profile import VARIABLE
 from tests.support.job_builder import H200, digested, op, rank

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from counterpoint.diagnosis.analysis.parallel_groups import parallel_of
 from counterpoint.diagnosis.api import diagnose_digests
-from counterpoint.diagnosis.parallel_groups import parallel_of
 from counterpoint.records.diagnosis import Diagnosis
 from counterpoint.trace.classify import parallelism
 from counterpoint.trace.timeline import CollectiveInfo, HostKind, Kind

@@ -7,9 +7,9 @@ import random
 import numpy as np
 import pytest
 
+from counterpoint.diagnosis.analysis.replay import replay
 from counterpoint.diagnosis.api import diagnose_digests
-from counterpoint.diagnosis.job import TracedJob
-from counterpoint.diagnosis.replay import replay
+from counterpoint.diagnosis.reading.traced_job import TracedJob
 from counterpoint.records.diagnosis import Replay
 from counterpoint.trace.timeline import HostKind, Kind
 from tests.support.job_builder import (

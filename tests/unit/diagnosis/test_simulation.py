@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from counterpoint.diagnosis import simulation
-from counterpoint.diagnosis.replay_graph import ReplayGraph
-from counterpoint.diagnosis.simulation import simulate, simulate_all
+from counterpoint.diagnosis.analysis import simulation
+from counterpoint.diagnosis.analysis.replay_graph import ReplayGraph
+from counterpoint.diagnosis.analysis.simulation import simulate, simulate_all
 from counterpoint.trace.timeline import F64
 
 EDGES = ("host", "stream", "event", "seen")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from counterpoint.diagnosis.steps import StepWindows, find_steps
+from counterpoint.diagnosis.reading.steps import StepWindows, find_steps
 from counterpoint.trace.timeline import HostKind
 from tests.support.job_builder import Host, Op, Rank, comm, host, job, op, rank, timeline
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from counterpoint.diagnosis.accounts import activity, waits
-from counterpoint.diagnosis.advice import advise_straggler
-from counterpoint.diagnosis.job import TracedJob
-from counterpoint.diagnosis.stack import TracedStack
-from counterpoint.diagnosis.stragglers import find_delays, find_stragglers
+from counterpoint.diagnosis.analysis.accounts import activity, waits
+from counterpoint.diagnosis.analysis.stragglers import find_delays, find_stragglers
+from counterpoint.diagnosis.analysis.vendor import TracedStack
+from counterpoint.diagnosis.findings.advice import advise_straggler
+from counterpoint.diagnosis.reading.traced_job import TracedJob
 from counterpoint.records.diagnosis import Straggler
 from counterpoint.trace.timeline import CollectiveInfo, HostKind, Kind
 from tests.support.job_builder import Host, Op, Rank, host, job, op, rank

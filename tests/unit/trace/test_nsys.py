@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from counterpoint.diagnosis.api import diagnose_digests
-from counterpoint.diagnosis.digest import digest
-from counterpoint.diagnosis.digest_file import pack_digest, unpack_digest
+from counterpoint.diagnosis.reading.digest import digest, pack_digest, unpack_digest
 from counterpoint.errors import BadTrace
 from counterpoint.trace.nsys import read_nsys
 from counterpoint.trace.timeline import Device, HostKind, Kind, Timeline

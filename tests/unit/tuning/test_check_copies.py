@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 import counterpoint
-from counterpoint.diagnosis.digest import RankDigest
+from counterpoint.diagnosis.reading.digest import RankDigest
 from counterpoint.errors import BadTrace
 from counterpoint.records.effect import CommCalls, Effect
 from counterpoint.rendering.effect_terminal import MAX_RANKS, render_effect

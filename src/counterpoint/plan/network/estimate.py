@@ -17,6 +17,7 @@ from counterpoint.plan.network.nccl_choice import Candidate, Links, candidates, 
 from counterpoint.plan.network.protocols import OPERATIONS, Network
 from counterpoint.records import Record
 
+ROUNDING = 1e-9  # of a time
 SAME_LINK = 0.02  # part by which a link's bandwidth may differ from that of measured ones
 
 
@@ -189,9 +190,8 @@ def _explained(
 
 def _joint_us(best: Candidate) -> float:
     """Return the time beyond base, hops, bandwidth and own shard; exactly 0 where the model only adds them up."""
-    if best.protocol.join == 1 and not best.protocol.fill and best.protocol.fit is None:
-        return 0.0
-    return best.us - best.protocol.base_us - best.hops_us - best.bandwidth_us - best.own_us
+    rest = best.us - best.protocol.base_us - best.hops_us - best.bandwidth_us - best.own_us
+    return rest if abs(rest) > ROUNDING * best.us else 0.0
 
 
 def _terms(operation: str, num_bytes: float, best: Candidate, links: Links) -> tuple[LevelTerm, ...]:

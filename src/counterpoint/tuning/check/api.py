@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from msgspec.structs import replace
 
 from counterpoint.diagnosis.api import read_ranks
-from counterpoint.diagnosis.digest import RankDigest
-from counterpoint.diagnosis.job import gpus_of, missing_ranks, numbered, world_size_of
+from counterpoint.diagnosis.reading.digest import RankDigest
+from counterpoint.diagnosis.reading.traced_job import gpus_of, missing_ranks, numbered, world_size_of
 from counterpoint.errors import BadTrace
 from counterpoint.records.diagnosis import ranks_in_words
 from counterpoint.records.effect import Effect, KnobEffect, KnobState, RankEffect

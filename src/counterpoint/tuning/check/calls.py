@@ -16,8 +16,8 @@ from typing import get_args
 
 import numpy as np
 
-from counterpoint.diagnosis.digest import RankDigest
-from counterpoint.diagnosis.intervals import Intervals
+from counterpoint.diagnosis.reading.digest import RankDigest
+from counterpoint.diagnosis.reading.intervals import Intervals
 from counterpoint.pair.arrivals import TensorOperation
 from counterpoint.records.effect import CommCalls, RankEffect
 from counterpoint.records.tuning import TunedPair

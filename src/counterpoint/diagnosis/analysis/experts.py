@@ -1,0 +1,314 @@
+"""Find waiting that comes from unequal shares of the work: of pipeline stages, and of experts.
+
+Experts: tokens are dispatched to the ranks of their experts, computed, and combined. The rank whose experts got most
+tokens comes last to the combine, and the others wait. What lies between a dispatch and its combine is known by the
+kernels' names (DeepEP and the like), or by sizes: a rank sends back as much as it received, and gets back what it sent.
+Where sizes are equal or not stated, kernels of experts between two all-to-alls (grouped GEMMs) tell it less surely. So
+they do between an all-gather of all tokens and the reduce-scatter of their sums, surely if the group is named after
+experts, and between peer copies. An operation of copies starts when its rank is ready; what follows on the others'
+compute streams waits for the last one's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+from itertools import pairwise
+
+import msgspec
+import numpy as np
+
+from counterpoint.diagnosis.analysis.accounts import Activity, Waits
+from counterpoint.diagnosis.analysis.parallel_groups import parallels
+from counterpoint.diagnosis.reading.traced_job import TracedJob
+from counterpoint.records.diagnosis import Collective, Finding, Straggler, severity_of
+from counterpoint.trace.classify import expert_leg
+from counterpoint.trace.timeline import F64, I64, Bools, Kind
+
+_WORTH_BUBBLES = 0.05  # of a step
+_WORTH_EXPERTS = 0.03
+_UNEVEN = 1.05  # largest share over the mean: less is no imbalance
+_ALIKE = 0.02  # shares that differ by less are the same
+ADVICE_ON_EXPERTS = (
+    "balance the router (auxiliary loss or bias, a capacity factor), or place experts by load and replicate those that "
+    "get most tokens. Faster links would not help"
+)
+_EXPERT_KERNEL = re.compile(r"moe|experts?_|group(ed)?_?(gemm|mm|matmul|problem)|m_grouped|gmm", re.IGNORECASE)
+_OF_EXPERTS = 0.5  # of the compute between two all-to-alls: then it is that of experts
+_OF_DELAY = 0.5  # of a late rank
+_GATHERED = "gathered"
+_KINDS = {  # of collectives that carry tokens to experts or back, by operation; a pair is of one kind
+    "all_to_all": "all_to_all", "all_gather": _GATHERED, "reduce_scatter": _GATHERED, "peer_copy": "peer_copy",
+}  # fmt: skip
+EXPERTS = "experts"  # the detail of a rank that is late because of them
+_EMBEDDINGS = re.compile(r"split_embedding|fbgemm", re.IGNORECASE)  # tables are exchanged like experts' tokens
+_OWN_SHARE = 0.5  # of a rank's slowness with experts that it has elsewhere, too: then the rank is slow, ...
+_SLOWER = 0.02  # ... if that is more than jitter
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertWaits:
+    """Holds the times between a dispatch and its combine: one per row, one rank per column; µs, NaN: took no part."""
+
+    combine: I64  # row of Joined
+    last: I64  # column of the rank that came last to it
+    sure: Bools  # by names or sizes; else only by the kernels between two collectives
+    compute: F64
+    received: F64  # bytes that the dispatch brought; NaN: not stated
+    waited: F64  # in the combine, with no compute beside it, for the rank whose experts took longest
+
+    def caused_by(self, column: int) -> float:
+        """Return the mean over the waiting ranks of the µs that they waited for one rank's experts."""
+        others = np.delete(self.waited[self.last == column], column, axis=1)
+        count = np.maximum(np.isfinite(others).sum(axis=1), 1)
+        return float((np.nansum(others, axis=1) / count).sum())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Legs:
+    """Holds pairs of collectives, rows of Joined, that may be a dispatch and its combine."""
+
+    before: I64
+    after: I64
+    told: Bools  # by names or sizes that they are; the others only if most of what lies between is of experts
+    sure: Bools  # if so
+    copied: Bools  # by copy engines
+
+
+def find_pipeline_bubbles(
+    job: TracedJob, w: Waits, busy: list[Activity], collectives: tuple[Collective, ...], step: float
+) -> list[Finding]:
+    """Return a finding on waiting for neighbouring stages, in sends and receives that surely are one on all ranks.
+
+    Time that the stage which comes last idled before is no bubble: its host held it up.
+    """
+    sure = [
+        c.op == "send_recv" and c.parallel == "pp" and len(c.ranks) == 2 and c.joined_by in ("seq", "comms_id")
+        for c in collectives
+    ]
+    rows = np.flatnonzero(np.array(sure, bool) & (w.step >= 0))
+    exposed = np.maximum(w.exposed_wait[rows] - _idle_before(job, w, busy, rows)[:, None], 0.0)
+    waited = np.nansum(exposed, axis=0) / job.num_steps
+    cost = float(waited.mean())
+    if cost < _WORTH_BUBBLES * step:
+        return []
+    most = int(waited.argmax())
+    worst = int(rows[np.nanargmax(np.nanmax(exposed, axis=1))])
+    return [
+        Finding(
+            kind="pipeline_bubble",
+            cost_us=cost,
+            severity=severity_of(cost, step),
+            title=f"Pipeline bubbles: stages wait {cost / 1e3:.2f} ms {job.each} for their neighbours",
+            evidence=f"waiting in {len(rows)} sends and receives of the pipeline's group, with no compute beside it, "
+            f"while the neighbour computes or waits itself, mean over ranks; rank {job.ranks[most]} waits longest, "
+            f"{waited[most] / 1e3:.2f} ms {job.each}",
+            advice="more microbatches per step, an interleaved or zero-bubble schedule, or stages that take equally "
+            "long (move layers from the slowest stage)",
+            start_us=float(np.nanmin(job.joined.start[worst])),
+            end_us=float(w.last_start[worst]),
+        )
+    ]
+
+
+def _idle_before(job: TracedJob, w: Waits, busy: list[Activity], rows: I64) -> F64:
+    """Return how long the rank that came last to each collective had idled since its communication before."""
+    idle = np.zeros(len(rows))
+    for column in np.unique(w.last_column[rows]).tolist():
+        own = rows[w.last_column[rows] == column]
+        came, ends = w.arrival[own, column], job.joined.end[:, column]
+        ends = np.concatenate((job.step_start[:1, column], np.sort(ends[np.isfinite(ends)])))
+        since = np.minimum(ends[np.maximum(np.searchsorted(ends, came, side="right") - 1, 0)], came)
+        idle[w.last_column[rows] == column] = came - since - busy[column].any.within(since, came)
+    return idle
+
+
+def expert_waits(job: TracedJob, w: Waits, busy: list[Activity]) -> ExpertWaits:
+    """Return what ranks computed between dispatch and combine in the steps, and waited for one another after it."""
+    legs = _legs(job, w)
+    came = np.where(legs.copied[:, None], job.joined.start[legs.after], w.arrival[legs.after])
+    kept = np.flatnonzero(legs.told | _expert_compute(job, came, busy, legs.before))
+    before, after, came = legs.before[kept], legs.after[kept], came[kept]
+    ended, until, last = job.joined.end[before], np.nanmax(came, axis=1), np.nanargmax(came, axis=1)
+    compute, waited = np.full(ended.shape, np.nan), w.exposed_wait[after]
+    for column, rank in enumerate(busy):
+        there = np.isfinite(ended[:, column]) & np.isfinite(came[:, column])
+        low = ended[there, column]
+        compute[there, column] = rank.compute.within(low, np.maximum(low, came[there, column]))
+        there &= legs.copied[kept]
+        low = came[there, column]
+        waited[there, column] = until[there] - low - rank.compute.within(low, until[there])
+    longer = compute[np.arange(len(after)), last][:, None] - compute
+    return ExpertWaits(
+        combine=after,
+        last=last,
+        sure=legs.sure[kept],
+        compute=compute,
+        received=_stated(job, "received")[before],
+        waited=np.minimum(waited, np.maximum(longer, 0.0)),
+    )
+
+
+def _expert_compute(job: TracedJob, came: F64, busy: list[Activity], before: I64) -> Bools:
+    """Return whether most of what ranks compute between two collectives is, by the kernels' names, of experts."""
+    if not len(before):
+        return np.zeros(0, bool)
+    of_experts, computed = np.zeros(len(before)), np.zeros(len(before))
+    for column, d in enumerate(job.digests):
+        named = np.array([bool(_EXPERT_KERNEL.search(name)) for name in d.names], bool)[d.gpu.name]
+        low, high = job.joined.end[before, column], came[:, column]
+        there = np.flatnonzero(np.isfinite(low) & np.isfinite(high))
+        low, high = low[there], np.maximum(low[there], high[there])
+        of_experts[there] += job.runs(column, named & (d.gpu.kind == Kind.COMPUTE)).within(low, high)
+        computed[there] += busy[column].compute.within(low, high)
+    return np.asarray((of_experts > _OF_EXPERTS * computed) & (computed > 0))
+
+
+def blame_experts(
+    job: TracedJob, w: Waits, busy: list[Activity], found: ExpertWaits, stragglers: tuple[Straggler, ...]
+) -> tuple[Straggler, ...]:
+    """Return the late ranks; of those that compute longer because of their experts, the cause is that."""
+    out = []
+    for s in stragglers:
+        column = job.ranks.index(s.rank)
+        theirs = s.cause in ("slow_kernels", "slow_kernel", "more_work", "unknown")
+        theirs &= found.caused_by(column) >= _OF_DELAY * s.delay_us
+        if theirs and not _slow_elsewhere(job, busy, found, column):
+            out.append(
+                msgspec.structs.replace(s, cause="more_work", detail=EXPERTS, evidence=_load(job, found, column))
+            )
+        else:
+            out.append(s)
+    return tuple(out)
+
+
+def _load(job: TracedJob, found: ExpertWaits, column: int) -> str:
+    """Return text on what the experts of one rank took and received, beside the mean."""
+    total = np.nansum(found.compute, axis=0) / job.num_steps
+    mean = max(float(total[np.isfinite(found.compute).any(axis=0)].mean()), 1e-9)
+    received, share = np.nansum(found.received, axis=0), ""
+    if received[column] > 0:
+        share = f", and they received {received[column] / received[received > 0].mean():.1f} x the mean bytes"
+    return (
+        f"rank {job.ranks[column]}'s experts took {total[column] / mean:.1f} x the mean between dispatch and combine "
+        f"({total[column] / 1e3:.2f} against {mean / 1e3:.2f} ms {'a step' if job.has_steps else 'in all'}){share}"
+        + "; no sizes tell that they get more tokens, only kernels of experts between two collectives"
+        * _unsure(found)
+    )
+
+
+def _unsure(found: ExpertWaits) -> bool:
+    return bool(np.nansum(found.waited[~found.sure]) > 0.5 * np.nansum(found.waited))
+
+
+def find_expert_imbalance(
+    job: TracedJob, w: Waits, busy: list[Activity], found: ExpertWaits, step: float
+) -> list[Finding]:
+    """Return a finding on waiting for the rank whose experts have most to do, unless it is slow in everything."""
+    slow = [c for c in range(len(job.ranks)) if _slow_elsewhere(job, busy, found, c)]
+    counted = ~np.isin(found.last, slow)
+    waited = found.waited[counted]
+    evened = float(np.nansum(waited)) / len(job.ranks) / job.num_steps  # by which experts of equal load shorten it
+    took = np.isfinite(waited).sum(axis=1)
+    waiting = took / np.maximum(took - 1, 1)  # the busiest rank does not wait
+    cost = float((np.nansum(waited, axis=1) * waiting).sum()) / len(job.ranks) / job.num_steps
+    if cost < _WORTH_EXPERTS * step:
+        return []
+    most = int(np.nansum(found.compute, axis=0).argmax())
+    each = np.nanmax(found.compute, axis=1) / np.maximum(np.nanmean(found.compute, axis=1), 1e-9)
+    worst = int(found.combine[np.nanargmax(np.nanmax(found.waited, axis=1))])
+    return [
+        Finding(
+            kind="expert_imbalance",
+            cost_us=cost,
+            severity=severity_of(cost, step),
+            title=f"Expert imbalance{', probably' * _unsure(found)}: ranks wait for those whose experts have most "
+            "to do",
+            evidence=f"{_load(job, found, most)}; the busiest rank of each exchange takes {np.median(each):.1f} x the "
+            f"mean of its group (median of {len(found.combine)}). Equal shares of the same work would save "
+            f"{evened / 1e3:.2f} ms {job.each}",
+            advice=ADVICE_ON_EXPERTS,
+            rank=job.ranks[most],
+            start_us=float(np.nanmin(job.joined.start[worst])),
+            end_us=float(w.last_start[worst]),
+        )
+    ]
+
+
+def _slow_elsewhere(job: TracedJob, busy: list[Activity], found: ExpertWaits, column: int) -> bool:
+    """Return whether a rank takes longer than the median other rank outside of its experts, too."""
+    if len(busy) < 2 or not len(found.combine):
+        return False
+    within = np.nansum(found.compute, axis=0)
+    whole = [float(rank.compute.within(job.step_start[:, c], job.step_end[:, c]).sum()) for c, rank in enumerate(busy)]
+    outside = np.array(whole) - within
+    with_experts, elsewhere = (
+        float(us[column] / max(np.median(np.delete(us, column)), 1e-9)) - 1.0 for us in (within, outside)
+    )
+    return elsewhere >= max(_SLOWER, _OWN_SHARE * with_experts)
+
+
+def _legs(job: TracedJob, w: Waits) -> _Legs:
+    """Return every dispatch in the steps and its combine, and others that may be such."""
+    groups: dict[tuple[str, str, bytes], list[int]] = defaultdict(list)
+    there, serves = job.joined.row >= 0, parallels(job)
+    for j in np.flatnonzero((w.step >= 0) & (there.sum(axis=1) >= 2)).tolist():
+        kind = _KINDS.get(job.joined.op[j])
+        if kind == "all_to_all" or (kind and "ep" in (serves[j] or "ep").split("+")):
+            groups[kind, job.joined.group[j], there[j].tobytes()].append(j)
+    op = job.joined.op
+    pairs = [(j, k) for rows in groups.values() for j, k in pairwise(rows) if op[k] != "all_gather"]
+    before, after = np.array(pairs, np.int64).reshape(-1, 2).T
+    leg = _by_name(job)
+    sent, received = _stated(job, "sent"), _stated(job, "received")
+    by_size = _uneven(received[before]) & _same_shares(received[before], sent[after])
+    by_size &= _same_shares(sent[before], received[after])
+    unnamed = (leg[before] == "") & (leg[after] == "")
+    if any(_EMBEDDINGS.search(name) for name in job.digests[0].names):
+        unnamed[:] = False
+    by_name = (leg[before] == "dispatch") & (leg[after] == "combine")
+    sent_apart = np.array([op[j] == "all_to_all" for j in before.tolist()], bool)
+    told = by_name | (by_size & sent_apart)
+    named = ~sent_apart & np.array([serves[j] is not None for j in after.tolist()], bool)
+    may = np.flatnonzero(by_name | unnamed)
+    return _Legs(
+        before=before[may],
+        after=after[may],
+        told=told[may],
+        sure=(told | named)[may],
+        copied=np.array([op[j] == "peer_copy" for j in after[may].tolist()], bool),
+    )
+
+
+def _by_name(job: TracedJob) -> np.ndarray[tuple[int], np.dtype[np.str_]]:
+    """Return what each joined collective's kernel does: dispatch, combine, or "" if it does not say."""
+    leg = np.full(len(job.joined), "", "U8")
+    for column, d in enumerate(job.digests):
+        names = np.array([expert_leg(name) or "" for name in d.names], "U8")
+        took = np.flatnonzero(job.joined.row[:, column] >= 0)
+        leg[took] = names[d.gpu.name[d.comm.first[job.joined.row[took, column]]]]
+    return leg
+
+
+def _stated(job: TracedJob, column: str) -> F64:
+    """Return a column of bytes of `CommRows` for every joined collective and rank; NaN: not stated, or took no part."""
+    found = np.full(job.joined.row.shape, np.nan)
+    for c, d in enumerate(job.digests):
+        took = np.flatnonzero(job.joined.row[:, c] >= 0)
+        value = getattr(d.comm, column)[job.joined.row[took, c]]
+        found[took, c] = np.where(value >= 0, value, np.nan)
+    return found
+
+
+def _uneven(shares: F64) -> Bools:
+    mean = np.nansum(shares, axis=1) / np.maximum(np.isfinite(shares).sum(axis=1), 1)
+    return np.asarray(np.nan_to_num(shares).max(axis=1, initial=0.0) > _UNEVEN * mean)
+
+
+def _same_shares(one: F64, other: F64) -> Bools:
+    """Return whether the ranks have the same shares of two collectives; unknown is not the same."""
+    both = np.isfinite(one) == np.isfinite(other)
+    a, b = (v / np.maximum(np.nansum(v, axis=1), 1e-9)[:, None] for v in (one, other))
+    alike = ~(np.abs(a - b) > _ALIKE * np.maximum(a, b))
+    return np.asarray((both & alike).all(axis=1) & np.isfinite(one).any(axis=1))

@@ -1,0 +1,262 @@
+"""Compare compute kernels alone and beside communication: how much slower they are, and why.
+
+There are three causes. Tail effect: communication CTAs take SMs, and a grid of few waves needs one more. SM contention:
+the kernel has fewer SMs but no extra wave, and slows in proportion. Bandwidth (and power): the kernel is slower though
+the communication takes no SMs, or the kernel is memory-bound.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from counterpoint.diagnosis.analysis.accounts import Activity
+from counterpoint.diagnosis.reading.intervals import unique_rows
+from counterpoint.diagnosis.reading.traced_job import TracedJob
+from counterpoint.machine.gpus import find_gpu
+from counterpoint.machine.occupancy import SmLimits, blocks_per_sm, most_ctas_without_extra_wave, waves
+from counterpoint.records.diagnosis import KernelCause, KernelComparison
+from counterpoint.trace.timeline import F64, I64, Device, Kind
+
+_ALONE, _OVERLAPPED = 0.02, 0.5  # share of a kernel's time beside communication: at most, at least
+_SLOWER = 1.05
+_UNKNOWN_SM = SmLimits(num_sms=0, regs=65536, smem=98304, threads=2048)  # the smallest limits since V100
+_OTHER_SIZE = 1.3  # ratio of neighbouring times alone from which they belong to different problem sizes
+_FEW_WAVES = 8  # beyond this an extra wave is a proportional loss
+_BESIDES = 1.25  # what clocks, power and caches may add to an extra wave, or to fewer SMs
+_SHOWN = 200
+_MEMORY_BOUND = re.compile(
+    r"elementwise|reduce_kernel|layer_?norm|rms_?norm|softmax|CatArray|index|scatter|gather|embedding|multi_tensor|"
+    r"copy|triton_(poi|red|per)|fused_(poi|red|per)|transpose|dropout|cast|fill|nll_loss|adam|unrolled|"
+    r"chunk_cat|split_with_sizes|bn_|batch_norm|pool|GammaBeta|n[ch]\w*ToN[ch]|im2col|col2im",
+    re.IGNORECASE,
+)
+
+
+_Fact = tuple[str, tuple[int, ...], str, int, int]  # name, grid + block, shapes, registers, shared memory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KernelSet:
+    """Holds the comparison of each kind of kernel, and the time of every GPU operation without contention."""
+
+    kernels: tuple[KernelComparison, ...]  # highest cost first
+    alone_us: tuple[F64, ...]  # per rank and GPU operation; NaN: same as measured
+
+
+def sm_limits(device: Device) -> SmLimits | None:
+    """Return number and limits of a GPU's SMs, from the trace, else from its datasheet; None for an unknown GPU."""
+    known = find_gpu(device.name)
+    if known is None and not device.num_sms:
+        return None
+    sm = known.sm if known else _UNKNOWN_SM
+    return replace(
+        sm,
+        num_sms=device.num_sms or sm.num_sms,
+        regs=device.regs_per_sm or sm.regs,
+        smem=device.smem_per_sm or sm.smem,
+        threads=device.threads_per_sm or sm.threads,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _ComputeRows:
+    """Holds the compute operations of all ranks in one table; `column` is the rank, `op` the row of its GpuOps."""
+
+    column: I64
+    op: I64
+    duration: F64
+    share: F64  # share of the duration while communication runs
+    ctas: I64  # blocks of the largest communication kernel running at its middle; 0: none or copies
+    kind: I64  # index into `facts`
+    facts: list[_Fact]
+
+
+def compare_overlap(job: TracedJob, busy: list[Activity]) -> KernelSet:
+    """Compare each kind of compute kernel (same name, grid, block and shapes) alone and beside communication."""
+    rows = _collect(job, busy)
+    alone_us = tuple(np.full(len(d.gpu), np.nan) for d in job.digests)
+    limits = sm_limits(job.digests[0].device)
+    kernels: list[KernelComparison] = []
+    order = np.argsort(rows.kind, kind="stable")
+    bounds = np.searchsorted(rows.kind[order], np.arange(len(rows.facts) + 1))
+    for kind, fact in enumerate(rows.facts):
+        sizes = _by_size(job, rows, order[bounds[kind] : bounds[kind + 1]], shaped=bool(fact[2]))
+        kernels += [_compared(job, rows, members, fact, limits, alone_us) for members in sizes]
+    kernels.sort(key=lambda k: -k.cost_us)
+    return KernelSet(kernels=tuple(kernels[:_SHOWN]), alone_us=alone_us)
+
+
+def _compared(
+    job: TracedJob, rows: _ComputeRows, members: I64, fact: _Fact, limits: SmLimits | None, alone_us: tuple[F64, ...]
+) -> KernelComparison:
+    """Compare one kind of kernel; write the time of its operations without contention into `alone_us`."""
+    share = rows.share[members]
+    alone, beside = members[share <= _ALONE], members[share >= _OVERLAPPED]
+    kernel = _kernel(fact, rows, alone, beside, limits, len(job.ranks))
+    if kernel.alone_us is not None and kernel.slowdown is not None and kernel.slowdown > 1.0:
+        touched = members[share > _ALONE]
+        for column in np.unique(rows.column[touched]).tolist():
+            mine = touched[rows.column[touched] == column]
+            alone_us[column][rows.op[mine]] = np.minimum(rows.duration[mine], kernel.alone_us)
+    return kernel
+
+
+def _by_size(job: TracedJob, rows: _ComputeRows, members: I64, *, shaped: bool) -> list[I64]:
+    """Return operations of one kind, split by size where the trace does not state their shapes.
+
+    Alone, a kernel takes about the same time for the same size. Where times alone form several classes, sizes are mixed
+    (one GEMM kernel serves many layers): each class becomes a kind, and an operation beside communication joins the
+    class of the operations at its place in the step, on other ranks and in other steps. If there are none, it is left
+    out.
+    """
+    alone = members[rows.share[members] <= _ALONE]
+    if shaped or len(alone) < 4:
+        return [members]
+    times = np.sort(rows.duration[alone])
+    edges = np.flatnonzero(times[1:] > _OTHER_SIZE * times[:-1])
+    if not len(edges):
+        return [members]
+    limits = np.sqrt(times[edges] * times[edges + 1])
+    place = _place_in_step(job, rows, members)
+    size = np.full(int(place.max()) + 1, np.nan)
+    in_alone = np.isin(members, alone)
+    for at in np.unique(place[in_alone]).tolist():
+        size[at] = np.median(rows.duration[members[in_alone & (place == at)]])
+    known = np.isfinite(size[place])
+    which = np.searchsorted(limits, size[place])
+    return [members[known & (which == number)] for number in range(len(limits) + 1)]
+
+
+def _place_in_step(job: TracedJob, rows: _ComputeRows, members: I64) -> I64:
+    """Return the index of each operation among those of its kind in the same step and rank."""
+    column, op = rows.column[members], rows.op[members]
+    start = np.array([job.op_start[c][o] for c, o in zip(column.tolist(), op.tolist(), strict=True)])
+    step = np.zeros(len(members), np.int64)
+    for c in np.unique(column).tolist():
+        own = column == c
+        step[own] = np.searchsorted(job.step_start[:, c], start[own], side="right")
+    order = np.lexsort((start, step, column))
+    first = np.concatenate(([True], np.diff(column[order]).astype(bool) | np.diff(step[order]).astype(bool)))
+    position = np.arange(len(order)) - np.maximum.accumulate(np.where(first, np.arange(len(order)), 0))
+    place = np.empty(len(order), np.int64)
+    place[order] = position
+    return place
+
+
+def _collect(job: TracedJob, busy: list[Activity]) -> _ComputeRows:
+    column, op, duration, share, ctas, kinds = [], [], [], [], [], []
+    table: dict[_Fact, int] = {}
+    for c, d in enumerate(job.digests):
+        gpu = d.gpu
+        rows = np.flatnonzero(gpu.kind == Kind.COMPUTE)
+        start, end = job.op_start[c][rows], job.op_end[c][rows]
+        facts = np.column_stack([gpu.name[rows], gpu.shape[rows], gpu.regs[rows], gpu.smem[rows],
+                                 gpu.grid[rows], gpu.block[rows]])  # fmt: skip
+        unique, which = unique_rows(facts)
+        number = []
+        for n, shape, regs, smem, *dims in unique.tolist():
+            fact = (d.names[n], tuple(dims), d.shapes[shape] if shape >= 0 else "", regs, smem)
+            number.append(table.setdefault(fact, len(table)))
+        column.append(np.full(len(rows), c))
+        op.append(rows)
+        duration.append(end - start)
+        beside = np.zeros(len(rows))
+        for own, on in busy[c].by_gpu(gpu.stream[rows]):
+            beside[own] = on.comm.within(start[own], end[own])
+        share.append(beside / np.maximum(end - start, 1e-9))
+        ctas.append(_ctas_during(job, c, start, end))
+        kinds.append(np.array(number, np.int64)[which])
+    return _ComputeRows(
+        column=np.concatenate(column),
+        op=np.concatenate(op),
+        duration=np.concatenate(duration),
+        share=np.concatenate(share),
+        ctas=np.concatenate(ctas),
+        kind=np.concatenate(kinds),
+        facts=list(table),
+    )
+
+
+def _ctas_during(job: TracedJob, column: int, start: F64, end: F64) -> I64:
+    """Return the blocks of the largest communication kernel that runs in the middle of each window; 0: none."""
+    comm = job.digests[column].comm
+    low, high = job.on_job_clock(column, comm.start), job.on_job_clock(column, comm.end)
+    found = np.zeros(len(start), np.int64)
+    middle = (start + end) / 2
+    for stream in np.unique(comm.stream):
+        own = np.flatnonzero(comm.stream == stream)
+        at = np.searchsorted(low[own], middle, side="right") - 1
+        inside = (at >= 0) & (middle < high[own[np.maximum(at, 0)]])
+        found = np.maximum(found, np.where(inside, np.maximum(comm.ctas[own[np.maximum(at, 0)]], 0), 0))
+    return found
+
+
+def _kernel(
+    fact: _Fact, rows: _ComputeRows, alone: I64, beside: I64, limits: SmLimits | None, ranks: int
+) -> KernelComparison:
+    name, dims, shapes, regs, smem = fact
+    grid, block = dims[:3], dims[3:]
+    a, b = rows.duration[alone], rows.duration[beside]
+    slowdown = float(np.median(b) / np.median(a)) if len(a) and len(b) and np.median(a) > 0 else None
+    blocks = int(np.prod(np.maximum(grid, 0), dtype=np.int64))
+    ctas = int(np.median(rows.ctas[beside])) if len(beside) else 0
+    fit = lost = before = after = None
+    if limits is not None and blocks > 0:
+        fit = blocks_per_sm(threads=int(np.prod(block)), regs_per_thread=regs, smem_bytes=smem, sm=limits)
+        before = waves(blocks, num_sms=limits.num_sms, blocks_per_sm=fit)
+        after = waves(blocks, num_sms=limits.num_sms - ctas, blocks_per_sm=fit)
+        lost = most_ctas_without_extra_wave(blocks, num_sms=limits.num_sms, blocks_per_sm=fit)
+    cause = _cause(name, slowdown, a, b, ctas, before, after)
+    if slowdown and slowdown > _most_slowdown(cause, limits.num_sms if limits else 0, ctas, before, after):
+        slowdown, cause = None, "none"  # kernels of two sizes, which the trace does not tell apart
+    extra = float(np.maximum(b - np.median(a), 0.0).sum()) / ranks if cause != "none" else 0.0
+    return KernelComparison(
+        name=name,
+        grid=(grid[0], grid[1], grid[2]),
+        block=(block[0], block[1], block[2]),
+        shapes=shapes or None,
+        alone_count=len(a),
+        overlapped_count=len(b),
+        alone_us=_quantile(a, 50),
+        alone_p10_us=_quantile(a, 10),
+        alone_p90_us=_quantile(a, 90),
+        overlapped_us=_quantile(b, 50),
+        overlapped_p10_us=_quantile(b, 10),
+        overlapped_p90_us=_quantile(b, 90),
+        slowdown=slowdown,
+        cost_us=extra,
+        cause=cause,
+        waves_alone=before,
+        waves_overlapped=after,
+        blocks_per_sm=fit,
+        comm_ctas=ctas if len(beside) else None,
+        comm_ctas_without_extra_wave=lost,
+    )
+
+
+def _most_slowdown(cause: KernelCause, sms: int, ctas: int, before: int | None, after: int | None) -> float:
+    """Return by what factor a cause can slow a kernel at most; of an unknown GPU, half of the SMs may be taken."""
+    more_waves = after / before if before and after else 1.0
+    fewer_sms = sms / (sms - ctas) if sms > ctas else 2.0
+    most = {"tail_effect": more_waves, "sm_contention": max(fewer_sms, more_waves)}
+    return _BESIDES * most.get(cause, np.inf)
+
+
+def _quantile(values: F64, q: float) -> float | None:
+    return float(np.percentile(values, q)) if len(values) else None
+
+
+def _cause(
+    name: str, slowdown: float | None, alone: F64, beside: F64, ctas: int, before: int | None, after: int | None
+) -> KernelCause:
+    """Return why a kernel is slower; "none" unless it is by more than 5 % and by more than its spread alone."""
+    if slowdown is None or slowdown < _SLOWER or np.median(beside) <= np.percentile(alone, 75):
+        return "none"
+    if ctas == 0 or _MEMORY_BOUND.search(name):
+        return "bandwidth"
+    if before is not None and after is not None and before <= _FEW_WAVES and after > before:
+        return "tail_effect"
+    return "sm_contention"

@@ -1,0 +1,135 @@
+"""Suspect waiting for ranks that have no trace, from what the same collective usually takes in this recording.
+
+Where every rank of a group is read, the last arrival tells waiting from moving bytes. With one rank's trace, or without
+that of the late rank, both look alike. What can be said is a lower bound: among collectives of one operation, group and
+size, those that take far longer than usual do so because a rank is late, for bytes and links are the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from counterpoint.diagnosis.analysis.accounts import Activity, Waits, most_stated
+from counterpoint.diagnosis.reading.intervals import Intervals
+from counterpoint.diagnosis.reading.traced_job import TracedJob
+from counterpoint.trace.timeline import F64, I64, Bools, Kind
+
+_ENOUGH = 3  # collectives of one size: fewer say nothing of what is usual
+_BESIDE = 2  # of another size
+_QUANTILE = 0.25  # low: many of them may wait
+_FACTOR = 2.0  # beyond this many times the usual no contention explains it, ...
+_SLACK_US = 50.0  # ... nor jitter beyond this
+_EVEN = ("all_reduce", "all_gather", "reduce_scatter")  # each rank moves as much, so that sizes compare
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unrecorded:
+    """Holds, of joined collectives, what is unknown for want of a trace: [J], exposed [J, R]; µs."""
+
+    incomplete: Bools  # a rank of its group has no trace: waiting for it shows as transfer
+    usual_us: F64  # what such a collective takes at most, if no rank is late; NaN: cannot be told
+    excess_us: F64  # of its transfer: suspected to be waiting; 0 where it is not
+    exposed_us: F64  # of that, with no compute beside it; NaN: took no part
+
+    def by_operation(self, job: TracedJob) -> list[F64]:
+        """Return the suspected waiting of every GPU operation of each rank."""
+        found = []
+        for column, d in enumerate(job.digests):
+            excess = np.zeros(len(d.gpu))
+            rows = np.flatnonzero(job.joined.row[:, column] >= 0)
+            excess[d.comm.first[job.joined.row[rows, column]]] = self.excess_us[rows]
+            found.append(excess)
+        return found
+
+
+def find_unrecorded(job: TracedJob, busy: list[Activity], w: Waits) -> Unrecorded:
+    """Return which collectives lack ranks, and how long each seems to have waited for them."""
+    there = job.joined.row >= 0
+    incomplete = ~w.complete
+    transfer = np.where(there, w.transfer, np.inf).min(axis=1, initial=np.inf)
+    beside = np.zeros(there.shape)
+    for column in range(len(busy)):
+        rows = np.flatnonzero(there[:, column] & incomplete)
+        start, end = w.last_start[rows], job.joined.end[rows, column]
+        beside[rows, column] = _several(job, column).within(start, np.maximum(start, end))
+    own = np.maximum(transfer - beside.max(axis=1, initial=0.0), 0.0)  # concurrent collectives share the links
+    usual, limit = _usual(job, own, incomplete)
+    copies = most_stated(job, "ctas") == 0  # they wait before they begin
+    late = incomplete & ~copies & (own > limit)
+    excess = np.where(late, own - np.where(np.isfinite(usual), np.maximum(usual, 0.0), 0.0), 0.0)
+    exposed = np.where(there, 0.0, np.nan)
+    for column, rank in enumerate(busy):
+        rows = np.flatnonzero(there[:, column] & late)
+        start = w.last_start[rows]
+        exposed[rows, column] = excess[rows] - rank.compute.within(start, start + excess[rows])
+    return Unrecorded(
+        incomplete=incomplete, usual_us=np.where(copies, np.nan, usual), excess_us=excess, exposed_us=exposed
+    )
+
+
+def _several(job: TracedJob, column: int) -> Intervals:
+    """Return when more than one communication operation runs on a rank."""
+    rows = job.digests[column].gpu.kind == Kind.COMM
+    start, end = np.sort(job.op_start[column][rows]), np.sort(job.op_end[column][rows])
+    at = np.concatenate((start, end))
+    order = np.lexsort((np.repeat([1, 0], len(start)), at))  # an end before a start at the same time
+    depth = np.cumsum(np.where(order < len(start), 1, -1))
+    at = at[order]
+    busy = np.flatnonzero(depth[:-1] >= 2)
+    return Intervals.union(at[busy], at[busy + 1])
+
+
+def _usual(job: TracedJob, own: F64, judged: Bools) -> tuple[F64, F64]:
+    """Return the usual and the suspicious, per collective.
+
+    Returns:
+        The longest that counts as usual for its kind, and beyond what it is suspected. The measure is a low
+        quantile over those of its own operation, group and size. A larger collective of the group is a measure for a
+        smaller one, and a smaller one for a larger in proportion to bytes: bandwidth grows with size.
+    """
+    count = len(job.joined)
+    usual, limit = np.full(count, np.nan), np.full(count, np.inf)
+    size = most_stated(job, "bytes")
+    rows = np.flatnonzero(judged & (size >= 0) & np.isfinite(own))
+    if not len(rows):
+        return usual, limit
+    keys, which = np.unique(_keys(job, rows, size), axis=0, return_inverse=True)
+    which = which.ravel()
+    order = np.lexsort((own[rows], which))
+    number = np.bincount(which)
+    first = np.cumsum(number) - number
+    low = own[rows][order][first + (_QUANTILE * (number - 1)).astype(np.int64)]
+    measure = np.where(number >= _ENOUGH, low, np.inf)
+    even = np.isin(np.array([job.joined.op[j] for j in rows[order[first]].tolist()]), _EVEN)
+    measure = np.minimum(measure, _from_other_sizes(keys, np.where(even & (number >= _BESIDE), low, np.inf)))
+    bound = _FACTOR * measure + _SLACK_US
+    ordinary = own[rows] <= bound[which]
+    slowest = np.full(len(keys), -np.inf)
+    np.maximum.at(slowest, which[ordinary], own[rows][ordinary])
+    slowest = np.where(np.isfinite(slowest), slowest, bound)
+    limit[rows] = bound[which]
+    usual[rows] = np.where(np.isfinite(measure), slowest, np.nan)[which]
+    return usual, limit
+
+
+def _keys(job: TracedJob, rows: I64, size: I64) -> I64:
+    """Return per collective numbers for operation and group, for its ranks, and its size, which sorts last."""
+    names = list(zip(job.joined.op, job.joined.group, strict=True))
+    table = {name: i for i, name in enumerate(dict.fromkeys(names))}
+    named = np.array([table[names[j]] for j in rows.tolist()], np.int64)
+    members = np.unique(job.joined.row[rows] >= 0, axis=0, return_inverse=True)[1].ravel()
+    return np.stack([named, members.astype(np.int64), size[rows]], axis=1)
+
+
+def _from_other_sizes(keys: I64, low: F64) -> F64:
+    """Return the longest that each key should take, by what other sizes of its operation and group take."""
+    measure = np.full(len(keys), np.inf)
+    cuts = np.flatnonzero((keys[1:, :2] != keys[:-1, :2]).any(axis=1)) + 1
+    for part in np.split(np.arange(len(keys)), cuts):
+        size = np.maximum(keys[part, 2], 1).astype(np.float64)
+        larger = np.minimum.accumulate(low[part][::-1])[::-1]
+        smaller = np.minimum.accumulate(low[part] / size) * size
+        measure[part] = np.minimum(larger, smaller)
+    return measure

@@ -1,0 +1,264 @@
+"""Say what to change, in a sentence that names a setting and its value, fitting what the trace shows.
+
+Only settings that were seen to take effect are advised (docs/reference/diagnosis.md, "Knobs that do nothing"); each
+sentence was measured or read in source.
+"""
+
+from __future__ import annotations
+
+import re
+
+from counterpoint.diagnosis.analysis.experts import ADVICE_ON_EXPERTS, EXPERTS
+from counterpoint.diagnosis.analysis.replay import ZERO_SM
+from counterpoint.diagnosis.analysis.vendor import TracedStack
+from counterpoint.diagnosis.reading.traced_job import TracedJob
+from counterpoint.records.diagnosis import (
+    Account,
+    HostTime,
+    IdleCause,
+    KernelComparison,
+    Replay,
+    Straggler,
+    ranks_in_words,
+)
+
+_NO_SM_COLLECTIVES = "collectives that take no SM (copy engines)"
+_OVERLAP = "counterpoint.overlap(model) after fully_shard (for shards within one host"
+_ZERO_CTA = (
+    ": NCCL's zero-CTA policy needs both buffers registered as symmetric windows and a stream that is not the default "
+    "one; check that the trace shows Memcpy PtoP"
+)
+_GC_ADVICE = "call gc.freeze() after warm-up and gc.disable(), then gc.collect() on every rank at the same step"
+_LAUNCH_ADVICE = (
+    "fewer, larger launches: CUDA graphs or torch.compile(mode='reduce-overhead') where shapes are fixed, larger "
+    "batches, fewer small kernels (fuse element-wise operations)"
+)
+ADVICE = {
+    "operation": "move that operation out of the step, do it ahead, or in a worker process",
+    "launch": _LAUNCH_ADVICE,
+    "allocator": "start with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, remove torch.cuda.empty_cache() from "
+    "the step, and lower peak memory until torch.cuda.memory_stats()['num_alloc_retries'] stays 0",
+    "garbage_collection": _GC_ADVICE,
+    "late_input": "raise DataLoader(num_workers=...) and prefetch_factor, set pin_memory=True, and copy with "
+    "non_blocking=True",
+    "synchronise": "remove .item(), .cpu(), print(loss) and torch.cuda.synchronize() from the step, or read the value "
+    "a step later",
+    "copy": "copy from and to pinned memory with non_blocking=True: from pageable memory the host itself copies, and "
+    "waits",
+    "start_up": "it happens once: record after warm-up (torch.profiler.schedule(wait=, warmup=, active=)) to see the "
+    "steps that follow; if it comes again in every step, shapes change: fix them, or mark them dynamic",
+    "profiler": "it is not in an unprofiled run; record fewer steps, without stacks and shapes",
+    "queued": "see what its stream waits for: torch.cuda.Stream.wait_stream and wait_event, a collective of another "
+    "rank, or work that this trace does not hold",
+    "between_kernels": "fewer, larger kernels: torch.compile or fused implementations; CUDA graphs shorten each pause",
+    "no_launch_recorded": "record the host too (ProfilerActivity.CPU beside ProfilerActivity.CUDA); keep all events",
+    "unrecorded": "record with torch.profiler.profile(with_stack=True) to see which Python code it is; if it is none, "
+    "garbage collection may be: " + _GC_ADVICE,
+    "nothing_recorded": "record whole steps, and keep all events (a trace that was cut or sampled does not hold why); "
+    "if the program did nothing then, torch.profiler.profile(with_stack=True) shows where it was",
+    "page_migration": "move it at once, before it is used: cudaMemPrefetchAsync to cudaCpuDeviceId where the host is "
+    "next, to the GPU where a kernel does; or copy by cudaMemcpyAsync between pinned and device memory instead",
+    "earlier_work": "leave this time out of account: the GPU was probably busy. Synchronise before the recording "
+    "begins, or record further steps: torch.profiler.schedule(wait=, warmup=, active=)",
+}
+_CUDA_ADVICE = {  # of programs without torch
+    "operation": "find why that takes so long (a first call loads kernels, allocating and registering memory is slow), "
+    "and do it ahead, or in another thread",
+    "launch": "fewer, larger launches: CUDA graphs where they repeat, larger batches, fewer small kernels (fuse them)",
+    "allocator": "allocate before the loop and use it again, or take cudaMallocAsync with a pool that keeps memory",
+    "late_input": "read ahead in threads of their own into pinned memory (cudaHostAlloc), and copy by cudaMemcpyAsync",
+    "synchronise": "take cudaDeviceSynchronize, cudaStreamSynchronize and blocking copies out of the loop, or wait "
+    "only where the host needs the result",
+    "copy": "copy from and to pinned memory (cudaHostAlloc, cudaHostRegister) by cudaMemcpyAsync: from pageable memory "
+    "the host itself copies, and waits",
+    "start_up": "it happens once: warm up, and record what follows (cudaProfilerStart() with nsys profile "
+    "--capture-range=cudaProfilerApi)",
+    "profiler": "it is not in an unprofiled run; trace less: nsys profile --trace=cuda,nvtx --sample=none",
+    "queued": "see what its stream waits for: cudaStreamWaitEvent, the default stream, a collective of another rank, "
+    "or work that this trace does not hold",
+    "between_kernels": "fewer, larger kernels (fuse them); CUDA graphs shorten each pause",
+    "no_launch_recorded": "record the host too: nsys profile --trace=cuda,nvtx,osrt; keep all events",
+    "unrecorded": "record what the host does: nsys profile --trace=cuda,nvtx,osrt, with NVTX ranges around parts of "
+    "the program",
+    "nothing_recorded": "record all of what is asked about, and the host too: nsys profile --trace=cuda,nvtx,osrt",
+    "earlier_work": "leave this time out of account: the GPU was probably busy. Call cudaDeviceSynchronize() before "
+    "the recording begins",
+}
+_OF_THE_STEP = re.compile(  # ranges of a step's own work, which cannot be moved out of it
+    r"forward|backward|optimizer|^(aten|autograd|torch|c10d|nccl|fsdp|FSDP)::?|Backward\d*$|^nn\.Module|^##"
+    r"|^torch/(?!serialization|storage|package|hub|multiprocessing|utils/data|distributed/checkpoint)"
+    r"|^(cuda|hip|cu)[A-Z]|Torch-Compiled|TorchDynamo|CompiledF|record_param_comms|torchinductor|eval_with_key",
+    re.I,
+)
+_SAVES = re.compile(r"torch/(serialization|distributed/checkpoint)|torch\.save|(save|write|dump)_checkpoint", re.I)
+_MAKES = re.compile(
+    r"^aten::(rand|randn|randint|randperm|normal_?|uniform_?|random_|bernoulli_?|exponential_|full|fill_|zeros|zero_"
+    r"|ones|arange|linspace)$"
+)
+_OPTIMIZER = re.compile(r"optimizer\.(step|zero_grad)|_foreach_|\badamw?\b|\bsgd\b", re.I)
+_FUSED = re.compile(r"_fused_(adam|sgd|adagrad)|FusedAdam", re.I)
+
+
+def advise_straggler(s: Straggler, stack: TracedStack) -> str:
+    """Say what to change about one late rank, or several that are late together."""
+    whose = ranks_in_words(s.ranks)
+    if s.cause == "late_input":
+        return ADVICE["late_input"]
+    if s.detail == EXPERTS:
+        return ADVICE_ON_EXPERTS
+    if s.cause == "more_work":
+        return "balance the batch: pack sequences to equal tokens per rank, or sort and deal them out by length"
+    if s.cause == "slow_kernel":
+        return (
+            f"look at what {s.detail} works on, on rank {s.rank} beside the others (tokens of experts, lengths of "
+            "sequences, sparsity), and deal it out evenly. The GPU itself is as fast as the others in everything else"
+        )
+    if s.cause == "slow_kernels" and stack.vendor != "nvidia":
+        look = "amd-smi metric (clocks, temperature, errors), " if stack.vendor == "amd" else ""
+        where = "machine" if stack.vendor == "cpu" else "GPU"
+        return (
+            f"look at the {where} of {whose}: {look}throttling, other processes on it; drain the node if it stays slow"
+        )
+    if s.cause == "slow_kernels":
+        return (
+            f"look at the GPU of {whose}: nvidia-smi -q -d CLOCK,PERFORMANCE,TEMPERATURE,ECC (throttling, row "
+            "remaps), other processes on it (nvidia-smi pmon); drain the node if it stays slow"
+        )
+    if s.detail == "launch":
+        return (
+            f"look at the CPUs of the host of {whose}, which launches more slowly than others: clocks "
+            f"and power limits, CPU limits of the container, NUMA binding, other processes. Else {ADVICE['launch']}"
+        )
+    if s.cause == "host_stall":
+        if s.detail is None:
+            return ADVICE["unrecorded"]
+        return ADVICE.get(s.detail) or advise_operation(
+            s.detail,
+            f"take {s.detail} out of the step of {whose}: do it ahead, or in a worker process",
+        )
+    return "record all ranks with with_stack=True and record_shapes=True, and diagnose again"
+
+
+def advise_kernel(worst: KernelComparison, num_sms: int | None, stack: TracedStack, no_sm: str) -> str:
+    """Say what to change about kernels slowed by communication."""
+    if worst.cause == "bandwidth" or stack.vendor == "cpu":
+        return (
+            "fuse these kernels, or let a GEMM run beside the collective instead. No knob removes it: they share memory"
+            " bandwidth and power with the transfer"
+        )
+    ctas, spare = worst.comm_ctas or 0, worst.comm_ctas_without_extra_wave or 0
+    limit = _fewer_sms_for_the_gemm(num_sms, ctas, stack)
+    if worst.cause == "tail_effect" and spare >= 4:
+        most = spare // 4 * 4
+        how = (
+            f" (ProcessGroupNCCL.Options().config.max_ctas = {most}, a multiple of its cluster of 4; all_to_all rounds "
+            "up to a power of two)"
+            if stack.nvidia_nccl
+            else ""
+        )
+        first = f"use {no_sm}; or " * stack.overlaps
+        return f"{first}limit the collective to {most} CTAs{how}: up to {spare} fit without an extra wave; or {limit}"
+    fit = f"only {spare} CTAs fit" if spare else "no CTA fits"
+    return f"use {no_sm}; or {limit}. Without an extra wave {fit} beside it"
+
+
+def no_sm_collectives(job: TracedJob, stack: TracedStack, replay: Replay | None) -> str:
+    """Return what replaces collectives that need SMs, and what the replay says of a step with it."""
+    if not stack.overlaps:
+        return _NO_SM_COLLECTIVES + _ZERO_CTA * stack.nvidia_nccl
+    would = next((w.step_us for w in replay.what_if if w.name == ZERO_SM), None) if replay else None
+    if replay is None or would is None or would >= replay.replayed_us:
+        return f"{_OVERLAP})"
+    return f"{_OVERLAP}; replayed: {would / 1e3:.1f} instead of {replay.replayed_us / 1e3:.1f} ms {job.each})"
+
+
+def _fewer_sms_for_the_gemm(num_sms: int | None, ctas: int, stack: TracedStack) -> str:
+    sms = "SMs - CTAs" if num_sms is None else str(num_sms - max(ctas, 1))
+    if stack.vendor != "nvidia":
+        return f"give the GEMM a grid that needs no more than {sms} {'CUs' if stack.vendor == 'amd' else 'SMs'}"
+    return (
+        f"give the GEMM {sms} SMs: cublasSetSmCountTarget(torch.cuda.current_blas_handle(), {sms}) in every thread "
+        "that launches (autograd's too), and check the grid of the kernel"
+    )
+
+
+def advise_launch_order(num_sms: int | None, ctas: int, stack: TracedStack, no_sm: str) -> str:
+    """Say what to change about collectives that found no SM."""
+    ways = [
+        "launch the collective before the kernel that blocks it",
+        _fewer_sms_for_the_gemm(num_sms, ctas, stack),
+        f"use {no_sm}",
+    ]
+    ways.sort(key=lambda way: no_sm in way and stack.overlaps, reverse=True)
+    return f"{'; or '.join(ways)}. Stream priority does not pre-empt a resident kernel"
+
+
+def advise_exposed(account: Account, stack: TracedStack, no_sm: str, *, by_copies: bool = False) -> str:
+    """Say what to change about communication that nothing hides; `by_copies`: most of it needs no SM."""
+    if (account.wait_us or 0.0) > (account.transfer_us or 0.0):
+        return "fix the late ranks and the launch order first. Most of it is waiting: faster links would not help"
+    ratio = account.comm_to_compute or 0.0
+    if ratio > 1:
+        return (
+            "more tokens per rank or gradient accumulation, fewer ranks per group, or a smaller dtype of what is sent"
+            + " (MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))" * stack.fsdp
+            + f". Communication takes {ratio:.1f} x as long as compute"
+        )
+    if by_copies:
+        return (
+            "begin it earlier (prefetch), or make the first and the last module smaller. It takes no SM already, so "
+            "no kernel holds it up: it begins too late, or nothing is left to run beside it, as for the first gather "
+            "and the last scatter of a step"
+        )
+    if stack.vendor == "cpu":
+        return (
+            "begin it as soon as its input is there (async_op=True), and wait for it where its result is needed. There "
+            "is enough compute to hide it behind"
+        )
+    nothing = (
+        ". Prefetching two FSDP2 layers instead of one and registering NCCL's buffers changed nothing measurable on "
+        "8 x H200"
+    )
+    if stack.overlaps:
+        return f"use {no_sm}: its collectives start whatever runs. There is enough compute beside it{nothing}"
+    return (
+        f"use {_NO_SM_COLLECTIVES}: they start whatever runs and slow nothing down; where a matmul waits for its own "
+        "collective (tensor parallelism), split both and overlap the parts. There is enough compute to hide it behind"
+    )
+
+
+def advise_idle(job: TracedJob, columns: list[int], cause: IdleCause, named: tuple[HostTime, ...]) -> str:
+    """Say what to change about a cause of idle time that is told by the operations `named`."""
+    if not job.uses_torch:
+        return _CUDA_ADVICE.get(cause.category) or ADVICE[cause.category]
+    advice = ADVICE[cause.category]
+    if cause.category == "operation" and named:
+        return advise_operation(named[0].name, advice)
+    if job.digests[0].device.from_host and cause.category in ("launch", "between_kernels"):
+        return "fewer, larger operations: torch.compile, larger batches"
+    if job.digests[0].device.from_host and cause.category == "unrecorded":
+        return "record operations and Python too: ProfilerActivity.CPU and with_stack=True, on all threads that work"
+    if cause.category == "launch":
+        names = [o.name for o in (*cause.operations, *cause.functions)]
+        names += job.digests[columns[0]].names
+        if any(map(_OPTIMIZER.search, names)) and not any(map(_FUSED.search, names)):
+            advice += "; the optimizer with fused=True (or foreach=True)"
+    return advice
+
+
+def advise_operation(name: str, otherwise: str) -> str:
+    """Say what to do about a long host operation: one that saves, makes a tensor or is the step's own; or any other."""
+    if _SAVES.search(name):
+        return (
+            "save in the background: torch.distributed.checkpoint.async_save, or a thread that writes a copy in memory"
+        )
+    if _MAKES.search(name):
+        return (
+            "the host computes for so long in it only if its tensor is on the CPU: make it on the GPU (device='cuda')"
+        )
+    if not _OF_THE_STEP.search(name):
+        return otherwise
+    return (
+        "it is a part of the step itself: find what the host does in it for so long (with_stack=True shows the Python "
+        "code; a first call, changing shapes, a busy machine), or take the host out of it: torch.compile, CUDA graphs"
+    )

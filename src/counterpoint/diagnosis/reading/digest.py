@@ -1,0 +1,210 @@
+"""Reduce one rank's trace to a digest that is small enough to send and has all that the diagnosis needs.
+
+Reading and digesting a rank needs nothing from other ranks, so it can run on the machine that has the rank's file;
+everything that joins ranks works on digests. They travel from host to host as MessagePack (`pack_digest`), decoded by
+the digest's own types, which cannot name code to run; a column of another type or length than it says is refused.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, replace
+from typing import Any, get_args, get_origin
+
+import msgspec
+import numpy as np
+
+from counterpoint.diagnosis.reading.comm_rows import CommRows, comm_rows
+from counterpoint.diagnosis.reading.gaps import Gaps, find_gaps
+from counterpoint.diagnosis.reading.modules import NamedRanges, Places
+from counterpoint.diagnosis.reading.steps import StepWindows, find_steps
+from counterpoint.errors import BadTrace
+from counterpoint.trace.classify import is_matmul
+from counterpoint.trace.timeline import F64, I32, I64, GpuOps, HostKind, Kind, RankFacts, Timeline
+
+_BLOCKING = ("Synchronize", "cudaMemcpy", "hipMemcpy", "cuMemcpyDtoH_v2", "cuMemcpyHtoD_v2")
+
+_DIMS = 8  # most of a tensor that counts as a factor of a product
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostWaits:
+    """Holds host calls that block until the GPU is done, and waits of streams for events; each sorted by start."""
+
+    start: F64
+    end: F64
+    wait_call: F64  # host times of every cudaStreamWaitEvent call
+    stream_wait_at: F64  # host time of cudaStreamWaitEvent
+    stream_wait_stream: I64  # the stream that waits
+    stream_wait_for: I32  # the GPU operation waited for; -1: none before the event
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankDigest(RankFacts):
+    """Holds what the diagnosis needs of one rank's trace; times in µs since `origin_ns` on its own clock."""
+
+    names: tuple[str, ...]
+    shapes: tuple[str, ...]
+    gpu: GpuOps
+    comm: CommRows
+    steps: StepWindows
+    gaps: Gaps
+    waits: HostWaits
+    flops: F64  # per GPU operation; NaN: unknown
+    gap_places: Places  # of each row of `gaps`
+    op_places: Places  # of each compute operation
+
+
+def digest(timeline: Timeline) -> RankDigest:
+    """Return the digest of one rank: its steps, collectives, gaps, host waits and FLOPs."""
+    gpu, steps = timeline.gpu, find_steps(timeline)
+    gaps = find_gaps(timeline, steps)
+    ranges = NamedRanges.of(timeline)
+    in_gaps, of_ops = ranges.gaps(gaps), ranges.compute()
+    named = (gaps.operations.name, gaps.functions.name, in_gaps.module, of_ops.module)
+    used = np.unique(np.concatenate((gpu.name, gaps.operation, gaps.inside, gaps.pauses.operation, *named)))
+    used = used[used >= 0]
+    renumber = np.full(len(timeline.names) + 1, -1, np.int32)  # the last entry, index -1, stands for no name
+    facts = {name: getattr(timeline, name) for name in RankFacts.__dataclass_fields__}
+    renumber[used] = np.arange(len(used), dtype=np.int32)
+    return RankDigest(
+        **facts | {"notes": (*timeline.notes, *steps.notes)},
+        names=tuple(timeline.names[i] for i in used.tolist()),
+        shapes=timeline.shapes,
+        gpu=replace(gpu, name=renumber[gpu.name]),
+        comm=comm_rows(timeline, ranges),
+        steps=steps,
+        gaps=replace(
+            gaps,
+            operation=renumber[gaps.operation],
+            inside=renumber[gaps.inside],
+            operations=replace(gaps.operations, name=renumber[gaps.operations.name]),
+            functions=replace(gaps.functions, name=renumber[gaps.functions.name]),
+            pauses=replace(gaps.pauses, operation=renumber[gaps.pauses.operation]),
+        ),
+        waits=_waits(timeline),
+        flops=_matmul_flops(timeline),
+        gap_places=replace(in_gaps, module=renumber[in_gaps.module]),
+        op_places=replace(of_ops, module=renumber[of_ops.module]),
+    )
+
+
+def _waits(timeline: Timeline) -> HostWaits:
+    host, names = timeline.host, timeline.names
+    blocking = np.array([n.endswith(_BLOCKING[:1]) or n in _BLOCKING for n in names], bool)
+    rows = np.flatnonzero((host.kind == HostKind.RUNTIME) & blocking[host.name]) if len(names) else np.empty(0, int)
+    at, stream, waited = _stream_waits(timeline)
+    waits = np.array([n.endswith("StreamWaitEvent") for n in names], bool)
+    calls = np.flatnonzero((host.kind == HostKind.RUNTIME) & waits[host.name]) if len(names) else np.empty(0, int)
+    return HostWaits(
+        start=host.start[rows], end=host.end[rows], wait_call=host.start[calls],
+        stream_wait_at=at, stream_wait_stream=stream, stream_wait_for=waited,
+    )  # fmt: skip
+
+
+def _stream_waits(timeline: Timeline) -> tuple[F64, I64, I32]:
+    """Return host time, waiting stream and awaited GPU operation of each stream wait whose event is stated.
+
+    The awaited operation is the last one launched on the event's stream before the event was recorded.
+    """
+    host, gpu = timeline.host, timeline.gpu
+    rows = np.flatnonzero((host.kind == HostKind.SYNC) & (host.waits_for >= 0) & (host.waits_on >= 0))
+    records = np.flatnonzero((host.kind == HostKind.RUNTIME) & (host.correlation >= 0))
+    records = records[np.argsort(host.correlation[records], kind="stable")]
+    waited = np.full(len(rows), -1, np.int32)
+    keys, wanted = host.correlation[records], host.waits_for[rows]
+    at = np.searchsorted(keys, wanted)
+    known = at < len(keys)
+    known[known] = keys[at[known]] == wanted[known]
+    for stream in np.unique(host.waits_on[rows[known]]).tolist():
+        launched = np.flatnonzero((gpu.stream == stream) & np.isfinite(gpu.launch_start))
+        launched = launched[np.argsort(gpu.launch_start[launched], kind="stable")]
+        here = np.flatnonzero(known & (host.waits_on[rows] == stream))
+        last = np.searchsorted(gpu.launch_start[launched], host.start[records[at[here]]]) - 1
+        waited[here[last >= 0]] = launched[last[last >= 0]]
+    return host.start[rows], host.stream[rows], waited
+
+
+def matrix_product(shapes: str) -> tuple[int, int, int, int] | None:
+    """Return M, N, K and the batch of the matrix product that takes inputs of these shapes; None if none does.
+
+    These are the first two adjacent inputs that fit: `aten::addmm` puts its bias first, `aten::linear` transposes its
+    weight. Rows of several sequences times one matrix count as rows of one product.
+
+    Args:
+        shapes: as in the trace, "[[4096,1024],[1024,512]]".
+    """
+    try:
+        dims = msgspec.json.decode(shapes, type=list[Any])
+    except msgspec.DecodeError:
+        return None
+    tensors = [d for d in dims if isinstance(d, list) and 2 <= len(d) <= _DIMS and all(map(_is_length, d))]
+    for a, b in itertools.pairwise(tensors):
+        if len(b) == 2 and a[-1] in b:
+            return math.prod(a[:-1]), b[1] if a[-1] == b[0] else b[0], a[-1], 1
+        if a[-1] == b[-2] and b[:-2] == a[:-2]:
+            return a[-2], b[-1], a[-1], math.prod(a[:-2])
+    return None
+
+
+def _is_length(value: object) -> bool:
+    return type(value) is int and 0 < value < 1 << 40
+
+
+def _matmul_flops(timeline: Timeline) -> F64:
+    """Return FLOPs per GPU operation; NaN if it is no matrix product or lacks shapes (needs `record_shapes=True`)."""
+    gpu = timeline.gpu
+    is_gemm = np.array([is_matmul(n) for n in timeline.names], bool)
+    by_shape = np.full(len(timeline.shapes) + 1, np.nan)
+    flops = np.full(len(gpu), np.nan)
+    if not len(gpu):
+        return flops
+    rows = np.flatnonzero((gpu.kind == Kind.COMPUTE) & (gpu.shape >= 0) & is_gemm[gpu.name])
+    for shape in np.unique(gpu.shape[rows]).tolist():
+        if product := matrix_product(timeline.shapes[shape]):
+            by_shape[shape] = 2.0 * math.prod(map(float, product))
+    flops[rows] = by_shape[gpu.shape[rows]]
+    return flops
+
+
+class _Column(msgspec.Struct, array_like=True, frozen=True):
+    """Holds one column of a digest: its shape, and its values as bytes."""
+
+    shape: tuple[int, ...]
+    data: bytes
+
+
+def pack_digest(digest: RankDigest) -> bytes:
+    """Return a digest as bytes."""
+    return msgspec.msgpack.encode(digest, enc_hook=_encode)
+
+
+def unpack_digest(data: bytes, path: str) -> RankDigest:
+    """Return the digest in bytes that `pack_digest` made.
+
+    Raises:
+        BadTrace: the bytes are anything else; names `path`, from where they came.
+    """
+    try:
+        return msgspec.msgpack.decode(data, type=RankDigest, dec_hook=_decode)
+    except (msgspec.DecodeError, ValueError, TypeError) as error:
+        raise BadTrace(f"not a digest of this version: {error}", path=path) from None
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return _Column(value.shape, np.ascontiguousarray(value).tobytes())
+    if isinstance(value, np.generic):
+        return value.item()
+    raise NotImplementedError(f"{type(value)} in a digest")
+
+
+def _decode(kind: Any, value: Any) -> Any:
+    if get_origin(kind) is not np.ndarray:
+        raise NotImplementedError(f"{kind} in a digest")
+    dtype = np.dtype(get_args(get_args(kind)[1])[0])
+    column = msgspec.convert(value, _Column)
+    if len(column.data) != math.prod(column.shape) * dtype.itemsize:
+        raise ValueError(f"a column of {len(column.data)} bytes for shape {column.shape} of {dtype}")
+    return np.frombuffer(column.data, dtype).reshape(column.shape).copy()

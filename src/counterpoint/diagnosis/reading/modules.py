@@ -1,0 +1,180 @@
+"""Name where in the program something happened: its phase, and its module or layer, from ranges around it.
+
+Nothing is guessed from order or size: a name comes from ranges of the host around a launch or a time, or from the
+thread that launched.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from counterpoint.diagnosis.reading.gaps import Gaps
+from counterpoint.trace.timeline import F64, I32, I64, U8, Bools, HostKind, Kind, Timeline
+
+_MOST_PAIRS = 4_000_000  # of times and ranges around them: the widest ranges are left out beyond
+_MOST_PLACED = 50_000  # gaps, and compute operations, that are placed: the longest
+_LONGEST_NAME = 400  # of a range that names a phase or module
+_FORWARD = re.compile(r"FSDP::(pre|post)_forward|forward$|\.forward\b|^#* ?forward ?#*$|^nn\.Module: ", re.IGNORECASE)
+_BACKWARD = re.compile(
+    r"FSDP::(root_)?(pre|post)_backward|FSDP::backward|^autograd::engine::evaluate_function|^torch::autograd::"
+    r"|Backward\d*$|^#* ?backward ?#*$",
+    re.IGNORECASE,
+)
+_OPTIMIZER = re.compile(r"^Optimizer\.step#|^#* ?optimi[sz]er([ ._]step)? ?#*$", re.IGNORECASE)
+_MODULE = re.compile(r"^nn\.Module: (.+)$|^FSDP::\w+ \((.+)\)$")
+_SERVES = (
+    ("dp", re.compile(r"^FSDP::|FullyShardedDataParallel\._(?:pre|post|unshard|reduce)")),
+    ("tp", re.compile(r"^(?:vllm|sglang|sgl_kernel)::(?:inplace_|outplace_|reg_)?all_reduce")),
+)
+_AUTOGRAD = "autograd::engine::evaluate_function"
+_OF_THE_MAIN_THREAD = ("ProfilerStep", "Optimizer.step")
+PHASES = (None, "forward", "backward", "optimizer")
+_BACKWARD_PHASE = PHASES.index("backward")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Places:
+    """Holds where each of some gaps or operations lies in the program; columns of one length."""
+
+    phase: U8  # into PHASES
+    module: I32  # range that names it, into the rank's names; -1: not known
+
+
+@dataclass(frozen=True, slots=True)
+class NamedRanges:
+    """Holds the host ranges of a rank that name a phase, a module, or the parallelism that a launch serves."""
+
+    timeline: Timeline
+    row: I64  # of HostOps
+    phase: U8  # by name: index into PHASES
+    names_module: Bools  # by name
+    serves: I64  # by name: 1 + index into _SERVES; 0: says nothing
+    backward: frozenset[int]  # threads that run nothing but backward: autograd's own, one per device
+
+    @classmethod
+    def of(cls, timeline: Timeline) -> NamedRanges:
+        """Return those of a rank."""
+        host, names = timeline.host, timeline.names
+        count = len(names)
+        phase, module, serves = np.zeros(count, np.uint8), np.zeros(count, bool), np.zeros(count, np.int64)
+        kinds = np.isin(host.kind, (HostKind.OP, HostKind.ANNOTATION, HostKind.PYTHON))
+        for i in np.flatnonzero(np.bincount(host.name[kinds], minlength=count)).tolist():
+            if len(names[i]) <= _LONGEST_NAME:
+                phase[i], module[i] = _phase_of(names[i]), _MODULE.match(names[i]) is not None
+                serves[i] = next((n for n, (_, sign) in enumerate(_SERVES, 1) if sign.search(names[i])), 0)
+        told = (phase > 0) | module | (serves > 0)
+        row = np.flatnonzero(kinds)
+        return cls(timeline, row[told[host.name[row]]], phase, module, serves, _autograd_threads(timeline))
+
+    def at(self, thread: I64, time: F64) -> tuple[Places, I64]:
+        """Return the place of each time on a thread, and the parallelism told there (1 + index into _SERVES)."""
+        host = self.timeline.host
+        phase, module = np.zeros(len(time), np.uint8), np.full(len(time), -1, np.int32)
+        serves = np.zeros(len(time), np.int64)
+        order = np.lexsort((time, thread))
+        order = order[np.isfinite(time[order])]
+        threads, first = np.unique(thread[order], return_index=True)
+        for number, here in zip(threads.tolist(), np.split(order, first)[1:], strict=True):
+            own = self.row[host.thread[self.row] == number]
+            which, at = _around(time[here], host.start[own], host.end[own])
+            name = host.name[own[which]]
+            np.maximum.at(phase, here[at], self.phase[name])  # others say more than forward, which they enclose
+            np.maximum.at(serves, here[at], self.serves[name])
+            inner = self.names_module[name]
+            module[here[at[inner]]] = name[inner]  # of several the last counts, which is the innermost
+        return Places(phase=phase, module=module), serves
+
+    def launches(self, rows: I64) -> tuple[Places, tuple[str | None, ...]]:
+        """Return the places of the launches of some GPU operations, and the parallelism that each serves."""
+        gpu = self.timeline.gpu
+        thread = gpu.launch_thread[rows].astype(np.int64)
+        found, serves = self.at(thread, gpu.launch_start[rows])
+        known = np.isin(thread, list(self.backward)) & np.isfinite(gpu.launch_start[rows])
+        found.phase[known] = np.maximum(found.phase[known], _BACKWARD_PHASE)
+        return found, tuple(_SERVES[s - 1][0] if s else None for s in serves.tolist())
+
+    def compute(self) -> Places:
+        """Return the places of all GPU operations' launches; of compute operations only the longest are placed."""
+        gpu = self.timeline.gpu
+        found = Places(phase=np.zeros(len(gpu), np.uint8), module=np.full(len(gpu), -1, np.int32))
+        rows = _longest(np.flatnonzero(gpu.kind == Kind.COMPUTE), gpu.end - gpu.start)
+        places, _ = self.launches(rows)
+        found.phase[rows], found.module[rows] = places.phase, places.module
+        return found
+
+    def gaps(self, gaps: Gaps) -> Places:
+        """Return where the host was in the middle of each gap, on the thread that launched the operation that ends it.
+
+        What was launched before that waited for something else: then the place of its launch counts.
+        """
+        gpu = self.timeline.gpu
+        found = Places(phase=np.zeros(len(gaps), np.uint8), module=np.full(len(gaps), -1, np.int32))
+        if not len(gpu):
+            return found
+        rows = _longest(np.arange(len(gaps)), gaps.time)
+        follows = np.searchsorted(gpu.start, gaps.end[rows])
+        rows, follows = rows[follows < len(gpu)], follows[follows < len(gpu)]
+        thread = gpu.launch_thread[follows].astype(np.int64)
+        middle = (gaps.start[rows] + gaps.end[rows]) / 2
+        places, _ = self.at(thread, np.fmin(middle, gpu.launch_start[follows]))
+        same = (thread == gpu.launch_thread[np.maximum(follows - 1, 0)]) & np.isin(thread, list(self.backward))
+        found.phase[rows] = np.where(same, np.maximum(places.phase, _BACKWARD_PHASE), places.phase)
+        found.module[rows] = places.module
+        return found
+
+
+def module_of(name: str) -> str | None:
+    """Return the module or layer that a range names: `layers.3` of `FSDP::all_gather (layers.3)`."""
+    found = _MODULE.match(name)
+    return None if found is None else (found.group(1) or found.group(2))[:120]
+
+
+def in_words(phase: str | None, module: str | None) -> str:
+    """Return a place for a sentence: ", in backward of layers.3"; empty where nothing is known."""
+    if phase is None:
+        return f", in {module}" if module else ""
+    return f", in {phase} of {module}" if module else f", in {phase}"
+
+
+def _longest(rows: I64, time: F64) -> I64:
+    if len(rows) <= _MOST_PLACED:
+        return rows
+    return np.sort(rows[np.argpartition(-time[rows], _MOST_PLACED)[:_MOST_PLACED]])
+
+
+def _phase_of(name: str) -> int:
+    if _OPTIMIZER.search(name):
+        return PHASES.index("optimizer")
+    if _BACKWARD.search(name):
+        return _BACKWARD_PHASE
+    return PHASES.index("forward") if _FORWARD.search(name) else 0
+
+
+def _autograd_threads(timeline: Timeline) -> frozenset[int]:
+    """Return the threads that run nothing but backward: autograd's own, one per device."""
+    host, names = timeline.host, timeline.names
+    begun = np.array([name.startswith(_AUTOGRAD) for name in names], bool)
+    other = np.array([name.startswith(_OF_THE_MAIN_THREAD) for name in names], bool)
+    if not begun.any() or not other.any():
+        return frozenset()
+    is_range = host.kind != HostKind.RUNTIME
+    main = set(np.unique(host.thread[is_range & other[host.name]]).tolist())
+    return frozenset(np.unique(host.thread[is_range & begun[host.name]]).tolist()) - main if main else frozenset()
+
+
+def _around(
+    at: npt.NDArray[np.float64], start: npt.NDArray[np.float64], end: npt.NDArray[np.float64]
+) -> tuple[I64, I64]:
+    """Return every pair of a range, in their order, and of a time (sorted) in it."""
+    low, high = np.searchsorted(at, start, side="left"), np.searchsorted(at, end, side="right")
+    count = np.maximum(high - low, 0)
+    if count.sum() > _MOST_PAIRS:
+        narrow = np.argsort(count, kind="stable")
+        count[narrow[np.cumsum(count[narrow]) > _MOST_PAIRS]] = 0
+    which = np.repeat(np.arange(len(start)), count)
+    position = np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count) + np.repeat(low, count)
+    return which, position
