@@ -144,7 +144,7 @@ def watch(
 
 
 def exit_code(process: subprocess.Popen[bytes]) -> int | None:
-    """Return what `Popen.poll` would, but do not reap the process: its pid stays reserved until its group is killed."""
+    """Return the exit code as `Popen.poll` does, without reaping: the pid stays reserved until its group is killed."""
     ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     if ended is None:
         return None
@@ -193,7 +193,7 @@ def failure_file(errors: Path, rank: int) -> Path:
 
 @contextmanager
 def leaving_word(errors: Path, rank: int, at: Callable[[], str | None]) -> Iterator[None]:
-    """End this rank with exit code 1 after an exception inside, and say why and `at` what in the folder of errors."""
+    """End this rank with exit code 1 after an exception inside, and say why, and `at` which step or part, in a file."""
     try:
         yield
     except Exception as error:

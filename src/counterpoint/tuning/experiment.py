@@ -80,10 +80,10 @@ def planned(
 
 
 def class_of(pair: StepPair) -> tuple[object, ...]:
-    """Return what pairs share whose best mechanism is taken to be the same, where there is no time to measure all.
+    """Return the class of a pair: where there is no time to measure all, one mechanism is taken for all of a class.
 
-    These are operation, ranks, dtypes, computation, launch order, and the power of two below `bytes_per_rank`. GEMMs of
-    another shape are of another class: one tile more may take one wave more.
+    Pairs of a class share operation, ranks, dtypes, computation, launch order, and the power of two below
+    `bytes_per_rank`. GEMMs of another shape are of another class: one tile more may take one wave more.
     """
     dtypes = pair.dtype, pair.computed_in
     return (pair.operation, pair.ranks, *dtypes, pair.compute, pair.first, pair.bytes_per_rank.bit_length())
@@ -126,7 +126,7 @@ def _offered(pair: StepPair, device: str) -> tuple[str, ...]:
 
 
 def part_of(pair: StepPair, mechanisms: Sequence[str]) -> Part:
-    """Return what to measure; pairs that take equally long for the same reasons get parts of the same name."""
+    """Return the part that measures a pair; pairs that take equally long for the same reasons have one name."""
     asked = pair.dtype, pair.computed_in
     dtype, compute_dtype = (each if each in MEASURABLE else None for each in asked)  # None: that of the device
     if depends(pair):

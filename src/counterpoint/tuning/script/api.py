@@ -307,7 +307,7 @@ def confirm(tuned: Tuned, compare: Compare, *, folder: Path, most_left_out: int 
 
 
 def _step(times: StepTimes, after: str, rows: Sequence[StepVariant], said: Sequence[str]) -> StepTuning:
-    """Return what steps took by stock and by the variant `after`, with all variants so far."""
+    """Return the times of steps by stock and by the variant `after`, with all variants so far."""
     return StepTuning(
         before_us=median(times[STOCK]),
         after_us=median(times[after]),

@@ -169,7 +169,7 @@ def parse_command(text: str, given_as: str = "--run") -> RunCommand:
 
 
 def _after_python(said: str, words: Sequence[str]) -> int:
-    """Return what is the first word behind Python's options."""
+    """Return the place of the first word behind Python's options."""
     at = 1
     while at < len(words) and words[at].startswith("-") and words[at] not in ("-m", "-"):
         if words[at] in _PYTHON_VALUES:

@@ -78,7 +78,7 @@ class SwitchedOverlap:
         return _LEFT if self._real is None else str(self._real)
 
     def report(self) -> Any:
-        """Return what the present variant reports; a sentence where it is torch."""
+        """Return the report of the present variant; a sentence where it is torch."""
         return _LEFT if self._real is None else self._real.report()
 
     def followed(self) -> str:
