@@ -7,7 +7,7 @@ import pytest
 from counterpoint.measurement.api import measure_parts
 from counterpoint.records.measurement import Measurement
 from counterpoint.records.tuning import StepPair
-from counterpoint.tuning.parts import part_of, times_of
+from counterpoint.tuning.experiment import part_of, times_of
 
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
