@@ -1,8 +1,9 @@
 """Find the pairs of a training step in its traces: each kind of collective, and the matmuls that run beside it.
 
 Collectives of one operation, size, group size, dtype and phase are one class, for layers repeat. Beside a collective is
-what computes from when it was ready (held up by a kernel that took every SM: `find_blocked`) until its end; if no matmul does, what computes until the next one of its kind is ready: beside that it would run if it
-were asked for earlier. The class's longest matmul stands for all, as often as they take its time.
+what computes from when it was ready (held up by a kernel that took every SM: `find_blocked`) until its end; if no
+matmul does, what computes until the next one of its kind is ready: beside that it would run if it were asked for
+earlier. The class's longest matmul stands for all, as often as they take its time.
 
 A gather whose very next matmuls multiply the gathered rows is one pair with them, `all_gather_matmul`; so is a matmul
 and the scatter of its product, `matmul_reduce_scatter`. All_to_alls of tokens that go to their experts and back are
