@@ -82,7 +82,7 @@ def test_what_is_inside_a_loader_is_late_input() -> None:
 
 def test_a_gap_is_inside_the_range_around_its_own_operation() -> None:
     """Each of two gaps has an operation in a Python function of its own, and not in that of the range before it."""
-    parts = [op("kernel", 10, 110, launch=0.0)]
+    parts: list[Op | Host] = [op("kernel", 10, 110, launch=0.0)]
     for at, name in ((0, "a"), (5000, "b")):
         parts += [
             host(f"{name}.py(1): outer", at + 120, at + 5090, PYTHON),
