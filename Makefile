@@ -31,13 +31,14 @@ check: $(DEV) ## format, lint and types
 unit: $(DEV) ## tests that start no process and need no GPU: a minute
 	$(PYTEST) -n 2 --hypothesis-profile=quick tests/unit $(SELECTED)
 
-test: check docs unit ## check, docs, and the tests but the proofs: twelve minutes; PYTEST_ARGS="..." goes to pytest
-	$(PYTEST) -n 2 --dist loadfile -m "not long" tests/process tests/golden tests/dist $(SELECTED)
+test: check docs unit ## check, docs, unit, golden, one case of each file of process and dist: six minutes; PYTEST_ARGS="..." goes to pytest
+	$(PYTEST) -n 2 --dist loadgroup tests/golden $(SELECTED)
+	$(PYTEST) -n 2 --dist worksteal -m smoke tests/process tests/dist $(SELECTED)
 
-prove: $(DEV) ## state spaces, mutants, sweeps, soaks, damaged input; and the random tests of unit with more examples
+prove: $(DEV) ## all other tests of process and dist, proofs, and the random tests of unit with more examples
 	$(PYTEST) -n 2 tests/proof $(SELECTED)
 	$(PYTEST) -n 2 -m hypothesis tests/unit $(SELECTED)
-	$(PYTEST) -n 2 --dist loadfile -m long tests/process tests/dist $(SELECTED)
+	$(PYTEST) -n 2 --dist loadfile -m "not smoke" tests/process tests/dist $(SELECTED)
 
 rehearse: $(DEV) ## tests/gpu with ranks that share GPUs, one is enough: ten minutes for 2; RANKS=8, up to 8 a GPU
 	$(PYTEST) -n 2 --dist loadfile --ranks-per-gpu $(RANKS) tests/gpu $(SELECTED)
@@ -46,8 +47,9 @@ bench: $(DEV) ## the planner's error on published steps; the reader beside Holis
 	$(BIN)/python benchmarks/plan_published.py
 	$(BIN)/python benchmarks/trace_load.py $(BENCH_ARGS)
 
-docs: $(DEV) ## check the pages: links, anchors, files they name, the form of README.md
+docs: $(DEV) ## check the pages: links, anchors, files they name, and tables against results/
 	$(BIN)/python docs/check_links.py
+	$(BIN)/python docs/write_tables.py --check
 
 clean: ## remove .venv, caches and what demo wrote
 	rm -rf $(VENV) .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist report.html

@@ -25,13 +25,13 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 from fit.measured import from_blocks
+from fit.protocols import DIALECTS, Checked, Dialect, fit_protocols, held_out, splits
 from provenance import provenance, read_measurement, write_result
 from tables import markdown, print_table
 
 from counterpoint.machine.bus_bandwidth import bus_factor
 from counterpoint.plan.job.cluster import Cluster, find_gpu
 from counterpoint.plan.network.estimate import estimate
-from counterpoint.plan.network.fit import DIALECTS, Checked, Dialect, fit_protocols, held_out, splits
 from counterpoint.plan.network.group import Group
 from counterpoint.plan.network.nccl_tests import Measured, read_nccl_tests
 from counterpoint.plan.network.protocols import FittedProtocols, Network, levels, nccl_protocols

@@ -42,10 +42,10 @@ import counterpoint.parallel.tensor.operations  # noqa: F401 - registers them
 import counterpoint.torch_backend as backend
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.options import CommunicatorOptions
-from counterpoint.measurement.launch import reserved_port
 from counterpoint.parallel.expert import Dispatcher, ExpertOptions
 from counterpoint.parallel.options import DdpOptions, OverlapOptions, TensorOptions
 from counterpoint.parallel.tensor.group import tensor_group
+from counterpoint.processes import reserved_port
 from counterpoint.rehearsed import rank_variables, visible_devices
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 import pytest
 from hypothesis import settings
 
-settings.register_profile("quick", max_examples=20, deadline=None)  # of `make unit`; `make prove` does it thoroughly
+settings.register_profile("quick", max_examples=10, deadline=None)  # of `make unit`; `make prove` does it thoroughly
 settings.register_profile("thorough", max_examples=100, deadline=None)  # machines may be busy: no time is asserted
 
 
@@ -103,8 +103,15 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ[RANKS_PER_GPU] = str(ranks)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Refuse a `gpu` mark that does not say how many, and a `needs` mark that nobody can answer."""
+    """Mark the first case of each file of `tests/process` and `tests/dist` as `smoke`.
+
+    Refuse a `gpu` mark that does not say how many, and a `needs` mark that nobody can answer.
+    """
+    for first in {item.path: item for item in reversed(items)}.values():
+        if not {"process", "dist"}.isdisjoint(first.nodeid.partition("::")[0].split("/")):
+            first.add_marker("smoke")
     for item in items:
         mark = item.get_closest_marker("gpu")
         if mark is not None and (len(mark.args) != 1 or not isinstance(mark.args[0], int) or mark.args[0] < 1):

@@ -1,5 +1,6 @@
-"""Read what `counterpoint.plan.network.fit` is given.
+"""Fit NCCL's protocols to measured collectives: what `plan/network/fits/` was made by.
 
+protocols.py        protocols fitted to rows, and their error on rows that were held out
 measured.py         the rows of `counterpoint measure blocks`
 nccl_tables.py      NCCL's own model from its log
 """

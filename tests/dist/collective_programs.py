@@ -29,6 +29,7 @@ from counterpoint.collectives.program.steps import Program, Step
 from counterpoint.errors import CounterpointError
 from counterpoint.machine.profile import Profile
 from counterpoint.measurement.session import Session
+from tests.support.ranks import PATIENT, TIMEOUT_S
 
 DTYPES = (
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int8, torch.int16, torch.int32,
@@ -297,7 +298,11 @@ def random_collectives(session: Session, seed: int, count: int, max_bytes: int, 
     with Communicator(
         before_step=delays(seed, session.rank),
         options=CommunicatorOptions(
-            channels=3, timeout_s=40, chunk_bytes=chunk_bytes, staging_bytes=(None, 5000)[seed % 2], debug=seed % 2 == 1
+            channels=3,
+            timeout_s=TIMEOUT_S,
+            chunk_bytes=chunk_bytes,
+            staging_bytes=(None, 5000)[seed % 2],
+            debug=seed % 2 == 1,
         ),
     ) as communicator:
         return all_right(Draws(communicator, seed, max_bytes), count)
@@ -308,7 +313,7 @@ def against_gloo(session: Session, operation: str) -> bool:
     n, rank, numel = session.world_size, session.rank, 1001
     mine = torch.randn(n * numel, generator=torch.Generator().manual_seed(rank))
     block, ours, theirs = mine[:numel], torch.zeros(n * numel), torch.zeros(n * numel)
-    with Communicator(options=CommunicatorOptions(timeout_s=20, chunk_bytes=256)) as communicator:
+    with Communicator(options=CommunicatorOptions(timeout_s=TIMEOUT_S, chunk_bytes=256)) as communicator:
         match operation:
             case "all_gather":
                 torch_function("all_gather")(theirs, block)
@@ -334,7 +339,7 @@ def errors_of_a_sum(session: Session, operation: str, dtype: Any) -> tuple[float
     inputs = [torch.randn(n * numel, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(n)]
     exact = torch.stack(inputs).double().sum(0)
     ours, theirs = inputs[session.rank].clone(), inputs[session.rank].clone()
-    with Communicator(options=CommunicatorOptions(timeout_s=20, chunk_bytes=256)) as communicator:
+    with Communicator(options=CommunicatorOptions(timeout_s=TIMEOUT_S, chunk_bytes=256)) as communicator:
         if operation == "all_reduce":
             communicator.all_reduce(ours)
             dist.all_reduce(theirs)
@@ -378,7 +383,7 @@ CALLS: dict[str, Callable[[Communicator, Any], object]] = {
 
 def call_each_its_own(session: Session, names: tuple[str, ...], debug: bool) -> tuple[str, tuple[int, ...], float]:
     """What ranks are told when rank r calls `names[r]`, then a barrier."""
-    with Communicator(options=CommunicatorOptions(timeout_s=30, debug=debug, chunk_bytes=256)) as communicator:
+    with Communicator(options=CommunicatorOptions(timeout_s=TIMEOUT_S, debug=debug, chunk_bytes=256)) as communicator:
         tensor = torch.zeros(6000)
 
         def calls() -> None:
@@ -401,7 +406,7 @@ def one_stays_away(session: Session, absent: int) -> tuple[str, tuple[int, ...],
 
 def one_closes(session: Session) -> tuple[str, tuple[int, ...], float]:
     """What rank 0 is told when rank 1 closes instead of calling."""
-    communicator = Communicator(options=CommunicatorOptions(timeout_s=30))
+    communicator = Communicator(options=PATIENT)
     if session.rank == 1:
         communicator.close()
     told = said(communicator.barrier) if session.rank == 0 else ("", (), 0.0)
@@ -417,7 +422,7 @@ def one_has_a_fault(session: Session) -> str:
         if session.rank == 1:
             raise OSError("the disk is on fire")
 
-    with Communicator(before_step=fault, options=CommunicatorOptions(timeout_s=30)) as communicator:
+    with Communicator(before_step=fault, options=PATIENT) as communicator:
         try:
             communicator.all_reduce(torch.zeros(100))
         except Exception as error:
@@ -436,7 +441,7 @@ def one_is_killed(session: Session, operation: str, at_step: int) -> tuple[str, 
             os.kill(os.getpid(), signal.SIGKILL)
         steps += 1
 
-    communicator = Communicator(before_step=kill, options=CommunicatorOptions(timeout_s=30, chunk_bytes=1024))
+    communicator = Communicator(before_step=kill, options=CommunicatorOptions(timeout_s=TIMEOUT_S, chunk_bytes=1024))
     tensor = torch.zeros(6000)
 
     def calls() -> None:
@@ -462,7 +467,7 @@ BAD_CALLS: dict[str, Callable[[Communicator, Any], object]] = {
 
 def bad_calls(session: Session) -> list[str]:
     """Bad calls that are not told what they should be, and what they are told. A good call ends well after them."""
-    with Communicator(options=CommunicatorOptions(timeout_s=20)) as communicator:
+    with Communicator(options=PATIENT) as communicator:
         tensor, wrong = torch.ones(6), []
         for wanted, call in BAD_CALLS.items():
             text, _, _ = said(lambda call=call: call(communicator, tensor))  # type: ignore[misc]
@@ -498,7 +503,7 @@ INTO: dict[str, Callable[[Communicator, Any, Any], object]] = {
 
 def outputs_that_cannot_be_written(session: Session, device: Any = None) -> list[str]:
     """Layouts of outputs, in symmetric memory or not, that are not refused; a good call ends well after them."""
-    with Communicator(device=device() if device else None, options=CommunicatorOptions(timeout_s=20)) as communicator:
+    with Communicator(device=device() if device else None, options=PATIENT) as communicator:
         wrong, tensor = [], torch.ones(64)
         for whole in (communicator.empty(16), torch.zeros(16)):
             for name, call in INTO.items():
@@ -516,7 +521,7 @@ def outputs_that_cannot_be_written(session: Session, device: Any = None) -> list
 
 def too_many_slices(session: Session) -> tuple[str, float]:
     """What is said to a staging of 4 kB for 16 MiB, and a sum that fits after it."""
-    with Communicator(options=CommunicatorOptions(timeout_s=20, staging_bytes=4096)) as communicator:
+    with Communicator(options=CommunicatorOptions(timeout_s=TIMEOUT_S, staging_bytes=4096)) as communicator:
         large, small = torch.ones(1 << 22), torch.ones(1 << 12)
         told = said(lambda: communicator.reduce_scatter(large[: len(large) // communicator.world_size], large))[0]
         communicator.reduce_scatter(small[: len(small) // communicator.world_size], small.clone())
@@ -525,7 +530,7 @@ def too_many_slices(session: Session) -> tuple[str, float]:
 
 def other_splits(session: Session) -> str:
     """What ranks are told of which each expects three rows and is sent one."""
-    with Communicator(options=CommunicatorOptions(timeout_s=20)) as communicator:
+    with Communicator(options=PATIENT) as communicator:
         told = said(lambda: communicator.all_to_all(torch.zeros(6), torch.zeros(2), [3, 3], [1, 1]))[0]
         dist.barrier()
         return told
@@ -591,7 +596,7 @@ CHILDREN: dict[str, Callable[[Communicator], bool]] = {
 def forks(session: Session, how: str, device: Any = None) -> tuple[bool, float]:
     """Whether a child of each rank has ended well, and an all_reduce after that."""
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # these may have none
-    with Communicator(device=device() if device else None, options=CommunicatorOptions(timeout_s=20)) as communicator:
+    with Communicator(device=device() if device else None, options=PATIENT) as communicator:
         well, tensor = CHILDREN[how](communicator), torch.ones(8)
         session.gather(0)  # every child has ended
         time.sleep(0.6 * session.rank)  # so that rank 0 looks whether the one that it waits for has closed
@@ -619,7 +624,7 @@ def called_after_closing(session: Session) -> str:
 
 def an_impatient_wait(session: Session) -> tuple[str, bool, bool]:
     """What rank 0 is told that waits 50 ms for rank 1, which comes later; whether it has ended then, or does."""
-    with Communicator(options=CommunicatorOptions(timeout_s=20)) as communicator:
+    with Communicator(options=PATIENT) as communicator:
         if session.rank == 1:
             time.sleep(0.3)
         work = communicator.barrier(async_op=True)
@@ -630,7 +635,7 @@ def an_impatient_wait(session: Session) -> tuple[str, bool, bool]:
 
 def channels_do_not_wait(session: Session) -> bool:
     """Whether a call ends on one channel while another channel waits for rank 1."""
-    with Communicator(options=CommunicatorOptions(timeout_s=20)) as communicator:
+    with Communicator(options=PATIENT) as communicator:
         tensor = torch.ones(10)
         early = communicator.barrier(channel=1, async_op=True) if session.rank == 0 else None
         communicator.all_reduce(tensor, channel=0)
@@ -646,11 +651,11 @@ def groups_at_once(session: Session) -> list[float]:
     """Sums over two communicators of everyone and one of ranks 0 and 2, started in another order on every rank."""
     some = dist.new_group([0, 2])
     communicators = [
-        Communicator(options=CommunicatorOptions(timeout_s=20)),
-        Communicator(options=CommunicatorOptions(timeout_s=20)),
+        Communicator(options=PATIENT),
+        Communicator(options=PATIENT),
     ]
     if session.rank in (0, 2):
-        communicators.append(Communicator(some, options=CommunicatorOptions(timeout_s=20)))
+        communicators.append(Communicator(some, options=PATIENT))
     tensors = [torch.full((1000,), float(session.rank + 1)) for _ in communicators]
     order = [(session.rank + index) % len(communicators) for index in range(len(communicators))]
     started = [communicators[i].all_reduce(tensors[i], async_op=True) for i in order]
@@ -678,7 +683,7 @@ def steps_of_training(session: Session, steps: int) -> list[tuple[int, int]]:
     """(regions, bytes in use) after the first tenth of steps that make, gather and drop buffers, and after all."""
     gc.collect()  # what other tests left
     seen = []
-    with Communicator(options=CommunicatorOptions(timeout_s=30)) as communicator:
+    with Communicator(options=PATIENT) as communicator:
         n, rank, dice = session.world_size, session.rank, random.Random(7)
         held: list[Any] = []
         for step in range(1, steps + 1):
@@ -697,7 +702,7 @@ def own_block_left(session: Session) -> tuple[list[float], str]:
     """What an all_to_all that leaves the own block writes over -1; what is said where the output has a landing."""
     n, rank = session.world_size, session.rank
     mine = torch.arange(n, dtype=torch.float32) + 10 * rank
-    with Communicator(options=CommunicatorOptions(timeout_s=20)) as communicator:
+    with Communicator(options=PATIENT) as communicator:
         output = communicator.empty(n).fill_(-1)
         communicator.all_to_all(output, mine, leave_own=True)
         return output.tolist(), said(lambda: communicator.all_to_all(torch.zeros(n), mine, leave_own=True))[0]
@@ -706,7 +711,7 @@ def own_block_left(session: Session) -> tuple[list[float], str]:
 def early_steps(session: Session, steps: int) -> tuple[int, int]:
     """(steps whose output was wrong, blocks made): outputs that are released early, read again late, used twice."""
     wrong, dice = 0, random.Random(3)
-    with Communicator(before_step=delays(5, session.rank), options=CommunicatorOptions(timeout_s=30)) as communicator:
+    with Communicator(before_step=delays(5, session.rank), options=PATIENT) as communicator:
         n, rank = session.world_size, session.rank
         held: list[tuple[Any, int]] = []
         for step in range(steps):
@@ -726,7 +731,7 @@ def early_steps(session: Session, steps: int) -> tuple[int, int]:
 
 def early_refused(session: Session) -> list[str]:
     """What is said to calls in which not every rank sends to every other; and to other blocks on other ranks."""
-    with Communicator(options=CommunicatorOptions(timeout_s=20)) as communicator:
+    with Communicator(options=PATIENT) as communicator:
         n, rank = session.world_size, session.rank
         one, two = (communicator.empty(n, 8, early_release=True) for _ in range(2))
         told = [
@@ -742,7 +747,7 @@ def early_refused(session: Session) -> list[str]:
 
 def same_place(session: Session) -> list[int]:
     """Offsets of buffers in use at the same time, relative to the first."""
-    with Communicator(options=CommunicatorOptions(timeout_s=30)) as communicator:
+    with Communicator(options=PATIENT) as communicator:
         first = communicator.empty(100, dtype=torch.uint8)
         dropped = [communicator.empty(1000, dtype=torch.float32) for _ in range(3)]
         del dropped[1]
@@ -760,7 +765,7 @@ def _mapped() -> Iterator[int]:
 def left_behind(session: Session) -> tuple[int, int]:
     """(mappings, descriptors) that a communicator leaves after it was closed and its tensors dropped."""
     mapped, opened = _lines_of_maps(), _open_inodes()  # by programs that ran in this process before
-    communicator = Communicator(options=CommunicatorOptions(timeout_s=30))
+    communicator = Communicator(options=PATIENT)
     tensor = communicator.empty(1000, dtype=torch.float32)
     communicator.all_reduce(tensor.zero_())
     communicator.all_reduce(torch.zeros(1000))

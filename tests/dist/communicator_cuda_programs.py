@@ -25,9 +25,9 @@ from counterpoint.collectives.submit import submitter
 from counterpoint.collectives.submit.tensors import copied, sendable
 from counterpoint.measurement.session import Session
 from tests.dist.collective_programs import CALLS, Case, Draws, all_right, said
+from tests.support.ranks import PATIENT, TIMEOUT_S
 from tests.support.software_gpu import OneQueueDriver, SoftwareGpu
 
-WAIT_S = 30.0
 COLLECTIVES = "all_reduce", "all_gather", "broadcast", "barrier", "even all_to_all", "uneven all_to_all"
 FAR_S = 600.0  # longer than a test may take
 
@@ -98,7 +98,7 @@ class GpuCase(Case):
     def check(self) -> None:
         self.draws.gpu.use(self.stream)
         if self.work is not None:
-            assert self.work.wait(WAIT_S)
+            assert self.work.wait(TIMEOUT_S)
         self.draws.gpu.synchronize()
         self.draws.comm.check()
         self.work = None
@@ -118,7 +118,7 @@ def random_collectives(session: Session, seed: int, count: int, max_bytes: int) 
         patch.object(tuning, "TURN_BYTES", 64),
         _copies_kept(),
         Communicator(
-            device=gpu, options=CommunicatorOptions(timeout_s=40, chunk_bytes=(None, 1024)[seed % 2], **options)
+            device=gpu, options=CommunicatorOptions(timeout_s=TIMEOUT_S, chunk_bytes=(None, 1024)[seed % 2], **options)
         ) as communicator,
     ):
         return all_right(GpuDraws(communicator, gpu, seed, max_bytes), count)
@@ -140,8 +140,8 @@ def on_one_queue(session: Session, seed: int, count: int, max_bytes: int) -> int
     with (
         patch.object(tuning, "TURN_BYTES", 64),
         _copies_kept(),
-        Communicator(device=gpu, options=CommunicatorOptions(timeout_s=40, chunk_bytes=1024)) as one,
-        Communicator(device=gpu, options=CommunicatorOptions(timeout_s=40, graphs=False)) as other,
+        Communicator(device=gpu, options=CommunicatorOptions(timeout_s=TIMEOUT_S, chunk_bytes=1024)) as one,
+        Communicator(device=gpu, options=CommunicatorOptions(timeout_s=TIMEOUT_S, graphs=False)) as other,
     ):
         draws = [GpuDraws(each, gpu, seed + salt, max_bytes) for salt, each in enumerate((one, other))]
         return all_right(EitherDraws(draws, seed), count)
@@ -182,7 +182,7 @@ def steps_in_stream_order(session: Session, early: bool, two_streams: bool, step
     """
     gpu, wrong = SoftwareGpu(delays(1, session.rank)), list[int]()
     streams = [gpu.new_stream() for _ in range(2 if two_streams else 1)]
-    with Communicator(device=gpu, options=CommunicatorOptions(timeout_s=WAIT_S)) as communicator:
+    with Communicator(device=gpu, options=PATIENT) as communicator:
         n, rank = communicator.world_size, communicator.rank
         for step in range(steps):
             gpu.use(streams[step % len(streams)])
@@ -214,7 +214,7 @@ def steps_in_stream_order(session: Session, early: bool, two_streams: bool, step
 def captured(session: Session) -> list[list[float]]:
     """Means that kernels saw of a gather and a sum, captured with them and replayed three times."""
     gpu, seen = SoftwareGpu(), list[list[float]]()
-    with Communicator(device=gpu, options=CommunicatorOptions(timeout_s=WAIT_S)) as communicator:
+    with Communicator(device=gpu, options=PATIENT) as communicator:
         n, rank = communicator.world_size, communicator.rank
         stream = gpu.new_stream()
         gpu.use(stream)
@@ -241,7 +241,7 @@ def captured(session: Session) -> list[list[float]]:
 def refused_in_a_capture(session: Session) -> list[str]:
     """What is said to an early release, to a region to be made beside the capture, and to a call with neither."""
     gpu, told = SoftwareGpu(), list[str]()
-    with Communicator(device=gpu, options=CommunicatorOptions(timeout_s=WAIT_S)) as communicator:
+    with Communicator(device=gpu, options=PATIENT) as communicator:
         n, rank = communicator.world_size, communicator.rank
         held, plain = [communicator.empty(n, 8, early_release=True)], communicator.empty(n, 8)
         gpu.driver.cuStreamBeginCapture(gpu.current_stream(), 2)
@@ -265,7 +265,7 @@ def captured_again(session: Session, times: int) -> list[list[bool]]:
     Calls of channel 1 are on a stream of their own, in the capture of which the current one is the origin.
     """
     gpu, numbers = SoftwareGpu(), [0]
-    with Communicator(device=gpu, options=CommunicatorOptions(timeout_s=WAIT_S, channels=2)) as communicator:
+    with Communicator(device=gpu, options=CommunicatorOptions(timeout_s=TIMEOUT_S, channels=2)) as communicator:
         stream = gpu.current_stream()
         shards = [communicator.empty(communicator.world_size, 8) for _ in range(2)]
         for _ in range(times):
@@ -284,7 +284,7 @@ def captured_again(session: Session, times: int) -> list[list[bool]]:
 def died_in_a_capture(session: Session) -> list[int]:
     """Bytes that are free while a tensor of 1 MiB lives, and when it has died in a capture that has ended since."""
     gpu, free = SoftwareGpu(), list[int]()
-    with Communicator(device=gpu, options=CommunicatorOptions(timeout_s=WAIT_S)) as communicator:
+    with Communicator(device=gpu, options=PATIENT) as communicator:
         transport: Any = communicator._transport
         stream, other = gpu.new_stream(), gpu.new_stream()
         gpu.use(stream)
@@ -302,7 +302,7 @@ def died_in_a_capture(session: Session) -> list[int]:
 def refused(session: Session) -> list[str]:
     """What is said to calls that cannot be made, before anything is sent; a good call ends well after them."""
     gpu = SoftwareGpu()
-    with Communicator(device=gpu, options=CommunicatorOptions(timeout_s=WAIT_S)) as communicator:
+    with Communicator(device=gpu, options=PATIENT) as communicator:
         n, rank = communicator.world_size, communicator.rank
         early, good = communicator.empty(n, 8, early_release=True), communicator.empty(n, 8).fill_(rank)
         told = [
@@ -319,7 +319,8 @@ def refused(session: Session) -> list[str]:
 def called_by(session: Session, names: tuple[str, ...], debug: bool) -> tuple[str, tuple[int, ...], float]:
     """What ranks are told when rank r calls `names[r]`, then a barrier, and waits for its GPU."""
     gpu = SoftwareGpu()
-    communicator = Communicator(device=gpu, options=CommunicatorOptions(timeout_s=WAIT_S, debug=debug, chunk_bytes=256))
+    options = CommunicatorOptions(timeout_s=TIMEOUT_S, debug=debug, chunk_bytes=256)
+    communicator = Communicator(device=gpu, options=options)
     tensor = communicator.empty(6000).zero_()
 
     def calls() -> None:
@@ -338,14 +339,14 @@ def sharing_a_gpu(session: Session, share: list[bool | None]) -> str:
     """Return what rank r is told when it opens a communicator with `share_gpu=share[r]`."""
     return said(
         lambda: Communicator(
-            device=SoftwareGpu(), options=CommunicatorOptions(timeout_s=WAIT_S, share_gpu=share[session.rank])
+            device=SoftwareGpu(), options=CommunicatorOptions(timeout_s=TIMEOUT_S, share_gpu=share[session.rank])
         ).close()
     )[0]
 
 
 def in_place_on_one(session: Session) -> list[float]:
     """Return what every rank's row holds after a gather that is in place on rank 0 alone."""
-    communicator = Communicator(device=(gpu := SoftwareGpu()), options=CommunicatorOptions(timeout_s=WAIT_S))
+    communicator = Communicator(device=(gpu := SoftwareGpu()), options=PATIENT)
     shards = communicator.empty(communicator.world_size, 64)
     mine = shards[0].zero_() if session.rank == 0 else torch.full((64,), float(session.rank))
     communicator.all_gather(shards, mine)
@@ -367,7 +368,7 @@ def other_places(session: Session, late: int) -> tuple[str, int, float]:
             early_copies.append(name)
 
     gpu = SoftwareGpu(note)
-    communicator = Communicator(device=gpu, options=CommunicatorOptions(timeout_s=WAIT_S))
+    communicator = Communicator(device=gpu, options=PATIENT)
     communicators.append(communicator)
     n, rank = communicator.world_size, communicator.rank
     extra = communicator.empty(4096, dtype=torch.uint8) if rank == 0 else communicator.empty(8, dtype=torch.uint8)
@@ -399,7 +400,7 @@ def one_is_killed(session: Session, operation: str, at_action: int) -> tuple[str
                 os.kill(os.getpid(), signal.SIGKILL)
 
     gpu = SoftwareGpu(kill)
-    communicator = Communicator(device=gpu, options=CommunicatorOptions(timeout_s=WAIT_S, chunk_bytes=1024))
+    communicator = Communicator(device=gpu, options=CommunicatorOptions(timeout_s=TIMEOUT_S, chunk_bytes=1024))
     tensor = communicator.empty(6000).zero_()
 
     def calls() -> None:
@@ -475,7 +476,9 @@ def one_behind_the_other(session: Session, timeout_s: float, late_s: float) -> s
 def reserved(session: Session) -> tuple[int, int, str]:
     """(regions with 1 MiB reserved, regions after tensors of so much); what is said to a hook on a GPU."""
     gpu = SoftwareGpu()
-    with Communicator(device=gpu, options=CommunicatorOptions(timeout_s=WAIT_S, reserve_bytes=1 << 20)) as communicator:
+    with Communicator(
+        device=gpu, options=CommunicatorOptions(timeout_s=TIMEOUT_S, reserve_bytes=1 << 20)
+    ) as communicator:
         transport: Any = communicator._transport
         before = len(transport.context.memory._own)
         tensors = [communicator.empty(1 << 19, dtype=torch.uint8) for _ in range(2)]
@@ -485,7 +488,7 @@ def reserved(session: Session) -> tuple[int, int, str]:
 
 def nothing(session: Session) -> tuple[tuple[int, ...], str, int]:
     """Shape and device of a tensor without elements, and the bytes of regions that it took."""
-    with Communicator(device=SoftwareGpu(), options=CommunicatorOptions(timeout_s=WAIT_S)) as communicator:
+    with Communicator(device=SoftwareGpu(), options=PATIENT) as communicator:
         tensor = communicator.empty(0, 5)
         transport: Any = communicator._transport
         return tuple(tensor.shape), tensor.device.type, transport.pool.free_bytes
@@ -494,7 +497,7 @@ def nothing(session: Session) -> tuple[tuple[int, ...], str, int]:
 def sums_on(session: Session, sum_sms: int | None) -> tuple[set[int | None], float]:
     """On how many SMs an all_reduce adds up, and what comes out."""
     gpu = SoftwareGpu()
-    with Communicator(device=gpu, options=CommunicatorOptions(timeout_s=WAIT_S, sum_sms=sum_sms)) as communicator:
+    with Communicator(device=gpu, options=CommunicatorOptions(timeout_s=TIMEOUT_S, sum_sms=sum_sms)) as communicator:
         total = communicator.empty(100).fill_(session.rank + 1.0)
         communicator.all_reduce(total)
         gpu.synchronize()
@@ -513,7 +516,7 @@ def growth_alone(session: Session) -> tuple[str, tuple[int, ...]]:
 def left_behind(session: Session) -> list[str]:
     """Threads that live on after a communicator was closed, but for those of streams, which are used again."""
     before, gpu = set(threading.enumerate()), SoftwareGpu()
-    with Communicator(device=gpu, options=CommunicatorOptions(timeout_s=WAIT_S)) as communicator:
+    with Communicator(device=gpu, options=PATIENT) as communicator:
         tensor = communicator.empty(1000).fill_(1)
         for _ in range(3):
             communicator.all_reduce(tensor, async_op=True)
@@ -524,7 +527,7 @@ def left_behind(session: Session) -> list[str]:
 def channels_at_once(session: Session) -> tuple[bool, bool]:
     """Whether a call on one channel ends while another waits for rank 1; and whether that one ends, too."""
     gpu = SoftwareGpu()
-    with Communicator(device=gpu, options=CommunicatorOptions(timeout_s=WAIT_S)) as communicator:
+    with Communicator(device=gpu, options=PATIENT) as communicator:
         tensor = communicator.empty(10).fill_(1)
         early = communicator.barrier(channel=1, async_op=True) if session.rank == 0 else None
         communicator.all_reduce(tensor, channel=0)
@@ -533,13 +536,13 @@ def channels_at_once(session: Session) -> tuple[bool, bool]:
         session.gather(0)
         late = early or communicator.barrier(channel=1, async_op=True)
         assert late is not None
-        return waits, late.wait(WAIT_S) and bool((tensor == session.world_size).all())
+        return waits, late.wait(TIMEOUT_S) and bool((tensor == session.world_size).all())
 
 
 def cache_of_two(session: Session, steps: int) -> tuple[int, int, int, int]:
     """(right results, what is kept, what waits to go, graphs that are open) of many programs where two may be kept."""
     gpu, right = SoftwareGpu(), 0
-    with Communicator(device=gpu, options=CommunicatorOptions(timeout_s=WAIT_S)) as communicator:
+    with Communicator(device=gpu, options=PATIENT) as communicator:
         transport: Any = communicator._transport
         transport.channels[0]._cache._most = 2
         tensor = communicator.empty(1 << 12)
@@ -560,7 +563,7 @@ def cache_of_two_in_captures(session: Session, captures: int) -> tuple[int, int]
     def note(part: torch.Tensor) -> None:
         seen.append(bool((part == session.world_size).all()))
 
-    with Communicator(device=gpu, options=CommunicatorOptions(timeout_s=WAIT_S)) as communicator:
+    with Communicator(device=gpu, options=PATIENT) as communicator:
         transport: Any = communicator._transport
         cache = transport.channels[0]._cache
         cache._most = 2
@@ -599,7 +602,7 @@ def every_verb_in_a_new_thread(session: Session) -> dict[str, str]:
 
     def opens() -> None:
         made["all"] = Communicator(
-            device=gpu, options=CommunicatorOptions(timeout_s=WAIT_S, mailbox_bytes=4096, channels=3)
+            device=gpu, options=CommunicatorOptions(timeout_s=TIMEOUT_S, mailbox_bytes=4096, channels=3)
         )
 
     told = {"opens": in_a_new_thread(opens)}
@@ -640,7 +643,7 @@ def every_verb_in_a_new_thread(session: Session) -> dict[str, str]:
         "begins": begins,
         "is_completed": lambda: made["work"].is_completed(),
         "wait": lambda: made["work"].wait(),
-        "waits on the host": lambda: made["work"].wait(WAIT_S),
+        "waits on the host": lambda: made["work"].wait(TIMEOUT_S),
         "exception": lambda: made["work"].exception(),
         "ready": lambda: cuts(lambda work: work.ready(1)),
         "ready_when": lambda: cuts(lambda work: work.ready_when(word.data_ptr(), 1)),

@@ -18,7 +18,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel, fully_shard
 
-from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.errors import CounterpointError, PeerTimeout, Unsupported
 from counterpoint.measurement.session import Session
 from counterpoint.parallel.fsdp.modules import sharded_modules
@@ -26,8 +25,7 @@ from counterpoint.parallel.options import OverlapOptions
 from counterpoint.parallel.overlap import Overlap, overlap
 from tests.dist.collective_programs import ended_as_python_does
 from tests.support.fsdp_training import Case, batch, differences, fsdp_modules, sharded, trained
-
-SOON_S = 15.0  # on a busy machine; without a watchdog the others would wait for their timeout, 20 s or more
+from tests.support.ranks import PATIENT, SOON_S
 
 
 def mapped_bytes(session: Session, steps: int) -> list[int]:
@@ -52,7 +50,7 @@ def mapped_bytes(session: Session, steps: int) -> list[int]:
 def forks(session: Session) -> bool:
     """Whether children of every rank end well, between two steps and with the handle in hand, and the next step."""
     model = sharded(Case())
-    with overlap(model, options=OverlapOptions(communicator=CommunicatorOptions(timeout_s=30.0))) as handle:
+    with overlap(model, options=OverlapOptions(communicator=PATIENT)) as handle:
         for step in range(2):
             model(*batch(session, step)).backward()
             well = ended_as_python_does(handle)
@@ -78,7 +76,7 @@ def one_is_killed(session: Session, where: str) -> list[str]:
             model(*batch(session, step)).backward()
 
     model = sharded(Case())
-    handle = overlap(model, options=OverlapOptions(communicator=CommunicatorOptions(timeout_s=30.0)))
+    handle = overlap(model, options=OverlapOptions(communicator=PATIENT))
     if where == "forward":
         model.layers[1].register_forward_pre_hook(kill, prepend=True)
     else:

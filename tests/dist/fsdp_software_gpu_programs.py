@@ -12,9 +12,8 @@ from counterpoint.collectives.communicator import Communicator
 from counterpoint.measurement.session import Session
 from tests.dist.fsdp_programs import mapped_bytes
 from tests.support.fsdp_training import Case, beside_stock
+from tests.support.ranks import TIMEOUT_S
 from tests.support.software_gpu import SoftwareGpu
-
-WAIT_S = 30.0
 
 
 class OnSoftwareGpu(Communicator):
@@ -47,7 +46,7 @@ class OnSoftwareGpu(Communicator):
         self.gpu.use(self.streams[stream])
         work = call(*arguments, **options)
         if work is not None:
-            work.wait(WAIT_S)
+            work.wait(TIMEOUT_S)
         self.gpu.synchronize()
         self.check()
         return work

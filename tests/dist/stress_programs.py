@@ -31,12 +31,12 @@ from torch.distributed.tensor.parallel import (
 
 from counterpoint import overlap
 from counterpoint.collectives.host.group import torch_function
-from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.measurement.session import Session
 from counterpoint.parallel.expert import Dispatcher, ExpertOptions, overlapped_moe
 from counterpoint.parallel.options import OverlapOptions, TensorOptions
 from counterpoint.torch_backend import BackendOptions, report
 from tests.dist.tensor_programs import cut_anywhere
+from tests.support.ranks import PATIENT
 from tests.support.routing import routing
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
@@ -46,7 +46,6 @@ from moe import MoeShape, Route, RoutedExperts, exchanged
 SHAPE = MoeShape(layers=2, hidden=32, ffn=16, heads=4, kv_heads=2, head_size=8, vocabulary=64, experts=8, top_k=2)
 TENSOR = 2  # ranks of tensor parallelism
 LENGTHS = (8, 16)
-TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,20 +303,18 @@ def stressed(session: Session, seed: int, steps: int) -> Seen:
         options=ExpertOptions(
             mechanism=draw.choice(("gather", "slabs")),
             equal_tokens=draw.random() < 0.5,
-            communicator=CommunicatorOptions(timeout_s=TIMEOUT_S),
+            communicator=PATIENT,
         ),
     )
     model = made(seed, meshes, by_counterpoint(dispatcher, parts), torch.float32)
     taken = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"), 1)
-    options = BackendOptions(crossover_bytes=taken, communicator=CommunicatorOptions(timeout_s=TIMEOUT_S))
+    options = BackendOptions(crossover_bytes=taken, communicator=PATIENT)
     everyone = dist.new_group(backend="counterpoint", pg_options=options)
-    matmuls = TensorOptions(
-        mechanism=draw.choice(("cuts", "cuts", "serial", "auto")), communicator=CommunicatorOptions(timeout_s=TIMEOUT_S)
-    )
+    matmuls = TensorOptions(mechanism=draw.choice(("cuts", "cuts", "serial", "auto")), communicator=PATIENT)
     options_of_model = OverlapOptions(
         tensor_parallel=matmuls,
         prefetch=draw.choice((None, 1, 2)),
-        communicator=CommunicatorOptions(timeout_s=TIMEOUT_S),
+        communicator=PATIENT,
     )
     with cut_anywhere(seed + session.rank), overlap(model, options=options_of_model) as handle:
         calls = Calls(everyone, seed, device)

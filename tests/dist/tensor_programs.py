@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 import counterpoint.parallel.tensor.operations  # noqa: F401 - registers them
 from counterpoint.collectives.communicator import Communicator
-from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.machine.profile import Profile
 from counterpoint.measurement.session import Session
 from counterpoint.pair import cuts as pair_cuts
@@ -29,6 +28,7 @@ from counterpoint.parallel.tensor import group as group_of_ranks
 from counterpoint.parallel.tensor import plans
 from counterpoint.parallel.tensor.group import TensorGroup, tensor_group
 from tests.dist.communicator_cuda_programs import delays
+from tests.support.ranks import PATIENT, error_of
 from tests.support.software_gpu import SoftwareDriver, SoftwareGpu
 
 __all__ = [
@@ -102,9 +102,7 @@ def cut_anywhere(seed: int) -> Any:
 def opened(session: Session, seed: int, gpu: bool = False) -> Iterator[tuple[TensorGroup, random.Random, str]]:
     """Run calls in pieces that are cut anywhere, on each rank differently; draws are equal on all ranks."""
     name = dist.group.WORLD.group_name  # type: ignore[union-attr]
-    group = tensor_group(
-        name, TensorOptions(mechanism="cuts", measure=False, communicator=CommunicatorOptions(timeout_s=60))
-    )
+    group = tensor_group(name, TensorOptions(mechanism="cuts", measure=False, communicator=PATIENT))
     with cut_anywhere(seed * 100 + session.rank), on_software_gpu(session.rank) if gpu else nullcontext():
         yield group, random.Random(seed), name
     group.close()
@@ -314,7 +312,7 @@ def scaled(session: Session, seed: int) -> list[str]:
 def killed(session: Session, name_of_call: str) -> str:
     """Return the error of a call where the last rank died before its third one."""
     n, name = dist.get_world_size(), dist.group.WORLD.group_name  # type: ignore[union-attr]
-    tensor_group(name, TensorOptions(mechanism="cuts", communicator=CommunicatorOptions(timeout_s=20)))
+    tensor_group(name, TensorOptions(mechanism="cuts", communicator=PATIENT))
     a, b = torch.randn(64 * n, 32), torch.randn(32, 16)
     calls: dict[str, Callable[[], Any]] = {
         "all_gather_matmul": lambda: OPS.all_gather_matmul(a[:64], [b], 0, name),
@@ -324,16 +322,8 @@ def killed(session: Session, name_of_call: str) -> str:
     for number in range(3):
         if number == 2 and session.rank == n - 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        said = _said(calls[name_of_call])
+        said = error_of(calls[name_of_call])
     return said
-
-
-def _said(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 def shapes_that_do_not_fit(session: Session) -> list[str]:
@@ -341,12 +331,12 @@ def shapes_that_do_not_fit(session: Session) -> list[str]:
     name = dist.group.WORLD.group_name  # type: ignore[union-attr]
     a, b = torch.zeros(3, 8), torch.zeros(8, 16)
     return [
-        _said(lambda: OPS.all_gather_matmul(a, [b], 1, name)),
-        _said(lambda: OPS.all_gather_matmul(a, [b.t()], 0, name)),
-        _said(lambda: OPS.matmul_reduce_scatter(a, b, "sum", 0, name)),
-        _said(lambda: OPS.matmul_reduce_scatter(torch.zeros(6, 8), b, "max", 0, name)),
-        _said(lambda: OPS.matmul_all_reduce(a, b, "sum", "nobody")),
-        _said(lambda: OPS.all_gather_matmul(a, [b], -2, name)),
+        error_of(lambda: OPS.all_gather_matmul(a, [b], 1, name)),
+        error_of(lambda: OPS.all_gather_matmul(a, [b.t()], 0, name)),
+        error_of(lambda: OPS.matmul_reduce_scatter(a, b, "sum", 0, name)),
+        error_of(lambda: OPS.matmul_reduce_scatter(torch.zeros(6, 8), b, "max", 0, name)),
+        error_of(lambda: OPS.matmul_all_reduce(a, b, "sum", "nobody")),
+        error_of(lambda: OPS.all_gather_matmul(a, [b], -2, name)),
     ]
 
 
@@ -356,9 +346,9 @@ def operands_that_do_not_fit(session: Session, operands: str) -> list[str]:
     a, b = torch.zeros(4, 8), torch.zeros(8, 16)
     a, b = (a[0], b) if operands == "row" else (a.int(), b.int())
     return [
-        _said(lambda: OPS.all_gather_matmul(a, [b], 0, name)),
-        _said(lambda: OPS.matmul_reduce_scatter(a, b, "sum", 0, name)),
-        _said(lambda: OPS.matmul_all_reduce(a, b, "sum", name)),
+        error_of(lambda: OPS.all_gather_matmul(a, [b], 0, name)),
+        error_of(lambda: OPS.matmul_reduce_scatter(a, b, "sum", 0, name)),
+        error_of(lambda: OPS.matmul_all_reduce(a, b, "sum", name)),
     ]
 
 
@@ -366,7 +356,7 @@ def options_that_differ(session: Session) -> str:
     """The error of the first call of ranks of which one asks for torch."""
     name = dist.group.WORLD.group_name  # type: ignore[union-attr]
     group = tensor_group(name, TensorOptions(mechanism="cuts" if session.rank else "torch"))
-    said = _said(lambda: OPS.all_gather_matmul(torch.zeros(4, 8), [torch.zeros(8, 16)], 0, name))
+    said = error_of(lambda: OPS.all_gather_matmul(torch.zeros(4, 8), [torch.zeros(8, 16)], 0, name))
     group.close()
     return said
 
@@ -374,9 +364,7 @@ def options_that_differ(session: Session) -> str:
 def ended_with_its_group(session: Session) -> tuple[bool, bool]:
     """Whether a group has a communicator after a call, and after torch has destroyed it."""
     ours: Any = dist.new_group()
-    group = tensor_group(
-        ours.group_name, TensorOptions(mechanism="cuts", communicator=CommunicatorOptions(timeout_s=60))
-    )
+    group = tensor_group(ours.group_name, TensorOptions(mechanism="cuts", communicator=PATIENT))
     OPS.all_gather_matmul(torch.zeros(4, 8), [torch.zeros(8, 16)], 0, ours.group_name)
     before = group._communicator is not None
     dist.destroy_process_group(ours)
@@ -430,7 +418,7 @@ def reported(session: Session) -> str:
 def asked_to_poll(session: Session) -> list[tuple[str, str]]:
     """Paths and reasons of a group that was asked for matmuls that poll, which need a GPU."""
     name = dist.group.WORLD.group_name  # type: ignore[union-attr]
-    group = tensor_group(name, TensorOptions(mechanism="flagged", communicator=CommunicatorOptions(timeout_s=60)))
+    group = tensor_group(name, TensorOptions(mechanism="flagged", communicator=PATIENT))
     OPS.all_gather_matmul(torch.randn(64, 32), [torch.randn(32, 16)], 0, name)
     OPS.matmul_reduce_scatter(torch.randn(64, 32), torch.randn(32, 16), "sum", 0, name)
     found = [(str(row.path), row.why) for row in group.report().calls]

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from tests.dist import expert_programs as programs
-from tests.support.mortal_ranks import run_once
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, run_once
 
 ALL = ("torch", "gather", "slabs")
 MECHANISMS = pytest.mark.parametrize("name", ALL)
@@ -30,7 +29,6 @@ def test_random_routings_on_software_gpus(three_ranks: Ranks) -> None:
     three_ranks.run(programs.random_routings, 3, 2, 10, ("torch", "gather"), True)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("seed", range(10, 20))
 def test_many_random_routings(four_ranks: Ranks, seed: int) -> None:
     """2,000 in all."""

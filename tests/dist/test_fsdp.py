@@ -66,7 +66,6 @@ def test_checkpoints_are_those_of_stock(two_ranks: Ranks, tmp_path: Path) -> Non
     assert two_ranks.run(training.saved_and_loaded, str(tmp_path / "checkpoint")) == [[]] * 2
 
 
-@pytest.mark.long
 def test_two_hundred_steps_follow_stock(two_ranks: Ranks) -> None:
     """Two stock runs give the same losses on CPUs, bit by bit, so the noise is zero: ours are the same, and fall."""
     for stock, again, ours in two_ranks.run(training.curves, 200):

@@ -7,8 +7,7 @@ import signal
 import pytest
 
 from tests.dist import fsdp_programs as programs
-from tests.support.mortal_ranks import run_once
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, run_once
 
 
 def test_restore_gives_torch_back(two_ranks: Ranks) -> None:
@@ -57,7 +56,6 @@ def test_a_forked_child_leaves_the_model_alone(two_ranks: Ranks) -> None:
     assert two_ranks.run(programs.forks) == [True] * 2
 
 
-@pytest.mark.long
 def test_memory_does_not_grow(two_ranks: Ranks) -> None:
     """1,000 steps map no more shared memory than the first 100 did."""
     for seen in two_ranks.run(programs.mapped_bytes, 1000):

@@ -29,7 +29,6 @@ def test_two_groups_of_one_rank_gather_in_place(four_ranks: Ranks) -> None:
     assert [[line.split(":")[0] for line in wrong] for _, wrong in seen] == [["(root)"]] * 4
 
 
-@pytest.mark.long
 def test_memory_does_not_grow(two_ranks: Ranks) -> None:
     """300 steps need no more symmetric memory than 30."""
     for seen in two_ranks.run(software.mapped_bytes_on_software_gpu, 300):

@@ -14,8 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from counterpoint.records.measurement import Measurement, Outcome
-from tests.support.sweep import sweep
+from counterpoint.records.measurement import Measurement
 
 COMMAND = (sys.executable, "-c", "from counterpoint.cli import main; main()", "measure")
 QUICK = ("quick", "--device", "cpu", "--rounds", "6")
@@ -45,14 +44,11 @@ def ranks_of(parent: int) -> list[int]:
     return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
 
 
-def outcomes(partial: Path) -> list[Outcome]:
-    lines = partial.read_bytes().split(b"\n")[1:-1] if partial.exists() else []
-    return [msgspec.json.decode(line, type=Outcome) for line in lines]
-
-
-def wait_for_an_outcome(process: subprocess.Popen[str], partial: Path) -> None:
+def wait_for_an_outcome(process: subprocess.Popen[str], logs: Path) -> None:
     until = time.monotonic() + SECONDS
-    while not outcomes(partial) and process.poll() is None and time.monotonic() < until:
+    while process.poll() is None and time.monotonic() < until:
+        if any(path.stat().st_size for path in logs.glob("counterpoint-measure-*/results.jsonl")):
+            return
         time.sleep(0.02)
 
 
@@ -65,14 +61,13 @@ def gone(pids: list[int]) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Story:
-    """One run that is interrupted after its first pair, refused with another plan, and taken up again."""
+    """One run that is interrupted after its first pair, and one that is not."""
 
     folder: Path
     ranks: list[int]
     interrupted: subprocess.CompletedProcess[str]
     ranks_were_gone: bool
-    kept: list[Outcome]
-    refused: subprocess.CompletedProcess[str]
+    left: list[Path]
     finished: subprocess.CompletedProcess[str]
 
     @property
@@ -83,49 +78,33 @@ class Story:
 @pytest.fixture(scope="module")
 def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     folder = tmp_path_factory.mktemp("story")
-    out, partial = folder / "x.json", folder / "x.json.partial.jsonl"
-    first = started(*QUICK, "--out", out, logs=tmp_path_factory.mktemp("logs"))
-    wait_for_an_outcome(first, partial)
+    out, logs = folder / "x.json", tmp_path_factory.mktemp("logs")
+    first = started(*QUICK, "--out", out, logs=logs)
+    wait_for_an_outcome(first, logs)
     ranks = ranks_of(first.pid)
     first.send_signal(signal.SIGINT)
     stdout, stderr = first.communicate(timeout=SECONDS)
-    ranks_were_gone, kept = gone(ranks), outcomes(partial)
-    refused = measure("quick", "--device", "cpu", "--rounds", "7", "--out", out)
+    ranks_were_gone, left = gone(ranks), [*folder.iterdir(), *logs.iterdir()]
     finished = measure(*QUICK, "--out", out, "--html", folder / "x.html")
     return Story(
         folder=folder,
         ranks=ranks,
         interrupted=subprocess.CompletedProcess([], first.returncode, stdout, stderr),
         ranks_were_gone=ranks_were_gone,
-        kept=kept,
-        refused=refused,
+        left=left,
         finished=finished,
     )
 
 
 def test_ctrl_c_ends_with_130_and_one_line(story: Story) -> None:
-    """It says where the finished pairs are."""
+    """And leaves no file."""
     line = story.interrupted.stderr
-    partial = story.folder / "x.json.partial.jsonl"
-    assert (story.interrupted.returncode, line) == (
-        130,
-        f"counterpoint: stopped by SIGINT; finished pairs are kept in {partial}: the same command goes on\n",
-    )
+    assert (story.interrupted.returncode, line, story.left) == (130, "counterpoint: stopped by SIGINT\n", [])
 
 
 def test_ctrl_c_leaves_no_rank(story: Story) -> None:
     """Two ranks ran, none does."""
     assert (len(story.ranks), story.ranks_were_gone) == (2, True)
-
-
-def test_another_plan_does_not_mix_with_what_is_there(story: Story) -> None:
-    """Exit 2, the difference, and the way out, before any rank starts."""
-    assert (story.refused.returncode, "(rounds was 6, is 7)" in story.refused.stderr) == (2, True)
-
-
-def test_the_same_command_goes_on(story: Story) -> None:
-    """The pair that was finished is in the result as it was measured then."""
-    assert story.measurement.rows[: len(story.kept[0].rows)] == story.kept[0].rows
 
 
 def test_a_run_that_ends_well_says_so(story: Story) -> None:
@@ -159,7 +138,7 @@ def test_the_last_line_is_json(story: Story) -> None:
 
 
 def test_files_lie_where_they_were_asked_for(story: Story) -> None:
-    """Results, table and plot; what was partial is gone."""
+    """Results, table and plot."""
     assert sorted(path.name for path in story.folder.iterdir()) == ["x.html", "x.json", "x.md"]
 
 
@@ -202,11 +181,11 @@ def test_exchanges_are_measured_on_cpus(tmp_path: Path) -> None:
     assert {"lost", "auto_lost"} <= set(json.loads(done.stdout.splitlines()[-1]))
 
 
-@pytest.mark.parametrize("number", sweep([signal.SIGKILL, signal.SIGINT], every=2), ids=lambda number: number.name)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=lambda number: number.name)
 def test_a_rank_that_dies_ends_the_run_in_one_line(tmp_path: Path, number: signal.Signals) -> None:
     """Exit 2; the line names rank, signal and pair; the other rank is gone."""
     process = started(*QUICK, "--out", tmp_path / "x.json", logs=tmp_path)
-    wait_for_an_outcome(process, tmp_path / "x.json.partial.jsonl")
+    wait_for_an_outcome(process, tmp_path)
     ranks = ranks_of(process.pid)
     os.kill(ranks[1], number)
     _, stderr = process.communicate(timeout=20)
@@ -214,8 +193,8 @@ def test_a_rank_that_dies_ends_the_run_in_one_line(tmp_path: Path, number: signa
     assert (process.returncode, told, stderr.count("\n"), gone(ranks)) == (2, True, 1, True)
 
 
-def test_an_interrupt_before_the_first_pair_promises_nothing(tmp_path: Path) -> None:
-    """No file is named that is not there."""
+def test_an_interrupt_before_the_first_pair_is_one_line(tmp_path: Path) -> None:
+    """As after it."""
     process = started(*QUICK, "--out", tmp_path / "x.json", logs=tmp_path)
     until = time.monotonic() + SECONDS
     while len(ranks_of(process.pid)) < 2 and time.monotonic() < until:
@@ -237,7 +216,6 @@ BAD = {
     "folder": (("quick", "--device", "cpu", "--out", "/nowhere/x.json"), {}, "there is no folder /nowhere"),
     "table": (("quick", "--device", "cpu", "--out", "x.md"), {}, "is where the table goes"),
     "json": (("quick", "--device", "cpu", "--json", ""), {}, "--json without a name"),
-    "fresh": (("quick", "--device", "cpu", "--fresh"), {}, "give --out"),
     "torchrun": (("quick", "--device", "cpu"), {"RANK": "0"}, "without torchrun"),
 }
 

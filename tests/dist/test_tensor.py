@@ -7,8 +7,7 @@ import signal
 import pytest
 
 from tests.dist import tensor_programs as programs
-from tests.support.mortal_ranks import run_once
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, run_once
 
 OPERATIONS = pytest.mark.parametrize("name", ["gathered", "scattered", "all_reduced"])
 

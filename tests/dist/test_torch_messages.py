@@ -7,8 +7,7 @@ import signal
 import pytest
 
 from tests.dist import torch_messages_programs as programs
-from tests.support.mortal_ranks import run_once
-from tests.support.ranks import Ranks
+from tests.support.ranks import SOON_S, Ranks, run_once
 
 
 @pytest.mark.parametrize("first", ["sends", "receives", "blocking sends"])
@@ -82,7 +81,7 @@ def test_a_dead_peer_is_named_as_the_group_counts() -> None:
     _, waiting, killed = run_once(3, programs.one_dies, True)
     assert killed == -signal.SIGKILL
     kind, ranks, text, seconds = waiting
-    assert (kind, ranks, seconds < 15) == ("PeerTimeout", (2,), True), text
+    assert (kind, ranks, seconds < SOON_S) == ("PeerTimeout", (2,), True), text
     assert "from rank 2 to rank 1 (call 2 on channel 2): rank 2 is dead" in text
 
 

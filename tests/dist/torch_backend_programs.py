@@ -21,10 +21,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import counterpoint.torch_backend as backend
-from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.errors import CounterpointError
 from counterpoint.measurement.session import Session
 from counterpoint.parallel.background import all_reduce_in_pieces
+from tests.support.ranks import PATIENT
 
 EVERYTHING = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"), 0)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64, torch.uint8)
@@ -34,7 +34,7 @@ _GROUPS: dict[str, Any] = {}
 def groups() -> tuple[Any, Any]:
     """A group of the backend that takes every call that it can, and one of gloo; made once, since torch keeps them."""
     if not _GROUPS:
-        taking = backend.BackendOptions(crossover_bytes=EVERYTHING, communicator=CommunicatorOptions(timeout_s=60))
+        taking = backend.BackendOptions(crossover_bytes=EVERYTHING, communicator=PATIENT)
         _GROUPS["ours"] = dist.new_group(backend="counterpoint", pg_options=taking)
         _GROUPS["gloo"] = dist.new_group(backend="gloo")
     return _GROUPS["ours"], _GROUPS["gloo"]
@@ -167,7 +167,7 @@ def compared_calls(_: Session) -> tuple[str, str]:
     level = dist.get_debug_level()  # type: ignore[attr-defined]
     dist.set_debug_level(dist.DebugLevel.DETAIL)  # type: ignore[attr-defined]
     try:
-        taking = backend.BackendOptions(crossover_bytes=EVERYTHING, communicator=CommunicatorOptions(timeout_s=60))
+        taking = backend.BackendOptions(crossover_bytes=EVERYTHING, communicator=PATIENT)
         ours: Any = dist.new_group(backend="counterpoint", pg_options=taking)
     finally:
         dist.set_debug_level(level)  # type: ignore[attr-defined]
@@ -258,7 +258,7 @@ def errors_of_ddp(ours: Any, gloo: Any) -> tuple[float, float, int]:
 
 def tensor_parallel(_: Session) -> tuple[list[float], list[float], int]:
     """A block split over an axis of a mesh with its own backend, and over gloo's: losses, and calls that ours took."""
-    taking = backend.BackendOptions(crossover_bytes=EVERYTHING, communicator=CommunicatorOptions(timeout_s=60))
+    taking = backend.BackendOptions(crossover_bytes=EVERYTHING, communicator=PATIENT)
     shape = (dist.get_world_size() // 2, 2)
     override: Any = {"by_ours": ("counterpoint", taking)}  # names of their own: DTensor takes equal meshes for one
     ours = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "by_ours"), backend_override=override)["by_ours"]

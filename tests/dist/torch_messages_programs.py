@@ -30,10 +30,11 @@ from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.errors import CounterpointError
 from counterpoint.measurement.session import Session
 from counterpoint.parallel.backend import messages
+from tests.support.ranks import PATIENT, TIMEOUT_S
 from tests.support.software_gpu import SoftwareGpu
 
 ROOM = 4096  # bytes of a mailbox: slots of 1 KiB
-OPTIONS = backend.BackendOptions(mailbox_bytes=ROOM, communicator=CommunicatorOptions(timeout_s=40))
+OPTIONS = backend.BackendOptions(mailbox_bytes=ROOM, communicator=PATIENT)
 
 
 @contextmanager
@@ -61,7 +62,7 @@ def on_software_gpus(
 
 def ring(_: Session, first: str, rounds: int, mailbox_bytes: int | None = ROOM) -> tuple[list[float], int]:
     """Everyone begins with the same kind of call, which is a deadlock of blocking sends without room for them."""
-    options = backend.BackendOptions(mailbox_bytes=mailbox_bytes, communicator=CommunicatorOptions(timeout_s=40))
+    options = backend.BackendOptions(mailbox_bytes=mailbox_bytes, communicator=PATIENT)
     with on_software_gpus(options) as (group, gpu):
         rank, size = dist.get_rank(), dist.get_world_size()
         seen = []
@@ -234,7 +235,7 @@ def _losses(group: Any, name: str, microbatches: int) -> list[float]:
 def one_dies(_: Session, opened: bool) -> tuple[str, tuple[int, ...], str, float]:
     """Rank 2 dies; rank 1 waits for its message, once the two have exchanged one before, or not."""
     options = backend.BackendOptions(
-        mailbox_bytes=ROOM, communicator=CommunicatorOptions(timeout_s=40 if opened else 2)
+        mailbox_bytes=ROOM, communicator=CommunicatorOptions(timeout_s=TIMEOUT_S if opened else 2)
     )
     manager = on_software_gpus(options)
     group, gpu = manager.__enter__()

@@ -71,7 +71,7 @@ def test_gpus_are_those_of_torch(checkup: dict[str, Any], facts: dict[str, Any])
 
 def test_sms_are_those_of_torch(facts: dict[str, Any]) -> None:
     """The numbers of the driver's attributes are right: this one is known to torch too."""
-    probed = json.loads(run(sys.executable, "-m", "counterpoint.machine.doctor.probe", "cuda"))
+    probed = json.loads(run(sys.executable, "-m", "counterpoint.doctor.probe", "cuda"))
     assert [device["num_sms"] for device in probed["devices"]] == facts["sms"]
 
 

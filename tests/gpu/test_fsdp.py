@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from counterpoint.measurement.launch import reserved_port
+from counterpoint.processes import reserved_port
 from tests.support.gpu_ranks import run_ranks
 
 pytestmark = pytest.mark.gpu(2)

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from counterpoint.measurement.launch import reserved_port
+from counterpoint.processes import reserved_port
 from tests.dist.stress_programs import Seen
 from tests.support.gpu_ranks import run_ranks
 

@@ -10,10 +10,8 @@ import pytest
 
 from counterpoint.tuned.file import read_tuned
 from counterpoint.tuning.from_trace import pairs_of_traces
-from counterpoint.tuning.script.command import parse_command
 from counterpoint.tuning.script.confirm import difference
-from counterpoint.tuning.script.launch import launch_script
-from counterpoint.tuning.script.task import ScriptResult, ScriptTask, ScriptVariant
+from counterpoint.tuning.script.launch import ScriptResult, ScriptTask, ScriptVariant, launch_script, parse_command
 
 pytestmark = pytest.mark.own_gpus("it measures times")
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.support.command import ROOT, program
+
 PROGRAM = """
 import sys
 import torch
@@ -32,14 +32,7 @@ def test_torch_knows_the_backend_by_name(tmp_path: Path) -> None:
     lines = [f"{name} = {target}\n" for name, target in entries.items()]
     (installed / "entry_points.txt").write_text("[torch.backends]\n" + "".join(lines))
     path = os.pathsep.join([str(tmp_path), str(ROOT / "src")])
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    done = program([sys.executable, "-c", PROGRAM], variables={**os.environ, "PYTHONPATH": path})
     assert done.returncode == 0, done.stderr
     loaded, made = done.stdout.splitlines()
     assert loaded == str([f"counterpoint{name}" for name in LOADED])

@@ -70,7 +70,6 @@ def test_pipeline_step_runs(tmp_path: Path) -> None:
     assert rows["stock"]["loss"] == rows["counterpoint"]["loss"] > 0
 
 
-@pytest.mark.long
 def test_a_pipeline_of_four_stages_runs(tmp_path: Path) -> None:
     """The ranks in the middle, which have neither the batch nor the loss, wait for both neighbours."""
     arguments = ["--device", "cpu", "--activations", "0.02", "--hidden", "32", "--rounds", "1", "--steps", "1"]
@@ -103,7 +102,6 @@ def test_random_collectives_run(tmp_path: Path) -> None:
     assert all(int(row[1]) > 0 for row in result["rows"])
 
 
-@pytest.mark.long
 def test_backend_hosts_runs(tmp_path: Path) -> None:
     """Halves of four ranks as hosts: all operations go over hosts, and are right, or it would have ended."""
     arguments = ["--device", "cpu", "--mib", "0.1", "--rounds", "1", "--steps", "1"]
@@ -266,7 +264,6 @@ def test_tensor_step_runs(tmp_path: Path, model: str) -> None:
     assert any("matmul" in line and "asked for cuts" in line for line in result["report"])
 
 
-@pytest.mark.long
 def test_tensor_parallel_beside_fsdp2_runs(tmp_path: Path) -> None:
     """2 x 2 ranks: both halves train as stock does, and overlap takes the collectives of both axes."""
     arguments = ["--shards", "2", "--device", "cpu", "--shape", "tiny", "--layers", "1", "--vocabulary", "512"]
@@ -374,7 +371,6 @@ def test_tune_noise_runs(tmp_path: Path) -> None:
     assert [(row[0], row[3]) for row in rows] == [("forum-4xh200", "9")] * 6 + [("all", "9")] * 6
 
 
-@pytest.mark.long
 def test_tune_step_runs(tmp_path: Path) -> None:
     """The benchmark in small, on CPUs: FSDP2 by stock, the best single mechanism, what was tuned and the oracle."""
     out = tmp_path / "step.json"

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.command import COUNTERPOINT, counterpoint, program
+
 SAMPLE = Path(__file__).resolve().parents[2] / "samples" / "tail-effect"
-
-
-def counterpoint(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from counterpoint.cli import main; main()", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +20,7 @@ def baseline(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_json_to_standard_output_is_json_alone() -> None:
-    done = counterpoint("diagnose", SAMPLE, "--json", "-")
+    done = program([*COUNTERPOINT, "diagnose", SAMPLE, "--json", "-"])
     assert (json.loads(done.stdout)["schema"], done.stderr) == ("counterpoint.diagnosis/1", "")
 
 
@@ -65,7 +60,7 @@ def test_two_runs_are_compared_as_json(baseline: Path) -> None:
 
 
 def test_gate_that_does_not_hold(baseline: Path) -> None:
-    done = counterpoint("diagnose", SAMPLE, "-q", "--gate", "hidden>=99%")
+    done = program([*COUNTERPOINT, "diagnose", SAMPLE, "-q", "--gate", "hidden>=99%"])
     assert (done.returncode, "FAIL (hidden is 34" in done.stderr) == (1, True)
 
 

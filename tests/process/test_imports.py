@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
+from subprocess import CompletedProcess
 
 import pytest
+
+from tests.support.command import program
 
 HEAVY = ("torch", "polars", "jinja2", "numpy")
 HELP = "import sys; sys.argv = ['counterpoint', '--help']; from counterpoint.cli import main; main()"
@@ -29,14 +31,14 @@ STATEMENTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "the report for Perfetto": ("import counterpoint.rendering.diagnosis_perfetto", ("polars",)),
     "the process beside a training": ("import counterpoint.monitoring.beside", ("torch", "polars", "plotly")),
     "a rank that is to die with its launcher": ("import counterpoint.tuning.script.rank", ("torch",)),
+    "the proof from traces": ("import counterpoint.tuning.check.api", ("torch", "polars")),
     "data frames": ("import counterpoint.diagnosis.frames", ("polars",)),
 }
 
 
-def run(code: str) -> subprocess.CompletedProcess[str]:
+def run(code: str) -> CompletedProcess[str]:
     variables = {key: value for key, value in os.environ.items() if key != "RANK"}
-    command = [sys.executable, "-c", code]
-    return subprocess.run(command, env=variables, capture_output=True, text=True, check=False, timeout=60)
+    return program([sys.executable, "-c", code], variables=variables)
 
 
 @pytest.mark.parametrize(("statement", "absent"), STATEMENTS.values(), ids=STATEMENTS)

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.command import Ended, counterpoint, program
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "plan" / "llama3-8b-one-node.toml"
 
 
-def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "counterpoint", "plan", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+def run(*arguments: str | Path) -> Ended:
+    return counterpoint("plan", *arguments)
 
 
 def test_a_table_by_default() -> None:
-    """Headline, whether it fits, parts, error of the model."""
-    done = run(EXAMPLE)
+    """Headline, whether it fits, parts, error of the model; in a process of its own."""
+    done = program([sys.executable, "-m", "counterpoint", "plan", EXAMPLE])
     assert done.returncode == 0
     assert done.stdout.startswith("llama3-8b on 8 × H200: ")
     assert "Where the step goes" in done.stdout
@@ -251,16 +251,16 @@ def test_one_of_several_topologies_is_chosen(tmp_path: Path) -> None:
     assert set(json.loads(done.stdout)["placement"]["host_of"]) == {f"b{k}" for k in range(1, 9)}
 
 
-def test_placement_without_its_extra_says_what_to_install() -> None:
-    """One line of a core install: Unsupported, with the command."""
+def test_yaml_without_its_extra_says_what_to_install() -> None:
+    """One line of a core install: Unsupported, with the command; all other topologies need no extra."""
     probe = (
-        "import importlib.util as util; real = util.find_spec\n"
-        "util.find_spec = lambda name, *more: None if name == 'scipy' else real(name, *more)\n"
+        "import sys; sys.modules['yaml'] = sys.modules['scipy'] = None\n"
         "from counterpoint.errors import Unsupported\n"
-        "try:\n    import counterpoint.plan.placement\nexcept Unsupported as error:\n    print(error)\n"
+        "from counterpoint.plan.placement import place, read_slurm\n"
+        "try:\n    read_slurm.read_yaml('', gpus=8)\nexcept Unsupported as error:\n    print(error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=False, timeout=60)
-    assert done.stdout == "placement needs scipy, which is not installed: pip install 'counterpoint[plan]'\n"
+    done = program([sys.executable, "-c", probe])
+    assert done.stdout == "topology.yaml needs PyYAML, which is not installed: pip install 'counterpoint[plan]'\n"
 
 
 @pytest.mark.parametrize(

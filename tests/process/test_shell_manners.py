@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from counterpoint.rendering.files import is_stream
+from tests.support.command import COUNTERPOINT, HANG_S, ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 SAMPLE = str(ROOT / "samples" / "tail-effect")
-MAIN = (sys.executable, "-c", "from counterpoint.cli import main; main()")
 MEASURE = (  # without ranks
     sys.executable,
     "-c",
@@ -27,9 +26,9 @@ MEASURE = (  # without ranks
     "quick",
 )
 VERBS = {
-    "diagnose": (*MAIN, "diagnose", SAMPLE),
-    "plan": (*MAIN, "plan", "examples/plan/llama3-70b-64-gpus.toml"),
-    "doctor": (*MAIN, "doctor", "--no-bandwidth"),
+    "diagnose": (*COUNTERPOINT, "diagnose", SAMPLE),
+    "plan": (*COUNTERPOINT, "plan", "examples/plan/llama3-70b-64-gpus.toml"),
+    "doctor": (*COUNTERPOINT, "doctor", "--no-bandwidth"),
     "measure": MEASURE,
 }
 each_verb = pytest.mark.parametrize("command", VERBS.values(), ids=VERBS)
@@ -38,12 +37,18 @@ each_verb = pytest.mark.parametrize("command", VERBS.values(), ids=VERBS)
 def run(command: tuple[str, ...], *more: object, stdout: int | None = subprocess.PIPE) -> tuple[int, str, str]:
     """Exit code (doctor's 1 for a machine with problems as 0), standard output and standard error."""
     done = subprocess.run(
-        [*command, *map(str, more)], stdout=stdout, stderr=subprocess.PIPE, text=True, check=False, timeout=60, cwd=ROOT
+        [*command, *map(str, more)],
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        timeout=HANG_S,
+        cwd=ROOT,
     )
     return 0 if "doctor" in command and done.returncode == 1 else done.returncode, done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("command", [*VERBS.values(), (*MAIN, "--help"), (*MAIN, "--version")])
+@pytest.mark.parametrize("command", [*VERBS.values(), (*COUNTERPOINT, "--help"), (*COUNTERPOINT, "--version")])
 def test_a_reader_that_ends_ends_the_command_by_sigpipe(command: tuple[str, ...]) -> None:
     """As `| head -1`: no traceback, no word."""
     reading, writing = os.pipe()
@@ -70,7 +75,7 @@ def test_json_to_a_pipe_reaches_its_reader(command: tuple[str, ...], tmp_path: P
     reader = threading.Thread(target=lambda: got.append(pipe.read_text()), daemon=True)
     reader.start()
     code, _, said = run(command, "--json", pipe)
-    reader.join(timeout=10)
+    reader.join(timeout=HANG_S)
     assert (code, said, pipe.is_fifo()) == (0, "", True)
     assert "schema" in json.loads(got[0])
 
@@ -78,7 +83,7 @@ def test_json_to_a_pipe_reaches_its_reader(command: tuple[str, ...], tmp_path: P
 def test_process_substitution_gets_the_json(tmp_path: Path) -> None:
     """As bash gives it: the name of an open descriptor."""
     line = f'"$@" -q --json >(cat > {tmp_path}/copy.json); wait $!'
-    subprocess.run(["bash", "-c", line, "bash", *VERBS["diagnose"]], check=True, timeout=60, cwd=ROOT)
+    subprocess.run(["bash", "-c", line, "bash", *VERBS["diagnose"]], check=True, timeout=HANG_S, cwd=ROOT)
     assert json.loads((tmp_path / "copy.json").read_text())["schema"] == "counterpoint.diagnosis/1"
 
 
@@ -125,7 +130,7 @@ def test_json_to_a_closed_standard_output_is_one_line() -> None:
     """As `>&-`."""
     done = subprocess.run(
         ["bash", "-c", '"$@" --json - >&-', "bash", *VERBS["plan"]],
-        capture_output=True, text=True, check=False, timeout=60, cwd=ROOT,
+        capture_output=True, text=True, check=False, timeout=HANG_S, cwd=ROOT,
     )  # fmt: skip
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
 

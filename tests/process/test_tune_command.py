@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ import pytest
 from counterpoint.records.tuning import LEAVE
 from counterpoint.tuned.file import read_tuned, tuned_toml
 from counterpoint.tuning.exporters import export
+from tests.support.command import COUNTERPOINT, Ended, counterpoint, program
 from tests.support.example_tuned import example_tuned
 
 PAIRS = """
@@ -41,21 +40,20 @@ def pairs_fixture(tmp_path: Path) -> Path:
     return path
 
 
-def tune(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from counterpoint.cli import main; main()", "tune", *map(str, arguments)]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=300)
+def tune(folder: Path, *arguments: str | Path) -> Ended:
+    return counterpoint("tune", *arguments, folder=folder)
 
 
 def test_pairs_become_choices(pairs: Path) -> None:
     """Each pair with both mechanisms of CPUs, stock against zero_sm, in the file as in the JSON."""
-    done = tune(pairs.parent, pairs, "--device", "cpu", "--rounds", "5", "--json", "choices.json")
+    arguments = ("--device", "cpu", "--rounds", "5", "--json", "choices.json")
+    done = program([*COUNTERPOINT, "tune", pairs, *arguments], folder=pairs.parent)
     assert done.returncode == 0, done.stderr
     tuned = read_tuned(pairs.parent / "counterpoint.toml")
     assert [{each.mechanism for each in pair.tried} for pair in tuned.pair] == [{"gloo", "zero_sm"}] * 2
     assert [pair.calls for pair in tuned.pair] == [12, 1]
     assert json.loads((pairs.parent / "choices.json").read_text())["pair"][0]["stock"] == "gloo"
     assert done.stdout.splitlines()[-2:] == ["wrote counterpoint.toml", "wrote choices.json"]
-    assert not list(pairs.parent.glob("*.partial.jsonl"))
 
 
 def test_a_budget_that_is_used_up_leaves_what_was_not_measured(pairs: Path) -> None:

@@ -113,7 +113,7 @@ def tuned_pair(mechanism: str, *, us: float = 90.0, stock_us: float = 100.0, **m
 
 def hostile_tuned() -> Tuned:
     """Return a tuning whose names are code in every format, with a pair of each kind of choice."""
-    names: dict[str, Any] = {"compute": HOSTILE, "where": (HOSTILE,), "dtype": HOSTILE, "why": HOSTILE}
+    names: dict[str, Any] = {"compute": HOSTILE, "where": (HOSTILE,), "why": HOSTILE}
     pairs = (
         tuned_pair("nccl+max_ctas=8+priority=high+gemm_sms=124", **names),
         tuned_pair("zero_sm", **names, bytes_per_rank=1 << 24),

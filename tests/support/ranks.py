@@ -1,4 +1,7 @@
-"""A pool of processes that are the ranks of one gloo group: started once per world size, used by many tests."""
+"""Ranks of gloo groups: pools for each world size, used by many tests, and ranks that may die, for one program each.
+
+All are forked from one process that has imported torch already, so that a rank costs no import.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,22 @@ import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from counterpoint.measurement.launch import reserved_port
+from counterpoint.collectives.options import CommunicatorOptions
+from counterpoint.processes import reserved_port
+from tests.support.command import HANG_S
 
-TIMEOUT_S = 300.0  # a hang; machines may be busy
+TIMEOUT_S = 900.0  # of communicators and groups that nobody waits for in vain: a busy machine needs less
+SOON_S = 300.0  # told by a watchdog or a peer, not by a time-out
+PATIENT = CommunicatorOptions(timeout_s=TIMEOUT_S)
+Answer = tuple[bool, Any] | None  # whether the program ended well, and what it gave or why not; None: the rank died
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload([
+    "counterpoint.measurement.session", "counterpoint.collectives.communicator", "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel", "pytest",
+])  # fmt: skip
 
 
 class Ranks:
@@ -26,43 +39,104 @@ class Ranks:
     def start(self) -> None:
         self.reserved = ExitStack()
         port = self.reserved.enter_context(reserved_port())
-        context = multiprocessing.get_context("spawn")
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(self.world_size):
-            here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, rank, self.world_size, port), daemon=True)
+            here, there = _FORKS.Pipe()
+            process = _FORKS.Process(target=_serve, args=(there, rank, self.world_size, port), daemon=True)
             process.start()
+            there.close()
             self.pipes.append(here)
             self.processes.append(process)
 
     def run(self, program: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Return what the program gave on each rank.
+
+        Raises:
+            AssertionError: a rank raised.
+            EOFError: a rank died.
+            TimeoutError: a rank hangs.
+        """
         try:
-            answers = self._answers(program, arguments)
-        except (TimeoutError, EOFError, BrokenPipeError):
+            answers = self.answers(program, arguments)
+            if None in answers:
+                raise EOFError(f"rank {answers.index(None)} died")
+            return [value for _, value in filter(None, answers)]
+        except (AssertionError, TimeoutError, EOFError, BrokenPipeError):
             self.close()
             self.start()  # for the tests that come after
             raise
-        failed = [text for ok, text in answers if not ok]
-        if failed:
-            raise AssertionError("\n".join(failed))
-        return [value for _, value in answers]
 
-    def _answers(self, program: Callable[..., Any], arguments: tuple[Any, ...]) -> list[tuple[bool, Any]]:
+    def answers(self, program: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Answer]:
+        """Return what each rank gave; None for one that died.
+
+        Raises:
+            AssertionError: a rank raised; the others were given some time more, for what they have to say.
+            TimeoutError: a rank hangs.
+        """
         for pipe in self.pipes:
             pipe.send((program, arguments))
-        answers = []
-        for rank, pipe in enumerate(self.pipes):
-            if not pipe.poll(TIMEOUT_S):
-                raise TimeoutError(f"rank {rank} did not answer within {TIMEOUT_S} s")
-            answers.append(pipe.recv())
-        return answers
+        answers: dict[Connection, Answer] = {}
+        failed: list[str] = []
+        while len(answers) < self.world_size:
+            ready = wait([pipe for pipe in self.pipes if pipe not in answers], 30.0 if failed else HANG_S)
+            for pipe in filter(self.pipes.__contains__, ready):
+                answers[pipe] = answer = _received(pipe)  # type: ignore[index, arg-type]
+                if answer is not None and not answer[0]:
+                    failed.append(f"rank {self.pipes.index(pipe)}: {answer[1]}")  # type: ignore[arg-type]
+            if not ready and not failed:
+                raise TimeoutError(f"a rank neither answered nor died within {HANG_S} s")
+            if not ready:
+                break
+        assert not failed, "\n".join(failed)
+        return [answers[pipe] for pipe in self.pipes]
 
     def close(self) -> None:
         for process in self.processes:
             process.kill()
             process.join()
         self.reserved.close()
+
+
+def run_once(world_size: int, program: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Return what `program` gave on each rank of a new gloo group; of a rank that was killed, its exit code.
+
+    No process is left behind.
+
+    Raises:
+        AssertionError: a rank raised.
+        TimeoutError: a rank neither answered nor died.
+    """
+
+    ranks = Ranks(world_size)
+    try:
+        given = ranks.answers(program, arguments)
+        for process, answer in zip(ranks.processes, given, strict=True):
+            if answer is None:
+                process.join()
+        return [
+            process.exitcode if answer is None else answer[1]
+            for process, answer in zip(ranks.processes, given, strict=True)
+        ]
+    finally:  # no rank goes before, while others may still need it
+        ranks.close()
+
+
+def _received(pipe: Connection) -> Answer:
+    try:
+        answer: Answer = pipe.recv()
+    except (EOFError, ConnectionResetError):
+        return None
+    return answer
+
+
+def error_of(call: Callable[[], object]) -> str:
+    """Return the kind and the text of the error that a call raises, or "nothing"."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
 
 
 def become(rank: int, world_size: int, port: int) -> None:
@@ -80,9 +154,12 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int) -> None:
     become(rank, world_size, port)
     from counterpoint.measurement.session import Session
 
-    session = Session("cpu")
+    session = Session("cpu", timeout_s=TIMEOUT_S)
     while True:
-        program, arguments = pipe.recv()
+        try:
+            program, arguments = pipe.recv()
+        except EOFError:  # whoever asked has gone
+            return
         try:
             pipe.send((True, program(session, *arguments)))
         except Exception:

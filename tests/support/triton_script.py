@@ -12,23 +12,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.command import HANG_S, ROOT
 
 
-def ran(script: Path, cases: list[Any]) -> list[Any]:
-    """What a script says about `cases`."""
+def ran(script: Path, cases: list[Any], request: pytest.FixtureRequest) -> dict[int, Any]:
+    """Return what a script says about the cases that tests with this fixture ask for by their `index`, or about all."""
+    askers = [item for item in request.session.items if request.fixturename in getattr(item, "fixturenames", ())]
+    asked = {item.callspec.params.get("index") if hasattr(item, "callspec") else None for item in askers}
+    chosen = range(len(cases)) if None in asked else sorted(asked)
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
-        [sys.executable, str(script)],
-        input=json.dumps(cases),
-        capture_output=True,
-        text=True,
-        timeout=230,
-        check=False,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-    )
+        [sys.executable, str(script)], input=json.dumps([cases[index] for index in chosen]), capture_output=True,
+        text=True, timeout=HANG_S, check=False, env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+    )  # fmt: skip
     if "only 0-dimensional arrays" in done.stderr:
         pytest.skip(f"Triton's interpreter does not work with numpy {np.__version__}")
     assert done.returncode == 0, done.stderr[-3000:]
-    answer: list[Any] = json.loads(done.stdout)
-    return answer
+    return dict(zip(chosen, json.loads(done.stdout), strict=True))

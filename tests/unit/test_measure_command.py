@@ -19,8 +19,6 @@ from tests.support import example_measurement as measured
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path, result: Measurement | None = None) -> Result:
     def measure(suite: str, **options: Any) -> Measurement:
-        if options["partial"] is not None:
-            options["partial"].touch()
         return result or measured.usual()
 
     monkeypatch.setattr(api, "measure", measure)
@@ -44,26 +42,22 @@ def test_out_holds_everything(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert msgspec.json.decode((tmp_path / "x.json").read_bytes(), type=Measurement) == measured.usual()
 
 
-def test_the_table_lies_beside_it_and_the_partial_results_are_gone(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_table_lies_beside_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Two files: the results and their table."""
     run(monkeypatch, "--out", tmp_path / "x.json")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.json", "x.md"]
 
 
-def test_partial_results_stay_where_the_results_could_not_be_written(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Hours of measuring are not lost to a full disk."""
+def test_a_full_disk_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In one sentence, and no half of a file is left."""
 
     def full(path: Path) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("counterpoint.commands.terminal.replacing", full)
-    with pytest.raises(CounterpointError, match=r"No space left.*kept in .*x.json.partial.jsonl"):
+    with pytest.raises(CounterpointError, match=r"x.json.*No space left"):
         run(monkeypatch, "--out", tmp_path / "x.json")
-    assert [path.name for path in tmp_path.iterdir()] == ["x.json.partial.jsonl"]
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -89,12 +83,6 @@ def test_files_that_could_not_be_written_are_refused_before_measuring(
     with pytest.raises(Misconfigured, match=said):
         run(monkeypatch, *arguments)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "taken.md"]
-
-
-def test_a_plot_without_pairs_is_refused(tmp_path: Path) -> None:
-    """`blocks` has no `hidden` to draw."""
-    with pytest.raises(Misconfigured, match="suite 'blocks' has none"):
-        CliRunner().invoke(app, ["measure", "blocks", "--html", str(tmp_path / "x.html")], catch_exceptions=False)
 
 
 def test_results_that_cannot_be_printed_are_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

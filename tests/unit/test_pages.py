@@ -38,7 +38,7 @@ def blocks(language: str) -> list[tuple[str, str]]:
 COMMANDS = sorted(
     {
         (page, line.strip())
-        for page, text in blocks("")
+        for page, text in [*blocks(""), *blocks("bash")]
         for line in text.splitlines()
         if line.startswith("counterpoint ")
     }

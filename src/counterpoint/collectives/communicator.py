@@ -229,7 +229,7 @@ class Communicator(EvenCollectives):
             self._transport.close()
 
     def abort(self) -> None:
-        """End the communicator without waiting for peers: calls under way fail, and what they write is invalid.
+        """End the communicator without waiting for peers: calls under way fail, and their outputs are invalid.
 
         Those that end by themselves within a quarter of a second end well.
         """

@@ -70,11 +70,11 @@ class CommunicatorOptions:
         Tuning(chunk_bytes=self.chunk_bytes, staging_bytes=self.staging_bytes)  # raises if it cannot be one
 
     def of_communicator(self) -> dict[str, Any]:
-        """Return those of these options that every communicator has, by name."""
+        """Return the options that every communicator has, by name."""
         return {name: getattr(self, name) for name in CommunicatorOptions.__dataclass_fields__}
 
     def shared(self, *, on_gpu: bool, profile: Profile) -> dict[str, object]:
-        """Return the options that must be equal on all ranks: those that shape programs, and on GPUs memory regions."""
+        """Return the options that must be equal on all ranks: they shape programs, and on GPUs memory regions."""
         same: dict[str, object] = {
             "channels": self.channels,
             "chunk_bytes": self.chunk_bytes,

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
 from counterpoint.commands.terminal import check_outputs, json_file, progress, write_json
 from counterpoint.errors import Misconfigured
-from counterpoint.records.effect import Effect, TuningEffect
 
 _TUNING = ".toml"  # ends the name of what `counterpoint tune` wrote
 _TIMEOUT_S = 60.0
@@ -48,7 +46,7 @@ def doctor(
             raise Misconfigured("--check looks at traces, not at the machine: only --json and --quiet go with it")
         _check(check, json, quiet=quiet)
         return
-    from counterpoint.machine.doctor.checkup import collect_readings, examine, exit_code
+    from counterpoint.doctor.checkup import collect_readings, examine, exit_code
     from counterpoint.machine.profile import own_profile, profile_of
 
     with progress(quiet, "looking") as tell:
@@ -77,31 +75,17 @@ def _check(given: list[str], json: str | None, *, quiet: bool) -> None:
         raise Misconfigured(f"--check with {len(tunings)} tunings; give one {_TUNING} file, and traces")
     if not traces:
         raise Misconfigured("--check with a tuning alone; give traces of two steps, too: --check traces/")
+    from counterpoint.tuned.file import read_tuned
+    from counterpoint.tuning.check.api import check
+
     with progress(quiet, "looking for traces") as tell:
-        effect = _tuning_effect(tunings[0], traces, tell) if tunings else _copies_effect(traces, tell)
+        effect = check(traces, read_tuned(tunings[0]) if tunings else None, progress=tell)
     if json is not None:
         write_json(effect, json_file(json))
     if not quiet and json != "-":
         from rich.console import Console
 
-        from counterpoint.rendering.effect_terminal import render_effect, render_tuning_effect
+        from counterpoint.rendering.effect_terminal import render_effect
 
-        console = Console(soft_wrap=False)
-        if isinstance(effect, TuningEffect):
-            render_tuning_effect(effect, console)
-        else:
-            render_effect(effect, console)
+        render_effect(effect, Console(soft_wrap=False))
     raise typer.Exit(0 if effect.took_effect else 1)
-
-
-def _copies_effect(traces: list[str], tell: Callable[[int, int, str], None]) -> Effect:
-    from counterpoint.diagnosis.effect import check_effect
-
-    return check_effect(traces, progress=tell)
-
-
-def _tuning_effect(tuning: str, traces: list[str], tell: Callable[[int, int, str], None]) -> TuningEffect:
-    from counterpoint.diagnosis.tuning_effect import check_tuning
-    from counterpoint.tuned.file import read_tuned
-
-    return check_tuning(read_tuned(tuning), traces, progress=tell)

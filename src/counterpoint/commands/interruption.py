@@ -1,4 +1,4 @@
-"""End a command that started ranks when it is interrupted, and say where what it measured is kept."""
+"""End a command that started ranks when it is interrupted, and say where its results are when it fails later."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
@@ -28,7 +27,7 @@ def adding(hint: str) -> Iterator[None]:
 
 
 @contextmanager
-def ending_cleanly(partial: Path | None, *, fresh: bool) -> Iterator[None]:
+def ending_cleanly() -> Iterator[None]:
     """End all ranks on Ctrl-C, SIGTERM or a closed terminal, then this process with 128 + the signal's number."""
 
     def stop(number: int, frame: FrameType | None) -> NoReturn:
@@ -43,9 +42,7 @@ def ending_cleanly(partial: Path | None, *, fresh: bool) -> Iterator[None]:
     try:
         yield
     except _Stopped as stopped:
-        again = f"the same command{' without --fresh' if fresh else ''} goes on"
-        kept = f"; finished pairs are kept in {partial}: {again}" if partial and partial.exists() else ""
-        print(f"counterpoint: stopped by {signal.Signals(stopped.number).name}{kept}", file=sys.stderr)
+        print(f"counterpoint: stopped by {signal.Signals(stopped.number).name}", file=sys.stderr)
         raise typer.Exit(128 + stopped.number) from None
     finally:
         for number, handler in before.items():

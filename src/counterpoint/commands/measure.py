@@ -24,17 +24,14 @@ if TYPE_CHECKING:
     from counterpoint.records.measurement import Measurement
 
 
-NARROWEST = 80  # columns of a terminal; below, rich would leave out columns of a table
+NARROWEST = 80  # columns of a terminal: below, lines are longer than it
 IN_A_FILE = 140  # what nobody folds: mechanisms with three controls keep their line
 
 
 def measure(
     suite: Annotated[
         str,
-        typer.Argument(
-            help="quick, pairs, reductions, conccl, resource-aware, forum, budget, blocks, tensor, expert, machine, "
-            "full."
-        ),
+        typer.Argument(help="quick, pairs, conccl, resource-aware, forum, tensor, expert, machine."),
     ],
     mechanism: Annotated[
         list[str] | None, typer.Option(help="Only this mechanism, as in nccl+max_ctas=8; may be repeated.")
@@ -42,12 +39,8 @@ def measure(
     device: Annotated[str, typer.Option(help="cuda, or cpu: the same pairs with gloo, to try it anywhere.")] = "cuda",
     nproc: Annotated[int | None, typer.Option(help="Ranks: by default all GPUs; 2 on CPUs.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write all results as JSON, and a table next to it (.md).")] = None,
-    html: Annotated[Path | None, typer.Option(help="Draw hidden by ratio and order: one self-contained page.")] = None,
-    fresh: Annotated[
-        bool | None,
-        typer.Option(
-            "--fresh/--resume", help="Discard what an interrupted run left near --out, or (by default) go on with it."
-        ),
+    html: Annotated[
+        Path | None, typer.Option(help="All tables, and hidden drawn by ratio and order: one self-contained page.")
     ] = None,
     rounds: Annotated[int, typer.Option(help="Trials of each kind per pair; the first two are dropped.")] = 12,
     timeout: Annotated[float, typer.Option(help="Seconds without a finished pair after which the run ends.")] = 120.0,
@@ -56,44 +49,30 @@ def measure(
 ) -> None:
     """How much overlap does this machine allow, by which mechanism? Needs torch, and 2 GPUs or --device cpu."""
     json_path = json_file(json)
-    if fresh is not None and (out is None or is_stream(out)):
-        raise Misconfigured("--fresh and --resume are about what lies next to --out; give --out an ordinary file")
     check_outputs(out, html, json_path)
     if out is not None and out.suffix == ".md":
         raise Misconfigured(
             f"--out {out} is where the table goes; name the JSON file, as in {out.with_suffix('.json')}"
         )
-    table, partial = _next_to(out)
-    check_outputs(table, partial)
-    if html is not None and html.resolve() in {path.resolve() for path in (table, partial, table and out) if path}:
+    table = None if out is None or is_stream(out) else out.with_suffix(".md")
+    check_outputs(table)
+    if html is not None and html.resolve() in {path.resolve() for path in (table, table and out) if path}:
         raise Misconfigured(f"--html {html} is where --out puts its results or their table; name another file")
-    if html is not None and suite in ("blocks", "tensor"):
-        raise Misconfigured(f"--html draws pairs, and suite {suite!r} has none; --out writes its table")
-    with ending_cleanly(partial, fresh=bool(fresh)), progress(quiet, "starting ranks") as tell:
+    with ending_cleanly(), progress(quiet, "starting ranks") as tell:
         from counterpoint.measurement import api
 
         measured = api.measure(
             suite, device=device, world_size=nproc, mechanisms=mechanism, rounds=rounds, timeout_s=timeout,
-            partial=partial, fresh=bool(fresh), progress=tell,
+            progress=tell,
         )  # fmt: skip
-        with adding(f"; what was measured is kept in {partial}: the same command goes on" if partial else ""):
-            _write(measured, out, table, html)
-            if json_path is not None:
-                write_json(measured, json_path)
-    if partial is not None:
-        partial.unlink(missing_ok=True)  # only now: the results are safe
+        _write(measured, out, table, html)
+        if json_path is not None:
+            write_json(measured, json_path)
     with adding(f"; the results are in {out}" if out else ""):
         if json == "-":
             write_json(measured, None)
         else:
             _print(measured, out, (out, table, html), quiet=quiet)
-
-
-def _next_to(out: Path | None) -> tuple[Path | None, Path | None]:
-    """Return the paths beside `--out` for the table and for partial results; None if `--out` is a device or pipe."""
-    if out is None or is_stream(out):
-        return None, None
-    return out.with_suffix(".md"), out.with_name(out.name + ".partial.jsonl")
 
 
 def _write(measured: Measurement, out: Path | None, table: Path | None, html: Path | None) -> None:
@@ -118,7 +97,7 @@ def _write(measured: Measurement, out: Path | None, table: Path | None, html: Pa
 def _print(measured: Measurement, out: Path | None, wrote: Sequence[Path | None], *, quiet: bool) -> None:
     import msgspec
 
-    from counterpoint.rendering.measurement_text import summary
+    from counterpoint.rendering.measurement_summary import summary
 
     if not quiet:
         from rich.console import Console

@@ -187,7 +187,7 @@ def _fit(
     check_outputs(path)
     if path is not None and path.suffix != ".json":
         raise Misconfigured(f"--write-network {printable(str(path), 200)}: give a name that ends with .json")
-    from counterpoint.plan.network.own import fit_network
+    from counterpoint.plan.network.fit import fit_network
     from counterpoint.rendering.plan_terminal import render_network_fit
 
     found = fit_network(files, network=asked.get("network"), gpu=asked.get("gpu"), ranks=ranks)

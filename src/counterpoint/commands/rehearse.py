@@ -28,7 +28,7 @@ def rehearse(
     """Does my script do the right thing on N GPUs? Runs all ranks on one GPU: values and order hold, times do not."""
     json_path = json_file(json)
     check_outputs(json_path)
-    with ending_cleanly(None, fresh=True):
+    with ending_cleanly():
         from counterpoint.rehearsal import api
 
         found = api.rehearse(command, device=device, hosts=hosts, timeout_s=timeout, echo=not quiet and json != "-")

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from counterpoint.records.tuning import Tuned
 
 _EXCLUDED = {  # by option that says what to do: the options that would have no effect
-    "machine": ("source", "run", "to", "profile", "budget", "rounds", "fresh", "html", "json"),
-    "to": ("run", "profile", "device", "nproc", "budget", "rounds", "timeout", "fresh", "json"),
-    "run": ("source", "nproc", "fresh"),
+    "machine": ("source", "run", "to", "profile", "budget", "rounds", "html", "json"),
+    "to": ("run", "profile", "device", "nproc", "budget", "rounds", "timeout", "json"),
+    "run": ("source", "nproc"),
 }
 _WHY = {
     "machine": "it measures all of a machine",
@@ -52,7 +52,7 @@ def tune(
     ] = False,
     to: Annotated[
         str | None,
-        typer.Option(help="Write a tuning for others: env, nccl-tuner-csv, megatron-yaml, torchtitan, python."),
+        typer.Option(help="Write a tuning for others: env, megatron-yaml, python."),
     ] = None,
     profile: Annotated[
         Path | None,
@@ -77,12 +77,6 @@ def tune(
     timeout: Annotated[
         float, typer.Option(help="Seconds without a finished pair or step after which the run ends.")
     ] = 120.0,
-    fresh: Annotated[
-        bool,
-        typer.Option(
-            "--fresh/--resume", help="Discard what an interrupted run left near --out, or (by default) go on with it."
-        ),
-    ] = False,
     json: Annotated[str | None, typer.Option(help="Write the choices as JSON; - prints them (and only them).")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No summary and no progress.")] = False,
 ) -> None:
@@ -104,15 +98,13 @@ def tune(
         return
     out, json_path = out or Path("counterpoint.toml"), json_file(json)
     _check_outputs(source, out, html, json_path)
-    partial = None if is_stream(out) or run is not None else out.with_name(out.name + ".partial.jsonl")
-    check_outputs(partial)
-    with ending_cleanly(partial, fresh=fresh), progress(quiet, "starting ranks") as tell:
+    with ending_cleanly(), progress(quiet, "starting ranks") as tell:
         if source is not None:
             from counterpoint.tuning import api
 
             tuned = api.tune(
                 source, device=device or "cuda", world_size=nproc, profile=profile, budget_s=budget, rounds=rounds,
-                timeout_s=timeout, partial=partial, fresh=fresh, progress=tell,
+                timeout_s=timeout, progress=tell,
             )  # fmt: skip
         else:
             from counterpoint.tuning.script.api import tune_script
@@ -121,10 +113,7 @@ def tune(
                 run or "", device=device, profile=profile, budget_s=budget, rounds=rounds, timeout_s=timeout,
                 progress=tell,
             )  # fmt: skip
-        with adding(f"; what was measured is kept in {partial}: the same command goes on" if partial else ""):
-            _write(tuned, out, html, json_path)
-    if partial is not None:
-        partial.unlink(missing_ok=True)  # only now: the choices are safe
+        _write(tuned, out, html, json_path)
     with adding(f"; the choices are in {out}"):
         if json == "-":
             write_json(tuned, None)
@@ -148,7 +137,7 @@ def _refuse(context: typer.Context, option: str, excluded: tuple[str, ...]) -> N
 def _tune_machine(out: Path, *, device: str | None, nproc: int | None, timeout: float, quiet: bool) -> None:
     """Measure this machine, write its profile, and say what is in it."""
     check_outputs(out)
-    with ending_cleanly(None, fresh=True), progress(quiet, "starting ranks") as tell:
+    with ending_cleanly(), progress(quiet, "starting ranks") as tell:
         from counterpoint.machine.profile import profile_json
         from counterpoint.tuning.machine import tune_machine
 

@@ -56,7 +56,7 @@ class Control(ABC):
 
     @abstractmethod
     def verify(self, seen: Observation) -> Evidence:
-        """Return whether the control took effect, judged by what ran and never by what was asked."""
+        """Return whether the control took effect, judged by the kernels that ran and never by the request."""
 
     def configure(self, options: Any) -> None:  # noqa: B027  most controls do not
         """Set fields of `torch.distributed.ProcessGroupNCCL.Options` before the process group is made."""
@@ -102,7 +102,7 @@ def no_driver_calls(*names: str) -> str | None:
 
 
 def call_driver(name: str, *arguments: Any) -> Any:
-    """Return what the driver's function `name` returns through cuda-bindings; see `call_bindings`."""
+    """Return the result of the driver's function `name`, called through cuda-bindings; see `call_bindings`."""
     from cuda.bindings import driver
 
     return call_bindings(driver, name, *arguments)

@@ -56,7 +56,7 @@ class _CallbackData(ctypes.Structure):
 
 
 class _Config(ctypes.Structure):
-    """Lays out `CUlaunchConfig`; cuLaunchKernel's arguments after the function are the same up to the stream."""
+    """Lays out `CUlaunchConfig`; cuLaunchKernel's arguments after the function are equal up to the stream."""
 
     _fields_ = [
         ("grid", ctypes.c_uint * 3),

@@ -30,7 +30,7 @@ class CommFirst(Control):
     that helps: a stream that goes on, even with 64 memsets, can keep the GPU's front end from the collective's launch.
     The host must queue the collective **before** the compute, as programs that prefetch do; a compute queued first goes
     ahead at once (waiting for what is not queued could hang). Costs: the lead, some 20 µs of the host, and all the
-        time for which work before the collective holds up its stream. Measured: docs/results/controls.md.
+        time for which work before the collective holds up its stream. Measured: docs/results/pairs.md.
     """
 
     setting: ClassVar[str] = "order=comm_resident"

@@ -155,7 +155,7 @@ class NcclCtaPolicy(Control):
         nccl_config(options).cta_policy = _NUMBER[self.policy]
 
     def verify(self, seen: Observation) -> Evidence:
-        """Compare NCCL's kernels and copies with what the policy means."""
+        """Compare NCCL's kernels and copies with the meaning of the policy."""
         kernels, moved = nccl_kernels(seen.comm), copies(seen.comm)
         now, before = blocks(kernels), blocks(nccl_kernels(seen.comm_without))
         took_effect, asked = {
@@ -247,7 +247,7 @@ class NcclWindows(Control):
 
 
 def _path(comm: tuple[Launched, ...]) -> str:
-    """Return in words what NCCL ran: symmetric kernels, plain kernels, copies or nothing."""
+    """Return in words the path that NCCL took: symmetric kernels, plain kernels, copies or nothing."""
     kernels = nccl_kernels(comm)
     if kernels:
         return "symmetric kernels" if len(symmetric_kernels(comm)) == len(kernels) else "plain kernels"

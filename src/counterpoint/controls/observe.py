@@ -1,4 +1,4 @@
-"""Observe what really ran on a GPU: kernels, copies and memsets by the profiler; priorities and SMs by the device.
+"""Observe the work that ran on a GPU: kernels, copies and memsets by the profiler; priorities and SMs by the device.
 
 The profiler does not report the clusters of kernels: `captured_kernels` reads them from a captured graph.
 """
@@ -76,7 +76,7 @@ class _Trace(msgspec.Struct):
 
 
 def observe(launch: Callable[[], None], *, device: Any) -> tuple[Launched, ...]:
-    """Return what `launch` runs, sorted by start: it is called once to warm up and once under torch's profiler.
+    """Return the work that `launch` starts, sorted by start: it is called to warm up, and under torch's profiler.
 
         for one in observe(lambda: torch.mm(x, w), device=device): print(one.name, one.num_blocks)
 
@@ -89,7 +89,7 @@ def observe(launch: Callable[[], None], *, device: Any) -> tuple[Launched, ...]:
 def _observed(
     launch: Callable[[], None], device: Any, streams: Sequence[Any] = ()
 ) -> tuple[tuple[Launched, ...], list[int | None]]:
-    """Return what ran, with priorities where it ran on one of `streams`, and the profiler's number of each of them."""
+    """Return the work that ran, with priorities on the given `streams`, and the profiler's number of each stream."""
     import torch
 
     with torch.cuda.device(device):
@@ -212,7 +212,7 @@ def see_all(pairs: Sequence[Lanes], *, without: Lanes, device: Any, clusters: bo
 def verified(
     controls: Sequence[Control], lanes: Lanes, *, device: Any, without: Lanes | None = None, group: Any = None
 ) -> Iterator[Lanes]:
-    """Yield `lanes` with all `controls` applied, after checking what they change in what runs.
+    """Yield `lanes` with all `controls` applied, after checking that each takes effect.
 
         with verified([GemmSmLimit(num_sms=108)], lanes, device=device) as lanes:
             ...  # launch lanes.comm on lanes.comm_stream, lanes.compute on lanes.compute_stream
@@ -262,7 +262,7 @@ def _of_ranks(mine: list[Evidence], group: Any) -> list[list[Evidence]]:
 
 
 def sides_of_all(pairs: Sequence[Lanes], device: Any) -> list[Sides]:
-    """Return what ran of compute and of the collective of each pair, under one profiler: starting one takes a second.
+    """Return the kernels of compute and of the collective of each pair, under one profiler, as it starts slowly.
 
     Both sides of a pair are released at the same moment, the collective queued first; one pair after the other. What
     ran on the compute stream is compute, everything else is the collective's. All ranks call it.

@@ -32,7 +32,7 @@ class OccupancyShaping(Control):
     launches, cuBLAS and PyTorch included, at about 7 µs each and not beside a profiler (launch_hooks.py). Kernels
     launched through cuda-bindings or cuda.core ask `shaper.dynamic_smem` or `shaper.launch_config` themselves.
 
-    What it is good for was measured on H200 (docs/results/occupancy.md): a collective that comes second gets in by
+    What it is good for was measured on H200 (docs/results/pairs.md): a collective that comes second gets in by
     *priority*, with or without shaping; shaping decides how long that takes, and what the GEMM itself gains or loses.
     Source: "Resource-aware Computation-Communication Overlap", arXiv 2606.09200.
 
@@ -103,7 +103,7 @@ class OccupancyShaping(Control):
 
     @contextmanager
     def apply(self, lanes: Lanes) -> Iterator[Lanes]:
-        """Shape what the compute side launches."""
+        """Shape the launches of the compute side."""
         with self.launches() as shaper:
             shaper.active = False  # the communication side stays as it is
 
@@ -117,7 +117,7 @@ class OccupancyShaping(Control):
             yield replace(lanes, compute=shaped)
 
     def verify(self, seen: Observation) -> Evidence:
-        """Compare the blocks per SM of one kernel: of those that `kernels` names, the longest without the control."""
+        """Compare the blocks per SM of one kernel: the longest of `kernels` without the control."""
         sm = self.sm or device_limits()
         before = self._longest(seen.compute_without)
         after = self._longest(tuple(one for one in seen.compute if before is not None and one.name == before.name))
@@ -229,7 +229,7 @@ def _total(kernel: UnshapedKernel, wanted: OccupancyShaping, before: int, sm: Sm
 
 
 class Shaper:
-    """Decides once per kernel how to launch it. Threads may share a shaper: a decision taken twice is the same."""
+    """Decides once per kernel how to launch it. Threads may share a shaper: a decision taken twice has one result."""
 
     def __init__(self, wanted: OccupancyShaping) -> None:
         self.active = True  # read by the hooks: off while the communication side is queued
@@ -310,7 +310,7 @@ class Shaper:
 
 
 def device_limits(device: int | None = None) -> SmLimits:
-    """Return what an SM of the device (None: of the current context) holds, as the driver says; raise if it cannot."""
+    """Return the limits of an SM of the device (None: of the current context), by the driver; raise if it fails."""
     from cuda.bindings import driver
 
     which = call_driver("cuCtxGetDevice") if device is None else call_driver("cuDeviceGet", device)

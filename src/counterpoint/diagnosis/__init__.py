@@ -2,7 +2,5 @@
 
 `counterpoint.diagnose` is api.py: it reads the ranks (reading/), analyses the job that they make (analysis/), and says
 what to act on (findings/). comparison.py compares two diagnoses and gate.py checks one in CI; frames.py turns one into
-tables. hang.py finds which ranks are missing in flight-recorder dumps. effect.py proves from a trace that copy engines
-moved what ranks exchanged, tuning_effect.py that the choices of a tuning took effect (knobs.py, one by one;
-tuned_calls.py finds their calls).
+tables. hang.py finds which ranks are missing in flight-recorder dumps.
 """

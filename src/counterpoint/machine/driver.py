@@ -14,7 +14,7 @@ _MOST_DEVICES = 1024  # more is no answer, and asking all of them would take day
 
 
 class ProbeUnavailable(Unsupported):
-    """Says that nothing can be read of a machine here; its text names what is missing."""
+    """Says that nothing can be read of a machine here; its text names the missing part."""
 
 
 class ProbeFailed(ProbeUnavailable):

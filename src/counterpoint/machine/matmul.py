@@ -1,4 +1,4 @@
-"""Compute the arithmetic of a matrix product from waves of tiles and what a GPU reaches of its data sheet.
+"""Compute the arithmetic of a matrix product from waves of tiles and the share of its data sheet that a GPU reaches.
 
     math = waves · tile,   waves = ceil(batch · ceil(m / tile_m) · ceil(n / tile_n) / SMs)
     tile = 2 · tile_m · tile_n · (k + depth) · max(1 + edge · e, load · e) / (peak · matmul / SMs)

@@ -29,7 +29,7 @@ class SmLimits:
 
     @property
     def most_smem_per_block(self) -> int:
-        """Return the shared memory that a block may opt in to, bytes: all of an SM's, less what the system reserves."""
+        """Return the shared memory that a block may opt in to, bytes: an SM's, less the system's reserve."""
         return self.smem - self.smem_reserved
 
 

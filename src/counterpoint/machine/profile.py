@@ -1,4 +1,4 @@
-"""Read and write the file of what was measured on one kind of machine: rates, crossovers, contention, what GEMMs reach.
+"""Read and write the file of figures measured on one kind of machine: rates, crossovers, contention, GEMM efficiency.
 
 Profiles lie in `profiles/<gpu>.json`, each group of figures with its source and date; docs/reference/profile.md
 describes the groups. A file may leave groups out, and of `mechanisms` and `efficiency` parts. What a user's own file
@@ -77,14 +77,14 @@ class NcclFacts(_Group, frozen=True, kw_only=True):
 
 
 class NcclRates(_Group, frozen=True, kw_only=True):
-    """Holds how long NCCL takes alone, with all its CTAs: latency + what crosses a GPU's links / bus bandwidth."""
+    """Holds how long NCCL takes alone, with all its CTAs: latency + bytes over a GPU's links / bus bandwidth."""
 
     latency_us: Micros
     bus_gb_per_s: dict[Operation, Rate]  # by operation, as nccl-tests count it, of large arrays
 
 
 class SumRates(_Group, frozen=True, kw_only=True):
-    """Holds how fast SMs add up what copies have brought: GB/s, bytes read and written counted."""
+    """Holds how fast SMs add up copied data: GB/s, bytes read and written counted."""
 
     sm_gb_per_s: Rate  # one SM
     memory_gb_per_s: Rate  # all SMs together
@@ -254,7 +254,7 @@ def own_profile_of_traces(gpu: str | None) -> Profile | None:
 
 
 def shipped_profile(gpu: str | None) -> Profile:
-    """Return the shipped profile of a GPU; what was not measured on it comes from the closest one, else from H200."""
+    """Return the shipped profile of a GPU; figures not measured on it come from the closest GPU, else from H200."""
     key = "this device" if gpu is None else _key(gpu)
     for found in _shipped():
         if key == found.gpu:

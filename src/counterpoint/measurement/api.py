@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import os
-import shutil
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from importlib import metadata
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-from counterpoint.errors import CounterpointError, Misconfigured, PeerTimeout, Unsupported
+from counterpoint.errors import CounterpointError, Misconfigured, Unsupported
 from counterpoint.machine.driver import visible_gpus
 from counterpoint.machine.gpus import find_gpu
-from counterpoint.measurement.launch import STARTUP_S, VARIABLES, Progress, launch
-from counterpoint.measurement.resume import finished, resumable
+from counterpoint.measurement.launch import STARTUP_S, launch, read_outcomes
 from counterpoint.measurement.suites import SMS, blocks_of, scenarios_of
+from counterpoint.processes import Progress, run_folder
 from counterpoint.records.measurement import Block, Measurement, Outcome, Plan, Scenario
-from counterpoint.version import VERSION
 
 MIN_ROUNDS = 5  # two are dropped, and a median needs three
 MAX_CPU_RANKS = 64
@@ -38,8 +32,6 @@ def measure(
     mechanisms: Sequence[str] | None = None,
     rounds: int = 12,
     timeout_s: float = 120.0,
-    partial: Path | None = None,
-    fresh: bool = False,
     progress: Progress | None = None,
 ) -> Measurement:
     """Run a suite on GPUs of this machine, or with gloo on its CPUs, in one new process per rank.
@@ -51,15 +43,13 @@ def measure(
         mechanisms: such as "nccl+max_ctas=8"; None: those of the suite.
         rounds: trials of each kind per scenario, of which the first two are dropped.
         timeout_s: longest time without a finished scenario (one minute more before the first).
-        partial: finished scenarios are kept in this file and not measured again; the caller removes it.
-        fresh: throw away what `partial` holds.
         progress: called as (scenarios done, in all, what runs now).
 
     Returns:
         A row for each pair, mechanism and launch order, and one for each building block; times in µs.
 
     Raises:
-        Misconfigured: an option has a value that is not allowed here, or `partial` is of another run.
+        Misconfigured: an option has a value that is not allowed here.
         Unsupported: no torch, fewer than two GPUs, what a rank found missing, or no mechanism that can run.
         PeerTimeout: ranks died or hung; names them, and their logs.
     """
@@ -69,7 +59,7 @@ def measure(
     blocks = blocks_of(suite, device=device, world_size=ranks, mechanisms=mechanisms, num_sms=num_sms)
     return measure_parts(
         suite, (*scenarios, *blocks), device=device, world_size=ranks, rounds=rounds, timeout_s=timeout_s,
-        partial=partial, fresh=fresh, progress=progress,
+        progress=progress,
     )  # fmt: skip
 
 
@@ -85,7 +75,7 @@ def count_ranks(device: str, world_size: int | None, *, verb: str = "measure") -
             f"RANK={os.environ['RANK']} is set, so this already is one of several ranks; {verb} starts its own: "
             "run it once, without torchrun (or unset RANK)"
         )
-    _torch_version(verb)
+    _require_torch(verb)
     if device not in ("cuda", "cpu"):
         raise Misconfigured(f"device {device!r}; allowed: cuda, cpu")
     return _world_size(device, world_size, len(_gpus(verb)) if device == "cuda" else 0)
@@ -100,8 +90,6 @@ def measure_parts(
     rounds: int,
     timeout_s: float,
     budget_s: float | None = None,
-    partial: Path | None = None,
-    fresh: bool = False,
     progress: Progress | None = None,
 ) -> Measurement:
     """Measure scenarios and building blocks in the order given; `measure` and `tune` start ranks here and nowhere else.
@@ -115,26 +103,27 @@ def measure_parts(
         timeout_s: as of `measure`.
         budget_s: seconds from now after which nothing more is measured; what is then missing has no rows.
             None: everything is measured.
-        partial: as of `measure`.
-        fresh: as of `measure`.
         progress: as of `measure`.
 
     Returns:
         As `measure`.
 
     Raises:
-        Misconfigured: `rounds` or `timeout_s` is not allowed, or `partial` is of another run.
+        Misconfigured: `rounds` or `timeout_s` is not allowed.
         Unsupported: as of `measure`.
         PeerTimeout: as of `measure`.
     """
     until_s = None if budget_s is None else time.monotonic() + budget_s
-    gpus, torch = _gpus() if device == "cuda" else (), _torch_version()
+    _require_torch()
+    if device == "cuda":
+        _gpus()
     if rounds < MIN_ROUNDS:
         raise Misconfigured(f"rounds {rounds}; at least {MIN_ROUNDS}: the first two are dropped, and three must remain")
     if not timeout_s > 0:
         raise Misconfigured(f"timeout {timeout_s:g} s; it must be more than 0")
-    with run_folder() as folder:
-        results = partial or folder / "results.jsonl"
+    with run_folder("counterpoint-measure-") as folder:
+        results = folder / "results.jsonl"
+        results.touch()
         plan = Plan(
             suite=suite,
             device="cuda" if device == "cuda" else "cpu",
@@ -143,30 +132,22 @@ def measure_parts(
             blocks=tuple(part for part in parts if isinstance(part, Block)),
             rounds=rounds,
             timeout_s=min(timeout_s + 2 * STARTUP_S, MAX_WAIT_S),  # `launch` gives up first, and says who was where
-            results=str(results.absolute()),
+            results=str(results),
             errors=str(folder / "errors"),
             order=tuple(part.name for part in parts),
             until_s=until_s,
         )
-        names = {part.name for part in plan.parts}
-        with resumable(results, _identity(plan, gpus, torch), fresh=fresh, names=names):
-            if len(finished(results)) < len(names):
-                launch(plan, folder=folder, timeout_s=timeout_s, progress=progress)
-            measured = _gather(plan, finished(results))
-            if measured.unavailable and not (measured.rows or measured.blocks):
-                results.unlink()  # nothing to go on with, once the reasons are gone
-                reasons = "; ".join(f"{name}: {reason}" for name, reason in measured.unavailable.items())
-                raise Unsupported(f"nothing could be measured here: {reasons}")
-            return measured
+        launch(plan, folder=folder, timeout_s=timeout_s, progress=progress)
+        measured = _gather(plan, read_outcomes(results))
+    if measured.unavailable and not (measured.rows or measured.blocks):
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in measured.unavailable.items())
+        raise Unsupported(f"nothing could be measured here: {reasons}")
+    return measured
 
 
-def _torch_version(verb: str = "measure") -> str:
+def _require_torch(verb: str = "measure") -> None:
     if importlib.util.find_spec("torch") is None:
         raise Unsupported(f"torch is not installed; {verb} needs it: pip install 'counterpoint[torch]'")
-    try:
-        return metadata.version("torch")
-    except metadata.PackageNotFoundError:  # built from source, on the path
-        return "unknown"
 
 
 def _gpus(verb: str = "measure") -> tuple[str, ...]:
@@ -196,22 +177,6 @@ def _world_size(device: str, asked: int | None, gpus: int) -> int:
     if asked is not None and asked > gpus:
         raise Misconfigured(f"{asked} ranks for {gpus} visible GPUs; one GPU holds one rank: at most {gpus}")
     return asked or gpus
-
-
-def _identity(plan: Plan, gpus: Sequence[str], torch: str) -> dict[str, str]:
-    """Return what must be equal in two runs before their results are mixed, as texts for error messages."""
-    return {
-        "suite": plan.suite,
-        "device": plan.device,
-        "world_size": str(plan.world_size),
-        "rounds": str(plan.rounds),
-        "mechanisms": ", ".join(dict.fromkeys(name for scenario in plan.scenarios for name in scenario.mechanisms)),
-        "scenarios": hashlib.sha256(msgspec.json.encode((plan.scenarios, plan.blocks))).hexdigest()[:12],
-        "gpu": ", ".join(dict.fromkeys(gpus)) or "none",
-        "variables": " ".join(f"{key}={it}" for key, it in sorted(os.environ.items()) if key.startswith(VARIABLES)),
-        "torch": torch,
-        "counterpoint": VERSION,
-    }
 
 
 def _gather(plan: Plan, outcomes: Sequence[Outcome]) -> Measurement:
@@ -254,17 +219,3 @@ def _unavailable(plan: Plan, outcomes: Sequence[Outcome]) -> dict[str, str]:
         else "; ".join(f"{', '.join(dict.fromkeys(of))}: {reason}" for reason, of in reasons.items())
         for name, reasons in found.items()
     }
-
-
-@contextmanager
-def run_folder(prefix: str = "counterpoint-measure-") -> Iterator[Path]:
-    """Make a folder for plan, logs and errors of one run; it is kept after a PeerTimeout, whose text names the logs."""
-    folder = Path(tempfile.mkdtemp(prefix=prefix))
-    try:
-        yield folder
-    except PeerTimeout:
-        raise
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    shutil.rmtree(folder, ignore_errors=True)

@@ -1,13 +1,11 @@
 """Run what every rank of a measurement runs: `torchrun -m counterpoint.measurement.worker PLAN.json`.
 
-A rank measures the scenarios and blocks of its plan one after the other; rank 0 appends a line for each to the plan's
-results, and what is there already is skipped. A rank that fails leaves a `RankFailure` in the plan's folder of errors
-and exits with 1.
+A rank measures the parts of its plan one after the other; rank 0 appends a line for each to the plan's results. A rank
+that fails leaves a `RankFailure` in the plan's folder of errors and exits with 1.
 """
 
 from __future__ import annotations
 
-import ctypes
 import datetime
 import math
 import os
@@ -25,16 +23,13 @@ import msgspec
 
 import counterpoint
 from counterpoint.errors import Misconfigured, Unsupported
-from counterpoint.measurement.launch import PARENT_VARIABLE, VARIABLES
-from counterpoint.measurement.resume import finished
+from counterpoint.measurement.launch import VARIABLES
+from counterpoint.processes import die_with_parent, failure_file, write_whole
 from counterpoint.records.measurement import Block, Environment, Outcome, Plan, RankFailure
 from counterpoint.rehearsed import NO_TIMES, is_rehearsal
 
 if TYPE_CHECKING:
     from counterpoint.measurement.session import Session
-
-
-_PR_SET_PDEATHSIG = 1  # include/uapi/linux/prctl.h
 
 
 def main() -> None:
@@ -50,18 +45,6 @@ def main() -> None:
         traceback.print_exc()  # into this rank's log
         worker.leave(error)
         os._exit(1)  # a communicator that lost a peer would hold up a normal exit
-
-
-def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent dies; call it first, before torch is imported."""
-    # no code of this process has to run for it: it works in the middle of a collective and when the parent got SIGKILL
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        error = ctypes.get_errno()
-        raise OSError(error, f"prctl(PR_SET_PDEATHSIG): {os.strerror(error)}")
-    parent = os.environ.get(PARENT_VARIABLE)
-    if parent is not None and os.getppid() != int(parent):  # it died before the line above
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Worker:
@@ -90,19 +73,15 @@ class Worker:
         session.close()
 
     def _measure(self, session: Session) -> None:
-        """Measure what the plan asks for and its results do not hold yet."""
+        """Measure what the plan asks for."""
         from counterpoint.measurement.scenarios import Calibration, measure_block, measure_scenario
         from counterpoint.measurement.session import NotEnoughMemory
 
         results = Path(self.plan.results)
-        here = [outcome.scenario for outcome in finished(results)] if session.rank == 0 and results.exists() else []
-        done = set(session.gather(here)[0])
         calibrations: defaultdict[tuple[str, str], Calibration] = defaultdict(Calibration)
         environment = _environment(session) if session.rank == 0 else None
         took_s: list[float] = []
         for part in self.plan.parts:
-            if part.name in done:
-                continue
             began = time.monotonic()
             if took_s and session.gather(began + fmean(took_s) > (self.plan.until_s or math.inf))[0]:
                 break
@@ -126,9 +105,7 @@ class Worker:
         """Write a `RankFailure` that says why this rank ends, whole or not at all."""
         rank = int(os.environ.get("RANK", "0"))
         failure = RankFailure(rank=rank, kind=type(error).__name__, text=str(error), scenario=self.scenario)
-        path = Path(self.plan.errors) / f"rank{rank}.json"
-        path.with_suffix(".part").write_bytes(msgspec.json.encode(failure))
-        path.with_suffix(".part").replace(path)
+        write_whole(failure_file(Path(self.plan.errors), rank), failure)
 
 
 def _of_dtypes(outcome: Outcome, dtype: str, compute_dtype: str) -> Outcome:

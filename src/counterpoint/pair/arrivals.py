@@ -203,7 +203,7 @@ def hiding_of(task: ShardedMatmul, profile: Profile | None = None) -> Hiding:
 
 
 def _arrivals_us(task: ShardedMatmul, chunks: Sequence[Sequence[Slabs]], profile: Profile) -> list[float]:
-    """Return when each chunk of each peer is there: pushed at the peer's pace, and behind what came before it."""
+    """Return when each chunk of each peer is there: pushed at the peer's pace, and behind earlier chunks."""
     rates, then, found = profile.rates, 0.0, []
     for turn, blocks in enumerate(chunks):
         copies = [_copy_us(task, slabs, profile) for slabs in blocks]

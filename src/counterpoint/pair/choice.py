@@ -183,7 +183,7 @@ def candidates_for(layout: SmLayout, default_ctas: int, *, clusters: Iterable[in
 
 
 def _waiting_us(curves: Curves, collective: str, comm: CommPoint, part: SmSplit) -> float:
-    """Return the µs that waiting CTAs need once they start: their share of the bytes, at the rate of so many alone.
+    """Return the µs that waiting CTAs need once they start: their share of the bytes, at their rate alone.
 
     NCCL's channels work independently. Where the curves do not have that rate, it is the time of the whole collective.
     """

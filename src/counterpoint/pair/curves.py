@@ -275,7 +275,7 @@ class RowCurve:
 def estimated_curve(
     n: int, k: int, dtype: str, rows: int, profile: Profile | None = None, *, step: int | None = None
 ) -> RowCurve:
-    """Return a curve that nobody measured: waves of tiles by the GPU's data sheet and what it reaches, and a launch.
+    """Return a curve that nobody measured: a launch, and waves of tiles at the speed that the GPU reaches.
 
     Args:
         n: columns of the product.

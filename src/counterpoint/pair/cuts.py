@@ -182,7 +182,7 @@ class RowAxis:
 
 
 def _cells(slabs: Sequence[Slab], step: int) -> Iterator[tuple[Slab]]:
-    """Yield slabs cut at multiples of `step`, the last rows of each first: then they touch what follows on the axis."""
+    """Yield slabs cut at multiples of `step`, the last rows of each first, so that slabs touch on the axis."""
     for first, rows in slabs:
         for start in reversed(range(0, rows, step)):
             yield (Slab(first + start, min(step, rows - start)),)

@@ -40,7 +40,7 @@ _NCCL = "nccl"  # the mechanism of a profile that needs SMs
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertExchange:
-    """Describes what one MoE layer exchanges: each of `tokens` tokens of a rank goes to `top_k` of all experts."""
+    """Describes the exchange of one MoE layer: each of a rank's `tokens` tokens goes to `top_k` of all experts."""
 
     ranks: int
     top_k: int
@@ -159,7 +159,7 @@ def _why_left(task: ExpertExchange, chosen: ExchangeMechanism, profile: Profile)
 
 
 def predicted_us(task: ExpertExchange, mechanism: ExchangeMechanism, profile: Profile | None = None) -> float:
-    """Return the µs of a dispatch, a combine and what runs beside them, by one mechanism."""
+    """Return the µs of a dispatch, a combine and the compute beside them, by one mechanism."""
     profile = profile or default_profile()
     parts = _PARTS[mechanism](task, profile)
     kept = disturbance(_NCCL if mechanism == "torch" else COPY_ENGINES, profile)

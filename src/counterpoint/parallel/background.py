@@ -240,12 +240,12 @@ class Background:
             reached.wait()
 
     def close(self) -> None:
-        """End the thread, after what was handed over."""
+        """End the thread, after the calls that were handed over."""
         self.drain()
         self.abort()
 
     def abort(self) -> None:
-        """Let the thread end after what was handed over, without waiting for it; the communicator fails it."""
+        """Let the thread end after the calls that were handed over, without waiting; the communicator fails them."""
         self._close()
 
 

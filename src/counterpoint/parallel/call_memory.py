@@ -1,4 +1,4 @@
-"""Make symmetric memory for single calls, eager ones and those in graph captures."""
+"""Make symmetric memory for single calls, eager or in graph captures."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class CallMemory:
         self._shared: dict[str, Tensor] = {}  # by role
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised tensor that peers may write; all ranks ask for the same sizes in the same order."""
+        """Return an uninitialised tensor that peers may write; all ranks ask for equal sizes in one order."""
         num_bytes = math.prod(shape) * dtype.itemsize
         if not num_bytes:
             return self._communicator.empty(*shape, dtype=dtype, early_release=True)
@@ -58,7 +58,7 @@ class CallMemory:
             self._free.append((found, self._stream() if self._on_gpu else 0))
 
     def forget(self) -> None:
-        """Keep nothing of what was given back: the communicator ends, and says so where more is asked for."""
+        """Drop all memory that was given back: the communicator ends, and says so where more is asked for."""
         self._free.clear()
 
     def _wait_for(self, stream: int) -> None:
@@ -74,7 +74,7 @@ class CallMemory:
         return int(raw_stream()(self._device.index))
 
     def shared(self, role: str, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised tensor that peers may write; in captures, one for all calls in the same role."""
+        """Return an uninitialised tensor that peers may write; in captures, one for all calls in a role."""
         if not self.is_capturing():
             return self._communicator.empty(*shape, dtype=dtype, early_release=True)
         num_bytes, kept = math.prod(shape) * dtype.itemsize, self._shared.get(role)

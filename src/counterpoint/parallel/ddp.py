@@ -37,7 +37,7 @@ _TRIES = 8  # forward passes after which buckets that DDP has not rebuilt stay w
 
 
 class HookState:
-    """Holds what `hook` needs for one model: `model.register_comm_hook(HookState(), counterpoint.ddp.hook)`.
+    """Holds the state of `hook` for one model: `model.register_comm_hook(HookState(), counterpoint.ddp.hook)`.
 
     All ranks make it together.
 
@@ -80,7 +80,7 @@ class HookState:
         self._is_on = True
 
     def report(self) -> Report:
-        """Return what the hook has done so far."""
+        """Return the buckets that the hook has reduced so far, and how."""
         wire = f"sent as {dtype_name(self._wire)}" if self._wire is not None else ""
         row = ModuleRow(
             name="(model)",
@@ -159,7 +159,7 @@ class HookState:
         values.copy_(whole.view(-1)[: values.numel()])
 
     def _left_why(self, bucket: Tensor) -> str:
-        """Return why the tuning leaves such a bucket to torch; empty if it does not."""
+        """Return why the tuning leaves a bucket of this size to torch; empty if it does not."""
         if self._tuning is None or self._wire is not None:
             return ""
         dtype = dtype_name(bucket.dtype)
@@ -235,7 +235,7 @@ class SymmetricBuckets:
 
 
 class OverlappedDdp:
-    """Reports what was replaced in a DDP model, and gives buckets back to torch: by `restore`, or at the end of `with`.
+    """Reports the replaced collectives of a DDP model, and gives buckets back to torch by `restore`, or after `with`.
 
     Args:
         model: no backward pass was run yet, and it has no hook.
@@ -280,7 +280,7 @@ class OverlappedDdp:
         return str(self.report())
 
     def report(self) -> Report:
-        """Return what the hook has done so far."""
+        """Return the buckets that the hook has reduced so far, and how."""
         return self._state.report()
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""Hold what the ranks of a process group share in this process: one communicator, and what decides about their calls.
+"""Hold the communicator of a process group's ranks in this process, and the routes of their calls.
 
 Backend, FSDP2, DDP, tensor and expert parallelism each hold the `RankGroup` of their ranks. A call goes: hook, torch's
 group, operation or dispatcher -> `RankGroup.route` -> `RankGroup.communicator` -> `Submitter` -> transport -> driver.
@@ -13,6 +13,9 @@ from here at each call: what a thread of its own still has to start (`Background
 
 *Equal on all ranks.* `route` depends on the operation, size, dtype and reduction of a call, on the tuning and on the
 crossovers, which all ranks have compared; never on this rank's memory, layout, thread or clock.
+
+*A tuning belongs to a model*, not to its ranks: two models of a process may follow two files. So `overlap` asks
+`FollowedTuning.find` with the module's name and matmul; `route` asks only for a backend's calls, which have neither.
 """
 
 from __future__ import annotations
@@ -54,7 +57,7 @@ Open: TypeAlias = Callable[[Any, Any, CommunicatorOptions], AnyCommunicator]
 
 
 class Route(NamedTuple):
-    """Says what runs the calls of one kind, and why; `path` is `torch` for calls that the process group makes."""
+    """Names the path that runs the calls of one kind, and why; `torch`: the process group makes them."""
 
     path: RoutedPath
     why: str
@@ -103,7 +106,7 @@ class PartitionedCalls:
 
 
 class RankGroup:
-    """Holds one communicator of the ranks of a process group, its users, and what decides about their calls.
+    """Holds one communicator of the ranks of a process group, its users, and the routes of their calls.
 
     Args:
         group: process group of torch's own backends.
@@ -309,13 +312,13 @@ class RankGroup:
         self.decide_anew()
 
     def decide_anew(self) -> None:
-        """Forget all routes, since reasons for torch have changed. All ranks call it, between the same calls."""
+        """Forget all routes, since reasons for torch have changed. All ranks call it, at one place in their calls."""
         self._routes.clear()
 
     def route(
         self, operation: str, num_bytes: int, *of_call: Any, why_torch: Callable[..., str] | None = None
     ) -> Route:
-        """Return what runs a call: what the tuning chose, else the communicator unless `why_torch` has a reason.
+        """Return the route of a call: the tuning's choice, else the communicator unless `why_torch` has a reason.
 
         Args:
             operation: PyTorch's name.
@@ -345,7 +348,7 @@ _BY_RANKS: weakref.WeakValueDictionary[tuple[int, ...], RankGroup] = weakref.Wea
 
 
 def rank_group(group: Any = None) -> RankGroup:
-    """Return what the ranks of a process group share, until torch destroys the group.
+    """Return the `RankGroup` of a process group's ranks, until torch destroys the group.
 
     Args:
         group: process group; None: the default one. One of backend `counterpoint` has its own.

@@ -94,7 +94,7 @@ def overlap(
 
 
 def _overlap_modules(model: nn.Module, options: OverlapOptions, tuned: Tuned | str | Path | None) -> Overlap:
-    """Replace the parts of a model of each kind of parallelism; undo all of it if one cannot be."""
+    """Replace the collectives of each kind of parallelism in a model; undo all if one cannot be replaced."""
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
     from counterpoint.parallel.expert.modules import OverlappedExpertParallel, expert_groups
@@ -127,7 +127,7 @@ def _overlap_modules(model: nn.Module, options: OverlapOptions, tuned: Tuned | s
 
 
 class Overlap:
-    """Reports what was replaced, and puts torch's collectives back: by `restore`, or at the end of a `with` block."""
+    """Reports the replaced collectives, and puts torch's back: by `restore`, or at the end of a `with` block."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class Overlap:
         return str(self.report())
 
     def report(self) -> Report:
-        """Return what hooks of FSDP2 modules have moved so far, and the modules of tensor and expert parallelism."""
+        """Return the FSDP2 modules with their traffic so far, and the modules of tensor and expert parallelism."""
         reports = [part.report() for part in self._parts]
         return Report(
             modules=tuple(row for report in reports for row in report.modules),

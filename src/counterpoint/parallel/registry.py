@@ -1,4 +1,4 @@
-"""Keep what a process group needs once for a process, and close it with the group."""
+"""Keep values of a process group, one for each key, and close them with the group."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Value = TypeVar("Value")
 
 
 class Registry(Generic[Value]):
-    """Keeps values by process group and key, and closes those of a group when torch destroys it.
+    """Keeps values by process group and key, and closes a group's values when torch destroys it.
 
     torch calls nobody then, but it drops the group's store, which nothing else refers to. Should something hold the
     store, values are closed when the next group comes.

@@ -1,4 +1,4 @@
-"""Report what runs each module and each call: `Report`, for FSDP2, DDP, tensor and expert parallelism and the backend.
+"""Report how each module and call runs: `Report`, for FSDP2, DDP, tensor and expert parallelism and the backend.
 
 `print(report)` shows its tables, `msgspec.json.encode(report)` writes it for programs, and `report.require()` raises
 where nothing was replaced. Reasons for torch are texts of `Route.why` (`group.py`).
@@ -27,7 +27,7 @@ ModuleKind: TypeAlias = Literal["fsdp2", "ddp", "tensor", "expert", "compiled"]
 
 
 class CallRow(Record, frozen=True, kw_only=True):
-    """Counts the calls of one operation and class of sizes: what ran them, and why."""
+    """Counts the calls of one operation and class of sizes on one path, and says why that path."""
 
     operation: str
     size_class: str

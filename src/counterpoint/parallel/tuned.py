@@ -1,4 +1,4 @@
-"""Follow a tuning: `counterpoint.toml`, named by an argument or by COUNTERPOINT_TUNED, the same on all ranks."""
+"""Follow a tuning: `counterpoint.toml`, named by an argument or by COUNTERPOINT_TUNED, equal on all ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _AXES = 4  # of a mesh, at most: replicated, sharded, tensor and expert parallel
 
 @dataclass(frozen=True, kw_only=True)
 class TunedCall:
-    """Holds what a tuning chose for a call.
+    """Holds a tuning's choice for a call.
 
     Args:
         mechanism: without its knobs.
@@ -70,7 +70,7 @@ class FollowedTuning:
         compute: str | None = None,
         where: tuple[str, ...] = (),
     ) -> TunedCall | None:
-        """Return what `Choices.find` finds for a call whose full array has `num_bytes`; None: built-in rules decide."""
+        """Return the tuning's choice for a call whose full array has `num_bytes`; None: built-in rules decide."""
         key = operation, ranks, num_bytes, dtype, compute, where
         if key not in self._known:
             pair = self.choices.find(
@@ -86,7 +86,7 @@ class FollowedTuning:
         return any(pair.operation == operation for pair in self.choices.pairs)
 
     def limit_gemms(self, undo: ExitStack, device_type: str) -> None:
-        """Limit the SMs of this thread's GEMMs until `undo` ends, if all choices that name a limit name the same."""
+        """Limit the SMs of this thread's GEMMs until `undo` ends, if all choices that name a limit agree."""
         knobs = [knob for pair in self.choices.pairs for knob in mechanism_knobs(pair)]
         asked = sorted({value for key, _, value in (knob.partition("=") for knob in knobs) if key == _GEMM_SMS})
         if not asked:
@@ -169,7 +169,7 @@ def follow_together(
 
 
 def _agree(groups: Iterable[Any], said: str) -> None:
-    """Compare what all ranks say.
+    """Compare the texts of all ranks.
 
     What differs in one group has to reach ranks that are in other groups only, so it is passed on, axis by axis. The
     order of groups is the same on all ranks, so that no two of them wait for each other.
@@ -204,7 +204,7 @@ def _read(tuned: Tuned | str | Path | None) -> tuple[Tuned, str] | None:
 
 
 def this_machine(device_type: str) -> Environment:
-    """Return what a tuning is compared with."""
+    """Return this machine's description, with which a tuning is compared."""
     on_gpu = device_type == "cuda"
     return Environment(
         device=device_type,

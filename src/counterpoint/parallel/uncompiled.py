@@ -16,7 +16,7 @@ _SKIP: Any = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_fr
 
 
 def uncompiled(function: AnyFunction) -> AnyFunction:
-    """Return a function at which a graph of torch.compile ends: what it does on the host is done at every call."""
+    """Return a function at which a graph of torch.compile ends, so that its host code runs at every call."""
     disabled: AnyFunction = torch.compiler.disable(function)
     return disabled
 

@@ -228,7 +228,7 @@ def _timeline(job: Job, found: PredictedStep) -> tuple[Bar, ...]:
 def place_job(
     job: Job, path: Path, hosts: str | None, *, name: str | None = None
 ) -> tuple[PlacementResult, tuple[LaunchFile, ...]]:
-    """Return rank orders of a job on hosts with as many GPUs as its cluster, and files for launchers; this needs scipy.
+    """Return rank orders of a job on hosts with as many GPUs as its cluster, and files for launchers.
 
     Args:
         job: its groups and the bytes that they exchange decide.

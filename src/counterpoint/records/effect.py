@@ -1,7 +1,7 @@
 """Hold what `doctor --check` says of a trace: whether copy engines moved its communication, or a tuning took effect.
 
-`Effect` is the contract `counterpoint.effect/1`, `TuningEffect` is `counterpoint.tuning-effect/1`: keys may be added,
-never renamed. Times are µs, sizes bytes. What is not known is `null`.
+`Effect` is the contract `counterpoint.effect/1`: keys may be added, never renamed. Times are µs, sizes
+bytes. What is not known is `null`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Literal
 from counterpoint.records import Record
 
 SCHEMA = "counterpoint.effect/1"
-TUNING_EFFECT_SCHEMA = "counterpoint.tuning-effect/1"
 
 KnobState = Literal["took_effect", "no_effect", "not_seen"]
 
@@ -41,6 +40,22 @@ class RankEffect(Record, frozen=True, kw_only=True):
     communication_us: float  # of the copies between GPUs and of the calls
 
 
+class KnobEffect(Record, frozen=True, kw_only=True):
+    """Says whether one choice took effect: that copies were used, or of a pair its mechanism or one knob of it."""
+
+    knob: str  # "copies" without a tuning; else "zero_sm", "leave", "max_ctas=8"
+    state: KnobState
+    seen: str
+    fix: str  # what to do or to record; empty if it took effect
+    on_ranks: tuple[int, ...]  # whose traces show this
+    pair: int | None = None  # its number in the file, from 1 on; None: there is no tuning
+    operation: str | None = None
+    compute: str | None = None
+    bytes_per_rank: int | None = None
+    ranks: int | None = None
+    mechanism: str | None = None
+
+
 class Effect(Record, frozen=True, kw_only=True):
     """Holds the whole answer."""
 
@@ -49,39 +64,8 @@ class Effect(Record, frozen=True, kw_only=True):
     world_size: int
     ranks: tuple[int, ...]
     missing_ranks: tuple[int, ...]
-    took_effect: bool
-    without_effect: tuple[int, ...]  # ranks that communicate, without one copy between GPUs
-    verdict: str
-    fix: str  # empty if it took effect
-    per_rank: tuple[RankEffect, ...]
-    notes: tuple[str, ...]
-
-
-class KnobEffect(Record, frozen=True, kw_only=True):
-    """Says whether one choice for a pair took effect: its mechanism, or one knob of it."""
-
-    pair: int  # its number in the file, from 1 on
-    operation: str
-    compute: str
-    bytes_per_rank: int
-    ranks: int
-    mechanism: str
-    knob: str  # "zero_sm", "leave", "max_ctas=8"
-    state: KnobState
-    seen: str
-    fix: str  # what to do or to record; empty if it took effect
-    on_ranks: tuple[int, ...]  # whose traces show this
-
-
-class TuningEffect(Record, frozen=True, kw_only=True):
-    """Holds the whole answer about a tuning."""
-
-    schema: str = TUNING_EFFECT_SCHEMA
-    files: tuple[str, ...]
-    world_size: int
-    ranks: tuple[int, ...]
-    missing_ranks: tuple[int, ...]
     took_effect: bool  # something took effect, and nothing had none
     verdict: str
     knobs: tuple[KnobEffect, ...]  # in the order of the file
+    per_rank: tuple[RankEffect, ...]
     notes: tuple[str, ...]

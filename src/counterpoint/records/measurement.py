@@ -97,7 +97,7 @@ class Plan(Record, frozen=True, kw_only=True):
     dropped_rounds: int = 2
     seed: int = 0
     timeout_s: float = 100.0  # of a collective that waits for a rank
-    results: str  # rank 0 appends one `Outcome` a line here; what is there already is not measured again
+    results: str  # rank 0 appends one `Outcome` a line here
     errors: str  # folder: a rank that fails writes rank<N>.json here
     order: tuple[str, ...] = ()  # names of parts, to be measured in this order; those without a place come last
     # of CLOCK_MONOTONIC: no part but the first is begun that would, by their mean time so far, end after it

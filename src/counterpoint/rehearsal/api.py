@@ -16,14 +16,20 @@ import msgspec
 
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.machine.driver import free_bytes, visible_gpus
-from counterpoint.measurement.api import run_folder
+from counterpoint.processes import run_folder, write_whole
 from counterpoint.records.diagnosis import ranks_in_words
 from counterpoint.records.rehearsal import RankReport, Rehearsal, RehearsalReport
 from counterpoint.rehearsal.task import TASK_VARIABLE, RehearsalTask, report_file
 from counterpoint.rehearsed import visible_devices
-from counterpoint.tuning.script.command import REHEARSED, RunCommand, parse_command
-from counterpoint.tuning.script.launch import LOG, modified, run_ranks
-from counterpoint.tuning.script.task import alive_file, write_whole
+from counterpoint.tuning.script.launch import (
+    LOG,
+    REHEARSED,
+    RunCommand,
+    alive_file,
+    modified,
+    parse_command,
+    run_ranks,
+)
 
 TIMEOUT_S = 600.0
 BYTES_PER_RANK = 1 << 30  # of CUDA, cuBLAS and NCCL: 8 ranks of a tiny FSDP2 model took 10.3 GiB of an H200
@@ -84,7 +90,7 @@ def rehearse(
                 },
                 timeout_s=timeout_s,
                 progress=lambda: (modified(alive_file(folder)), _echoed(log, echo=echo)),
-                hung="no rank printed anything or ended a step",
+                lacking="no rank printed anything or ended a step",
             )
         finally:
             _echoed(log, echo=echo)

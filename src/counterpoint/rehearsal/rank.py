@@ -13,10 +13,11 @@ from pathlib import Path
 import msgspec
 
 from counterpoint.errors import Misconfigured
+from counterpoint.processes import write_whole
 from counterpoint.rehearsal.task import TASK_VARIABLE, RehearsalTask, report_file
 from counterpoint.rehearsed import rank_variables
+from counterpoint.tuning.script.launch import alive_file
 from counterpoint.tuning.script.rank import begin, leaving_word, run_script
-from counterpoint.tuning.script.task import alive_file, write_whole
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from counterpoint.records.diagnosis import ranks_in_words
-from counterpoint.records.effect import CommCalls, Effect, RankEffect, TuningEffect
+from counterpoint.records.effect import CommCalls, Effect, KnobEffect, RankEffect
 from counterpoint.rendering import formatting as say
 
 MAX_RANKS = 32
@@ -19,11 +19,11 @@ _MARKS = {"took_effect": ("✓", "green"), "no_effect": ("✗", "bold red"), "no
 
 
 def render_effect(effect: Effect, console: Console) -> None:
-    """Print the verdict, what to do, the copies of each rank, all other calls, and the notes."""
+    """Print the verdict, each choice of a tuning, what to do, copies of each rank, all other calls, and the notes."""
     mark = Text("✓ ", "green") if effect.took_effect else Text("✗ ", "bold red")
     console.print(Text.assemble(mark, say.text(effect.verdict, "bold")), soft_wrap=True)
-    if effect.fix:
-        console.print(say.text(f"→ {effect.fix}"), soft_wrap=True)
+    _print_choices([knob for knob in effect.knobs if knob.pair is not None], effect.ranks, console)
+    _print_fixes(effect.knobs, console)
     if any(rank.copies for rank in effect.per_rank):
         shown = sorted(sorted(effect.per_rank, key=_share)[:MAX_RANKS], key=lambda rank: rank.rank)
         say.heading(console, "By copy engines", "between GPUs, and within the own GPU beside it")
@@ -36,37 +36,33 @@ def render_effect(effect: Effect, console: Console) -> None:
     _print_notes(effect.notes, console)
 
 
-def render_tuning_effect(effect: TuningEffect, console: Console) -> None:
-    """Print the verdict, each choice with what the traces show of it, what to do about the others, and the notes."""
-    mark = Text("✓ ", "green") if effect.took_effect else Text("✗ ", "bold red")
-    console.print(Text.assemble(mark, say.text(effect.verdict, "bold")), soft_wrap=True)
-    _print_knobs(effect, console)
-    fixes: dict[str, list[str]] = {}
-    for knob in effect.knobs:
-        if knob.fix:
-            fixes.setdefault(knob.fix, []).append(str(knob.pair))
-    if fixes:
-        say.heading(console, "What to do")
-    for fix, pairs in fixes.items():
-        named = ", ".join(dict.fromkeys(pairs))
-        console.print(say.text(f"→ pair{'s' * (',' in named)} {named}: {fix}"), soft_wrap=True)
-    _print_notes(effect.notes, console)
-
-
-def _print_knobs(effect: TuningEffect, console: Console) -> None:
+def _print_choices(knobs: Sequence[KnobEffect], all_ranks: tuple[int, ...], console: Console) -> None:
     """Print a line for each pair, and one for each choice of it."""
-    if effect.knobs:
+    if knobs:
         say.heading(console, "Choices", "the worst that any rank shows")
-    width = max((len(say.text(knob.knob).plain) for knob in effect.knobs), default=0)
-    for number, knobs in groupby(effect.knobs, key=lambda knob: knob.pair):
-        for first, knob in enumerate(knobs):
+    width = max((len(say.text(knob.knob).plain) for knob in knobs), default=0)
+    for number, of_pair in groupby(knobs, key=lambda knob: knob.pair):
+        for first, knob in enumerate(of_pair):
             if not first:
                 size = f"{say.size(knob.bytes_per_rank)} from each of {knob.ranks} ranks"
                 console.print(say.text(f"pair {number}: {knob.operation}, {size}, beside {knob.compute}", say.QUIET))
-            ranks = "" if knob.on_ranks == effect.ranks else f", on {ranks_in_words(knob.on_ranks)}"
+            ranks = "" if knob.on_ranks == all_ranks else f", on {ranks_in_words(knob.on_ranks)}"
             mark, style = _MARKS[knob.state]
             line = say.text(knob.knob).plain.ljust(width)
             console.print(Text.assemble((mark, style), f" {line} ", say.text(f"{knob.seen}{ranks}")), soft_wrap=True)
+
+
+def _print_fixes(knobs: Sequence[KnobEffect], console: Console) -> None:
+    """Print what to do, each once, with the pairs that need it."""
+    fixes: dict[str, dict[str, None]] = {}
+    for knob in knobs:
+        if knob.fix:
+            fixes.setdefault(knob.fix, {})[str(knob.pair)] = None
+    if fixes and knobs[0].pair is not None:
+        say.heading(console, "What to do")
+    for fix, pairs in fixes.items():
+        named = "" if knobs[0].pair is None else f"pair{'s' * (len(pairs) > 1)} {', '.join(pairs)}: "
+        console.print(say.text(f"→ {named}{fix}"), soft_wrap=True)
 
 
 def _print_notes(notes: Sequence[str], console: Console) -> None:

@@ -148,6 +148,11 @@ def milliseconds(us: float | None, digits: int = 2) -> str:
     return UNKNOWN if us is None or not math.isfinite(us) else f"{us / 1e3:,.{digits}f}"
 
 
+def fine_milliseconds(us: float | None) -> str:
+    """Format µs as milliseconds with three digits behind the point: `1234.5` as `1.234`."""
+    return milliseconds(us, 3)
+
+
 def interval(low_us: float | None, high_us: float | None) -> str:
     """Format the ends of an interval as milliseconds without the unit; nothing where there is none."""
     if low_us is None or high_us is None:
@@ -166,6 +171,21 @@ def percent(fraction: float | None, *, digits: int = 0, sign: bool = False) -> s
     if fraction is None or not math.isfinite(fraction):
         return UNKNOWN
     return f"{fraction * 100:{'+' if sign else ''}z.{digits}f}%"
+
+
+def change(fraction: float | None) -> str:
+    """Format `0.123` as `+12.3%`."""
+    return percent(fraction, digits=1, sign=True)
+
+
+def count(number: int | None) -> str:
+    """Format `12345` as `12,345`."""
+    return UNKNOWN if number is None else f"{number:,}"
+
+
+def decimal(value: float | None) -> str:
+    """Format `1234.56` as `1,234.6`."""
+    return UNKNOWN if value is None or not math.isfinite(value) else f"{value:,.1f}"
 
 
 def ratio(value: float | None) -> str:

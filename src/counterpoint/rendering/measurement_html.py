@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
 from counterpoint.records.measurement import Measurement, Row
 from counterpoint.rendering import formatting as say
 from counterpoint.rendering.figures import Axis, Figure, Look, Marks, Panel, Symbol
-from counterpoint.rendering.measurement_text import mechanism_summaries
-from counterpoint.rendering.safe_html import clean, write_page
+from counterpoint.rendering.measurement_summary import mechanism_summaries
+from counterpoint.rendering.measurement_text import ORDERS, detail_tables, scope, summary_tables, where_table
+from counterpoint.rendering.safe_html import Page, clean, write_page
+from counterpoint.rendering.table import Table
 
-ORDERS = {"compute_first": "compute first", "together": "together", "comm_first": "comm first"}
 COLOURS = 8  # --series-1 to --series-8 of page.css
 DASHES = ((), (9, 5), (2, 3), (9, 3, 2, 3))
 RATIOS = (0.0625, 0.125, 0.25, 0.5, 1, 2, 4, 8, 16)
-MAX_ROWS = 1000  # of the table
+MAX_TABLES = 300
+OPEN_TABLES = 12  # up to so many are shown at once
 FLOOR = -1.0  # lower values are drawn here, as triangles: one bad mechanism must not flatten the others
 PANEL_PX = 260
 
@@ -28,25 +31,40 @@ def write_overlap_plot(path: Path, measurement: Measurement) -> None:
     Raises:
         OSError: the folder is missing or may not be written to.
     """
-    drawn = figure(measurement.rows)
-    write_page(
-        path,
-        "overlap",
-        data={"plot": drawn} if measurement.rows else {},
-        own="figures",
-        plot=bool(measurement.rows),
-        filters={
-            "ms": say.milliseconds,
-            "pct": say.percent,
-            "size": say.size,
-            "ratio": say.ratio,
-            "order": lambda name: ORDERS.get(str(name), str(name)),
-        },
-        m=measurement,
-        mechanisms=mechanism_summaries(measurement.rows),
-        rows=measurement.rows[:MAX_ROWS],
-        drawn=drawn,
+    tables = [*summary_tables(measurement), *_details(measurement), where_table(measurement)]
+    if measurement.rows:
+        unit = (
+            "1: all of the shorter side; 0: as slow as one after the other; crosses are marked rows, "
+            "triangles hide less than −1"
+        )
+        tables.insert(0, Table(title="Hidden by ratio and order", unit=unit, figure=figure(measurement.rows)))
+    page = Page(
+        title="how much overlap this machine allows",
+        kind="measurement",
+        scope=scope(measurement),
+        headline=_headline(measurement),
+        tables=tables,
     )
+    write_page(path, page=page)
+
+
+def _headline(measurement: Measurement) -> str:
+    best = next(iter(mechanism_summaries(measurement.rows)), None)
+    if best is None:
+        return "No pair was measured"
+    if best.hidden is None:
+        return "No row can be believed: all are marked"
+    hides = f"{best.mechanism} hides {say.percent(best.hidden)} of the shorter side on average"
+    return f"{hides}, {say.percent(best.lowest)} at worst"
+
+
+def _details(measurement: Measurement) -> list[Table]:
+    """Return the first `MAX_TABLES` pairs and matmuls, folded where there are many."""
+    found = detail_tables(measurement)
+    shown = [replace(table, folded=len(found) > OPEN_TABLES) for table in found[:MAX_TABLES]]
+    if len(shown) < len(found):
+        shown.append(Table(title="More", notes=[f"The first {len(shown)} of {len(found)} tables; --out holds all."]))
+    return shown
 
 
 def figure(rows: Sequence[Row]) -> Figure:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ import msgspec
 
 from counterpoint.errors import printable
 from counterpoint.rendering.files import replacing
+from counterpoint.rendering.table import Table
 
 if TYPE_CHECKING:
     import jinja2
@@ -25,14 +27,28 @@ if TYPE_CHECKING:
 PAGE = Path(__file__).parent / "page"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Page:
+    """Holds what a page shows from top to bottom."""
+
+    title: str  # of the window
+    kind: str  # such as measurement
+    scope: str  # machine or job, in a line
+    headline: str
+    figures: Sequence[tuple[str, str, str]] = ()  # name, number, unit
+    lines: Sequence[str] = ()  # below the figures
+    tables: Sequence[Table]
+
+
 def write_page(
     path: Path,
-    name: str,
+    name: str = "page",
     *,
-    data: object,
-    own: str,
-    plot: bool,
-    filters: Mapping[str, Callable[..., str]],
+    page: Page | None = None,
+    data: object = None,
+    own: str = "figures",
+    plot: bool | None = None,
+    filters: Mapping[str, Callable[..., str]] | None = None,
     **shown: Any,
 ) -> None:
     """Fill in `page/NAME.html`; `path` appears whole or not at all.
@@ -40,7 +56,8 @@ def write_page(
     Args:
         path: the page, of 0.1 MB and what `data` takes.
         name: the template's name.
-        data: for the script, in the element `data`.
+        page: what the template shows.
+        data: for the script, in the element `data`; None: the figures of the page's tables.
         own: the name of the page's own script.
         plot: whether there is something to draw, which needs uPlot.
         filters: Jinja filters of the template, besides `clean`.
@@ -51,15 +68,19 @@ def write_page(
     """
     from markupsafe import Markup
 
-    scripts, styles = [_own_text("chart.js") + _own_text(f"{own}.js")], [_own_text("page.css")]
+    if page is not None and data is None:
+        data = {f"part-{place}-plot": it.figure for place, it in enumerate(page.tables, 1) if it.figure is not None}
+    plot = bool(data) if plot is None else plot
+    scripts, styles = ["".join(_own_text(f"{name}.js") for name in ("chart", "tables", own))], [_own_text("page.css")]
     if plot:
         licence = f"/*! uPlot\n\n{_own_text('vendor/uPlot.LICENSE')}*/\n"  # it has to go with every copy
         scripts.insert(0, licence + _own_text("vendor/uPlot.iife.min.js"))
         styles.insert(0, _own_text("vendor/uPlot.min.css"))
     scripts = [script(text) for text in scripts]
     pages = _environment()
-    pages.filters |= filters
-    page = pages.get_template(f"{name}.html").render(
+    pages.filters |= filters or {}
+    written = pages.get_template(f"{name}.html").render(
+        page=page,
         policy=policy(scripts),
         version=_version(),
         css=Markup("\n".join(styles)),
@@ -68,7 +89,7 @@ def write_page(
         **shown,
     )
     with replacing(path) as file:
-        file.write(page.encode("utf-8", "replace"))  # a lone surrogate in a name must not stop the page
+        file.write(written.encode("utf-8", "replace"))  # a lone surrogate in a name must not stop the page
 
 
 def _own_text(name: str) -> str:

@@ -14,7 +14,7 @@ from counterpoint.machine.driver import visible_gpus
 from counterpoint.machine.profile import Profile, profile_of
 from counterpoint.measurement.api import count_ranks, measure_parts
 from counterpoint.measurement.dtypes import MEASURABLE, OF_DEVICE
-from counterpoint.measurement.launch import Progress
+from counterpoint.processes import Progress
 from counterpoint.records.measurement import Measurement
 from counterpoint.records.tuning import StepPair, Tuned, TunedPair, as_sentence
 from counterpoint.tuning.check_pair import check_pair
@@ -38,8 +38,6 @@ def tune(
     budget_s: float = 120.0,
     rounds: int = 12,
     timeout_s: float = 120.0,
-    partial: Path | None = None,
-    fresh: bool = False,
     progress: Progress | None = None,
 ) -> Tuned:
     """Choose a mechanism for each pair of a step: the model picks what is measured, and the measurement decides.
@@ -56,15 +54,13 @@ def tune(
         budget_s: seconds after which no further pair is measured; the first one always is.
         rounds: trials of each kind for a pair, of which the first two are dropped.
         timeout_s: longest time without a finished pair.
-        partial: finished pairs are kept in this file and not measured again; the caller removes it.
-        fresh: throw away what `partial` holds.
         progress: called as (pairs done, in all, what runs now).
 
     Returns:
         The choices with all that was tried, and why; `tuned.file.tuned_toml` writes them.
 
     Raises:
-        Misconfigured: an option or pair has a value that is not allowed, or `partial` is of another run.
+        Misconfigured: an option or pair has a value that is not allowed.
         Unsupported: no torch, fewer than two GPUs, or nothing can run here.
         PeerTimeout: ranks died or hung; names them, and their logs.
     """
@@ -78,7 +74,7 @@ def tune(
     left_s = max(0.0, budget_s - (time.monotonic() - began))
     measured = measure_parts(
         "tune", plan.parts, device=device, world_size=ranks, rounds=rounds, timeout_s=timeout_s, budget_s=left_s,
-        partial=partial, fresh=fresh, progress=progress,
+        progress=progress,
     )  # fmt: skip
     choices = [_choice(pair, plan, measured, device, budget_s) for pair in pairs]
     return Tuned(

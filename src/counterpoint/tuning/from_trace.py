@@ -1,10 +1,10 @@
 """Find the pairs of a training step in its traces: each kind of collective, and the matmuls that run beside it.
 
-Collectives of one operation, size, group size, dtype and phase are one class, for layers repeat. Beside a collective is
-what computes from when it was ready (held up by a kernel that took every SM: `find_blocked`) until its end; if no
-matmul does, what computes until the next one of its kind is ready: beside that it would run if it were asked for
-earlier. The class's longest matmul stands for all, as often as they take its time.
-
+Collectives of one operation, size, group size, dtype and phase are one class, for layers repeat. Its pair is the
+collective and the compute that runs from when it was ready (held up by a kernel that took every SM: `find_blocked`)
+until its end. If no matmul runs then, it is the compute until the next collective of its kind is ready: the two would
+overlap if the collective were asked for earlier. The class's longest matmul stands for all, as often as they take its
+time.
 A gather whose very next matmuls multiply the gathered rows is one pair with them, `all_gather_matmul`; so is a matmul
 and the scatter of its product, `matmul_reduce_scatter`. All_to_alls of tokens that go to their experts and back are
 `exchange`: traced_exchanges.py.

@@ -23,7 +23,7 @@ from counterpoint.errors import Misconfigured, printable
 from counterpoint.machine.gpus import find_gpu
 from counterpoint.machine.profile import Profile, parse_profile, profile_of
 from counterpoint.measurement import api
-from counterpoint.measurement.launch import Progress
+from counterpoint.processes import Progress
 from counterpoint.records.measurement import Environment, Measurement
 from counterpoint.tuning.fit.collectives import fit_nccl, fit_nccl_rates, fit_rates
 from counterpoint.tuning.fit.compute import fit_efficiency

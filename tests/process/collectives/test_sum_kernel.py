@@ -5,16 +5,13 @@ Interpreter and compiler run in one process each for all cases.
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from counterpoint.collectives.program.reductions import DTYPES
+from tests.support.triton_script import ran
 
 HERE = Path(__file__).parent
 
@@ -44,51 +41,34 @@ pytestmark = pytest.mark.needs("triton")
 COMPILED = [["bfloat16", 8, 0], ["float32", 8, 0], ["bfloat16", 8, 2]]
 
 
-def ran(script: str, cases: list[Any]) -> list[Any]:
-    """What a script of this folder says about `cases`."""
-    done = subprocess.run(
-        [sys.executable, str(HERE / script)],
-        input=json.dumps(cases),
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    if "only 0-dimensional arrays" in done.stderr:
-        pytest.skip(f"Triton's interpreter does not work with numpy {np.__version__}")
-    assert done.returncode == 0, done.stderr[-3000:]
-    answer: list[Any] = json.loads(done.stdout)
-    return answer
+@pytest.fixture(scope="module")
+def interpreted(request: pytest.FixtureRequest) -> dict[int, str]:
+    return ran(HERE / "interpreted.py", INTERPRETED, request)
 
 
 @pytest.fixture(scope="module")
-def interpreted() -> list[str]:
-    return ran("interpreted.py", INTERPRETED)
-
-
-@pytest.fixture(scope="module")
-def compiled() -> list[dict[str, int]]:
-    return ran("compiled.py", COMPILED)
+def compiled(request: pytest.FixtureRequest) -> dict[int, dict[str, int]]:
+    return ran(HERE / "compiled.py", COMPILED, request)
 
 
 @pytest.mark.parametrize("index", range(len(INTERPRETED)), ids=[str(case) for case in INTERPRETED])
-def test_the_kernel_gives_the_bits_of_plain_torch(interpreted: list[str], index: int) -> None:
+def test_the_kernel_gives_the_bits_of_plain_torch(interpreted: dict[int, str], index: int) -> None:
     """Any op, dtype, length, alignment, place of the own source and number of programs; and nothing else is written."""
     assert interpreted[index] == "equal"
 
 
-def test_loads_and_stores_are_16_bytes_wide(compiled: list[dict[str, int]]) -> None:
+def test_loads_and_stores_are_16_bytes_wide(compiled: dict[int, dict[str, int]]) -> None:
     """Aligned: two wide loads per source and two wide stores; narrow ones for the tail alone (16 and 8 elements)."""
-    bf16, fp32, _ = compiled
+    bf16, fp32, _ = compiled.values()
     assert (bf16["ld.global.v4.b32"], bf16["st.global.v4.b32"], bf16["ld.global.b16"]) == (16, 2, 8 * 16)
     assert (fp32["ld.global.v4.b32"], fp32["st.global.v4.b32"], fp32["ld.global.b32"]) == (16, 2, 8 * 8)
 
 
-def test_only_what_is_not_aligned_is_narrow(compiled: list[dict[str, int]]) -> None:
+def test_only_what_is_not_aligned_is_narrow(compiled: dict[int, dict[str, int]]) -> None:
     """An own source that starts 2 bytes late costs the other seven nothing."""
     assert compiled[2]["ld.global.v4.b32"] == 14
 
 
-def test_compiled_sums_round_to_nearest(compiled: list[dict[str, int]]) -> None:
+def test_compiled_sums_round_to_nearest(compiled: dict[int, dict[str, int]]) -> None:
     """bfloat16 is rounded once per element, to nearest: as many conversions as there are pairs of elements."""
     assert compiled[0]["cvt.rn.bf16x2"] == 8

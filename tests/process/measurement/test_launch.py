@@ -15,8 +15,7 @@ import msgspec
 import pytest
 
 from counterpoint.errors import CounterpointError, Misconfigured, PeerTimeout, Unsupported
-from counterpoint.measurement.launch import launch
-from counterpoint.measurement.resume import finished, resumable
+from counterpoint.measurement.launch import launch, read_outcomes
 from counterpoint.records.measurement import Plan, Scenario
 
 ROOT = Path(__file__).parents[3]
@@ -34,6 +33,7 @@ def plan_of(folder: Path, *names: str, world_size: int = 2) -> Plan:
     scenarios = tuple(
         Scenario(name=name, workload="gemm", collective="all_gather", mechanisms=("gloo",)) for name in names
     )
+    (folder / "results.jsonl").touch()
     return Plan(
         suite="fake", device="cpu", world_size=world_size, scenarios=scenarios,
         results=str(folder / "results.jsonl"), errors=str(folder / "errors"),
@@ -42,8 +42,7 @@ def plan_of(folder: Path, *names: str, world_size: int = 2) -> Plan:
 
 def run(folder: Path, *names: str, timeout_s: float = SECONDS, startup_s: float = SECONDS, world_size: int = 2) -> None:
     plan = plan_of(folder, *names, world_size=world_size)
-    with resumable(Path(plan.results), {}, fresh=False):
-        launch(plan, folder=folder, timeout_s=timeout_s, startup_s=startup_s, module=WORKER)
+    launch(plan, folder=folder, timeout_s=timeout_s, startup_s=startup_s, module=WORKER)
 
 
 def ending(folder: Path, *names: str, **options: float) -> CounterpointError:
@@ -75,21 +74,20 @@ def wait_until_gone(ranks: list[int]) -> list[int]:
 def test_every_scenario_is_run(tmp_path: Path) -> None:
     """Ranks that end well leave one outcome per scenario."""
     run(tmp_path, "ok 1", "ok 2")
-    assert [outcome.scenario for outcome in finished(tmp_path / "results.jsonl")] == ["ok 1", "ok 2"]
+    assert [outcome.scenario for outcome in read_outcomes(tmp_path / "results.jsonl")] == ["ok 1", "ok 2"]
 
 
 def test_progress_is_told(tmp_path: Path) -> None:
     """The last word is that all are done."""
     told: list[tuple[int, int, str]] = []
     plan = plan_of(tmp_path, "ok 1", "ok 2")
-    with resumable(Path(plan.results), {}, fresh=False):
-        launch(
-            plan,
-            folder=tmp_path,
-            timeout_s=SECONDS,
-            module="tests.support.fake_worker",
-            progress=lambda *it: told.append(it),
-        )
+    launch(
+        plan,
+        folder=tmp_path,
+        timeout_s=SECONDS,
+        module="tests.support.fake_worker",
+        progress=lambda *it: told.append(it),
+    )
     assert told[-1] == (2, 2, "")
 
 
@@ -110,8 +108,7 @@ def test_ranks_get_torchruns_environment(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "tell.py").write_text(TELL)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     plan = plan_of(tmp_path)
-    with resumable(Path(plan.results), {}, fresh=False):
-        launch(plan, folder=tmp_path, timeout_s=SECONDS, module="tell")
+    launch(plan, folder=tmp_path, timeout_s=SECONDS, module="tell")
     seen = msgspec.json.decode((tmp_path / "plan.json1").read_bytes())
     place = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "NCCL_NVLS_ENABLE": "0"}
     assert (place.items() <= seen.items(), int(seen["MASTER_PORT"]) > 1023) == (True, True)
@@ -158,7 +155,7 @@ def test_a_stopped_rank_is_told_from_one_that_waits(tmp_path: Path) -> None:
 def test_finished_scenarios_are_kept(tmp_path: Path) -> None:
     """A rank that dies takes only its own scenario with it."""
     ending(tmp_path, "ok 1", "rank1: kill 9", "ok 2")
-    assert [outcome.scenario for outcome in finished(tmp_path / "results.jsonl")] == ["ok 1"]
+    assert [outcome.scenario for outcome in read_outcomes(tmp_path / "results.jsonl")] == ["ok 1"]
 
 
 PARENT = """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
@@ -14,6 +13,7 @@ import pytest
 from counterpoint.monitoring import beside
 from counterpoint.records.hang import Hang
 from counterpoint.records.watch import WatchedStep
+from tests.support.command import HANG_S, counterpoint
 from tests.support.flight_dump import call, dump, write
 
 SAMPLE = Path(__file__).parents[3] / "samples" / "fsdp-2-ranks"
@@ -31,7 +31,7 @@ def run(
         world_size=2, step=500,
     )  # fmt: skip
     text, variables = msgspec.json.encode(todo), beside.environment()
-    done = subprocess.run(beside.COMMAND, input=text, capture_output=True, env=variables, check=False, timeout=100)
+    done = subprocess.run(beside.COMMAND, input=text, capture_output=True, env=variables, check=False, timeout=HANG_S)
     assert parent is not None or not traces.exists()
     return done
 
@@ -68,20 +68,18 @@ def test_diagnose_of_a_hang(tmp_path: Path, option: tuple[str, ...]) -> None:
     folder = write(
         tmp_path / "dumps", {0: dump([call(1), call(2, state="started")], groups), 1: dump([call(1)], groups)}
     )
-    command = [sys.executable, "-m", "counterpoint", "diagnose", str(folder), *option]
-    done = subprocess.run(command, capture_output=True, check=False, timeout=100)
+    done = counterpoint("diagnose", folder, *option)
     verdict = "Rank 1 has not entered all_reduce #2 of group 0 (default_pg)"
     assert done.returncode == 0, done.stderr
     if option:
         assert msgspec.json.decode(done.stdout, type=Hang).verdict.startswith(verdict)
     else:
-        assert done.stdout.decode().startswith(verdict)
-        assert "not entered" in done.stdout.decode().partition("Group 0 (default_pg)")[2]
+        assert done.stdout.startswith(verdict)
+        assert "not entered" in done.stdout.partition("Group 0 (default_pg)")[2]
 
 
 def test_a_gate_on_a_hang_is_refused(tmp_path: Path) -> None:
     """What has no meaning is not passed over."""
     folder = write(tmp_path / "dumps", {0: dump([call(1)], {"0": ("default_pg", range(1))})})
-    command = [sys.executable, "-m", "counterpoint", "diagnose", str(folder), "--gate", "hidden>50%"]
-    done = subprocess.run(command, capture_output=True, check=False, timeout=100)
-    assert (done.returncode, b"flight-recorder dumps have no" in done.stderr) == (2, True)
+    done = counterpoint("diagnose", folder, "--gate", "hidden>50%")
+    assert (done.returncode, "flight-recorder dumps have no" in done.stderr) == (2, True)

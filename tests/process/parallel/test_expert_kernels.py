@@ -59,23 +59,23 @@ pytestmark = pytest.mark.needs("triton")
 
 
 @pytest.fixture(scope="module")
-def interpreted() -> list[str]:
-    return ran(HERE / "expert_interpreted.py", INTERPRETED)
+def interpreted(request: pytest.FixtureRequest) -> dict[int, str]:
+    return ran(HERE / "expert_interpreted.py", INTERPRETED, request)
 
 
 @pytest.mark.parametrize("index", range(len(INTERPRETED)), ids=[str(case) for case in INTERPRETED])
-def test_the_bits_of_torch(interpreted: list[str], index: int) -> None:
+def test_the_bits_of_torch(interpreted: dict[int, str], index: int) -> None:
     """`expert_interpreted.py` says, by the name of the run, what has to hold."""
     assert interpreted[index] == "right"
 
 
 @pytest.fixture(scope="module")
-def compiled() -> list[dict[str, Any]]:
-    return ran(HERE / "expert_compiled.py", COMPILED)
+def compiled(request: pytest.FixtureRequest) -> dict[int, dict[str, Any]]:
+    return ran(HERE / "expert_compiled.py", COMPILED, request)
 
 
 @pytest.mark.parametrize("index", range(len(COMPILED)), ids=[str(case) for case in COMPILED])
-def test_compiled_well(compiled: list[dict[str, Any]], index: int) -> None:
+def test_compiled_well(compiled: dict[int, dict[str, Any]], index: int) -> None:
     """No register is spilled, rows move 16 bytes at a time, and other numbers of tokens need no other kernel."""
     code = compiled[index]
     names = {"count", "scan", "place", "permute", "combine", "weight_grads", "swiglu", "swiglu_backward", "narrow"}
@@ -89,7 +89,7 @@ def test_compiled_well(compiled: list[dict[str, Any]], index: int) -> None:
 
 
 @pytest.mark.parametrize("index", range(len(COMPILED)), ids=[str(case) for case in COMPILED])
-def test_a_token_is_read_once(compiled: list[dict[str, Any]], index: int) -> None:
+def test_a_token_is_read_once(compiled: dict[int, dict[str, Any]], index: int) -> None:
     """And its slots, all before the first copy is stored."""
     order = compiled[index]["permute"]["order"]
     copies = order[: order.index("st.global.v4.b32")]

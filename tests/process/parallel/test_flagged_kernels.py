@@ -48,23 +48,23 @@ pytestmark = pytest.mark.needs("triton")
 
 
 @pytest.fixture(scope="module")
-def interpreted() -> list[str]:
-    return ran(HERE / "flagged_interpreted.py", INTERPRETED)
+def interpreted(request: pytest.FixtureRequest) -> dict[int, str]:
+    return ran(HERE / "flagged_interpreted.py", INTERPRETED, request)
 
 
 @pytest.mark.parametrize("index", range(len(INTERPRETED)), ids=[str(case) for case in INTERPRETED])
-def test_values_words_and_order(interpreted: list[str], index: int) -> None:
+def test_values_words_and_order(interpreted: dict[int, str], index: int) -> None:
     """`flagged_interpreted.py` says, by the name of the run, what has to hold."""
     assert interpreted[index] == "right"
 
 
 @pytest.fixture(scope="module")
-def compiled() -> list[dict[str, Any]]:
-    return ran(HERE / "flagged_compiled.py", COMPILED)
+def compiled(request: pytest.FixtureRequest) -> dict[int, dict[str, Any]]:
+    return ran(HERE / "flagged_compiled.py", COMPILED, request)
 
 
 @pytest.mark.parametrize("index", range(len(COMPILED)), ids=[str(case) for case in COMPILED])
-def test_compiled_for_hopper(compiled: list[dict[str, Any]], index: int) -> None:
+def test_compiled_for_hopper(compiled: dict[int, dict[str, Any]], index: int) -> None:
     """Tensor cores, TMA where asked for, 16-byte stores, no register spilled, it fits an SM, for any layout."""
     case, code = COMPILED[index], compiled[index]
     assert code["shared"] <= HOPPER_SHARED_BYTES
@@ -76,7 +76,7 @@ def test_compiled_for_hopper(compiled: list[dict[str, Any]], index: int) -> None
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_nothing_is_loaded_before_its_word_was_seen(compiled: list[dict[str, Any]], index: int) -> None:
+def test_nothing_is_loaded_before_its_word_was_seen(compiled: dict[int, dict[str, Any]], index: int) -> None:
     """all_gather: poll with acquire at system scope, barrier, proxy fence, and only then the loads by TMA."""
     order = compiled[index]["order"]
     last_poll = max(place for place, what in enumerate(order) if what == "poll")
@@ -87,7 +87,7 @@ def test_nothing_is_loaded_before_its_word_was_seen(compiled: list[dict[str, Any
 
 
 @pytest.mark.parametrize("index", [3, 4])
-def test_tiles_are_counted_after_all_threads_have_stored(compiled: list[dict[str, Any]], index: int) -> None:
+def test_tiles_are_counted_after_all_threads_have_stored(compiled: dict[int, dict[str, Any]], index: int) -> None:
     """reduce_scatter: the stores of a tile, a barrier, then one addition with release at system scope."""
     order = compiled[index]["order"]
     count = order.index("count")

@@ -22,11 +22,11 @@ pytestmark = pytest.mark.needs("triton")
 
 
 @pytest.fixture(scope="module")
-def interpreted() -> list[str]:
-    return ran(Path(__file__).parent / "packing_interpreted.py", CASES)
+def interpreted(request: pytest.FixtureRequest) -> dict[int, str]:
+    return ran(Path(__file__).parent / "packing_interpreted.py", CASES, request)
 
 
 @pytest.mark.parametrize("index", range(len(CASES)), ids=[str(case) for case in CASES])
-def test_the_bits_of_torch(interpreted: list[str], index: int) -> None:
+def test_the_bits_of_torch(interpreted: dict[int, str], index: int) -> None:
     """Where choices go, how many there are, and the tables."""
     assert interpreted[index] == "right"

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from counterpoint.records.rehearsal import Rehearsal
+from tests.support.command import Ended, counterpoint
 
 TRAINING = Path(__file__).with_name("rehearsed_training.py")
 BEGIN = """
@@ -26,20 +24,9 @@ print("begun", flush=True)
 END = "\ndist.destroy_process_group()\n"
 
 
-@dataclass(frozen=True)
-class Ended:
-    """How a rehearsal ended."""
-
-    code: int
-    out: str
-    said: str  # on standard error
-
-
 def rehearse(folder: Path, command: str, *options: str) -> Ended:
     """Runs the command line in a folder."""
-    words = [sys.executable, "-m", "counterpoint", "rehearse", "--device", "cpu", *options, command]
-    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=400, check=False)
-    return Ended(done.returncode, done.stdout, done.stderr)
+    return counterpoint("rehearse", "--device", "cpu", *options, command, folder=folder)
 
 
 def rehearsed(folder: Path, body: str, *options: str, ranks: int = 2) -> Ended:
@@ -54,13 +41,13 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     folder = tmp_path_factory.mktemp("trained")
     options = "--hosts", str(request.param), "--json", "answer.json"
     ended = rehearse(folder, f"torchrun --standalone --nproc-per-node 4 {TRAINING}", *options)
-    assert (ended.code, ended.said) == (0, "")
+    assert (ended.returncode, ended.stderr) == (0, "")
     return request.param, ended, msgspec.json.decode((folder / "answer.json").read_bytes(), type=Rehearsal)
 
 
 def test_losses_are_those_of_torch(trained: tuple[int, Ended, Rehearsal]) -> None:
     """Of FSDP2 or HSDP with `overlap`, and of DDP by the backend; sums of four numbers may round in another order."""
-    [line] = [line for line in trained[1].out.splitlines() if line.startswith("{")]
+    [line] = [line for line in trained[1].stdout.splitlines() if line.startswith("{")]
     found = json.loads(line)
     assert len(found["fsdp"]) == 3
     for name in ("fsdp", "ddp"):
@@ -85,7 +72,7 @@ def test_ranks_that_agree_are_told_once(trained: tuple[int, Ended, Rehearsal]) -
     assert (answer.differences, answer.missing_ranks) == ((), ())
     assert {report.ranks for report in answer.reports} == {(0, 1, 2, 3)}
     assert answer.steps == 12
-    printed, _, after = ended.out.partition(answer.verdict)
+    printed, _, after = ended.stdout.partition(answer.verdict)
     assert len(printed.splitlines()) == 1  # the losses: neither launcher nor ranks warn of anything
     assert "Different between ranks: nothing." in after
     assert "CounterpointGroup on ranks 0-3:" in after
@@ -128,7 +115,7 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ended, Rehearsal]:
     (folder / "job.py").write_text(BEGIN + ODD)
     options = "--json", "answer.json"
     ended = rehearse(folder, "python -m torch.distributed.run --standalone --nproc_per_node=3 -m job", *options)
-    assert ended.code == 0, ended.said
+    assert ended.returncode == 0, ended.stderr
     return ended, msgspec.json.decode((folder / "answer.json").read_bytes(), type=Rehearsal)
 
 
@@ -142,13 +129,13 @@ def test_ranks_that_differ_are_told(odd: tuple[Ended, Rehearsal]) -> None:
 
 def test_a_script_ends_as_it_wants(odd: tuple[Ended, Rehearsal]) -> None:
     """By `sys.exit(0)` of a module, with what it has to do at its exit."""
-    assert odd[0].out.count("at exit") == 3
+    assert odd[0].stdout.count("at exit") == 3
     assert odd[1].missing_ranks == ()
 
 
 def test_what_would_measure_times_is_refused(odd: tuple[Ended, Rehearsal]) -> None:
     """Inside a rank, in one sentence each, before anything is read or started."""
-    inner = [line for line in odd[0].out.splitlines() if line.startswith("inner")]
+    inner = [line for line in odd[0].stdout.splitlines() if line.startswith("inner")]
     said = [
         "rehearse 2 'counterpoint: rehearse: this is a rank of counterpoint rehearse",
         "tune 2 'counterpoint: --run: this is a rank of counterpoint rehearse",
@@ -169,29 +156,31 @@ def test_what_would_measure_times_is_refused(odd: tuple[Ended, Rehearsal]) -> No
 def test_a_rank_that_ends_the_others_is_named(tmp_path: Path, body: str, said: str) -> None:
     """In one sentence, with the log; what the ranks printed stands before it."""
     ended = rehearsed(tmp_path, f"{BEGIN}{body}\ndist.all_reduce(torch.ones(1)){END}")
-    assert (ended.code, len(ended.said.splitlines())) == (2, 1), ended.said
-    assert said in ended.said
-    assert "begun" in ended.out
-    assert "begun" in Path(ended.said.rpartition("log: ")[2].strip()).read_text()
+    assert (ended.returncode, len(ended.stderr.splitlines())) == (2, 1), ended.stderr
+    assert said in ended.stderr
+    assert "begun" in ended.stdout
+    assert "begun" in Path(ended.stderr.rpartition("log: ")[2].strip()).read_text()
 
 
 def test_a_rank_that_hangs_is_named_with_its_place(tmp_path: Path) -> None:
     """And those that wait for it, with theirs."""
     body = "def load_shard() -> None:\n    time.sleep(600)\nif rank == 1: load_shard()\ndist.all_reduce(torch.ones(1))"
     ended = rehearsed(tmp_path, f"{BEGIN}{body}{END}", "--timeout", "5", "-q")
-    assert (ended.code, ended.out) == (2, "")
-    assert ended.said.startswith("counterpoint: no rank printed anything or ended a step for 5 s: ")
-    assert "rank 0 was in all_reduce (distributed_c10d.py:" in ended.said
-    assert "rank 1 was in load_shard (train.py:" in ended.said
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.startswith("counterpoint: no rank printed anything or ended a step for 5 s: ")
+    assert "rank 0 was in all_reduce (distributed_c10d.py:" in ended.stderr
+    assert "rank 1 was in load_shard (train.py:" in ended.stderr
 
 
 def test_a_script_that_refuses_to_run_is_quoted(tmp_path: Path) -> None:
     """Without the traceback that Python does not print either; `--json -` prints nothing then."""
     body = "import sys\nsys.exit('no data here: give --data')"
     ended = rehearsed(tmp_path, body, "--json", "-")
-    assert (ended.code, ended.out) == (2, "")
-    assert "failed in step 1 of the script: RuntimeError: the script called sys.exit('no data here: give" in ended.said
-    log = Path(ended.said.rpartition("log: ")[2].strip()).read_text()
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert (
+        "failed in step 1 of the script: RuntimeError: the script called sys.exit('no data here: give" in ended.stderr
+    )
+    log = Path(ended.stderr.rpartition("log: ")[2].strip()).read_text()
     assert "leaving_word" not in log
 
 
@@ -201,7 +190,7 @@ def test_json_is_all_that_is_printed(tmp_path: Path) -> None:
         f"{BEGIN}dist.barrier()\nif rank == 1: sys.stdout.flush(); os._exit(0)\ntime.sleep(0.5)\nos.environ['A'] = '1'"
     )
     ended = rehearsed(tmp_path, body + "\nrank or os._exit(0)", "--json", "-")
-    assert (ended.code, ended.said) == (0, "")
-    answer = msgspec.json.decode(ended.out, type=Rehearsal)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    answer = msgspec.json.decode(ended.stdout, type=Rehearsal)
     assert answer.missing_ranks == (0, 1)
     assert answer.verdict.startswith("2 of 2 ranks left no report: ")

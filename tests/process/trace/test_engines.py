@@ -19,6 +19,7 @@ from counterpoint.diagnosis.reading.engine import Engine, digest_all
 from counterpoint.errors import BadTrace, CounterpointError, Misconfigured, Unsupported
 from counterpoint.trace.source import Limits, TraceFile
 from tests.support import kineto_trace as kt
+from tests.support.command import program
 
 
 def endless(folder: Path, ranks: int) -> list[TraceFile]:
@@ -101,7 +102,7 @@ def test_a_plain_script_may_call_it(tmp_path: Path) -> None:
         "print(counterpoint.diagnose(sys.argv[1], engine=Engine(workers=2)).diagnosis.ranks)\n"
     )
     job = kt.write_job(tmp_path / "job", ranks=3)
-    done = subprocess.run([sys.executable, script, job], capture_output=True, text=True, check=False, timeout=60)
+    done = program([sys.executable, script, job])
     assert (done.stdout, done.stderr) == ("(0, 1, 2)\n", "")
 
 
@@ -121,7 +122,7 @@ def test_an_interrupt_ends_readers_without_a_word(tmp_path: Path) -> None:
     )  # fmt: skip
     with (tmp_path / "rank0.json").open("wb"), (tmp_path / "rank1.json").open("wb"):  # open once their readers have
         os.killpg(started.pid, signal.SIGINT)
-        out, err = started.communicate(timeout=30)
+        out, err = started.communicate()
     assert (out, "Traceback" in err, "SpawnProcess" in err) == ("interrupted\n", False, False), err
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support import kineto_trace as kt
+from tests.support.command import program
 
 
 @pytest.mark.needs("root")  # who alone can become nobody
@@ -25,5 +25,5 @@ def test_no_permission_as_another_user(what: str, tmp_path: Path) -> None:
     )
     for parent in (tmp_path, *tmp_path.parents[:2]):
         parent.chmod(0o755)
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path / "folder")], capture_output=True, text=True)
+    done = program([sys.executable, "-c", script, tmp_path / "folder"])
     assert done.stdout.startswith("no permission"), done.stdout + done.stderr

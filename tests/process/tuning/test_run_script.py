@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,9 +14,8 @@ from counterpoint.records.tuning import Tuned, TunedPair
 from counterpoint.tuned.file import read_tuned, tuned_toml
 from counterpoint.tuning.from_trace import pairs_of_traces
 from counterpoint.tuning.script.api import ScriptComparison
-from counterpoint.tuning.script.command import parse_command
-from counterpoint.tuning.script.launch import launch_script
-from counterpoint.tuning.script.task import ScriptResult, ScriptTask, ScriptVariant
+from counterpoint.tuning.script.launch import ScriptResult, ScriptTask, ScriptVariant, launch_script, parse_command
+from tests.support.command import HANG_S, Ended, counterpoint
 from tests.support.example_tuned import example_tuned
 from tests.support.kineto_trace import annotation, header, launched, metadata, op, write
 
@@ -43,7 +40,7 @@ def command(folder: Path, body: str, launcher: str = "python") -> str:
     return f"{launcher} {script}"
 
 
-def run(folder: Path, body: str, *, launcher: str = "python", timeout_s: float = 60.0, **asked: object) -> None:
+def run(folder: Path, body: str, *, launcher: str = "python", timeout_s: float = HANG_S, **asked: object) -> None:
     task = replace(ScriptTask(folder=str(folder), variants=(ScriptVariant(name="stock", file=None),)), **asked)
     launch_script(parse_command(command(folder, body, launcher)), task, variables={}, timeout_s=timeout_s)
 
@@ -90,7 +87,7 @@ def test_a_script_that_hangs_is_killed(tmp_path: Path, launcher: str) -> None:
     """No step for so long; none of its processes is left."""
     with pytest.raises(PeerTimeout, match="no step of the script's optimizer ended for 1 s"):
         run(tmp_path, "step < 5 or time.sleep(600)", launcher=launcher, timeout_s=1.0)
-    until = time.monotonic() + 20.0
+    until = time.monotonic() + HANG_S
     while running_with(tmp_path) and time.monotonic() < until:  # the kernel kills ranks after their parent
         time.sleep(0.1)
     assert running_with(tmp_path) == []
@@ -174,9 +171,8 @@ def test_a_script_without_overlap_runs_each_variant_in_processes_of_its_own(tmp_
     assert "the script never calls counterpoint.overlap" in compared.notes[0]
 
 
-def tune(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    start = [sys.executable, "-c", "from counterpoint.cli import main; main()", "tune", *arguments]
-    return subprocess.run(start, cwd=folder, capture_output=True, text=True, check=False, timeout=500)
+def tune(folder: Path, *arguments: str) -> Ended:
+    return counterpoint("tune", *arguments, folder=folder)
 
 
 def test_a_script_is_tuned(tmp_path: Path) -> None:
@@ -216,7 +212,6 @@ def test_traces_are_tuned(tmp_path: Path) -> None:
         ([], "give one of SOURCE"),
         (["--run", "srun train.py"], "starts with 'srun'"),
         (["--run", "python train.py", "--nproc", "2"], "leave --nproc out"),
-        (["--run", "python train.py", "--fresh"], "leave --fresh out"),
         (["pairs.toml", "--run", "python train.py"], "leave SOURCE out"),
     ],
 )

@@ -112,7 +112,7 @@ NCCL = Footprint(threads=544, regs_per_thread=96, smem_bytes=106000)
     ],
 )
 def test_who_lives_beside_whom(kernel_smem: int, guest: Footprint, beside: bool) -> None:
-    """A GEMM's blocks next to a block like NCCL's, as SMs of an H200 wrote down (docs/results/occupancy.md)."""
+    """A GEMM's blocks next to a block like NCCL's, as SMs of an H200 wrote down (docs/results/pairs.md)."""
     assert (blocks_beside(with_smem(GEMM, kernel_smem), guest, sm=H200) > 0) == beside
 
 

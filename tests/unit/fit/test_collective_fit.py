@@ -8,11 +8,11 @@ from math import sqrt
 import msgspec
 import numpy as np
 import pytest
+from fit.protocols import Checked, error_of, fit_protocols, held_out, splits
 
 from counterpoint.errors import Misconfigured
 from counterpoint.plan.job.cluster import Cluster, find_gpu
 from counterpoint.plan.network.estimate import estimate
-from counterpoint.plan.network.fit import Checked, error_of, fit_protocols, held_out, splits
 from counterpoint.plan.network.group import Group
 from counterpoint.plan.network.nccl_tests import Measured
 from counterpoint.plan.network.protocols import Network, Protocol, levels, nccl_protocols

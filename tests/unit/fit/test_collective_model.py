@@ -7,10 +7,10 @@ from pathlib import Path
 import collective_model
 import msgspec
 import pytest
+from fit.protocols import DIALECTS, Checked, fit_protocols, held_out
 
 from counterpoint.plan.job.cluster import Cluster, find_gpu
 from counterpoint.plan.network import protocols
-from counterpoint.plan.network.fit import DIALECTS, Checked, fit_protocols, held_out
 from counterpoint.plan.network.nccl_tests import Measured
 from counterpoint.plan.network.protocols import (
     FittedProtocols,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from counterpoint.errors import Misconfigured, PeerTimeout
-from counterpoint.measurement.launch import Remains, died, hung
+from counterpoint.processes import Remains, died, hung
 from counterpoint.records.measurement import RankFailure
 
 RUNS = Remains(rank=0, code=None)
@@ -62,5 +62,5 @@ def test_the_rank_that_did_not_answer_is_named_first() -> None:
     """Among many that wait for it, whatever its number."""
     stack = 'Fatal Python error: Aborted\n  File "counterpoint/x.py", line 3 in gather\n'
     waiting = [Remains(rank=rank, code=-6, log=stack) for rank in range(7)]
-    error = hung([*waiting, Remains(rank=7, code=None)], during="d", logs="/logs", timeout_s=5.0)
+    error = hung([*waiting, Remains(rank=7, code=None)], reason="no progress for 5 s d", logs="/logs")
     assert str(error).startswith("no progress for 5 s d: rank 7 did not answer")

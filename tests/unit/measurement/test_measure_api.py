@@ -43,7 +43,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a thousand ranks": ({"world_size": 1000, "device": "cpu"}, r"1000 ranks; at most 64"),
     "rounds": ({"rounds": 4}, r"rounds 4; at least 5: the first two are dropped"),
     "timeout": ({"timeout_s": 0.0}, r"timeout 0 s; it must be more than 0"),
-    "folder": ({"partial": Path("/nowhere/x.jsonl")}, r"cannot write /nowhere/x.jsonl: No such file"),
 }
 
 
@@ -132,15 +131,6 @@ def test_logs_stay_only_where_the_error_names_them(
     assert bool(list(tmp_path.iterdir())) == stays
 
 
-def test_nothing_is_started_where_all_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The results of a run whose report could not be written are there at once."""
-    partial = tmp_path / "x.jsonl"
-    monkeypatch.setattr(api, "launch", replay())
-    first = api.measure("quick", device="cpu", partial=partial)
-    monkeypatch.setattr(api, "launch", lambda *a, **o: pytest.fail("ranks were started"))
-    assert api.measure("quick", device="cpu", partial=partial) == first
-
-
 def test_ranks_wait_longer_than_their_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the launcher says which rank is stuck, before another rank complains of its own wait."""
     waits: list[tuple[float, float]] = []
@@ -177,22 +167,3 @@ def test_every_reason_is_kept(monkeypatch: pytest.MonkeyPatch, mechanism: str, s
     monkeypatch.setattr(api, "launch", lacking(mechanism))
     with pytest.raises(Unsupported, match=said):
         api.measure("quick", device="cpu")
-
-
-def test_where_nothing_could_be_measured_nothing_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It is an error, and the next run asks again."""
-    monkeypatch.setattr(api, "launch", lacking("b"))
-    with pytest.raises(Unsupported, match="nothing could be measured here"):
-        api.measure("quick", device="cpu", partial=tmp_path / "x.jsonl")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_results_under_other_nccl_variables_are_not_mixed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What was measured with NCCL_ALGO unset is refused with it set."""
-    partial = tmp_path / "x.jsonl"
-    monkeypatch.setattr(api, "launch", replay(0))
-    with pytest.raises(CounterpointError, match="without having measured"):
-        api.measure("quick", device="cpu", partial=partial)
-    monkeypatch.setenv("NCCL_ALGO", "Ring")
-    with pytest.raises(Misconfigured, match=r"\(variables was .*, is .*NCCL_ALGO=Ring"):
-        api.measure("quick", device="cpu", partial=partial)

@@ -228,6 +228,34 @@ def test_an_eager_norm_is_many_kernels() -> None:
     assert norms(eager) == [(45, 14), (90, 28)]
 
 
+def norm_bytes(model: Model, local: LocalShape) -> dict[str, float]:
+    """Return the bytes of each norm, forward and backward, of a layer, the last stage and MTP."""
+    works = layer_work(model, local), head_work(model, local), mtp_work(model, local)
+    operations = [op for work in works for op in (*work.forward, *work.backward) if "norm" in op.name]
+    return {op.name: op.num_bytes for op in operations if isinstance(op, MemoryBoundOp)}
+
+
+WIDER = {  # twice as wide: what norms of that name pass over
+    "norms": (GPT, {"hidden": 2 * 12288}),
+    "last norm": (GPT, {"hidden": 2 * 12288}),
+    "norms of both inputs": (GPT, {"hidden": 2 * 12288}),
+    "latent norms": (V3, {"mla": msgspec.structs.replace(V3.mla, q_lora_rank=2 * 1536, kv_lora_rank=2 * 512)}),
+    "qk norm": (GEMMA, {"head_dim": 2 * 128}),
+}
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("name", WIDER)
+def test_bytes_of_a_norm_grow_with_width_and_tokens(name: str, fused: bool) -> None:
+    """Of any norm, forward and backward: twice as many for twice the width, and for twice the tokens."""
+    model, wider = WIDER[name]
+    local = share(fused_norms=fused)
+    narrow, wide = (norm_bytes(each, local) for each in (model, msgspec.structs.replace(model, **wider)))
+    longer = norm_bytes(model, msgspec.structs.replace(local, batch=2 * local.batch))
+    for each in (name, f"{name} backward"):
+        assert wide[each] == longer[each] == 2 * narrow[each] > 0
+
+
 @pytest.mark.parametrize(("ep", "sorts"), [(1, 1), (4, 2)])
 def test_tokens_are_sorted_before_they_are_sent_and_after(ep: int, sorts: int) -> None:
     """Each sort reads and writes every visit, there and back; the scores are passed over twelve times forward."""

@@ -8,17 +8,19 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from placement import fat_tree, slot_distance
 
 from counterpoint.errors import Misconfigured
 from counterpoint.plan.job.cluster import Cluster, ClusterGpu, Level
+from counterpoint.plan.placement.read_topology import of_matrix
 from counterpoint.plan.placement.topology import Topology, TopologyLevel
 
-SMALL = Topology.regular([2, 2, 2])  # hosts 0, 1 at one leaf, 2, 3 at the other
+SMALL = fat_tree([2, 2, 2])  # hosts 0, 1 at one leaf, 2, 3 at the other
 
 
 def test_distance_is_that_of_the_lowest_common_level() -> None:
     """Host, leaf, spine: GPU 0 to its neighbour, to the next host, and across the spine."""
-    found = SMALL.slot_distance()
+    found = slot_distance(SMALL)
     assert found[0, [1, 2, 4]].tolist() == pytest.approx([50 / 390, 2.0, 4.0])
 
 
@@ -47,9 +49,29 @@ def test_the_order_along_the_tree_keeps_units_together(seed: int) -> None:
 @given(order=st.permutations(range(8)))
 def test_listing_equal_hosts_otherwise_changes_no_distance(order: list[int]) -> None:
     """Between hosts of the same names, distances stay as they were."""
-    tree = Topology.regular([2, 4, 2])
+    tree = fat_tree([2, 4, 2])
     again = tree.only([tree.hosts[index] for index in order])
     assert (again.host_distance == tree.host_distance[np.ix_(order, order)]).all()
+
+
+@given(seed=st.integers(0, 1000), block=st.integers(2, 3))
+def test_packed_hosts_are_all_hosts_and_whole_where_a_leaf_has_room(seed: int, block: int) -> None:
+    """As many blocks lie below one leaf as its hosts make, one leaf after the other, and no host is lost."""
+    draw = np.random.default_rng(seed)
+    leaf = draw.integers(0, 4, size=13)
+    found = Topology.of_units([f"h{i}" for i in range(13)], np.stack([leaf, np.zeros(13, dtype=np.int64)]), 1)
+    order = found.packed(block)
+    blocks = leaf[order[: 13 // block * block]].reshape(-1, block)
+    whole = sum(len(set(each)) == 1 for each in blocks.tolist())
+    assert sorted(order.tolist()) == list(range(13))
+    assert whole >= (np.bincount(leaf) // block).sum()
+
+
+def test_measured_hosts_follow_the_closest() -> None:
+    """Of two pairs, each is visited whole; the first host begins."""
+    near, far = 1.0, 5.0
+    matrix = np.array([[0, far, near, far], [far, 0, far, near], [near, far, 0, far], [far, near, far, 0]])
+    assert of_matrix(list("abcd"), matrix).tree_order.tolist() == [0, 2, 1, 3]
 
 
 def test_hosts_that_are_missing_are_named() -> None:

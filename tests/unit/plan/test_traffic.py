@@ -6,8 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from counterpoint.errors import Misconfigured
 from counterpoint.plan.job.cluster import Cluster, ClusterGpu, Level
@@ -15,7 +13,7 @@ from counterpoint.plan.job.job import Job
 from counterpoint.plan.job.model import Model, layer_parameters
 from counterpoint.plan.job.parallel import Parallel, Training
 from counterpoint.plan.network.group import Axis
-from counterpoint.plan.placement.traffic import AxisTraffic, RankTraffic, sent_bytes, thin
+from counterpoint.plan.placement.traffic import AxisTraffic, RankTraffic, sent_bytes
 
 MODEL = Model(layers=8, hidden=1024, heads=16, vocab=32_000)
 GPU = ClusterGpu(name="H100", tflops={"bf16": 989}, sms=132, memory_gib=80, memory_gb_per_s=3350)
@@ -34,7 +32,7 @@ def job(parallel: Parallel, **training: object) -> Job:
 
 
 def dense(traffic: RankTraffic) -> np.ndarray[Any, np.dtype[np.float64]]:
-    return np.asarray(traffic.sampled.toarray())
+    return traffic.between(np.arange(traffic.world_size), traffic.world_size)
 
 
 def test_a_collective_is_shared_among_its_partners() -> None:
@@ -56,20 +54,24 @@ def test_interleaved_stages_form_a_ring() -> None:
 
 
 @pytest.mark.parametrize("axis", ["tp", "dp", "pp", "ep"])
-def test_the_bytes_of_a_block_are_those_of_its_pairs(axis: Axis) -> None:
-    """The sum in closed form and the sum over pairs are one number."""
+def test_the_bytes_of_groups_are_those_of_their_pairs(axis: Axis) -> None:
+    """Counting by group gives what adding up all pairs gives, between ranks and between hosts."""
     traffic = RankTraffic.of_job(Parallel(tp=2, dp=4, pp=3, ep=2), {axis: 7.0})
-    assert sum(part.num_bytes for part in traffic.parts) == pytest.approx(dense(traffic).sum() / 2)
+    hosts = np.random.default_rng(0).integers(0, 4, 24)
+    for label in (np.arange(24), hosts):
+        expected = np.zeros((24, 24))
+        for part in traffic.parts:
+            first, second, num_bytes = part.pairs()
+            np.add.at(expected, (label[first], label[second]), num_bytes)
+        expected = (expected + expected.T) * (1 - np.eye(24))
+        assert traffic.between(label, 24) == pytest.approx(expected)
 
 
-def test_a_large_group_keeps_its_bytes_when_it_is_sampled() -> None:
-    """Of 500 ranks, each meets some of the others in the sample, and all bytes are there."""
-    traffic = RankTraffic.of_job(Parallel(dp=500), {"dp": 499.0})
-    found = traffic.sampled
-    assert (found.nnz < 500 * 65, found.sum() / 2) == (
-        True,
-        pytest.approx(sum(part.num_bytes for part in traffic.parts)),
-    )
+def test_a_ring_is_a_thousandth_of_its_collective() -> None:
+    """Of 5 ranks that send 4 bytes each, the 5 neighbours share 20 bytes both ways: 1/1000 more of them."""
+    traffic = RankTraffic.of_job(Parallel(tp=5), {"tp": 4.0})
+    more = dense(traffic.with_rings()) - dense(traffic)
+    assert (more.sum() / 2, more[0, 1], more[0, 2]) == (pytest.approx(20e-3), pytest.approx(4e-3), 0.0)
 
 
 @pytest.mark.parametrize(("sent", "said"), [({"xp": 1.0}, "choose from tp"), ({"tp": -1.0}, "bytes of tp = -1.0")])
@@ -82,23 +84,7 @@ def test_bytes_of_a_job_are_checked(sent: dict[Any, float], said: str) -> None:
 def test_a_ring_of_two_has_one_pair() -> None:
     """Two stages that hand to each other both ways are one pair, not two."""
     block = AxisTraffic(axis="pp", members=np.array([[0, 1]]), pair_bytes=np.array([3.0]), pattern="ring")
-    assert (len(block.pairs()[0]), block.num_bytes) == (1, 3.0)
-
-
-@given(seed=st.integers(0, 1000), count=st.sampled_from([500, 2000]))
-def test_thinning_keeps_sums(seed: int, count: int) -> None:
-    """Of 10,000 weights about `count` are left, and their sum is within 5 standard errors."""
-    weights = np.random.default_rng(seed).lognormal(0, 3, 10_000)
-    keep, thinned = thin(weights, count)
-    threshold = thinned.min()
-    error = np.sqrt((np.minimum(weights, threshold) * np.maximum(threshold - weights, 0)).sum())
-    assert (abs(len(thinned) - count) < 5 * np.sqrt(count), bool((thinned >= weights[keep]).all())) == (True, True)
-    assert abs(thinned.sum() - weights.sum()) <= 5 * error + 1e-9 * weights.sum()
-
-
-def test_few_weights_are_not_thinned() -> None:
-    """As many as may stay do."""
-    assert thin(np.ones(5), 5)[1].tolist() == [1.0] * 5
+    assert (len(block.pairs()[0]), block.pairs()[2].sum()) == (1, 3.0)
 
 
 def test_tensor_parallel_ranks_send_activations() -> None:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 
 import pytest
 from rich.console import Console
 
 from counterpoint.records.measurement import Measurement, Usage
-from counterpoint.rendering.exchange_losses import ExchangeTimes
-from counterpoint.rendering.measurement_text import (
-    markdown,
+from counterpoint.rendering.measurement_summary import (
+    ExchangeTimes,
     matmul_summaries,
     mean_hidden,
     mechanism_summaries,
-    render,
     summary,
 )
+from counterpoint.rendering.measurement_text import markdown, render
 from tests.support import example_measurement as measured
 
 
@@ -27,34 +27,72 @@ def lines_of(measurement: Measurement, width: int = 120) -> list[str]:
     return console.file.getvalue().splitlines()
 
 
-def rung(*words: str) -> list[str]:
-    """The cells of the first line that holds all `words`."""
-    found = next(line for line in lines_of(measured.usual()) if all(word in line for word in words))
-    return found.split()
+USED = Usage(compute_blocks=132, comm_ctas=24, waves_alone=1, waves_together=2)
+SAID = [  # a measurement, and lines of a terminal with one space between words
+    (
+        "usual",
+        measured.usual,
+        (
+            "hidden step order ms × serial of ideal kept kept",
+            "compute alone 1.000",
+            "nccl alone 1.000",
+            "0.00 serial 2.000 1.00",
+            "0.50 nccl together 1.500 1.33 30% 91% 83%",
+            "-0.10 nccl compute first 2.100 0.95 30% 91% 83%",
+            "1.00 ideal 1.000 2.00",
+            "! 1.00 nccl+max_ctas=8 compute first 1.000 2.00 30% 91% 83%",
+            "· nccl+max_ctas=8, compute first: max_ctas=8 had no effect: 24 CTAs ran",
+            "· nccl+green=108: the driver is too old",
+        ),
+    ),
+    (
+        "a profiler looked: waves, MFU and CTAs",
+        lambda: measured.measurement(measured.row(usage=USED, mfu_alone=0.8, mfu_together=0.47)),
+        ("compute alone 1.000 80% 1", "0.50 nccl together 1.500 1.33 30% 91% 83% 47% 2 24"),
+    ),
+    ("blocks", measured.blocks, ("all_gather nccl+max_ctas=8 1.0 MiB 8 0.022 47.7",)),
+    (
+        "matmuls: over the longer part, times torch, which way",
+        measured.matmuls,
+        (
+            "all_gather_matmul 8192x7168x8192 its communication can hide",
+            "matmul alone 1.000 700.0",
+            "nccl alone 0.400 350.0",
+            "+50.0% torch 1.500 1.00 torch",
+            "+20.0% cuts 1.200 1.25 cuts",
+            "· auto: cuts is the simplest",
+            "matmul_reduce_scatter 8192x8192x1280 its communication cannot hide",
+            "! -4.0% cuts 1.200 1.25 torch",
+            "· cuts: ran as torch: no shared memory",
+        ),
+    ),
+    (
+        "exchanges that lose: both legs added up, without marked ones",
+        measured.exchanges,
+        (
+            "Where ours loses by over 3%: 1 of 2 exchanges dispatch + combine; auto lost to torch in 1",
+            "mixtral-8x7b 1024 zipf alone nccl 0.240 gather 0.330 1.38 ! gather",
+        ),
+    ),
+    (
+        "a mean of -0.001 is no minus zero",
+        lambda: measured.measurement(measured.row(together=2001.0)),
+        ("0.00 nccl together 2.001 1.00 30% 91% 83%",),
+    ),
+]
 
 
-def test_hidden_is_the_first_column() -> None:
-    assert rung("step", "order")[0] == "hidden"
+@pytest.mark.parametrize(("case", "lines"), [it[1:] for it in SAID], ids=[it[0] for it in SAID])
+def test_lines_of_a_terminal(case: Callable[[], Measurement], lines: tuple[str, ...]) -> None:
+    """And each of its cells is in the Markdown page."""
+    shown = [" ".join(line.split()) for line in lines_of(case())]
+    assert [line for line in lines if line not in shown] == []
+    page = " ".join(markdown(case()).replace("\\", "").replace("|", " ").split())
+    assert [line for line in lines if not line.startswith("·") and line[0].isdigit() and line not in page] == []
 
 
-@pytest.mark.parametrize(
-    ("words", "cells"),
-    [
-        (("compute alone",), ["compute", "alone", "1.000"]),
-        (("nccl alone",), ["nccl", "alone", "1.000"]),
-        (("serial", "2.000"), ["0.00", "serial", "2.000", "1.00"]),
-        (("nccl", "together"), ["0.50", "nccl", "together", "1.500", "1.33", "30%", "91%", "83%"]),
-        (("nccl", "compute first"), ["-0.10", "nccl", "compute", "first", "2.100", "0.95", "30%", "91%", "83%"]),
-        (("ideal", "1.000"), ["1.00", "ideal", "1.000", "2.00"]),
-    ],
-)
-def test_every_line_of_a_pair(words: tuple[str, ...], cells: list[str]) -> None:
-    """Alone, serial, together and ideal, each with its time and its speed-up over serial."""
-    assert rung(*words) == cells
-
-
-def test_a_marked_row_says_why() -> None:
-    assert "  ! nccl+max_ctas=8, compute first: max_ctas=8 had no effect: 24 CTAs ran" in lines_of(measured.usual())
+def test_matmuls_are_no_building_blocks() -> None:
+    assert "Building blocks" not in "\n".join(lines_of(measured.matmuls()))
 
 
 def test_summaries_leave_marked_rows_out() -> None:
@@ -86,40 +124,9 @@ def test_means_by_collective_leave_marked_rows_out() -> None:
     }
 
 
-def test_waves_mfu_and_ctas_are_shown_where_a_profiler_looked() -> None:
-    """Alone, and beside the collective's CTAs."""
-    usage = Usage(compute_blocks=132, comm_ctas=24, waves_alone=1, waves_together=2)
-    shown = [" ".join(line.split()) for line in lines_of(measured.measurement(
-        measured.row(usage=usage, mfu_alone=0.8, mfu_together=0.47)))]  # fmt: skip
-    assert "compute alone 1.000 80% 1" in shown
-    assert "0.50 nccl together 1.500 1.33 30% 91% 83% 47% 2 24" in shown
-
-
 def test_a_mechanism_with_only_marked_rows_has_no_figures() -> None:
     it = mechanism_summaries((measured.row(marked="late"),))[0]
     assert (it.hidden, it.lowest, it.speedup, it.marked) == (None, None, None, 1)
-
-
-def test_what_was_not_measured_is_said() -> None:
-    assert "· nccl+green=108: the driver is too old" in lines_of(measured.usual())
-
-
-def test_building_blocks_have_their_table() -> None:
-    lines = [" ".join(line.split()) for line in lines_of(measured.blocks())]
-    assert "all_gather nccl+max_ctas=8 1.0 MiB 8 0.022 47.7" in lines
-
-
-def test_matmuls_have_their_ladder() -> None:
-    """What is over the longer part, how much faster than torch, and which way it ran."""
-    lines = [" ".join(line.split()) for line in lines_of(measured.matmuls())]
-    wanted = (
-        "all_gather_matmul 8192x7168x8192 its communication can hide", "matmul alone 1.000 700.0",
-        "nccl alone 0.400 350.0", "+50.0% torch 1.500 1.00 torch", "+20.0% cuts 1.200 1.25 cuts",
-        "· auto: cuts is the simplest", "matmul_reduce_scatter 8192x8192x1280 its communication cannot hide",
-        "! -4.0% cuts 1.200 1.25 torch", "! cuts: ran as torch: no shared memory",
-    )  # fmt: skip
-    assert [line for line in wanted if line not in lines] == []
-    assert "Building blocks each alone" not in lines
 
 
 def test_mechanisms_of_matmuls_are_summarized() -> None:
@@ -134,19 +141,6 @@ def test_mechanisms_of_matmuls_are_summarized() -> None:
     assert (said["blocks"], said["marked"], said["times_torch"]) == (10, 1, {"torch": 1.0, "cuts": 1.25, "auto": 1.25})
 
 
-def test_exchanges_that_ours_lose_have_their_table() -> None:
-    """Dispatch and combine are added up; what is marked does not count; `auto` is told where it took a loser."""
-    lines = lines_of(measured.exchanges())
-    start = next(index for index, line in enumerate(lines) if line.startswith("Where ours loses by over 3%: 1 of 2"))
-    assert lines[start].endswith("dispatch + combine; auto lost to torch in 1")
-    row = "mixtral-8x7b 1024 zipf alone nccl 0.240 gather 0.330 1.38 ! gather"
-    assert [line.split() for line in lines[start + 2 : start + 3]] == [row.split()]
-    assert "| mixtral-8x7b 1024 zipf | alone | nccl | 0.240 | gather | 0.330 | 1.38 | ! gather |" in markdown(
-        measured.exchanges()
-    )
-    assert (summary(measured.exchanges(), None)["lost"], summary(measured.exchanges(), None)["auto_lost"]) == (1, 1)
-
-
 def test_exchanges_are_no_loss_within_noise() -> None:
     """A time that is 3% longer may be the same."""
     near = ExchangeTimes(what="x", beside="", us={"torch": 100.0, "gather": 102.0}, auto="gather")
@@ -155,15 +149,14 @@ def test_exchanges_are_no_loss_within_noise() -> None:
     assert not ExchangeTimes(what="x", beside="", us={"torch": 100.0, "gather": 104.0}, auto="torch").auto_lost
 
 
+def test_exchanges_are_counted_in_the_last_line() -> None:
+    said = summary(measured.exchanges(), None)
+    assert (said["lost"], said["auto_lost"]) == (1, 1)
+
+
 def test_legs_are_one_collective_each_in_means() -> None:
     """Whatever the layer, tokens and routing are."""
     assert list(mean_hidden(measured.exchanges().rows, lambda row: row.operation)["torch"]) == ["dispatch", "combine"]
-
-
-def test_matmuls_have_their_tables_in_markdown() -> None:
-    """A row for each measurement, none among the building blocks."""
-    page = markdown(measured.matmuls())
-    assert (page.count("| all\\_gather\\_matmul 8192x7168x8192 | yes |"), "## Building blocks" in page) == (5, False)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +165,7 @@ def test_matmuls_have_their_tables_in_markdown() -> None:
 def test_it_fits_a_terminal(case: object) -> None:
     """No table is wider than 80 columns; only explanations may wrap by the terminal."""
     assert callable(case)
-    assert max(len(line) for line in lines_of(case(), 80) if not line.lstrip().startswith(("!", "·"))) <= 80
+    assert max(len(line) for line in lines_of(case(), 80)) <= 80
 
 
 def test_control_characters_do_not_reach_the_terminal() -> None:
@@ -185,17 +178,7 @@ def test_names_stay_in_their_cells_in_markdown() -> None:
     assert [("<script" in line.replace("\\<", ""), "\x1b" in line) for line in table] == [(False, False)] * len(table)
 
 
-def test_markdown_holds_every_row() -> None:
-    """Four rows of one workload."""
-    assert markdown(measured.usual()).count("| gemm 8192x8192x8192 |") == 4
-
-
 def test_the_last_line_holds_the_figures() -> None:
     found = summary(measured.usual(), "x.json")
     wanted = {"suite": "quick", "world_size": 8, "gpu": "NVIDIA H200", "rows": 4, "marked": 1, "out": "x.json"}
     assert (wanted.items() <= found.items(), found["hidden"]) == (True, {"nccl+max_ctas=8": 0.5, "nccl": 0.2})
-
-
-def test_nothing_is_said_to_be_minus_zero() -> None:
-    """A mean of -0.001 is 0.00."""
-    assert not any("-0.00" in line for line in lines_of(measured.measurement(measured.row(together=2001.0))))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import csv
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +13,7 @@ from msgspec.structs import replace
 from counterpoint.errors import Misconfigured
 from counterpoint.records.tuning import LEAVE, Tried, Tuned, TunedPair
 from counterpoint.tuning.exporters import FORMS, export
-from tests.support.example_tuned import HOSTILE, example_tuned, hostile_tuned, tuned_pair
-
-FIELDS = ("collective", "low", "high", "algorithm", "protocol", "channels", "nodes", "ranks", "pipe_ops", "reg_buff")
+from tests.support.example_tuned import example_tuned, hostile_tuned, tuned_pair
 
 
 def tried(**us: float) -> tuple[Tried, ...]:
@@ -29,13 +26,6 @@ def tried(**us: float) -> tuple[Tried, ...]:
 
 def tuned(*pairs: TunedPair) -> Tuned:
     return replace(example_tuned(), pair=pairs)
-
-
-def rows(text: str) -> list[dict[str, str]]:
-    """The rows that NCCL's example tuner reads: it cuts lines at 255 bytes, and skips those that begin with #."""
-    lines = text.encode().splitlines()
-    assert all(len(line) < 255 for line in lines)
-    return [dict(zip(FIELDS, row, strict=True)) for row in csv.reader(x for x in text.split("\n") if x and x[0] != "#")]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -58,7 +48,7 @@ def test_a_hostile_name_is_in_comments_alone(form: str) -> None:
 def test_what_has_no_variable_is_a_comment() -> None:
     """The windows of NCCL's copy engines, and the limit of a GEMM."""
     text = export(tuned(tuned_pair("nccl_zero_cta+gemm_sms=124")), "env")
-    assert "# pair 1, nccl_zero_cta+gemm_sms=124: no variable for windows, gemm_sms=124 (" in text
+    assert "# pair 1, nccl_zero_cta+gemm_sms=124: follows; no variable for windows, gemm_sms=124 (" in text
     assert "export NCCL_CTA_POLICY=2\n" in text
 
 
@@ -70,8 +60,7 @@ def test_pairs_that_disagree_get_what_saves_most_in_a_step() -> None:
     )
     text = export(tuned(many, one), "env")
     assert "export NCCL_MAX_CTAS=8\n" in text
-    assert "# pair 2, nccl+max_ctas=16: this costs it 20.0 us a step (" in text
-    assert "# together 230.0 us a step less than stock" in text
+    assert "# pair 2, nccl+max_ctas=16: this costs it 20.0 us (" in text
 
 
 def test_a_setting_that_costs_other_pairs_more_is_not_exported() -> None:
@@ -79,7 +68,7 @@ def test_a_setting_that_costs_other_pairs_more_is_not_exported() -> None:
     left = tuned_pair(LEAVE, us=100.0, calls=10, bytes_per_rank=1 << 24, tried=tried(max_ctas_8=105.0))
     text = export(tuned(tuned_pair("nccl+max_ctas=8"), left), "env")
     assert "NCCL_MAX_CTAS" not in text
-    assert "# pair 1, nccl+max_ctas=8: this costs it 10.0 us a step (" in text
+    assert "# pair 1, nccl+max_ctas=8: this costs it 10.0 us (" in text
 
 
 def test_marked_times_count_for_nothing() -> None:
@@ -94,33 +83,6 @@ def test_a_minimum_of_ctas_has_a_maximum() -> None:
     assert yaml.safe_load(export(tuned(tuned_pair("nccl+min_ctas=16")), "megatron-yaml")) == {
         "dp_cp": {"max_ctas": 64, "min_ctas": 16}
     }
-
-
-def test_rows_of_the_tuner_end_half_way_to_their_neighbours() -> None:
-    """In bytes of the full array, and never beyond twice or half of what was measured."""
-    sizes = {1 << 20: "nccl+max_ctas=8", 1 << 21: "nccl+max_ctas=16", 1 << 30: "nccl+max_ctas=4"}
-    found = rows(
-        export(tuned(*(tuned_pair(name, bytes_per_rank=size) for size, name in sizes.items())), "nccl-tuner-csv")
-    )
-    assert [(row["collective"], row["channels"], row["ranks"]) for row in found] == [
-        ("allgather", "8", "2"), ("allgather", "16", "2"), ("allgather", "4", "2")
-    ]  # fmt: skip
-    assert [(int(row["low"]), int(row["high"])) for row in found] == [
-        (1 << 20, 2_965_820), (2_965_821, 1 << 23), (1 << 30, 1 << 32)
-    ]  # fmt: skip
-
-
-def test_neither_copy_engines_nor_what_is_left_get_a_row() -> None:
-    """A tuner cannot choose copy engines, and what is left is NCCL's own choice."""
-    text = export(tuned(tuned_pair("zero_sm"), tuned_pair(LEAVE, bytes_per_rank=1 << 24)), "nccl-tuner-csv")
-    assert rows(text) == []
-    assert "# pair 1, zero_sm: nothing that a tuner can choose, counterpoint runs it (" in text
-
-
-def test_hostile_rows_stay_comments() -> None:
-    """However long a name is, and whatever commas it has: one row is ours."""
-    long = tuned(tuned_pair("nccl+max_ctas=8", compute=HOSTILE + "é" * 100, where=("y," * 99,) * 64))
-    assert [row["channels"] for row in rows(export(long, "nccl-tuner-csv"))] == ["8"]
 
 
 def nccl_options(group: str, configs: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -180,19 +142,14 @@ def test_a_form_names_what_the_machine_has() -> None:
     assert "NCCL None" not in export(cpu, "env")
 
 
-def test_an_exchange_that_is_left_is_said_once() -> None:
-    pair = tuned_pair(LEAVE, operation="exchange", stock="torch", compute="tiny 8 zipf")
-    assert export(tuned(pair), "torchtitan").count("pair 1") == 1
-
-
 def test_a_mechanism_that_there_is_not_is_refused() -> None:
-    """With its pair, and what is allowed: it must not reach a file that runs."""
-    with pytest.raises(Misconfigured, match=r"pair 1: .*choose from: nccl, nccl_zero_cta, zero_sm"):
+    """With what is allowed: it must not reach a file that runs."""
+    with pytest.raises(Misconfigured, match=r"mechanism 'rm -rf': allowed are leave, nccl, nccl_zero_cta"):
         export(tuned(tuned_pair("rm -rf")), "env")
-    with pytest.raises(Misconfigured, match="pair 1: '\\$\\(x\\)' is no mechanism; choose from torch"):
-        export(tuned(tuned_pair("$(x)", operation="exchange")), "torchtitan")
+    with pytest.raises(Misconfigured, match="mechanism '\\$\\(x\\)': allowed are leave, torch"):
+        export(tuned(tuned_pair("$(x)", operation="exchange")), "env")
 
 
 def test_a_form_that_there_is_not_is_refused() -> None:
-    with pytest.raises(Misconfigured, match="no form 'yaml'; choose from: env, nccl-tuner-csv, megatron-yaml"):
+    with pytest.raises(Misconfigured, match="no form 'yaml'; choose from: env, megatron-yaml, python"):
         export(example_tuned(), "yaml")

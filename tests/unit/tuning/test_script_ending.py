@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from counterpoint.processes import failure_file, write_whole
 from counterpoint.records.measurement import RankFailure
-from counterpoint.tuning.script.launch import LOG, _died
-from counterpoint.tuning.script.task import failure_file, write_whole
+from counterpoint.tuning.script.launch import ERRORS, LOG, _died
 
 LOST = "[pair.cc:553] Connection closed by peer [127.0.0.1]:31910. This is typically caused by a remote worker crashing"
 TORCHRUN = """
@@ -30,7 +30,9 @@ def said(folder: Path, root: tuple[int, int], *others: tuple[int, int], words: d
     log = TORCHRUN.format("".join(RANK.format(*other) for other in others), RANK.format(*root))
     (folder / LOG).write_text(log)
     for rank, text in words.items():
-        write_whole(failure_file(folder, rank), RankFailure(rank=rank, kind="RuntimeError", text=text, scenario=None))
+        write_whole(
+            failure_file(folder / ERRORS, rank), RankFailure(rank=rank, kind="RuntimeError", text=text, scenario=None)
+        )
     return str(_died(folder, 1))
 
 

@@ -15,8 +15,8 @@ import counterpoint
 from counterpoint.errors import Misconfigured
 from counterpoint.monitoring.optimizer_steps import OptimizerSteps
 from counterpoint.tuning.script import steps as script_steps
+from counterpoint.tuning.script.launch import ScriptResult, ScriptTask, ScriptVariant, result_file
 from counterpoint.tuning.script.steps import ScriptFinished, ScriptSteps, SwitchedOverlap
-from counterpoint.tuning.script.task import ScriptResult, ScriptTask, ScriptVariant, result_file
 
 STOCK, TUNED = ScriptVariant(name="stock", file=None), ScriptVariant(name="tuned", file="a.toml")
 

@@ -49,23 +49,24 @@ _DYING_S = 1.0  # seconds that a peer whose memory is gone may take until it is 
 
 
 class Lane:
-    """Runs lane `COPY` or `REDUCE` of a channel's calls, one call after the other, in a thread of its own."""
+    """Runs lane `COPY` or `REDUCE` of a channel's calls, call after call, in a thread from the first call on."""
 
     def __init__(self, channel: int, lane: int) -> None:
         self._lane = lane
         self._queue: SimpleQueue[CpuCall | None] = SimpleQueue()
         name = f"counterpoint channel {channel} lane {lane}"
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
-        self._thread.start()
 
     def put(self, work: CpuCall) -> None:
-        """Let the thread run this lane of the call `work` after all calls that were put before."""
+        """Let the thread run this lane of the call `work` after the calls put before, under a lock of the caller."""
         self._queue.put(work)
+        if self._thread.ident is None:
+            self._thread.start()
 
     def close(self) -> None:
         """End the thread after the calls that were put before."""
         self._queue.put(None)
-        if threading.current_thread() is not self._thread:
+        if self._thread.ident is not None and threading.current_thread() is not self._thread:
             self._thread.join()
 
     def _serve(self) -> None:
@@ -234,7 +235,7 @@ class CpuCall(HostWork):
         self.record.output_offset, self.record.output_region = at.offset, at.region
 
     def _grow_staging(self) -> None:
-        """Replace staging that is too small; all ranks do so at the same call, as all compute the same size."""
+        """Replace staging that is too small; all ranks compute one size, so they replace it at one call."""
         call, tuning, channel = self.program.call, self.program.tuning, self.channel
         if not call.reduces:
             return
@@ -259,7 +260,7 @@ class CpuCall(HostWork):
                 self._step_of_lane(step, number)
 
     def _push_partitions(self) -> None:
-        """Do what is before the first push, push what is supplied, and wait until the caller has taken everything."""
+        """Run the steps before the first push, push supplied partitions, and wait until all arrivals are taken."""
         self._begun.set()
         wait_until, number = self.channel.waiter.wait_until, 0
         for index, steps in enumerate((self._cut.begin, *self._cut.sends)):

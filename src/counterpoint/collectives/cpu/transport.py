@@ -54,7 +54,7 @@ class CpuTransport:
         ]
 
     def tuning(self, call: Call, *, early_release: bool) -> Tuning:
-        """Return a tuning with chunks of `chunk_bytes`, or larger if a channel has no flags for so many."""
+        """Return a tuning with chunks of `chunk_bytes`, or larger ones if a channel has too few flags."""
         return with_staging_slices(self._tuned, call, self._staging_bytes)
 
     def _tuned(self, call: Call) -> Tuning:

@@ -270,7 +270,7 @@ class CudaWork:
 
     @in_context
     def ready(self, count: int) -> None:
-        """Let the first `count` partitions leave after what the current stream holds; see `PartitionedWork`."""
+        """Let the first `count` partitions leave after the work on the current stream; see `PartitionedWork`."""
         count = min(count, len(self.prepared.sends))
         if count <= self._left:
             return

@@ -62,7 +62,7 @@ class CudaCard:
 
 
 def why_not(cards: Sequence[CudaCard], *, share_gpu: bool) -> str | None:
-    """Return why these ranks cannot share GPU memory, the same on all; None if the cards show no obstacle.
+    """Return why these ranks cannot share GPU memory, equal on all ranks; None if the cards show no obstacle.
 
     Two ranks of one GPU are an obstacle without `share_gpu`.
     """

@@ -223,7 +223,7 @@ class Executor:
             self.call("cuStreamWriteValue32", self.side_stream, self.driver.CUdeviceptr(address), 1, 0)
 
     def close(self) -> None:
-        """Destroy events and give streams back; what was issued has run, and bound calls are not issued any more."""
+        """Destroy events and give streams back; all issued work has run, and bound calls are not issued any more."""
         self.events.close()
         self._spare.extend(self._streams)
         self._streams = []

@@ -102,7 +102,7 @@ class CopyAsync:
 
 @dataclass(frozen=True, slots=True)
 class MemoryOperation:
-    """Writes `value` into the word at `address`, or waits until what is there is `value` or more."""
+    """Writes `value` into the word at `address`, or waits until the word there is `value` or more."""
 
     kind: Literal["write", "wait"]
     address: int

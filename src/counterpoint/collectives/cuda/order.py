@@ -1,4 +1,4 @@
-"""Decide when freed symmetric memory may be reused, after what streams still do with it."""
+"""Decide when freed symmetric memory may be reused: after the work of all streams that use it."""
 
 from __future__ import annotations
 

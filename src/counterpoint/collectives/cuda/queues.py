@@ -189,7 +189,7 @@ class CallQueue:
 
 @dataclass(frozen=True, slots=True)
 class _Needs:
-    """Holds what a program needs before it is lowered; all fields but `program` and `writes` are equal on all ranks."""
+    """Holds the needs of a program before it is lowered; all but `program` and `writes` are equal on all ranks."""
 
     program: Program
     staging_bytes: int

@@ -236,7 +236,7 @@ class _Bytes:
 
 
 def _addresses(bases: tuple[int, ...], rank: int, own: int) -> tuple[int, ...]:
-    """Return the address of each rank's region, given those of the allocations (`bases`) and of this rank's region.
+    """Return the address of each rank's region, given the allocations' addresses (`bases`) and this rank's region.
 
     Torch may put data before a region, of the same size on every rank.
 
@@ -354,7 +354,7 @@ class Growth:
 
 @contextmanager
 def torch_pool(memory: CudaMemory, growth: Growth) -> Iterator[None]:
-    """Put tensors that this thread makes inside into symmetric memory; at the end all ranks map those that still live.
+    """Put tensors that this thread makes inside into symmetric memory; at the end all ranks map living tensors.
 
     Each use has a `torch.cuda.MemPool` of its own, since torch picks the memory that it uses again by address, which
     differs between ranks. It lives as long as the process, since its tensors may outlive the communicator.
@@ -376,7 +376,7 @@ def torch_pool(memory: CudaMemory, growth: Growth) -> Iterator[None]:
 
 @contextmanager
 def allocation_trace(device: int) -> Iterator[Callable[[], list[dict[str, Any]]]]:
-    """Let torch record what its allocator does; yield a function that returns these records, the oldest first."""
+    """Let torch record its allocator's actions; yield a function that returns the records, oldest first."""
     was_enabled = torch._C._cuda_isHistoryEnabled()  # by the user, whose records go on
     if not was_enabled:
         torch.cuda.memory._record_memory_history("all", context=None)

@@ -1,4 +1,4 @@
-"""Watch the calls under way on a GPU: record which have ended, find those that will not, and release their streams.
+"""Watch the calls under way on a GPU: record which have ended, find calls that never will, and release their streams.
 
 A wait on a GPU has no timeout. So a host thread queries the events of each call for its begin and end, shows them in
 the status, and looks for the reason if a call has begun and does not end. A call that has not begun waits for its own
@@ -95,7 +95,7 @@ class Watch:
         return step == STEPS
 
     def _judge_all(self, first: list[CudaWork]) -> None:
-        """Check the first call of each channel, for which those behind it wait; fail if one will not end."""
+        """Check the first call of each channel, for which later calls wait; fail if it will not end."""
         for call in first:
             error = self._judge(call)
             if error is not None and not call.is_completed():

@@ -1,4 +1,4 @@
-"""Announce calls in a rank's status before they begin, and compare them with those of the peers.
+"""Announce calls in a rank's status before they begin, and compare them with the peers' calls.
 
 *Who compares.* A rank announces its call first, then looks at the peers' statuses. Of two ranks the last one to
 announce sees the other's call, so at least one of them sees a difference before it has done anything. For that, the
@@ -20,7 +20,7 @@ from counterpoint.collectives.submit.submission import Submission
 
 @dataclass(kw_only=True, slots=True)
 class _CallLine:
-    """Holds this rank's records of its calls with the same peers, and those of these peers."""
+    """Holds this rank's records of its calls with one set of peers, and the peers' records."""
 
     own: RankStatus
     records: list[Any]

@@ -41,7 +41,7 @@ def gather_values(group: Any, value: T) -> list[T]:
 
 
 def check_agreement(group: Any, options: Mapping[str, object]) -> None:
-    """Raise Misconfigured on every rank if `options` are not the same on all of them."""
+    """Raise Misconfigured on every rank if `options` differ between ranks."""
     first, *others = gather_values(group, options)
     for rank, theirs in enumerate(others, start=1):
         differ = [name for name in {**first, **theirs} if first.get(name) != theirs.get(name)]

@@ -58,7 +58,7 @@ class ProcessCard:
 
 
 def why_not(cards: Sequence[ProcessCard]) -> str | None:
-    """Return why these ranks cannot share memory; None if they can. The same on every rank."""
+    """Return why these ranks cannot share memory; None if they can. Equal on every rank."""
     first = cards[0]
     for rank, card in enumerate(cards):
         if (card.system, card.machine) != ("Linux", "x86_64"):
@@ -82,7 +82,7 @@ class _Mapping:
 
 
 class SharedMemory:
-    """Holds the regions of this process, up to `max_bytes` together, and maps those of its peers when needed."""
+    """Holds the regions of this process, up to `max_bytes` together, and maps its peers' regions when needed."""
 
     def __init__(self, *, world_size: int, rank: int, channels: int, max_bytes: int) -> None:
         self.world_size, self.rank, self.max_bytes = world_size, rank, max_bytes
@@ -99,7 +99,7 @@ class SharedMemory:
         self.statuses: list[RankStatus] = [new_status(self._type, mapping.buffer, world_size, channels)] * world_size
 
     def card(self) -> ProcessCard:
-        """Return what peers need to `join` this process."""
+        """Return the card that peers need to `join` this process."""
         return ProcessCard.of_this_process(self._status_fd, self._names[self.rank])
 
     def join(self, cards: Sequence[ProcessCard]) -> None:
@@ -222,7 +222,7 @@ def _new_file(name: str, num_bytes: int) -> tuple[int, _Mapping]:
 
 
 def available_bytes() -> int:
-    """Return the free bytes of memory: the smaller of those of the machine and of this container (cgroup)."""
+    """Return the free bytes of memory: of the machine or of this container (cgroup), whichever is less."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))

@@ -43,7 +43,7 @@ class CurrentCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerStatus:
-    """Records what a peer's status and process show about one call."""
+    """Records the state of one call as a peer's status and process show it."""
 
     rank: int  # of the peer, as errors name it
     latest: int = 0  # number of its latest call on the line in question
@@ -188,7 +188,7 @@ class Watchdog:
             os.close(self._processes.popitem()[1])
 
     def _line(self, current: CurrentCall, peer: int) -> RankStatus:
-        """Return the line in the status of `peer` that counts the same calls as the line of `current` here."""
+        """Return the line in the status of `peer` that counts the calls of `current`'s line here."""
         line = self.rank if current.line < len(self.statuses) else current.line
         return self.statuses[peer].channels[current.channel].lines[line]
 

@@ -191,7 +191,7 @@ class GrowableRegion:
         return num_bytes <= self.num_bytes
 
     def grow_to(self, num_bytes: int) -> bool:
-        """Make the region at least `num_bytes` large; return whether that took a new one (the same on all ranks)."""
+        """Make the region at least `num_bytes` large; return whether a new one was made (equal on all ranks)."""
         if self.fits(num_bytes):
             return False
         if self.region >= 0 and self._release is not None:

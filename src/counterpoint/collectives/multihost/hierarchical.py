@@ -185,7 +185,7 @@ class HierarchicalCommunicator(EvenCollectives):
         return None
 
     def _in_stream(self, text: str, run: Callable[[], BaseException | None], *, keep: tuple[Any, ...]) -> StreamWork:
-        """Queue a call on the stream of asynchronous calls, after what the current stream holds."""
+        """Queue a call on the stream of asynchronous calls, after the work on the current stream."""
         import torch
 
         if self._stream is None:
@@ -289,7 +289,7 @@ class _PhaseRun:
     reduction: Reduction | None
 
     def __call__(self) -> None:
-        """Start each phase when those that it depends on have ended; return when all phases have ended."""
+        """Start each phase when the phases that it depends on have ended; return when all have ended."""
         import torch
 
         dtype = torch.uint8 if self.reduction is None else self.output.dtype
@@ -330,7 +330,7 @@ class _PhaseRun:
         return communicator.call(call.operation, output, input, root=root, op=op, factor=factor, async_op=True)
 
     def add_up(self, phase: Phase) -> None:
-        """Combine what came from other hosts, in the order of hosts; in float32, rounded once, if it is narrower."""
+        """Combine the parts from other hosts, in the order of hosts; in float32, rounded once, if it is narrower."""
         import torch
 
         assert self.reduction is not None

@@ -79,7 +79,7 @@ class Phase:
     place: int = 0  # here: how many parts of the input come before the output in the sum
 
     def summands(self) -> tuple[Span, ...]:
-        """Return what a phase `here` adds up, in order: the parts of its input, and among them the output itself."""
+        """Return the spans that a phase `here` adds up, in order: the parts of its input, and the output among them."""
         size = self.output.num_bytes
         starts = range(self.input.offset, self.input.offset + self.input.num_bytes, size)
         parts = [Span(self.input.buffer, start, size) for start in starts]
@@ -186,7 +186,7 @@ class _PhaseList:
 
 
 def _all_gather(plan: _PhaseList) -> None:
-    """Gather the blocks of this host first, which need no transfer, then those of each other host as they arrive."""
+    """Gather the blocks of this host first, which need no transfer, then each other host's blocks as they arrive."""
     block, local = plan.even_block(), plan.local
     own = plan.call.source_span(plan.rank, plan.rank)
     come = {}
@@ -201,7 +201,7 @@ def _all_gather(plan: _PhaseList) -> None:
 
 
 def _reduce_scatter(plan: _PhaseList) -> None:
-    """Sum the blocks for each other host inside this one and send them there, then those for this host; add up last."""
+    """Sum the blocks for each other host inside this one and send them, then the blocks for this host; add up last."""
     block, hosts = plan.even_block(), plan.hosts
     inside, output = operations.reduce_scatter(plan.local, block), Span("output", 0, block)
     come = []

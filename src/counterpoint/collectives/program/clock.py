@@ -137,7 +137,7 @@ _Lane: TypeAlias = Iterator[_Until | _For | _Flow]
 
 @dataclass(slots=True)
 class _Clock:
-    """Runs lanes: generators that yield what they wait for (a time, a flag or event, or the end of a transfer)."""
+    """Runs lanes: generators that yield a time, flag, event or end of a transfer, and wait for it."""
 
     rates: Rates
     network: HostNetwork

@@ -87,7 +87,7 @@ class Message:
 
 @lru_cache(maxsize=4096)
 def message_program(message: Message, rank: int, mailbox: Mailbox) -> Program:
-    """Return what `rank` does for a message: its source or its target; other ranks do nothing."""
+    """Return the program of `rank` for a message: source and target have steps, other ranks none."""
     sizes = [[0] * mailbox.world_size for _ in range(mailbox.world_size)]
     sizes[message.source][message.target] = message.num_bytes
     whole = Span("input" if rank == message.source else "output", 0, message.num_bytes)

@@ -270,7 +270,7 @@ DEFAULT = Tuning()
 
 @lru_cache(maxsize=4096)
 def plan(call: Call, rank: int, tuning: Tuning = DEFAULT) -> Program:
-    """Return the program of `rank` for `call`. Cached: the same arguments give the same object.
+    """Return the program of `rank` for `call`. Cached: equal arguments give one object.
 
     Raises:
         Misconfigured: `rank` is not in the group, or `staging_bytes` is set for an operation without slices.

@@ -107,7 +107,7 @@ def widened(reduction: Reduction, dtype: str) -> Reduction:
 
 
 def reduce_scatter(call: Call, rank: int, tuning: Tuning) -> Program:
-    """Return a reduce_scatter: push slice t of the input to rank t's staging, chunk by chunk; add up what arrives.
+    """Return a reduce_scatter: push slice t of the input to rank t's staging, chunk by chunk; add up all chunks.
 
     With less staging than that needs, shards are sliced, and each slice is done as if it were a call of its own: nobody
     pushes the next one before everyone has added up the last. The list has to stay in this order: two lanes may be
@@ -166,7 +166,7 @@ def _alone(call: Call, rank: int, tuning: Tuning) -> Program:
 
 @dataclass(frozen=True, slots=True)
 class _Slice:
-    """Names the same range of bytes in every shard; shorter shards have fewer of them, or none."""
+    """Names one range of bytes in every shard; a shorter shard has fewer of these bytes, or none."""
 
     offset: int = 0
     num_bytes: int | None = None

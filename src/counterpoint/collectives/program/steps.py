@@ -1,4 +1,4 @@
-"""A collective as data: what each rank does, as a short list of steps. No device, no torch.
+"""Describe a collective as data: a short list of steps for each rank. No device, no torch.
 
 A **Call** is what was asked for, the same on every rank. A **Program** is what one rank does for it: `plan(call, rank)`
 makes it, executors run it (copy engines, threads, a clock), `check` proves it. All are frozen and hashable.
@@ -145,7 +145,7 @@ class Signal:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Waits until the own word `flag` is 1, then writes 0 into it. `brings`: what a consumer may read from then on."""
+    """Waits until the own word `flag` is 1, then writes 0 into it. `brings`: the span that may be read from then on."""
 
     flag: Flag
     brings: Span | None = None
@@ -161,7 +161,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """Combines `sources` element by element, in this order (ranks ascending: the same sum everywhere), into `target`.
+    """Combines `sources` element by element, in this order (ranks ascending: equal sums everywhere), into `target`.
 
     One source may be the target itself. Only the executor knows what combining means (sum, avg, max, premul_sum;
     dtype). Chunks are cut at multiples of 16 bytes of a shard, so no element is cut.
@@ -193,7 +193,7 @@ Step: TypeAlias = Copy | LocalCopy | Batch | Reduce | RecordEvent | AwaitEvent
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """Lists what `rank` does for `call`: `release` (at the start, or early), then `steps`, then `finish`.
+    """Lists the steps of `rank` for `call`: `release` (at the start, or early), then `steps`, then `finish`.
 
     After `finish` the output may be read and the input overwritten on lane `COPY`. A consumer that wants to start on
     the first shard runs the waits of `finish` one at a time, in any order, all of them before the next cycle.
@@ -223,7 +223,7 @@ class Program:
         return self.reduced_bytes("staging")
 
     def reduced_bytes(self, buffer: Buffer) -> int:
-        """Return the end of what reductions read in a buffer."""
+        """Return the end of the bytes that reductions read in a buffer."""
         read = (span for step in self.steps if isinstance(step, Reduce) for span in step.sources)
         return max((span.offset + span.num_bytes for span in read if span.buffer == buffer), default=0)
 

@@ -106,7 +106,7 @@ def _relays(call: Call) -> Iterator[Tuning]:
 
 
 def _num_chunks(call: Call, tuning: Tuning) -> int:
-    """Return the arrivals of the block that has most: rows of flags, less those of `ready` and `turn`."""
+    """Return the most arrivals of a block: rows of flags, without the rows of `ready` and `turn`."""
     words = [number for program in plan_all(call, tuning) for number in program.num_flags.values()]
     return max(0, -(-max(words, default=0) // call.world_size) - 2)
 

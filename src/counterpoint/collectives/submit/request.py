@@ -367,7 +367,7 @@ def uneven_all_to_all(
 
 
 def _check_own_block(ranks: GroupRank, output: Any, input: Any, leave_own: bool) -> None:
-    """Raise if output lies where an all_to_all cannot write it, or leave this rank's own block out of it."""
+    """Raise if an all_to_all cannot write this output, or cannot leave this rank's own block out."""
     if leave_own and output.nbytes and not ranks.is_symmetric(output):
         raise Misconfigured("all_to_all with leave_own: its output has to be from empty(), or all of it is copied")
     if output.nbytes and overlap(output, input):

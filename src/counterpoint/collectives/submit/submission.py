@@ -1,4 +1,4 @@
-"""Define a call of this rank as data (`Submission`), and the interface of what runs it on a device (`Transport`).
+"""Define a call of this rank as data (`Submission`), and the interface of the device that runs it (`Transport`).
 
 A `Submission` holds a text that all ranks compare, the rank's program, and where its tensors are. There are two
 `Transport`s: threads over shared memory (`cpu/transport.py`), and copy engines over symmetric memory
@@ -39,7 +39,7 @@ class UnevenSplits:
     own: Own  # how its own block is handled, as in `Call`
 
     def call(self, rows: Rows) -> Call:
-        """Return the call, given the rows of all ranks; raise if they do not send this rank what it expects."""
+        """Return the call, given the rows of all ranks; raise if they send this rank other sizes than it expects."""
         sent = tuple(row[self.rank] for row in rows)
         if sent != self.column:
             raise Misconfigured(
@@ -51,7 +51,7 @@ class UnevenSplits:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Submission:
-    """Describes a call of this rank except its number, so that a repeated call is the same submission."""
+    """Describes a call of this rank except its number, so that a repeated call has one submission."""
 
     text: str  # the call in words, which have to be equal on all ranks
     channel: int  # channel that runs it
@@ -191,4 +191,4 @@ class Transport(Tuner, Protocol):
         """End the calls under way (GPU: wait for them; CPU: fail them), then free streams, threads and memory."""
 
     def abort(self) -> None:
-        """Fail the calls under way, without waiting for peers, then free what can be freed. Any thread may call it."""
+        """Fail the calls under way, without waiting for peers, then free unused memory. Any thread may call it."""

@@ -24,7 +24,7 @@ _MOST_KNOWN = 1024  # submissions that are cached
 
 @dataclass(slots=True)
 class _Counter:
-    """Counts the calls with the same peers on the same channel."""
+    """Counts the calls with one set of peers on one channel."""
 
     latest: int = 0
 

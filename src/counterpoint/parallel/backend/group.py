@@ -145,7 +145,7 @@ class CounterpointGroup(dist.ProcessGroup):
 
     @property
     def by_torch(self) -> Any:
-        """Return the inner group, for a call behind those of callbacks: so its calls have one order on all ranks."""
+        """Return the inner group, for a call behind the calls of callbacks: so calls have one order on all ranks."""
         if self.rank_group.has_ended:
             return EndedGroup()  # a callback, whose call no other rank may make
         self.rank_group.drain()
@@ -164,7 +164,7 @@ class CounterpointGroup(dist.ProcessGroup):
         self.inner.end("shutdown")
 
     def abort(self) -> None:
-        """End the group without waiting for calls under way, and fail those that still have to be started."""
+        """End the group without waiting for calls under way, and fail calls that have not started."""
         self.close("abort")
         self.inner.end("abort")
 
@@ -260,7 +260,7 @@ class CounterpointGroup(dist.ProcessGroup):
         return self.inner.group.recv_anysource(tensors, tag)
 
     def _message(self, operation: str, tensors: list[Tensor], peer: int, tag: int) -> Any:
-        """Start a message on its line; within a batch that torch knows of, torch's own backend makes what is its."""
+        """Start a message on its line; within a batch of torch's, torch's own backend makes its messages."""
         by_inner = getattr(self.inner.group, operation)  # raises once the group has ended
         pair = self._pair(operation, tensors[0], peer, tag)
         if pair is None:
@@ -274,7 +274,7 @@ class CounterpointGroup(dist.ProcessGroup):
         return started
 
     def _pair(self, operation: str, tensor: Tensor, peer: int, tag: int) -> MessagePair | None:
-        """Return the pair that takes a message, the same on both of its ranks; None: the inner group. Count it."""
+        """Return the pair that takes a message, equal on both ranks; None: the inner group takes it. Count it."""
         why = self._pairs.why_torch(peer, tensor, tag)
         found = why if why is not None else self._pairs.by_mailbox(peer, tensor.device)
         if not isinstance(found, str):
@@ -402,7 +402,7 @@ class CounterpointGroup(dist.ProcessGroup):
         return False
 
     def _route(self, operation: str, outputs: Sequence[Tensor], num_bytes: int, op: str) -> Route:
-        """Return what makes a call, equal on all ranks, and why: if not torch, the communicator, which is open then."""
+        """Return the route of a call, equal on all ranks; if it is not torch's, the communicator is open."""
         ranks = self.rank_group
         why = ranks.why_not or self._why_not_these(outputs)
         if not why and self._crossovers is None:

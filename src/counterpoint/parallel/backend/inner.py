@@ -1,4 +1,4 @@
-"""Make a process group of torch's own backends: NCCL for CUDA tensors, gloo for those of the CPU."""
+"""Make a process group of torch's own backends: NCCL for CUDA tensors, gloo for CPU tensors."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class InnerGroup:
             c10d._unregister_process_group(self.name)
 
     def end(self, how: Literal["shutdown", "abort"]) -> None:
-        """Shut the group down, or abort it; calls of it raise from then on, which gloo's would not."""
+        """Shut the group down, or abort it; its calls raise from then on, as gloo's alone would not."""
         group, self.group = self.group, EndedGroup()
         getattr(group, how)()
 

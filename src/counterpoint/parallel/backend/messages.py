@@ -56,7 +56,7 @@ class MessagePair(Protocol):
         """Set how many seconds a rank waits for the other, from now on."""
 
     def end(self, how: Literal["close", "abort"]) -> None:
-        """Free what the pair has after messages under way, or abort it."""
+        """Free the pair's memory after messages under way, or abort it."""
 
 
 class MailboxPair:
@@ -135,11 +135,11 @@ class SelfWork(HostWork):
         return True
 
     def record(self) -> None:
-        """Remember what the current stream holds."""
+        """Record an event behind the work on the current stream."""
         self._point = torch.cuda.current_stream().record_event() if self.tensor.is_cuda else None
 
     def join(self) -> None:
-        """Let the current stream wait for what was remembered, and use the tensor."""
+        """Let the current stream wait for the recorded event, and use the tensor."""
         if self._point is not None:
             stream = torch.cuda.current_stream()
             stream.wait_event(self._point)
@@ -147,7 +147,7 @@ class SelfWork(HostWork):
 
 
 class SelfPair:
-    """Copies what this rank sends to itself: the n-th receive gets the n-th send. See `MessagePair`."""
+    """Copies messages of this rank to itself: the n-th receive gets the n-th send. See `MessagePair`."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -162,7 +162,7 @@ class SelfPair:
         return sent
 
     def recv(self, tensor: Tensor) -> SelfWork:
-        """Receive what was sent, or will be. See `MessagePair.recv`."""
+        """Receive the message that was sent, or will be. See `MessagePair.recv`."""
         wanted = SelfWork(tensor, self._timeout_s)
         self._add(self._wanted, wanted)
         return wanted
@@ -172,7 +172,7 @@ class SelfPair:
         self._timeout_s = timeout_s
 
     def end(self, how: Literal["close", "abort"]) -> None:
-        """Forget what was not received."""
+        """Forget messages that were not received."""
         self._sent.clear()
 
     def _add(self, to: deque[SelfWork], work: SelfWork) -> None:
@@ -211,7 +211,7 @@ class MessagePairs:
         self._lock = threading.Lock()  # one thread at a time opens pairs
 
     def why_torch(self, peer: int, tensor: Tensor, tag: int) -> str | None:
-        """Return why torch takes a message, the same on both ranks; None if the two may have mailboxes."""
+        """Return why torch takes a message, equal on both ranks; None if the two may have mailboxes."""
         if tensor.device.type != self.device_type:
             return f"tensors on {tensor.device.type}"
         if peer not in self._agreed:
@@ -225,7 +225,7 @@ class MessagePairs:
         return "a tag" if tag else None
 
     def _agree(self, peer: int) -> None:
-        """Raise Misconfigured, on both ranks, if the options of `peer` that decide are others than those here."""
+        """Raise Misconfigured, on both ranks, if the options that decide differ between this rank and `peer`."""
         theirs = self._store.get(_options_of(peer)).decode()
         if theirs != self._decides:
             raise Misconfigured(
@@ -272,7 +272,7 @@ class MessagePairs:
                 pair.end(how)
 
     def _open(self, peer: int, way: str, device: torch.device) -> None:
-        """Wait until the pair with `peer` is open; meanwhile open those that others want with this rank."""
+        """Wait until the pair with `peer` is open; meanwhile open the pairs that other ranks want with this rank."""
         mine, deadline = self._word(self._rank), time.monotonic() + self._options.timeout_s
         self._store.set(mine, _FREE)
         try:
@@ -348,7 +348,7 @@ class MessagePairs:
 
 
 def _own_stream(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context whose current stream is a new one: what is queued on the caller's may wait for other ranks."""
+    """Return a context whose current stream is a new one: work on the caller's stream may wait for other ranks."""
     return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
 
 

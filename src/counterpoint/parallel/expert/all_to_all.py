@@ -1,4 +1,4 @@
-"""Move tokens by torch's all_to_all_single, whose sizes the host waits for: the reference, and what is left to torch.
+"""Move tokens by torch's all_to_all_single, whose sizes the host waits for: the reference, and the mechanism `torch`.
 
 Each rank sends a row for each choice, in the order of experts, and gets as many back, which it weighs and adds up in
 the order of choices. It works between any ranks, and cannot be captured in a graph.
@@ -100,7 +100,7 @@ class AllToAll(TokenMechanism):
         return sums, back if weighted else None
 
     def spread(self, grads: Tensor, route: _Route, saved: Tensor | None) -> Halves[tuple[Tensor, Any]]:
-        """Send the derivative of each row, times its weight; what the weights need is on the rank of the token."""
+        """Send the derivative of each row, times its weight; derivatives of weights need only the token's rank."""
         rows = permute(grads, route.sending, weights=route.weights, zero_tail=False)[: sum(route.sent)]
         call = self._exchange(rows, route.sent, route.received)
         yield

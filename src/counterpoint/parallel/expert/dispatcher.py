@@ -48,7 +48,7 @@ class Handle:
         self._under_way: Tensor | None = None  # stands for the tokens and their weights, then for the sums
 
     def _advance(self, after: str, half: str) -> Tensor:
-        """Return what is under way; raise unless `after` was the last half."""
+        """Return the trip under way; raise unless `after` was the last half."""
         if self._half != after or self._under_way is None:
             raise Misconfigured(f"{half} after {self._half}: call it once, after {after}")
         self._half = half
@@ -127,7 +127,7 @@ class Dispatcher:
 
     @uncompiled
     def start_dispatch(self, x: Tensor, ids: Tensor, weights: Tensor) -> Handle:
-        """Begin a `dispatch`: what is called between its halves runs beside it."""
+        """Begin a `dispatch`; matmuls between its halves run at the same time."""
         self._check_tokens(x, ids, weights)
         mechanism = self._opened(x)
         handle = Handle(mechanism, len(x), x.dtype)
@@ -145,7 +145,7 @@ class Dispatcher:
 
     @uncompiled
     def start_combine(self, rows: Tensor, handle: Handle) -> Handle:
-        """Begin a `combine`: what is called between its halves runs beside it."""
+        """Begin a `combine`; matmuls between its halves run at the same time."""
         under_way = handle._advance("finish_dispatch", "start_combine")
         wanted = handle._rows, self.layout.hidden
         if rows.shape != wanted or rows.dtype != handle.dtype:
@@ -246,7 +246,7 @@ class Dispatcher:
         return _MECHANISMS[name](ranks, self.layout, self.options), why
 
     def _chosen(self, communicator: Communicator, x: Tensor) -> tuple[str, str]:
-        """Return the mechanism that is predicted to be the fastest, which is the same on all ranks, and why."""
+        """Return the mechanism with the least predicted time, equal on all ranks, and why."""
         layout, on_gpu = self.layout, x.device.type == "cuda"
         if layout.world_size == 1:
             return "gather", "one rank"

@@ -28,7 +28,7 @@ _TOKENS, _SUMS, _SMALL = CHANNELS["tokens"][:2], CHANNELS["tokens"][2:4], CHANNE
 
 @dataclass(frozen=True)
 class _Gathered:
-    """Holds this rank's tokens, those of all, `[world_size * block, hidden]`, and the call that brings them."""
+    """Holds this rank's tokens, all ranks' tokens `[world_size * block, hidden]`, and the call that gathers them."""
 
     own: Tensor
     blocks: Tensor

@@ -38,7 +38,7 @@ def count(ids, stride, first_expert, choices, counts, blocks, sources, capacity,
 
 @triton.jit(do_not_specialize=["blocks"])
 def scan(counts, totals, blocks, WIDTH: tl.constexpr):
-    """Replace an expert's counts by the sums of those before, and keep the total."""
+    """Replace an expert's counts by the sums of earlier counts, and keep the total."""
     counts += tl.program_id(0) * blocks
     before = 0
     for start in range(0, blocks, WIDTH):
@@ -87,7 +87,7 @@ def _wide(values):
 
 @triton.jit
 def _zero(rows, sources, first, end, HIDDEN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Write zeros to those of some rows that have no source."""
+    """Write zeros to the rows that have no source."""
     lines = first + tl.arange(0, ROWS)
     unused = tl.load(sources + lines, mask=lines < end, other=0) < 0
     if tl.max(unused.to(tl.int32)) > 0:

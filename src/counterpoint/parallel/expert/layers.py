@@ -1,4 +1,4 @@
-"""Run the experts of a rank, and a layer of them whose dispatch and combine lie beside matmuls.
+"""Run the experts of a rank, and a layer of experts whose dispatch and combine overlap with matmuls.
 
 Weight gradients may be delayed: autograd runs nodes in the reverse order of their making, so that `delayed` makes a
 node for the weight before the rows arrive. The matmul's own node then returns only the gradient of its rows, and that
@@ -51,14 +51,14 @@ class DelayedWeight:
 
 
 def delayed(weight: Tensor, calls: int = 1) -> tuple[DelayedWeight, ...]:
-    """Return stands-in for a weight, one for each of several calls of `grouped_matmul`.
+    """Return stand-ins for a weight, one for each of several calls of `grouped_matmul`.
 
-    The gradient is computed where backward passes this call: after that of everything that came later in forward, so
-    beside communication that was started there. That of all calls is added up before it reaches the weight.
+    The gradient is computed where backward passes this call, after the derivatives of everything later in forward: so
+    it overlaps with communication that was started there. The gradients of all calls are summed for the weight.
 
     Args:
         weight: `[experts, out, in]`.
-        calls: how many stands-in to return; one that is not used costs nothing.
+        calls: number of stand-ins; an unused one costs nothing.
     """
     products: list[list[tuple[Tensor, Tensor, Tensor]]] = [[] for _ in range(calls)]
     places = _DelayedGradient.apply(weight, products)  # type: ignore[no-untyped-call]
@@ -140,9 +140,9 @@ class ExpertWeights:
         return grouped_matmul(inner, self.down, offsets)
 
     def delayed(self, calls: int) -> tuple[ExpertWeights, ...]:
-        """Return the same for several calls, whose weight gradients come where backward passes this one."""
+        """Return stand-ins of these weights, one for each of several calls: see the function `delayed`."""
         if isinstance(self.gate_up, DelayedWeight) or isinstance(self.down, DelayedWeight):
-            raise Misconfigured("these weights are delayed already: call delayed() of those they were made of")
+            raise Misconfigured("these weights are delayed already: call delayed() of the weights that they stand for")
         pairs = zip(delayed(self.gate_up, calls), delayed(self.down, calls), strict=True)
         return tuple(ExpertWeights(gate_up=gate_up, down=down, gate=self.gate) for gate_up, down in pairs)
 
@@ -199,7 +199,7 @@ def overlapped_moe(
     parts: int = 2,
     shared: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Run a layer of experts in parts: the dispatch of one and the combine of another beside the experts of a third.
+    """Run a layer of experts in parts: dispatch of one part, combine of another and experts of a third overlap.
 
     Half of the shared expert lies beside the first dispatch, half beside the last combine. Backward does the same the
     other way round, and the experts' weight gradients lie beside the communication of the rows' derivatives. All ranks
@@ -328,7 +328,7 @@ def _of_weight(rows: Tensor, grads: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _is_fast(rows: Tensor, *widths: int) -> bool:
-    """Return whether torch's grouped kernels take such rows, and weights of these widths."""
+    """Return whether torch's grouped kernels take rows and weights of these widths."""
     is_aligned = all(width * rows.itemsize % ALIGNMENT == 0 for width in widths)
     return rows.is_cuda and rows.dtype == torch.bfloat16 and is_aligned and len(rows) > 0
 

@@ -76,11 +76,11 @@ class Dispatchers:
         return self
 
     def all(self) -> tuple[Dispatcher, ...]:
-        """Return those that were made so far."""
+        """Return the dispatchers that were made so far."""
         return tuple(self._made.values())
 
     def most_tokens(self, style: ExpertStyle, x: Tensor, top_k: int) -> int:
-        """Return the most tokens of a rank in one call of such a layer; at first all ranks call it together."""
+        """Return the most tokens of a rank in a call of layers of this shape; at first all ranks call it together."""
         key = style.mesh.get_group().group_name, style.experts, top_k, x.shape[1]
         if key not in self._most:
             self._most[key] = self.options.max_tokens or most_tokens(x, style.mesh.get_group())
@@ -131,7 +131,7 @@ class OverlappedExperts:
 
     @uncompiled
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Do what the module did: experts of all ranks for this rank's tokens, weighted and added up."""
+        """Run all ranks' experts on this rank's tokens; return the weighted sums, as the module's `forward`."""
         x, ids, weights = _local(hidden_states), _local(top_k_index), _local(top_k_weights)
         if why := self._unfit(x):
             self.torch_why = why
@@ -159,7 +159,7 @@ class OverlappedExperts:
         return out
 
     def report(self) -> ModuleRow:
-        """Return what runs the experts."""
+        """Return the row of this module: the mechanism that runs its experts, and why."""
         return ModuleRow(
             name=self.name,
             kind="expert",
@@ -256,7 +256,7 @@ class OverlappedExpertParallel:
         return f"{name}: {why}"
 
     def report(self) -> Report:
-        """Return every module of expert parallelism, and what runs it."""
+        """Return every module of expert parallelism, and the mechanism that runs it."""
         left = (ModuleRow(name=name, kind="expert", torch_why=why) for name, why in self._left.items())
         calls = together(row for one in self._dispatchers.all() for row in one.report().calls)
         return Report(modules=(*(one.report() for one in self._experts.values()), *left), calls=calls)

@@ -1,4 +1,4 @@
-"""Define the sizes of a dispatcher, and what each mechanism does that carries its tokens to their experts."""
+"""Define the sizes of a dispatcher, and the interface of mechanisms that carry tokens to their experts."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ class RoomCheck:
         self._tell(self._copy)
 
     def check_all(self) -> None:
-        """Raise if any call had not enough room, with those in graphs, whose replays this waits for."""
+        """Raise if any call, eager or in a graph, lacked room for its tokens; waits for replays of graphs."""
         self._tell(self._most)
 
     def total(self) -> int:

@@ -67,7 +67,7 @@ class SlabExchange:
 
 @dataclass(frozen=True)
 class SlabRound:
-    """Describes rows that travel together: those at some places, equally many for each rank."""
+    """Describes rows that travel together: an equal number of places for each rank."""
 
     places: slice
     choices: Assignment  # of this rank, to the rows that it sends

@@ -23,7 +23,7 @@ _ROW = 4  # float32 elements of which a row is a multiple: 16 bytes
 
 @dataclass(frozen=True, kw_only=True)
 class RoutedTokens:
-    """Holds what `combine` has to know of a `dispatch`."""
+    """Holds the state of a `dispatch` that `combine` needs."""
 
     dispatcher: Dispatcher
     handle: Handle
@@ -89,7 +89,7 @@ class TokenDispatching:
 
     @uncompiled
     def combine(self, routed_output_RD: Tensor, metadata: Any, x_TD: Tensor) -> Tensor:  # noqa: N803
-        """Return the sum over each token's choices of what their experts made, `[T, D]`, weighted unless rows were."""
+        """Return the sum of expert outputs over each token's choices, `[T, D]`, weighted unless rows were weighted."""
         if not isinstance(metadata, RoutedTokens):
             whole: Tensor = super().combine(routed_output_RD, metadata, x_TD)  # type: ignore[misc]
             return whole

@@ -31,7 +31,7 @@ from counterpoint.parallel.tuned import FollowedTuning, TunedCall
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleChoice:
-    """Holds what the tuning chose for the two collectives of an FSDP2 module; None: built-in rules take them."""
+    """Holds the tuning's choices for the two collectives of an FSDP2 module; None: built-in rules decide."""
 
     gather: TunedCall | None = None
     scatter: TunedCall | None = None
@@ -105,7 +105,7 @@ class HookedModule:
         set_hooks(module, self._gather or self._before[0], self._scatter or self._before[1])
 
     def traffic(self) -> tuple[Traffic, Traffic]:
-        """Return what gathers and scatters have moved."""
+        """Return the traffic of gathers and of scatters."""
         named = (("all_gather", self._gather), ("reduce_scatter", self._scatter))
         gather, scatter = (
             Traffic(operation=name, torch_why="as tuned") if hook is None else hook.traffic() for name, hook in named
@@ -195,7 +195,7 @@ class OverlappedShards:
         return f"{module.name}: {why}"
 
     def report(self) -> Report:
-        """Return every module, and what its hooks have moved."""
+        """Return every module, and the traffic of its hooks."""
         return Report(modules=tuple(map(self._reported, self._torch_why)), notes=tuple(self._notes()))
 
     def check(self) -> None:

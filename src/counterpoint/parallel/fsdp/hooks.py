@@ -89,7 +89,7 @@ class ShardGroups:
             raise
 
     def of(self, group: ProcessGroup) -> RankGroup:
-        """Return what the ranks of `group` share; raise if `overlap` did not know these ranks."""
+        """Return the `RankGroup` of `group`; raise if `overlap` did not know these ranks."""
         known = self._by_group.get(group)
         if known is None:
             known = self._by_ranks.get(ranks_of(group))
@@ -111,7 +111,7 @@ class ShardGroups:
             one.check()
 
     def close(self) -> None:
-        """Leave all communicators, which closes those that nobody else uses."""
+        """Leave all communicators; one without another user is closed."""
         for one in self._by_ranks.values():
             one.leave(self)
 
@@ -176,7 +176,7 @@ class GatherHook(AllGather):
         return None if work is None else StartedWork([work], [])
 
     def traffic(self) -> Traffic:
-        """Return the number of calls so far, and what the latest one moved."""
+        """Return the number of calls so far, and the bytes of the latest one."""
         num_bytes, dtype, in_place = self._latest
         direct = self.parameters is not None
         if self.parameters is not None and self.parameters.layout:
@@ -265,7 +265,7 @@ class ScatterHook(ReduceScatter):
         return None if work is None else StartedWork([work], [])
 
     def traffic(self) -> Traffic:
-        """Return the number of calls so far, and what the latest one moved."""
+        """Return the number of calls so far, and the bytes of the latest one."""
         numel, dtype = self._latest
         op = f"{self._op_name} {self._factor:g}" if self._op_name == "premul_sum" else self._op_name
         return Traffic(

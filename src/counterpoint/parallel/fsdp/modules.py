@@ -67,13 +67,13 @@ class ShardedModule:
 
     @property
     def groups(self) -> tuple[ProcessGroup, ...]:
-        """Return the process groups in which there is something to communicate: those of several ranks."""
+        """Return the process groups of more than one rank, in which something is communicated."""
         both = (self.shard_group, self.post_forward_group)
         return tuple(group for group in both if group is not None and group.size() > 1)
 
     @property
     def replicating(self) -> tuple[ProcessGroup, ...]:
-        """Return the process group of ranks that have the same shards, if there are several."""
+        """Return the process group of ranks that have equal shards, if there is more than one rank."""
         group = self.replicate_group
         return () if group is None or group.size() == 1 else (group,)
 
@@ -218,7 +218,7 @@ def calls_of(module: ShardedModule) -> tuple[ModuleCall, ModuleCall]:
 
 
 def copied_why(module: ShardedModule) -> str:
-    """Return why FSDP2 has to copy what it gathers of this module to its place; empty if peers can send it there."""
+    """Return why FSDP2 has to copy gathered parameters to their place; empty if peers can write them there."""
     if module.post_forward_group is not None:
         return "its parameters are gathered again over fewer ranks"
     for parameter in inside(module.parameters, "fsdp_params"):
@@ -326,7 +326,7 @@ def _sizes(parameters: FSDPParamGroup) -> Iterator[tuple[int, torch.dtype]]:
 
 
 def inside(owner: Any, name: str) -> Any:
-    """Return an attribute of FSDP2's objects that is not public; raise `Unsupported` if this torch has none such."""
+    """Return an attribute of FSDP2's objects that is not public; raise `Unsupported` if this torch lacks it."""
     if not hasattr(owner, name):
         raise Unsupported(
             f"FSDP2 of {_torch()} has no {type(owner).__name__}.{name}: this counterpoint knows torch 2.11 to 2.13; "
@@ -378,7 +378,7 @@ def refuse_unfinished(module: nn.Module, *_: object) -> None:
 
 
 def discard_pass(module: nn.Module) -> None:
-    """Discard what a pass that did not end has left in an outermost FSDP2 module, without communication.
+    """Discard the state that an unfinished pass has left in an outermost FSDP2 module, without communication.
 
     That is: gradients that are not reduced yet, whole parameters, and modules gathered ahead. torch 2.13 has
     `reset_iter_state`; but it keeps gradients of whole parameters, to which the next pass would add.

@@ -1,4 +1,4 @@
-"""Give FSDP2 tensors without memory as its buffers: what it would copy in or out is recorded, not copied.
+"""Give FSDP2 tensors without memory as its buffers: its copies in or out are recorded, not made.
 
 FSDP2 asks its hooks for a buffer to gather into, and for one to scatter from; copies shards or gradients into it by one
 operation, calls the hook, and copies parameters out by another. Given a placeholder instead, the operation comes here:
@@ -73,7 +73,7 @@ class GatherPlaceholder(Tensor):
 
 
 class ScatterSource:
-    """Holds what a reduce-scatter sends: gradients where they are, or a buffer that they are copied into.
+    """Holds the input of a reduce-scatter: gradients where they are, or a buffer that they are copied into.
 
     The buffer, of `numel` elements, is made only if the placeholder is used for anything but the scatter.
     """

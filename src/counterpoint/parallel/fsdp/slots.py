@@ -58,7 +58,7 @@ class Lifetime:
 
 
 def assign_slots(modules: Sequence[Lifetime], *, ahead: int) -> list[int]:
-    """Return the number of each module's slot: modules that are whole at the same time have different ones.
+    """Return the number of each module's slot: modules that are whole at one time have different slots.
 
     Of the possible slots, the one that has to grow least is chosen. Modules are in the order of the model; `ahead`
     of them are gathered before they compute.
@@ -76,7 +76,7 @@ def assign_slots(modules: Sequence[Lifetime], *, ahead: int) -> list[int]:
 
 
 def lifetimes(modules: Sequence[ShardedModule], sizes: Sequence[int]) -> list[Lifetime]:
-    """Return how long each module is whole: while those inside it compute, or to the end if it is kept after forward.
+    """Return how long each module is whole: while inner modules compute, or to the end if it stays after forward.
 
     Groups of parameters of one module are whole together.
     """
@@ -211,7 +211,7 @@ class ModuleParameters:
         self._reading = True
 
     def free(self) -> None:
-        """Leave the slot: FSDP2 uses the parameters no more, once what is queued on the current stream has run."""
+        """Leave the slot: FSDP2 uses the parameters no more, once the work on the current stream has run."""
         if self._reading and self.slot is not None:
             self._reading = self.is_allocated = False
             self._freed.record()

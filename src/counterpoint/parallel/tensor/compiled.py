@@ -1,4 +1,4 @@
-"""Fuse matmuls with their collectives in what torch.compile compiles, by one line before the first call.
+"""Fuse matmuls with their collectives in graphs of torch.compile, by one line before the first call.
 
     fused = counterpoint.tensor_parallel.fuse_compiled()
     model = torch.compile(model)
@@ -49,7 +49,7 @@ def fuse_compiled(groups: Sequence[ProcessGroup | DeviceMesh] | None = None) -> 
 
 
 class FusedCompilations:
-    """Reports what was fused, and takes the pass out of inductor: by `remove`, or at the end of a `with` block."""
+    """Reports the fused matmuls, and takes the pass out of inductor: by `remove`, or at the end of a `with` block."""
 
     def __init__(self, groups: frozenset[str] | None) -> None:
         before = config.post_grad_custom_pre_pass
@@ -122,7 +122,7 @@ class _FusingPass(_InferenceAware):  # type: ignore[misc]
         ]
 
     def uuid(self) -> Any:
-        """Return what inductor's cache must know of this pass; None, if one set before is not to be cached."""
+        """Return the key of this pass in inductor's cache; None if a pass set before is not to be cached."""
         before = [one.uuid() if isinstance(one, CustomGraphPass) else None for one in self.before]
         if not all(before):
             return None
@@ -140,5 +140,5 @@ def _name_of(group: ProcessGroup | DeviceMesh) -> str:
 
 
 def _cache_hits() -> int:
-    """Return how many graphs inductor took from its cache; autograd's cache counts those that it bundles."""
+    """Return how many graphs inductor took from its cache; autograd's cache counts the graphs that it bundles."""
     return max(counters["inductor"]["fxgraph_cache_hit"], counters["aot_autograd"]["autograd_cache_hit"])

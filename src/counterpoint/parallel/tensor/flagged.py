@@ -135,7 +135,7 @@ def bind_flagged(
     tiles: MatmulTiles = DEFAULT_TILES,
     max_spins: int = MAX_SPINS,
 ) -> Callable[[], None]:
-    """Compile and load a matmul that polls, and return what launches it on torch's current stream.
+    """Compile and load a matmul that polls, and return a function that launches it on torch's current stream.
 
     all_gather_matmul: `out = gathered @ b + bias`, where `out` is `[rows, N]`. Peers' rows are copied into `gathered`,
     `[rows, K]`. Own rows are read from `own`, this rank's shard `[rows of the shard, K]`, and never from `gathered`.

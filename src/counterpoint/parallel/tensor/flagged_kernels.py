@@ -122,7 +122,7 @@ def _halves(values):
 @triton.jit
 def _store_sum(total, staged, slot_rows, row, end, column, N, out, out_stride, bias, rank, world_size,
                AVERAGE: tl.constexpr):  # fmt: skip
-    """Store a tile plus what peers have staged for it; these are added up first, in float32, rank after rank."""
+    """Store a tile plus the tiles that peers have staged for it, added up first in float32, rank after rank."""
     rows, columns = row + tl.arange(0, total.shape[0]), column + tl.arange(0, total.shape[1])
     mask = (rows < end)[:, None] & (columns < N)[None, :]
     peers = tl.zeros(total.shape, tl.float32)
@@ -142,7 +142,7 @@ def matmul_reduce_scatter(a, a_stride, b, b_stride, bias, partial, partial_strid
                           BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
                           TRANSPOSED: tl.constexpr, TMA: tl.constexpr,
                           COMPILED: tl.constexpr, AVERAGE: tl.constexpr):  # fmt: skip
-    """Compute A @ B: peers' rows into `partial`, counted in `stored`; own rows plus what peers staged into `out`."""
+    """Compute A @ B: peers' rows into `partial`, counted in `stored`; own rows plus staged rows into `out`."""
     column_tiles = tl.cdiv(N, BLOCK_N)
     run, seen = 0, -1
     end = tl.load(table + 1)

@@ -72,7 +72,7 @@ class FoundCollective:
 
 
 def fuse(graph: Graph, groups: frozenset[str] | None = None) -> list[FoundCollective]:
-    """Replace what can be fused, in place.
+    """Replace all matmuls and collectives that can be fused, in place.
 
     Args:
         graph: as inductor has it after autograd: functional, with fake tensors as `meta["val"]` of its nodes.
@@ -210,7 +210,7 @@ def _matmuls_of_rows(gather: Node, whole: Node, writes: dict[Node, int]) -> tupl
 
 
 def _users_of_rows(whole: Node) -> Iterator[tuple[Node, Node]]:
-    """Yield what uses the rows of `whole`, however they are shaped: these rows, and their user."""
+    """Yield each user of the rows of `whole`, however they are shaped: the rows, and their user."""
     shaped = [whole]
     for rows in shaped:
         for user in rows.users:
@@ -285,7 +285,7 @@ def _fuse_reduction(reduction: Node, given: dict[str, Any], writes: dict[Node, i
 
 
 def _total_and_dim(given: dict[str, Any]) -> tuple[Node, int | None]:
-    """Return what is reduced before it was put in the order of ranks, and the dimension to scatter, if it is to be."""
+    """Return the reduced tensor before it was put in the order of ranks, and the dimension to scatter, if any."""
     total = given["input"]
     _check_one_user(total, len(total.users))
     if "group_size" not in given:
@@ -373,7 +373,7 @@ def _multiply_scaled_and_scatter(
 
 
 def _add_before_all_reduce(node: Node, groups: frozenset[str] | None) -> None:
-    """Where a node adds what two all_reduces give, of matmuls' products, add before, so that one is enough."""
+    """Add two matmuls' products before their all_reduce, where a node adds two all_reduces of products."""
     if not is_sum_of_equals(node):
         return
     waits: list[Any] = list(node.args)

@@ -43,7 +43,7 @@ _ALIGNMENT = 16  # bytes of a row: a partition of whole rows then cuts no elemen
 
 
 class _Route(NamedTuple):
-    """Holds how all calls of one shape run, and what is counted of them."""
+    """Holds the plan of all calls of one shape, and the size and path that reports count."""
 
     plan: MatmulPlan | None
     steps: Steps | None
@@ -100,7 +100,7 @@ class TensorGroup:
         self._is_told = False
 
     def check(self) -> None:
-        """Raise the error that ended the communicator, or what a matmul that polls has missed, if there was one."""
+        """Raise the error that ended the communicator, or of a matmul that polled in vain, if there was one."""
         if self._ranks is not None:
             self._ranks.check()
         self._raise_missing()
@@ -460,7 +460,7 @@ class TensorGroup:
         return self._averaged(out, reduce_op)
 
     def _averaged(self, total: Tensor, reduce_op: str) -> Tensor:
-        """Return what `reduce_op` makes of a sum over ranks; gloo has sums only."""
+        """Return the average or sum that `reduce_op` names, given a sum over ranks; gloo has sums only."""
         return total if reduce_op == "sum" else total.div_(self.world_size)
 
 
@@ -523,7 +523,7 @@ _GROUPS: Registry[TensorGroup] = Registry(TensorGroup.close)
 
 
 def tensor_group(name: str, options: TensorOptions | None = None) -> TensorGroup:
-    """Return what runs the operations of the process group of this name, until it is destroyed.
+    """Return the `TensorGroup` of the process group of this name, until it is destroyed.
 
     Args:
         name: of the group.

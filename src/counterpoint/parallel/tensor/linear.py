@@ -100,7 +100,7 @@ def _autocast(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Bias]) -> A
 
 
 def _is_traced() -> bool:
-    """Return whether something looks at operations: a compiler, or a mode such as that of fake tensors."""
+    """Return whether a compiler or a dispatch mode, such as fake tensors, sees operations."""
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
@@ -189,7 +189,7 @@ class _DividedLinear:
     _product: Any  # of input, weight and bias, given the group and whether its ranks divide the rows
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return what the layer does; with sequence parallelism ranks have their own rows outside of it."""
+        """Return the layer's output; with sequence parallelism each rank has its own rows outside the layer."""
         from torchtitan.distributed.spmd_types import spmd_dense_sp_enabled, spmd_mesh_group
 
         group = spmd_mesh_group("tp")

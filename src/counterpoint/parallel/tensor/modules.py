@@ -66,7 +66,7 @@ class OverlappedLinear:
             self.module.forward = self._stock
 
     def forward(self, x: Tensor) -> Any:
-        """Do what the module with its hooks did."""
+        """Return the layer's output, as the module with torch's hooks does."""
         if x.dim() < 2:
             return self._by_torch(x, "its input has one dimension")
         return self._column_wise(x) if self.style.is_column else self._row_wise(x)
@@ -82,7 +82,7 @@ class OverlappedLinear:
         return self.weight.to_local(), None if bias is None else bias.to_local()
 
     def report(self) -> ModuleRow:
-        """Return what runs the layer."""
+        """Return the row of this layer: the mechanism that runs it, and why."""
         style, inputs = self.style, self.inputs
         if style.is_column:
             is_gathered = inputs.gathered_by or isinstance(style.input_layout, Shard)
@@ -100,7 +100,7 @@ class OverlappedLinear:
         )
 
     def misplaced(self) -> str:
-        """Return what is wrong with the placement of the weight; empty if it is where the style put it."""
+        """Return an error text about the placement of the weight; empty if it is where the style put it."""
         weight = self.weight
         if isinstance(weight, DTensor) and weight.placements == (Shard(self.style.weight_dim),):
             return ""
@@ -164,7 +164,7 @@ class OverlappedLinear:
 
 
 class SameInput:
-    """Computes column-wise layers of one module together, as long as they are seen to get the same input."""
+    """Computes column-wise layers of one module together, as long as they get one input."""
 
     def __init__(self, layers: Sequence[OverlappedLinear], gathered_by: str = "") -> None:
         self.layers, self.gathered_by = list(layers), gathered_by
@@ -175,7 +175,7 @@ class SameInput:
         self._outs: dict[str, Tensor] = {}
 
     def computed(self, x: Tensor, outs: Sequence[Tensor]) -> None:
-        """Hold the outputs of all layers, until these ask for them with the same input."""
+        """Hold the outputs of all layers, until the layers ask for them with the input that they were computed from."""
         self._x, self._seen = x, _state(x)
         self._outs = dict(zip([layer.name for layer in self.layers], outs, strict=True))
 
@@ -189,7 +189,7 @@ class SameInput:
         return out
 
     def end(self, _: nn.Module, inputs: Any, result: Any) -> None:
-        """Drop what nobody asked for, after the forward of the module to which the layers belong: its hook."""
+        """Drop outputs that no layer asked for: a hook after the forward of the module to which the layers belong."""
         if result is None:  # an exception ended it, such as the one by which a recomputation stops early
             self._outs = {}
         self.part()
@@ -220,7 +220,7 @@ class SharedGather(PrepareModuleInput):
         self.module._forward_pre_hooks[self._prepared.key] = self._hook
 
     def prepare(self, _: nn.Module, inputs: Any, keywords: Any = None) -> Any:
-        """Do what torch's hook did."""
+        """Return the input as torch's hook prepares it."""
         mesh = self._prepared.mesh
         if self.with_kwargs:
             return super()._prepare_input_kwarg_fn(inputs, keywords, mesh)  # type: ignore[no-untyped-call]
@@ -308,7 +308,7 @@ class OverlappedTensorParallel:
         return f"{self._names[module]}: {why}"
 
     def report(self) -> Report:
-        """Return every module of tensor parallelism, and what runs it."""
+        """Return every module of tensor parallelism, and the mechanism that runs it."""
         rows = [self._reported(module, name) for module, name in self._names.items()]
         calls = together(row for group in self._groups for row in tensor_group(group).report().calls)
         return Report(modules=tuple(row for row in rows if row is not None), calls=calls)
@@ -435,7 +435,7 @@ def _present(module: nn.Module) -> OverlappedLinear | None:
 
 
 def _state(x: Tensor) -> tuple[bool, int]:
-    """Return what tells, besides the tensor itself, that an input was another one; a compiler cannot ask the second."""
+    """Return whether gradients are on, and the input's version; 0 where a compiler or inference has none."""
     has_version = not torch.compiler.is_compiling() and not x.is_inference()
     return torch.is_grad_enabled(), x._version if has_version else 0
 

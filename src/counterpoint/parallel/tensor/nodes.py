@@ -101,7 +101,7 @@ class SplitAndJoined:
 
 
 def split_and_joined(node: Node, count: int) -> SplitAndJoined | None:
-    """Return of what `node` puts together `count` equal parts, all of them in their order; None if it does not."""
+    """Return the tensor whose `count` equal parts `node` joins in their order; None if it does not."""
     if node.target is not aten.cat.default:
         return None
     given = arguments(node)
@@ -141,7 +141,7 @@ def users_of_parts(whole: Node) -> set[Node]:
 
 
 def dependants(start: Node, through: Collection[Any] | None = None) -> set[Node]:
-    """Return all nodes that depend on a node, or only those that do so by nodes with these targets."""
+    """Return all nodes that depend on a node, or only the nodes that depend on it through nodes with these targets."""
     found: set[Node] = set()
     waiting = [start]
     while waiting:
@@ -218,7 +218,7 @@ def is_true(condition: Any) -> bool:
 
 
 def arguments(node: Any) -> dict[str, Any]:
-    """Return the arguments of an operation by name, with the defaults of those that were not given."""
+    """Return the arguments of an operation by name, with defaults for arguments that were not given."""
     defaults = {argument.name: argument.default_value for argument in node.target._schema.arguments}
     given: dict[str, Any] = dict(zip(defaults, node.args, strict=False))
     return {**defaults, **given, **node.kwargs}

@@ -144,14 +144,14 @@ def all_gather_matmul_backward(
     needs_a: bool,
     needs_weights: bool,
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """Return the derivatives of `a_shard` and of the weights, from those of products, `grads`, and gathered rows."""
+    """Return the derivatives of `a_shard` and of the weights, given `grads` of the products and gathered rows."""
     return tensor_group(group_name).all_gather_matmul_backward(
         a_shard, weights, grads, grad_gathered, gather_dim, needs_a=needs_a, needs_weights=needs_weights
     )
 
 
 def save_for_gather(ctx: Any, inputs: Any, output: Any, keyword_only_inputs: Any = None) -> None:
-    """Save what the backward of `all_gather_matmul`, or of `all_gather_linear`, needs of its inputs."""
+    """Save the inputs that the backward of `all_gather_matmul` or `all_gather_linear` needs."""
     ctx.has_biases, where = False, inputs[2:]
     if len(inputs) > 4:
         ctx.has_biases, where = bool(inputs[2]), inputs[3:5]
@@ -480,7 +480,7 @@ def _sum_of_rows(grad: Tensor) -> Tensor:
 
 
 def _for_each(values: Sequence[Any] | None, count: int) -> list[Any]:
-    """Return one value for each weight: those that were given, or None."""
+    """Return one value for each weight: the given values, or None for each."""
     found = [None] * count if not values else list(values)
     if len(found) != count:
         raise Misconfigured(f"{len(found)} values for {count} weights: give one for each, or none")

@@ -1,4 +1,4 @@
-"""Run matmuls beside the communication that they depend on: two pipelines on a communicator, as torch has them.
+"""Overlap matmuls with the communication that they depend on: two pipelines on a communicator, as torch has them.
 
 `RowGather` pushes this rank's rows to the peers, while rows that have arrived are multiplied; own rows are read where
 they are. `RowScatter` pushes each part of a product as soon as it is computed, those for peers first; sums of own rows
@@ -202,7 +202,7 @@ class RowGather:
 
 
 class RowScatter:
-    """Scatters the rows of a product in a `with` block, which multiplies, and adds up what arrives for this rank.
+    """Scatters the rows of a product in a `with` block, which multiplies, and adds up this rank's rows as they arrive.
 
     Args:
         communicator: of the ranks; its channel `SCATTER` is used.

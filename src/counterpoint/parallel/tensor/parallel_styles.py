@@ -187,7 +187,7 @@ def is_function(function: Any, known: tuple[str, str]) -> bool:
 
 
 def closure_of(function: Any) -> dict[str, Any]:
-    """Return what a function has from where it was made, by name."""
+    """Return the variables in a function's closure, by name."""
     cells = (cell.cell_contents for cell in function.__closure__ or ())
     return dict(zip(function.__code__.co_freevars, cells, strict=True))
 

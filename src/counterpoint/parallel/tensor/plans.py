@@ -1,4 +1,4 @@
-"""Plan the matmuls of a process group once for each shape: what was measured here decides, equally on all ranks.
+"""Plan the matmuls of a process group once for each shape, by measurements here, equally on all ranks.
 
 A matmul is measured once for each `[k, n]` and dtype, by its rows, in the first forward call that has it: a curve then
 serves all numbers of rows. Nothing is measured in a backward. What one needs and does not know is estimated there, and
@@ -44,7 +44,7 @@ _HOST_LAUNCHES: dict[MatmulMechanism, int] = {"torch": 10, "serial": 20, "cuts":
 
 @dataclass(frozen=True, kw_only=True)
 class MatmulShape:
-    """Describes a call: what all ranks have in common."""
+    """Describes the shape of a call, equal on all ranks."""
 
     operation: TensorOperation
     layout: ShardedRows  # chunks are not chosen yet
@@ -76,7 +76,7 @@ def asked_mechanism(
 
 
 class Plans:
-    """Plans the calls of one group; all ranks ask for the same shapes in the same order."""
+    """Plans the calls of one group; all ranks ask for equal shapes in one order."""
 
     def __init__(
         self, group: Any, profile: Profile, options: TensorOptions, tuning: FollowedTuning | None = None
@@ -105,7 +105,7 @@ class Plans:
         return plan, Steps.of(plan.pieces, replace(layout, chunk_rows=task.chunk_rows))
 
     def catch_up(self) -> bool:
-        """Measure what was estimated in a backward, unless this is one; return whether plans may change by it."""
+        """Measure the matmuls that a backward has estimated, unless this is one; return whether plans may change."""
         if not self.estimated or not _may_measure():
             return False
         shapes, self.estimated = self.estimated, {}
@@ -181,7 +181,7 @@ class Plans:
         return RowCurve(n=columns, k=shape.k, dtype=shape.dtype, points=points + beyond)
 
     def _once(self, key: Hashable, measure: Callable[[], T], shape: MatmulShape, device: torch.device) -> T | None:
-        """Return what was measured, now or before; None in a backward, after which `catch_up` measures it.
+        """Return a measurement, made now or before; None in a backward, after which `catch_up` makes it.
 
         Raises:
             Unsupported: a graph is captured, in which nothing can be measured.

@@ -1,407 +1,261 @@
-"""Fit protocols to measured collectives, and say how far the fit is off on rows that it had not seen.
+"""Fit one's own network to what nccl-tests printed there, and keep it in a file that a job can name.
 
-NCCL's own model says by which protocol each row was run (LL, LL128 or Simple, by size and ranks); its figures are not
-fitted, they only choose. Versions and tuners choose otherwise, so of several `DIALECTS` the one that explains the rows
-best says what was chosen: without LL128, with LL up to larger sizes, with figures of trees apart from those of rings.
-Figures of a protocol are, each as a logarithm, to relative errors:
+Each operation gets a latency and a rate for each kind of link, as factors a and b of NCCL's own model, which says what
+the protocol that it takes needs for hops and for bytes (`protocols.py`):
 
-    base                   µs
-    hop / base             PCIe and network hops are so much longer than NVLink's as in NCCL's model
-    efficiency             of the links' bandwidth
-    own                    GB/s, at which a rank handles the shard that it does not send
-    fill                   of √(base · X)
+    T = latency of the levels + a · (base + H) + b · X          with the least sum of squares of T / measured - 1
 
-Few rows do not settle all of them, so each is drawn to a prior with a width: what all operations have in common to
-what the protocol does (LL sends a flag with every 4 bytes, LL128 with every 120) and to the ratios of NCCL's latencies;
-each operation to what they have in common. Ranks are in the formulas only (`network.py`, `algorithms.py`): no figure
-belongs to a group size, which is what predicts one that was not measured. Held out are each third of the sizes, each
-group size, and each group size together with each third of the sizes of all others, in turn.
+The file is JSON: levels, as in networks.toml, and NCCL's protocols with the fitted figures, as in fits/.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import groupby
-from math import log
-from typing import NamedTuple
+from pathlib import Path
 
 import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
-from scipy.optimize import least_squares
 
-from counterpoint.plan.job.cluster import Cluster
-from counterpoint.plan.network.algorithms import ALGORITHMS, own_share, schedule
+from counterpoint.errors import Misconfigured, printable
+from counterpoint.machine.gpus import find_gpu as find_sheet
+from counterpoint.plan.job.cluster import Cluster, find_gpu
 from counterpoint.plan.network.estimate import estimate
 from counterpoint.plan.network.group import Group, reach
 from counterpoint.plan.network.nccl_choice import shared_gb_per_s
-from counterpoint.plan.network.nccl_tests import Measured, require
-from counterpoint.plan.network.protocols import Fit, FittedRange, Kind, Network, Protocol, nccl_protocols
-
-Array = NDArray[np.float64]
-
-NOISE = 0.04  # of a measured time
-LONGER: dict[Kind, float] = {"nvlink": 1.0, "pcie": 5.7 / 3.4, "network": 14.0 / 3.4}  # a hop than one over NVLink
-JOIN = 2.0  # hops and bytes hide each other as the sides of a right angle make its diagonal
-OTHER = 10.0  # squared errors, in units of noise, that another dialect than NCCL's own model has to spare
-BANDS = (1 << 20, 32 << 20)  # bytes: errors are stated below, between and above
-# base µs, hop / base, efficiency, own GB/s, fill
-PRIOR = {
-    "LL": np.log([9.0, 0.1, 0.5, 1000.0, 0.1]),
-    "LL128": np.log([14.0, 0.136, 0.92, 1000.0, 0.1]),
-    "Simple": np.log([13.0, 0.4, 1.0, 1000.0, 0.3]),
-}
-WIDTH = np.array([0.4, 0.1, 0.1, 0.5, 0.6])  # of what all operations have in common
-EACH = np.array([0.4, 0.1, 0.05, 0.4, 0.3])  # of an operation around it
-
-
-@dataclass(frozen=True, kw_only=True)
-class Checked:
-    """A row, and what was predicted for it without it."""
-
-    row: Measured
-    predicted_us: float
-    left_out: str
-
-    @property
-    def error(self) -> float:
-        """Predicted / measured - 1."""
-        return self.predicted_us / self.row.us - 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Rows:
-    """R rows of one protocol as arrays, by the phases P and levels L of the algorithm that NCCL took."""
-
-    us: Array  # [R]
-    hops: Array  # [R]: as many of NVLink
-    given_us: Array  # [R]: latency of the levels themselves
-    links_us: Array  # [R]: at efficiency 1
-    own: Array  # [R]: KB
-    operation: NDArray[np.intp]  # [R]
-
-    def predicted_us(self, theta: Array) -> Array:
-        """[R], with theta [operations, 5]."""
-        base, ratio, efficiency, rate, fill = np.exp(theta[self.operation]).T
-        hops, links = base * ratio * self.hops + self.given_us, self.links_us / efficiency
-        joined = (hops**JOIN + links**JOIN) ** (1 / JOIN)
-        return np.asarray(base + joined + self.own / rate + fill * np.sqrt(base * links))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Figures:
-    """θ of one protocol: what all operations have in common, and of each in the order of `operations`."""
-
-    common: Array  # [5]
-    each: Array  # [operations, 5]
-
-
-_Way = tuple[str, bool | None]
-"""A protocol's name, and whether trees or all else; None: both."""
-_Solved = dict[_Way, _Figures]
-
-
-class Dialect(NamedTuple):
-    """Describes how NCCL may have chosen, and which of its ways have figures of their own."""
-
-    offered: tuple[str, ...] = ("LL", "LL128", "Simple")  # protocols
-    believed: float = 1.0  # `Protocol.believed` of LL
-    trees_apart: bool = False
-
-    def scaled(self, protocol: Protocol) -> Protocol:
-        """Return one of NCCL's own protocols with the bandwidth that NCCL believes it to have."""
-        if protocol.name != "LL" or self.believed == 1:
-            return protocol
-        efficiency, ceilings = (
-            {kind: self.believed * value for kind, value in figures.items()}
-            for figures in (protocol.efficiency, protocol.ceiling_gb_per_s)
-        )
-        return replace(protocol, efficiency=efficiency, ceiling_gb_per_s=ceilings)
-
-
-DIALECTS = tuple(
-    Dialect(offered, believed, trees_apart)
-    for trees_apart in (False, True)
-    for offered in (("LL", "LL128", "Simple"), ("LL", "Simple"))
-    for believed in (1.0, 2.0, 4.0, 8.0)
+from counterpoint.plan.network.nccl_tests import Measured, NcclTestsRun, read_nccl_tests
+from counterpoint.plan.network.protocols import (
+    OPERATIONS,
+    Fit,
+    FittedRange,
+    Kind,
+    Network,
+    OwnNetwork,
+    Protocol,
+    all_levels,
+    levels,
+    nccl_protocols,
 )
+from counterpoint.records import Record
+from counterpoint.records.prediction import FitError
+
+F64 = NDArray[np.float64]
+KINDS = ("nvlink", "pcie", "network")
+LEAST = 1e-3  # of a factor
+FEWEST_SIZES = 6  # of each operation and number of ranks: fewer leave none to hold out
+LARGEST_ERROR = 0.5  # mean of sizes left out; more is no law of sizes
+IN_NODE = {  # networks of one host, by GPU
+    "A100": "nvlink-a100",
+    "H100": "nvlink-h100",
+    "H200": "nvlink-h100",
+    "B200": "nvlink-b200",
+}
 
 
-class _Machine:
-    """Holds where rows were measured: by which protocol each was run there, and what it did on which links."""
+class NetworkFit(Record, frozen=True, kw_only=True):
+    """Holds a fitted network, and how sure it is."""
 
-    def __init__(self, rows: Sequence[Measured], cluster: Cluster, nccl: tuple[int, int], dialect: Dialect) -> None:
-        self.operations = tuple(dict.fromkeys(row.operation for row in rows))
-        self.dialect = dialect
-        self._cluster = cluster
-        measured = Cluster(gpu=cluster.gpu, levels=tuple(replace(each, latency_us=0.0) for each in cluster.levels))
-        protocols = tuple(dialect.scaled(each) for each in nccl_protocols() if each.name in dialect.offered)
-        self._network = Network(cluster=measured, protocols=protocols, nccl=nccl)  # as `Links.measured` has it
-        self._taken = {row: self._pick(row) for row in rows}
-        self.ways: tuple[_Way, ...] = tuple(
-            (name, trees) for name in dialect.offered for trees in ((False, True) if dialect.trees_apart else (None,))
-        )
-
-    def _pick(self, row: Measured) -> tuple[str, str]:
-        found = estimate(row.operation, row.num_bytes, Group(ranks=row.ranks, stride=row.stride), self._network)
-        return found.algorithm, found.protocol
-
-    def taken(self, row: Measured) -> tuple[str, str]:
-        """Return the algorithm and the protocol by which a row was run."""
-        return self._taken[row]
-
-    def by(self, way: _Way, rows: Sequence[Measured]) -> tuple[Measured, ...]:
-        """Return those that NCCL runs this way."""
-        name, trees = way
-        return tuple(
-            row
-            for row in rows
-            if self._taken[row][1] == name and (trees is None or trees == (self._taken[row][0] == "tree"))
-        )
-
-    def arrays(self, rows: Sequence[Measured]) -> _Rows:
-        """Return rows of one protocol."""
-        columns = np.array([self._columns(row) for row in rows]).reshape(len(rows), 5).T
-        us, hops, given, links, own = columns
-        operation = np.array([self.operations.index(row.operation) for row in rows], dtype=np.intp)
-        return _Rows(us=us, hops=hops, given_us=given, links_us=links, own=own, operation=operation)
-
-    def _columns(self, row: Measured) -> tuple[float, float, float, float, float]:
-        levels = self._cluster.levels
-        at, algorithm = reach(Group(ranks=row.ranks, stride=row.stride), self._cluster), self._taken[row][0]
-        gb_per_s, hops, given, us_per_byte = shared_gb_per_s(levels), 0.0, 0.0, 0.0
-        for phase in schedule(row.operation, algorithm, at) or ():
-            hops += sum(steps * LONGER[levels[i].kind] for i, steps, _ in phase)
-            given += sum(steps * levels[i].latency_us for i, steps, _ in phase)
-            us_per_byte += max(share / gb_per_s[i] / 1e3 for i, _, share in phase)
-        own = own_share(row.operation, algorithm, at) * row.num_bytes / 1e3
-        return row.us, hops, given, us_per_byte * row.num_bytes, own
-
-    def gb_per_s(self) -> dict[Kind, float]:
-        """Return the GB/s of the links by kind: the slowest of levels of the same kind."""
-        found: dict[Kind, float] = {}
-        for level, rate in zip(self._cluster.levels, shared_gb_per_s(self._cluster.levels), strict=True):
-            found[level.kind] = min(rate, found.get(level.kind, rate))
-        return found
-
-    def kinds(self) -> tuple[Kind, ...]:
-        """Return the kinds of the highest levels that rows crossed."""
-        tops = {reach(Group(ranks=row.ranks, stride=row.stride), self._cluster).crossed[-1] for row in self._taken}
-        return tuple(sorted({self._cluster.levels[top].kind for top in tops}))
-
-    def predicted_us(self, figures: _Solved, rows: Sequence[Measured]) -> dict[Measured, float]:
-        """Return the time of rows with these figures."""
-        found: dict[Measured, float] = {}
-        for way, each in figures.items():
-            mine = self.by(way, rows)
-            found |= zip(mine, self.arrays(mine).predicted_us(each.each).tolist(), strict=True)
-        return found
+    network: OwnNetwork
+    errors: tuple[FitError, ...]
+    host_bound: int  # rows left out
 
 
-class _Machines:
-    """Holds the same rows in every dialect."""
-
-    def __init__(
-        self, rows: Sequence[Measured], cluster: Cluster, nccl: tuple[int, int], dialects: Sequence[Dialect]
-    ) -> None:
-        require(rows)
-        self._each = [_Machine(rows, cluster, nccl, dialect) for dialect in dialects]
-        self._known: dict[tuple[str, tuple[Measured, ...], tuple[tuple[str, str], ...]], _Figures] = {}
-
-    def solve(self, rows: Sequence[Measured]) -> tuple[_Machine, _Solved]:
-        """Return the machine in the dialect that explains these rows best, and its figures."""
-        found = [(machine, self._figures(machine, rows)) for machine in self._each]
-        return min(found, key=lambda each: self._cost(each[0], each[1], rows))  # the first of equal ones
-
-    def _figures(self, machine: _Machine, rows: Sequence[Measured]) -> _Solved:
-        """Return the figures of every way; the same rows by the same algorithms are solved once for all dialects."""
-        solved: _Solved = {}
-        for way in machine.ways:
-            mine = machine.by(way, rows)
-            key = (way[0], mine, tuple(machine.taken(row) for row in mine))
-            if key not in self._known:
-                self._known[key] = _solve(machine.arrays(mine), PRIOR[way[0]], len(machine.operations))
-            solved[way] = self._known[key]
-        return solved
-
-    def _cost(self, machine: _Machine, figures: _Solved, rows: Sequence[Measured]) -> float:
-        """Return the squared errors in units of noise, and the price of another dialect than NCCL's own model.
-
-        Where several group sizes were measured, the errors are those of each without it, since jobs have others.
-        """
-        groups = sorted({row.ranks for row in rows})
-        predicted: dict[Measured, float] = {} if len(groups) > 1 else machine.predicted_us(figures, rows)
-        for ranks in groups if len(groups) > 1 else ():
-            others = [row for row in rows if row.ranks != ranks]
-            predicted |= machine.predicted_us(
-                self._figures(machine, others), [row for row in rows if row.ranks == ranks]
-            )
-        price = OTHER * (machine.dialect != DIALECTS[0])
-        price += len(WIDTH) * log(len(rows)) * machine.dialect.trees_apart  # of more figures (Schwarz 1978)
-        return price + sum((log(us / row.us) / NOISE) ** 2 for row, us in predicted.items())
-
-
-def fit_protocols(
-    rows: Sequence[Measured],
-    cluster: Cluster,
-    *,
-    source: str,
-    nccl: tuple[int, int] = (2, 28),
-    check: bool = True,
-    dialects: Sequence[Dialect] = DIALECTS,
-) -> tuple[Protocol, ...]:
-    """Return each protocol for every operation that was measured, for groups below the same levels.
-
-    Where several operations were measured, all others get figures of what these have in common.
+def fit_network(
+    files: Sequence[str], *, network: str | None = None, gpu: str | None = None, ranks: int | None = None
+) -> NetworkFit:
+    """Return the network that files of nccl-tests were measured on.
 
     Args:
-        rows: measured on `cluster`.
-        cluster: what they were measured on.
-        source: what they are: machine, versions, date.
-        nccl: version.
-        check: also fit without each third of the sizes and each group size, to state the error.
-        dialects: how NCCL may have chosen; the first one alone for rows of several machines, which chose differently.
+        files: paths, or OPERATION=PATH where neither the text nor the file's name says the operation.
+        network: a named one whose levels it has; None: NVLink of one host.
+        gpu: its name; None: as the files say.
+        ranks: of every run; None: as the files say.
 
     Returns:
-        Protocols with a `Fit` each.
+        Its levels, fitted protocols and held-out errors.
 
     Raises:
-        Misconfigured: no rows, rows that cannot have been measured, or ranks beyond the cluster.
+        Misconfigured: files that cannot be read, contradict themselves or each other, or have too few sizes.
     """
-    machine, solved = _Machines(rows, cluster, nccl, dialects).solve(rows)
-    checked = held_out(rows, cluster, nccl=nccl, dialects=dialects) if check else ()
-    gpu, links = cluster.gpu.name, machine.gb_per_s()
-    anything = Fit(source=source, gpu=gpu, rows=len(rows), held_out="", gb_per_s=links, spans=())
-    found = []
-    if len(machine.operations) > 1:
-        found += [_protocol(machine, way, each.common, (), anything) for way, each in solved.items()]
-    for i, operation in enumerate(machine.operations):
-        mine = [row for row in rows if row.operation == operation]
-        known = [each for each in checked if each.row.operation == operation]
-        left_out = ", ".join(dict.fromkeys(each.left_out for each in known)) or "nothing"
-        fit = Fit(source=source, gpu=gpu, rows=len(mine), held_out=left_out, gb_per_s=links, spans=_spans(mine, known))
-        found += [_protocol(machine, way, each.each[i], (operation,), fit) for way, each in solved.items()]
-    return tuple(found)
-
-
-def held_out(
-    rows: Sequence[Measured],
-    cluster: Cluster,
-    *,
-    nccl: tuple[int, int] = (2, 28),
-    dialects: Sequence[Dialect] = DIALECTS,
-) -> tuple[Checked, ...]:
-    """Return every row that can be left out, predicted by a fit without it; what has no neighbours left stays in.
-
-    Args:
-        rows: measured on `cluster`.
-        cluster: what they were measured on.
-        nccl: version.
-        dialects: how NCCL may have chosen.
-    """
-    machines = _Machines(rows, cluster, nccl, dialects)
-    checked: list[Checked] = []
-    for left_out, out, asked in splits(rows):
-        seen = [row for row in rows if row not in out]
-        known = {row.operation for row in seen}
-        machine, figures = machines.solve(seen)
-        mine = [row for row in rows if row in asked and row.operation in known]
-        checked += [
-            Checked(row=row, predicted_us=us, left_out=left_out)
-            for row, us in machine.predicted_us(figures, mine).items()
-        ]
-    return tuple(checked)
-
-
-def error_of(checked: Sequence[Checked]) -> tuple[float, float] | None:
-    """Mean and largest |error|; None of nothing."""
-    errors = [abs(each.error) for each in checked]
-    return (sum(errors) / len(errors), max(errors)) if errors else None
-
-
-def splits(rows: Sequence[Measured]) -> Iterator[tuple[str, frozenset[Measured], frozenset[Measured]]]:
-    """Yield what is left out, its rows, and those to predict.
-
-    A third of the sizes, but never the smallest or largest; one group size; one group size and a third of the sizes of
-    all, of which the group's are to be predicted: neither they nor their sizes were seen.
-
-    Yields:
-        The name, the rows, and those of them that are to be predicted.
-    """
-    thirds = _thirds(rows)
-    yield from (("a third of the sizes", out, out) for out in thirds)
-    groups = sorted({row.ranks for row in rows})
-    for ranks in groups if len(groups) > 1 else ():
-        group = frozenset(row for row in rows if row.ranks == ranks)
-        yield f"{ranks} ranks", group, group
-        yield from ((f"{ranks} ranks, a third of the sizes", group | out, group & out) for out in thirds)
-
-
-def _thirds(rows: Sequence[Measured]) -> list[frozenset[Measured]]:
-    """Rows of every third size between the smallest and the largest, of each operation and group."""
-    sizes: dict[tuple[str, int, int], list[float]] = {}
-    for row in sorted(rows, key=lambda row: row.num_bytes):
-        alike = sizes.setdefault((row.operation, row.ranks, row.stride), [])
-        alike += [] if row.num_bytes in alike else [row.num_bytes]
-    found = []
-    for third in range(3):
-        left_out = {key: frozenset(alike[1:-1][third::3]) for key, alike in sizes.items()}
-        found.append(frozenset(row for row in rows if row.num_bytes in left_out[row.operation, row.ranks, row.stride]))
-    return [out for out in found if out]
-
-
-def _spans(rows: Sequence[Measured], checked: Sequence[Checked]) -> tuple[FittedRange, ...]:
-    """One for each group size and band of sizes."""
-
-    def where(row: Measured) -> tuple[int, int]:
-        return row.ranks, sum(row.num_bytes >= start for start in BANDS)
-
-    spans = []
-    for key, group in groupby(sorted(rows, key=where), where):
-        sizes = sorted(row.num_bytes for row in group)
-        error = error_of([each for each in checked if where(each.row) == key])
-        mean, worst = (round(error[0], 4), round(error[1], 4)) if error else (None, None)
-        smallest, largest = int(sizes[0]), int(sizes[-1])
-        spans.append(FittedRange(ranks=key[0], smallest_bytes=smallest, largest_bytes=largest, mean=mean, worst=worst))
-    return tuple(spans)
-
-
-def _solve(rows: _Rows, prior: Array, operations: int) -> _Figures:
-    """The figures that explain the rows best, drawn to the prior."""
-    width = np.concatenate([WIDTH, np.tile(EACH, operations)])
-
-    def theta(x: Array) -> Array:
-        return np.asarray(prior + x[:5] + x[5:].reshape(operations, 5))
-
-    def residuals(x: Array) -> Array:
-        return np.concatenate([np.log(rows.predicted_us(theta(x)) / rows.us) / NOISE, x / width])
-
-    start = np.zeros(len(width))
-    x = np.asarray(least_squares(residuals, start, x_scale=width, max_nfev=200).x) if len(rows.us) else start
-    return _Figures(common=prior + x[:5], each=theta(x))
-
-
-def _protocol(machine: _Machine, way: _Way, theta: Array, operations: tuple[str, ...], fit: Fit) -> Protocol:
-    """Return θ as a record."""
-    base, ratio, efficiency, rate, fill = (float(value) for value in np.exp(theta))
-    name, trees = way
-    return Protocol(
-        name=name,
-        base_us=round(base, 4),
-        hop_us={kind: round(base * ratio * longer, 4) for kind, longer in LONGER.items()},
-        efficiency=dict.fromkeys(LONGER, round(efficiency, 5)),
-        own_gb_per_s=round(rate, 2),
-        join=JOIN,
-        fill=round(fill, 4),
-        believed=machine.dialect.believed if name == "LL" else 1.0,
-        operations=operations,
-        algorithms=()
-        if trees is None
-        else ("tree",)
-        if trees
-        else tuple(each for each in ALGORITHMS if each != "tree"),
-        kinds=machine.kinds(),
-        fit=fit,
-        source=f"fitted to {fit.source}",
+    if twice := [text for text in files if files.count(text) > 1]:
+        raise Misconfigured(f"--fit {printable(twice[0], 200)} comes twice: give each file once")
+    runs = [run for text in files for run in _read(text, ranks)]
+    name = _gpu(runs, gpu)
+    base = _base(runs, network, name)
+    whole = all_levels(base)
+    rows = [_placed(row, run, whole[0].size, base) for run in runs for row in run.rows]
+    if not rows:
+        raise Misconfigured(
+            "--fit: every row is bound by one process that launches on all GPUs: run one process for each"
+        )
+    cluster = Cluster(gpu=find_gpu(name), levels=levels(base, max((row.ranks - 1) * row.stride + 1 for row in rows)))
+    source = f"one's own rows of nccl-tests: {', '.join(Path(text.partition('=')[2] or text).name for text in files)}"
+    protocols: list[Protocol] = []
+    errors: list[FitError] = []
+    alike = dict.fromkeys((row.operation, _kind(row, cluster)) for row in rows)
+    for operation, kind in sorted(alike, key=lambda each: (KINDS.index(each[1]), each[0])):
+        mine = [row for row in rows if (row.operation, _kind(row, cluster)) == (operation, kind)]
+        columns = _columns(mine, cluster)
+        found = tuple(_errors(mine, columns))
+        spans = tuple(
+            FittedRange(
+                ranks=each.ranks,
+                smallest_bytes=int(min(row.num_bytes for row in mine if row.ranks == each.ranks)),
+                largest_bytes=int(max(row.num_bytes for row in mine if row.ranks == each.ranks)),
+                mean=round(each.mean, 4),
+                worst=round(each.worst, 4),
+            )
+            for each in found
+        )
+        fit = Fit(
+            source=source[:400], gpu=name, rows=len(mine), held_out="a third of the sizes",
+            gb_per_s=_gb_per_s(cluster), spans=spans,
+        )  # fmt: skip
+        protocols += _protocols(operation, kind, _factors(columns), fit)
+        errors += found
+    return NetworkFit(
+        network=OwnNetwork(source=source[:400], gpu=name, levels=whole, protocols=tuple(protocols)),
+        errors=tuple(errors),
+        host_bound=sum(run.host_bound for run in runs),
     )
+
+
+def _read(text: str, ranks: int | None) -> tuple[NcclTestsRun, ...]:
+    operation, equals, path = text.partition("=")
+    if equals and operation in OPERATIONS:
+        return read_nccl_tests(Path(path), operation=operation, ranks=ranks)
+    return read_nccl_tests(Path(text), ranks=ranks)
+
+
+def _gpu(runs: Sequence[NcclTestsRun], given: str | None) -> str:
+    """Return the name of the GPU of all runs."""
+    if given is not None:
+        return find_gpu(given).name
+    found = {run.gpu for run in runs}
+    sheets = {sheet.name if (sheet := find_sheet(name)) else None for name in found}
+    if len(sheets) > 1:
+        raise Misconfigured(f"--fit: runs on {' and '.join(sorted(map(str, found)))}: give those of one kind of GPU")
+    name = sheets.pop()
+    if name is None:
+        raise Misconfigured("--fit: which GPU it is does not stand in the files: give --gpu")
+    return find_gpu(name).name
+
+
+def _base(runs: Sequence[NcclTestsRun], network: str | None, gpu: str) -> str:
+    """Return the named network that has the levels."""
+    if network is not None:
+        return network
+    alone = all(run.ranks_per_host == row.ranks for run in runs for row in run.rows)
+    if alone and gpu in IN_NODE:
+        return IN_NODE[gpu]
+    raise Misconfigured("--fit: give --network, a named one whose levels yours has; --ranks alone does not say them")
+
+
+def _placed(row: Measured, run: NcclTestsRun, node: int, base: str) -> Measured:
+    """Return a row with the distance of its ranks."""
+    here = min(run.ranks_per_host or node, row.ranks)
+    if here > node:
+        raise Misconfigured(
+            f"--fit: {here} ranks on one host, and nodes of {base} have {node} GPUs: give another network"
+        )
+    if row.ranks > here == 1:
+        return Measured(operation=row.operation, ranks=row.ranks, stride=node, num_bytes=row.num_bytes, us=row.us)
+    if row.ranks > here and here < node:
+        raise Misconfigured(
+            f"--fit: {row.ranks} ranks, {here} on each host of {node} GPUs: give runs on whole nodes, or one rank each"
+        )
+    return row
+
+
+def _kind(row: Measured, cluster: Cluster) -> Kind:
+    top = reach(Group(ranks=row.ranks, stride=row.stride), cluster).crossed[-1]
+    return cluster.levels[top].kind
+
+
+def _gb_per_s(cluster: Cluster) -> dict[Kind, float]:
+    """Return the GB/s of the links by kind: the slowest of levels of the same kind."""
+    found: dict[Kind, float] = {}
+    for level, rate in zip(cluster.levels, shared_gb_per_s(cluster.levels), strict=True):
+        found[level.kind] = min(rate, found.get(level.kind, rate))
+    return found
+
+
+def _columns(rows: Sequence[Measured], cluster: Cluster) -> F64:
+    """Return µs of each row, `[rows, 4]`: latency of the levels; base + H and X of NCCL's own model; measured."""
+    own = {level.name: level.latency_us for level in cluster.levels}
+    cluster = replace(cluster, levels=tuple(replace(level, latency_us=0.0) for level in cluster.levels))
+    nccl, found = Network(cluster=cluster, protocols=nccl_protocols()), []
+    for row in rows:
+        one = estimate(row.operation, row.num_bytes, Group(ranks=row.ranks, stride=row.stride), nccl)
+        given = sum(term.hops * own[term.level] for term in one.terms)
+        found.append((given, one.latency_us, one.bandwidth_us, row.us))
+    return np.array(found)
+
+
+def _factors(columns: F64) -> F64:
+    """Return a and b, neither below `LEAST`: where one of them would be, the other one explains the rows alone."""
+    wanted = 1 - columns[:, 0] / columns[:, 3]
+    sides = columns[:, 1:3] / columns[:, 3:]
+    found = np.linalg.lstsq(sides, wanted, rcond=None)[0]
+    if found.min() < LEAST:
+        alone = wanted @ sides / (sides**2).sum(axis=0)
+        errors = ((sides * alone - wanted[:, None]) ** 2).sum(axis=0)
+        found = np.where(np.arange(2) == errors.argmin(), alone, LEAST)
+    return np.maximum(found, LEAST)
+
+
+def _protocols(operation: str, kind: Kind, factors: F64, fit: Fit) -> Iterator[Protocol]:
+    """Yield NCCL's protocols for an operation with latencies and bandwidths of this fit."""
+    slower, longer = (float(factor) for factor in factors)
+
+    def scaled(figures: dict[Kind, float], factor: float) -> dict[Kind, float]:
+        return {name: round(value * factor, 5) for name, value in figures.items()}
+
+    for protocol in nccl_protocols():
+        if protocol.serves(operation, "", kind):
+            yield replace(
+                protocol,
+                base_us=round(protocol.base_us * slower, 4),
+                hop_us=scaled(protocol.hop_us, slower),
+                efficiency=scaled(protocol.efficiency, 1 / longer),
+                ceiling_gb_per_s=scaled(protocol.ceiling_gb_per_s, 1 / longer),
+                operations=(operation,),
+                kinds=(kind,),
+                fit=fit,
+                source=f"{protocol.source}, latency · {slower:.3g} and time of bytes · {longer:.3g}: {fit.source}",
+            )
+
+
+def _errors(rows: Sequence[Measured], columns: F64) -> Iterator[FitError]:
+    """Yield the errors, by ranks, on thirds of the sizes between smallest and largest, each by a fit without it.
+
+    Raises:
+        Misconfigured: too few sizes, or rows that follow no law.
+    """
+    ranks, sizes = np.array([row.ranks for row in rows]), np.array([row.num_bytes for row in rows])
+    nccl = abs(columns[:, :3].sum(axis=1) / columns[:, 3] - 1)
+    off, third = np.zeros(len(rows)), np.full(len(rows), -1)  # -1: always fitted
+    for count in np.unique(ranks):
+        each, nth = np.unique(sizes[ranks == count], return_inverse=True)
+        if len(each) < FEWEST_SIZES:
+            raise Misconfigured(
+                f"--fit: {rows[0].operation} over {count} ranks has {len(each)} sizes: give {FEWEST_SIZES} or more, "
+                "as by -b 64K -e 1G -f 2"
+            )
+        third[ranks == count] = np.where((nth > 0) & (nth < len(each) - 1), nth % 3, -1)
+    for part in range(3):
+        given, latency, links, us = columns[third == part].T
+        slower, longer = _factors(columns[third != part])
+        off[third == part] = abs((given + slower * latency + longer * links) / us - 1)
+    for count in np.unique(ranks):
+        mine = (ranks == count) & (third >= 0)
+        mean = float(off[mine].mean())
+        if mean > LARGEST_ERROR:
+            raise Misconfigured(
+                f"--fit: {rows[0].operation} over {count} ranks: sizes left out are predicted {mean:.0%} off, so its "
+                "times follow no law of sizes; measure again on idle links"
+            )
+        yield FitError(
+            operation=rows[0].operation, ranks=int(count), sizes=len(np.unique(sizes[ranks == count])), mean=mean,
+            worst=float(off[mine].max()), nccl_mean=float(nccl[mine].mean()),
+        )  # fmt: skip

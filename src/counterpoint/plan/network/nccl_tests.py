@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from math import isfinite
 from pathlib import Path
 
 from counterpoint.errors import Misconfigured, printable
@@ -57,20 +56,6 @@ class NcclTestsRun(Record, frozen=True, kw_only=True):
     host_bound: int = 0  # rows left out, since one process launches on several GPUs, and that took longest
     ranks_per_host: int | None = None  # None: the text lists no devices
     gpu: str | None = None  # the driver's device name
-
-
-def require(rows: Sequence[Measured]) -> None:
-    """Raise Misconfigured for a row that cannot have been measured, or for none."""
-    if not rows:
-        raise Misconfigured("no measured row: give some of `counterpoint measure blocks` or of nccl-tests")
-    for row in rows:
-        if row.operation not in OPERATIONS:
-            raise Misconfigured(f"operation = {printable(row.operation)!r}: choose from: {', '.join(OPERATIONS)}")
-        if row.ranks < 2 or not row.num_bytes > 0 or not row.us > 0 or not isfinite(row.us + row.num_bytes):
-            raise Misconfigured(
-                f"{row.operation} of {row.num_bytes} bytes over {row.ranks} ranks in {row.us} µs cannot be: "
-                "give 2 ranks or more, bytes and µs above 0"
-            )
 
 
 def read_nccl_tests(path: Path, *, operation: str | None = None, ranks: int | None = None) -> tuple[NcclTestsRun, ...]:

@@ -1,42 +1,34 @@
-"""Find the order of a job's ranks with the least C = Σ d(i, j) · M(i, j), and compare it with launchers' defaults.
-
-The search (docs/design/placement.md) starts along the tree and with the orders of `partition.py`, improves the two
-cheapest by `swaps.py`, and takes the cheapest of all, the given order included. It is deterministic, and sees groups
-above 65 ranks by a sample of their pairs; every cost printed is exact:
+"""Order a job's ranks along the network so that C = Σ d(i, j) · M(i, j) is small, and compare with launchers' defaults.
 
     cost of a level = distance · bytes of the pairs that it joins; with measured distances, Σ matrix · bytes of them
     time of a level = bytes that its busiest GPU sends there / GB/s of one GPU
 
-Groups are counted, not expanded: c ranks of a group in one unit are c · (c - 1) / 2 pairs that stay inside it.
+Hosts are taken as listed, in tree order, and in tree order with the hosts of a group kept together (`Topology.packed`).
+From the cheapest of these orders, ranks of two hosts and whole hosts are swapped while that lowers C. Of orders that
+cost the same, rings and groups that follow the tree win: over leaves A, B, A, B a ring runs A, A, B, B. Every cost that
+is told is exact: groups are counted, not expanded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 from msgspec import structs
 from numpy.typing import NDArray
-from scipy import sparse
 
 from counterpoint.errors import Misconfigured
-from counterpoint.plan.placement.partition import arrange, arrange_groups, contracted, heavy_groups, mesh_order
-from counterpoint.plan.placement.swaps import MAX_SMALL, best_of_many, fits_memory, improve
+from counterpoint.plan.placement.swaps import swapped
 from counterpoint.plan.placement.topology import Topology
 from counterpoint.plan.placement.traffic import AxisTraffic, RankTraffic
 from counterpoint.records import Record
 from counterpoint.records.prediction import LevelLoad, RankOrder
 
 I64 = NDArray[np.int64]
-Csr = Any  # scipy.sparse.csr_array, which has no types
-RANDOM_ORDERS = 5  # that "random" is the mean of
-MAX_BISECTED = 20_000  # ranks; with a mesh, larger jobs do without bisection
-IMPROVED = 2  # starts
-CYCLES = 3  # of swapping ranks, then hosts
 F64 = NDArray[np.float64]
-CHUNK = 1 << 22  # values of an intermediate array
+RANDOM_ORDERS = 5  # that "random" is the mean of
+CYCLES = 3  # of swapping ranks, then hosts
+MAX_SWAPPED = 4_096  # ranks, and hosts: a matrix of each two is made
 
 
 class Placement(Record, frozen=True, kw_only=True):
@@ -56,11 +48,6 @@ class Placement(Record, frozen=True, kw_only=True):
         """Return the name of a rank's host."""
         return self.hosts[self.slots[rank] // self.gpus]
 
-    def saved(self, name: str) -> float:
-        """Return the share of the cost of a compared order that the found one saves."""
-        other = next(each for each in self.compared if each.name == name)
-        return 1 - self.found.cost / other.cost if other.cost else 0.0
-
 
 def place(traffic: RankTraffic, topology: Topology, *, seed: int = 0) -> Placement:
     """Return the cheapest placement found, with the costs of others; `seed` is that of the random orders."""
@@ -70,93 +57,72 @@ def place(traffic: RankTraffic, topology: Topology, *, seed: int = 0) -> Placeme
             f"world_size = {ranks}: the topology has {slots} GPUs ({len(topology.hosts)} hosts of {topology.gpus}); "
             "give more hosts or a smaller job"
         )
-    tried = _starts(traffic, topology)
-    costs = {name: placement_cost(name, traffic, topology, rows[:ranks]) for name, rows in tried.items()}
+    searched = traffic.with_rings()
+    tried = {name: _filled(order, topology)[:ranks] for name, order in _host_orders(traffic, topology).items()}
+    costs = {name: placement_cost(name, traffic, topology, each) for name, each in tried.items()}
+
+    def rank_by(name: str) -> tuple[float, float]:
+        exact = costs[name].cost, placement_cost(name, searched, topology, tried[name]).cost
+        return float(f"{exact[0]:.9g}"), float(f"{exact[1]:.9g}")  # sums in another order differ in the last digits
+
+    start = min(tried, key=rank_by)
+    tried["swapped"], done = _improved(searched, topology, tried[start])
+    costs["swapped"] = placement_cost("swapped", traffic, topology, tried["swapped"])
+    best = min(tried, key=rank_by)
     steps = [f"{name}: {each.cost:.6g}" for name, each in costs.items()]
-    if "bisection" not in tried:
-        steps.append(f"no bisection: {slots} GPUs are more than {MAX_BISECTED}, and the mesh is known")
-    for name, rows, done in _improved(_padded(traffic.sampled, slots), topology, tried, costs):
-        tried[name], costs[name] = rows, placement_cost(name, traffic, topology, rows[:ranks])
-        steps.append(f"{name} ({done}): {costs[name].cost:.6g}")
-    best = min(costs, key=lambda name: costs[name].cost)
+    steps[-1] += f", from {start}, {done}"
     return Placement(
         hosts=topology.hosts,
         gpus=topology.gpus,
-        slots=tuple(_by_rank(tried[best], topology.gpus)[:ranks].tolist()),
+        slots=tuple(tried[best].tolist()),
         found=structs.replace(costs[best], name="found"),
         compared=(costs["in order"], costs["rail-optimised"], _random(traffic, topology, seed)),
         steps=(*steps, f"taken: {best}"),
     )
 
 
-def _starts(traffic: RankTraffic, topology: Topology) -> dict[str, I64]:
-    """Return, for each starting order, the slot of each row of M: ranks first, then a row for each free slot."""
-    along = (topology.tree_order[:, None] * topology.gpus + np.arange(topology.gpus)).ravel()
-    found = {"in order": np.arange(topology.num_slots), "rail-optimised": along}
-    order = mesh_order(traffic, topology) if traffic.mesh else None
-    if order is not None:
-        found["mesh order"] = _slots_of(order, along)
-    if topology.num_slots <= MAX_BISECTED or "mesh order" not in found:
-        units = np.repeat(topology.units[:, topology.tree_order], topology.gpus, axis=1)
-        hosts = np.repeat(np.arange(len(topology.hosts)), topology.gpus)
-        matrix, units = _padded(traffic.sampled, topology.num_slots), np.vstack([hosts, units])
-        found["bisection"] = _slots_of(arrange(matrix, units), along)
-        groups = heavy_groups(matrix, topology.gpus)
-        if groups is not None:
-            found["bisection of heavy groups"] = _slots_of(arrange_groups(matrix, units, groups), along)
+def _host_orders(traffic: RankTraffic, topology: Topology) -> dict[str, I64]:
+    """Return the orders in which hosts are filled: as listed, along the tree, and there with groups kept together."""
+    found = {"in order": np.arange(len(topology.hosts)), "rail-optimised": topology.tree_order}
+    for part in traffic.parts:
+        block = -(-int(np.ptp(part.members[0]) + 1) // topology.gpus)  # hosts that a group spans
+        if part.pattern == "all" and 1 < block < len(topology.hosts):
+            found[f"groups of {block} hosts"] = topology.packed(block)
     return found
 
 
-def _slots_of(order: I64, along: I64) -> I64:
-    """Return the slot of each row if the rows of `order` fill `along` one by one; others get the slots left."""
-    slots = along.copy()
-    slots[order] = along[: len(order)]
-    return slots
+def _filled(order: I64, topology: Topology) -> I64:
+    """Return the slot of each rank, and of each free row after them, where ranks fill the hosts in this order."""
+    return (order[:, None] * topology.gpus + np.arange(topology.gpus)).ravel()
 
 
-def _padded(matrix: Csr, size: int) -> Csr:
-    """Return the matrix with an empty row and column for each free slot."""
-    indptr = np.concatenate([matrix.indptr, np.full(size - matrix.shape[0], matrix.indptr[-1])])
-    return sparse.csr_array((matrix.data, matrix.indices, indptr), shape=(size, size))
+def _improved(traffic: RankTraffic, topology: Topology, slots: I64) -> tuple[I64, str]:
+    """Return the slots after swaps of ranks and of whole hosts while they help, and a note of the swaps."""
+    count, size = len(topology.hosts), topology.num_slots
+    if count > MAX_SWAPPED:
+        return slots, f"no swaps: {count} hosts are more than {MAX_SWAPPED}"
+    free = np.setdiff1d(np.arange(size), slots)
+    hosts, done = np.concatenate([slots, free]) // topology.gpus, []  # a row for each rank, then one for each free slot
+    matrix = traffic.between(np.arange(traffic.world_size), size) if size <= MAX_SWAPPED else None
+    for _ in range(CYCLES):
+        ranks_swapped = 0
+        if matrix is not None:
+            hosts, ranks_swapped = swapped(matrix, hosts, topology.host_distance)
+        apart = traffic.between(hosts[: traffic.world_size], count)
+        to, hosts_swapped = swapped(apart, np.arange(count), topology.host_distance)
+        hosts = to[hosts]
+        done.append(f"{ranks_swapped} swaps of ranks, {hosts_swapped} of hosts")
+        if not hosts_swapped:
+            break
+    return _seated(hosts[: traffic.world_size], topology.gpus), "; ".join(done)
 
 
-def _improved(
-    matrix: Csr, topology: Topology, tried: Mapping[str, I64], costs: Mapping[str, RankOrder]
-) -> Iterator[tuple[str, I64, str]]:
-    """Yield name, slots after a local search and a note of the swaps, for each of the cheapest starting orders."""
-    distinct = {costs[name].cost: name for name in reversed(tuple(costs)) if name != "in order"}
-    names = [distinct[cost] for cost in sorted(distinct)[:IMPROVED]]
-    found = []
-    for name in names:
-        slots, done = _swapped(matrix, topology, tried[name])
-        found.append(slots)
-        yield f"{name}, improved", slots, done
-    if topology.num_slots <= MAX_SMALL:
-        yield "quadratic assignment", best_of_many(matrix, topology, found), "single GPUs, many starts"
-
-
-def _swapped(matrix: Csr, topology: Topology, slots: I64) -> tuple[I64, str]:
-    """Return the slots after a local search that begins at `slots`, and a note of the swaps made."""
-    hosts, count, done = slots // topology.gpus, len(topology.hosts), []
-    if not fits_memory(len(slots), count):
-        done.append(f"no swaps: {len(slots)} ranks on {count} hosts are too many")
-    elif count > 1:
-        for _ in range(CYCLES):
-            hosts, ranks_swapped = improve(matrix, hosts, topology.host_distance)
-            to, hosts_swapped = improve(contracted(matrix, hosts, count), np.arange(count), topology.host_distance)
-            hosts = to[hosts]
-            done.append(f"{ranks_swapped} swaps of ranks, {hosts_swapped} of hosts")
-            if not hosts_swapped:
-                break
+def _seated(hosts: I64, gpus: int) -> I64:
+    """Return the slot of each rank on its host: the GPUs of a host in the order of its ranks, as launchers count."""
+    order = np.argsort(hosts, kind="stable")
+    starts = np.searchsorted(hosts[order], hosts[order])  # of the ranks of each one's host
     seated = np.empty_like(hosts)
-    seated[np.lexsort([slots % topology.gpus, hosts])] = np.arange(len(hosts))
-    return seated, "; ".join(done) or "nothing to swap"
-
-
-def _by_rank(slots: I64, gpus: int) -> I64:
-    """Return slots on the same hosts, with the GPUs of a host in the order of its ranks, as launchers count them."""
-    seated = np.empty_like(slots)
-    seated[np.argsort(slots // gpus, kind="stable")] = np.arange(len(slots))
+    seated[order] = hosts[order] * gpus + np.arange(len(hosts)) - starts
     return seated
 
 
@@ -193,12 +159,13 @@ def placement_cost(name: str, traffic: RankTraffic, topology: Topology, slots: I
     for part in traffic.parts:
         add = _add_pairs if part.in_pairs else _add_groups
         add(sent, part, topology, slots)
-    measured = None if topology.matrix is None else _matrix_costs(traffic, topology, slots)
     levels = []
     for index, level in enumerate(topology.levels):
         num_bytes = float(sent[index].sum() / 2)  # a pair was counted at both of its ranks
         busiest = float(sent[index].max() / 2)  # bytes count both ways
-        cost = level.distance * num_bytes if measured is None or not index else measured[index]
+        cost = level.distance * num_bytes
+        if index and topology.matrix is not None:
+            cost = float((topology.matrix * traffic.between(slots // topology.gpus, len(topology.hosts))).sum() / 2)
         time_us = None if level.gb_per_s is None else busiest / (level.gb_per_s * 1e3)
         levels.append(LevelLoad(level=level.name, num_bytes=num_bytes, cost=cost, time_us=time_us))
     times = [level.time_us for level in levels if level.time_us is not None]
@@ -234,29 +201,3 @@ def _add_pairs(sent: F64, part: AxisTraffic, topology: Topology, slots: I64) -> 
     flat = sent.reshape(-1)
     for ranks in (first, second):
         flat += np.bincount(level * sent.shape[1] + ranks, num_bytes, minlength=flat.size)
-
-
-def _matrix_costs(traffic: RankTraffic, topology: Topology, slots: I64) -> list[float]:
-    """Return Σ matrix · bytes by level: half of c' D c for the hosts' counts c of each group, D within the units."""
-    assert topology.matrix is not None
-    reached = [0.0]  # inside a host there is no distance between hosts
-    for row in topology.units:
-        near = np.where(np.equal.outer(row, row), topology.matrix, 0.0)
-        np.fill_diagonal(near, 0.0)
-        reached.append(sum(_within(near, part, slots // topology.gpus) for part in traffic.parts))
-    return [0.0, *(above - below for below, above in pairwise(reached))]
-
-
-def _within(near: F64, part: AxisTraffic, host: I64) -> float:
-    """Return Σ near · bytes over all pairs of one axis."""
-    if part.in_pairs:
-        first, second, num_bytes = part.pairs()
-        return float((near[host[first], host[second]] * num_bytes).sum())
-    total, step = 0.0, max(1, CHUNK // len(near))
-    for start in range(0, len(part.members), step):
-        where = host[part.members[start : start + step]]
-        row = np.repeat(np.arange(len(where)), where.shape[1])
-        counts = sparse.csr_array((np.ones(row.size), (row, where.ravel())), shape=(len(where), len(near)))
-        inner = counts.multiply(counts @ near).sum(axis=1)
-        total += float(np.asarray(inner).ravel() @ part.pair_bytes[start : start + step] / 2)
-    return total

@@ -15,53 +15,100 @@ what such a file has. Numbers and `True` stay text, as host names must.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise, product
 from typing import Any, NoReturn
 
+import msgspec
 import numpy as np
-import yaml
 
-from counterpoint.errors import Misconfigured, printable
+from counterpoint.errors import Misconfigured, Unsupported, printable
 from counterpoint.plan.placement.topology import MAX_HOSTS, Topology
 
 KNOWN = {"switchname", "switches", "nodes", "linkspeed", "blockname", "blocksizes"}
 _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 MAX_TEXT = 4 << 20  # characters: 65,536 hosts, each with a line of its own
 MAX_DEPTH = 12
-EMPTY = (None, "", "~", "null")
+EMPTY = ("", "~", "null")
+KEYS = {"switch": "switchname", "children": "switches", "block": "blockname", "nodes": "nodes"}  # of YAML, and of .conf
+
+
+class _Plugin(msgspec.Struct):
+    """Describes what stands below `tree:` or `block:`."""
+
+    switches: list[dict[str, str]] = []
+    blocks: list[dict[str, str]] = []
+    block_sizes: list[str] = []
+
+
+class _Named(msgspec.Struct):
+    """Describes one topology of a `topology.yaml`."""
+
+    topology: str  # name
+    cluster_default: str = ""
+    tree: _Plugin | None = None
+    block: _Plugin | None = None
 
 
 def read_conf(text: str, *, gpus: int) -> Topology:
     """Return the topology of a `topology.conf`, hosts in its order; `gpus`, those of a host, are not in the file."""
+    return _topology("topology.conf", _lines(text), gpus)
+
+
+def read_yaml(text: str, *, gpus: int, name: str | None = None) -> Topology:
+    """Return one topology of a `topology.yaml`; without a name the default of the cluster, or the only one."""
+    try:
+        chosen = _chosen(msgspec.convert(plain_yaml(text), list[_Named]), name)
+    except msgspec.ValidationError as error:
+        raise Misconfigured(
+            f"topology.yaml: {printable(str(error), 200)}: give a list of topologies, each with topology: NAME and "
+            "tree: {switches: [{switch, children, nodes}]} or block: {blocks: [{block, nodes}], block_sizes}"
+        ) from None
+    where = f"topology.yaml, topology {printable(chosen.topology, 64)}"
+    plugin = chosen.tree or chosen.block or _Plugin()
+    lines = [
+        {KEYS[key]: "" if value in EMPTY else value for key, value in entry.items() if key in KEYS}
+        for entry in (*plugin.switches, *plugin.blocks)
+    ]
+    if plugin.block_sizes:
+        lines.append({"blocksizes": ",".join(plugin.block_sizes)})
+    return _topology(where, ((where, line) for line in lines), gpus)
+
+
+def _topology(file: str, lines: Iterable[tuple[str, dict[str, str]]], gpus: int) -> Topology:
+    """Return the topology of lines, each where it stands and its parameters by their names in `topology.conf`."""
     children: dict[str, list[str]] = {}
     nodes: dict[str, list[str]] = {}
     blocks: dict[str, list[str]] = {}
     sizes: list[int] = []
-    for number, found in _lines(text):
-        where = f"topology.conf, line {number}"
+    for where, found in lines:
         hosts = hostlist(found.get("nodes", ""), where)
         if "switchname" in found:
             if "blockname" in found:
                 raise Misconfigured(f"{where}: SwitchName and BlockName together: give either")
             for name in hostlist(found["switchname"], where):
-                _once(name, children, where)
+                _put(nodes, name, hosts, where)
                 children[name] = hostlist(found.get("switches", ""), where)
-                nodes[name] = hosts
             if not hosts and not found.get("switches"):
                 raise Misconfigured(f"{where}: SwitchName without Switches and without Nodes: give one of them")
         elif "blockname" in found:
-            _once(found["blockname"], blocks, where)
-            blocks[found["blockname"]] = hosts
+            _put(blocks, found["blockname"], hosts, where)
         elif "blocksizes" in found:
             sizes = _sizes(found["blocksizes"], where)
         else:
             raise Misconfigured(f"{where}: {sorted(found)}: a line begins with SwitchName, BlockName or BlockSizes")
     if children and blocks:
-        raise Misconfigured("topology.conf has switches and blocks: give the lines of one plugin")
+        raise Misconfigured(f"{file} has switches and blocks: give the lines of one plugin")
     if not children and not blocks:
-        raise Misconfigured("topology.conf has neither switches nor blocks: give SwitchName or BlockName lines")
+        raise Misconfigured(f"{file} has neither switches nor blocks: give either, since they name hosts")
     return of_blocks(blocks, sizes, gpus) if blocks else Topology.of_switches(children, nodes, gpus)
+
+
+def _put(known: dict[str, list[str]], name: str, hosts: list[str], where: str) -> None:
+    """Add a switch or block with its hosts; Misconfigured if there is one of that name."""
+    if name in known:
+        raise Misconfigured(f"{where}: {_short(name)} is defined twice: give it once")
+    known[name] = hosts
 
 
 def of_blocks(blocks: dict[str, list[str]], sizes: Sequence[int], gpus: int) -> Topology:
@@ -128,97 +175,55 @@ def _numbers(text: str, where: str, part: str) -> list[str]:
     return found
 
 
-def _lines(text: str) -> Iterator[tuple[int, dict[str, str]]]:
-    """Yield the number and the parameters of every line that has some."""
+def _lines(text: str) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield where it stands and its parameters, for every line of a `topology.conf` that has some."""
     for number, line in enumerate(text.replace("\\\n", " ").splitlines(), start=1):
-        found: dict[str, str] = {}
+        where, found = f"topology.conf, line {number}", dict[str, str]()
         for token in line.partition("#")[0].split():
             key, equals, value = token.partition("=")
             if not equals or key.lower() not in KNOWN:
                 raise Misconfigured(
-                    f"topology.conf, line {number}: {_short(token)}: give SwitchName=, Switches=, Nodes=, LinkSpeed=, "
+                    f"{where}: {_short(token)}: give SwitchName=, Switches=, Nodes=, LinkSpeed=, "
                     "BlockName= or BlockSizes="
                 )
             found[key.lower()] = value
         if found:
-            yield number, found
+            yield where, found
 
 
 def _sizes(text: str, where: str) -> list[int]:
     if not re.fullmatch(r"[1-9]\d{0,6}(,[1-9]\d{0,6})*", text):
-        raise Misconfigured(f"{where}: BlockSizes={_short(text)}: give numbers of hosts, such as 30,120")
+        raise Misconfigured(f"{where}: BlockSizes {_short(text)}: give numbers of hosts, such as 30,120")
     return [int(size) for size in text.split(",")]
-
-
-def _once(name: str, known: dict[str, list[str]], where: str) -> None:
-    if name in known:
-        raise Misconfigured(f"{where}: {_short(name)} is defined twice: give it one line")
 
 
 def _short(text: str) -> str:
     return f'"{printable(text, 64)}"'
 
 
-def read_yaml(text: str, *, gpus: int, name: str | None = None) -> Topology:
-    """Return one topology of a `topology.yaml`; without a name the default of the cluster, or the only one."""
-    found = plain_yaml(text)
-    if not isinstance(found, list) or not all(isinstance(each, dict) and "topology" in each for each in found):
-        raise Misconfigured("topology.yaml: give a list of topologies, each with its name: - topology: NAME")
-    chosen = _chosen(found, name)
-    where = f"topology.yaml, topology {printable(str(chosen['topology']), 64)}"
-    if isinstance(chosen.get("tree"), dict):
-        switches = _entries(chosen["tree"], "switches", "switch", where)
-        children = {each["switch"]: _hosts(each, "children", where) for each in switches}
-        nodes = {each["switch"]: _hosts(each, "nodes", where) for each in switches}
-        return Topology.of_switches(children, nodes, gpus)
-    if isinstance(chosen.get("block"), dict):
-        blocks = _entries(chosen["block"], "blocks", "block", where)
-        sizes = chosen["block"].get("block_sizes") or []
-        if not isinstance(sizes, list) or not all(re.fullmatch(r"[1-9]\d{0,6}", str(size)) for size in sizes):
-            raise Misconfigured(f"{where}: block_sizes = {printable(str(sizes), 64)}: give numbers of hosts")
-        return of_blocks({each["block"]: _hosts(each, "nodes", where) for each in blocks}, [*map(int, sizes)], gpus)
-    raise Misconfigured(f"{where}: give tree: or block:, which name hosts (flat and others do not)")
-
-
-def _chosen(found: list[dict[str, Any]], name: str | None) -> dict[str, Any]:
-    names = [str(each["topology"]) for each in found]
+def _chosen(found: list[_Named], name: str | None) -> _Named:
     if name is None:
-        default = [each for each in found if str(each.get("cluster_default")).lower() in ("true", "yes")]
+        default = [each for each in found if each.cluster_default.lower() in ("true", "yes")]
         chosen = default[0] if default else found[0] if len(found) == 1 else None
     else:
-        chosen = next((each for each in found if str(each["topology"]) == name), None)
+        chosen = next((each for each in found if each.topology == name), None)
     if chosen is None:
         why = "none is the cluster's default" if name is None else f"there is no {printable(name, 64)}"
-        raise Misconfigured(f"topology.yaml: {why}; choose from {printable(', '.join(names), 200)}")
+        names = ", ".join(each.topology for each in found)
+        raise Misconfigured(f"topology.yaml: {why}; choose from {printable(names, 200)}")
     return chosen
-
-
-def _entries(table: dict[str, Any], key: str, name: str, where: str) -> list[dict[str, Any]]:
-    """Return the entries of a list, each with a name that occurs once."""
-    entries = table.get(key)
-    if not isinstance(entries, list) or not all(isinstance(e, dict) and isinstance(e.get(name), str) for e in entries):
-        raise Misconfigured(f"{where}: give {key}: as a list of entries with {name}: NAME")
-    seen: set[str] = set()
-    for entry in entries:
-        if entry[name] in seen:
-            raise Misconfigured(f"{where}: {name} {printable(entry[name], 64)} is defined twice: give it one entry")
-        seen.add(entry[name])
-    return entries
-
-
-def _hosts(entry: Mapping[str, Any], key: str, where: str) -> list[str]:
-    value = entry.get(key)
-    if value in EMPTY:
-        return []
-    if not isinstance(value, str):
-        raise Misconfigured(f"{where}: {key} = {printable(str(value), 64)}: give names such as node[01-04]")
-    return hostlist(value, where)
 
 
 def plain_yaml(text: str) -> Any:
     """Return the mappings, lists and strings of a YAML document; anything else is Misconfigured, with its line."""
     if len(text) > MAX_TEXT:
         raise Misconfigured(f"topology.yaml has {len(text)} characters: at most {MAX_TEXT} are read")
+    try:
+        import yaml
+    except ImportError:
+        raise Unsupported(
+            "topology.yaml needs PyYAML, which is not installed: pip install 'counterpoint[plan]'"
+        ) from None
     events = yaml.parse(text, Loader=getattr(yaml, "CBaseLoader", yaml.BaseLoader))
     try:
         next(events)  # of the stream
@@ -237,6 +242,8 @@ def plain_yaml(text: str) -> Any:
 
 def _value(events: Iterator[Any], event: Any, depth: int) -> Any:
     """Return the mapping, list or string that begins with this event."""
+    import yaml
+
     if depth > MAX_DEPTH:
         _refuse(event, f"more than {MAX_DEPTH} levels deep")
     if event.anchor is not None or getattr(event, "tag", None) is not None:

@@ -14,8 +14,7 @@ Measured distances are a matrix between hosts or GPUs, as CSV or JSON:
     ...
 
 `bandwidth` is in GB/s, and d = 1 / bandwidth is nanoseconds per byte; `distance` is in any unit. Both ways of a pair
-are averaged. The tree that the search goes down is found by average linkage of d (Sokal and Michener 1958), cut where
-the heights of the merges jump; the cost is that of the matrix itself.
+are averaged.
 """
 
 from __future__ import annotations
@@ -28,12 +27,10 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from scipy.cluster.hierarchy import fcluster, linkage
-from scipy.spatial.distance import squareform
 
 from counterpoint.errors import Misconfigured, printable
 from counterpoint.plan.placement.read_slurm import read_conf, read_yaml
-from counterpoint.plan.placement.topology import Topology, TopologyLevel, check_distances, compact_labels
+from counterpoint.plan.placement.topology import Topology, TopologyLevel
 from counterpoint.read_file import read_text
 
 MAX_BYTES = 256 << 20  # a matrix of 4096 rows in CSV
@@ -41,8 +38,6 @@ KINDS = "topology.conf, topology.yaml, .json (Topograph or a matrix), .csv (a ma
 NVLINK_LABEL = "accelerator.topograph.run/domain"
 F64 = NDArray[np.float64]
 MAX_MEASURED = 4_096  # rows
-JUMP = 1.15  # of the height from one merge to the next that makes a level
-MAX_LEVELS = 6
 
 
 def read_topology(path: Path, *, gpus: int = 8, name: str | None = None) -> Topology:
@@ -170,7 +165,7 @@ def _topology(
 
 
 def of_matrix(hosts: list[str], matrix: F64, *, gpus: int = 1, inside: float = 0.0) -> Topology:
-    """Return a topology of measured distances, with the tree that the search goes down.
+    """Return a topology of measured distances: the host, and one level of all hosts, at their mean distance.
 
     Args:
         hosts: A name per row; where rows are GPUs, each is a host of one GPU.
@@ -178,30 +173,8 @@ def of_matrix(hosts: list[str], matrix: F64, *, gpus: int = 1, inside: float = 0
         gpus: GPUs of each host.
         inside: Distance of two GPUs of a host.
     """
-    check_distances("topology.matrix", matrix, len(hosts))
-    units = _tree_of(matrix)
-    levels = [TopologyLevel(name="host", distance=inside)]
-    below = np.eye(len(hosts), dtype=bool)
-    for index, row in enumerate(units):
-        joined = np.equal.outer(row, row)
-        new = matrix[joined & ~below]
-        last = index == len(units) - 1
-        name = "far" if last and index else "near" if last or not index else f"near {index + 1}"
-        levels.append(TopologyLevel(name=name, distance=float(new.mean()) if new.size else 0.0))
-        below = joined
-    return Topology(hosts=tuple(hosts), gpus=gpus, levels=tuple(levels), units=units, matrix=matrix)
-
-
-def _tree_of(matrix: F64) -> NDArray[np.int64]:
-    """Return the unit of each host at each level, inside out, cut where merge heights jump; the last joins all."""
-    everything = np.zeros((1, len(matrix)), dtype=np.int64)
-    if len(matrix) < 3:
-        return everything
-    merges = linkage(squareform(matrix - np.diag(np.diag(matrix)), checks=False), "average")
-    heights = np.sort(merges[:, 2])
-    jumps = heights[1:] / np.maximum(heights[:-1], 1e-300)
-    places = np.flatnonzero(jumps > JUMP)
-    places = np.sort(places[np.argsort(-jumps[places], kind="stable")][:MAX_LEVELS])
-    rows = [fcluster(merges, (heights[at] + heights[at + 1]) / 2, "distance") for at in places]
-    rows = [row for row in rows if 1 < row.max() < len(matrix)]
-    return compact_labels(np.array([*rows, everything[0]], dtype=np.int64))
+    apart = matrix[~np.eye(len(hosts), dtype=bool)]
+    mean = float(apart.mean()) if apart.size else 0.0
+    levels = (TopologyLevel(name="host", distance=inside), TopologyLevel(name="measured", distance=mean))
+    units = np.zeros((1, len(hosts)), dtype=np.int64)
+    return Topology(hosts=tuple(hosts), gpus=gpus, levels=levels, units=units, matrix=matrix)

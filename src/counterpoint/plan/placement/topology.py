@@ -68,7 +68,7 @@ class Topology:
         _check_hosts(self.hosts, self.gpus)
         _check_units(self.units, self.levels, len(self.hosts))
         if self.matrix is not None:
-            check_distances("topology.matrix", self.matrix, len(self.hosts))
+            _check_distances(self.matrix, len(self.hosts))
 
     @property
     def num_slots(self) -> int:
@@ -77,11 +77,30 @@ class Topology:
 
     @cached_property
     def tree_order(self) -> I64:
-        """Return hosts unit by unit, larger units first: the same for every listing of equal hosts, names aside."""
+        """Return hosts unit by unit, larger units first: the same for every listing of equal hosts, names aside.
+
+        Of measured hosts, each is followed by the closest of those that are left.
+        """
+        if self.matrix is not None:
+            return _nearest_next(self.matrix)
         keys: list[I64] = [np.arange(len(self.hosts))]
         for row in self.units:
             keys += [row, -np.bincount(row)[row]]
         return np.lexsort(keys)
+
+    def packed(self, block: int) -> I64:
+        """Return hosts along the tree, with every `block` hosts in a row below the lowest unit that has room for them.
+
+        Hosts that fill no block in their unit are joined to blocks one level above, and so on; what is left comes last.
+        """
+        left, blocks = self.tree_order, []
+        for row in self.units:
+            units = np.split(left, np.flatnonzero(np.diff(row[left])) + 1)
+            whole = [len(unit) // block * block for unit in units]
+            blocks += [part for unit, end in zip(units, whole, strict=True) for part in unit[:end].reshape(-1, block)]
+            left = np.concatenate([unit[end:] for unit, end in zip(units, whole, strict=True)])
+        place = np.argsort(self.tree_order)
+        return np.concatenate([*sorted(blocks, key=lambda part: int(place[part[0]])), left])
 
     @cached_property
     def host_distance(self) -> NDArray[np.float32]:
@@ -96,13 +115,6 @@ class Topology:
         np.fill_diagonal(found, self.levels[0].distance)
         return found
 
-    def slot_distance(self) -> NDArray[np.float32]:
-        """Return d of every two slots, `[slots, slots]`; for few GPUs only."""
-        host = np.arange(self.num_slots) // self.gpus
-        found = self.host_distance[np.ix_(host, host)]
-        np.fill_diagonal(found, 0.0)
-        return found
-
     def only(self, hosts: Sequence[str]) -> Topology:
         """Return the same topology with the hosts of one allocation only, in that order; distances and levels stay."""
         where = {name: index for index, name in enumerate(self.hosts)}
@@ -112,15 +124,7 @@ class Topology:
             raise Misconfigured(f"{len(missing)} hosts are not in the topology: {named}; it has {len(where)} others")
         take = np.array([where[name] for name in hosts], dtype=np.int64)
         matrix = None if self.matrix is None else self.matrix[np.ix_(take, take)]
-        return replace(self, hosts=tuple(hosts), units=compact_labels(self.units[:, take]), matrix=matrix)
-
-    @classmethod
-    def regular(cls, sizes: Sequence[int]) -> Topology:
-        """Return a fat tree of equal units; `sizes` are GPUs of a host, hosts of a leaf, leaves of a spine."""
-        hosts = math.prod(sizes[1:])
-        index = np.arange(hosts)
-        units = [index // math.prod(sizes[1 : k + 1]) for k in range(1, len(sizes))]
-        return cls.of_units([f"host{i}" for i in index], np.array(units), sizes[0])
+        return replace(self, hosts=tuple(hosts), units=_compact_labels(self.units[:, take]), matrix=matrix)
 
     @classmethod
     def of_units(cls, hosts: Sequence[str], units: I64, gpus: int, *, names: Sequence[str] | None = None) -> Topology:
@@ -138,7 +142,7 @@ class Topology:
         names = names or ["host", "leaf", "spine", "core", *(f"tier {k}" for k in range(4, count))][:count]
         distances = [NVLINK_LINKS, *(2.0 * k for k in range(1, count))]
         levels = tuple(TopologyLevel(name=n, distance=d) for n, d in zip(names, distances, strict=True))
-        return cls(hosts=tuple(hosts), gpus=gpus, levels=levels, units=compact_labels(units))
+        return cls(hosts=tuple(hosts), gpus=gpus, levels=levels, units=_compact_labels(units))
 
     @classmethod
     def of_paths(cls, paths: Mapping[str, Sequence[str]], gpus: int) -> Topology:
@@ -185,13 +189,22 @@ class Topology:
         return replace(self, levels=tuple(levels))
 
 
-def compact_labels(units: I64) -> I64:
+def _compact_labels(units: I64) -> I64:
     """Return the labels of each row as 0, 1, 2, and so on."""
     return np.array([np.unique(row, return_inverse=True)[1] for row in units], dtype=np.int64)
 
 
-def check_distances(name: str, found: F64, size: int) -> None:
-    """Raise Misconfigured unless distances are `[size, size]`, symmetric, finite and not negative."""
+def _nearest_next(matrix: F64) -> I64:
+    """Return the first host, then always the closest of the hosts that are left."""
+    order, left = [0], np.ones(len(matrix), dtype=bool)
+    for _ in range(len(matrix) - 1):
+        left[order[-1]] = False
+        order.append(int(np.where(left, matrix[order[-1]], np.inf).argmin()))
+    return np.array(order, dtype=np.int64)
+
+
+def _check_distances(found: F64, size: int) -> None:
+    name = "topology.matrix"
     if found.shape != (size, size):
         raise Misconfigured(f"{name} is {' x '.join(map(str, found.shape))}: give {size} x {size}, one row per name")
     if not np.isfinite(found).all() or found.min(initial=0.0) < 0:

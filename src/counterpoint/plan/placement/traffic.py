@@ -19,13 +19,11 @@ Stages are taken as equal: 1 / pp of layers, embedding and head each. Full recom
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import sparse
 
 from counterpoint.errors import Misconfigured, printable
 from counterpoint.plan.job.job import Job
@@ -37,8 +35,8 @@ from counterpoint.plan.step.exchanges import Exchange, layer_exchanges, stage_ex
 F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]
 Pattern = Literal["all", "line", "ring"]
-MAX_PARTNERS = 64  # of a rank in one group, when a group is expanded for the search
-FEW_PAIRS = 1 << 18  # that the search takes as they are
+RING = 1e-3  # of the bytes of a collective: only between orders that cost nearly the same does its ring decide
+CHUNK = 1 << 22  # values of an intermediate array
 PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2, "broadcast": 1}
 
 
@@ -51,38 +49,20 @@ class AxisTraffic:
     pair_bytes: F64  # `[groups]`, of each pair that exchanges, both ways together
     pattern: Pattern = "all"  # which pairs exchange
 
-    def pairs(self, most: int | None = None) -> tuple[I64, I64, F64]:
-        """Return first rank, second rank and bytes of every pair, each pair once: three arrays `[pairs]`.
-
-        With `most`, a rank of a larger group exchanges with so many, evenly drawn by distance in the group, and more
-        with each: cuts keep their size in the mean, at a fraction of the pairs.
-        """
-        groups, ranks = self.members.shape
-        if self.pattern != "all":
-            step = 1 if self.pattern == "line" or ranks < 3 else 0
-            first, second = self.members, np.roll(self.members, -1, axis=1)
-            first, second = first[:, : ranks - step], second[:, : ranks - step]
-            return first.ravel(), second.ravel(), np.repeat(self.pair_bytes, first.shape[1])
-        if most is None or ranks - 1 <= most:
+    def pairs(self) -> tuple[I64, I64, F64]:
+        """Return first rank, second rank and bytes of every pair, each pair once: three arrays `[pairs]`."""
+        ranks = self.members.shape[1]
+        if self.pattern == "all":
             i, j = np.triu_indices(ranks, 1)
-            return self.members[:, i].ravel(), self.members[:, j].ravel(), np.repeat(self.pair_bytes, len(i))
-        offsets = np.random.default_rng(ranks).choice(np.arange(1, (ranks + 1) // 2), size=most // 2, replace=False)
-        second = self.members[:, (np.arange(ranks)[:, None] + offsets) % ranks].reshape(groups, -1)
-        first = np.repeat(self.members, len(offsets), axis=1)
-        share = (ranks - 1) / (2 * len(offsets))
-        return first.ravel(), second.ravel(), np.repeat(self.pair_bytes * share, first.shape[1])
+        else:
+            i = np.arange(ranks - 1 if self.pattern == "line" or ranks < 3 else ranks)
+            j = (i + 1) % ranks
+        return self.members[:, i].ravel(), self.members[:, j].ravel(), np.repeat(self.pair_bytes, len(i))
 
     @property
     def in_pairs(self) -> bool:
         """Return whether there are no more pairs than ranks: listing pairs is then cheaper than counting by group."""
         return self.pattern != "all" or self.members.shape[1] == 2
-
-    @property
-    def num_bytes(self) -> float:
-        """Return the bytes of all pairs."""
-        ranks = self.members.shape[1]
-        per_group = {"all": ranks * (ranks - 1) // 2, "line": ranks - 1, "ring": ranks if ranks > 2 else ranks - 1}
-        return float(self.pair_bytes.sum() * per_group[self.pattern])
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -93,20 +73,38 @@ class RankTraffic:
     parts: tuple[AxisTraffic, ...]  # the exchanges
     mesh: tuple[tuple[str, int], ...] = ()  # axes and their lengths, the fastest first; (): the ranks form no mesh
 
-    @cached_property
-    def sampled(self) -> Any:
-        """Return M for the search: `scipy.sparse.csr_array` `[world_size, world_size]`, symmetric.
+    def with_rings(self) -> RankTraffic:
+        """Return the same exchanges, and `RING` of the bytes of each collective once more around its group."""
+        rings = [
+            replace(part, pattern="ring", pair_bytes=RING * part.pair_bytes * (part.members.shape[1] - 1) / 2)
+            for part in self.parts
+            if part.pattern == "all" and part.members.shape[1] > 3
+        ]
+        return replace(self, parts=(*self.parts, *rings))
 
-        Groups above 65 ranks are represented by a sample of their pairs, and a matrix that still has too many entries
-        by a sample of these.
+    def between(self, label: I64, count: int) -> F64:
+        """Return the bytes between ranks of each two labels, both ways, `[count, count]`; 0 inside a label.
+
+        Args:
+            label: `[world_size]`, below `count`: the host of each rank, or the rank itself.
+            count: Number of labels.
         """
-        parts = [part.pairs(MAX_PARTNERS) for part in self.parts]
-        i, j, num_bytes = (np.concatenate([part[k] for part in parts] or [np.empty(0)]) for k in range(3))
-        keep, num_bytes = thin(num_bytes, max(FEW_PAIRS, 2 * MAX_PARTNERS * self.world_size))
-        i, j = i[keep], j[keep]
-        both = np.concatenate([i, j]).astype(np.int64), np.concatenate([j, i]).astype(np.int64)
-        shape = (self.world_size, self.world_size)
-        return sparse.csr_array((np.concatenate([num_bytes, num_bytes]), both), shape=shape)
+        found = np.zeros((count, count))
+        for part in self.parts:
+            if part.in_pairs:
+                first, second, num_bytes = part.pairs()
+                flat = np.bincount(label[first] * count + label[second], num_bytes, minlength=count * count)
+                found += flat.reshape(count, count)
+                continue
+            where = label[part.members]
+            apart = np.flatnonzero(where.min(axis=1) != where.max(axis=1))
+            for some in np.array_split(apart, -(-len(apart) * count // CHUNK) or 1):
+                flat = np.arange(len(some))[:, None] * count + where[some]
+                held = np.bincount(flat.ravel(), minlength=len(some) * count).reshape(len(some), count)
+                found += (held * part.pair_bytes[some, None]).T @ held / 2
+        found += found.T
+        np.fill_diagonal(found, 0.0)
+        return found
 
     @classmethod
     def of_job(cls, parallel: Parallel, sent: Mapping[Axis, float]) -> RankTraffic:
@@ -127,23 +125,6 @@ class RankTraffic:
             parts.append(AxisTraffic(axis=axis, members=members, pair_bytes=pair_bytes, pattern=pattern))
         mesh = tuple((axis, axes(parallel)[axis].ranks) for axis in AXES[:4])
         return cls(world_size=parallel.world_size, parts=tuple(parts), mesh=mesh)
-
-
-def thin(weights: F64, count: int) -> tuple[NDArray[np.bool_] | slice, F64]:
-    """Return which of many weights are kept, about `count`, and their new values; sums stay the same in the mean.
-
-    Weights above a threshold t stay; a smaller one w becomes t with probability w / t, else 0. (Threshold sampling:
-    Duffield, Lund and Thorup 2007, arXiv cs/0509026.) The draw has a fixed seed.
-    """
-    if len(weights) <= count:
-        return slice(None), weights
-    falling = np.sort(weights)[::-1]
-    rest = falling.sum() - np.cumsum(falling)[: count - 1]  # what is left when the largest 1, 2, ... stay as they are
-    thresholds = rest / (count - np.arange(1, count))
-    enough = np.flatnonzero(falling[1:count] <= thresholds)
-    threshold = thresholds[enough[0]] if len(enough) else falling[count - 1]
-    keep = np.random.default_rng(len(weights)).random(len(weights)) * threshold < weights
-    return keep, np.maximum(weights[keep], threshold)
 
 
 def sent_bytes(job: Job) -> dict[Axis, float]:

@@ -1,30 +1,6 @@
 // The timeline draws at most a pixel's worth of detail: for each view, the spans of a lane that fall together on the
 // screen become one bar.
 
-(function sortableTables() {
-  const value = (row, column) => {
-    const cell = row.cells[column];
-    return cell.dataset.value === undefined ? cell.textContent.trim() : Number(cell.dataset.value);
-  };
-  for (const table of document.querySelectorAll("table.sortable")) {
-    const heads = [...table.tHead.rows[0].cells];
-    heads.forEach((head, column) => {
-      const button = document.createElement("button");
-      button.type = "button";
-      button.append(...head.childNodes);
-      head.append(button);
-      button.addEventListener("click", () => {
-        const down = head.getAttribute("aria-sort") !== "descending";
-        heads.forEach((other) => other.removeAttribute("aria-sort"));
-        head.setAttribute("aria-sort", down ? "descending" : "ascending");
-        const rows = [...table.tBodies[0].rows].map((row) => [value(row, column), row]);
-        rows.sort(([a], [b]) => (a < b ? 1 : a > b ? -1 : 0) * (down ? 1 : -1));
-        table.tBodies[0].append(...rows.map(([, row]) => row));
-      });
-    });
-  }
-})();
-
 (function timeline() {
   const box = document.getElementById("timeline");
   if (!box) return;

@@ -14,16 +14,21 @@ from statistics import median
 from msgspec.structs import replace
 
 from counterpoint.errors import Misconfigured
-from counterpoint.measurement.api import run_folder
-from counterpoint.measurement.launch import Progress
+from counterpoint.processes import Progress, run_folder
 from counterpoint.records.tuning import Tuned
 from counterpoint.tuned.file import read_tuned
 from counterpoint.tuning.api import pairs_of, tune
 from counterpoint.tuning.exporters import variables_of
-from counterpoint.tuning.script.command import RunCommand, parse_command
 from counterpoint.tuning.script.confirm import LEFT_OUT, TUNED, StepTimes, confirm
-from counterpoint.tuning.script.launch import TIMEOUT_S, launch_script
-from counterpoint.tuning.script.task import ScriptResult, ScriptTask, ScriptVariant
+from counterpoint.tuning.script.launch import (
+    TIMEOUT_S,
+    RunCommand,
+    ScriptResult,
+    ScriptTask,
+    ScriptVariant,
+    launch_script,
+    parse_command,
+)
 
 TUNED_VARIABLE = "COUNTERPOINT_TUNED"  # of parallel/tuned.py: the file that overlap and the backend follow
 _OFF = "off"

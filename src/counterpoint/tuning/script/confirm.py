@@ -25,7 +25,7 @@ from counterpoint.records.tuning import LEAVE, StepTuning, StepVariant, Tuned, a
 from counterpoint.tuned.file import tuned_toml
 from counterpoint.tuning.parts import depends
 from counterpoint.tuning.rounds import SIGMAS
-from counterpoint.tuning.script.task import ScriptVariant
+from counterpoint.tuning.script.launch import ScriptVariant
 
 STOCK, TUNED = "stock", "tuned"
 LEFT_OUT = 4  # choices without which steps are run, too: those that promise most

@@ -1,40 +1,211 @@
-"""Start a script under a launcher, watch its ranks, and report in one error why it ended. No torch."""
+"""Start a training script under its own launcher, with a program of counterpoint between both, and watch its ranks.
+
+    torchrun --nproc-per-node 2 train.py --lr 1
+    torchrun --nproc-per-node 2 -m counterpoint.tuning.script.rank train.py --lr 1
+
+The parent writes a `ScriptTask` into a folder and names its file in the environment; rank 0 writes a `ScriptResult`
+beside it, and a rank that fails a `RankFailure` into `errors/`. No torch.
+"""
 
 from __future__ import annotations
 
 import os
 import re
-import resource
+import shlex
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path, PurePath
+from typing import Literal
 
 import msgspec
 
 from counterpoint.errors import CounterpointError, Misconfigured, PeerTimeout, printable
-from counterpoint.measurement.launch import DEFAULTS, LOG_TAIL_BYTES, POLL_S, REAP_S, SETTLE_S, Remains, died, stuck_at
-from counterpoint.records.measurement import RankFailure
-from counterpoint.tuning.script.command import SCRIPT, RunCommand
-from counterpoint.tuning.script.task import (
-    TASK_VARIABLE,
-    ScriptResult,
-    ScriptTask,
-    alive_file,
-    process_file,
-    result_file,
-    stack_file,
-    task_file,
+from counterpoint.processes import (
+    DEFAULTS,
+    SETTLE_S,
+    Remains,
+    abort,
+    died,
+    exit_code,
+    hung,
+    read_failure,
+    started,
+    tail,
+    watch,
     write_whole,
 )
+from counterpoint.records import Record
+from counterpoint.rehearsed import is_rehearsal
 
+TASK_VARIABLE = "COUNTERPOINT_TUNING_TASK"
+OverlapCalls = Literal["never", "switched", "fixed"]
+"""Whether the script calls `counterpoint.overlap`, and if so, whether that can be taken back between steps."""
 TIMEOUT_S = 120.0
 FIRST_STEP_S = 300.0  # more before the first step: a model is made, and compiled
 LOG = "script.log"
+ERRORS = "errors"  # folder of `RankFailure`s
 _TORCHRUN = re.compile(r"^\s*rank\s*:\s*(\d+) .*\n\s*exitcode\s*:\s*(-?\d+) ", re.MULTILINE)  # its last words
+
+SCRIPT = "counterpoint.tuning.script.rank"
+REHEARSED = "counterpoint.rehearsal.rank"
+_ALLOWED = (
+    "write 'torchrun [options] train.py [arguments]', 'python -m torch.distributed.run [options] train.py ...' or "
+    "'python train.py ...', where a script may be a module (-m train), with variables before it (NAME=value torchrun)"
+)
+_VARIABLE = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+_PYTHON = re.compile(r"python(3(\.\d+)?)?")
+_LAUNCHER = "torch.distributed.run"
+_PYTHON_FLAGS = re.compile(r"-[bBdEIOPqRsSuvx]+")  # of Python, without a value; -c and -i run no script
+_PYTHON_VALUES = ("-X", "-W")
+_TORCHRUN_FLAGS = ("--standalone", "--virtual-local-rank", "--virtual_local_rank")
+_ATTACHED = re.compile(r"-[rt].+")  # a short option with its value: -t3
+_TORCHRUN_REFUSED = ("--no-python", "--no_python", "--run-path", "--run_path", "-h", "--help")
+
+
+class ScriptVariant(Record, frozen=True, kw_only=True):
+    """Describes one way to run the script's steps."""
+
+    name: str  # "stock", "tuned"
+    file: str | None  # of the choices that `overlap` follows; None: torch's collectives
+
+
+class ScriptTask(Record, frozen=True, kw_only=True):
+    """Asks the ranks to record some steps, or to run variants in turns and time them."""
+
+    folder: str
+    variants: tuple[ScriptVariant, ...] = ()  # none: record
+    recorded_steps: int = 2
+    warmup_steps: int = 3  # before all else: memory, compilation
+    dropped_steps: int = 2  # after a change of variant: the first opens communicators, the second prepares calls
+    block_steps: int = 4  # timed as one
+    rounds: int = 20  # at most, of one block for each variant
+    min_rounds: int = 5
+    budget_s: float = 60.0  # no round begins that would end later
+
+    @property
+    def needed_steps(self) -> int:
+        """Return the optimizer steps that the script has to make at least."""
+        if not self.variants:
+            return self.warmup_steps + 1 + self.recorded_steps
+        return self.warmup_steps + self.min_rounds * len(self.variants) * (self.dropped_steps + self.block_steps)
+
+
+class ScriptResult(Record, frozen=True, kw_only=True):
+    """Holds what the ranks found out."""
+
+    overlap: OverlapCalls
+    device: Literal["cuda", "cpu"]
+    world_size: int
+    blocks_us: tuple[tuple[float, ...], ...] = ()  # [variants, rounds], µs of a step of the slowest rank
+    followed: dict[str, str] = msgspec.field(default_factory=dict)  # by variant: how many of its choices had effect
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunCommand:
+    """Holds a command that starts a script on several ranks, taken apart at the script.
+
+    Args:
+        launcher: what starts the script on each rank, with its options: `torchrun --nproc-per-node 2`.
+        script: the script, or `-m` and the module, and its arguments.
+        variables: of the environment, as written before the command.
+        given_as: what the user wrote it behind, for errors.
+    """
+
+    launcher: tuple[str, ...]
+    script: tuple[str, ...]
+    variables: dict[str, str] = field(default_factory=dict)
+    given_as: str = "--run"
+
+    def arguments(self, program: str) -> tuple[str, ...]:
+        """Return the command that runs a module of counterpoint, which runs the script."""
+        return (*self.launcher, "-m", program, *self.script)
+
+    def __str__(self) -> str:
+        return shlex.join([*self.launcher, *self.script])
+
+
+def parse_command(text: str, given_as: str = "--run") -> RunCommand:
+    """Return the parts of a command; raise Misconfigured if its script cannot be told, or in a rehearsal."""
+    if is_rehearsal():
+        raise Misconfigured(f"{given_as}: this is a rank of counterpoint rehearse, which starts no others")
+    said = f"{given_as} {printable(text)!r}"
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise Misconfigured(f"{said}: {error}; {_ALLOWED}") from None
+    variables: dict[str, str] = {}
+    while words and (found := _VARIABLE.fullmatch(words[0])):
+        variables[found[1]] = found[2]
+        words = words[1:]
+    program = PurePath(words[0]).name if words else ""
+    if program == "torchrun":
+        at = _after_options(said, words, 1, _TORCHRUN_FLAGS, refused=_TORCHRUN_REFUSED)
+    elif _PYTHON.fullmatch(program):
+        at = _after_python(said, words)
+    else:
+        raise Misconfigured(f"{said} starts with {printable(program)!r}; {_ALLOWED}")
+    script = words[at:]
+    if not script or script == ["-m"] or (script[0] == "-m" and script[1].startswith("-")):
+        raise Misconfigured(f"{said} names no script; {_ALLOWED}")
+    program = script[: 1 + (script[0] == "-m")][-1]
+    if program in (SCRIPT, REHEARSED):
+        raise Misconfigured(f"{said}: leave out -m {program}, which is put there")
+    return RunCommand(launcher=tuple(words[:at]), script=tuple(script), variables=variables, given_as=given_as)
+
+
+def _after_python(said: str, words: Sequence[str]) -> int:
+    """Return where the script begins behind Python's options; torch's launcher and its own are passed over."""
+    at = 1
+    while at < len(words) and words[at].startswith("-") and words[at] not in ("-m", "-"):
+        if words[at] in _PYTHON_VALUES:
+            at += 1
+        elif not _PYTHON_FLAGS.fullmatch(words[at]) and not words[at].startswith(_PYTHON_VALUES):
+            raise Misconfigured(f"{said}: python's option {printable(words[at])!r}; {_ALLOWED}")
+        at += 1
+    if words[at : at + 2] == ["-m", _LAUNCHER]:
+        return _after_options(said, words, at + 2, _TORCHRUN_FLAGS, refused=_TORCHRUN_REFUSED)
+    return at
+
+
+def _after_options(said: str, words: Sequence[str], at: int, flags: Sequence[str], *, refused: Sequence[str]) -> int:
+    """Return where the script begins behind torchrun's options, of which all but `flags` have a value."""
+    while at < len(words) and words[at].startswith("-"):
+        word = words[at]
+        if word in refused:
+            raise Misconfigured(f"{said}: {word} starts no script of Python; {_ALLOWED}")
+        if word in ("-m", "--module"):
+            break
+        at += 1 if word in flags or "=" in word or _ATTACHED.fullmatch(word) else 2
+    return at
+
+
+def task_file(folder: Path) -> Path:
+    """Return where the task is."""
+    return folder / "task.json"
+
+
+def result_file(folder: Path) -> Path:
+    """Return where rank 0 writes its result."""
+    return folder / "result.json"
+
+
+def alive_file(folder: Path) -> Path:
+    """Return the file that rank 0 touches after each step."""
+    return folder / "alive"
+
+
+def process_file(folder: Path, rank: int) -> Path:
+    """Return where a rank writes the number of its process."""
+    return folder / "processes" / str(rank)
+
+
+def stack_file(folder: Path, rank: int) -> Path:
+    """Return where a rank writes the stacks of its threads if it is told to end."""
+    return folder / f"stacks{rank}.log"
 
 
 def launch_script(
@@ -64,7 +235,7 @@ def launch_script(
         variables={**variables, TASK_VARIABLE: str(task_file(folder))},
         timeout_s=timeout_s,
         progress=lambda: modified(alive_file(folder)),
-        hung="no step of the script's optimizer ended",
+        lacking="no step of the script's optimizer ended",
     )
     try:
         return msgspec.json.decode(result_file(folder).read_bytes(), type=ScriptResult)
@@ -82,9 +253,9 @@ def run_ranks(
     variables: Mapping[str, str],
     timeout_s: float,
     progress: Callable[[], object],
-    hung: str,
+    lacking: str,
 ) -> None:
-    """Run a script to its end, on each rank by a program of ours, which leaves its words in a folder (`task.py`).
+    """Run a script to its end, on each rank by a program of counterpoint, which leaves its words in a folder.
 
     Args:
         command: that starts the script.
@@ -93,7 +264,7 @@ def run_ranks(
         variables: of the environment, beside those of this process and of the command.
         timeout_s: longest time without progress; up to the first progress there are five minutes more.
         progress: called again and again; returns something else after progress.
-        hung: says what has not happened for `timeout_s`.
+        lacking: says what has not happened for `timeout_s`.
 
     Raises:
         Misconfigured: the program of the command is not there.
@@ -103,66 +274,20 @@ def run_ranks(
         raise Misconfigured(f"timeout {timeout_s:g} s; it must be more than 0")
     beside = {**DEFAULTS, **os.environ, **command.variables, **variables}
     beside["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), beside.get("PATH", os.defpath)])  # as this one
-    with (folder / LOG).open("wb") as log:
+    with ExitStack() as stack:
         try:
-            process = subprocess.Popen(
-                command.arguments(program),
-                env=beside,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            [launcher] = processes = stack.enter_context(started(command.arguments(program), [folder / LOG], [beside]))
         except OSError as error:
             given = printable(command.launcher[0])
             raise Misconfigured(f"{command.given_as}: {given} cannot be started: {error.strerror or error}") from None
-    try:
-        _watch(process, folder, timeout_s, progress, hung)
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=REAP_S)
-
-
-def _watch(
-    process: subprocess.Popen[bytes], folder: Path, timeout_s: float, progress: Callable[[], object], hung: str
-) -> None:
-    """Return when the script has ended well; raise if it ends otherwise, or if there is no progress in time."""
-    last, seen = time.monotonic() + FIRST_STEP_S, progress()
-    while True:
-        ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # its group's number stays
-        now = progress()
-        if ended is not None:
-            if (ended.si_code, ended.si_status) == (os.CLD_EXITED, 0):
-                return
-            raise _died(folder, ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status)
-        if now != seen:
-            seen, last = now, time.monotonic()
-        if time.monotonic() - last > timeout_s:
-            raise _hung(folder, f"{hung} for {timeout_s:g} s")
-        time.sleep(POLL_S)
-
-
-def _hung(folder: Path, reason: str) -> PeerTimeout:
-    """Return the error for a hang, after each rank has written its stack, as faulthandler does at SIGABRT."""
-    ranks = {int(path.name): int(path.read_text()) for path in process_file(folder, 0).parent.glob("[0-9]*")}
-    for pid in ranks.values():
-        with suppress(ProcessLookupError):
-            resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0))
-            os.kill(pid, signal.SIGABRT)
-    time.sleep(SETTLE_S * bool(ranks))
-    remains = [Remains(rank=rank, code=None, log=_stacks(folder, rank)) for rank in sorted(ranks)]
-    at = f": {stuck_at(remains)}" if remains else ""
-    return PeerTimeout(f"{reason}{at}; log: {folder / LOG}", ranks=tuple(ranks))
-
-
-def _stacks(folder: Path, rank: int) -> str:
-    """Return what faulthandler has written when a rank was killed by a signal; empty if it was not."""
-    try:
-        return stack_file(folder, rank).read_text(errors="replace")
-    except FileNotFoundError:
-        return ""
+        watch(
+            processes,
+            progress=progress,
+            timeout_s=timeout_s,
+            startup_s=FIRST_STEP_S,
+            died=lambda: _died(folder, exit_code(launcher) or 0),
+            hung=lambda: _hung(folder, f"{lacking} for {timeout_s:g} s"),
+        )
 
 
 def modified(path: Path) -> int:
@@ -173,12 +298,20 @@ def modified(path: Path) -> int:
         return 0
 
 
+def _hung(folder: Path, reason: str) -> PeerTimeout:
+    """Return the error for a hang, after each rank has written its stack."""
+    ranks = {int(path.name): int(path.read_text()) for path in process_file(folder, 0).parent.glob("[0-9]*")}
+    abort(ranks.values())
+    time.sleep(SETTLE_S * bool(ranks))
+    remains = [Remains(rank=rank, code=None, log=tail(stack_file(folder, rank))) for rank in sorted(ranks)]
+    return hung(remains, reason=reason, logs=str(folder / LOG))
+
+
 def _died(folder: Path, code: int) -> CounterpointError:
     """Return why the script has ended with this exit code, by what its ranks and torchrun have left."""
-    with (folder / LOG).open("rb") as log:
-        log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
-        text = log.read().decode(errors="replace")
-    failures = dict(filter(None, map(_failure, (folder / "errors").glob("rank*.json"))))
+    text, errors = tail(folder / LOG), folder / ERRORS
+    numbers = [int(path.stem.removeprefix("rank")) for path in errors.glob("rank*.json")]
+    failures = {rank: failure for rank in numbers if (failure := read_failure(errors, rank)) is not None}
     root = _statuses(text.rpartition("Root Cause")[2]) or {0: code}
     found = {rank: status for rank, status in _statuses(text).items() if status != -signal.SIGTERM} | root
     at = next((failure.scenario for failure in failures.values() if failure.scenario), None)
@@ -187,8 +320,8 @@ def _died(folder: Path, code: int) -> CounterpointError:
         Remains(
             rank=rank,
             code=found.get(rank, code),
-            failure=_without_step(failures.get(rank)),
-            log=_stacks(folder, rank) or text,
+            failure=msgspec.structs.replace(failures[rank], scenario=None) if rank in failures else None,
+            log=tail(stack_file(folder, rank)) or text,
         )
         for rank in sorted(found.keys() | failures.keys())
     ]
@@ -200,14 +333,3 @@ def _died(folder: Path, code: int) -> CounterpointError:
 def _statuses(text: str) -> dict[int, int]:
     """Return the exit codes of ranks in words of torchrun."""
     return {int(rank): int(status) for rank, status in _TORCHRUN.findall(text)}
-
-
-def _without_step(failure: RankFailure | None) -> RankFailure | None:
-    return None if failure is None else msgspec.structs.replace(failure, scenario=None)
-
-
-def _failure(path: Path) -> tuple[int, RankFailure] | None:
-    with suppress(OSError, msgspec.DecodeError):
-        failure = msgspec.json.decode(path.read_bytes(), type=RankFailure)
-        return failure.rank, failure
-    return None

@@ -18,16 +18,9 @@ from pathlib import Path
 import msgspec
 
 from counterpoint.errors import Misconfigured
-from counterpoint.measurement.worker import die_with_parent
+from counterpoint.processes import die_with_parent, failure_file, write_whole
 from counterpoint.records.measurement import RankFailure
-from counterpoint.tuning.script.task import (
-    TASK_VARIABLE,
-    ScriptTask,
-    failure_file,
-    process_file,
-    stack_file,
-    write_whole,
-)
+from counterpoint.tuning.script.launch import ERRORS, TASK_VARIABLE, ScriptTask, process_file, stack_file
 
 
 def main() -> None:
@@ -75,9 +68,8 @@ def leaving_word(folder: Path, rank: int, steps_done: Callable[[], int]) -> Iter
             traceback.print_exc()
         text = " ".join(str(error).split())[:1000]
         at = f"step {steps_done() + 1}"
-        write_whole(
-            failure_file(folder, rank), RankFailure(rank=rank, kind=type(error).__name__, text=text, scenario=at)
-        )
+        failure = RankFailure(rank=rank, kind=type(error).__name__, text=text, scenario=at)
+        write_whole(failure_file(folder / ERRORS, rank), failure)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)  # a communicator that lost a peer would hold up a normal exit

@@ -24,14 +24,14 @@ from torch.nn.parallel import DistributedDataParallel
 import counterpoint
 from counterpoint.errors import Misconfigured
 from counterpoint.monitoring.recording import Recording
-from counterpoint.tuning.script.task import (
+from counterpoint.processes import write_whole
+from counterpoint.tuning.script.launch import (
     OverlapCalls,
     ScriptResult,
     ScriptTask,
     ScriptVariant,
     alive_file,
     result_file,
-    write_whole,
 )
 
 STOCK = ScriptVariant(name="stock", file=None)

@@ -1,0 +1,211 @@
+"""Sum a measurement up by mechanism: over pairs and matmuls, and exchanges of tokens that are slower than torch's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean, geometric_mean
+
+from counterpoint.records.measurement import LEGS, BlockRow, Measurement, Row
+
+SUMMARY_SCHEMA = "counterpoint.measurement-summary/1"
+STOCK = ("torch", "nccl", "symm_mem")
+NOISE = 1.03  # a time that is longer by no more than this factor is not one that lost
+
+
+def summary(measurement: Measurement, out: str | None) -> dict[str, object]:
+    """Return the last line of `counterpoint measure`: figures of every mechanism, and the file with all results."""
+    where = measurement.environment
+    found, matmuls = mechanism_summaries(measurement.rows), matmul_summaries(measurement.blocks)
+    times_torch = {it.mechanism: _rounded(it.times_torch) for it in matmuls}
+    own: dict[str, object] = {"times_torch": times_torch} if times_torch else {}
+    if exchanges := exchange_times(measurement):
+        own["lost"] = sum(it.is_lost for it in exchanges)
+        own["auto_lost"] = sum(it.auto_lost for it in exchanges)
+    return {
+        "schema": SUMMARY_SCHEMA,
+        "suite": measurement.suite,
+        "device": where.device,
+        "gpu": where.gpu,
+        "world_size": where.world_size,
+        "rows": len(measurement.rows),
+        "marked": sum(one.marked is not None for rows in (measurement.rows, measurement.blocks) for one in rows),
+        "blocks": len(measurement.blocks),
+        "hidden": {it.mechanism: _rounded(it.hidden) for it in found},
+        "lowest_hidden": {it.mechanism: _rounded(it.lowest) for it in found},
+        "speedup": {it.mechanism: _rounded(it.speedup) for it in found},
+        "out": out,
+    } | own
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MechanismSummary:
+    """Summarizes one mechanism over its rows that are not marked; figures are None if there are no such rows."""
+
+    mechanism: str
+    hidden: float | None  # mean
+    lowest: float | None  # the worst pair and order: a mechanism that works in one order only does not work
+    speedup: float | None  # over serial, geometric mean
+    compute_kept: float | None  # the lowest
+    rows: int
+    marked: int
+
+
+def mechanism_summaries(rows: Sequence[Row]) -> list[MechanismSummary]:
+    """Return a summary of every mechanism, the one that hides most first."""
+    by_mechanism: dict[str, list[Row]] = {}
+    for row in rows:
+        by_mechanism.setdefault(row.mechanism, []).append(row)
+    found = [_summarize(mechanism, of) for mechanism, of in by_mechanism.items()]
+    return sorted(found, key=lambda it: -math.inf if it.hidden is None else it.hidden, reverse=True)
+
+
+def _summarize(mechanism: str, rows: Sequence[Row]) -> MechanismSummary:
+    good = [row for row in rows if row.marked is None]
+    return MechanismSummary(
+        mechanism=mechanism,
+        hidden=fmean(row.hidden for row in good) if good else None,
+        lowest=min((row.hidden for row in good), default=None),
+        speedup=geometric_mean(row.speedup for row in good) if good else None,
+        compute_kept=min((row.compute_kept for row in good), default=None),
+        rows=len(good),
+        marked=len(rows) - len(good),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MatmulSummary:
+    """Summarizes one mechanism over its matmuls that are not marked; figures are None if there are no such rows."""
+
+    mechanism: str
+    over_hiding: float | None  # mean of `over_longer` where the communication can hide
+    over_others: float | None  # and where it cannot
+    times_torch: float | None  # speed over that of torch's collective and one matmul, geometric mean
+    lowest: float | None  # of them: below 1 it is slower somewhere
+    rows: int
+    marked: int
+
+
+def matmul_summaries(blocks: Iterable[BlockRow]) -> list[MatmulSummary]:
+    """Return a summary of every mechanism that ran matmuls which depend on communication, in their order."""
+    by_mechanism: dict[str, list[tuple[BlockRow, float | None]]] = {}
+    for matmul in by_matmul(blocks).values():
+        for block in matmul:
+            if block.over_longer is not None:
+                by_mechanism.setdefault(block.mechanism, []).append((block, times_of_torch(block, matmul)))
+    return [_summarize_matmuls(mechanism, of) for mechanism, of in by_mechanism.items()]
+
+
+def _summarize_matmuls(mechanism: str, found: Sequence[tuple[BlockRow, float | None]]) -> MatmulSummary:
+    good = [(block, times) for block, times in found if block.marked is None]
+    times_torch = [times for _, times in good if times is not None]
+
+    def over(can_hide: bool) -> float | None:
+        shares = [one.over_longer for one, _ in good if one.can_hide == can_hide and one.over_longer is not None]
+        return fmean(shares) if shares else None
+
+    return MatmulSummary(
+        mechanism=mechanism,
+        over_hiding=over(True),
+        over_others=over(False),
+        times_torch=geometric_mean(times_torch) if times_torch else None,
+        lowest=min(times_torch, default=None),
+        rows=len(good),
+        marked=len(found) - len(good),
+    )
+
+
+def mean_hidden(rows: Sequence[Row], of: Callable[[Row], str]) -> dict[str, dict[str, float]]:
+    """Return the mean of `hidden` by mechanism and by `of(row)`, such as its collective; without marked rows."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for row in rows:
+        if row.marked is None:
+            found.setdefault(row.mechanism, {}).setdefault(of(row), []).append(row.hidden)
+    return {mechanism: {key: fmean(values) for key, values in by.items()} for mechanism, by in found.items()}
+
+
+def by_matmul(blocks: Iterable[BlockRow]) -> dict[str, list[BlockRow]]:
+    """Return the rows of each matmul that depends on communication, in the order in which they were measured."""
+    found: dict[str, list[BlockRow]] = {}
+    for block in blocks:
+        if block.can_hide is not None:
+            found.setdefault(block.what, []).append(block)
+    return found
+
+
+def times_of_torch(block: BlockRow, blocks: Iterable[BlockRow]) -> float | None:
+    """Return how many times as fast as torch's collective and one matmul; None if that was not measured."""
+    stock = next((one.time.us for one in blocks if one.mechanism == "torch" and one.marked is None), None)
+    return None if stock is None or block.over_longer is None else stock / block.time.us
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExchangeTimes:
+    """Holds the µs of a dispatch and a combine by mechanism, alone or beside something; marked ones are left out."""
+
+    what: str  # layer, tokens of a rank, routing
+    beside: str  # "" if alone
+    us: dict[str, float]
+    auto: str | None  # which way `auto` went
+
+    @property
+    def best_stock(self) -> str | None:
+        """Return the fastest of torch's mechanisms."""
+        return min((name for name in self.us if name in STOCK), key=self.us.__getitem__, default=None)
+
+    @property
+    def best_own(self) -> str | None:
+        """Return the fastest of our mechanisms; `auto` is none of its own."""
+        ours = (name for name in self.us if name not in (*STOCK, "auto"))
+        return min(ours, key=self.us.__getitem__, default=None)
+
+    @property
+    def is_lost(self) -> bool:
+        """Return whether the fastest of torch's mechanisms is faster than all of ours, by more than noise."""
+        stock, own = self.best_stock, self.best_own
+        return stock is not None and own is not None and self.us[own] > NOISE * self.us[stock]
+
+    @property
+    def auto_lost(self) -> bool:
+        """Return whether `auto` took one of our mechanisms where `torch` was faster, by more than noise."""
+        if self.auto is None or self.auto in STOCK or "torch" not in self.us:
+            return False
+        return self.us.get(self.auto, self.us.get("auto", 0.0)) > NOISE * self.us["torch"]
+
+
+def exchange_times(measurement: Measurement) -> list[ExchangeTimes]:
+    """Return the times of every exchange whose two legs were measured: alone, then beside each work."""
+    times: dict[tuple[str, str], dict[str, dict[str, float]]] = {}
+    autos: dict[str, str | None] = {}
+    for leg, what, beside, mechanism, us in _legs(measurement):
+        times.setdefault((what, beside), {}).setdefault(mechanism, {})[leg] = us
+    for block in measurement.blocks:
+        leg, _, what = block.what.partition(" ")
+        if leg in LEGS and block.mechanism == "auto":
+            autos[what] = block.path
+    return [
+        ExchangeTimes(
+            what=what,
+            beside=beside,
+            us={name: sum(legs.values()) for name, legs in of.items() if len(legs) == len(LEGS)},
+            auto=autos.get(what),
+        )
+        for (what, beside), of in sorted(times.items(), key=lambda item: bool(item[0][1]))
+    ]
+
+
+def _legs(measurement: Measurement) -> Iterator[tuple[str, str, str, str, float]]:
+    """Yield leg, exchange, what ran beside it, mechanism and µs of what is not marked."""
+    for block in measurement.blocks:
+        leg, _, what = block.what.partition(" ")
+        if leg in LEGS and block.marked is None:
+            yield leg, what, "", block.mechanism, block.time.us
+    for row in measurement.rows:
+        leg, _, what = row.collective.partition(" ")
+        if leg in LEGS and row.marked is None:
+            yield leg, what, row.workload.partition(" ")[0], row.mechanism, row.together.us

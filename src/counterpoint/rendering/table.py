@@ -1,0 +1,133 @@
+"""Hold a table once, as values and columns that say how they look; each medium shows it by one function.
+
+These are `terminal.print_table`, `markdown` below, and the macro `table` of page/parts.html.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from counterpoint.errors import printable
+from counterpoint.rendering.figures import Figure
+
+UNKNOWN = "–"
+Tone = Literal["", "quiet", "marked", "strong"]
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """Describes a column.
+
+    Args:
+        name: at its head; at a line break, a terminal breaks it.
+        format: of its values, which align right; None: the column holds texts, which align left and wrap.
+        optional: a terminal that is too narrow leaves the column out, the last such column first.
+        limit: characters of a text.
+        is_bar: whether it holds `LengthBar`s, which Markdown leaves out.
+    """
+
+    name: str
+    format: Callable[[Any], str] | None = None
+    optional: bool = False
+    limit: int = 300
+    is_bar: bool = False
+
+    def text(self, value: object) -> str:
+        """Return a value without control characters: a `str` as it is, None as a dash, all else by the format."""
+        if isinstance(value, str) or self.format is None:
+            return UNKNOWN if value is None else printable(str(value), self.limit)
+        return self.format(value)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BarPart:
+    """Holds a part of a bar."""
+
+    look: str  # a class of page.css, and a glyph in terminal.py
+    share: float  # of the longest bar beside it, 0 to 1
+    says: str = ""  # under the pointer
+
+
+@dataclass(frozen=True, slots=True)
+class LengthBar:
+    """Holds the lengths that a cell draws."""
+
+    parts: Sequence[BarPart]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cell:
+    """Holds a value with what only a page shows."""
+
+    value: object
+    note: str = ""  # small, below the value
+    heat: float = 0.0  # 0 to 1: how dark the cell is
+
+
+@dataclass(frozen=True, slots=True)
+class TableRow:
+    """Holds the cells of a row; where there are fewer than columns, the last is a text in the place of all others."""
+
+    cells: Sequence[object]
+    tone: Tone = ""  # "marked": must not be believed; its first cell begins with "!"
+
+
+def row(*cells: object, tone: Tone = "") -> TableRow:
+    """Return a row."""
+    return TableRow(cells, tone)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """Holds a table with its title and notes; without rows, it is a title with notes or a figure."""
+
+    title: str
+    unit: str = ""  # of its numbers, or what they are
+    columns: Sequence[Column] = ()
+    rows: Sequence[TableRow] = ()
+    notes: Sequence[str] = ()  # below it
+    legend: Sequence[tuple[str, str]] = ()  # look and name of the parts of bars
+    figure: Figure | None = None  # above it on a page
+    most: int = 1000  # rows that a terminal shows
+    folded: bool = False  # on a page, until it is asked for
+
+    @property
+    def head(self) -> int:
+        """Return the place of the column that names the rows: the first of texts."""
+        return next((place for place, each in enumerate(self.columns) if each.format is None and not each.is_bar), 0)
+
+    def cells(self, shown: TableRow) -> list[tuple[Column, Cell, str]]:
+        """Return the cells of a row, each with its column and its text; that of a bar is empty."""
+        found = []
+        for place, (column, given) in enumerate(zip(self.columns, shown.cells, strict=False)):
+            cell = given if isinstance(given, Cell) else Cell(value=given)
+            spans = place + 1 == len(shown.cells) < len(self.columns)
+            text = "" if isinstance(cell.value, LengthBar) else (Column("") if spans else column).text(cell.value)
+            found.append((column, cell, f"! {text}" if shown.tone == "marked" and not place else text))
+        return found
+
+    def lines(self) -> list[list[str]]:
+        """Return the texts of all rows with one for each column: empty ones before the last of a short row."""
+        found = [[text for *_, text in self.cells(each)] for each in self.rows]
+        return [[*texts[:-1], *[""] * (len(self.columns) - len(texts)), texts[-1]] for texts in found]
+
+
+def markdown(table: Table) -> str:
+    """Return a section of a Markdown page: the title, the table, and the notes as a list; all text stays plain text."""
+    parts = [f"## {plain(table.title)}{f' ({plain(table.unit)})' if table.unit else ''}"]
+    if table.rows:
+        lines = [[column.name.replace("\n", " ") for column in table.columns]]
+        lines += [["---" if column.format is None else "---:" for column in table.columns]]
+        lines += [[plain(text) for text in line] for line in table.lines()]
+        kept = [[text for text, column in zip(line, table.columns, strict=True) if not column.is_bar] for line in lines]
+        parts.append("\n".join(f"| {' | '.join(line)} |" for line in kept))
+    if table.notes:
+        parts.append("\n".join(f"- {plain(note)}" for note in table.notes))
+    return "\n\n".join(parts)
+
+
+def plain(text: str) -> str:
+    """Return a text with Markdown's characters escaped."""
+    return "".join("\\" + character if character in "\\`*_<>[]|&#" else character for character in printable(text))

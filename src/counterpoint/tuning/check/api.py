@@ -1,0 +1,213 @@
+"""Prove from traces of a job that copy engines moved its communication, or that every choice of a tuning took effect.
+
+A trace shows copies between GPUs, not who asked for them. Those that c10d describes as a collective are NCCL's own (its
+zero-CTA policy), and count as its calls; those of a process that computes on several GPUs may be the program's, so that
+nothing is said of such a trace.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+from msgspec.structs import replace
+
+from counterpoint.diagnosis.api import read_ranks
+from counterpoint.diagnosis.reading.digest import RankDigest
+from counterpoint.diagnosis.reading.traced_job import gpus_of, missing_ranks, numbered, world_size_of
+from counterpoint.errors import BadTrace
+from counterpoint.records.diagnosis import ranks_in_words
+from counterpoint.records.effect import Effect, KnobEffect, KnobState, RankEffect
+from counterpoint.records.measurement import Environment
+from counterpoint.records.tuning import Tuned, TunedPair
+from counterpoint.tuned.choices import Choices, mechanism_base, mechanism_knobs
+from counterpoint.tuning.check.calls import PairCalls, alike_pairs, calls_of_pairs, communication_of
+from counterpoint.tuning.check.knobs import Sight, copies_seen, sight_of
+
+_STATES: tuple[KnobState, ...] = ("no_effect", "took_effect", "not_seen")  # the first that any rank shows counts
+_NAME = "name the modules of each pair in `where`, if their calls should differ"
+
+
+def check(
+    traces: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    tuned: Tuned | None = None,
+    *,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> Effect:
+    """Return whether copy engines moved the communication of a job, or every choice of a tuning took effect.
+
+    Args:
+        traces: of some steps, as of `diagnose`.
+        tuned: the content of `counterpoint.toml`; None: copies between GPUs are all that is looked for.
+        progress: called as (files done, files, what is going on).
+
+    Raises:
+        BadTrace: nothing to read, a damaged file, ranks of different jobs, or a trace that cannot show copies.
+        Misconfigured: a pair has a mechanism that there is not.
+    """
+    notes: list[str] = []
+    digests, files = read_ranks(traces, notes, progress=progress)
+    return find_effect(digests, tuned, files, notes)
+
+
+def find_effect(
+    digests: list[RankDigest], tuned: Tuned | None = None, files: Sequence[str] = (), notes: Sequence[str] = ()
+) -> Effect:
+    """Return what `check` does, of ranks whose traces have been read.
+
+    Args:
+        digests: one per rank, in any order.
+        tuned: as of `check`.
+        files: the names of their traces.
+        notes: notes on the input files, to be put before those on the ranks.
+
+    Raises:
+        BadTrace: ranks of different jobs, or a trace that cannot show copies.
+        Misconfigured: a pair has a mechanism that there is not.
+    """
+    said = list(notes)
+    digests = numbered(digests, said)
+    for digest in digests:
+        _check_shows_copies(digest)
+    world = world_size_of(digests)
+    missing = missing_ranks(digests, world)
+    if missing:
+        said.append(f"no trace of {ranks_in_words(missing)} (of {world} ranks): nothing is said of them")
+    per_rank = tuple(map(communication_of, digests))
+    knobs = (_copies(per_rank, said),) if tuned is None else _choices(tuned, digests, said)
+    return Effect(
+        files=tuple(files),
+        world_size=world,
+        ranks=tuple(digest.rank for digest in digests),
+        missing_ranks=missing,
+        took_effect=bool(_of(knobs, "took_effect")) and not _of(knobs, "no_effect"),
+        verdict=_verdict_on_copies(knobs[0]) if tuned is None else _verdict(knobs),
+        knobs=knobs,
+        per_rank=per_rank,
+        notes=tuple(said),
+    )
+
+
+def _check_shows_copies(digest: RankDigest) -> None:
+    """Raise BadTrace if a rank's trace cannot show which copies between GPUs a program made."""
+    if digest.device.name == "cpu":
+        raise BadTrace(
+            "a trace without a GPU, and copies by copy engines can only be seen on GPUs; give traces of ranks with "
+            "GPUs, or ask counterpoint.report(group).require() in the program",
+            path=digest.path,
+        )
+    if digest.device.from_host or not len(digest.gpu):
+        raise BadTrace(
+            "holds nothing of what its GPU did; record with ProfilerActivity.CUDA, or nsys profile --trace=cuda",
+            path=digest.path,
+        )
+    gpus = gpus_of(digest)
+    if len(gpus) > 1:
+        raise BadTrace(
+            f"one process that computes on GPUs {', '.join(map(str, gpus))}, so that copies between them may be the "
+            "program's own; give traces of a job with one process for each GPU",
+            path=digest.path,
+        )
+
+
+def _copies(per_rank: Sequence[RankEffect], notes: list[str]) -> KnobEffect:
+    """Return whether copies were used: on the ranks that did worst, with what all of them did."""
+    by_state = defaultdict[KnobState, list[RankEffect]](list)
+    for rank in per_rank:
+        by_state[copies_seen([rank]).state].append(rank)
+    if "took_effect" in by_state and "not_seen" in by_state:
+        silent = ranks_in_words(tuple(rank.rank for rank in by_state["not_seen"]))
+        notes.append(f"{silent}: neither copies nor calls; who only receives, makes none")
+    worst = next(by_state[state] for state in _STATES if state in by_state)
+    sight = copies_seen(worst)
+    ranks = tuple(rank.rank for rank in worst)
+    return KnobEffect(knob="copies", state=sight.state, seen=sight.seen, fix=sight.fix, on_ranks=ranks)
+
+
+def _choices(tuned: Tuned, digests: Sequence[RankDigest], notes: list[str]) -> tuple[KnobEffect, ...]:
+    """Return what the traces show of each choice, in the order of the file."""
+    machine = _traced_machine(tuned, digests[0])
+    choices, overruled = Choices(tuned, machine), _overruled(tuned, machine)
+    notes += [f"the file was {difference}" for difference in choices.differences]
+    calls = [calls_of_pairs(digest, choices) for digest in digests]
+    return tuple(
+        _effect(number, pair, knob, digests, calls, overruled.get(pair))
+        for number, pair in enumerate(tuned.pair, 1)
+        for knob in (mechanism_base(pair), *mechanism_knobs(pair))
+    )
+
+
+def _traced_machine(tuned: Tuned, digest: RankDigest) -> Environment:
+    """Return the machine of a trace, as far as it is stated; the rest is taken to be that of the tuning."""
+    stated = {"gpu": digest.device.name, "nccl": digest.job.get("nccl_version")}
+    return replace(tuned.made, **{name: value for name, value in stated.items() if value})
+
+
+def _overruled(tuned: Tuned, machine: Environment) -> dict[TunedPair, str]:
+    """Return the pairs of which others are alike but for their modules and compute, and whose choice is not followed.
+
+    With each comes the mechanism that calls without a named module follow.
+    """
+    found: dict[TunedPair, str] = {}
+    for (operation, ranks, size, dtype, compute), pairs in alike_pairs(tuned.pair).items():
+        few = Choices(replace(tuned, pair=tuple(pairs)), machine)
+        decides = few.find(operation, ranks=ranks, bytes_per_rank=size, dtype=dtype, compute=compute)
+        if decides is not None:
+            found |= {pair: decides.mechanism for pair in pairs if pair.mechanism != decides.mechanism}
+    return found
+
+
+def _effect(
+    number: int,
+    pair: TunedPair,
+    knob: str,
+    digests: Sequence[RankDigest],
+    calls: Sequence[dict[TunedPair, PairCalls]],
+    instead: str | None,
+) -> KnobEffect:
+    """Return what all ranks show of a knob: the worst that any shows, on these ranks."""
+    by_state = defaultdict[KnobState, list[tuple[int, Sight]]](list)
+    for digest, of_pairs in zip(digests, calls, strict=True):
+        sight = sight_of(digest, pair, of_pairs.get(pair), knob)
+        if instead is not None and sight.state == "not_seen":
+            sight = Sight(state="not_seen", seen=f"calls like these follow {instead}, by another pair", fix=_NAME)
+        by_state[sight.state].append((digest.rank, sight))
+    state = next(state for state in _STATES if state in by_state)
+    _, shown = by_state[state][0]
+    return KnobEffect(
+        pair=number,
+        operation=pair.operation,
+        compute=pair.compute,
+        bytes_per_rank=pair.bytes_per_rank,
+        ranks=pair.ranks,
+        mechanism=pair.mechanism,
+        knob=knob,
+        state=state,
+        seen=shown.seen,
+        fix=shown.fix,
+        on_ranks=tuple(rank for rank, _ in by_state[state]),
+    )
+
+
+def _of(knobs: Sequence[KnobEffect], state: KnobState) -> list[KnobEffect]:
+    return [knob for knob in knobs if knob.state == state]
+
+
+def _verdict_on_copies(copies: KnobEffect) -> str:
+    if copies.state == "not_seen":
+        return f"nothing is proved: {copies.seen}"
+    word = "took effect" if copies.state == "took_effect" else "had no effect"
+    return f"{word} on {ranks_in_words(copies.on_ranks)}: {copies.seen}"
+
+
+def _verdict(knobs: Sequence[KnobEffect]) -> str:
+    took, none, unseen = (len(_of(knobs, state)) for state in ("took_effect", "no_effect", "not_seen"))
+    if not knobs:
+        return "nothing to prove: the file has no pair"
+    rest = f", {unseen} not seen" if unseen else ""
+    if none:
+        return f"{none} of {len(knobs)} choices had no effect{rest}"
+    if not took:
+        return "nothing is proved: these traces show none of the choices"
+    return f"{took} of {len(knobs)} choices took effect{rest}"

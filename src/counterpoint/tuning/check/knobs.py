@@ -1,0 +1,259 @@
+"""Prove from one rank's trace that one knob took effect: of a pair of a tuning, or that copies were used at all.
+
+A trace shows kernels with their grids, and copies; only Nsight's exports show clusters and priorities of streams, and
+none shows SMs. What a trace cannot show is not seen, which is no proof either way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from counterpoint.diagnosis.reading.digest import RankDigest
+from counterpoint.records.effect import KnobState, RankEffect
+from counterpoint.records.tuning import TunedPair
+from counterpoint.trace.classify import is_gemm_kernel
+from counterpoint.trace.timeline import I32, I64, Kind
+from counterpoint.tuned.choices import mechanism_base, stays_with_torch
+from counterpoint.tuning.check.calls import PairCalls
+
+_BESIDE = 0.5  # of a GEMM's time, from which on it runs beside a call
+_ROUNDED = ("all_to_all", "send_recv")  # NCCL rounds the CTAs of these up to a power of two
+_SYMMETRIC = "ncclSym"  # begins the names of NCCL's kernels for windows
+_RECORD = "record two steps in which such a call runs, of every rank, with the activity of its GPU"
+_FOLLOW = (
+    "name the file on every rank and before what is recorded, by counterpoint.overlap(model, tuned=...) or "
+    "COUNTERPOINT_TUNED; print(counterpoint.report(group)) after a step says why torch made a call"
+)
+_GROUPS = "make the process groups with it, or set its variables before they are made: counterpoint tune --to env"
+_OVERLAP = (
+    'name backend="counterpoint", or call counterpoint.overlap(model), on every rank and before what is recorded; '
+    "print(counterpoint.report(group)) after a step says why torch made a call"
+)
+_COMMUNICATE = "record whole training steps, of every rank of a job that has two or more"
+_MATMULS = (
+    "the limit reaches GEMMs of torch in the thread that launches them, and only persistent ones; choices that name "
+    "several limits are not applied"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sight:
+    """Holds what one rank's trace says about one knob."""
+
+    state: KnobState
+    seen: str
+    fix: str = ""  # what to do, or what to record; empty if it took effect
+
+
+def _proved(took: bool, seen: str, fix: str) -> Sight:
+    return Sight(state="took_effect", seen=seen) if took else Sight(state="no_effect", seen=seen, fix=fix)
+
+
+def copies_seen(ranks: Sequence[RankEffect]) -> Sight:
+    """Return what ranks, all with copies or all without, show of copies between GPUs."""
+    calls = [call for rank in ranks for call in rank.calls]
+    if any(rank.copies for rank in ranks):
+        count = sum(rank.copies for rank in ranks)
+        copies_us, every_us = sum(rank.copies_us for rank in ranks), sum(rank.communication_us for rank in ranks)
+        moved = f"{copies_us / 1e3:,.2f} of {every_us / 1e3:,.2f} ms of communication by copy engines"
+        return _proved(True, f"{count:,} copies between GPUs, {moved}", "")
+    if not calls:
+        return Sight(state="not_seen", seen="these traces hold no communication", fix=_COMMUNICATE)
+    words = {"nccl": "NCCL", "other": "other kernels"}
+    makers = " and ".join(word for by, word in words.items() if any(call.by == by for call in calls))
+    made, us = sum(call.calls for call in calls), sum(call.us for call in calls)
+    seen = f"no copy between GPUs, {made:,} call{'s' * (made != 1)} by {makers} in {us / 1e3:,.2f} ms"
+    return _proved(False, seen, _OVERLAP)
+
+
+def sight_of(digest: RankDigest, pair: TunedPair, calls: PairCalls | None, knob: str) -> Sight:
+    """Return what a rank's trace says about a knob of a pair.
+
+    Args:
+        digest: of the rank.
+        pair: of the tuning.
+        calls: of the pair on this rank; None: the choice does not count on this machine.
+        knob: the base of the pair's mechanism, or one of its knobs: `max_ctas=8`.
+    """
+    if calls is None:
+        return Sight(
+            state="not_seen", seen="not followed on this machine", fix="tune on this machine, with these versions"
+        )
+    if knob == mechanism_base(pair):
+        return _stays(digest, pair, calls) if stays_with_torch(pair) else _moved(digest, pair, calls)
+    key, _, value = knob.partition("=")
+    if key not in _PROOFS:
+        return Sight(state="not_seen", seen="a trace does not hold it", fix=_measured(pair))
+    return _PROOFS[key](digest, pair, calls, value)
+
+
+def _measured(pair: TunedPair) -> str:
+    return f"counterpoint measure quick --mechanism {pair.mechanism} proves it on a machine"
+
+
+def _stays(digest: RankDigest, pair: TunedPair, calls: PairCalls) -> Sight:
+    """Check that NCCL makes the calls, by kernels or, where its zero-CTA policy was chosen, by copies."""
+    if mechanism_base(pair) == "nccl_zero_cta":
+        return _zero_cta(digest, pair, calls, "zero")
+    made = len(calls.kernels) + len(calls.nccl_copies)
+    if made:
+        return Sight(state="took_effect", seen=f"{_calls_text(made)} by NCCL{_ctas_text(digest, calls.kernels)}")
+    if len(calls.copies):
+        seen = f"no call by NCCL, and {len(calls.copies)} of its size by copy engines"
+        return Sight(state="no_effect", seen=seen, fix=_FOLLOW)
+    return _no_call()
+
+
+def _moved(digest: RankDigest, pair: TunedPair, calls: PairCalls) -> Sight:
+    """Check that copy engines moved the bytes, that NCCL did not, and that the kernel that polls flags ran."""
+    if made := len(calls.kernels) + len(calls.nccl_copies):
+        seen = f"{_calls_text(made)} by NCCL{_ctas_text(digest, calls.kernels)}"
+        return Sight(state="no_effect", seen=seen, fix=_FOLLOW)
+    if not len(calls.copies) and not calls.has_other_copies:
+        return _no_call()
+    seen = f"{_calls_text(len(calls.copies))} by copy engines" if len(calls.copies) else "copies of other sizes"
+    if mechanism_base(pair) != "flagged":
+        return Sight(state="took_effect", seen=f"{seen}, none by NCCL")
+    kernels = int((digest.gpu.name == _index(digest, pair.operation)).sum())
+    return _proved(kernels > 0, f"{seen}, {kernels} kernels {pair.operation}", _FOLLOW)
+
+
+def _index(digest: RankDigest, name: str) -> int:
+    return digest.names.index(name) if name in digest.names else -1
+
+
+def _no_call() -> Sight:
+    return Sight(state="not_seen", seen="no such call", fix=_RECORD)
+
+
+def _zero_cta(digest: RankDigest, pair: TunedPair, calls: PairCalls, value: str) -> Sight:
+    """Check that NCCL copied and ran no kernel; the default policy runs kernels, and `efficiency` cannot be told."""
+    if value == "efficiency":
+        return Sight(
+            state="not_seen", seen="fewer CTAs than without it cannot be told from one trace", fix=_measured(pair)
+        )
+    if not len(calls.kernels) and not len(calls.nccl_copies):
+        return _no_call()
+    took = bool(len(calls.nccl_copies)) and not len(calls.kernels) if value == "zero" else bool(len(calls.kernels))
+    seen = f"{_calls_text(len(calls.nccl_copies))} by NCCL's copies, {len(calls.kernels)} by its kernels"
+    windows = "register both buffers as windows, and use another stream than the default one"
+    return _proved(took, seen, f"{_GROUPS}; {windows}")
+
+
+def _most_ctas(digest: RankDigest, pair: TunedPair, calls: PairCalls, value: str) -> Sight:
+    limit = int(value)
+    if pair.operation in _ROUNDED:
+        limit = 1 << (limit - 1).bit_length()
+    return _within(digest, calls, lambda ctas: ctas <= limit)
+
+
+def _fewest_ctas(digest: RankDigest, pair: TunedPair, calls: PairCalls, value: str) -> Sight:
+    return _within(digest, calls, lambda ctas: ctas >= int(value))
+
+
+def _within(digest: RankDigest, calls: PairCalls, allowed: Callable[[int], bool]) -> Sight:
+    """Check the CTAs of NCCL's kernels. What NCCL would take without the limit, one trace does not say."""
+    found = _ctas(digest, calls.kernels)
+    if not found:
+        return _no_call()
+    took = all(map(allowed, found))
+    seen = f"kernels{_ctas_text(digest, calls.kernels)}"
+    return _proved(took, seen, _GROUPS)
+
+
+def _windows(digest: RankDigest, pair: TunedPair, calls: PairCalls, value: str) -> Sight:
+    names = [digest.names[name] for name in digest.gpu.name[digest.comm.first[calls.kernels]].tolist()]
+    if not names and not len(calls.nccl_copies):
+        return _no_call()
+    plain = sum(not name.startswith(_SYMMETRIC) for name in names)
+    copied = _calls_text(len(calls.nccl_copies))
+    seen = f"{copied} by NCCL's copies, {len(names) - plain} by kernels for windows, {plain} by others"
+    return _proved(not plain, seen, _GROUPS)
+
+
+def _cluster(digest: RankDigest, pair: TunedPair, calls: PairCalls, value: str) -> Sight:
+    """Check the clusters of NCCL's kernels; 0 asks for none, which is a cluster of one block."""
+    if not len(calls.kernels):
+        return _no_call()
+    if digest.gpu.cluster is None:
+        return _not_held("clusters", pair)
+    found = np.unique(np.maximum(digest.gpu.cluster[digest.comm.first[calls.kernels]], 1))
+    took = bool((found == max(int(value), 1)).all())
+    seen = f"kernels in clusters of {_listed(found)} blocks"
+    return _proved(took, seen, _GROUPS)
+
+
+def _priority(digest: RankDigest, pair: TunedPair, calls: PairCalls, value: str) -> Sight:
+    """Check the priorities of the streams of NCCL's kernels, beside those that compute; lower goes first."""
+    if not len(calls.kernels):
+        return _no_call()
+    computing = np.unique(digest.gpu.stream[digest.gpu.kind == Kind.COMPUTE]).tolist()
+    comm = [digest.priorities.get(stream) for stream in np.unique(digest.comm.stream[calls.kernels]).tolist()]
+    known = [each for each in comm if each is not None]
+    compute = [digest.priorities[stream] for stream in computing if stream in digest.priorities]
+    if len(known) < len(comm) or (value == "low" and not compute):
+        return _not_held("priorities of streams", pair)
+    if value == "high":
+        took = max(known) < min([0, *compute])
+    elif value == "low":
+        took = max(compute) < min(known)
+    else:
+        took = set(known) == {0 if value == "default" else int(value)}
+    seen = f"streams of priority {_listed(sorted(set(known)))}, compute on {_listed(sorted(set(compute))) or 'others'}"
+    return _proved(took, seen, _GROUPS)
+
+
+def _not_held(what: str, pair: TunedPair) -> Sight:
+    return Sight(
+        state="not_seen",
+        seen=f"this trace does not hold {what}",
+        fix=f"record it by nsys profile; or {_measured(pair)}",
+    )
+
+
+def _gemm_sms(digest: RankDigest, pair: TunedPair, calls: PairCalls, value: str) -> Sight:
+    """Check that persistent GEMMs beside the calls, those with no more blocks than there are SMs, keep to the limit."""
+    if value == "fit":
+        return Sight(state="not_seen", seen="the limit was chosen call by call", fix=_measured(pair))
+    gpu, limit, most = digest.gpu, int(value), digest.device.num_sms or 1 << 31
+    gemm = np.array([is_gemm_kernel(name) for name in digest.names], bool)[gpu.name] & (gpu.kind == Kind.COMPUTE)
+    beside = calls.during(digest).within(gpu.start, gpu.end) >= _BESIDE * (gpu.end - gpu.start)
+    grids = np.unique(gpu.grid[gemm & beside].astype(np.int64).prod(axis=1))
+    grids = grids[grids > 0]
+    if not len(grids):
+        return Sight(state="not_seen", seen="no GEMM beside such a call", fix=_RECORD)
+    took = bool((grids <= limit).any()) and not ((grids > limit) & (grids <= most)).any()
+    seen = f"GEMMs of {_listed(grids)} blocks"
+    return _proved(took, seen, _MATMULS)
+
+
+def _calls_text(count: int) -> str:
+    return f"{count} call{'s' * (count != 1)}"
+
+
+def _ctas(digest: RankDigest, kernels: I64) -> list[int]:
+    return [ctas for ctas in np.unique(digest.comm.ctas[kernels]).tolist() if ctas > 0]
+
+
+def _ctas_text(digest: RankDigest, kernels: I64) -> str:
+    found = _ctas(digest, kernels)
+    return f" of {_listed(found)} CTAs" if found else ""
+
+
+def _listed(numbers: list[int] | I32 | I64) -> str:
+    return ", ".join(map(str, numbers[:8])) + (", …" if len(numbers) > 8 else "")
+
+
+_PROOFS: dict[str, Callable[[RankDigest, TunedPair, PairCalls, str], Sight]] = {
+    "max_ctas": _most_ctas,
+    "min_ctas": _fewest_ctas,
+    "cta_policy": _zero_cta,
+    "windows": _windows,
+    "gemm_sms": _gemm_sms,
+    "cga_cluster": _cluster,
+    "priority": _priority,
+}
+"""By key of a mechanism's name; others leave nothing in a trace."""

@@ -1,0 +1,290 @@
+"""Every check on made-up machines: silent on a healthy one, and each fault told by exactly its check."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from counterpoint.doctor.checkup import examine, exit_code
+from counterpoint.doctor.readings import NvLink, PairRate, Readings
+from counterpoint.records.machine import Check, Checkup
+
+replace = msgspec.structs.replace
+
+
+def part(name: str, /, **changes: Any) -> Callable[[Readings], Readings]:
+    """Change attributes of one part."""
+    return lambda readings: replace(readings, **{name: replace(getattr(readings, name), **changes)})
+
+
+def one(name: str, items: str, index: int, /, **changes: Any) -> Callable[[Readings], Readings]:
+    """Change attributes of one item of a part, such as GPU 3."""
+
+    def change(readings: Readings) -> Readings:
+        found = list(getattr(getattr(readings, name), items))
+        found[index] = replace(found[index], **changes)
+        return part(name, **{items: tuple(found)})(readings)
+
+    return change
+
+
+def gpu(**changes: Any) -> Callable[[Readings], Readings]:
+    return one("nvml", "gpus", 3, **changes)
+
+
+def links(**changes: Any) -> Callable[[Readings], Readings]:
+    """GPU 3 with one odd link."""
+    healthy = NvLink(active=True, speed_mb_per_s=26562, replays=0, recoveries=0, crc_errors=0)
+    return gpu(nvlinks=(replace(healthy, **changes), *(healthy,) * 17))
+
+
+def variable(name: str, value: str) -> Callable[[Readings], Readings]:
+    return lambda readings: replace(readings, environment=readings.environment | {name: value})
+
+
+def wrong(checkup: Checkup) -> dict[str, str]:
+    return {check.name: check.status for check in checkup.checks if check.status in ("problem", "warning")}
+
+
+def named(checkup: Checkup, name: str) -> Check:
+    return next(check for check in checkup.checks if check.name == name)
+
+
+def no_links(readings: Readings) -> Readings:
+    """PCIe cards behind one switch: no NVLink, no fabric, no NIC."""
+    assert readings.nvml is not None
+    gpus = tuple(replace(gpu, nvlinks=(), fabric=None) for gpu in readings.nvml.gpus)
+    return part("system", rdma=())(part("nvml", gpus=gpus)(readings))
+
+
+def test_a_healthy_machine_has_no_problem_and_no_warning(healthy: Readings) -> None:
+    """8 × H200 with eight NICs, idle: nothing to say."""
+    assert wrong(examine(healthy, torch=True)) == {}
+
+
+def test_everything_is_seen_on_a_healthy_machine(healthy: Readings) -> None:
+    """No check goes unseen when every reading is there."""
+    assert [check.name for check in examine(healthy, torch=True).checks if check.status == "not_seen"] == []
+
+
+FAULTS: list[tuple[Callable[[Readings], Readings], str, str]] = [
+    (gpu(name="NVIDIA H100 80GB HBM3"), "gpus", "warning"),
+    (gpu(lost="GPU is lost"), "gpus", "problem"),
+    (gpu(mig=True), "mig", "problem"),
+    (gpu(compute_mode="exclusive_process"), "compute_mode", "warning"),
+    (gpu(compute_mode="prohibited"), "compute_mode", "problem"),
+    (gpu(clock_reasons=("hw_thermal_slowdown",)), "clocks", "problem"),
+    (gpu(clock_reasons=("hw_power_brake", "gpu_idle")), "clocks", "problem"),
+    (gpu(clock_reasons=("clocks_setting",)), "clocks", "warning"),
+    (gpu(power_limit_w=500.0), "power_limit", "warning"),
+    (gpu(ecc_uncorrected=1), "ecc", "problem"),
+    (gpu(remap_pending=True), "row_remap", "problem"),
+    (gpu(remap_failed=True), "row_remap", "problem"),
+    (gpu(persistence=False), "persistence", "warning"),
+    (gpu(processes=("python (4711)",)), "other_processes", "warning"),
+    (part("cuda", no_peer_access=((0, 3), (3, 0))), "peer_access", "problem"),
+    (one("cuda", "devices", 3, copy_engines=1), "copy_engines", "problem"),
+    (one("cuda", "devices", 3, stream_memory_ops=False), "stream_memory_ops", "problem"),
+    (gpu(fabric="in_progress"), "fabric", "problem"),
+    (links(active=False), "nvlink", "problem"),
+    (links(speed_mb_per_s=20000), "nvlink", "problem"),
+    (links(recoveries=1), "nvlink", "warning"),
+    (links(crc_errors=5000), "nvlink", "warning"),
+    (gpu(pcie_width=8), "pcie", "warning"),
+    (gpu(pcie_replays=20000), "pcie", "warning"),
+    (gpu(pcie_generation=3, utilization_percent=90), "pcie", "warning"),
+    (one("bandwidth", "pairs", 2, gb_per_s=340.0), "bandwidth", "warning"),
+    (one("bandwidth", "pairs", 2, gb_per_s=24.0), "bandwidth", "problem"),
+    (one("bandwidth", "rotation", 2, gb_per_s=190.0), "bandwidth", "warning"),
+    (one("system", "rdma", 3, state="DOWN"), "nics", "warning"),
+    (one("system", "rdma", 3, rate_gbit_per_s=200.0), "nics", "warning"),
+    (one("system", "rdma", 3, firmware="28.36.1010"), "nics", "warning"),
+    (one("system", "rdma", 3, link_layer="Ethernet", mtu=1500), "nics", "warning"),
+    (part("system", modules=("nvidia",), open_driver=False), "gpudirect", "problem"),
+    (part("system", gpu_iommu={"0000:10:00.0": "DMA-FQ"}), "iommu", "warning"),
+    (part("system", acs_redirects=("0000:00:01.0",)), "iommu", "warning"),
+    (part("cuda", version=12080), "driver", "problem"),
+    (part("nccl", version=(2, 27, 5)), "nccl", "warning"),
+    (part("nccl", has_window_register=False), "nccl", "warning"),
+    (part("software", torch="2.9.1+cu130"), "torch", "problem"),
+    (part("software", torch_cuda=None, torch="2.11.0+cpu"), "torch", "problem"),
+    (part("software", features={"symmetric_memory": False}), "torch", "warning"),
+    (part("torch_runtime", device_count=1), "torch_runtime", "problem"),
+    (part("torch_runtime", nccl_path="/usr/lib/libnccl.so.2"), "torch_runtime", "warning"),
+    (part("system", nccl_conf={"NCCL_P2P_DISABLE": "1"}), "environment.NCCL_P2P_DISABLE", "problem"),
+]
+VARIABLES = [
+    ("CUDA_LAUNCH_BLOCKING", "1", "problem"),
+    ("CUDA_DEVICE_MAX_CONNECTIONS", "1", "warning"),
+    ("CUDA_DEVICE_MAX_CONNECTIONS", "64", "warning"),
+    ("CUDA_DEVICE_MAX_CONNECTIONS", "one", "warning"),
+    ("TORCH_NCCL_BLOCKING_WAIT", "1", "problem"),
+    ("NCCL_BLOCKING_WAIT", "true", "problem"),
+    ("TORCH_NCCL_AVOID_RECORD_STREAMS", "0", "warning"),
+    ("NCCL_P2P_DISABLE", "1", "problem"),
+    ("NCCL_P2P_LEVEL", "LOC", "problem"),
+    ("NCCL_SHM_DISABLE", "1", "warning"),
+    ("NCCL_MAX_CTAS", "4", "warning"),
+    ("NCCL_MAX_NCHANNELS", "8", "warning"),
+    ("NCCL_ALGO", "Ring", "warning"),
+    ("NCCL_PROTO", "LL", "warning"),
+    ("NCCL_CUMEM_ENABLE", "0", "warning"),
+    ("NCCL_WIN_ENABLE", "0", "warning"),
+    ("NCCL_LAUNCH_ORDER_IMPLICIT", "1", "warning"),
+    ("NCCL_IB_DISABLE", "1", "warning"),
+    ("NCCL_NET_GDR_LEVEL", "LOC", "warning"),
+    ("PYTORCH_NO_CUDA_MEMORY_CACHING", "1", "problem"),
+    ("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync", "warning"),
+]
+FAULTS += [(variable(name, value), f"environment.{name}", status) for name, value, status in VARIABLES]
+
+
+@pytest.mark.parametrize(
+    ("fault", "name", "status"), FAULTS, ids=[f"{name}-{i}" for i, (_, name, _) in enumerate(FAULTS)]
+)
+def test_a_fault_is_told_by_its_check_alone(
+    healthy: Readings, fault: Callable[[Readings], Readings], name: str, status: str
+) -> None:
+    """One thing wrong, one check that says so."""
+    assert wrong(examine(fault(healthy), torch=True)) == {name: status}
+
+
+@pytest.mark.parametrize(("fault", "name"), [fault[:2] for fault in FAULTS], ids=[fault[1] for fault in FAULTS])
+def test_what_is_wrong_has_a_meaning_and_a_fix(
+    healthy: Readings, fault: Callable[[Readings], Readings], name: str
+) -> None:
+    """Nobody is left with a symptom."""
+    found = named(examine(fault(healthy), torch=True), name)
+    assert min(len(found.means), len(found.fix)) > 5
+
+
+HARMLESS: dict[str, Callable[[Readings], Readings]] = {
+    "an idle GPU lowers its PCIe generation": gpu(pcie_generation=1),
+    "at the power cap under load": gpu(clock_reasons=("sw_power_cap",), utilization_percent=100),
+    "a few CRC errors since the driver was loaded": links(crc_errors=12),
+    "ECC switched off": gpu(ecc=False),
+    "a spare port of another kind is down": one(
+        "system", "rdma", 3, state="DOWN", board="storage", rate_gbit_per_s=40.0
+    ),
+    "a TCP interface with small packets": part("system", rdma=()),
+    "DMA-BUF instead of nvidia_peermem": part("system", modules=("nvidia",)),
+    "enough CTAs": variable("NCCL_MAX_CTAS", "16"),
+    "expandable segments": variable("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),
+    "variables switched off": variable("NCCL_P2P_DISABLE", "0"),
+    "an older CUDA in torch than in the driver": part("software", torch_cuda="12.8"),
+    "no torch": part("software", torch=None, torch_cuda=None, features={}),
+}
+
+
+@pytest.mark.parametrize("change", HARMLESS.values(), ids=HARMLESS.keys())
+def test_no_wolf_is_cried(healthy: Readings, change: Callable[[Readings], Readings]) -> None:
+    """What differs and does no harm is neither problem nor warning."""
+    assert wrong(examine(change(healthy))) == {}
+
+
+def test_iommu_does_not_matter_where_nothing_goes_over_pcie(healthy: Readings) -> None:
+    """NVLink and no NIC: the IOMMU is in nobody's way."""
+    changed = part("system", rdma=(), gpu_iommu={"0000:10:00.0": "DMA"})(healthy)
+    assert named(examine(changed), "iommu").status == "ok"
+
+
+def test_pcie_faults_are_problems_without_nvlink(healthy: Readings) -> None:
+    """Where peers talk over PCIe, half the lanes are half the bandwidth."""
+    assert named(examine(no_links(gpu(pcie_width=8)(healthy))), "pcie").status == "problem"
+
+
+def test_no_nvlink_is_a_warning(healthy: Readings) -> None:
+    """Nothing to repair, and still ten times as much to hide."""
+    assert wrong(examine(no_links(healthy))) == {"nvlink": "warning"}
+
+
+def test_denied_peers_say_why(healthy: Readings) -> None:
+    """NVML's reason stands beside CUDA's no."""
+    changed = part("nvml", denied_peers={"0-3": "chipset_not_supported"})(
+        part("cuda", no_peer_access=((0, 3),))(healthy)
+    )
+    assert named(examine(changed), "peer_access").seen == "missing between 0 → 3 (NVML: chipset_not_supported)"
+
+
+def test_slow_pairs_are_named_slowest_first(healthy: Readings) -> None:
+    """The reader needs the pair, not a percentage."""
+    pairs = (
+        PairRate(source=0, target=1, gb_per_s=390.0),
+        PairRate(source=2, target=5, gb_per_s=300.0),
+        PairRate(source=5, target=2, gb_per_s=250.0),
+    )
+    seen = named(examine(part("bandwidth", pairs=pairs)(healthy)), "bandwidth").seen
+    assert seen == "3 pairs, best 0 → 1 390 GB/s, all at once 385; below 90%: 5 → 2 250; 2 → 5 300"
+
+
+def without_cuda(readings: Readings, reason: str, *failed: str) -> Readings:
+    return replace(readings, cuda=None, bandwidth=None, unavailable={"cuda": reason}, failed=failed)
+
+
+def test_cuda_that_is_missing_beside_nvml_is_a_problem(healthy: Readings) -> None:
+    """GPUs are there and cannot be used: only `driver` says so, what depends on it is not seen."""
+    assert wrong(examine(without_cuda(healthy, "no CUDA driver"))) == {"driver": "problem"}
+
+
+def test_cuda_that_fails_is_a_problem_of_its_own(healthy: Readings) -> None:
+    """And told once."""
+    changed = without_cuda(healthy, "cuInit failed: CUDA_ERROR_SYSTEM_NOT_READY (802)", "cuda")
+    assert wrong(examine(changed)) == {"answers.cuda": "problem"}
+
+
+def test_a_probe_that_hung_is_a_problem(healthy: Readings) -> None:
+    """A driver that does not answer us will not answer a job."""
+    changed = replace(
+        healthy, bandwidth=None, unavailable={"bandwidth": "no answer within 60 s"}, failed=("bandwidth",)
+    )
+    assert wrong(examine(changed)) == {"answers.bandwidth": "problem"}
+
+
+def test_hidden_devices_are_counted(healthy: Readings) -> None:
+    """CUDA_VISIBLE_DEVICES is no fault, and is said."""
+    assert healthy.cuda is not None
+    seen = named(examine(part("cuda", devices=healthy.cuda.devices[:2])(healthy)), "gpus").seen
+    assert seen == "8 × NVIDIA H200, of which CUDA shows 2 to this process"
+
+
+def test_nothing_seen_is_nothing_wrong() -> None:
+    """A laptop without driver, torch and /sys: every check answers, none blames."""
+    checkup = examine(Readings(host="laptop"), torch=True)
+    assert {check.status for check in checkup.checks} == {"not_seen", "ok"}
+
+
+def test_what_was_not_seen_says_why(healthy: Readings) -> None:
+    """The reason of the probe is the text of the checks that needed it."""
+    changed = replace(healthy, nvml=None, unavailable={"nvml": "no answer within 60 s; the process was killed"})
+    assert named(examine(changed), "clocks").seen == "no answer within 60 s; the process was killed"
+
+
+def test_control_characters_from_outside_are_escaped(healthy: Readings) -> None:
+    """A device name may not write to the terminal."""
+    checkup = examine(one("system", "rdma", 3, device="mlx\x1b[2J", state="DOWN")(healthy))
+    assert "\x1b" not in named(checkup, "nics").seen
+
+
+@pytest.mark.parametrize(
+    ("statuses", "strict", "code"),
+    [
+        ("ok not_seen", False, 0),
+        ("ok warning", False, 0),
+        ("ok warning", True, 1),
+        ("not_seen", True, 0),
+        ("warning problem", False, 1),
+    ],
+)
+def test_exit_code(statuses: str, strict: bool, code: int) -> None:
+    """Problems are 1, warnings only when strict, what was not seen never."""
+    checks = tuple(Check(name="x", status=status, seen="") for status in statuses.split())  # type: ignore[arg-type]
+    assert exit_code(checks, strict=strict) == code
+
+
+def test_names_of_checks_are_unique(healthy: Readings) -> None:
+    """They are keys of the JSON contract."""
+    names = [check.name for check in examine(healthy, torch=True).checks]
+    assert len(names) == len(set(names))
