@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from counterpoint.records.comparison import Change, Comparison, KernelChange, Trend, TrendRow
+from counterpoint.records.comparison import Change, Comparison, KernelChange
 from counterpoint.rendering import formatting as say
 
 MAX_ROWS = 8
@@ -31,30 +31,6 @@ def render_comparison(compared: Comparison, console: Console) -> None:
         console.print(Text.assemble("· ", say.text(note)))
     console.print()
     console.print(say.text(compared.verdict, "bold"), soft_wrap=True)
-
-
-def render_trend(trend: Trend, console: Console) -> None:
-    """Print a line for each recording, and the verdict at the end."""
-    say.heading(console, "Recordings of one job", "ms a step, in order of time")
-    columns = ("recording", "step", "hidden", "exposed", "idle", "late rank", "by")
-    say.print_table(console, columns, [_recording(row, trend) for row in trend.recordings], left=("recording",))
-    failed = [row for row in trend.recordings if row.error is not None]
-    if failed:
-        say.heading(console, "Notes")
-    for row in failed:
-        console.print(Text.assemble("· ", say.text(f"{row.name}: {row.error}")))
-    console.print()
-    console.print(say.text(trend.verdict, "bold"), soft_wrap=True)
-
-
-def _recording(row: TrendRow, trend: Trend) -> list[object]:
-    worst = row.name == trend.worst
-    return [
-        say.text(("> " if worst else "  ") + row.name, "bold" if worst else "", MAX_NAME),
-        say.milliseconds(row.step_us), say.percent(row.hidden), say.milliseconds(row.exposed_us),
-        say.milliseconds(row.idle_us), say.UNKNOWN if row.worst_rank is None else str(row.worst_rank),
-        say.milliseconds(row.late_us),
-    ]  # fmt: skip
 
 
 def _table(console: Console, title: str, unit: str, rows: Sequence[tuple[str, Change]]) -> None:

@@ -15,42 +15,13 @@ from rich.table import Table
 from rich.text import Text
 
 from counterpoint.errors import printable
+from counterpoint.records import causes
 
 UNKNOWN = "–"
 QUIET = "bright_black"  # style of explanations
-CAUSES = {
-    "host_stall": "host stall",
-    "slow_kernels": "slower kernels",
-    "slow_kernel": "one slower kernel",
-    "more_work": "more work",
-    "late_input": "late input",
-    "unknown": "unknown cause",
-}
-KERNEL_CAUSES = {
-    "tail_effect": "tail effect",
-    "sm_contention": "SM contention",
-    "bandwidth": "bandwidth or power",
-    "none": "none",
-}
-IDLE_CAUSES = {
-    "operation": "long host operation",
-    "launch": "slow launches (host-bound)",
-    "allocator": "allocator",
-    "garbage_collection": "garbage collection",
-    "late_input": "late input",
-    "synchronise": "synchronisation",
-    "copy": "blocking copy",
-    "start_up": "start-up, compilation, capture",
-    "profiler": "profiler",
-    "queued": "queued, but held up",
-    "between_kernels": "between queued kernels",
-    "no_launch_recorded": "launch not recorded",
-    "unrecorded": "host, not recorded",
-    "nothing_recorded": "before or after all events",
-    "earlier_work": "behind work not recorded",
-    "page_migration": "unified memory, page by page",
-    "other_gpu": "another GPU of the process works",
-}
+CAUSES = {cause.name: cause.short for cause in causes.STRAGGLER_CAUSES.values()}
+KERNEL_CAUSES = {cause.name: cause.short for cause in causes.KERNEL_CAUSES.values()}
+IDLE_CAUSES = {cause.name: cause.short for cause in causes.IDLE_CAUSES.values()}
 
 
 def milliseconds(us: float | None, digits: int = 2) -> str:
