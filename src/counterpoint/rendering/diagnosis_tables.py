@@ -22,7 +22,7 @@ from counterpoint.records.diagnosis import (
     ranks_in_words,
 )
 from counterpoint.rendering import formatting as say
-from counterpoint.rendering.table import BarPart, Cell, Column, LengthBar, Table, TableRow, Tone, row
+from counterpoint.rendering.table import UNKNOWN, BarPart, Cell, Column, LengthBar, Table, TableRow, Tone, row
 
 PARTS = {  # of a rank's time, which add up to its duration
     "compute": "compute alone",
@@ -336,7 +336,7 @@ def stragglers_table(diagnosis: Diagnosis) -> Table | None:
 def waves(kernel: KernelComparison) -> str:
     """Return waves of thread blocks alone and during communication as `2 → 3`."""
     if kernel.waves_alone is None or kernel.waves_overlapped is None:
-        return say.UNKNOWN
+        return UNKNOWN
     return f"{kernel.waves_alone} → {kernel.waves_overlapped}"
 
 
