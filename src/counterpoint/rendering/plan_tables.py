@@ -97,7 +97,7 @@ def tables(found: Prediction, figures: Mapping[str, Figure] | None = None) -> li
 
 
 def words(name: str) -> str:
-    """Return the name of a part, a what-if or a field as people write it: `weak_nodes` as nodes."""
+    """Return the name of a part, a flag or a field as people write it: `weak_nodes` as nodes."""
     return name.removeprefix("weak_").replace("_", " ")
 
 
@@ -230,8 +230,8 @@ def _stages(found: Prediction, figures: Mapping[str, Figure] | None) -> Table:
 
 
 def curve_title(curve: Curve) -> str:
-    """Return what a curve's values change: of a what-if its sentence, of a field its name."""
-    return curve.means.removesuffix(".") if curve.unit and curve.means else f"Over {words(curve.name)}"
+    """Return what a curve's values change: of a flag its sentence, of a field its name."""
+    return f"Over {curve.name}" if "." in curve.name or not curve.means else curve.means.removesuffix(".")
 
 
 def _curve(curve: Curve, figure: Figure | None) -> Iterator[Table]:
@@ -239,7 +239,7 @@ def _curve(curve: Curve, figure: Figure | None) -> Iterator[Table]:
     head = words(curve.name)
     yield Table(
         title=curve_title(curve),
-        unit="" if curve.unit else curve.means,
+        unit=curve.means if "." in curve.name else "",
         columns=(
             Column(head, limit=60),
             Column("GPUs", say.count),

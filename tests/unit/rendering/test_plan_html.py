@@ -134,17 +134,17 @@ def test_a_hostile_name_ends_no_script(tmp_path: Path) -> None:
 
 
 def test_what_is_varied_has_words() -> None:
-    """A what-if its sentence, a field its name; parts and axes no underscores."""
-    weak = Curve(name="weak_nodes", unit="a number of nodes", means="Train on more nodes (weak scaling).", points=())
+    """A flag its sentence, a field its name; parts and axes no underscores."""
+    weak = Curve(name="weak_nodes", means="Train on more nodes (weak scaling).", points=())
     assert (curve_title(weak), words(weak.name)) == ("Train on more nodes (weak scaling)", "nodes")
-    assert curve_title(Curve(name="parallel.tp", unit="", means="On as many GPUs.", points=())) == "Over parallel.tp"
+    assert curve_title(Curve(name="parallel.tp", means="On as many GPUs.", points=())) == "Over parallel.tp"
     assert words("memory_bound") == "memory bound"
 
 
 def test_names_below_an_axis_have_room() -> None:
     """Long names are cut, the first and last of many are not beyond the edge, and long steps are in seconds."""
     points = tuple(Point(value="9" * 30, gpus=8, step_us=2e8, mfu=0.1, exposed_comm_us=1e6) for _ in range(21))
-    axis = (figure := curves_figure(Curve(name="global_batch", unit="", points=points))).panels[0].x
+    axis = (figure := curves_figure(Curve(name="training.global_batch", points=points))).panels[0].x
     assert {len(text) for _, text in axis.ticks} == {10}
     assert (round(axis.low, 6), round(axis.high, 6)) == (-1.2, 21.2)
     assert (figure.panels[0].title, figure.panels[0].marks[0].y[0]) == ("step, s", 200.0)
