@@ -20,9 +20,7 @@ from counterpoint.rendering import formatting as say
 from counterpoint.rendering import table as tables
 from counterpoint.rendering.environment import environment_table, machine_line
 from counterpoint.rendering.measurement_summary import (
-    NOISE,
     by_matmul,
-    exchange_times,
     matmul_summaries,
     mean_hidden,
     mechanism_summaries,
@@ -93,7 +91,7 @@ def detail_tables(measurement: Measurement) -> list[Table]:
 
 
 def summary_tables(measurement: Measurement) -> list[Table]:
-    """Return each mechanism over all pairs and over all matmuls, exchanges that lose, and what was not measured."""
+    """Return each mechanism over all pairs and over all matmuls, and what was not measured."""
     rows = measurement.rows
     found: list[Table] = []
     if measurement.blocks and (matmuls := _matmul_mechanisms(measurement.blocks)).rows:
@@ -101,7 +99,6 @@ def summary_tables(measurement: Measurement) -> list[Table]:
     if rows:
         found += [_mechanisms(rows), *_means(rows, "collective", lambda each: each.operation)]
         found += _means(rows, "order", lambda each: _order(each.order))
-    found += _losses(measurement)
     if reasons := [f"{mechanism}: {reason}" for mechanism, reason in measurement.unavailable.items()]:
         found.append(Table(title="Not measured", notes=reasons))
     return found
@@ -254,26 +251,4 @@ def _matmul_mechanisms(blocks: Sequence[BlockRow]) -> Table:
             Column("marked", say.count, lambda it: it.marked or ""),
         ),
         rows=matmul_summaries(blocks),
-    )
-
-
-def _losses(measurement: Measurement) -> Iterable[Table]:
-    """Yield where mechanisms that carry tokens are slower than torch's; nothing where none was measured."""
-    if not (found := exchange_times(measurement)):
-        return
-    lost = [it for it in found if (it.is_lost or it.auto_lost) and it.best_stock and it.best_own]
-    yield Table(
-        title=f"Where ours loses by over {NOISE - 1:.0%}: {len(lost)} of {len(found)} exchanges",
-        unit=f"dispatch + combine; auto lost to torch in {sum(it.auto_lost for it in found)}",
-        columns=(
-            Column("exchange", of=lambda it: it.what),
-            Column("beside", of=lambda it: it.beside or "alone"),
-            Column("torch's", of=lambda it: it.best_stock),
-            Column("ms", say.fine_milliseconds, lambda it: it.us[it.best_stock]),
-            Column("ours", of=lambda it: it.best_own),
-            Column("ms", say.fine_milliseconds, lambda it: it.us[it.best_own]),
-            Column("× ours", say.ratio, lambda it: it.us[it.best_own] / it.us[it.best_stock]),
-            Column("auto took", of=lambda it: f"{'! ' if it.auto_lost else ''}{it.auto or ''}"),
-        ),
-        rows=lost,
     )
