@@ -35,7 +35,7 @@ def test_every_rank_is_on_the_map_eight_in_a_row(page: str) -> None:
 def test_late_rank_is_framed_and_drawn_as_a_bar(page: str) -> None:
     framed = re.findall(r'class="heat late"[^>]*title="rank (\d+):', page)
     assert framed == [str(LATE)]
-    assert f'<b class="name">rank {LATE}</b>' in page
+    assert f'<tr class="strong"><th scope="row" data-value="-Infinity">{LATE}</th><td><span class="bar">' in page
 
 
 def test_a_small_job_has_no_map(tmp_path: Path, training: Diagnosis, lanes: list[TimelineLane]) -> None:
