@@ -15,19 +15,15 @@ import msgspec
 import pytest
 
 from counterpoint.records.measurement import Measurement, Outcome
+from tests.support.command import HANG_S, program
 
 COMMAND = (sys.executable, "-c", "from counterpoint.cli import main; main()", "measure")
 QUICK = ("quick", "--device", "cpu", "--rounds", "6")
 VARIABLES = {key: value for key, value in os.environ.items() if key != "RANK"}
-SECONDS = 300.0  # a hang; machines may be busy
 
 
 def measure(*arguments: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    command = [*COMMAND, *map(str, arguments)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=SECONDS, env=VARIABLES | variables
-    )
-    return done
+    return program([*COMMAND, *arguments], variables=VARIABLES | variables)
 
 
 def started(*arguments: str | Path, logs: Path) -> subprocess.Popen[str]:
@@ -50,13 +46,13 @@ def outcomes(partial: Path) -> list[Outcome]:
 
 
 def wait_for_an_outcome(process: subprocess.Popen[str], partial: Path) -> None:
-    until = time.monotonic() + SECONDS
+    until = time.monotonic() + HANG_S
     while not outcomes(partial) and process.poll() is None and time.monotonic() < until:
         time.sleep(0.02)
 
 
 def gone(pids: list[int]) -> bool:
-    until = time.monotonic() + 10
+    until = time.monotonic() + HANG_S
     while time.monotonic() < until and any(Path(f"/proc/{pid}").exists() for pid in pids):
         time.sleep(0.02)
     return not any(Path(f"/proc/{pid}").exists() for pid in pids)
@@ -87,7 +83,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     wait_for_an_outcome(first, partial)
     ranks = ranks_of(first.pid)
     first.send_signal(signal.SIGINT)
-    stdout, stderr = first.communicate(timeout=SECONDS)
+    stdout, stderr = first.communicate(timeout=HANG_S)
     ranks_were_gone, kept = gone(ranks), outcomes(partial)
     refused = measure("quick", "--device", "cpu", "--rounds", "7", "--out", out)
     finished = measure(*QUICK, "--out", out, "--html", folder / "x.html")
@@ -208,7 +204,7 @@ def test_a_rank_that_dies_ends_the_run_in_one_line(tmp_path: Path, number: signa
     wait_for_an_outcome(process, tmp_path / "x.json.partial.jsonl")
     ranks = ranks_of(process.pid)
     os.kill(ranks[1], number)
-    _, stderr = process.communicate(timeout=20)
+    _, stderr = process.communicate(timeout=HANG_S)
     told = stderr.startswith(f"counterpoint: rank 1 was killed by {number.name}") and "in scenario 'gemm" in stderr
     assert (process.returncode, told, stderr.count("\n"), gone(ranks)) == (2, True, 1, True)
 
@@ -216,11 +212,11 @@ def test_a_rank_that_dies_ends_the_run_in_one_line(tmp_path: Path, number: signa
 def test_an_interrupt_before_the_first_pair_promises_nothing(tmp_path: Path) -> None:
     """No file is named that is not there."""
     process = started(*QUICK, "--out", tmp_path / "x.json", logs=tmp_path)
-    until = time.monotonic() + SECONDS
+    until = time.monotonic() + HANG_S
     while len(ranks_of(process.pid)) < 2 and time.monotonic() < until:
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=20)
+    _, stderr = process.communicate(timeout=HANG_S)
     assert (process.returncode, stderr) == (130, "counterpoint: stopped by SIGINT\n")
 
 
