@@ -9,11 +9,10 @@ from rich.console import Console
 from rich.text import Text
 
 from counterpoint.records.prediction import (
-    Choice,
     Curve,
     FitError,
+    Outcome,
     PlacementResult,
-    Point,
     Prediction,
     RatioError,
     SearchResult,
@@ -83,6 +82,11 @@ def comparison_line(found: RatioError) -> str:
     )
 
 
+def change(other: Outcome, found: Prediction) -> float:
+    """Return by which part the step of another job is longer, below 0 if it is shorter."""
+    return (other.step_us or 0.0) / found.step_us - 1.0
+
+
 def render_prediction(found: Prediction, console: Console) -> None:
     """Print a prediction. Readable at 80 columns, without colour, and piped."""
     console.print(say.text(headline(found), "bold"), soft_wrap=True)
@@ -101,7 +105,7 @@ def render_prediction(found: Prediction, console: Console) -> None:
     if found.sensitivities:
         _heading(console, "What would change it")
         changes = (
-            (each.name, say.milliseconds(each.step_us, 1), say.percent(each.change, digits=1, sign=True))
+            (each.label, say.milliseconds(each.step_us, 1), say.percent(change(each, found), digits=1, sign=True))
             for each in found.sensitivities
         )
         _table(console, ("", "step, ms", "change"), changes)
@@ -197,7 +201,7 @@ def _curve(curve: Curve, console: Console) -> None:
 def _runs(curve: Curve, console: Console) -> None:
     rows = (
         (
-            point.value, f"{point.run.days:,.1f}", f"{point.run.gpu_hours:,.0f}",
+            point.label, f"{point.run.days:,.1f}", f"{point.run.gpu_hours:,.0f}",
             "" if point.run.cost is None else f"{point.run.cost:,.0f}", say.percent(point.run.goodput, digits=1),
         )
         for point in curve.points
@@ -206,24 +210,24 @@ def _runs(curve: Curve, console: Console) -> None:
     _table(console, ("value", "days", "GPU-hours", "cost", "goodput"), rows)
 
 
-def _point(point: Point) -> tuple[str | Text, ...]:
+def _point(point: Outcome) -> tuple[str | Text, ...]:
     if point.step_us is None:
-        return (point.value, "", "", "", "", "", "", "", say.text(point.why_not or "", say.QUIET))
+        return (point.label, "", "", "", "", "", "", "", say.text(point.why_not or "", say.QUIET))
     return (
-        point.value, "" if point.gpus is None else f"{point.gpus:,}", say.milliseconds(point.step_us, 1),
+        point.label, "" if point.gpus is None else f"{point.gpus:,}", say.milliseconds(point.step_us, 1),
         _spread(point), say.percent(point.mfu, digits=1),
         say.percent((point.exposed_comm_us or 0.0) / point.step_us), f"{point.tokens_per_s:,.0f}",
         f"{point.memory_gib:.1f}", fits_note(point),
     )  # fmt: skip
 
 
-def _spread(point: Point) -> str:
+def _spread(point: Outcome) -> str:
     """Return the ends of a point's interval over its step: -4%, +12%."""
     ends = [end for end in (point.low_us, point.high_us) if end is not None and point.step_us]
     return ", ".join(say.percent(end / (point.step_us or 1.0) - 1.0, sign=True) for end in ends)
 
 
-def fits_note(point: Point) -> str:
+def fits_note(point: Outcome) -> str:
     """Return whether the job of a point fits, where that is not sure."""
     said = "" if point.fits else "does not fit"
     probability = point.fits_probability
@@ -273,7 +277,7 @@ def _searches(searches: Sequence[SearchResult], console: Console) -> None:
     _table(console, columns, rows)
 
 
-def _choice(choice: Choice, names: Sequence[str]) -> tuple[object, ...]:
+def _choice(choice: Outcome, names: Sequence[str]) -> tuple[object, ...]:
     return (
         *(setting(choice.settings[name]) for name in names), say.milliseconds(choice.step_us, 1),
         say.percent(choice.mfu, digits=1), f"{choice.memory_gib:.1f}", say.percent(choice.fits_probability),
@@ -306,7 +310,7 @@ def _placement(placement: PlacementResult, console: Console) -> None:
         console.print(say.text(f"{name}: {use}"), soft_wrap=True)
 
 
-def varying(choices: Sequence[Choice]) -> Sequence[str]:
+def varying(choices: Sequence[Outcome]) -> Sequence[str]:
     """Return the fields that some choice sets: others would be columns of ones. `virtual` says what is interleaved."""
     fields = choices[0].settings if choices else {}
     told = (1, None, False, "1f1b", "interleaved")
