@@ -32,7 +32,7 @@ unit: $(DEV) ## tests that start no process and need no GPU: a minute
 	$(PYTEST) -n 2 --hypothesis-profile=quick tests/unit $(SELECTED)
 
 test: check docs unit ## check, docs, unit, golden, one case of each file of process and dist: six minutes; PYTEST_ARGS="..." goes to pytest
-	$(PYTEST) -n 2 --dist loadfile tests/golden $(SELECTED)
+	$(PYTEST) -n 2 --dist loadgroup tests/golden $(SELECTED)
 	$(PYTEST) -n 2 --dist worksteal -m smoke tests/process tests/dist $(SELECTED)
 
 prove: $(DEV) ## all other tests of process and dist, proofs, and the random tests of unit with more examples

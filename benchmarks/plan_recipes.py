@@ -24,7 +24,7 @@ from counterpoint.plan.job.job import Job, job_toml
 from counterpoint.plan.search.search import search
 from counterpoint.plan.step.step import predict_step
 from counterpoint.records.prediction import Choice
-from counterpoint.rendering.plan_terminal import setting, varying
+from counterpoint.rendering.plan_tables import setting, varying
 
 SOURCES = ("nemo-h100-2024-12", "megatron-bridge-h100", "nemo-h100-long-2024-12", "megatron-lm-h100-2024-07")
 COLUMNS = ("recipe", "its step, ms", "best found, ms", "gained", "in the space", "rank", "CPU s", "best")

@@ -72,9 +72,9 @@ def spaced(cell: str) -> str:
     return cell.replace("%", " %")
 
 
-def short(table: list[str], columns: Sequence[int], left_out: str = "none") -> list[str]:
-    """Return some columns of a table, without the rows that contain `left_out`."""
-    cells = [line.strip("|").split("|") for line in table if left_out not in line]
+def short(full: list[str], columns: Sequence[int], left_out: str = "none") -> list[str]:
+    """Return some columns of a full table, without the rows that contain `left_out`."""
+    cells = [line.strip("|").split("|") for line in full if left_out not in line]
     return ["|" + "|".join(row[column] for column in columns) + "|" for row in cells]
 
 
@@ -166,7 +166,7 @@ def _hidden(rows: list[Row], mechanism: str, collective: str) -> str:
     for order in ORDERS:
         asked = {"mechanism": mechanism, "collective": collective, "order": order}
         means.append([row["hidden"] for row in rows if asked.items() <= row.items()])
-    return " / ".join(ratio(fmean(values)) for values in means) if all(means) else "–"
+    return ", ".join(ratio(fmean(values)) for values in means) if all(means) else "–"
 
 
 @table
@@ -313,7 +313,7 @@ _FSDP = [
     ("2048 tokens, 4 layers of 70B shape", "fsdp-step-70b-4xh200.json", 2048),
     ("2048 tokens, vocabulary of 128,256", "fsdp-step-full-4xh200.json", 2048),
     ("8192 tokens, vocabulary of 128,256", "fsdp-step-full-4xh200.json", 8192),
-    ("the same, embedding and head apart", "fsdp-step-head-4xh200.json", 8192),
+    ("8192 tokens, vocabulary, embedding and head apart", "fsdp-step-head-4xh200.json", 8192),
     ("2 GPUs: 2048 tokens", "fsdp-step-layers-2xh200.json", 2048),
     ("2 GPUs: 4096 tokens", "fsdp-step-layers-2xh200.json", 4096),
     ("2 GPUs: 8192 tokens", "fsdp-step-layers-2xh200.json", 8192),

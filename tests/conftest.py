@@ -110,7 +110,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     Refuse a `gpu` mark that does not say how many, and a `needs` mark that nobody can answer.
     """
     for first in {item.path: item for item in reversed(items)}.values():
-        if not {"process", "dist"}.isdisjoint(first.path.parts):
+        if not {"process", "dist"}.isdisjoint(first.nodeid.partition("::")[0].split("/")):
             first.add_marker("smoke")
     for item in items:
         mark = item.get_closest_marker("gpu")

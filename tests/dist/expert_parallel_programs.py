@@ -18,10 +18,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from counterpoint import overlap
-from counterpoint.errors import CounterpointError
 from counterpoint.measurement.session import Session
 from counterpoint.parallel.options import ExpertOptions, OverlapOptions
 from counterpoint.parallel.report import Report
+from tests.support.ranks import error_of
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 import train_moe
@@ -136,9 +136,9 @@ def refusals(_: Session, folder: str) -> tuple[list[str], list[str], bool, str]:
         model = transformers_model(spread, folder)
         stock = [vars(module).get("forward") for module in model.modules()]
         handle = overlap(model)
-        said.append(_said(lambda: overlap(model)))
+        said.append(error_of(lambda: overlap(model)))
         model(input_ids=torch.zeros(1, 4, dtype=torch.long))
-        said.append(_said(lambda: model(input_ids=torch.zeros(1, 5, dtype=torch.long))))
+        said.append(error_of(lambda: model(input_ids=torch.zeros(1, 5, dtype=torch.long))))
         with torch.autocast("cpu", torch.bfloat16):
             model(input_ids=torch.zeros(1, 4, dtype=torch.long))
         autocast = str(handle.report().of_kind("expert")[0])
@@ -161,14 +161,6 @@ LEFT: list[tuple[tuple[tuple[str, Any], ...], Any]] = [
     (Spread().sizes, lambda module: setattr(module, "has_gate", False)),
     (Spread().sizes, lambda module: setattr(module.config, "_experts_implementation", "sonicmoe")),
 ]
-
-
-def _said(call: Any) -> str:
-    try:
-        call()
-    except CounterpointError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def _trained(model: Any, spread: Spread) -> dict[str, Tensor]:

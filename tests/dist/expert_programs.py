@@ -7,7 +7,7 @@ import math
 import os
 import random
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,7 +31,7 @@ from counterpoint.parallel.expert.options import ExpertLayout
 from counterpoint.parallel.expert.permute import narrowed
 from tests.dist.communicator_cuda_programs import delays
 from tests.dist.tensor_programs import on_software_gpu
-from tests.support.ranks import PATIENT
+from tests.support.ranks import PATIENT, error_of
 from tests.support.routing import ROUTINGS, routing
 from tests.support.software_gpu import Action, SoftwareDriver, SoftwareGpu
 
@@ -322,8 +322,8 @@ def too_many(session: Session, name: str) -> list[str]:
     case = replace(case_of(layout, "one-hot"), tokens=(6,) * layout.world_size)
     with opened(layout, mechanism=name, capacity_factor=0.5, overflow="raise") as made:
         x, weights, _ = case.part(layout.rank)
-        said = [said_by(lambda: made.dispatch(x, case.ids(layout.rank), weights)) for _ in range(2)]
-        return [*said, said_by(made.close)]
+        said = [error_of(lambda: made.dispatch(x, case.ids(layout.rank), weights)) for _ in range(2)]
+        return [*said, error_of(made.close)]
 
 
 def first_of_two_has_no_room(session: Session, name: str, then: str) -> str:
@@ -341,7 +341,7 @@ def first_of_two_has_no_room(session: Session, name: str, then: str) -> str:
         for handle in under_way:
             made.finish_combine(handle)
         calls = {"dispatch": lambda: made.dispatch(x, for_all, weights), "check": made.check, "close": made.close}
-        return said_by(calls[then])
+        return error_of(calls[then])
 
 
 def more_tokens(session: Session, name: str, calls_before: int) -> str:
@@ -352,14 +352,14 @@ def more_tokens(session: Session, name: str, calls_before: int) -> str:
     with opened(layout, mechanism=name) as made:
         for _ in range(calls_before):
             run(made, case)
-        return said_by(lambda: run(made, more))
+        return error_of(lambda: run(made, more))
 
 
 def unequal(session: Session, options: list[dict[str, Any]]) -> str:
     """Return what the first call says where ranks have these options."""
     layout = layout_of(session)
     with opened(layout, **options[session.rank]) as made:
-        return said_by(lambda: run(made, case_of(layout)))
+        return error_of(lambda: run(made, case_of(layout)))
 
 
 def ids_of_no_expert(session: Session, name: str) -> list[list[float]]:
@@ -434,7 +434,7 @@ def killed(session: Session, name: str, half: str) -> str:
                 x, weights, _ = case.part(layout.rank)
                 made.start_dispatch(x, case.ids(layout.rank), weights)
             os.kill(os.getpid(), signal.SIGKILL)
-        said = said_by(lambda: run(made, case))
+        said = error_of(lambda: run(made, case))
         return said
 
 
@@ -445,38 +445,38 @@ def misused(session: Session) -> list[str]:
     ids = case_of(layout).ids(0)
     with opened(layout, mechanism="gather") as made:
         said = [
-            said_by(lambda: made.dispatch(x[:, 1:], ids, weights)),
-            said_by(lambda: made.dispatch(x, ids[1:], weights)),
-            said_by(lambda: made.dispatch(x, ids.short(), weights)),
-            said_by(lambda: made.dispatch(x, ids.to("meta"), weights)),
-            said_by(lambda: made.dispatch(x.int(), ids, weights)),
+            error_of(lambda: made.dispatch(x[:, 1:], ids, weights)),
+            error_of(lambda: made.dispatch(x, ids[1:], weights)),
+            error_of(lambda: made.dispatch(x, ids.short(), weights)),
+            error_of(lambda: made.dispatch(x, ids.to("meta"), weights)),
+            error_of(lambda: made.dispatch(x.int(), ids, weights)),
         ]
         rows, _, handle = made.dispatch(x, ids, weights)
         said += [
-            said_by(lambda: made.finish_dispatch(handle)),
-            said_by(lambda: made.combine(rows[1:], handle)),
+            error_of(lambda: made.finish_dispatch(handle)),
+            error_of(lambda: made.combine(rows[1:], handle)),
         ]
         rows, _, handle = made.dispatch(x, ids, weights)
-        said.append(said_by(lambda: made.combine(rows.double(), handle)))
+        said.append(error_of(lambda: made.combine(rows.double(), handle)))
         rows, _, handle = made.dispatch(x, ids, weights)
         made.combine(rows, handle)
-        said.append(said_by(lambda: made.combine(rows, handle)))
+        said.append(error_of(lambda: made.combine(rows, handle)))
     return [
         *said,
-        said_by(lambda: ExpertOptions(mechanism="fast")),  # type: ignore[arg-type]
-        said_by(lambda: ExpertOptions(overflow="wait")),  # type: ignore[arg-type]
-        said_by(lambda: ExpertOptions(capacity_factor=0)),
-        said_by(lambda: ExpertOptions(capacity_factor=math.inf)),
-        said_by(lambda: ExpertOptions(wire_dtype=torch.int8)),
-        said_by(lambda: ExpertOptions(pad_multiple=0)),
-        said_by(lambda: ExpertOptions(beside_us=-1)),
-        said_by(lambda: ExpertOptions(communicator=CommunicatorOptions(channels=3))),
-        said_by(lambda: ExpertOptions(communicator=CommunicatorOptions(mailbox_bytes=4096))),
-        said_by(lambda: ExpertOptions(parts=0)),
-        said_by(lambda: Dispatcher(experts=2, top_k=1, max_tokens=1, hidden=1, options=ExpertOptions(parts=2))),
-        said_by(lambda: Dispatcher(experts=2, top_k=3, max_tokens=1, hidden=1)),
-        said_by(lambda: Dispatcher(experts=3, top_k=1, max_tokens=1, hidden=1)),
-        said_by(lambda: Dispatcher(experts=2, top_k=0, max_tokens=1, hidden=1)),
+        error_of(lambda: ExpertOptions(mechanism="fast")),  # type: ignore[arg-type]
+        error_of(lambda: ExpertOptions(overflow="wait")),  # type: ignore[arg-type]
+        error_of(lambda: ExpertOptions(capacity_factor=0)),
+        error_of(lambda: ExpertOptions(capacity_factor=math.inf)),
+        error_of(lambda: ExpertOptions(wire_dtype=torch.int8)),
+        error_of(lambda: ExpertOptions(pad_multiple=0)),
+        error_of(lambda: ExpertOptions(beside_us=-1)),
+        error_of(lambda: ExpertOptions(communicator=CommunicatorOptions(channels=3))),
+        error_of(lambda: ExpertOptions(communicator=CommunicatorOptions(mailbox_bytes=4096))),
+        error_of(lambda: ExpertOptions(parts=0)),
+        error_of(lambda: Dispatcher(experts=2, top_k=1, max_tokens=1, hidden=1, options=ExpertOptions(parts=2))),
+        error_of(lambda: Dispatcher(experts=2, top_k=3, max_tokens=1, hidden=1)),
+        error_of(lambda: Dispatcher(experts=3, top_k=1, max_tokens=1, hidden=1)),
+        error_of(lambda: Dispatcher(experts=2, top_k=0, max_tokens=1, hidden=1)),
     ]
 
 
@@ -508,15 +508,7 @@ def after_close(session: Session, name: str) -> str:
     with opened(layout, mechanism=name) as made:
         rows, _, handle = made.dispatch(x.requires_grad_(), case_of(layout).ids(session.rank), weights)
         total = made.combine(rows, handle).sum()
-    return said_by(total.backward)
-
-
-def said_by(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
+    return error_of(total.backward)
 
 
 class OnlyFlags(SoftwareDriver):

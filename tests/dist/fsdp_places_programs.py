@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from counterpoint.errors import Unsupported
@@ -63,14 +65,46 @@ class Model(nn.Module):
         return hidden.square().mean()
 
 
-def model(kind: type[nn.Module] = Layer) -> Any:
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """How layers are sharded and trained.
+
+    Args:
+        orders: of the layers in each step.
+        prepared: what is set before each step.
+        kind: of the layers.
+        whole: `fully_shard` is called on the model only, not on its layers.
+        mesh: sizes of two axes: biases are sharded over the second, weights over the first; None: one axis for all.
+        placement: of weights on a mesh of two axes.
+    """
+
+    orders: str = "the same"
+    prepared: str = "as they come"
+    options: OverlapOptions | None = None
+    kind: type[nn.Module] = Layer
+    whole: bool = False
+    mesh: tuple[int, int] | None = None
+    placement: Any = None
+
+
+def model(case: Case = Case()) -> Any:  # nobody changes it
     """Sharded, the same weights every time."""
     torch.manual_seed(3)
-    made = Model(kind)
-    for layer in made.layers:
-        fully_shard(layer)
-    fully_shard(made)
+    made, options = Model(case.kind), dict[str, Any]()
+    if case.mesh is not None:
+        mesh = init_device_mesh("cpu", case.mesh, mesh_dim_names=("weights", "biases"))
+        options = {"mesh": mesh["biases"], "shard_placement_fn": _placed_on(mesh["weights"], case.placement)}
+    for layer in () if case.whole else made.layers:
+        fully_shard(layer, **options)
+    fully_shard(made, **{"mesh": options["mesh"]} if options else {})
     return made
+
+
+def _placed_on(mesh: Any, placement: Any) -> Callable[[Any], Any]:
+    from torch.distributed.fsdp._fully_shard import _fsdp_common  # torch 2.11 has less in it
+
+    weights = _fsdp_common.FSDPMeshInfo(mesh, shard_mesh_dim=0)
+    return lambda one: _fsdp_common.ShardPlacementResult(placement, weights) if one.dim() == 2 else None
 
 
 def losses_and_gradients(made: Any, session: Session, orders: Sequence[Sequence[Any]], prepare: Prepare) -> list[Any]:
@@ -135,16 +169,13 @@ ORDERS: dict[str, list[list[Any]]] = {
 }
 
 
-def beside_stock(
-    session: Session, orders: str, prepared: str, ahead: int | None, kind: type[nn.Module] = Layer
-) -> list[int]:
+def beside_stock(session: Session, case: Case) -> list[int]:
     """Which of the losses and gradients differ from stock's."""
-    what = ORDERS[orders], PREPARED[prepared]
-    expected, made = losses_and_gradients(model(kind), session, *what), model(kind)
-    with overlap(made, options=OverlapOptions(prefetch=None if prepared == "prefetched in vain" else ahead)):
+    what = ORDERS[case.orders], PREPARED[case.prepared]
+    expected, made = losses_and_gradients(model(case), session, *what), model(case)
+    with overlap(made, options=case.options):
         got = losses_and_gradients(made, session, *what)
-    assert len(got) == len(expected)
-    return [at for at, pair in enumerate(zip(expected, got, strict=True)) if not _equal(*pair)]
+    return different(got, expected)
 
 
 def viewed_on_one(session: Session, orders: str) -> list[int]:
@@ -155,17 +186,19 @@ def viewed_on_one(session: Session, orders: str) -> list[int]:
         return real(self) + (session.rank == 0 and self.slot is not None)
 
     with patch.object(ModuleParameters, "_storage_references", references):
-        return beside_stock(session, orders, "as they come", None)
+        return beside_stock(session, Case(orders=orders))
 
 
-def _equal(one: Any, other: Any) -> bool:
-    return torch.equal(one, other) if isinstance(one, Tensor) else bool(one == other)
+def different(got: list[Any], expected: list[Any]) -> list[int]:
+    """Which losses and gradients are not equal bit by bit."""
+    pairs = enumerate(zip(got, expected, strict=True))
+    return [at for at, (one, other) in pairs if not torch.equal(torch.as_tensor(one), torch.as_tensor(other))]
 
 
-def places(session: Session, ahead: int | None) -> list[int]:
+def places(session: Session, case: Case) -> list[int]:
     """At how many places layers were after each of three steps."""
-    made, seen = model(), []
-    with overlap(made, options=OverlapOptions(prefetch=ahead)) as handle:
+    made, seen = model(case), []
+    with overlap(made, options=case.options) as handle:
         for step in range(3):
             losses_and_gradients(made, session, [ALL] * (step + 1), _nothing)
             seen.append(len({id(home.slot) for home in homes(handle) if home.layout}))
@@ -192,7 +225,7 @@ def cast_before_the_first_step(session: Session) -> list[int]:
     expected, made = seen(model()), model()
     with overlap(made):
         got = seen(made)
-    return [at for at, pair in enumerate(zip(expected, got, strict=True)) if not _equal(*pair)]
+    return different(got, expected)
 
 
 class Mixed(nn.Module):
@@ -257,4 +290,4 @@ def left_in_use(session: Session) -> list[int]:
     handle.restore()
     got = losses_and_gradients(made, session, [ALL] * 2, _nothing)
     expected = losses_and_gradients(model(), session, [ALL] * 2, _nothing)
-    return [at for at, pair in enumerate(zip(expected, got, strict=True)) if not _equal(*pair)]
+    return different(got, expected)

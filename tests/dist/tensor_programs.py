@@ -28,7 +28,7 @@ from counterpoint.parallel.tensor import group as group_of_ranks
 from counterpoint.parallel.tensor import plans
 from counterpoint.parallel.tensor.group import TensorGroup, tensor_group
 from tests.dist.communicator_cuda_programs import delays
-from tests.support.ranks import PATIENT
+from tests.support.ranks import PATIENT, error_of
 from tests.support.software_gpu import SoftwareDriver, SoftwareGpu
 
 __all__ = [
@@ -322,16 +322,8 @@ def killed(session: Session, name_of_call: str) -> str:
     for number in range(3):
         if number == 2 and session.rank == n - 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        said = _said(calls[name_of_call])
+        said = error_of(calls[name_of_call])
     return said
-
-
-def _said(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 def shapes_that_do_not_fit(session: Session) -> list[str]:
@@ -339,12 +331,12 @@ def shapes_that_do_not_fit(session: Session) -> list[str]:
     name = dist.group.WORLD.group_name  # type: ignore[union-attr]
     a, b = torch.zeros(3, 8), torch.zeros(8, 16)
     return [
-        _said(lambda: OPS.all_gather_matmul(a, [b], 1, name)),
-        _said(lambda: OPS.all_gather_matmul(a, [b.t()], 0, name)),
-        _said(lambda: OPS.matmul_reduce_scatter(a, b, "sum", 0, name)),
-        _said(lambda: OPS.matmul_reduce_scatter(torch.zeros(6, 8), b, "max", 0, name)),
-        _said(lambda: OPS.matmul_all_reduce(a, b, "sum", "nobody")),
-        _said(lambda: OPS.all_gather_matmul(a, [b], -2, name)),
+        error_of(lambda: OPS.all_gather_matmul(a, [b], 1, name)),
+        error_of(lambda: OPS.all_gather_matmul(a, [b.t()], 0, name)),
+        error_of(lambda: OPS.matmul_reduce_scatter(a, b, "sum", 0, name)),
+        error_of(lambda: OPS.matmul_reduce_scatter(torch.zeros(6, 8), b, "max", 0, name)),
+        error_of(lambda: OPS.matmul_all_reduce(a, b, "sum", "nobody")),
+        error_of(lambda: OPS.all_gather_matmul(a, [b], -2, name)),
     ]
 
 
@@ -354,9 +346,9 @@ def operands_that_do_not_fit(session: Session, operands: str) -> list[str]:
     a, b = torch.zeros(4, 8), torch.zeros(8, 16)
     a, b = (a[0], b) if operands == "row" else (a.int(), b.int())
     return [
-        _said(lambda: OPS.all_gather_matmul(a, [b], 0, name)),
-        _said(lambda: OPS.matmul_reduce_scatter(a, b, "sum", 0, name)),
-        _said(lambda: OPS.matmul_all_reduce(a, b, "sum", name)),
+        error_of(lambda: OPS.all_gather_matmul(a, [b], 0, name)),
+        error_of(lambda: OPS.matmul_reduce_scatter(a, b, "sum", 0, name)),
+        error_of(lambda: OPS.matmul_all_reduce(a, b, "sum", name)),
     ]
 
 
@@ -364,7 +356,7 @@ def options_that_differ(session: Session) -> str:
     """The error of the first call of ranks of which one asks for torch."""
     name = dist.group.WORLD.group_name  # type: ignore[union-attr]
     group = tensor_group(name, TensorOptions(mechanism="cuts" if session.rank else "torch"))
-    said = _said(lambda: OPS.all_gather_matmul(torch.zeros(4, 8), [torch.zeros(8, 16)], 0, name))
+    said = error_of(lambda: OPS.all_gather_matmul(torch.zeros(4, 8), [torch.zeros(8, 16)], 0, name))
     group.close()
     return said
 

@@ -2,13 +2,125 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
-from tests.dist import ddp_programs as programs
-from tests.support.ranks import Ranks
+import counterpoint
+from counterpoint.errors import CounterpointError
+from counterpoint.measurement.session import Session
+from counterpoint.parallel.ddp import HookState, hook
+from counterpoint.parallel.options import DdpOptions, OverlapOptions
+from counterpoint.parallel.report import Report
+from tests.support.ranks import PATIENT, Ranks
+
+STEPS = 5
+
+
+class Branches(torch.nn.Module):
+    """Two branches, of which a step may use one; with parameters of two dtypes."""
+
+    def __init__(self, *, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(48, 96).to(dtype)
+        self.left = torch.nn.Linear(96, 64).to(dtype)
+        self.right = torch.nn.Linear(96, 64).to(dtype)
+        self.last = torch.nn.Linear(64, 8)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        hidden = self.first(x.to(self.first.weight.dtype)).relu()
+        out = self.left(hidden) + self.right(hidden) if both else self.left(hidden)
+        last: torch.Tensor = self.last(out.float())
+        return last
+
+
+def trained(
+    _: Session, keywords: dict[str, Any], dtype: torch.dtype, both: bool, wire: torch.dtype | None
+) -> tuple[list[float], list[float], Report]:
+    """Losses of both ways, of equal models on equal data, and what the hook did."""
+    torch.manual_seed(3)
+    model = Branches(dtype=dtype)
+    found, report = [], None
+    for ours in (True, False):
+        ddp = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=0.02, **keywords)
+        handle = counterpoint.overlap(ddp, options=DdpOptions(wire_dtype=wire, communicator=PATIENT)) if ours else None
+        found.append(_losses(ddp, both))
+        if handle is not None:
+            report = handle.report()
+            handle.restore()
+            found[-1] += _losses(ddp, both)
+        else:
+            found[-1] += _losses(ddp, both)
+    assert report is not None
+    return found[0], found[1], report
+
+
+def _losses(ddp: DistributedDataParallel, both: bool) -> list[float]:
+    numbers = torch.Generator().manual_seed(10 + dist.get_rank())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    losses = []
+    for step in range(STEPS):
+        batch = torch.randn(16, 48, generator=numbers)
+        if step % 3 == 1:
+            with ddp.no_sync():
+                ddp(batch, both).square().mean().backward()
+            continue
+        loss = ddp(batch, both).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def averages(_: Session, wire: torch.dtype | None, numel: int) -> tuple[float, float]:
+    """The largest error of a hook's average, over the largest value, and the same of torch's own bfloat16 hook."""
+    state = HookState(options=DdpOptions(wire_dtype=wire, communicator=PATIENT))
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(dist.get_rank()))
+    exact = values.double()
+    dist.all_reduce(exact)
+    exact /= dist.get_world_size()
+    narrow = values.bfloat16() / dist.get_world_size()
+    dist.all_reduce(narrow)
+    state.average(values, 0).wait()
+    state.close()
+    largest = exact.abs().max().item()
+    return (values - exact).abs().max().item() / largest, (narrow.double() - exact).abs().max().item() / largest
+
+
+def by_hook(_: Session) -> str:
+    """`register_comm_hook` as torch documents it."""
+    state = HookState(options=DdpOptions(communicator=PATIENT))
+    ddp = DistributedDataParallel(torch.nn.Linear(8, 8))
+    ddp.register_comm_hook(state, hook)
+    ddp(torch.ones(2, 8)).sum().backward()
+    text = str(state.report())
+    state.close()
+    return text
+
+
+def refused(_: Session, what: str) -> str:
+    """The error of something that cannot be."""
+    ddp = DistributedDataParallel(torch.nn.Linear(8, 8))
+    handle: Any = None
+    try:
+        if what == "options":
+            counterpoint.overlap(ddp, options=OverlapOptions())
+        elif what == "wire":
+            DdpOptions(wire_dtype=torch.int8)
+        else:
+            handle = counterpoint.overlap(ddp)
+            counterpoint.overlap(ddp)
+    except CounterpointError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        if handle is not None:
+            handle.restore()
+    return "no error"
 
 
 @pytest.mark.parametrize(
@@ -27,7 +139,7 @@ def test_losses_are_those_of_ddp(two_ranks: Ranks, keywords: dict[str, Any], bot
 
     The second half of the losses comes after `restore`.
     """
-    for ours, torchs, report in two_ranks.run(programs.trained, keywords, dtype, both, None):
+    for ours, torchs, report in two_ranks.run(trained, keywords, dtype, both, None):
         if dtype is torch.float32:
             assert ours == torchs
         assert ours == pytest.approx(torchs, rel=2e-2)
@@ -38,24 +150,24 @@ def test_losses_are_those_of_ddp(two_ranks: Ranks, keywords: dict[str, Any], bot
 
 @pytest.mark.parametrize("numel", [1, 1000, 4096, 100_003])
 def test_bfloat16_on_the_wire_is_as_exact_as_torchs_hook(two_ranks: Ranks, numel: int) -> None:
-    for ours, torchs in two_ranks.run(programs.averages, torch.bfloat16, numel):
+    for ours, torchs in two_ranks.run(averages, torch.bfloat16, numel):
         assert ours <= max(1.01 * torchs, 2**-8)
 
 
 @pytest.mark.parametrize("numel", [1, 1000, 4096, 100_003])
 def test_float8_on_the_wire_has_its_own_error(four_ranks: Ranks, numel: int) -> None:
     """Three bits of mantissa: half a unit is 1/16 of a value; averages of four errors are smaller than the largest."""
-    for ours, _ in four_ranks.run(programs.averages, torch.float8_e4m3fn, numel):
+    for ours, _ in four_ranks.run(averages, torch.float8_e4m3fn, numel):
         assert ours <= 1 / 16 * 2
 
 
 def test_sums_are_exact_without_a_wire_dtype(four_ranks: Ranks) -> None:
-    for ours, _ in four_ranks.run(programs.averages, None, 100_003):
+    for ours, _ in four_ranks.run(averages, None, 100_003):
         assert ours <= 4 * 2**-24
 
 
 def test_the_hook_by_itself(two_ranks: Ranks) -> None:
-    for text in two_ranks.run(programs.by_hook):
+    for text in two_ranks.run(by_hook):
         assert text.splitlines() == [
             "module   ranks  runs",
             "(model)  2      0.0 MB of buckets",
@@ -77,5 +189,5 @@ def test_the_hook_by_itself(two_ranks: Ranks) -> None:
     ],
 )
 def test_what_cannot_work_says_so(two_ranks: Ranks, what: str, message: str) -> None:
-    for said in two_ranks.run(programs.refused, what):
+    for said in two_ranks.run(refused, what):
         assert said.startswith(message)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from counterpoint.parallel.options import OverlapOptions
 from tests.dist import fsdp_places_programs as programs
+from tests.dist.fsdp_places_programs import Affine, Case
 from tests.support.ranks import Ranks
 
 
@@ -14,7 +16,9 @@ def test_training_is_that_of_stock_in_any_order(two_ranks: Ranks, orders: str, p
     """Layers in other orders, twice, one inside the other; kept, gathered by hand, gathered for nothing: the same
     bits."""
     for ahead in (None, 2):
-        assert two_ranks.run(programs.beside_stock, orders, prepared, ahead) == [[], []]
+        options = OverlapOptions(prefetch=None if prepared == "prefetched in vain" else ahead)
+        case = Case(orders=orders, prepared=prepared, options=options)
+        assert two_ranks.run(programs.beside_stock, case) == [[], []]
 
 
 @pytest.mark.parametrize("orders", programs.ORDERS)
@@ -23,7 +27,7 @@ def test_a_layer_that_moves_before_its_backward_pass_keeps_its_gradients(
     two_ranks: Ranks, orders: str, prepared: str
 ) -> None:
     """Autograd has no views of its parameters, and reads them where they are then."""
-    assert two_ranks.run(programs.beside_stock, orders, prepared, None, programs.Affine) == [[], []]
+    assert two_ranks.run(programs.beside_stock, Case(orders=orders, prepared=prepared, kind=Affine)) == [[], []]
 
 
 @pytest.mark.parametrize("orders", ["backwards", "every other", "again"])
@@ -35,7 +39,8 @@ def test_views_that_one_rank_still_has_decide_for_all(two_ranks: Ranks, orders: 
 @pytest.mark.parametrize(("ahead", "expected"), [(None, 2), (1, 2), (2, 3), (3, 4)])
 def test_there_are_as_many_places_as_are_gathered_at_once(two_ranks: Ranks, ahead: int | None, expected: int) -> None:
     """The one that computes, and those ahead of it; and no more after further steps."""
-    assert two_ranks.run(programs.places, ahead) == [[expected] * 3] * 2
+    case = Case(options=OverlapOptions(prefetch=ahead))
+    assert two_ranks.run(programs.places, case) == [[expected] * 3] * 2
 
 
 def test_a_model_may_be_cast_before_it_runs(two_ranks: Ranks) -> None:

@@ -2,46 +2,242 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import random
 import re
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
-from tests.dist import hierarchical_programs as programs
-from tests.support.ranks import Ranks, run_once
+from counterpoint.collectives.communicator import Communicator
+from counterpoint.collectives.multihost.hierarchical import HierarchicalCommunicator
+from counterpoint.errors import CounterpointError
+from counterpoint.measurement.session import Session
+from tests.support.ranks import PATIENT, TIMEOUT_S, Ranks, run_once
+
+OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "barrier")
+SUMMED = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64, torch.uint8)
+MOVED = (*SUMMED, torch.bool, torch.complex64, torch.int16)
+_GRIDS: dict[tuple[int, int], Any] = {}
+_REFERENCE: list[Any] = []  # a group of all ranks for gloo's own answers: a mesh of one axis takes the default one
+
+
+def opened(hosts: int, local: int, slice_bytes: int = 4096) -> HierarchicalCommunicator:
+    """Groups are made once: torch keeps every one of them until the end."""
+    if not _REFERENCE:
+        _REFERENCE.append(dist.new_group())
+    if (hosts, local) not in _GRIDS:
+        _GRIDS[hosts, local] = init_device_mesh("cpu", (hosts, local))
+    return HierarchicalCommunicator.of_mesh(_GRIDS[hosts, local], timeout_s=TIMEOUT_S, slice_bytes=slice_bytes)
+
+
+@dataclass
+class Draws:
+    """Random calls, the same on all ranks, beside what gloo makes of them."""
+
+    communicator: HierarchicalCommunicator
+    dice: random.Random
+
+    def values(self, numel: int, dtype: Any, rank: int) -> Any:
+        """Small whole numbers, which add up exactly in any order and dtype."""
+        state = torch.Generator().manual_seed(self.dice.getrandbits(30) + rank)
+        return torch.randint(0, 8, (numel,), generator=state).to(dtype)
+
+    def room(self, numel: int, dtype: Any) -> Any:
+        """An output, in symmetric memory or not."""
+        return self.communicator.empty(numel, dtype=dtype) if self.dice.random() < 0.5 else torch.empty(numel).to(dtype)
+
+    def start(self) -> tuple[str, Any, Any, Any]:
+        """What it is, its work, its output, and what that must hold."""
+        name = self.dice.choice(OPERATIONS)
+        dtype = self.dice.choice(SUMMED if "reduce" in name else MOVED)
+        numel = self.dice.choice([0, 1, 3, self.dice.randrange(5000)])
+        work, output, wanted = getattr(self, name)(numel, dtype, self.communicator.rank, self.communicator.world_size)
+        return f"{name} of {numel} {dtype}", work, output, wanted
+
+    def all_gather(self, numel: int, dtype: Any, rank: int, n: int) -> tuple[Any, Any, Any]:
+        mine, output = self.values(numel, dtype, rank), self.room(numel * n, dtype)
+        blocks = [torch.empty(numel * dtype.itemsize, dtype=torch.uint8) for _ in range(n)]
+        dist.all_gather(blocks, _bytes(mine), _REFERENCE[0])
+        wanted = torch.cat(blocks).view(dtype)
+        if self.dice.random() < 0.5:
+            mine = output[rank * numel : (rank + 1) * numel].copy_(mine)
+        return self.communicator.all_gather(output, mine, async_op=True), output, wanted
+
+    def reduce_scatter(self, numel: int, dtype: Any, rank: int, n: int) -> tuple[Any, Any, Any]:
+        op, mine, output = self.operator(), self.values(numel * n, dtype, rank), self.room(numel, dtype)
+        whole = mine.clone()
+        dist.all_reduce(whole, getattr(dist.ReduceOp, op.upper()), _REFERENCE[0])
+        wanted = whole[rank * numel : (rank + 1) * numel]
+        return self.communicator.reduce_scatter(output, mine, op, async_op=True), output, wanted
+
+    def all_reduce(self, numel: int, dtype: Any, rank: int, n: int) -> tuple[Any, Any, Any]:
+        op, mine = self.operator(), self.values(numel, dtype, rank)
+        output, wanted = self.room(numel, dtype).copy_(mine), mine.clone()
+        dist.all_reduce(wanted, getattr(dist.ReduceOp, op.upper()), _REFERENCE[0])
+        return self.communicator.all_reduce(output, op, async_op=True), output, wanted
+
+    def all_to_all(self, numel: int, dtype: Any, rank: int, n: int) -> tuple[Any, Any, Any]:
+        mine, output = self.values(numel * n, dtype, rank), self.room(numel * n, dtype)
+        wanted = torch.empty(numel * n * dtype.itemsize, dtype=torch.uint8)
+        dist.all_to_all_single(wanted, _bytes(mine), group=_REFERENCE[0])
+        return self.communicator.all_to_all(output, mine, async_op=True), output, wanted.view(dtype)
+
+    def broadcast(self, numel: int, dtype: Any, rank: int, n: int) -> tuple[Any, Any, Any]:
+        src, mine = self.dice.randrange(n), self.values(numel, dtype, rank)
+        output, wanted = self.room(numel, dtype).copy_(mine), mine.clone()
+        dist.broadcast(_bytes(wanted), src, _REFERENCE[0])
+        return self.communicator.broadcast(output, src, async_op=True), output, wanted
+
+    def barrier(self, numel: int, dtype: Any, rank: int, n: int) -> tuple[Any, Any, Any]:
+        return self.communicator.barrier(async_op=True), torch.empty(0), torch.empty(0)
+
+    def operator(self) -> str:
+        return self.dice.choice(["sum", "max", "min"])
+
+
+def _bytes(tensor: Any) -> Any:
+    return tensor.view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
+
+
+def random_collectives(session: Session, hosts: int, local: int, seed: int, count: int) -> int:
+    """How many of `count` random collectives came out as gloo's over all ranks, up to three under way."""
+    right, under_way = 0, list[tuple[str, Any, Any, Any]]()
+    with opened(hosts, local) as communicator:
+        assert communicator.rank == session.rank
+        draws = Draws(communicator, random.Random(seed))
+        for number in range(count):
+            under_way.append(draws.start())
+            for name, work, output, wanted in under_way[: 1 if len(under_way) == 3 else 0]:
+                work.wait()
+                assert torch.equal(output, wanted), f"call {number}, {name}: wrong"
+                right += 1
+                under_way.pop(0)
+        for name, work, output, wanted in under_way:
+            work.wait()
+            assert torch.equal(output, wanted), f"{name}: wrong"
+            right += 1
+    return right
+
+
+def errors_of_scaled_sums(session: Session) -> list[tuple[float, float]]:
+    """Largest error against float64 of avg and premul_sum: ours, and that of torch's own float32 sum, scaled."""
+    n = session.world_size
+    inputs = [torch.randn(1000, generator=torch.Generator().manual_seed(rank)) for rank in range(n)]
+    plain, exact = sum(inputs[1:], inputs[0]), torch.stack(inputs).double().sum(0)
+    found = []
+    with opened(2, n // 2) as communicator:
+        for op, factor in (("avg", 1 / n), ("premul_sum", 0.3)):
+            ours = inputs[session.rank].clone()
+            communicator.all_reduce(ours, op, factor=factor if op == "premul_sum" else 1.0)
+            error, theirs = (float((each - exact * factor).abs().max()) for each in (ours, plain * factor))
+            found.append((error, theirs))
+    return found
+
+
+def same_bits(session: Session) -> bytes:
+    """The sum of random bfloat16 as this rank has it."""
+    tensor = torch.randn(1003, generator=torch.Generator().manual_seed(session.rank)).bfloat16()
+    with opened(2, session.world_size // 2) as communicator:
+        communicator.all_reduce(tensor)
+    return bytes(tensor.view(torch.uint8).tolist())
+
+
+def threads_left(session: Session) -> int:
+    """Of a communicator that was dropped and not closed; other tests may have left one open."""
+
+    def count() -> int:
+        return sum(thread.name == "hierarchical" for thread in threading.enumerate())
+
+    before = count()
+    opened(2, 2).barrier()
+    gc.collect()
+    deadline = time.monotonic() + 5
+    while count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return count() - before
+
+
+def die_in_the_middle(session: Session) -> None:
+    """Rank 3 does. The error of the others ends their process, on which those wait that wait for it between hosts."""
+    communicator, tensor = opened(2, 2), torch.zeros(1000)
+    communicator.all_reduce(tensor)
+    if session.rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    heard, twice = list[CounterpointError](), (partial(communicator.all_reduce, tensor), communicator.barrier)
+    for call in twice:
+        try:
+            call()
+        except CounterpointError as error:
+            heard.append(error)
+    if len(heard) == 2 and str(heard[0]) == str(heard[1]):
+        raise heard[0]
+    raise AssertionError(f"a call with a dead rank, and one after it, did not fail alike: {heard}")
+
+
+def said(session: Session, what: str) -> str:
+    """The error of a call that cannot work."""
+    opened(2, 2).close()
+    mesh = _GRIDS[2, 2]
+    try:
+        with Communicator(mesh.get_group(1), options=PATIENT) as inside:
+            if what == "no grid":  # the ranks of a host as if they were hosts
+                HierarchicalCommunicator(inside, mesh.get_group(1))
+            communicator = HierarchicalCommunicator(inside, mesh.get_group(0))
+            tensor = torch.zeros(8)
+            if what == "overlap":
+                communicator.all_to_all(tensor, tensor)
+            if what == "closed":
+                communicator.close()
+                communicator.barrier()
+            if what == "different calls":
+                communicator.all_reduce(tensor if session.rank % 2 else tensor[:4])
+    except CounterpointError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
 
 
 @pytest.mark.parametrize(("hosts", "local", "count"), [(2, 2, 300), (4, 1, 60), (1, 4, 60)])
 def test_random_collectives_are_those_of_gloo(four_ranks: Ranks, hosts: int, local: int, count: int) -> None:
     """Every bit, for random operations, dtypes, sizes and memory, in place or not, some under way at once."""
-    assert four_ranks.run(programs.random_collectives, hosts, local, 7, count) == [count] * 4
+    assert four_ranks.run(random_collectives, hosts, local, 7, count) == [count] * 4
 
 
 @pytest.mark.parametrize(("hosts", "local"), [(2, 3), (3, 2)])
 def test_random_collectives_of_six_ranks_are_those_of_gloo(hosts: int, local: int) -> None:
     """The same where hosts and local ranks differ in number."""
-    assert run_once(6, programs.random_collectives, hosts, local, 8, 100) == [100] * 6
+    assert run_once(6, random_collectives, hosts, local, 8, 100) == [100] * 6
 
 
 def test_means_and_scaled_sums_are_right(four_ranks: Ranks) -> None:
     """Scaled before they leave the host: at most twice the error of torch's sum in the same dtype."""
-    for found in four_ranks.run(programs.errors_of_scaled_sums):
+    for found in four_ranks.run(errors_of_scaled_sums):
         assert all(ours <= 2 * theirs for ours, theirs in found)
 
 
 def test_all_ranks_get_the_same_bits(four_ranks: Ranks) -> None:
     """Also of the few elements that cannot be split over the rails."""
-    assert len(set(four_ranks.run(programs.same_bits))) == 1
+    assert len(set(four_ranks.run(same_bits))) == 1
 
 
 def test_a_communicator_that_is_dropped_leaves_no_thread(four_ranks: Ranks) -> None:
     """Closed or not."""
-    assert four_ranks.run(programs.threads_left) == [0] * 4
+    assert four_ranks.run(threads_left) == [0] * 4
 
 
 def test_a_rank_that_dies_ends_the_call_on_all_others() -> None:
     """On its host and on the other one, and for good: no rank waits for its time-out."""
     with pytest.raises(AssertionError) as heard:
-        run_once(4, programs.die_in_the_middle)
+        run_once(4, die_in_the_middle)
     texts = str(heard.value)
     assert set(re.findall(r"rank (\d): Traceback", texts)) == {"0", "1", "2"}
     assert "did not fail alike" not in texts
@@ -58,4 +254,4 @@ def test_a_rank_that_dies_ends_the_call_on_all_others() -> None:
 )
 def test_what_cannot_work_says_so(four_ranks: Ranks, what: str, message: str) -> None:
     """On every rank, with what to do."""
-    assert all(message in text for text in four_ranks.run(programs.said, what))
+    assert all(message in text for text in four_ranks.run(said, what))

@@ -2,12 +2,235 @@
 
 from __future__ import annotations
 
+import os
+import random
 import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from tests.dist import packed_experts_programs as programs
-from tests.support.ranks import Ranks, run_once
+from counterpoint.collectives.communicator import Communicator
+from counterpoint.collectives.cuda.call import CudaWork
+from counterpoint.collectives.options import CommunicatorOptions
+from counterpoint.errors import CounterpointError
+from counterpoint.measurement.session import Session
+from counterpoint.parallel.call_memory import CallMemory
+from counterpoint.parallel.expert.dispatcher import Dispatcher
+from counterpoint.parallel.expert.slabs import Slabs
+from counterpoint.parallel.group import RankGroup
+from counterpoint.parallel.options import ExpertOptions
+from tests.dist.communicator_cuda_programs import delays
+from tests.support.ranks import PATIENT, Ranks, run_once
+from tests.support.software_gpu import SoftwareGpu
+
+__all__ = ["compared", "killed", "on_software_gpus", "overflown", "two_under_way"]
+
+HIDDEN, MOST = 16, 12
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Tokens of this rank, with their experts and weights."""
+
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
+    grads: Tensor
+
+
+def routing(draw: random.Random, rank: int, experts: int, top_k: int, dtype: torch.dtype, tokens: int) -> Routing:
+    """Uniform, all to one expert, or many of none; each token has each expert once."""
+    kind = draw.choice(["uniform", "uniform", "one", "none"])
+    only = draw.randrange(experts)
+    generator = torch.Generator().manual_seed(draw.randrange(1 << 30) + rank)
+    order = torch.stack([torch.randperm(experts, generator=generator) for _ in range(tokens + 1)])[:tokens]
+    ids = order[:, :top_k].clone()
+    if kind == "one":
+        ids[:] = -1
+        ids[:, 0] = only
+    if kind == "none":
+        ids[torch.rand(ids.shape, generator=generator) < 0.5] = -1
+    return Routing(
+        x=torch.randn(tokens, HIDDEN, generator=generator).to(dtype),
+        ids=ids.int() if draw.random() < 0.5 else ids,
+        weights=torch.rand(tokens, top_k, generator=generator),
+        grads=torch.randn(tokens, HIDDEN, generator=generator).to(dtype),
+    )
+
+
+def run(dispatcher: Dispatcher, case: Routing) -> list[Tensor]:
+    """Rows as far as they are used, offsets, sums, and the derivatives of tokens and weights."""
+    x, weights = case.x.clone().requires_grad_(), case.weights.clone().requires_grad_()
+    rows, offsets, handle = dispatcher.dispatch(x, case.ids, weights)
+    made = torch.tanh(rows) * 1.5
+    y = dispatcher.combine(made, handle)
+    y.backward(case.grads)
+    assert x.grad is not None
+    assert weights.grad is not None
+    return [rows[: int(offsets[-1])].detach(), offsets, y.detach(), x.grad, weights.grad]
+
+
+def opened(session: Session, experts: int, top_k: int, options: ExpertOptions) -> Dispatcher:
+    return Dispatcher(None, experts=experts, top_k=top_k, max_tokens=MOST, hidden=HIDDEN, options=options)
+
+
+def compared(session: Session, seed: int, calls: int, mechanism: Any, captured: bool = False) -> list[str]:
+    """Return what differs from mechanism `torch`, in any bit; `captured`: with the memory and rounds of a capture."""
+    draw, different = random.Random(seed), list[str]()
+    n, me = session.world_size, session.rank
+    while calls > 0:
+        experts, top_k = n * draw.randint(1, 3), draw.randint(1, 3)
+        top_k = min(top_k, experts)
+        options = ExpertOptions(
+            mechanism=mechanism,
+            capacity_factor=draw.choice([None, None, 0.2, 1.0, 3.0]),
+            pad_multiple=draw.choice([1, 1, 4]),
+            wire_dtype=draw.choice([None, None, torch.float8_e4m3fn]),
+            zero_tail=draw.random() < 0.5,
+            communicator=PATIENT,
+        )
+        reference = replace(options, mechanism="torch", capacity_factor=None)
+        dtype = draw.choice([torch.float32, torch.bfloat16])
+        both = [opened(session, experts, top_k, one) for one in (options, reference)]
+        for _ in range(10):
+            tokens = [draw.choice([0, 1, draw.randint(0, MOST), MOST]) for _ in range(n)]
+            case = routing(draw, me, experts, top_k, dtype, tokens[me])
+            with patch.object(CallMemory, "is_capturing", lambda _: True) if captured else nullcontext():
+                found = run(both[0], case)
+            wanted = run(both[1], case)
+            names = ("rows", "offsets", "sums", "x.grad", "weights.grad")
+            for name, one, other in zip(names, found, wanted, strict=True):
+                if not torch.equal(one, other):
+                    different.append(f"{name}: {one} is not {other}; {options}, {case}")
+        assert both[0].dropped() == 0
+        assert {row.path for row in both[0].report().calls} == {mechanism}
+        for dispatcher in both:
+            dispatcher.close()
+        calls -= 10
+    return different[:3]
+
+
+@contextmanager
+def host_waits(gpu: SoftwareGpu) -> Iterator[None]:
+    """Let the host wait with every stream: torch's memory and operations on CPUs know no streams."""
+    waits = CudaWork.wait
+
+    def wait(self: CudaWork, timeout_s: float | None = None) -> bool:
+        inputs = self.keep  # a wait drops them
+        done = waits(self, timeout_s)
+        gpu.synchronize()
+        while not self.is_completed():
+            time.sleep(1e-4)
+        del inputs
+        return done
+
+    with patch.object(CudaWork, "wait", wait):
+        yield
+
+
+def on_software_gpus(session: Session, seed: int, calls: int) -> list[str]:
+    """Return what differs from mechanism `torch` where streams are threads."""
+    draw, different = random.Random(seed), list[str]()
+    gpu = SoftwareGpu(delays(seed, session.rank))
+    gpu.use(gpu.new_stream())
+    n, me = session.world_size, session.rank
+    experts, top_k = 2 * n, 2
+
+    def on_gpu(group: Any, _: Any, given: CommunicatorOptions) -> Communicator:
+        return Communicator(group, device=gpu, options=given)
+
+    options = ExpertOptions(mechanism="torch", capacity_factor=1.0)
+    dispatchers = [opened(session, experts, top_k, options) for _ in range(2)]
+    ranks = RankGroup(dist.group.WORLD, tuple(range(n)), opened=on_gpu)
+    ranks.join(dispatchers[0], PATIENT)
+    ranks.open()
+    dispatchers[0]._ranks, dispatchers[0]._mechanism = ranks, Slabs(ranks, dispatchers[0].layout, options)
+    for _ in range(calls):
+        tokens = [draw.choice([0, 1, draw.randint(0, MOST), MOST]) for _ in range(n)]
+        case = routing(draw, me, experts, top_k, torch.float32, tokens[me])
+        with host_waits(gpu):
+            found = run(dispatchers[0], case)
+        wanted = run(dispatchers[1], case)
+        different += [
+            f"{one} is not {other}" for one, other in zip(found, wanted, strict=True) if not torch.equal(one, other)
+        ]
+    ranks.check()
+    for dispatcher in dispatchers:
+        dispatcher.close()
+    return different
+
+
+def two_under_way(session: Session, mechanism: Any) -> list[bool]:
+    """Return whether two half-batches in turns give what they give one after the other."""
+    draw = random.Random(7)
+    experts, top_k = 2 * session.world_size, 2
+    cases = [routing(draw, session.rank, experts, top_k, torch.float32, MOST // 2) for _ in range(2)]
+    dispatcher = opened(session, experts, top_k, ExpertOptions(mechanism=mechanism, communicator=PATIENT))
+    alone = [run(dispatcher, case) for case in cases]
+    xs = [case.x.clone().requires_grad_() for case in cases]
+    weights = [case.weights.clone().requires_grad_() for case in cases]
+    handles = [
+        dispatcher.start_dispatch(x, case.ids, weight) for x, case, weight in zip(xs, cases, weights, strict=True)
+    ]
+    rows = [dispatcher.finish_dispatch(handle)[0] for handle in handles]
+    for one, handle in zip(rows, handles, strict=True):
+        dispatcher.start_combine(torch.tanh(one) * 1.5, handle)
+    sums = [dispatcher.finish_combine(handle) for handle in handles]
+    torch.autograd.backward(sums, [case.grads for case in cases])
+    dispatcher.close()
+    return [
+        torch.equal(sums[index], alone[index][2])
+        and torch.equal(xs[index].grad, alone[index][3])  # type: ignore[arg-type]
+        and torch.equal(weights[index].grad, alone[index][4])  # type: ignore[arg-type]
+        for index in range(2)
+    ]
+
+
+def overflown(session: Session, mechanism: Any, overflow: Any) -> tuple[list[str], int, list[bool]]:
+    """All choices of rank 0 are for one expert, with room for one row.
+
+    Return the errors of the next call, of the one after it, and of `close`, how many choices were dropped, and of each
+    token of this rank whether its sum is there.
+    """
+    n = session.world_size
+    options = ExpertOptions(mechanism=mechanism, overflow=overflow, capacity_factor=n / MOST, communicator=PATIENT)
+    dispatcher = opened(session, n, 1, options)
+    x = torch.ones(MOST, HIDDEN)
+    ids = torch.zeros(MOST, 1, dtype=torch.int32) if session.rank == 0 else torch.full((MOST, 1), -1)
+    rows, _, handle = dispatcher.dispatch(x, ids, torch.ones(MOST, 1))
+    y = dispatcher.combine(rows, handle)
+    said = []
+    for call in (*[lambda: dispatcher.dispatch(x, ids, torch.ones(MOST, 1))] * 2, dispatcher.close):
+        dropped = dispatcher.dropped()
+        try:
+            call()
+            said.append("nothing")
+        except CounterpointError as error:
+            said.append(str(error))
+    return said, dropped, (y == 1).all(1).tolist()
+
+
+def killed(session: Session, mechanism: Any) -> str:
+    """Rank 1 dies after a first call; return what rank 0 is told."""
+    dispatcher = opened(session, 4, 2, ExpertOptions(mechanism=mechanism, communicator=PATIENT))
+    case = routing(random.Random(1), session.rank, 4, 2, torch.float32, MOST)
+    run(dispatcher, case)
+    if session.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        run(dispatcher, case)
+        return "nothing"
+    except CounterpointError as error:
+        return str(error)
+
 
 MECHANISMS = pytest.mark.parametrize("mechanism", ["slabs"])
 
@@ -15,35 +238,35 @@ MECHANISMS = pytest.mark.parametrize("mechanism", ["slabs"])
 @MECHANISMS
 def test_random_routings_of_three_ranks(three_ranks: Ranks, mechanism: str) -> None:
     """Ranks and experts without tokens, one expert for all, any room in the first round, float8, bfloat16."""
-    assert three_ranks.run(programs.compared, 1, 60, mechanism) == [[]] * 3
+    assert three_ranks.run(compared, 1, 60, mechanism) == [[]] * 3
 
 
 @MECHANISMS
 def test_random_routings_of_two_ranks(two_ranks: Ranks, mechanism: str) -> None:
     """The same between two."""
-    assert two_ranks.run(programs.compared, 2, 40, mechanism) == [[]] * 2
+    assert two_ranks.run(compared, 2, 40, mechanism) == [[]] * 2
 
 
 def test_slabs_in_a_capture(three_ranks: Ranks) -> None:
     """With its memory, which is used again, and both rounds always."""
-    assert three_ranks.run(programs.compared, 3, 40, "slabs", True) == [[]] * 3
+    assert three_ranks.run(compared, 3, 40, "slabs", True) == [[]] * 3
 
 
 def test_streams(two_ranks: Ranks) -> None:
     """On software GPUs, whose copies linger."""
-    assert two_ranks.run(programs.on_software_gpus, 4, 30) == [[]] * 2
+    assert two_ranks.run(on_software_gpus, 4, 30) == [[]] * 2
 
 
 @MECHANISMS
 def test_two_half_batches_under_way(two_ranks: Ranks, mechanism: str) -> None:
     """Second halves come in the order of the first ones."""
-    assert two_ranks.run(programs.two_under_way, mechanism) == [[True] * 2] * 2
+    assert two_ranks.run(two_under_way, mechanism) == [[True] * 2] * 2
 
 
 @MECHANISMS
 def test_no_room_raises_at_the_next_call_and_at_the_end(two_ranks: Ranks, mechanism: str) -> None:
     """On all ranks, also those whose own choices had room; it says what to give."""
-    first, second = two_ranks.run(programs.overflown, mechanism, "raise")
+    first, second = two_ranks.run(overflown, mechanism, "raise")
     for found in (first, second):
         following, after_it, end = found[0]
         assert all("no room for 11 rows" in said for said in (following, end))
@@ -55,7 +278,7 @@ def test_no_room_raises_at_the_next_call_and_at_the_end(two_ranks: Ranks, mechan
 @MECHANISMS
 def test_choices_without_room_are_dropped_and_counted(two_ranks: Ranks, mechanism: str) -> None:
     """The first one has room; three calls are counted."""
-    first, second = two_ranks.run(programs.overflown, mechanism, "drop")
+    first, second = two_ranks.run(overflown, mechanism, "drop")
     assert first == (["nothing"] * 3, 33, [True] + [False] * 11)
     assert second == (["nothing"] * 3, 0, [False] * 12)
 
@@ -63,7 +286,7 @@ def test_choices_without_room_are_dropped_and_counted(two_ranks: Ranks, mechanis
 @MECHANISMS
 def test_a_second_round_loses_nothing(two_ranks: Ranks, mechanism: str) -> None:
     """It takes what had no room in the first."""
-    first, second = two_ranks.run(programs.overflown, mechanism, "second_round")
+    first, second = two_ranks.run(overflown, mechanism, "second_round")
     assert first == (["nothing"] * 3, 0, [True] * 12)
     assert second == (["nothing"] * 3, 0, [False] * 12)
 
@@ -71,6 +294,6 @@ def test_a_second_round_loses_nothing(two_ranks: Ranks, mechanism: str) -> None:
 @MECHANISMS
 def test_a_killed_rank_is_named(mechanism: str) -> None:
     """Its peer gets an error instead of waiting for ever."""
-    said, killed = run_once(2, programs.killed, mechanism)
-    assert killed == -signal.SIGKILL
+    said, killed_seen = run_once(2, killed, mechanism)
+    assert killed_seen == -signal.SIGKILL
     assert "rank 1" in said

@@ -2,42 +2,212 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import statistics
+import time
 from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
 
 import msgspec
 import pytest
+import torch
+import torch.distributed as dist
 
-from counterpoint.measurement.collective import collectives
-from counterpoint.records.measurement import Block, Outcome, Scenario
-from tests.dist import pair_programs as programs
+from counterpoint.errors import CounterpointError
+from counterpoint.measurement.collective import Comm, WrongResult, allocate, collectives, elements_of
+from counterpoint.measurement.dependent import find_dependent
+from counterpoint.measurement.mechanisms import Mechanism
+from counterpoint.measurement.scenarios import Calibration, measure_block, measure_scenario
+from counterpoint.measurement.session import Session
+from counterpoint.measurement.tensor import Operands
+from counterpoint.parallel.tensor.overlapped import Weight
+from counterpoint.records.measurement import Block, Outcome, Plan, Scenario
 from tests.support.ranks import Ranks
+
+T = TypeVar("T")
+
+
+def opened(session: Session, collective: str, size_bytes: int) -> Comm:
+    numel = elements_of(size_bytes, session.dtype.itemsize, session.world_size)
+    buffers = allocate(
+        collective,
+        numel=numel,
+        rank=session.rank,
+        world_size=session.world_size,
+        dtype=session.dtype,
+        seed=3,
+        empty=partial(torch.empty, dtype=session.dtype, device=session.device),
+    )
+    return Comm(buffers=buffers, group=session.world)
+
+
+def check_is_quiet(session: Session, collective: str, size_bytes: int) -> str:
+    """The check of a correct collective; its text if it complains."""
+    try:
+        opened(session, collective, size_bytes).check()
+    except WrongResult as error:
+        return str(error)
+    return ""
+
+
+def check_a_wrong_one(session: Session, collective: str) -> str:
+    """The check of a collective whose last element comes out one unit in the last place too large, on rank 1 only."""
+    right = Comm.launch
+
+    def wrong(comm: Comm) -> None:
+        right(comm)
+        if session.rank == 1:
+            comm.buffers.recv[-1] *= 1.5
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Comm, "launch", wrong)
+        return check_is_quiet(session, collective, 4096)
+
+
+def check_a_missing_write(session: Session) -> str:
+    """The check of an all_gather that does nothing after a first good one."""
+    comm = opened(session, "all_gather", 4096)
+    comm.check()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Comm, "launch", lambda comm: None)
+            comm.check()
+    except WrongResult as error:
+        return str(error)
+    return ""
+
+
+def slow_pair(session: Session, what: str, compute_s: float, comm_s: float) -> dict[str, float]:
+    """One trial of a pair that only sleeps."""
+    lanes = session.lanes(lambda: time.sleep(compute_s), lambda: time.sleep(comm_s))
+    trial = session.stage.run(lanes, what)  # type: ignore[arg-type]
+    return {name: value for name, value in dataclasses.asdict(trial).items() if not math.isnan(value)}
+
+
+def agree(session: Session, values: tuple[str, ...]) -> str:
+    """What `agree` says if rank r holds values[r]."""
+    try:
+        session.check_agreement("the flavour", values[session.rank])
+    except CounterpointError as error:
+        return str(error)
+    return ""
+
+
+def fail_on(session: Session, rank: int) -> str:
+    """What `together` raises on each rank if one of them fails."""
+
+    def action() -> int:
+        if session.rank == rank:
+            raise ValueError("no room")
+        return 1
+
+    try:
+        return str(session.raise_together(action))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def scenario(session: Session, asked: Scenario, rounds: int) -> Outcome | str:
+    """One measured scenario, or the text of what it raised."""
+    plan = Plan(
+        suite="test",
+        device="cpu",
+        world_size=session.world_size,
+        scenarios=(asked,),
+        rounds=rounds,
+        results="",
+        errors="",
+    )
+    try:
+        return measure_scenario(session, asked, plan, Calibration())
+    except CounterpointError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def block(session: Session, asked: Block) -> Outcome | str:
+    """Measured building blocks, or the text of what they raised."""
+    plan = Plan(suite="t", device="cpu", world_size=2, scenarios=(), rounds=5, results="", errors="")
+    try:
+        return measure_block(session, asked, plan)
+    except CounterpointError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def wrong_matmul(session: Session, asked: Block) -> Outcome | str:
+    """Measured matmuls whose every element is off, on rank 1 only."""
+    right = Weight.multiply
+
+    def wrong(weight: Weight, rows: torch.Tensor, out: torch.Tensor, row_scale: torch.Tensor | None = None) -> None:
+        right(weight, rows, out, row_scale)
+        if session.rank == 1:
+            out.mul_(1.001)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Weight, "multiply", wrong)
+        return block(session, asked)
+
+
+def fused_by_torch(session: Session, what: str) -> tuple[int, ...]:
+    """The shape that torch's fused operation gives, of tensors without data."""
+    call = find_dependent(what)
+    rows, weight = torch.empty(call.m, call.k, device="meta"), torch.empty(call.n, call.k, device="meta").t()
+    operands = Operands(call=call, rows=rows, shard=rows[: call.m // session.world_size], weight=weight)
+    return tuple(operands.by_symm_mem(session.world.group_name)().shape)
+
+
+def _old_on_rank_1(session: Session, action: Callable[[], T]) -> T:
+    """Runs `action` where no mechanism is available on rank 1."""
+    real = Mechanism.why_unavailable
+    if session.rank == 1:
+        Mechanism.why_unavailable = lambda self, collective: "rank 1 is too old"  # type: ignore[method-assign]
+    try:
+        return action()
+    finally:
+        Mechanism.why_unavailable = real  # type: ignore[method-assign]
+
+
+def scenario_that_rank_1_does_not_offer(session: Session, asked: Scenario) -> Outcome | str:
+    return _old_on_rank_1(session, lambda: scenario(session, asked, 5))
+
+
+def block_not_offered(session: Session, asked: Block) -> Outcome | str:
+    return _old_on_rank_1(session, lambda: block(session, asked))
+
+
+def ranks_seen(session: Session) -> int:
+    """Sum of ones over the group: how many ranks really take part."""
+    ones = torch.ones(1)
+    dist.all_reduce(ones)
+    return int(ones)
+
 
 SUMS = ("all_reduce", "reduce_scatter")
 
 
 def test_the_pool_is_a_group(two_ranks: Ranks) -> None:
     """Both processes take part."""
-    assert two_ranks.run(programs.ranks_seen) == [2, 2]
+    assert two_ranks.run(ranks_seen) == [2, 2]
 
 
 @pytest.mark.parametrize("collective", collectives())
 @pytest.mark.parametrize("size_bytes", [1 << 10, 3 << 20])
 def test_a_correct_collective_passes_its_check(three_ranks: Ranks, collective: str, size_bytes: int) -> None:
     """The data that `check` expects is what gloo delivers, in one chunk and in several."""
-    assert three_ranks.run(programs.check_is_quiet, collective, size_bytes) == [""] * 3
+    assert three_ranks.run(check_is_quiet, collective, size_bytes) == [""] * 3
 
 
 @pytest.mark.parametrize("collective", [*(name for name in collectives() if name not in SUMS), *SUMS])
 def test_one_wrong_element_is_seen(two_ranks: Ranks, collective: str) -> None:
     """The rank whose last element is off says so; the other does not."""
-    said = two_ranks.run(programs.check_a_wrong_one, collective)
+    said = two_ranks.run(check_a_wrong_one, collective)
     assert (said[0], "wrong" in said[1]) == ("", True)
 
 
 def test_a_collective_that_does_nothing_is_seen(two_ranks: Ranks) -> None:
     """What a former run left in the buffer does not pass for a result."""
-    assert all("wrong data" in text for text in two_ranks.run(programs.check_a_missing_write))
+    assert all("wrong data" in text for text in two_ranks.run(check_a_missing_write))
 
 
 @pytest.mark.parametrize(
@@ -48,34 +218,33 @@ def test_the_second_side_starts_later_and_beside_the_first(
     two_ranks: Ranks, what: str, first: str, second: str
 ) -> None:
     """The head start is real, and the second side starts before the end of the first, in most trials."""
-    trials = [trial for _ in range(7) for trial in two_ranks.run(programs.slow_pair, what, 0.05, 0.05)]
+    trials = [trial for _ in range(7) for trial in two_ranks.run(slow_pair, what, 0.05, 0.05)]
     head = statistics.median(trial[f"{second}_start"] - trial[f"{first}_start"] for trial in trials)
     assert 1500 < head < 30_000 < min(trial[f"{first}_end"] for trial in trials)
 
 
 def test_serial_is_one_after_the_other(two_ranks: Ranks) -> None:
     """The collective starts when the computation has ended."""
-    for trial in two_ranks.run(programs.slow_pair, "serial", 0.03, 0.01):
+    for trial in two_ranks.run(slow_pair, "serial", 0.03, 0.01):
         assert trial["comm_start"] >= trial["compute_end"]
 
 
 def test_alone_runs_one_side(two_ranks: Ranks) -> None:
     """Nothing of the other side is in the trial."""
     assert all(
-        set(trial) == {"comm_start", "comm_end", "late"}
-        for trial in two_ranks.run(programs.slow_pair, "comm_alone", 0.01, 0.01)
+        set(trial) == {"comm_start", "comm_end", "late"} for trial in two_ranks.run(slow_pair, "comm_alone", 0.01, 0.01)
     )
 
 
 def test_ranks_that_differ_are_told_apart(two_ranks: Ranks) -> None:
     """Every rank raises, and the text names both values."""
-    said = two_ranks.run(programs.agree, ("sweet", "sour"))
+    said = two_ranks.run(agree, ("sweet", "sour"))
     assert [("sweet" in text, "sour" in text) for text in said] == [(True, True)] * 2
 
 
 def test_one_rank_that_fails_stops_all(two_ranks: Ranks) -> None:
     """The failing rank raises its own error, the other says that another could not go on."""
-    assert two_ranks.run(programs.fail_on, 1) == [
+    assert two_ranks.run(fail_on, 1) == [
         "PeerFailed: rank 1: no room",
         "ValueError: no room",
     ]
@@ -94,7 +263,7 @@ SMALL = Scenario(
 def test_programs_are_a_mechanism(two_ranks: Ranks, collective: str) -> None:
     """Measured beside gloo in the same rounds, every element of its result checked before."""
     both = msgspec.structs.replace(SMALL, collective=collective, mechanisms=("gloo", "zero_sm"), orders=("together",))
-    found = two_ranks.run(programs.scenario, both, 5)[0]
+    found = two_ranks.run(scenario, both, 5)[0]
     assert isinstance(found, Outcome), found
     assert [row.mechanism for row in found.rows] == ["gloo", "zero_sm"]
 
@@ -102,7 +271,7 @@ def test_programs_are_a_mechanism(two_ranks: Ranks, collective: str) -> None:
 def test_a_collective_that_programs_do_not_offer_says_so(two_ranks: Ranks) -> None:
     """The ring of send_recv is none of theirs yet."""
     asked = msgspec.structs.replace(SMALL, collective="send_recv", mechanisms=("zero_sm",))
-    found = two_ranks.run(programs.scenario, asked, 5)[0]
+    found = two_ranks.run(scenario, asked, 5)[0]
     assert isinstance(found, Outcome), found
     assert (found.rows, "not send_recv" in found.unavailable["zero_sm"]) == ((), True)
 
@@ -110,7 +279,7 @@ def test_a_collective_that_programs_do_not_offer_says_so(two_ranks: Ranks) -> No
 @pytest.fixture(scope="module")
 def outcome(two_ranks: Ranks) -> Outcome:
     """A small scenario, measured by both ranks: they return the same."""
-    first, second = two_ranks.run(programs.scenario, SMALL, 8)
+    first, second = two_ranks.run(scenario, SMALL, 8)
     assert isinstance(first, Outcome), first
     assert first == second
     return first
@@ -157,15 +326,15 @@ def test_what_cannot_be_measured_is_refused_on_every_rank(
     two_ranks: Ranks, change: dict[str, object], kind: str, said: str
 ) -> None:
     """One clear line each, and the pool still works afterwards: nobody hangs."""
-    texts = two_ranks.run(programs.scenario, msgspec.structs.replace(SMALL, **change), 3)
+    texts = two_ranks.run(scenario, msgspec.structs.replace(SMALL, **change), 3)
     assert [str(text).startswith(kind) and said in text for text in texts] == [True, True]
-    assert two_ranks.run(programs.ranks_seen) == [2, 2]
+    assert two_ranks.run(ranks_seen) == [2, 2]
 
 
-@pytest.mark.parametrize("program", [programs.scenario_that_rank_1_does_not_offer, programs.block_not_offered])
+@pytest.mark.parametrize("program", [scenario_that_rank_1_does_not_offer, block_not_offered])
 def test_what_one_rank_does_not_offer_is_left_out_on_all(two_ranks: Ranks, program: Callable[..., Outcome]) -> None:
     """No rows but the reason, on both ranks, and nobody waits in a collective for the other."""
-    asked = SMALL if program is programs.scenario_that_rank_1_does_not_offer else BLOCK
+    asked = SMALL if program is scenario_that_rank_1_does_not_offer else BLOCK
     found = two_ranks.run(program, asked)
     assert [(one.rows, one.blocks, one.unavailable) for one in found] == [((), (), {"gloo": "rank 1 is too old"})] * 2
 
@@ -175,7 +344,7 @@ BLOCK = Block(name="b", what="all_reduce", mechanisms=("gloo",), sizes_bytes=(1 
 
 def test_a_collective_alone_by_size(two_ranks: Ranks) -> None:
     """A row per size, with the bandwidth that nccl-tests would say."""
-    rows = two_ranks.run(programs.block, BLOCK)[0].blocks
+    rows = two_ranks.run(block, BLOCK)[0].blocks
     assert [row.size_bytes for row in rows] == [1 << 12, 1 << 14]
     assert [row.gb_per_s for row in rows] == pytest.approx([row.size_bytes / row.time.us / 1e3 for row in rows])
 
@@ -183,7 +352,7 @@ def test_a_collective_alone_by_size(two_ranks: Ranks) -> None:
 def test_a_setting_that_cannot_work_here_is_named(two_ranks: Ranks) -> None:
     """The others are measured."""
     asked = Block(name="b", what="gemm 64x64x64", mechanisms=("stock", "gemm_sms=8"))
-    found = two_ranks.run(programs.block, asked)[0]
+    found = two_ranks.run(block, asked)[0]
     assert ([row.mechanism for row in found.blocks], list(found.unavailable)) == (["stock"], ["gemm_sms=8"])
 
 
@@ -198,7 +367,7 @@ def matmul(what: str, *mechanisms: str) -> Block:
 @pytest.mark.parametrize("what", MATMULS)
 def test_a_matmul_and_its_collective_by_every_mechanism(two_ranks: Ranks, what: str) -> None:
     """Each runs as it was asked to; torch's fused operation is named as missing."""
-    found = two_ranks.run(programs.block, matmul(what, "symm_mem", *WAYS))[0]
+    found = two_ranks.run(block, matmul(what, "symm_mem", *WAYS))[0]
     assert isinstance(found, Outcome), found
     rows = {row.mechanism: row for row in found.blocks}
     assert list(rows) == ["matmul alone", "gloo alone", *WAYS]
@@ -209,7 +378,7 @@ def test_a_matmul_and_its_collective_by_every_mechanism(two_ranks: Ranks, what: 
 
 def test_a_matmul_is_compared_with_the_longer_of_its_parts(two_ranks: Ranks) -> None:
     """The parts alone are compared with nothing."""
-    alone, comm, row = two_ranks.run(programs.block, matmul("all_gather_matmul 256x64x64", "torch"))[0].blocks
+    alone, comm, row = two_ranks.run(block, matmul("all_gather_matmul 256x64x64", "torch"))[0].blocks
     assert (alone.over_longer, comm.over_longer) == (None, None)
     assert row.over_longer == pytest.approx(row.time.us / max(alone.time.us, comm.time.us) - 1)
     assert comm.gb_per_s == pytest.approx(256 * 64 * 4 / 2 / comm.time.us / 1e3)
@@ -217,17 +386,17 @@ def test_a_matmul_is_compared_with_the_longer_of_its_parts(two_ranks: Ranks) -> 
 
 def test_a_matmul_that_went_another_way_is_marked(two_ranks: Ranks) -> None:
     """Rows of 12 bytes are left to torch; a small matmul is not worth a cut. What chooses by itself may do both."""
-    odd = two_ranks.run(programs.block, matmul("all_gather_matmul 64x8x3", "serial", "cuts", "auto"))[0].blocks[2:]
+    odd = two_ranks.run(block, matmul("all_gather_matmul 64x8x3", "serial", "cuts", "auto"))[0].blocks[2:]
     said = "ran as torch: rows of 12 bytes, which is no multiple of 16"
     assert [(row.path, row.marked) for row in odd] == [("torch", said), ("torch", said), ("torch", None)]
-    (small,) = two_ranks.run(programs.block, matmul("matmul_reduce_scatter 64x32x16", "cuts"))[0].blocks[2:]
+    (small,) = two_ranks.run(block, matmul("matmul_reduce_scatter 64x32x16", "cuts"))[0].blocks[2:]
     assert (small.path, str(small.marked).startswith("ran as serial")) == ("serial", True)
 
 
 @pytest.mark.parametrize("what", MATMULS)
 def test_a_wrong_matmul_is_marked_on_all_ranks(two_ranks: Ranks, what: str) -> None:
     """By the rank that has it; an error of a thousandth is enough."""
-    found = two_ranks.run(programs.wrong_matmul, matmul(what, "torch", "cuts"))
+    found = two_ranks.run(wrong_matmul, matmul(what, "torch", "cuts"))
     marks = [str(row.marked) for outcome in found for row in outcome.blocks[2:]]
     assert ["wrong on rank" in text and "is allowed" in text for text in marks] == [True] * 4, marks
 
@@ -237,7 +406,7 @@ def test_a_wrong_matmul_is_marked_on_all_ranks(two_ranks: Ranks, what: str) -> N
 )
 def test_torchs_fused_operations_take_what_they_are_given(two_ranks: Ranks, what: str, shape: tuple[int, ...]) -> None:
     """By their own description, without a GPU."""
-    assert two_ranks.run(programs.fused_by_torch, what) == [shape] * 2
+    assert two_ranks.run(fused_by_torch, what) == [shape] * 2
 
 
 @pytest.mark.parametrize(
@@ -250,19 +419,19 @@ def test_torchs_fused_operations_take_what_they_are_given(two_ranks: Ranks, what
 )
 def test_matmuls_that_cannot_be_measured_are_refused(two_ranks: Ranks, what: str, said: str) -> None:
     """In one line, on every rank."""
-    assert all(said in text for text in two_ranks.run(programs.block, matmul(what, "torch")))
+    assert all(said in text for text in two_ranks.run(block, matmul(what, "torch")))
 
 
 def test_a_block_beyond_memory_is_refused(two_ranks: Ranks) -> None:
     """As a pair is: in one line, on every rank."""
     asked = Block(name="b", what="all_gather", mechanisms=("gloo",), sizes_bytes=(1 << 50,))
-    assert all("are free; choose a smaller size" in text for text in two_ranks.run(programs.block, asked))
+    assert all("are free; choose a smaller size" in text for text in two_ranks.run(block, asked))
 
 
 @pytest.mark.parametrize("what", ["launch kernel", "launch collective", "lasting gemm 64x64x64"])
 def test_costs_of_a_machine_are_measured(two_ranks: Ranks, what: str) -> None:
     """One row with a time, the same on both ranks; of a GEMM with its rate."""
-    found = two_ranks.run(programs.block, Block(name=what, what=what, mechanisms=("stock",)))
+    found = two_ranks.run(block, Block(name=what, what=what, mechanisms=("stock",)))
     assert found[0] == found[1]
     (row,) = found[0].blocks
     assert row.time.p10_us <= row.time.us <= row.time.p90_us
@@ -271,5 +440,5 @@ def test_costs_of_a_machine_are_measured(two_ranks: Ranks, what: str) -> None:
 
 def test_the_sum_kernel_is_not_measured_on_cpus(two_ranks: Ranks) -> None:
     """It says so instead of timing something else."""
-    found = two_ranks.run(programs.block, Block(name="sum", what="sum 4096", mechanisms=("stock",)))[0]
+    found = two_ranks.run(block, Block(name="sum", what="sum 4096", mechanisms=("stock",)))[0]
     assert (found.blocks, found.unavailable) == ((), {"stock": "the sum kernel runs on GPUs"})

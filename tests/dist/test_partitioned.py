@@ -2,19 +2,342 @@
 
 from __future__ import annotations
 
+import ctypes
+import random
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import pytest
+import torch
 
-from tests.dist import partitioned_programs as programs
-from tests.support.ranks import Ranks
+from counterpoint.collectives.communicator import Communicator
+from counterpoint.collectives.options import CommunicatorOptions
+from counterpoint.collectives.work import PartitionedWork
+from counterpoint.errors import CounterpointError
+from counterpoint.measurement.session import Session
+from tests.dist.communicator_cuda_programs import delays, view
+from tests.support.ranks import PATIENT, TIMEOUT_S, Ranks
+from tests.support.software_gpu import SoftwareGpu
+
+__all__ = [
+    "behind_another",
+    "captured",
+    "counted",
+    "gathered",
+    "in_stream_order",
+    "left_unfinished",
+    "mixed_up",
+    "scattered",
+    "unsupplied",
+]
 
 
-@pytest.mark.parametrize("program", [programs.gathered, programs.scattered], ids=["all_gather", "all_to_all"])
+def rows_of(partition: Any, chunk_rows: int, rows: int) -> slice:
+    """Rows of a partition within a rank's flat block."""
+    low = partition.chunk * chunk_rows
+    return slice(low, min(low + chunk_rows, rows))
+
+
+def shape_of(draw: random.Random) -> tuple[int, int, int, int]:
+    batch, rows, columns = draw.choice([1, 1, 2, 3]), draw.randint(1, 9), 8 * draw.randint(1, 4)
+    return batch, rows, columns, draw.randint(1, batch * rows + 2)
+
+
+def gathered(session: Session, seed: int, calls: int) -> None:
+    """Rows that have arrived are right at that moment, in the order said; own rows are not touched."""
+    draw, late = random.Random(seed), random.Random(seed + session.rank + 1)
+    with Communicator(options=CommunicatorOptions(channels=2)) as communicator:
+        n, me = communicator.world_size, communicator.rank
+        for number in range(calls):
+            batch, rows, columns, chunk_rows = shape_of(draw)
+            inputs = [
+                torch.randn(batch, rows, columns, generator=torch.Generator().manual_seed(number * n + r))
+                for r in range(n)
+            ]
+            output = communicator.empty(batch, n * rows, columns, early_release=draw.random() < 0.7)
+            blocks = output.view(batch, n, rows, columns)
+            blocks[:, me] = -1.0
+            time.sleep(late.choice([0, 0, 0.003]))
+            work = communicator.partitioned_all_gather(
+                output, inputs[me], dim=1, chunk_rows=chunk_rows, channel=draw.randrange(2)
+            )
+            chunks = -(-batch * rows // chunk_rows)
+            order = [((me - distance) % n, chunk) for distance in range(1, n) for chunk in range(chunks)]
+            assert [(one.peer, one.chunk) for one in work.received] == order
+            found = output
+            for count in range(late.choice([1, len(order) + 1]), len(order) + 1, late.choice([1, 2])):
+                work.arrived(count)
+                for partition in work.received[:count]:
+                    part = rows_of(partition, chunk_rows, batch * rows)
+                    found = blocks[:, partition.peer].reshape(-1, columns)[part]
+                    assert torch.equal(found, inputs[partition.peer].view(-1, columns)[part])
+            work.finish()
+            for peer in range(n):
+                assert torch.equal(blocks[:, peer], inputs[peer] if peer != me else torch.full_like(inputs[0], -1.0))
+            del found, blocks, output  # views of it, which not every rank has, would keep it alive
+
+
+def scattered(session: Session, seed: int, calls: int) -> None:
+    """What was supplied late arrives; every block is the one that its rank wrote."""
+    draw, late = random.Random(seed), random.Random(seed + session.rank + 1)
+    with Communicator() as communicator:
+        n, me = communicator.world_size, communicator.rank
+        for number in range(calls):
+            batch, rows, columns, chunk_rows = shape_of(draw)
+            wholes = [
+                torch.randn(batch, n, rows, columns, generator=torch.Generator().manual_seed(number * n + r))
+                for r in range(n)
+            ]
+            output = communicator.empty(n, batch, rows, columns, early_release=draw.random() < 0.7)
+            input = torch.full((batch, n * rows, columns), float("nan"))
+            work = communicator.partitioned_all_to_all(output, input, dim=1, chunk_rows=chunk_rows)
+            blocks = input.view(batch, n, rows, columns)
+            step = late.choice([1, 2])
+            for count in range(step, len(work.sent) + step, step):
+                for partition in work.sent[max(0, count - step) : count]:
+                    part = rows_of(partition, chunk_rows, batch * rows)
+                    flat = blocks[:, partition.peer].reshape(-1, columns).clone()
+                    flat[part] = wholes[me][:, partition.peer].reshape(-1, columns)[part]
+                    blocks[:, partition.peer] = flat.view(batch, rows, columns)
+                time.sleep(late.choice([0, 0, 0.002]))
+                work.ready(min(count, len(work.sent)))
+            for count in range(1, len(work.received) + 1):
+                work.arrived(count)
+                partition = work.received[count - 1]
+                part = rows_of(partition, chunk_rows, batch * rows)
+                found = output[partition.peer].view(-1, columns)[part]
+                assert torch.equal(found, wholes[partition.peer][:, me].reshape(-1, columns)[part])
+            work.finish()
+            del found, output
+
+
+def mixed_up(session: Session) -> list[str]:
+    """Return the errors of calls that do not fit."""
+    found = []
+    with Communicator() as communicator:
+        n = communicator.world_size
+        input, output = torch.zeros(4, 8), communicator.empty(4 * n, 8)
+        made: list[Callable[[], object]] = [
+            lambda: communicator.partitioned_all_gather(torch.zeros(4 * n, 8), input, chunk_rows=4),
+            lambda: communicator.partitioned_all_gather(output, input, chunk_rows=0),
+            lambda: communicator.partitioned_all_gather(output, input, dim=2, chunk_rows=4),
+            lambda: communicator.partitioned_all_gather(communicator.empty(4 * n, 1), torch.zeros(4, 1), chunk_rows=1),
+            lambda: communicator.partitioned_all_to_all(
+                communicator.empty(n, 4, 8), torch.zeros(8, 4 * n).t(), chunk_rows=4
+            ),
+            lambda: communicator.partitioned_all_gather(
+                communicator.empty(400 * n, 8), torch.zeros(400, 8), chunk_rows=1
+            ),
+        ]
+        for make in made:
+            try:
+                make()
+            except CounterpointError as error:
+                found.append(str(error))
+    return found
+
+
+def left_unfinished(session: Session) -> str:
+    """Return the error of the second call where rank 1 drops the first without supplying its input."""
+    communicator = Communicator(options=CommunicatorOptions(timeout_s=2.0))
+    n = communicator.world_size
+    work: PartitionedWork = communicator.partitioned_all_to_all(
+        communicator.empty(n, 2, 8), torch.zeros(2 * n, 8), chunk_rows=2
+    )
+    try:
+        if session.rank == 1:
+            session.gather(0)
+            return ""
+        work.ready(len(work.sent))
+        work.finish()
+    except CounterpointError as error:
+        session.gather(0)
+        return str(error)
+    finally:
+        communicator.close()
+    return "no error"
+
+
+def unsupplied(session: Session) -> list[str]:
+    """What a wait for arrivals says where rank 1 supplies nothing, and what the communicator then says."""
+    said = []
+    with Communicator(options=CommunicatorOptions(timeout_s=2.0)) as communicator:
+        n = communicator.world_size
+        work = communicator.partitioned_all_to_all(communicator.empty(n, 2, 8), torch.zeros(2 * n, 8), chunk_rows=2)
+        if session.rank == 0:
+            work.ready(len(work.sent))
+            for call in (partial(work.arrived, len(work.received)), communicator.check):
+                try:
+                    call()
+                except CounterpointError as error:
+                    said.append(str(error))
+        session.gather(0)
+    return said
+
+
+class StreamedStep:
+    """A gather whose rows a kernel adds up as they come, and a scatter of what it computes, on software GPUs."""
+
+    def __init__(self, communicator: Communicator, gpu: SoftwareGpu, *, early: bool) -> None:
+        self.comm, self.gpu, self.early = communicator, gpu, early
+        self.n, self.me = communicator.world_size, communicator.rank
+        self.shard = torch.zeros(2, 4, 8)
+        self.wrong: list[str] = []
+
+    def run(self, number: Any) -> None:
+        """Launch everything; `number()` is read by the kernels, so that replays differ."""
+        n, me, gpu = self.n, self.me, self.gpu
+        shard = view(self.shard)
+        gpu.kernel(lambda: shard.fill_(number() + me))
+        rows = self.comm.empty(2, n * 4, 8, early_release=self.early)
+        parts = self.comm.empty(n, 2, 4, 8, early_release=self.early)
+        product = torch.zeros(2, n * 4, 8)
+        self.kept = product
+        gather = self.comm.partitioned_all_gather(rows, self.shard, dim=1, chunk_rows=3, channel=0)
+        scatter = self.comm.partitioned_all_to_all(parts, product, dim=1, chunk_rows=5, channel=1)
+        seen, made = view(rows).view(2, n, 4, 8), view(product).view(2, n, 4, 8)
+        ends = {one.peer: index + 1 for index, one in enumerate(gather.received)}
+        leaves = {one.peer: index + 1 for index, one in enumerate(scatter.sent)}
+        for peer in dict.fromkeys(one.peer for one in scatter.sent):
+            gather.arrived(ends[peer])
+
+            def multiply(peer: int = peer) -> None:
+                if not bool((seen[:, peer] == number() + peer).all()):
+                    self.wrong.append(f"rows of {peer}")
+                made[:, peer] = number() + 10 * peer + me
+
+            gpu.kernel(multiply)
+            scatter.ready(leaves[peer])
+        scatter.finish()
+        gather.finish()
+        found = view(parts)
+
+        def add() -> None:
+            for peer in range(n):
+                if peer != me and not bool((found[peer] == number() + 10 * me + peer).all()):
+                    self.wrong.append(f"parts of {peer}")
+
+        gpu.kernel(add)
+
+
+def in_stream_order(session: Session, early: bool, steps: int) -> list[str]:
+    """Return what kernels read that they should not; tensors die at once, on two streams in turn."""
+    gpu = SoftwareGpu(delays(3, session.rank))
+    streams = [gpu.new_stream() for _ in range(2)]
+    with Communicator(device=gpu, options=CommunicatorOptions(timeout_s=TIMEOUT_S, channels=2)) as communicator:
+        kept, step = [], StreamedStep(communicator, gpu, early=early)
+        for number in range(steps):
+            gpu.use(streams[number // 7 % 2])
+            step.run(lambda number=number: float(100 * number))
+            kept.append(step.kept)  # an allocator of a GPU keeps it in stream order
+            if number % 7 == 6:
+                gpu.synchronize()
+                kept.clear()
+        communicator.check()
+        return step.wrong
+
+
+def captured(session: Session) -> list[str]:
+    """Return what kernels of three replays of a graph read that they should not."""
+    gpu, numbers = SoftwareGpu(), [0.0]
+    with Communicator(device=gpu, options=CommunicatorOptions(timeout_s=TIMEOUT_S, channels=2)) as communicator:
+        stream = gpu.new_stream()
+        gpu.use(stream)
+        step = StreamedStep(communicator, gpu, early=False)
+        step.run(lambda: numbers[0])
+        gpu.synchronize()
+        gpu.driver.cuStreamBeginCapture(stream, 2)
+        step.run(lambda: numbers[0])
+        graph = gpu.driver.cuStreamEndCapture(stream)[1]
+        for number in range(3):
+            numbers[0] = 1000.0 * (1 + number)
+            gpu.driver.cuGraphLaunch(graph, stream)
+            gpu.synchronize()
+        communicator.check()
+        return step.wrong
+
+
+def counted(session: Session, steps: int) -> list[str]:
+    """Return what a kernel that polls words and counts what it has stored read that it should not."""
+    gpu, wrong = SoftwareGpu(delays(5, session.rank)), list[str]()
+    gpu.use(gpu.new_stream())
+    with Communicator(device=gpu, options=CommunicatorOptions(timeout_s=TIMEOUT_S, channels=2)) as communicator:
+        n, me = communicator.world_size, communicator.rank
+        counters = torch.zeros(2 * n, dtype=torch.int32)
+        kept = []
+        for number in range(steps):
+            rows = communicator.empty(n * 4, 8, early_release=True)
+            parts = communicator.empty(n, 4, 8, early_release=True)
+            shard, product = torch.full((4, 8), float(number + me)), torch.zeros(n * 4, 8)
+            gather = communicator.partitioned_all_gather(rows, shard, chunk_rows=2, channel=0)
+            scatter = communicator.partitioned_all_to_all(parts, product, chunk_rows=2, channel=1)
+            words = (ctypes.c_uint32 * (2 * n)).from_address(gather.arrival_words)  # type: ignore[attr-defined]
+            seen, made = view(rows).view(n, 2, 2, 8), view(product).view(n, 2, 2, 8)
+            kept.append((shard, product))
+
+            def kernel(number: int = number, words: Any = words, seen: Any = seen, made: Any = made) -> None:
+                for peer in ((me + turn) % n for turn in range(1, n)):
+                    for chunk in range(2):
+                        while words[chunk * n + peer] == 0:
+                            time.sleep(0)
+                        if not bool((seen[peer, chunk] == number + peer).all()):
+                            wrong.append(f"rows of {peer}")
+                        for tile in range(2):
+                            made[peer, chunk, tile] = number + 10 * peer + chunk
+                            counters[chunk * n + peer] += 1
+
+            gpu.kernel(kernel)
+            for one in scatter.sent:
+                address = counters.data_ptr() + 4 * (one.chunk * n + one.peer)
+                scatter.ready_when(address, 2)  # type: ignore[attr-defined]
+            scatter.finish()
+            gather.finish()
+            found = view(parts).view(n, 2, 2, 8)
+
+            def check(number: int = number, found: Any = found) -> None:
+                for peer in set(range(n)) - {me}:
+                    for chunk in range(2):
+                        if not bool((found[peer, chunk] == number + 10 * me + chunk).all()):
+                            wrong.append(f"parts of {peer}")
+
+            gpu.kernel(check)
+            del rows, parts
+        gpu.synchronize()
+        communicator.check()
+        return wrong
+
+
+def behind_another(session: Session, on_gpu: bool) -> tuple[str, bool]:
+    """Return the error of a call behind one that is not finished, and whether the same call is right afterwards."""
+    gpu = SoftwareGpu() if on_gpu else None
+    if gpu is not None:
+        gpu.use(gpu.new_stream())
+    with Communicator(device=gpu, options=PATIENT) as communicator:
+        n, me = communicator.world_size, communicator.rank
+        shard = torch.full((2, 8), float(me))
+        rows, others = (communicator.empty(2 * n, 8, early_release=True) for _ in range(2))
+        first = communicator.partitioned_all_gather(rows, shard, chunk_rows=2)
+        try:
+            communicator.all_gather(others, shard)
+            said = "nothing"
+        except CounterpointError as error:
+            said = str(error)
+        first.finish()
+        communicator.all_gather(others, shard)
+        if gpu is not None:
+            gpu.synchronize()
+        return said, torch.equal(others, torch.arange(n).repeat_interleave(2)[:, None].expand(2 * n, 8).float())
+
+
+@pytest.mark.parametrize("program", [gathered, scattered], ids=["all_gather", "all_to_all"])
 def test_random_calls_of_three_ranks(three_ranks: Ranks, program: object) -> None:
     """Forty calls of random shapes, batches, chunks and delays."""
     three_ranks.run(program, 1, 40)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("program", [programs.gathered, programs.scattered], ids=["all_gather", "all_to_all"])
+@pytest.mark.parametrize("program", [gathered, scattered], ids=["all_gather", "all_to_all"])
 def test_random_calls_of_two_ranks(two_ranks: Ranks, program: object) -> None:
     """Forty calls of random shapes, batches, chunks and delays."""
     two_ranks.run(program, 2, 40)  # type: ignore[arg-type]
@@ -22,7 +345,7 @@ def test_random_calls_of_two_ranks(two_ranks: Ranks, program: object) -> None:
 
 def test_calls_that_do_not_fit_raise(two_ranks: Ranks) -> None:
     """Each says what is allowed."""
-    found = two_ranks.run(programs.mixed_up)[0]
+    found = two_ranks.run(mixed_up)[0]
     said = ("has to be a tensor of empty()", "give one or more", "give one of them", "multiple of 16 bytes",
             "give a contiguous one", "are allowed")  # fmt: skip
     assert [words in text for words, text in zip(said, found, strict=True)] == [True] * 6
@@ -30,12 +353,12 @@ def test_calls_that_do_not_fit_raise(two_ranks: Ranks) -> None:
 
 def test_a_rank_that_never_supplies_is_named(two_ranks: Ranks) -> None:
     """Its peer gets an error that names it, instead of waiting for ever."""
-    assert "rank 1" in two_ranks.run(programs.left_unfinished)[0]
+    assert "rank 1" in two_ranks.run(left_unfinished)[0]
 
 
 def test_a_wait_that_fails_ends_the_communicator(two_ranks: Ranks) -> None:
     """Peers hear why, and not that it was closed, if its rank closes it then."""
-    first, second = two_ranks.run(programs.unsupplied)[0]
+    first, second = two_ranks.run(unsupplied)[0]
     assert "rank 1" in first
     assert second == first
 
@@ -43,21 +366,21 @@ def test_a_wait_that_fails_ends_the_communicator(two_ranks: Ranks) -> None:
 @pytest.mark.parametrize("early", [True, False], ids=["early", "handshake"])
 def test_streams_wait_for_arrivals(three_ranks: Ranks, early: bool) -> None:
     """On software GPUs with delays: kernels find the rows they waited for, and nobody overwrites what is read."""
-    assert three_ranks.run(programs.in_stream_order, early, 60) == [[]] * 3
+    assert three_ranks.run(in_stream_order, early, 60) == [[]] * 3
 
 
 def test_a_captured_call_is_replayed(two_ranks: Ranks) -> None:
     """Three replays of a graph in which both kinds are under way at once."""
-    assert two_ranks.run(programs.captured) == [[]] * 2
+    assert two_ranks.run(captured) == [[]] * 2
 
 
 def test_a_kernel_polls_arrivals_and_counts_what_may_leave(three_ranks: Ranks) -> None:
     """It reads the words of the call, and streams wait for its counters, while it runs."""
-    assert three_ranks.run(programs.counted, 30) == [[]] * 3
+    assert three_ranks.run(counted, 30) == [[]] * 3
 
 
 @pytest.mark.parametrize("on_gpu", [False, True], ids=["cpu", "gpu"])
 def test_a_call_behind_one_that_is_not_finished_is_refused(two_ranks: Ranks, on_gpu: bool) -> None:
     """The error says what to do, and the call is right after that."""
-    for said, is_right in two_ranks.run(programs.behind_another, on_gpu):
+    for said, is_right in two_ranks.run(behind_another, on_gpu):
         assert ("finish it first" in said, is_right) == (True, True), said

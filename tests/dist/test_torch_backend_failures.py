@@ -2,22 +2,180 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import signal
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+import counterpoint.torch_backend as backend
+from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.machine import profile as profiles
-from tests.dist import torch_backend_failures_programs as programs
-from tests.support.ranks import SOON_S, Ranks, run_once
+from counterpoint.measurement.session import Session
+from tests.dist.torch_backend_programs import EVERYTHING, newest
+from tests.support.ranks import SOON_S, TIMEOUT_S, Ranks, run_once
+
+LARGE = 300_000  # elements: calls that take long enough to be in the way of what ends them
+
+
+def new_group(timeout_s: float = TIMEOUT_S, *, is_open: bool = True) -> Any:
+    """A group that takes every call that it can; `is_open`: it has taken one."""
+    options = backend.BackendOptions(crossover_bytes=EVERYTHING, communicator=CommunicatorOptions(timeout_s=timeout_s))
+    group = dist.new_group(backend="counterpoint", pg_options=options)
+    if is_open:
+        dist.all_reduce(torch.ones(3), group=group)
+    return group
+
+
+def said(do: Callable[[], object]) -> tuple[str, float]:
+    """The error of a call, and how long it took; an empty text if there was none."""
+    begun = time.monotonic()
+    try:
+        do()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - begun
+    return "", time.monotonic() - begun
+
+
+def started(group: Any, count: int) -> list[Any]:
+    """Calls under way."""
+    return [dist.all_reduce(torch.ones(LARGE), group=group, async_op=True) for _ in range(count)]
+
+
+def one_is_killed(_: Session, how: str, after_s: float) -> tuple[str, float, str]:
+    """What the others are told when rank 1 is killed, from when on, and what ending the group then says."""
+    group = new_group(is_open=how != "before the first call")
+    if dist.get_rank() == 1:
+        if how == "before the first call":
+            os.kill(os.getpid(), signal.SIGKILL)
+        threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+    def calls() -> None:
+        while True:
+            if how == "in futures":
+                for future in [work.get_future() for work in started(group, 4)]:
+                    future.wait()
+            else:
+                dist.all_reduce(torch.ones(LARGE), group=group)
+
+    text, seconds = said(calls)
+    return text, seconds, said(lambda: dist.destroy_process_group(group))[0]
+
+
+CALLS: dict[str, Callable[[Any], object]] = {
+    "all_reduce": lambda group: dist.all_reduce(torch.ones(64), group=group),
+    "shorter all_reduce": lambda group: dist.all_reduce(torch.ones(32), group=group),
+    "int32 all_reduce": lambda group: dist.all_reduce(torch.ones(64, dtype=torch.int32), group=group),
+    "max all_reduce": lambda group: dist.all_reduce(torch.ones(64), dist.ReduceOp.MAX, group),
+    "broadcast": lambda group: dist.broadcast(torch.ones(64), 0, group),
+    "asynchronous all_gather": lambda group: gathered(64, 32, group, async_op=True).wait(),
+    "all_gather": lambda group: gathered(128, 64, group),
+    "all_gather into too much": lambda group: gathered(129, 64, group),
+    "barrier of torch": dist.barrier,
+}
+
+
+def gathered(output: int, mine: int, group: Any, *, async_op: bool = False) -> Any:
+    function = newest("all_gather_single", "all_gather_into_tensor")
+    return function(torch.ones(output), torch.ones(mine), group, async_op)
+
+
+def each_its_own(_: Session, names: tuple[str, str]) -> tuple[str, float, str]:
+    """What each of two ranks is told that makes its own call; and of a good call by both after that."""
+    group = new_group(timeout_s=TIMEOUT_S)
+    text, seconds = said(lambda: CALLS[names[dist.get_rank()]](group))
+    dist.barrier()
+    again = said(lambda: dist.all_reduce(torch.ones(3), group=group))[0]
+    dist.barrier()
+    dist.destroy_process_group(group)
+    return text, seconds, again
+
+
+def one_calls_torch(_: Session) -> str:
+    """What is said to rank 0 when rank 1 makes a call that torch takes; rank 1 waits for it no longer than that."""
+    group = new_group(timeout_s=2)
+    if dist.get_rank() == 1:
+        work = group.recv([torch.ones(8)], 0, 0)
+        return said(lambda: work.wait(timedelta(seconds=5)))[0]
+    return said(lambda: dist.all_reduce(torch.ones(64), group=group))[0]
+
+
+def under_load(_: Session, how: str, ranks: list[int], times: int) -> list[tuple[list[str], float]]:
+    """What is said to works when these ranks end the group with calls under way, and to calls after that."""
+    return [_ended_under_load(how, dist.get_rank() in ranks) for _time in range(times)]
+
+
+def _ended_under_load(how: str, by_me: bool) -> tuple[list[str], float]:
+    group = new_group(timeout_s=TIMEOUT_S)
+    dist.barrier()
+    works: list[Any] = []
+    starts = [said(lambda: works.extend(started(group, 1)))[0] for _ in range(10)]  # the other may have ended by now
+    told, begun = [], time.monotonic()
+    if by_me:
+        told.append(said(group.abort if how == "abort" else lambda: dist.destroy_process_group(group))[0])
+    told += [text for text in starts if text] + [said(work.wait)[0] for work in works]
+    if how == "abort":
+        told.append(said(lambda: dist.all_reduce(torch.ones(3), group=group))[0])
+        told.append(said(lambda: dist.barrier(group))[0] if by_me else "")
+    seconds = time.monotonic() - begun
+    if how == "abort" or not by_me:
+        dist.destroy_process_group(group)
+    dist.barrier()
+    return told, seconds
+
+
+def left_behind(_: Session, count: int, is_open: bool) -> dict[str, int]:
+    """What `count` groups leave: threads, descriptors, mappings, files in shared memory, and KiB of memory."""
+    for _time in range(5):
+        _made_and_destroyed(is_open)
+    before = _resources()
+    for _time in range(count):
+        _made_and_destroyed(is_open)
+    return {name: size - before[name] for name, size in _resources().items()}
+
+
+def _made_and_destroyed(is_open: bool) -> None:
+    group = new_group(is_open=is_open)
+    if not is_open:
+        dist.barrier(group)
+    assert backend.report(group).taken == is_open
+    dist.destroy_process_group(group)
+
+
+def _resources() -> dict[str, int]:
+    gc.collect()
+    return {
+        "threads": len(list(Path("/proc/self/task").iterdir())),
+        "descriptors": len(list(Path("/proc/self/fd").iterdir())),
+        "mappings": Path("/proc/self/maps").read_text().count("counterpoint"),
+        "files": sum("counterpoint" in path.name for path in Path("/dev/shm").iterdir()),
+        "kib": int(Path("/proc/self/statm").read_text().split()[1]) * 4,
+    }
+
+
+def timeout_of_torch(_: Session, profile: str) -> tuple[str, float, int]:
+    """What rank 0 is told that waits for rank 1 in a group without options, with a profile for all calls."""
+    os.environ["COUNTERPOINT_PROFILE"] = profile
+    group = dist.new_group(backend="counterpoint", timeout=timedelta(seconds=2))
+    dist.all_reduce(torch.ones(3), group=group)
+    text, seconds = said(lambda: dist.all_reduce(torch.ones(3), group=group)) if dist.get_rank() == 0 else ("", 0.0)
+    return text, seconds, backend.report(group).taken
 
 
 @pytest.mark.parametrize("how", ["in calls", "in futures", "before the first call"])
 @pytest.mark.parametrize("turn", range(20))
 def test_a_killed_rank_ends_the_others(how: str, turn: int) -> None:
     """Each is told so long before the time-out, by us or by gloo, and can destroy the group after that."""
-    first, killed, last = run_once(3, programs.one_is_killed, how, 0.1 + 0.03 * turn)
+    first, killed, last = run_once(3, one_is_killed, how, 0.1 + 0.03 * turn)
     assert killed == -signal.SIGKILL
     expected = "RuntimeError" if how == "before the first call" else "PeerTimeout"
     for text, seconds, at_the_end in (first, last):
@@ -40,7 +198,7 @@ MISMATCHES = [
 def test_calls_that_do_not_match_are_told_to_both(two_ranks: Ranks, names: tuple[str, str], turn: int) -> None:
     """Each is told the other's rank, call, size and dtype; the group is of no use then, and can be destroyed."""
     del turn
-    for rank, (text, seconds, again) in enumerate(two_ranks.run(programs.each_its_own, names)):
+    for rank, (text, seconds, again) in enumerate(two_ranks.run(each_its_own, names)):
         assert text.startswith("Misconfigured: the ranks do not match: this one is in "), text
         assert f"rank {1 - rank} in {names[1 - rank].split()[-1]} of " in text, text
         assert "bytes of float32" in text
@@ -50,14 +208,14 @@ def test_calls_that_do_not_match_are_told_to_both(two_ranks: Ranks, names: tuple
 
 def test_sizes_that_do_not_fit_are_refused_and_the_group_works_on(two_ranks: Ranks) -> None:
     names = ("all_gather into too much",) * 2
-    for text, _, again in two_ranks.run(programs.each_its_own, names):
+    for text, _, again in two_ranks.run(each_its_own, names):
         assert "all_gather with output and input of (516, 256) bytes on rank" in text
         assert again == ""
 
 
 def test_a_call_that_torch_takes_on_another_rank_is_told(two_ranks: Ranks) -> None:
     """Each at its own time-out: ours names the rank, that of the other is gloo's."""
-    first, second = run_once(2, programs.one_calls_torch)
+    first, second = run_once(2, one_calls_torch)
     assert first.startswith("PeerTimeout: all_reduce of 256 bytes of float32"), first
     assert "waiting for rank 1" in first
     assert second.startswith("RuntimeError"), second
@@ -73,7 +231,7 @@ def is_well_or_closed(text: str) -> bool:
 @pytest.mark.parametrize("ranks", [[0, 1], [0]], ids=["all", "one"])
 def test_abort_under_load(two_ranks: Ranks, ranks: list[int], times: int) -> None:
     """Works and later calls raise on who aborts, and on who is left, which is told who has gone."""
-    for rank, turns in enumerate(two_ranks.run(programs.under_load, "abort", ranks, times)):
+    for rank, turns in enumerate(two_ranks.run(under_load, "abort", ranks, times)):
         for told, seconds in turns:
             assert seconds < SOON_S
             if rank in ranks:
@@ -90,7 +248,7 @@ def test_abort_under_load(two_ranks: Ranks, ranks: list[int], times: int) -> Non
 @pytest.mark.parametrize("ranks", [[0, 1], [0]], ids=["all", "one"])
 def test_destroy_with_work_under_way(two_ranks: Ranks, ranks: list[int], times: int) -> None:
     """It ends at once, and a work either has ended well or says which communicator is closed."""
-    for turns in two_ranks.run(programs.under_load, "destroy", ranks, times):
+    for turns in two_ranks.run(under_load, "destroy", ranks, times):
         for told, seconds in turns:
             assert seconds < SOON_S
             assert all(map(is_well_or_closed, told)), told
@@ -101,7 +259,7 @@ def test_destroy_with_work_under_way(two_ranks: Ranks, ranks: list[int], times: 
 def test_groups_leave_nothing(two_ranks: Ranks, is_open: bool, turn: int) -> None:
     """In all, 1,000 with a communicator and 1,000 without, made and destroyed by the same processes."""
     count = 200 if turn else 20
-    for left in two_ranks.run(programs.left_behind, count, is_open):
+    for left in two_ranks.run(left_behind, count, is_open):
         kib = left.pop("kib")
         assert max(left.values()) <= 0, left
         assert kib < 8192, kib
@@ -113,7 +271,7 @@ def test_the_timeout_of_torch_is_ours(tmp_path: Path) -> None:
     shipped["nccl"]["crossover_bytes"] = dict.fromkeys(shipped["nccl"]["crossover_bytes"], 1)
     path = tmp_path / "profile.json"
     path.write_text(json.dumps(shipped))
-    (text, seconds, taken), _ = run_once(2, programs.timeout_of_torch, str(path))
+    (text, seconds, taken), _ = run_once(2, timeout_of_torch, str(path))
     assert text.startswith("PeerTimeout")
     assert 1.5 < seconds < SOON_S
     assert taken == 2

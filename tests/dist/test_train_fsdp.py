@@ -2,18 +2,51 @@
 
 from __future__ import annotations
 
+import io
 import os
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+
+from counterpoint.measurement.session import Session
+
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import train_fsdp
+import train_moe
+import train_tp
 
 import counterpoint
 from counterpoint.tuning.from_trace import pairs_of_traces
-from tests.dist import train_fsdp_programs as programs
 from tests.support.ranks import Ranks
+
+TRAINING = {
+    "train_fsdp.py": (train_fsdp.arguments, train_fsdp.train),
+    "train_moe.py": (train_moe.arguments_of_moe, train_moe.training),
+    "train_tp.py": (train_tp.arguments_of_tp, train_tp.training),
+}
+
+
+def printed(session: Session, script: str, *options: str) -> str:
+    """Return what an example prints on this rank, started with these options."""
+    arguments, training = TRAINING[script]
+    with (
+        patch.object(sys, "argv", [script, "--device", "cpu", *options]),
+        patch.dict(os.environ, RANK=str(session.rank)),
+    ):
+        args = arguments()
+    with redirect_stdout(io.StringIO()) as output:
+        training(args, torch.device("cpu"))
+    return output.getvalue()
+
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = str(ROOT / "examples" / "train_fsdp.py")
@@ -48,14 +81,14 @@ def test_the_speed_is_printed(stock: str) -> None:
 
 def test_overlap_does_not_change_the_loss(stock: str, two_ranks: Ranks) -> None:
     """The loss after six steps is the same to the last digit printed."""
-    overlapped = two_ranks.run(programs.printed, "train_fsdp.py", "--steps", "6", "--overlap")
+    overlapped = two_ranks.run(printed, "train_fsdp.py", "--steps", "6", "--overlap")
     assert LOSSES.findall(overlapped[0]) == LOSSES.findall(stock) != []
 
 
 def test_tensor_parallel_training_prints_the_same_losses(two_ranks: Ranks, tmp_path: Path) -> None:
     """examples/train_tp.py: loss and speed, each rank's trace, and with `--overlap` what runs each layer."""
-    traced = two_ranks.run(programs.printed, "train_tp.py", "--steps", "6", "--trace", str(tmp_path))
-    overlapped = two_ranks.run(programs.printed, "train_tp.py", "--steps", "6", "--overlap")
+    traced = two_ranks.run(printed, "train_tp.py", "--steps", "6", "--trace", str(tmp_path))
+    overlapped = two_ranks.run(printed, "train_tp.py", "--steps", "6", "--overlap")
     assert re.search(r"step +6  loss \d\.\d+  [\d,]+ tokens/s", traced[0])
     assert LOSSES.findall(overlapped[0]) == LOSSES.findall(traced[0]) != []
     assert "layers.3.ffn.down" in overlapped[0]
@@ -64,14 +97,14 @@ def test_tensor_parallel_training_prints_the_same_losses(two_ranks: Ranks, tmp_p
 
 def test_expert_parallel_training_prints_the_same_losses(two_ranks: Ranks, four_ranks: Ranks, tmp_path: Path) -> None:
     """examples/train_moe.py: by torch's all_to_all_single and by ours; experts on all ranks and on pairs."""
-    traced = two_ranks.run(programs.printed, "train_moe.py", "--steps", "6", "--trace", str(tmp_path))
-    overlapped = two_ranks.run(programs.printed, "train_moe.py", "--steps", "6", "--overlap")
+    traced = two_ranks.run(printed, "train_moe.py", "--steps", "6", "--trace", str(tmp_path))
+    overlapped = two_ranks.run(printed, "train_moe.py", "--steps", "6", "--overlap")
     assert re.search(r"step +6  loss \d\.\d+  [\d,]+ tokens/s", traced[0])
     assert LOSSES.findall(overlapped[0]) == LOSSES.findall(traced[0]) != []
     assert len(list(tmp_path.glob("rank*.json.gz"))) == 2
     exchanges = [pair for pair in pairs_of_traces(tmp_path)[0] if pair.operation == "exchange"]
     assert [(pair.compute.split()[:2], pair.calls) for pair in exchanges] == [(["128x128x8x2", "256"], 8)]
-    pairs = four_ranks.run(programs.printed, "train_moe.py", "--steps", "2", "--overlap", "--ep", "2")
+    pairs = four_ranks.run(printed, "train_moe.py", "--steps", "2", "--overlap", "--ep", "2")
     assert re.search(r"layers.3.ffn.experts +2 ", pairs[0])
     assert len(LOSSES.findall(pairs[0])) == 1
 

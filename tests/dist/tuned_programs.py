@@ -19,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 import counterpoint
 import counterpoint.torch_backend as backend
 from counterpoint.collectives.communicator import Communicator
-from counterpoint.errors import CounterpointError
 from counterpoint.measurement.session import Session
 from counterpoint.parallel.expert import modules as expert_modules
 from counterpoint.parallel.options import DdpOptions, ExpertOptions, OverlapOptions
@@ -30,11 +29,11 @@ from counterpoint.parallel.tensor.group import tensor_group
 from counterpoint.parallel.tuned import VARIABLE, this_machine
 from counterpoint.records.tuning import LEAVE, Tuned, TunedPair
 from counterpoint.tuned.file import tuned_toml
-from tests.dist import expert_parallel_programs, tensor_parallel_programs
+from tests.dist import expert_parallel_programs, test_tensor_parallel
 from tests.dist.fsdp_software_gpu_programs import on_software_gpu
 from tests.support.example_tuned import example_tuned
 from tests.support.fsdp_training import BF16, Case, differences, sharded, stock_trained, trained
-from tests.support.ranks import PATIENT
+from tests.support.ranks import PATIENT, error_of
 
 
 def choice(operation: str, mechanism: str, num_bytes: int = 1, **fields: Any) -> TunedPair:
@@ -114,15 +113,6 @@ def named(file: str | None) -> Iterator[None]:
         yield
 
 
-def said(do: Any) -> str:
-    """The error of a call; empty if there was none."""
-    try:
-        do()
-    except CounterpointError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
 def disagreeing(_: Session, how: str, folder: str) -> tuple[str, str]:
     """What is said to this rank by overlap() of an FSDP2 model, and by the first call of a group of the backend."""
     file, rank = written(folder, tuning(*MIXED)), dist.get_rank()
@@ -135,7 +125,7 @@ def disagreeing(_: Session, how: str, folder: str) -> tuple[str, str]:
     given = None if how == "named on one" and rank == 1 else file
     model, group = sharded(Case()), dist.new_group(backend="counterpoint")
     with named(given):
-        texts = said(lambda: overlap(model)), said(lambda: dist.all_reduce(torch.ones(8), group=group))
+        texts = error_of(lambda: overlap(model)), error_of(lambda: dist.all_reduce(torch.ones(8), group=group))
     dist.destroy_process_group(group)
     return texts
 
@@ -144,10 +134,10 @@ def disagreeing_on_a_mesh(_: Session, how: str, folder: str) -> str:
     """What is said to this rank of two axes of two, if the last rank has another file."""
     file = written(folder, tuning(*MIXED[dist.get_rank() == 3 :]))
     if how == "replicated":
-        return said(lambda: overlap(sharded(Case(mesh=(2, 2))), tuned=file))
-    case = tensor_parallel_programs.CASES["with FSDP2"]
-    model = tensor_parallel_programs.sharded(case, tensor_parallel_programs.mesh_of(case))
-    return said(lambda: overlap(model, tuned=file))
+        return error_of(lambda: overlap(sharded(Case(mesh=(2, 2))), tuned=file))
+    case = test_tensor_parallel.CASES["with FSDP2"]
+    model = test_tensor_parallel.sharded(case, test_tensor_parallel.mesh_of(case))
+    return error_of(lambda: overlap(model, tuned=file))
 
 
 def warned(_: Session, how: str) -> tuple[list[str], int]:
@@ -215,7 +205,7 @@ def tensor_parallel(_: Session, mechanism: str) -> tuple[float, Report, str]:
 
     The gather before the feed-forward has `mechanism`, that before the attention is left.
     """
-    case, programs = tensor_parallel_programs.Case(), tensor_parallel_programs
+    case, programs = test_tensor_parallel.Case(), test_tensor_parallel
     mesh = programs.mesh_of(case)
     expected = programs.trained(case, programs.parallel(case, mesh).float(), 1)
     model = programs.parallel(case, mesh).float()
@@ -236,12 +226,12 @@ def tensor_parallel(_: Session, mechanism: str) -> tuple[float, Report, str]:
 
 def operations(_: Session, folder: str, tuned: str) -> list[str]:
     """The ways of a matmul where the variable names a file: by itself, below `overlap` with this argument, after it."""
-    case = tensor_parallel_programs.Case()
-    mesh = tensor_parallel_programs.mesh_of(case)
+    case = test_tensor_parallel.Case()
+    mesh = test_tensor_parallel.mesh_of(case)
     x, weight = torch.ones(16, 64), torch.ones(64, 32)
     left = choice("all_gather_matmul", LEAVE, 32 * 64 * 4, compute="gemm 32x32x64", stock="torch", dtype="float32")
     group = tensor_group(mesh.get_group().group_name, TensorOptions())
-    model = tensor_parallel_programs.parallel(case, mesh)
+    model = test_tensor_parallel.parallel(case, mesh)
 
     def multiplied() -> str:
         before = {(row.path, row.why): row.calls for row in group.report().calls}
@@ -305,10 +295,10 @@ def experts_not_asked_for(_: Session, folder: str) -> list[tuple[str, str]]:
 
 def unchanged(_: Session) -> tuple[str, bool]:
     """What is said when a tensor-parallel model is to follow a file that is not there, and whether it is as before."""
-    case = tensor_parallel_programs.Case()
-    model = tensor_parallel_programs.parallel(case, tensor_parallel_programs.mesh_of(case))
+    case = test_tensor_parallel.Case()
+    model = test_tensor_parallel.parallel(case, test_tensor_parallel.mesh_of(case))
     before = [dict(vars(module)) for module in model.modules()]
-    text = said(lambda: overlap(model, tuned="nowhere.toml"))
+    text = error_of(lambda: overlap(model, tuned="nowhere.toml"))
     return text, [dict(vars(module)) for module in model.modules()] == before
 
 
@@ -339,7 +329,7 @@ def asked(handle: Overlap) -> int:
 
 def checked(_: Session) -> tuple[int, int]:
     """How many communicators `check` asks of a tensor-parallel model, before and after its first step."""
-    programs, case = tensor_parallel_programs, tensor_parallel_programs.Case()
+    programs, case = test_tensor_parallel, test_tensor_parallel.Case()
     model = programs.parallel(case, programs.mesh_of(case)).float()
     with overlap(model, options=OverlapOptions(tensor_parallel=TensorOptions(mechanism="serial"))) as handle:
         before = asked(handle)

@@ -284,16 +284,20 @@ def budget_rows(calibrations: dict[str, dict[str, float] | None], views: dict[st
 # plans and diagnoses
 
 
+@cache
+def published() -> tuple[tuple[plan_published.Row, Any], ...]:
+    """Return every row of the published-steps table with its predicted step; computed once in a process."""
+    predictions = plan_published.Predictions()
+    return tuple((row, predictions.step(row)) for row in plan_published.rows())
+
+
 def published_rows() -> list[Plain]:
     """Return the predicted value and the parts of the step for every row of the published-steps table."""
-    predictions, found = plan_published.Predictions(), []
-    for row in plan_published.rows():
-        step = predictions.step(row)
-        found.append({
-            "row": f"{row.group}: {row.name}", "unit": row.unit, "predicted": row.read(row.job, step),
-            "step_us": step.step_us, "exposed_comm_us": step.exposed_comm_us, "parts_us": dict(step.parts),
-        })  # fmt: skip
-    return found
+    return [
+        {"row": f"{row.group}: {row.name}", "unit": row.unit, "predicted": row.read(row.job, step),
+         "step_us": step.step_us, "exposed_comm_us": step.exposed_comm_us, "parts_us": dict(step.parts)}
+        for row, step in published()
+    ]  # fmt: skip
 
 
 def command(arguments: Sequence[str]) -> Plain:

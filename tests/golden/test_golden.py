@@ -9,7 +9,9 @@ from tests.golden import record
 SHOWN = 40  # differences
 
 
-@pytest.mark.parametrize("group", record.GROUPS)
+@pytest.mark.parametrize(
+    "group", [pytest.param(group, marks=pytest.mark.xdist_group(group)) for group in record.GROUPS]
+)
 def test_every_row_is_as_recorded(group: str) -> None:
     changed = record.changes(group, record.read(group), record.compute(group))
     if changed:

@@ -8,18 +8,18 @@ import msgspec
 import pytest
 from plan_coverage import COLUMNS as COVERAGE_COLUMNS
 from plan_coverage import coverage
-from plan_published import OWN, Predictions, calibration, rows
+from plan_published import OWN, calibration, error_of
 
 from counterpoint.plan.confidence import FILE, job_features, read_rows
+from tests.golden.library import published
 
-ROWS = rows()
+pytestmark = pytest.mark.xdist_group("published")  # with the record of these steps: they are computed once
 
 
 @pytest.fixture(scope="module")
 def errors() -> dict[str, float]:
     """Of the step's time, by group and row."""
-    predictions = Predictions()
-    return {f"{row.group}: {row.name}": predictions.error(row) for row in ROWS}
+    return {f"{row.group}: {row.name}": error_of(row, step) for row, step in published()}
 
 
 def of(errors: dict[str, float], *groups: str) -> list[float]:
@@ -51,10 +51,9 @@ def test_published_steps_come_out(errors: dict[str, float], group: str, count: i
 
 def test_the_intervals_are_calibrated_on_these_rows() -> None:
     """The package's file has every row that nothing was fitted to, with its features and its error as of today."""
-    predictions = Predictions()
-    now, kept = calibration((row, predictions.step(row)) for row in ROWS), read_rows(FILE)
+    now, kept = calibration(published()), read_rows(FILE)
     assert [row.name for row in kept.rows] == [
-        f"{row.group}: {row.name}" for row in ROWS if not (row.fitted or row.chosen_with)
+        f"{row.group}: {row.name}" for row, _ in published() if not (row.fitted or row.chosen_with)
     ]
     assert [(row.source, row.series, row.features) for row in kept.rows] == [
         (row.source, row.series, row.features) for row in now.rows
@@ -73,9 +72,8 @@ def test_intervals_cover_rows_of_sources_that_they_were_not_calibrated_on() -> N
 @pytest.mark.parametrize("group", ["2 x H200 FSDP2", "4 x H200 FSDP2"])
 def test_what_sharding_adds_comes_out(group: str) -> None:
     """8B: copies (bound - floor) within 3 ms, communication that stock shows (stock - bound) within 5 ms."""
-    predictions, off = Predictions(), {}
-    rows = [row for row in ROWS if row.group == group and "8B, " in row.name]
-    steps = {row.name: (row.read(row.job, predictions.step(row)), row.published) for row in rows}
+    rows = [(row, step) for row, step in published() if row.group == group and "8B, " in row.name]
+    steps, off = {row.name: (row.read(row.job, step), row.published) for row, step in rows}, {}
     for tokens in (2048, 4096, 8192):
         for more, less in (("bound", "floor"), ("stock", "bound")):
             big, small = (steps[f"8B, {tokens} tokens, {kind}"] for kind in (more, less))
@@ -87,7 +85,7 @@ def test_what_sharding_adds_comes_out(group: str) -> None:
 @pytest.mark.parametrize("mechanism", ["nccl_capped", "ideal"])
 def test_what_was_not_measured_says_so(mechanism: str) -> None:
     """A job that differs in one respect from rows names it."""
-    job = next(row.job for row in ROWS if row.group == "H200 FSDP2")
+    job = next(row.job for row, _ in published() if row.group == "H200 FSDP2")
     known = read_rows(FILE)
     assert known.validated(job_features(job)).startswith("validated: mean ")
     said = known.validated(job_features(msgspec.structs.replace(job, mechanism=mechanism)))

@@ -3,7 +3,8 @@
     python -m tests.proof.plant_faults --faults 40 --seed 1
 
 A fault is another comparison or operator, a term less, or two arguments swapped, at a random place of a random room.
-The nearest tests of a module are the files of `tests/unit` that import it or bear its name, else those of its room.
+The nearest tests of a module are up to eight files of `tests/unit` that import it or bear its name, those of its room
+first, else its whole room.
 The working tree is read only. A fault that lives is a question: is a test missing, or does the change mean nothing?
 """
 
@@ -96,7 +97,8 @@ def nearest(path: Path) -> list[str]:
         if test.stem == f"test_{stem}" or imports.search(test.read_text())
     ]
     room = Path("tests", "unit", path.parts[2])
-    return found or [str(room if (ROOT / room).is_dir() else room.parent)]
+    found.sort(key=lambda test: (Path(test).stem != f"test_{stem}", not Path(test).is_relative_to(room)))
+    return found[:8] or [str(room if (ROOT / room).is_dir() else room.parent)]
 
 
 def outcome(copy: Path, tests: list[str], cpu_s: int) -> str:

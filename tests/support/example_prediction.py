@@ -78,7 +78,7 @@ def usual() -> Prediction:
     return msgspec.structs.replace(
         bare(),
         timeline=bars,
-        curves=(Curve(name="nodes", unit="a number of nodes", points=points),),
+        curves=(Curve(name="nodes", points=points),),
         sensitivities=(Sensitivity(name="NVLink, twice", step_us=9e3, change=-0.1),),
         search=SearchResult(considered=9, priced=4, too_large=3, impossible=2, choices=choices),
         asked={"nodes": "2"},
@@ -114,6 +114,6 @@ def hostile() -> Prediction:
         verdict=HOSTILE,
         asked={HOSTILE: HOSTILE},
         curves=(
-            Curve(name=HOSTILE, unit=HOSTILE, points=(*whole.curves[0].points, Point(value=HOSTILE, why_not=HOSTILE))),
+            Curve(name=HOSTILE, means=HOSTILE, points=(*whole.curves[0].points, Point(value=HOSTILE, why_not=HOSTILE))),
         ),
     )

@@ -25,7 +25,7 @@ Answer = tuple[bool, Any] | None  # whether the program ended well, and what it 
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload([
     "counterpoint.measurement.session", "counterpoint.collectives.communicator", "torch.distributed.fsdp",
-    "torch.distributed.tensor.parallel",
+    "torch.distributed.tensor.parallel", "pytest",
 ])  # fmt: skip
 
 
@@ -128,6 +128,15 @@ def _received(pipe: Connection) -> Answer:
     except (EOFError, ConnectionResetError):
         return None
     return answer
+
+
+def error_of(call: Callable[[], object]) -> str:
+    """Return the kind and the text of the error that a call raises, or "nothing"."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
 
 
 def become(rank: int, world_size: int, port: int) -> None:

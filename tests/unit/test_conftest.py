@@ -24,6 +24,15 @@ def test_in_browser():
     pass
 """
 SKIPS_ITSELF = NEEDS_NOTHING_HERE.replace("pass", 'pytest.skip("not today")')
+OUTCOMES = [  # "errors": it failed before it began
+    (MANY_GPUS, (), False, "skipped"),
+    (MANY_GPUS, ("--require-gpus=4096",), False, "errors"),
+    (MANY_GPUS, ("--require-gpus=8",), False, "skipped"),
+    (NEEDS_NOTHING_HERE, (), False, "skipped"),
+    (NEEDS_NOTHING_HERE, ("--require=triton,root",), False, "skipped"),
+    (NEEDS_NOTHING_HERE, ("--require=triton,browser",), False, "errors"),
+    (SKIPS_ITSELF, ("--require=browser",), True, "failed"),
+]
 
 
 def ran(pytester: pytest.Pytester, source: str, *options: str) -> pytest.RunResult:
@@ -33,51 +42,26 @@ def ran(pytester: pytest.Pytester, source: str, *options: str) -> pytest.RunResu
     return pytester.runpytest("-p", "no:hypothesispytest", *options)  # it would import hypothesis anew in each run
 
 
-@pytest.fixture
-def _chromium(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Something called chromium on the PATH."""
-    program = pytester.path / "chromium"
-    program.touch(mode=0o755)
+@pytest.mark.parametrize(("source", "options", "has_browser", "outcome"), OUTCOMES)
+def test_a_skip_is_a_failure_where_the_test_was_required(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, source: str, options: tuple[str, ...],
+    has_browser: bool, outcome: str,
+) -> None:  # fmt: skip
+    """By --require-gpus=N up to N GPUs, and by --require for what it names, for whatever reason a test is skipped."""
+    if has_browser:
+        (pytester.path / "chromium").touch(mode=0o755)
     monkeypatch.setenv("PATH", str(pytester.path))
+    assert ran(pytester, source, *options).parseoutcomes() == {outcome: 1}
 
 
-@pytest.fixture
-def _no_chromium(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(pytester.path))
-
-
-def test_too_few_gpus_is_a_skip(pytester: pytest.Pytester) -> None:
-    """Without an option, a test that needs more GPUs than there are is skipped."""
-    assert ran(pytester, MANY_GPUS).parseoutcomes() == {"skipped": 1}
-
-
-def test_required_gpus_make_the_skip_a_failure(pytester: pytest.Pytester) -> None:
-    """--require-gpus=N fails a skipped gpu(N) test (before it began: pytest says error)."""
-    assert ran(pytester, MANY_GPUS, "--require-gpus=4096").parseoutcomes() == {"errors": 1}
-
-
-def test_fewer_required_gpus_leave_the_skip(pytester: pytest.Pytester) -> None:
-    """--require-gpus=N says nothing about tests that need more than N."""
-    assert ran(pytester, MANY_GPUS, "--require-gpus=8").parseoutcomes() == {"skipped": 1}
-
-
-@pytest.mark.usefixtures("_no_chromium")
-@pytest.mark.parametrize(
-    ("options", "outcome"),
-    [((), "skipped"), (("--require=triton,root",), "skipped"), (("--require=triton,browser",), "errors")],
-    ids=["nothing", "others", "it"],
-)
-def test_what_is_missing_and_required_is_a_failure(
-    pytester: pytest.Pytester, options: tuple[str, ...], outcome: str
-) -> None:
-    """Without chromium a browser test is skipped, unless --require names it (before it began: pytest says error)."""
-    assert ran(pytester, NEEDS_NOTHING_HERE, *options).parseoutcomes() == {outcome: 1}
-
-
-@pytest.mark.usefixtures("_chromium")
-def test_a_skip_from_within_a_required_test_is_a_failure(pytester: pytest.Pytester) -> None:
-    """--require also fails a test that skips itself for a reason of its own."""
-    assert ran(pytester, SKIPS_ITSELF, "--require=browser").parseoutcomes() == {"failed": 1}
+def test_the_first_case_of_each_file_is_run_by_make_test(pytester: pytest.Pytester) -> None:
+    """In a lane whose tests start processes; in no other."""
+    text = "import pytest\n\n@pytest.mark.parametrize('n', range(3))\ndef test_it(n): pass\n\ndef test_other(): pass\n"
+    for lane in ("process", "unit"):
+        folder = pytester.mkdir(lane)
+        for name in ("one", "two"):
+            (folder / f"test_{lane}_{name}.py").write_text(text)
+    assert ran(pytester, "", "-m", "smoke").parseoutcomes() == {"passed": 2, "deselected": 14}
 
 
 @pytest.mark.parametrize(

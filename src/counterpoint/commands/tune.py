@@ -175,7 +175,7 @@ def _write(tuned: Tuned, out: Path, html: Path | None, json_path: Path | None) -
 
 
 def _draw(tuned: Tuned, html: Path) -> None:
-    from counterpoint.rendering.tuning_html import write_tuning_page
+    from counterpoint.rendering.tuning_tables import write_tuning_page
 
     with writing(html):
         write_tuning_page(html, tuned)
@@ -184,7 +184,7 @@ def _draw(tuned: Tuned, html: Path) -> None:
 def _print(tuned: Tuned, wrote: list[Path]) -> None:
     from rich.console import Console
 
-    from counterpoint.rendering.tuning_terminal import render_tuned
+    from counterpoint.rendering.tuning_tables import render_tuned
 
     render_tuned(tuned, Console(soft_wrap=False))
     _say(*(f"wrote {path}" for path in wrote))

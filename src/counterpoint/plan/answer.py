@@ -13,9 +13,9 @@ from msgspec.structs import replace
 from counterpoint.errors import Misconfigured
 from counterpoint.plan.confidence import fits_in_memory, job_features, measured_errors, step_interval
 from counterpoint.plan.goodput import training_run
+from counterpoint.plan.job.changes import NODES, SAME_GPUS, on_nodes
 from counterpoint.plan.job.cluster import Level
 from counterpoint.plan.job.job import Job
-from counterpoint.plan.job.what_if import SAME_GPUS, WHAT_IFS, what_if
 from counterpoint.plan.step.schedule import scheduled
 from counterpoint.plan.step.step import PredictedStep, predict_step
 from counterpoint.records.prediction import (
@@ -56,6 +56,11 @@ AXES = {
     "ep": "ranks that share experts",
     "shards": "parameters and gradients of zero 3",
     "gradients": "replicas, once a step",
+}
+CURVES = {  # what the values of a curve change, and what stays
+    "nodes": "Train on more or fewer nodes with the same batch (strong scaling).",
+    "weak_nodes": "Train on more or fewer nodes; the batch grows with them (weak scaling).",
+    **dict.fromkeys(SAME_GPUS, "On as many GPUs: parallel.dp takes those that it leaves."),
 }
 NEGLIGIBLE = 1e-9  # of a step: the rounding of a difference of equal times
 MAX_BARS = 8000  # of a timeline
@@ -125,14 +130,7 @@ def curve(name: str, jobs: Iterable[tuple[str, Job | Misconfigured]]) -> Curve:
     points = tuple(_point(value, job) for value, job in jobs)
     if all(point.why_not for point in points):
         raise Misconfigured(f"{name}: no value can be: {points[0].why_not}")
-    return _curve(name, points)
-
-
-def _curve(name: str, points: Iterable[Point]) -> Curve:
-    if name in WHAT_IFS:
-        return Curve(name=name, unit=WHAT_IFS[name].unit, means=WHAT_IFS[name].means, points=tuple(points))
-    means = "On as many GPUs: parallel.dp takes those that it leaves." if name in SAME_GPUS else ""
-    return Curve(name=name, unit="", means=means, points=tuple(points))
+    return Curve(name=name, means=CURVES.get(name, ""), points=points)
 
 
 def _point(value: str, job: Job | Misconfigured) -> Point:
@@ -165,14 +163,14 @@ def scaling(job: Job) -> tuple[Curve, ...]:
     nodes = max(1, job.parallel.world_size // job.cluster.gpus_per_node)
     counts = sorted({max(1, nodes // 4), max(1, nodes // 2), nodes, 2 * nodes, 4 * nodes})
     found = []
-    for name in ("nodes", "weak_nodes"):
+    for name in NODES:
         points = []
-        for count in map(str, counts):
+        for count in counts:
             with suppress(Misconfigured):
-                points.append(_point(count, what_if(job, name, count)))
+                points.append(_point(str(count), on_nodes(job, count, batch_grows=name == "weak_nodes")))
         points = [point for point in points if not point.why_not]
         if len(points) > 1:
-            found.append(_curve(name, points))
+            found.append(Curve(name=name, means=CURVES[name], points=tuple(points)))
     return tuple(found)
 
 

@@ -101,10 +101,9 @@ class Point(Record, frozen=True, kw_only=True):
 
 
 class Curve(Record, frozen=True, kw_only=True):
-    """Predicts the job for each of several values of one what-if or field."""
+    """Predicts the job for each of several values of one flag or field."""
 
     name: str
-    unit: str
     means: str = ""  # what the values change, and what stays, for people: a sentence
     points: tuple[Point, ...]
 
@@ -228,4 +227,4 @@ class Prediction(Record, frozen=True, kw_only=True):
     searches: tuple[SearchResult, ...] = ()  # one for each number of GPUs that was asked for
     placement: PlacementResult | None = None
     run: TrainingRun | None = None
-    asked: dict[str, str] = msgspec.field(default_factory=dict)  # what-ifs and fields that were changed
+    asked: dict[str, str] = msgspec.field(default_factory=dict)  # flags and fields that were changed

@@ -11,8 +11,8 @@ import pytest
 from counterpoint.errors import Misconfigured, NoSuchValue
 from counterpoint.plan.answer import PARTS, answer, curve, sensitivities
 from counterpoint.plan.explain import QUESTIONS, explain
+from counterpoint.plan.job.changes import swept
 from counterpoint.plan.job.job import parse_job, read_tables
-from counterpoint.plan.job.what_if import swept
 from counterpoint.plan.search.search import search
 from counterpoint.records.prediction import Prediction
 

@@ -32,7 +32,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 from math import log2
-from typing import NamedTuple
 
 from counterpoint.plan.network.group import Reach
 
@@ -40,14 +39,8 @@ PEERS_AT_ONCE = 8
 PAT_SINCE = (2, 23)  # NCCL: parallel aggregated trees for all_gather and reduce_scatter, one rank per node
 
 
-class Crossing(NamedTuple):
-    """Describes the hops and bytes of a phase at one network level."""
-
-    level: int
-    hops: float
-    share: float
-    """Bytes over one GPU's link, as a part of S, the full array."""
-
+Crossing = tuple[int, float, float]
+"""Index of a network level, its hops, and the bytes over one GPU's link there as a part of S, the full array."""
 
 Schedule = tuple[tuple[Crossing, ...], ...]
 """Phases, one after the other. Within a phase, levels work at once: the slowest decides; all hops count."""
@@ -63,9 +56,7 @@ def _ring(operation: str, at: Reach) -> Schedule | None:
         passes, part = 1, 1.0
     else:
         return None
-    return (
-        tuple(Crossing(i, passes * (at.units[i] - at.units[i + 1]), passes * part / at.members(i)) for i in at.crossed),
-    )
+    return (tuple((i, passes * (at.units[i] - at.units[i + 1]), passes * part / at.members(i)) for i in at.crossed),)
 
 
 def _hierarchical(operation: str, at: Reach) -> Schedule | None:
@@ -74,9 +65,9 @@ def _hierarchical(operation: str, at: Reach) -> Schedule | None:
     if operation in PASSES:
         return _level_by_level(operation, at, hops=lambda fan: fan - 1)
     if operation == "all_to_all":
-        return tuple((Crossing(i, _waves(at.fan(i) - 1), 1 - 1 / at.fan(i)),) for i in at.crossed)
+        return tuple(((i, _waves(at.fan(i) - 1), 1 - 1 / at.fan(i)),) for i in at.crossed)
     if operation == "broadcast":
-        return tuple((Crossing(i, at.fan(i) - 1, 1.0),) for i in at.crossed)
+        return tuple(((i, at.fan(i) - 1, 1.0),) for i in at.crossed)
     return None
 
 
@@ -84,25 +75,23 @@ def _recursive_doubling(operation: str, at: Reach) -> Schedule | None:
     if operation in PASSES:
         return _level_by_level(operation, at, hops=log2)
     if operation == "broadcast":
-        return tuple((Crossing(i, log2(at.fan(i)), log2(at.fan(i))),) for i in at.crossed)
+        return tuple(((i, log2(at.fan(i)), log2(at.fan(i))),) for i in at.crossed)
     return None
 
 
 def _level_by_level(operation: str, at: Reach, *, hops: Callable[[float], float]) -> Schedule:
     passes = PASSES[operation]
-    return tuple(
-        (Crossing(i, passes * hops(at.fan(i)), passes * (1 - 1 / at.fan(i)) / at.members(i)),) for i in at.crossed
-    )
+    return tuple(((i, passes * hops(at.fan(i)), passes * (1 - 1 / at.fan(i)) / at.members(i)),) for i in at.crossed)
 
 
 def _direct(operation: str, at: Reach) -> Schedule | None:
     if operation == "send_recv":
-        return ((Crossing(at.crossed[-1], 1.0, 1.0),),)
+        return (((at.crossed[-1], 1.0, 1.0),),)
     passes = PASSES.get(operation, 1)
     each = 1.0 if operation == "broadcast" else 1 / at.ranks
     near = {i: at.members(i + 1) - at.members(i) for i in at.crossed}
     sent = {i: at.ranks - at.members(i) if at.shares_uplink[i] else near[i] for i in at.crossed}
-    return (tuple(Crossing(i, passes * _waves(near[i]), passes * sent[i] * each) for i in at.crossed),)
+    return (tuple((i, passes * _waves(near[i]), passes * sent[i] * each) for i in at.crossed),)
 
 
 def _waves(peers: float) -> float:
@@ -116,7 +105,7 @@ def _tree(operation: str, at: Reach) -> Schedule | None:
     passes = 2 if operation == "all_reduce" else 1
     return (
         tuple(
-            Crossing(i, passes * (log2(at.fan(i)) if at.shares_uplink[i] else at.fan(i) - 1), passes / at.members(i))
+            (i, passes * (log2(at.fan(i)) if at.shares_uplink[i] else at.fan(i) - 1), passes / at.members(i))
             for i in at.crossed
         ),
     )
@@ -127,9 +116,9 @@ def _in_network(operation: str, at: Reach) -> Schedule | None:
         return None
     passes = PASSES[operation]
     return tuple(
-        (Crossing(i, passes, 1 / at.members(i)),)
+        ((i, passes, 1 / at.members(i)),)
         if at.reduces_in_network[i]
-        else (Crossing(i, passes * (at.fan(i) - 1), passes * (1 - 1 / at.fan(i)) / at.members(i)),)
+        else ((i, passes * (at.fan(i) - 1), passes * (1 - 1 / at.fan(i)) / at.members(i)),)
         for i in at.crossed
     )
 

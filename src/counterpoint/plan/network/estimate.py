@@ -3,7 +3,7 @@
     T = base + (H^j + X^j)^(1/j) + O + fill · √(base · X)      H hops, X links, O the own shard (`protocols.py`)
 
 Each protocol has the figures of the network at hand, fitted ones where something was measured; `nccl_choice.py` says
-which one NCCL takes. Algorithms that NCCL does not offer are in `alternatives`, which shows where another would win.
+which one NCCL takes. `algorithm` asks for the time of another algorithm, whether or not NCCL offers it.
 """
 
 from __future__ import annotations
@@ -33,15 +33,6 @@ class LevelTerm(Record, frozen=True, kw_only=True):
     bandwidth_us: float
 
 
-class Alternative(Record, frozen=True, kw_only=True):
-    """Holds the time of the same collective by another algorithm."""
-
-    algorithm: str
-    us: float
-    offered: bool
-    """Whether NCCL offers this algorithm."""
-
-
 class CollectiveEstimate(Record, frozen=True, kw_only=True):
     """Explains the time of one collective: us = latency_us + bandwidth_us + own_us + joint_us.
 
@@ -62,17 +53,10 @@ class CollectiveEstimate(Record, frozen=True, kw_only=True):
     # fewer bytes costs at the last of its sizes, if that is more
     joint_us: float = 0.0
     bus_gb_per_s: float = 0.0  # bus bandwidth as nccl-tests counts it
-    level: str = ""  # level that has the largest part of X
     terms: tuple[LevelTerm, ...] = ()  # parts of H and X, by phase and level
-    alternatives: tuple[Alternative, ...] = ()  # other algorithms, fastest first
     error: float | None  # largest error on rows held out of the fit; None: not validated here
     validated: str  # what validates it, or why nothing does
     source: str = ""  # where the protocol's figures are from
-
-    @property
-    def better(self) -> Alternative | None:
-        """Return the fastest alternative if it is faster than NCCL's choice, else None."""
-        return self.alternatives[0] if self.alternatives and self.alternatives[0].us < self.us else None
 
     def explain(self) -> str:
         """Return the figures behind `us`, line by line."""
@@ -129,17 +113,15 @@ def estimate(
         return CollectiveEstimate(operation=operation, num_bytes=num_bytes, ranks=1, error=0.0, validated=nothing)
     levels = network.cluster.levels
     links = Links(at, levels, group_gb_per_s(at, levels, active))
-    found = candidates(operation, num_bytes, links, network)
-    if algorithm and algorithm not in found:
+    able = [name for name in ALGORITHMS if schedule(operation, name, at) is not None]
+    if algorithm and algorithm not in able:
         raise Misconfigured(
             f"algorithm = {algorithm!r} does not offer {operation} to {at.ranks} ranks "
-            f"below one {levels[at.crossed[-1]].name}; choose from: {', '.join(found)}"
+            f"below one {levels[at.crossed[-1]].name}; choose from: {', '.join(able)}"
         )
-    offered = nccl_algorithms(operation, at, network.nccl)
-    best = nccl_choice([each for name in ((algorithm,) if algorithm else offered) for each in found[name]])
-    others = sorted((nccl_choice(found[name]).us, name) for name in found if name != best.algorithm)
-    alternatives = tuple(Alternative(algorithm=name, us=us, offered=name in offered) for us, name in others)
-    return _explained(operation, num_bytes, best, links, network, alternatives)
+    names = (algorithm,) if algorithm else nccl_algorithms(operation, at, network.nccl)
+    best = nccl_choice(candidates(operation, num_bytes, names, links, network))
+    return _explained(operation, num_bytes, best, links, network)
 
 
 def _check(operation: str, num_bytes: float, algorithm: str | None) -> None:
@@ -151,14 +133,7 @@ def _check(operation: str, num_bytes: float, algorithm: str | None) -> None:
         raise Misconfigured(f"algorithm = {printable(algorithm)!r}: choose from: {', '.join(ALGORITHMS)}")
 
 
-def _explained(
-    operation: str,
-    num_bytes: float,
-    best: Candidate,
-    links: Links,
-    network: Network,
-    alternatives: tuple[Alternative, ...],
-) -> CollectiveEstimate:
+def _explained(operation: str, num_bytes: float, best: Candidate, links: Links, network: Network) -> CollectiveEstimate:
     protocol, ranks = best.protocol, links.at.ranks
     terms = _terms(operation, num_bytes, best, links)
     outside = _outside(operation, num_bytes, links, best, network)
@@ -177,9 +152,7 @@ def _explained(
         own_us=best.own_us,
         joint_us=_joint_us(best),
         bus_gb_per_s=num_bytes / best.us / 1e3 * bus_factor(operation, ranks) if best.us else 0.0,
-        level=max(terms, key=lambda term: term.bandwidth_us).level,
         terms=terms,
-        alternatives=alternatives,
         error=error,
         validated=f"validated: {error:.1%} at most on rows held out of {fit.source}"
         if fit and error is not None

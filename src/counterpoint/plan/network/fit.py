@@ -84,7 +84,10 @@ def fit_network(
     base = _base(runs, network, name)
     whole = all_levels(base)
     rows = [_placed(row, run, whole[0].size, base) for run in runs for row in run.rows]
-    _check_sizes(rows)
+    if not rows:
+        raise Misconfigured(
+            "--fit: every row is bound by one process that launches on all GPUs: run one process for each"
+        )
     cluster = Cluster(gpu=find_gpu(name), levels=levels(base, max((row.ranks - 1) * row.stride + 1 for row in rows)))
     source = f"one's own rows of nccl-tests: {', '.join(Path(text.partition('=')[2] or text).name for text in files)}"
     protocols: list[Protocol] = []
@@ -93,10 +96,20 @@ def fit_network(
     for operation, kind in sorted(alike, key=lambda each: (KINDS.index(each[1]), each[0])):
         mine = [row for row in rows if (row.operation, _kind(row, cluster)) == (operation, kind)]
         columns = _columns(mine, cluster)
-        found = _errors(mine, columns)
+        found = tuple(_errors(mine, columns))
+        spans = tuple(
+            FittedRange(
+                ranks=each.ranks,
+                smallest_bytes=int(min(row.num_bytes for row in mine if row.ranks == each.ranks)),
+                largest_bytes=int(max(row.num_bytes for row in mine if row.ranks == each.ranks)),
+                mean=round(each.mean, 4),
+                worst=round(each.worst, 4),
+            )
+            for each in found
+        )
         fit = Fit(
             source=source[:400], gpu=name, rows=len(mine), held_out="a third of the sizes",
-            gb_per_s=_gb_per_s(cluster), spans=_spans(mine, found),
+            gb_per_s=_gb_per_s(cluster), spans=spans,
         )  # fmt: skip
         protocols += _protocols(operation, kind, _factors(columns), fit)
         errors += found
@@ -152,23 +165,6 @@ def _placed(row: Measured, run: NcclTestsRun, node: int, base: str) -> Measured:
             f"--fit: {row.ranks} ranks, {here} on each host of {node} GPUs: give runs on whole nodes, or one rank each"
         )
     return row
-
-
-def _check_sizes(rows: Sequence[Measured]) -> None:
-    """Raise Misconfigured where an operation was measured for too few sizes to hold some of them out."""
-    sizes: dict[tuple[str, int], set[float]] = {}
-    for row in rows:
-        sizes.setdefault((row.operation, row.ranks), set()).add(row.num_bytes)
-    if not sizes:
-        raise Misconfigured(
-            "--fit: every row is bound by one process that launches on all GPUs: run one process for each"
-        )
-    for (operation, ranks), found in sizes.items():
-        if len(found) < FEWEST_SIZES:
-            raise Misconfigured(
-                f"--fit: {operation} over {ranks} ranks has {len(found)} sizes: give {FEWEST_SIZES} or more, "
-                "as by -b 64K -e 1G -f 2"
-            )
 
 
 def _kind(row: Measured, cluster: Cluster) -> Kind:
@@ -230,49 +226,36 @@ def _protocols(operation: str, kind: Kind, factors: F64, fit: Fit) -> Iterator[P
             )
 
 
-def _errors(rows: Sequence[Measured], columns: F64) -> list[FitError]:
-    """Return the errors on each third of the sizes, the smallest and largest excepted, by a fit without it, by ranks.
+def _errors(rows: Sequence[Measured], columns: F64) -> Iterator[FitError]:
+    """Yield the errors, by ranks, on thirds of the sizes between smallest and largest, each by a fit without it.
 
     Raises:
-        Misconfigured: rows follow no law.
+        Misconfigured: too few sizes, or rows that follow no law.
     """
-    sizes = {ranks: sorted({row.num_bytes for row in rows if row.ranks == ranks}) for ranks in {r.ranks for r in rows}}
-    third = np.array([sizes[row.ranks].index(row.num_bytes) % 3 for row in rows])
-    inner = np.array([sizes[row.ranks][0] < row.num_bytes < sizes[row.ranks][-1] for row in rows])
-    off = np.full(len(rows), np.nan)
-    for part in range(3):
-        out = inner & (third == part)
-        given, latency, links, us = columns[out].T
-        a, b = _factors(columns[~out])
-        off[out] = abs((given + a * latency + b * links) / us - 1)
+    ranks, sizes = np.array([row.ranks for row in rows]), np.array([row.num_bytes for row in rows])
     nccl = abs(columns[:, :3].sum(axis=1) / columns[:, 3] - 1)
-    found = []
-    for ranks, each in sorted(sizes.items()):
-        mine = inner & np.array([row.ranks == ranks for row in rows])
+    off, third = np.zeros(len(rows)), np.full(len(rows), -1)  # -1: always fitted
+    for count in np.unique(ranks):
+        each, nth = np.unique(sizes[ranks == count], return_inverse=True)
+        if len(each) < FEWEST_SIZES:
+            raise Misconfigured(
+                f"--fit: {rows[0].operation} over {count} ranks has {len(each)} sizes: give {FEWEST_SIZES} or more, "
+                "as by -b 64K -e 1G -f 2"
+            )
+        third[ranks == count] = np.where((nth > 0) & (nth < len(each) - 1), nth % 3, -1)
+    for part in range(3):
+        given, latency, links, us = columns[third == part].T
+        slower, longer = _factors(columns[third != part])
+        off[third == part] = abs((given + slower * latency + longer * links) / us - 1)
+    for count in np.unique(ranks):
+        mine = (ranks == count) & (third >= 0)
         mean = float(off[mine].mean())
         if mean > LARGEST_ERROR:
             raise Misconfigured(
-                f"--fit: {rows[0].operation} over {ranks} ranks: sizes left out are predicted {mean:.0%} off, so its "
+                f"--fit: {rows[0].operation} over {count} ranks: sizes left out are predicted {mean:.0%} off, so its "
                 "times follow no law of sizes; measure again on idle links"
             )
-        worst, others = float(off[mine].max()), float(nccl[mine].mean())
-        found.append(
-            FitError(
-                operation=rows[0].operation, ranks=ranks, sizes=len(each), mean=mean, worst=worst, nccl_mean=others
-            )
-        )
-    return found
-
-
-def _spans(rows: Sequence[Measured], errors: Sequence[FitError]) -> tuple[FittedRange, ...]:
-    """Return the sizes that were measured, by ranks, with the error of the sizes left out."""
-    found = []
-    for error in errors:
-        sizes = [int(row.num_bytes) for row in rows if row.ranks == error.ranks]
-        found.append(
-            FittedRange(
-                ranks=error.ranks, smallest_bytes=min(sizes), largest_bytes=max(sizes),
-                mean=round(error.mean, 4), worst=round(error.worst, 4),
-            )
+        yield FitError(
+            operation=rows[0].operation, ranks=int(count), sizes=len(np.unique(sizes[ranks == count])), mean=mean,
+            worst=float(off[mine].max()), nccl_mean=float(nccl[mine].mean()),
         )  # fmt: skip
-    return tuple(found)

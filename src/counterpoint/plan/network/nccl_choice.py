@@ -29,7 +29,7 @@ from msgspec.structs import replace
 
 from counterpoint.errors import Misconfigured
 from counterpoint.plan.job.cluster import Level
-from counterpoint.plan.network.algorithms import ALGORITHMS, Schedule, own_share, schedule
+from counterpoint.plan.network.algorithms import Schedule, own_share, schedule
 from counterpoint.plan.network.group import Reach
 from counterpoint.plan.network.protocols import Kind, Network, Protocol
 
@@ -118,18 +118,20 @@ def group_gb_per_s(at: Reach, levels: Sequence[Level], active: float = 1.0) -> t
     return tuple(rates)
 
 
-def candidates(operation: str, num_bytes: float, links: Links, network: Network) -> dict[str, tuple[Candidate, ...]]:
-    """Return every algorithm that can run the operation, each with all protocols that serve it."""
+def candidates(
+    operation: str, num_bytes: float, algorithms: Sequence[str], links: Links, network: Network
+) -> list[Candidate]:
+    """Return these algorithms, which can run the operation, each with all protocols that serve it."""
     kind = links.levels[links.at.crossed[-1]].kind
     compared = links.measured(network.measured_gb_per_s(operation, kind))
-    found = {}
-    for algorithm in ALGORITHMS:
-        if phases := schedule(operation, algorithm, links.at):
-            own_kb = own_share(operation, algorithm, links.at) * num_bytes / 1e3
-            found[algorithm] = tuple(
-                _candidate(algorithm, phases, pair, num_bytes, own_kb, (links, compared))
-                for pair in network.protocols_for(operation, algorithm, kind)
-            )
+    found = []
+    for algorithm in algorithms:
+        phases = schedule(operation, algorithm, links.at) or ()
+        own_kb = own_share(operation, algorithm, links.at) * num_bytes / 1e3
+        found += [
+            _candidate(algorithm, phases, pair, num_bytes, own_kb, (links, compared))
+            for pair in network.protocols_for(operation, algorithm, kind)
+        ]
     return found
 
 

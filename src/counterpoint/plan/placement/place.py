@@ -48,11 +48,6 @@ class Placement(Record, frozen=True, kw_only=True):
         """Return the name of a rank's host."""
         return self.hosts[self.slots[rank] // self.gpus]
 
-    def saved(self, name: str) -> float:
-        """Return the share of the cost of a compared order that the found one saves."""
-        other = next(each for each in self.compared if each.name == name)
-        return 1 - self.found.cost / other.cost if other.cost else 0.0
-
 
 def place(traffic: RankTraffic, topology: Topology, *, seed: int = 0) -> Placement:
     """Return the cheapest placement found, with the costs of others; `seed` is that of the random orders."""

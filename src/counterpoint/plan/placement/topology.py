@@ -68,7 +68,7 @@ class Topology:
         _check_hosts(self.hosts, self.gpus)
         _check_units(self.units, self.levels, len(self.hosts))
         if self.matrix is not None:
-            check_distances("topology.matrix", self.matrix, len(self.hosts))
+            _check_distances(self.matrix, len(self.hosts))
 
     @property
     def num_slots(self) -> int:
@@ -203,8 +203,8 @@ def _nearest_next(matrix: F64) -> I64:
     return np.array(order, dtype=np.int64)
 
 
-def check_distances(name: str, found: F64, size: int) -> None:
-    """Raise Misconfigured unless distances are `[size, size]`, symmetric, finite and not negative."""
+def _check_distances(found: F64, size: int) -> None:
+    name = "topology.matrix"
     if found.shape != (size, size):
         raise Misconfigured(f"{name} is {' x '.join(map(str, found.shape))}: give {size} x {size}, one row per name")
     if not np.isfinite(found).all() or found.min(initial=0.0) < 0:
