@@ -32,7 +32,7 @@ from counterpoint.pair.curves import Curves, GemmCurve, curves_from
 from counterpoint.pair.sm_split import SmLayout, SmSplit
 from counterpoint.pair.together import Product
 from counterpoint.records.measurement import BlockRow, Measurement, Order, Row
-from counterpoint.tuning.fit.contention import error_of, fit
+from counterpoint.tuning.fit.matmuls import contention_of, error_of_contention
 
 ROOT = Path(__file__).resolve().parents[1]
 NOISE = 0.01  # two times this close are the same: `within 1 %` counts such a pick as a hit, `hits` does not
@@ -223,7 +223,7 @@ def judge(rows: Sequence[Row], curves: Curves, unseen: Sequence[Row] = ()) -> di
     names = {pair.scenario: set(pair.together_us) for pair in pairs}
     believed = [row for row in rows if SmSplit.of(row.mechanism) in names.get(row.scenario, set())]
     fit_rows = [row for row in believed if split.group(row.workload, length_of(row)) == "fitted"]
-    contention = fit(fit_rows, curves)
+    contention = contention_of(fit_rows, curves)
     found: list[Score] = []
     for title, orders, objective in views():
         known = {"rule": contention, "rule, default calibration": default_profile().contention}
@@ -237,8 +237,8 @@ def judge(rows: Sequence[Row], curves: Curves, unseen: Sequence[Row] = ()) -> di
     held_rows = [row for row in believed if split.group(row.workload, length_of(row)) != "fitted"]
     return {
         "calibration": msgspec.to_builtins(contention),
-        "error_fitted": error_of(fit_rows, curves, contention),
-        "error_held_out": error_of(held_rows, curves, contention),
+        "error_fitted": error_of_contention(fit_rows, curves, contention),
+        "error_held_out": error_of_contention(held_rows, curves, contention),
         "noise": median((row.together.p90_us - row.together.p10_us) / 2 / row.together.us for row in believed),
         "split": {"workloads": sorted(split.workloads), "lengths": sorted(split.lengths)},
         "left_out": left_out + left_out_unseen,

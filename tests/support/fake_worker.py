@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from counterpoint.measurement.worker import die_with_parent
+from counterpoint.processes import die_with_parent
 from counterpoint.records.measurement import Environment, Outcome, Plan, RankFailure
 
 ENVIRONMENT = Environment(

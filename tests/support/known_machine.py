@@ -26,11 +26,11 @@ from counterpoint.pair.curves import Curves, curves_from
 from counterpoint.pair.sm_split import SmLayout, SmSplit
 from counterpoint.pair.together import REDUCTIONS, overlap, pair_class, steps_of
 from counterpoint.records.measurement import BlockRow, Environment, Measurement, Order, Row, Scenario, Timing
-from counterpoint.tuning.fit.compute import predicted_us as gemm_us
+from counterpoint.tuning.fit.collectives import TimedCall
+from counterpoint.tuning.fit.collectives import predicted_us as clock_us
 from counterpoint.tuning.fit.fitted import pair_of
-from counterpoint.tuning.fit.pairs import summed_us
-from counterpoint.tuning.fit.rates import TimedCall
-from counterpoint.tuning.fit.rates import predicted_us as clock_us
+from counterpoint.tuning.fit.matmuls import predicted_us as gemm_us
+from counterpoint.tuning.fit.matmuls import summed_us
 
 RANKS = 4
 HEAD_US = 100.0

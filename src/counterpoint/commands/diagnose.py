@@ -24,29 +24,17 @@ if TYPE_CHECKING:
 def diagnose(
     traces: Annotated[
         list[str],
-        typer.Argument(
-            help="File, folder, glob, tar or zip of traces, one per rank (- is standard input); or dumps of NCCL's "
-            "flight recorder."
-        ),
+        typer.Argument(help="File, folder, glob or tar of traces, one per rank; or dumps of NCCL's flight recorder."),
     ],
     out: Annotated[Path | None, typer.Option(help="Write the report: one self-contained HTML file.")] = None,
     perfetto: Annotated[Path | None, typer.Option(help="Write a timeline for ui.perfetto.dev.")] = None,
     json: Annotated[str | None, typer.Option(help="Write the diagnosis as JSON; - prints it (and only it).")] = None,
-    gate: Annotated[list[str] | None, typer.Option(help="A bound, as in 'exposed_comm<8%'; may be repeated.")] = None,
+    gate: Annotated[
+        list[str] | None, typer.Option(help="A bound, as in 'exposed_comm<8%' or 'step<against+5%'; may be repeated.")
+    ] = None,
     against: Annotated[
         str | None,
         typer.Option(help="Traces or --json file of an earlier run: say what grew; --json then writes the comparison."),
-    ] = None,
-    trend: Annotated[
-        bool, typer.Option("--trend", help="Every recording of a job (folders of iterations), the worst named.")
-    ] = False,
-    baseline: Annotated[
-        Path | None,
-        typer.Option(help="An earlier --json file that gates must not fall behind; without a gate, as --against."),
-    ] = None,
-    tolerance: Annotated[
-        float | None,
-        typer.Option(help="How far a gate may fall behind the baseline, in %; 5 if it is not given.", min=0.0),
     ] = None,
     engine: Annotated[str, typer.Option(help="Who reads the ranks: local or dask.")] = "local",
     scheduler: Annotated[str | None, typer.Option(help="Address of the Dask scheduler (tcp://HOST:8786).")] = None,
@@ -57,43 +45,34 @@ def diagnose(
 ) -> None:
     """Why does my step wait? Diagnose the traces of one or all ranks of a job; needs no GPU and no torch."""
     from counterpoint.diagnosis import api
-    from counterpoint.diagnosis.comparison import read_diagnosis
     from counterpoint.diagnosis.gate import check_gate, parse_gate
     from counterpoint.diagnosis.reading.engine import Engine
     from counterpoint.trace.flight_recorder import find_dumps
     from counterpoint.trace.source import Limits
 
     gates = [parse_gate(text) for text in gate or []]
-    if trend and (out or perfetto or gates or against is not None or baseline is not None):
-        raise Misconfigured("--trend only goes with --json, --quiet and how traces are read: it is of many recordings")
-    _check_runs(against, baseline, tolerance, gated=bool(gates))
-    before = read_diagnosis(baseline) if baseline is not None else None
+    if against is None and any(g.against for g in gates):
+        raise Misconfigured("a gate is against an earlier run; name it by --against RUN")
     limits = Limits(trace_bytes=_bytes(max_trace_gb))
     chosen = Engine(name=engine, workers=workers, scheduler=scheduler)
     json_path = json_file(json)
     check_outputs(out, perfetto, json_path)
     if dumps := find_dumps(traces):
-        _refuse_with_dumps(out, perfetto, gate, trend, against, baseline)
+        _refuse_with_dumps(out, perfetto, gate, against)
         _hang(dumps, json, json_path, quiet=quiet)
         return
-    if trend:
-        _trend(traces, chosen, limits, json, quiet=quiet)
-        return
     with progress(quiet, "looking for traces") as tell:
-        earlier = before if not gates else None
-        if against is not None:
-            earlier = _earlier(against, chosen, limits, tell)
+        earlier = None if against is None else _earlier(against, chosen, limits, tell)
         result = api.diagnose(traces, engine=chosen, limits=limits, progress=tell)
         compared = result.against(earlier) if earlier is not None else None
         if out is not None or perfetto is not None:
             tell(0, 0, "drawing")
             _draw(result, out, perfetto)
         if json is not None:
-            write_json(compared if against is not None else result.diagnosis, json_path)
+            write_json(compared or result.diagnosis, json_path)
     if not quiet and json != "-":
         _summary(result.diagnosis, compared, [p for p in (out, perfetto) if p is not None], verbose=verbose)
-    allowed = (5.0 if tolerance is None else tolerance) / 100
-    checks = [check_gate(g, result.diagnosis, before, allowed) for g in gates]
+    checks = [check_gate(g, result.diagnosis, earlier) for g in gates]
     for check in checks:
         print(f"gate {check.text}: {'pass' if check.passed else 'FAIL'} ({check.reason})", file=sys.stderr)
     if not all(check.passed for check in checks):
@@ -105,27 +84,6 @@ def _bytes(max_trace_gb: float) -> int:
     if not max_trace_gb < 1 << 30:
         raise Misconfigured(f"--max-trace-gb {max_trace_gb}: give GiB of memory, such as 64")
     return int(max_trace_gb * (1 << 30))
-
-
-def _check_runs(against: str | None, baseline: Path | None, tolerance: float | None, *, gated: bool) -> None:
-    if baseline is not None and not gated and against is not None:
-        raise Misconfigured("--against and --baseline without a --gate: two runs to compare with; give one of them")
-    if tolerance is not None and (baseline is None or not gated):
-        raise Misconfigured("--tolerance is how far a --gate may fall behind --baseline; give both")
-
-
-def _trend(traces: list[str], engine: Engine, limits: Limits, json: str | None, *, quiet: bool) -> None:
-    from rich.console import Console
-
-    from counterpoint.diagnosis.api import diagnose_trend
-    from counterpoint.rendering.comparison_terminal import render_trend
-
-    with progress(quiet, "looking for traces") as tell:
-        found = diagnose_trend(traces, engine=engine, limits=limits, progress=tell)
-        if json is not None:
-            write_json(found, json_file(json))
-    if not quiet and json != "-":
-        render_trend(found, Console(soft_wrap=False))
 
 
 def _draw(result: Result, out: Path | None, perfetto: Path | None) -> None:
@@ -144,7 +102,7 @@ def _draw(result: Result, out: Path | None, perfetto: Path | None) -> None:
 def _refuse_with_dumps(*options: object) -> None:
     """Raise Misconfigured if an option is given that a hang has no use for."""
     if any(options):
-        raise Misconfigured("flight-recorder dumps have no page, timeline, gate, trend or comparison; leave the option")
+        raise Misconfigured("flight-recorder dumps have no page, timeline, gate or comparison; leave the option")
 
 
 def _hang(dumps: list[Path], json: str | None, json_path: Path | None, *, quiet: bool) -> None:

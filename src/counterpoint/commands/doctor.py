@@ -19,7 +19,7 @@ def doctor(
         typer.Option(
             metavar="TRACES",
             help="Prove from traces of some steps that counterpoint took effect, and look at nothing else: a file, "
-            "folder, glob, tar or zip of Kineto JSON or Nsight SQLite, one per rank; may be repeated. With "
+            "folder, glob or tar of Kineto JSON or Nsight SQLite, one per rank; may be repeated. With "
             "counterpoint.toml, too: that every choice of this tuning did.",
         ),
     ] = None,

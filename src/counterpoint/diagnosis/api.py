@@ -11,26 +11,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from counterpoint.diagnosis.analysis import accounts as account
-from counterpoint.diagnosis.analysis.experts import blame_experts, expert_waits
-from counterpoint.diagnosis.analysis.idle import hosts_known, idle_of_ranks, summarise_idle
-from counterpoint.diagnosis.analysis.kernels import KernelSet, compare_overlap
-from counterpoint.diagnosis.analysis.launch_order import Blocked, find_blocked
-from counterpoint.diagnosis.analysis.replay import replay
-from counterpoint.diagnosis.analysis.stragglers import find_delays, find_stragglers
-from counterpoint.diagnosis.analysis.unrecorded import Unrecorded, find_unrecorded
-from counterpoint.diagnosis.analysis.vendor import TracedStack, traced_stack
-from counterpoint.diagnosis.comparison import compare, is_diagnosis, read_diagnosis, step_us
+from counterpoint.diagnosis.analysis.accounts import steps
+from counterpoint.diagnosis.analysis.analysis import Analysis
+from counterpoint.diagnosis.comparison import compare, is_diagnosis, read_diagnosis
 from counterpoint.diagnosis.findings.findings import find_findings, verdict
-from counterpoint.diagnosis.findings.gpus import notes_on_gpus
+from counterpoint.diagnosis.findings.imbalance import notes_on_gpus
 from counterpoint.diagnosis.reading.digest import RankDigest
 from counterpoint.diagnosis.reading.engine import Engine, digest_all
-from counterpoint.diagnosis.reading.gap_categories import CATEGORIES
+from counterpoint.diagnosis.reading.host_names import CATEGORIES
 from counterpoint.diagnosis.reading.traced_job import TracedJob, assemble
-from counterpoint.diagnosis.trend import failed_row, make_trend, trend_row
 from counterpoint.errors import BadTrace
-from counterpoint.records.comparison import Comparison, Trend, TrendRow
-from counterpoint.records.diagnosis import Diagnosis, RankAccount, Replay, Source, Straggler, TimelineLane
+from counterpoint.records.comparison import Comparison
+from counterpoint.records.diagnosis import Diagnosis, Source, TimelineLane
 from counterpoint.trace.source import Limits, TraceFile, find_traces, recordings
 from counterpoint.trace.timeline import F64, I64, Kind
 
@@ -49,8 +41,7 @@ class Result:
     """Holds a diagnosis, and computes timeline lanes and polars frames from it."""
 
     diagnosis: Diagnosis
-    job: TracedJob
-    waits: account.Waits
+    analysis: Analysis
 
     def __repr__(self) -> str:
         """Return one line with the verdict."""
@@ -63,12 +54,12 @@ class Result:
     @property
     def lanes(self) -> tuple[TimelineLane, ...]:
         """Return timeline lanes: when each rank computed, communicated, waited for others, copied or idled."""
-        return _draw_lanes(self.job, self.waits)
+        return _draw_lanes(self.analysis)
 
     @property
     def stream_lanes(self) -> tuple[TimelineLane, ...]:
         """Return the same lanes split by stream, for trace viewers that show one row per stream."""
-        return _draw_lanes(self.job, self.waits, by_stream=True)
+        return _draw_lanes(self.analysis, by_stream=True)
 
     @property
     def frames(self) -> dict[str, pl.DataFrame]:
@@ -97,8 +88,7 @@ def diagnose(
     """Return the diagnosis of the traces of one job.
 
     Args:
-        source: a file, folder, glob, tar or zip of Kineto JSON (plain, gzip or zstd) or Nsight Systems SQLite, or
-            several; "-" is standard input.
+        source: a file, folder, glob or tar of Kineto JSON (plain, gzip or zstd) or Nsight Systems SQLite, or several.
         engine: how the ranks are read; by default in processes of this machine.
         limits: caps on what compressed inputs may expand to.
         progress: called with (files done, number of files, text about the current work).
@@ -143,48 +133,6 @@ def read_ranks(
     return digests, names
 
 
-def diagnose_trend(
-    source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
-    *,
-    engine: Engine | None = None,
-    limits: Limits | None = None,
-    progress: Callable[[int, int, str], None] | None = None,
-) -> Trend:
-    """Return the diagnoses of every recording of one job in short, in order of time, the worst named.
-
-    Args:
-        source: as of `diagnose`; folders of iterations, or one worker's files by time.
-        engine: how the ranks are read; by default in processes of this machine.
-        limits: caps on what compressed inputs may expand to.
-        progress: called as (files done, files, what is going on).
-
-    Raises:
-        BadTrace: nothing to read, or no recording could be diagnosed. One that cannot is a row with its `error`.
-    """
-    sources = [os.fspath(source)] if isinstance(source, str | os.PathLike) else [os.fspath(s) for s in source]
-    limits = limits or Limits()
-    rows: list[TrendRow] = []
-    best = worst = None
-    last: BadTrace | None = None
-    with find_traces(sources, limits) as files:
-        for name, part in recordings(files).items():
-            try:
-                digests = digest_all(part, limits, engine or Engine(), progress)
-                found = diagnose_digests(digests, [f.label for f in part]).diagnosis
-            except BadTrace as error:
-                rows.append(failed_row(name, str(error)))
-                last = error
-                continue
-            rows.append(trend_row(name, found))
-            if best is None or step_us(found) < step_us(best[1]):
-                best = name, found
-            if worst is None or step_us(found) > step_us(worst[1]):
-                worst = name, found
-    if best is None or worst is None:
-        raise last or BadTrace("no rank in these files", path=sources[0])
-    return make_trend(rows, best, worst)
-
-
 def _last_recording(files: list[TraceFile], notes: list[str]) -> list[TraceFile]:
     """Return the files of the last recording of a job, and add a note that names the other recordings."""
     found = recordings(files)
@@ -192,8 +140,8 @@ def _last_recording(files: list[TraceFile], notes: list[str]) -> list[TraceFile]
     if others:
         shown = ", ".join(others[-8:]) + (" …" if len(others) > 8 else "")
         notes.append(
-            f"{len(found)} recordings of one job: the last, {last}, is read; diagnose --trend shows all; give one of "
-            f"{shown} by itself"
+            f"{len(found)} recordings of one job: the last, {last}, is read; give another one by itself, or two by "
+            f"--against: {shown}"
         )
     return found[last]
 
@@ -206,51 +154,9 @@ def diagnose_digests(digests: list[RankDigest], files: Sequence[str], notes: Seq
         files: the names of their traces.
         notes: notes on the input files, to be put before the notes on the job.
     """
-    job = assemble(digests)
-    busy = [account.activity(job, column) for column in range(len(job.ranks))]
-    waits = account.waits(job, busy)
-    per_rank = account.rank_accounts(job, busy, waits)
-    per_gpu = account.gpu_accounts(job, busy, waits)
-    total = account.totals(per_rank)
-    delays = find_delays(job, waits)
-    experts = expert_waits(job, waits, busy)
-    stragglers = blame_experts(job, waits, busy, experts, find_stragglers(job, busy, waits, delays))
-    kernels = compare_overlap(job, busy)
-    blocked = find_blocked(job)
-    unrecorded = find_unrecorded(job, busy, waits)
-    stack = traced_stack(job)
-    if not job.gpu_recorded:  # operations of the host stand for it: of these nothing is judged
-        stragglers = ()
-    idle = idle_of_ranks(job, per_rank)
-    idle_time = summarise_idle(job, idle) if job.gpu_recorded else None
-    played = (
-        _replay(
-            job, waits, stragglers, kernels, blocked, per_rank, unrecorded, stack, hosts_known=hosts_known(idle_time)
-        )
-        if idle_time
-        else None
-    )
-    collectives = account.collectives(job, waits)
-    kinds = account.collective_kinds(job, waits, collectives)
-    findings = find_findings(
-        job,
-        total,
-        waits,
-        busy,
-        idle,
-        stragglers,
-        experts,
-        kernels.kernels,
-        blocked,
-        unrecorded,
-        collectives,
-        kinds,
-        played,
-        stack,
-        per_rank,
-        per_gpu,
-    )
-    clocks, ranks = job.clocks, job.ranks
+    a = Analysis(assemble(digests))
+    job, clocks, ranks = a.job, a.job.clocks, a.job.ranks
+    findings = find_findings(a)
     formats = {d.format for d in digests}
     diagnosis = Diagnosis(
         source=Source(
@@ -265,75 +171,37 @@ def diagnose_digests(digests: list[RankDigest], files: Sequence[str], notes: Seq
         clock_offsets_us=_by_rank(ranks, clocks.offset),
         clock_uncertainty_us=_by_rank(ranks, clocks.uncertainty),
         clock_drift_ppm=_by_rank(ranks, clocks.drift * 1e6),
-        verdict=verdict(job, total, findings, played),
-        notes=(*notes, *job.notes, *notes_on_gpus(job, per_gpu)),
-        steps=account.steps(job),
-        totals=total,
-        per_rank=per_rank,
-        per_gpu=per_gpu,
-        collectives=collectives,
-        collective_kinds=kinds[:_KINDS],
-        stragglers=stragglers,
-        kernels=kernels.kernels,
+        verdict=verdict(a, findings),
+        notes=(*notes, *job.notes, *notes_on_gpus(a)),
+        steps=steps(job),
+        totals=a.totals,
+        per_rank=a.per_rank,
+        per_gpu=a.per_gpu,
+        collectives=a.collectives,
+        collective_kinds=a.kinds[:_KINDS],
+        stragglers=a.stragglers,
+        kernels=a.kernels.kernels,
         findings=findings,
-        replay=played,
-        idle=idle_time,
+        replay=a.replay,
+        idle=a.idle,
     )
-    return Result(diagnosis=diagnosis, job=job, waits=waits)
+    return Result(diagnosis=diagnosis, analysis=a)
 
 
 def _by_rank(ranks: tuple[int, ...], values: F64) -> dict[str, float | None]:
     return {str(r): float(v) if np.isfinite(v) else None for r, v in zip(ranks, values, strict=True)}
 
 
-def _replay(
-    job: TracedJob,
-    waits: account.Waits,
-    stragglers: tuple[Straggler, ...],
-    kernels: KernelSet,
-    blocked: tuple[Blocked, ...],
-    per_rank: tuple[RankAccount, ...],
-    unrecorded: Unrecorded,
-    stack: TracedStack,
-    *,
-    hosts_known: bool,
-) -> Replay | None:
-    """Replay the steps; for "no straggler" take times of the rank with the median compute time among the others."""
-    late = {job.ranks.index(rank) for s in stragglers for rank in s.ranks}
-    healthy = sorted((c for c in range(len(job.ranks)) if c not in late), key=lambda c: per_rank[c].compute_us)
-    typical = {column: healthy[len(healthy) // 2] for column in late} if healthy else {}
-    held = [np.zeros(len(d.gpu), bool) for d in job.digests]
-    for b in blocked:
-        held[b.column][b.op] = True
-    touched = any(np.isfinite(a).any() for a in kernels.alone_us)
-    return replay(
-        job,
-        typical=typical,
-        alone_us=kernels.alone_us if touched else None,
-        blocked=held if blocked else None,
-        suspected_us=unrecorded.by_operation(job),
-        stack=stack,
-        hosts_known=hosts_known,
-        collective_waits=_collective_waits(waits),
-    )
-
-
-def _collective_waits(waits: account.Waits) -> str | None:
-    if not len(waits.complete):
-        return None
-    return "joined" if waits.complete.all() else "partly_joined" if waits.told.any() else "as_measured"
-
-
-def _draw_lanes(job: TracedJob, waits: account.Waits, *, by_stream: bool = False) -> tuple[TimelineLane, ...]:
+def _draw_lanes(a: Analysis, *, by_stream: bool = False) -> tuple[TimelineLane, ...]:
     """Return the lanes of every rank in the analysed steps: compute, memcpy, communication, wait and host."""
-    out: list[TimelineLane] = []
+    job, out = a.job, list[TimelineLane]()
     for column in range(len(job.ranks)):
         for kind, name in ((Kind.COMPUTE, "compute"), (Kind.MEMCPY, "memcpy")):
             gpu, names = job.digests[column].gpu, job.digests[column].names
             for stream, rows in _streams(job, column, np.flatnonzero(gpu.kind == kind), gpu.stream, by_stream):
                 labels = [names[i] for i in gpu.name[rows].tolist()]
                 out += _lane(job, column, name, job.op_start[column][rows], job.op_end[column][rows], labels, stream)
-        out += _communication(job, column, waits, by_stream)
+        out += _communication(a, column, by_stream)
         out += _host(job, column)
     return tuple(out)
 
@@ -362,19 +230,17 @@ def _streams(job: TracedJob, column: int, rows: I64, stream: I64, by_stream: boo
     return found
 
 
-def _communication(job: TracedJob, column: int, waits: account.Waits, by_stream: bool) -> list[TimelineLane]:
-    joined = job.joined
+def _communication(a: Analysis, column: int, by_stream: bool) -> list[TimelineLane]:
+    job, joined = a.job, a.job.joined
     every = np.flatnonzero(joined.row[:, column] >= 0)
     stream = np.zeros(len(joined), np.int64)
     stream[every] = job.digests[column].comm.stream[joined.row[every, column]]
     parts = _streams(job, column, every, stream, by_stream)
-    return [lane for name, rows in parts for lane in _communication_of(job, column, waits, rows, name)]
+    return [lane for name, rows in parts for lane in _communication_of(a, column, rows, name)]
 
 
-def _communication_of(
-    job: TracedJob, column: int, waits: account.Waits, rows: I64, stream: str | None
-) -> list[TimelineLane]:
-    joined = job.joined
+def _communication_of(a: Analysis, column: int, rows: I64, stream: str | None) -> list[TimelineLane]:
+    job, joined, waits = a.job, a.job.joined, a.waits
     start, end = joined.start[rows, column], joined.end[rows, column]
     arrived = start + np.maximum(waits.wait[rows, column], 0.0)
     labels = [f"{joined.op[j]} #{joined.index[j]} (group {joined.group[j]})" for j in rows.tolist()]

@@ -35,7 +35,7 @@ def read_diagnosis(path: Path) -> Diagnosis:
     try:
         found = msgspec.json.decode(path.read_bytes(), type=Diagnosis)
     except OSError as error:
-        raise BadTrace(f"the baseline cannot be read: {error.strerror}", path=str(path)) from None
+        raise BadTrace(f"the earlier run cannot be read: {error.strerror}", path=str(path)) from None
     except msgspec.DecodeError as error:
         raise BadTrace(f"not a diagnosis written by --json: {error}", path=str(path)) from None
     if found.schema != SCHEMA:
@@ -45,7 +45,7 @@ def read_diagnosis(path: Path) -> Diagnosis:
 
 def compare(now: Diagnosis, before: Diagnosis) -> Comparison:
     """Return what a step has more or less of than in an earlier run."""
-    step = _change("step", step_us(before), step_us(now))
+    step = _change("step", _step_us(before), _step_us(now))
     findings = _findings(now, before)
     parts = _changes(_parts(before), _parts(now))
     return Comparison(
@@ -69,8 +69,7 @@ def _steps(d: Diagnosis) -> int:
     return max(len(d.steps), 1)
 
 
-def step_us(d: Diagnosis) -> float:
-    """Return the mean time of a step."""
+def _step_us(d: Diagnosis) -> float:
     return d.totals.duration_us / _steps(d)
 
 
@@ -111,7 +110,7 @@ def _late(d: Diagnosis) -> dict[str, float]:
 
 
 def _findings(now: Diagnosis, before: Diagnosis) -> tuple[FindingChange, ...]:
-    """Match findings by kind, and those on late ranks by rank, on stalls by title: the dearest of those alike."""
+    """Match findings by kind, on late ranks by rank as well, on stalls by title; of several that match, the dearest."""
     old, new = (_by_key(d) for d in (before, now))
     out = []
     for key in {**new, **old}:

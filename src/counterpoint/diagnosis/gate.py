@@ -1,4 +1,4 @@
-"""Check a diagnosis against bounds such as `--gate 'exposed_comm<8%'`, and against an earlier diagnosis."""
+"""Check a diagnosis against bounds: `--gate 'exposed_comm<8%'`, or `'step<against+5%'` of an earlier diagnosis."""
 
 from __future__ import annotations
 
@@ -23,23 +23,27 @@ _TIMES = {
 }
 _RATIOS = ("hidden", "comm_to_compute", "mfu")
 METRICS = (*_TIMES, *_RATIOS, "stragglers")
-_MORE_IS_BETTER = ("hidden", "mfu", "compute", "overlapped")
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     "<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt,
 }  # fmt: skip
-_FORM = re.compile(r"^\s*([a-z_]+)\s*(<=|>=|<|>)\s*([0-9]+(?:\.[0-9]+)?)\s*(%|ms|us|µs|s)?\s*$")
+_NUMBER = r"([0-9]+(?:\.[0-9]+)?)\s*(%|ms|us|µs|s)?"
+_FORM = re.compile(rf"^\s*([a-z_]+)\s*(<=|>=|<|>)\s*(?:{_NUMBER}|(against)(?:\s*([+-])\s*{_NUMBER})?)\s*$")
 _UNIT_US = {"s": 1e6, "ms": 1e3, "us": 1.0, "µs": 1.0}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gate:
-    """Describes one bound: times are per step; `%` is a share of the step for times, and hundredths for ratios."""
+    """Describes one bound: times are per step; `%` is a share of the step for times, and hundredths for ratios.
+
+    Where `against` is true, `bound` is what the earlier diagnosis may be exceeded by, and `%` a share of its value.
+    """
 
     text: str
     metric: str
     compare: str
     bound: float
     unit: str
+    against: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,57 +56,57 @@ class GateResult:
 
 
 def parse_gate(text: str) -> Gate:
-    """Return the gate described by text of the form `METRIC OP NUMBER[UNIT]`; raise `Misconfigured` for other text."""
+    """Return the gate described by text as `METRIC OP NUMBER[UNIT]` or `METRIC OP against[+NUMBER[UNIT]]`.
+
+    Raises:
+        Misconfigured: the text has another form, or a unit that its metric does not have.
+    """
     found = _FORM.match(text)
     if found is None or found.group(1) not in METRICS:
         raise Misconfigured(
-            f"gate {text!r}; expected METRIC OP NUMBER[UNIT] as in 'exposed_comm<8%' or 'step<=160ms', with METRIC one "
-            f"of {', '.join(METRICS)}, OP one of < <= > >=, UNIT one of % us ms s"
+            f"gate {text!r}; expected METRIC OP BOUND as in 'exposed_comm<8%', 'step<=160ms' or 'step<against+5%', "
+            f"with METRIC one of {', '.join(METRICS)}, OP one of < <= > >=, BOUND a number with a unit "
+            "of % us ms s, or against with what may be added or taken off"
         )
-    metric, compare, number, unit = found.group(1), found.group(2), float(found.group(3)), found.group(4) or ""
-    if metric in _TIMES and (not unit or (unit == "%" and metric == "step")):
-        raise Misconfigured(
-            f"gate {text!r}: {metric} is a time; give us, ms or s" + (" or % of the step" * (metric != "step"))
-        )
+    metric, compare, number, unit, against, sign, more, more_unit = found.groups()
+    number, unit = (more or "0", more_unit or "%" * (more is None)) if against else (number, unit or "")
+    if metric in _TIMES and (not unit or (unit == "%" and metric == "step" and not against)):
+        shares = " or % of the step" if metric != "step" else ""
+        raise Misconfigured(f"gate {text!r}: {metric} is a time; give us, ms or s{shares}")
     if metric not in _TIMES and unit not in ("", "%"):
         raise Misconfigured(f"gate {text!r}: {metric} has no unit of time; give a number or %")
-    return Gate(text=text.strip(), metric=metric, compare=compare, bound=number, unit=unit)
+    bound = -float(number) if sign == "-" else float(number)
+    return Gate(text=text.strip(), metric=metric, compare=compare, bound=bound, unit=unit, against=bool(against))
 
 
-def check_gate(gate: Gate, new: Diagnosis, baseline: Diagnosis | None, tolerance: float) -> GateResult:
-    """Check a diagnosis against a gate; the metric may be worse than the baseline's by a share of `tolerance`."""
-    value = _value(gate, new)
+def check_gate(gate: Gate, now: Diagnosis, earlier: Diagnosis | None = None) -> GateResult:
+    """Return whether a diagnosis passes a gate; a metric that is not known, now or of the earlier run, does not."""
+    unit = "ms" if gate.against and gate.unit == "%" and gate.metric in _TIMES else gate.unit
+    value, before = _value(gate.metric, unit, now), _value(gate.metric, unit, earlier) if earlier else None
+    if value is None or (gate.against and before is None):
+        where = "these traces" if value is None else "the earlier run"
+        return GateResult(text=gate.text, passed=False, reason=f"{gate.metric} is not known from {where}")
     bound = gate.bound / 100 if gate.unit == "%" else gate.bound
-    if value is None:
-        return GateResult(text=gate.text, passed=False, reason=f"{gate.metric} is not known from these traces")
+    if gate.against and before is not None:
+        bound = before + (bound * abs(before) if gate.unit == "%" else bound)
     passed = _OPERATORS[gate.compare](value, bound)
-    reason = f"{gate.metric} is {_shown(gate, value)}"
-    before = _value(gate, baseline) if baseline is not None else None
+    reason = f"{gate.metric} is {_shown(unit, value)}"
     if before is not None:
-        reason += f", was {_shown(gate, before)}"
-        worse = (before - value) if gate.metric in _MORE_IS_BETTER else (value - before)
-        if worse > tolerance * abs(before) and worse > 1e-9:
-            passed = False
-            reason += f": worse than the baseline by more than {tolerance:.0%}"
-    elif baseline is not None:
-        reason += "; the baseline does not know it"
+        reason += f", was {_shown(unit, before)}"
     return GateResult(text=gate.text, passed=passed, reason=reason)
 
 
-def _value(gate: Gate, d: Diagnosis) -> float | None:
-    if gate.metric == "stragglers":
+def _value(metric: str, unit: str, d: Diagnosis) -> float | None:
+    """Return a metric in a unit; None if it is not known."""
+    if metric == "stragglers":
         return float(len(d.stragglers))
-    if gate.metric in _RATIOS:
-        value = getattr(d.totals, gate.metric)
-        return None if value is None else float(value)
-    found = getattr(d.totals, _TIMES[gate.metric])
-    if found is None:
-        return None
-    total = float(found)
-    if gate.unit == "%":
-        return total / d.totals.duration_us if d.totals.duration_us > 0 else None
-    return total / max(len(d.steps), 1) / _UNIT_US[gate.unit]
+    value: float | None = getattr(d.totals, _TIMES.get(metric, metric))
+    if value is None or metric in _RATIOS:
+        return value
+    if unit == "%":
+        return value / d.totals.duration_us if d.totals.duration_us > 0 else None
+    return value / max(len(d.steps), 1) / _UNIT_US[unit]
 
 
-def _shown(gate: Gate, value: float) -> str:
-    return f"{100 * value:.2f} %" if gate.unit == "%" else f"{value:.3f} {gate.unit}".strip()
+def _shown(unit: str, value: float) -> str:
+    return f"{100 * value:.2f} %" if unit == "%" else f"{value:.3f} {unit}".strip()

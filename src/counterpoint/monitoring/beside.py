@@ -17,11 +17,11 @@ from pathlib import Path
 
 import msgspec
 
-from counterpoint.diagnosis.analysis.idle import IDLE_TITLES
 from counterpoint.diagnosis.reading.digest import RankDigest, pack_digest, unpack_digest
 from counterpoint.diagnosis.reading.engine import digest_file
 from counterpoint.errors import BadTrace, CounterpointError, printable
 from counterpoint.records import Record
+from counterpoint.records.causes import IDLE_CAUSES
 from counterpoint.records.diagnosis import Diagnosis, IdleCause, Straggler
 from counterpoint.records.watch import WatchedStep
 from counterpoint.rehearsed import NO_TIMES, is_rehearsal
@@ -213,13 +213,13 @@ def _line(diagnosis: Diagnosis, step: int, steps: int, late: Straggler | None, u
     causes: list[IdleCause] = []
     if diagnosis.world_size == 1 and idle is not None:
         share = f"GPU idle {100 * idle.idle_us / recorded_us:.0f} %"
-        causes = [c for c in idle.causes if c.category in IDLE_TITLES and c.category not in _OF_RECORDING]
+        causes = [c for c in idle.causes if IDLE_CAUSES[c.category].title and c.category not in _OF_RECORDING]
         causes = [c for c in causes if c.us > _WORTH * recorded_us]
     rehearsed = " (rehearsed: times do not hold)" if is_rehearsal() else ""
     said = [f"step {step}{some}{rehearsed}: {took}", share]
     findings = [f for f in diagnosis.findings if f.kind not in ("straggler", "not_recorded")]
     if causes:
-        title = IDLE_TITLES[causes[0].category]
+        title = IDLE_CAUSES[causes[0].category].title
         where = "".join(f" ({one.name[:_LONGEST_DETAIL]})" for one in causes[0].operations[:1])
         said.append(f"{_milliseconds(causes[0].us)}: {title[0].lower()}{title[1:]}{where}")
     elif late is not None:

@@ -1,8 +1,7 @@
-"""Hold what two runs, or many recordings of one job, say beside one another.
+"""Hold the comparison of two runs.
 
-Times are µs a step, means over ranks. `Comparison` is the contract `counterpoint.comparison/1`, `Trend`
-`counterpoint.trend/1` (docs/reference/diagnosis.md): keys may be added, never renamed. A value
-that is not known is `null`, never 0.
+Times are µs a step, means over ranks. `Comparison` is the contract `counterpoint.comparison/1`
+(docs/reference/diagnosis.md): keys may be added, never renamed. A value that is not known is `null`, never 0.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 from counterpoint.records import Record
 
 COMPARISON_SCHEMA = "counterpoint.comparison/1"
-TREND_SCHEMA = "counterpoint.trend/1"
 
 
 class Change(Record, frozen=True, kw_only=True):
@@ -55,29 +53,3 @@ class Comparison(Record, frozen=True, kw_only=True):
     exposed: tuple[Change, ...]  # by operation
     late: tuple[Change, ...]  # by rank: how long the others stood still for it
     kernels: tuple[KernelChange, ...]  # that became slower by name
-
-
-class TrendRow(Record, frozen=True, kw_only=True):
-    """Holds one recording of a job; `error` says why it could not be diagnosed, and all else is then null."""
-
-    name: str
-    steps: int | None
-    step_us: float | None
-    hidden: float | None
-    exposed_us: float | None
-    idle_us: float | None
-    worst_rank: int | None  # for which the others stood still the longest; None: for none
-    late_us: float | None  # how long they did
-    verdict: str | None
-    error: str | None = None
-
-
-class Trend(Record, frozen=True, kw_only=True):
-    """Holds the recordings of a job in order of time; `worst` beside `best`: the longest step and the shortest."""
-
-    schema: str = TREND_SCHEMA
-    verdict: str
-    recordings: tuple[TrendRow, ...]
-    worst: str | None  # None: fewer than two could be diagnosed
-    best: str | None
-    difference: Comparison | None  # of the worst from the best

@@ -16,7 +16,7 @@ WHOLE_TRACE = "whole trace"  # the name of the one step where none were found
 _RUNS_SHOWN = 8  # of ranks in a sentence
 OWN_MARK = "counterpoint diagnose --perfetto"  # `written_by` of timelines that are drawn from a diagnosis
 
-Cause = Literal["host_stall", "slow_kernels", "slow_kernel", "more_work", "late_input", "unknown"]
+StragglerCause = Literal["host_stall", "slow_kernels", "slow_kernel", "more_work", "late_input", "unknown"]
 KernelCause = Literal["tail_effect", "sm_contention", "bandwidth", "none"]
 Severity = Literal["high", "medium", "low"]
 
@@ -28,12 +28,6 @@ def ranks_in_words(ranks: tuple[int, ...]) -> str:
     runs = [f"{a}-{b}" if b > a else str(a) for a, b in zip(starts, ends, strict=True)]
     shown = ", ".join(runs[:_RUNS_SHOWN]) + (" …" if len(runs) > _RUNS_SHOWN else "")
     return f"rank{'s' * (len(ranks) > 1)} {shown}"
-
-
-def severity_of(cost_us: float, step_us: float) -> Severity:
-    """Return how severe a cost is: high from 10 % of a step, medium from 3 %, else low."""
-    share = cost_us / step_us if step_us > 0 else 0.0
-    return "high" if share >= 0.1 else "medium" if share >= 0.03 else "low"
 
 
 class Source(Record, frozen=True, kw_only=True):
@@ -153,7 +147,7 @@ class Straggler(Record, frozen=True, kw_only=True):
     rank: int
     delay_us: float
     times_last: int
-    cause: Cause
+    cause: StragglerCause
     evidence: str
     detail: str | None = None  # operation, allocator, garbage_collection, ...
     start_us: float | None = None  # where it is worst: a range to look at
@@ -205,6 +199,34 @@ class Finding(Record, frozen=True, kw_only=True):
     rank: int | None = None
     start_us: float | None = None
     end_us: float | None = None
+
+    @classmethod
+    def of(
+        cls,
+        kind: str,
+        cost_us: float,
+        step_us: float,
+        *,
+        title: str,
+        evidence: str,
+        advice: str,
+        rank: int | None = None,
+        start_us: float | None = None,
+        end_us: float | None = None,
+    ) -> Finding:
+        """Return a finding; its severity is high from 10 % of a step of `step_us`, medium from 3 %, else low."""
+        share = cost_us / step_us if step_us > 0 else 0.0
+        return cls(
+            kind=kind,
+            cost_us=cost_us,
+            severity="high" if share >= 0.1 else "medium" if share >= 0.03 else "low",
+            title=title,
+            evidence=evidence,
+            advice=advice,
+            rank=rank,
+            start_us=start_us,
+            end_us=end_us,
+        )
 
 
 class HostTime(Record, frozen=True, kw_only=True):

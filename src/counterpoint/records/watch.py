@@ -7,7 +7,7 @@ value that is not known is `null`, never 0.
 from __future__ import annotations
 
 from counterpoint.records import Record
-from counterpoint.records.diagnosis import Cause, Finding
+from counterpoint.records.diagnosis import Finding, StragglerCause
 
 SCHEMA = "counterpoint.watch/1"
 
@@ -29,7 +29,7 @@ class WatchedStep(Record, frozen=True, kw_only=True):
     idle_us: float
     late_rank: int | None  # the one that makes the others wait longest
     late_us: float | None
-    late_cause: Cause | None
+    late_cause: StragglerCause | None
     late_detail: str | None
     findings: tuple[Finding, ...]
     notes: tuple[str, ...]

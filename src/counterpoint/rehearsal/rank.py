@@ -13,11 +13,11 @@ from pathlib import Path
 import msgspec
 
 from counterpoint.errors import Misconfigured
-from counterpoint.processes import write_whole
+from counterpoint.processes import leaving_word, write_whole
 from counterpoint.rehearsal.task import TASK_VARIABLE, RehearsalTask, report_file
 from counterpoint.rehearsed import rank_variables
-from counterpoint.tuning.script.launch import alive_file
-from counterpoint.tuning.script.rank import begin, leaving_word, run_script
+from counterpoint.tuning.script.launch import ALIVE, ERRORS
+from counterpoint.tuning.script.rank import begin, run_script
 
 
 def main() -> None:
@@ -35,10 +35,10 @@ def main() -> None:
 
     def advance() -> None:
         witness.steps += 1
-        alive_file(folder).touch()
+        (folder / ALIVE).touch()
 
     counted = OptimizerSteps(advance)
-    with leaving_word(folder, rank, lambda: witness.steps):
+    with leaving_word(folder / ERRORS, rank, lambda: f"step {witness.steps + 1}"):
         if int(os.environ["WORLD_SIZE"]) != task.world_size:
             raise Misconfigured(f"{os.environ['WORLD_SIZE']} ranks were started, and {task.world_size} asked for")
         with witness.watching():

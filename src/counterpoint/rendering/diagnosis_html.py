@@ -31,7 +31,7 @@ from counterpoint.rendering.diagnosis_tables import (
     stragglers_table,
 )
 from counterpoint.rendering.safe_html import Page, clean, write_page
-from counterpoint.rendering.table import Column, Table, row
+from counterpoint.rendering.table import Cell, Column, Table, row
 
 MAX_RANKS = 32  # of the timeline
 MAX_SPANS = 40_000  # 0.6 MB of the page
@@ -53,17 +53,13 @@ def write_html(path: Path, diagnosis: Diagnosis, lanes: Sequence[TimelineLane]) 
     packed = pack_timeline(diagnosis, lanes)
     write_page(
         path,
-        "diagnosis",
-        page=_page(diagnosis),
+        _page(diagnosis),
+        name="diagnosis",
         data=_data(diagnosis, packed),
-        own="diagnosis",
         plot=bool(packed.drawn),
-        filters={"ms": say.milliseconds},
+        costs=[say.tenth_milliseconds(finding.cost_us) for finding in diagnosis.findings],
         findings=diagnosis.findings,
-        budget=budget_table(diagnosis, MAX_ROWS),
-        idle=idle_table(diagnosis),
-        rank_map=_rank_map(diagnosis),
-        longest_wait_us=max((budget(a)["wait"] for a in diagnosis.per_rank), default=0.0) / steps_in(diagnosis),
+        above=(budget_table(diagnosis, MAX_ROWS), _map_table(diagnosis), idle_table(diagnosis)),
         timeline=packed,
         lanes=_lanes_table(packed),
         kinds=_kinds(packed),
@@ -140,45 +136,42 @@ def _lanes_table(packed: PackedTimeline) -> Table:
         title="Lanes of the timeline",
         unit="all steps together",
         columns=(
-            Column("rank", say.count),
-            Column("lane", limit=40),
-            Column("spans", say.count),
-            Column("sum, ms", say.milliseconds),
-            Column("longest, ms", say.fine_milliseconds),
+            Column("rank", say.count, lambda lane: lane.rank),
+            Column("lane", of=lambda lane: lane.name, limit=40),
+            Column("spans", say.count, lambda lane: lane.spans),
+            Column("sum, ms", say.milliseconds, lambda lane: lane.total_us),
+            Column("longest, ms", say.fine_milliseconds, lambda lane: lane.longest_us),
         ),
-        rows=[row(lane.rank, lane.name, lane.spans, lane.total_us, lane.longest_us) for lane in packed.drawn],
+        rows=packed.drawn,
         folded=True,
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankCell:
-    """Holds one rank of the map: how long it waits in a step, and how long the others wait for it; ms."""
-
-    rank: int
-    wait_ms: float | None  # None: no trace of it
-    late_ms: float | None  # None: it is not late
-    heat: float  # per cent of the longest wait
-
-
-def _rank_map(diagnosis: Diagnosis) -> list[list[RankCell]]:
-    """Return all ranks of a job that is too large for a bar each, `NODE` in a row; else nothing."""
+def _map_table(diagnosis: Diagnosis) -> Table | None:
+    """Return how long each rank of a large job waits for others, `NODE` ranks in a row; None for a small one."""
     if len(diagnosis.per_rank) <= MAP_FROM:
-        return []
+        return None
     steps = steps_in(diagnosis)
-    waits = {a.rank: budget(a)["wait"] / steps / 1e3 for a in diagnosis.per_rank}
-    late = {rank: s.delay_us / steps / 1e3 for s in diagnosis.stragglers for rank in s.ranks}
+    waits = {a.rank: budget(a)["wait"] / steps for a in diagnosis.per_rank}
+    late = {rank: s.delay_us / steps for s in diagnosis.stragglers for rank in s.ranks}
     longest = max(waits.values()) or 1.0
     every = sorted({*waits, *late})
-    rows: dict[int, list[RankCell]] = {}
-    for rank in every[:MAX_MAP]:
-        wait = waits.get(rank)
-        cell = RankCell(rank=rank, wait_ms=wait, late_ms=late.get(rank), heat=100 * (wait or 0.0) / longest)
-        rows.setdefault(rank // NODE, []).append(cell)
-    for rank in set(late) - set(every[:MAX_MAP]):
-        cell = RankCell(rank=rank, wait_ms=waits.get(rank), late_ms=late[rank], heat=0.0)
-        rows.setdefault(rank // NODE, []).append(cell)
-    return [sorted(rows[node], key=lambda cell: cell.rank) for node in sorted(rows)]
+    shown = {*every[:MAX_MAP], *late}
+
+    def cell(rank: int) -> Cell | str:
+        note = f"{rank}: {say.tenth_milliseconds(late[rank])} late" if rank in late else ""
+        return Cell(value=waits.get(rank), note=note, heat=waits.get(rank, 0.0) / longest) if rank in shown else ""
+
+    nodes = sorted({rank // NODE for rank in shown})
+    ranks_of = {node: range(NODE * node, NODE * (node + 1)) for node in nodes}
+    left_out = [f"The first {MAX_MAP} ranks and those that are late."] if len(shown) < len(every) else []
+    return Table(
+        title="Every rank",
+        unit="ms a step that it waits for others, the darker the longer; late: how long the others wait for it",
+        columns=(Column(""), *(Column("", say.tenth_milliseconds) for _ in range(NODE))),
+        rows=[row(f"{ranks[0]}–{ranks[-1]}", *map(cell, ranks)) for ranks in ranks_of.values()],
+        notes=left_out,
+    )
 
 
 def _kinds(packed: PackedTimeline) -> list[tuple[str, str, str]]:

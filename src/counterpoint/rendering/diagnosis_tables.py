@@ -18,11 +18,11 @@ from counterpoint.records.diagnosis import (
     KernelComparison,
     RankAccount,
     Replay,
-    Straggler,
+    WhatIfStep,
     ranks_in_words,
 )
 from counterpoint.rendering import formatting as say
-from counterpoint.rendering.table import BarPart, Cell, Column, LengthBar, Table, TableRow, Tone, row
+from counterpoint.rendering.table import UNKNOWN, BarPart, Cell, Column, LengthBar, Table, TableRow, Tone, row
 
 PARTS = {  # of a rank's time, which add up to its duration
     "compute": "compute alone",
@@ -33,6 +33,7 @@ PARTS = {  # of a rank's time, which add up to its duration
     "idle": "idle",
 }
 MAX_IDLE_CAUSES = 6
+LATE_FIRST_FROM = 16  # ranks: in longer tables the late ones come first
 ON_TERMINAL = 8  # collectives, kernels, late ranks
 MAX_COLLECTIVES = 300
 MAX_KINDS = 24
@@ -94,9 +95,11 @@ def budget_table(diagnosis: Diagnosis, limit: int) -> Table | None:
         return None
     late, steps = late_ranks(diagnosis), steps_in(diagnosis)
     shown = worst_ranks(diagnosis.per_rank, limit, late)
+    if len(shown) > LATE_FIRST_FROM:
+        shown.sort(key=lambda account: account.rank not in late)
     longest = max(account.duration_us for account in shown)
 
-    def line(name: str, account: Account, tone: Tone = "") -> TableRow:
+    def line(rank: object, account: Account, tone: Tone = "") -> TableRow:
         us = budget(account)
         wait = None if account.exposed_wait_us is None and us["transfer"] else us["wait"]
         ms = [None if part is None else part / steps for part in (us["compute"] + us["overlapped"], us["overlapped"],
@@ -106,7 +109,7 @@ def budget_table(diagnosis: Diagnosis, limit: int) -> Table | None:
             for key, part in us.items()
             if part > 0 and longest > 0
         ]
-        return row(name, LengthBar(parts), *ms, account.hidden, account.comm_to_compute, tone=tone)
+        return row(rank, LengthBar(parts), *ms, account.hidden, account.comm_to_compute, tone=tone)
 
     notes = []
     if len(shown) < len(diagnosis.per_rank):
@@ -117,27 +120,23 @@ def budget_table(diagnosis: Diagnosis, limit: int) -> Table | None:
         columns=(
             Column("rank", str),
             Column("", is_bar=True),
-            Column("compute", _tenths),
-            Column("of it\noverlapped", _tenths, page_only=True),
-            Column("wait", _tenths),
-            Column("transfer", _tenths),
-            Column("copies", _tenths),
-            Column("idle", _tenths),
-            Column("step", _tenths, page_only=True),
+            Column("compute", say.tenth_milliseconds),
+            Column("of it\noverlapped", say.tenth_milliseconds, page_only=True),
+            Column("wait", say.tenth_milliseconds),
+            Column("transfer", say.tenth_milliseconds),
+            Column("copies", say.tenth_milliseconds),
+            Column("idle", say.tenth_milliseconds),
+            Column("step", say.tenth_milliseconds, page_only=True),
             Column("hidden", say.percent),
             Column("comm /\ncompute", say.factor, page_only=True),
         ),
         rows=[
-            *(line(str(each.rank), each, "strong" if each.rank in late else "") for each in shown),
+            *(line(each.rank, each, "strong" if each.rank in late else "") for each in shown),
             *([line("mean", diagnosis.totals, "quiet")] if len(diagnosis.per_rank) > 1 else []),
         ],
         legend=list(PARTS.items()),
         notes=notes,
     )
-
-
-def _tenths(us: float | None) -> str:
-    return say.milliseconds(us, 1)
 
 
 def idle_sentence(diagnosis: Diagnosis) -> str:
@@ -167,26 +166,20 @@ def idle_table(diagnosis: Diagnosis) -> Table | None:
         title=idle_sentence(diagnosis),
         unit=unit,
         columns=(
-            Column("cause"),
-            Column("ms", say.milliseconds),
-            Column("gaps", lambda gaps: f"{gaps:,.0f}"),
-            Column("longest", say.milliseconds),
-            Column("mostly in", limit=60),
+            Column("cause", of=lambda c: say.IDLE_CAUSES[c.category]),
+            Column("ms", say.milliseconds, lambda c: c.us),
+            Column("gaps", say.whole, lambda c: c.count if c.count >= 1 else "<1"),
+            Column("longest", say.milliseconds, lambda c: c.longest_us),
+            Column("mostly in", of=_mostly_in, limit=60),
         ),
-        rows=[
-            row(
-                say.IDLE_CAUSES[c.category],
-                c.us,
-                c.count if c.count >= 1 else "<1",
-                c.longest_us,
-                Cell(
-                    value=c.operations[0].name if c.operations else None,
-                    note=", ".join(f"{each.name} {say.milliseconds(each.us)}" for each in c.operations[:3]),
-                ),
-            )
-            for c in causes
-        ],
+        rows=causes,
     )
+
+
+def _mostly_in(cause: IdleCause) -> Cell:
+    most = cause.operations[0].name if cause.operations else None
+    times = (f"{each.name} {say.milliseconds(each.us)}" for each in cause.operations[:3])
+    return Cell(value=most, note=", ".join(times))
 
 
 def group_of(kind: CollectiveKind) -> str:
@@ -209,34 +202,19 @@ def kinds_table(diagnosis: Diagnosis) -> Table | None:
         title="Collectives by kind",
         unit="ms: exposed a step, wait and transfer a call; GB/s: of the bus, the best of the group, of the link",
         columns=(
-            Column("kind", limit=40),
-            Column("group", limit=24),
-            Column("size", say.size),
-            Column("calls", lambda calls: f"{calls:,.0f}"),
-            Column("exposed", say.milliseconds),
-            Column("wait", say.milliseconds),
-            Column("transfer", say.milliseconds),
-            Column("GB/s", say.bandwidth),
-            Column("best", say.bandwidth, optional=True),
-            Column("link", say.bandwidth, optional=True),
-            Column("phase", optional=True),
+            Column("kind", of=lambda k: k.op, limit=40),
+            Column("group", of=group_of, limit=24),
+            Column("size", say.size, lambda k: k.bytes),
+            Column("calls", say.whole, lambda k: k.count / steps),
+            Column("exposed", say.milliseconds, lambda k: k.exposed_us),
+            Column("wait", say.milliseconds, lambda k: k.wait_us),
+            Column("transfer", say.milliseconds, lambda k: k.transfer_us),
+            Column("GB/s", say.bandwidth, lambda k: k.bus_gb_per_s),
+            Column("best", say.bandwidth, lambda k: k.best_gb_per_s, optional=True),
+            Column("link", say.bandwidth, lambda k: k.link_gb_per_s, optional=True),
+            Column("phase", of=lambda k: k.phase, optional=True),
         ),
-        rows=[
-            row(
-                k.op,
-                group_of(k),
-                k.bytes,
-                k.count / steps,
-                k.exposed_us,
-                k.wait_us,
-                k.transfer_us,
-                k.bus_gb_per_s,
-                k.best_gb_per_s,
-                k.link_gb_per_s,
-                k.phase,
-            )
-            for k in kinds[:MAX_KINDS]
-        ],
+        rows=kinds[:MAX_KINDS],
         notes=[*more, unknown],
         most=ON_TERMINAL,
     )
@@ -267,40 +245,30 @@ def collectives_table(diagnosis: Diagnosis) -> Table | None:
             "hold all."
         ]
 
-    def line(c: Collective) -> TableRow:
-        mean, most = waits(c)
-        of_ranks = [c.wait_us.get(str(rank)) for rank in ranks]
-        return row(
-            f"{c.op} #{c.index}",
-            c.group,
-            c.bytes,
-            "copy engines" if c.num_ctas == 0 else c.num_ctas,
-            c.exposed_us,
-            mean,
-            most,
-            c.transfer_us,
-            c.bus_gb_per_s,
-            None if mean is None else c.last_rank,
-            *(Cell(value=us, heat=(us or 0.0) / longest) for us in of_ranks),
-        )
+    def wait_of(rank: int) -> Column:
+        def of(c: Collective) -> Cell:
+            us = c.wait_us.get(str(rank))
+            return Cell(value=us, heat=(us or 0.0) / longest)
+
+        return Column(f"wait {rank}", say.milliseconds, of, page_only=True)
 
     return Table(
         title="Collectives",
         unit="ms each, by exposed time; wait of a rank: how long it was in before the last one came",
         columns=(
-            Column("collective", limit=60),
-            Column("group", limit=24),
-            Column("size", say.size),
-            Column("CTAs", say.count, page_only=True),
-            Column("exposed", say.milliseconds),
-            Column("mean\nwait", say.milliseconds),
-            Column("longest\nwait", say.milliseconds),
-            Column("transfer", say.milliseconds),
-            Column("GB/s", say.bandwidth),
-            Column("last", say.count),
-            *(Column(f"wait {rank}", say.milliseconds, page_only=True) for rank in ranks),
+            Column("collective", of=lambda c: f"{c.op} #{c.index}", limit=60),
+            Column("group", of=lambda c: c.group, limit=24),
+            Column("size", say.size, lambda c: c.bytes),
+            Column("CTAs", say.count, lambda c: c.num_ctas if c.num_ctas != 0 else "copy engines", page_only=True),
+            Column("exposed", say.milliseconds, lambda c: c.exposed_us),
+            Column("mean\nwait", say.milliseconds, lambda c: waits(c)[0]),
+            Column("longest\nwait", say.milliseconds, lambda c: waits(c)[1]),
+            Column("transfer", say.milliseconds, lambda c: c.transfer_us),
+            Column("GB/s", say.bandwidth, lambda c: c.bus_gb_per_s),
+            Column("last", say.count, lambda c: None if waits(c)[0] is None else c.last_rank),
+            *map(wait_of, ranks),
         ),
-        rows=[line(c) for c in shown],
+        rows=shown,
         notes=notes,
         most=ON_TERMINAL,
     )
@@ -311,24 +279,17 @@ def stragglers_table(diagnosis: Diagnosis) -> Table | None:
     if not diagnosis.stragglers:
         return None
     steps = steps_in(diagnosis)
-
-    def cause(s: Straggler) -> str:
-        return f"{say.CAUSES[s.cause]} ({s.detail})" if s.detail else say.CAUSES[s.cause]
-
     return Table(
         title="Ranks that make others wait",
         unit="lateness in ms per step",
         columns=(
-            Column("ranks"),
-            Column("late", say.milliseconds),
-            Column("times\nlast", say.count),
-            Column("cause"),
-            Column("evidence", limit=1200),
+            Column("ranks", of=lambda s: ranks_in_words(s.ranks)),
+            Column("late", say.milliseconds, lambda s: s.delay_us / steps),
+            Column("times\nlast", say.count, lambda s: s.times_last),
+            Column("cause", of=lambda s: say.CAUSES[s.cause] + (f" ({s.detail})" if s.detail else "")),
+            Column("evidence", of=lambda s: s.evidence, limit=1200),
         ),
-        rows=[
-            row(ranks_in_words(s.ranks), s.delay_us / steps, s.times_last, cause(s), s.evidence)
-            for s in diagnosis.stragglers
-        ],
+        rows=diagnosis.stragglers,
         most=ON_TERMINAL,
     )
 
@@ -336,7 +297,7 @@ def stragglers_table(diagnosis: Diagnosis) -> Table | None:
 def waves(kernel: KernelComparison) -> str:
     """Return waves of thread blocks alone and during communication as `2 → 3`."""
     if kernel.waves_alone is None or kernel.waves_overlapped is None:
-        return say.UNKNOWN
+        return UNKNOWN
     return f"{kernel.waves_alone} → {kernel.waves_overlapped}"
 
 
@@ -353,41 +314,42 @@ def kernels_table(diagnosis: Diagnosis) -> Table | None:
         title="Kernels slowed by communication",
         unit="median ms, cost in ms per step",
         columns=(
-            Column("kernel", limit=160),
-            Column("blocks", say.count, page_only=True),
-            Column("alone", say.fine_milliseconds),
-            Column("beside", say.fine_milliseconds),
-            Column("slower", say.factor),
-            Column("waves"),
-            Column("comm\nCTAs", say.count, page_only=True),
-            Column("cost", say.milliseconds),
-            Column("cause"),
+            Column("kernel", of=lambda k: Cell(value=k.name, note=(k.shapes or "")[:100]), limit=160),
+            Column("blocks", say.count, _blocks, page_only=True),
+            Column("alone", say.fine_milliseconds, _alone),
+            Column("beside", say.fine_milliseconds, _beside),
+            Column("slower", say.factor, lambda k: k.slowdown),
+            Column("waves", of=waves),
+            Column("comm\nCTAs", say.count, _comm_ctas, page_only=True),
+            Column("cost", say.milliseconds, lambda k: k.cost_us / steps),
+            Column("cause", of=lambda k: say.KERNEL_CAUSES[k.cause]),
         ),
-        rows=[
-            row(
-                Cell(value=k.name, note=(k.shapes or "")[:100]),
-                Cell(value=math.prod(k.grid), note=" × ".join(map(str, k.grid))),
-                Cell(value=k.alone_us, note=_spread(k.alone_p10_us, k.alone_p90_us, k.alone_count)),
-                Cell(value=k.overlapped_us, note=_spread(k.overlapped_p10_us, k.overlapped_p90_us, k.overlapped_count)),
-                k.slowdown,
-                waves(k),
-                Cell(value=k.comm_ctas, note=_without_a_wave(k.comm_ctas_without_extra_wave)),
-                k.cost_us / steps,
-                say.KERNEL_CAUSES[k.cause],
-            )
-            for k in slowed[:MAX_KERNELS]
-        ],
+        rows=slowed[:MAX_KERNELS],
         notes=notes,
         most=ON_TERMINAL,
     )
+
+
+def _blocks(k: KernelComparison) -> Cell:
+    return Cell(value=math.prod(k.grid), note=" × ".join(map(str, k.grid)))
+
+
+def _alone(k: KernelComparison) -> Cell:
+    return Cell(value=k.alone_us, note=_spread(k.alone_p10_us, k.alone_p90_us, k.alone_count))
+
+
+def _beside(k: KernelComparison) -> Cell:
+    return Cell(value=k.overlapped_us, note=_spread(k.overlapped_p10_us, k.overlapped_p90_us, k.overlapped_count))
 
 
 def _spread(p10_us: float | None, p90_us: float | None, times: int) -> str:
     return f"{say.milliseconds(p10_us)} to {say.milliseconds(p90_us)}, n {times}"
 
 
-def _without_a_wave(ctas: int | None) -> str:
-    return "" if ctas is None else f"no extra wave up to {ctas}" if ctas else "any adds a wave"
+def _comm_ctas(k: KernelComparison) -> Cell:
+    most = k.comm_ctas_without_extra_wave
+    note = "" if most is None else f"no extra wave up to {most}" if most else "any adds a wave"
+    return Cell(value=k.comm_ctas, note=note)
 
 
 def replayed_waits(replay: Replay) -> str | None:
@@ -412,8 +374,15 @@ def replay_table(diagnosis: Diagnosis) -> Table | None:
     replay = diagnosis.replay
     if replay is None:
         return None
-    steps = {"unchanged": replay.replayed_us} | {case.name: case.step_us for case in replay.what_if}
-    longest = max(replay.measured_us, *steps.values()) or 1.0
+    unchanged = WhatIfStep(name="unchanged", step_us=replay.replayed_us)
+    longest = max(replay.measured_us, replay.replayed_us, *(case.step_us for case in replay.what_if)) or 1.0
+
+    def bar(case: WhatIfStep) -> LengthBar:
+        return LengthBar([BarPart(look="unchanged" if case is unchanged else "case", share=case.step_us / longest)])
+
+    def speed_up(case: WhatIfStep) -> float | None:
+        return replay.replayed_us / case.step_us if case.step_us > 0 else None
+
     error = (
         f"The unchanged replay takes {say.milliseconds(replay.replayed_us)} ms where "
         f"{say.milliseconds(replay.measured_us)} ms were measured: an error of {say.change(replay.error)}."
@@ -422,20 +391,14 @@ def replay_table(diagnosis: Diagnosis) -> Table | None:
         title="What it is worth",
         unit=f"step replayed, ms{replayed_steps(diagnosis)}",
         columns=(
-            Column("replay"),
-            Column("", is_bar=True, optional=True),
-            Column("step", say.milliseconds),
-            Column("speed-up", say.factor),
+            Column("replay", of=lambda case: case.name),
+            Column("", of=bar, is_bar=True, optional=True),
+            Column("step", say.milliseconds, lambda case: case.step_us),
+            Column(
+                "speed-up", say.factor, lambda case: replay.replayed_us / case.step_us if case.step_us > 0 else None
+            ),
         ),
-        rows=[
-            row(
-                name,
-                LengthBar([BarPart(look="case" if place else "unchanged", share=us / longest)]),
-                us,
-                replay.replayed_us / us if us > 0 else None,
-            )
-            for place, (name, us) in enumerate(steps.items())
-        ],
+        rows=[unchanged, *replay.what_if],
         notes=[error, *filter(None, [replayed_waits(replay)])],
     )
 

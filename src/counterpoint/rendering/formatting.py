@@ -1,56 +1,18 @@
-"""Format numbers, causes and parts of an account, the same in the terminal and in HTML.
+"""Format numbers and causes, as every medium shows them: one function for each unit.
 
-Scaling happens here and nowhere else. Totals are shown **per step** (the mean over the analysed steps), because that
-is what a user notices; data frames and JSON keep the sums.
+Scaling happens here and nowhere else; records hold µs, bytes and fractions.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable
-from typing import Literal
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from counterpoint.records import causes
+from counterpoint.rendering.table import UNKNOWN
 
-from counterpoint.errors import printable
-
-UNKNOWN = "–"
-QUIET = "bright_black"  # style of explanations
-CAUSES = {
-    "host_stall": "host stall",
-    "slow_kernels": "slower kernels",
-    "slow_kernel": "one slower kernel",
-    "more_work": "more work",
-    "late_input": "late input",
-    "unknown": "unknown cause",
-}
-KERNEL_CAUSES = {
-    "tail_effect": "tail effect",
-    "sm_contention": "SM contention",
-    "bandwidth": "bandwidth or power",
-    "none": "none",
-}
-IDLE_CAUSES = {
-    "operation": "long host operation",
-    "launch": "slow launches (host-bound)",
-    "allocator": "allocator",
-    "garbage_collection": "garbage collection",
-    "late_input": "late input",
-    "synchronise": "synchronisation",
-    "copy": "blocking copy",
-    "start_up": "start-up, compilation, capture",
-    "profiler": "profiler",
-    "queued": "queued, but held up",
-    "between_kernels": "between queued kernels",
-    "no_launch_recorded": "launch not recorded",
-    "unrecorded": "host, not recorded",
-    "nothing_recorded": "before or after all events",
-    "earlier_work": "behind work not recorded",
-    "page_migration": "unified memory, page by page",
-    "other_gpu": "another GPU of the process works",
-}
+CAUSES = {cause.name: cause.short for cause in causes.STRAGGLER_CAUSES.values()}
+KERNEL_CAUSES = {cause.name: cause.short for cause in causes.KERNEL_CAUSES.values()}
+IDLE_CAUSES = {cause.name: cause.short for cause in causes.IDLE_CAUSES.values()}
 
 
 def milliseconds(us: float | None, digits: int = 2) -> str:
@@ -138,38 +100,3 @@ def size(count: int | None) -> str:
             break
         value /= 1024
     return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-
-
-def text(value: object, style: str = "", limit: int = 1200) -> Text:
-    """Return text for a terminal, never read as markup, with control characters escaped, cut at `limit`."""
-    return Text(printable(str(value), limit), style=style)
-
-
-def heading(console: Console, title: str, unit: str = "") -> None:
-    """Print an empty line and a title, the unit of what follows in grey."""
-    console.print()
-    console.print(Text.assemble(text(title, "bold underline", 120), text(f"  {unit}" if unit else "", QUIET)))
-
-
-def new_table(columns: Iterable[str], *, left: Container[str], padding: int = 1) -> Table:
-    """Return a table without lines; columns that are not named in `left` hold numbers and align right."""
-    made = Table(box=None, padding=(0, padding, 0, 0), pad_edge=False, header_style=QUIET, show_edge=False)
-    for name in columns:
-        justify: Literal["left", "right"] = "left" if name in left else "right"
-        made.add_column(Text(name), justify=justify, overflow="fold", no_wrap=name == "order")
-    return made
-
-
-def print_table(
-    console: Console,
-    columns: Iterable[str],
-    rows: Iterable[Iterable[object]],
-    *,
-    left: Container[str],
-    padding: int = 1,
-) -> None:
-    """Print rows of texts that are never read as markup; see `new_table`."""
-    made = new_table(columns, left=left, padding=padding)
-    for row in rows:
-        made.add_row(*(cell if isinstance(cell, Text) else text(cell) for cell in row))
-    console.print(made)

@@ -46,7 +46,7 @@ def write_plan_page(path: Path, found: Prediction) -> None:
         lines=[f"{said}." for said in (memory_line(found), stage_memory_line(found), *confidence_lines(found)) if said],
         tables=[*tables(found, figures), _memory(found), _communication(found)],
     )
-    write_page(path, page=page)
+    write_page(path, page)
 
 
 def _figures(found: Prediction) -> list[tuple[str, str, str]]:

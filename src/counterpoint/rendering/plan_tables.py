@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,7 @@ from counterpoint.records.prediction import (
     PlacementResult,
     Point,
     Prediction,
+    RankOrder,
     RatioError,
     SearchResult,
     TrainingRun,
@@ -223,7 +224,7 @@ def _stages(found: Prediction, figures: Mapping[str, Figure] | None) -> Table:
     """Return the place of the pipeline's timeline, which only a page has."""
     stages = len({bar.stage for bar in found.timeline})
     micro = f"{found.micro_batches} micro-batch{'' if found.micro_batches == 1 else 'es'}"
-    drawn = f"; the first {4 * stages} are drawn" if found.micro_batches > 4 * stages else ""
+    drawn = f"; the first {4 * stages} are drawn" if (found.micro_batches or 0) > 4 * stages else ""
     unit = f"{stages} stage{'s' * (stages != 1)}, {micro}{drawn}; communication is inside the bars"
     return Table(title="The stages", unit=unit, figure=(figures or {}).get("timeline"))
 
@@ -306,7 +307,11 @@ def _search(search: SearchResult, close: Sequence[str]) -> Table:
 
 def _settings(names: Sequence[str]) -> list[Column]:
     """Return a column for each field of a way to divide a job."""
-    return [Column(_head(name), str, lambda choice, name=name: setting(choice.settings[name])) for name in names]
+
+    def of(name: str) -> Callable[[Choice], str]:
+        return lambda choice: setting(choice.settings[name])
+
+    return [Column(_head(name), str, of(name)) for name in names]
 
 
 CHOICE = (  # figures of a way to divide a job
@@ -345,10 +350,11 @@ def _searches(searches: Sequence[SearchResult], close: Sequence[str]) -> Table:
 def _placement(placement: PlacementResult) -> Table:
     """Return the cost of each rank order by network level, and how to use the files that set up the first one."""
     best = placement.orders[0]
-    levels = [
-        Column(level.level, _three_digits, lambda order, place=place: order.levels[place].cost)
-        for place, level in enumerate(best.levels)
-    ]
+
+    def cost_at(place: int) -> Callable[[RankOrder], float]:
+        return lambda order: order.levels[place].cost
+
+    levels = [Column(level.level, _three_digits, cost_at(place)) for place, level in enumerate(best.levels)]
     return Table(
         title="Where the ranks should be",
         unit="distance · bytes, the order found first",

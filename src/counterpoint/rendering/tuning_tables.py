@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from counterpoint.records.tuning import StepTuning, Tried, Tuned, TunedPair
+from counterpoint.records.tuning import StepTuning, StepVariant, Tried, Tuned, TunedPair
 from counterpoint.rendering import formatting as say
 from counterpoint.rendering.environment import environment_table, machine_line
 from counterpoint.rendering.safe_html import Page, write_page
-from counterpoint.rendering.table import BarPart, Column, LengthBar, Table, TableRow, row
+from counterpoint.rendering.table import BarPart, Column, LengthBar, Table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -55,7 +55,7 @@ def write_tuning_page(path: Path, tuned: Tuned) -> None:
         figures=_figures(tuned),
         tables=(*summary_tables(tuned), *pairs, where),
     )
-    write_page(path, page=page)
+    write_page(path, page)
 
 
 def headline(tuned: Tuned) -> str:
@@ -117,21 +117,21 @@ def summary_tables(tuned: Tuned) -> list[Table]:
 
 def _steps(step: StepTuning) -> Table:
     longest = max((each.us + each.sigma_us for each in step.variants), default=0.0)
-    looks = ("unchanged", *["case"] * len(step.variants))
+
+    def bar(each: StepVariant) -> LengthBar:
+        return _bar(each.us, each.sigma_us, longest, "unchanged" if each is step.variants[0] else "case")
+
     return Table(
         title="Whole steps",
         unit="interleaved with each other; the light end of a bar is ± one standard error",
         columns=(
-            Column("steps"),
-            Column("", is_bar=True, optional=True),
-            Column("ms", say.milliseconds),
-            Column("±", say.milliseconds),
-            Column("rounds", say.count),
+            Column("steps", of=lambda each: each.name),
+            Column("", of=bar, is_bar=True, optional=True),
+            Column("ms", say.milliseconds, lambda each: each.us),
+            Column("±", say.milliseconds, lambda each: each.sigma_us),
+            Column("rounds", say.count, lambda each: each.runs),
         ),
-        rows=[
-            row(each.name, _bar(each.us, each.sigma_us, longest, look), each.us, each.sigma_us, each.runs)
-            for each, look in zip(step.variants, looks, strict=False)
-        ],
+        rows=step.variants,
         notes=[f"taken back: {sentence}" for sentence in step.falsified] or ["No choice was taken back."],
         most=MOST,
     )
@@ -141,30 +141,22 @@ def _choices(chosen: Sequence[TunedPair]) -> Table:
     return Table(
         title="Chosen",
         columns=(
-            Column("pair"),
-            Column("calls", say.count),
-            Column("mechanism"),
-            Column("ms", say.milliseconds),
-            Column("±", say.milliseconds, optional=True),
-            Column("stock ms", say.milliseconds),
-            Column("less", lambda less: say.percent(less, digits=1)),
-            Column("next best", optional=True),
+            Column("pair", of=pair_name),
+            Column("calls", say.count, lambda pair: pair.calls),
+            Column("mechanism", of=lambda pair: pair.mechanism),
+            Column("ms", say.milliseconds, lambda pair: pair.us),
+            Column("±", say.milliseconds, lambda pair: pair.sigma_us, optional=True),
+            Column("stock ms", say.milliseconds, lambda pair: pair.stock_us),
+            Column("less", say.tenth_percent, lambda pair: 1 - pair.us / pair.stock_us if pair.stock_us else None),
+            Column("next best", of=_next_best, optional=True),
         ),
-        rows=[
-            row(
-                pair_name(pair),
-                pair.calls,
-                pair.mechanism,
-                pair.us,
-                pair.sigma_us,
-                pair.stock_us,
-                1 - pair.us / pair.stock_us if pair.stock_us else None,
-                f"{pair.next_best} {say.milliseconds(pair.next_best_us)}" if pair.next_best else "",
-            )
-            for pair in chosen
-        ],
+        rows=chosen,
         most=MOST,
     )
+
+
+def _next_best(pair: TunedPair) -> str:
+    return f"{pair.next_best} {say.milliseconds(pair.next_best_us)}" if pair.next_best else ""
 
 
 def _notes(tuned: Tuned) -> list[str]:
@@ -200,6 +192,10 @@ def _pair(number: int, pair: TunedPair, folded: bool) -> Table:
         times = [*after, (pair.stock, pair.stock_us, pair.stock_sigma_us)]
         tried = [Tried(mechanism=name, us=us, sigma_us=sigma_us, runs=1) for name, us, sigma_us in times]
     longest = max(each.us + each.sigma_us for each in tried)
+
+    def look(each: Tried) -> str:
+        return "case" if each.mechanism == pair.mechanism else "unchanged"
+
     why = "Left as it is"
     if not pair.is_left:
         change = say.change(pair.us / pair.stock_us - 1 if pair.stock_us else None)
@@ -209,35 +205,20 @@ def _pair(number: int, pair: TunedPair, folded: bool) -> Table:
         title=f"{number}. {pair.operation}",
         unit=f"{say.size(pair.bytes_per_rank)} from each of {pair.ranks} ranks, beside {pair.compute}",
         columns=(
-            Column("mechanism"),
-            Column("", is_bar=True),
-            Column("µs", say.decimal),
-            Column("± µs", say.decimal),
-            Column("to stock", say.change),
-            Column("to the choice", say.change),
-            Column("predicted, µs", say.decimal),
-            Column("runs", say.count),
-            Column("marked: not believed"),
+            Column("mechanism", of=lambda each: each.mechanism),
+            Column("", of=lambda each: _bar(each.us, each.sigma_us, longest, look(each)), is_bar=True),
+            Column("µs", say.decimal, lambda each: each.us),
+            Column("± µs", say.decimal, lambda each: each.sigma_us),
+            Column("to stock", say.change, lambda each: each.us / pair.stock_us - 1 if pair.stock_us else ""),
+            Column("to the choice", say.change, lambda each: each.us / pair.us - 1 if pair.us else ""),
+            Column("predicted, µs", say.decimal, lambda each: "" if each.predicted_us is None else each.predicted_us),
+            Column("runs", say.count, lambda each: each.runs if pair.tried else ""),
+            Column("marked: not believed", of=lambda each: each.marked or ""),
         ),
-        rows=[_tried(each, pair, longest) for each in tried],
+        rows=tried,
+        tone=lambda each: "marked" if each.marked else "strong" if each.mechanism == pair.mechanism else "",
         notes=[f"{why}: {pair.why}", f"{facts(pair)}."],
         folded=folded,
-    )
-
-
-def _tried(each: Tried, pair: TunedPair, longest: float) -> TableRow:
-    is_choice = each.mechanism == pair.mechanism
-    return row(
-        each.mechanism,
-        _bar(each.us, each.sigma_us, longest, "case" if is_choice else "unchanged"),
-        each.us,
-        each.sigma_us,
-        each.us / pair.stock_us - 1 if pair.stock_us else "",
-        each.us / pair.us - 1 if pair.us else "",
-        "" if each.predicted_us is None else each.predicted_us,
-        each.runs if pair.tried else "",
-        each.marked or "",
-        tone="marked" if each.marked else "strong" if is_choice else "",
     )
 
 

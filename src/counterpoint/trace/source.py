@@ -1,4 +1,4 @@
-"""Find and open traces: a file, folder, glob, tar or zip of ranks, or standard input; plain, gzip or zstd.
+"""Find and open traces: a file, folder, glob or tar of ranks; plain, gzip or zstd.
 
 The first bytes of a file, not its name, tell Kineto JSON from Nsight SQLite. Everything that comes out of a compressed
 file is counted against a limit, so that a small hostile file cannot fill the memory or the disk.
@@ -14,12 +14,10 @@ import re
 import shutil
 import sys
 import tarfile
-import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from glob import glob, has_magic
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -31,13 +29,12 @@ from counterpoint.records.diagnosis import OWN_MARK
 _SUFFIXES = (".json", ".json.gz", ".gz", ".zst", ".sqlite", ".sqlite3", ".db")
 _TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.zst", ".tzst")
 _SQLITE_MAGIC, _GZIP_MAGIC, _ZSTD_MAGIC = b"SQLite format 3\0", b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
-_ZIP_MAGICS = (b"PK\x03\x04", b"PK\x05\x06")
+_ZIP_MAGIC = b"PK\x03\x04"
 _HEAD_BYTES = 1 << 16
 _KINETO_KEYS = (b'"traceEvents"', b'"schemaVersion"', b'"deviceProperties"')
 _OWN = re.compile(rb'"otherData":\s*\{"(?:written_by":"' + OWN_MARK.encode() + rb'|schema":"counterpoint\.)')
 _DAMAGED = (
-    tarfile.TarError, zipfile.BadZipFile, EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError, ValueError,
-    OverflowError, NotImplementedError, RuntimeError,
+    tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError, ValueError, OverflowError,
 )  # fmt: skip
 _RANK = (  # a number without the word rank does not count: it may be a step, a batch size, a process or a year
     re.compile(r"(?<![a-z])(?<!local[-_.])(?<!local)rank[-_.]?(\d{1,6})(?!\d)", re.IGNORECASE),
@@ -147,7 +144,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
 def find_traces(sources: Sequence[str], limits: Limits, notes: list[str] | None = None) -> Iterator[list[TraceFile]]:
     """Yield the trace files that `sources` name; unpacked archives exist until the context ends.
 
-    Timelines that this library wrote itself are skipped, with an entry in `notes`. `-` is standard input.
+    Timelines that this library wrote itself are skipped, with an entry in `notes`.
 
     Raises:
         BadTrace: nothing there, no permission, not a trace, or more than `limits` allows.
@@ -176,40 +173,19 @@ def find_traces(sources: Sequence[str], limits: Limits, notes: list[str] | None 
 def _expand(source: str, scratch: Path, limits: Limits) -> list[TraceFile]:
     path, name = Path(source), _readable(source)
     try:
-        if source == "-":
-            path, name = _standard_input(scratch.with_name(f"{scratch.name}-input"), limits), "standard input"
-        elif has_magic(source) and not path.exists():
+        if has_magic(source) and not path.exists():
             return _pattern(source, name)
-        elif path.is_dir():
+        if path.is_dir():
             return _folder(path, name, limits)
-        elif not path.is_file():
+        if not path.is_file():
             raise BadTrace("not a regular file" if path.exists() else "no such file or folder", path=name)
-        if _is_zip(path) or _is_tar(path, name):
+        if _is_tar(path, name):
             return _unpack(path, name, scratch, limits)
         file = _sniff(path, name, strict=True)
     except OSError as error:
         _raise_unreadable(error, name)
     assert file is not None
     return [file]
-
-
-def _standard_input(target: Path, limits: Limits) -> Path:
-    """Copy standard input to a file, because readers look at the first bytes before they read from the start."""
-    if sys.stdin is None or sys.stdin.isatty():
-        raise BadTrace(
-            "standard input is no file or pipe; as in `zcat rank0.json.gz | counterpoint diagnose -`", path="-"
-        )
-    left = limits.trace_bytes
-    with target.open("wb") as copy:
-        while block := sys.stdin.buffer.read(1 << 20):
-            left -= len(block)
-            if left < 0:
-                raise BadTrace(
-                    f"more than {limits.trace_bytes >> 20} MiB; raise --max-trace-gb if it is yours",
-                    path="standard input",
-                )
-            copy.write(block)
-    return target
 
 
 def _readable(path: str) -> str:
@@ -248,11 +224,6 @@ def _folder(path: Path, label: str, limits: Limits) -> list[TraceFile]:
     return traces
 
 
-def _is_zip(path: Path) -> bool:
-    with path.open("rb") as raw:
-        return raw.read(4) in _ZIP_MAGICS
-
-
 def _is_tar(path: Path, label: str) -> bool:
     if path.name.lower().endswith(_TAR_SUFFIXES):
         return True
@@ -266,49 +237,29 @@ def _is_tar(path: Path, label: str) -> bool:
 
 
 def _unpack(path: Path, label: str, scratch: Path, limits: Limits) -> list[TraceFile]:
-    """Unpack the traces of a tar or zip under numbered names, so that no path leaves `scratch`."""
+    """Unpack the traces of a tar under numbered names, so that no path leaves `scratch`."""
     budget = limits.allow(path.stat().st_size, traces=8)
     found: list[TraceFile] = []
     scratch.mkdir()
     try:
-        for number, (name, size, opened) in enumerate(_members(path, label, budget)):
-            budget -= size
-            if number >= limits.files or budget < 0:
-                what = f"more than {limits.files} members" if budget >= 0 else "unpacks to more than allowed"
-                raise BadTrace(f"{what}; raise --max-trace-gb or give a folder if it is yours", path=label)
-            source = opened()
-            if source is not None:
-                with source:
-                    found += _member(source, name, number, label, scratch)
+        with _open_tar(path, label, budget) as archive:
+            for number, member in enumerate(archive):
+                budget -= member.size  # of what is passed over, too: it is decompressed
+                if number >= limits.files or budget < 0:
+                    what = f"more than {limits.files} members" if budget >= 0 else "unpacks to more than allowed"
+                    raise BadTrace(f"{what}; raise --max-trace-gb or give a folder if it is yours", path=label)
+                wanted = member.isreg() and member.name.lower().endswith(_SUFFIXES)
+                source = archive.extractfile(member) if wanted else None
+                if source is not None:
+                    with source:
+                        found += _member(source, member.name, number, label, scratch)
     except _damage() as error:
-        raise BadTrace(f"the archive is damaged or encrypted: {error}", path=label) from None
+        raise BadTrace(f"the archive is damaged: {error}", path=label) from None
     if not found:
         raise BadTrace(
             "no trace in this archive; expected *.json, *.json.gz, *.json.zst or *.sqlite, one per rank", path=label
         )
     return sorted(found, key=lambda file: _natural(file.label))
-
-
-def _members(path: Path, label: str, most_bytes: int) -> Iterator[tuple[str, int, Callable[[], IO[bytes] | None]]]:
-    """Yield name, decompressed bytes and content of each member; the content of what can be no trace is None.
-
-    A tar's members are decompressed even where they are passed over, a zip's are not and count nothing.
-    """
-    if _is_zip(path):
-        with zipfile.ZipFile(path) as packed:
-            for info in packed.infolist():
-                wanted = not info.is_dir() and info.filename.lower().endswith(_SUFFIXES)
-                # zipfile never returns more than the stated size
-                yield info.filename, info.file_size * wanted, partial(packed.open, info) if wanted else _nothing
-        return
-    with _open_tar(path, label, most_bytes) as archive:
-        for member in archive:
-            wanted = member.isreg() and member.name.lower().endswith(_SUFFIXES)
-            yield member.name, member.size, partial(archive.extractfile, member) if wanted else _nothing
-
-
-def _nothing() -> None:
-    return None
 
 
 def _open_tar(path: Path, label: str, most_bytes: int) -> tarfile.TarFile:
@@ -354,12 +305,19 @@ def _sniff(path: Path, label: str, *, strict: bool) -> TraceFile | None:
         return TraceFile(path=path, label=label, format="kineto")
     if not strict:
         return None
+    raise _no_trace(path, label, head)
+
+
+def _no_trace(path: Path, label: str, head: bytes) -> BadTrace:
+    """Return the error that says what a file is instead of a trace, and what to do."""
+    if head.startswith(_ZIP_MAGIC):
+        return BadTrace("a zip; unpack it and give its folder, or give a tar", path=label)
     if path.suffix in (".nsys-rep", ".qdrep", ".qdstrm"):
-        raise BadTrace(
+        return BadTrace(
             "an Nsight Systems report; run `nsys export --type sqlite FILE` and give its .sqlite", path=label
         )
     what = "empty" if not head else "neither a Kineto JSON trace (no traceEvents) nor an Nsight Systems SQLite export"
-    raise BadTrace(f"{what}; record one with torch.profiler and export_chrome_trace", path=label, offset=0)
+    return BadTrace(f"{what}; record one with torch.profiler and export_chrome_trace", path=label, offset=0)
 
 
 class _Capped(io.RawIOBase):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 import resource
 import subprocess
 from pathlib import Path
@@ -91,13 +90,3 @@ def test_missing_ranks_are_no_error(tmp_path: Path) -> None:
     assert (done.returncode, "no trace of rank 1 (of 3 ranks)" in " ".join(done.stdout.split())) == (0, True), (
         done.stdout
     )
-
-
-def test_a_trace_comes_through_a_pipe(tmp_path: Path) -> None:
-    """`-` reads standard input, as from `zcat`; nothing in it is one line and exit code 2."""
-    done = subprocess.run(
-        [*MAIN, "-", "--json", "-"], input=gzip.compress(WHOLE), capture_output=True, timeout=HANG_S, check=True
-    )
-    assert json.loads(done.stdout)["source"]["events"] == len(kt.training())
-    empty = subprocess.run([*MAIN, "-"], input=b"", capture_output=True, timeout=HANG_S)
-    assert (empty.returncode, empty.stdout, b"standard input: empty" in empty.stderr) == (2, b"", True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from counterpoint.diagnosis.analysis.accounts import activity, collectives, rank_accounts, steps, totals, waits
+from counterpoint.diagnosis.analysis.accounts import steps, totals
+from counterpoint.diagnosis.analysis.analysis import Analysis
 from counterpoint.diagnosis.reading.traced_job import TracedJob
 from counterpoint.records.diagnosis import Account, Collective, RankAccount
 from counterpoint.trace.timeline import CollectiveInfo, HostKind, Kind
@@ -12,12 +13,11 @@ from tests.support.job_builder import Rank, comm, host, job, op, rank
 
 
 def accounts(j: TracedJob) -> tuple[RankAccount, ...]:
-    busy = [activity(j, column) for column in range(len(j.ranks))]
-    return rank_accounts(j, busy, waits(j, busy))
+    return Analysis(j).per_rank
 
 
 def joined(j: TracedJob) -> tuple[Collective, ...]:
-    return collectives(j, waits(j, [activity(j, column) for column in range(len(j.ranks))]))
+    return Analysis(j).collectives
 
 
 # compute 0-100 and 150-250, communication 50-180, a copy 260-300: 250-260 is idle

@@ -7,18 +7,11 @@ from typing import Any
 
 import pytest
 
-from counterpoint.diagnosis.analysis.accounts import (
-    activity,
-    collective_kinds,
-    collectives,
-    rank_accounts,
-    totals,
-    waits,
-)
-from counterpoint.diagnosis.analysis.unrecorded import find_unrecorded
+from counterpoint.diagnosis.analysis.analysis import Analysis
 from counterpoint.diagnosis.analysis.vendor import traced_stack
 from counterpoint.diagnosis.api import diagnose_digests
-from counterpoint.diagnosis.findings.findings import _exposed, verdict
+from counterpoint.diagnosis.findings.communication import find_exposed
+from counterpoint.diagnosis.findings.findings import verdict
 from counterpoint.diagnosis.reading.traced_job import assemble
 from counterpoint.records.diagnosis import Diagnosis, Finding
 from counterpoint.rendering.diagnosis_tables import idle_sentence
@@ -34,13 +27,7 @@ def advice(*, copies: bool) -> str:
     if copies:
         alone = Op(name="Memcpy PtoP (Device -> Device)", start=100, end=190, kind=Kind.COMM, stream=24, bytes=1 << 20)
     j = job(rank(op("matmul", 0, 100, launch=0.0), alone))
-    busy = [activity(j, 0)]
-    w = waits(j, busy)
-    kinds = collective_kinds(j, w, collectives(j, w))
-    (finding,) = _exposed(
-        j, totals(rank_accounts(j, busy, w)), w, find_unrecorded(j, busy, w), kinds, {}, 190.0, traced_stack(j),
-        "collectives that take no SM",
-    )  # fmt: skip
+    (finding,) = (f for f in find_exposed(Analysis(j)))
     return finding.advice
 
 
@@ -117,13 +104,10 @@ def test_collectives_at_the_same_time_count_once() -> None:
         op("matmul", 0, 100, launch=0.0), comm("all_gather", 100, 200), comm("all_reduce", 120, 220, stream=21),
     )  # fmt: skip
     j = job(rank(*ops), rank(*ops))
-    busy = [activity(j, column) for column in range(2)]
-    w = waits(j, busy)
-    accounts = rank_accounts(j, busy, w)
-    assert (accounts[0].wait_us or 0.0) + (accounts[0].transfer_us or 0.0) == pytest.approx(120.0)
-    kinds = collective_kinds(j, w, collectives(j, w))
-    assert sum(kind.exposed_us for kind in kinds) == pytest.approx(totals(accounts).exposed_comm_us)
-    assert {k.op: round(k.exposed_us, 3) for k in kinds} == {"all_gather": 100.0, "all_reduce": 20.0}
+    a = Analysis(j)
+    assert (a.per_rank[0].wait_us or 0.0) + (a.per_rank[0].transfer_us or 0.0) == pytest.approx(120.0)
+    assert sum(kind.exposed_us for kind in a.kinds) == pytest.approx(a.totals.exposed_comm_us)
+    assert {k.op: round(k.exposed_us, 3) for k in a.kinds} == {"all_gather": 100.0, "all_reduce": 20.0}
 
 
 def test_of_concurrent_collectives_the_one_that_compute_waits_for_is_exposed() -> None:
@@ -132,9 +116,7 @@ def test_of_concurrent_collectives_the_one_that_compute_waits_for_is_exposed() -
         op("matmul", 0, 100, launch=0.0), comm("reduce_scatter", 100, 320), comm("all_reduce", 105, 200, stream=21),
         op("add", 201, 240), op("add", 250, 350),
     )  # fmt: skip
-    j = job(rank(*ops), rank(*ops))
-    w = waits(j, [activity(j, column) for column in range(2)])
-    exposed = {k.op: k.exposed_us for k in collective_kinds(j, w, collectives(j, w))}
+    exposed = {k.op: k.exposed_us for k in Analysis(job(rank(*ops), rank(*ops))).kinds}
     assert exposed == {"all_reduce": pytest.approx(95.0), "reduce_scatter": pytest.approx(5 + 1 + 10)}
 
 
@@ -236,6 +218,4 @@ def finding(kind: str, cost_us: float) -> Finding:
 def test_the_verdict_says_what_it_passes_over(costs: dict[str, float], said: str) -> None:
     """Exposed communication often has a cause further down, which is more use; but it is not the dearest then."""
     j = job(rank(op("matmul", 0, 100, launch=0.0), comm("all_gather", 100, 190)))
-    busy = [activity(j, 0)]
-    total = totals(rank_accounts(j, busy, waits(j, busy)))
-    assert said in verdict(j, total, tuple(finding(*item) for item in costs.items()), None)
+    assert said in verdict(Analysis(j), tuple(finding(*item) for item in costs.items()))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from counterpoint.diagnosis.api import diagnose_digests
 from counterpoint.diagnosis.findings.advice import advise_operation
-from counterpoint.diagnosis.reading.gap_categories import CATEGORIES
+from counterpoint.diagnosis.reading.host_names import CATEGORIES
 from counterpoint.diagnosis.reading.intervals import Intervals
 from counterpoint.records.diagnosis import Diagnosis, Finding
 from counterpoint.trace.timeline import Device, HostKind, Kind
@@ -78,6 +78,20 @@ def test_what_is_inside_a_loader_is_late_input() -> None:
     loader = host("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 120, 5090, ANNOTATION)
     inside = host("aten::stack", 130, 5000, OP)
     assert stalled(loader, inside)["late_input"] >= 4900
+
+
+def test_a_gap_is_inside_the_range_around_its_own_operation() -> None:
+    """Each of two gaps has an operation in a Python function of its own, and not in that of the range before it."""
+    parts: list[Op | Host] = [op("kernel", 10, 110, launch=0.0)]
+    for at, name in ((0, "a"), (5000, "b")):
+        parts += [
+            host(f"{name}.py(1): outer", at + 120, at + 5090, PYTHON),
+            host(f"tokenizer.{name}", at + 150, at + 5000, OP),
+            op("kernel", at + 5110, at + 5115),
+        ]
+    d = digested(rank(*parts))
+    seen = {(d.names[o], d.names[i]) for o, i in zip(d.gaps.operation, d.gaps.inside, strict=True) if i >= 0}
+    assert seen == {("tokenizer.a", "a.py(1): outer"), ("tokenizer.b", "b.py(1): outer")}
 
 
 def test_a_waiting_thread_explains_nothing() -> None:

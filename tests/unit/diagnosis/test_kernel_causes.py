@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from counterpoint.diagnosis.analysis.accounts import activity
-from counterpoint.diagnosis.analysis.kernels import compare_overlap
+from counterpoint.diagnosis.analysis.analysis import Analysis
 from counterpoint.records.diagnosis import KernelComparison
 from counterpoint.trace.timeline import Kind
 from tests.support.job_builder import Op, comm, job, op, rank
@@ -30,7 +29,7 @@ def kernel(
         else:
             ops.append(comm("all_gather", at - 5, at + 400, ctas=ctas))
     j = job(rank(*ops))
-    return next(k for k in compare_overlap(j, [activity(j, 0)]).kernels if k.name == name)
+    return next(k for k in Analysis(j).kernels.kernels if k.name == name)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +85,7 @@ def test_sizes_of_one_kernel_without_shapes_are_told_apart() -> None:
         if beside:
             ops.append(comm("all_gather", at + 490, at + 1450))
     j = job(rank(*ops, steps=[(2000.0 * step, 2000.0 * step + 1900) for step in range(4)]))
-    kernels = [k for k in compare_overlap(j, [activity(j, 0)]).kernels if k.name == "nvjet"]
+    kernels = [k for k in Analysis(j).kernels.kernels if k.name == "nvjet"]
     assert [(k.alone_count, k.overlapped_count, k.slowdown) for k in kernels] == [
         (2, 2, pytest.approx(902.5 / 600.5)),
         (4, 0, None),

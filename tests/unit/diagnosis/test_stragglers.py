@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from counterpoint.diagnosis.analysis.accounts import activity, waits
-from counterpoint.diagnosis.analysis.stragglers import find_delays, find_stragglers
+from counterpoint.diagnosis.analysis.analysis import Analysis
 from counterpoint.diagnosis.analysis.vendor import TracedStack
 from counterpoint.diagnosis.findings.advice import advise_straggler
 from counterpoint.diagnosis.reading.traced_job import TracedJob
@@ -15,9 +14,7 @@ from tests.support.job_builder import Host, Op, Rank, host, job, op, rank
 
 
 def stragglers(j: TracedJob) -> tuple[Straggler, ...]:
-    busy = [activity(j, column) for column in range(len(j.ranks))]
-    w = waits(j, busy)
-    return find_stragglers(j, busy, w, find_delays(j, w))
+    return Analysis(j).stragglers
 
 
 def blamed(*ranks: Rank) -> list[tuple[int, str]]:

@@ -44,7 +44,7 @@ def tuned(*pairs: TunedPair) -> Tuned:
 
 def bars(table: Table) -> list[list[float]]:
     """The shares of each bar."""
-    cells = [row.cells[1] for row in table.rows]
+    cells = [row.cells[1] for row in table.filled()]
     return [[round(part.share, 6) for part in cell.parts] for cell in cells if isinstance(cell, LengthBar)]
 
 
@@ -107,9 +107,9 @@ def test_a_bar_ends_in_two_standard_errors(pair: TunedPair, shares: list[list[fl
 def test_what_was_tried_is_shown_fastest_first_and_marked_ones_last(tmp_path: Path) -> None:
     """A marked time is not believed, however short; what lost is shown with how much: stock took 4.2 % more."""
     first = pair_tables(example_tuned().pair)[0]
-    assert [row.cells[0] for row in first.rows] == ["zero_sm", "nccl", "nccl+max_ctas=8"]
+    assert [row.cells[0] for row in first.filled()] == ["zero_sm", "nccl", "nccl+max_ctas=8"]
     assert first.lines()[1] == ["nccl", "", "1,667.0", "4.0", "+0.0%", "+4.2%", "", "10", ""]
-    assert first.rows[2].tone == "marked"
+    assert first.filled()[2].tone == "marked"
     assert first.notes[1] == (
         "In layers.*; launched compute first; compute alone 1.50 ms; "
         "communication alone, by the fastest mechanism 0.35 ms; next best nccl+max_ctas=8."

@@ -110,6 +110,24 @@ def test_every_cut_of_a_dump_is_damage(tmp_path: Path) -> None:
             read_dump(path_of(tmp_path, content[:length]))
 
 
+@pytest.mark.parametrize(
+    ("calls", "last"),
+    [
+        ([call(1)], {"0": (3, 2, 1)}),
+        ([call(1) | {"profiling_name": "gloo:all_reduce"}], {}),
+        ([call(1), call(1, "send", p2p=True)], {}),
+    ],
+    ids=["nccl", "gloo", "also sends"],
+)
+def test_the_stated_last_numbers_are_those_of_nccls_collectives(
+    tmp_path: Path, calls: list[dict[str, Any]], last: dict[str, tuple[int, int, int]]
+) -> None:
+    """Gloo counts all its calls, and a group that sends too may state the number of such a call."""
+    status = {f"last_{what}_collective": n for n, what in enumerate(("completed", "started", "enqueued"), 1)}
+    content = dump(calls, GROUPS, pg_status={"0": status})
+    assert read_dump(path_of(tmp_path, pickle.dumps(content, 2))).last == last
+
+
 def test_a_name_without_a_rank(tmp_path: Path) -> None:
     """The rank stands in the name only."""
     with pytest.raises(BadTrace, match="does not end with a rank"):

@@ -1,6 +1,6 @@
-"""Find waiting that comes from unequal shares of the work: of pipeline stages, and of experts.
+"""Find waiting that comes from experts with unequal load.
 
-Experts: tokens are dispatched to the ranks of their experts, computed, and combined. The rank whose experts got most
+Tokens are dispatched to the ranks of their experts, computed, and combined. The rank whose experts got most
 tokens comes last to the combine, and the others wait. What lies between a dispatch and its combine is known by the
 kernels' names (DeepEP and the like), or by sizes: a rank sends back as much as it received, and gets back what it sent.
 Where sizes are equal or not stated, kernels of experts between two all-to-alls (grouped GEMMs) tell it less surely. So
@@ -22,18 +22,13 @@ import numpy as np
 from counterpoint.diagnosis.analysis.accounts import Activity, Waits
 from counterpoint.diagnosis.analysis.parallel_groups import parallels
 from counterpoint.diagnosis.reading.traced_job import TracedJob
-from counterpoint.records.diagnosis import Collective, Finding, Straggler, severity_of
+from counterpoint.records.diagnosis import Straggler
 from counterpoint.trace.classify import expert_leg
 from counterpoint.trace.timeline import F64, I64, Bools, Kind
 
-_WORTH_BUBBLES = 0.05  # of a step
-_WORTH_EXPERTS = 0.03
+_LEAST_SHARE = 0.03  # of a step, that an imbalance costs
 _UNEVEN = 1.05  # largest share over the mean: less is no imbalance
 _ALIKE = 0.02  # shares that differ by less are the same
-ADVICE_ON_EXPERTS = (
-    "balance the router (auxiliary loss or bias, a capacity factor), or place experts by load and replicate those that "
-    "get most tokens. Faster links would not help"
-)
 _EXPERT_KERNEL = re.compile(r"moe|experts?_|group(ed)?_?(gemm|mm|matmul|problem)|m_grouped|gmm", re.IGNORECASE)
 _OF_EXPERTS = 0.5  # of the compute between two all-to-alls: then it is that of experts
 _OF_DELAY = 0.5  # of a late rank
@@ -74,54 +69,6 @@ class _Legs:
     told: Bools  # by names or sizes that they are; the others only if most of what lies between is of experts
     sure: Bools  # if so
     copied: Bools  # by copy engines
-
-
-def find_pipeline_bubbles(
-    job: TracedJob, w: Waits, busy: list[Activity], collectives: tuple[Collective, ...], step: float
-) -> list[Finding]:
-    """Return a finding on waiting for neighbouring stages, in sends and receives that surely are one on all ranks.
-
-    Time that the stage which comes last idled before is no bubble: its host held it up.
-    """
-    sure = [
-        c.op == "send_recv" and c.parallel == "pp" and len(c.ranks) == 2 and c.joined_by in ("seq", "comms_id")
-        for c in collectives
-    ]
-    rows = np.flatnonzero(np.array(sure, bool) & (w.step >= 0))
-    exposed = np.maximum(w.exposed_wait[rows] - _idle_before(job, w, busy, rows)[:, None], 0.0)
-    waited = np.nansum(exposed, axis=0) / job.num_steps
-    cost = float(waited.mean())
-    if cost < _WORTH_BUBBLES * step:
-        return []
-    most = int(waited.argmax())
-    worst = int(rows[np.nanargmax(np.nanmax(exposed, axis=1))])
-    return [
-        Finding(
-            kind="pipeline_bubble",
-            cost_us=cost,
-            severity=severity_of(cost, step),
-            title=f"Pipeline bubbles: stages wait {cost / 1e3:.2f} ms {job.each} for their neighbours",
-            evidence=f"waiting in {len(rows)} sends and receives of the pipeline's group, with no compute beside it, "
-            f"while the neighbour computes or waits itself, mean over ranks; rank {job.ranks[most]} waits longest, "
-            f"{waited[most] / 1e3:.2f} ms {job.each}",
-            advice="more microbatches per step, an interleaved or zero-bubble schedule, or stages that take equally "
-            "long (move layers from the slowest stage)",
-            start_us=float(np.nanmin(job.joined.start[worst])),
-            end_us=float(w.last_start[worst]),
-        )
-    ]
-
-
-def _idle_before(job: TracedJob, w: Waits, busy: list[Activity], rows: I64) -> F64:
-    """Return how long the rank that came last to each collective had idled since its communication before."""
-    idle = np.zeros(len(rows))
-    for column in np.unique(w.last_column[rows]).tolist():
-        own = rows[w.last_column[rows] == column]
-        came, ends = w.arrival[own, column], job.joined.end[:, column]
-        ends = np.concatenate((job.step_start[:1, column], np.sort(ends[np.isfinite(ends)])))
-        since = np.minimum(ends[np.maximum(np.searchsorted(ends, came, side="right") - 1, 0)], came)
-        idle[w.last_column[rows] == column] = came - since - busy[column].any.within(since, came)
-    return idle
 
 
 def expert_waits(job: TracedJob, w: Waits, busy: list[Activity]) -> ExpertWaits:
@@ -166,7 +113,7 @@ def _expert_compute(job: TracedJob, came: F64, busy: list[Activity], before: I64
 
 
 def blame_experts(
-    job: TracedJob, w: Waits, busy: list[Activity], found: ExpertWaits, stragglers: tuple[Straggler, ...]
+    job: TracedJob, busy: list[Activity], found: ExpertWaits, stragglers: tuple[Straggler, ...]
 ) -> tuple[Straggler, ...]:
     """Return the late ranks; of those that compute longer because of their experts, the cause is that."""
     out = []
@@ -202,38 +149,44 @@ def _unsure(found: ExpertWaits) -> bool:
     return bool(np.nansum(found.waited[~found.sure]) > 0.5 * np.nansum(found.waited))
 
 
-def find_expert_imbalance(
-    job: TracedJob, w: Waits, busy: list[Activity], found: ExpertWaits, step: float
-) -> list[Finding]:
-    """Return a finding on waiting for the rank whose experts have most to do, unless it is slow in everything."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertImbalance:
+    """Says what a step loses because ranks wait for those whose experts have most to do; µs."""
+
+    cost_us: float
+    evened_us: float  # by which experts of equal load would shorten it
+    column: int  # of the rank whose experts take longest
+    load: str  # of that rank, in words
+    longest: float  # time of the busiest rank over the mean of its group, the median of all exchanges
+    exchanges: int
+    worst: int  # row of Joined: the combine with the longest wait
+    sure: bool
+
+
+def expert_imbalance(
+    job: TracedJob, busy: list[Activity], found: ExpertWaits, step_us: float
+) -> ExpertImbalance | None:
+    """Return what unequal load of experts costs, without ranks that are slow in everything; None if it is little."""
     slow = [c for c in range(len(job.ranks)) if _slow_elsewhere(job, busy, found, c)]
     counted = ~np.isin(found.last, slow)
     waited = found.waited[counted]
-    evened = float(np.nansum(waited)) / len(job.ranks) / job.num_steps  # by which experts of equal load shorten it
     took = np.isfinite(waited).sum(axis=1)
     waiting = took / np.maximum(took - 1, 1)  # the busiest rank does not wait
     cost = float((np.nansum(waited, axis=1) * waiting).sum()) / len(job.ranks) / job.num_steps
-    if cost < _WORTH_EXPERTS * step:
-        return []
+    if cost < _LEAST_SHARE * step_us:
+        return None
     most = int(np.nansum(found.compute, axis=0).argmax())
     each = np.nanmax(found.compute, axis=1) / np.maximum(np.nanmean(found.compute, axis=1), 1e-9)
-    worst = int(found.combine[np.nanargmax(np.nanmax(found.waited, axis=1))])
-    return [
-        Finding(
-            kind="expert_imbalance",
-            cost_us=cost,
-            severity=severity_of(cost, step),
-            title=f"Expert imbalance{', probably' * _unsure(found)}: ranks wait for those whose experts have most "
-            "to do",
-            evidence=f"{_load(job, found, most)}; the busiest rank of each exchange takes {np.median(each):.1f} x the "
-            f"mean of its group (median of {len(found.combine)}). Equal shares of the same work would save "
-            f"{evened / 1e3:.2f} ms {job.each}",
-            advice=ADVICE_ON_EXPERTS,
-            rank=job.ranks[most],
-            start_us=float(np.nanmin(job.joined.start[worst])),
-            end_us=float(w.last_start[worst]),
-        )
-    ]
+    return ExpertImbalance(
+        cost_us=cost,
+        evened_us=float(np.nansum(waited)) / len(job.ranks) / job.num_steps,
+        column=most,
+        load=_load(job, found, most),
+        longest=float(np.median(each)),
+        exchanges=len(found.combine),
+        worst=int(found.combine[np.nanargmax(np.nanmax(found.waited, axis=1))]),
+        sure=not _unsure(found),
+    )
 
 
 def _slow_elsewhere(job: TracedJob, busy: list[Activity], found: ExpertWaits, column: int) -> bool:

@@ -23,11 +23,11 @@ import numpy as np
 from counterpoint.diagnosis.analysis.accounts import Activity, Waits
 from counterpoint.diagnosis.analysis.idle import time_in
 from counterpoint.diagnosis.analysis.parallel_groups import parallels
-from counterpoint.diagnosis.reading.gap_categories import CATEGORIES
+from counterpoint.diagnosis.reading.host_names import CATEGORIES
 from counterpoint.diagnosis.reading.intervals import Intervals
 from counterpoint.diagnosis.reading.modules import PHASES, Places, in_words, module_of
 from counterpoint.diagnosis.reading.traced_job import TracedJob
-from counterpoint.records.diagnosis import Cause, Straggler
+from counterpoint.records.diagnosis import Straggler, StragglerCause
 from counterpoint.trace.classify import is_matmul
 from counterpoint.trace.timeline import F64, I64, Kind
 
@@ -275,7 +275,7 @@ def _spent(busy: Activity, waited: Intervals, start: F64, end: F64) -> tuple[flo
 class _Why:
     """Holds why a rank is late, where in the program that is, and the longest gap of its GPU if it idles."""
 
-    cause: Cause
+    cause: StragglerCause
     evidence: str
     detail: str | None = None
     phase: str | None = None
@@ -301,7 +301,7 @@ def _host_cause(job: TracedJob, column: int, steps: I64) -> _Why:
     where = f" (inside {names[gaps.inside[gap]]})" if gaps.inside[gap] >= 0 else ""
     where += in_words(phase, module)
     dry = f"its GPU ran dry for {idle[most] / 1e3:.2f} ms in all, {gap_ms:.2f} ms at once"
-    cause: Cause = "host_stall"
+    cause: StragglerCause = "host_stall"
     detail = operation
     if category == "late_input":
         cause = "late_input"
@@ -345,7 +345,7 @@ def _compute_cause(diff: _KernelDifference, compute_us: float, felt: float) -> _
     where = in_words(diff.phase, diff.module).replace(", in", ", mostly in", 1)
     late = f"it computes {compute_us / 1e3:.2f} ms longer than the typical rank{where}"
     enough = _ENOUGH * felt
-    cause: Cause = "unknown"
+    cause: StragglerCause = "unknown"
     evidence = f"{late}, but its kernels are as many and as fast as those of rank {diff.peer}"
     if diff.other_share >= 0.1 and diff.extra_us > enough:
         cause = "more_work"

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import re
 
-from counterpoint.diagnosis.analysis.experts import ADVICE_ON_EXPERTS, EXPERTS
+from counterpoint.diagnosis.analysis.analysis import Analysis
+from counterpoint.diagnosis.analysis.experts import EXPERTS
 from counterpoint.diagnosis.analysis.replay import ZERO_SM
 from counterpoint.diagnosis.analysis.vendor import TracedStack
 from counterpoint.diagnosis.reading.traced_job import TracedJob
+from counterpoint.records.causes import IDLE_CAUSES
 from counterpoint.records.diagnosis import (
     Account,
     HostTime,
     IdleCause,
     KernelComparison,
-    Replay,
     Straggler,
     ranks_in_words,
 )
@@ -28,62 +29,10 @@ _ZERO_CTA = (
     ": NCCL's zero-CTA policy needs both buffers registered as symmetric windows and a stream that is not the default "
     "one; check that the trace shows Memcpy PtoP"
 )
-_GC_ADVICE = "call gc.freeze() after warm-up and gc.disable(), then gc.collect() on every rank at the same step"
-_LAUNCH_ADVICE = (
-    "fewer, larger launches: CUDA graphs or torch.compile(mode='reduce-overhead') where shapes are fixed, larger "
-    "batches, fewer small kernels (fuse element-wise operations)"
+ADVICE_ON_EXPERTS = (
+    "balance the router (auxiliary loss or bias, a capacity factor), or place experts by load and replicate those that "
+    "get most tokens. Faster links would not help"
 )
-ADVICE = {
-    "operation": "move that operation out of the step, do it ahead, or in a worker process",
-    "launch": _LAUNCH_ADVICE,
-    "allocator": "start with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, remove torch.cuda.empty_cache() from "
-    "the step, and lower peak memory until torch.cuda.memory_stats()['num_alloc_retries'] stays 0",
-    "garbage_collection": _GC_ADVICE,
-    "late_input": "raise DataLoader(num_workers=...) and prefetch_factor, set pin_memory=True, and copy with "
-    "non_blocking=True",
-    "synchronise": "remove .item(), .cpu(), print(loss) and torch.cuda.synchronize() from the step, or read the value "
-    "a step later",
-    "copy": "copy from and to pinned memory with non_blocking=True: from pageable memory the host itself copies, and "
-    "waits",
-    "start_up": "it happens once: record after warm-up (torch.profiler.schedule(wait=, warmup=, active=)) to see the "
-    "steps that follow; if it comes again in every step, shapes change: fix them, or mark them dynamic",
-    "profiler": "it is not in an unprofiled run; record fewer steps, without stacks and shapes",
-    "queued": "see what its stream waits for: torch.cuda.Stream.wait_stream and wait_event, a collective of another "
-    "rank, or work that this trace does not hold",
-    "between_kernels": "fewer, larger kernels: torch.compile or fused implementations; CUDA graphs shorten each pause",
-    "no_launch_recorded": "record the host too (ProfilerActivity.CPU beside ProfilerActivity.CUDA); keep all events",
-    "unrecorded": "record with torch.profiler.profile(with_stack=True) to see which Python code it is; if it is none, "
-    "garbage collection may be: " + _GC_ADVICE,
-    "nothing_recorded": "record whole steps, and keep all events (a trace that was cut or sampled does not hold why); "
-    "if the program did nothing then, torch.profiler.profile(with_stack=True) shows where it was",
-    "page_migration": "move it at once, before it is used: cudaMemPrefetchAsync to cudaCpuDeviceId where the host is "
-    "next, to the GPU where a kernel does; or copy by cudaMemcpyAsync between pinned and device memory instead",
-    "earlier_work": "leave this time out of account: the GPU was probably busy. Synchronise before the recording "
-    "begins, or record further steps: torch.profiler.schedule(wait=, warmup=, active=)",
-}
-_CUDA_ADVICE = {  # of programs without torch
-    "operation": "find why that takes so long (a first call loads kernels, allocating and registering memory is slow), "
-    "and do it ahead, or in another thread",
-    "launch": "fewer, larger launches: CUDA graphs where they repeat, larger batches, fewer small kernels (fuse them)",
-    "allocator": "allocate before the loop and use it again, or take cudaMallocAsync with a pool that keeps memory",
-    "late_input": "read ahead in threads of their own into pinned memory (cudaHostAlloc), and copy by cudaMemcpyAsync",
-    "synchronise": "take cudaDeviceSynchronize, cudaStreamSynchronize and blocking copies out of the loop, or wait "
-    "only where the host needs the result",
-    "copy": "copy from and to pinned memory (cudaHostAlloc, cudaHostRegister) by cudaMemcpyAsync: from pageable memory "
-    "the host itself copies, and waits",
-    "start_up": "it happens once: warm up, and record what follows (cudaProfilerStart() with nsys profile "
-    "--capture-range=cudaProfilerApi)",
-    "profiler": "it is not in an unprofiled run; trace less: nsys profile --trace=cuda,nvtx --sample=none",
-    "queued": "see what its stream waits for: cudaStreamWaitEvent, the default stream, a collective of another rank, "
-    "or work that this trace does not hold",
-    "between_kernels": "fewer, larger kernels (fuse them); CUDA graphs shorten each pause",
-    "no_launch_recorded": "record the host too: nsys profile --trace=cuda,nvtx,osrt; keep all events",
-    "unrecorded": "record what the host does: nsys profile --trace=cuda,nvtx,osrt, with NVTX ranges around parts of "
-    "the program",
-    "nothing_recorded": "record all of what is asked about, and the host too: nsys profile --trace=cuda,nvtx,osrt",
-    "earlier_work": "leave this time out of account: the GPU was probably busy. Call cudaDeviceSynchronize() before "
-    "the recording begins",
-}
 _OF_THE_STEP = re.compile(  # ranges of a step's own work, which cannot be moved out of it
     r"forward|backward|optimizer|^(aten|autograd|torch|c10d|nccl|fsdp|FSDP)::?|Backward\d*$|^nn\.Module|^##"
     r"|^torch/(?!serialization|storage|package|hub|multiprocessing|utils/data|distributed/checkpoint)"
@@ -103,7 +52,7 @@ def advise_straggler(s: Straggler, stack: TracedStack) -> str:
     """Say what to change about one late rank, or several that are late together."""
     whose = ranks_in_words(s.ranks)
     if s.cause == "late_input":
-        return ADVICE["late_input"]
+        return IDLE_CAUSES["late_input"].advice
     if s.detail == EXPERTS:
         return ADVICE_ON_EXPERTS
     if s.cause == "more_work":
@@ -124,19 +73,21 @@ def advise_straggler(s: Straggler, stack: TracedStack) -> str:
             f"look at the GPU of {whose}: nvidia-smi -q -d CLOCK,PERFORMANCE,TEMPERATURE,ECC (throttling, row "
             "remaps), other processes on it (nvidia-smi pmon); drain the node if it stays slow"
         )
+    if s.cause == "host_stall":
+        return _advise_stalled_host(s, whose)
+    return "record all ranks with with_stack=True and record_shapes=True, and diagnose again"
+
+
+def _advise_stalled_host(s: Straggler, whose: str) -> str:
     if s.detail == "launch":
         return (
-            f"look at the CPUs of the host of {whose}, which launches more slowly than others: clocks "
-            f"and power limits, CPU limits of the container, NUMA binding, other processes. Else {ADVICE['launch']}"
+            f"look at the CPUs of the host of {whose}, which launches more slowly than others: clocks and power "
+            "limits, CPU limits of the container, NUMA binding, other processes. Else " + IDLE_CAUSES["launch"].advice
         )
-    if s.cause == "host_stall":
-        if s.detail is None:
-            return ADVICE["unrecorded"]
-        return ADVICE.get(s.detail) or advise_operation(
-            s.detail,
-            f"take {s.detail} out of the step of {whose}: do it ahead, or in a worker process",
-        )
-    return "record all ranks with with_stack=True and record_shapes=True, and diagnose again"
+    if s.detail is None or s.detail in IDLE_CAUSES:
+        return IDLE_CAUSES[s.detail or "unrecorded"].advice
+    otherwise = f"take {s.detail} out of the step of {whose}: do it ahead, or in a worker process"
+    return advise_operation(s.detail, otherwise)
 
 
 def advise_kernel(worst: KernelComparison, num_sms: int | None, stack: TracedStack, no_sm: str) -> str:
@@ -162,14 +113,15 @@ def advise_kernel(worst: KernelComparison, num_sms: int | None, stack: TracedSta
     return f"use {no_sm}; or {limit}. Without an extra wave {fit} beside it"
 
 
-def no_sm_collectives(job: TracedJob, stack: TracedStack, replay: Replay | None) -> str:
+def no_sm_collectives(a: Analysis) -> str:
     """Return what replaces collectives that need SMs, and what the replay says of a step with it."""
-    if not stack.overlaps:
-        return _NO_SM_COLLECTIVES + _ZERO_CTA * stack.nvidia_nccl
-    would = next((w.step_us for w in replay.what_if if w.name == ZERO_SM), None) if replay else None
-    if replay is None or would is None or would >= replay.replayed_us:
+    if not a.stack.overlaps:
+        return _NO_SM_COLLECTIVES + _ZERO_CTA * a.stack.nvidia_nccl
+    played = a.replay
+    would = next((w.step_us for w in played.what_if if w.name == ZERO_SM), None) if played else None
+    if played is None or would is None or would >= played.replayed_us:
         return f"{_OVERLAP})"
-    return f"{_OVERLAP}; replayed: {would / 1e3:.1f} instead of {replay.replayed_us / 1e3:.1f} ms {job.each})"
+    return f"{_OVERLAP}; replayed: {would / 1e3:.1f} instead of {played.replayed_us / 1e3:.1f} ms {a.job.each})"
 
 
 def _fewer_sms_for_the_gemm(num_sms: int | None, ctas: int, stack: TracedStack) -> str:
@@ -229,9 +181,10 @@ def advise_exposed(account: Account, stack: TracedStack, no_sm: str, *, by_copie
 
 def advise_idle(job: TracedJob, columns: list[int], cause: IdleCause, named: tuple[HostTime, ...]) -> str:
     """Say what to change about a cause of idle time that is told by the operations `named`."""
+    known = IDLE_CAUSES[cause.category]
+    advice = known.advice
     if not job.uses_torch:
-        return _CUDA_ADVICE.get(cause.category) or ADVICE[cause.category]
-    advice = ADVICE[cause.category]
+        return known.advice_without_torch or advice
     if cause.category == "operation" and named:
         return advise_operation(named[0].name, advice)
     if job.digests[0].device.from_host and cause.category in ("launch", "between_kernels"):

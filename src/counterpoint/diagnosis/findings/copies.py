@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from counterpoint.diagnosis.analysis.accounts import Activity
-from counterpoint.diagnosis.findings.advice import ADVICE
+from counterpoint.diagnosis.analysis.analysis import Analysis
+from counterpoint.diagnosis.findings.words import saves_otherwise
 from counterpoint.diagnosis.reading.intervals import Intervals
 from counterpoint.diagnosis.reading.traced_job import TracedJob
-from counterpoint.records.diagnosis import Finding, severity_of
+from counterpoint.records.causes import IDLE_CAUSES
+from counterpoint.records.diagnosis import Finding
 from counterpoint.trace.timeline import MIGRATION, Kind
 
-_WORTH = 0.03  # of a step
-_NEARLY = 0.9  # of what something takes; if it costs less than this share, or that much more, both are said
-_LAUNCHED = 0.9  # of the operations: if fewer have a recorded launch, the replay cannot change host times
+_LEAST_SHARE = 0.03  # of a step
+_LAUNCHED_SHARE = 0.9  # of the operations: if fewer have a recorded launch, the replay cannot change host times
 _WAY = re.compile(r"\b(HtoD|DtoH|DtoD|HtoH)\b|HostToDevice|DeviceToHost|DeviceToDevice", re.I)
 _SPELT = {"hosttodevice": "HtoD", "devicetohost": "DtoH", "devicetodevice": "DtoD"}
 _WHAT = {
@@ -39,8 +41,9 @@ class _Copies:
     gb_per_s: float | None
 
 
-def find_copies(job: TracedJob, busy: list[Activity], saved: dict[str, float], step: float) -> list[Finding]:
-    """Return a finding if exposed copies (no compute or communication runs) take much of a step; cost per step."""
+def find_copies(a: Analysis) -> Iterator[Finding]:
+    """Yield a finding if exposed copies (no compute or communication runs) take much of a step; cost per step."""
+    job, busy, step = a.job, a.busy, a.step_us
     steps, ranks = job.num_steps, len(job.ranks)
     exposed = whole = 0.0
     for c, rank in enumerate(busy):
@@ -49,9 +52,11 @@ def find_copies(job: TracedJob, busy: list[Activity], saved: dict[str, float], s
                  - (rank.compute | rank.comm).within(job.step_start[:, c], job.step_end[:, c]))  # fmt: skip
         exposed += float(alone.sum()) / (steps * ranks)
     launched = min(float(np.isfinite(at).mean()) if len(at) else 0.0 for at in job.launch)
-    cost = min(saved.get("no copies", exposed) if launched >= _LAUNCHED else exposed, whole)  # idle time counts apart
-    if min(cost, exposed) < _WORTH * step:
-        return []
+    cost = min(
+        a.saved_us.get("no copies", exposed) if launched >= _LAUNCHED_SHARE else exposed, whole
+    )  # idle time counts apart
+    if min(cost, exposed) < _LEAST_SHARE * step:
+        return
     kinds = _kinds(job, busy)
     scale = 1.0 / (steps * ranks * 1e3)
     parts = []
@@ -64,27 +69,15 @@ def find_copies(job: TracedJob, busy: list[Activity], saved: dict[str, float], s
             + (f", {k.crossed_us * scale:.2f} ms beside copies another way" if k.crossed_us * scale >= 0.005 else "")
         )
     between = " between host and GPU" if kinds[0].way in ("HtoD", "DtoH") else ""
-    return [
-        Finding(
-            kind="copies",
-            cost_us=cost,
-            severity=severity_of(cost, step),
-            title=f"{exposed / step:.0%} of the {job.whole} ({exposed / 1e3:.2f} ms) is copying{between} with nothing "
-            "beside it",
-            evidence=f"{job.each_rank}: {'; '.join(parts)}{saves_otherwise(job, cost, exposed)}",
-            advice=_advise(kinds, job.uses_torch),
-        )
-    ]
-
-
-def saves_otherwise(job: TracedJob, cost: float, exposed: float) -> str:
-    """Say that a step without something would be shorter by less or more than it is exposed; empty if by as much."""
-    what = "a step" if job.has_steps else "the recording"
-    if cost * _NEARLY > exposed:
-        return f"; without it {what} would take {cost / 1e3:.2f} ms less, for other work waits for it"
-    if cost >= _NEARLY * exposed:
-        return ""
-    return f"; without it {what} would take only {cost / 1e3:.2f} ms less, for it waits for something else meanwhile"
+    yield Finding.of(
+        "copies",
+        cost,
+        step,
+        title=f"{exposed / step:.0%} of the {job.whole} ({exposed / 1e3:.2f} ms) is copying{between} with nothing "
+        "beside it",
+        evidence=f"{job.each_rank}: {'; '.join(parts)}{saves_otherwise(job, cost, exposed)}",
+        advice=_advise(kinds, job.uses_torch),
+    )
 
 
 def _copies(count: float) -> str:
@@ -148,7 +141,7 @@ def _advise(kinds: list[_Copies], torch: bool) -> str:
     """Return advice on the most exposed copies; compare pageable with pinned rates only if the trace has both."""
     worst = kinds[0]
     if worst.memory == "unified":
-        return ADVICE["page_migration"]
+        return IDLE_CAUSES["page_migration"].advice
     if worst.memory == "pageable":
         pinned = next((k for k in kinds if k.way == worst.way and k.memory == "pinned" and k.gb_per_s), None)
         seen = f" (pinned copies of this job reach {pinned.gb_per_s:.1f} GB/s)" if pinned else ""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from counterpoint.diagnosis.reading.gap_categories import (
+from counterpoint.diagnosis.reading.host_names import (
     ALLOCATOR,
     BETWEEN,
     CATEGORIES,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from counterpoint.diagnosis.reading import host_names
-from counterpoint.diagnosis.reading.gap_categories import (
+from counterpoint.diagnosis.reading.host_names import (
     ALLOCATOR,
     COPY,
     GARBAGE_COLLECTION,

@@ -315,7 +315,7 @@ def _set_up(timeline: Timeline) -> list[_SetUp]:
     for label, patterns, share, first_only in (
         ("graph capture", (host_names.CAPTURE,), _SET_UP_SHARE, False),
         ("compilation", (host_names.COMPILATION,), _SET_UP_SHARE, False),
-        ("start-up (memory, streams and modules made)", (host_names.START_UP, host_names.ALLOCATION), _START_UP_SHARE,
+        ("start-up (memory, streams and modules made)", (host_names.CUDA_START, host_names.ALLOCATION), _START_UP_SHARE,
          True),
     ):  # fmt: skip
         is_it = np.array([host_names.says(name, *patterns) for name in timeline.names], bool)

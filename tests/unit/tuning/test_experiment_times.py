@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from counterpoint.measurement.suites import scenarios_of
 from counterpoint.records.measurement import LEGS, Block, Scenario
 from counterpoint.records.tuning import StepPair
-from counterpoint.tuning.parts import part_of, times_of
+from counterpoint.tuning.experiment import part_of, times_of
 from tests.support.planted_machine import COMM_US, COMPUTE_US, PlantedMachine
 
 GATHER = StepPair(operation="all_gather", compute="gemm 8192x8192x8192", bytes_per_rank=1 << 20, ranks=4)

@@ -1,0 +1,177 @@
+"""Name everything that is computed of one job; each result is computed when it is first asked for, and then kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from counterpoint.diagnosis.analysis import accounts
+from counterpoint.diagnosis.analysis.accounts import Activity, Waits
+from counterpoint.diagnosis.analysis.experts import (
+    EXPERTS,
+    ExpertImbalance,
+    ExpertWaits,
+    blame_experts,
+    expert_imbalance,
+    expert_waits,
+)
+from counterpoint.diagnosis.analysis.idle import RankIdle, hosts_known, idle_of_ranks, summarise_idle
+from counterpoint.diagnosis.analysis.kernels import KernelSet, compare_overlap
+from counterpoint.diagnosis.analysis.launch_order import Blocked, find_blocked
+from counterpoint.diagnosis.analysis.replay import replay
+from counterpoint.diagnosis.analysis.stragglers import find_delays, find_stragglers
+from counterpoint.diagnosis.analysis.unrecorded import Unrecorded, find_unrecorded
+from counterpoint.diagnosis.analysis.vendor import TracedStack, traced_stack
+from counterpoint.diagnosis.reading.traced_job import TracedJob
+from counterpoint.records.diagnosis import (
+    Account,
+    Collective,
+    CollectiveKind,
+    GpuAccount,
+    Idle,
+    RankAccount,
+    Replay,
+    Straggler,
+)
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """Holds the results of one job. Ranks are columns of the job, collectives rows of `job.joined`; times are µs."""
+
+    job: TracedJob
+
+    @cached_property
+    def busy(self) -> list[Activity]:
+        """Return when the GPU of each rank computed, communicated and copied."""
+        return [accounts.activity(self.job, column) for column in range(len(self.job.ranks))]
+
+    @cached_property
+    def waits(self) -> Waits:
+        """Return how long each rank waits in each collective, and moves bytes."""
+        return accounts.waits(self.job, self.busy)
+
+    @cached_property
+    def per_rank(self) -> tuple[RankAccount, ...]:
+        """Return one account per rank."""
+        return accounts.rank_accounts(self.job, self.busy, self.waits)
+
+    @cached_property
+    def per_gpu(self) -> tuple[GpuAccount, ...]:
+        """Return one account per GPU of each process that drives several."""
+        return accounts.gpu_accounts(self.job, self.busy, self.waits)
+
+    @cached_property
+    def totals(self) -> Account:
+        """Return the mean account over ranks."""
+        return accounts.totals(self.per_rank)
+
+    @property
+    def step_us(self) -> float:
+        """Return the mean time of a step."""
+        return self.totals.duration_us / self.job.num_steps
+
+    @cached_property
+    def collectives(self) -> tuple[Collective, ...]:
+        """Return every collective, in the order of `job.joined`."""
+        return accounts.collectives(self.job, self.waits)
+
+    @cached_property
+    def kinds(self) -> tuple[CollectiveKind, ...]:
+        """Return the table of collectives by operation, group, size and phase, most exposed first."""
+        return accounts.collective_kinds(self.job, self.waits, self.collectives)
+
+    @cached_property
+    def stack(self) -> TracedStack:
+        """Return whose GPUs and collectives the trace shows."""
+        return traced_stack(self.job)
+
+    @cached_property
+    def experts(self) -> ExpertWaits:
+        """Return what ranks computed between dispatch and combine, and how long they waited for one another."""
+        return expert_waits(self.job, self.waits, self.busy)
+
+    @cached_property
+    def expert_imbalance(self) -> ExpertImbalance | None:
+        """Return what unequal load of experts costs; None if it is little."""
+        return expert_imbalance(self.job, self.busy, self.experts, self.step_us)
+
+    @cached_property
+    def stragglers(self) -> tuple[Straggler, ...]:
+        """Return the ranks that make the others wait, worst first; none where only hosts were recorded."""
+        job, waits = self.job, self.waits
+        if not job.gpu_recorded:
+            return ()
+        found = find_stragglers(job, self.busy, waits, find_delays(job, waits))
+        return blame_experts(job, self.busy, self.experts, found)
+
+    @property
+    def told_late(self) -> tuple[Straggler, ...]:
+        """Return the late ranks that a finding of their own tells of: an imbalance of experts tells of all ranks."""
+        return tuple(s for s in self.stragglers if not self.expert_imbalance or s.detail != EXPERTS)
+
+    @cached_property
+    def kernels(self) -> KernelSet:
+        """Return each kind of compute kernel alone and beside communication."""
+        return compare_overlap(self.job, self.busy)
+
+    @cached_property
+    def blocked(self) -> tuple[Blocked, ...]:
+        """Return the collectives that found every SM taken."""
+        return find_blocked(self.job)
+
+    @cached_property
+    def unrecorded(self) -> Unrecorded:
+        """Return which collectives lack ranks, and how long they seem to have waited for these."""
+        return find_unrecorded(self.job, self.busy, self.waits)
+
+    @cached_property
+    def rank_idle(self) -> tuple[RankIdle, ...]:
+        """Return the gaps of the GPU of each rank inside the steps."""
+        return idle_of_ranks(self.job, self.per_rank)
+
+    @cached_property
+    def idle(self) -> Idle | None:
+        """Return the idle time of a step and its causes; None where only hosts were recorded."""
+        return summarise_idle(self.job, self.rank_idle) if self.job.gpu_recorded else None
+
+    @cached_property
+    def replay(self) -> Replay | None:
+        """Return the step as replayed, and without each cause; None if it cannot be replayed."""
+        if self.idle is None:
+            return None
+        alone_us = self.kernels.alone_us
+        held = [np.zeros(len(d.gpu), bool) for d in self.job.digests]
+        for b in self.blocked:
+            held[b.column][b.op] = True
+        return replay(
+            self.job,
+            typical=self._typical(),
+            alone_us=alone_us if any(np.isfinite(us).any() for us in alone_us) else None,
+            blocked=held if self.blocked else None,
+            suspected_us=self.unrecorded.by_operation(self.job),
+            stack=self.stack,
+            hosts_known=hosts_known(self.idle),
+            collective_waits=self._collective_waits(),
+        )
+
+    @cached_property
+    def saved_us(self) -> dict[str, float]:
+        """Return how much shorter a replayed step is by each what-if."""
+        played = self.replay
+        return {w.name: max(played.replayed_us - w.step_us, 0.0) for w in played.what_if} if played else {}
+
+    def _typical(self) -> dict[int, int]:
+        """Return, for each late rank, the rank that stands in for it: of the others, that of median compute time."""
+        late = {self.job.ranks.index(rank) for s in self.stragglers for rank in s.ranks}
+        others = (column for column in range(len(self.job.ranks)) if column not in late)
+        healthy = sorted(others, key=lambda column: self.per_rank[column].compute_us)
+        return {column: healthy[len(healthy) // 2] for column in late} if healthy else {}
+
+    def _collective_waits(self) -> str | None:
+        waits = self.waits
+        if not len(waits.complete):
+            return None
+        return "joined" if waits.complete.all() else "partly_joined" if waits.told.any() else "as_measured"

@@ -1,0 +1,202 @@
+"""Say which communication nothing hides, which of it is waiting for ranks without a trace, and which link is slow."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from counterpoint.diagnosis.analysis.accounts import Waits
+from counterpoint.diagnosis.analysis.analysis import Analysis
+from counterpoint.diagnosis.analysis.replay import NO_SUSPECTED_WAITING
+from counterpoint.diagnosis.analysis.unrecorded import Unrecorded
+from counterpoint.diagnosis.findings.advice import advise_exposed, no_sm_collectives
+from counterpoint.diagnosis.findings.words import counted, in_parentheses, saves_otherwise
+from counterpoint.records.diagnosis import Account, Collective, Finding, ranks_in_words
+from counterpoint.trace.timeline import F64, I64, Bools
+
+LEAST_EXPOSED_SHARE = 0.05  # of a step
+_LEAST_SUSPECTED_SHARE = 0.02  # of a step: healthy ranks wait for each other too
+_LEAST_LINK_SHARE = 0.02  # of a step
+_LEAST_NAMED_US = 5.0  # operations with less would print as 0.00 ms
+_UNTOLD_SHARE = 0.1  # of exposed communication that lacks ranks: what is known says little then
+_LEAST_COMPUTE_SHARE = 0.01  # of the time: compute that takes less was not recorded
+_SLOW_FACTOR = 1.5  # times what the median other group needs for the same
+_LEAST_GROUPS = 3  # that are compared: of two it is not known which one is unusual
+_LEAST_CALLS = 3  # of each
+_JOINED_SURELY = ("seq", "comms_id")  # as sends and receives must be: they are not in one order on all ranks
+_LINK_TOOLS = {
+    "nvidia": "nvidia-smi topo -m, nvidia-smi nvlink --status; ",
+    "amd": "amd-smi topology, amd-smi xgmi; ",
+}
+_RECORD_COMPUTE = (
+    "record compute as well, and all ranks: hardly an operation that could run beside the communication is in the "
+    "traces, so that it is not known whether it is exposed"
+)
+_RECORD_ALL = (
+    "record all ranks in the same steps and diagnose them together: only that tells waiting for a late rank, which has "
+    "its cause there, from moving bytes. What helps in both cases is compute to run beside it: begin it earlier"
+)
+
+
+def find_exposed(a: Analysis) -> Iterator[Finding]:
+    """Yield a finding on communication with no compute beside it."""
+    job, account, w, kinds = a.job, a.totals, a.waits, a.kinds
+    share = account.exposed_comm_us / account.duration_us if account.duration_us > 0 else 0.0
+    if share < LEAST_EXPOSED_SHARE:
+        return
+    by_op, by_name = defaultdict[str, float](float), defaultdict[str, float](float)
+    for kind in kinds:
+        by_op[kind.op] += kind.exposed_us
+        by_name[f"{kind.op}{in_parentheses(kind.parallel, kind.phase)}"] += kind.exposed_us
+    worst = sorted(((name, us) for name, us in by_name.items() if us >= _LEAST_NAMED_US), key=lambda i: -i[1])
+    parts = ", ".join(f"{name} {us / 1e3:.2f} ms" for name, us in worst[:4])
+    inside = w.step >= 0
+    exposed = np.nansum(w.exposed, axis=1)[inside]
+    untold = float(exposed[~w.complete[inside]].sum()) > _UNTOLD_SHARE * float(exposed.sum())
+    by_copies = by_op.get("peer_copy", 0.0) > sum(by_op.values()) / 2
+    stages = any(
+        k.op == "send_recv" and k.parallel == "pp" and k.exposed_us >= LEAST_EXPOSED_SHARE * a.step_us for k in kinds
+    )
+    cost = a.saved_us.get("communication free", account.exposed_comm_us / job.num_steps)
+    yield Finding.of(
+        "exposed_comm",
+        cost,
+        a.step_us,
+        title=f"{share:.0%} of the {job.whole} ({account.exposed_comm_us / job.num_steps / 1e3:.2f} ms) is "
+        "communication with no compute beside it",
+        evidence=f"exposed {job.each_rank}: {parts or 'unknown operations'}; "
+        + _say_waiting(account, a.unrecorded, inside, len(job.step_names), untold=untold, stages=stages)
+        + saves_otherwise(job, cost, account.exposed_comm_us / job.num_steps),
+        advice=_RECORD_COMPUTE
+        if account.compute_us < _LEAST_COMPUTE_SHARE * account.duration_us
+        else _RECORD_ALL
+        if untold
+        else advise_exposed(account, a.stack, no_sm_collectives(a), by_copies=by_copies),
+    )
+
+
+def _say_waiting(
+    account: Account, unrecorded: Unrecorded, inside: Bools, steps: int, *, untold: bool, stages: bool
+) -> str:
+    """Say how much of the time in collectives is waiting; that it is unknown where ranks have no trace."""
+    known = None
+    if account.wait_us is not None and account.transfer_us is not None:
+        known = account.wait_us / max(account.wait_us + account.transfer_us, 1e-9)
+    if not untold and known is not None:
+        return f"{known:.0%} of the time in collectives is waiting for the last rank"
+    said = "how much of it is waiting is unknown, for not all ranks were recorded"
+    if stages:
+        said += " (nor how much of the pipeline's sends and receives is bubbles: that takes the neighbouring stages)"
+    if known is not None:
+        said += f" (for each other, those that were wait {known:.0%} of their time in collectives)"
+    suspected = float(np.nansum(unrecorded.exposed_us[inside])) / unrecorded.exposed_us.shape[1] / max(steps, 1)
+    if suspected >= LEAST_EXPOSED_SHARE * account.exposed_comm_us / max(steps, 1):
+        said += f"; at least {suspected / 1e3:.2f} ms of it by what such collectives usually take"
+    return said
+
+
+def find_suspected_waits(a: Analysis) -> Iterator[Finding]:
+    """Yield a finding on collectives that take far longer than usual where ranks have no trace: these are late."""
+    job, w, unrecorded, steps = a.job, a.waits, a.unrecorded, a.job.num_steps
+    rows = np.flatnonzero((w.step >= 0) & (unrecorded.excess_us > 0))
+    exposed = float(np.nansum(unrecorded.exposed_us[rows])) / len(job.ranks) / steps
+    cost = a.saved_us.get(
+        NO_SUSPECTED_WAITING, exposed
+    )  # more than what is exposed, where collectives queue up behind it
+    if not len(rows) or cost < _LEAST_SUSPECTED_SHARE * a.step_us:
+        return
+    by_op: dict[str, list[float]] = defaultdict(list)
+    for j in rows.tolist():
+        by_op[job.joined.op[j]].append(float(unrecorded.excess_us[j]) / steps)
+    parts = ", ".join(
+        f"{op} {sum(us) / 1e3:.2f} ms in {counted(len(us), 'call')}"
+        for op, us in sorted(by_op.items(), key=lambda i: -sum(i[1]))[:4]
+    )
+    worst = int(rows[np.argmax(np.nanmean(unrecorded.exposed_us[rows], axis=1))])
+    one, took = a.collectives[worst], float(np.nanmin(w.transfer[worst]))
+    rank = "that was not recorded" if job.missing or len(job.ranks) == 1 else "whose part in them was not recorded"
+    yield Finding.of(
+        "suspected_wait",
+        cost,
+        a.step_us,
+        title=f"At least {cost / 1e3:.2f} ms of communication {job.each} is waiting for a rank {rank}",
+        evidence=f"beyond what the same operation usually takes in this recording, {job.each}: {parts}; worst: "
+        f"{one.op} #{one.index} of group {one.group}{in_parentheses(one.parallel, one.phase, one.module)} took "
+        f"{took / 1e3:.2f} ms, where {unrecorded.usual_us[worst] / 1e3:.2f} ms is usual",
+        advice="record all ranks in the same steps and diagnose them together, which names the late one and why; "
+        "until then look for it in the logs of the other ranks (input, checkpoints, evaluation, a slow GPU)",
+        start_us=float(np.nanmin(job.joined.start[worst])),
+        end_us=float(np.nanmax(job.joined.end[worst])),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _SlowGroup:
+    """Holds what one group needs longer than others for one operation and size; times in µs."""
+
+    ranks: tuple[int, ...]
+    op: str
+    size: int
+    took: float  # median after the last rank has arrived
+    usual: float  # median of the other groups
+    rows: I64  # of Joined
+
+
+def find_slow_links(a: Analysis) -> Iterator[Finding]:
+    """Yield a finding on the group that loses most because it needs longer than other groups to move the same.
+
+    The cost is what its ranks would save a step, as far as no compute runs beside it, by the replay at most what
+    communication costs.
+    """
+    job, w = a.job, a.waits
+    moving = np.nan_to_num(w.transfer).max(axis=1, initial=0.0)
+    lost: dict[tuple[int, ...], list[tuple[float, _SlowGroup]]] = defaultdict(list)
+    for slow in _slow_groups(w, a.collectives, moving):
+        columns = np.flatnonzero(np.isin(job.ranks, slow.ranks))
+        longer = np.maximum(moving[slow.rows] - slow.usual, 0.0)[:, None]
+        exposed = np.minimum(longer, np.nan_to_num(w.exposed[np.ix_(slow.rows, columns)]))
+        lost[slow.ranks].append((float(exposed.mean(axis=1).sum()) / job.num_steps, slow))
+    costs = {ranks: sum(us for us, _ in found) for ranks, found in lost.items()}
+    by_cost = sorted(costs, key=lambda ranks: -costs[ranks])
+    cost = min(costs[by_cost[0]], a.saved_us.get("communication free", a.step_us)) if by_cost else 0.0
+    if not by_cost or cost < _LEAST_LINK_SHARE * a.step_us:
+        return
+    most = max(lost[by_cost[0]], key=lambda found: found[0])[1]
+    whose, worst = ranks_in_words(most.ranks), int(most.rows[moving[most.rows].argmax()])
+    look = _LINK_TOOLS.get(a.stack.vendor or "", "")
+    more = "; ".join(ranks_in_words(ranks) for ranks in by_cost[1:3] if costs[ranks] >= _LEAST_LINK_SHARE * a.step_us)
+    yield Finding.of(
+        "slow_link",
+        cost,
+        a.step_us,
+        title=f"The link between {whose} is slow: {most.op} takes {most.took / most.usual:.1f} x as long as in "
+        "other groups",
+        evidence=f"{most.op} of {most.size / 2**20:.1f} MiB takes {most.took / 1e3:.2f} ms after the last rank has "
+        f"arrived, where other groups of {len(most.ranks)} ranks need {most.usual / 1e3:.2f} ms (medians of "
+        f"{len(most.rows)} calls){f'; slow, too: {more}' if more else ''}",
+        advice=f"look at what joins {whose}: a link that is down or slow ({look}between hosts ibstat and the "
+        f"switch), a transport that falls back{' (NCCL_DEBUG=INFO names it)' * a.stack.nccl}, other traffic. If only "
+        "they are on different hosts, place them on one",
+        rank=most.ranks[0],
+        start_us=float(np.nanmin(job.joined.start[worst])),
+        end_us=float(np.nanmax(job.joined.end[worst])),
+    )
+
+
+def _slow_groups(w: Waits, collectives: tuple[Collective, ...], moving: F64) -> Iterator[_SlowGroup]:
+    """Yield groups that need longer than the median other group of as many ranks, for the same operation and size."""
+    alike: dict[tuple[str, int, int, str | None], dict[tuple[int, ...], list[int]]] = defaultdict(dict)
+    for j in np.flatnonzero((w.step >= 0) & w.complete).tolist():
+        c = collectives[j]
+        if c.bytes and len(c.ranks) > 1 and (c.op != "send_recv" or c.joined_by in _JOINED_SURELY):
+            alike[c.op, c.bytes, len(c.ranks), c.parallel].setdefault(c.ranks, []).append(j)
+    for (op, size, _, _), groups in alike.items():
+        took = {ranks: float(np.median(moving[rows])) for ranks, rows in groups.items() if len(rows) >= _LEAST_CALLS}
+        for ranks in took if len(took) >= _LEAST_GROUPS else ():
+            usual = float(np.median([us for other, us in took.items() if other != ranks]))
+            if took[ranks] >= _SLOW_FACTOR * usual > 0:
+                rows = np.array(groups[ranks], np.int64)
+                yield _SlowGroup(ranks=ranks, op=op, size=size, took=took[ranks], usual=usual, rows=rows)

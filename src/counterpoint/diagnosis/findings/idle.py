@@ -1,0 +1,165 @@
+"""Say how long GPUs idle for each cause, in what their hosts were, and what other ranks wait because of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from counterpoint.diagnosis.analysis.analysis import Analysis
+from counterpoint.diagnosis.analysis.idle import LONG_US, STALLS, HostPauses, long_pauses, share_out, summarise_idle
+from counterpoint.diagnosis.findings.advice import advise_idle
+from counterpoint.diagnosis.findings.words import short_name
+from counterpoint.diagnosis.reading.traced_job import TracedJob
+from counterpoint.records.causes import IDLE_CAUSES
+from counterpoint.records.diagnosis import Finding, HostTime, Idle, IdleCause, ranks_in_words
+
+_LEAST_SHARE = 0.03  # of a step: a cause that costs less is no finding ...
+_LEAST_IDLE_SHARE = 0.1  # ... unless the GPUs idle for this share of the step and no single cause reaches the other
+_NAMED_SHARE = 0.01  # of a cause: evidence leaves out names with less
+_PLACE_SHARE = 0.1  # of a cause: phases and modules with less are not told in words
+_NAMES_ARE = {  # where the names in the evidence are not of what the host was in
+    "queued": "what then ran",
+    "between_kernels": "what then ran",
+    "earlier_work": "what then ran",
+    "synchronise": "in or after",
+}
+
+
+def find_idle(a: Analysis) -> Iterator[Finding]:
+    """Yield findings on why GPUs idle, over the ranks that are not late; costs are time per step.
+
+    Where ranks stall in turn, each stall makes the other ranks wait in collectives. What the replay without stalls
+    saves beyond that without late ranks, if it is more than the ranks' own idle time, is shared out among the pauses.
+    """
+    job, step = a.job, a.step_us
+    late = {rank for s in a.told_late for rank in s.ranks}
+    columns = [c for c, r in enumerate(job.ranks) if r not in late] or list(range(len(job.ranks)))
+    summary = summarise_idle(job, a.rank_idle, columns)
+    if job.digests[0].device.from_host and summary.idle_us < _LEAST_IDLE_SHARE * step:
+        return
+    own = {c.category: c.us for c in summary.causes}
+    whole = a.saved_us.get("no stall on any rank", 0.0)
+    by_late = a.saved_us.get("no straggler", 0.0) if late else 0.0
+    left = whole - by_late - sum(own.get(name, 0.0) for name in STALLS)
+    together = bool(((job.joined.row >= 0).sum(axis=1) > 1).any())  # else no rank waits for another
+    held = share_out(job, columns, own, left) if left > 0 and together else {}
+    causes = [c for c in summary.causes if c.category != "other_gpu"]  # `find_turns` tells of it
+    causes += [
+        IdleCause(category=name, us=0.0, count=0.0, longest_us=0.0, operations=(), functions=())
+        for name in held
+        if name not in own
+    ]
+    cost = {c.category: c.us + (held[c.category].shared_us if c.category in held else 0.0) for c in causes}
+    causes.sort(key=lambda c: -cost[c.category])
+    found = [c for c in causes if cost[c.category] >= _LEAST_SHARE * step]
+    if not found and sum(c.us for c in causes) >= _LEAST_IDLE_SHARE * step:
+        found = causes[:1]
+    stall = next((c for c in found if c.category in STALLS), None)
+    for cause in found:
+        pauses = held.get(cause.category)
+        named = pauses.operations if pauses else cause.operations  # if ranks hold each other up, those of the pauses
+        only = pauses is not None and len(pauses.columns) == 1
+        yield Finding.of(
+            IDLE_CAUSES[cause.category].kind,
+            cost[cause.category],
+            step,
+            title=_title(job, cause, named, pauses),
+            evidence=_evidence(job, columns, cause, summary, step, pauses)
+            + (_stalls_of_all(job, whole if held else 0.0) if cause is stall and len(job.ranks) > 1 else ""),
+            advice=advise_idle(job, columns, cause, named),
+            rank=job.ranks[pauses.columns[0]] if pauses and only else None,
+        )
+
+
+def _title(job: TracedJob, cause: IdleCause, named: tuple[HostTime, ...], held: HostPauses | None) -> str:
+    title, us = IDLE_CAUSES[cause.category].title, held.us if held else cause.us
+    if cause.category == "operation" and named and named[0].us >= 0.5 * us:
+        title = f"The GPUs run dry while the host is in {short_name(named[0].name)}"
+    if job.digests[0].device.from_host:
+        title = title.replace("The GPUs run dry", "No operation runs").replace("The GPUs", "The ranks")
+    return f"{title}, on {_whose(job, held)}" if held and held.columns else title
+
+
+def _whose(job: TracedJob, held: HostPauses) -> str:
+    return ranks_in_words(tuple(job.ranks[c] for c in held.columns))
+
+
+def _evidence(
+    job: TracedJob, columns: list[int], cause: IdleCause, idle: Idle, step: float, held: HostPauses | None
+) -> str:
+    if held and cause.us < _NAMED_SHARE * held.shared_us:
+        return _pausing(job, columns, held)
+    mean = f"mean of {len(columns)} ranks, " if len(columns) > 1 else ""
+    share = f"{cause.us / step:.0%} of it" if step > 0 else "all of it"
+    what = "nothing runs for" if job.digests[0].device.from_host else "the GPU idles"
+    text = f"{what} {_ms(cause.us)} ms {job.each} for this ({mean}{share}, {_gaps(job, cause)})"
+    if cause.category == "launch":
+        text += _pace(job, idle)
+    else:
+        text += f"; the longest single gap is {_ms(cause.longest_us)} ms"
+    operations, functions = (
+        [n for n in names if n.us >= _NAMED_SHARE * cause.us] for names in (cause.operations, cause.functions)
+    )
+    if operations:
+        where = _NAMES_ARE.get(cause.category, "host time in these gaps")
+        text += f"; {where}: " + ", ".join(f"{short_name(o.name)} {_ms(o.us)} ms" for o in operations)
+    if functions and cause.category in ("launch", "operation", "synchronise", "allocator", "copy"):
+        text += "; in " + ", ".join(f"{short_name(f.name)} {_ms(f.us)} ms" for f in functions[:3])
+    for what, known in (("in ", cause.phases), ("in module ", cause.modules[:3])):
+        if part := [p for p in known if p.us >= _PLACE_SHARE * cause.us]:
+            text += "; " + what + ", ".join(f"{short_name(p.name)} {_ms(p.us)} ms" for p in part)
+    return f"{text}; {_pausing(job, columns, held)}" if held else text
+
+
+def _pausing(job: TracedJob, columns: list[int], held: HostPauses) -> str:
+    """Say for how long hosts pause for one cause, and in what, while their GPUs idle or wait for another rank."""
+    ranks = len(held.columns or columns)
+    whose = f"the host{'s' * (ranks > 1)} of {_whose(job, held)}" if held.columns else "hosts"
+    verb = "pauses" if whose.startswith("the host ") else "pause"
+    mean = f" (mean of {ranks} ranks)" if ranks > 1 else ""
+    named = [f"{short_name(o.name)} {_ms(o.us / ranks)} ms" for o in held.operations
+             if o.us >= _NAMED_SHARE * held.us]  # fmt: skip
+    where = f", in {', '.join(named)}" if named else ""
+    return f"{whose} {verb} for {_ms(held.us / ranks)} ms {job.each} for this{mean}{where}"
+
+
+def _pace(job: TracedJob, idle: Idle) -> str:
+    """Say how often the host launches, beside how long kernels take; empty if that is not known."""
+    if not (idle.launches and idle.launch_interval_us and idle.kernel_us):
+        return ""
+    each = "" if not job.has_steps else " a step"
+    text = f": {idle.launches:,.0f} launches{each}, one every {idle.launch_interval_us:.1f} µs"
+    if idle.launch_interval_us > idle.kernel_us:
+        return f"{text}, while a kernel takes {idle.kernel_us:.1f} µs on average"
+    return (
+        f"{text} on average, no slower than kernels run ({idle.kernel_us:.1f} µs), but in bursts: it runs dry between"
+    )
+
+
+def _gaps(job: TracedJob, cause: IdleCause) -> str:
+    """Return text with the number of gaps per step, or in all steps if there is less than one per step."""
+    steps = len(job.step_names)
+    count, within = (cause.count, "") if cause.count >= 1 else (cause.count * steps, f" in {steps} steps")
+    number = max(round(count), 1)
+    return f"{number:,} gap{'s' * (number != 1)}{within}"
+
+
+def _stalls_of_all(job: TracedJob, saved_us: float) -> str:
+    """Return text on what the stalls of all ranks cost together, if that is known, and how often every host pauses."""
+    text = ""
+    if saved_us > 0 and not job.islands.any():
+        text = f"; the others wait meanwhile: without any rank's stalls a step would be {_ms(saved_us)} ms shorter"
+    pauses = [long_pauses(job, c) for c in range(len(job.ranks))]
+    count = [len(p) for p in pauses]
+    if not min(count):
+        return text
+    steps = job.num_steps
+    least, most = (f(float(p.sum()) for p in pauses) / steps for f in (min, max))
+    times = f"{min(count)}" if min(count) == max(count) else f"{min(count)} to {max(count)}"
+    return (
+        f"{text}; every host pauses {times} times in {steps} step{'s' * (steps != 1)} for over {LONG_US / 1e3:.0f} ms,"
+        f" {_ms(least)} to {_ms(most)} ms a step in all"
+    )
+
+
+def _ms(us: float) -> str:
+    return f"{us / 1e3:.2f}" if us >= 100.0 else f"{us / 1e3:.3f}"
