@@ -54,27 +54,11 @@ def timeline(browser: Chromium, page: Page) -> tuple[float, float]:
     return float(left), float(top)
 
 
-@pytest.mark.parametrize("case", list(CASES))
-def test_page_opens_without_a_complaint(visits: dict[str, Page], case: str) -> None:
-    assert visits[case].complaints == []
-
-
-@pytest.mark.parametrize("case", list(CASES))
-def test_page_asks_the_network_for_nothing(visits: dict[str, Page], case: str) -> None:
-    assert visits[case].requests == []
-
-
 def test_browser_reports_a_request_and_its_failure(browser: Chromium, tmp_path: Path) -> None:
     (tmp_path / "open.html").write_text('<!doctype html><img src="http://127.0.0.1:9/a.png" alt="">')
     page = browser.open(tmp_path / "open.html")
     assert page.requests == ["http://127.0.0.1:9/a.png"]
     assert page.complaints
-
-
-@pytest.mark.parametrize("case", list(CASES))
-def test_phone_does_not_scroll_sideways(browser: Chromium, pages: dict[str, Path], case: str) -> None:
-    page = browser.open(pages[case], width=390, height=844)
-    assert browser.evaluate(page, "document.documentElement.scrollWidth") == 390
 
 
 def test_map_of_many_ranks_fits_a_phone(browser: Chromium, tmp_path: Path) -> None:
