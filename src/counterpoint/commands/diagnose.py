@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from counterpoint.commands.terminal import check_outputs, json_file, progress, write_json, writing
+from counterpoint.commands.terminal import check_outputs, json_file, progress, show, write_json, writing
 from counterpoint.errors import Misconfigured
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from rich.console import Console
 
     from counterpoint.diagnosis.api import Result
     from counterpoint.diagnosis.reading.engine import Engine
@@ -115,8 +117,6 @@ def _check_runs(against: str | None, baseline: Path | None, tolerance: float | N
 
 
 def _trend(traces: list[str], engine: Engine, limits: Limits, json: str | None, *, quiet: bool) -> None:
-    from rich.console import Console
-
     from counterpoint.diagnosis.api import diagnose_trend
     from counterpoint.rendering.comparison_terminal import render_trend
 
@@ -125,7 +125,7 @@ def _trend(traces: list[str], engine: Engine, limits: Limits, json: str | None, 
         if json is not None:
             write_json(found, json_file(json))
     if not quiet and json != "-":
-        render_trend(found, Console(soft_wrap=False))
+        show(lambda console: render_trend(found, console))
 
 
 def _draw(result: Result, out: Path | None, perfetto: Path | None) -> None:
@@ -149,8 +149,6 @@ def _refuse_with_dumps(*options: object) -> None:
 
 def _hang(dumps: list[Path], json: str | None, json_path: Path | None, *, quiet: bool) -> None:
     """Say who is missing in a hang."""
-    from rich.console import Console
-
     from counterpoint.diagnosis.hang import diagnose_hang
     from counterpoint.rendering.hang_terminal import render_hang
 
@@ -158,7 +156,7 @@ def _hang(dumps: list[Path], json: str | None, json_path: Path | None, *, quiet:
     if json is not None:
         write_json(hang, json_path)
     if not quiet and json != "-":
-        render_hang(hang, Console(soft_wrap=False))
+        show(lambda console: render_hang(hang, console))
 
 
 def _earlier(source: str, engine: Engine, limits: Limits, progress: Callable[[int, int, str], None]) -> Diagnosis:
@@ -171,15 +169,13 @@ def _earlier(source: str, engine: Engine, limits: Limits, progress: Callable[[in
 
 
 def _summary(diagnosis: Diagnosis, compared: Comparison | None, written: list[Path], *, verbose: bool) -> None:
-    from rich.console import Console
-
     from counterpoint.rendering.comparison_terminal import render_comparison
     from counterpoint.rendering.diagnosis_terminal import render
 
-    console = Console(soft_wrap=False)
-    if compared is None or verbose:
-        render(diagnosis, console, verbose=verbose)
-    if compared is not None:
-        render_comparison(compared, console)
-    for path in written:
-        console.print(f"wrote {path}", markup=False, highlight=False)
+    def both(console: Console) -> None:
+        if compared is None or verbose:
+            render(diagnosis, console, verbose=verbose)
+        if compared is not None:
+            render_comparison(compared, console)
+
+    show(both, written)
