@@ -10,18 +10,15 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from counterpoint.commands.terminal import check_outputs, json_file, progress, write_file, write_json, writing
+from counterpoint.commands.terminal import check_outputs, json_file, progress, show, write_file, write_json, writing
 from counterpoint.errors import Misconfigured, printable
 from counterpoint.plan.job.changes import build_job, swept
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from counterpoint.plan.job.job import Job
     from counterpoint.records.prediction import Prediction, SearchResult
 
 
-MIN_WIDTH = 80
 BEST = 10  # ways that --search lists
 
 
@@ -177,15 +174,7 @@ def _fit(
     if json is not None:
         write_json(found, json_path)
     if json != "-":
-        render_network_fit(found.errors, found.host_bound, str(path) if path else None, _console())
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    console = Console(soft_wrap=False)
-    console.width = max(console.width, MIN_WIDTH)
-    return console
+        show(lambda console: render_network_fit(found.errors, found.host_bound, str(path) if path else None, console))
 
 
 def _check_placement(topology: Path | None, name: str | None, hosts: str | None, launch_files: Path | None) -> None:
@@ -343,7 +332,4 @@ def _write(found: Prediction, html: Path | None, json: str | None, json_path: Pa
         return
     from counterpoint.rendering.plan_tables import render_prediction
 
-    console = _console()
-    render_prediction(found, console)
-    if html is not None:
-        console.print(f"wrote {html}", markup=False, highlight=False, soft_wrap=True)
+    show(lambda console: render_prediction(found, console), [html])

@@ -18,14 +18,6 @@ def page(tmp_path: Path, case: str) -> Path:
 
 
 @pytest.mark.needs("browser")
-@pytest.mark.parametrize("case", ["bare", "usual", "hostile"])
-def test_the_page_is_silent_and_offline(tmp_path: Path, browser: Chromium, case: str) -> None:
-    """No complaint in the console, no request, no script run from a name."""
-    visit = browser.open(page(tmp_path, case))
-    assert (visit.complaints, visit.requests) == ([], [])
-
-
-@pytest.mark.needs("browser")
 def test_figures_are_drawn(tmp_path: Path, browser: Chromium) -> None:
     """The stages' forward and backward; step time, MFU and exposed share in three panels."""
     visit = browser.open(page(tmp_path, "usual"))

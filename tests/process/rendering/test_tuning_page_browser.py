@@ -9,21 +9,13 @@ import pytest
 from counterpoint.records.tuning import Tuned
 from counterpoint.rendering.tuning_tables import write_tuning_page
 from tests.support.chromium import Chromium
-from tests.support.example_tuned import example_tuned, hostile_tuned
+from tests.support.example_tuned import example_tuned
 
 
 def page(folder: Path, tuned: Tuned) -> Path:
     path = folder / "tuning.html"
     write_tuning_page(path, tuned)
     return path
-
-
-@pytest.mark.needs("browser")
-@pytest.mark.parametrize("tuned", [example_tuned(), hostile_tuned()], ids=["usual", "hostile"])
-def test_the_page_is_silent_and_offline(tmp_path: Path, browser: Chromium, tuned: Tuned) -> None:
-    """No complaint in the console, no request, no script run from a name."""
-    visit = browser.open(page(tmp_path, tuned))
-    assert (visit.complaints, visit.requests) == ([], [])
 
 
 @pytest.mark.needs("browser")
@@ -37,10 +29,3 @@ def test_bars_are_as_long_as_their_times(tmp_path: Path, browser: Chromium) -> N
         "bar.getBoundingClientRect().width)",
     )
     assert lengths == pytest.approx([1603 / 1671, 1.0, 1645 / 1671], abs=0.005)
-
-
-@pytest.mark.needs("browser")
-@pytest.mark.parametrize("tuned", [example_tuned(), hostile_tuned()], ids=["usual", "hostile"])
-def test_a_phone_does_not_scroll_sideways(tmp_path: Path, browser: Chromium, tuned: Tuned) -> None:
-    visit = browser.open(page(tmp_path, tuned), width=390, height=844)
-    assert browser.evaluate(visit, "document.documentElement.scrollWidth") == 390

@@ -127,12 +127,6 @@ def test_a_curve_of_which_nothing_can_be_has_a_table_and_no_figure(tmp_path: Pat
     assert ("3 does not divide 16" in text, text.count('class="panels"')) == (True, 1)  # the other is the timeline's
 
 
-def test_a_hostile_name_ends_no_script(tmp_path: Path) -> None:
-    """The three scripts are ours; the name appears, escaped."""
-    text = page(tmp_path, "hostile").read_text()
-    assert (len(re.findall(r"<script[ >]", text)), "alert(1)" in text, "\x1b" in text) == (3, True, False)
-
-
 def test_what_is_varied_has_words() -> None:
     """A flag its sentence, a field its name; parts and axes no underscores."""
     weak = Curve(name="weak_nodes", means="Train on more nodes (weak scaling).", points=())

