@@ -99,7 +99,7 @@ def plan(
 ) -> None:
     """Predict what more nodes, accumulation, compression or another placement would do to a job; this needs no GPU."""
     flags = {"gpu": gpu, "network": network, "nodes": nodes, "weak_nodes": weak_nodes, "mechanism": mechanism}
-    asked = _fields(set_ or []) | {name: value for name, value in flags.items() if value is not None}
+    asked = _changes(set_ or [], {name: value for name, value in flags.items() if value is not None})
     others = {"--json": json, "--html": html, "--search": search or None, "--sweep": sweep, "--topology": topology}
     _check_explain(explain, _named(others))
     json_path = json_file(json)
@@ -196,14 +196,14 @@ def _from_trace(traces: Path, recorded_on: str | None, asked: Mapping[str, str],
     return answer_from_trace(diagnose(str(traces)).diagnosis, recorded_on=recorded_on, asked=asked)
 
 
-def _fields(texts: list[str]) -> dict[str, str]:
-    """Return what --set gives each field; Misconfigured where one field has two values."""
-    fields: dict[str, str] = {}
+def _changes(texts: list[str], flags: Mapping[str, str]) -> dict[str, str]:
+    """Return what flags and --set give each name; Misconfigured where one has two values."""
+    changes = dict(flags)
     for text in texts:
         name, value = _assignment("--set", text)
-        if fields.setdefault(name, value) != value:
+        if changes.setdefault(name, value) != value:
             raise Misconfigured(f"--set {printable(name, 80)} comes twice, with two values: give one of them")
-    return fields
+    return changes
 
 
 def _assignment(option: str, text: str) -> tuple[str, str]:

@@ -67,12 +67,6 @@ UNDIVIDED: dict[str, Any] = {
     "ends_count": False,
     "pieces_tp": False,
 }
-UNRECOMPUTED: dict[str, Any] = {
-    "recompute": "none",
-    "recompute_modules": CORE_ONLY,
-    "recompute_method": None,
-    "recompute_num_layers": None,
-}
 ROUNDING = 1 - 1e-9  # bounds and answers add up the same times in another order
 
 
@@ -157,11 +151,11 @@ def search_each(
 
 def chosen_job(job: Job, result: SearchResult) -> Job:
     """Return the job with the settings of the fastest choice, on as many GPUs."""
-    tables: dict[str, dict[str, object]] = {"parallel": dict(UNDIVIDED), "training": dict(UNRECOMPUTED)}
+    tables: dict[str, dict[str, Any]] = {"parallel": {}, "training": {}}
     for field, value in result.choices[0].settings.items():
-        if value is not None:
-            table, _, name = field.partition(".")
-            tables[table][name] = value
+        table, _, name = field.partition(".")
+        tables[table][name] = value
+    tables["training"]["recompute_modules"] = tables["training"]["recompute_modules"] or CORE_ONLY
     parallel, training = replace(job.parallel, **tables["parallel"]), replace(job.training, **tables["training"])
     return replace(job, parallel=parallel, training=training, cluster=_on_gpus(job, result.gpus).cluster)
 
