@@ -15,11 +15,10 @@ import torch.distributed as dist
 
 from counterpoint.errors import CounterpointError
 from counterpoint.measurement.collective import Comm, WrongResult, allocate, elements_of
-from counterpoint.measurement.dependent import find_dependent
 from counterpoint.measurement.mechanisms import Mechanism
-from counterpoint.measurement.scenarios import Calibration, measure_block, measure_scenario
+from counterpoint.measurement.pairs import Calibration
+from counterpoint.measurement.parts import measure_part
 from counterpoint.measurement.session import Session
-from counterpoint.measurement.tensor import Operands
 from counterpoint.parallel.tensor.overlapped import Weight
 from counterpoint.records.measurement import Block, Outcome, Plan, Scenario
 
@@ -112,22 +111,22 @@ def scenario(session: Session, asked: Scenario, rounds: int) -> Outcome | str:
         suite="test",
         device="cpu",
         world_size=session.world_size,
-        scenarios=(asked,),
+        parts=(asked,),
         rounds=rounds,
         results="",
         errors="",
     )
     try:
-        return measure_scenario(session, asked, plan, Calibration())
+        return measure_part(session, asked, plan, Calibration())
     except CounterpointError as error:
         return f"{type(error).__name__}: {error}"
 
 
 def block(session: Session, asked: Block) -> Outcome | str:
     """Measured building blocks, or the text of what they raised."""
-    plan = Plan(suite="t", device="cpu", world_size=2, scenarios=(), rounds=5, results="", errors="")
+    plan = Plan(suite="t", device="cpu", world_size=2, parts=(), rounds=5, results="", errors="")
     try:
-        return measure_block(session, asked, plan)
+        return measure_part(session, asked, plan, Calibration())
     except CounterpointError as error:
         return f"{type(error).__name__}: {error}"
 
@@ -144,14 +143,6 @@ def wrong_matmul(session: Session, asked: Block) -> Outcome | str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Weight, "multiply", wrong)
         return block(session, asked)
-
-
-def fused_by_torch(session: Session, what: str) -> tuple[int, ...]:
-    """The shape that torch's fused operation gives, of tensors without data."""
-    call = find_dependent(what)
-    rows, weight = torch.empty(call.m, call.k, device="meta"), torch.empty(call.n, call.k, device="meta").t()
-    operands = Operands(call=call, rows=rows, shard=rows[: call.m // session.world_size], weight=weight)
-    return tuple(operands.by_symm_mem(session.world.group_name)().shape)
 
 
 def _old_on_rank_1(session: Session, action: Callable[[], T]) -> T:

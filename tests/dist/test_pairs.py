@@ -197,14 +197,13 @@ def matmul(what: str, *mechanisms: str) -> Block:
 
 @pytest.mark.parametrize("what", MATMULS)
 def test_a_matmul_and_its_collective_by_every_mechanism(two_ranks: Ranks, what: str) -> None:
-    """Each runs as it was asked to; torch's fused operation is named as missing."""
-    found = two_ranks.run(programs.block, matmul(what, "symm_mem", *WAYS))[0]
+    """Each runs as it was asked to."""
+    found = two_ranks.run(programs.block, matmul(what, *WAYS))[0]
     assert isinstance(found, Outcome), found
     rows = {row.mechanism: row for row in found.blocks}
     assert list(rows) == ["matmul alone", "gloo alone", *WAYS]
     assert [(rows[name].path, rows[name].marked) for name in WAYS[:3]] == [(name, None) for name in WAYS[:3]]
     assert (rows["auto"].path in ("serial", "cuts"), "is the simplest" in str(rows["auto"].why)) == (True, True)
-    assert found.unavailable == {"symm_mem": "torch's fused operations run on GPUs only"}
 
 
 def test_a_matmul_is_compared_with_the_longer_of_its_parts(two_ranks: Ranks) -> None:
@@ -230,14 +229,6 @@ def test_a_wrong_matmul_is_marked_on_all_ranks(two_ranks: Ranks, what: str) -> N
     found = two_ranks.run(programs.wrong_matmul, matmul(what, "torch", "cuts"))
     marks = [str(row.marked) for outcome in found for row in outcome.blocks[2:]]
     assert ["wrong on rank" in text and "is allowed" in text for text in marks] == [True] * 4, marks
-
-
-@pytest.mark.parametrize(
-    ("what", "shape"), [("all_gather_matmul 8x6x4", (8, 6)), ("matmul_reduce_scatter 8x6x4", (4, 6))]
-)
-def test_torchs_fused_operations_take_what_they_are_given(two_ranks: Ranks, what: str, shape: tuple[int, ...]) -> None:
-    """By their own description, without a GPU."""
-    assert two_ranks.run(programs.fused_by_torch, what) == [shape] * 2
 
 
 @pytest.mark.parametrize(

@@ -45,18 +45,18 @@ class Opened:
 
 
 def offered(
-    session: Session, mechanisms: Sequence[Mechanism], collective: str
-) -> tuple[tuple[Mechanism, ...], dict[str, str]]:
-    """Return the mechanisms that can run this collective on every rank, and why others cannot. All ranks call it."""
+    session: Session, mechanisms: Sequence[Mechanism], collective: str, unavailable: dict[str, str]
+) -> list[Mechanism]:
+    """Return the mechanisms that can run this collective on every rank; `unavailable` gets the reasons of the others.
+
+    All ranks call it.
+    """
     everyone = session.gather([mechanism.why_unavailable(collective) for mechanism in mechanisms])
-    first = [
-        next((reason for reason in reasons if reason is not None), None) for reasons in zip(*everyone, strict=True)
-    ]
-    said = list(zip(mechanisms, first, strict=True))
-    return (
-        tuple(mechanism for mechanism, reason in said if reason is None),
-        {mechanism.name: reason for mechanism, reason in said if reason is not None},
-    )
+    for mechanism, reasons in zip(mechanisms, zip(*everyone, strict=True), strict=True):
+        reason = next((reason for reason in reasons if reason is not None), None)
+        if reason is not None:
+            unavailable[mechanism.name] = reason
+    return [mechanism for mechanism in mechanisms if mechanism.name not in unavailable]
 
 
 def memory_of(mechanism: Mechanism) -> Memory:
@@ -129,30 +129,25 @@ def _release(windows: NcclWindows, kind: type[BaseException] | None, *_: object)
         windows.release()
 
 
-@dataclass(frozen=True, kw_only=True)
-class OpenedAll:
-    """Holds several mechanisms for one pair; `plain`, without controls, is what they are compared with."""
-
-    each: tuple[Opened, ...]
-    plain: Opened
-    unavailable: dict[str, str]
-
-
 @contextmanager
 def open_all(
-    session: Session, mechanisms: Sequence[Mechanism], collective: str, numel: int, stock: Lanes
-) -> Iterator[OpenedAll]:
+    session: Session,
+    mechanisms: Sequence[Mechanism],
+    collective: str,
+    numel: int,
+    stock: Lanes,
+    unavailable: dict[str, str],
+) -> Iterator[tuple[list[Opened], Opened]]:
     """Open every mechanism that can run here, and check the data that it delivers. All ranks enter together.
 
     Yields:
-        The mechanisms, and why others cannot run.
+        The mechanisms, and one without controls to compare them with; `unavailable` gets why others cannot run.
 
     Raises:
         Unsupported: none can run here.
         WrongResult: one delivers wrong data.
     """
     shared: dict[Memory, Buffers] = {}
-    unavailable: dict[str, str] = {}
     opened: list[Opened] = []
     with ExitStack() as stack:
 
@@ -176,4 +171,4 @@ def open_all(
         without = next((each for each in opened if not each.mechanism.controls), None)
         if without is None:
             without = enter(Mechanism(name=BASES[session.device.type][0], controls=()))
-        yield OpenedAll(each=tuple(opened), plain=without, unavailable=unavailable)
+        yield opened, without

@@ -24,7 +24,6 @@ from rich.text import Text
 from counterpoint.errors import printable
 from counterpoint.records.measurement import BlockRow, Measurement, Row
 from counterpoint.rendering import formatting as say
-from counterpoint.rendering.exchange_losses import NOISE, ExchangeTimes, exchange_times
 
 SUMMARY_SCHEMA = "counterpoint.measurement-summary/1"
 MARKED = "red"
@@ -43,7 +42,6 @@ def render(measurement: Measurement, console: Console) -> None:
     _print_matmul_mechanisms(measurement.blocks, console)
     _blocks([block for block in measurement.blocks if block.can_hide is None], console)
     _print_mechanisms(measurement.rows, console)
-    _print_losses(measurement, console)
     if measurement.unavailable:
         say.heading(console, "Not measured")
         for mechanism, reason in measurement.unavailable.items():
@@ -196,36 +194,6 @@ def _print_mechanisms(rows: Sequence[Row], console: Console) -> None:
     _means(rows, "by order", lambda row: _order(row.order), console)
 
 
-LOSSES = ("exchange", "beside", "torch's", "ms", "ours", "ms", "× ours", "auto took")
-
-
-def _print_losses(measurement: Measurement, console: Console) -> None:
-    """Print where mechanisms that carry tokens are slower than torch's; nothing where none was measured."""
-    found = exchange_times(measurement)
-    if not found:
-        return
-    lost, wrong = _losses(found), sum(it.auto_lost for it in found)
-    say.heading(
-        console,
-        f"Where ours loses by over {NOISE - 1:.0%}: {len(lost)} of {len(found)} exchanges",
-        f"dispatch + combine; auto lost to torch in {wrong}",
-    )
-    say.print_table(console, LOSSES, lost, left={"exchange", "beside", "torch's", "ours", "auto took"})
-
-
-def _losses(found: Iterable[ExchangeTimes]) -> list[tuple[str, ...]]:
-    """Return the cells of `LOSSES`."""
-    return [
-        (
-            it.what, it.beside or "alone", stock, say.milliseconds(it.us[stock], 3), own,
-            say.milliseconds(it.us[own], 3), say.ratio(it.us[own] / it.us[stock]),
-            f"{'! ' if it.auto_lost else ''}{it.auto or ''}",
-        )
-        for it in found
-        if (it.is_lost or it.auto_lost) and (stock := it.best_stock) and (own := it.best_own)
-    ]  # fmt: skip
-
-
 def _means(rows: Sequence[Row], title: str, of: Callable[[Row], str], console: Console) -> None:
     """Print the mean of hidden, with a column for each collective or order; print nothing if there is only one."""
     names = list(dict.fromkeys(of(row) for row in rows))
@@ -347,9 +315,6 @@ def summary(measurement: Measurement, out: str | None) -> dict[str, object]:
     found, matmuls = mechanism_summaries(measurement.rows), matmul_summaries(measurement.blocks)
     times_torch = {it.mechanism: _rounded(it.times_torch) for it in matmuls}
     own: dict[str, object] = {"times_torch": times_torch} if times_torch else {}
-    if exchanges := exchange_times(measurement):
-        own["lost"] = sum(it.is_lost for it in exchanges)
-        own["auto_lost"] = sum(it.auto_lost for it in exchanges)
     return {
         "schema": SUMMARY_SCHEMA,
         "suite": measurement.suite,
@@ -380,8 +345,6 @@ def markdown(measurement: Measurement) -> str:
         parts += ["## Mechanisms", _matmul_mechanism_table(matmuls), "## Matmuls", _matmul_table(measurement)]
     if any(block.can_hide is None for block in measurement.blocks):
         parts += ["## Building blocks", _block_table(measurement)]
-    if exchanges := exchange_times(measurement):
-        parts += ["## Where ours loses", _markdown_table(LOSSES, _losses(exchanges))]
     if measurement.unavailable:
         parts += ["## Not measured", _markdown_table(("mechanism", "why"), measurement.unavailable.items())]
     return "\n\n".join(parts) + "\n"

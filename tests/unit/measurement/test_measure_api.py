@@ -14,7 +14,7 @@ import counterpoint
 from counterpoint.errors import CounterpointError, Misconfigured, PeerTimeout, Unsupported
 from counterpoint.measurement import api
 from counterpoint.measurement.launch import STARTUP_S
-from counterpoint.records.measurement import Outcome, Plan
+from counterpoint.records.measurement import Outcome, Plan, Scenario
 from tests.support import fake_worker
 
 
@@ -93,7 +93,7 @@ def replay(*skip: int) -> Callable[..., None]:
     """A launcher that measures all scenarios but those at these places."""
 
     def launch(plan: Plan, **options: Any) -> None:
-        names = [part.name for place, part in enumerate(plan.scenarios) if place not in skip]
+        names = [part.name for place, part in enumerate(plan.parts) if place not in skip]
         lines = [Outcome(scenario=name, environment=fake_worker.ENVIRONMENT) for name in reversed(names)]
         with Path(plan.results).open("ab") as file:
             file.writelines(msgspec.json.encode(line) + b"\n" for line in lines)
@@ -150,7 +150,8 @@ def lacking(*mechanisms: str) -> Callable[..., None]:
 
     def launch(plan: Plan, **options: Any) -> None:
         with Path(plan.results).open("ab") as file:
-            for scenario in plan.scenarios:
+            for scenario in plan.parts:
+                assert isinstance(scenario, Scenario)
                 missing = {name: f"no {scenario.collective}" if name == "a" else "too old" for name in mechanisms}
                 outcome = Outcome(scenario=scenario.name, environment=fake_worker.ENVIRONMENT, unavailable=missing)
                 file.write(msgspec.json.encode(outcome) + b"\n")

@@ -122,6 +122,6 @@ def test_every_buffer_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
         group=lambda controls: None, raise_together=lambda action: action(), rank=0, world_size=2,
         device=torch.device("cpu"), dtype=torch.float32,
     )  # fmt: skip
-    with open_all(session, mechanisms, "all_gather", 256, LANES) as opened:
-        assert checked == list(dict.fromkeys(id(each.comm.buffers) for each in opened.each))
+    with open_all(session, mechanisms, "all_gather", 256, LANES, {}) as (opened, _):
+        assert checked == list(dict.fromkeys(id(each.comm.buffers) for each in opened))
     assert len(checked) == 2

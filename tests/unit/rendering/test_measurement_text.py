@@ -8,7 +8,6 @@ import pytest
 from rich.console import Console
 
 from counterpoint.records.measurement import Measurement, Usage
-from counterpoint.rendering.exchange_losses import ExchangeTimes
 from counterpoint.rendering.measurement_text import (
     markdown,
     matmul_summaries,
@@ -132,27 +131,6 @@ def test_mechanisms_of_matmuls_are_summarized() -> None:
     assert [auto.times_torch, auto.lowest] == pytest.approx([1.25, 1.25])
     said = summary(measured.matmuls(), None)
     assert (said["blocks"], said["marked"], said["times_torch"]) == (10, 1, {"torch": 1.0, "cuts": 1.25, "auto": 1.25})
-
-
-def test_exchanges_that_ours_lose_have_their_table() -> None:
-    """Dispatch and combine are added up; what is marked does not count; `auto` is told where it took a loser."""
-    lines = lines_of(measured.exchanges())
-    start = next(index for index, line in enumerate(lines) if line.startswith("Where ours loses by over 3%: 1 of 2"))
-    assert lines[start].endswith("dispatch + combine; auto lost to torch in 1")
-    row = "mixtral-8x7b 1024 zipf alone nccl 0.240 gather 0.330 1.38 ! gather"
-    assert [line.split() for line in lines[start + 2 : start + 3]] == [row.split()]
-    assert "| mixtral-8x7b 1024 zipf | alone | nccl | 0.240 | gather | 0.330 | 1.38 | ! gather |" in markdown(
-        measured.exchanges()
-    )
-    assert (summary(measured.exchanges(), None)["lost"], summary(measured.exchanges(), None)["auto_lost"]) == (1, 1)
-
-
-def test_exchanges_are_no_loss_within_noise() -> None:
-    """A time that is 3% longer may be the same."""
-    near = ExchangeTimes(what="x", beside="", us={"torch": 100.0, "gather": 102.0}, auto="gather")
-    assert (near.is_lost, near.auto_lost) == (False, False)
-    assert ExchangeTimes(what="x", beside="", us={"torch": 100.0, "gather": 104.0}, auto="torch").is_lost
-    assert not ExchangeTimes(what="x", beside="", us={"torch": 100.0, "gather": 104.0}, auto="torch").auto_lost
 
 
 def test_legs_are_one_collective_each_in_means() -> None:
