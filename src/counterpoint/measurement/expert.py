@@ -22,10 +22,10 @@ from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.controls.observe import communicates, sides_of_all
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.machine.gpus import peak_tflops
-from counterpoint.measurement.checked import FORCED, Checked, open_checked
 from counterpoint.measurement.collective import relative_error
 from counterpoint.measurement.dependent import ExpertLayer, TokenExchange, find_exchange
 from counterpoint.measurement.gpu_usage import Observed, device_state
+from counterpoint.measurement.open_mechanisms import FORCED, Checked, open_checked
 from counterpoint.measurement.rows import Experiment, Samples, SamplesOf, comm_time, joined, row, time_of, why_late
 from counterpoint.measurement.session import Session
 from counterpoint.measurement.trial import Case, Trial

@@ -9,15 +9,17 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from counterpoint.measurement.gpu_usage import Observed
 from counterpoint.measurement.session import Session
 from counterpoint.measurement.trial import Trial
 from counterpoint.pair.together import overlap, pair_class
 from counterpoint.records.measurement import BlockRow, DeviceState, Order, Row, Scenario, Timing
+
+if TYPE_CHECKING:
+    from counterpoint.measurement.gpu_usage import Observed
 
 Key = TypeVar("Key", bound=Hashable)
 Samples = list[list[Trial]]  # [rank][round]
