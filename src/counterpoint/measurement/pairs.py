@@ -6,6 +6,7 @@ import bisect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -33,25 +34,47 @@ _CALIBRATING_ROUNDS = 5
 
 @dataclass(kw_only=True)
 class Calibration:
-    """Caches what is measured once for many scenarios.
+    """Caches what is measured once for many scenarios of the same dtypes.
 
-    These are the µs of each workload, those of each collective by size, and what ran under each mechanism, since a
-    profiler takes a second or two to start. Scenarios of other dtypes need another one.
+    These are the µs of each workload, the µs of each collective by size, and what ran under each mechanism, since a
+    profiler takes a second or two to start.
     """
 
     workloads: dict[str, float] = field(default_factory=dict)
     collectives: dict[tuple[str, str], Curve] = field(default_factory=dict)
     observed: dict[tuple[str, str, str], Observed] = field(default_factory=dict)  # workload, collective, settings
 
+    def workload_us(self, session: Session, name: str, compute: Callable[[], None]) -> float:
+        """Return the µs of a workload alone."""
+        if name not in self.workloads:
+            lanes = session.lanes(compute, lambda: None)
+            trials = {name: lambda: session.stage.run(lanes, "compute_alone")}
+            samples = play_rounds(session, trials, rounds=_CALIBRATING_ROUNDS + 3, dropped=3, seed=0)
+            self.workloads[name] = time_of(samples[name], compute_time).us
+        return self.workloads[name]
 
-@dataclass(frozen=True, kw_only=True)
-class _Pair:
-    """Holds a scenario with the operands of its workload allocated."""
+    def curve(self, session: Session, collective: str, base: str) -> Curve:
+        """Return points (bytes, µs) of one mechanism alone; none if it cannot run this collective here."""
+        key = (collective, base)
+        if key not in self.collectives:
+            points: list[tuple[int, float]] = []
+            mechanism = find_mechanism(base, session.device.type)
+            for size in _CURVE_BYTES[session.device.type]:
+                numel = elements_of(size, session.dtype.itemsize, session.world_size)
+                try:
+                    us = _comm_alone_us(session, mechanism, collective, numel)
+                except Unsupported:
+                    break
+                points.append((numel * session.dtype.itemsize, us))
+            self.collectives[key] = points
+        return self.collectives[key]
 
-    scenario: Scenario
-    workload: Workload
-    compute: Callable[[], None]
-    mechanisms: Sequence[Mechanism]
+    def observe(self, session: Session, scenario: Scenario, opened: Sequence[Opened], plain: Opened) -> list[Observed]:
+        """Return what ran under each mechanism, observed once for each workload and collective, at the first size."""
+        keys = [(scenario.workload, scenario.collective, each.mechanism.settings) for each in opened]
+        if not all(key in self.observed for key in keys):
+            self.observed |= zip(keys, observe(session, opened, plain), strict=True)
+        return [self.observed[key] for key in keys]
 
 
 def pair(
@@ -65,20 +88,24 @@ def pair(
         return
     session.require_memory(workload.memory_bytes(session.compute_dtype.itemsize), scenario.workload)
     compute = prepare(workload, session.device, session.compute_dtype, seed=plan.seed + session.rank)
-    both = _Pair(scenario=scenario, workload=workload, compute=compute, mechanisms=mechanisms)
-    numel = _numel(session, both, calibration)
+    compute_us = partial(calibration.workload_us, session, scenario.workload, compute)
+    numel = elements_of(
+        _size_bytes(session, scenario, mechanisms, compute_us, calibration), session.dtype.itemsize, session.world_size
+    )
     size = numel * session.dtype.itemsize
     needed = memory_bytes(scenario.collective, size, session.world_size)
     memories = [memory_of(mechanism) for mechanism in mechanisms]
     copies = len({"plain", *memories} - {"windows"}) + memories.count("windows")  # plain ones to compare with, always
     session.require_memory(copies * needed, f"{scenario.collective} of {size / 1e9:.2f} GB")
     stock = session.lanes(compute, lambda: None)
-    fitted = _fitted(session, both, size, calibration)
-    with open_all(session, fitted, scenario.collective, numel, stock, unavailable) as (opened, plain):
+    if any(mechanism.fits_sms for mechanism in mechanisms):
+        sms = _fitted_sms(session, scenario.collective, workload, size, compute_us, calibration)
+        mechanisms = [mechanism.with_gemm_sms(sms) for mechanism in mechanisms]
+    with open_all(session, mechanisms, scenario.collective, numel, stock, unavailable) as (opened, plain):
 
         def rows(samples: SamplesOf[tuple[str, str]]) -> list[Row]:
             device = device_state(session)
-            observed = _observed(session, both, opened, plain, calibration)
+            observed = calibration.observe(session, scenario, opened, plain)
             names = [each.mechanism.name for each in opened]
             alone = {name: time_of(samples[name, "comm_alone"], comm_time).us for name in names}
             best = min(alone, key=alone.__getitem__)
@@ -102,40 +129,6 @@ def pair(
         yield Experiment(trials=_trials(session, opened, scenario.orders), rows=rows)
 
 
-def _observed(
-    session: Session, pair: _Pair, opened: Sequence[Opened], plain: Opened, calibration: Calibration
-) -> list[Observed]:
-    """Return what ran under each mechanism, observed once for each workload and collective, at the first size."""
-    keys = [(pair.workload.name, pair.scenario.collective, each.mechanism.settings) for each in opened]
-    if not all(key in calibration.observed for key in keys):
-        calibration.observed |= zip(keys, observe(session, opened, plain), strict=True)
-    return [calibration.observed[key] for key in keys]
-
-
-def _fitted(session: Session, pair: _Pair, size: int, calibration: Calibration) -> Sequence[Mechanism]:
-    """Return the mechanisms with `gemm_sms=fit` replaced by a number for this pair, the same on all ranks."""
-    if not any(mechanism.fits_sms for mechanism in pair.mechanisms):
-        return pair.mechanisms
-    collective = pair.scenario.collective
-    sms: int | None = None
-    if collective in REDUCTIONS:
-        profile = profile_of(torch.cuda.get_device_name(session.device))
-        num_sms = torch.cuda.get_device_properties(session.device).multi_processor_count
-        both = Pair(
-            products=pair.workload.products,
-            compute_us=_workload_us(session, pair, calibration),
-            collective=collective,
-            size_bytes=size,
-            comm_us=time_at(_curve(session, collective, "zero_sm", calibration), size),
-            mechanism="zero_sm",
-            num_ctas=0,
-            world_size=session.world_size,
-            layout=SmLayout.even(num_sms, profile.chip),
-        )
-        sms = choose_gemm_sms(both, profile).gemm_sms
-    return [mechanism.with_gemm_sms(sms) for mechanism in pair.mechanisms]
-
-
 def _trials(
     session: Session, opened: Sequence[Opened], orders: Sequence[Order]
 ) -> dict[tuple[str, str], Callable[[], Trial]]:
@@ -150,51 +143,51 @@ def _trials(
     return trials
 
 
-def _numel(session: Session, pair: _Pair, calibration: Calibration) -> int:
-    """Return the elements of the full array: as asked, or such that the fastest plain mechanism takes ratio · T_g."""
-    scenario = pair.scenario
-    size = scenario.size_bytes
-    if size is None:
-        if scenario.ratio is None:
-            raise Misconfigured(f"{scenario.name}: give size_bytes or ratio")
-        compute_us = _workload_us(session, pair, calibration)
-        bases = list(dict.fromkeys(mechanism.base for mechanism in pair.mechanisms))
-        curves = [curve for base in bases if (curve := _curve(session, scenario.collective, base, calibration))]
-        if not curves:
-            raise Unsupported(f"{scenario.collective} by {', '.join(bases)} could not be started at any size")
-        size = size_for_time(curves, scenario.ratio * compute_us)
-    return elements_of(size, session.dtype.itemsize, session.world_size)
+def _size_bytes(
+    session: Session,
+    scenario: Scenario,
+    mechanisms: Sequence[Mechanism],
+    compute_us: Callable[[], float],
+    calibration: Calibration,
+) -> int:
+    """Return the bytes of the full array: as asked, or such that the fastest plain mechanism takes ratio · T_g."""
+    if scenario.size_bytes is not None:
+        return scenario.size_bytes
+    if scenario.ratio is None:
+        raise Misconfigured(f"{scenario.name}: give size_bytes or ratio")
+    wanted_us = scenario.ratio * compute_us()
+    bases = list(dict.fromkeys(mechanism.base for mechanism in mechanisms))
+    curves = [curve for base in bases if (curve := calibration.curve(session, scenario.collective, base))]
+    if not curves:
+        raise Unsupported(f"{scenario.collective} by {', '.join(bases)} could not be started at any size")
+    return size_for_time(curves, wanted_us)
 
 
-def _workload_us(session: Session, pair: _Pair, calibration: Calibration) -> float:
-    name = pair.workload.name
-    if name not in calibration.workloads:
-        lanes = session.lanes(pair.compute, lambda: None)
-        samples = play_rounds(
-            session,
-            {name: lambda: session.stage.run(lanes, "compute_alone")},
-            rounds=_CALIBRATING_ROUNDS + 3,
-            dropped=3,
-            seed=0,
-        )
-        calibration.workloads[name] = time_of(samples[name], compute_time).us
-    return calibration.workloads[name]
-
-
-def _curve(session: Session, collective: str, base: str, calibration: Calibration) -> Curve:
-    """Return points (bytes, µs) of one mechanism alone; none if it cannot run this collective here."""
-    key = (collective, base)
-    if key not in calibration.collectives:
-        points: list[tuple[int, float]] = []
-        mechanism = find_mechanism(base, session.device.type)
-        for size in _CURVE_BYTES[session.device.type]:
-            numel = elements_of(size, session.dtype.itemsize, session.world_size)
-            try:
-                points.append((numel * session.dtype.itemsize, _comm_alone_us(session, mechanism, collective, numel)))
-            except Unsupported:
-                break
-        calibration.collectives[key] = points
-    return calibration.collectives[key]
+def _fitted_sms(
+    session: Session,
+    collective: str,
+    workload: Workload,
+    size: int,
+    compute_us: Callable[[], float],
+    calibration: Calibration,
+) -> int | None:
+    """Return the SMs that the rule leaves to the GEMM of this pair, the same on all ranks; None: all SMs."""
+    if collective not in REDUCTIONS:
+        return None
+    profile = profile_of(torch.cuda.get_device_name(session.device))
+    num_sms = torch.cuda.get_device_properties(session.device).multi_processor_count
+    both = Pair(
+        products=workload.products,
+        compute_us=compute_us(),
+        collective=collective,
+        size_bytes=size,
+        comm_us=time_at(calibration.curve(session, collective, "zero_sm"), size),
+        mechanism="zero_sm",
+        num_ctas=0,
+        world_size=session.world_size,
+        layout=SmLayout.even(num_sms, profile.chip),
+    )
+    return choose_gemm_sms(both, profile).gemm_sms
 
 
 def time_at(curve: Curve, size_bytes: float) -> float:

@@ -33,13 +33,8 @@ def test_an_exchange_is_read_from_its_name() -> None:
     assert exchange == TokenExchange(layer="mixtral-8x7b", tokens=4096, routing="zipf")
     assert [exchange.capacity(ranks) for ranks in (2, 8)] == [2 * 4096 * 2, 8 * 4096]
     assert exchange.size_bytes(2) == 4096 * 2 * 4096 * 2
-
-
-def test_experts_without_a_name_are_given_by_their_sizes() -> None:
-    """A layer of any model can be measured."""
-    assert find_exchange("exchange 1024x512x64x4 128 uniform").sizes == ExpertLayer(
-        hidden=1024, ffn=512, experts=64, top_k=4
-    )
+    of_any_model = ExpertLayer(hidden=1024, ffn=512, experts=64, top_k=4)
+    assert find_exchange("exchange 1024x512x64x4 128 uniform").sizes == of_any_model
 
 
 @pytest.mark.parametrize(
