@@ -1,11 +1,11 @@
 """Claim: the budget rule finds the best division of the SMs, on pairs it was not fitted on.
 
-Reads what `counterpoint measure budget` wrote: curves from the building blocks, pairs from the rows. Contention is
+Reads what `measure_suites.py budget` wrote: curves from the building blocks, pairs from the rows. Contention is
 fitted on every second workload, and on the one that the rule was designed on, at every second length of the collective;
 all other pairs are held out. A pick counts by what was measured for it, never by what was predicted. `--unseen` judges
 the same fit on the pairs of another run, of which nothing is fitted.
 
-    counterpoint measure budget --out results/budget-pairs-4xh200.json
+    python benchmarks/measure_suites.py budget --out results/budget-pairs-4xh200.json
     counterpoint measure forum --out results/forum-4xh200.json
     python benchmarks/budget_rule.py results/budget-pairs-4xh200.json --unseen results/forum-4xh200.json
 """
@@ -302,7 +302,7 @@ def cells(found: Mapping[str, Any]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "measurements", type=Path, nargs="+", help="JSON of `counterpoint measure budget`; blocks and rows are joined"
+        "measurements", type=Path, nargs="+", help="JSON of `measure_suites.py budget`; blocks and rows are joined"
     )
     parser.add_argument("--unseen", type=Path, nargs="*", default=[], help="JSON of other runs: judged, never fitted")
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "budget-rule.json")

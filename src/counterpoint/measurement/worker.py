@@ -70,7 +70,8 @@ class Worker:
 
     def _measure(self, session: Session) -> None:
         """Measure what the plan asks for."""
-        from counterpoint.measurement.scenarios import Calibration, measure_block, measure_scenario
+        from counterpoint.measurement.pairs import Calibration
+        from counterpoint.measurement.parts import measure_part
         from counterpoint.measurement.session import NotEnoughMemory
 
         results = Path(self.plan.results)
@@ -84,10 +85,7 @@ class Worker:
             self.scenario = part.name
             dtypes = session.use_dtypes(part.dtype, None if isinstance(part, Block) else part.compute_dtype)
             try:
-                if isinstance(part, Block):
-                    outcome = measure_block(session, part, self.plan)
-                else:
-                    outcome = measure_scenario(session, part, self.plan, calibrations[dtypes])
+                outcome = measure_part(session, part, self.plan, calibrations[dtypes])
             except NotEnoughMemory as error:
                 outcome = Outcome(scenario=part.name, unavailable=dict.fromkeys(part.mechanisms, str(error)))
             outcome = _of_dtypes(outcome, *dtypes)

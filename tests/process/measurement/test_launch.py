@@ -32,12 +32,10 @@ def workers_find_the_fake(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plan_of(folder: Path, *names: str, world_size: int = 2) -> Plan:
-    scenarios = tuple(
-        Scenario(name=name, workload="gemm", collective="all_gather", mechanisms=("gloo",)) for name in names
-    )
+    parts = tuple(Scenario(name=name, workload="gemm", collective="all_gather", mechanisms=("gloo",)) for name in names)
     (folder / "results.jsonl").touch()
     return Plan(
-        suite="fake", device="cpu", world_size=world_size, scenarios=scenarios,
+        suite="fake", device="cpu", world_size=world_size, parts=parts,
         results=str(folder / "results.jsonl"), errors=str(folder / "errors"),
     )  # fmt: skip
 

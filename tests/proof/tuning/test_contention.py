@@ -7,11 +7,12 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 from budget_rule import products_of
+from measure_suites import BUDGET, BUDGET_LIMITS, BUDGET_SIZES, BUDGET_SMS
 from synthetic_machine import SyntheticMachine
 
 from counterpoint.errors import Misconfigured
 from counterpoint.machine.profile import Contention, default_profile
-from counterpoint.measurement.suites import BUDGET, BUDGET_LIMITS, BUDGET_SIZES, BUDGET_SMS, GEMM
+from counterpoint.measurement.suites import GEMM
 from counterpoint.pair.choice import ORDERS, predict
 from counterpoint.pair.curves import curves_from
 from counterpoint.pair.sm_split import SmLayout, SmSplit
