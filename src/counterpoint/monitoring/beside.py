@@ -32,7 +32,7 @@ _POLL_S = 0.1
 _STILL_S = 60.0  # ranks of which nothing has come for so long are left out
 _LONGEST_DETAIL = 60
 _OF_RECORDING = ("nothing_recorded", "no_launch_recorded", "earlier_work", "profiler")  # of no other step
-_WORTH = 0.03  # of a step: causes that take less are not told
+_LEAST_SHARE = 0.03  # of a step: causes that take less are not told
 _SLOWED = 1.25  # recorded steps over usual ones, from which the line tells both
 
 
@@ -214,7 +214,7 @@ def _line(diagnosis: Diagnosis, step: int, steps: int, late: Straggler | None, u
     if diagnosis.world_size == 1 and idle is not None:
         share = f"GPU idle {100 * idle.idle_us / recorded_us:.0f} %"
         causes = [c for c in idle.causes if IDLE_CAUSES[c.category].title and c.category not in _OF_RECORDING]
-        causes = [c for c in causes if c.us > _WORTH * recorded_us]
+        causes = [c for c in causes if c.us > _LEAST_SHARE * recorded_us]
     rehearsed = " (rehearsed: times do not hold)" if is_rehearsal() else ""
     said = [f"step {step}{some}{rehearsed}: {took}", share]
     findings = [f for f in diagnosis.findings if f.kind not in ("straggler", "not_recorded")]

@@ -27,19 +27,19 @@ from counterpoint.trace.classify import expert_leg
 from counterpoint.trace.timeline import F64, I64, Bools, Kind
 
 _LEAST_SHARE = 0.03  # of a step, that an imbalance costs
-_UNEVEN = 1.05  # largest share over the mean: less is no imbalance
-_ALIKE = 0.02  # shares that differ by less are the same
+_UNEVEN_FACTOR = 1.05  # largest share over the mean: less is no imbalance
+_SAME_SHARE = 0.02  # shares that differ by less are the same
 _EXPERT_KERNEL = re.compile(r"moe|experts?_|group(ed)?_?(gemm|mm|matmul|problem)|m_grouped|gmm", re.IGNORECASE)
-_OF_EXPERTS = 0.5  # of the compute between two all-to-alls: then it is that of experts
-_OF_DELAY = 0.5  # of a late rank
+_EXPERT_SHARE = 0.5  # of the compute between two all-to-alls: then it is that of experts
+_DELAY_SHARE = 0.5  # of a late rank
 _GATHERED = "gathered"
 _KINDS = {  # of collectives that carry tokens to experts or back, by operation; a pair is of one kind
     "all_to_all": "all_to_all", "all_gather": _GATHERED, "reduce_scatter": _GATHERED, "peer_copy": "peer_copy",
 }  # fmt: skip
 EXPERTS = "experts"  # the detail of a rank that is late because of them
 _EMBEDDINGS = re.compile(r"split_embedding|fbgemm", re.IGNORECASE)  # tables are exchanged like experts' tokens
-_OWN_SHARE = 0.5  # of a rank's slowness with experts that it has elsewhere, too: then the rank is slow, ...
-_SLOWER = 0.02  # ... if that is more than jitter
+_ELSEWHERE_SHARE = 0.5  # of a rank's slowness with experts that it has elsewhere, too: then the rank is slow, ...
+_JITTER_SHARE = 0.02  # ... if that is more than jitter
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,7 +109,7 @@ def _expert_compute(job: TracedJob, came: F64, busy: list[Activity], before: I64
         low, high = low[there], np.maximum(low[there], high[there])
         of_experts[there] += job.runs(column, named & (d.gpu.kind == Kind.COMPUTE)).within(low, high)
         computed[there] += busy[column].compute.within(low, high)
-    return np.asarray((of_experts > _OF_EXPERTS * computed) & (computed > 0))
+    return np.asarray((of_experts > _EXPERT_SHARE * computed) & (computed > 0))
 
 
 def blame_experts(
@@ -120,7 +120,7 @@ def blame_experts(
     for s in stragglers:
         column = job.ranks.index(s.rank)
         theirs = s.cause in ("slow_kernels", "slow_kernel", "more_work", "unknown")
-        theirs &= found.caused_by(column) >= _OF_DELAY * s.delay_us
+        theirs &= found.caused_by(column) >= _DELAY_SHARE * s.delay_us
         if theirs and not _slow_elsewhere(job, busy, found, column):
             out.append(
                 msgspec.structs.replace(s, cause="more_work", detail=EXPERTS, evidence=_load(job, found, column))
@@ -199,7 +199,7 @@ def _slow_elsewhere(job: TracedJob, busy: list[Activity], found: ExpertWaits, co
     with_experts, elsewhere = (
         float(us[column] / max(np.median(np.delete(us, column)), 1e-9)) - 1.0 for us in (within, outside)
     )
-    return elsewhere >= max(_SLOWER, _OWN_SHARE * with_experts)
+    return elsewhere >= max(_JITTER_SHARE, _ELSEWHERE_SHARE * with_experts)
 
 
 def _legs(job: TracedJob, w: Waits) -> _Legs:
@@ -256,12 +256,12 @@ def _stated(job: TracedJob, column: str) -> F64:
 
 def _uneven(shares: F64) -> Bools:
     mean = np.nansum(shares, axis=1) / np.maximum(np.isfinite(shares).sum(axis=1), 1)
-    return np.asarray(np.nan_to_num(shares).max(axis=1, initial=0.0) > _UNEVEN * mean)
+    return np.asarray(np.nan_to_num(shares).max(axis=1, initial=0.0) > _UNEVEN_FACTOR * mean)
 
 
 def _same_shares(one: F64, other: F64) -> Bools:
     """Return whether the ranks have the same shares of two collectives; unknown is not the same."""
     both = np.isfinite(one) == np.isfinite(other)
     a, b = (v / np.maximum(np.nansum(v, axis=1), 1e-9)[:, None] for v in (one, other))
-    alike = ~(np.abs(a - b) > _ALIKE * np.maximum(a, b))
+    alike = ~(np.abs(a - b) > _SAME_SHARE * np.maximum(a, b))
     return np.asarray((both & alike).all(axis=1) & np.isfinite(one).any(axis=1))

@@ -33,8 +33,8 @@ _OF_A_MESH = ("replicate", "shard")  # usual names of the two dimensions of hybr
 _EXPERTS = re.compile(r"moe|expert|router", re.IGNORECASE)
 _ACTIVATIONS = 64 << 10  # bytes: metrics and flags are smaller
 _GRADIENTS = 1 << 20
-_OFTEN = 2.0  # a step
-_OFTEN_IN_ALL = 8.0  # a step, in the group of all ranks
+_CALLS_A_STEP = 2.0  # a step
+_CALLS_A_STEP_OF_ALL = 8.0  # a step, in the group of all ranks
 _ONE_HOST = 8  # ranks: groups of tensor parallelism are usually not larger
 
 
@@ -98,7 +98,7 @@ def _by_use(job: TracedJob, members: tuple[int, ...] | None, facts: list[tuple[s
     size, stride, steps = len(members), int(apart[0]), job.num_steps
     forward = [op for op, phase, num_bytes in facts if phase == "forward" and num_bytes >= _ACTIVATIONS]
     if stride == 1:
-        often = _OFTEN if size < job.world_size else _OFTEN_IN_ALL
+        often = _CALLS_A_STEP if size < job.world_size else _CALLS_A_STEP_OF_ALL
         in_place = size <= _ONE_HOST and members[0] % size == 0
         reduces = len(forward) >= often * steps and set(forward) == {"all_reduce"}
         return "tp" if in_place and reduces else None

@@ -49,11 +49,11 @@ from counterpoint.records.diagnosis import Replay, WhatIfStep
 from counterpoint.trace.timeline import F64, I64, ROUNDED_US, Bools, Kind
 
 _LIMIT = 60_000  # GPU operations: a few seconds of eight ranks, replayed in half a second
-_WORTH = 0.01  # of the time replayed: copies that take less are not left out
+_LEAST_COPY_SHARE = 0.01  # of the time replayed: copies that take less are not left out
 NO_SUSPECTED_WAITING = "no suspected waiting for ranks not recorded"
 NO_FSDP2_COPIES = "no FSDP2 copies"
 ZERO_SM = "zero-SM collectives"
-_CLOSE = 0.01  # error of a graph that explains a trace
+_EXPLAINED_ERROR = 0.01  # error of a graph that explains a trace
 
 
 def replay(
@@ -90,7 +90,7 @@ def replay(
     measured = graph.mean_us(graph.head_us + graph.window_us)
     strict = _explained_only(graph)
     ends = simulate(strict)
-    explained = abs(_step_us(strict, ends) / measured - 1.0) <= _CLOSE
+    explained = abs(_step_us(strict, ends) / measured - 1.0) <= _EXPLAINED_ERROR
     graph, ends = (strict, ends) if explained else (graph, simulate(graph))
     hosts = by_host(graph)
     what_if: dict[str, ReplayGraph] = {}
@@ -110,7 +110,7 @@ def replay(
         what_if["launch order fixed"] = not_held(graph, of_operations(graph, blocked, False))
     if hosts_known:
         what_if |= _of_hosts(graph, job, ends, hosts)
-    if graph.duration[graph.kind == Kind.MEMCPY].sum() >= _WORTH * graph.window_us.max():
+    if graph.duration[graph.kind == Kind.MEMCPY].sum() >= _LEAST_COPY_SHARE * graph.window_us.max():
         what_if["no copies"] = _no_copies(graph, job, hosts)
     what_if |= _without_sms(graph, job, stack, alone_us, blocked, hosts)
     steps_us = [_step_us(g, e) for g, e in zip(what_if.values(), simulate_all(list(what_if.values())), strict=True)]

@@ -31,21 +31,21 @@ from counterpoint.records.diagnosis import Straggler, StragglerCause
 from counterpoint.trace.classify import is_matmul
 from counterpoint.trace.timeline import F64, I64, Kind
 
-_WORTH = 0.015  # of the time of all steps, if it is more than jitter; healthy GPUs: 0.3 to 1.3 % (8 x H200)
+_LEAST_SHARE = 0.015  # of the time of all steps, if it is more than jitter; healthy GPUs: 0.3 to 1.3 % (8 x H200)
 _JITTER_US = 100.0  # a healthy rank is late by less, on average over the collectives that it enters last
-_WORTH_IN_JITTER = 0.03
-_WORTH_ONCE = 0.035  # of a single step
-_WORTH_UNEXPLAINED = 0.05  # of the time of all steps, where no cause is found
-_OUTSTANDING = 3.0  # times the delay of the median rank ...
+_LEAST_SHARE_IN_JITTER = 0.03
+_LEAST_SHARE_OF_ONE_STEP = 0.035  # of a single step
+_LEAST_SHARE_UNEXPLAINED = 0.05  # of the time of all steps, where no cause is found
+_OUTSTANDING_FACTOR = 3.0  # times the delay of the median rank ...
 _OUTSTANDING_SHARE = 0.1  # ... or, where all ranks are late at times, this much of all steps more than the median rank
-_CONCENTRATED = 0.25  # steps with at least this share of the worst step's delay are analysed
-_ENOUGH = 0.3  # of the delay: a difference of less is not its cause
-_ONE_KERNEL = 0.8  # of what a rank computes longer that comes from kernels of one name, while the others, ...
-_OTHER_KERNELS = 0.2  # ... of at least this share of its compute, ...
-_AS_FAST = 0.1  # ... are slower by no more than this share of the slowness of that one
-_TOGETHER = 0.25  # of what the first rank waits: who comes so shortly before the last is as late as that one, ...
-_MOSTLY = 0.75  # ... if it does in collectives with this share of all such waiting
-_AS_MUCH = 0.5  # of what the latest rank has more of than others: one that has less has another cause
+_SHARE_OF_WORST_STEP = 0.25  # steps with at least this share of the worst step's delay are analysed
+_EXPLAINED_SHARE = 0.3  # of the delay: a difference of less is not its cause
+_ONE_KERNEL_SHARE = 0.8  # of what a rank computes longer that comes from kernels of one name, while the others, ...
+_OTHER_KERNELS_SHARE = 0.2  # ... of at least this share of its compute, ...
+_AS_FAST_SHARE = 0.1  # ... are slower by no more than this share of the slowness of that one
+_AS_LATE_SHARE = 0.25  # of what the first rank waits: who comes so shortly before the last is as late as that one, ...
+_TOGETHER_SHARE = 0.75  # ... if it does in collectives with this share of all such waiting
+_SAME_CAUSE_SHARE = 0.5  # of what the latest rank has more of than others: one that has less has another cause
 _STRUCTURAL = ("send_recv", "recv", "send")  # pipeline stages wait for one another by design
 
 
@@ -123,10 +123,10 @@ def _late_together(job: TracedJob, w: Waits, delays: Delays) -> I64:
     came = w.arrival[delays.collective]
     there = np.isfinite(came)
     longest = np.nan_to_num(np.nanmax(w.exposed_wait[delays.collective], axis=1))
-    as_late = there & (np.nanmax(came, axis=1)[:, None] - came <= _TOGETHER * longest[:, None])
+    as_late = there & (np.nanmax(came, axis=1)[:, None] - came <= _AS_LATE_SHARE * longest[:, None])
     waited = (there * longest[:, None]).sum(axis=0)
     share = np.divide((as_late * longest[:, None]).sum(axis=0), waited, out=np.zeros(len(waited)), where=waited > 0)
-    found = np.flatnonzero(share >= _MOSTLY)
+    found = np.flatnonzero(share >= _TOGETHER_SHARE)
     if 2 * len(found) > len(job.ranks):
         return found[:0]
     felt = np.bincount(delays.column, weights=delays.felt_us, minlength=len(job.ranks))
@@ -166,10 +166,10 @@ def _find(job: TracedJob, busy: list[Activity], w: Waits, delays: Delays, togeth
 def _stands_out(job: TracedJob, delays: Delays, late: I64, total: F64, per_step: F64) -> bool:
     column = int(late[0])
     duration = (job.step_end - job.step_start).mean(axis=1)
-    share = _WORTH if total[column] > _JITTER_US * (delays.column == column).sum() else _WORTH_IN_JITTER
-    enough = bool((per_step > _WORTH_ONCE * duration).any()) or total[column] > share * duration.sum()
+    share = _LEAST_SHARE if total[column] > _JITTER_US * (delays.column == column).sum() else _LEAST_SHARE_IN_JITTER
+    enough = bool((per_step > _LEAST_SHARE_OF_ONE_STEP * duration).any()) or total[column] > share * duration.sum()
     typical = float(np.median(np.delete(total, late)))
-    outstanding = total[column] > min(_OUTSTANDING * typical, typical + _OUTSTANDING_SHARE * duration.sum())
+    outstanding = total[column] > min(_OUTSTANDING_FACTOR * typical, typical + _OUTSTANDING_SHARE * duration.sum())
     return bool(enough and outstanding)
 
 
@@ -189,27 +189,27 @@ def _explain(
     column = int(late[0])
     own = np.flatnonzero((delays.column == column) & (delays.felt_us > 0))
     felt = float(per_step.sum())
-    steps = np.flatnonzero(per_step >= _CONCENTRATED * per_step.max())
+    steps = np.flatnonzero(per_step >= _SHARE_OF_WORST_STEP * per_step.max())
     spent = _spent_by_all(job, busy, w, steps)
     excess = _excess(spent, column, late)
     shown = float(per_step[steps].sum())
     worst = int(delays.collective[own[np.argmax(delays.felt_us[own])]])
     start, end = float(np.nanmin(job.joined.start[worst])), float(w.last_start[worst])
     if (
-        excess.comm > _ENOUGH * shown
+        excess.comm > _EXPLAINED_SHARE * shown
         or _waited_elsewhere(job, busy, w, delays.collective[own], column, steps) > 0.5 * shown
     ):
         return None  # it waits for other ranks itself: these are the cause
-    if excess.idle >= max(excess.compute, excess.memcpy, _ENOUGH * shown):
+    if excess.idle >= max(excess.compute, excess.memcpy, _EXPLAINED_SHARE * shown):
         found = _host_cause(job, column, steps)
         if found.gap is not None:
             start, end = job.on_job_clock(column, np.array(found.gap)).tolist()
-    elif excess.memcpy >= max(excess.compute, _ENOUGH * shown):
+    elif excess.memcpy >= max(excess.compute, _EXPLAINED_SHARE * shown):
         found = _copy_cause(excess.memcpy, shown)
     else:
         found = _compute_cause(_compare_kernels(job, column, late, steps), excess.compute, shown)
     duration = float((job.step_end - job.step_start).mean(axis=1).sum())
-    if found.cause == "unknown" and felt < _WORTH_UNEXPLAINED * duration:
+    if found.cause == "unknown" and felt < _LEAST_SHARE_UNEXPLAINED * duration:
         return None
     comm, row = job.digests[column].comm, int(job.joined.row[worst, column])
     serves, place = parallels(job)[worst], in_words(comm.phase[row], comm.module[row])
@@ -253,7 +253,7 @@ def _excess(spent: F64, column: int, late: I64) -> _Excess:
 def _alike(one: _Excess, latest: _Excess) -> bool:
     """Return whether a rank that is late has more of the same as the latest one: idle time, compute or copies."""
     kind = max(("idle", "compute", "memcpy"), key=lambda name: float(getattr(latest, name)))
-    return bool(getattr(one, kind) >= _AS_MUCH * getattr(latest, kind))
+    return bool(getattr(one, kind) >= _SAME_CAUSE_SHARE * getattr(latest, kind))
 
 
 def _spent_by_all(job: TracedJob, busy: list[Activity], w: Waits, steps: I64) -> F64:
@@ -344,7 +344,7 @@ def _compute_cause(diff: _KernelDifference, compute_us: float, felt: float) -> _
     """Return whether different, slower or additional kernels explain the delay."""
     where = in_words(diff.phase, diff.module).replace(", in", ", mostly in", 1)
     late = f"it computes {compute_us / 1e3:.2f} ms longer than the typical rank{where}"
-    enough = _ENOUGH * felt
+    enough = _EXPLAINED_SHARE * felt
     cause: StragglerCause = "unknown"
     evidence = f"{late}, but its kernels are as many and as fast as those of rank {diff.peer}"
     if diff.other_share >= 0.1 and diff.extra_us > enough:
@@ -454,10 +454,12 @@ def _slowest(mine: _Signatures, theirs: _Signatures) -> tuple[str | None, float,
     name = max(measured, key=lambda n: measured[n] - expected[n])
     longer = sum(measured.values()) - sum(expected.values())
     rest = sum(expected.values()) - expected[name]
-    if rest < _OTHER_KERNELS * sum(expected.values()) or expected[name] <= 0:
+    if rest < _OTHER_KERNELS_SHARE * sum(expected.values()) or expected[name] <= 0:
         return None, 1.0, 1.0
     ratio, other = measured[name] / expected[name], (sum(measured.values()) - measured[name]) / rest
-    alone = measured[name] - expected[name] >= _ONE_KERNEL * longer > 0 and other - 1 <= _AS_FAST * (ratio - 1)
+    alone = measured[name] - expected[name] >= _ONE_KERNEL_SHARE * longer > 0 and other - 1 <= _AS_FAST_SHARE * (
+        ratio - 1
+    )
     products = [n for n in expected if n != name and is_matmul(n)]
     if not alone or (is_matmul(name) and not products):
         return None, ratio, other

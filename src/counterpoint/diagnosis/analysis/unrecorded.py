@@ -16,11 +16,11 @@ from counterpoint.diagnosis.reading.intervals import Intervals
 from counterpoint.diagnosis.reading.traced_job import TracedJob
 from counterpoint.trace.timeline import F64, I64, Bools, Kind
 
-_ENOUGH = 3  # collectives of one size: fewer say nothing of what is usual
-_BESIDE = 2  # of another size
+_LEAST_CALLS = 3  # collectives of one size: fewer say nothing of what is usual
+_LEAST_CALLS_OF_ANOTHER_SIZE = 2  # of another size
 _QUANTILE = 0.25  # low: many of them may wait
-_FACTOR = 2.0  # beyond this many times the usual no contention explains it, ...
-_SLACK_US = 50.0  # ... nor jitter beyond this
+_SUSPECT_FACTOR = 2.0  # beyond this many times the usual no contention explains it, ...
+_SUSPECT_US = 50.0  # ... nor jitter beyond this
 _EVEN = ("all_reduce", "all_gather", "reduce_scatter")  # each rank moves as much, so that sizes compare
 
 
@@ -101,10 +101,12 @@ def _usual(job: TracedJob, own: F64, judged: Bools) -> tuple[F64, F64]:
     number = np.bincount(which)
     first = np.cumsum(number) - number
     low = own[rows][order][first + (_QUANTILE * (number - 1)).astype(np.int64)]
-    measure = np.where(number >= _ENOUGH, low, np.inf)
+    measure = np.where(number >= _LEAST_CALLS, low, np.inf)
     even = np.isin(np.array([job.joined.op[j] for j in rows[order[first]].tolist()]), _EVEN)
-    measure = np.minimum(measure, _from_other_sizes(keys, np.where(even & (number >= _BESIDE), low, np.inf)))
-    bound = _FACTOR * measure + _SLACK_US
+    measure = np.minimum(
+        measure, _from_other_sizes(keys, np.where(even & (number >= _LEAST_CALLS_OF_ANOTHER_SIZE), low, np.inf))
+    )
+    bound = _SUSPECT_FACTOR * measure + _SUSPECT_US
     ordinary = own[rows] <= bound[which]
     slowest = np.full(len(keys), -np.inf)
     np.maximum.at(slowest, which[ordinary], own[rows][ordinary])

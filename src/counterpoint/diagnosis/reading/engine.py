@@ -9,12 +9,13 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 
@@ -104,17 +105,22 @@ def _in_processes(files: list[TraceFile], limits: Limits, workers: int, tell: Pr
             futures = [pool.submit(digest_file, file, limits) for file in files]
         pool.submit(int)  # the pool looks for its processes before it starts one: from here on it watches them all
         try:
-            for done, future in enumerate(as_completed(futures)):
-                tell(done + 1, len(files), "ranks read")
-                if future.exception() is not None:
-                    break
-            return [d for future in futures for d in future.result()]
+            return _results(futures, as_completed(futures), tell)
         except BrokenProcessPool:
             raise CounterpointError(
                 "a process that read a rank died; if it ran out of memory, ask for fewer at once (--workers 1)"
             ) from None
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _results(futures: list[Any], completed: Iterable[Any], tell: Progress) -> list[RankDigest]:
+    """Return the digests in the order of `futures`; raise the error of the first of them as soon as any one fails."""
+    for done, future in enumerate(completed):
+        tell(done + 1, len(futures), "ranks read")
+        if future.exception() is not None:
+            break
+    return [d for future in futures for d in future.result()]
 
 
 @contextmanager
@@ -152,10 +158,6 @@ def _on_dask(files: list[TraceFile], limits: Limits, engine: Engine, tell: Progr
     with client, client.as_current():
         futures = client.map(digest_file, files, [limits] * len(files), pure=False)
         try:
-            for done, future in enumerate(dask_completed(futures)):
-                tell(done + 1, len(files), "ranks read")
-                if future.status == "error":
-                    break
-            return [d for future in futures for d in future.result()]
+            return _results(futures, dask_completed(futures), tell)
         except (KilledWorker, CancelledError, CommClosedError) as error:
             raise CounterpointError(f"the Dask cluster at {engine.scheduler} lost a rank's work: {error}") from None

@@ -39,7 +39,7 @@ _PART_UNLESS_STEP = re.compile(r"epoch|sampl|norm|preprocess|postprocess|block|m
 _VARYING = re.compile(r"\d+|\([^()]*\)|\[[^\[\]]*\]")
 _OPTIMIZER_STEP = "Optimizer.step#"
 _COVERS, _COVERS_UNNAMED = 0.5, 0.8  # share of GPU time that ranges must launch to be steps: named so, or not
-_ALIKE = 10.0  # times the median, or a tenth: ranges that last longer or shorter are not alike
+_SIMILAR_FACTOR = 10.0  # times the median, or a tenth: ranges that last longer or shorter are not alike
 _PAUSE = 10.0  # usual steps: a longer pause between ranges (a server without requests) belongs to none
 _ROUNDING_US = 1.0  # by which ranges that follow one another may overlap
 _OUTSIDE = 0.05  # of the recording: if more lies in no step, a note says so ...
@@ -233,7 +233,7 @@ def _from_annotations(timeline: Timeline) -> StepWindows | None:
 def _alike(length: F64, work: F64) -> bool:
     """Return whether most ranges, with most of the work, last about as long, as steps do and parts of a call do not."""
     median = np.quantile(length, 0.5, method="lower")
-    alike = (length <= _ALIKE * median) & (length * _ALIKE >= median)
+    alike = (length <= _SIMILAR_FACTOR * median) & (length * _SIMILAR_FACTOR >= median)
     return bool(alike.mean() > 0.5 and work[alike].sum() > 0.5 * work.sum())
 
 

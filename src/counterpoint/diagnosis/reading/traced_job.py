@@ -24,7 +24,7 @@ _APART_S = 600.0  # clocks of hosts in one job never differ by more
 _DRIFT_PPM = 1000.0  # no clock runs faster or slower than another by more
 _SLACK_US = 200.0  # error of the clocks that is allowed after alignment
 _LATE_THREAD_US = 50_000.0  # by which threads that wait for a core can end a collective late, and look like a drift
-_HARDLY = 0.02  # of the compute of the busiest GPU of a process: what a context on another one may cost
+_CONTEXT_SHARE = 0.02  # of the compute of the busiest GPU of a process: what a context on another one may cost
 _TORCH = re.compile(r"\b(at|c10|c10d|aten|torch|autograd)::|^triton_|^nvjet|\.py\(|^nn\.Module|ProfilerStep|torch")
 _FEW = 4  # with fewer collectives the checks do not judge
 
@@ -136,7 +136,7 @@ def gpus_of(digest: RankDigest) -> tuple[int, ...]:
     rows = np.flatnonzero(gpu.kind == Kind.COMPUTE)
     numbers, which = np.unique(device_of(gpu.stream[rows]), return_inverse=True)
     us = np.bincount(which.ravel(), (gpu.end - gpu.start)[rows], len(numbers))
-    return tuple(numbers[(us >= _HARDLY * us.max(initial=0.0)) & (numbers >= 0)].tolist())
+    return tuple(numbers[(us >= _CONTEXT_SHARE * us.max(initial=0.0)) & (numbers >= 0)].tolist())
 
 
 def assemble(digests: list[RankDigest]) -> TracedJob:
