@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec.structs import replace
@@ -21,13 +21,10 @@ from counterpoint.plan.step.step import PredictedStep, predict_step
 from counterpoint.records.prediction import (
     Bar,
     Curve,
+    Outcome,
     PlacementResult,
-    Point,
     Prediction,
-    Sensitivity,
-    StepInterval,
     TimePart,
-    TrainingRun,
 )
 
 if TYPE_CHECKING:
@@ -112,38 +109,25 @@ def _prediction(job: Job, found: PredictedStep, asked: Mapping[str, str]) -> Pre
         interval=interval,
         comparisons=known.comparisons,
         notes=found.notes,
-        run=_run(job, found, interval),
+        run=training_run(job, found.step_us, (interval.low_us, interval.high_us)),
         job=tables,
         asked=dict(asked),
     )
 
 
-def _run(job: Job, found: PredictedStep, interval: StepInterval) -> TrainingRun | None:
-    """Return what the whole training takes, if the job says how long it is."""
-    if job.run is None:
-        return None
-    return training_run(job, job.run, found.step_us, (interval.low_us, interval.high_us))
+def outcome(job: Job, found: PredictedStep, **named: Any) -> Outcome:
+    """Return what a predicted step means for its job, in short.
 
+    Args:
+        job: the job.
+        found: its step.
+        named: what tells it from others, `label` or `settings` and `too_close`.
 
-def curve(name: str, jobs: Iterable[tuple[str, Job | Misconfigured]]) -> Curve:
-    """Return the curve over the values and jobs of `swept`; a value whose job is impossible has the reason instead."""
-    points = tuple(_point(value, job) for value, job in jobs)
-    if all(point.why_not for point in points):
-        raise Misconfigured(f"{name}: no value can be: {points[0].why_not}")
-    return Curve(name=name, means=CURVES.get(name, ""), points=points)
-
-
-def _point(value: str, job: Job | Misconfigured) -> Point:
-    try:
-        if isinstance(job, Misconfigured):
-            raise job
-        found = predict_step(job)
-        interval = step_interval(job, found)
-        run = _run(job, found, interval)
-    except Misconfigured as error:
-        return Point(value=value, why_not=str(error))
-    return Point(
-        value=value,
+    Raises:
+        Misconfigured: the training would never end.
+    """
+    interval = step_interval(job, found)
+    return Outcome(
         gpus=job.parallel.world_size,
         step_us=found.step_us,
         low_us=interval.low_us,
@@ -154,8 +138,26 @@ def _point(value: str, job: Job | Misconfigured) -> Point:
         memory_gib=found.memory.total_gib,
         fits=found.memory.fits,
         fits_probability=fits_in_memory(found),
-        run=run,
+        run=training_run(job, found.step_us, (interval.low_us, interval.high_us)),
+        **named,
     )
+
+
+def curve(name: str, jobs: Iterable[tuple[str, Job | Misconfigured]]) -> Curve:
+    """Return the curve over the values and jobs of `swept`; a value whose job is impossible has the reason instead."""
+    points = tuple(_point(label, job) for label, job in jobs)
+    if all(point.why_not for point in points):
+        raise Misconfigured(f"{name}: no value can be: {points[0].why_not}")
+    return Curve(name=name, means=CURVES.get(name, ""), points=points)
+
+
+def _point(label: str, job: Job | Misconfigured) -> Outcome:
+    try:
+        if isinstance(job, Misconfigured):
+            raise job
+        return outcome(job, predict_step(job), label=label)
+    except Misconfigured as error:
+        return Outcome(label=label, why_not=str(error))
 
 
 def scaling(job: Job) -> tuple[Curve, ...]:
@@ -174,9 +176,9 @@ def scaling(job: Job) -> tuple[Curve, ...]:
     return tuple(found)
 
 
-def sensitivities(job: Job) -> tuple[Sensitivity, ...]:
-    """Return the step with one resource twice as fast, or one cost removed, each by itself; the largest gain first."""
-    now, gpu = predict_step(job).step_us, job.cluster.gpu
+def sensitivities(job: Job) -> tuple[Outcome, ...]:
+    """Return the job with one resource twice as fast, or one cost removed, each by itself; the largest gain first."""
+    now_us, gpu = predict_step(job).step_us, job.cluster.gpu
 
     def faster(network: bool) -> Job:
         return _with_levels(
@@ -189,16 +191,16 @@ def sensitivities(job: Job) -> tuple[Sensitivity, ...]:
         "matrix throughput, twice": _with_gpu(job, tflops={what: 2 * each for what, each in gpu.tflops.items()}),
         "memory bandwidth, twice": _with_gpu(job, memory_gb_per_s=2 * gpu.memory_gb_per_s),
         "latency of the network, none": _with_levels(job, lambda level: {"latency_us": 0.0}),
+        "overlap without disturbance": replace(job, mechanism="ideal", mechanisms={}),
     }
-    others["overlap without disturbance"] = replace(job, mechanism="ideal", mechanisms={})
     if {job.mechanism, *job.mechanisms.values()} != {"zero_sm"}:
         others["zero-SM collectives"] = replace(job, mechanism="zero_sm", mechanisms={})
-    found = [
-        Sensitivity(name=name, step_us=us, change=us / now - 1)
-        for name, us in ((name, predict_step(other).step_us) for name, other in others.items())
-        if us != now
-    ]
-    return tuple(sorted(found, key=lambda each: each.change))
+    steps = {label: predict_step(other) for label, other in others.items()}
+    changed = [label for label, step in steps.items() if step.step_us != now_us]
+    return tuple(
+        outcome(others[label], steps[label], label=label)
+        for label in sorted(changed, key=lambda label: steps[label].step_us)
+    )
 
 
 def _with_gpu(job: Job, **figures: object) -> Job:

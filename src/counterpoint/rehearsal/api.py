@@ -19,7 +19,7 @@ from counterpoint.machine.driver import free_bytes, visible_gpus
 from counterpoint.processes import run_folder, write_whole
 from counterpoint.records.diagnosis import ranks_in_words
 from counterpoint.records.rehearsal import RankReport, Rehearsal, RehearsalReport
-from counterpoint.rehearsal.task import TASK_VARIABLE, RehearsalTask, report_file
+from counterpoint.rehearsal.rank import REPORT, TASK_VARIABLE, RehearsalTask
 from counterpoint.rehearsed import visible_devices
 from counterpoint.tuning.script.launch import (
     ALIVE,
@@ -150,7 +150,7 @@ def _gpus(device: str | None, world_size: int) -> tuple[str, ...]:
 
 def _report(folder: Path, rank: int) -> RankReport | None:
     try:
-        return msgspec.json.decode(report_file(folder, rank).read_bytes(), type=RankReport)
+        return msgspec.json.decode((folder / REPORT.format(rank)).read_bytes(), type=RankReport)
     except FileNotFoundError:
         return None
 

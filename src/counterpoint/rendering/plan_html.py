@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from counterpoint.records.prediction import Bar, Curve, Point, Prediction
+from counterpoint.records.prediction import Bar, Curve, Outcome, Prediction
 from counterpoint.rendering import formatting as say
 from counterpoint.rendering.figures import Axis, Figure, Look, Marks, Panel
 from counterpoint.rendering.plan_tables import (
@@ -114,7 +114,7 @@ def timeline_figure(bars: Sequence[Bar]) -> Figure:
 def curves_figure(curve: Curve) -> Figure:
     """Return a figure with one panel each for step time, MFU and the exposed share, over the curve's values."""
     points = [point for point in curve.points if point.step_us is not None]
-    names = [clean(point.value, 40) for point in points]
+    names = [clean(point.label, 40) for point in points]
     beside = max(0.3, 0.06 * (len(points) - 1))  # room for half a name at both ends
     ticks = [(place, clean(name, TICK)) for place, name in enumerate(names)]
     x = Axis(label=clean(words(curve.name), 40), low=-beside, high=len(points) - 1 + beside, ticks=ticks)
@@ -140,7 +140,7 @@ def curves_figure(curve: Curve) -> Figure:
     return Figure(looks=looks, panels=panels, columns=len(shown), height=CURVE_PX, shared=False)
 
 
-def _band(points: Sequence[Point], look: int, us: float) -> list[Marks]:
+def _band(points: Sequence[Outcome], look: int, us: float) -> list[Marks]:
     """Return the band of the steps' intervals from the first to the last point; none where one lacks it."""
     ends = [(point.low_us, point.high_us) for point in points]
     low = [low / us for low, _ in ends if low is not None]

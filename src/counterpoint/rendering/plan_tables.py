@@ -7,11 +7,10 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from counterpoint.records.prediction import (
-    Choice,
     Curve,
     FitError,
+    Outcome,
     PlacementResult,
-    Point,
     Prediction,
     RankOrder,
     RatioError,
@@ -258,7 +257,7 @@ def _curve(curve: Curve, figure: Figure | None) -> Iterator[Table]:
         yield Table(
             title=f"The whole training over {head}",
             columns=(
-                Column(head, of=lambda point: point.value),
+                Column(head, of=lambda point: point.label),
                 Column("days", say.decimal, lambda point: point.run.days),
                 Column("GPU-hours", say.whole, lambda point: point.run.gpu_hours),
                 Column("cost", say.whole, lambda point: "" if point.run.cost is None else point.run.cost),
@@ -268,26 +267,29 @@ def _curve(curve: Curve, figure: Figure | None) -> Iterator[Table]:
         )
 
 
-def _point(point: Point) -> TableRow:
+def _point(point: Outcome) -> TableRow:
     if point.step_us is None:
-        return row(point.value, point.why_not or "", tone="quiet")
+        return row(point.label, point.why_not or "", tone="quiet")
     exposed = (point.exposed_comm_us or 0.0) / point.step_us
     spread = say.interval(point.low_us, point.high_us)
     gpus = "" if point.gpus is None else point.gpus
     rates = (point.mfu, exposed, point.tokens_per_s, point.memory_gib)
-    return row(point.value, gpus, point.step_us, spread, *rates, fits_note(point))
+    return row(point.label, gpus, point.step_us, spread, *rates, fits_note(point))
 
 
 def _sensitivities(found: Prediction) -> Table:
-    most = max(abs(each.change) for each in found.sensitivities) or 1.0
+    def change(other: Outcome) -> float:
+        return (other.step_us or 0.0) / found.step_us - 1.0
+
+    most = max(map(abs, map(change, found.sensitivities))) or 1.0
     return Table(
         title="What would change it",
         unit="step with one thing better, everything else as it is",
         columns=(
-            Column("with", of=lambda it: it.name),
-            Column("", is_bar=True, of=lambda it: _bar(abs(it.change) / most, "case" if it.change < 0 else "wait")),
+            Column("with", of=lambda it: it.label),
+            Column("", is_bar=True, of=lambda it: _bar(abs(change(it)) / most, "case" if change(it) < 0 else "wait")),
             Column("step, ms", say.tenth_milliseconds, lambda it: it.step_us),
-            Column("change", say.change, lambda it: it.change),
+            Column("change", say.change, change),
         ),
         rows=found.sensitivities,
     )
@@ -308,7 +310,7 @@ def _search(search: SearchResult, close: Sequence[str]) -> Table:
 def _settings(names: Sequence[str]) -> list[Column]:
     """Return a column for each field of a way to divide a job."""
 
-    def of(name: str) -> Callable[[Choice], str]:
+    def of(name: str) -> Callable[[Outcome], str]:
         return lambda choice: setting(choice.settings[name])
 
     return [Column(_head(name), str, of(name)) for name in names]
@@ -374,7 +376,7 @@ def _three_digits(value: float) -> str:
     return f"{value:.3g}"
 
 
-def fits_note(point: Point) -> str:
+def fits_note(point: Outcome) -> str:
     """Return whether the job of a point fits, where that is not sure."""
     said = "" if point.fits else "does not fit"
     probability = point.fits_probability
@@ -391,7 +393,7 @@ def setting(value: object) -> str:
     return " ".join(str(each) if count == 1 else f"{count}×{each}" for each, count in runs)
 
 
-def varying(choices: Sequence[Choice]) -> Sequence[str]:
+def varying(choices: Sequence[Outcome]) -> Sequence[str]:
     """Return the fields that some choice sets: others would be columns of ones. `virtual` says what is interleaved."""
     fields = choices[0].settings if choices else {}
     told = (1, None, False, "1f1b", "interleaved")

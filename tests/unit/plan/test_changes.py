@@ -35,6 +35,12 @@ def test_more_nodes_are_more_replicas_of_the_same_batch() -> None:
     assert (more.parallel.dp, more.parallel.tp, more.cluster.num_gpus, more.training.global_batch) == (32, 2, 64, 64)
 
 
+def test_a_node_is_that_of_the_network() -> None:
+    """Also for a job that fills a part of one, or says nothing of how it is divided."""
+    for parallel in ({"dp": 4}, {}):
+        assert job("nodes", "2", TABLES | {"parallel": parallel}).parallel.world_size == 16
+
+
 def test_weak_scaling_takes_the_batch_with_it() -> None:
     """As many samples for each replica."""
     assert job("weak_nodes", "8").training.global_batch == 128

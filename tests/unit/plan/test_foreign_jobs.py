@@ -164,9 +164,9 @@ def test_a_config_needs_flags_and_the_error_lists_them(written: Any) -> None:
         read_job_file(path, {"training.sequence": "8192", "training.global_batch": "64", "nodes": "2", "gpu": "H100"})
     with pytest.raises(Misconfigured, match=r"nodes = 1e9: give a number of nodes"):
         job_of(path, training__sequence="8192", training__global_batch="64", nodes="1e9", **MACHINES)
-    given = {"training__sequence": "8192", "training__global_batch": "64", "nodes": "2", "parallel__tp": "8"}
+    given = {"training__sequence": "8192", "training__global_batch": "64", "nodes": "2", "parallel__tp": "4"}
     found = job_of(path, **given, **MACHINES)
-    assert (found.parallel.dp, found.parallel.tp, found.cluster.num_gpus, found.training.global_batch) == (2, 8, 16, 64)
+    assert (found.parallel.dp, found.parallel.tp, found.cluster.num_gpus, found.training.global_batch) == (4, 4, 16, 64)
 
 
 def test_printed_arguments_of_megatron_are_a_job(written: Any) -> None:

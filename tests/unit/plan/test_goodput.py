@@ -130,9 +130,9 @@ def test_deepseek_v3_adds_up() -> None:
             "run": {"tokens": 14.8e12, "price_per_gpu_hour": 2.0},
         }
     )
-    assert job.run is not None
     step_us = 180e3 / 2048 * 3600 * 1e6 * 4096 * 16384 / 1e12
-    found = training_run(job, job.run, step_us, (0.9 * step_us, 1.2 * step_us))
+    found = training_run(job, step_us, (0.9 * step_us, 1.2 * step_us))
+    assert found is not None
     assert [found.gpu_hours, found.cost or 0.0] == pytest.approx([2.664e6, 5.328e6], rel=1e-3)
     assert found.days == pytest.approx(54.2, rel=1e-3)
     assert [found.low_days or 0.0, found.high_days or 0.0] == pytest.approx([0.9 * found.days, 1.2 * found.days])
@@ -144,8 +144,9 @@ def test_fields_of_the_training_change_it() -> None:
 
     def days(**more: str) -> float:
         job = build_job(LLAMA, base | {f"run.{name}": value for name, value in more.items()})
-        assert job.run is not None
-        return training_run(job, job.run, 7e6).days
+        found = training_run(job, 7e6)
+        assert found is not None
+        return found.days
 
     failing = days(gpu_mtbf_hours="50000")
     assert days() < failing < days(gpu_mtbf_hours="20000")

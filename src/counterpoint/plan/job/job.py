@@ -183,7 +183,7 @@ def parse_job(tables: Table, *, nodes: int | None = None, batch_grows: bool = Fa
     if nodes is None:
         cluster = machines.cluster(parallel.world_size)
     else:
-        gpus, cluster = machines.on_nodes(nodes, parallel.world_size)
+        gpus, cluster = machines.on_nodes(nodes)
         parallel, training = on_gpus(parallel, training, gpus, batch_grows=batch_grows)
     mechanisms = {axis: getattr(overlap, axis) for axis in OVERLAPPED}
     return Job(

@@ -56,14 +56,14 @@ class ClusterTable(JobRecord, frozen=True, kw_only=True):
             )
         return written
 
-    def on_nodes(self, nodes: int, ranks: int) -> tuple[int, Cluster]:
-        """Return the GPUs of so many nodes, and the cluster that has them; a node is no larger than the job was."""
+    def on_nodes(self, nodes: int) -> tuple[int, Cluster]:
+        """Return the GPUs of so many nodes, and the cluster that has them."""
         alone = replace(self, gpus=None)
         if self.network is None:
-            written = alone.cluster(ranks)
+            written = alone.cluster(1)
             gpus = nodes * written.gpus_per_node
             return gpus, with_gpus(written, gpus)
-        gpus = nodes * min(all_levels(self.network)[0].size, self.gpus or ranks)
+        gpus = nodes * all_levels(self.network)[0].size
         return gpus, alone.cluster(gpus)
 
     def linked(self, cluster: Cluster, ranks: int) -> Cluster:
