@@ -48,7 +48,7 @@ def test_browser_reports_a_request_and_its_failure(browser: Chromium, tmp_path: 
 def test_map_of_many_ranks_fits_a_phone(browser: Chromium, tmp_path: Path) -> None:
     write_html(tmp_path / "many.html", example.of_256_ranks(), [])
     page = browser.open(tmp_path / "many.html", width=390, height=844)
-    widths = "[...document.querySelectorAll('[aria-labelledby=above-2]')]"
+    widths = "[...document.querySelectorAll('.scroll[aria-labelledby=above-2]')]"
     assert browser.evaluate(page, f"{widths}.map(box => box.scrollWidth - box.clientWidth)") == [0]
 
 
