@@ -1,11 +1,11 @@
 """Claim: the budget rule finds the best division of the SMs, on pairs it was not fitted on.
 
-Reads what `counterpoint measure budget` wrote: curves from the building blocks, pairs from the rows. Contention is
+Reads what `measure_suites.py budget` wrote: curves from the building blocks, pairs from the rows. Contention is
 fitted on every second workload, and on the one that the rule was designed on, at every second length of the collective;
 all other pairs are held out. A pick counts by what was measured for it, never by what was predicted. `--unseen` judges
 the same fit on the pairs of another run, of which nothing is fitted.
 
-    counterpoint measure budget --out results/budget-pairs-4xh200.json
+    python benchmarks/measure_suites.py budget --out results/budget-pairs-4xh200.json
     counterpoint measure forum --out results/forum-4xh200.json
     python benchmarks/budget_rule.py results/budget-pairs-4xh200.json --unseen results/forum-4xh200.json
 """
@@ -32,7 +32,7 @@ from counterpoint.pair.curves import Curves, GemmCurve, curves_from
 from counterpoint.pair.sm_split import SmLayout, SmSplit
 from counterpoint.pair.together import Product
 from counterpoint.records.measurement import BlockRow, Measurement, Order, Row
-from counterpoint.tuning.fit.contention import error_of, fit
+from counterpoint.tuning.fit.matmuls import contention_of, error_of_contention
 
 ROOT = Path(__file__).resolve().parents[1]
 NOISE = 0.01  # two times this close are the same: `within 1 %` counts such a pick as a hit, `hits` does not
@@ -223,7 +223,7 @@ def judge(rows: Sequence[Row], curves: Curves, unseen: Sequence[Row] = ()) -> di
     names = {pair.scenario: set(pair.together_us) for pair in pairs}
     believed = [row for row in rows if SmSplit.of(row.mechanism) in names.get(row.scenario, set())]
     fit_rows = [row for row in believed if split.group(row.workload, length_of(row)) == "fitted"]
-    contention = fit(fit_rows, curves)
+    contention = contention_of(fit_rows, curves)
     found: list[Score] = []
     for title, orders, objective in views():
         known = {"rule": contention, "rule, default calibration": default_profile().contention}
@@ -237,8 +237,8 @@ def judge(rows: Sequence[Row], curves: Curves, unseen: Sequence[Row] = ()) -> di
     held_rows = [row for row in believed if split.group(row.workload, length_of(row)) != "fitted"]
     return {
         "calibration": msgspec.to_builtins(contention),
-        "error_fitted": error_of(fit_rows, curves, contention),
-        "error_held_out": error_of(held_rows, curves, contention),
+        "error_fitted": error_of_contention(fit_rows, curves, contention),
+        "error_held_out": error_of_contention(held_rows, curves, contention),
         "noise": median((row.together.p90_us - row.together.p10_us) / 2 / row.together.us for row in believed),
         "split": {"workloads": sorted(split.workloads), "lengths": sorted(split.lengths)},
         "left_out": left_out + left_out_unseen,
@@ -302,7 +302,7 @@ def cells(found: Mapping[str, Any]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "measurements", type=Path, nargs="+", help="JSON of `counterpoint measure budget`; blocks and rows are joined"
+        "measurements", type=Path, nargs="+", help="JSON of `measure_suites.py budget`; blocks and rows are joined"
     )
     parser.add_argument("--unseen", type=Path, nargs="*", default=[], help="JSON of other runs: judged, never fitted")
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "budget-rule.json")

@@ -3,7 +3,7 @@
 Fits protocols to measured rows without a third of the sizes, one group size, or both, and compares what was left out.
 Beside it, on the same rows: one line per operation (latency + bytes / bandwidth, fitted without the same rows) and
 NCCL's own model, which is not fitted. Every row that is predicted worse than asked (10 %, 20 % below 1 MiB) is listed.
-Rows are CSV (operation,ranks,bytes,us), results of `counterpoint measure blocks` (one per group size) or what
+Rows are CSV (operation,ranks,bytes,us), results of `measure_suites.py blocks` (one per group size) or what
 nccl-tests printed.
 
 Without rows, all fits that are shipped are checked, each on its own rows; `--write` makes them again.

@@ -42,7 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--exchanges", nargs="+", default=list(EXCHANGES), help="as `counterpoint measure` names them")
     parser.add_argument(
-        "--mechanisms", nargs="+", choices=EXPERT_MECHANISMS, default=["torch", "nccl", "gather"], help="in one run"
+        "--mechanisms", nargs="+", choices=EXPERT_MECHANISMS, default=["torch", "gather"], help="in one run"
     )
     parser.add_argument("--rounds", type=int, default=10, help="of which two are dropped")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

@@ -55,7 +55,7 @@ from counterpoint.plan.confidence import (
 )
 from counterpoint.plan.job.cluster import Cluster, Level, find_gpu
 from counterpoint.plan.job.fields import parse_record
-from counterpoint.plan.job.job import TABLES, Job, parse_job, read_tables
+from counterpoint.plan.job.job import RECORDS, Job, parse_job, read_tables
 from counterpoint.plan.job.model import Model, model_flops
 from counterpoint.plan.job.parallel import Parallel, Training
 from counterpoint.plan.network.estimate import CollectiveTimes
@@ -107,7 +107,7 @@ class MemoryRow:
     fitted: bool
 
 
-class Source(Record, frozen=True, kw_only=True):
+class Source(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A file of rows, as at the top."""
 
     source: str
@@ -203,8 +203,8 @@ def check_columns(where: str, source: Source) -> None:
     if len(columns) < 3 or columns[0] != "name" or columns[-1] != "measured" or len({*columns}) < len(columns):
         raise Misconfigured(f'{where}: columns: give "name", fields of a job, each once, and "measured"')
     for column in columns[1:-1]:
-        if column.partition(".")[0] not in TABLES or "." not in column:
-            raise Misconfigured(f"{where}: column {column!r}: give TABLE.FIELD, a table of {', '.join(TABLES)}")
+        if column.partition(".")[0] not in RECORDS or "." not in column:
+            raise Misconfigured(f"{where}: column {column!r}: give TABLE.FIELD, a table of {', '.join(RECORDS)}")
 
 
 def row_job(where: str, source: Source, values: Sequence[Any]) -> Job:

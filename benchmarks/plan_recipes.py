@@ -10,6 +10,7 @@ A recipe is in the space if the search finds it once its axes are fixed; its ran
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,8 +24,8 @@ from counterpoint.errors import Misconfigured
 from counterpoint.plan.job.job import Job, job_toml
 from counterpoint.plan.search.search import search
 from counterpoint.plan.step.step import predict_step
-from counterpoint.records.prediction import Choice
-from counterpoint.rendering.plan_terminal import setting, varying
+from counterpoint.records.prediction import Outcome
+from counterpoint.rendering.plan_tables import setting, varying
 
 SOURCES = ("nemo-h100-2024-12", "megatron-bridge-h100", "nemo-h100-long-2024-12", "megatron-lm-h100-2024-07")
 COLUMNS = ("recipe", "its step, ms", "best found, ms", "gained", "in the space", "rank", "CPU s", "best")
@@ -36,7 +37,7 @@ class Found(NamedTuple):
 
     name: str
     recipe_us: float
-    best: Choice
+    best: Outcome
     in_space: bool
     rank: int | None  # None: not among the first RANKED
     cpu_s: float
@@ -50,6 +51,11 @@ def recipes(only: str) -> list[Row]:
             if isinstance(row, Row) and only in row.name:
                 found.setdefault(job_toml(row.job), row)
     return list(found.values())
+
+
+def us(choice: Outcome) -> float:
+    """Return the step of a choice, which has one."""
+    return choice.step_us or math.inf
 
 
 def fixed_to(job: Job) -> dict[str, tuple[Any, ...]]:
@@ -72,13 +78,13 @@ def compare(row: Row) -> Found:
     gpu = replace(row.job.cluster.gpu, memory_gib=max(row.job.cluster.gpu.memory_gib, need * (1 + 1e-9)))
     job = replace(row.job, cluster=replace(row.job.cluster, gpu=gpu))
     try:
-        in_space = search(job, best=1, fixed=fixed_to(job)).choices[0].step_us <= step.step_us * (1 + 1e-9)
+        in_space = us(search(job, best=1, fixed=fixed_to(job)).choices[0]) <= step.step_us * (1 + 1e-9)
     except Misconfigured:
         in_space = False
     start = time.process_time()
     choices = search(job, best=RANKED).choices
     cpu_s = time.process_time() - start
-    faster = sum(choice.step_us < step.step_us * (1 - 1e-9) for choice in choices)
+    faster = sum(us(choice) < step.step_us * (1 - 1e-9) for choice in choices)
     return Found(row.name, step.step_us, choices[0], in_space, faster + 1 if faster < RANKED else None, cpu_s)
 
 
@@ -86,8 +92,8 @@ def line(found: Found) -> list[str]:
     """Return the row of the table."""
     settings = found.best.settings
     return [
-        found.name, f"{found.recipe_us / 1e3:,.1f}", f"{found.best.step_us / 1e3:,.1f}",
-        f"{1 - found.best.step_us / found.recipe_us:.1%}", "yes" if found.in_space else "no",
+        found.name, f"{found.recipe_us / 1e3:,.1f}", f"{us(found.best) / 1e3:,.1f}",
+        f"{1 - us(found.best) / found.recipe_us:.1%}", "yes" if found.in_space else "no",
         str(found.rank or f"> {RANKED}"), f"{found.cpu_s:.1f}",
         ", ".join(f"{name.partition('.')[2]} {setting(settings[name])}" for name in varying([found.best])),
     ]  # fmt: skip

@@ -1,10 +1,10 @@
 """Claim: the rule of `pair/choice.py` leaves about as many SMs to the sums of zero-SM collectives as is best.
 
-Reads what `counterpoint measure reductions` wrote: every pair with the GEMM on all SMs and on four numbers fewer. A
+Reads what `measure_suites.py reductions` wrote: every pair with the GEMM on all SMs and on four numbers fewer. A
 pick counts by what was measured for it, in the mean over the launch orders. Nothing is fitted here; the rates of the
 rule were read off the first such run (results/reductions-4xh200.json), so that another one is the proof.
 
-    counterpoint measure reductions --out results/reductions-4xh200.json
+    python benchmarks/measure_suites.py reductions --out results/reductions-4xh200.json
     python benchmarks/sum_sms.py results/reductions-4xh200.json     # prints a table, writes results/sum-sms.*
 """
 

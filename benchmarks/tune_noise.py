@@ -28,10 +28,8 @@ from tune_pairs import NEAR, known_times, rows_of, share
 from counterpoint.machine.profile import profile_of
 from counterpoint.records.measurement import Timing
 from counterpoint.records.tuning import LEAVE, StepPair, Tried
-from counterpoint.tuning.decide import decide
-from counterpoint.tuning.parts import against_stock
-from counterpoint.tuning.rounds import standard_error
-from counterpoint.tuning.shortlist import best_of
+from counterpoint.tuning.decide import decide, standard_error
+from counterpoint.tuning.experiment import against_stock, best_of
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMON = (0.0, 0.5, 0.9)  # of the variance of a round, by all mechanisms alike
@@ -114,7 +112,7 @@ def noisy_pairs(path: Path) -> Iterator[NoisyPair]:
                 name: standard_error(time, rounds) * math.sqrt(runs[name] / (math.pi / 2))
                 for name, time in times.items()
             },
-            listed=[each.mechanism for each in best_of(known_times(pair, profile, times), STOCK)],
+            listed=list(best_of(known_times(pair, profile, times), STOCK)),
         )
 
 

@@ -40,11 +40,10 @@ from counterpoint.pair.choice import ORDERS
 from counterpoint.records.measurement import Measurement, Row
 from counterpoint.records.tuning import LEAVE, StepPair, Tried, TunedPair
 from counterpoint.tuning.api import tune
-from counterpoint.tuning.decide import decide
-from counterpoint.tuning.parts import part_of, stock_of, times_of
+from counterpoint.tuning.decide import decide, standard_error
+from counterpoint.tuning.experiment import MOST, Predicted, best_of, part_of, shortlist, times_of
+from counterpoint.tuning.pairs import stock_of
 from counterpoint.tuning.predictions import predicted_times
-from counterpoint.tuning.rounds import standard_error
-from counterpoint.tuning.shortlist import MOST, MechanismCandidate, best_of, shortlist
 
 ROOT = Path(__file__).resolve().parents[1]
 NEAR = 0.02  # of the best: as good
@@ -71,7 +70,7 @@ class Case:
     group: str
     pair: StepPair
     times: dict[str, Tried]  # that can be believed
-    listed: Sequence[MechanismCandidate]  # the shortlist
+    listed: Predicted  # the shortlist
     chosen: TunedPair
     stock: str
     of_ideal: dict[str, float] = field(default_factory=dict)  # by mechanism
@@ -84,7 +83,7 @@ class Case:
     @property
     def predicted(self) -> str:
         """The mechanism that the model would take without a measurement."""
-        return min(self.listed, key=lambda each: each.predicted_us or 0.0).mechanism
+        return min(self.listed, key=lambda mechanism: self.listed[mechanism] or 0.0)
 
     def regret(self, mechanism: str) -> float:
         """What a mechanism takes more than the best; one that was not measured here is taken for stock."""
@@ -112,7 +111,7 @@ def stored_cases(path: Path, profile: Profile | None = None) -> Iterator[Case]:
         )  # fmt: skip
         times = {row.mechanism: tried(row, rounds) for row in rows if row.marked is None}
         listed = best_of(known_times(pair, profile, times), "nccl")
-        chosen = decide(pair, [times[each.mechanism] for each in listed], stock="nccl")
+        chosen = decide(pair, [times[mechanism] for mechanism in listed], stock="nccl")
         yield Case(
             group=path.name.partition(".")[0],
             pair=pair,
@@ -202,7 +201,7 @@ def every_mechanism(pair: StepPair, profile: Profile, device: str) -> tuple[str,
     """All that the model knows of, or all that runs on CPUs."""
     if device == "cuda":
         return tuple(predicted_times(pair, profile))
-    return tuple(each.mechanism for each in shortlist(pair, profile, device=device, most=99))
+    return tuple(shortlist(pair, profile, device=device, most=99))
 
 
 def random_pairs(asked: argparse.Namespace) -> list[StepPair]:
@@ -236,9 +235,7 @@ def random_pair(draw: random.Random, operation: str, asked: argparse.Namespace) 
 
 def line(group: str, cases: Sequence[Case]) -> tuple[str, ...]:
     """One line of the table."""
-    listed = [
-        min(case.regret(each.mechanism) for each in case.listed if each.mechanism in case.times) for case in cases
-    ]
+    listed = [min(case.regret(mechanism) for mechanism in case.listed if mechanism in case.times) for case in cases]
     by_model = [case.regret(case.predicted) for case in cases]
     regrets = [case.regret(case.picked) for case in cases]
     names = dict.fromkeys(name for case in cases for name in case.times)
@@ -312,7 +309,7 @@ def main() -> None:
         {
             "group": case.group,
             "pair": msgspec.to_builtins(case.pair),
-            "listed": [each.mechanism for each in case.listed],
+            "listed": list(case.listed),
             "picked": case.picked,
             "regret": round(case.regret(case.picked), 4),
             "best": min(case.times, key=lambda name: case.times[name].us),

@@ -29,8 +29,16 @@ from tables import print_table
 from counterpoint.records.tuning import LEAVE, Tuned, TunedPair
 from counterpoint.tuned.file import tuned_toml
 from counterpoint.tuning.exporters import variables_of
-from counterpoint.tuning.script.api import ScriptComparison, record_script, tune_script
-from counterpoint.tuning.script.confirm import Choice, StepTimes, choices, difference, sigma_of_median
+from counterpoint.tuning.script.api import (
+    Choice,
+    ScriptComparison,
+    StepTimes,
+    choices,
+    difference,
+    record_script,
+    sigma_of_median,
+    tune_script,
+)
 from counterpoint.tuning.script.launch import ScriptVariant, parse_command
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"

@@ -72,9 +72,9 @@ def spaced(cell: str) -> str:
     return cell.replace("%", " %")
 
 
-def short(table: list[str], columns: Sequence[int], left_out: str = "none") -> list[str]:
-    """Return some columns of a table, without the rows that contain `left_out`."""
-    cells = [line.strip("|").split("|") for line in table if left_out not in line]
+def short(full: list[str], columns: Sequence[int], left_out: str = "none") -> list[str]:
+    """Return some columns of a full table, without the rows that contain `left_out`."""
+    cells = [line.strip("|").split("|") for line in full if left_out not in line]
     return ["|" + "|".join(row[column] for column in columns) + "|" for row in cells]
 
 

@@ -1,4 +1,4 @@
-"""Collectives that `counterpoint measure blocks` has measured, as rows to fit."""
+"""Collectives that `measure_suites.py blocks` has measured, as rows to fit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["from_blocks"]
 
 
 def from_blocks(measurements: Iterable[Measurement], mechanism: str = "nccl") -> tuple[Measured, ...]:
-    """Collectives alone from results of `counterpoint measure blocks`, one per group size; marked rows are left out.
+    """Collectives alone from results of `measure_suites.py blocks`, one per group size; marked rows are left out.
 
     Raises:
         Misconfigured: there is none by this mechanism.

@@ -254,7 +254,7 @@ class _Machines:
 def require(rows: Sequence[Measured]) -> None:
     """Raise Misconfigured for a row that cannot have been measured, or for none."""
     if not rows:
-        raise Misconfigured("no measured row: give some of `counterpoint measure blocks` or of nccl-tests")
+        raise Misconfigured("no measured row: give some of `measure_suites.py blocks` or of nccl-tests")
     for row in rows:
         if row.operation not in OPERATIONS:
             raise Misconfigured(f"operation = {printable(row.operation)!r}: choose from: {', '.join(OPERATIONS)}")

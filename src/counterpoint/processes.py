@@ -15,8 +15,10 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -142,7 +144,7 @@ def watch(
 
 
 def exit_code(process: subprocess.Popen[bytes]) -> int | None:
-    """Return what `Popen.poll` would, but do not reap the process: its pid stays reserved until its group is killed."""
+    """Return the exit code as `Popen.poll` does, without reaping: the pid stays reserved until its group is killed."""
     ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     if ended is None:
         return None
@@ -187,6 +189,22 @@ def write_whole(path: Path, record: Record) -> None:
 def failure_file(errors: Path, rank: int) -> Path:
     """Return where a rank says why it failed, a `RankFailure`."""
     return errors / f"rank{rank}.json"
+
+
+@contextmanager
+def leaving_word(errors: Path, rank: int, at: Callable[[], str | None]) -> Iterator[None]:
+    """End this rank with exit code 1 after an exception inside, and say why, and `at` which step or part, in a file."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error.__cause__, SystemExit):  # of which Python prints no traceback either
+            traceback.print_exc()  # into the log
+        text = " ".join(str(error).split())[:1000]
+        failure = RankFailure(rank=rank, kind=type(error).__name__, text=text, scenario=at())
+        write_whole(failure_file(errors, rank), failure)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # a communicator that lost a peer would hold up a normal exit
 
 
 def read_failure(errors: Path, rank: int) -> RankFailure | None:

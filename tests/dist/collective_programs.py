@@ -381,14 +381,21 @@ CALLS: dict[str, Callable[[Communicator, Any], object]] = {
 }
 
 
-def call_each_its_own(session: Session, names: tuple[str, ...], debug: bool) -> tuple[str, tuple[int, ...], float]:
-    """What ranks are told when rank r calls `names[r]`, then a barrier."""
-    with Communicator(options=CommunicatorOptions(timeout_s=TIMEOUT_S, debug=debug, chunk_bytes=256)) as communicator:
-        tensor = torch.zeros(6000)
+def call_each_its_own(
+    session: Session, names: tuple[str, ...], debug: bool, device: Callable[[], Any] | None = None
+) -> tuple[str, tuple[int, ...], float]:
+    """What ranks are told when rank r calls `names[r]`, then a barrier, and waits for its device if that is a GPU."""
+    gpu = device() if device else None
+    options = CommunicatorOptions(timeout_s=TIMEOUT_S, debug=debug, chunk_bytes=256)
+    with Communicator(device=gpu, options=options) as communicator:
+        tensor = communicator.empty(6000).zero_() if gpu else torch.zeros(6000)
 
         def calls() -> None:
             CALLS[names[session.rank]](communicator, tensor)
             communicator.barrier()
+            if gpu:
+                gpu.synchronize()
+                communicator.check()
 
         told = said(calls)
         dist.barrier()  # closing is another thing to be told of

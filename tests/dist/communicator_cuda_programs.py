@@ -316,25 +316,6 @@ def refused(session: Session) -> list[str]:
         return [*told, str(good[:, 0].tolist())]
 
 
-def called_by(session: Session, names: tuple[str, ...], debug: bool) -> tuple[str, tuple[int, ...], float]:
-    """What ranks are told when rank r calls `names[r]`, then a barrier, and waits for its GPU."""
-    gpu = SoftwareGpu()
-    options = CommunicatorOptions(timeout_s=TIMEOUT_S, debug=debug, chunk_bytes=256)
-    communicator = Communicator(device=gpu, options=options)
-    tensor = communicator.empty(6000).zero_()
-
-    def calls() -> None:
-        CALLS[names[session.rank]](communicator, tensor)
-        communicator.barrier()
-        gpu.synchronize()
-        communicator.check()
-
-    told = said(calls)
-    session.gather(0)  # closing is another thing to be told of
-    communicator.close()
-    return told
-
-
 def sharing_a_gpu(session: Session, share: list[bool | None]) -> str:
     """Return what rank r is told when it opens a communicator with `share_gpu=share[r]`."""
     return said(

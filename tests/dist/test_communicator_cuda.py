@@ -97,27 +97,6 @@ def test_calls_that_cannot_be_made_are_refused(two_ranks: Ranks) -> None:
         assert after == "[0.0, 1.0]"
 
 
-MISMATCHES = [
-    ("all_reduce", "all_gather"),
-    ("all_reduce", "all_reduce max"),
-    ("all_reduce", "shorter all_reduce"),
-    ("premul_sum 2", "premul_sum 3"),
-    ("broadcast", "broadcast of 1"),
-    ("barrier", "all_reduce"),
-    ("send", "all_gather"),
-    ("even all_to_all", "uneven all_to_all"),
-]
-
-
-@pytest.mark.parametrize("debug", [True, False])
-@pytest.mark.parametrize("names", MISMATCHES, ids=" and ".join)
-def test_calls_that_do_not_match_are_told(two_ranks: Ranks, names: tuple[str, str], debug: bool) -> None:
-    """Every rank raises within seconds, and at least one says that the calls differ."""
-    told = two_ranks.run(programs.called_by, names, debug)
-    assert all(text and seconds < SOON_S for text, _, seconds in told), told
-    assert any(text.startswith("Misconfigured") for text, _, _ in told), told
-
-
 def test_a_gather_may_be_in_place_on_one_rank_only(four_ranks: Ranks) -> None:
     """What the others do does not depend on where a rank has its own shard."""
     assert four_ranks.run(programs.in_place_on_one) == [[0.0, 1.0, 2.0, 3.0]] * 4

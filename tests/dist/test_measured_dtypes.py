@@ -7,7 +7,8 @@ import pytest
 from counterpoint.measurement.api import measure_parts
 from counterpoint.records.measurement import Measurement
 from counterpoint.records.tuning import StepPair
-from counterpoint.tuning.parts import part_of, times_of
+from counterpoint.tuning.experiment import part_of, times_of
+from tests.support.command import HANG_S
 
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
@@ -46,7 +47,7 @@ def measured_fixture() -> Measurement:
             else part_of(pair, ["gloo", "zero_sm"])
             for pair in (*PAIRS, SUM)
         ]
-        return measure_parts("dtypes", tuple(parts), device="cpu", world_size=2, rounds=5, timeout_s=300.0)
+        return measure_parts("dtypes", tuple(parts), device="cpu", world_size=2, rounds=5, timeout_s=HANG_S)
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair.operation} {pair.dtype}")

@@ -17,11 +17,10 @@ import torch.distributed as dist
 
 from counterpoint.errors import CounterpointError
 from counterpoint.measurement.collective import Comm, WrongResult, allocate, collectives, elements_of
-from counterpoint.measurement.dependent import find_dependent
 from counterpoint.measurement.mechanisms import Mechanism
-from counterpoint.measurement.scenarios import Calibration, measure_block, measure_scenario
+from counterpoint.measurement.pairs import Calibration
+from counterpoint.measurement.parts import measure_part
 from counterpoint.measurement.session import Session
-from counterpoint.measurement.tensor import Operands
 from counterpoint.parallel.tensor.overlapped import Weight
 from counterpoint.records.measurement import Block, Outcome, Plan, Scenario
 from tests.support.ranks import Ranks
@@ -115,22 +114,22 @@ def scenario(session: Session, asked: Scenario, rounds: int) -> Outcome | str:
         suite="test",
         device="cpu",
         world_size=session.world_size,
-        scenarios=(asked,),
+        parts=(asked,),
         rounds=rounds,
         results="",
         errors="",
     )
     try:
-        return measure_scenario(session, asked, plan, Calibration())
+        return measure_part(session, asked, plan, Calibration())
     except CounterpointError as error:
         return f"{type(error).__name__}: {error}"
 
 
 def block(session: Session, asked: Block) -> Outcome | str:
     """Measured building blocks, or the text of what they raised."""
-    plan = Plan(suite="t", device="cpu", world_size=2, scenarios=(), rounds=5, results="", errors="")
+    plan = Plan(suite="t", device="cpu", world_size=2, parts=(), rounds=5, results="", errors="")
     try:
-        return measure_block(session, asked, plan)
+        return measure_part(session, asked, plan, Calibration())
     except CounterpointError as error:
         return f"{type(error).__name__}: {error}"
 
@@ -147,14 +146,6 @@ def wrong_matmul(session: Session, asked: Block) -> Outcome | str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Weight, "multiply", wrong)
         return block(session, asked)
-
-
-def fused_by_torch(session: Session, what: str) -> tuple[int, ...]:
-    """The shape that torch's fused operation gives, of tensors without data."""
-    call = find_dependent(what)
-    rows, weight = torch.empty(call.m, call.k, device="meta"), torch.empty(call.n, call.k, device="meta").t()
-    operands = Operands(call=call, rows=rows, shard=rows[: call.m // session.world_size], weight=weight)
-    return tuple(operands.by_symm_mem(session.world.group_name)().shape)
 
 
 def _old_on_rank_1(session: Session, action: Callable[[], T]) -> T:
@@ -366,14 +357,13 @@ def matmul(what: str, *mechanisms: str) -> Block:
 
 @pytest.mark.parametrize("what", MATMULS)
 def test_a_matmul_and_its_collective_by_every_mechanism(two_ranks: Ranks, what: str) -> None:
-    """Each runs as it was asked to; torch's fused operation is named as missing."""
-    found = two_ranks.run(block, matmul(what, "symm_mem", *WAYS))[0]
+    """Each runs as it was asked to."""
+    found = two_ranks.run(block, matmul(what, *WAYS))[0]
     assert isinstance(found, Outcome), found
     rows = {row.mechanism: row for row in found.blocks}
     assert list(rows) == ["matmul alone", "gloo alone", *WAYS]
     assert [(rows[name].path, rows[name].marked) for name in WAYS[:3]] == [(name, None) for name in WAYS[:3]]
     assert (rows["auto"].path in ("serial", "cuts"), "is the simplest" in str(rows["auto"].why)) == (True, True)
-    assert found.unavailable == {"symm_mem": "torch's fused operations run on GPUs only"}
 
 
 def test_a_matmul_is_compared_with_the_longer_of_its_parts(two_ranks: Ranks) -> None:
@@ -399,14 +389,6 @@ def test_a_wrong_matmul_is_marked_on_all_ranks(two_ranks: Ranks, what: str) -> N
     found = two_ranks.run(wrong_matmul, matmul(what, "torch", "cuts"))
     marks = [str(row.marked) for outcome in found for row in outcome.blocks[2:]]
     assert ["wrong on rank" in text and "is allowed" in text for text in marks] == [True] * 4, marks
-
-
-@pytest.mark.parametrize(
-    ("what", "shape"), [("all_gather_matmul 8x6x4", (8, 6)), ("matmul_reduce_scatter 8x6x4", (4, 6))]
-)
-def test_torchs_fused_operations_take_what_they_are_given(two_ranks: Ranks, what: str, shape: tuple[int, ...]) -> None:
-    """By their own description, without a GPU."""
-    assert two_ranks.run(fused_by_torch, what) == [shape] * 2
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ import torch
 
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.program.operations import OPERATIONS
-from counterpoint.measurement.scenarios import measure_block
+from counterpoint.measurement.pairs import Calibration
+from counterpoint.measurement.parts import measure_part
 from counterpoint.measurement.session import Session
 from counterpoint.records.measurement import Block, Outcome, Plan
 from tests.support.ranks import Ranks
@@ -45,8 +46,8 @@ def measured(session: Session) -> Outcome:
     """Return what `measure` finds about the toy collective, by torch and by its program; its data is checked."""
     with registered():
         block = Block(name="toy", what="shift", mechanisms=("gloo", "zero_sm"), sizes_bytes=(1 << 16,))
-        plan = Plan(suite="toy", device="cpu", world_size=3, scenarios=(), rounds=5, results="", errors="")
-        return measure_block(session, block, plan)
+        plan = Plan(suite="toy", device="cpu", world_size=3, parts=(), rounds=5, results="", errors="")
+        return measure_part(session, block, plan, Calibration())
 
 
 def by_name(session: Session, name: str) -> bool:

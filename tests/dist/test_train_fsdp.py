@@ -15,7 +15,6 @@ from counterpoint.measurement.session import Session
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -26,6 +25,7 @@ import train_tp
 
 import counterpoint
 from counterpoint.tuning.from_trace import pairs_of_traces
+from tests.support.command import ROOT, program
 from tests.support.ranks import Ranks
 
 TRAINING = {
@@ -48,7 +48,6 @@ def printed(session: Session, script: str, *options: str) -> str:
     return output.getvalue()
 
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = str(ROOT / "examples" / "train_fsdp.py")
 LOSSES = re.compile(r"loss (\d+\.\d+)")
 
@@ -62,13 +61,9 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def stock(traces: Path) -> str:
     """Return what a run by torchrun prints: torch's collectives, a trace, and late input on the last rank."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", SCRIPT]
-    done = subprocess.run(
-        [*command, "--device", "cpu", "--steps", "6", "--trace", str(traces), "--slow-input-ms", "600"],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src"), "PYTHONWARNINGS": "error"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
+    done = program(
+        [*command, "--device", "cpu", "--steps", "6", "--trace", traces, "--slow-input-ms", "600"],
+        variables=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src"), "PYTHONWARNINGS": "error"},
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout

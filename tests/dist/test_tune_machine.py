@@ -9,16 +9,15 @@ import pytest
 from counterpoint.machine.profile import VARIABLE, Profile, profile_json, profile_of
 from counterpoint.tuning.machine import FITS, tune_machine
 from tests.dist import collective_programs as programs
+from tests.support.command import HANG_S
 from tests.support.ranks import Ranks
-
-SECONDS = 300.0  # a hang; machines may be busy
 
 
 @pytest.fixture(scope="module")
 def found() -> Profile:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("RANK", raising=False)
-        return tune_machine(device="cpu", timeout_s=SECONDS)
+        return tune_machine(device="cpu", timeout_s=HANG_S)
 
 
 def test_every_group_is_measured_or_says_why_not(found: Profile) -> None:

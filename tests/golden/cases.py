@@ -157,7 +157,7 @@ PLANS = {
         for mechanism in ("nccl", "zero_sm", "zero_sm_copied")
     },
     "tensor": [TENSOR, "--sweep", "parallel.tp=1,2,4,8"],
-    "pipeline": [PIPELINE, "--sweep", "oversubscription=1,2,4,7"],
+    "pipeline": [PIPELINE, "--sweep", "cluster.oversubscription=1,2,4,7"],
     "experts": [EXPERTS, "--sweep", "parallel.ep=1,2,4,8"],
     "search": [FSDP, "--search"],
     "from-trace": ["--from-trace", "samples/fsdp-4-ranks"],
@@ -165,8 +165,9 @@ PLANS = {
         "--from-trace", "samples/fsdp-4-ranks", "--weak-nodes", "2", "--network", "h100-ndr-400",
     ],
     "what-if": [
-        TENSOR, "--set", "parallel.zero=0", "--nodes", "16", "--oversubscription", "2", "--slow-rank", "1.1",
-        "--jitter", "0.02", "--compression", "quantized:8",
+        TENSOR, "--nodes", "16", *("--set", "parallel.zero=0"), *("--set", "cluster.oversubscription=2"),
+        *("--set", "ranks.slow=1.1"), *("--set", "ranks.jitter=0.02"),
+        *("--set", "compression.method=quantized"), *("--set", "compression.bits=8"),
     ],
 }  # fmt: skip
 DIAGNOSES = ("fsdp-2-ranks", "fsdp-4-ranks", "fsdp-healthy", "fsdp-host-stall", "tail-effect")

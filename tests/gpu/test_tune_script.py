@@ -10,7 +10,7 @@ import pytest
 
 from counterpoint.tuned.file import read_tuned
 from counterpoint.tuning.from_trace import pairs_of_traces
-from counterpoint.tuning.script.confirm import difference
+from counterpoint.tuning.script.api import difference
 from counterpoint.tuning.script.launch import ScriptResult, ScriptTask, ScriptVariant, launch_script, parse_command
 
 pytestmark = pytest.mark.own_gpus("it measures times")

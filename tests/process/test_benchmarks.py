@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,21 +22,17 @@ from process_cost import run
 from step_rig import Step
 from torch_tests import Runner
 
-ROOT = Path(__file__).parents[2]
+from tests.support.command import ROOT, program
 
 
-def on_two_ranks(script: str, arguments: list[str], folder: Path) -> Any:
-    """Run a benchmark on two ranks, and return what it kept."""
-    return on_ranks(2, script, [*arguments, "--out", str(folder / "result.json")], folder)
-
-
-def on_ranks(ranks: int, script: str, arguments: list[str], folder: Path) -> Any:
-    """Run a benchmark on so many ranks, and return what it kept in `result.json` of a folder."""
-    launched = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), f"benchmarks/{script}"]
+def result(folder: Path, script: str, *arguments: str, ranks: int = 0) -> Any:
+    """Run a benchmark, on ranks of a CPU if there are any, and return what it wrote."""
     out = folder / "result.json"
-    command = [sys.executable, *launched, *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr
+    launched = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks] if ranks else []
+    option = "--json" if script in ("collectives_random.py", "expert_permute.py") else "--out"
+    on_cpu = [] if script == "tune_noise.py" else ["--device", "cpu"]
+    done = program([sys.executable, *launched, f"benchmarks/{script}", *on_cpu, *arguments, option, out], folder=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(out.read_text())
 
 
@@ -57,119 +52,82 @@ def test_a_command_that_fails_is_not_a_result() -> None:
 def test_trace_load_runs(tmp_path: Path) -> None:
     """The benchmark in small: traces, both measurements of ours, the table."""
     ours = f"{sys.executable} -c 'from counterpoint.cli import main; main()' diagnose"
-    command = [sys.executable, "benchmarks/trace_load.py", "--quick", "--cache", str(tmp_path), "--ours", ours]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    command = [sys.executable, "benchmarks/trace_load.py", "--quick", "--cache", tmp_path, "--ours", ours]
+    done = program(command, folder=ROOT)
     assert (done.returncode, "ranks" in done.stdout) == (0, True), done.stderr
 
 
-def test_pipeline_step_runs(tmp_path: Path) -> None:
-    """The benchmark in small, on CPUs: both variants have the same loss."""
-    arguments = ["--device", "cpu", "--activations", "0.02", "--hidden", "32", "--rounds", "1", "--steps", "1"]
-    result = on_two_ranks("pipeline_step.py", arguments, tmp_path)
-    rows = {row["variant"]: row for row in result["rows"]}
-    assert rows["stock"]["loss"] == rows["counterpoint"]["loss"] > 0
-
-
-def test_a_pipeline_of_four_stages_runs(tmp_path: Path) -> None:
-    """The ranks in the middle, which have neither the batch nor the loss, wait for both neighbours."""
-    arguments = ["--device", "cpu", "--activations", "0.02", "--hidden", "32", "--rounds", "1", "--steps", "1"]
-    result = on_ranks(4, "pipeline_step.py", [*arguments, "--out", str(tmp_path / "result.json")], tmp_path)
-    rows = {row["variant"]: row for row in result["rows"]}
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_pipeline_step_runs(tmp_path: Path, ranks: int) -> None:
+    """Both variants have the same loss; ranks in the middle, which have neither batch nor loss, wait for neighbours."""
+    asked = ("--activations", "0.02", "--hidden", "32", "--rounds", "1", "--steps", "1")
+    rows = {row["variant"]: row for row in result(tmp_path, "pipeline_step.py", *asked, ranks=ranks)["rows"]}
     assert rows["stock"]["loss"] == rows["counterpoint"]["loss"] > 0
 
 
 def test_hsdp_runs(tmp_path: Path) -> None:
     """Two replicas of two shards: all variants have the loss of stock, and the backend adds up between replicas."""
-    arguments = ["--device", "cpu", "--model", "tiny", "--layers", "1", "--tokens", "16", "--rounds", "1"]
-    arguments += ["--steps", "1", "--replicas", "2", "--out", str(tmp_path / "result.json")]
-    result = on_ranks(4, "fsdp_step.py", arguments, tmp_path)
-    rows = {row["variant"]: row for row in result["rows"]}
+    asked = ("--model", "tiny", "--layers", "1", "--tokens", "16", "--rounds", "1", "--steps", "1", "--replicas", "2")
+    found = result(tmp_path, "fsdp_step.py", *asked, ranks=4)
+    rows = {row["variant"]: row for row in found["rows"]}
     ours = [name for name in rows if name.startswith("overlap")]
     assert ours == ["overlap", "overlap, prefetch 2", "overlap, backend"]
     assert all(rows[name]["loss"] == rows["stock"]["loss"] for name in ours)
     assert all(rows[name]["norm"] == pytest.approx(rows["stock"]["norm"], rel=1e-3) for name in ours)
-    assert any(line.startswith("(root)") and "2 x 2" in line for line in result["report"])
-    assert any(line.startswith("all_reduce") and "below the crossover" in line for line in result["report"])
+    assert any(line.startswith("(root)") and "2 x 2" in line for line in found["report"])
+    assert any(line.startswith("all_reduce") and "below the crossover" in line for line in found["report"])
 
 
 def test_random_collectives_run(tmp_path: Path) -> None:
-    """On CPUs, beside gloo: all operations that were drawn have every bit right."""
-    out = str(tmp_path / "result.json")
-    arguments = ["--device", "cpu", "--count", "150", "--max-bytes", "65536", "--json", out]
-    result = on_ranks(2, "collectives_random.py", arguments, tmp_path)
-    assert result["mismatches"] == []
-    assert sum(int(row[1]) for row in result["rows"]) == 150
-    assert all(int(row[1]) > 0 for row in result["rows"])
+    """Beside gloo: all operations that were drawn have every bit right."""
+    found = result(tmp_path, "collectives_random.py", "--count", "150", "--max-bytes", "65536", ranks=2)
+    counts = [int(row[1]) for row in found["rows"]]
+    assert (found["mismatches"], sum(counts), min(counts) > 0) == ([], 150, True)
 
 
 def test_backend_hosts_runs(tmp_path: Path) -> None:
     """Halves of four ranks as hosts: all operations go over hosts, and are right, or it would have ended."""
-    arguments = ["--device", "cpu", "--mib", "0.1", "--rounds", "1", "--steps", "1"]
-    result = on_ranks(4, "backend_hosts.py", [*arguments, "--out", str(tmp_path / "result.json")], tmp_path)
-    assert [(row["operation"], row["path"]) for row in result["rows"]] == [(name, "hosts") for name in OPERATIONS]
+    found = result(tmp_path, "backend_hosts.py", "--mib", "0.1", "--rounds", "1", "--steps", "1", ranks=4)
+    assert [(row["operation"], row["path"]) for row in found["rows"]] == [(name, "hosts") for name in OPERATIONS]
 
 
 def test_a_killed_rank_of_ddp_is_named(tmp_path: Path) -> None:
     """By what `check` raises, for torch repeats its text only; the benchmark counts who was told."""
-    out = tmp_path / "killed.json"
-    command = [sys.executable, "benchmarks/killed_rank.py", "--device", "cpu", "--ranks", "3", "--programs", "DDP"]
-    done = subprocess.run(
-        [*command, "--out", str(out)], cwd=ROOT, capture_output=True, text=True, check=False, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    [row] = json.loads(out.read_text())["rows"]
+    [row] = result(tmp_path, "killed_rank.py", "--ranks", "3", "--programs", "DDP")["rows"]
     assert (row["others"], row["told"], row["named"], row["free"]) == (2, 2, 2, 2)
     assert f"rank {row['killed']} is dead" in row["error"]
 
 
 def test_tensor_block_runs(tmp_path: Path) -> None:
-    """The benchmark in small, on CPUs: variants agree in loss and gradients, and only ours takes its calls."""
-    arguments = ["--device", "cpu", "--model", "tiny", "--tokens", "32", "--rounds", "1", "--steps", "1"]
-    arguments += ["--mechanism", "cuts", "--variants", "direct", "direct, torch's way"]
-    result = on_two_ranks("tensor_block.py", arguments, tmp_path)
-    rows = {row["variant"]: row for row in result["rows"]}
+    """Variants agree in loss and gradients, and only ours takes its calls."""
+    asked = ["--model", "tiny", "--tokens", "32", "--rounds", "1", "--steps", "1", "--mechanism", "cuts"]
+    found = result(tmp_path, "tensor_block.py", *asked, "--variants", "direct", "direct, torch's way", ranks=2)
+    rows = {row["variant"]: row for row in found["rows"]}
     assert {name: row["fused"] for name, row in rows.items()} == {"eager": 0, "direct": 8, "direct, torch's way": 0}
     assert 0 < rows["direct"]["difference"] < 1e-5
 
 
 def test_expert_permute_runs(tmp_path: Path) -> None:
-    """The benchmark in small, on a CPU: every operation is right, and has a time beside torch's."""
-    out = tmp_path / "permute.json"
-    arguments = [
-        "--device",
-        "cpu",
-        "--shapes",
-        "tiny",
-        "--routings",
-        "uniform",
-        "zipf",
-        "--rounds",
-        "2",
-        "--json",
-        str(out),
-    ]
-    command = [sys.executable, "benchmarks/expert_permute.py", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=200)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads(out.read_text())["rows"]
+    """Every operation is right, and has a time beside torch's."""
+    asked = ("--shapes", "tiny", "--routings", "uniform", "zipf", "--rounds", "2")
+    rows = result(tmp_path, "expert_permute.py", *asked)["rows"]
     assert len({(row["operation"], row["routing"]) for row in rows}) == len(rows) == 16
     assert all(row["equal"] and row["us"] > 0 and row["torch_us"] > 0 for row in rows)
 
 
 def test_tensor_host_runs(tmp_path: Path) -> None:
-    """The benchmark in small, on CPUs: every call by every mechanism, in launches of the same mechanism's matmul."""
-    arguments = ["--device", "cpu", "--rows", "64", "--size", "32", "--rounds", "1", "--calls", "2"]
-    result = on_two_ranks("tensor_host.py", arguments, tmp_path)
-    rows = result["rows"]
+    """Every call by every mechanism, in launches of the same mechanism's matmul."""
+    asked = ("--rows", "64", "--size", "32", "--rounds", "1", "--calls", "2")
+    rows = result(tmp_path, "tensor_host.py", *asked, ranks=2)["rows"]
     assert len({(row["call"], row["mechanism"]) for row in rows}) == len(rows) == 21
     assert [row["launches"] for row in rows if row["call"] == "mm"] == [1.0] * 3
     assert min(row["launches"] for row in rows) == 1.0
 
 
 def test_expert_host_runs(tmp_path: Path) -> None:
-    """The benchmark in small, on CPUs: every variant beside plain torch, in the same run."""
-    arguments = ["--device", "cpu", "--tokens", "16", "--hidden", "32", "--rounds", "1", "--calls", "2"]
-    rows = on_two_ranks("expert_host.py", [*arguments, "--mechanisms", "gather"], tmp_path)["rows"]
+    """Every variant beside plain torch, in the same run."""
+    asked = ("--tokens", "16", "--hidden", "32", "--rounds", "1", "--calls", "2", "--mechanisms", "gather")
+    rows = result(tmp_path, "expert_host.py", *asked, ranks=2)["rows"]
     names = ("all_to_all_single", "experts", "gather", "gather, 2 parts")
     assert [row["variant"] for row in rows] == [*names, *names]
     assert [row["times"] for row in rows if row["variant"] == names[0]] == [1.0] * 2
@@ -188,11 +146,10 @@ def test_expert_hidden_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_expert_layer_runs(tmp_path: Path) -> None:
-    """The benchmark in small, on CPUs: all variants have the error of plain torch and go the way asked for."""
-    arguments = ["--device", "cpu", "--shapes", "tiny", "--tokens", "32", "--rounds", "1", "--steps", "1"]
-    arguments += ["--layers", "2", "--mechanisms", "torch", "gather"]
-    result = on_two_ranks("expert_layer.py", arguments, tmp_path)
-    rows = {(row["what"], row["variant"]): row for row in result["rows"]}
+    """All variants have the error of plain torch and go the way asked for."""
+    asked = ["--shapes", "tiny", "--tokens", "32", "--rounds", "1", "--steps", "1", "--layers", "2"]
+    found = result(tmp_path, "expert_layer.py", *asked, "--mechanisms", "torch", "gather", ranks=2)
+    rows = {(row["what"], row["variant"]): row for row in found["rows"]}
     ways = {name: row.get("ran_as") for (what, name), row in rows.items() if what == "step"}
     assert ways == {
         "all_to_all_single": None, "torch": "torch", "torch, 2 parts": "torch", "gather": "gather",
@@ -251,30 +208,21 @@ def test_a_tensor_block_that_is_wrong_is_no_result(monkeypatch: pytest.MonkeyPat
         bench.look(32)
 
 
-@pytest.mark.parametrize("model", ["llama", pytest.param("transformers", marks=pytest.mark.needs("transformers"))])
-def test_tensor_step_runs(tmp_path: Path, model: str) -> None:
-    """The benchmark in small, on CPUs: overlap has the loss and gradients of stock, and takes its calls."""
-    arguments = ["--model", model, "--device", "cpu", "--shape", "tiny", "--layers", "1", "--vocabulary", "512"]
-    arguments += ["--tokens", "32", "--rounds", "1", "--steps", "1", "--mechanism", "cuts"]
-    result = on_two_ranks("tensor_step.py", arguments, tmp_path)
-    rows = {row["variant"]: row for row in result["rows"]}
+@pytest.mark.parametrize(
+    ("model", "shards"),
+    [("llama", 1), ("llama", 2), pytest.param("transformers", 1, marks=pytest.mark.needs("transformers"))],
+)
+def test_tensor_step_runs(tmp_path: Path, model: str, shards: int) -> None:
+    """Overlap has the loss and gradients of stock, and takes its calls: on two ranks, and on 2 x 2 beside FSDP2."""
+    asked = ["--model", model, "--shape", "tiny", "--layers", "1", "--vocabulary", "512", "--tokens", "32"]
+    asked += ["--rounds", "1", "--steps", "1", "--mechanism", "cuts", *(["--shards", "2"] if shards > 1 else [])]
+    found = result(tmp_path, "tensor_step.py", *asked, ranks=2 * shards)
+    rows = {row["variant"]: row for row in found["rows"]}
     assert list(rows) == ["stock", "overlap"]
     assert 0 < rows["overlap"]["difference"] < 1e-5
     assert rows["overlap"]["norm"] == pytest.approx(rows["stock"]["norm"], rel=1e-5)
-    assert any("matmul" in line and "asked for cuts" in line for line in result["report"])
-
-
-def test_tensor_parallel_beside_fsdp2_runs(tmp_path: Path) -> None:
-    """2 x 2 ranks: both halves train as stock does, and overlap takes the collectives of both axes."""
-    arguments = ["--shards", "2", "--device", "cpu", "--shape", "tiny", "--layers", "1", "--vocabulary", "512"]
-    arguments += ["--tokens", "32", "--rounds", "1", "--steps", "1", "--mechanism", "cuts"]
-    result = on_ranks(4, "tensor_step.py", [*arguments, "--out", str(tmp_path / "result.json")], tmp_path)
-    rows = {row["variant"]: row for row in result["rows"]}
-    assert 0 < rows["overlap"]["difference"] < 1e-5
-    assert rows["overlap"]["norm"] == pytest.approx(rows["stock"]["norm"], rel=1e-5)
-    said = "\n".join(result["report"])
-    assert "layers.0  2" in said
-    assert "matmul_reduce_scatter" in said
+    assert any("matmul" in line and "asked for cuts" in line for line in found["report"])
+    assert shards == 1 or "layers.0  2" in "\n".join(found["report"])
 
 
 @pytest.mark.parametrize(("loss", "factor", "said"), [(1.0, 0.9, "weight"), (1.01, 1.0, "the loss"), (1.0, 1.0, "")])
@@ -349,36 +297,21 @@ def test_row_curves_are_measured_and_read(
 
 
 def test_tune_pairs_runs(tmp_path: Path) -> None:
-    """The benchmark in small, on CPUs: a line for each operation, whose pair was measured twice and chosen once."""
-    out = tmp_path / "tune.json"
-    arguments = ["--device", "cpu", "--pairs", "2", "--rounds", "5", "--out", str(out)]
-    command = [sys.executable, "benchmarks/tune_pairs.py", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(out.read_text())["rows"]
+    """A line for each operation, whose pair was measured twice and chosen once."""
+    rows = result(tmp_path, "tune_pairs.py", "--pairs", "2", "--rounds", "5")["rows"]
     assert [(row[0], row[1]) for row in rows] == [("all_gather", "1"), ("reduce_scatter", "1"), ("all", "2")]
 
 
 def test_tune_noise_runs(tmp_path: Path) -> None:
     """A line for each noise and rule of the smallest file, and of all."""
-    out = tmp_path / "noise.json"
-    command = [sys.executable, "benchmarks/tune_noise.py", "results/forum-4xh200.json", "--draws", "2"]
-    done = subprocess.run(
-        [*command, "--out", str(out)], cwd=ROOT, capture_output=True, text=True, check=False, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(out.read_text())["rows"]
+    rows = result(tmp_path, "tune_noise.py", "results/forum-4xh200.json", "--draws", "2")["rows"]
     assert [(row[0], row[3]) for row in rows] == [("forum-4xh200", "9")] * 6 + [("all", "9")] * 6
 
 
 def test_tune_step_runs(tmp_path: Path) -> None:
-    """The benchmark in small, on CPUs: FSDP2 by stock, the best single mechanism, what was tuned and the oracle."""
-    out = tmp_path / "step.json"
-    arguments = ["--device", "cpu", "--models", "fsdp", "--rounds", "5", "--budget", "5", "--combinations", "4"]
-    command = [sys.executable, "benchmarks/tune_step.py", *arguments, "--out", str(out)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(out.read_text())["rows"]
+    """FSDP2 by stock, the best single mechanism, what was tuned and the oracle."""
+    asked = ("--models", "fsdp", "--rounds", "5", "--budget", "5", "--combinations", "4")
+    rows = result(tmp_path, "tune_step.py", *asked)["rows"]
     assert [row["variant"].partition(" ")[0] for row in rows] == ["stock", "all", "tuned", "oracle"]
     assert all(row["rounds"] >= 5 and row["ms"] > 0 for row in rows)
-    assert (tmp_path / "step-fsdp.toml").exists()
+    assert (tmp_path / "result-fsdp.toml").exists()

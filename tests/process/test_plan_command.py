@@ -36,7 +36,7 @@ def test_json_and_nothing_else() -> None:
 
 def test_a_sweep_and_a_search_are_tables() -> None:
     """Below the step."""
-    done = run(EXAMPLE, "--sweep", "training.micro_batch=1,2", "--search", "--global-batch", "16")
+    done = run(EXAMPLE, "--sweep", "training.micro_batch=1,2", "--search", "--set", "training.global_batch=16")
     assert "training.micro_batch" in done.stdout
     assert "The fastest of" in done.stdout
 
@@ -50,7 +50,8 @@ def test_a_config_of_hugging_face_becomes_a_job(tmp_path: Path) -> None:
     )
     missing = run(config)
     assert (missing.returncode, "add --set training.sequence=TOKENS" in missing.stderr) == (2, True)
-    flags = ("--set", "training.sequence=4096", "--global-batch", "64", "--gpu", "H100", "--network", "h100-ndr-400")
+    batch = ("--set", "training.sequence=4096", "--set", "training.global_batch=64")
+    flags = (*batch, "--gpu", "H100", "--network", "h100-ndr-400")
     first = run(config, *flags, "--nodes", "2", "--write-job", written)
     assert "neither time nor memory: model_type, rope_theta" in first.stdout
     assert run(written).stdout.splitlines()[0] == first.stdout.splitlines()[0]
@@ -77,7 +78,8 @@ def test_a_search_for_each_number_of_gpus_is_a_table() -> None:
 
 def test_days_cost_and_goodput_of_the_whole_training() -> None:
     """Below the step, with each loss by itself."""
-    done = run(EXAMPLE, "--tokens", "1e12", "--price-per-gpu-hour", "2", "--gpu-mtbf-hours", "20000")
+    given = ("tokens=1e12", "price_per_gpu_hour=2", "gpu_mtbf_hours=20000")
+    done = run(EXAMPLE, *(f"--set=run.{each}" for each in given))
     for said in ("The whole training", "GPU-hours", "goodput", "checkpoints", "lost work", "restarts"):
         assert said in done.stdout
 
@@ -111,10 +113,10 @@ def test_explain_prints_the_formula() -> None:
         (["--search", "--gpus", "8,16", "--winner", "w.toml"], "--winner with several numbers of --gpus"),
         (["--search", "--fix", "colour=2"], "colour is no axis of a search"),
         (["--mechanism", "magic"], "mechanism = 'magic': known are nccl"),
-        (["--machine", "none.json"], "cluster.machine = none.json: No such file or directory"),
-        (["--machine", ""], 'machine = "": give the file of a profile'),
-        (["--tokens", "9e18"], "run.tokens = 9e+18: give a number from 1 to 10,000,000,000,000,000"),
-        (["--price-per-gpu-hour", "2"], "run.tokens and run.steps: neither given"),
+        (["--set", "cluster.machine=none.json"], "cluster.machine = none.json: No such file or directory"),
+        (["--set", "parallel.shards=2"], "parallel.shards is not known: give shard, or another of dp"),
+        (["--set", "run.tokens=9e18"], "run.tokens = 9e+18: give a number from 1 to 10,000,000,000,000,000"),
+        (["--set", "run.price_per_gpu_hour=2"], "run.tokens and run.steps: neither given"),
         (["--fit", "nccl.txt"], "--fit with a job: it fits a network and plans nothing"),
         (["--ranks", "8"], "--ranks and --write-network are about --fit"),
         (["--set", "parallel.tp"], "--set parallel.tp: give FIELD=VALUE"),

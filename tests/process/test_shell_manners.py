@@ -107,7 +107,7 @@ def test_a_link_stays_and_its_file_is_replaced(tmp_path: Path) -> None:
 
 
 def test_results_of_measure_to_a_device_have_no_table_next_to_it(tmp_path: Path) -> None:
-    """Neither the table nor partial results appear in /dev."""
+    """No table appears in /dev."""
     assert run(MEASURE, "--out", "/dev/null")[0] == 0
     assert not Path("/dev/null.md").exists()
 

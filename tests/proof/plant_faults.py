@@ -132,7 +132,7 @@ def main() -> None:
             print(f"{number + 1:3} {fault}", end="", flush=True)
             found = outcome(copy, tests := nearest(fault.path), asked.cpu_seconds)
             print(f"  {found} by {len(tests)} files", flush=True)
-            lives += [fault] if found == "LIVES " else []
+            lives += [fault] if found == "LIVES" else []
             (copy / fault.path).write_text(text)
     print(f"{asked.faults - len(lives)} of {asked.faults} faults were caught; these live:", *lives, sep="\n  ")
 

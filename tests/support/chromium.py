@@ -20,7 +20,7 @@ FLAGS = (
     "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-extensions",
     "--remote-debugging-pipe",
 )  # fmt: skip
-TIMEOUT_S = 60.0
+TIMEOUT_S = 900.0  # a browser that hangs
 SHOWN = """(() => {
   const canvas = document.querySelector(BOX + " canvas");
   canvas.scrollIntoView({ behavior: "instant", block: "center" });
@@ -68,7 +68,7 @@ class Chromium:
     def close(self) -> None:
         with contextlib.suppress(OSError, RuntimeError):
             self.call("Browser.close")
-        self._process.wait(timeout=20)
+        self._process.wait(timeout=TIMEOUT_S)
         os.close(self._commands)
         os.close(self._answers)
         self._log.close()

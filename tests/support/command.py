@@ -6,7 +6,7 @@ import io
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import chdir, contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +53,7 @@ def _printed() -> Iterator[tuple[io.TextIOWrapper, io.TextIOWrapper]]:
 
 
 def program(
-    command: Sequence[object], *, folder: Path | None = None, variables: dict[str, str] | None = None,
+    command: Sequence[object], *, folder: Path | None = None, variables: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:  # fmt: skip
     """Run a command in a process of its own, in the folder, with the environment if that is given."""
     words = [*map(str, command)]

@@ -64,13 +64,13 @@ def blocks() -> Measurement:
 
 
 def exchanges() -> Measurement:
-    """Alone `nccl` is fastest and `auto` took `gather`, which lost to torch; beside experts `gather` is fastest."""
+    """Alone `torch` is fastest and `auto` took `gather`; together with experts `gather` is fastest."""
     made, pairs = [], []
     for leg, longer in (("dispatch", 1.0), ("combine", 2.0)):
         what = f"{leg} mixtral-8x7b 1024 zipf"
-        alone = {"torch": 100.0, "nccl": 80.0, "gather": 110.0, "slabs": 10.0, "auto": 111.0}
+        alone = {"torch": 100.0, "gather": 110.0, "slabs": 10.0, "auto": 111.0}
         for mechanism, us in alone.items():
-            path = {"auto": "gather", "nccl": None}.get(mechanism, mechanism)
+            path = {"auto": "gather"}.get(mechanism, mechanism)
             marked = "wrong on rank 1" if mechanism == "slabs" else None
             made.append(BlockRow(what=what, mechanism=mechanism, time=timing(longer * us), path=path, marked=marked))
         pairs += [

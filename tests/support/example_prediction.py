@@ -6,13 +6,11 @@ import msgspec
 
 from counterpoint.records.prediction import (
     Bar,
-    Choice,
     Curve,
-    Point,
+    Outcome,
     Prediction,
     RatioError,
     SearchResult,
-    Sensitivity,
     StepInterval,
     TimePart,
 )
@@ -58,18 +56,18 @@ def usual() -> Prediction:
         for stage, kind, start in ((0, "F", 1000.0 * micro), (1, "F", 1000.0 * (micro + 1)), (1, "B", 4000.0 + micro))
     )
     points = (
-        Point(
-            value="2", step_us=1e4, low_us=9.6e3, high_us=1.12e4, mfu=0.4, exposed_comm_us=3e3, tokens_per_s=1e6,
+        Outcome(
+            label="2", step_us=1e4, low_us=9.6e3, high_us=1.12e4, mfu=0.4, exposed_comm_us=3e3, tokens_per_s=1e6,
             memory_gib=30.0, fits=True, fits_probability=0.999,
         ),
-        Point(value="3", why_not="3 does not divide 16"),
-        Point(
-            value="4", step_us=6e3, low_us=5.7e3, high_us=6.6e3, mfu=0.35, exposed_comm_us=2e3, tokens_per_s=2e6,
+        Outcome(label="3", why_not="3 does not divide 16"),
+        Outcome(
+            label="4", step_us=6e3, low_us=5.7e3, high_us=6.6e3, mfu=0.35, exposed_comm_us=2e3, tokens_per_s=2e6,
             memory_gib=90.0, fits=False, fits_probability=0.3,
         ),
     )  # fmt: skip
     choices = tuple(
-        Choice(
+        Outcome(
             settings={"parallel.dp": 8, "parallel.zero": zero}, step_us=step_us, low_us=step_us, high_us=1.2 * step_us,
             mfu=0.45, memory_gib=40.0, fits_probability=0.98, too_close=step_us > 9e3,
         )
@@ -78,8 +76,8 @@ def usual() -> Prediction:
     return msgspec.structs.replace(
         bare(),
         timeline=bars,
-        curves=(Curve(name="nodes", unit="a number of nodes", points=points),),
-        sensitivities=(Sensitivity(name="NVLink, twice", step_us=9e3, change=-0.1),),
+        curves=(Curve(name="nodes", points=points),),
+        sensitivities=(Outcome(label="NVLink, twice", step_us=9e3),),
         search=SearchResult(considered=9, priced=4, too_large=3, impossible=2, choices=choices),
         asked={"nodes": "2"},
         fits_probability=0.97,
@@ -103,6 +101,7 @@ def hostile() -> Prediction:
     """Names from a job's file that would end a script or colour a terminal."""
     whole = usual()
     assert whole.interval is not None
+    unlucky = Outcome(label=HOSTILE, why_not=HOSTILE)
     return msgspec.structs.replace(
         whole,
         model=HOSTILE,
@@ -113,7 +112,5 @@ def hostile() -> Prediction:
         interval=msgspec.structs.replace(whole.interval, alike=(HOSTILE,), sources=(HOSTILE,)),
         verdict=HOSTILE,
         asked={HOSTILE: HOSTILE},
-        curves=(
-            Curve(name=HOSTILE, unit=HOSTILE, points=(*whole.curves[0].points, Point(value=HOSTILE, why_not=HOSTILE))),
-        ),
+        curves=(Curve(name=HOSTILE, means=HOSTILE, points=(*whole.curves[0].points, unlucky)),),
     )

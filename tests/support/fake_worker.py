@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from counterpoint.measurement.worker import die_with_parent
+from counterpoint.processes import die_with_parent
 from counterpoint.records.measurement import Environment, Outcome, Plan, RankFailure
 
 ENVIRONMENT = Environment(
@@ -29,7 +29,7 @@ def main() -> None:
     rank = int(os.environ["RANK"])
     print(f"rank {rank} is here", flush=True)
     Path(plan.errors, f"pid{rank}").write_text(str(os.getpid()))
-    for scenario in plan.scenarios:
+    for scenario in plan.parts:
         act(plan, rank, scenario.name)
 
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from tests.support.kineto_trace import event, metadata
+
 __all__ = ["Fault", "JobPlan", "Truth", "varied", "write_job"]
 
 COMPUTE, COMM, COPY = 7, 20, 24
@@ -92,8 +94,7 @@ class _Rank:
         return [f for f in mine if not f.steps or self.step in f.steps]
 
     def on_host(self, category: str, name: str, start: float, us: float, **args: Any) -> None:
-        self.events.append({"ph": "X", "cat": category, "name": name, "pid": 1, "tid": 1, "ts": start, "dur": us,
-                            "args": args})  # fmt: skip
+        self.events.append(event(category, name, start, us, pid=1, tid=1, **args))
 
     def call(self, name: str, us: float, **args: Any) -> None:
         self.on_host("cuda_runtime", name, self.host, us, **args)
@@ -120,8 +121,7 @@ class _Rank:
 
     def on_gpu(self, category: str, name: str, stream: int, start: float, us: float, **args: Any) -> None:
         facts = {"device": self.rank, "stream": stream, "correlation": self.ids, "External id": self.ids, **args}
-        self.events.append({"ph": "X", "cat": category, "name": name, "pid": self.rank, "tid": stream, "ts": start,
-                            "dur": us, "args": facts})  # fmt: skip
+        self.events.append(event(category, name, start, us, pid=self.rank, tid=stream, **facts))
 
     def lose_time(self, *kinds: str) -> None:
         """What a planted fault does to the host."""
@@ -194,7 +194,7 @@ class _Job:
         starts = []
         for r in self.ranks:
             r.ids += 1
-            info = self.metadata(name, number, r) if self.plan.style != "ddp" and not copies else {}
+            info = self.metadata(name, r) if not copies else {}
             r.on_host("cpu_op", "record_param_comms", r.host, 20.0, **{"External id": r.ids}, **info)
             r.call("cudaMemcpyBatchAsync" if copies else "cudaLaunchKernel", 8.0, correlation=r.ids)
             starts.append(max(r.host + _LATENCY_US, r.stream_end[stream] + 1.0))
@@ -206,15 +206,13 @@ class _Job:
             ends.append(end)
             r.stream_end[stream] = end
             if (r.rank, number) not in self.plan.lost:
-                self.put(r, kernel, name, number, stream, start, end, last)
+                self.put(r, kernel, name, stream, start, end, last)
         late = last - sorted(starts)[(len(starts) - 1) // 2]
         self.truth.append((max(ends) - last, self.ranks[starts.index(last)].rank, late))
 
-    def put(
-        self, r: _Rank, kernel: str, name: str, number: int, stream: int, start: float, end: float, last: float
-    ) -> None:
+    def put(self, r: _Rank, kernel: str, name: str, stream: int, start: float, end: float, last: float) -> None:
         if not kernel.startswith("Memcpy"):
-            info = self.metadata(name, number, r) if self.plan.style != "ddp" else {}
+            info = self.metadata(name, r)
             r.on_gpu("kernel", kernel, stream, start, end - start, grid=[16, 1, 1], block=[512, 1, 1],
                      **{"registers per thread": 96, "shared memory": 82240}, **info)  # fmt: skip
             return
@@ -224,15 +222,12 @@ class _Job:
         for begin, finish in itertools.pairwise(edges):  # the first waits for the last rank to be ready
             r.on_gpu("gpu_memcpy", kernel, stream, begin, finish - begin - 1.0 * (finish < end), bytes=32 << 20)
 
-    def metadata(self, name: str, number: int, r: _Rank) -> dict[str, Any]:
+    def metadata(self, name: str, r: _Rank) -> dict[str, Any]:
+        if self.plan.style == "ddp":
+            return {}
         whole, part = 1 << 27, (1 << 27) // self.plan.ranks
-        gathers = "gather" in name
-        return {
-            "Collective name": name, "In msg nelems": part if gathers else whole,
-            "Out msg nelems": whole if gathers else part, "Group size": self.plan.ranks, "dtype": "BFloat16",
-            "Process Group Name": "0", "Process Group Description": "default_pg",
-            "Process Group Ranks": str(list(range(self.plan.ranks))), "Rank": r.rank,
-        }  # fmt: skip
+        nelems = (part, whole) if "gather" in name else (whole, part)
+        return metadata(name, ranks=range(self.plan.ranks), nelems=nelems, rank=r.rank)
 
 
 def write_job(plan: JobPlan, folder: Path) -> Truth:

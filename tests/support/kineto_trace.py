@@ -6,6 +6,7 @@ write, `write` puts them in a file of a rank. A time may be a `Decimal` where th
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
@@ -13,6 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
+
+from counterpoint.trace.timeline import Timeline
 
 Event = dict[str, Any]
 Time = float | Decimal
@@ -202,3 +206,34 @@ def write_job(folder: Path, ranks: int = 2, **layout: Any) -> Path:
     for rank in range(ranks):
         write(folder / f"rank{rank}.json", training(ranks, rank=rank), header(rank=rank, world_size=ranks), **layout)
     return folder
+
+
+NASTY = [
+    "}, {", '"}, {"', "\\", '\\"}, {\\"', "]}", '"traceEvents": [', "µs 通信 😀", "<b>&amp;</b>", "tab\tnew\nline\x00",
+    "",
+]  # fmt: skip
+
+
+def plain(timeline: Timeline, *without: str) -> Any:
+    """All of a timeline that can be compared: numbers into its tables replaced by what they stand for."""
+    tables = {"name": timeline.names, "shape": timeline.shapes, "collective": timeline.collectives}
+    whole = dataclasses.asdict(timeline)
+    for key in ("path", "names", "shapes", "collectives", *without):
+        whole.pop(key)
+    for kind in ("gpu", "host"):
+        for name, column in whole[kind].items():
+            if column is None:
+                continue
+            values = np.nan_to_num(column, nan=-7.0).tolist()
+            whole[kind][name] = [tables[name][v] if v >= 0 else None for v in values] if name in tables else values
+    return whole
+
+
+def awkward() -> list[Event]:
+    """Events whose names and args hold everything that could be taken for the border of an event."""
+    made = training()
+    for row, name in enumerate(NASTY):
+        made.append(op(name, 3000.0 + row, 0.5, external=100 + row))
+        made.append(annotation(name, 3100.0 + row, 0.5) | {"args": {"list": [{"a": name}, {"b": [{}, {}]}], "c": {}}})
+        made.append({"ph": "i", "name": name, "ts": 3000.0, "s": "g"})
+    return made

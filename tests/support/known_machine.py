@@ -19,18 +19,18 @@ from counterpoint.collectives.program.tuning import best_tuning, with_link_turns
 from counterpoint.machine.bus_bandwidth import bus_factor, bus_gb_per_s
 from counterpoint.machine.gpus import find_gpu
 from counterpoint.machine.profile import Profile, default_profile
-from counterpoint.measurement.suites import GEMM, LASTING, STREAM, SUM, blocks_of, capped, few_sms, scenarios_of
+from counterpoint.measurement.suites import GEMM, LASTING, STREAM, SUM, capped, few_sms, parts_of
 from counterpoint.measurement.workloads import find_workload
 from counterpoint.pair.choice import predict
 from counterpoint.pair.curves import Curves, curves_from
 from counterpoint.pair.sm_split import SmLayout, SmSplit
 from counterpoint.pair.together import REDUCTIONS, overlap, pair_class, steps_of
-from counterpoint.records.measurement import BlockRow, Environment, Measurement, Order, Row, Scenario, Timing
-from counterpoint.tuning.fit.compute import predicted_us as gemm_us
+from counterpoint.records.measurement import Block, BlockRow, Environment, Measurement, Order, Row, Scenario, Timing
+from counterpoint.tuning.fit.collectives import TimedCall
+from counterpoint.tuning.fit.collectives import predicted_us as clock_us
 from counterpoint.tuning.fit.fitted import pair_of
-from counterpoint.tuning.fit.pairs import summed_us
-from counterpoint.tuning.fit.rates import TimedCall
-from counterpoint.tuning.fit.rates import predicted_us as clock_us
+from counterpoint.tuning.fit.matmuls import predicted_us as gemm_us
+from counterpoint.tuning.fit.matmuls import summed_us
 
 RANKS = 4
 HEAD_US = 100.0
@@ -92,7 +92,9 @@ class KnownMachine:
             LASTING: self.compute_us(GEMM) / efficiency.clock,
             SUM: (RANKS + 1) / RANKS * (1 << 30) / sums.memory_gb_per_s / 1e3,
         }
-        for block in blocks_of("machine", device="cuda", world_size=RANKS):
+        for block in parts_of("machine", device="cuda", world_size=RANKS):
+            if not isinstance(block, Block):
+                continue
             for mechanism in block.mechanisms:
                 for size in block.sizes_bytes:
                     time = self._told(self.alone_us(block.what, size, mechanism))
@@ -117,7 +119,9 @@ class KnownMachine:
         return curves_from(rows, products, layout=SmLayout.even(132))
 
     def _rows(self) -> Iterator[Row]:
-        for scenario in scenarios_of("machine", device="cuda"):
+        for scenario in parts_of("machine", device="cuda"):
+            if not isinstance(scenario, Scenario):
+                continue
             size = self._size(scenario)
             for mechanism in scenario.mechanisms:
                 for order in scenario.orders:

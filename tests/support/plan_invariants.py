@@ -14,11 +14,11 @@ from msgspec.structs import replace
 from counterpoint.errors import Misconfigured
 from counterpoint.plan.answer import answer
 from counterpoint.plan.compute.memory import memory
+from counterpoint.plan.job.changes import build_job, on_nodes
 from counterpoint.plan.job.cluster import Level
 from counterpoint.plan.job.job import Job, job_toml, parse_job
 from counterpoint.plan.job.model import model_flops
 from counterpoint.plan.job.parallel import Parallel, deal_layers, part_parameters
-from counterpoint.plan.job.what_if import build_job, what_if
 from counterpoint.plan.step.schedule import scheduled
 from counterpoint.plan.step.step import predict_step
 from counterpoint.records.prediction import Prediction
@@ -324,7 +324,7 @@ def a_job_is_the_same_through_its_file(job: Job) -> None:
 def as_many_nodes_as_there_are_change_nothing(job: Job) -> None:
     nodes = job.cluster.num_gpus / job.cluster.gpus_per_node
     if nodes == int(nodes) and job.cluster.num_gpus == job.parallel.world_size:
-        assert us(what_if(job, "nodes", str(int(nodes)))) == us(job)
+        assert us(on_nodes(job, int(nodes), batch_grows=False)) == us(job)
 
 
 @invariant
@@ -336,7 +336,9 @@ def linked_flags_are_one_job_in_any_order(job: Job) -> None:
     replica = job.parallel.tp * job.parallel.pp * job.parallel.cp
     nodes = 4 * max(1, -(-replica * job.parallel.ep // job.cluster.gpus_per_node))
     gpus = nodes * job.cluster.gpus_per_node
-    asked = {"nodes": str(nodes), "global_batch": str(gpus // replica * 16), "micro_batch": "2", "parallel.shard": "2"}
+    batch = str(gpus // replica * 16)
+    asked = {"nodes": str(nodes), "parallel.shard": "2"}
+    asked |= {"training.global_batch": batch, "training.micro_batch": "2"}
     found: list[Job | str] = []
     for order in permutations(asked.items()):
         try:

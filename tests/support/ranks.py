@@ -80,10 +80,10 @@ class Ranks:
         failed: list[str] = []
         while len(answers) < self.world_size:
             ready = wait([pipe for pipe in self.pipes if pipe not in answers], 30.0 if failed else HANG_S)
-            for pipe in filter(self.pipes.__contains__, ready):
-                answers[pipe] = answer = _received(pipe)  # type: ignore[index, arg-type]
+            for pipe in (one for one in self.pipes if one in ready):
+                answers[pipe] = answer = _received(pipe)
                 if answer is not None and not answer[0]:
-                    failed.append(f"rank {self.pipes.index(pipe)}: {answer[1]}")  # type: ignore[arg-type]
+                    failed.append(f"rank {self.pipes.index(pipe)}: {answer[1]}")
             if not ready and not failed:
                 raise TimeoutError(f"a rank neither answered nor died within {HANG_S} s")
             if not ready:

@@ -8,10 +8,10 @@ from statistics import fmean
 import msgspec
 from budget_rule import products_of
 from hypothesis import strategies as st
+from measure_suites import BUDGET, BUDGET_GEMMS, BUDGET_LIMITS, BUDGET_SIZES, BUDGET_SMS
 from synthetic_machine import SyntheticMachine
 
 from counterpoint.machine.profile import default_profile
-from counterpoint.measurement.suites import BUDGET, BUDGET_GEMMS, BUDGET_LIMITS, BUDGET_SIZES, BUDGET_SMS
 from counterpoint.pair.choice import ORDERS
 from counterpoint.pair.curves import Curves, curves_from
 from counterpoint.pair.sm_split import SmLayout, SmSplit

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from counterpoint.commands.terminal import check_outputs, json_file, progress, write_json, writing
+from counterpoint.commands.terminal import check_outputs, json_file, progress, show, write_json, writing
 from counterpoint.errors import Misconfigured
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from rich.console import Console
 
     from counterpoint.diagnosis.api import Result
     from counterpoint.diagnosis.reading.engine import Engine
@@ -107,8 +109,6 @@ def _refuse_with_dumps(*options: object) -> None:
 
 def _hang(dumps: list[Path], json: str | None, json_path: Path | None, *, quiet: bool) -> None:
     """Say who is missing in a hang."""
-    from rich.console import Console
-
     from counterpoint.diagnosis.hang import diagnose_hang
     from counterpoint.rendering.hang_terminal import render_hang
 
@@ -116,7 +116,7 @@ def _hang(dumps: list[Path], json: str | None, json_path: Path | None, *, quiet:
     if json is not None:
         write_json(hang, json_path)
     if not quiet and json != "-":
-        render_hang(hang, Console(soft_wrap=False))
+        show(lambda console: render_hang(hang, console))
 
 
 def _earlier(source: str, engine: Engine, limits: Limits, progress: Callable[[int, int, str], None]) -> Diagnosis:
@@ -129,15 +129,13 @@ def _earlier(source: str, engine: Engine, limits: Limits, progress: Callable[[in
 
 
 def _summary(diagnosis: Diagnosis, compared: Comparison | None, written: list[Path], *, verbose: bool) -> None:
-    from rich.console import Console
-
     from counterpoint.rendering.comparison_terminal import render_comparison
     from counterpoint.rendering.diagnosis_terminal import render
 
-    console = Console(soft_wrap=False)
-    if compared is None or verbose:
-        render(diagnosis, console, verbose=verbose)
-    if compared is not None:
-        render_comparison(compared, console)
-    for path in written:
-        console.print(f"wrote {path}", markup=False, highlight=False)
+    def both(console: Console) -> None:
+        if compared is None or verbose:
+            render(diagnosis, console, verbose=verbose)
+        if compared is not None:
+            render_comparison(compared, console)
+
+    show(both, written)

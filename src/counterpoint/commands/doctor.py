@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from counterpoint.commands.terminal import check_outputs, json_file, progress, write_json
+from counterpoint.commands.terminal import check_outputs, json_file, progress, show, write_json
 from counterpoint.errors import Misconfigured
 
 _TUNING = ".toml"  # ends the name of what `counterpoint tune` wrote
@@ -59,11 +59,9 @@ def doctor(
     if json is not None:
         write_json(checkup, json_path)
     if not quiet and json != "-":
-        from rich.console import Console
-
         from counterpoint.rendering.doctor_terminal import render_checkup
 
-        render_checkup(checkup, Console(soft_wrap=False))
+        show(lambda console: render_checkup(checkup, console))
     raise typer.Exit(exit_code(checkup.checks, strict=strict))
 
 
@@ -83,9 +81,7 @@ def _check(given: list[str], json: str | None, *, quiet: bool) -> None:
     if json is not None:
         write_json(effect, json_file(json))
     if not quiet and json != "-":
-        from rich.console import Console
-
         from counterpoint.rendering.effect_terminal import render_effect
 
-        render_effect(effect, Console(soft_wrap=False))
+        show(lambda console: render_effect(effect, console))
     raise typer.Exit(0 if effect.took_effect else 1)

@@ -13,6 +13,7 @@ from counterpoint.commands.terminal import (
     check_outputs,
     json_file,
     progress,
+    show,
     write_file,
     write_json,
     writing,
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from counterpoint.records.measurement import Measurement
 
 
-NARROWEST = 80  # columns of a terminal: below, lines are longer than it
 IN_A_FILE = 140  # what nobody folds: mechanisms with three controls keep their line
 
 
@@ -100,13 +100,7 @@ def _print(measured: Measurement, out: Path | None, wrote: Sequence[Path | None]
     from counterpoint.rendering.measurement_summary import summary
 
     if not quiet:
-        from rich.console import Console
-
         from counterpoint.rendering.measurement_text import render
 
-        console = Console(soft_wrap=False)
-        console.width = max(console.width, NARROWEST if console.is_terminal else IN_A_FILE)
-        render(measured, console)
-        for path in filter(None, wrote):
-            console.print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)
+        show(lambda console: render(measured, console), wrote, in_a_file=IN_A_FILE)
     print(msgspec.json.encode(summary(measured, None if out is None else str(out))).decode(), flush=True)

@@ -2,65 +2,32 @@
 
 from __future__ import annotations
 
-import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from counterpoint.commands.terminal import check_outputs, json_file, progress, write_file, write_json, writing
+from counterpoint.commands.terminal import check_outputs, json_file, progress, show, write_file, write_json, writing
 from counterpoint.errors import Misconfigured, printable
-from counterpoint.plan.job.what_if import WHAT_IFS, build_job, swept
+from counterpoint.plan.job.changes import build_job, swept
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from counterpoint.plan.job.job import Job
     from counterpoint.records.prediction import Prediction, SearchResult
 
 
-MIN_WIDTH = 80
 BEST = 10  # ways that --search lists
 
 
-def _with_what_ifs(command: Callable[..., None]) -> Callable[..., None]:
-    """Return `command` with an option added for each what-if; they come as `asked`: --nodes 16 as {"nodes": "16"}."""
-
-    def wrapped(**given: Any) -> None:
-        asked = {name: given.pop(name) for name in WHAT_IFS}
-        command(asked={name: value for name, value in asked.items() if value is not None}, **given)
-
-    own = [each for each in inspect.signature(command, eval_str=True).parameters.values() if each.name != "asked"]
-    more = [
-        inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=None,
-            annotation=Annotated[
-                str | None,
-                typer.Option(metavar="VALUE", help=f"{what.means} Give {what.unit}.", rich_help_panel="What if"),
-            ],
-        )
-        for name, what in WHAT_IFS.items()
-    ]
-    parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own] + more
-    wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    wrapped.__annotations__ = {each.name: each.annotation for each in parameters}
-    wrapped.__doc__, wrapped.__name__ = command.__doc__, command.__name__
-    return wrapped
-
-
-@_with_what_ifs
 def plan(
-    asked: Mapping[str, str],
     job: Annotated[
         Path | None,
         typer.Argument(
-            help="A job as TOML (examples/plan), a config.json of Hugging Face, a job of torchtitan, or a script or "
-            "list of Megatron-LM's arguments."
+            help="A job as TOML (examples/plan), a config.json of Hugging Face, or the list of arguments that a run of "
+            "Megatron-LM prints."
         ),
     ] = None,
     from_trace: Annotated[
@@ -69,11 +36,20 @@ def plan(
     recorded_on: Annotated[
         str | None, typer.Option(help="Name the network that --from-trace was recorded on; one node needs none.")
     ] = None,
+    gpu: Annotated[str | None, typer.Option(help="Train on another GPU; the network stays.")] = None,
+    network: Annotated[str | None, typer.Option(help="Join the GPUs by another network, named or a file.")] = None,
+    nodes: Annotated[str | None, typer.Option(help="Train on so many nodes, with the same batch.")] = None,
+    weak_nodes: Annotated[
+        str | None, typer.Option(help="Train on so many nodes; the batch grows with their number.")
+    ] = None,
+    mechanism: Annotated[
+        str | None, typer.Option(help="Change how collectives overlap with compute: nccl, zero_sm, ideal, ...")
+    ] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Give a field of the job another value, as in parallel.tp=4.")
     ] = None,
     sweep: Annotated[
-        list[str] | None, typer.Option(help="Draw a curve over values of a what-if or a field: nodes=1,2,4,8.")
+        list[str] | None, typer.Option(help="Draw a curve over values of --nodes or a field: nodes=1,2,4,8.")
     ] = None,
     search: Annotated[bool, typer.Option("--search", help="Find the fastest way to divide the job that fits.")] = False,
     fix: Annotated[
@@ -122,6 +98,8 @@ def plan(
     json: Annotated[str | None, typer.Option(help="Write the prediction as JSON; - prints it (and only it).")] = None,
 ) -> None:
     """Predict what more nodes, accumulation, compression or another placement would do to a job; this needs no GPU."""
+    flags = {"gpu": gpu, "network": network, "nodes": nodes, "weak_nodes": weak_nodes, "mechanism": mechanism}
+    asked = _changes(set_ or [], {name: value for name, value in flags.items() if value is not None})
     others = {"--json": json, "--html": html, "--search": search or None, "--sweep": sweep, "--topology": topology}
     _check_explain(explain, _named(others))
     json_path = json_file(json)
@@ -139,8 +117,8 @@ def plan(
     _check_fit(ranks, write_network)
     if from_trace is not None:
         given = {
-            "a job": job, "--set": set_, "--sweep": sweep, "--search": search or None, "--explain": explain,
-            "--topology": topology, "--write-job": write_job,
+            "a job": job, "--sweep": sweep, "--search": search or None, "--explain": explain, "--topology": topology,
+            "--write-job": write_job,
         }  # fmt: skip
         found = _from_trace(from_trace, recorded_on, asked, _named(given))
     elif recorded_on is not None:
@@ -148,7 +126,7 @@ def plan(
     elif job is None:
         raise Misconfigured("there is nothing to plan: give a job, such as those of examples/plan, or --from-trace")
     else:
-        request = _Request(job, _fields(set_ or []) | dict(asked))
+        request = _Request(job, asked)
         if write_job is not None:
             request.write_job(write_job)
         if explain is not None:
@@ -188,7 +166,7 @@ def _fit(
     if path is not None and path.suffix != ".json":
         raise Misconfigured(f"--write-network {printable(str(path), 200)}: give a name that ends with .json")
     from counterpoint.plan.network.fit import fit_network
-    from counterpoint.rendering.plan_terminal import render_network_fit
+    from counterpoint.rendering.plan_tables import render_network_fit
 
     found = fit_network(files, network=asked.get("network"), gpu=asked.get("gpu"), ranks=ranks)
     if path is not None:
@@ -196,15 +174,7 @@ def _fit(
     if json is not None:
         write_json(found, json_path)
     if json != "-":
-        render_network_fit(found.errors, found.host_bound, str(path) if path else None, _console())
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    console = Console(soft_wrap=False)
-    console.width = max(console.width, MIN_WIDTH)
-    return console
+        show(lambda console: render_network_fit(found.errors, found.host_bound, str(path) if path else None, console))
 
 
 def _check_placement(topology: Path | None, name: str | None, hosts: str | None, launch_files: Path | None) -> None:
@@ -222,18 +192,18 @@ def _from_trace(traces: Path, recorded_on: str | None, asked: Mapping[str, str],
     from counterpoint.plan.from_trace import answer_from_trace
 
     if also:
-        raise Misconfigured(f"{also[0]} with --from-trace: a trace has no fields to change; give a job instead of it")
+        raise Misconfigured(f"{also[0]} with --from-trace: a trace is no job; give a job instead of it")
     return answer_from_trace(diagnose(str(traces)).diagnosis, recorded_on=recorded_on, asked=asked)
 
 
-def _fields(texts: list[str]) -> dict[str, str]:
-    """Return what --set gives each field; Misconfigured where one field has two values."""
-    fields: dict[str, str] = {}
+def _changes(texts: list[str], flags: Mapping[str, str]) -> dict[str, str]:
+    """Return what flags and --set give each name; Misconfigured where one has two values."""
+    changes = dict(flags)
     for text in texts:
         name, value = _assignment("--set", text)
-        if fields.setdefault(name, value) != value:
+        if changes.setdefault(name, value) != value:
             raise Misconfigured(f"--set {printable(name, 80)} comes twice, with two values: give one of them")
-    return fields
+    return changes
 
 
 def _assignment(option: str, text: str) -> tuple[str, str]:
@@ -360,9 +330,6 @@ def _write(found: Prediction, html: Path | None, json: str | None, json_path: Pa
         write_json(found, json_path)
     if json == "-":
         return
-    from counterpoint.rendering.plan_terminal import render_prediction
+    from counterpoint.rendering.plan_tables import render_prediction
 
-    console = _console()
-    render_prediction(found, console)
-    if html is not None:
-        console.print(f"wrote {html}", markup=False, highlight=False, soft_wrap=True)
+    show(lambda console: render_prediction(found, console), [html])

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from counterpoint.commands.interruption import ending_cleanly
-from counterpoint.commands.terminal import check_outputs, json_file, write_json
+from counterpoint.commands.terminal import check_outputs, json_file, show, write_json
 
 
 def rehearse(
@@ -35,8 +35,6 @@ def rehearse(
     if json is not None:
         write_json(found, json_path)
     if json != "-":
-        from rich.console import Console
-
         from counterpoint.rendering.rehearsal_terminal import render_rehearsal
 
-        render_rehearsal(found, Console(soft_wrap=True))
+        show(lambda console: render_rehearsal(found, console))

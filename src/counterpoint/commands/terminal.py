@@ -6,7 +6,7 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -15,7 +15,10 @@ from counterpoint.errors import CounterpointError, Misconfigured
 from counterpoint.rendering.files import is_stream, replacing
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from typing_extensions import Buffer
+
+NARROWEST = 80  # columns: below, lines are longer than a terminal
 
 
 class ReaderGone(CounterpointError):
@@ -116,6 +119,17 @@ def write_json(record: object, path: Path | None) -> None:
         sys.stdout.flush()
         return
     write_file(path, msgspec.json.format(text, indent=1) + b"\n")
+
+
+def show(render: Callable[[Console], None], wrote: Iterable[Path | None] = (), *, in_a_file: int = NARROWEST) -> None:
+    """Print by `render`, on a terminal as on one of at least 80 columns, then which files were written."""
+    from rich.console import Console
+
+    console = Console(soft_wrap=False)
+    console.width = max(console.width, NARROWEST if console.is_terminal else in_a_file)
+    render(console)
+    for path in filter(None, wrote):
+        console.print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager

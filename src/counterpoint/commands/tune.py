@@ -13,6 +13,7 @@ from counterpoint.commands.terminal import (
     check_outputs,
     json_file,
     progress,
+    show,
     write_file,
     write_json,
     writing,
@@ -144,8 +145,8 @@ def _tune_machine(out: Path, *, device: str | None, nproc: int | None, timeout: 
         found = tune_machine(device=device or "cuda", world_size=nproc, timeout_s=timeout, progress=tell)
         write_file(out, profile_json(found))
     if not quiet:
-        _say(str(found), *(f"{group} left out: {why}" for group, why in found.left_out.items()))
-        _say(f"wrote {out}: export COUNTERPOINT_PROFILE={out}")
+        print(found, *(f"{group} left out: {why}" for group, why in found.left_out.items()), sep="\n")
+        print(f"wrote {out}: export COUNTERPOINT_PROFILE={out}")
 
 
 def _export(source: Path, form: str, out: Path | None, html: Path | None) -> None:
@@ -175,27 +176,16 @@ def _write(tuned: Tuned, out: Path, html: Path | None, json_path: Path | None) -
 
 
 def _draw(tuned: Tuned, html: Path) -> None:
-    from counterpoint.rendering.tuning_html import write_tuning_page
+    from counterpoint.rendering.tuning_tables import write_tuning_page
 
     with writing(html):
         write_tuning_page(html, tuned)
 
 
 def _print(tuned: Tuned, wrote: list[Path]) -> None:
-    from rich.console import Console
+    from counterpoint.rendering.tuning_tables import render_tuned
 
-    from counterpoint.rendering.tuning_terminal import render_tuned
-
-    render_tuned(tuned, Console(soft_wrap=False))
-    _say(*(f"wrote {path}" for path in wrote))
-
-
-def _say(*lines: str) -> None:
-    from rich.console import Console
-
-    console = Console(soft_wrap=False)
-    for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    show(lambda console: render_tuned(tuned, console), wrote)
 
 
 def _check_outputs(source: Path | None, *outputs: Path | None) -> None:

@@ -1,9 +1,7 @@
 """Measure a computation and a collective alone, one after the other and together, and what each loses and why.
 
-`counterpoint.measure` is `api.measure`. It makes a plan of names (suites.py, workloads.py, mechanisms.py, dtypes.py),
-starts a process per rank (launch.py, worker.py), and keeps finished results (resume.py). On a rank, session.py joins
-the others and scenarios.py measures one part of the plan: collective.py and open_mechanisms.py prepare it, trial.py
-times it, gpu_usage.py observes what ran, and rows.py computes the result. dependent.py names what depends on
-communication: tensor.py measures such matmuls, expert.py the tokens that travel to their experts and back
-(sample_tokens.py, exchange_mechanisms.py). costs.py has launches, sums and lasting load.
+`counterpoint.measure` is `api.measure`. It makes a plan of names (suites.py, workloads.py, mechanisms.py, dependent.py,
+dtypes.py) and starts a process per rank (launch.py, worker.py). On a rank, session.py joins the others and parts.py
+measures one part of the plan after another: pairs.py, alone.py, tensor.py and expert.py prepare its experiments
+(collective.py, open_mechanisms.py), trial.py times them, gpu_usage.py observes what ran, and rows.py makes the rows.
 """

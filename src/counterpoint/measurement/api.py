@@ -15,7 +15,7 @@ from counterpoint.errors import CounterpointError, Misconfigured, Unsupported
 from counterpoint.machine.driver import visible_gpus
 from counterpoint.machine.gpus import find_gpu
 from counterpoint.measurement.launch import STARTUP_S, launch, read_outcomes
-from counterpoint.measurement.suites import SMS, blocks_of, scenarios_of
+from counterpoint.measurement.suites import SMS, parts_of
 from counterpoint.processes import Progress, run_folder
 from counterpoint.records.measurement import Block, Measurement, Outcome, Plan, Scenario
 
@@ -55,10 +55,9 @@ def measure(
     """
     ranks = count_ranks(device, world_size)
     num_sms = _num_sms() if device == "cuda" else SMS
-    scenarios = scenarios_of(suite, device=device, mechanisms=mechanisms, num_sms=num_sms)
-    blocks = blocks_of(suite, device=device, world_size=ranks, mechanisms=mechanisms, num_sms=num_sms)
+    parts = parts_of(suite, device=device, world_size=ranks, mechanisms=mechanisms, num_sms=num_sms)
     return measure_parts(
-        suite, (*scenarios, *blocks), device=device, world_size=ranks, rounds=rounds, timeout_s=timeout_s,
+        suite, parts, device=device, world_size=ranks, rounds=rounds, timeout_s=timeout_s,
         progress=progress,
     )  # fmt: skip
 
@@ -128,13 +127,11 @@ def measure_parts(
             suite=suite,
             device="cuda" if device == "cuda" else "cpu",
             world_size=world_size,
-            scenarios=tuple(part for part in parts if isinstance(part, Scenario)),
-            blocks=tuple(part for part in parts if isinstance(part, Block)),
+            parts=tuple(parts),
             rounds=rounds,
             timeout_s=min(timeout_s + 2 * STARTUP_S, MAX_WAIT_S),  # `launch` gives up first, and says who was where
             results=str(results),
             errors=str(folder / "errors"),
-            order=tuple(part.name for part in parts),
             until_s=until_s,
         )
         launch(plan, folder=folder, timeout_s=timeout_s, progress=progress)

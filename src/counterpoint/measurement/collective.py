@@ -75,11 +75,6 @@ class Buffers:
         return self.call.operation
 
     @property
-    def size_bytes(self) -> int:
-        """Return the bytes of the full array."""
-        return max(self.send.nbytes, self.recv.nbytes)
-
-    @property
     def own_block(self) -> Tensor | None:
         """Return this rank's block of the output if the input can lie there, else None."""
         span = self.call.input_span(self.rank)

@@ -1,4 +1,4 @@
-"""Measure tokens that travel to their experts and back: by every mechanism alone, and beside compute and gathers.
+"""Measure tokens that travel to their experts and back: by every mechanism, alone and with other work.
 
 A dispatch begins with tokens and ends with rows in the order of this rank's experts; a combine begins with such rows
 and ends with sums. All mechanisms take turns in the same rounds. Before it is timed, a dispatch and a combine are
@@ -7,331 +7,334 @@ compared with float64; what is wrong, what went another way than asked, and tran
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from counterpoint.collectives.host.group import torch_function
+from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.controls.observe import communicates, sides_of_all
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.machine.gpus import peak_tflops
-from counterpoint.measurement.dependent import TokenExchange, find_exchange
-from counterpoint.measurement.exchange_mechanisms import FORCED, ExchangeMechanism, NcclExchange, opened_mechanism
-from counterpoint.measurement.gpu_usage import Observed, combine, read_device
-from counterpoint.measurement.rows import Samples, comm_time, play_rounds, row, time_of, why_late
-from counterpoint.measurement.sample_tokens import SampleTokens, expert_scales
+from counterpoint.measurement.collective import relative_error
+from counterpoint.measurement.dependent import ExpertLayer, TokenExchange, find_exchange
+from counterpoint.measurement.gpu_usage import Observed, device_state
+from counterpoint.measurement.open_mechanisms import FORCED, Checked, open_checked
+from counterpoint.measurement.rows import Experiment, Samples, SamplesOf, comm_time, joined, row, time_of, why_late
 from counterpoint.measurement.session import Session
 from counterpoint.measurement.trial import Case, Trial
 from counterpoint.measurement.workloads import find_workload, prepare
+from counterpoint.parallel.expert import permute as routing
+from counterpoint.parallel.expert.dispatcher import Dispatcher
 from counterpoint.parallel.expert.layers import ExpertWeights
-from counterpoint.records.measurement import LEGS, Block, BlockRow, Outcome, Plan, Row, Scenario, Usage
+from counterpoint.parallel.options import ExpertOptions
+from counterpoint.records.measurement import LEGS, Block, BlockRow, Plan, Row, Scenario, Usage
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _GATHERED_BYTES = {"cuda": 256 << 20, "cpu": 1 << 20}  # of a layer's other parameters, as FSDP2 gathers them
-_BESIDE: tuple[Case, ...] = ("serial", "together")
 _DENSE = {"cuda": "gemm 8192x8192x8192", "cpu": "gemm 256x256x256*4"}
+_SCALES = 128  # experts with another factor each, exact in bfloat16, so that a row at a wrong expert shows
 
 
-@dataclass(kw_only=True)
-class _Opened:
-    """Holds mechanisms that are ready, and why others cannot run or are wrong."""
+def routed(way: str, tokens: int, layer: ExpertLayer, generator: torch.Generator) -> Tensor:
+    """Return the experts of random tokens, int64 `[tokens, top_k]`, no expert twice.
 
-    each: dict[str, ExchangeMechanism] = field(default_factory=dict)
-    ways: dict[str, tuple[str | None, str | None]] = field(default_factory=dict)  # which way calls went, and why
-    seen: dict[str, Observed] = field(default_factory=dict)
-    unavailable: dict[str, str] = field(default_factory=dict)
-    wrong: dict[str, str] = field(default_factory=dict)
+    Args:
+        way: `uniform`; `zipf`, the i-th expert being wanted 1 / i times as much as the first, and experts lying in a
+            random order on the ranks, the same everywhere; or `one-hot`, all tokens going to the first experts.
+        tokens: of this rank.
+        layer: number of experts, and choices of a token.
+        generator: of random numbers; its device is that of the result.
+    """
+    if way == "one-hot":
+        return torch.arange(layer.top_k, device=generator.device).repeat(tokens, 1)
+    noise = torch.empty(tokens, layer.experts, device=generator.device).exponential_(generator=generator)
+    if way == "zipf":
+        places = torch.randperm(layer.experts, generator=torch.Generator().manual_seed(0)).to(generator.device)
+        noise *= 1.0 + places  # the first of several that wait, each for a time of this mean
+    return noise.topk(layer.top_k, largest=False).indices
 
-    def marked(self, name: str) -> str | None:
-        """Return why results of a mechanism must not be believed; None if nothing speaks against them."""
-        path, why = self.ways[name]
-        went = f"ran as {path}: {why}" if name in FORCED and path != name else None
-        return _both(self.wrong.get(name), went, self.seen[name].marked)
+
+@dataclass(frozen=True, kw_only=True)
+class SampleTokens:
+    """Holds what a rank dispatches."""
+
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
+
+    @classmethod
+    def random(cls, session: Session, exchange: TokenExchange, seed: int) -> SampleTokens:
+        """Return random tokens of this rank."""
+        generator = torch.Generator(device=session.device).manual_seed(seed + session.rank)
+        layer = exchange.sizes
+        ids = routed(exchange.routing, exchange.tokens, layer, generator)
+        x = torch.empty(exchange.tokens, layer.hidden, device=session.device, dtype=session.dtype)
+        weights = torch.empty(exchange.tokens, layer.top_k, device=session.device).uniform_(generator=generator)
+        return cls(x=x.normal_(generator=generator), ids=ids, weights=weights / weights.sum(1, keepdim=True))
+
+    def dispatch(self, dispatcher: Dispatcher) -> tuple[Tensor, Tensor, Any]:
+        """Return the rows of this rank's experts, where each expert's rows end, and a handle for `combine`."""
+        return dispatcher.dispatch(self.x, self.ids, self.weights)
+
+    def errors(self, sums: Tensor) -> tuple[float, float]:
+        """Return the relative error of sums, with `expert_scales` for experts, and twice that of plain rounding."""
+        exact, plain = torch.zeros_like(self.x, dtype=torch.float64), torch.zeros_like(self.x, dtype=torch.float32)
+        for ids, weights in zip(self.ids.t(), self.weights.t(), strict=True):
+            scales = expert_scales(ids)[:, None]
+            exact += self.x.double() * (scales * weights[:, None]).double()
+            plain += (self.x * scales).to(self.x.dtype).float() * weights[:, None]
+        allowed = 2 * relative_error(plain.to(self.x.dtype), exact)
+        return relative_error(sums, exact), max(allowed, torch.finfo(self.x.dtype).eps)
+
+
+def expert_scales(experts: Tensor) -> Tensor:
+    """Return what experts multiply their rows by, given their numbers."""
+    return 1.0 + (experts % _SCALES).float() / _SCALES
 
 
 @torch.no_grad()
-def measure_exchange(session: Session, block: Block, plan: Plan) -> Outcome:
-    """Return the rows of an exchange alone and beside other work, by each mechanism. All ranks call it alike.
+def exchange(session: Session, block: Block, plan: Plan, unavailable: dict[str, str]) -> Iterator[Experiment]:
+    """Yield an experiment for each leg of an exchange, alone and together with other work, by each mechanism.
 
     Raises:
         Misconfigured: there is no such exchange, the ranks cannot share its experts, or memory does not suffice.
     """
-    exchange = find_exchange(block.what)
-    if exchange.sizes.experts % session.world_size:
+    asked = find_exchange(block.what)
+    layer = asked.sizes
+    if layer.experts % session.world_size:
         raise Misconfigured(
-            f"{block.what} on {session.world_size} ranks: give a number that divides {exchange.sizes.experts} experts"
+            f"{block.what} on {session.world_size} ranks: give a number that divides {layer.experts} experts"
         )
-    needed = exchange.memory_bytes(session.dtype.itemsize, session.world_size, len(block.mechanisms))
+    needed = asked.memory_bytes(session.dtype.itemsize, session.world_size, len(block.mechanisms))
     session.require_memory(needed, block.what)
-    tokens = SampleTokens.random(session, exchange, plan.seed)
-    opened = _open(session, exchange, tokens, block.mechanisms, plan.timeout_s)
-    rows: list[Row] = []
-    alone: list[BlockRow] = []
-    if opened.each:
-        beside = _Beside(session, exchange, plan.seed)
-        works = beside.works(tokens)
-        for leg in LEGS:
-            pairs, blocks = _timed(session, exchange, leg, tokens, opened, works, plan)
-            rows += pairs
-            alone += blocks
-        beside.close()
-    for mechanism in opened.each.values():
-        mechanism.close()
-    outcome = Outcome(scenario=block.name, rows=tuple(rows), blocks=tuple(alone), unavailable=opened.unavailable)
-    del tokens, opened
-    _free(session)
-    return outcome
+    tokens = SampleTokens.random(session, asked, plan.seed)
+
+    def open_dispatcher(mechanism: str) -> Dispatcher:
+        of_communicator = CommunicatorOptions(timeout_s=plan.timeout_s)
+        options = ExpertOptions(mechanism=mechanism, equal_tokens=True, communicator=of_communicator)  # type: ignore[arg-type]
+        return Dispatcher(
+            session.world, experts=layer.experts, top_k=layer.top_k, max_tokens=asked.tokens, hidden=layer.hidden,
+            options=options,
+        )  # fmt: skip
+
+    checked = open_checked(
+        session,
+        block.mechanisms,
+        open_dispatcher,
+        partial(_round_trip, session, tokens),
+        tokens.errors,
+        unavailable,
+        allowed="that of rounding",
+    )
+    if checked:
+        seen = _observed(session, checked, tokens)
+        with _other_works(session, asked, tokens, plan.seed) as works:
+            for leg in LEGS:
+                yield _of_leg(session, asked, [_Leg(session, one, leg, tokens) for one in checked], seen, works)
+    for one in checked:
+        one.caller.close()
 
 
-def _open(
-    session: Session, exchange: TokenExchange, tokens: SampleTokens, names: Sequence[str], timeout_s: float
-) -> _Opened:
-    """Prepare each mechanism, and compare what it makes of tokens with float64; see how calls went."""
-    opened = _Opened()
-    for name in names:
-        others = [one for one in names if one != name]
-        try:
-            mechanism = session.raise_together(partial(opened_mechanism, session, exchange, name, others, timeout_s))
-            sums = session.raise_together(partial(_round_trip, session, exchange, mechanism, tokens))
-        except Unsupported as error:
-            opened.unavailable[name] = str(error)
-            continue
-        opened.each[name], opened.ways[name] = mechanism, _way(session, mechanism)
-        errors = session.gather(tokens.errors(sums))
-        rank = next((rank for rank, (found, allowed) in enumerate(errors) if not found <= allowed), None)
-        if rank is not None:
-            found, allowed = errors[rank]
-            what = f"wrong on rank {rank}: relative error {found:.2e}"
-            opened.wrong[name] = f"{what}, and {allowed:.2e}, twice that of rounding, is allowed"
-    opened.seen = _observed(session, opened.each, tokens)
-    return opened
-
-
-def _round_trip(
-    session: Session, exchange: TokenExchange, mechanism: ExchangeMechanism, tokens: SampleTokens
-) -> Tensor:
+def _round_trip(session: Session, tokens: SampleTokens, dispatcher: Dispatcher) -> Tensor:
     """Return what a mechanism makes of tokens whose experts multiply by `expert_scales`."""
-    rows, offsets, handle = mechanism.dispatch(tokens)
+    rows, offsets, handle = tokens.dispatch(dispatcher)
     experts = torch.bucketize(torch.arange(len(rows), device=rows.device), offsets.long(), right=True)
-    first = session.rank * (exchange.sizes.experts // session.world_size)
-    sums = mechanism.combine((rows * expert_scales(first + experts)[:, None]).to(rows.dtype), handle)
+    first = session.rank * len(offsets)
+    sums = dispatcher.combine((rows * expert_scales(first + experts)[:, None]).to(rows.dtype), handle)
     if session.is_cuda:
         torch.cuda.synchronize(session.device)
     return sums
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Work:
-    """Holds what runs beside an exchange."""
+class _Work(NamedTuple):
+    """Holds what runs together with an exchange."""
 
     name: str
     run: Callable[[], Any]
-    flops: int = 0  # of this rank
+    flops: int  # of this rank
 
 
-class _Beside:
-    """Holds what runs beside an exchange: the experts of as many tokens, a dense matmul, and a gather of parameters."""
-
-    def __init__(self, session: Session, exchange: TokenExchange, seed: int) -> None:
-        self._session, self._exchange = session, exchange
-        layer, kind = exchange.sizes, session.device.type
-        make = partial(torch.empty, device=session.device, dtype=session.dtype)
-        generator = torch.Generator(device=session.device).manual_seed(seed + 1)
-        local = layer.experts // session.world_size
-        self._experts = ExpertWeights(
-            gate_up=make(local, 2 * layer.ffn, layer.hidden).normal_(generator=generator).div_(layer.hidden**0.5),
-            down=make(local, layer.hidden, layer.ffn).normal_(generator=generator).div_(layer.ffn**0.5),
-        )
-        size = _GATHERED_BYTES[kind]
-        shard = make(size // session.dtype.itemsize // session.world_size).normal_(generator=generator)
-        whole = shard.new_empty(session.world_size * len(shard))
-        self._group = dist.new_group(backend="nccl" if session.is_cuda else "gloo")  # as FSDP2 has one
-        gather = partial(torch_function("all_gather"), whole, shard, group=self._group)
-        session.raise_together(gather)  # makes the communicator
-        dense = find_workload(_DENSE[kind])
-        run = prepare(dense, session.device, session.dtype, seed)
-        self._others = [
-            _Work(name=dense.name, run=run, flops=dense.flops),
-            _Work(name=f"all_gather {size >> 20} MiB", run=gather),
-        ]
-
-    def works(self, tokens: SampleTokens) -> list[_Work]:
-        """Return them; the experts have the rows of tokens that are routed like these."""
-        rows, offsets, _ = NcclExchange(self._session, self._exchange).dispatch(tokens)
-        count, layer = int(offsets[-1]), self._exchange.sizes
-        rows = rows[:count].clone()
-        experts = _Work(
-            name=f"experts {self._exchange.name}",
-            run=lambda: self._experts(rows, offsets),
-            flops=6 * count * layer.hidden * layer.ffn,
-        )
-        return [experts, *self._others]
-
-    def close(self) -> None:
-        """Give back the group."""
-        dist.destroy_process_group(self._group)
+@contextmanager
+def _other_works(
+    session: Session, exchange: TokenExchange, tokens: SampleTokens, seed: int
+) -> Iterator[tuple[_Work, ...]]:
+    """Make the experts of tokens that are routed like these, a dense matmul, and a gather of parameters."""
+    layer, kind = exchange.sizes, session.device.type
+    make = partial(torch.empty, device=session.device, dtype=session.dtype)
+    generator = torch.Generator(device=session.device).manual_seed(seed + 1)
+    local = layer.experts // session.world_size
+    experts = ExpertWeights(
+        gate_up=make(local, 2 * layer.ffn, layer.hidden).normal_(generator=generator).div_(layer.hidden**0.5),
+        down=make(local, layer.hidden, layer.ffn).normal_(generator=generator).div_(layer.ffn**0.5),
+    )
+    size = _GATHERED_BYTES[kind]
+    shard = make(size // session.dtype.itemsize // session.world_size).normal_(generator=generator)
+    whole = shard.new_empty(session.world_size * len(shard))
+    group = dist.new_group(backend="nccl" if session.is_cuda else "gloo")  # as FSDP2 has one
+    gather = partial(torch_function("all_gather"), whole, shard, group=group)
+    session.raise_together(gather)  # makes the communicator
+    dense = find_workload(_DENSE[kind])
+    run = prepare(dense, session.device, session.dtype, seed)
+    rows, offsets = _rows_at_experts(session, exchange, tokens)
+    yield (
+        _Work(f"experts {exchange.name}", lambda: experts(rows, offsets), 6 * len(rows) * layer.hidden * layer.ffn),
+        _Work(dense.name, run, dense.flops),
+        _Work(f"all_gather {size >> 20} MiB", gather, 0),
+    )
+    dist.destroy_process_group(group)
 
 
-@dataclass(kw_only=True)
+def _rows_at_experts(session: Session, exchange: TokenExchange, tokens: SampleTokens) -> tuple[Tensor, Tensor]:
+    """Return the rows of this rank's experts, and where each expert's rows end, by torch's all_gather."""
+
+    def gathered(tensor: Tensor) -> Tensor:
+        out = tensor.new_empty(session.world_size * len(tensor), *tensor.shape[1:])
+        torch_function("all_gather")(out, tensor, group=session.world)
+        return out
+
+    experts = exchange.sizes.experts // session.world_size
+    there = routing.assign(
+        gathered(tokens.ids), first_expert=session.rank * experts, num_experts=experts,
+        capacity=exchange.capacity(session.world_size),
+    )  # fmt: skip
+    rows = routing.permute(gathered(tokens.x), there, zero_tail=False)
+    return rows[: int(there.offsets[-1])].clone(), there.offsets
+
+
 class _Leg:
     """Runs one leg of a mechanism again and again; a combine has a dispatch before it, which is not timed."""
 
-    session: Session
-    mechanism: ExchangeMechanism
-    leg: str
-    tokens: SampleTokens
-    host_waits: bool = False  # the host waits within the call, so that what follows is queued late
-    _dispatched: tuple[Tensor, Any] | None = None
-
-    def prepare(self) -> None:
-        """Make rows to combine."""
-        if self.leg == "combine":
-            rows, _, handle = self.mechanism.dispatch(self.tokens)
-            self._dispatched = rows, handle
+    def __init__(self, session: Session, mechanism: Checked[Dispatcher], leg: str, tokens: SampleTokens) -> None:
+        self.name, self.leg = mechanism.name, leg
+        self.path, self.why = mechanism.path(session)
+        self.marked = mechanism.marked(self.path, self.why)
+        self._session, self._dispatcher, self._tokens = session, mechanism.caller, tokens
+        self._host_waits = leg == "dispatch" and "torch" in self.path  # so that what follows it is queued late
+        self._dispatched: tuple[Tensor, Any] | None = None
 
     @torch.no_grad()  # a CPU's trials run in threads of their own
     def run(self) -> None:
         """Queue the leg on the current stream."""
         if self._dispatched is None:
-            self.mechanism.dispatch(self.tokens)
+            self._tokens.dispatch(self._dispatcher)
             return
         (rows, handle), self._dispatched = self._dispatched, None
-        self.mechanism.combine(rows, handle)
+        self._dispatcher.combine(rows, handle)
 
+    @torch.no_grad()
     def trial(self, work: Callable[[], Any], case: Case) -> Trial:
-        """Run one trial beside `work`."""
-        self.prepare()
-        lanes = self.session.lanes(torch.no_grad()(work), self.run)
-        return self.session.stage.run(lanes, case, host_waits=self.host_waits)
+        """Run one trial together with `work`."""
+        if self.leg == "combine":
+            rows, _, handle = self._tokens.dispatch(self._dispatcher)
+            self._dispatched = rows, handle
+        lanes = self._session.lanes(torch.no_grad()(work), self.run)
+        return self._session.stage.run(lanes, case, host_waits=self._host_waits)
 
 
-def _timed(
+def _of_leg(
     session: Session,
     exchange: TokenExchange,
-    leg: str,
-    tokens: SampleTokens,
-    opened: _Opened,
+    legs: Sequence[_Leg],
+    seen: Sequence[Observed],
     works: Sequence[_Work],
-    plan: Plan,
-) -> tuple[list[Row], list[BlockRow]]:
-    """Return the rows of a leg beside each work, and alone."""
-    legs = {
-        name: _Leg(
-            session=session,
-            mechanism=mechanism,
-            leg=leg,
-            tokens=tokens,
-            host_waits=leg == "dispatch" and "torch" in (opened.ways[name][0] or ""),
-        )
-        for name, mechanism in opened.each.items()
-    }
-    trials: dict[tuple[str, str, Case], Callable[[], Trial]] = {}
-    for name, one in legs.items():
-        trials[name, "", "comm_alone"] = partial(one.trial, lambda: None, "comm_alone")
+) -> Experiment:
+    """Return the experiment of a leg alone, and together with each work."""
+    cases: tuple[Case, ...] = ("serial", "together")
+    trials: dict[tuple[str, str, str], Callable[[], Trial]] = {}
+    for one in legs:
+        trials[one.name, "", "comm_alone"] = partial(one.trial, lambda: None, "comm_alone")
     for work in works:
         lanes = session.lanes(torch.no_grad()(work.run), lambda: None)
         trials["", work.name, "compute_alone"] = partial(session.stage.run, lanes, "compute_alone")
-        for (name, one), case in product(legs.items(), _BESIDE):
-            trials[name, work.name, case] = partial(one.trial, work.run, case)
-    samples = play_rounds(session, trials, rounds=plan.rounds, dropped=plan.dropped_rounds, seed=plan.seed)
-    device = combine(session.gather(read_device(session.gpu_uuid) if session.is_cuda else None))
-    alone = {name: time_of(samples[name, "", "comm_alone"], comm_time) for name in legs}
-    best = min(alone, key=lambda name: alone[name].us)
-    size, what = exchange.size_bytes(session.dtype.itemsize), f"{leg} {exchange.name}"
-    blocks = [
-        BlockRow(
-            what=what,
-            mechanism=name,
-            size_bytes=size,
-            num_ctas=usage.comm_ctas if (usage := opened.seen[name].usage) else None,
-            time=time,
-            path=opened.ways[name][0],
-            why=opened.ways[name][1],
-            marked=_both(opened.marked(name), why_late(samples[name, "", "comm_alone"])),
-        )
-        for name, time in alone.items()
-    ]
-    rows = []
-    for work in works:
-        scenario = Scenario(
-            name=f"{what} | {work.name}",
-            workload=work.name,
-            collective=what,
-            mechanisms=tuple(legs),
-            orders=("together",),
-        )
-        plain = samples["", work.name, "compute_alone"]
-        cases: dict[tuple[str, str], Samples] = {("", "compute_alone"): plain}
-        for name in legs:
-            cases |= {(name, "compute_alone"): plain, (name, "comm_alone"): samples[name, "", "comm_alone"]}
-            cases |= {(name, "serial"): samples[name, work.name, "serial"]}
-            cases |= {(name, "together"): samples[name, work.name, "together"]}
-        rows += [
-            row(
-                scenario,
-                mechanism=name,
-                order="together",
-                size_bytes=size,
-                flops=work.flops,
-                peak_tflops=peak_tflops(session.gpu_name) if work.flops else None,
-                samples=cases,
-                best=(best, alone[best].us),
-                observed=Observed(usage=opened.seen[name].usage, marked=opened.marked(name)),
-                device=device,
+        for one, case in product(legs, cases):
+            trials[one.name, work.name, case] = partial(one.trial, work.run, case)
+    size, what = exchange.size_bytes(session.dtype.itemsize), f"{legs[0].leg} {exchange.name}"
+
+    def rows(samples: SamplesOf[tuple[str, str, str]]) -> list[Row | BlockRow]:
+        device = device_state(session)
+        alone = {one.name: time_of(samples[one.name, "", "comm_alone"], comm_time) for one in legs}
+        best = min(alone, key=lambda name: alone[name].us)
+        marks = [joined(one.marked, observed.marked) for one, observed in zip(legs, seen, strict=True)]
+        found: list[Row | BlockRow] = []
+        for work in works:
+            scenario = Scenario(
+                name=f"{what} | {work.name}",
+                workload=work.name,
+                collective=what,
+                mechanisms=tuple(alone),
+                orders=("together",),
             )
-            for name in legs
+            plain = samples["", work.name, "compute_alone"]
+            of_pair: dict[tuple[str, str], Samples] = {("", "compute_alone"): plain}
+            for name in alone:
+                of_pair |= {(name, "compute_alone"): plain, (name, "comm_alone"): samples[name, "", "comm_alone"]}
+                of_pair |= {(name, case): samples[name, work.name, case] for case in cases}
+            found += [
+                row(
+                    scenario,
+                    mechanism=one.name,
+                    order="together",
+                    size_bytes=size,
+                    flops=work.flops,
+                    peak_tflops=peak_tflops(session.gpu_name) if work.flops else None,
+                    samples=of_pair,
+                    best=(best, alone[best].us),
+                    observed=Observed(usage=observed.usage, marked=marked),
+                    device=device,
+                )
+                for one, observed, marked in zip(legs, seen, marks, strict=True)
+            ]
+        return [
+            *found,
+            *(
+                BlockRow(
+                    what=what,
+                    mechanism=one.name,
+                    size_bytes=size,
+                    num_ctas=observed.usage.comm_ctas if observed.usage else None,
+                    time=alone[one.name],
+                    path=one.path,
+                    why=one.why,
+                    marked=joined(marked, why_late(samples[one.name, "", "comm_alone"])),
+                )
+                for one, observed, marked in zip(legs, seen, marks, strict=True)
+            ),
         ]
-    return rows, blocks
+
+    return Experiment(trials=trials, rows=rows)
 
 
-def _both(*reasons: str | None) -> str | None:
-    return "; ".join(filter(None, reasons)) or None
-
-
-def _way(session: Session, mechanism: ExchangeMechanism) -> tuple[str | None, str | None]:
-    """Return which way the calls of a mechanism went, on all ranks, and why; None where there is only one way."""
-    ways = {path: why for rank in session.gather(mechanism.way()) for path, why in rank.items()}
-    return (" and ".join(ways), "; ".join(dict.fromkeys(ways.values()))) if ways else (None, None)
-
-
-def _observed(
-    session: Session, mechanisms: Mapping[str, ExchangeMechanism], tokens: SampleTokens
-) -> dict[str, Observed]:
+def _observed(session: Session, mechanisms: Sequence[Checked[Dispatcher]], tokens: SampleTokens) -> list[Observed]:
     """Return the blocks of the largest kernel of each mechanism's transport; marks ours where it has any."""
     if not session.is_cuda:
-        return {name: Observed() for name in mechanisms}
+        return [Observed() for _ in mechanisms]
 
-    def trip(mechanism: ExchangeMechanism) -> None:
-        rows, _, handle = mechanism.dispatch(tokens)
-        mechanism.combine(rows, handle)
+    def trip(dispatcher: Dispatcher) -> None:
+        rows, _, handle = tokens.dispatch(dispatcher)
+        dispatcher.combine(rows, handle)
 
     def look() -> list[int]:
-        lanes = [session.lanes(lambda: None, partial(trip, mechanism)) for mechanism in mechanisms.values()]
+        lanes = [session.lanes(lambda: None, partial(trip, one.caller)) for one in mechanisms]
         sides = sides_of_all(lanes, session.device)
         return [max((one.num_blocks for one in comm if communicates(one)), default=0) for _, comm in sides]
 
     try:
         blocks = session.raise_together(look)
     except Unsupported as error:
-        return {name: Observed(marked=f"nobody could look at what ran: {error}") for name in mechanisms}
-    return {
-        name: Observed(
+        return [Observed(marked=f"nobody could look at what ran: {error}") for _ in mechanisms]
+    return [
+        Observed(
             usage=Usage(comm_ctas=ctas),
-            marked=f"its transport took SMs: a kernel of {ctas} blocks" if ctas and name in FORCED else None,
+            marked=f"its transport took SMs: a kernel of {ctas} blocks" if ctas and one.name in FORCED else None,
         )
-        for name, ctas in zip(mechanisms, blocks, strict=True)
-    }
-
-
-def _free(session: Session) -> None:
-    gc.collect()
-    if session.is_cuda:
-        torch.cuda.empty_cache()
+        for one, ctas in zip(mechanisms, blocks, strict=True)
+    ]

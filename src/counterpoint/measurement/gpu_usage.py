@@ -133,6 +133,11 @@ def read_device(uuid: str) -> DeviceReading | None:
         return None
 
 
+def device_state(session: Session) -> DeviceState | None:
+    """Return clocks and power right now, over all ranks, which all call it; None on CPUs."""
+    return combine(session.gather(read_device(session.gpu_uuid) if session.is_cuda else None))
+
+
 def driver_version() -> str | None:
     """Return the driver's version, such as 580.159.04; None where NVML is missing."""
     try:

@@ -1,4 +1,8 @@
-"""Make mechanisms ready to launch: a process group, buffers, and streams with the controls applied."""
+"""Make mechanisms ready to be timed, and check what they deliver before.
+
+A collective has a process group, buffers, and streams with the controls applied (`open_all`). Calls that depend on
+communication are run by what their room opens, and their first result is compared with float64 (`open_checked`).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeAlias, TypeVar
 
 import torch
 
@@ -15,10 +19,17 @@ from counterpoint.controls.nccl import NcclWindows
 from counterpoint.errors import Unsupported
 from counterpoint.measurement.collective import Buffers, Comm, allocate
 from counterpoint.measurement.mechanisms import BASES, Mechanism
+from counterpoint.measurement.rows import joined
 from counterpoint.measurement.session import Session
 from counterpoint.measurement.trial import Case, Trial
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from counterpoint.parallel.report import Report
+
 Memory: TypeAlias = Literal["plain", "symmetric", "windows"]
+FORCED = ("serial", "cuts", "flagged", "gather", "slabs")  # mechanisms that a call may be unable to take
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,18 +56,18 @@ class Opened:
 
 
 def offered(
-    session: Session, mechanisms: Sequence[Mechanism], collective: str
-) -> tuple[tuple[Mechanism, ...], dict[str, str]]:
-    """Return the mechanisms that can run this collective on every rank, and why others cannot. All ranks call it."""
+    session: Session, mechanisms: Sequence[Mechanism], collective: str, unavailable: dict[str, str]
+) -> list[Mechanism]:
+    """Return the mechanisms that can run this collective on every rank; `unavailable` gets the reasons of the others.
+
+    All ranks call it.
+    """
     everyone = session.gather([mechanism.why_unavailable(collective) for mechanism in mechanisms])
-    first = [
-        next((reason for reason in reasons if reason is not None), None) for reasons in zip(*everyone, strict=True)
-    ]
-    said = list(zip(mechanisms, first, strict=True))
-    return (
-        tuple(mechanism for mechanism, reason in said if reason is None),
-        {mechanism.name: reason for mechanism, reason in said if reason is not None},
-    )
+    for mechanism, reasons in zip(mechanisms, zip(*everyone, strict=True), strict=True):
+        reason = next((reason for reason in reasons if reason is not None), None)
+        if reason is not None:
+            unavailable[mechanism.name] = reason
+    return [mechanism for mechanism in mechanisms if mechanism.name not in unavailable]
 
 
 def memory_of(mechanism: Mechanism) -> Memory:
@@ -129,30 +140,25 @@ def _release(windows: NcclWindows, kind: type[BaseException] | None, *_: object)
         windows.release()
 
 
-@dataclass(frozen=True, kw_only=True)
-class OpenedAll:
-    """Holds several mechanisms for one pair; `plain`, without controls, is what they are compared with."""
-
-    each: tuple[Opened, ...]
-    plain: Opened
-    unavailable: dict[str, str]
-
-
 @contextmanager
 def open_all(
-    session: Session, mechanisms: Sequence[Mechanism], collective: str, numel: int, stock: Lanes
-) -> Iterator[OpenedAll]:
+    session: Session,
+    mechanisms: Sequence[Mechanism],
+    collective: str,
+    numel: int,
+    stock: Lanes,
+    unavailable: dict[str, str],
+) -> Iterator[tuple[list[Opened], Opened]]:
     """Open every mechanism that can run here, and check the data that it delivers. All ranks enter together.
 
     Yields:
-        The mechanisms, and why others cannot run.
+        The mechanisms, and one without controls to compare them with; `unavailable` gets why others cannot run.
 
     Raises:
         Unsupported: none can run here.
         WrongResult: one delivers wrong data.
     """
     shared: dict[Memory, Buffers] = {}
-    unavailable: dict[str, str] = {}
     opened: list[Opened] = []
     with ExitStack() as stack:
 
@@ -176,4 +182,81 @@ def open_all(
         without = next((each for each in opened if not each.mechanism.controls), None)
         if without is None:
             without = enter(Mechanism(name=BASES[session.device.type][0], controls=()))
-        yield OpenedAll(each=tuple(opened), plain=without, unavailable=unavailable)
+        yield opened, without
+
+
+class Caller(Protocol):
+    """Runs calls by one mechanism, and says which way they went."""
+
+    def report(self) -> Report:
+        """Return which calls went which way, and why."""
+
+    def close(self) -> None:
+        """Leave the communicator; all ranks call it."""
+
+
+C = TypeVar("C", bound=Caller)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked(Generic[C]):
+    """Holds a mechanism that is ready to be timed."""
+
+    name: str
+    caller: C
+    wrong: str | None  # why its first result is wrong
+
+    def path(self, session: Session) -> tuple[str, str]:
+        """Return which ways all calls went so far, on all ranks, and why. All ranks call it."""
+        found = session.gather({str(row.path): row.why for row in self.caller.report().calls})
+        ways = {path: why for rank in found for path, why in rank.items()}
+        return " and ".join(ways), "; ".join(dict.fromkeys(ways.values()))
+
+    def marked(self, path: str, why: str) -> str | None:
+        """Return why its rows must not be believed, if its calls went that way for that reason."""
+        went = f"ran as {path}: {why}" if self.name in FORCED and path != self.name else None
+        return joined(self.wrong, went)
+
+
+def open_checked(
+    session: Session,
+    names: Sequence[str],
+    open_caller: Callable[[str], C],
+    first: Callable[[C], Tensor],
+    errors: Callable[[Tensor], tuple[float, float]],
+    unavailable: dict[str, str],
+    *,
+    allowed: str,
+) -> list[Checked[C]]:
+    """Open each mechanism that can run here, and check its first result. All ranks call it together.
+
+    Args:
+        session: this rank.
+        names: the mechanisms.
+        open_caller: returns what runs calls by a mechanism; the caller of this function closes it.
+        first: runs a call, and returns its result.
+        errors: the relative error of a result on this rank, and the error that is allowed.
+        unavailable: gets the reason of each mechanism that cannot run.
+        allowed: in words, twice which error is allowed.
+
+    Returns:
+        The mechanisms that ran, with what was wrong on any rank.
+    """
+    checked: list[Checked[C]] = []
+    for name in names:
+        try:
+            caller = session.raise_together(partial(open_caller, name))
+            result = session.raise_together(partial(first, caller))
+        except Unsupported as error:
+            unavailable[name] = str(error)
+            continue
+        wrong = next(
+            (
+                f"wrong on rank {rank}: relative error {found:.2e}, and {most:.2e}, twice {allowed}, is allowed"
+                for rank, (found, most) in enumerate(session.gather(errors(result)))
+                if not found <= most
+            ),
+            None,
+        )
+        checked.append(Checked(name=name, caller=caller, wrong=wrong))
+    return checked

@@ -1,28 +1,47 @@
-"""Run trials in interleaved rounds, and turn what all ranks saw into rows of a measurement."""
+"""Run trials in interleaved rounds, and turn what all ranks saw into rows of a measurement.
+
+Each kind of part is a generator of experiments (pairs.py, alone.py, tensor.py, expert.py). It prepares and checks what
+is to be timed, and holds it open until the rounds have been played and the rows made (parts.py).
+"""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from counterpoint.measurement.gpu_usage import Observed
 from counterpoint.measurement.session import Session
 from counterpoint.measurement.trial import Trial
 from counterpoint.pair.together import overlap, pair_class
-from counterpoint.records.measurement import DeviceState, Order, Row, Scenario, Timing
+from counterpoint.records.measurement import BlockRow, DeviceState, Order, Row, Scenario, Timing
+
+if TYPE_CHECKING:
+    from counterpoint.measurement.gpu_usage import Observed
 
 Key = TypeVar("Key", bound=Hashable)
 Samples = list[list[Trial]]  # [rank][round]
+SamplesOf: TypeAlias = Mapping[Key, Samples]
 
 _FEWEST = 3
 
 
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """Holds trials that take turns in the same rounds, by key, and what makes rows of the samples of all ranks.
+
+    `rows` is called on all ranks, with the keys of `trials`, before the generator that yielded the experiment goes on.
+    """
+
+    trials: Mapping[Any, Callable[[], Trial]]
+    rows: Callable[[Any], Sequence[Row | BlockRow]]
+
+
 def play_rounds(
     session: Session,
-    trials: dict[Key, Callable[[], Trial]],
+    trials: Mapping[Key, Callable[[], Trial]],
     *,
     rounds: int,
     dropped: int,
@@ -53,6 +72,11 @@ def play_rounds(
                 kept[key].append(trial)
     everyone = session.gather({key: kept[key] for key in trials})
     return {key: [ranks[key] for ranks in everyone] for key in trials}
+
+
+def joined(*reasons: str | None) -> str | None:
+    """Return the reasons as one text; None if there is none."""
+    return "; ".join(filter(None, reasons)) or None
 
 
 def _that_count(samples: Samples) -> list[bool]:
@@ -189,6 +213,6 @@ def row(
         mfu_together=mfus[1],
         usage=observed.usage,
         evidence=observed.evidence,
-        marked="; ".join(filter(None, (observed.marked, late))) or None,
+        marked=joined(observed.marked, late),
         device=device,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import os
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -119,6 +120,12 @@ class Session:
         with open("/proc/meminfo") as file:  # noqa: PTH123
             kilobytes = next(int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
         return kilobytes * 1024 // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+    def give_memory_back(self) -> None:
+        """Give back the memory that nothing uses any more."""
+        gc.collect()
+        if self.is_cuda:
+            torch.cuda.empty_cache()
 
     def group(self, controls: Sequence[Control]) -> dist.ProcessGroup:
         """Return a process group of all ranks with the options that `controls` set; made once for each set of them."""

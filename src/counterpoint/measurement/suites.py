@@ -1,18 +1,16 @@
 """Describe the named suites as data: which pairs and which building blocks.
 
-`quick` one minute; `pairs` independent pairs, the table of docs/results/pairs.md; `reductions` how many SMs the sums of
-zero-SM collectives need next to a GEMM; `conccl`, `resource-aware` and `forum` the scenarios of ConCCL (arXiv
-2412.14335), of "Resource-aware Computation-Communication Overlap" (arXiv 2606.09200) and of NVIDIA's forum, thread
-337991; `budget` divisions of the SMs, and the building blocks that the budget rule predicts them from
-(docs/design/pair.md); `blocks` building blocks alone; `tensor` matmuls that depend on communication, by every way to
-run them; `expert` tokens that travel to their experts and back, alone and beside compute; `machine` what
-`counterpoint tune --machine` fits a profile to, in under two minutes; `full` everything else.
+`quick` one minute; `pairs` independent pairs, the table of docs/results/pairs.md; `conccl`, `resource-aware` and
+`forum` the scenarios of ConCCL (arXiv 2412.14335), of "Resource-aware Computation-Communication Overlap" (arXiv
+2606.09200) and of NVIDIA's forum, thread 337991; `tensor` matmuls that depend on communication; `expert` tokens that
+travel to their experts and back, alone and with compute; `machine` what `counterpoint tune --machine` fits a profile
+to, in under two minutes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import cycle, product
+from itertools import product
 
 import msgspec
 
@@ -25,12 +23,9 @@ from counterpoint.pair.together import REDUCTIONS
 from counterpoint.records.measurement import Block, Scenario
 
 STOCK = ("nccl", "nccl+priority=high", "nccl_zero_cta", "zero_sm", "zero_sm+gemm_sms=fit")
-SUMS = ("nccl", "zero_sm", *(f"zero_sm+gemm_sms={sms}" for sms in (128, 124, 120, 116, "fit")))
 GEMM = "gemm 8192x8192x8192"
 LARGE_GEMM = "gemm 8192x57344x8192"
 LOADS = (GEMM, "llama-8b layer 4096", "llama-70b layer 2048", LARGE_GEMM)
-LAYERS = tuple(f"llama-{size}b layer {tokens}" for size, tokens in product((8, 70), (2048, 4096, 8192)))
-OTHERS = ("gemm 2048x2816x8192*8", "gemm 64x57344x8192*4", "attention 4x32x4096x128", "elementwise 1073741824")
 CONCCL_GEMMS = (GEMM, LARGE_GEMM, "gemm 8192x8192x28672", "gemm 16384x10240x8192", "gemm 4096x4096x16384")
 FORUM = (
     "nccl",
@@ -52,7 +47,7 @@ FORUM = (
 )
 
 
-def _pairs(
+def pairs_of(
     workloads: Iterable[str], collectives: Iterable[str], ratios: Iterable[float], mechanisms: Sequence[str] = STOCK
 ) -> tuple[Scenario, ...]:
     """Return a scenario for every combination, with a collective `ratio` times as long as its workload."""
@@ -79,79 +74,13 @@ def _sized(workload: str, collective: str, size_mib: int, mechanisms: Sequence[s
 
 
 def _offered(mechanisms: Sequence[str], collective: str) -> tuple[str, ...]:
-    """Return those of `mechanisms` that are offered for this collective."""
+    """Return the mechanisms that are offered for this collective."""
     without = {"nccl_zero_cta"} if OPERATIONS[collective].layout.reduces else {"zero_sm+gemm_sms=fit"}
     without |= set() if collective in measured_by("programs") else {"zero_sm"}
     return tuple(name for name in mechanisms if name not in without)
 
 
-BUDGET = (
-    "nccl",
-    "nccl+max_ctas=16",
-    "nccl+max_ctas=8",
-    "nccl+gemm_sms=108",
-    "nccl+max_ctas=16+gemm_sms=116",
-    "nccl+max_ctas=8+gemm_sms=124",
-    "nccl+cga_cluster=2+gemm_sms=108",
-    "nccl+max_ctas=16+cga_cluster=2+gemm_sms=116",
-    "nccl+max_ctas=12+cga_cluster=2+gemm_sms=120",
-    "nccl+max_ctas=8+cga_cluster=2+gemm_sms=124",
-    "nccl+max_ctas=4+cga_cluster=2+gemm_sms=128",
-)
-BUDGET_LIMITS = tuple(dict.fromkeys(name.partition("+gemm_sms")[0] for name in BUDGET))  # the settings of NCCL alone
-BUDGET_GEMMS = (
-    "gemm 2048x2816x8192",  # a tensor-parallel shard: 176 tiles, one wave and a third
-    "gemm 4096x4096x4096",
-    "gemm 4096x6144x4096",  # Llama-3 8B at 4096 tokens: q, k and v
-    "gemm 4096x28672x4096",  # gate and up
-    GEMM,
-    "gemm 2048x57344x8192",  # Llama-3 70B at 2048 tokens: gate and up
-)
-BUDGET_COLLECTIVES = ("all_gather", *REDUCTIONS)
-BUDGET_SMS = (128, 124, 120, 116, 108, 100)  # those of the mechanisms, and one below
-BUDGET_SIZES = tuple(1 << power for power in (21, 23, 25, 27, 29, 31))  # 2 MiB to 2 GiB
-
-
-def _budget() -> tuple[Scenario, ...]:
-    """Return the pairs of `budget`; the collectives take turns, so that each meets every GEMM and every ratio."""
-    points = zip(product(BUDGET_GEMMS, (0.25, 0.5, 1, 2)), cycle(BUDGET_COLLECTIVES), strict=False)  # cycle has no end
-    return tuple(
-        scenario
-        for (gemm, ratio), collective in points
-        for scenario in _pairs((gemm,), (collective,), (ratio,), BUDGET)
-    )
-
-
-def _budget_blocks() -> tuple[Block, ...]:
-    by_sms = ("stock", *(f"gemm_sms={sms}" for sms in BUDGET_SMS))
-    return (
-        *(Block(name=f"{gemm} by SMs", what=gemm, mechanisms=by_sms) for gemm in BUDGET_GEMMS),
-        *(
-            Block(name=f"{collective} by CTAs", what=collective, mechanisms=BUDGET_LIMITS, sizes_bytes=BUDGET_SIZES)
-            for collective in BUDGET_COLLECTIVES
-        ),
-    )
-
-
-def _blocks() -> tuple[Block, ...]:
-    sizes = tuple(1 << power for power in range(10, 31, 2))
-    collectives = tuple(
-        Block(name=name, what=name, mechanisms=_offered(("nccl", "nccl_zero_cta"), name), sizes_bytes=sizes)
-        for name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
-    )
-    ctas = Block(
-        name="all_gather by CTAs",
-        what="all_gather",
-        mechanisms=("nccl", *(f"nccl+max_ctas={ctas}" for ctas in (1, 2, 4, 8, 16, 24, 32))),
-        sizes_bytes=(16 << 20, 128 << 20, 1 << 30),
-    )
-    by_sms = ("stock", *(f"gemm_sms={sms}" for sms in (128, 124, 120, 116, 112, 108, 100, 92, 84, 66)))
-    gemms = tuple(Block(name=f"{name} by SMs", what=name, mechanisms=by_sms) for name in LOADS)
-    return (*collectives, ctas, *gemms)
-
-
-SYMM_MEM = "symm_mem"  # torch's fused operations
-TENSOR_MECHANISMS = ("torch", SYMM_MEM, "serial", "cuts", "flagged", "auto")
+TENSOR_MECHANISMS = ("torch", "serial", "cuts", "flagged", "auto")
 GATHERED_MATMULS = (  # M, N and K on each rank; with N and K exchanged their rows are to be scattered
     (8192, 7168, 8192),
     (8192, 7168, 4096),
@@ -164,15 +93,11 @@ TINY_MATMUL = (1024, 1024, 512)  # in float32, the smallest that is cut
 LLAMA_ROWS = 8192
 
 
-def _tensor_blocks(device: str, world_size: int, mechanisms: Sequence[str] | None) -> tuple[Block, ...]:
+def _tensor_blocks(device: str, world_size: int, mechanisms: tuple[str, ...]) -> tuple[Block, ...]:
     """Return matmuls that depend on communication: those of the results, and Llama-3 layers divided among the ranks.
 
     Rows are rounded up to a multiple that ranks can share. Matrices that they cannot share are left out.
-
-    Raises:
-        Misconfigured: there is no such mechanism.
     """
-    chosen = _chosen("tensor", mechanisms, TENSOR_MECHANISMS)
     gathered = list(GATHERED_MATMULS if device == "cuda" else (TINY_MATMUL,))
     scattered = [(m, k, n) for m, n, k in gathered]
     for billions in (8, 70) if device == "cuda" else ():
@@ -185,24 +110,19 @@ def _tensor_blocks(device: str, world_size: int, mechanisms: Sequence[str] | Non
         for operation, shapes in (("all_gather_matmul", gathered), ("matmul_reduce_scatter", scattered))
         for m, n, k in shapes
     ]
-    return tuple(Block(name=name, what=name, mechanisms=chosen) for name in dict.fromkeys(names))
+    return tuple(Block(name=name, what=name, mechanisms=mechanisms) for name in dict.fromkeys(names))
 
 
-EXPERT_MECHANISMS = ("torch", "nccl", SYMM_MEM, "gather", "slabs", "auto")
+EXPERT_MECHANISMS = ("torch", "gather", "slabs", "auto")
 EXPERT_TOKENS = (1024, 4096, 8192)  # of a rank
 
 
-def _expert_blocks(device: str, world_size: int, mechanisms: Sequence[str] | None) -> tuple[Block, ...]:
-    """Return the exchanges of MoE layers whose experts these ranks can share.
-
-    Raises:
-        Misconfigured: there is no such mechanism.
-    """
-    chosen = _chosen("expert", mechanisms, EXPERT_MECHANISMS)
+def _expert_blocks(device: str, world_size: int, mechanisms: tuple[str, ...]) -> tuple[Block, ...]:
+    """Return the exchanges of MoE layers whose experts these ranks can share."""
     on_cpus = device == "cpu"
     layers = [name for name, layer in EXPERT_LAYERS.items() if layer.experts % world_size == 0]
     return tuple(
-        Block(name=name, what=name, mechanisms=chosen)
+        Block(name=name, what=name, mechanisms=mechanisms)
         for layer, tokens, routing in product(layers, (128,) if on_cpus else EXPERT_TOKENS, ROUTINGS)
         if (layer == "tiny") is on_cpus
         for name in [f"exchange {layer} {tokens} {routing}"]
@@ -258,7 +178,7 @@ def _machine_pairs(device: str, num_sms: int) -> tuple[Scenario, ...]:
     return tuple(
         scenario
         for workload, collective in product(MACHINE_LOADS, ("all_gather", "all_to_all", *REDUCTIONS))
-        for scenario in _pairs(
+        for scenario in pairs_of(
             (workload,),
             (collective,),
             (0.5, 2),
@@ -292,41 +212,29 @@ def _machine_blocks(device: str, num_sms: int) -> tuple[Block, ...]:
     )
 
 
-SUITES: dict[str, Callable[[], tuple[Scenario, ...]]] = {
-    "quick": lambda: _pairs((GEMM,), ("all_gather", "all_reduce"), (0.5, 1)),
-    "pairs": lambda: _pairs(LOADS, ("all_gather", "all_to_all", *REDUCTIONS), (0.25, 0.5, 1, 2)),
-    "reductions": lambda: _pairs(LOADS, REDUCTIONS, (0.25, 0.5, 1, 2), SUMS),
-    "conccl": lambda: _pairs(CONCCL_GEMMS, ("all_gather", "all_to_all"), (0.5, 1, 2)),
+PAIRS: dict[str, Callable[[], tuple[Scenario, ...]]] = {  # suites of pairs by the mechanisms of `STOCK` and `FORUM`
+    "quick": lambda: pairs_of((GEMM,), ("all_gather", "all_reduce"), (0.5, 1)),
+    "pairs": lambda: pairs_of(LOADS, ("all_gather", "all_to_all", *REDUCTIONS), (0.25, 0.5, 1, 2)),
+    "conccl": lambda: pairs_of(CONCCL_GEMMS, ("all_gather", "all_to_all"), (0.5, 1, 2)),
     "resource-aware": lambda: tuple(
         _sized(workload, collective, 896)
         for workload, collective in product((GEMM, LARGE_GEMM), ("all_reduce", "all_to_all"))
     ),
-    "forum": lambda: _pairs((GEMM,), ("all_gather",), (0.25, 0.5, 1), FORUM),
-    "budget": _budget,
-    "blocks": lambda: (),
-    "machine": lambda: (),
-    "tensor": lambda: (),
-    "expert": lambda: (),
-    "full": lambda: _pairs(
-        (*LOADS[::3], *LAYERS, *OTHERS),
-        measured_by("torch"),
-        (0.25, 0.5, 1, 2, 4),
-    ),
+    "forum": lambda: pairs_of((GEMM,), ("all_gather",), (0.25, 0.5, 1), FORUM),
 }
-
-BLOCKS: dict[str, Callable[[], tuple[Block, ...]]] = {"budget": _budget_blocks, "blocks": _blocks}
-_OWN_BLOCKS = {"tensor": _tensor_blocks, "expert": _expert_blocks}  # with mechanisms of their own, on CPUs, too
+SUITES = (*PAIRS, "tensor", "expert", "machine")
 
 
-def scenarios_of(
-    suite: str, *, device: str, mechanisms: Sequence[str] | None = None, num_sms: int = SMS
-) -> tuple[Scenario, ...]:
-    """Return the pairs of a suite.
+def parts_of(
+    suite: str, *, device: str, world_size: int = 2, mechanisms: Sequence[str] | None = None, num_sms: int = SMS
+) -> tuple[Scenario | Block, ...]:
+    """Return the pairs and building blocks of a suite.
 
     Args:
         suite: its name.
         device: cuda or cpu.
-        mechanisms: those to measure; None: those of the suite.
+        world_size: ranks, among which the layers of `tensor` and `expert` are divided.
+        mechanisms: the mechanisms to measure; None: the mechanisms of the suite.
         num_sms: SMs of the GPU, which `machine` divides.
 
     Raises:
@@ -334,46 +242,22 @@ def scenarios_of(
     """
     if suite not in SUITES:
         raise Misconfigured(f"there is no suite {printable(suite)!r}; choose from: {', '.join(SUITES)}")
+    if suite == "tensor":
+        return _tensor_blocks(device, world_size, _chosen(suite, mechanisms, TENSOR_MECHANISMS))
+    if suite == "expert":
+        return _expert_blocks(device, world_size, _chosen(suite, mechanisms, EXPERT_MECHANISMS))
     if suite == "machine":
         if mechanisms:
             raise Misconfigured("suite 'machine' measures all that a profile holds: it takes no --mechanism")
-        return _machine_pairs(device, num_sms)
-    if suite in _OWN_BLOCKS:
-        return ()
+        return (*_machine_pairs(device, num_sms), *_machine_blocks(device, num_sms))
     for name in mechanisms or ():
         find_mechanism(name, device)
     if device == "cpu":
         if suite != "quick":
-            raise Misconfigured(
-                f"suite {suite!r} is about GPUs; on a CPU there are quick, {', '.join(_OWN_BLOCKS)}, machine"
-            )
-        return _pairs((_CPU_GEMM,), ("all_gather", "all_reduce"), (0.5, 1), tuple(mechanisms or ("gloo",)))
-    scenarios = SUITES[suite]()
+            raise Misconfigured(f"suite {suite!r} is about GPUs; on a CPU there are quick, tensor, expert, machine")
+        return pairs_of((_CPU_GEMM,), ("all_gather", "all_reduce"), (0.5, 1), tuple(mechanisms or ("gloo",)))
+    scenarios = PAIRS[suite]()
     if mechanisms:
-        if not scenarios:
-            raise Misconfigured(f"suite {suite!r} measures building blocks: it takes no --mechanism")
         chosen = tuple(dict.fromkeys(mechanisms))
         scenarios = tuple(msgspec.structs.replace(scenario, mechanisms=chosen) for scenario in scenarios)
     return scenarios
-
-
-def blocks_of(
-    suite: str, *, device: str, world_size: int, mechanisms: Sequence[str] | None = None, num_sms: int = SMS
-) -> tuple[Block, ...]:
-    """Return the building blocks of a suite; some have none.
-
-    Args:
-        suite: its name.
-        device: cuda or cpu.
-        world_size: ranks, among which the layers of `tensor` and `expert` are divided.
-        mechanisms: those of `tensor` and `expert` to measure; None: all.
-        num_sms: SMs of the GPU, which `machine` divides.
-
-    Raises:
-        Misconfigured: the suite has no such mechanism.
-    """
-    if suite == "machine":
-        return _machine_blocks(device, num_sms)
-    if suite in _OWN_BLOCKS:
-        return _OWN_BLOCKS[suite](device, world_size, mechanisms)
-    return BLOCKS[suite]() if suite in BLOCKS else ()

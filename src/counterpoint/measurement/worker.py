@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import time
-import traceback
 from collections import defaultdict
 from pathlib import Path
 from statistics import fmean
@@ -24,8 +23,8 @@ import msgspec
 import counterpoint
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.measurement.launch import VARIABLES
-from counterpoint.processes import die_with_parent, failure_file, write_whole
-from counterpoint.records.measurement import Block, Environment, Outcome, Plan, RankFailure
+from counterpoint.processes import die_with_parent, leaving_word
+from counterpoint.records.measurement import Block, Environment, Outcome, Plan
 from counterpoint.rehearsed import NO_TIMES, is_rehearsal
 
 if TYPE_CHECKING:
@@ -38,13 +37,10 @@ def main() -> None:
     if is_rehearsal():
         sys.exit(f"{NO_TIMES}: measure and tune outside of counterpoint rehearse")
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupted rank ends, and the launcher says by which signal
-    worker = Worker(msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Plan))
-    try:
+    plan = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Plan)
+    worker = Worker(plan)
+    with leaving_word(Path(plan.errors), int(os.environ.get("RANK", "0")), lambda: worker.scenario):
         worker.run()
-    except Exception as error:
-        traceback.print_exc()  # into this rank's log
-        worker.leave(error)
-        os._exit(1)  # a communicator that lost a peer would hold up a normal exit
 
 
 class Worker:
@@ -74,7 +70,8 @@ class Worker:
 
     def _measure(self, session: Session) -> None:
         """Measure what the plan asks for."""
-        from counterpoint.measurement.scenarios import Calibration, measure_block, measure_scenario
+        from counterpoint.measurement.pairs import Calibration
+        from counterpoint.measurement.parts import measure_part
         from counterpoint.measurement.session import NotEnoughMemory
 
         results = Path(self.plan.results)
@@ -88,10 +85,7 @@ class Worker:
             self.scenario = part.name
             dtypes = session.use_dtypes(part.dtype, None if isinstance(part, Block) else part.compute_dtype)
             try:
-                if isinstance(part, Block):
-                    outcome = measure_block(session, part, self.plan)
-                else:
-                    outcome = measure_scenario(session, part, self.plan, calibrations[dtypes])
+                outcome = measure_part(session, part, self.plan, calibrations[dtypes])
             except NotEnoughMemory as error:
                 outcome = Outcome(scenario=part.name, unavailable=dict.fromkeys(part.mechanisms, str(error)))
             outcome = _of_dtypes(outcome, *dtypes)
@@ -100,12 +94,6 @@ class Worker:
                     file.write(msgspec.json.encode(msgspec.structs.replace(outcome, environment=environment)) + b"\n")
                 environment = None
             took_s.append(time.monotonic() - began)
-
-    def leave(self, error: Exception) -> None:
-        """Write a `RankFailure` that says why this rank ends, whole or not at all."""
-        rank = int(os.environ.get("RANK", "0"))
-        failure = RankFailure(rank=rank, kind=type(error).__name__, text=str(error), scenario=self.scenario)
-        write_whole(failure_file(Path(self.plan.errors), rank), failure)
 
 
 def _of_dtypes(outcome: Outcome, dtype: str, compute_dtype: str) -> Outcome:

@@ -7,5 +7,5 @@ goodput.py     days, GPU-hours, cost and losses of the whole training
 from_trace.py  a measured step on other machines
 job/, compute/, network/, step/, search/, placement/: see the docstring of each
 
-Other packages import `job.job`, `job.what_if`, `step.step.predict_step`, `search.search`, and the files above.
+Other packages import `job.job`, `job.changes`, `step.step.predict_step`, `search.search`, and the files above.
 """

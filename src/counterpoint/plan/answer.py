@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec.structs import replace
@@ -13,21 +13,18 @@ from msgspec.structs import replace
 from counterpoint.errors import Misconfigured
 from counterpoint.plan.confidence import fits_in_memory, job_features, measured_errors, step_interval
 from counterpoint.plan.goodput import training_run
+from counterpoint.plan.job.changes import NODES, SAME_GPUS, on_nodes
 from counterpoint.plan.job.cluster import Level
 from counterpoint.plan.job.job import Job
-from counterpoint.plan.job.what_if import SAME_GPUS, WHAT_IFS, what_if
 from counterpoint.plan.step.schedule import scheduled
 from counterpoint.plan.step.step import PredictedStep, predict_step
 from counterpoint.records.prediction import (
     Bar,
     Curve,
+    Outcome,
     PlacementResult,
-    Point,
     Prediction,
-    Sensitivity,
-    StepInterval,
     TimePart,
-    TrainingRun,
 )
 
 if TYPE_CHECKING:
@@ -56,6 +53,11 @@ AXES = {
     "ep": "ranks that share experts",
     "shards": "parameters and gradients of zero 3",
     "gradients": "replicas, once a step",
+}
+CURVES = {  # what the values of a curve change, and what stays
+    "nodes": "Train on more or fewer nodes with the same batch (strong scaling).",
+    "weak_nodes": "Train on more or fewer nodes; the batch grows with them (weak scaling).",
+    **dict.fromkeys(SAME_GPUS, "On as many GPUs: parallel.dp takes those that it leaves."),
 }
 NEGLIGIBLE = 1e-9  # of a step: the rounding of a difference of equal times
 MAX_BARS = 8000  # of a timeline
@@ -107,45 +109,25 @@ def _prediction(job: Job, found: PredictedStep, asked: Mapping[str, str]) -> Pre
         interval=interval,
         comparisons=known.comparisons,
         notes=found.notes,
-        run=_run(job, found, interval),
+        run=training_run(job, found.step_us, (interval.low_us, interval.high_us)),
         job=tables,
         asked=dict(asked),
     )
 
 
-def _run(job: Job, found: PredictedStep, interval: StepInterval) -> TrainingRun | None:
-    """Return what the whole training takes, if the job says how long it is."""
-    if job.run is None:
-        return None
-    return training_run(job, job.run, found.step_us, (interval.low_us, interval.high_us))
+def outcome(job: Job, found: PredictedStep, **named: Any) -> Outcome:
+    """Return what a predicted step means for its job, in short.
 
+    Args:
+        job: the job.
+        found: its step.
+        named: what tells it from others, `label` or `settings` and `too_close`.
 
-def curve(name: str, jobs: Iterable[tuple[str, Job | Misconfigured]]) -> Curve:
-    """Return the curve over the values and jobs of `swept`; a value whose job is impossible has the reason instead."""
-    points = tuple(_point(value, job) for value, job in jobs)
-    if all(point.why_not for point in points):
-        raise Misconfigured(f"{name}: no value can be: {points[0].why_not}")
-    return _curve(name, points)
-
-
-def _curve(name: str, points: Iterable[Point]) -> Curve:
-    if name in WHAT_IFS:
-        return Curve(name=name, unit=WHAT_IFS[name].unit, means=WHAT_IFS[name].means, points=tuple(points))
-    means = "On as many GPUs: parallel.dp takes those that it leaves." if name in SAME_GPUS else ""
-    return Curve(name=name, unit="", means=means, points=tuple(points))
-
-
-def _point(value: str, job: Job | Misconfigured) -> Point:
-    try:
-        if isinstance(job, Misconfigured):
-            raise job
-        found = predict_step(job)
-        interval = step_interval(job, found)
-        run = _run(job, found, interval)
-    except Misconfigured as error:
-        return Point(value=value, why_not=str(error))
-    return Point(
-        value=value,
+    Raises:
+        Misconfigured: the training would never end.
+    """
+    interval = step_interval(job, found)
+    return Outcome(
         gpus=job.parallel.world_size,
         step_us=found.step_us,
         low_us=interval.low_us,
@@ -156,8 +138,26 @@ def _point(value: str, job: Job | Misconfigured) -> Point:
         memory_gib=found.memory.total_gib,
         fits=found.memory.fits,
         fits_probability=fits_in_memory(found),
-        run=run,
+        run=training_run(job, found.step_us, (interval.low_us, interval.high_us)),
+        **named,
     )
+
+
+def curve(name: str, jobs: Iterable[tuple[str, Job | Misconfigured]]) -> Curve:
+    """Return the curve over the values and jobs of `swept`; a value whose job is impossible has the reason instead."""
+    points = tuple(_point(label, job) for label, job in jobs)
+    if all(point.why_not for point in points):
+        raise Misconfigured(f"{name}: no value can be: {points[0].why_not}")
+    return Curve(name=name, means=CURVES.get(name, ""), points=points)
+
+
+def _point(label: str, job: Job | Misconfigured) -> Outcome:
+    try:
+        if isinstance(job, Misconfigured):
+            raise job
+        return outcome(job, predict_step(job), label=label)
+    except Misconfigured as error:
+        return Outcome(label=label, why_not=str(error))
 
 
 def scaling(job: Job) -> tuple[Curve, ...]:
@@ -165,20 +165,20 @@ def scaling(job: Job) -> tuple[Curve, ...]:
     nodes = max(1, job.parallel.world_size // job.cluster.gpus_per_node)
     counts = sorted({max(1, nodes // 4), max(1, nodes // 2), nodes, 2 * nodes, 4 * nodes})
     found = []
-    for name in ("nodes", "weak_nodes"):
+    for name in NODES:
         points = []
-        for count in map(str, counts):
+        for count in counts:
             with suppress(Misconfigured):
-                points.append(_point(count, what_if(job, name, count)))
+                points.append(_point(str(count), on_nodes(job, count, batch_grows=name == "weak_nodes")))
         points = [point for point in points if not point.why_not]
         if len(points) > 1:
-            found.append(_curve(name, points))
+            found.append(Curve(name=name, means=CURVES[name], points=tuple(points)))
     return tuple(found)
 
 
-def sensitivities(job: Job) -> tuple[Sensitivity, ...]:
-    """Return the step with one resource twice as fast, or one cost removed, each by itself; the largest gain first."""
-    now, gpu = predict_step(job).step_us, job.cluster.gpu
+def sensitivities(job: Job) -> tuple[Outcome, ...]:
+    """Return the job with one resource twice as fast, or one cost removed, each by itself; the largest gain first."""
+    now_us, gpu = predict_step(job).step_us, job.cluster.gpu
 
     def faster(network: bool) -> Job:
         return _with_levels(
@@ -191,16 +191,16 @@ def sensitivities(job: Job) -> tuple[Sensitivity, ...]:
         "matrix throughput, twice": _with_gpu(job, tflops={what: 2 * each for what, each in gpu.tflops.items()}),
         "memory bandwidth, twice": _with_gpu(job, memory_gb_per_s=2 * gpu.memory_gb_per_s),
         "latency of the network, none": _with_levels(job, lambda level: {"latency_us": 0.0}),
+        "overlap without disturbance": replace(job, mechanism="ideal", mechanisms={}),
     }
-    others["overlap without disturbance"] = replace(job, mechanism="ideal", mechanisms={})
     if {job.mechanism, *job.mechanisms.values()} != {"zero_sm"}:
         others["zero-SM collectives"] = replace(job, mechanism="zero_sm", mechanisms={})
-    found = [
-        Sensitivity(name=name, step_us=us, change=us / now - 1)
-        for name, us in ((name, predict_step(other).step_us) for name, other in others.items())
-        if us != now
-    ]
-    return tuple(sorted(found, key=lambda each: each.change))
+    steps = {label: predict_step(other) for label, other in others.items()}
+    changed = [label for label, step in steps.items() if step.step_us != now_us]
+    return tuple(
+        outcome(others[label], steps[label], label=label)
+        for label in sorted(changed, key=lambda label: steps[label].step_us)
+    )
 
 
 def _with_gpu(job: Job, **figures: object) -> Job:

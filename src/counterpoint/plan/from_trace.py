@@ -21,23 +21,22 @@ from collections.abc import Iterable, Mapping
 
 from msgspec.structs import replace
 
-from counterpoint.errors import Misconfigured
-from counterpoint.plan.job.cluster import Cluster, find_gpu
-from counterpoint.plan.job.job import Job
-from counterpoint.plan.job.model import Model
-from counterpoint.plan.job.parallel import Parallel, Training
-from counterpoint.plan.job.what_if import what_ifs
+from counterpoint.errors import Misconfigured, printable
+from counterpoint.plan.job.changes import build_job
+from counterpoint.plan.job.cluster import Cluster
+from counterpoint.plan.job.job import parse_job
 from counterpoint.plan.network.estimate import estimate
 from counterpoint.plan.network.group import Group
-from counterpoint.plan.network.protocols import OPERATIONS, all_levels, levels, names, network_of
+from counterpoint.plan.network.protocols import OPERATIONS, all_levels, names, network_of
 from counterpoint.plan.step.step import expected_slowest
 from counterpoint.records import Record
 from counterpoint.records.diagnosis import Collective, Diagnosis
 from counterpoint.records.prediction import Prediction, TimePart
 
 NOTE = "compute, copies and idle time of the trace; transfers by the ratio of the model's estimates"
-ALLOWED = ("weak_nodes", "network", "nic_gbit", "nics", "failed_nics", "oversubscription", "slow_rank")
-"""What-ifs that a trace can answer; the others would change the compute of each rank."""
+LINKS = ("nic_gbit", "nics", "failed_nics", "oversubscription")
+ALLOWED = ("weak_nodes", "network", *(f"cluster.{name}" for name in LINKS), "ranks.slow")
+"""Flags and fields that a trace can answer; others would change the compute of each rank."""
 VALIDATED = (
     "not validated: between hosts nothing was compared yet; 2, 4 and 8 H200 of a host predict each other's FSDP2 step "
     "with a mean error of 0.9%, 1.3% at worst (results/plan-from-trace.md)"
@@ -83,28 +82,23 @@ class MeasuredStep(Record, frozen=True, kw_only=True):
 
 
 def answer_from_trace(diagnosis: Diagnosis, *, recorded_on: str | None, asked: Mapping[str, str]) -> Prediction:
-    """Return the measured step after the what-ifs `asked`; `recorded_on` None: all ranks in one node, over NVLink."""
+    """Return the measured step after the changes `asked`; `recorded_on` None: all ranks in one node, over NVLink."""
     for name in asked:
         if name not in ALLOWED:
             raise Misconfigured(
-                f"{name} with --from-trace: a trace can answer {', '.join(ALLOWED)}; give a job instead"
+                f"{printable(name, 80)} with --from-trace: a trace can answer {', '.join(ALLOWED)}; give a job instead"
             )
     measured = measured_step(diagnosis)
-    job = _stand_in(measured, recorded_on or _nvlink(measured))
-    here = job.cluster
-    job = what_ifs(job, asked)
+    network = recorded_on or _nvlink(measured)
+    stand_in = {  # a job with the trace's ranks, which has no compute
+        "model": {"name": "trace", "layers": 1, "hidden": 1, "heads": 1, "vocab": 1},
+        "training": {"sequence": 1, "global_batch": measured.ranks},
+        "parallel": {"dp": measured.ranks},
+        "cluster": {"gpu": measured.gpu, "network": network},
+    }
+    here, job = parse_job(stand_in).cluster, build_job(stand_in, asked)
     found = predict_on(measured, here, job.cluster, ranks=job.parallel.world_size, slow=job.ranks.slow)
     return replace(found, asked=dict(asked))
-
-
-def _stand_in(measured: MeasuredStep, network: str) -> Job:
-    """Return a placeholder job with the trace's ranks on that network, to which what-ifs apply; it has no compute."""
-    return Job(
-        model=Model(name="trace", layers=1, hidden=1, heads=1, vocab=1),
-        training=Training(sequence=1, global_batch=measured.ranks),
-        parallel=Parallel(dp=measured.ranks),
-        cluster=Cluster(gpu=find_gpu(measured.gpu), levels=levels(network, measured.ranks), network=network),
-    )
 
 
 def _nvlink(measured: MeasuredStep) -> str:

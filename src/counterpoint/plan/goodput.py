@@ -93,21 +93,23 @@ def optimal_interval(checkpoint: float, mean: float) -> float:
     return sqrt(2 * checkpoint * mean) * (1 + sqrt(part) / 3 + part / 9) - checkpoint
 
 
-def training_run(job: Job, run: Run, step_us: float, interval_us: tuple[float, float] | None = None) -> TrainingRun:
+def training_run(job: Job, step_us: float, interval_us: tuple[float, float] | None = None) -> TrainingRun | None:
     """Return what all steps of a job take, with its failures, checkpoints and restarts.
 
     Args:
         job: the job.
-        run: what is trained, on how good machines, at which price.
-        step_us: of one step.
-        interval_us: between which the step lies, if that is known.
+        step_us: time of one step.
+        interval_us: ends between which the step lies, if these are known.
 
     Returns:
-        Its days, GPU-hours, cost and goodput.
+        Its days, GPU-hours, cost and goodput; None where the job does not say how long it is.
 
     Raises:
         Misconfigured: it would never end.
     """
+    run = job.run
+    if run is None:
+        return None
     ranks, batch = job.parallel.world_size, job.training.global_batch * job.training.sequence
     steps = run.steps if run.steps is not None else -(-round(run.tokens or 0) // batch)
     nodes = -(-ranks // job.cluster.gpus_per_node)

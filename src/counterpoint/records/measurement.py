@@ -35,7 +35,7 @@ class Timing(Record, frozen=True, kw_only=True):
     rounds_us: tuple[float | None, ...] = ()  # None: a round that does not count; (): from before they were kept
 
 
-class Scenario(Record, frozen=True, kw_only=True):
+class Scenario(Record, frozen=True, kw_only=True, tag=True):
     """Asks for a workload and a collective to be measured by several mechanisms in several launch orders."""
 
     name: str  # unique within its suite
@@ -73,7 +73,7 @@ class BlockRow(Record, frozen=True, kw_only=True):
     marked: str | None = None
 
 
-class Block(Record, frozen=True, kw_only=True):
+class Block(Record, frozen=True, kw_only=True, tag=True):
     """Asks for one operation to be measured alone, at several sizes or with several settings of a control."""
 
     name: str  # unique within its suite
@@ -91,23 +91,15 @@ class Plan(Record, frozen=True, kw_only=True):
     suite: str
     device: Literal["cuda", "cpu"]
     world_size: int
-    scenarios: tuple[Scenario, ...]
-    blocks: tuple[Block, ...] = ()
+    parts: tuple[Scenario | Block, ...]  # in the order in which they are measured; each gives one line of results
     rounds: int = 12
     dropped_rounds: int = 2
     seed: int = 0
     timeout_s: float = 100.0  # of a collective that waits for a rank
     results: str  # rank 0 appends one `Outcome` a line here
     errors: str  # folder: a rank that fails writes rank<N>.json here
-    order: tuple[str, ...] = ()  # names of parts, to be measured in this order; those without a place come last
     # of CLOCK_MONOTONIC: no part but the first is begun that would, by their mean time so far, end after it
     until_s: float | None = None
-
-    @property
-    def parts(self) -> tuple[Scenario | Block, ...]:
-        """Return all scenarios and blocks in the order in which they are measured; each gives one line of results."""
-        place = {name: index for index, name in enumerate(self.order)}
-        return tuple(sorted((*self.scenarios, *self.blocks), key=lambda part: place.get(part.name, len(place))))
 
 
 class Outcome(Record, frozen=True, kw_only=True):

@@ -9,6 +9,7 @@ import msgspec
 from counterpoint.records import Record
 
 PREDICTION_SCHEMA = "counterpoint.plan/1"
+Setting = int | str | bool | tuple[int | str, ...] | None
 
 
 class TimePart(Record, frozen=True, kw_only=True):
@@ -82,53 +83,32 @@ class TrainingRun(Record, frozen=True, kw_only=True):
     losses: tuple[RunLoss, ...]
 
 
-class Point(Record, frozen=True, kw_only=True):
-    """Predicts the job with one value changed; if that is impossible, `why_not` says why and all else is null."""
+class Outcome(Record, frozen=True, kw_only=True):
+    """Predicts one of several jobs in short; if it is impossible, `why_not` says why, and all figures are null."""
 
-    value: str
-    gpus: int | None = None  # of the job, which the value may change
+    label: str = ""  # what differs from the job that was asked about: the value of a curve, what is better
+    settings: dict[str, Setting] = msgspec.field(default_factory=dict)  # of a search: fields that it chose
+    gpus: int | None = None
     step_us: float | None = None
     low_us: float | None = None  # ends of the step's interval
     high_us: float | None = None
     mfu: float | None = None
     exposed_comm_us: float | None = None
     tokens_per_s: float | None = None
-    memory_gib: float | None = None
+    memory_gib: float | None = None  # of the fullest GPU
     fits: bool | None = None
     fits_probability: float | None = None
     run: TrainingRun | None = None
+    too_close: bool = False  # to the fastest choice of a search: comparisons are not that sure
     why_not: str | None = None
 
 
 class Curve(Record, frozen=True, kw_only=True):
-    """Predicts the job for each of several values of one what-if or field."""
+    """Predicts the job for each of several values of one flag or field, which label the points."""
 
     name: str
-    unit: str
     means: str = ""  # what the values change, and what stays, for people: a sentence
-    points: tuple[Point, ...]
-
-
-class Sensitivity(Record, frozen=True, kw_only=True):
-    """Predicts the step time if one thing, such as a bandwidth, were better."""
-
-    name: str
-    step_us: float
-    change: float  # step_us / the job's own step_us - 1
-
-
-class Choice(Record, frozen=True, kw_only=True):
-    """Describes one way to divide the job; `settings` maps fields of the job's file to values."""
-
-    settings: dict[str, int | str | bool | tuple[int | str, ...] | None]
-    step_us: float
-    low_us: float | None = None  # ends of the step's interval
-    high_us: float | None = None
-    mfu: float
-    memory_gib: float
-    fits_probability: float | None = None
-    too_close: bool = False  # to the fastest choice: comparisons are not that sure
-    tokens_per_s: float | None = None
+    points: tuple[Outcome, ...]
 
 
 class SearchResult(Record, frozen=True, kw_only=True):
@@ -143,7 +123,7 @@ class SearchResult(Record, frozen=True, kw_only=True):
     too_large: int = 0
     impossible: int = 0
     why_not: str | None = None  # where there are no choices
-    choices: tuple[Choice, ...] = ()
+    choices: tuple[Outcome, ...] = ()
 
 
 class LevelLoad(Record, frozen=True, kw_only=True):
@@ -223,9 +203,9 @@ class Prediction(Record, frozen=True, kw_only=True):
     job: dict[str, Any]
     timeline: tuple[Bar, ...] = ()
     curves: tuple[Curve, ...] = ()
-    sensitivities: tuple[Sensitivity, ...] = ()
+    sensitivities: tuple[Outcome, ...] = ()  # with one thing better, the largest gain first
     search: SearchResult | None = None
     searches: tuple[SearchResult, ...] = ()  # one for each number of GPUs that was asked for
     placement: PlacementResult | None = None
     run: TrainingRun | None = None
-    asked: dict[str, str] = msgspec.field(default_factory=dict)  # what-ifs and fields that were changed
+    asked: dict[str, str] = msgspec.field(default_factory=dict)  # flags and fields that were changed

@@ -1,5 +1,5 @@
 """Run a script with many ranks on one GPU, or on CPUs, to see values and order before GPUs are booked.
 
-In the parent process: `api.py`, by the launcher of `tuning/script/`. `task.py` says what both sides exchange. On each
-rank: `rank.py` runs the script, and `witness.py` keeps what it makes. `rehearsed.py` of the floor is what a rank is.
+In the parent process: `api.py`, by the launcher of `tuning/script/`. On each rank: `rank.py` runs the script, and
+`witness.py` keeps what it makes. `rehearsed.py` of the floor says whether this process is such a rank.
 """

@@ -19,13 +19,14 @@ from counterpoint.machine.driver import free_bytes, visible_gpus
 from counterpoint.processes import run_folder, write_whole
 from counterpoint.records.diagnosis import ranks_in_words
 from counterpoint.records.rehearsal import RankReport, Rehearsal, RehearsalReport
-from counterpoint.rehearsal.task import TASK_VARIABLE, RehearsalTask, report_file
+from counterpoint.rehearsal.rank import REPORT, TASK_VARIABLE, RehearsalTask
 from counterpoint.rehearsed import visible_devices
 from counterpoint.tuning.script.launch import (
+    ALIVE,
     LOG,
     REHEARSED,
+    TASK,
     RunCommand,
-    alive_file,
     modified,
     parse_command,
     run_ranks,
@@ -76,7 +77,7 @@ def rehearse(
             ranks_per_host=world_size // hosts,
             gpus=visible_devices(len(gpus)),
         )
-        write_whole(folder / "task.json", task)
+        write_whole(folder / TASK, task)
         try:
             run_ranks(
                 run,
@@ -86,10 +87,10 @@ def rehearse(
                     "OMP_NUM_THREADS": "1",
                     **os.environ,
                     **run.variables,
-                    TASK_VARIABLE: str(folder / "task.json"),
+                    TASK_VARIABLE: str(folder / TASK),
                 },
                 timeout_s=timeout_s,
-                progress=lambda: (modified(alive_file(folder)), _echoed(log, echo=echo)),
+                progress=lambda: (modified(folder / ALIVE), _echoed(log, echo=echo)),
                 lacking="no rank printed anything or ended a step",
             )
         finally:
@@ -109,26 +110,18 @@ def _echoed(log: BinaryIO, *, echo: bool) -> int:
 
 def _ranks_of(run: RunCommand) -> int:
     """Return the number of ranks that a command starts; raise `Misconfigured` if it names none, or several hosts."""
-    given = dict(_options(run.launcher))
-    if given.get("nnodes", "1") not in ("1", "1:1"):
+    hosts = run.options.get("--nnodes", "1")
+    if hosts not in ("1", "1:1"):
         raise Misconfigured(
-            f"rehearse: --nnodes {given['nnodes']}: leave it out; --nproc-per-node names all ranks, --hosts the hosts"
+            f"rehearse: --nnodes {hosts}: leave it out; --nproc-per-node names all ranks, --hosts the hosts"
         )
-    number = given.get("nproc-per-node", "")
+    number = run.options.get("--nproc-per-node", "")
     if not number.isdecimal() or not 1 < int(number) <= _MOST_RANKS:
         raise Misconfigured(
             f"rehearse {str(run)!r}: --nproc-per-node {number or 'is missing'}; "
             f"write 'torchrun --nproc-per-node N train.py' with N from 2 to {_MOST_RANKS}"
         )
     return int(number)
-
-
-def _options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield the long options of a launcher with their values, underscores as hyphens."""
-    for word, following in zip(words, [*words[1:], ""], strict=True):
-        name, is_one, value = word.partition("=")
-        if name.startswith("--"):
-            yield name[2:].replace("_", "-"), value if is_one else following
 
 
 def _gpus(device: str | None, world_size: int) -> tuple[str, ...]:
@@ -157,7 +150,7 @@ def _gpus(device: str | None, world_size: int) -> tuple[str, ...]:
 
 def _report(folder: Path, rank: int) -> RankReport | None:
     try:
-        return msgspec.json.decode(report_file(folder, rank).read_bytes(), type=RankReport)
+        return msgspec.json.decode((folder / REPORT.format(rank)).read_bytes(), type=RankReport)
     except FileNotFoundError:
         return None
 

@@ -13,11 +13,23 @@ from pathlib import Path
 import msgspec
 
 from counterpoint.errors import Misconfigured
-from counterpoint.processes import write_whole
-from counterpoint.rehearsal.task import TASK_VARIABLE, RehearsalTask, report_file
+from counterpoint.processes import leaving_word, write_whole
+from counterpoint.records import Record
 from counterpoint.rehearsed import rank_variables
-from counterpoint.tuning.script.launch import alive_file
-from counterpoint.tuning.script.rank import begin, leaving_word, run_script
+from counterpoint.tuning.script.launch import ALIVE, ERRORS
+from counterpoint.tuning.script.rank import begin, run_script
+
+TASK_VARIABLE = "COUNTERPOINT_REHEARSAL_TASK"  # names the file of the task
+REPORT = "reports/rank{}.json"  # a `RankReport`, in the folder of the task
+
+
+class RehearsalTask(Record, frozen=True, kw_only=True):
+    """Tells a rank where it is: `gpus` are the entries of CUDA_VISIBLE_DEVICES to share; none: CPUs."""
+
+    folder: str
+    world_size: int
+    ranks_per_host: int
+    gpus: tuple[str, ...]
 
 
 def main() -> None:
@@ -35,15 +47,15 @@ def main() -> None:
 
     def advance() -> None:
         witness.steps += 1
-        alive_file(folder).touch()
+        (folder / ALIVE).touch()
 
     counted = OptimizerSteps(advance)
-    with leaving_word(folder, rank, lambda: witness.steps):
+    with leaving_word(folder / ERRORS, rank, lambda: f"step {witness.steps + 1}"):
         if int(os.environ["WORLD_SIZE"]) != task.world_size:
             raise Misconfigured(f"{os.environ['WORLD_SIZE']} ranks were started, and {task.world_size} asked for")
         with witness.watching():
             run_script(sys.argv[1:])
-        write_whole(report_file(folder, rank), witness.report())
+        write_whole(folder / REPORT.format(rank), witness.report())
     counted.remove()
 
 

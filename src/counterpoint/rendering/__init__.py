@@ -1,6 +1,6 @@
 """Show results, one file per subcommand and medium, from records alone; nothing here computes what it shows.
 
-table.py holds a table once for the terminal (terminal.py), Markdown and pages. formatting.py says how numbers look
-everywhere, safe_html.py writes pages on which names from a trace stay plain text (templates and scripts are in page/),
-and files.py writes files that appear whole or not at all.
+table.py holds a table once, and terminal.py, its `markdown` and page/parts.html show it. formatting.py says how numbers
+look everywhere, safe_html.py writes pages on which names from a trace stay plain text (templates and scripts are in
+page/), and files.py writes files that appear whole or not at all.
 """

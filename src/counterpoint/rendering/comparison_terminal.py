@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from msgspec.structs import replace
 from rich.console import Console
-from rich.text import Text
 
 from counterpoint.records.comparison import Change, Comparison, KernelChange
 from counterpoint.rendering import formatting as say
+from counterpoint.rendering.table import Column, Table
+from counterpoint.rendering.terminal import line, print_tables
 
 MAX_ROWS = 8
 MAX_NAME = 44  # fits beside the figures in 80 columns
@@ -16,38 +18,35 @@ MAX_NAME = 44  # fits beside the figures in 80 columns
 
 def render_comparison(compared: Comparison, console: Console) -> None:
     """Print what grew and what shrank, in ms a step; its last line is the verdict."""
-    idle = [(say.IDLE_CAUSES.get(c.name, c.name), c) for c in compared.idle]
-    _table(console, "Where the time goes", "", [("step", compared.step), *((c.name, c) for c in compared.parts)])
     hidden = f"hidden: {say.percent(compared.hidden_before)} before, {say.percent(compared.hidden_now)} now"
-    console.print(say.text(hidden, say.QUIET))
-    _table(console, "Findings", "cost of step time", [(c.name, c) for c in compared.findings])
-    _table(console, "Idle", "by cause", idle)
-    _table(console, "Exposed communication", "by operation", [(c.name, c) for c in compared.exposed])
-    _table(console, "Ranks that make others wait", "", [(c.name, c) for c in compared.late])
-    _table(console, "Kernels that became slower", "", [(c.name, c) for c in compared.kernels])
-    if compared.notes:
-        say.heading(console, "Notes")
-    for note in compared.notes:
-        console.print(Text.assemble("· ", say.text(note)))
+    idle = [replace(change, name=say.IDLE_CAUSES.get(change.name, change.name)) for change in compared.idle]
+    parts = [replace(compared.step, name="step"), *compared.parts]
+    tables = (
+        _changes("Where the time goes", "", parts, [hidden]),
+        _changes("Findings", "cost of step time", compared.findings),
+        _changes("Idle", "by cause", idle),
+        _changes("Exposed communication", "by operation", compared.exposed),
+        _changes("Ranks that make others wait", "", compared.late),
+        _changes("Kernels that became slower", "", compared.kernels),
+        Table(title="Notes", notes=compared.notes),
+    )
+    print_tables(tables, console)
     console.print()
-    console.print(say.text(compared.verdict, "bold"), soft_wrap=True)
+    line(console, compared.verdict, "bold")
 
 
-def _table(console: Console, title: str, unit: str, rows: Sequence[tuple[str, Change]]) -> None:
-    """Print the largest changes, growth first."""
-    if not rows:
-        return
-    say.heading(console, title, ", ".join(filter(None, ("ms a step", unit))))
-    kept = sorted(rows, key=lambda row: -abs(row[1].change_us))[:MAX_ROWS]
-    lines = [
-        [
-            say.text(name, limit=MAX_NAME), say.milliseconds(c.before_us), say.milliseconds(c.now_us),
-            f"{c.change_us / 1e3:+,.2f}", *([say.factor(c.slowdown)] if isinstance(c, KernelChange) else []),
-        ]
-        for name, c in rows
-        if any(c is k for _, k in kept)
-    ]  # fmt: skip
-    slower = ("slower",) if isinstance(rows[0][1], KernelChange) else ()
-    say.print_table(console, ("", "before", "now", "change", *slower), lines, left=("",))
-    if len(rows) > len(lines):
-        console.print(f"   and {len(rows) - len(lines)} more")
+def _changes(title: str, unit: str, rows: Sequence[Change], notes: Sequence[str] = ()) -> Table:
+    """Return the largest changes, in their order; nothing without any."""
+    largest = sorted(rows, key=lambda it: -abs(it.change_us))[:MAX_ROWS]
+    shown = [it for it in rows if any(it is each for each in largest)]
+    more = [f"and {len(rows) - len(shown)} more"] * (len(rows) > len(shown))
+    columns = [
+        Column("", of=lambda it: it.name, limit=MAX_NAME),
+        Column("before", say.milliseconds, lambda it: it.before_us),
+        Column("now", say.milliseconds, lambda it: it.now_us),
+        Column("change", lambda us: f"{us / 1e3:+,.2f}", lambda it: it.change_us),
+    ]
+    if any(isinstance(it, KernelChange) for it in rows):
+        columns.append(Column("slower", say.factor, lambda it: it.slowdown))
+    unit = ", ".join(filter(None, ("ms a step", unit)))
+    return Table(title=title, unit=unit, columns=columns, rows=shown, notes=[*more, *notes])

@@ -8,7 +8,6 @@ The spans of the timeline are packed: sorted, quantised, base64, so that a numbe
 from __future__ import annotations
 
 import base64
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,21 +16,31 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from counterpoint.records.diagnosis import Account, Diagnosis, TimelineLane
+from counterpoint.records.diagnosis import Diagnosis, TimelineLane
 from counterpoint.rendering import formatting as say
-from counterpoint.rendering.safe_html import clean, write_page
+from counterpoint.rendering.diagnosis_tables import (
+    budget,
+    budget_table,
+    collectives_table,
+    idle_table,
+    kernels_table,
+    kinds_table,
+    notes,
+    replay_table,
+    steps_in,
+    stragglers_table,
+)
+from counterpoint.rendering.safe_html import Page, clean, write_page
+from counterpoint.rendering.table import Cell, Column, Table, row
 
 MAX_RANKS = 32  # of the timeline
 MAX_SPANS = 40_000  # 0.6 MB of the page
 MAX_LABEL = 200  # characters
-MAX_BARS = 64  # ranks drawn
-MAX_ROWS = 512  # ranks in tables
+MAX_ROWS = 512  # ranks with a bar
+MAX_FILES = 200
 MAP_FROM = 32  # ranks: a larger job has a map of all of them
 MAX_MAP = 1024  # ranks of it; those that are late are drawn in any case
 NODE = 8  # ranks in a row of the map: those of one node on most machines
-MAX_COLLECTIVES = 300
-MAX_KERNELS = 100
-MAX_HEAT = 16  # ranks whose wait gets a column of its own
 F64 = npt.NDArray[np.float64]
 
 
@@ -44,75 +53,125 @@ def write_html(path: Path, diagnosis: Diagnosis, lanes: Sequence[TimelineLane]) 
     packed = pack_timeline(diagnosis, lanes)
     write_page(
         path,
-        "diagnosis",
+        _page(diagnosis),
+        name="diagnosis",
         data=_data(diagnosis, packed),
-        own="diagnosis",
         plot=bool(packed.drawn),
-        filters={"ms": say.milliseconds, "pct": say.percent, "size": say.size},
-        d=diagnosis,
-        say=say,
+        costs=[say.tenth_milliseconds(finding.cost_us) for finding in diagnosis.findings],
+        findings=diagnosis.findings,
+        above=(budget_table(diagnosis, MAX_ROWS), _map_table(diagnosis), idle_table(diagnosis)),
         timeline=packed,
+        lanes=_lanes_table(packed),
         kinds=_kinds(packed),
-        **_context(diagnosis),
     )
 
 
-def _context(diagnosis: Diagnosis) -> dict[str, Any]:
-    """Return the values that the template formats and shows; sums over steps become means per step."""
-    steps = say.steps_in(diagnosis)
-    late = {rank for straggler in diagnosis.stragglers for rank in straggler.ranks}
-    bars = say.worst_ranks(diagnosis.per_rank, MAX_BARS, late)
-    slowed = sorted((k for k in diagnosis.kernels if k.cause != "none"), key=lambda kernel: -kernel.cost_us)
-    collectives = say.by_exposed(diagnosis.collectives, MAX_COLLECTIVES)
-    return {
-        "steps": steps,
-        "accounts": [(account, say.budget(account)) for account in say.worst_ranks(diagnosis.per_rank, MAX_ROWS, late)],
-        "bars": [(account, _bar(account, max(a.duration_us for a in bars))) for account in bars],
-        "total": say.budget(diagnosis.totals),
-        "collectives": collectives,
-        "heat": list(diagnosis.ranks) if len(diagnosis.ranks) <= MAX_HEAT else [],
-        "longest_wait": max((say.waits(c)[1] or 0.0 for c in collectives), default=0.0) or 1.0,
-        "waits": say.waits,
-        "slowed": slowed[:MAX_KERNELS],
-        "all_slowed": len(slowed),
-        "undisturbed": len(diagnosis.kernels) - len(slowed),
-        "blocks": lambda kernel: math.prod(kernel.grid),
-        "late": late,
-        "map": _rank_map(diagnosis),
-        "longest_rank_wait": max((say.budget(a)["wait"] / steps for a in diagnosis.per_rank), default=0.0),
-        "notes": say.notes(diagnosis),
-        "longest_step": _longest_step(diagnosis),
-    }
+def _page(diagnosis: Diagnosis) -> Page:
+    totals, steps, ranks = diagnosis.totals, len(diagnosis.steps), len(diagnosis.ranks)
+    mean = steps_in(diagnosis)
+    scope = [
+        f"{ranks} of {diagnosis.world_size} rank{'s' * (diagnosis.world_size != 1)}",
+        f"{steps} step{'s' * (steps != 1)}" if steps else "no steps found",
+        *([diagnosis.gpu] if diagnosis.gpu else []),
+    ]
+    last = ("communication / compute", say.factor(totals.comm_to_compute), "")
+    if totals.mfu is not None:
+        last = ("model FLOPs utilisation", say.percent(totals.mfu), "")
+    made = (
+        stragglers_table(diagnosis),
+        replay_table(diagnosis),
+        kernels_table(diagnosis),
+        kinds_table(diagnosis),
+        collectives_table(diagnosis),
+    )
+    return Page(
+        title="why the step waits",
+        kind="diagnosis",
+        scope=" · ".join(scope),
+        headline=diagnosis.verdict,
+        figures=[
+            ("step" if diagnosis.has_steps else "whole trace", say.milliseconds(totals.duration_us / mean, 1), "ms"),
+            ("communication hidden", say.percent(totals.hidden), ""),
+            ("exposed communication", say.milliseconds(totals.exposed_comm_us / mean, 1), "ms"),
+            ("of it waiting", say.milliseconds(budget(totals)["wait"] / mean, 1), "ms"),
+            last,
+        ],
+        tables=[
+            *(table for table in made if table is not None),
+            Table(title="Notes", notes=notes(diagnosis)),
+            *_provenance(diagnosis),
+        ],
+    )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankCell:
-    """Holds one rank of the map: how long it waits in a step, and how long the others wait for it; ms."""
+def _provenance(diagnosis: Diagnosis) -> tuple[Table, Table]:
+    """Return what was read, and the clock of each rank against that of the lowest."""
+    files = diagnosis.source.files
+    more = [f"and {len(files) - MAX_FILES} more"] * (len(files) > MAX_FILES)
+    read = Table(
+        title="What was read",
+        unit=f"{diagnosis.source.events:,} events, {diagnosis.source.format}; as {diagnosis.schema}",
+        notes=[*files[:MAX_FILES], *more],
+        folded=True,
+    )
+    clocks = Table(
+        title="Clock of each rank against that of the lowest",
+        columns=(
+            Column("rank"),
+            Column("offset, µs", say.decimal),
+            Column("uncertainty, ± µs", say.decimal),
+            Column("drift, ppm", say.decimal),
+        ),
+        rows=[
+            row(rank, us, diagnosis.clock_uncertainty_us.get(rank), diagnosis.clock_drift_ppm.get(rank))
+            for rank, us in diagnosis.clock_offsets_us.items()
+        ],
+        folded=True,
+    )
+    return read, clocks
 
-    rank: int
-    wait_ms: float | None  # None: no trace of it
-    late_ms: float | None  # None: it is not late
-    heat: float  # per cent of the longest wait
+
+def _lanes_table(packed: PackedTimeline) -> Table:
+    return Table(
+        title="Lanes of the timeline",
+        unit="all steps together",
+        columns=(
+            Column("rank", say.count, lambda lane: lane.rank),
+            Column("lane", of=lambda lane: lane.name, limit=40),
+            Column("spans", say.count, lambda lane: lane.spans),
+            Column("sum, ms", say.milliseconds, lambda lane: lane.total_us),
+            Column("longest, ms", say.fine_milliseconds, lambda lane: lane.longest_us),
+        ),
+        rows=packed.drawn,
+        folded=True,
+    )
 
 
-def _rank_map(diagnosis: Diagnosis) -> list[list[RankCell]]:
-    """Return all ranks of a job that is too large for a bar each, `NODE` in a row; else nothing."""
+def _map_table(diagnosis: Diagnosis) -> Table | None:
+    """Return how long each rank of a large job waits for others, `NODE` ranks in a row; None for a small one."""
     if len(diagnosis.per_rank) <= MAP_FROM:
-        return []
-    steps = say.steps_in(diagnosis)
-    waits = {a.rank: say.budget(a)["wait"] / steps / 1e3 for a in diagnosis.per_rank}
-    late = {rank: s.delay_us / steps / 1e3 for s in diagnosis.stragglers for rank in s.ranks}
+        return None
+    steps = steps_in(diagnosis)
+    waits = {a.rank: budget(a)["wait"] / steps for a in diagnosis.per_rank}
+    late = {rank: s.delay_us / steps for s in diagnosis.stragglers for rank in s.ranks}
     longest = max(waits.values()) or 1.0
     every = sorted({*waits, *late})
-    rows: dict[int, list[RankCell]] = {}
-    for rank in every[:MAX_MAP]:
-        wait = waits.get(rank)
-        cell = RankCell(rank=rank, wait_ms=wait, late_ms=late.get(rank), heat=100 * (wait or 0.0) / longest)
-        rows.setdefault(rank // NODE, []).append(cell)
-    for rank in set(late) - set(every[:MAX_MAP]):
-        cell = RankCell(rank=rank, wait_ms=waits.get(rank), late_ms=late[rank], heat=0.0)
-        rows.setdefault(rank // NODE, []).append(cell)
-    return [sorted(rows[node], key=lambda cell: cell.rank) for node in sorted(rows)]
+    shown = {*every[:MAX_MAP], *late}
+
+    def cell(rank: int) -> Cell | str:
+        note = f"{rank}: {say.tenth_milliseconds(late[rank])} late" if rank in late else ""
+        return Cell(value=waits.get(rank), note=note, heat=waits.get(rank, 0.0) / longest) if rank in shown else ""
+
+    nodes = sorted({rank // NODE for rank in shown})
+    ranks_of = {node: range(NODE * node, NODE * (node + 1)) for node in nodes}
+    left_out = [f"The first {MAX_MAP} ranks and those that are late."] if len(shown) < len(every) else []
+    return Table(
+        title="Every rank",
+        unit="ms a step that it waits for others, the darker the longer; late: how long the others wait for it",
+        columns=(Column(""), *(Column("", say.tenth_milliseconds) for _ in range(NODE))),
+        rows=[row(f"{ranks[0]}–{ranks[-1]}", *map(cell, ranks)) for ranks in ranks_of.values()],
+        notes=left_out,
+    )
 
 
 def _kinds(packed: PackedTimeline) -> list[tuple[str, str, str]]:
@@ -126,20 +185,6 @@ def _kinds(packed: PackedTimeline) -> list[tuple[str, str, str]]:
     names = {lane.name for lane in packed.drawn}
     shown = [kind for kind in kinds if kind[0] in names]
     return shown + [("host", "host", "host")] * bool(names - {kind[0] for kind in kinds})
-
-
-def _bar(account: Account, longest_us: float) -> list[tuple[say.AccountPart, float, float]]:
-    """Return the parts of a bar that are not empty, with their µs and per cent of the longest bar."""
-    scale = 100 / longest_us if longest_us > 0 else 0.0
-    us = say.budget(account)
-    return [(part, us[part.key], us[part.key] * scale) for part in say.PARTS if us[part.key] > 0]
-
-
-def _longest_step(diagnosis: Diagnosis) -> float:
-    if diagnosis.replay is None:
-        return 1.0
-    cases = (case.step_us for case in diagnosis.replay.what_if)
-    return max(diagnosis.replay.measured_us, diagnosis.replay.replayed_us, *cases) or 1.0
 
 
 def _data(diagnosis: Diagnosis, packed: PackedTimeline) -> dict[str, Any]:

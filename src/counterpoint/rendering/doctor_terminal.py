@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.text import Text
 
 from counterpoint.records.machine import Check, Checkup
-from counterpoint.rendering import formatting as say
+from counterpoint.rendering.terminal import QUIET, line, text
 
-STYLES = {"problem": "bold red", "warning": "yellow", "ok": "green", "not_seen": say.QUIET}
+STYLES = {"problem": "bold red", "warning": "yellow", "ok": "green", "not_seen": QUIET}
 MARKS = {"problem": "✗", "warning": "!", "ok": "✓", "not_seen": "?"}
 WORDS = {"problem": "In the way of overlap", "warning": "Worth a look", "ok": "In order", "not_seen": "Not seen"}
 NAME_WIDTH = 19
@@ -35,10 +35,10 @@ def verdict(checkup: Checkup) -> str:
 
 def render_checkup(checkup: Checkup, console: Console) -> None:
     """Print a checkup, its verdict first. Readable at 80 columns, without colour, and piped."""
-    console.print(say.text(verdict(checkup), "bold"), soft_wrap=True)
+    line(console, verdict(checkup), "bold")
     driver = [f"driver {checkup.driver}"] if checkup.driver else []
     models = [f"{checkup.gpus.count(name)} × {name}" for name in dict.fromkeys(checkup.gpus)]
-    console.print(say.text(" · ".join([checkup.host, *models, *driver]), say.QUIET), soft_wrap=True)
+    line(console, " · ".join([checkup.host, *models, *driver]), QUIET)
     for status, render in RENDERERS.items():
         found = [check for check in checkup.checks if check.status == status]
         if found:
@@ -51,14 +51,14 @@ def _advise(checks: Sequence[Check], console: Console) -> None:
     """Print for each check what was seen, what it means and what to do."""
     for check in checks:
         _print(console, _mark(check), check.name, "bold")
-        for value, style in ((check.seen, ""), (check.means, say.QUIET), ("→ " + check.fix, "")):
+        for value, style in ((check.seen, ""), (check.means, QUIET), ("→ " + check.fix, "")):
             _print(console, Text("   "), value, style)
 
 
 def _list(checks: Sequence[Check], console: Console) -> None:
     """Print a line for each check."""
     for check in checks:
-        head = Text.assemble(_mark(check), say.text(f"{check.name:{NAME_WIDTH}}", "bold"))
+        head = Text.assemble(_mark(check), text(f"{check.name:{NAME_WIDTH}}", "bold"))
         _print(console, head, check.seen)
 
 
@@ -66,7 +66,7 @@ def _gather(checks: Sequence[Check], console: Console) -> None:
     """Print the checks that could not be made, those with the same reason in one entry."""
     for reason in dict.fromkeys(check.seen for check in checks):
         _print(console, _mark(checks[0]), reason)
-        _print(console, Text("   "), ", ".join(check.name for check in checks if check.seen == reason), say.QUIET)
+        _print(console, Text("   "), ", ".join(check.name for check in checks if check.seen == reason), QUIET)
 
 
 RENDERERS: dict[str, Callable[[Sequence[Check], Console], None]] = {
@@ -83,7 +83,7 @@ def _mark(check: Check) -> Text:
 
 def _print(console: Console, head: Text, value: str, style: str = "") -> None:
     """Print `head`, then text wrapped to its right, without spaces at the ends of lines."""
-    for line in say.text(value, style).wrap(console, max(20, console.width - head.cell_len)) or [Text()]:
-        line.rstrip()
-        console.print(Text.assemble(head, line), soft_wrap=True)
+    for part in text(value, style).wrap(console, max(20, console.width - head.cell_len)) or [Text()]:
+        part.rstrip()
+        console.print(Text.assemble(head, part), soft_wrap=True)
         head = Text(" " * head.cell_len)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 
 from rich.console import Console
@@ -11,45 +11,37 @@ from rich.text import Text
 from counterpoint.records.diagnosis import ranks_in_words
 from counterpoint.records.effect import CommCalls, Effect, KnobEffect, RankEffect
 from counterpoint.rendering import formatting as say
+from counterpoint.rendering.table import Column, Table, row
+from counterpoint.rendering.terminal import QUIET, heading, line, print_tables, text
 
 MAX_RANKS = 32
-_OF_COPIES = ("rank", "copies", "size", "ms", "own copies", "size", "ms", "sums", "ms")
-_OF_CALLS = ("by", "operation", "calls", "ms", "most on rank", "ms")
-_MARKS = {"took_effect": ("✓", "green"), "no_effect": ("✗", "bold red"), "not_seen": ("?", say.QUIET)}
+_MARKS = {"took_effect": ("✓", "green"), "no_effect": ("✗", "bold red"), "not_seen": ("?", QUIET)}
 
 
 def render_effect(effect: Effect, console: Console) -> None:
     """Print the verdict, each choice of a tuning, what to do, copies of each rank, all other calls, and the notes."""
     mark = Text("✓ ", "green") if effect.took_effect else Text("✗ ", "bold red")
-    console.print(Text.assemble(mark, say.text(effect.verdict, "bold")), soft_wrap=True)
+    console.print(Text.assemble(mark, text(effect.verdict, "bold")), soft_wrap=True)
     _print_choices([knob for knob in effect.knobs if knob.pair is not None], effect.ranks, console)
     _print_fixes(effect.knobs, console)
-    if any(rank.copies for rank in effect.per_rank):
-        shown = sorted(sorted(effect.per_rank, key=_share)[:MAX_RANKS], key=lambda rank: rank.rank)
-        say.heading(console, "By copy engines", "between GPUs, and within the own GPU beside it")
-        say.print_table(console, _OF_COPIES, map(_copies, shown), left=())
-        if len(shown) < len(effect.per_rank):
-            console.print(f"the {len(shown)} ranks of which copy engines moved least; --json has all")
-    if any(rank.calls for rank in effect.per_rank):
-        say.heading(console, "By NCCL and other kernels", "all ranks; times hold waiting for other ranks")
-        say.print_table(console, _OF_CALLS, _calls(effect.per_rank), left=("by", "operation"))
-    _print_notes(effect.notes, console)
+    tables = (_copies(effect.per_rank), _calls(effect.per_rank), Table(title="Notes", notes=effect.notes))
+    print_tables(tables, console)
 
 
 def _print_choices(knobs: Sequence[KnobEffect], all_ranks: tuple[int, ...], console: Console) -> None:
     """Print a line for each pair, and one for each choice of it."""
     if knobs:
-        say.heading(console, "Choices", "the worst that any rank shows")
-    width = max((len(say.text(knob.knob).plain) for knob in knobs), default=0)
+        heading(console, "Choices", "the worst that any rank shows")
+    width = max((len(text(knob.knob).plain) for knob in knobs), default=0)
     for number, of_pair in groupby(knobs, key=lambda knob: knob.pair):
         for first, knob in enumerate(of_pair):
             if not first:
                 size = f"{say.size(knob.bytes_per_rank)} from each of {knob.ranks} ranks"
-                console.print(say.text(f"pair {number}: {knob.operation}, {size}, beside {knob.compute}", say.QUIET))
+                console.print(text(f"pair {number}: {knob.operation}, {size}, beside {knob.compute}", QUIET))
             ranks = "" if knob.on_ranks == all_ranks else f", on {ranks_in_words(knob.on_ranks)}"
             mark, style = _MARKS[knob.state]
-            line = say.text(knob.knob).plain.ljust(width)
-            console.print(Text.assemble((mark, style), f" {line} ", say.text(f"{knob.seen}{ranks}")), soft_wrap=True)
+            name = text(knob.knob).plain.ljust(width)
+            console.print(Text.assemble((mark, style), f" {name} ", text(f"{knob.seen}{ranks}")), soft_wrap=True)
 
 
 def _print_fixes(knobs: Sequence[KnobEffect], console: Console) -> None:
@@ -59,44 +51,60 @@ def _print_fixes(knobs: Sequence[KnobEffect], console: Console) -> None:
         if knob.fix:
             fixes.setdefault(knob.fix, {})[str(knob.pair)] = None
     if fixes and knobs[0].pair is not None:
-        say.heading(console, "What to do")
+        heading(console, "What to do")
     for fix, pairs in fixes.items():
         named = "" if knobs[0].pair is None else f"pair{'s' * (len(pairs) > 1)} {', '.join(pairs)}: "
-        console.print(say.text(f"→ {named}{fix}"), soft_wrap=True)
-
-
-def _print_notes(notes: Sequence[str], console: Console) -> None:
-    if notes:
-        say.heading(console, "Notes")
-    for note in notes:
-        console.print(Text.assemble("· ", say.text(note)))
+        line(console, f"→ {named}{fix}")
 
 
 def _share(rank: RankEffect) -> float:
     return rank.copies_us / rank.communication_us if rank.communication_us else 1.0
 
 
-def _copies(rank: RankEffect) -> tuple[str, ...]:
-    return (
-        str(rank.rank),
-        f"{rank.copies:,}",
-        say.size(rank.copied_bytes),
-        say.milliseconds(rank.copies_us),
-        f"{rank.own_copies:,}",
-        say.size(rank.own_copied_bytes),
-        say.milliseconds(rank.own_copies_us),
-        f"{rank.sums:,}",
-        say.milliseconds(rank.sums_us),
+def _copies(ranks: Sequence[RankEffect]) -> Table:
+    """Return what copy engines moved, on the ranks of which they moved least."""
+    shown = sorted(sorted(ranks, key=_share)[:MAX_RANKS], key=lambda rank: rank.rank)
+    more = [f"The {len(shown)} ranks of which copy engines moved least; --json has all."]
+    return Table(
+        title="By copy engines",
+        unit="between GPUs, and within the own GPU beside it",
+        columns=(
+            Column("rank", say.count, lambda rank: rank.rank),
+            Column("copies", say.count, lambda rank: rank.copies),
+            Column("size", say.size, lambda rank: rank.copied_bytes),
+            Column("ms", say.milliseconds, lambda rank: rank.copies_us),
+            Column("own copies", say.count, lambda rank: rank.own_copies),
+            Column("size", say.size, lambda rank: rank.own_copied_bytes),
+            Column("ms", say.milliseconds, lambda rank: rank.own_copies_us),
+            Column("sums", say.count, lambda rank: rank.sums),
+            Column("ms", say.milliseconds, lambda rank: rank.sums_us),
+        ),
+        rows=shown if any(rank.copies for rank in ranks) else (),
+        notes=more if len(shown) < len(ranks) and any(rank.copies for rank in ranks) else (),
     )
 
 
-def _calls(ranks: Sequence[RankEffect]) -> Iterator[tuple[str, ...]]:
+def _calls(ranks: Sequence[RankEffect]) -> Table:
+    """Return all other calls by operation, and the rank on which they took longest."""
     kinds: dict[tuple[str, str], list[tuple[int, CommCalls]]] = {}
     for rank in ranks:
         for call in rank.calls:
             kinds.setdefault((call.by, call.operation), []).append((rank.rank, call))
-    for (by, operation), rows in kinds.items():
-        worst, most = max(rows, key=lambda row: row[1].us)
-        calls, us = sum(call.calls for _, call in rows), sum(call.us for _, call in rows)
-        shown = "NCCL" if by == "nccl" else by
-        yield shown, operation, f"{calls:,}", say.milliseconds(us), str(worst), say.milliseconds(most.us)
+    rows = []
+    for (by, operation), calls in kinds.items():
+        worst, most = max(calls, key=lambda call: call[1].us)
+        count, us = sum(call.calls for _, call in calls), sum(call.us for _, call in calls)
+        rows.append(row("NCCL" if by == "nccl" else by, operation, count, us, worst, most.us))
+    return Table(
+        title="By NCCL and other kernels",
+        unit="all ranks; times hold waiting for other ranks",
+        columns=(
+            Column("by"),
+            Column("operation"),
+            Column("calls", say.count),
+            Column("ms", say.milliseconds),
+            Column("most on rank", say.count),
+            Column("ms", say.milliseconds),
+        ),
+        rows=rows,
+    )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from rich.console import Console
-from rich.text import Text
 
-from counterpoint.records.hang import GroupState, Hang, RankState
+from counterpoint.records.hang import GroupState, Hang
 from counterpoint.rendering import formatting as say
+from counterpoint.rendering.table import Column, Table
+from counterpoint.rendering.terminal import line, print_tables
 
 MAX_GROUPS = 4
 MAX_RANKS = 32
@@ -16,42 +15,35 @@ MAX_RANKS = 32
 
 def render_hang(hang: Hang, console: Console) -> None:
     """Print the verdict, the stuck groups and the notes."""
-    console.print(say.text(hang.verdict, "bold"), soft_wrap=True)
+    line(console, hang.verdict, "bold")
     stuck = [group for group in hang.groups if group.stuck is not None]
-    for group in stuck[:MAX_GROUPS]:
-        _group(group, console)
-    if len(stuck) > MAX_GROUPS:
-        console.print(f"and {len(stuck) - MAX_GROUPS} more groups that wait")
-    notes = list(hang.notes)
+    notes = [f"and {len(stuck) - MAX_GROUPS} more groups that wait"] if len(stuck) > MAX_GROUPS else []
+    notes += hang.notes
     if hang.missing_dumps:
         shown = ", ".join(map(str, hang.missing_dumps[:MAX_RANKS])) + " …" * (len(hang.missing_dumps) > MAX_RANKS)
         notes.append(f"No dump of rank {shown}.")
-    if notes:
-        say.heading(console, "Notes")
-    for note in notes:
-        console.print(Text.assemble("· ", say.text(note)))
+    print_tables([*map(_group, stuck[:MAX_GROUPS]), Table(title="Notes", notes=notes)], console)
 
 
-def _group(group: GroupState, console: Console) -> None:
+def _group(group: GroupState) -> Table:
     assert group.stuck is not None
-    name = f"Group {group.name}" + (f" ({group.description})" if group.description else "")
-    say.heading(console, name, f"{len(group.ranks)} ranks; stuck in {group.stuck.operation} #{group.stuck.seq}")
     missing, waiting = set(group.missing), set(group.waiting)
-    first = [s for s in group.states if s.rank in missing]
-    shown = (first + [s for s in group.states if s.rank not in missing])[:MAX_RANKS]
-    rows = ((str(s.rank), _place(s, missing, waiting), *_cells(s)) for s in shown)
-    columns = ("rank", "here", "scheduled", "started", "completed", "last call", "called in")
-    say.print_table(console, columns, rows, left=("here", "last call", "called in"))
-    if len(shown) < len(group.states):
-        console.print(f"   and {len(group.states) - len(shown)} more ranks")
 
+    def place(rank: int) -> str:
+        return "not entered" if rank in missing else "waits" if rank in waiting else "done"
 
-def _place(state: RankState, missing: set[int], waiting: set[int]) -> str:
-    return "not entered" if state.rank in missing else "waits" if state.rank in waiting else "done"
-
-
-def _cells(state: RankState) -> Iterator[str | Text]:
-    for seq in (state.scheduled, state.started, state.completed):
-        yield say.UNKNOWN if seq is None else str(seq)
-    yield say.text(state.last_operation or say.UNKNOWN, limit=40)
-    yield say.text(state.last_frame or say.UNKNOWN, limit=60)
+    return Table(
+        title=f"Group {group.name}" + (f" ({group.description})" if group.description else ""),
+        unit=f"{len(group.ranks)} ranks; stuck in {group.stuck.operation} #{group.stuck.seq}",
+        columns=(
+            Column("rank", say.count, lambda state: state.rank),
+            Column("here", of=lambda state: place(state.rank)),
+            Column("scheduled", say.count, lambda state: state.scheduled),
+            Column("started", say.count, lambda state: state.started),
+            Column("completed", say.count, lambda state: state.completed),
+            Column("last call", of=lambda state: state.last_operation, limit=40),
+            Column("called in", of=lambda state: state.last_frame, limit=60),
+        ),
+        rows=sorted(group.states, key=lambda state: state.rank not in missing),
+        most=MAX_RANKS,
+    )

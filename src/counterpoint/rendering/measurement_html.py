@@ -45,7 +45,7 @@ def write_overlap_plot(path: Path, measurement: Measurement) -> None:
         headline=_headline(measurement),
         tables=tables,
     )
-    write_page(path, page=page)
+    write_page(path, page)
 
 
 def _headline(measurement: Measurement) -> str:

@@ -20,9 +20,7 @@ from counterpoint.rendering import formatting as say
 from counterpoint.rendering import table as tables
 from counterpoint.rendering.environment import environment_table, machine_line
 from counterpoint.rendering.measurement_summary import (
-    NOISE,
     by_matmul,
-    exchange_times,
     matmul_summaries,
     mean_hidden,
     mechanism_summaries,
@@ -93,7 +91,7 @@ def detail_tables(measurement: Measurement) -> list[Table]:
 
 
 def summary_tables(measurement: Measurement) -> list[Table]:
-    """Return each mechanism over all pairs and over all matmuls, exchanges that lose, and what was not measured."""
+    """Return each mechanism over all pairs and over all matmuls, and what was not measured."""
     rows = measurement.rows
     found: list[Table] = []
     if measurement.blocks and (matmuls := _matmul_mechanisms(measurement.blocks)).rows:
@@ -101,7 +99,6 @@ def summary_tables(measurement: Measurement) -> list[Table]:
     if rows:
         found += [_mechanisms(rows), *_means(rows, "collective", lambda each: each.operation)]
         found += _means(rows, "order", lambda each: _order(each.order))
-    found += _losses(measurement)
     if reasons := [f"{mechanism}: {reason}" for mechanism, reason in measurement.unavailable.items()]:
         found.append(Table(title="Not measured", notes=reasons))
     return found
@@ -162,27 +159,24 @@ def _order(name: str) -> str:
 
 def _matmul(blocks: Sequence[BlockRow]) -> Table:
     """Return the mechanisms of a matmul that depends on communication, and its parts alone."""
-    columns = (
-        Column("over\nlonger", say.change),
-        Column("step"),
-        Column("ms", say.fine_milliseconds),
-        Column("× torch", say.ratio),
-        Column("TFLOP/s", say.decimal),
-        Column("GB/s", say.decimal),
-        Column("ran as"),
-    )
-    rows = []
-    for block in blocks:
-        is_part = block.over_longer is None
-        over, times = ("", "") if is_part else (block.over_longer, times_of_torch(block, blocks))
-        rates = (_or_empty(block.tflops), _or_empty(block.gb_per_s))
-        tone: tables.Tone = "marked" if block.marked else "quiet" if is_part else ""
-        rows.append(row(over, block.mechanism, block.time.us, _or_empty(times), *rates, block.path or "", tone=tone))
+
+    def tone(block: BlockRow) -> tables.Tone:
+        return "marked" if block.marked else "quiet" if block.over_longer is None else ""
+
     return Table(
         title=blocks[0].what,
         unit=f"its communication {'can' if blocks[0].can_hide else 'cannot'} hide",
-        columns=columns,
-        rows=rows,
+        columns=(
+            Column("over\nlonger", say.change, lambda block: _or_empty(block.over_longer)),
+            Column("step", of=lambda block: block.mechanism),
+            Column("ms", say.fine_milliseconds, lambda block: block.time.us),
+            Column("× torch", say.ratio, lambda block: _or_empty(times_of_torch(block, blocks))),
+            Column("TFLOP/s", say.decimal, lambda block: _or_empty(block.tflops)),
+            Column("GB/s", say.decimal, lambda block: _or_empty(block.gb_per_s)),
+            Column("ran as", of=lambda block: block.path or ""),
+        ),
+        rows=blocks,
+        tone=tone,
         notes=[
             f"{block.mechanism}: {block.marked or block.why}"
             for block in blocks
@@ -201,25 +195,17 @@ def _blocks(blocks: Sequence[BlockRow]) -> Table:
         title="Building blocks",
         unit="each alone",
         columns=(
-            Column("what"),
-            Column("mechanism"),
-            Column("size", say.size),
-            Column("CTAs", say.count),
-            Column("SMs", say.count),
-            Column("ms", say.fine_milliseconds),
-            Column("GB/s", say.decimal),
-            Column("TFLOP/s", say.decimal),
+            Column("what", of=lambda block: block.what),
+            Column("mechanism", of=lambda block: block.mechanism),
+            Column("size", say.size, lambda block: _or_empty(block.size_bytes)),
+            Column("CTAs", say.count, lambda block: _or_empty(block.num_ctas)),
+            Column("SMs", say.count, lambda block: _or_empty(block.num_sms)),
+            Column("ms", say.fine_milliseconds, lambda block: block.time.us),
+            Column("GB/s", say.decimal, lambda block: _or_empty(block.gb_per_s)),
+            Column("TFLOP/s", say.decimal, lambda block: _or_empty(block.tflops)),
         ),
-        rows=[
-            row(
-                block.what,
-                block.mechanism,
-                *map(_or_empty, (block.size_bytes, block.num_ctas, block.num_sms, block.time.us)),
-                *map(_or_empty, (block.gb_per_s, block.tflops)),
-                tone="marked" if block.marked else "",
-            )
-            for block in blocks
-        ],
+        rows=blocks,
+        tone=lambda block: "marked" if block.marked else "",
         notes=[f"{block.what}, {block.mechanism}: {block.marked}" for block in blocks if block.marked],
     )
 
@@ -229,18 +215,15 @@ def _mechanisms(rows: Sequence[Row]) -> Table:
         title="Over all pairs",
         unit="mean of hidden, geometric mean of × serial; without marked rows",
         columns=(
-            Column("hidden", say.ratio),
-            Column("mechanism"),
-            Column("lowest", say.ratio),
-            Column("× serial", say.ratio),
-            Column("compute\nkept, lowest", say.percent),
-            Column("rows", say.count),
-            Column("marked", say.count),
+            Column("hidden", say.ratio, lambda it: it.hidden),
+            Column("mechanism", of=lambda it: it.mechanism),
+            Column("lowest", say.ratio, lambda it: it.lowest),
+            Column("× serial", say.ratio, lambda it: it.speedup),
+            Column("compute\nkept, lowest", say.percent, lambda it: it.compute_kept),
+            Column("rows", say.count, lambda it: it.rows),
+            Column("marked", say.count, lambda it: it.marked or ""),
         ),
-        rows=[
-            row(it.hidden, it.mechanism, it.lowest, it.speedup, it.compute_kept, it.rows, it.marked or "")
-            for it in mechanism_summaries(rows)
-        ],
+        rows=mechanism_summaries(rows),
     )
 
 
@@ -259,51 +242,13 @@ def _matmul_mechanisms(blocks: Sequence[BlockRow]) -> Table:
         title="Over all matmuls",
         unit="mean over the longer of matmul and collective; without marked rows",
         columns=(
-            Column("mechanism"),
-            Column("can hide", say.change),
-            Column("cannot hide", say.change),
-            Column("× torch", say.ratio),
-            Column("lowest", say.ratio),
-            Column("rows", say.count),
-            Column("marked", say.count),
+            Column("mechanism", of=lambda it: it.mechanism),
+            Column("can hide", say.change, lambda it: it.over_hiding),
+            Column("cannot hide", say.change, lambda it: it.over_others),
+            Column("× torch", say.ratio, lambda it: it.times_torch),
+            Column("lowest", say.ratio, lambda it: it.lowest),
+            Column("rows", say.count, lambda it: it.rows),
+            Column("marked", say.count, lambda it: it.marked or ""),
         ),
-        rows=[
-            row(it.mechanism, it.over_hiding, it.over_others, it.times_torch, it.lowest, it.rows, it.marked or "")
-            for it in matmul_summaries(blocks)
-        ],
-    )
-
-
-def _losses(measurement: Measurement) -> Iterable[Table]:
-    """Yield where mechanisms that carry tokens are slower than torch's; nothing where none was measured."""
-    if not (found := exchange_times(measurement)):
-        return
-    rows = [
-        row(
-            it.what,
-            it.beside or "alone",
-            stock,
-            it.us[stock],
-            own,
-            it.us[own],
-            it.us[own] / it.us[stock],
-            f"{'! ' if it.auto_lost else ''}{it.auto or ''}",
-        )
-        for it in found
-        if (it.is_lost or it.auto_lost) and (stock := it.best_stock) and (own := it.best_own)
-    ]
-    yield Table(
-        title=f"Where ours loses by over {NOISE - 1:.0%}: {len(rows)} of {len(found)} exchanges",
-        unit=f"dispatch + combine; auto lost to torch in {sum(it.auto_lost for it in found)}",
-        columns=(
-            Column("exchange"),
-            Column("beside"),
-            Column("torch's"),
-            Column("ms", say.fine_milliseconds),
-            Column("ours"),
-            Column("ms", say.fine_milliseconds),
-            Column("× ours", say.ratio),
-            Column("auto took"),
-        ),
-        rows=rows,
+        rows=matmul_summaries(blocks),
     )

@@ -4,37 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
-from counterpoint.records.prediction import Bar, Curve, Point, Prediction
+from counterpoint.records.prediction import Bar, Curve, Outcome, Prediction
 from counterpoint.rendering import formatting as say
 from counterpoint.rendering.figures import Axis, Figure, Look, Marks, Panel
-from counterpoint.rendering.plan_terminal import (
-    comparison_line,
+from counterpoint.rendering.plan_tables import (
     confidence_lines,
-    fits_note,
     headline,
     memory_line,
-    run_lines,
-    setting,
     stage_memory_line,
-    varying,
+    tables,
+    words,
 )
-from counterpoint.rendering.safe_html import clean, write_page
+from counterpoint.rendering.safe_html import Page, clean, write_page
+from counterpoint.rendering.table import Column, Table, row
 
-LOOKS = {  # of a part: class of its bar
-    "tensor": "transfer",
-    "context": "transfer",
-    "expert": "transfer",
-    "shards": "transfer",
-    "gradients": "transfer",
-    "bubble": "idle",
-    "host": "idle",
-    "stragglers": "wait",
-    "shard_copies": "memcpy",
-    "optimizer": "memcpy",
-}
 KINDS = {"F": ("forward", "--compute"), "B": ("backward", "--overlapped"), "W": ("weight gradients", "--memcpy")}
 STAGE_PX = 22
 CURVE_PX = 260
@@ -44,54 +29,58 @@ LONG_US = 1e8  # from here on seconds, whose numbers fit beside an axis
 
 def write_plan_page(path: Path, found: Prediction) -> None:
     """Write the page, or raise OSError; `path` appears whole or not at all."""
-    figures = {}
+    figures = {
+        curve.name: curves_figure(curve)
+        for curve in found.curves
+        if any(point.step_us is not None for point in curve.points)
+    }
     if found.timeline:
-        figures["timeline-plot"] = timeline_figure(found.timeline)
-    for number, curve in enumerate(found.curves):
-        if any(point.step_us is not None for point in curve.points):
-            figures[f"curve-{number}"] = curves_figure(curve)
-    write_page(
-        path,
-        "plan",
-        data=figures,
-        own="figures",
-        plot=bool(figures),
-        filters={
-            "ms": say.milliseconds,
-            "pct": say.percent,
-            "signed": partial(say.percent, digits=1, sign=True),
-            "ends": say.interval,
-            "fits_note": fits_note,
-            "words": words,
-            "curve_title": curve_title,
-            "setting": setting,
-        },
-        p=found,
+        figures["timeline"] = timeline_figure(found.timeline)
+    asked = "".join(f" · {name} = {value}" for name, value in found.asked.items())
+    page = Page(
+        title="what the job would take",
+        kind="prediction",
+        scope=f"{found.model} · {found.gpus:,} × {found.gpu}{asked}",
         headline=headline(found),
-        memory_line=memory_line(found),
-        stage_memory_line=stage_memory_line(found),
-        varying=[] if found.search is None else varying(found.search.choices),
-        best=[search.choices[0] for search in found.searches if search.choices],
-        varying_best=varying([search.choices[0] for search in found.searches if search.choices]),
-        confidence_lines=confidence_lines(found),
-        comparisons=comparison_line(found.comparisons) if found.comparisons is not None else "",
-        run_lines=[] if found.run is None else run_lines(found.run),
-        looks=LOOKS,
-        longest=max(part.us for part in found.parts),
-        most=max((abs(each.change) for each in found.sensitivities), default=0.0) or 1.0,
-        figures=figures,
-        stages=len({bar.stage for bar in found.timeline}),
+        figures=_figures(found),
+        lines=[f"{said}." for said in (memory_line(found), stage_memory_line(found), *confidence_lines(found)) if said],
+        tables=[*tables(found, figures), _memory(found), _communication(found)],
     )
+    write_page(path, page)
 
 
-def words(name: str) -> str:
-    """Return the name of a part, a what-if or a field as people write it: `weak_nodes` as nodes."""
-    return name.removeprefix("weak_").replace("_", " ")
+def _figures(found: Prediction) -> list[tuple[str, str, str]]:
+    made = [("a step", say.tenth_milliseconds(found.step_us), "ms")]
+    if found.interval is not None:
+        ends = say.interval(found.interval.low_us, found.interval.high_us)
+        made.append((f"{say.percent(found.interval.level)} of such steps, ms", ends, ""))
+    if found.mfu is not None:
+        made.append(("MFU", say.tenth_percent(found.mfu), ""))
+    made += [
+        ("exposed communication", say.percent(found.exposed_comm_us / found.step_us), ""),
+        ("communication / compute", f"{found.comm_to_compute:.2f}", ""),
+    ]
+    if found.memory_available_gib is not None:
+        made.append((f"memory, of {found.memory_available_gib:.0f} GiB", f"{sum(found.memory.values()):.1f}", "GiB"))
+    return made
 
 
-def curve_title(curve: Curve) -> str:
-    """Return what a curve's values change: of a what-if its sentence, of a field its name."""
-    return curve.means.removesuffix(".") if curve.unit else f"Over {curve.name}"
+def _memory(found: Prediction) -> Table:
+    rows = [row(name, gib) for name, gib in found.memory.items()]
+    return Table(title="Memory", unit="GiB", columns=(Column("of"), Column("GiB", say.ratio)), rows=rows)
+
+
+def _communication(found: Prediction) -> Table:
+    return Table(
+        title="Communication alone",
+        unit="ms",
+        columns=(
+            Column("of", of=lambda part: words(part.name)),
+            Column("ms", say.tenth_milliseconds, lambda part: part.us),
+            Column("", of=lambda part: part.means),
+        ),
+        rows=found.comm,
+    )
 
 
 def timeline_figure(bars: Sequence[Bar]) -> Figure:
@@ -125,7 +114,7 @@ def timeline_figure(bars: Sequence[Bar]) -> Figure:
 def curves_figure(curve: Curve) -> Figure:
     """Return a figure with one panel each for step time, MFU and the exposed share, over the curve's values."""
     points = [point for point in curve.points if point.step_us is not None]
-    names = [clean(point.value, 40) for point in points]
+    names = [clean(point.label, 40) for point in points]
     beside = max(0.3, 0.06 * (len(points) - 1))  # room for half a name at both ends
     ticks = [(place, clean(name, TICK)) for place, name in enumerate(names)]
     x = Axis(label=clean(words(curve.name), 40), low=-beside, high=len(points) - 1 + beside, ticks=ticks)
@@ -151,7 +140,7 @@ def curves_figure(curve: Curve) -> Figure:
     return Figure(looks=looks, panels=panels, columns=len(shown), height=CURVE_PX, shared=False)
 
 
-def _band(points: Sequence[Point], look: int, us: float) -> list[Marks]:
+def _band(points: Sequence[Outcome], look: int, us: float) -> list[Marks]:
     """Return the band of the steps' intervals from the first to the last point; none where one lacks it."""
     ends = [(point.low_us, point.high_us) for point in points]
     low = [low / us for low, _ in ends if low is not None]

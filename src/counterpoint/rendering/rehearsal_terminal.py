@@ -6,14 +6,14 @@ from rich.console import Console
 
 from counterpoint.records.diagnosis import ranks_in_words
 from counterpoint.records.rehearsal import Rehearsal
-from counterpoint.rendering import formatting as say
+from counterpoint.rendering import terminal
 
 
 def render_rehearsal(found: Rehearsal, console: Console) -> None:
     """Print a rehearsal, its verdict first. Reports are as wide as their tables."""
 
     def line(text: str, style: str = "") -> None:
-        console.print(say.text(text, style), soft_wrap=True)
+        terminal.line(console, text, style)
 
     line(found.verdict, "bold")
     if missing := found.missing_ranks:
@@ -23,7 +23,7 @@ def render_rehearsal(found: Rehearsal, console: Console) -> None:
     where = f"{len(found.gpus)} × {found.gpus[0]}" if found.gpus else "CPUs"
     hosts = f" counted as {found.hosts} hosts" if found.hosts > 1 else ""
     peak = f", at most {found.peak_bytes / 2**30:.1f} GiB reserved by torch on a rank" if found.peak_bytes else ""
-    line(f"{found.world_size} ranks{hosts} on {where}, {found.steps} optimizer steps{peak}", say.QUIET)
+    line(f"{found.world_size} ranks{hosts} on {where}, {found.steps} optimizer steps{peak}", terminal.QUIET)
     line(f"Different between {'other ' if missing else ''}ranks: " + ("; ".join(found.differences) or "nothing."))
     for report in found.reports:
         line("")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -41,52 +41,44 @@ class Page:
 
 
 def write_page(
-    path: Path,
-    name: str = "page",
-    *,
-    page: Page | None = None,
-    data: object = None,
-    own: str = "figures",
-    plot: bool | None = None,
-    filters: Mapping[str, Callable[..., str]] | None = None,
-    **shown: Any,
+    path: Path, page: Page, *, name: str = "page", data: object = None, plot: bool | None = None, **shown: Any
 ) -> None:
     """Fill in `page/NAME.html`; `path` appears whole or not at all.
 
     Args:
         path: the page, of 0.1 MB and what `data` takes.
-        name: the template's name.
         page: what the template shows.
+        name: of the template and, if it is not `page`, of its own script.
         data: for the script, in the element `data`; None: the figures of the page's tables.
-        own: the name of the page's own script.
-        plot: whether there is something to draw, which needs uPlot.
-        filters: Jinja filters of the template, besides `clean`.
-        shown: what the template shows, by name.
+        plot: whether there is something to draw, which needs uPlot; None: where there is data.
+        shown: what else the template shows, by name.
 
     Raises:
         OSError: the folder is missing or may not be written to.
     """
     from markupsafe import Markup
 
-    if page is not None and data is None:
+    if data is None:
         data = {f"part-{place}-plot": it.figure for place, it in enumerate(page.tables, 1) if it.figure is not None}
-    plot = bool(data) if plot is None else plot
-    scripts, styles = ["".join(_own_text(f"{name}.js") for name in ("chart", "tables", own))], [_own_text("page.css")]
-    if plot:
+    own = ("chart", "tables", "figures" if name == "page" else name)
+    scripts, styles = ["".join(_own_text(f"{each}.js") for each in own)], [_own_text("page.css")]
+    if data if plot is None else plot:
         licence = f"/*! uPlot\n\n{_own_text('vendor/uPlot.LICENSE')}*/\n"  # it has to go with every copy
         scripts.insert(0, licence + _own_text("vendor/uPlot.iife.min.js"))
         styles.insert(0, _own_text("vendor/uPlot.min.css"))
     scripts = [script(text) for text in scripts]
-    pages = _environment()
-    pages.filters |= filters or {}
-    written = pages.get_template(f"{name}.html").render(
-        page=page,
-        policy=policy(scripts),
-        version=_version(),
-        css=Markup("\n".join(styles)),
-        data=Markup(script_json(data)),
-        scripts=[Markup(text) for text in scripts],
-        **shown,
+    written = (
+        _environment()
+        .get_template(f"{name}.html")
+        .render(
+            page=page,
+            policy=policy(scripts),
+            version=_version(),
+            css=Markup("\n".join(styles)),
+            data=Markup(script_json(data)),
+            scripts=[Markup(text) for text in scripts],
+            **shown,
+        )
     )
     with replacing(path) as file:
         file.write(written.encode("utf-8", "replace"))  # a lone surrogate in a name must not stop the page

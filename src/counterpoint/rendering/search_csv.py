@@ -7,7 +7,7 @@ import io
 from collections.abc import Sequence
 
 from counterpoint.records.prediction import SearchResult
-from counterpoint.rendering.plan_terminal import setting
+from counterpoint.rendering.plan_tables import setting
 
 FIGURES = ("step_us", "low_us", "high_us", "mfu", "tokens_per_s", "memory_gib", "fits_probability")
 

@@ -23,16 +23,25 @@ class Column:
     Args:
         name: at its head; at a line break, a terminal breaks it.
         format: of its values, which align right; None: the column holds texts, which align left and wrap.
+        of: returns the value of a record, for tables whose rows are records.
         optional: a terminal that is too narrow leaves the column out, the last such column first.
+        page_only: a terminal never shows it.
         limit: characters of a text.
         is_bar: whether it holds `LengthBar`s, which Markdown leaves out.
     """
 
     name: str
     format: Callable[[Any], str] | None = None
+    of: Callable[[Any], object] | None = None
     optional: bool = False
+    page_only: bool = False
     limit: int = 300
     is_bar: bool = False
+
+    @property
+    def head(self) -> str:
+        """Return the name without control characters other than line breaks."""
+        return "\n".join(printable(part, 60) for part in self.name.split("\n"))
 
     def text(self, value: object) -> str:
         """Return a value without control characters: a `str` as it is, None as a dash, all else by the format."""
@@ -81,12 +90,16 @@ def row(*cells: object, tone: Tone = "") -> TableRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """Holds a table with its title and notes; without rows, it is a title with notes or a figure."""
+    """Holds a table with its title and notes; without rows, it is a title with notes or a figure.
+
+    `rows` are `TableRow`s, or records of which each column's `of` returns the value and `tone` the tone.
+    """
 
     title: str
     unit: str = ""  # of its numbers, or what they are
     columns: Sequence[Column] = ()
-    rows: Sequence[TableRow] = ()
+    rows: Sequence[Any] = ()
+    tone: Callable[[Any], Tone] = lambda record: ""
     notes: Sequence[str] = ()  # below it
     legend: Sequence[tuple[str, str]] = ()  # look and name of the parts of bars
     figure: Figure | None = None  # above it on a page
@@ -95,8 +108,16 @@ class Table:
 
     @property
     def head(self) -> int:
-        """Return the place of the column that names the rows: the first of texts."""
-        return next((place for place, each in enumerate(self.columns) if each.format is None and not each.is_bar), 0)
+        """Return the place of the column that names the rows: the first of texts that has a name."""
+        texts = (place for place, each in enumerate(self.columns) if each.name and not (each.format or each.is_bar))
+        return next(texts, 0)
+
+    def filled(self) -> list[TableRow]:
+        """Return all rows."""
+        return [each if isinstance(each, TableRow) else self._row_of(each) for each in self.rows]
+
+    def _row_of(self, record: object) -> TableRow:
+        return TableRow([column.of(record) if column.of else None for column in self.columns], self.tone(record))
 
     def cells(self, shown: TableRow) -> list[tuple[Column, Cell, str]]:
         """Return the cells of a row, each with its column and its text; that of a bar is empty."""
@@ -110,7 +131,7 @@ class Table:
 
     def lines(self) -> list[list[str]]:
         """Return the texts of all rows with one for each column: empty ones before the last of a short row."""
-        found = [[text for *_, text in self.cells(each)] for each in self.rows]
+        found = [[text for *_, text in self.cells(each)] for each in self.filled()]
         return [[*texts[:-1], *[""] * (len(self.columns) - len(texts)), texts[-1]] for texts in found]
 
 
@@ -118,7 +139,7 @@ def markdown(table: Table) -> str:
     """Return a section of a Markdown page: the title, the table, and the notes as a list; all text stays plain text."""
     parts = [f"## {plain(table.title)}{f' ({plain(table.unit)})' if table.unit else ''}"]
     if table.rows:
-        lines = [[column.name.replace("\n", " ") for column in table.columns]]
+        lines = [[plain(column.name.replace("\n", " ")) for column in table.columns]]
         lines += [["---" if column.format is None else "---:" for column in table.columns]]
         lines += [[plain(text) for text in line] for line in table.lines()]
         kept = [[text for text, column in zip(line, table.columns, strict=True) if not column.is_bar] for line in lines]

@@ -78,7 +78,7 @@ def print_table(table: Table, console: Console) -> None:
     that is not enough, lines are longer than the terminal.
     """
     heading(console, table.title, table.unit)
-    rows = table.rows[: table.most]
+    rows = table.filled()[: table.most]
     texts = table.lines()[: table.most]
     shown, widths = _fitting(table, texts, console.width)
     grid = Grid(box=None, padding=(0, BETWEEN, 0, 0), pad_edge=False, header_style=QUIET, show_edge=False)
@@ -86,7 +86,7 @@ def print_table(table: Table, console: Console) -> None:
         column = table.columns[place]
         is_text = column.format is None
         grid.add_column(
-            Text(column.name),
+            Text(column.head),
             justify="left" if is_text else "right",
             overflow="fold",
             no_wrap=not is_text,
@@ -99,7 +99,9 @@ def print_table(table: Table, console: Console) -> None:
         console.print(grid, crop=False)
     if len(rows) < len(table.rows):
         line(console, f"   and {len(table.rows) - len(rows):,} more", QUIET)
-    if left_out := [column.name for place, column in enumerate(table.columns) if place not in shown]:
+    if left_out := [
+        column.name for place, column in enumerate(table.columns) if place not in shown and not column.page_only
+    ]:
         line(console, f"   a wider terminal shows {', '.join(left_out)}".replace("\n", " "), QUIET)
     if table.legend:
         keys = (Text.assemble(LOOKS[look], " ", name) for look, name in table.legend)
@@ -111,11 +113,11 @@ def print_table(table: Table, console: Console) -> None:
 def _fitting(table: Table, texts: Sequence[Sequence[str]], most: int) -> tuple[list[int], list[int]]:
     """Return the places of the columns that are shown, and the width of every column."""
     widths = [
-        BAR_WIDTH if column.is_bar else max(map(cell_len, "\n".join((column.name, *cells)).split("\n")))
+        BAR_WIDTH if column.is_bar else max(map(cell_len, "\n".join((column.head, *cells)).split("\n")))
         for column, *cells in zip(table.columns, *texts, strict=True)
     ]
     wraps = [place for place, column in enumerate(table.columns) if column.format is None and not column.is_bar]
-    shown = list(range(len(table.columns)))
+    shown = [place for place, column in enumerate(table.columns) if not column.page_only]
 
     def least() -> int:
         return sum(min(widths[place], LEAST) if place in wraps else widths[place] for place in shown) + len(shown)
@@ -139,7 +141,7 @@ def _bar(row: TableRow, place: int) -> Text | None:
     for part in cell.parts:
         reached += part.share
         end = round(BAR_WIDTH * reached)
-        glyph, colour = LOOKS.get(part.look, ("█", ""))
+        glyph, colour = LOOKS.get(part.look.split()[-1], ("█", ""))
         bar.append(glyph * (end - drawn), colour)
         drawn = max(drawn, end)
     return bar

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from msgspec import structs
@@ -17,13 +17,10 @@ from counterpoint.measurement.dtypes import MEASURABLE, OF_DEVICE
 from counterpoint.processes import Progress
 from counterpoint.records.measurement import Measurement
 from counterpoint.records.tuning import StepPair, Tuned, TunedPair, as_sentence
-from counterpoint.tuning.check_pair import check_pair
 from counterpoint.tuning.decide import as_another, decide, left
+from counterpoint.tuning.experiment import Predicted, class_of, part_of, planned, times_of
 from counterpoint.tuning.from_trace import pairs_of_traces
-from counterpoint.tuning.pairs_file import read_pairs
-from counterpoint.tuning.parts import part_of, stock_of, times_of
-from counterpoint.tuning.planned_parts import TuningPlan, class_of
-from counterpoint.tuning.shortlist import MechanismCandidate
+from counterpoint.tuning.pairs import check_pair, read_pairs, stock_of
 
 LEAST_BUDGET_S = 1.0
 LONGEST_BUDGET_S = 86400.0
@@ -70,13 +67,14 @@ def tune(
     pairs, said = pairs_of(source)
     ranks = _ranks(pairs, device, world_size)
     known = profile_of(visible_gpus()[0] if device == "cuda" else None, profile)
-    plan = TuningPlan.of([pair for pair in pairs if pair.ranks == ranks], known, device, most=math.ceil(budget_s))
+    here = [pair for pair in pairs if pair.ranks == ranks]
+    parts, expected = planned(here, known, device, most=math.ceil(budget_s))
     left_s = max(0.0, budget_s - (time.monotonic() - began))
     measured = measure_parts(
-        "tune", plan.parts, device=device, world_size=ranks, rounds=rounds, timeout_s=timeout_s, budget_s=left_s,
+        "tune", parts, device=device, world_size=ranks, rounds=rounds, timeout_s=timeout_s, budget_s=left_s,
         progress=progress,
     )  # fmt: skip
-    choices = [_choice(pair, plan, measured, device, budget_s) for pair in pairs]
+    choices = [_choice(pair, expected, measured, device, budget_s) for pair in pairs]
     return Tuned(
         seconds=round(time.monotonic() - began, 1),
         profile=known.digest,
@@ -115,32 +113,32 @@ def _ranks(pairs: Sequence[StepPair], device: str, world_size: int | None) -> in
     return ranks
 
 
-def _choice(pair: StepPair, plan: TuningPlan, measured: Measurement, device: str, budget_s: float) -> TunedPair:
+def _choice(
+    pair: StepPair, expected: Mapping[str, Predicted], measured: Measurement, device: str, budget_s: float
+) -> TunedPair:
     """Return the decision for a pair; one without times is left, with what kept it from being measured."""
     stock, ranks = stock_of(pair, device), measured.environment.world_size
     if pair.ranks != ranks:
         return left(pair, stock=stock, why=f"not measured: it has {pair.ranks} ranks, and {ranks} were started")
     name = part_of(pair, ()).name
-    candidates = plan.candidates.get(name, ())
-    expected = {each.mechanism: each.predicted_us for each in candidates}
+    of_pair = expected.get(name, {})
     times = times_of(pair, measured)
     if not times.tried:
         reason = measured.unmeasured.get(name)
-        why = as_sentence(f"not measured: {reason}") if reason else _out_of_time(candidates, budget_s)
-        return left(pair, stock=stock, why=why, predicted_us=expected.get(stock))
-    tried = [structs.replace(each, predicted_us=expected.get(each.mechanism)) for each in times.tried]
+        why = as_sentence(f"not measured: {reason}") if reason else _out_of_time(of_pair, stock, budget_s)
+        return left(pair, stock=stock, why=why, predicted_us=of_pair.get(stock))
+    tried = [structs.replace(each, predicted_us=of_pair.get(each.mechanism)) for each in times.tried]
     return decide(pair, tried, stock=stock, compute_us=times.compute_us, comm_us=times.comm_us)
 
 
-def _out_of_time(candidates: Sequence[MechanismCandidate], budget_s: float) -> str:
+def _out_of_time(expected: Predicted, stock: str, budget_s: float) -> str:
     """Return why a pair was not measured, and what the model would have tried first."""
     why = f"not measured: the budget of {budget_s:g} s was used up"
-    if not candidates:
+    known = {mechanism: us for mechanism, us in expected.items() if us}
+    best = min(known, key=lambda mechanism: known[mechanism], default=stock)
+    if stock not in known or best == stock:
         return why
-    stock, best = candidates[0], min(candidates, key=lambda each: each.predicted_us or math.inf)
-    if not stock.predicted_us or not best.predicted_us or best is stock:
-        return why
-    return f"{why}; by the model {best.mechanism} takes {1 - best.predicted_us / stock.predicted_us:.0%} less"
+    return f"{why}; by the model {best} takes {1 - known[best] / known[stock]:.0%} less"
 
 
 def _followed(choices: Sequence[TunedPair]) -> Iterator[TunedPair]:

@@ -52,7 +52,7 @@ def pg_options():
 
 
 def export(tuned: Tuned, form: str, file: str = "counterpoint.toml") -> str:
-    """Return what was chosen in another format, with a comment for each pair.
+    """Return the choices of a tuning in another format, with a comment for each pair.
 
     Args:
         tuned: what `tune` chose.
@@ -156,7 +156,7 @@ def _tried_settings(name: str) -> Settings | None:
 
 @lru_cache(maxsize=4096)  # pairs try the same few mechanisms
 def _settings_of(name: str) -> Settings | None:
-    """Return what a mechanism sets in the options of a process group; None: it is not NCCL's."""
+    """Return the settings of a mechanism in the options of a process group; None: NCCL does not run it."""
     if not name.startswith("nccl"):
         return None
     config = SimpleNamespace()
@@ -170,7 +170,7 @@ def _settings_of(name: str) -> Settings | None:
 def _comments(
     pairs: Sequence[Numbered], settings: Settings, lacks: str, unknown: tuple[str, ...] = ()
 ) -> Iterator[str]:
-    """Yield what becomes of each pair under these settings; `unknown` are fields that the form lacks."""
+    """Yield a comment for each pair: whether it follows these settings; `unknown` are fields that the form lacks."""
     for number, pair in pairs:
         own = _own_settings(pair)
         if own is None:

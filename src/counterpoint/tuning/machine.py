@@ -3,9 +3,8 @@
 The suite `machine` (measurement/suites.py) measures; a pure function turns its rows into the groups of
 `machine/profile.py`, each by the file that knows it:
 
-    rates, nccl, nccl_rates          fit/collectives.py, fit/rates.py
-    sums, contention, mechanisms     fit/pairs.py, fit/contention.py
-    efficiency                       fit/compute.py: some of its fields
+    rates, nccl, nccl_rates                     fit/collectives.py
+    efficiency, sums, contention, mechanisms    fit/matmuls.py: of efficiency some fields
 
 `chip` is not measured. A group that the rows do not tell is left out, and the profile says why (`left_out`).
 """
@@ -26,9 +25,8 @@ from counterpoint.measurement import api
 from counterpoint.processes import Progress
 from counterpoint.records.measurement import Environment, Measurement
 from counterpoint.tuning.fit.collectives import fit_nccl, fit_nccl_rates, fit_rates
-from counterpoint.tuning.fit.compute import fit_efficiency
 from counterpoint.tuning.fit.fitted import Fitted
-from counterpoint.tuning.fit.pairs import fit_contention, fit_mechanisms, fit_sums
+from counterpoint.tuning.fit.matmuls import fit_contention, fit_efficiency, fit_mechanisms, fit_sums
 
 SUITE = "machine"
 ROUNDS = 7

@@ -37,7 +37,7 @@ from counterpoint.pair.matmul_choice import choose_matmul
 from counterpoint.pair.sm_split import SmLayout, SmSplit
 from counterpoint.pair.together import REDUCTIONS, Pair, steps_of, together_us
 from counterpoint.records.tuning import StepPair
-from counterpoint.tuning.parts import depends, orders_of
+from counterpoint.tuning.pairs import depends, orders_of
 
 NCCL_CTAS = 24  # that NCCL takes by itself on NVLink, of any size above some MiB (results/pairs-4xh200.json)
 CLUSTERS = (2,)  # of CTAs, to try besides NCCL's own of 4: these find room beside a GEMM that leaves SMs

@@ -18,14 +18,6 @@ def page(tmp_path: Path, case: str) -> Path:
 
 
 @pytest.mark.needs("browser")
-@pytest.mark.parametrize("case", ["usual", "hostile", "blocks"])
-def test_the_page_is_silent_and_offline(tmp_path: Path, browser: Chromium, case: str) -> None:
-    """No complaint in the console, no request, no script run from a name."""
-    visit = browser.open(page(tmp_path, case))
-    assert (visit.complaints, visit.requests) == ([], [])
-
-
-@pytest.mark.needs("browser")
 def test_the_plot_is_drawn(tmp_path: Path, browser: Chromium) -> None:
     """A panel for each order, and in the first of them both mechanisms."""
     visit = browser.open(page(tmp_path, "usual"))
@@ -73,9 +65,3 @@ def test_dragging_zooms_all_panels_and_a_double_click_ends_it(tmp_path: Path, br
     assert browser.shown(visit, "#part-1-plot > div:last-child", "--series-1")[0] == 0
     browser.double_click(visit, x, y)
     assert browser.shown(visit, "#part-1-plot", "--series-1")[0] == pixels
-
-
-@pytest.mark.needs("browser")
-def test_a_phone_does_not_scroll_sideways(tmp_path: Path, browser: Chromium) -> None:
-    visit = browser.open(page(tmp_path, "usual"), width=390, height=844)
-    assert browser.evaluate(visit, "document.documentElement.scrollWidth") == 390

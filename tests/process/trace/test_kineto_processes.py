@@ -14,7 +14,7 @@ from counterpoint.trace.kineto import read_kineto
 from counterpoint.trace.source import Limits, TraceFile
 from counterpoint.trace.timeline import Timeline
 from tests.support import kineto_trace as kt
-from tests.support.nasty_trace import awkward, plain
+from tests.support.kineto_trace import awkward, plain
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,7 @@ from counterpoint.collectives.program.operations import reduce_scatter
 from counterpoint.collectives.program.steps import AwaitEvent, RecordEvent, Tuning
 from tests.support.check import check
 from tests.support.explore import explore
-from tests.support.flatten import flatten, phases_all
-from tests.support.multihost_cases import GRIDS, NAMES, SLICE, cases, whole
+from tests.support.flatten import GRIDS, NAMES, SLICE, cases, flatten, phases_all, whole
 from tests.support.mutants import mutants
 
 

@@ -7,8 +7,8 @@ from statistics import fmean
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from measure_suites import BUDGET_GEMMS
 
-from counterpoint.measurement.suites import BUDGET_GEMMS
 from counterpoint.pair.choice import ORDERS, choose_split
 from counterpoint.records.measurement import Order
 from tests.support.true_budget import CANDIDATES, UNDISTURBED, curves, pairs, true_us

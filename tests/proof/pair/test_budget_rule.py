@@ -11,10 +11,10 @@ from pathlib import Path
 import msgspec
 import pytest
 from budget_rule import Split, best_fixed, judge, pairs_of, products_of, regret, score, split_of
+from measure_suites import BUDGET, BUDGET_LIMITS, BUDGET_SIZES, BUDGET_SMS
 from synthetic_machine import SyntheticMachine
 
 from counterpoint.errors import Misconfigured
-from counterpoint.measurement.suites import BUDGET, BUDGET_LIMITS, BUDGET_SIZES, BUDGET_SMS
 from counterpoint.pair.choice import ORDERS
 from counterpoint.pair.curves import Curves, curves_from
 from counterpoint.pair.sm_split import SmLayout, SmSplit
@@ -159,7 +159,7 @@ def command(*sources: Path, out: Path) -> subprocess.CompletedProcess[str]:
 
 
 def written(to: Path, *, world_size: int = 4) -> Path:
-    """A measurement of the made-up machine as `counterpoint measure budget` writes it."""
+    """A measurement of the made-up machine as the suite `budget` writes it."""
     rows, alone = measured(noise=0.01)
     environment = Environment(
         device="cuda", gpu="NVIDIA H200", world_size=world_size, driver="1", torch="2", nccl="3", counterpoint="0",

@@ -23,8 +23,7 @@ from counterpoint.collectives.program.operations import (
 from counterpoint.collectives.program.steps import Copy, LocalCopy
 from counterpoint.errors import Misconfigured
 from counterpoint.machine.profile import default_profile
-from tests.support.flatten import LEVELS, flatten, phases_all
-from tests.support.multihost_cases import GRIDS, NAMES, SLICE, cases, whole
+from tests.support.flatten import GRIDS, LEVELS, NAMES, SLICE, cases, flatten, phases_all, whole
 
 MIB = 1 << 20
 H200 = default_profile().rates

@@ -15,7 +15,7 @@ from counterpoint.diagnosis.findings.findings import verdict
 from counterpoint.diagnosis.reading.traced_job import assemble
 from counterpoint.records.causes import IDLE_CAUSES, Cause
 from counterpoint.records.diagnosis import Diagnosis, Finding
-from counterpoint.rendering import formatting as say
+from counterpoint.rendering.diagnosis_tables import idle_sentence
 from counterpoint.trace.timeline import Device, Kind
 from tests.support.job_builder import H200, Op, comm, digested, job, op, rank
 
@@ -168,8 +168,8 @@ def test_times_are_of_the_recording_where_no_steps_were_found() -> None:
     assert not d.has_steps
     assert d.findings
     assert not [f for f in d.findings if "a step" in f.title + f.evidence or "the step" in f.title + f.evidence]
-    assert "in the recording, of which" in say.idle_sentence(d)
-    assert "the trace does not hold why for the other" in say.idle_sentence(d)
+    assert "in the recording, of which" in idle_sentence(d)
+    assert "the trace does not hold why for the other" in idle_sentence(d)
 
 
 def test_ranks_without_a_trace_are_named_in_runs() -> None:

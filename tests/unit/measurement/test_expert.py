@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from counterpoint.errors import Misconfigured
-from counterpoint.measurement import exchange_mechanisms, expert
+from counterpoint.measurement import expert
 from counterpoint.measurement.dependent import EXPERT_LAYERS, ROUTINGS, ExpertLayer, TokenExchange, find_exchange
-from counterpoint.measurement.sample_tokens import SampleTokens, expert_scales, routed
+from counterpoint.measurement.expert import SampleTokens, expert_scales, routed
+from counterpoint.measurement.open_mechanisms import Checked
 from counterpoint.records.measurement import Launched
 
 QWEN = EXPERT_LAYERS["qwen3-30b-a3b"]
@@ -32,13 +33,8 @@ def test_an_exchange_is_read_from_its_name() -> None:
     assert exchange == TokenExchange(layer="mixtral-8x7b", tokens=4096, routing="zipf")
     assert [exchange.capacity(ranks) for ranks in (2, 8)] == [2 * 4096 * 2, 8 * 4096]
     assert exchange.size_bytes(2) == 4096 * 2 * 4096 * 2
-
-
-def test_experts_without_a_name_are_given_by_their_sizes() -> None:
-    """A layer of any model can be measured."""
-    assert find_exchange("exchange 1024x512x64x4 128 uniform").sizes == ExpertLayer(
-        hidden=1024, ffn=512, experts=64, top_k=4
-    )
+    of_any_model = ExpertLayer(hidden=1024, ffn=512, experts=64, top_k=4)
+    assert find_exchange("exchange 1024x512x64x4 128 uniform").sizes == of_any_model
 
 
 @pytest.mark.parametrize(
@@ -121,29 +117,7 @@ def test_transport_on_sms_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
     copy = Launched(kind="copy", name="Memcpy PtoP (Device -> Device)", bytes=1 << 20)
     ran = {"torch": (nccl, permuting), "gather": (permuting, copy), "slabs": (nccl, copy)}
     monkeypatch.setattr(expert, "sides_of_all", lambda lanes, device: [((), comm) for comm in ran.values()])
-    found = expert._observed(cast(Any, SeenSession()), dict.fromkeys(ran, cast(Any, None)), cast(Any, None))
-    assert {name: one.usage and one.usage.comm_ctas for name, one in found.items()} == {
-        "torch": 24, "gather": 0, "slabs": 24,
-    }  # fmt: skip
-    assert [name for name, one in found.items() if one.marked] == ["slabs"]
-    assert found["slabs"].marked == "its transport took SMs: a kernel of 24 blocks"
-
-
-@pytest.mark.parametrize(
-    ("others", "available", "multicast_off", "said"),
-    [
-        (["torch", "nccl"], True, "1", None),
-        (["torch", "gather"], True, "1", "measure it in a run of its own, with --mechanism torch"),
-        (["torch"], False, "1", "libnvshmem_host.so.3 cannot be loaded"),
-        (["torch"], True, "0", "multicast has to be off: set NVSHMEM_DISABLE_NVLS=1"),
-    ],
-)
-def test_nvshmem_is_measured_by_itself_and_without_multicast(
-    monkeypatch: pytest.MonkeyPatch, others: list[str], available: bool, multicast_off: str, said: str | None
-) -> None:
-    """A process has symmetric memory of one kind; else the reason is listed."""
-    monkeypatch.setattr("torch.distributed._symmetric_memory.is_nvshmem_available", lambda: available)
-    monkeypatch.setenv("NVSHMEM_DISABLE_NVLS", multicast_off)
-    reason = exchange_mechanisms._no_symm_mem(cast(Any, SeenSession()), others)
-    assert (reason is None) == (said is None)
-    assert said is None or said in str(reason)
+    mechanisms = [Checked(name=name, caller=cast(Any, None), wrong=None) for name in ran]
+    found = expert._observed(cast(Any, SeenSession()), mechanisms, cast(Any, None))
+    assert [one.usage and one.usage.comm_ctas for one in found] == [24, 0, 24]
+    assert [one.marked for one in found] == [None, None, "its transport took SMs: a kernel of 24 blocks"]

@@ -17,6 +17,16 @@ from counterpoint.measurement.open_mechanisms import Opened, open_all, open_mech
 from counterpoint.measurement.trial import Case
 
 LANES = Lanes(compute_stream=None, comm_stream=None, compute=lambda: None, comm=lambda: None)
+SESSION: Any = SimpleNamespace(
+    group=lambda controls: None, raise_together=lambda action: action(), rank=0, world_size=2,
+    device=torch.device("cpu"), dtype=torch.float32,
+    communicator=SimpleNamespace(empty=lambda numel, dtype: torch.empty(numel, dtype=dtype)),
+)  # fmt: skip
+
+
+def mechanism(name: str, base: str, windows: Any = None) -> Any:
+    """A mechanism that can run anywhere."""
+    return SimpleNamespace(name=name, base=base, windows=windows, controls=(), why_unavailable=lambda collective: None)
 
 
 @pytest.mark.parametrize("what", ["comm_alone", "serial", "together", "compute_alone"])
@@ -48,62 +58,48 @@ class Windows:
 def test_windows_are_released_unless_it_could_hang(error: Exception | None, released: int) -> None:
     """To release waits for the GPU: after an unexpected error that would hide the error behind a timeout."""
     windows = Windows()
-    mechanism: Any = SimpleNamespace(base="nccl", windows=windows, controls=(), why_unavailable=lambda collective: None)
-    session: Any = SimpleNamespace(
-        group=lambda controls: None, rank=0, world_size=2, device=torch.device("cpu"), dtype=torch.float32
-    )
-    with suppress(Unsupported, RuntimeError), open_mechanism(session, mechanism, "all_gather", 256, LANES, {}):
+    opened = open_mechanism(SESSION, mechanism("m", "nccl", windows), "all_gather", 256, LANES, {})
+    with suppress(Unsupported, RuntimeError), opened:
         if error:
             raise error
     assert windows.released == released
 
 
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_programs_are_a_mechanism_everywhere(device: str) -> None:
-    """By the same name."""
-    assert find_mechanism("zero_sm", device).base == "zero_sm"
+@pytest.mark.parametrize(
+    ("name", "device", "controls"),
+    [("zero_sm", "cuda", []), ("zero_sm", "cpu", []), ("zero_sm+gemm_sms=124", "cuda", ["gemm_sms=124"])],
+)
+def test_programs_are_a_mechanism_everywhere(name: str, device: str, controls: list[str]) -> None:
+    """By the same name; controls of the GEMM act on the other side of the pair."""
+    found = find_mechanism(name, device)
+    assert (found.base, [control.name for control in found.controls]) == ("zero_sm", controls)
 
 
-def test_controls_of_nccl_are_refused_where_nccl_is_not_used() -> None:
-    """They would do nothing."""
-    with pytest.raises(Misconfigured, match="max_ctas=8 is a control of NCCL, which zero_sm does not use"):
-        find_mechanism("zero_sm+max_ctas=8", "cuda")
-
-
-def test_controls_of_the_gemm_go_with_programs() -> None:
-    """They act on the other side of the pair."""
-    assert [control.name for control in find_mechanism("zero_sm+gemm_sms=124", "cuda").controls] == ["gemm_sms=124"]
-
-
-def test_a_limit_by_rule_is_of_zero_sm() -> None:
-    """NCCL has no sums that wait for SMs: its limit is a number."""
-    with pytest.raises(Misconfigured, match="gemm_sms=fit leaves SMs to the sums of zero_sm"):
-        find_mechanism("nccl+gemm_sms=fit", "cuda")
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("zero_sm+max_ctas=8", "max_ctas=8 is a control of NCCL, which zero_sm does not use"),
+        ("nccl+gemm_sms=fit", "gemm_sms=fit leaves SMs to the sums of zero_sm"),  # NCCL has no sums that wait for SMs
+    ],
+)
+def test_controls_that_would_do_nothing_are_refused(name: str, said: str) -> None:
+    with pytest.raises(Misconfigured, match=said):
+        find_mechanism(name, "cuda")
 
 
 @pytest.mark.parametrize(("found", "settings"), [(124, "zero_sm+gemm_sms=124"), (None, "zero_sm+gemm_sms=fit")])
 def test_what_the_rule_found_is_set(found: int | None, settings: str) -> None:
     """Under the name that was asked for; another number is another thing to look at."""
-    mechanism = find_mechanism("zero_sm+gemm_sms=fit", "cuda").with_gemm_sms(found)
-    assert (mechanism.name, mechanism.settings) == ("zero_sm+gemm_sms=fit", settings)
+    fitted = find_mechanism("zero_sm+gemm_sms=fit", "cuda").with_gemm_sms(found)
+    assert (fitted.name, fitted.settings) == ("zero_sm+gemm_sms=fit", settings)
 
 
 def test_mechanisms_of_one_memory_share_buffers() -> None:
     """Five limits of zero_sm need no five arrays."""
-    mechanisms: Any = [
-        SimpleNamespace(
-            name=str(at), base="zero_sm", windows=None, controls=(), why_unavailable=lambda collective: None
-        )
-        for at in range(2)
-    ]
-    session: Any = SimpleNamespace(
-        group=lambda controls: None, rank=0, world_size=2, device=torch.device("cpu"), dtype=torch.float32,
-        communicator=SimpleNamespace(empty=lambda numel, dtype: torch.empty(numel, dtype=dtype)),
-    )  # fmt: skip
     shared: dict[Any, Any] = {}
     with (
-        open_mechanism(session, mechanisms[0], "all_gather", 256, LANES, shared) as one,
-        open_mechanism(session, mechanisms[1], "all_gather", 256, LANES, shared) as other,
+        open_mechanism(SESSION, mechanism("0", "zero_sm"), "all_gather", 256, LANES, shared) as one,
+        open_mechanism(SESSION, mechanism("1", "zero_sm"), "all_gather", 256, LANES, shared) as other,
     ):
         assert one.comm.buffers is other.comm.buffers
     assert list(shared) == ["symmetric"]
@@ -114,14 +110,7 @@ def test_every_buffer_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[int] = []
     monkeypatch.setattr(Comm, "check", lambda comm: checked.append(id(comm.buffers)))
     names = {"plain": None, "also_plain": None, "windows": Windows()}
-    mechanisms: Any = [
-        SimpleNamespace(name=name, base="nccl", windows=windows, controls=(), why_unavailable=lambda collective: None)
-        for name, windows in names.items()
-    ]
-    session: Any = SimpleNamespace(
-        group=lambda controls: None, raise_together=lambda action: action(), rank=0, world_size=2,
-        device=torch.device("cpu"), dtype=torch.float32,
-    )  # fmt: skip
-    with open_all(session, mechanisms, "all_gather", 256, LANES) as opened:
-        assert checked == list(dict.fromkeys(id(each.comm.buffers) for each in opened.each))
+    mechanisms = [mechanism(name, "nccl", windows) for name, windows in names.items()]
+    with open_all(SESSION, mechanisms, "all_gather", 256, LANES, {}) as (opened, _):
+        assert checked == list(dict.fromkeys(id(each.comm.buffers) for each in opened))
     assert len(checked) == 2

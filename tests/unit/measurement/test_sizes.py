@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from counterpoint.measurement.scenarios import size_for_time, time_at
+from counterpoint.measurement.pairs import size_for_time, time_at
 
 CURVE = tuple((1 << power, 20.0 + (1 << power) / 300e3) for power in range(20, 31, 2))  # 20 µs + 300 GB/s
 

@@ -1,19 +1,19 @@
-"""The suite that the rule is judged on: what it measures is what the rule needs."""
+"""The suites that rules and fits are made from: all in them can be measured, and is what is needed."""
 
 from __future__ import annotations
 
 from collections import Counter
 
 import pytest
+from measure_suites import BUDGET, SUITES, blocks, budget_blocks, budget_pairs
 
-from counterpoint.errors import Misconfigured
+from counterpoint.measurement.collective import collectives
 from counterpoint.measurement.mechanisms import find_mechanism
-from counterpoint.measurement.suites import BUDGET, BUDGET_GEMMS, blocks_of, scenarios_of
 from counterpoint.measurement.workloads import find_workload
 from counterpoint.pair.sm_split import SmSplit
+from counterpoint.records.measurement import Scenario
 
-PAIRS = scenarios_of("budget", device="cuda")
-BLOCKS = blocks_of("budget", device="cuda", world_size=8)
+PAIRS, BLOCKS = budget_pairs(), budget_blocks()
 
 
 @pytest.mark.parametrize("mechanism", BUDGET)
@@ -22,10 +22,17 @@ def test_every_mechanism_divides_sms(mechanism: str) -> None:
     assert find_mechanism(mechanism, "cuda").name == SmSplit.parse(mechanism).mechanism
 
 
-@pytest.mark.parametrize("gemm", BUDGET_GEMMS)
-def test_every_gemm_exists(gemm: str) -> None:
-    """Its name is that of a workload."""
-    assert find_workload(gemm).name == gemm
+@pytest.mark.parametrize("suite", SUITES)
+def test_all_parts_are_known(suite: str) -> None:
+    """Workloads, collectives and mechanisms parse, and names are unique."""
+    parts = SUITES[suite]()
+    for part in parts:
+        if isinstance(part, Scenario):
+            find_workload(part.workload)
+            assert [find_mechanism(name, "cuda").name for name in part.mechanisms] == list(part.mechanisms)
+        elif part.what not in collectives():
+            find_workload(part.what)
+    assert max(Counter(part.name for part in parts).values()) == 1
 
 
 def test_both_sides_of_every_pair_are_measured_alone() -> None:
@@ -40,25 +47,15 @@ def test_both_sides_of_every_pair_are_measured_alone() -> None:
     assert needed <= alone
 
 
-def test_names_are_unique() -> None:
-    """Progress is kept by name."""
-    names = [*(pair.name for pair in PAIRS), *(block.name for block in BLOCKS)]
-    assert len(names) == len(set(names))
-
-
 def test_collectives_take_turns() -> None:
     """24 pairs, 8 with each collective, and each GEMM meets all three."""
     by_gemm = {(pair.workload, pair.collective) for pair in PAIRS}
     assert (set(Counter(pair.collective for pair in PAIRS).values()), len(by_gemm)) == ({8}, 18)
 
 
-def test_other_suites_of_pairs_have_no_blocks() -> None:
-    """Building blocks belong to `blocks`, `budget` and `tensor`."""
-    found = [bool(blocks_of(suite, device="cuda", world_size=8)) for suite in ("quick", "blocks")]
-    assert found == [False, True]
-
-
-def test_it_is_refused_on_cpus() -> None:
-    """There are no SMs to divide."""
-    with pytest.raises(Misconfigured, match="'budget' is about GPUs"):
-        scenarios_of("budget", device="cpu")
+def test_blocks_cover_1_kb_to_1_gb() -> None:
+    """Bandwidth by size, CTAs and engines; GEMM time by SMs."""
+    found = {block.name: block for block in blocks()}
+    assert (min(found["all_gather"].sizes_bytes), max(found["all_gather"].sizes_bytes)) == (1 << 10, 1 << 30)
+    assert any("max_ctas=1" in name for name in found["all_gather by CTAs"].mechanisms)
+    assert any("gemm_sms=" in name for name in found["gemm 8192x8192x8192 by SMs"].mechanisms)

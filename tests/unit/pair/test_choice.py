@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from measure_suites import BUDGET
 
 from counterpoint.errors import Misconfigured
-from counterpoint.measurement.suites import BUDGET
 from counterpoint.pair.sm_split import SmSplit
 
 

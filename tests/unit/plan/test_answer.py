@@ -11,8 +11,8 @@ import pytest
 from counterpoint.errors import Misconfigured, NoSuchValue
 from counterpoint.plan.answer import PARTS, answer, curve, sensitivities
 from counterpoint.plan.explain import QUESTIONS, explain
+from counterpoint.plan.job.changes import swept
 from counterpoint.plan.job.job import parse_job, read_tables
-from counterpoint.plan.job.what_if import swept
 from counterpoint.plan.search.search import search
 from counterpoint.records.prediction import Prediction
 
@@ -63,9 +63,10 @@ def test_a_detailed_answer_has_all_that_is_drawn() -> None:
 
 def test_sensitivities_never_make_it_worse() -> None:
     """Twice the bandwidth, no latency, no disturbance: best first."""
-    changes = [each.change for each in sensitivities(parse_job(TABLES))]
-    assert changes == sorted(changes)
-    assert changes[-1] <= 0
+    job = parse_job(TABLES)
+    steps = [each.step_us or 0.0 for each in sensitivities(job)]
+    assert steps == sorted(steps)
+    assert steps[-1] <= answer(job).step_us
 
 
 def test_a_curve_keeps_the_reason_of_a_value_that_cannot_be() -> None:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from counterpoint.errors import Misconfigured
 from counterpoint.plan.job.cluster import Cluster, ClusterGpu, find_gpu
+from counterpoint.plan.job.fields import parse_record
 from counterpoint.plan.job.job import parse_job
 from counterpoint.plan.job.parallel import Compression
 from counterpoint.plan.network.estimate import estimate
@@ -121,7 +122,7 @@ def test_passes_over_memory_bound_the_time() -> None:
 def test_options_that_cannot_be(field: str, value: float) -> None:
     """The field and its value are named."""
     with pytest.raises(Misconfigured, match=rf"compression\.{field} = {value}"):
-        Compression(method="topk", **{field: value})  # type: ignore[arg-type]
+        parse_record("compression", {"method": "topk", field: value}, Compression)
 
 
 def test_an_unknown_precision_is_refused() -> None:

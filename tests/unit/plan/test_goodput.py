@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from counterpoint.errors import Misconfigured
 from counterpoint.plan.answer import answer
 from counterpoint.plan.goodput import DAY, HOUR, optimal_interval, spent, training_run
+from counterpoint.plan.job.changes import build_job
 from counterpoint.plan.job.job import parse_job, read_tables
-from counterpoint.plan.job.what_if import build_job
 from counterpoint.records.prediction import TrainingRun
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "plan"
@@ -130,22 +130,23 @@ def test_deepseek_v3_adds_up() -> None:
             "run": {"tokens": 14.8e12, "price_per_gpu_hour": 2.0},
         }
     )
-    assert job.run is not None
     step_us = 180e3 / 2048 * 3600 * 1e6 * 4096 * 16384 / 1e12
-    found = training_run(job, job.run, step_us, (0.9 * step_us, 1.2 * step_us))
+    found = training_run(job, step_us, (0.9 * step_us, 1.2 * step_us))
+    assert found is not None
     assert [found.gpu_hours, found.cost or 0.0] == pytest.approx([2.664e6, 5.328e6], rel=1e-3)
     assert found.days == pytest.approx(54.2, rel=1e-3)
     assert [found.low_days or 0.0, found.high_days or 0.0] == pytest.approx([0.9 * found.days, 1.2 * found.days])
 
 
-def test_what_ifs_change_the_training() -> None:
+def test_fields_of_the_training_change_it() -> None:
     """Tokens begin the table; failures, checkpoints and restarts each cost days."""
-    base = {"tokens": "1e12"}
+    base = {"run.tokens": "1e12"}
 
     def days(**more: str) -> float:
-        job = build_job(LLAMA, base | more)
-        assert job.run is not None
-        return training_run(job, job.run, 7e6).days
+        job = build_job(LLAMA, base | {f"run.{name}": value for name, value in more.items()})
+        found = training_run(job, 7e6)
+        assert found is not None
+        return found.days
 
     failing = days(gpu_mtbf_hours="50000")
     assert days() < failing < days(gpu_mtbf_hours="20000")

@@ -18,8 +18,9 @@ from counterpoint.cli import main
 from counterpoint.errors import Misconfigured
 from counterpoint.plan.answer import answer
 from counterpoint.plan.job.cluster import ClusterGpu, Level
-from counterpoint.plan.job.fields import CheckedRecord
-from counterpoint.plan.job.job import Ranks, parse_job, read_tables
+from counterpoint.plan.job.fields import JobRecord
+from counterpoint.plan.job.job import OverlapTable, Ranks, parse_job, read_tables
+from counterpoint.plan.job.machines import ClusterTable
 from counterpoint.plan.job.model import Experts, LatentAttention, Model
 from counterpoint.plan.job.parallel import Compression, Parallel, Training
 from counterpoint.plan.job.run import Run
@@ -34,33 +35,36 @@ cluster.levels = [
     { name = "net", kind = "network", size = 8, gb_per_s = 25, latency_us = 2 },
 ]
 compression = { method = "topk" }
+overlap = { mechanism = "zero_sm" }
 ranks = { slow = 1.5 }
 run = { steps = 100, gpu_mtbf_hours = 1e5 }
 """)
 MLA = {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
-PLACES: dict[type[CheckedRecord], tuple[str | int, ...]] = {
+PLACES: dict[type[JobRecord], tuple[str | int, ...]] = {
     Model: ("model",),
     Experts: ("model", "experts"),
     LatentAttention: ("model", "mla"),
     Training: ("training",),
     Parallel: ("parallel",),
+    OverlapTable: ("overlap",),
+    ClusterTable: ("cluster",),
     ClusterGpu: ("cluster", "gpu"),
     Level: ("cluster", "levels", 1),
     Compression: ("compression",),
     Ranks: ("ranks",),
     Run: ("run",),
 }
-NUMBERS: list[Any] = [math.nan, math.inf, -math.inf, -1, -0.5, 0, 1, 3, 0.5, 2**31, 2**63, 1 << 20000, 1e300, 5e-324]
+NUMBERS: list[Any] = [math.nan, math.inf, -math.inf, -1, -0.5, 0, 1, 3, 0.5, 2**31, 2**63, 10**4000, 1e300, 5e-324]
 OTHERS: list[Any] = [True, "", "x", "\x1b[2J", "x" * 100_000, [], [[1]], {}, {"x": {"y": 1}}, date(2020, 1, 1)]
 
 
-def fields() -> Iterator[tuple[type[CheckedRecord], str]]:
+def fields() -> Iterator[tuple[type[JobRecord], str]]:
     for record in PLACES:
         for name in record.__struct_fields__:
             yield record, name
 
 
-def with_value(record: type[CheckedRecord], name: str, value: object) -> dict[str, Any]:
+def with_value(record: type[JobRecord], name: str, value: object) -> dict[str, Any]:
     tables: Any = copy.deepcopy(TABLES)
     if record is LatentAttention:
         tables["model"]["mla"] = MLA.copy()
@@ -80,11 +84,11 @@ def is_finite(found: object) -> bool:
 
 def test_every_record_of_a_job_is_looked_at() -> None:
     """None is left out, also later ones."""
-    assert set(PLACES) == set(CheckedRecord.__subclasses__())
+    assert set(PLACES) == set(JobRecord.__subclasses__())
 
 
 @pytest.mark.parametrize(("record", "name"), list(fields()), ids=lambda each: getattr(each, "__name__", each))
-def test_a_field_is_finite_or_refused(record: type[CheckedRecord], name: str) -> None:
+def test_a_field_is_finite_or_refused(record: type[JobRecord], name: str) -> None:
     """Numbers of all kinds, and what is no number: a prediction without nan, or a line with the field's name."""
     for value in NUMBERS + OTHERS:
         try:
@@ -159,18 +163,20 @@ def test_what_is_no_file_is_one_line(
 
 
 FLAGS = """--nodes 0|--nodes nan|--nodes 1e9|--nodes 99999999999999999999|--nodes x|--nodes []|--nodes true
---weak-nodes inf|--nic-gbit nan|--nic-gbit inf|--nic-gbit 1e300|--nic-gbit 1e-300|--nics 1.5|--nics 999999999999
---failed-nics 8|--oversubscription nan|--oversubscription 1e10|--global-batch 7|--global-batch 1e300|--global-batch true
---micro-batch 999999999|--accumulation 99999999999999|--bucket-mib inf|--bucket-mib 1e300|--bucket-mib 1e-300
---precision fp9|--precision true|--recompute []|--compression topk:nan|--compression topk:|--compression none:3
---compression powersgd:0|--compression {}|--mechanism {a=1}|--local-steps nan|--asynchronous maybe|--slow-rank inf
---jitter 1e300|--gpu {}|--gpu 3|--network []|--set parallel.tp|--set parallel=3|--set parallel.tp.x=3|--set x.y=3
+--weak-nodes inf|--gpu {}|--gpu 3|--network []|--mechanism {a=1}|--nodes 4 --weak-nodes 4|--bogus|--nodes
+--set parallel.tp|--set parallel=3|--set parallel.tp.x=3|--set x.y=3|--set tp=4|--gpu H200 --set cluster.gpu=H100
 --set parallel.schedule=foo|--set parallel.pp=1000|--set training.sequence=9000000000000000000|--set cluster.gpu.sms=0
---set ranks.jitter=nan|--sweep nodes|--sweep nodes=,|--sweep nodes=1,x|--sweep x=1|--sweep parallel.tp=nan
---explain x|--explain step --search|--json /|--html /nowhere/x|--hosts n[1-8]|--recorded-on x|--top 3|--gpus 8
---nodes 4 --weak-nodes 4|--global-batch 64 --accumulation 3|--set parallel.tp=2 --set parallel.tp=4|--bogus|--nodes
---tokens nan|--tokens 1e300|--machine /dev/zero|--clock-ghz inf|--power-watts 1|--bucket-mib 1e308
---nics BEYOND""".replace("\n", "|").replace("BEYOND", "9" * 400)
+--set ranks.jitter=nan|--set ranks.jitter=1e300|--set ranks.slow=inf|--set cluster.nic_gbit=nan
+--set cluster.nic_gbit=1e300|--set cluster.nic_gbit=1e-300|--set cluster.nics=1.5|--set cluster.nics=BEYOND
+--set cluster.failed_nics=8|--set cluster.oversubscription=nan|--set training.global_batch=7
+--set training.global_batch=1e300|--set training.global_batch=true|--set training.micro_batch=999999999
+--set parallel.bucket_bytes=inf|--set parallel.bucket_bytes=BEYOND|--set training.precision=true
+--set training.recompute=[]|--set compression.method=gzip|--set compression.keep=nan|--set compression.rank=0
+--set training.local_steps=nan|--set training.asynchronous=maybe|--set run.tokens=nan|--set run.tokens=1e300
+--set cluster.machine=/dev/zero|--set cluster.clock_ghz=inf|--set cluster.power_watts=1
+--set parallel.tp=2 --set parallel.tp=4|--sweep nodes|--sweep nodes=,|--sweep nodes=1,x|--sweep x=1
+--sweep parallel.tp=nan|--explain x|--explain step --search|--json /|--html /nowhere/x|--hosts n[1-8]|--recorded-on x
+--top 3|--gpus 8""".replace("\n", "|").replace("BEYOND", "9" * 400)
 
 
 @pytest.mark.parametrize("flags", FLAGS.split("|"))

@@ -73,8 +73,8 @@ latency_us = 2
     ("text", "said"),
     [
         (changed('name = "llama3-8b"', 'name = "llama9"'), 'model "llama9" is not known: give one of deepseek-v2, '),
-        (changed("dp = 8", "dpp = 8"), "parallel.dpp is not known: allowed are dp, tp"),
-        (changed("[overlap]", "[overlapp]"), "overlapp is not known: allowed are model, training"),
+        (changed("dp = 8", "dpp = 8"), "parallel.dpp is not known: give pp, dp, or another of tp"),
+        (changed("[overlap]", "[overlapp]"), "overlapp is not known: give overlap, or another of model, training"),
         (changed("dp = 8", 'dp = "eight"'), 'parallel.dp = "eight": give a whole number from 1 to 1,048,576'),
         (changed("dp = 8", "dp = 0"), "parallel.dp = 0: give a whole number from 1 to 1,048,576"),
         (changed("dp = 8", "dp = -8"), "parallel.dp = -8: give a whole number from 1"),
@@ -84,7 +84,7 @@ latency_us = 2
         (changed('network = "h200-ndr-400"', ""), "give either network, a name, or levels"),
         (changed('"h200-ndr-400"', '"token-ring"'), "token-ring"),
         (changed('gpu = "H200"', 'gpu = "H200"\ngpus = 8'), "16 ranks on 8 GPUs"),
-        (changed('gpu = "H200"', 'gpu = "H200"\ngpus = 8.5'), "cluster.gpus = 8.5: give a whole number"),
+        (changed('gpu = "H200"', 'gpu = "H200"\ngpus = 8.5'), "cluster.gpus = 8.5: give a whole number from 1"),
         (changed("rank = 8", "rank = 0"), "compression.rank = 0"),
         (
             changed('method = "powersgd"', 'method = "gzip"'),
@@ -101,7 +101,7 @@ latency_us = 2
             "model.hidden is missing: give a whole number from 1",
         ),
         (changed('"zero_sm"', '"magic"'), "mechanism = 'magic': known are nccl"),
-        (changed('"zero_sm"', "3"), "overlap.mechanism = 3: give a name"),
+        (changed('"zero_sm"', "3"), "overlap.mechanism = 3: give a string of 1 to 80 characters"),
     ],
 )
 def test_what_cannot_be_is_named(text: str, said: str) -> None:

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import to_builtins
 from msgspec.structs import replace
 
 from counterpoint.errors import Misconfigured
 from counterpoint.plan.job import model
+from counterpoint.plan.job.fields import parse_record
 from counterpoint.plan.job.model import (
     Experts,
     LatentAttention,
@@ -141,9 +143,7 @@ def test_a_window_leaves_fewer_pairs_of_query_and_key() -> None:
     [
         ({"mla": MLA, "kv_heads": 2}, "model.mla with kv_heads, head_dim or v_head_dim: give its widths in mla alone"),
         ({"full_every": 2}, "model.full_every = 2 without window: give both"),
-        ({"window": 0}, "model.window = 0: give a whole number from 1"),
         ({"window": 64, "causal": False}, "model.window = 64 with causal = false"),
-        ({"mtp": -1}, "model.mtp = -1: give a whole number from 0 to 64"),
         (
             {"experts": Experts(count=2, per_token=1, width=8, first_dense=13)},
             "first_dense = 13 of 12 layers: none has experts",
@@ -157,10 +157,21 @@ def test_what_cannot_be_is_named(changes: dict[str, Any], said: str) -> None:
     assert said in str(raised.value)
 
 
-def test_widths_of_latent_attention_are_positive() -> None:
-    """As those of a model."""
-    with pytest.raises(Misconfigured, match=r"model\.mla\.kv_lora_rank = 0: give a whole number from 1"):
-        replace(MLA, kv_lora_rank=0)
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"window": 0}, "model.window = 0: give a whole number from 1"),
+        ({"mtp": -1}, "model.mtp = -1: give a whole number from 0 to 64"),
+        ({"mla": to_builtins(MLA) | {"kv_lora_rank": 0}}, "model.mla.kv_lora_rank = 0: give a whole number from 1"),
+        ({"experts": {"count": 2}}, "model.experts.per_token is missing: give a whole number from 1"),
+        ({"mla": {"q_rank": 2}}, "model.mla.q_rank is not known: give q_lora_rank, or another of"),
+    ],
+)
+def test_a_field_that_cannot_be_is_named(changes: dict[str, Any], said: str) -> None:
+    """Those of records in the model, too."""
+    with pytest.raises(Misconfigured) as raised:
+        parse_record("model", to_builtins(small()) | changes, Model)
+    assert said in str(raised.value)
 
 
 def test_whole_experts_need_ranks_enough_and_sequence_parallelism() -> None:

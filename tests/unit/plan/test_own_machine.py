@@ -12,8 +12,8 @@ import pytest
 from counterpoint.errors import Misconfigured
 from counterpoint.machine.profile import shipped_profile
 from counterpoint.plan.answer import answer
+from counterpoint.plan.job.changes import build_job, swept
 from counterpoint.plan.job.job import OVERLAPPED, job_toml, parse_job, read_tables
-from counterpoint.plan.job.what_if import build_job, swept
 from counterpoint.plan.step.step import predict_step
 
 TABLES: dict[str, Any] = {
@@ -42,7 +42,7 @@ def us(changes: dict[str, str]) -> float:
 def test_ones_own_figures_count(tmp_path: Path) -> None:
     """Matmuls that reach less make the step longer, and the notes say whose figures they are."""
     path = str(profile(tmp_path / "mine.json"))
-    found = answer(build_job(TABLES, {"machine": path}))
+    found = answer(build_job(TABLES, {"cluster.machine": path}))
     assert found.step_us > us({}) * 1.1
     assert "GPU: my own cluster" in found.notes
     assert f"with figures of {path}, not those whose errors are stated" in found.notes
@@ -52,7 +52,7 @@ def test_a_profile_that_has_some_figures_is_enough(tmp_path: Path) -> None:
     """As `tune --machine` writes it; the notes say what is assumed."""
     efficiency = {"matmul": 0.7, "source": "my own cluster", "date": "2026-11-22"}
     (tmp_path / "mine.json").write_text(json.dumps({"gpu": "H100", "efficiency": efficiency}))
-    found = answer(build_job(TABLES, {"machine": str(tmp_path / "mine.json")}))
+    found = answer(build_job(TABLES, {"cluster.machine": str(tmp_path / "mine.json")}))
     assert found.step_us > us({}) * 1.1
     assert any("assumed: mechanisms, efficiency (20 figures) of H200" in note for note in found.notes)
 
@@ -60,7 +60,7 @@ def test_a_profile_that_has_some_figures_is_enough(tmp_path: Path) -> None:
 def test_ones_own_mechanism_can_be_asked_for(tmp_path: Path) -> None:
     """A name that only this profile has."""
     path = str(profile(tmp_path / "mine.json"))
-    assert us({"machine": path, "mechanism": "my_library"}) < us({"machine": path})
+    assert us({"cluster.machine": path, "mechanism": "my_library"}) < us({"cluster.machine": path})
     with pytest.raises(Misconfigured, match="known are nccl"):
         us({"mechanism": "my_library"})
 
@@ -81,7 +81,7 @@ def test_a_jobs_file_names_a_profile_next_to_it(tmp_path: Path) -> None:
 def test_a_written_job_has_its_machine_and_mechanisms(tmp_path: Path) -> None:
     """`--write-job`, read again."""
     path = str(profile(tmp_path / "mine.json"))
-    job = build_job(TABLES, {"machine": path, "overlap.dp": "my_library"})
+    job = build_job(TABLES, {"cluster.machine": path, "overlap.dp": "my_library"})
     assert parse_job(tomllib.loads(job_toml(job))) == job
 
 
@@ -91,7 +91,7 @@ def test_no_profile_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "mine.json").write_text(content)
     for name in ("mine.json", "none.json", "."):
         with pytest.raises(Misconfigured, match=r"cluster\.machine = ") as error:
-            us({"machine": str(tmp_path / name)})
+            us({"cluster.machine": str(tmp_path / name)})
         assert str(error.value).isprintable()
 
 
@@ -104,9 +104,11 @@ def test_every_mechanism_can_be_asked_for(mechanism: str, field: str) -> None:
 
 
 def test_a_mechanism_of_every_axis_is_that_of_all() -> None:
-    """And the flag for all replaces those of single axes."""
+    """The flag for all replaces those of single axes in the file, and a field beside it stands."""
     each = us({f"overlap.{axis}": "zero_sm" for axis in OVERLAPPED})
-    assert each == us({"mechanism": "zero_sm"}) == us({"overlap.dp": "serial", "mechanism": "zero_sm"})
+    serial = build_job(TABLES | {"overlap": {"dp": "serial"}}, {"mechanism": "zero_sm"})
+    assert each == us({"mechanism": "zero_sm"}) == predict_step(serial).step_us
+    assert us({"overlap.dp": "serial", "mechanism": "zero_sm"}) > each
 
 
 def test_a_sweep_varies_the_mechanism_of_an_axis() -> None:
@@ -119,5 +121,5 @@ def test_a_sweep_varies_the_mechanism_of_an_axis() -> None:
 
 def test_axes_that_nothing_overlaps_have_no_mechanism() -> None:
     """Contexts are waited for: another mechanism would change nothing."""
-    with pytest.raises(Misconfigured, match=r"overlap.cp is not known: allowed are mechanism, dp, tp, ep"):
+    with pytest.raises(Misconfigured, match=r"overlap.cp is not known: give one of mechanism, dp, tp, ep"):
         us({"overlap.cp": "zero_sm"})

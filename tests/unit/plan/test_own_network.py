@@ -12,9 +12,9 @@ import pytest
 
 from counterpoint.errors import Misconfigured
 from counterpoint.machine.bus_bandwidth import bus_factor
+from counterpoint.plan.job.changes import build_job
 from counterpoint.plan.job.cluster import Cluster, find_gpu
 from counterpoint.plan.job.job import job_toml, parse_job, read_tables
-from counterpoint.plan.job.what_if import build_job
 from counterpoint.plan.network.estimate import estimate
 from counterpoint.plan.network.fit import FEWEST_SIZES, NetworkFit, fit_network
 from counterpoint.plan.network.group import Group
@@ -113,9 +113,9 @@ def test_what_was_not_measured_keeps_the_shipped_figures(file: Path) -> None:
     assert mine == theirs
 
 
-def test_it_stays_after_a_what_if(file: Path) -> None:
+def test_it_stays_after_a_change(file: Path) -> None:
     """With twice the NICs' rate figures are still those that were fitted; on another network they are not."""
-    job = build_job(tables(file), {"nic_gbit": "400"})
+    job = build_job(tables(file), {"cluster.nic_gbit": "400"})
     assert job.cluster.fits == str(file)
     assert predict_step(job).step_us < predict_step(parse_job(tables(file))).step_us
     assert build_job(tables(file), {"network": "a100-hdr-200"}).cluster.fits == ""
@@ -134,7 +134,7 @@ def test_a_jobs_file_names_it_relative_to_itself(file: Path) -> None:
 
 def test_a_written_job_has_it_also_with_other_levels(file: Path) -> None:
     """`--write-job`: the file by its name, and its figures besides levels that were changed."""
-    for changes in ({}, {"nic_gbit": "100"}):
+    for changes in ({}, {"cluster.nic_gbit": "100"}):
         job = build_job(tables(file), changes)
         again = parse_job(tomllib.loads(job_toml(job)))
         assert (again.cluster, predict_step(again).step_us) == (job.cluster, predict_step(job).step_us)

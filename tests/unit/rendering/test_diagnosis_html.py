@@ -1,13 +1,9 @@
-"""The page as text: self-contained, locked, escaped."""
+"""The page of a diagnosis as text: its data, its size, its colours."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 import re
-from html.parser import HTMLParser
-from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -17,71 +13,10 @@ from counterpoint.records.diagnosis import Diagnosis, TimelineLane
 from counterpoint.rendering.diagnosis_html import write_html
 from tests.support import example_diagnosis as example
 
-ATTRIBUTES_THAT_LOAD = {"src", "href", "srcset", "data", "poster", "action", "background"}
-
-
-class Elements(HTMLParser):
-    """Every element of a page, in order."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.found: list[tuple[str, dict[str, str | None]]] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.append((tag, dict(attrs)))
-
 
 def page(folder: Path, diagnosis: Diagnosis, lanes: list[TimelineLane]) -> str:
     write_html(folder / "report.html", diagnosis, lanes)
     return (folder / "report.html").read_text("utf-8")
-
-
-@pytest.fixture
-def text(tmp_path: Path, training: Diagnosis, lanes: list[TimelineLane]) -> str:
-    return page(tmp_path, training, lanes)
-
-
-def policy(text: str) -> str:
-    metas = [attrs for tag, attrs in Elements(text).found if tag == "meta"]
-    return next(attrs["content"] or "" for attrs in metas if attrs.get("http-equiv") == "Content-Security-Policy")
-
-
-def test_policy_forbids_everything_by_default(text: str) -> None:
-    assert policy(text).startswith("default-src 'none'; ")
-
-
-def test_policy_lets_no_directive_reach_the_network(text: str) -> None:
-    assert not re.search(r"https?:|\*|'self'|'unsafe-eval'|script-src[^;]*'unsafe-inline'", policy(text))
-
-
-def test_policy_names_the_hash_of_every_script(text: str) -> None:
-    scripts = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
-    digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
-    assert len(digests) == 2
-    assert all(f"'sha256-{digest}'" in policy(text) for digest in digests)
-
-
-def test_policy_stands_before_anything_that_could_load(text: str) -> None:
-    tags = [tag for tag, _ in Elements(text).found]
-    assert tags[: tags.index("meta") + 3] == ["html", "head", "meta", "meta", "meta"]
-
-
-def test_no_element_loads_anything(text: str) -> None:
-    loads = [(tag, k, v) for tag, attrs in Elements(text).found for k, v in attrs.items() if k in ATTRIBUTES_THAT_LOAD]
-    assert loads == [("a", "href", "#main")]
-
-
-def test_hostile_names_make_no_element(tmp_path: Path, hostile: tuple[Diagnosis, list[TimelineLane]]) -> None:
-    found = Elements(page(tmp_path, *hostile)).found
-    assert [tag for tag, _ in found if tag in ("img", "script")] == ["script"] * 3
-
-
-def test_hostile_names_leave_no_control_characters(
-    tmp_path: Path, hostile: tuple[Diagnosis, list[TimelineLane]]
-) -> None:
-    write_html(tmp_path / "report.html", msgspec.structs.replace(hostile[0]), [])
-    assert not re.search("[\x00-\x08\x0b-\x1f\x7f\u2028\u2029]", (tmp_path / "report.html").read_text("utf-8"))
 
 
 def test_embedded_data_is_json_that_cannot_end_its_element(
@@ -95,42 +30,6 @@ def test_embedded_data_is_json_that_cannot_end_its_element(
 
 def test_name_with_a_lone_surrogate_is_written(tmp_path: Path, training: Diagnosis) -> None:
     assert "\\udc80" in page(tmp_path, msgspec.structs.replace(training, verdict="\udc80"), [])
-
-
-def test_headings_descend_without_gaps(text: str) -> None:
-    levels = [int(tag[1]) for tag, _ in Elements(text).found if re.fullmatch("h[1-6]", tag)]
-    assert levels[0] == 1
-    assert levels.count(1) == 1
-    assert all(later - earlier <= 1 for earlier, later in pairwise(levels))
-
-
-def test_every_table_has_a_caption_and_scoped_headers(text: str) -> None:
-    found = Elements(text).found
-    tags = [tag for tag, _ in found]
-    assert tags.count("caption") == tags.count("table") > 0
-    assert all("scope" in attrs for tag, attrs in found if tag == "th")
-
-
-def test_every_picture_has_a_label(text: str) -> None:
-    pictures = [attrs for _, attrs in Elements(text).found if attrs.get("role") == "img"]
-    assert len(pictures) == 3
-    assert all(attrs.get("aria-label") for attrs in pictures)
-
-
-def test_ids_are_unique(text: str) -> None:
-    ids = [attrs["id"] for _, attrs in Elements(text).found if "id" in attrs]
-    assert len(ids) == len(set(ids))
-
-
-def test_uplot_is_embedded_once_with_its_licence(text: str) -> None:
-    assert text.count("https://github.com/leeoniya/uPlot (v1.6.32)") == 1
-    assert text.count("Copyright (c) 2022 Leon Sorokin") == 1
-
-
-def test_page_without_lanes_needs_no_uplot(tmp_path: Path, empty: Diagnosis) -> None:
-    text = page(tmp_path, empty, [])
-    assert "leeoniya" not in text
-    assert len(text) < 60_000
 
 
 def test_page_is_small_besides_its_spans(tmp_path: Path, training: Diagnosis) -> None:

@@ -85,41 +85,39 @@ def test_spans_without_finite_times_are_left_out(tmp_path: Path, empty: Diagnosi
     assert not [e for e in events(tmp_path, empty, lanes) if e.get("cat") == "compute"]
 
 
-def test_findings_are_slices_with_evidence_and_advice(tmp_path: Path, training: Diagnosis) -> None:
-    found = findings(events(tmp_path, training, []))
-    assert all(e["pid"] == JOB for e in found)
-    said = [(e["args"]["evidence"], e["args"]["advice"]) for e in found]
-    assert said == [(f.evidence, f.advice) for f in training.findings]
-
-
-def test_finding_of_a_rank_is_an_instant_of_its_process(tmp_path: Path, training: Diagnosis) -> None:
-    marks = [(e["pid"], e["s"], e["ts"]) for e in events(tmp_path, training, []) if e["ph"] == "i"]
-    assert marks[0] == (5, "p", 37_000.0)
-
-
-def test_finding_without_a_range_spans_all_steps(tmp_path: Path, training: Diagnosis) -> None:
-    found = findings(events(tmp_path, training, []))
+def test_findings_are_slices_of_the_job_with_evidence_and_advice(tmp_path: Path, training: Diagnosis) -> None:
+    """One without a range spans all steps, and one of a rank is an instant of its process, too."""
+    whole = events(tmp_path, training, [])
+    found = findings(whole)
+    said = [(e["pid"], e["args"]["evidence"], e["args"]["advice"]) for e in found]
+    assert said == [(JOB, f.evidence, f.advice) for f in training.findings]
     assert (found[2]["ts"], found[2]["dur"]) == (0.0, 3 * 90_600.0)
+    assert next((e["pid"], e["s"], e["ts"]) for e in whole if e["ph"] == "i") == (5, "p", 37_000.0)
 
 
-def test_exposed_communication_counts_what_no_compute_covers(tmp_path: Path, empty: Diagnosis) -> None:
-    found = events(tmp_path, empty, [span(0, "compute", 2.0, 3.0), span(0, "communication", 0.0, 10.0)])
-    assert counter(found, "exposed communication", 0) == [(0.0, 1), (2.0, 0), (5.0, 1), (10.0, 0)]
+BESIDE = [span(0, "compute", 2.0, 3.0), span(0, "communication", 0.0, 10.0)]
+ROW = [span(0, "communication", 0.0, 4.0), span(0, "communication", 4.0, 4.0)]  # one ends as the next begins
 
 
-def test_concurrency_counts_compute_and_communication(tmp_path: Path, empty: Diagnosis) -> None:
-    found = events(tmp_path, empty, [span(0, "compute", 2.0, 3.0), span(0, "communication", 0.0, 10.0)])
-    assert counter(found, "compute and communication at once", 0) == [(0.0, 1), (2.0, 2), (5.0, 1), (10.0, 0)]
-
-
-def test_ranks_in_wait_are_counted_over_the_job(tmp_path: Path, empty: Diagnosis) -> None:
-    found = events(tmp_path, empty, [span(0, "wait", 0.0, 4.0), span(1, "wait", 1.0, 3.0)])
-    assert dict(counter(found, "ranks in wait", JOB)) == {0.0: 1, 1.0: 2, 4.0: 0}
-
-
-def test_one_event_ends_as_the_next_begins_without_a_gap(tmp_path: Path, empty: Diagnosis) -> None:
-    found = events(tmp_path, empty, [span(0, "communication", 0.0, 4.0), span(0, "communication", 4.0, 4.0)])
-    assert counter(found, "exposed communication", 0) == [(0.0, 1), (8.0, 0)]
+@pytest.mark.parametrize(
+    ("lanes", "name", "pid", "counted"),
+    [
+        (BESIDE, "exposed communication", 0, [(0.0, 1), (2.0, 0), (5.0, 1), (10.0, 0)]),
+        (BESIDE, "compute and communication at once", 0, [(0.0, 1), (2.0, 2), (5.0, 1), (10.0, 0)]),
+        (
+            [span(0, "wait", 0.0, 4.0), span(1, "wait", 1.0, 3.0)],
+            "ranks in wait",
+            JOB,
+            [(0.0, 1), (1.0, 2), (4.0, 1), (4.0, 0)],
+        ),
+        (ROW, "exposed communication", 0, [(0.0, 1), (8.0, 0)]),
+    ],
+)
+def test_counters(
+    tmp_path: Path, empty: Diagnosis, lanes: list[TimelineLane], name: str, pid: int, counted: list[tuple[float, int]]
+) -> None:
+    """Of a rank: what no compute covers, and both at once; of the job: ranks in wait."""
+    assert counter(events(tmp_path, empty, lanes), name, pid) == counted
 
 
 @pytest.mark.parametrize("character", ["\x1b", "\u2028"])

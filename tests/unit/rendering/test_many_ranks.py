@@ -27,20 +27,21 @@ def test_page_of_256_ranks_is_below_a_megabyte(page: str) -> None:
 
 
 def test_every_rank_is_on_the_map_eight_in_a_row(page: str) -> None:
-    table = page.split('<table class="map">')[1].split("</table>")[0]
-    assert [int(rank) for rank in re.findall(r'title="rank (\d+):', table)] == list(range(WORLD))
-    assert table.count("<tr>") == WORLD // 8
+    """With the late one framed, by the note in its cell."""
+    rows = re.findall(r"<tr>.*?</tr>", page.split("Every rank</h2>")[1].split("</table>")[0], re.DOTALL)
+    assert [row.count("<td") for row in rows] == [8] * (WORLD // 8)
+    assert [row.count("<small>") for row in rows].index(1) == LATE // 8
+    assert f"<small>{LATE}: 6.4 late</small>" in rows[LATE // 8]
 
 
-def test_late_rank_is_framed_and_drawn_as_a_bar(page: str) -> None:
-    framed = re.findall(r'class="heat late"[^>]*title="rank (\d+):', page)
-    assert framed == [str(LATE)]
-    assert f'<b class="name">rank {LATE}</b>' in page
+def test_the_late_rank_is_the_first_of_the_bars(page: str) -> None:
+    body = page.split("Where the time goes</h2>")[1].split("<tbody>")[1].lstrip()
+    assert body.startswith(f'<tr class="strong"><th scope="row" data-value="{LATE}">{LATE}</th><td><span class="bar">')
 
 
 def test_a_small_job_has_no_map(tmp_path: Path, training: Diagnosis, lanes: list[TimelineLane]) -> None:
     write_html(tmp_path / "report.html", training, lanes)
-    assert 'class="map"' not in (tmp_path / "report.html").read_text()
+    assert "Every rank" not in (tmp_path / "report.html").read_text()
 
 
 def test_a_diagnosis_prints_as_one_line_with_its_verdict(training: Diagnosis) -> None:

@@ -10,7 +10,6 @@ from rich.console import Console
 
 from counterpoint.records.measurement import Measurement, Usage
 from counterpoint.rendering.measurement_summary import (
-    ExchangeTimes,
     matmul_summaries,
     mean_hidden,
     mechanism_summaries,
@@ -64,14 +63,6 @@ SAID = [  # a measurement, and lines of a terminal with one space between words
             "matmul_reduce_scatter 8192x8192x1280 its communication cannot hide",
             "! -4.0% cuts 1.200 1.25 torch",
             "· cuts: ran as torch: no shared memory",
-        ),
-    ),
-    (
-        "exchanges that lose: both legs added up, without marked ones",
-        measured.exchanges,
-        (
-            "Where ours loses by over 3%: 1 of 2 exchanges dispatch + combine; auto lost to torch in 1",
-            "mixtral-8x7b 1024 zipf alone nccl 0.240 gather 0.330 1.38 ! gather",
         ),
     ),
     (
@@ -139,19 +130,6 @@ def test_mechanisms_of_matmuls_are_summarized() -> None:
     assert [auto.times_torch, auto.lowest] == pytest.approx([1.25, 1.25])
     said = summary(measured.matmuls(), None)
     assert (said["blocks"], said["marked"], said["times_torch"]) == (10, 1, {"torch": 1.0, "cuts": 1.25, "auto": 1.25})
-
-
-def test_exchanges_are_no_loss_within_noise() -> None:
-    """A time that is 3% longer may be the same."""
-    near = ExchangeTimes(what="x", beside="", us={"torch": 100.0, "gather": 102.0}, auto="gather")
-    assert (near.is_lost, near.auto_lost) == (False, False)
-    assert ExchangeTimes(what="x", beside="", us={"torch": 100.0, "gather": 104.0}, auto="torch").is_lost
-    assert not ExchangeTimes(what="x", beside="", us={"torch": 100.0, "gather": 104.0}, auto="torch").auto_lost
-
-
-def test_exchanges_are_counted_in_the_last_line() -> None:
-    said = summary(measured.exchanges(), None)
-    assert (said["lost"], said["auto_lost"]) == (1, 1)
 
 
 def test_legs_are_one_collective_each_in_means() -> None:

@@ -7,11 +7,12 @@ import re
 from pathlib import Path
 
 import msgspec
+import pytest
 from rich.console import Console
 
-from counterpoint.records.prediction import Curve, Point, Prediction
-from counterpoint.rendering.plan_html import curve_title, curves_figure, timeline_figure, words, write_plan_page
-from counterpoint.rendering.plan_terminal import headline, render_prediction
+from counterpoint.records.prediction import Curve, Outcome, Prediction
+from counterpoint.rendering.plan_html import curves_figure, timeline_figure, write_plan_page
+from counterpoint.rendering.plan_tables import curve_title, render_prediction, words
 from tests.support import example_prediction as predicted
 
 
@@ -27,43 +28,43 @@ def printed(found: Prediction, width: int = 100) -> str:
     return out.getvalue()
 
 
-def test_the_headline_has_the_step_the_mfu_and_what_is_exposed() -> None:
-    assert headline(predicted.bare()) == (
-        "small on 16 × H100: 10.0 ms a step, MFU 40.0%, 30% of it exposed communication"
-    )
+USUAL = [  # of a terminal of 300 columns, with one space between words
+    "small on 16 × H100: 10.0 ms a step (9.6 to 11.2 with 80% probability), MFU 40.0%, 30% of it exposed communication",
+    "fits: 30.0 of 80 GiB; P(fits) = 97%",
+    "interval: errors of 60 measured steps of 2 sources with the same GPU, precision; ranks, tokens may differ; 0.1 ms "
+    "of it for the slowest rank",
+    "P(fits): 200 configurations of papers",
+    "matmul 7.0 70.0% ████████████████████████ matrix products",
+    "2 10.0 9.6 to 11.2 40.0% 30% 1,000,000 30.0",  # nothing is said of memory where that is sure
+    "3 3 does not divide 16",
+    "4 6.0 5.7 to 6.6 35.0% 33% 2,000,000 90.0 does not fit, P = 30%",
+    "NVLink, twice ████████████████████████ 9.0 -10.0%",
+    "8 1 9.0 45.0% 40.0 98%",
+    "8 2 9.1 45.0% 40.0 98% ≈",
+    "· ≈ is too close to the first to call: the ratio of two ways to run one model on as many GPUs was off by at most "
+    "5.0% in 80% of 1,200 measured pairs of 4 sources",
+]
 
 
-def test_the_headline_says_how_sure_the_step_is() -> None:
-    assert headline(predicted.usual()) == (
-        "small on 16 × H100: 10.0 ms a step (9.6 to 11.2 with 80% probability), MFU 40.0%, "
-        "30% of it exposed communication"
-    )
+@pytest.mark.parametrize("line", USUAL)
+def test_lines_of_a_terminal(line: str) -> None:
+    assert line in [" ".join(each.split()) for each in printed(predicted.usual(), 300).splitlines()]
 
 
-def test_an_interval_says_what_it_rests_on() -> None:
-    """Rows, sources, what they have in common with the job, what they may not, what was added; P(fits) the same."""
-    lines = printed(predicted.usual(), 300).splitlines()
-    assert lines[2] == "fits: 30.0 of 80 GiB; P(fits) = 97%"
-    assert lines[4:6] == [
-        "interval: errors of 60 measured steps of 2 sources with the same GPU, precision; ranks, tokens may differ; "
-        "0.1 ms of it for the slowest rank",
-        "P(fits): 200 configurations of papers",
+def test_what_does_not_fit_is_said_first() -> None:
+    """Above the parts, below a headline that without an interval says nothing of one."""
+    lines = printed(msgspec.structs.replace(predicted.bare(), fits=False, verdict="does not fit: 90 GiB")).splitlines()
+    assert lines[:2] == [
+        "small on 16 × H100: 10.0 ms a step, MFU 40.0%, 30% of it exposed communication",
+        "does not fit: 90 GiB",
     ]
 
 
-def test_a_point_has_both_ends_and_says_what_may_not_fit() -> None:
-    """Relative to its step; nothing is said of memory where that is sure."""
-    text = printed(predicted.usual(), 120)
-    assert re.search(r"^2 +10\.0 +-4%, \+12% .*30\.0 *$", text, re.MULTILINE)
-    assert re.search(r"^4 +6\.0 +-5%, \+10% .*90\.0  does not fit, P = 30% *$", text, re.MULTILINE)
-
-
-def test_a_choice_within_the_error_of_comparisons_is_too_close_to_call() -> None:
-    """And the line below says how large that error is."""
-    text = printed(predicted.usual(), 120)
-    assert re.search(r"^8 +1 +9\.0 .*40\.0 +98% *$", text, re.MULTILINE)
-    assert re.search(r"^8 +2 +9\.1 .*40\.0 +98%  ≈ *$", text, re.MULTILINE)
-    assert "off by at most 5.0% in 80% of 1,200 measured pairs of 4 sources" in text
+def test_it_fits_a_terminal() -> None:
+    """Tables, also with hostile names; the lines above them are one each, for what is piped."""
+    for found in (predicted.usual(), predicted.hostile()):
+        tables = printed(found, 80).split("Where the step goes")[1]
+        assert max(map(len, tables.splitlines())) <= 80
 
 
 def test_the_curve_of_the_step_has_a_band() -> None:
@@ -83,29 +84,10 @@ def test_the_page_says_how_sure_it_is(tmp_path: Path) -> None:
     text = page(tmp_path, "usual").read_text()
     for said in (
         "80% of such steps, ms</dt><dd>9.6 to 11.2", "P(fits) = 97%", "60 measured steps of 2 sources",
-        "<td>9.6 to 11.2</td>", "does not fit, P = 30%", '<td class="text">≈</td>', "too close to the first to call",
+        ">9.6 to 11.2</td>", "does not fit, P = 30%", '<td class="text">≈</td>', "too close to the first to call",
         "1,200 measured pairs",
     ):  # fmt: skip
         assert said in text
-
-
-def test_a_table_has_every_part_with_its_share() -> None:
-    """And what it means."""
-    rows = [line for line in printed(predicted.bare()).splitlines() if line.startswith("matmul")]
-    assert len(rows) == 1
-    assert re.search(r"7\.0\s+70\.0%\s+█+\s+matrix products", rows[0])
-
-
-def test_a_value_that_cannot_be_says_why_and_one_too_large_says_so() -> None:
-    text = printed(predicted.usual())
-    assert "3 does not divide 16" in text
-    assert re.search(r"^4 .*does not fit", text, re.MULTILINE)
-
-
-def test_what_does_not_fit_is_said_first() -> None:
-    """Above the parts."""
-    lines = printed(msgspec.structs.replace(predicted.bare(), fits=False, verdict="does not fit: 90 GiB")).splitlines()
-    assert lines[1] == "does not fit: 90 GiB"
 
 
 def test_a_hostile_name_moves_no_cursor() -> None:
@@ -142,27 +124,21 @@ def test_a_curve_of_which_nothing_can_be_has_a_table_and_no_figure(tmp_path: Pat
     curve = msgspec.structs.replace(whole.curves[0], points=(whole.curves[0].points[1],))
     write_plan_page(tmp_path / "page.html", msgspec.structs.replace(whole, curves=(curve,)))
     text = (tmp_path / "page.html").read_text()
-    assert ("3 does not divide 16" in text, 'id="curve-0"' in text) == (True, False)
-
-
-def test_a_hostile_name_ends_no_script(tmp_path: Path) -> None:
-    """The three scripts are ours; the name appears, escaped."""
-    text = page(tmp_path, "hostile").read_text()
-    assert (len(re.findall(r"<script[ >]", text)), "alert(1)" in text, "\x1b" in text) == (3, True, False)
+    assert ("3 does not divide 16" in text, text.count('class="panels"')) == (True, 1)  # the other is the timeline's
 
 
 def test_what_is_varied_has_words() -> None:
-    """A what-if its sentence, a field its name; parts and axes no underscores."""
-    weak = Curve(name="weak_nodes", unit="a number of nodes", means="Train on more nodes (weak scaling).", points=())
+    """A flag its sentence, a field its name; parts and axes no underscores."""
+    weak = Curve(name="weak_nodes", means="Train on more nodes (weak scaling).", points=())
     assert (curve_title(weak), words(weak.name)) == ("Train on more nodes (weak scaling)", "nodes")
-    assert curve_title(Curve(name="parallel.tp", unit="", means="On as many GPUs.", points=())) == "Over parallel.tp"
+    assert curve_title(Curve(name="parallel.tp", means="On as many GPUs.", points=())) == "Over parallel.tp"
     assert words("memory_bound") == "memory bound"
 
 
 def test_names_below_an_axis_have_room() -> None:
     """Long names are cut, the first and last of many are not beyond the edge, and long steps are in seconds."""
-    points = tuple(Point(value="9" * 30, gpus=8, step_us=2e8, mfu=0.1, exposed_comm_us=1e6) for _ in range(21))
-    axis = (figure := curves_figure(Curve(name="global_batch", unit="", points=points))).panels[0].x
+    points = tuple(Outcome(label="9" * 30, gpus=8, step_us=2e8, mfu=0.1, exposed_comm_us=1e6) for _ in range(21))
+    axis = (figure := curves_figure(Curve(name="training.global_batch", points=points))).panels[0].x
     assert {len(text) for _, text in axis.ticks} == {10}
     assert (round(axis.low, 6), round(axis.high, 6)) == (-1.2, 21.2)
     assert (figure.panels[0].title, figure.panels[0].marks[0].y[0]) == ("step, s", 200.0)
@@ -176,6 +152,6 @@ def test_points_say_how_many_gpus_they_have(tmp_path: Path) -> None:
     found = msgspec.structs.replace(found, curves=(msgspec.structs.replace(curve, points=points),))
     write_plan_page(tmp_path / "page.html", found)
     text = (tmp_path / "page.html").read_text()
-    assert re.search(r'<th scope="row">2</th><td>4,096</td>', text)
-    assert re.search(r'<th scope="row">3</th><td class="text wide" colspan="8">3 does not divide 16', text)
+    assert re.search(r'<th scope="row" class="text">2</th><td data-value="4096">4,096</td>', text)
+    assert re.search(r'<th scope="row" class="text">3</th><td class="text" colspan="8"[^>]*>3 does not divide 16', text)
     assert re.search(r"^2 +4,096 +10\.0 ", printed(found, 120), re.MULTILINE)

@@ -115,7 +115,7 @@ def test_a_table_on_a_page(tmp_path: Path) -> None:
     """Each number with its value to sort by, bars with their widths, the text of a short row over the other columns."""
     hostile = Table(title=HOSTILE, unit=HOSTILE, columns=TABLE.columns[:1], rows=[row(HOSTILE)], notes=[HOSTILE])
     page = Page(title="t", kind="k", scope=HOSTILE, headline=HOSTILE, lines=[HOSTILE], tables=[TABLE, hostile])
-    write_page(tmp_path / "page.html", page=page)
+    write_page(tmp_path / "page.html", page)
     text = (tmp_path / "page.html").read_text()
     for part in (
         '<th scope="col">very long head</th>',

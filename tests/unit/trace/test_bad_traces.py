@@ -21,7 +21,7 @@ from counterpoint.trace.kineto import read_kineto
 from counterpoint.trace.source import Limits, find_traces
 from counterpoint.trace.timeline import Timeline
 from tests.support import kineto_trace as kt
-from tests.support.nasty_trace import plain
+from tests.support.kineto_trace import plain
 
 SMALL = [kt.kernel("a", 1.0, 2.0, grid=[1, 1, 1]), kt.op("aten::mm", 0.0, 1.0, dims=[[2]])]
 

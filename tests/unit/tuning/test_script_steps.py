@@ -15,7 +15,7 @@ import counterpoint
 from counterpoint.errors import Misconfigured
 from counterpoint.monitoring.optimizer_steps import OptimizerSteps
 from counterpoint.tuning.script import steps as script_steps
-from counterpoint.tuning.script.launch import ScriptResult, ScriptTask, ScriptVariant, result_file
+from counterpoint.tuning.script.launch import RESULT, ScriptResult, ScriptTask, ScriptVariant
 from counterpoint.tuning.script.steps import ScriptFinished, ScriptSteps, SwitchedOverlap
 
 STOCK, TUNED = ScriptVariant(name="stock", file=None), ScriptVariant(name="tuned", file="a.toml")
@@ -72,7 +72,7 @@ def test_variants_take_turns(tmp_path: Path, log: list[str], monkeypatch: pytest
     assert log.index("on a.toml") == log.index("step 4") + 1  # 1 of warm-up, 1 dropped, 2 timed
     assert log.index("off") == log.index("step 10") + 1  # the second round begins with tuned
     assert steps.count == steps.task.needed_steps == 13
-    result = msgspec.json.decode(result_file(tmp_path).read_bytes(), type=ScriptResult)
+    result = msgspec.json.decode((tmp_path / RESULT).read_bytes(), type=ScriptResult)
     assert (result.overlap, result.blocks_us) == ("switched", ((500.0, 500.0), (500.0, 500.0)))
     assert result.followed == {"tuned": "2 of 3 choices followed"}
 
@@ -87,7 +87,7 @@ def test_the_budget_ends_it_after_the_least_rounds(tmp_path: Path, log: list[str
 def test_a_script_without_overlap_says_so(tmp_path: Path, log: list[str]) -> None:
     """Its one variant is timed all the same."""
     run(ScriptSteps(task(tmp_path, STOCK), 0), log)
-    result = msgspec.json.decode(result_file(tmp_path).read_bytes(), type=ScriptResult)
+    result = msgspec.json.decode((tmp_path / RESULT).read_bytes(), type=ScriptResult)
     assert (result.overlap, len(result.blocks_us[0])) == ("never", 2)
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from counterpoint.records.tuning import StepPair
-from counterpoint.tuning.check_pair import check_pair
 from counterpoint.tuning.from_trace import pairs_of_traces
+from counterpoint.tuning.pairs import check_pair
 from tests.support.kineto_trace import Event, annotation, header, launched, metadata, op, param_comms, write
 
 TOKENS, EXPERTS, HIDDEN, TOP_K = 4096, 16, 512, 4

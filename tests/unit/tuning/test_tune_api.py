@@ -18,8 +18,7 @@ from counterpoint.measurement import api as measurement_api
 from counterpoint.records.measurement import Order
 from counterpoint.records.tuning import LEAVE, StepPair, Tuned
 from counterpoint.tuning import api
-from counterpoint.tuning.planned_parts import class_of
-from counterpoint.tuning.shortlist import shortlist
+from counterpoint.tuning.experiment import class_of, shortlist
 from tests.support.planted_machine import NO_EFFECT, PlantedMachine
 
 GEMM = "gemm 8192x8192x8192"
@@ -27,7 +26,7 @@ GATHER = StepPair(operation="all_gather", compute=GEMM, bytes_per_rank=64 << 20,
 REDUCE = StepPair(operation="all_reduce", compute=GEMM, bytes_per_rank=32 << 20, ranks=2)
 MATMUL = StepPair(operation="all_gather_matmul", compute="gemm 1024x1024x512", bytes_per_rank=512 << 10, ranks=2)
 EXCHANGE = StepPair(operation="exchange", compute="tiny 128 zipf", bytes_per_rank=32768, ranks=2)
-BEST = shortlist(GATHER, default_profile())[1].mechanism  # by the model
+BEST = list(shortlist(GATHER, default_profile()))[1]  # by the model
 
 
 def truth(**by_mechanism: float) -> Callable[[str, str, Order], float]:
@@ -54,7 +53,7 @@ def tune_fixture(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tuned]:
 def test_the_planted_optimum_is_found(tune: Callable[..., Tuned]) -> None:
     """By its measured time, whatever place the model gave it among the three."""
     for place in (1, 2, 3):
-        name = shortlist(GATHER, default_profile())[place].mechanism
+        name = list(shortlist(GATHER, default_profile()))[place]
         found = tune(PlantedMachine(together_us=truth(**{name: 1500.0}), noise=0.002), GATHER).pair[0]
         assert (found.mechanism, found.stock) == (name, "nccl")
 
@@ -86,7 +85,7 @@ def test_half_a_per_cent_within_noise_is_left(tune: Callable[..., Tuned]) -> Non
 
 def test_clocks_that_drift_deceive_only_those_who_do_not_interleave(tune: Callable[..., Tuned]) -> None:
     """The best of four is 5 % faster, and the last trial of a scenario takes a fifth longer than its first."""
-    names = [each.mechanism for each in shortlist(GATHER, default_profile())]
+    names = list(shortlist(GATHER, default_profile()))
     times = truth(**{names[-1]: 1400.0, names[1]: 1470.0})
     taken = {
         interleaved: tune(
@@ -116,7 +115,7 @@ def test_regret_against_the_planted_oracle_is_within_the_noise(times: list[float
     4 sigma of a mean over 3 orders and 10 rounds, for both times of a comparison, are 4 · 1.25 · sqrt(2 / 30) = 1.3
     times the noise of a round.
     """
-    pairs = [each.mechanism for each in shortlist(GATHER, default_profile())]
+    pairs = list(shortlist(GATHER, default_profile()))
     planted = dict(zip(pairs, times, strict=True))
     machine = PlantedMachine(together_us=truth(**planted), noise=noise, seed=seed)
     with pytest.MonkeyPatch.context() as patch:
@@ -140,7 +139,7 @@ def test_what_is_fast_in_one_order_counts_in_that_order(tune: Callable[..., Tune
 
     known = replace(GATHER, first="comm_first")
     best = shortlist(known, default_profile())
-    assert BEST in [each.mechanism for each in best]
+    assert BEST in best
     found = tune(PlantedMachine(together_us=together_us, noise=0.002), GATHER, known)
     assert [pair.mechanism for pair in found.pair] == [LEAVE, BEST]
 
@@ -164,7 +163,7 @@ def test_dependent_pairs_and_exchanges_are_decided_too(tune: Callable[..., Tuned
 def test_a_prediction_is_kept_beside_each_time(tune: Callable[..., Tuned]) -> None:
     """So that a reader sees how far the model was off."""
     found = tune(PlantedMachine(together_us=truth()), GATHER).pair[0]
-    expected = {each.mechanism: each.predicted_us for each in shortlist(GATHER, default_profile())}
+    expected = shortlist(GATHER, default_profile())
     assert {each.mechanism: each.predicted_us for each in found.tried} == expected
 
 

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
 from counterpoint.errors import Misconfigured, printable
 from counterpoint.machine.gpus import GPUS as SHEETS
 from counterpoint.machine.profile import MAX_BYTES, Profile, own_profile, shipped_profile
-from counterpoint.plan.job.fields import CheckedRecord, Count, Factor, Micros, Name, Rate, Text
+from counterpoint.plan.job.fields import Count, Factor, JobRecord, Micros, Name, Rate, Text
 from counterpoint.read_file import read_text
 from counterpoint.records import Record
 
 
-class ClusterGpu(CheckedRecord, frozen=True, kw_only=True):
+class ClusterGpu(JobRecord, frozen=True, kw_only=True):
     """Holds the data sheet of one GPU; what is reached of it is measured (`machine/profile.py`)."""
-
-    table: ClassVar[str] = "cluster.gpu"
 
     name: Name  # as in `machine/gpus.py`
     # dense peak by precision, in 10^12 operations per second
@@ -50,10 +48,8 @@ def plan_profile(gpu: str, machine: str) -> Profile:
         raise Misconfigured(f"cluster.machine = {error}") from None
 
 
-class Level(CheckedRecord, frozen=True, kw_only=True):
+class Level(JobRecord, frozen=True, kw_only=True):
     """Describes one level of the network: the first joins GPUs, each further one joins units of the one before."""
-
-    table: ClassVar[str] = "cluster.levels"
 
     name: Name  # "nvlink", "rail", "leaf", "spine", "pod"
     kind: Literal["nvlink", "pcie", "network"]  # the transport, which decides on latencies

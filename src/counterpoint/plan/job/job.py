@@ -15,6 +15,7 @@
     gpus = 64                    # the last level is cut to it; left out: as many as ranks
     network = "h100-roce-400"    # or the file of plan --fit, or tables [[cluster.levels]] (and fits, such a file)
     machine = "mine.json"        # a profile of one's own GPUs (docs/reference/profile.md); left out: the shipped one
+    nics = 4                     # of a node; and nic_gbit, failed_nics, oversubscription: a changed network
     [overlap]
     mechanism = "zero_sm"
     dp = "nccl"                  # of one axis, dp, tp or ep, if it has another mechanism
@@ -32,29 +33,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
-from msgspec.structs import asdict
 
 from counterpoint.errors import Misconfigured, printable
 from counterpoint.machine.profile import Disturbance, Profile
 from counterpoint.pair.together import disturbance
-from counterpoint.plan.job.cluster import GPUS, Cluster, ClusterGpu, Level, find_gpu
-from counterpoint.plan.job.fields import (
-    CheckedRecord,
-    Factor,
-    check_known,
-    check_table,
-    parse_name,
-    parse_record,
-    shown,
-)
+from counterpoint.plan.job.cluster import GPUS, Cluster
+from counterpoint.plan.job.fields import Factor, JobRecord, Name, Table, check_known, parse_record
+from counterpoint.plan.job.machines import OF_GPUS, ClusterTable
 from counterpoint.plan.job.model import Model, find_model, known_models
-from counterpoint.plan.job.parallel import Compression, Parallel, Training, check_division
+from counterpoint.plan.job.parallel import Compression, Parallel, Training, check_division, on_gpus
 from counterpoint.plan.job.run import Run
-from counterpoint.plan.network.protocols import SUFFIX, levels, own_file, read_network
+from counterpoint.plan.network.protocols import SUFFIX
 from counterpoint.read_file import parse_toml, read_text
 from counterpoint.records import Record
 from counterpoint.records.toml import toml_table
@@ -62,26 +55,29 @@ from counterpoint.records.toml import toml_table
 MAX_BYTES = 1 << 18
 ADVICE = "give a job as TOML, such as those of examples/plan"
 OVERLAPPED = ("dp", "tp", "ep")  # axes whose collectives may run beside compute; contexts' are waited for
-OF_GPUS = ("clock_ghz", "power_watts", "machine")  # fields of a GPU that are the cluster's, too
 MAX_LINE = 2000  # characters
-TABLES = ("model", "training", "parallel", "cluster", "overlap", "compression", "ranks", "run")
 MAX_DEPTH = 8  # of tables and arrays in each other
 
-Table = Mapping[str, Any]
 
-
-class Ranks(CheckedRecord, frozen=True, kw_only=True):
+class Ranks(JobRecord, frozen=True, kw_only=True):
     """Describes how much the ranks differ in speed."""
-
-    table: ClassVar[str] = "ranks"
 
     slow: Factor = 1.0  # one rank computes so many times as long as the others
     # standard deviation of a rank's time over its mean, for which the step then waits
     jitter: Annotated[float, Meta(ge=0, le=10)] = 0.0
 
 
-class JobParts(Record, frozen=True, kw_only=True):
-    """Holds the records of a job before anything is said about whether they go together."""
+class OverlapTable(JobRecord, frozen=True, kw_only=True):
+    """Holds the table [overlap] of a job's file: how collectives overlap with compute."""
+
+    mechanism: Name = "nccl"
+    dp: Name | None = None  # of one axis, where it has another mechanism
+    tp: Name | None = None
+    ep: Name | None = None
+
+
+class Job(Record, frozen=True, kw_only=True):
+    """Describes one training job, which `predict_step` predicts: records that go together."""
 
     model: Model  # the transformer that is trained
     training: Training  # batch, sequence, precision
@@ -93,17 +89,12 @@ class JobParts(Record, frozen=True, kw_only=True):
     ranks: Ranks = Ranks()  # how much they differ in speed
     run: Run | None = None  # the training that the step is one of; None: only the step is asked for
 
-    def whole(self) -> Job:
-        """Return the job, or raise Misconfigured where its records do not go together."""
-        return Job(**asdict(self))
-
-
-class Job(JobParts, frozen=True, kw_only=True):
-    """Describes one training job, which `predict_step` predicts: records that go together."""
-
     def __post_init__(self) -> None:
-        for name in (self.mechanism, *self.mechanisms.values()):
-            disturbance(name, self.profile)  # raises if there is no such mechanism
+        for field, name in {"mechanism": self.mechanism, **self.mechanisms}.items():
+            try:
+                disturbance(name, self.profile)
+            except Misconfigured as error:
+                raise Misconfigured(f"overlap.{field}: {error}") from None
         check_division(self.model, self.parallel, self.training)
         if self.parallel.pieces_tp and self.parallel.tp > self.cluster.gpus_per_node:
             raise Misconfigured(
@@ -128,6 +119,12 @@ class Job(JobParts, frozen=True, kw_only=True):
     def disturbance_of(self, axis: str) -> Disturbance:
         """Return how much compute and the collectives of one axis slow each other down."""
         return disturbance(self.mechanism_of(axis), self.profile)
+
+
+RECORDS: dict[str, type[Any]] = {  # of the tables of a job's file
+    "model": Model, "training": Training, "parallel": Parallel, "cluster": ClusterTable, "overlap": OverlapTable,
+    "compression": Compression, "ranks": Ranks, "run": Run,
+}  # fmt: skip
 
 
 def read_tables(path: Path) -> dict[str, Any]:
@@ -163,38 +160,47 @@ def _is_deeper(value: object, depth: int) -> bool:
     return bool(inner) and (not depth or any(_is_deeper(each, depth - 1) for each in inner))
 
 
-def parse_job(tables: Table) -> Job:
-    """Return the job of a TOML document, or raise Misconfigured with the field, its value and what is allowed."""
-    return parse_parts(tables).whole()
+def parse_job(tables: Table, *, nodes: int | None = None, batch_grows: bool = False) -> Job:
+    """Return the job of a TOML document.
 
+    Args:
+        tables: the tables of the document.
+        nodes: on how many nodes it runs, whatever its replicas and GPUs are in the tables; None: as these say.
+        batch_grows: with `nodes`, the batch grows with the replicas; False: it stays.
 
-def parse_parts(tables: Table) -> JobParts:
-    """Return the records of a TOML document, each checked by itself; Misconfigured as `parse_job` raises it."""
-    check_known("", tables, TABLES)
+    Raises:
+        Misconfigured: a field is wrong or the records do not go together; with the field, its value and what is
+            allowed.
+    """
+    check_known("", tables, tuple(RECORDS))
     for name in ("model", "training", "cluster"):
         if name not in tables:
             raise Misconfigured(f"there is no table [{name}]; give it")
-    parallel = parse_record("parallel", tables.get("parallel", {}), Parallel)
-    overlap = check_table("overlap", tables.get("overlap", {}))
-    check_known("overlap", overlap, ("mechanism", *OVERLAPPED))
-    compression = tables.get("compression")
-    return JobParts(
-        model=_model(check_table("model", tables["model"])),
-        training=parse_record("training", tables["training"], Training),
+    model = _model(tables["model"])
+    read = {name: parse_record(name, table, RECORDS[name]) for name, table in tables.items() if name != "model"}
+    training, machines = read.pop("training"), read.pop("cluster")
+    parallel, overlap = read.pop("parallel", Parallel()), read.pop("overlap", OverlapTable())
+    if nodes is None:
+        cluster = machines.cluster(parallel.world_size)
+    else:
+        gpus, cluster = machines.on_nodes(nodes)
+        parallel, training = on_gpus(parallel, training, gpus, batch_grows=batch_grows)
+    mechanisms = {axis: getattr(overlap, axis) for axis in OVERLAPPED}
+    return Job(
+        model=model,
+        training=training,
         parallel=parallel,
-        cluster=_cluster(check_table("cluster", tables["cluster"]), parallel.world_size),
-        mechanism=parse_name("overlap.mechanism", overlap.get("mechanism", "nccl")),
-        mechanisms={axis: parse_name(f"overlap.{axis}", overlap[axis]) for axis in OVERLAPPED if axis in overlap},
-        compression=None if compression is None else parse_record("compression", compression, Compression),
-        ranks=parse_record("ranks", tables.get("ranks", {}), Ranks),
-        run=parse_record("run", tables["run"], Run) if "run" in tables else None,
+        cluster=machines.linked(cluster, parallel.world_size),
+        mechanism=overlap.mechanism,
+        mechanisms={axis: name for axis, name in mechanisms.items() if name is not None},
+        **read,
     )
 
 
 def _model(table: Table) -> Model:
     """Return the known model of this name, with what else is given changed; next to `layers` a name is only a label."""
-    if "name" in table and "layers" not in table:
-        known = msgspec.to_builtins(find_model(parse_name("model.name", table["name"])))
+    if isinstance(table, Mapping) and isinstance(table.get("name"), str) and "layers" not in table:
+        known = msgspec.to_builtins(find_model(table["name"]))
         table = _merged({name: value for name, value in known.items() if value is not None}, table)
     return parse_record("model", table, Model)
 
@@ -210,46 +216,6 @@ def _merged(below: Table, above: Table) -> dict[str, Any]:
     return merged
 
 
-def _cluster(table: Table, ranks: int) -> Cluster:
-    """Return the cluster, its network named or written out; without `gpus` it has as many as the job has ranks."""
-    check_known("cluster", table, ("gpu", "gpus", *OF_GPUS, "network", "levels", "fits"))
-    count = table.get("gpus", ranks)
-    if ("network" in table) == ("levels" in table):
-        raise Misconfigured("cluster: give either network, a name, or levels, inside out")
-    if isinstance(count, bool) or not isinstance(count, int):
-        raise Misconfigured(f"cluster.gpus = {shown(count)}: give a whole number")
-    if "gpu" not in table:
-        raise Misconfigured("cluster.gpu is missing: give the name of a GPU, or a table of its figures")
-    gpu = parse_gpu(table["gpu"])
-    limits = {name: table[name] for name in OF_GPUS if name in table}
-    if limits:
-        gpu = parse_record("cluster.gpu", asdict(gpu) | limits, ClusterGpu)
-    if "network" in table:
-        if "fits" in table:
-            raise Misconfigured("cluster.fits with cluster.network: it is for levels; name its file as network instead")
-        network = parse_name("cluster.network", table["network"])
-        return Cluster(gpu=gpu, levels=levels(network, count), network=network, fits=own_file(network))
-    if not isinstance(table["levels"], list):
-        raise Misconfigured(f"cluster.levels = {shown(table['levels'])}: give tables [[cluster.levels]]")
-    found = (parse_record(f"cluster.levels[{index}]", each, Level) for index, each in enumerate(table["levels"]))
-    fits = parse_name("cluster.fits", table.get("fits", ""))
-    if fits:
-        read_network(fits)
-    written = Cluster(gpu=gpu, levels=tuple(found), fits=fits)
-    if "gpus" in table and count != written.num_gpus:
-        raise Misconfigured(
-            f"cluster.gpus = {shown(count)} with levels whose last holds {written.num_gpus} GPUs: leave it out"
-        )
-    return written
-
-
-def parse_gpu(value: object) -> ClusterGpu:
-    """Return the GPU that is given by its name, or by a table of its figures."""
-    if isinstance(value, Mapping):
-        return parse_record("cluster.gpu", value, ClusterGpu)
-    return find_gpu(parse_name("cluster.gpu", value))
-
-
 def job_toml(job: Job) -> str:
     """Return the file of a job, which `parse_job` reads as the same job; defaults are left out."""
     tables = _changed_fields(job)
@@ -259,7 +225,7 @@ def job_toml(job: Job) -> str:
     overlap = {name: tables.pop(name) for name in ("mechanism",) if name in tables} | tables.pop("mechanisms", {})
     if overlap:
         tables["overlap"] = overlap
-    parts = [toml_table(f"[{name}]", tables[name]) for name in sorted(tables, key=TABLES.index)]
+    parts = [toml_table(f"[{name}]", tables[name]) for name in sorted(tables, key=[*RECORDS].index)]
     return "\n\n".join(parts) + "\n"
 
 

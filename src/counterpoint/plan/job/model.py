@@ -17,20 +17,18 @@ import math
 import tomllib
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 from counterpoint.errors import Misconfigured, printable
-from counterpoint.plan.job.fields import CheckedRecord, Count, Factor, Layers, Name, Width, shown
+from counterpoint.plan.job.fields import Count, Factor, JobRecord, Layers, Name, Width, shown
 from counterpoint.records import Record
 
 
-class Experts(CheckedRecord, frozen=True, kw_only=True):
+class Experts(JobRecord, frozen=True, kw_only=True):
     """Describes the feed-forward blocks of a mixture-of-experts layer."""
-
-    table: ClassVar[str] = "model.experts"
 
     count: Width  # routed experts of a layer
     per_token: Width  # experts that a token visits
@@ -41,7 +39,6 @@ class Experts(CheckedRecord, frozen=True, kw_only=True):
     imbalance: Factor = 1.0  # tokens of the busiest rank over the mean; 1 is even
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.per_token > self.count:
             raise Misconfigured(
                 f"model.experts.per_token = {self.per_token} of count = {self.count}: "
@@ -49,10 +46,8 @@ class Experts(CheckedRecord, frozen=True, kw_only=True):
             )
 
 
-class LatentAttention(CheckedRecord, frozen=True, kw_only=True):
+class LatentAttention(JobRecord, frozen=True, kw_only=True):
     """Describes multi-head latent attention (MLA): keys, values and mostly queries come from narrow projections."""
-
-    table: ClassVar[str] = "model.mla"
 
     q_lora_rank: Width | None = None  # width of the latent queries; None: queries are projected at once
     kv_lora_rank: Width  # width of the latent keys and values
@@ -66,10 +61,8 @@ class LatentAttention(CheckedRecord, frozen=True, kw_only=True):
         return (self.q_lora_rank or 0) + self.kv_lora_rank + self.qk_rope_head_dim
 
 
-class Model(CheckedRecord, frozen=True, kw_only=True):
+class Model(JobRecord, frozen=True, kw_only=True):
     """Describes a decoder-only transformer."""
-
-    table: ClassVar[str] = "model"
 
     name: Name = "model"  # for people
     layers: Layers  # transformer blocks
@@ -96,7 +89,6 @@ class Model(CheckedRecord, frozen=True, kw_only=True):
     mtp: Annotated[int, Meta(ge=0, le=64)] = 0  # modules that each predict one token more (MTP), on the last stage
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.mla is not None and any(each is not None for each in (self.kv_heads, self.head_dim, self.v_head_dim)):
             raise Misconfigured("model.mla with kv_heads, head_dim or v_head_dim: give its widths in mla alone")
         if self.full_every is not None and self.window is None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from msgspec import Meta
+from msgspec.structs import replace
 
 from counterpoint.errors import Misconfigured
-from counterpoint.plan.job.fields import CheckedRecord, Count, Degree, Layers, Part, Precision, Width
+from counterpoint.plan.job.fields import Count, Degree, JobRecord, Layers, Part, Precision, Width
 from counterpoint.plan.job.model import Model, ParameterCount, divides, layer_parameters, mtp_parameters
 from counterpoint.records import Record
 
@@ -20,10 +21,8 @@ ExpertExchange = Literal["all_to_all", "gather", "slabs"]
 CORE_ONLY: tuple[RecomputeModule, ...] = ("core_attn",)
 
 
-class Parallel(CheckedRecord, frozen=True, kw_only=True):
+class Parallel(JobRecord, frozen=True, kw_only=True):
     """Holds the degrees of parallelism; world size = dp · pp · cp · tp. Ranks count tp first, then cp, dp, pp."""
-
-    table: ClassVar[str] = "parallel"
 
     dp: Degree = 1  # replicas of the model, or shards of it with `zero`
     tp: Degree = 1  # ranks that share every matrix
@@ -53,7 +52,6 @@ class Parallel(CheckedRecord, frozen=True, kw_only=True):
     stage_layers: tuple[int, ...] | None = None  # of each of pp · virtual parts, in the model's order; None: equal
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.pieces_tp and not (self.tp > 1 and self.sequence):
             raise Misconfigured(
                 f"parallel.pieces_tp with tp = {self.tp}, sequence = {self.sequence}: give tp above 1, and sequence"
@@ -81,15 +79,18 @@ class Parallel(CheckedRecord, frozen=True, kw_only=True):
         return self.tp if self.expert_tp is None else self.expert_tp
 
     @property
+    def replica(self) -> int:
+        """Return the number of ranks that hold one replica of the model."""
+        return self.tp * self.pp * self.cp
+
+    @property
     def world_size(self) -> int:
         """Return the number of ranks of the job."""
-        return self.dp * self.tp * self.pp * self.cp
+        return self.dp * self.replica
 
 
-class Training(CheckedRecord, frozen=True, kw_only=True):
+class Training(JobRecord, frozen=True, kw_only=True):
     """Describes what one optimizer step does."""
-
-    table: ClassVar[str] = "training"
 
     sequence: Count  # tokens of one sample
     global_batch: Count  # samples of one step over all ranks
@@ -119,7 +120,6 @@ class Training(CheckedRecord, frozen=True, kw_only=True):
     asynchronous: bool = False  # replicas do not wait for each other: stale gradients (arXiv 1106.5730)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.sequence * self.global_batch > MAX_TOKENS:
             raise Misconfigured(
                 f"training.sequence · global_batch = {self.sequence * self.global_batch:,} tokens in a step: "
@@ -173,10 +173,8 @@ class Training(CheckedRecord, frozen=True, kw_only=True):
         return self.global_batch // (parallel.dp * self.micro_batch)
 
 
-class Compression(CheckedRecord, frozen=True, kw_only=True):
+class Compression(JobRecord, frozen=True, kw_only=True):
     """Describes how gradients are compressed before they are reduced over dp (`step/data_parallel.py`)."""
-
-    table: ClassVar[str] = "compression"
 
     # how: low-rank factors, the largest elements, random elements, or fewer bits
     method: Literal["powersgd", "topk", "randomk", "quantized"]
@@ -185,6 +183,26 @@ class Compression(CheckedRecord, frozen=True, kw_only=True):
     bits: Literal[4, 8] = 8  # of a quantized element
     block: Width = 256  # quantized elements that share a scale
     error_feedback: bool = True  # what was left out is added to the next gradient: one more buffer, two more passes
+
+
+def on_gpus(parallel: Parallel, training: Training, gpus: int, *, batch_grows: bool) -> tuple[Parallel, Training]:
+    """Return degrees and batch of a job on so many GPUs: with other replicas, and with as many samples or more.
+
+    Args:
+        parallel: degrees of the job.
+        training: its batch.
+        gpus: number of GPUs.
+        batch_grows: the batch grows with the replicas (weak scaling); False: it stays (strong scaling).
+
+    Raises:
+        Misconfigured: a replica does not divide the GPUs, or the replicas do not divide the batch that grows.
+    """
+    divides("parallel.tp · pp · cp", parallel.replica, "GPUs", gpus)
+    grown = replace(parallel, dp=gpus // parallel.replica)
+    if not batch_grows:
+        return grown, training
+    divides("parallel.dp", parallel.dp, "training.global_batch", training.global_batch)
+    return grown, replace(training, global_batch=training.global_batch // parallel.dp * grown.dp)
 
 
 def check_division(model: Model, parallel: Parallel, training: Training) -> None:

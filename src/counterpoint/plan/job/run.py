@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
 from counterpoint.errors import Misconfigured
-from counterpoint.plan.job.fields import CheckedRecord, Rate
+from counterpoint.plan.job.fields import JobRecord, Rate
 
 Tokens = Annotated[float, Meta(ge=1, le=1e16)]  # the largest trainings have some 10^13
 Hours = Annotated[float, Meta(ge=1e-2, le=1e9)]
 
 
-class Run(CheckedRecord, frozen=True, kw_only=True):
+class Run(JobRecord, frozen=True, kw_only=True):
     """Describes the training that a job's step is one of. Checkpoints are written where machines fail, or if asked."""
-
-    table: ClassVar[str] = "run"
 
     tokens: Tokens | None = None  # that are trained on; the last step is a whole one
     steps: Annotated[int, Meta(ge=1, le=1_000_000_000)] | None = None  # instead of tokens
@@ -30,7 +28,6 @@ class Run(CheckedRecord, frozen=True, kw_only=True):
     storage_gb_per_s: Rate = 100.0  # at which all ranks together write: assumed
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if (self.tokens is None) == (self.steps is None):
             given = "both" if self.steps is not None else "neither"
             raise Misconfigured(f"run.tokens and run.steps: {given} given; give one of them")

@@ -5,8 +5,7 @@ algorithms.py   hops and bytes of every algorithm, by level
 protocols.py    what LL, LL128 and Simple reach on a link; named networks (networks.toml, protocols.toml, fits/)
 nccl_choice.py  which algorithm and protocol NCCL takes for a number of bytes
 nccl_tests.py   what nccl-tests printed, checked, as rows
-fit.py          protocols fitted to rows, and their error on rows that were held out; needs the extra `plan` (scipy)
-own.py          one's own network from files of nccl-tests: `plan --fit`
+fit.py          one's own network: a latency and a rate per operation, from files of nccl-tests (`plan --fit`)
 estimate.py     `estimate`, one collective; `CollectiveTimes` and `MeshTimes`, which remember what was asked
 
 Other packages call `axes`, `levels`, `network_of`, `estimate` and `CollectiveTimes`.

@@ -201,7 +201,7 @@ def _factors(columns: F64) -> F64:
         alone = wanted @ sides / (sides**2).sum(axis=0)
         errors = ((sides * alone - wanted[:, None]) ** 2).sum(axis=0)
         found = np.where(np.arange(2) == errors.argmin(), alone, LEAST)
-    return np.maximum(found, LEAST)
+    return np.asarray(np.maximum(found, LEAST))
 
 
 def _protocols(operation: str, kind: Kind, factors: F64, fit: Fit) -> Iterator[Protocol]:

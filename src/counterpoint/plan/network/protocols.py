@@ -211,7 +211,7 @@ class Network(Record, frozen=True, kw_only=True):
 
 
 class OwnNetwork(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Holds the file of a network that a user has fitted (`own.py`)."""
+    """Holds the file of a network that a user has fitted (`fit.py`)."""
 
     schema: Literal["counterpoint.network/1"] = "counterpoint.network/1"
     source: str

@@ -22,12 +22,13 @@ from typing import Any, NamedTuple, TypeAlias
 from msgspec.structs import replace
 
 from counterpoint.errors import Misconfigured
+from counterpoint.plan.answer import outcome
 from counterpoint.plan.compute.memory import least_gib, least_totals, stage_totals
 from counterpoint.plan.compute.roofline import GpuRates
-from counterpoint.plan.confidence import fits_in_memory, step_interval, too_close
+from counterpoint.plan.confidence import too_close
 from counterpoint.plan.job.job import Job
+from counterpoint.plan.job.machines import with_gpus
 from counterpoint.plan.job.parallel import CORE_ONLY, deal_layers
-from counterpoint.plan.job.what_if import with_gpus
 from counterpoint.plan.network.estimate import CollectiveTimes, MeshTimes
 from counterpoint.plan.network.protocols import network_of
 from counterpoint.plan.search.space import (
@@ -56,7 +57,7 @@ from counterpoint.plan.step.step import (
     least_step_us,
     predict_step,
 )
-from counterpoint.records.prediction import Choice, SearchResult
+from counterpoint.records.prediction import Outcome, SearchResult
 
 ADVICE = "give more GPUs, a smaller micro_batch or GPUs with more memory"
 UNDIVIDED: dict[str, Any] = {
@@ -66,46 +67,26 @@ UNDIVIDED: dict[str, Any] = {
     "ends_count": False,
     "pieces_tp": False,
 }
-UNRECOMPUTED: dict[str, Any] = {
-    "recompute": "none",
-    "recompute_modules": CORE_ONLY,
-    "recompute_method": None,
-    "recompute_num_layers": None,
-}
 ROUNDING = 1 - 1e-9  # bounds and answers add up the same times in another order
 
 
-class _OpenDivision(NamedTuple):
+class _Node(NamedTuple):
+    """Describes all ways that have the first `decided` of division, pipeline, recomputation and sharding in common."""
+
     job: Job
+    decided: int
     division: Division
+    pipeline: Pipeline = Pipeline("1f1b", 1, "equal")
+    again: Recomputation = Recomputation()
+    sharding: Sharding = Sharding(0, None)
+    step: PredictedStep | None = None  # of the only way that is left
+
+    @property
+    def family(self) -> tuple[object, ...]:
+        """Return what a way differs in from others besides recomputation."""
+        return self.division, self.pipeline, self.sharding
 
 
-class _OpenPipeline(NamedTuple):
-    job: Job
-    division: Division
-    pipeline: Pipeline
-
-
-class _OpenRecomputation(NamedTuple):
-    job: Job
-    division: Division
-    pipeline: Pipeline
-    again: Recomputation
-
-
-class _Way(NamedTuple):
-    job: Job
-    family: _Family
-
-
-class _Answer(NamedTuple):
-    job: Job
-    family: _Family
-    step: PredictedStep
-
-
-_Family: TypeAlias = tuple[Division, Pipeline, Sharding]
-_Node: TypeAlias = _OpenDivision | _OpenPipeline | _OpenRecomputation | _Way | _Answer
 Progress: TypeAlias = Callable[[int, int, float | None], None]
 """Told of divisions that are done, of all of them, and of the fastest step so far."""
 
@@ -170,11 +151,11 @@ def search_each(
 
 def chosen_job(job: Job, result: SearchResult) -> Job:
     """Return the job with the settings of the fastest choice, on as many GPUs."""
-    tables: dict[str, dict[str, object]] = {"parallel": dict(UNDIVIDED), "training": dict(UNRECOMPUTED)}
+    tables: dict[str, dict[str, Any]] = {"parallel": {}, "training": {}}
     for field, value in result.choices[0].settings.items():
-        if value is not None:
-            table, _, name = field.partition(".")
-            tables[table][name] = value
+        table, _, name = field.partition(".")
+        tables[table][name] = value
+    tables["training"]["recompute_modules"] = tables["training"]["recompute_modules"] or CORE_ONLY
     parallel, training = replace(job.parallel, **tables["parallel"]), replace(job.training, **tables["training"])
     return replace(job, parallel=parallel, training=training, cluster=_on_gpus(job, result.gpus).cluster)
 
@@ -207,24 +188,19 @@ class _Search:
         """Return the fastest ways, or raise Misconfigured if nothing fits."""
         self._begin()
         total, done = len(self.open), 0
-        choices: list[Choice] = []
+        opened = (self._open_division, self._open_pipeline, self._open_recomputation, self._answer)
+        choices: list[Outcome] = []
         families = set()
         while self.open and len(choices) < self.best:
             _, _, node = heapq.heappop(self.open)
-            if isinstance(node, _OpenDivision):
-                done += 1
-                self._open_division(node)
-            elif isinstance(node, _OpenPipeline):
-                self._open_pipeline(node)
-            elif isinstance(node, _OpenRecomputation):
-                self._open_recomputation(node)
-            elif node.family in families:
+            if node.decided == len(opened) and node.family in families:
                 continue  # the same with another recomputation was faster
-            elif isinstance(node, _Way):
-                self._answer(node)
-            else:
+            if node.step is not None:
                 families.add(node.family)
-                choices.append(_choice(node, choices[0].step_us if choices else node.step.step_us))
+                choices.append(_choice(node.job, node.step, choices[0].step_us if choices else None))
+            else:
+                done += node.decided == 1
+                opened[node.decided - 1](node)
             if self.progress is not None:
                 self.progress(done, total, self.fastest)
         if not choices:
@@ -246,7 +222,7 @@ class _Search:
         )
 
     def _push(self, least_us: float, node: _Node) -> None:
-        heapq.heappush(self.open, (least_us * (1 if isinstance(node, _Answer) else ROUNDING), next(self.order), node))
+        heapq.heappush(self.open, (least_us * (ROUNDING if node.step is None else 1), next(self.order), node))
 
     def _begin(self) -> None:
         for division in divisions(self.job, self.gpus, self.fixed):
@@ -257,7 +233,7 @@ class _Search:
                 if least > job.cluster.gpu.memory_gib:
                     self.too_large, self.smallest = self.too_large + ways, min(self.smallest, least)
                     continue
-                self._push(self._least(job, least_division_us), _OpenDivision(job, division))
+                self._push(self._least(job, least_division_us), _Node(job, 1, division))
             except Misconfigured:
                 self.impossible += ways
 
@@ -287,23 +263,23 @@ class _Search:
             self.layers[key] = layer_times(job, self.rates, mesh)
         return self.layers[key]
 
-    def _open_division(self, node: _OpenDivision) -> None:
+    def _open_division(self, node: _Node) -> None:
         for pipeline in pipelines(self.job, node.division, self.fixed):
             try:
                 job = piped(node.job, pipeline)
-                self._push(self._least_of_stages(job, pipeline), _OpenPipeline(job, node.division, pipeline))
+                self._push(self._least_of_stages(job, pipeline), _Node(job, 2, node.division, pipeline))
             except Misconfigured:
                 self.impossible += len(self.again) * sum(1 for _ in shardings(self.job, node.division, self.fixed))
 
-    def _open_pipeline(self, node: _OpenPipeline) -> None:
+    def _open_pipeline(self, node: _Node) -> None:
         for again in self.again:
             job = node.job if again.num_layers == 0 else recomputing(node.job, again)
-            self._push(self._least_of_stages(job, node.pipeline), _OpenRecomputation(job, *node[1:], again))
+            self._push(self._least_of_stages(job, node.pipeline), node._replace(job=job, decided=3, again=again))
 
     def _least_of_stages(self, job: Job, pipeline: Pipeline) -> float:
         return self._least(job, least_of_balanced_us if pipeline.layers == "balanced" else least_stages_us)
 
-    def _open_recomputation(self, node: _OpenRecomputation) -> None:
+    def _open_recomputation(self, node: _Node) -> None:
         found = list(shardings(self.job, node.division, self.fixed))
         alike = node.job.model.expert_layers in (0, node.job.model.layers)  # else fewer layers may take more memory
         monotone = alike or node.pipeline.layers != "balanced"
@@ -318,11 +294,11 @@ class _Search:
                 else:
                     mesh = MeshTimes(self.prices, job.parallel)
                     least_us = least_step_us(job, self.rates, mesh, self._layer_times(job, mesh))
-                    self._push(least_us, _Way(job, (node.division, node.pipeline, sharding)))
+                    self._push(least_us, node._replace(job=job, decided=4, sharding=sharding))
             except Misconfigured:
                 self.impossible += 1
 
-    def _that_fits(self, job: Job, node: _OpenRecomputation, totals: Callable[[Job], list[float]]) -> Job | None:
+    def _that_fits(self, job: Job, node: _Node, totals: Callable[[Job], list[float]]) -> Job | None:
         """Return the job if it fits in memory: with stages dealt and as few layers computed again as the node asks."""
         if node.again.num_layers != 0:
             return self._dealt(job, node.pipeline, totals)
@@ -351,7 +327,7 @@ class _Search:
             return None  # equal stages are a way of their own
         return found
 
-    def _answer(self, node: _Way) -> None:
+    def _answer(self, node: _Node) -> None:
         try:
             step = predict_step(node.job, prices=self.prices, rates=self.rates)
         except Misconfigured:
@@ -359,24 +335,13 @@ class _Search:
             return
         self.priced += 1
         self.fastest = min(self.fastest or step.step_us, step.step_us)
-        self._push(step.step_us, _Answer(*node, step))
+        self._push(step.step_us, node._replace(step=step))
 
 
-def _choice(node: _Answer, fastest_us: float) -> Choice:
-    job, step = node.job, node.step
-    interval = step_interval(job, step)
+def _choice(job: Job, step: PredictedStep, fastest_us: float | None) -> Outcome:
     settings = {field: getattr(getattr(job, field.split(".")[0]), name) for name, field in AXES.items()}
     settings |= {"parallel.ends_count": job.parallel.ends_count, "parallel.pieces_tp": job.parallel.pieces_tp}
     if job.training.recompute != "selective":
         settings["training.recompute_modules"] = None
-    return Choice(
-        settings=settings,
-        step_us=step.step_us,
-        low_us=interval.low_us,
-        high_us=interval.high_us,
-        mfu=step.mfu,
-        memory_gib=step.memory.total_gib,
-        fits_probability=fits_in_memory(step),
-        too_close=too_close(step.step_us, fastest_us),
-        tokens_per_s=step.tokens_per_s,
-    )
+    close = fastest_us is not None and too_close(step.step_us, fastest_us)
+    return outcome(replace(job, run=None), step, settings=settings, too_close=close)

@@ -9,6 +9,7 @@
   for (const table of document.querySelectorAll("table.sortable")) {
     const heads = [...table.tHead.rows[0].cells];
     heads.forEach((head, column) => {
+      if (!head.textContent) return; // of bars
       const button = document.createElement("button");
       button.type = "button";
       button.append(...head.childNodes);

@@ -54,7 +54,7 @@ def check(
 def find_effect(
     digests: list[RankDigest], tuned: Tuned | None = None, files: Sequence[str] = (), notes: Sequence[str] = ()
 ) -> Effect:
-    """Return what `check` does, of ranks whose traces have been read.
+    """Return whether copies were used on these ranks, or every choice of a tuning took effect there.
 
     Args:
         digests: one per rank, in any order.
@@ -112,7 +112,7 @@ def _check_shows_copies(digest: RankDigest) -> None:
 
 
 def _copies(per_rank: Sequence[RankEffect], notes: list[str]) -> KnobEffect:
-    """Return whether copies were used: on the ranks that did worst, with what all of them did."""
+    """Return whether copies were used, by the ranks that did worst: their copies, or their calls, added up."""
     by_state = defaultdict[KnobState, list[RankEffect]](list)
     for rank in per_rank:
         by_state[copies_seen([rank]).state].append(rank)
@@ -126,7 +126,7 @@ def _copies(per_rank: Sequence[RankEffect], notes: list[str]) -> KnobEffect:
 
 
 def _choices(tuned: Tuned, digests: Sequence[RankDigest], notes: list[str]) -> tuple[KnobEffect, ...]:
-    """Return what the traces show of each choice, in the order of the file."""
+    """Return the effect of each choice, in the order of the file."""
     machine = _traced_machine(tuned, digests[0])
     choices, overruled = Choices(tuned, machine), _overruled(tuned, machine)
     notes += [f"the file was {difference}" for difference in choices.differences]
@@ -166,7 +166,7 @@ def _effect(
     calls: Sequence[dict[TunedPair, PairCalls]],
     instead: str | None,
 ) -> KnobEffect:
-    """Return what all ranks show of a knob: the worst that any shows, on these ranks."""
+    """Return the effect of a knob: the worst state that any rank shows, with the ranks that show it."""
     by_state = defaultdict[KnobState, list[tuple[int, Sight]]](list)
     for digest, of_pairs in zip(digests, calls, strict=True):
         sight = sight_of(digest, pair, of_pairs.get(pair), knob)

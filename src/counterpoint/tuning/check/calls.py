@@ -146,7 +146,7 @@ def alike_pairs(pairs: Iterable[TunedPair]) -> dict[CallClass, list[TunedPair]]:
 
 
 def call_class(pair: TunedPair) -> CallClass:
-    """Return what a program sees of a call of a pair: pairs that have it in common differ by their modules alone."""
+    """Return the features of a pair's calls that a program sees; pairs that share them differ by modules alone."""
     compute = pair.compute if pair.operation in get_args(TensorOperation) else None
     return pair.operation, pair.ranks, pair.bytes_per_rank, pair.dtype, compute
 

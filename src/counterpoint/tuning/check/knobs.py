@@ -53,7 +53,7 @@ def _proved(took: bool, seen: str, fix: str) -> Sight:
 
 
 def copies_seen(ranks: Sequence[RankEffect]) -> Sight:
-    """Return what ranks, all with copies or all without, show of copies between GPUs."""
+    """Return whether ranks, all with copies or all without, copied between GPUs; copies or calls are added up."""
     calls = [call for rank in ranks for call in rank.calls]
     if any(rank.copies for rank in ranks):
         count = sum(rank.copies for rank in ranks)
@@ -70,7 +70,7 @@ def copies_seen(ranks: Sequence[RankEffect]) -> Sight:
 
 
 def sight_of(digest: RankDigest, pair: TunedPair, calls: PairCalls | None, knob: str) -> Sight:
-    """Return what a rank's trace says about a knob of a pair.
+    """Return whether a rank's trace proves that a knob of a pair took effect.
 
     Args:
         digest: of the rank.

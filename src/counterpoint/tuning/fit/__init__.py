@@ -1,5 +1,6 @@
-"""Fit the groups of a machine's profile to what was measured; `fitted.py` has what all fits share.
+"""Fit a machine's profile to what was measured on it.
 
-`collectives.py` fits what collectives alone tell, with `rates.py` for the steps of zero-SM programs; `pairs.py` what
-pairs tell, with `contention.py` for the division of SMs; `compute.py` what computations alone tell.
+fitted.py       what the fit of a group returns, and the rows that fits go by
+collectives.py  from collectives alone: `rates`, `nccl`, `nccl_rates`
+matmuls.py      from matmuls, alone and beside collectives: `efficiency`, `sums`, `contention`, `mechanisms`
 """

@@ -1,29 +1,55 @@
-"""Fit the groups of a profile that collectives alone tell: `rates`, `nccl` and `nccl_rates`."""
+"""Fit the groups of a profile that collectives alone tell: `rates`, `nccl` and `nccl_rates`.
+
+`rates` are those of the clock (`collectives/program/clock.py`):
+
+    minimise   sum over times of 2 (sqrt(1 + e²) - 1) + sum over figures of (log(figure / start) / WIDTH)²
+    e = log(predicted / measured) / NOISE
+
+by Gauss-Newton steps in the logarithms of the figures. The first sum is e² for small e and 2 |e| for large ones: a few
+calls that the clock does not understand do not move the others. The second keeps figures where they were that the times
+do not tell apart, such as the latencies of a signal and of a batch, which every call has both of. A first fit has two
+unknowns, a factor of all GB/s and one of all µs, and the second starts from there: a machine ten times as slow is as
+far from its start as one that is alike.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
+from numpy.typing import NDArray
 
 from counterpoint.collectives.program.calls import Call
-from counterpoint.collectives.program.operations import even_call
+from counterpoint.collectives.program.clock import simulate
+from counterpoint.collectives.program.operations import even_call, plan_all
 from counterpoint.collectives.program.steps import Tuning
 from counterpoint.collectives.program.tuning import best_tuning, with_link_turns
 from counterpoint.errors import Misconfigured
 from counterpoint.machine.bus_bandwidth import bus_factor
-from counterpoint.machine.profile import Profile
+from counterpoint.machine.profile import Profile, Rates
 from counterpoint.pair.sm_split import SmSplit
 from counterpoint.records.measurement import BlockRow, Measurement
-from counterpoint.tuning.fit import rates
 from counterpoint.tuning.fit.fitted import Fitted, alone
-from counterpoint.tuning.parts import STOCK
+from counterpoint.tuning.pairs import STOCK
 
 ALWAYS = 1 << 50  # bytes: a crossover that no array reaches
 FULL_SPEED = 0.85  # of the bandwidth with all CTAs
 LARGE = 1 / 64  # of the largest size measured: from there on bandwidth counts, not the protocol
+NOISE = 0.03  # of a time: what medians of two runs differ by
+WIDTH = 1.0  # of a figure's logarithm: twice or half as much is nothing special
+FEWEST = 6  # times: two sizes of three collectives
+_STEP = 0.01  # of a logarithm, for derivatives
+_PASSES = 12  # four are usual
+_ENOUGH = 1e-4  # relative change of the error at which the fit ends
+
+_SPEEDS: tuple[tuple[str, ...], ...] = (("push_gb_per_s", "link_gb_per_s"), ("hbm_gb_per_s",))
+_LATENCIES = tuple((f"{name}_us",) for name in ("copy", "kernel", "batch", "signal", "event", "launch"))
+Figures = tuple[tuple[str, ...], ...]
+Vector = NDArray[np.floating]
 
 
 def fit_rates(measured: Measurement, known: Profile) -> Fitted:
@@ -34,11 +60,9 @@ def fit_rates(measured: Measurement, known: Profile) -> Fitted:
         for name, by_size in alone(measured, "zero_sm").items()
         for size, time in by_size.items()
     }
-    calls = [
-        rates.TimedCall(call=call, tuning=_tuning(call, measured, known), us=time.us) for call, time in found.items()
-    ]
-    best = rates.fit_rates(calls, known.rates)
-    error = rates.error_of(calls, best)
+    calls = [TimedCall(call=call, tuning=_tuning(call, measured, known), us=time.us) for call, time in found.items()]
+    best = rates_of(calls, known.rates)
+    error = error_of_rates(calls, best)
     return Fitted(
         figures=msgspec.to_builtins(best),
         said=f"fitted to {len(calls)} times of zero_sm alone, {error:.1%} off in the mean",
@@ -141,3 +165,84 @@ def _tuning(call: Call, measured: Measurement, known: Profile) -> Tuning:
         return Tuning()
     best = best_tuning(call, known.rates)
     return with_link_turns(best) if call.reduces else best
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimedCall:
+    """Holds the time of one collective alone, by the programs that ran."""
+
+    call: Call
+    tuning: Tuning
+    us: float
+
+
+def predicted_us(timed: TimedCall, rates: Rates) -> float:
+    """Return the µs of the slowest rank on the clock."""
+    return simulate(plan_all(timed.call, timed.tuning), rates).us
+
+
+def rates_of(times: Sequence[TimedCall], start: Rates) -> Rates:
+    """Return the rates with which the clock misses these times least.
+
+    Copies into one GPU do not meet in these programs, so one figure stands for the copy engine and the link.
+
+    Args:
+        times: collectives alone, with the host ahead of the device; at least `FEWEST`, of several sizes.
+        start: rates of a machine that may be alike.
+
+    Raises:
+        Misconfigured: there are too few times, or one is not above 0.
+    """
+    if len(times) < FEWEST or len({timed.call for timed in times}) < FEWEST:
+        raise Misconfigured(f"{len(times)} times of zero_sm alone; at least {FEWEST}, of several sizes and collectives")
+    if wrong := [timed for timed in times if not timed.us > 0]:
+        raise Misconfigured(f"{wrong[0].call.operation} in {wrong[0].us} µs cannot be; measure it again")
+    alike: Figures = (sum(_SPEEDS, ()), sum(_LATENCIES, ()))
+    scaled = _descend(times, start, alike, width=math.inf)
+    return _descend(times, scaled, (*_SPEEDS, *_LATENCIES), width=WIDTH)
+
+
+def error_of_rates(times: Sequence[TimedCall], rates: Rates) -> float:
+    """Return the mean of |predicted / measured - 1|."""
+    return float(np.mean([abs(predicted_us(timed, rates) / timed.us - 1) for timed in times]))
+
+
+def _descend(times: Sequence[TimedCall], start: Rates, figures: Figures, *, width: float) -> Rates:
+    """Return the rates after Gauss-Newton steps from `start`; the figures of each tuple change by one factor."""
+    moved = np.zeros(len(figures))
+    best = _residuals(times, start, figures, moved, width)
+    for _ in range(_PASSES):
+        slopes = np.stack(
+            [
+                (_residuals(times, start, figures, moved + step, width) - best) / _STEP
+                for step in _STEP * np.eye(len(moved))
+            ],
+            axis=1,
+        )
+        change: Vector = np.linalg.lstsq(slopes, -best, rcond=None)[0]
+        before = float(best @ best)
+        for part in (1.0, 0.3, 0.1):  # times have kinks: a whole step may go too far
+            residuals = _residuals(times, start, figures, moved + part * change, width)
+            if float(residuals @ residuals) < float(best @ best):
+                moved, best = moved + part * change, residuals
+                break
+        if float(best @ best) > before * (1 - _ENOUGH):
+            break
+    return _scaled(start, figures, moved)
+
+
+def _residuals(times: Sequence[TimedCall], start: Rates, figures: Figures, moved: Vector, width: float) -> Vector:
+    rates = _scaled(start, figures, moved)
+    missed = np.array([math.log(predicted_us(timed, rates) / timed.us) / NOISE for timed in times])
+    softened = np.sign(missed) * np.sqrt(2 * (np.sqrt(1 + missed**2) - 1))  # its square grows with |missed|
+    return np.concatenate((softened, moved / width))
+
+
+def _scaled(start: Rates, figures: Figures, moved: Vector) -> Rates:
+    """Return `start` with the figures of each tuple times the exponential of its entry in `moved`."""
+    changed = {
+        name: getattr(start, name) * math.exp(min(max(log, -20.0), 20.0))
+        for names, log in zip(figures, moved.tolist(), strict=True)
+        for name in names
+    }
+    return replace(start, **changed)

@@ -1,6 +1,5 @@
 """Tune a training script as it is: record its steps, choose for their pairs, and have whole steps confirm the choices.
 
-In the parent process: `api.py` does all of it; `command.py` finds the script in a command, `launch.py` starts that,
-`confirm.py` judges the times. `task.py` says what both sides exchange. On each rank: `rank.py` runs the script, and
-`steps.py` acts between its steps.
+In the parent process: `api.py` does all of it, `launch.py` finds the script in a command, starts it, and says what both
+sides exchange. On each rank: `rank.py` runs the script, and `steps.py` acts between its steps.
 """

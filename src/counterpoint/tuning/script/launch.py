@@ -46,9 +46,13 @@ OverlapCalls = Literal["never", "switched", "fixed"]
 """Whether the script calls `counterpoint.overlap`, and if so, whether that can be taken back between steps."""
 TIMEOUT_S = 120.0
 FIRST_STEP_S = 300.0  # more before the first step: a model is made, and compiled
-LOG = "script.log"
+LOG = "script.log"  # these are names inside the folder of a task
+TASK, RESULT = "task.json", "result.json"  # a `ScriptTask`, and the `ScriptResult` of rank 0
+ALIVE = "alive"  # rank 0 touches it after each step
 ERRORS = "errors"  # folder of `RankFailure`s
-_TORCHRUN = re.compile(r"^\s*rank\s*:\s*(\d+) .*\n\s*exitcode\s*:\s*(-?\d+) ", re.MULTILINE)  # its last words
+PROCESSES = "processes"  # folder of files by rank, each with the number of its process
+STACKS = "stacks{}.log"  # by rank: stacks of its threads if it is told to end
+_ENDED = re.compile(r"^\s*rank\s*:\s*(\d+) .*\n\s*exitcode\s*:\s*(-?\d+) ", re.MULTILINE)  # its last words
 
 SCRIPT = "counterpoint.tuning.script.rank"
 REHEARSED = "counterpoint.rehearsal.rank"
@@ -61,9 +65,9 @@ _PYTHON = re.compile(r"python(3(\.\d+)?)?")
 _LAUNCHER = "torch.distributed.run"
 _PYTHON_FLAGS = re.compile(r"-[bBdEIOPqRsSuvx]+")  # of Python, without a value; -c and -i run no script
 _PYTHON_VALUES = ("-X", "-W")
-_TORCHRUN_FLAGS = ("--standalone", "--virtual-local-rank", "--virtual_local_rank")
+_TORCHRUN_FLAGS = ("--standalone", "--virtual-local-rank")
 _ATTACHED = re.compile(r"-[rt].+")  # a short option with its value: -t3
-_TORCHRUN_REFUSED = ("--no-python", "--no_python", "--run-path", "--run_path", "-h", "--help")
+_TORCHRUN_REFUSED = ("--no-python", "--run-path", "-h", "--help")
 
 
 class ScriptVariant(Record, frozen=True, kw_only=True):
@@ -110,12 +114,14 @@ class RunCommand:
 
     Args:
         launcher: what starts the script on each rank, with its options: `torchrun --nproc-per-node 2`.
+        options: those of torchrun, by name with hyphens: {"--nproc-per-node": "2"}.
         script: the script, or `-m` and the module, and its arguments.
         variables: of the environment, as written before the command.
         given_as: what the user wrote it behind, for errors.
     """
 
     launcher: tuple[str, ...]
+    options: dict[str, str]
     script: tuple[str, ...]
     variables: dict[str, str] = field(default_factory=dict)
     given_as: str = "--run"
@@ -142,10 +148,13 @@ def parse_command(text: str, given_as: str = "--run") -> RunCommand:
         variables[found[1]] = found[2]
         words = words[1:]
     program = PurePath(words[0]).name if words else ""
+    options: dict[str, str] = {}
     if program == "torchrun":
-        at = _after_options(said, words, 1, _TORCHRUN_FLAGS, refused=_TORCHRUN_REFUSED)
+        at, options = _torchrun(said, words, 1)
     elif _PYTHON.fullmatch(program):
         at = _after_python(said, words)
+        if words[at : at + 2] == ["-m", _LAUNCHER]:
+            at, options = _torchrun(said, words, at + 2)
     else:
         raise Misconfigured(f"{said} starts with {printable(program)!r}; {_ALLOWED}")
     script = words[at:]
@@ -154,11 +163,13 @@ def parse_command(text: str, given_as: str = "--run") -> RunCommand:
     program = script[: 1 + (script[0] == "-m")][-1]
     if program in (SCRIPT, REHEARSED):
         raise Misconfigured(f"{said}: leave out -m {program}, which is put there")
-    return RunCommand(launcher=tuple(words[:at]), script=tuple(script), variables=variables, given_as=given_as)
+    return RunCommand(
+        launcher=tuple(words[:at]), options=options, script=tuple(script), variables=variables, given_as=given_as
+    )
 
 
 def _after_python(said: str, words: Sequence[str]) -> int:
-    """Return where the script begins behind Python's options; torch's launcher and its own are passed over."""
+    """Return the place of the first word behind Python's options."""
     at = 1
     while at < len(words) and words[at].startswith("-") and words[at] not in ("-m", "-"):
         if words[at] in _PYTHON_VALUES:
@@ -166,46 +177,24 @@ def _after_python(said: str, words: Sequence[str]) -> int:
         elif not _PYTHON_FLAGS.fullmatch(words[at]) and not words[at].startswith(_PYTHON_VALUES):
             raise Misconfigured(f"{said}: python's option {printable(words[at])!r}; {_ALLOWED}")
         at += 1
-    if words[at : at + 2] == ["-m", _LAUNCHER]:
-        return _after_options(said, words, at + 2, _TORCHRUN_FLAGS, refused=_TORCHRUN_REFUSED)
     return at
 
 
-def _after_options(said: str, words: Sequence[str], at: int, flags: Sequence[str], *, refused: Sequence[str]) -> int:
-    """Return where the script begins behind torchrun's options, of which all but `flags` have a value."""
+def _torchrun(said: str, words: Sequence[str], at: int) -> tuple[int, dict[str, str]]:
+    """Return where the script begins behind torchrun's options, and these by long name; all but flags have a value."""
+    options = {}
     while at < len(words) and words[at].startswith("-"):
         word = words[at]
-        if word in refused:
+        name, is_one, value = word.partition("=")
+        name = name.replace("_", "-")
+        if name in _TORCHRUN_REFUSED:
             raise Misconfigured(f"{said}: {word} starts no script of Python; {_ALLOWED}")
-        if word in ("-m", "--module"):
+        if name in ("-m", "--module"):
             break
-        at += 1 if word in flags or "=" in word or _ATTACHED.fullmatch(word) else 2
-    return at
-
-
-def task_file(folder: Path) -> Path:
-    """Return where the task is."""
-    return folder / "task.json"
-
-
-def result_file(folder: Path) -> Path:
-    """Return where rank 0 writes its result."""
-    return folder / "result.json"
-
-
-def alive_file(folder: Path) -> Path:
-    """Return the file that rank 0 touches after each step."""
-    return folder / "alive"
-
-
-def process_file(folder: Path, rank: int) -> Path:
-    """Return where a rank writes the number of its process."""
-    return folder / "processes" / str(rank)
-
-
-def stack_file(folder: Path, rank: int) -> Path:
-    """Return where a rank writes the stacks of its threads if it is told to end."""
-    return folder / f"stacks{rank}.log"
+        has_value = not (is_one or name in _TORCHRUN_FLAGS or _ATTACHED.fullmatch(word))
+        options[name] = words[at + 1] if has_value and at + 1 < len(words) else value
+        at += 1 + has_value
+    return at, options
 
 
 def launch_script(
@@ -227,18 +216,18 @@ def launch_script(
         PeerTimeout: ranks died, raised something or stopped making progress; names them and the log.
     """
     folder = Path(task.folder)
-    write_whole(task_file(folder), task)
+    write_whole(folder / TASK, task)
     run_ranks(
         command,
         SCRIPT,
         folder=folder,
-        variables={**variables, TASK_VARIABLE: str(task_file(folder))},
+        variables={**variables, TASK_VARIABLE: str(folder / TASK)},
         timeout_s=timeout_s,
-        progress=lambda: modified(alive_file(folder)),
+        progress=lambda: modified(folder / ALIVE),
         lacking="no step of the script's optimizer ended",
     )
     try:
-        return msgspec.json.decode(result_file(folder).read_bytes(), type=ScriptResult)
+        return msgspec.json.decode((folder / RESULT).read_bytes(), type=ScriptResult)
     except (OSError, msgspec.DecodeError):
         raise PeerTimeout(
             f"the script ended without a step of an optimizer of torch in its first process; log: {folder / LOG}"
@@ -300,10 +289,10 @@ def modified(path: Path) -> int:
 
 def _hung(folder: Path, reason: str) -> PeerTimeout:
     """Return the error for a hang, after each rank has written its stack."""
-    ranks = {int(path.name): int(path.read_text()) for path in process_file(folder, 0).parent.glob("[0-9]*")}
+    ranks = {int(path.name): int(path.read_text()) for path in (folder / PROCESSES).glob("[0-9]*")}
     abort(ranks.values())
     time.sleep(SETTLE_S * bool(ranks))
-    remains = [Remains(rank=rank, code=None, log=tail(stack_file(folder, rank))) for rank in sorted(ranks)]
+    remains = [Remains(rank=rank, code=None, log=tail(folder / STACKS.format(rank))) for rank in sorted(ranks)]
     return hung(remains, reason=reason, logs=str(folder / LOG))
 
 
@@ -321,7 +310,7 @@ def _died(folder: Path, code: int) -> CounterpointError:
             rank=rank,
             code=found.get(rank, code),
             failure=msgspec.structs.replace(failures[rank], scenario=None) if rank in failures else None,
-            log=tail(stack_file(folder, rank)) or text,
+            log=tail(folder / STACKS.format(rank)) or text,
         )
         for rank in sorted(found.keys() | failures.keys())
     ]
@@ -332,4 +321,4 @@ def _died(folder: Path, code: int) -> CounterpointError:
 
 def _statuses(text: str) -> dict[int, int]:
     """Return the exit codes of ranks in words of torchrun."""
-    return {int(rank): int(status) for rank, status in _TORCHRUN.findall(text)}
+    return {int(rank): int(status) for rank, status in _ENDED.findall(text)}

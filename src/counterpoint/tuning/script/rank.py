@@ -10,17 +10,13 @@ import faulthandler
 import os
 import runpy
 import sys
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 
 from counterpoint.errors import Misconfigured
-from counterpoint.processes import die_with_parent, failure_file, write_whole
-from counterpoint.records.measurement import RankFailure
-from counterpoint.tuning.script.launch import ERRORS, TASK_VARIABLE, ScriptTask, process_file, stack_file
+from counterpoint.processes import die_with_parent, leaving_word
+from counterpoint.tuning.script.launch import ERRORS, PROCESSES, STACKS, TASK_VARIABLE, ScriptTask
 
 
 def main() -> None:
@@ -36,7 +32,7 @@ def main() -> None:
     steps = ScriptSteps(task, rank)
     counted = OptimizerSteps(steps.advance)
     try:
-        with leaving_word(folder, rank, lambda: steps.count), steps.intercepted():
+        with leaving_word(folder / ERRORS, rank, lambda: f"step {steps.count + 1}"), steps.intercepted():
             run_script(sys.argv[1:])
             if not steps.is_done:
                 raise Misconfigured(
@@ -52,27 +48,9 @@ def main() -> None:
 def begin(folder: Path, rank: int) -> None:
     """Have this rank die with its launcher, and write its stacks if it hangs; called before torch is imported."""
     die_with_parent()  # torchrun gives each rank a session of its own
-    path = process_file(folder, rank)
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(str(os.getpid()))
-    faulthandler.enable(stack_file(folder, rank).open("wb"))
-
-
-@contextmanager
-def leaving_word(folder: Path, rank: int, steps_done: Callable[[], int]) -> Iterator[None]:
-    """End this process with exit code 1 after an exception inside, and say why in the folder."""
-    try:
-        yield
-    except Exception as error:
-        if not isinstance(error.__cause__, SystemExit):  # of which Python prints no traceback either
-            traceback.print_exc()
-        text = " ".join(str(error).split())[:1000]
-        at = f"step {steps_done() + 1}"
-        failure = RankFailure(rank=rank, kind=type(error).__name__, text=text, scenario=at)
-        write_whole(failure_file(folder / ERRORS, rank), failure)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)  # a communicator that lost a peer would hold up a normal exit
+    (folder / PROCESSES).mkdir(exist_ok=True)
+    (folder / PROCESSES / str(rank)).write_text(str(os.getpid()))
+    faulthandler.enable((folder / STACKS.format(rank)).open("wb"))
 
 
 def run_script(arguments: list[str]) -> None:

@@ -26,12 +26,12 @@ from counterpoint.errors import Misconfigured
 from counterpoint.monitoring.recording import Recording
 from counterpoint.processes import write_whole
 from counterpoint.tuning.script.launch import (
+    ALIVE,
+    RESULT,
     OverlapCalls,
     ScriptResult,
     ScriptTask,
     ScriptVariant,
-    alive_file,
-    result_file,
 )
 
 STOCK = ScriptVariant(name="stock", file=None)
@@ -78,7 +78,7 @@ class SwitchedOverlap:
         return _LEFT if self._real is None else str(self._real)
 
     def report(self) -> Any:
-        """Return what the present variant reports; a sentence where it is torch."""
+        """Return the report of the present variant; a sentence where it is torch."""
         return _LEFT if self._real is None else self._real.report()
 
     def followed(self) -> str:
@@ -154,7 +154,7 @@ class ScriptSteps:
         """Go on after a step; raises ScriptFinished after the last one."""
         self.count += 1
         if self.rank == 0:
-            alive_file(self.folder).touch()
+            (self.folder / ALIVE).touch()
         try:
             next(self._course)
         except StopIteration:
@@ -172,7 +172,7 @@ class ScriptSteps:
                 break
         recording.write(self.folder / f"rank{self.rank}.json")
         if self.rank == 0:
-            write_whole(result_file(self.folder), self._result())
+            write_whole(self.folder / RESULT, self._result())
 
     def _compared(self) -> Iterator[None]:
         """Time blocks of steps of each variant in turn, every second round in the reverse order."""
@@ -235,7 +235,7 @@ class ScriptSteps:
         for index, each in enumerate(self._blocks):
             each[number] = max(times[index] for times in ranks)
         if number + 1 >= self.task.min_rounds:
-            write_whole(result_file(self.folder), self._result())
+            write_whole(self.folder / RESULT, self._result())
 
     def _result(self) -> ScriptResult:
         calls: OverlapCalls = "never"

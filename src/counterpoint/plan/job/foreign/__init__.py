@@ -3,7 +3,5 @@
 read_job_file.py  which format a file has, and what flags must add to it
 reading.py        values one by one, with account of what was read, assumed and left out
 huggingface.py    config.json of Hugging Face: the model
-arguments.py      the arguments of Megatron-LM in a script, in YAML, or in the list that a training run prints
-megatron.py       what they mean
-torchtitan.py     a job of torchtitan as TOML
+megatron.py       the arguments that a run of Megatron-LM prints, and its YAML
 """

@@ -1,4 +1,11 @@
-"""Read arguments of Megatron-LM as a job; defaults are those of megatron/training/arguments.py."""
+"""Read the arguments of Megatron-LM as a job: the list that a run prints before its first step, or YAML.
+
+    num_layers ............ 32           the list; it has every argument
+    num_layers: 32                       YAML, also of Megatron-Bridge: the names of tables above a key do not matter
+
+Defaults of arguments that YAML leaves out are those of megatron/training/arguments.py. A shell script is refused: which
+of its variables and branches count is known to a shell only, and the list says it.
+"""
 
 from __future__ import annotations
 
@@ -6,197 +13,154 @@ import re
 from typing import Any, get_args
 
 from counterpoint.errors import Misconfigured, printable
-from counterpoint.plan.job.foreign.arguments import SEVERAL, find_arguments
 from counterpoint.plan.job.foreign.reading import ForeignJob, Reading
 from counterpoint.plan.job.parallel import RecomputeModule
 
 WHAT = "arguments of Megatron-LM"
+PRINTED = re.compile(r"^[ \t]*(?:\S+[ \t]+)?([A-Za-z]\w*) \.{3,} (.*)$", re.M)
+YAML = re.compile(r"^[ \t]*(?:- )?([A-Za-z_]\w*)[ \t]*:[ \t]+(\S.*)$", re.M)
+SCRIPT = re.compile(r"(^|[\s\"'(])--num-layers\b", re.M)
+NOTHING = ("None", "null", "~", "")
 NEUTRAL = re.compile(
-    r"""--(lr|min-lr|decoupled|weight-decay|start-weight|end-weight|adam-|sgd-|muon-|clip-grad|init-method|use-mup|train-|eval|log-|logging|save
-    |load|no-load|no-save|tensorboard|wandb|data-|split|tokenizer|vocab-file|merge-file|tiktoken|num-workers|seed
-    |distributed-(timeout|backend)|exit-|profile|use-pytorch-profiler|ckpt|dist-ckpt|async-save|master|node-rank|rdzv
-    |local-rank|max-position|normalization|norm-epsilon|layernorm-epsilon|apply-layernorm-1p|rotary|rope|use-rope|yarn
-    |mscale|position-embedding-type|no-rope|loss-scale|initial-loss|min-loss|hysteresis|attention-softmax
-    |no-mmap|mock-data|no-create-attention|reset-|eod-|dataloader|manual-gc|use-mcore|no-check-for|check-for|rerun
-    |legacy|use-legacy|legacy-|enable-experimental|calculate-per-token|empty-unused|no-one-logger|enable-one-logger|override
-    |use-checkpoint|timing|no-barrier|make-vocab|iteration|rampup|auto-detect|finetune|adlr|job-name|output|nodes$
-    |gpus-per-node|moe-aux|moe-z-loss|moe-router-(load|aux|score|bias|enable|pre|group|num-groups|topk-scal|dtype|force)
-    |moe-token-drop|moe-per-layer|moe-grouped-gemm|moe-token-dispatcher-type|mtp-loss|spec$|export-|disable-bf16|num-query-groups
-    |partition|account$|time$|ntasks|exclusive|container|mpi|export$|dependency|activation-func-clamp|glu-linear
-    |softmax-type|enable-gpt-oss|inference|use-dist-ckpt|high-priority|te-rng|deterministic|init-model-with|DDP-impl
-    |hidden-dropout|attention-dropout|no-masked-softmax-fusion|transformer-impl|attention-backend|test-mode|untie).*""",
+    r"""(lr|min_lr|decoupled|weight_decay|start_weight|end_weight|adam_|sgd_|muon_|clip_grad|init_method|use_mup|train_
+    |eval|log_|logging|save|load|no_load|no_save|tensorboard|wandb|data_|split|tokenizer|vocab_file|merge_file|tiktoken
+    |num_workers|seed|distributed_(timeout|backend)|exit_|profile|use_pytorch_profiler|ckpt|dist_ckpt|async_save|master
+    |node_rank|rank$|local_rank|max_position|normalization|norm_epsilon|layernorm_epsilon|apply_layernorm_1p|rotary|rope
+    |use_rope|yarn|mscale|position_embedding_type|no_rope|loss_scale|initial_loss|min_loss|hysteresis|attention_softmax
+    |mmap|mock_data|create_attention|reset_|eod_|dataloader|manual_gc|use_mcore|check_for|rerun|legacy|use_legacy
+    |enable_experimental|calculate_per_token|empty_unused|one_logger|enable_one_logger|override|use_checkpoint|timing
+    |barrier|make_vocab|iteration|rampup|auto_detect|finetune|adlr|job_name|output|consumed_|params_dtype|moe_aux
+    |moe_z_loss|moe_router_(load|aux|score|bias|enable|pre|group|num_groups|topk_scal|dtype|force)|moe_token_drop
+    |moe_per_layer|moe_grouped_gemm|moe_token_dispatcher_type|mtp_loss|spec$|export_|num_query_groups|account$|dependency
+    |activation_func_clamp|glu_linear|softmax_type|enable_gpt_oss|inference|use_dist_ckpt|high_priority|te_rng
+    |deterministic|DDP_impl|masked_softmax_fusion|world_size|untie).*""",
     re.VERBOSE,
 )
 REFUSED = {  # arguments that change what a step computes so much that leaving them out would be wrong
-    "hybrid-layer-pattern": "Mamba", "hybrid-override-pattern": "Mamba", "is-hybrid-model": "Mamba",
-    "linear-attention-freq": "linear attention", "heterogeneous-layers-config-path": "layers that differ",
-    "encoder-num-layers": "an encoder", "pipeline-model-parallel-layout": "stages that were dealt by hand",
+    "hybrid_layer_pattern": "Mamba", "hybrid_override_pattern": "Mamba", "is_hybrid_model": "Mamba",
+    "linear_attention_freq": "linear attention", "heterogeneous_layers_config_path": "layers that differ",
+    "encoder_num_layers": "an encoder", "pipeline_model_parallel_layout": "stages that were dealt by hand",
 }  # fmt: skip
-
-
 FP8_SCALINGS = ("delayed", "tensorwise", "blockwise", "mxfp8")
-LAUNCHED = (("nodes", "slurm-nodes"), ("gpus-per-node", "slurm-gpus-per-node", "slurm-ntasks-per-node"))
+FSDP = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}  # zero of each sharding strategy
+
+
+def is_megatron(text: str) -> bool:
+    """Return whether a text has the number of layers as Megatron-LM has it: printed, in YAML or in a script."""
+    return SCRIPT.search(text) is not None or re.search(r"\bnum_layers( \.{3,}|[ \t]*:[ \t]) *\d", text) is not None
 
 
 def read_megatron(text: str) -> ForeignJob:
-    """Return the job of Megatron-LM's arguments, as far as they say it."""
-    reading = Reading(WHAT, {f"--{name}": value for name, value in find_arguments(text).items()})
+    """Return the job of Megatron-LM's arguments, as far as they say it; Misconfigured for a shell script."""
+    pairs = PRINTED.findall(text)
+    if not pairs and SCRIPT.search(text):
+        raise Misconfigured(
+            f"a script with {WHAT}: give the list of arguments that its run prints, from num_layers .... on, or YAML"
+        )
+    reading = Reading(WHAT, _arguments(pairs or YAML.findall(text)))
     for name, why in REFUSED.items():
-        if reading.values.get(f"--{name}") not in (None, "false", "False", "None"):
-            raise Misconfigured(f"--{name} in {WHAT}: {why} cannot be planned; leave it out, or give a job")
-    tp = _whole(reading, "tensor-model-parallel-size") or 1
-    model = _model(reading, tp)
-    training, parallel = _training(reading), _parallel(reading, model["layers"], tp)
-    per_replica = None
-    if "global_batch" not in training:
-        per_replica = training["micro_batch"]
-        reading.say("assumed: one micro-batch for each replica, as without --global-batch-size")
-    if "dp" not in parallel and (found := _replicas(reading, parallel)):
-        parallel["dp"] = found
-    tables = {"model": model, "training": training, "parallel": parallel}
-    return ForeignJob(what=WHAT, tables=tables, notes=reading.notes(NEUTRAL), per_replica=per_replica)
+        if reading.values.get(name) not in (None, "false", "False"):
+            raise Misconfigured(f"{name} in {WHAT}: {why} cannot be planned; leave it out, or give a job")
+    parallel = _parallel(reading)
+    tables = {"model": _model(reading, parallel["tp"]), "training": _training(reading), "parallel": parallel}
+    return ForeignJob(what=WHAT, tables=tables, notes=reading.notes(NEUTRAL))
 
 
-def _one(reading: Reading, name: str) -> str | None:
-    """Return the value of an argument; Misconfigured if it has several, or one that the script does not say."""
-    value = reading.take(f"--{name}")
-    if value is None:
-        return None
-    text = str(value)
-    if SEVERAL in text:
-        given = ", ".join(printable(each, 40) for each in text.split(SEVERAL)[:8])
-        raise Misconfigured(f"--{name} has several values in {WHAT}: {given}; leave one of them in the file")
-    if "$" in text:
-        raise Misconfigured(f"--{name} {printable(text, 80)} in {WHAT}: the file does not set that; write the value")
-    return text
+def _arguments(pairs: list[tuple[str, str]]) -> dict[str, object]:
+    """Return the values by name, without those that say that there is nothing; several of one name as a tuple."""
+    found: dict[str, dict[str, None]] = {}
+    for name, text in pairs:
+        value = text.strip().strip("\"'")
+        if value not in NOTHING:
+            found.setdefault(name, {})[value] = None
+    return {name: next(iter(values)) if len(values) == 1 else tuple(values) for name, values in found.items()}
 
 
-def _whole(reading: Reading, name: str, *, least: int = 1) -> int | None:
-    return None if _one(reading, name) is None else reading.whole(f"--{name}", least=least)
-
-
-def _is(reading: Reading, name: str) -> bool:
-    """Return whether a switch is there, and not set to false."""
-    value = _one(reading, name)
-    return value is not None and value.lower() not in ("false", "0", "no")
-
-
-def _needed(reading: Reading, name: str) -> int:
-    found = _whole(reading, name)
-    if found is None:
-        raise Misconfigured(f"{WHAT} without --{name}: add it")
-    return found
+def _any(reading: Reading, *names: str) -> bool:
+    """Return whether one of several switches is on; all of them count as read."""
+    found = [reading.truth(name) for name in names]
+    return any(found)
 
 
 def _model(reading: Reading, tp: int) -> dict[str, Any]:
-    hidden, layers, heads = (_needed(reading, name) for name in ("hidden-size", "num-layers", "num-attention-heads"))
-    gated = any([_is(reading, "swiglu"), _is(reading, "quick-geglu"), _is(reading, "gated-linear-unit")])
-    relu = _is(reading, "squared-relu")
-    ffn = _whole(reading, "ffn-hidden-size")
-    if ffn is None:
-        ffn = int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden
-    model: dict[str, Any] = {
-        "name": "megatron", "layers": layers, "hidden": hidden, "heads": heads, "ffn": ffn, "gated": gated,
-        "tied": _is_tied(reading), "qk_norm": False, "bias": _bias(reading), "rotary": _rotates(reading),
-        "dropout": _drops(reading),
-    }  # fmt: skip
+    hidden, layers = reading.needed("hidden_size"), reading.needed("num_layers")
+    gated, relu = _any(reading, "swiglu", "quick_geglu", "gated_linear_unit"), reading.truth("squared_relu")
     if relu and gated:
-        raise Misconfigured(f"--squared-relu with --swiglu in {WHAT}: leave one of them in the file")
-    if _is(reading, "multi-latent-attention"):
-        model["mla"] = _latent(reading)
-        _is(reading, "qk-layernorm")
-        reading.take("--kv-channels")
+        raise Misconfigured(f"squared_relu with a gated unit in {WHAT}: leave one of them in the file")
+    ffn = reading.whole("ffn_hidden_size") or (int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden)
+    tied = not reading.truth("untie_embeddings_and_output_weights")
+    biased, qkv = reading.truth("add_bias_linear", default=True), reading.truth("add_qkv_bias")
+    model: dict[str, Any] = {
+        "name": "megatron", "layers": layers, "hidden": hidden, "heads": reading.needed("num_attention_heads"),
+        "ffn": ffn, "gated": gated, "tied": reading.truth("share_embeddings_and_output_weights", default=tied),
+        "bias": "all" if biased else "qkv" if qkv else "none",
+        "rotary": reading.word("position_embedding_type") in ("rope", "yarn", "mrope"),
+        "dropout": _drops(reading), "vocab": _vocabulary(reading, tp), "experts": _experts(reading, layers, ffn),
+        "mtp": reading.whole("mtp_num_layers", least=0) or 0, **_window(reading),
+    }  # fmt: skip
+    norm, channels = reading.truth("qk_layernorm"), reading.whole("kv_channels")
+    groups = reading.whole("num_query_groups")
+    if reading.truth("multi_latent_attention"):
+        model |= {"mla": _latent(reading), "qk_norm": False}
     else:
-        model["qk_norm"] = _is(reading, "qk-layernorm")
-        model["head_dim"] = _whole(reading, "kv-channels")
-        groups = _whole(reading, "num-query-groups")
-        grouped = _one(reading, "group-query-attention")  # a printed list has it with false, and one group
-        if groups is not None if grouped is None else _is(reading, "group-query-attention"):
-            model["kv_heads"] = groups or 1
-    if (vocab := _vocabulary(reading, tp)) is not None:
-        model["vocab"] = vocab
-    model |= _window(reading)
-    if (experts := _experts(reading, layers, ffn)) is not None:
-        model["experts"] = experts
-    model["mtp"] = _whole(reading, "mtp-num-layers", least=0) or 0
+        grouped = reading.truth("group_query_attention", default=groups is not None)
+        model |= {"qk_norm": norm, "head_dim": channels, "kv_heads": (groups or 1) if grouped else None}
     return {name: value for name, value in model.items() if value is not None}
 
 
-def _is_tied(reading: Reading) -> bool:
-    shared = _one(reading, "share-embeddings")
-    untied = _is(reading, "untie-embeddings-and-output-weights")
-    return shared.lower() == "true" if shared is not None else not untied
-
-
-def _bias(reading: Reading) -> str:
-    plain = _one(reading, "add-bias-linear")
-    none = _is(reading, "disable-bias-linear") or (plain is not None and plain.lower() == "false")
-    qkv = _is(reading, "add-qkv-bias")
-    return "all" if not none else "qkv" if qkv else "none"
-
-
-def _rotates(reading: Reading) -> bool:
-    kind = _one(reading, "position-embedding-type")
-    return _is(reading, "use-rotary-position-embeddings") or kind in ("rope", "yarn", "mrope")
-
-
 def _drops(reading: Reading) -> bool:
-    parts = [_one(reading, name) for name in ("hidden-dropout", "attention-dropout")]
-    if parts == [None, None]:
-        reading.say("assumed: dropout, as Megatron-LM's default of 0.1 is; --hidden-dropout 0 means none")
-    return any(part is None or part.strip("0.") != "" for part in parts)
+    names = ("hidden_dropout", "attention_dropout")
+    if not any(name in reading.values for name in names):
+        reading.say("assumed: dropout, as Megatron-LM's default of 0.1 is; hidden_dropout: 0 means none")
+    rates = [reading.number(name) if name in reading.values else 0.1 for name in names]
+    return any(rates)
 
 
 def _latent(reading: Reading) -> dict[str, int]:
     found = {
-        "kv_lora_rank": _whole(reading, "kv-lora-rank") or 32,
-        "qk_nope_head_dim": _whole(reading, "qk-head-dim") or 128,
-        "qk_rope_head_dim": _whole(reading, "qk-pos-emb-head-dim") or 64,
-        "v_head_dim": _whole(reading, "v-head-dim") or 128,
+        "kv_lora_rank": reading.whole("kv_lora_rank") or 32,
+        "qk_nope_head_dim": reading.whole("qk_head_dim") or 128,
+        "qk_rope_head_dim": reading.whole("qk_pos_emb_head_dim") or 64,
+        "v_head_dim": reading.whole("v_head_dim") or 128,
     }
-    rank = _whole(reading, "q-lora-rank", least=0)
+    rank = reading.whole("q_lora_rank", least=0)
     return found | ({"q_lora_rank": rank} if rank else {})
 
 
 def _vocabulary(reading: Reading, tp: int) -> int | None:
     """Return the rows of the embedding, padded as Megatron-LM pads them; None: the tokenizer decides."""
-    if (padded := _whole(reading, "padded-vocab-size")) is not None:
-        reading.take("--vocab-size")
-        return padded
-    rows = _whole(reading, "vocab-size")
-    unit = (_whole(reading, "make-vocab-size-divisible-by") or 128) * tp
-    return None if rows is None else -(-rows // unit) * unit
+    rows, unit = reading.whole("vocab_size"), (reading.whole("make_vocab_size_divisible_by") or 128) * tp
+    return reading.whole("padded_vocab_size") or (None if rows is None else -(-rows // unit) * unit)
 
 
 def _window(reading: Reading) -> dict[str, int]:
-    size = _one(reading, "window-size")
-    every = _whole(reading, "window-attn-skip-freq")
+    size, every = reading.word("window_size"), reading.whole("window_attn_skip_freq")
     if size is None:
         return {}
     match = re.fullmatch(r"[(\[]?\s*(\d{1,9})\s*[, ]\s*0\s*[)\]]?", size)
     if match is None:
-        raise reading.wrong(("--window-size",), size, "give two numbers, the second of them 0, as in 127,0")
+        raise reading.wrong(("window_size",), size, "give two numbers, the second of them 0, as in 127,0")
     return {"window": int(match.group(1)) + 1} | ({"full_every": every} if every else {})
 
 
 def _experts(reading: Reading, layers: int, ffn: int) -> dict[str, int] | None:
-    count = _whole(reading, "num-experts", least=0)
+    count = reading.whole("num_experts", "num_moe_experts", least=0)
     if not count:
         return None
-    width = _whole(reading, "moe-ffn-hidden-size") or ffn
-    shared = _whole(reading, "moe-shared-expert-intermediate-size", least=0) or 0
+    width = reading.whole("moe_ffn_hidden_size") or ffn
+    shared = reading.whole("moe_shared_expert_intermediate_size", least=0) or 0
     if shared % width:
-        raise reading.wrong(("--moe-shared-expert-intermediate-size",), shared, f"give a multiple of {width}")
+        raise reading.wrong(("moe_shared_expert_intermediate_size",), shared, f"give a multiple of {width}")
     every, first = _frequency(reading, layers)
     return {
-        "count": count, "per_token": _whole(reading, "moe-router-topk") or 2, "width": width,
+        "count": count, "per_token": reading.whole("moe_router_topk") or 2, "width": width,
         "shared": shared // width, "every": every, "first_dense": first,
     }  # fmt: skip
 
 
 def _frequency(reading: Reading, layers: int) -> tuple[int, int]:
-    """Return how often a layer has experts, and how many at the beginning have none: of 2, or of ([0]*3+[1]*58)."""
-    given = (_one(reading, "moe-layer-freq") or "1").replace(" ", "")
+    """Return how often a layer has experts, and how many at the beginning have none: of 2, or of [0, 0, 0, 1, ...]."""
+    given = (reading.word("moe_layer_freq") or "1").replace(" ", "")
     if given.isdecimal():
         return max(int(given[:6]), 1), 0
     listed = re.fullmatch(r"\(?\[0\]\*(\d{1,4})\+\[1\]\*(\d{1,4})\)?", given)
@@ -206,138 +170,103 @@ def _frequency(reading: Reading, layers: int) -> tuple[int, int]:
     if plain and given.count("0") + given.count("1") == layers:
         return 1, given.count("0")
     advice = f"give a number, or ([0]*dense+[1]*others) that adds up to {layers} layers"
-    raise reading.wrong(("--moe-layer-freq",), given, advice)
+    raise reading.wrong(("moe_layer_freq",), given, advice)
 
 
 def _training(reading: Reading) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "micro_batch": _whole(reading, "micro-batch-size") or 1, **_precision(reading),
-        **_recomputation(reading), "flash_attention": _flash(reading), "cuda_graphs": _replays(reading),
-        "fused_accumulation": not _is(reading, "no-gradient-accumulation-fusion")
-        and _one(reading, "gradient-accumulation-fusion") not in ("False", "false"),
-    }  # fmt: skip
-    if (sequence := _whole(reading, "seq-length")) is not None:
-        found["sequence"] = sequence
-    if (batch := _whole(reading, "global-batch-size")) is not None:
-        found["global_batch"] = batch
-    optimizer = _one(reading, "optimizer") or "adam"
-    if optimizer not in ("adam", "sgd"):
-        raise reading.wrong(("--optimizer",), optimizer, "allowed are adam and sgd")
-    found["optimizer"] = optimizer
-    half = _is(reading, "grad-reduce-in-bf16") or (
-        found["precision"] == "fp16" and not _is(reading, "accumulate-allreduce-grads-in-fp32")
+    precision = _precision(reading)
+    half = _any(reading, "grad_reduce_in_bf16") or (
+        precision["precision"] == "fp16" and not reading.truth("accumulate_allreduce_grads_in_fp32")
     )
-    _is(reading, "accumulate-allreduce-grads-in-fp32")
-    found["grad_bytes"] = 2 if half else 4
-    return found
+    graphs = reading.word("cuda_graph_impl") not in (None, "none")
+    found = {
+        "sequence": reading.whole("seq_length"), "global_batch": reading.whole("global_batch_size"),
+        "micro_batch": reading.whole("micro_batch_size") or 1, **precision, **_recomputation(reading),
+        "flash_attention": _flash(reading),
+        "cuda_graphs": _any(reading, "enable_cuda_graph", "external_cuda_graph") or graphs,
+        "fused_accumulation": reading.truth("gradient_accumulation_fusion", default=True),
+        "optimizer": reading.word("optimizer", allowed=("adam", "sgd")) or "adam", "grad_bytes": 2 if half else 4,
+    }  # fmt: skip
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _precision(reading: Reading) -> dict[str, Any]:
-    eight = (_one(reading, "fp8-format") or "false").lower() not in ("false", "none")
-    half, brain = _is(reading, "fp16"), _is(reading, "bf16")
-    named = _one(reading, "mixed-precision") or _one(reading, "precision") or ""  # of Megatron-Bridge and NeMo
-    recipe = _one(reading, "fp8-recipe") or "delayed"
+    half, brain = reading.truth("fp16"), reading.truth("bf16")
+    named = reading.word("mixed_precision", "precision") or ""  # of Megatron-Bridge and NeMo
+    eight = (reading.word("fp8", "fp8_format") or "false").lower() not in ("false", "none")
+    recipe = reading.word("fp8_recipe", allowed=FP8_SCALINGS if eight or "fp8" in named else ()) or "delayed"
     if eight or "fp8" in named:
-        if recipe not in FP8_SCALINGS:
-            raise reading.wrong(("--fp8-recipe",), recipe, f"allowed are {', '.join(FP8_SCALINGS)}")
-        attention = any([_is(reading, "fp8-dot-product-attention"), _is(reading, "fp8-multi-head-attention")])
+        attention = _any(reading, "fp8_dot_product_attention", "fp8_multi_head_attention")
         return {"precision": "fp8", "fp8_scaling": recipe, "fp8_attention": attention}
     return {"precision": "bf16" if brain or "bf16" in named else "fp16" if half or "16" in named else "fp32"}
 
 
-def _replays(reading: Reading) -> bool:
-    """Return whether layers are replayed as CUDA graphs."""
-    kind = _one(reading, "cuda-graph-impl")
-    named = any([_is(reading, "enable-cuda-graph"), _is(reading, "external-cuda-graph")])
-    return named or kind not in (None, "none")
-
-
 def _recomputation(reading: Reading) -> dict[str, Any]:
-    kind = _one(reading, "recompute-granularity")
-    old = _one(reading, "checkpoint-activations") or _one(reading, "activations-checkpoint-method")
-    method, number = _one(reading, "recompute-method"), _whole(reading, "recompute-num-layers")
-    modules = _one(reading, "recompute-modules")
-    if kind not in (None, "full", "selective", "none"):
-        raise reading.wrong(("--recompute-granularity",), kind, "allowed are full and selective")
-    if kind is None and old is not None and old.lower() != "false":
-        kind = "full"
-    if kind is None and _is(reading, "recompute-activations"):
-        kind = "selective"
-    if kind == "selective":
-        return _selective(reading, (modules or "core_attn").replace(",", " ").split())
-    if kind == "full" and method in ("block", "uniform") and (number or 1) > (method == "uniform"):
-        return {"recompute": "full", "recompute_method": method, "recompute_num_layers": number or 1}
-    return {"recompute": kind or "none"}
-
-
-def _selective(reading: Reading, modules: list[str]) -> dict[str, Any]:
-    """Return what selective recomputation computes again; a module that the planner does not have is kept."""
-    known = [module for module in get_args(RecomputeModule) if module in modules]
-    if other := [module for module in modules if module not in known]:
-        reading.say(f"assumed: of --recompute-modules, {printable(' '.join(other), 80)} is kept, not computed again")
-    if not known:
-        return {"recompute": "none"}
-    return {"recompute": "selective"} | ({"recompute_modules": known} if known != ["core_attn"] else {})
+    kind = reading.word("recompute_granularity", allowed=("full", "selective", "none")) or "none"
+    method, number = reading.word("recompute_method"), reading.whole("recompute_num_layers") or 1
+    named = re.findall(r"\w+", reading.word("recompute_modules") or "core_attn")
+    if kind == "full" and method in ("block", "uniform") and number > (method == "uniform"):
+        return {"recompute": "full", "recompute_method": method, "recompute_num_layers": number}
+    if kind != "selective":
+        return {"recompute": kind}
+    known = [module for module in get_args(RecomputeModule) if module in named]
+    if other := [module for module in named if module not in known]:
+        reading.say(f"assumed: of recompute_modules, {printable(' '.join(other), 80)} is kept, not computed again")
+    return {"recompute": "selective", "recompute_modules": known} if known else {"recompute": "none"}
 
 
 def _flash(reading: Reading) -> bool:
-    backend, transformer = _one(reading, "attention-backend"), _one(reading, "transformer-impl")
-    if _is(reading, "use-flash-attn"):
+    backend, transformer = reading.word("attention_backend"), reading.word("transformer_impl")
+    if reading.truth("use_flash_attn"):
         return True
-    if backend is not None:
-        return not any(slow in backend for slow in ("unfused", "local"))
-    if transformer == "local":
-        return False
-    reading.say("assumed: flash attention; --set training.flash_attention=false for Megatron-LM before 2023")
-    return True
+    if backend is None and transformer is None:
+        reading.say("assumed: flash attention; --set training.flash_attention=false for Megatron-LM before 2023")
+    slow = transformer == "local" if backend is None else any(each in backend for each in ("unfused", "local"))
+    return not slow
 
 
-def _parallel(reading: Reading, layers: int, tp: int) -> dict[str, Any]:
-    pp = _whole(reading, "pipeline-model-parallel-size") or 1
+def _parallel(reading: Reading) -> dict[str, Any]:
+    tp, pp = reading.whole("tensor_model_parallel_size") or 1, reading.whole("pipeline_model_parallel_size") or 1
+    names = ("virtual_pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank")
+    virtual, zero = reading.whole(*names) or 1, _zero(reading)
     found: dict[str, Any] = {
-        "tp": tp, "pp": pp, "cp": _whole(reading, "context-parallel-size") or 1,
-        "ep": _whole(reading, "expert-model-parallel-size") or 1,
-        "zero": _zero(reading), "overlap_tp": True,
+        "tp": tp, "pp": pp, "cp": reading.whole("context_parallel_size") or 1,
+        "ep": reading.whole("expert_model_parallel_size") or 1, "zero": zero,
+        "sequence": reading.truth("sequence_parallel"),
+        "overlap_dp": reading.truth("overlap_grad_reduce") or zero == 3,
+        "overlap_pp": reading.truth("overlap_p2p_comm", default=True) and virtual > 1,
     }  # fmt: skip
-    sequence = _is(reading, "sequence-parallel")
-    found["sequence"] = sequence
-    overlapped = [_is(reading, "overlap-grad-reduce"), _one(reading, "DDP-impl") == "torch", found["zero"] == 3]
-    found["overlap_dp"] = any(overlapped)
-    _is(reading, "overlap-param-gather")
-    expert_tp = _whole(reading, "expert-tensor-parallel-size")
-    if expert_tp == 1 and tp > 1:
-        found["expert_tp"] = 1
-    elif expert_tp is not None and expert_tp != tp:
-        raise reading.wrong(("--expert-tensor-parallel-size",), expert_tp, f"allowed are 1 and {tp}, as other matrices")
-    each, parts = _whole(reading, "num-layers-per-virtual-pipeline-stage"), _whole(reading, "virtual-stages")
-    if each is not None and layers % (pp * each):
-        raise reading.wrong(
-            ("--num-layers-per-virtual-pipeline-stage",), each, f"give a divisor of {layers} layers / {pp} stages"
-        )
-    virtual = layers // pp // each if each is not None else parts or 1
-    if stages := _uneven(reading, layers, pp, virtual):
-        found["stage_layers"] = stages
-    no_overlap = _is(reading, "no-overlap-p2p-communication")
     if virtual > 1:
         found |= {"virtual": virtual, "schedule": "interleaved"}
-    found["overlap_pp"] = virtual > 1 and not no_overlap
-    ends = [_is(reading, f"account-for-{end}-in-pipeline-split") for end in ("embedding", "loss")]
+    reading.take("overlap_param_gather")
+    expert_tp = reading.whole("expert_tensor_parallel_size") or tp
+    if expert_tp not in (1, tp):
+        raise reading.wrong(("expert_tensor_parallel_size",), expert_tp, f"allowed are 1 and {tp}, as other matrices")
+    if expert_tp != tp:
+        found["expert_tp"] = 1
+    if stages := _uneven(reading, pp, virtual):
+        found["stage_layers"] = stages
+    ends = [reading.truth(f"account_for_{end}_in_pipeline_split") for end in ("embedding", "loss")]
     if any(ends):
         found["ends_count"] = True
         if not all(ends):
             reading.say("assumed: embedding and loss both count as a layer, though the file says so of one")
+    replicas, left = divmod(reading.whole("world_size") or 0, tp * pp * found["cp"])
+    if dp := reading.whole("data_parallel_size") or (0 if left else replicas):
+        found["dp"] = dp
     return found
 
 
-def _uneven(reading: Reading, layers: int, pp: int, virtual: int) -> list[int]:
+def _uneven(reading: Reading, pp: int, virtual: int) -> list[int]:
     """Return the layers of each stage where the first or the last has its own number, as many for all others."""
-    ends = [_whole(reading, f"decoder-{end}-pipeline-num-layers", least=0) for end in ("first", "last")]
+    layers = reading.needed("num_layers")
+    ends = [reading.whole(f"decoder_{end}_pipeline_num_layers", least=0) for end in ("first", "last")]
     if ends == [None, None]:
         return []
     others, left = pp - sum(end is not None for end in ends), layers - sum(end or 0 for end in ends)
     if virtual > 1 or others < 1 or left < 0 or left % others:
         raise Misconfigured(
-            f"--decoder-first-, -last-pipeline-num-layers = {ends}, {layers} layers, {pp} stages of {virtual} parts: "
+            f"decoder_first_, _last_pipeline_num_layers = {ends}, {layers} layers, {pp} stages of {virtual} parts: "
             "give numbers that leave as many layers for every other stage, of one part; or a job with stage_layers"
         )
     first, last = ends
@@ -345,37 +274,10 @@ def _uneven(reading: Reading, layers: int, pp: int, virtual: int) -> list[int]:
 
 
 def _zero(reading: Reading) -> int:
-    fsdp = any([_is(reading, "use-megatron-fsdp"), _is(reading, "use-custom-fsdp")])
-    strategy = _one(reading, "data-parallel-sharding-strategy")
-    distributed, torch = _is(reading, "use-distributed-optimizer"), _is(reading, "use-torch-fsdp2")
-    if torch:
-        return 3
-    if fsdp:
-        known = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3, None: 3}
-        if strategy not in known:
-            allowed = "allowed are no_shard, optim, optim_grads, optim_grads_params"
-            raise reading.wrong(("--data-parallel-sharding-strategy",), strategy, allowed)
-        return known[strategy]
+    fsdp, torch = _any(reading, "use_megatron_fsdp", "use_custom_fsdp"), reading.truth("use_torch_fsdp2")
+    strategy, distributed = reading.word("data_parallel_sharding_strategy"), reading.truth("use_distributed_optimizer")
+    if fsdp and strategy not in (None, *FSDP):
+        raise reading.wrong(("data_parallel_sharding_strategy",), strategy, f"allowed are {', '.join(FSDP)}")
+    if torch or fsdp:
+        return 3 if torch else FSDP[strategy or "optim_grads_params"]
     return 1 if distributed else 0
-
-
-def _replicas(reading: Reading, parallel: dict[str, Any]) -> int | None:
-    """Return the replicas if the file says how many GPUs there are, by its launcher or Slurm."""
-    gpus = _maybe(reading, "world-size")
-    if gpus is None:
-        counts = [[found for name in names if (found := _maybe(reading, name))] for names in LAUNCHED]
-        gpus = counts[0][0] * counts[1][0] if all(counts) else None
-    replica: int = parallel["tp"] * parallel["pp"] * parallel["cp"]
-    if gpus is None:
-        return None
-    if gpus % replica:
-        reading.say(f"the file's launcher starts {gpus} GPUs, which tp · pp · cp = {replica} does not divide")
-        return None
-    return gpus // replica
-
-
-def _maybe(reading: Reading, name: str) -> int | None:
-    """Return a number, None where the file has none, several, or leaves it to its environment."""
-    value = str(reading.take(f"--{name}"))
-    number = int(value) if value.isdecimal() and len(value) < 9 else 0
-    return number or None

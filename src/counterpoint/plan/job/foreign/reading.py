@@ -19,8 +19,6 @@ class ForeignJob(Record, frozen=True, kw_only=True):
     what: str  # the format, for people
     tables: dict[str, dict[str, Any]]  # as those of a job's file
     notes: tuple[str, ...]  # what was read, assumed and left out
-    per_replica: int | None = None  # samples of one step on each replica, where the file gives no global batch
-    replicas: int = 1  # groups of ranks with all shards, where the file leaves the number of ranks open
 
 
 class Reading:
@@ -98,8 +96,11 @@ class Reading:
         self.said.append(text)
 
     def notes(self, neutral: re.Pattern[str]) -> tuple[str, ...]:
-        """Return all notes: what was read, what was said, what is of no matter by its name, and what is left."""
-        rest = [name for name in self.values if name not in self.read]
+        """Return the notes: names that were read, assumptions, names that `neutral` matches, and unknown names.
+
+        Switches that are off are left out.
+        """
+        rest = [name for name in self.values if name not in self.read and str(self.values[name]).lower() != "false"]
         of_no_matter = [name for name in rest if neutral.fullmatch(name)]
         unknown = [name for name in rest if not neutral.fullmatch(name)]
         found = [f"read from {self.what}: {_listed(self.read)}", *self.said]

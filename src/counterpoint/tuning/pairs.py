@@ -1,17 +1,79 @@
-"""Refuse pairs that cannot be measured, before anything is started."""
+"""Read the pairs of a step from `pairs.toml`, refuse those that cannot be measured, and say how one runs. No torch.
+
+docs/reference/tune.md describes the file: one table `[[pair]]` for each pair.
+"""
 
 from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
 
 from counterpoint.collectives.program.operations import measured_by
 from counterpoint.errors import Misconfigured, printable
 from counterpoint.measurement.dependent import find_dependent, find_exchange, is_dependent, is_exchange
 from counterpoint.measurement.dtypes import measured_dtype
 from counterpoint.measurement.workloads import find_workload
+from counterpoint.pair.choice import ORDERS
 from counterpoint.pair.curves import DTYPES
+from counterpoint.read_file import parse_toml, read_text
+from counterpoint.records import Record
+from counterpoint.records.measurement import Order
 from counterpoint.records.tuning import StepPair
-from counterpoint.tuning.parts import block_name, depends
 
+STOCK = {"cuda": "nccl", "cpu": "gloo"}  # of independent pairs
+TORCH = "torch"  # the stock of what depends on communication
+MAX_BYTES = 1 << 20  # of a file
+_ADVICE = "give tables [[pair]] with operation, compute, bytes_per_rank and ranks (docs/reference/tune.md)"
 MOST_BYTES = 1 << 38  # of both sides on a rank: no GPU has so many
+
+
+class _PairsFile(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Represents the content of the file."""
+
+    pair: Annotated[tuple[StepPair, ...], Meta(min_length=1, max_length=10_000)]
+
+
+def read_pairs(path: str | Path) -> tuple[StepPair, ...]:
+    """Return the pairs in a file; raise Misconfigured, with the pair and what is allowed, if one cannot be measured."""
+    text = read_text(Path(path), limit=MAX_BYTES, advice=_ADVICE)
+    name = printable(str(path))
+    content = parse_toml(text, f"{name} holds no pairs", _ADVICE)
+    if "schema" in content:
+        raise Misconfigured(f"{name} is what tune has chosen; give the pairs that it was made from, or --to FORM")
+    try:
+        pairs = msgspec.convert(content, _PairsFile).pair
+    except msgspec.ValidationError as error:
+        raise Misconfigured(f"{name} holds no pairs: {printable(str(error))}; {_ADVICE}") from None
+    for number, pair in enumerate(pairs, 1):
+        try:
+            check_pair(pair)
+        except Misconfigured as error:
+            raise Misconfigured(f"{name}, pair {number}: {error}") from None
+    return pairs
+
+
+def stock_of(pair: StepPair, device: str) -> str:
+    """Return the mechanism by which a pair runs where nothing is chosen."""
+    return TORCH if depends(pair) else STOCK[device]
+
+
+def depends(pair: StepPair) -> bool:
+    """Return whether the computation of a pair needs what the communication brings, or the other way round."""
+    return is_dependent(pair.operation) or is_exchange(pair.operation)
+
+
+def block_name(pair: StepPair) -> str:
+    """Return the name of a building block: the sizes of a matmul are those after `gemm`."""
+    sizes = pair.compute.removeprefix("gemm ") if is_dependent(pair.operation) else pair.compute
+    return f"{pair.operation} {sizes}"
+
+
+def orders_of(pair: StepPair) -> tuple[Order, ...]:
+    """Return the launch orders that count."""
+    return ORDERS if pair.first is None else (pair.first,)
 
 
 def check_pair(pair: StepPair) -> None:

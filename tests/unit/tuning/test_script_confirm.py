@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from counterpoint.records.tuning import LEAVE, Tuned
 from counterpoint.tuned.file import read_tuned
-from counterpoint.tuning.script.confirm import Choice, chosen, confirm, difference, falsified, name_of
+from counterpoint.tuning.script.api import Choice, chosen, confirm, difference, falsified, name_of
 from counterpoint.tuning.script.launch import ScriptVariant
 from tests.support.example_tuned import example_tuned
 

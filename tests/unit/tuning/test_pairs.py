@@ -9,7 +9,7 @@ import pytest
 from counterpoint.errors import Misconfigured
 from counterpoint.records.tuning import StepPair
 from counterpoint.tuned.file import tuned_toml
-from counterpoint.tuning.pairs_file import read_pairs
+from counterpoint.tuning.pairs import read_pairs
 from tests.support.example_tuned import example_tuned
 
 GATHER = {"operation": "all_gather", "compute": "gemm 8192x8192x8192", "bytes_per_rank": 1024, "ranks": 2}

@@ -1,4 +1,4 @@
-"""Other jobs like this one: every flag changes what it says, and nothing else."""
+"""Other jobs like this one: every flag and field changes what it says, and nothing else."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from counterpoint.errors import Misconfigured
+from counterpoint.plan.job.changes import build_job, on_nodes, swept
+from counterpoint.plan.job.cluster import find_gpu
 from counterpoint.plan.job.job import Job, parse_job
-from counterpoint.plan.job.what_if import WHAT_IFS, build_job, swept, what_if
 
 TABLES = tomllib.loads("""
 model = { name = "llama3-8b" }
@@ -34,6 +35,12 @@ def test_more_nodes_are_more_replicas_of_the_same_batch() -> None:
     assert (more.parallel.dp, more.parallel.tp, more.cluster.num_gpus, more.training.global_batch) == (32, 2, 64, 64)
 
 
+def test_a_node_is_that_of_the_network() -> None:
+    """Also for a job that fills a part of one, or says nothing of how it is divided."""
+    for parallel in ({"dp": 4}, {}):
+        assert job("nodes", "2", TABLES | {"parallel": parallel}).parallel.world_size == 16
+
+
 def test_weak_scaling_takes_the_batch_with_it() -> None:
     """As many samples for each replica."""
     assert job("weak_nodes", "8").training.global_batch == 128
@@ -49,20 +56,20 @@ def test_nodes_of_levels_that_are_written_out() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value", "factor"),
-    [("nic_gbit", "800", 2.0), ("nics", "4", 0.5), ("failed_nics", "2", 1.0)],
+    [("cluster.nic_gbit", "800", 2.0), ("cluster.nics", "4", 0.5), ("cluster.failed_nics", "2", 1.0)],
 )
 def test_the_network_between_nodes(name: str, value: str, factor: float) -> None:
     """400 Gb/s and 8 NICs are what this network has; NVLink stays as it was."""
     changed, before = job(name, value), parse_job(TABLES)
     assert rates(changed)[: len(rates(before))] == [factor * rate for rate in rates(before)]
     assert changed.cluster.levels[0] == before.cluster.levels[0]
-    assert changed.cluster.levels[1].failed_nics == (2 if name == "failed_nics" else 0)
+    assert changed.cluster.levels[1].failed_nics == (2 if name == "cluster.failed_nics" else 0)
 
 
 def test_a_changed_network_can_still_grow() -> None:
     """Past what its lowest switch joins: the levels above are written out, too."""
-    changed = build_job(TABLES, {"training.global_batch": "512", "nic_gbit": "800"})
-    levels = what_if(changed, "nodes", "64").cluster.levels
+    changed = build_job(TABLES, {"training.global_batch": "512", "cluster.nic_gbit": "800"})
+    levels = on_nodes(changed, 64, batch_grows=False).cluster.levels
     assert [(level.name, level.gb_per_s) for level in levels[:3]] == [
         ("nvlink", 370.8),
         ("rail", 100.0),
@@ -74,7 +81,7 @@ def test_oversubscription_is_of_the_topmost_level() -> None:
     """That the job crosses: on 32 GPUs the rails, on 4,096 the core; where it changed nothing, nobody would see it."""
     larger = {"training.global_batch": "2048", "nodes": "512"}
     factors = [
-        [level.oversubscription for level in what_if(build_job(TABLES, each), "oversubscription", "4").cluster.levels]
+        [level.oversubscription for level in build_job(TABLES, each | {"cluster.oversubscription": "4"}).cluster.levels]
         for each in ({}, larger)
     ]
     assert factors == [[1.0, 4.0, 1.0, 1.0], [1.0, 1.0, 1.0, 4.0]]
@@ -84,22 +91,15 @@ def test_oversubscription_is_of_the_topmost_level() -> None:
     ("name", "value", "read", "expected"),
     [
         ("gpu", "B200", lambda job: job.cluster.gpu.name, "B200"),
-        ("global_batch", "128", lambda job: job.training.global_batch, 128),
-        ("micro_batch", "2", lambda job: job.training.micro_batch, 2),
-        ("accumulation", "8", lambda job: job.training.global_batch, 128),
-        ("bucket_mib", "50", lambda job: job.parallel.bucket_bytes, 50 << 20),
-        ("precision", "fp8", lambda job: job.training.precision, "fp8"),
-        ("recompute", "full", lambda job: job.training.recompute, "full"),
+        ("training.global_batch", "128", lambda job: job.training.global_batch, 128),
+        ("training.precision", "fp8", lambda job: job.training.precision, "fp8"),
         ("mechanism", "zero_sm", lambda job: job.mechanism, "zero_sm"),
-        ("compression", "powersgd:8", lambda job: job.compression.rank, 8),
-        ("compression", "topk:0.02", lambda job: job.compression.keep, 0.02),
-        ("compression", "none", lambda job: job.compression, None),
-        ("local_steps", "4", lambda job: job.training.local_steps, 4),
-        ("asynchronous", "true", lambda job: job.training.asynchronous, True),
-        ("slow_rank", "1.5", lambda job: job.ranks.slow, 1.5),
-        ("clock_ghz", "1.4", lambda job: job.cluster.gpu.clock_ghz, 1.4),
-        ("power_watts", "500", lambda job: job.cluster.gpu.power_watts, 500.0),
-        ("jitter", "0.02", lambda job: job.ranks.jitter, 0.02),
+        ("overlap.tp", "zero_sm", lambda job: (job.mechanism, job.mechanisms), ("nccl", {"tp": "zero_sm"})),
+        ("compression.method", "powersgd", lambda job: job.compression.rank, 4),
+        ("training.asynchronous", "true", lambda job: job.training.asynchronous, True),
+        ("ranks.slow", "1.5", lambda job: job.ranks.slow, 1.5),
+        ("cluster.clock_ghz", "1.4", lambda job: job.cluster.gpu.clock_ghz, 1.4),
+        ("cluster.power_watts", "500", lambda job: job.cluster.gpu.power_watts, 500.0),
         ("parallel.tp", "4", lambda job: job.parallel.tp, 4),
         ("training.flash_attention", "false", lambda job: job.training.flash_attention, False),
     ],
@@ -110,15 +110,13 @@ def test_a_value_arrives(name: str, value: str, read: Any, expected: object) -> 
         "cluster": TABLES["cluster"] | {"gpus": 64},
         "training": TABLES["training"] | {"global_batch": 256},
     }
-    if name == "accumulation":
-        tables = TABLES
     assert read(job(name, value, tables)) == expected
 
 
 def test_the_tables_asked_about_stay_as_they_were() -> None:
-    """A what-if is a copy."""
+    """A change is made in a copy."""
     before = repr(TABLES)
-    for name, value in (("nodes", "8"), ("nic_gbit", "800"), ("parallel.tp", "4")):
+    for name, value in (("nodes", "8"), ("gpu", "B200"), ("mechanism", "zero_sm"), ("parallel.tp", "4")):
         build_job(TABLES, {name: value})
     assert repr(TABLES) == before
 
@@ -127,18 +125,20 @@ def test_the_tables_asked_about_stay_as_they_were() -> None:
     ("name", "value", "said"),
     [
         ("nodes", "many", "nodes = many: give a number of nodes"),
-        ("nodes", "-1", "nodes = -1: give a number above 0"),
+        ("nodes", "-1", "nodes = -1: give a number of nodes, from 1 to"),
         ("nodes", "3", "does not divide training.global_batch"),
-        ("nic_gbit", "0", "nic_gbit = 0: give a number above 0"),
-        ("failed_nics", "8", "failed_nics = 8 of 8"),
-        ("compression", "gzip", 'compression.method = "gzip": give one of powersgd, quantized, randomk, topk'),
-        ("compression", "3", "give none, powersgd:RANK"),
+        ("cluster.nic_gbit", "0", "cluster.nic_gbit = 0: give a number from 0.001 to"),
+        ("cluster.failed_nics", "8", "failed_nics = 8 of 8"),
+        ("compression.method", "gzip", 'compression.method = "gzip": give one of powersgd, quantized, randomk, topk'),
         ("gpu", "H300", "known are A100, A100-40"),
-        ("slow_rank", "0.5", "ranks.slow = 0.5: give a number from 1 to 1,000"),
-        ("speed", "1", "speed is not known: give a field, such as parallel.tp, or one of gpu"),
+        ("ranks.slow", "0.5", "ranks.slow = 0.5: give a number from 1 to 1,000"),
+        ("tp", "1", "tp is not known: give a field, such as parallel.tp"),
+        ("micro_bach", "1", "micro_bach is not known: give a field, such as training.micro_batch"),
+        ("paralel.tp", "1", "paralel is not known: give parallel, or another of model"),
         ("parallel", "1", "parallel is not known"),
         ("parallel.dp.x", "1", "parallel.dp.x: dp is no table"),
-        ("parallel.colour", "1", "parallel.colour is not known: allowed are dp"),
+        ("parallel.colour", "1", "parallel.colour is not known: give one of dp"),
+        ("parallel.shards", "1", "parallel.shards is not known: give shard, or another of dp"),
     ],
 )
 def test_what_cannot_be_is_said(name: str, value: str, said: str) -> None:
@@ -151,10 +151,10 @@ def test_what_cannot_be_is_said(name: str, value: str, said: str) -> None:
 @pytest.mark.parametrize("network", ["nvlink-h100", "h100-ndr-400"])
 @pytest.mark.parametrize("name", ["nic_gbit", "nics", "failed_nics", "oversubscription"])
 def test_a_job_inside_a_node_uses_no_nics(network: str, name: str) -> None:
-    """A flag that could change nothing is refused."""
+    """A field that could change nothing is refused."""
     one = TABLES | {"cluster": {"gpu": "H100", "network": network}, "parallel": {"dp": 8}}
     with pytest.raises(Misconfigured, match="all ranks are below one nvlink"):
-        job(name, "4", one)
+        job(f"cluster.{name}", "4", one)
 
 
 def test_a_sweep_keeps_why_a_value_cannot_be() -> None:
@@ -164,16 +164,11 @@ def test_a_sweep_keeps_why_a_value_cannot_be() -> None:
     assert isinstance(found[1][1], Misconfigured)
 
 
-def test_every_what_if_says_its_unit() -> None:
-    """For --help and for errors."""
-    assert all(what.unit and what.means for what in WHAT_IFS.values())
-
-
-def test_a_swept_what_if_replaces_its_own_flag() -> None:
-    """Half the NICs are half the rate, whatever the flag said before."""
-    found = dict(swept(TABLES, {"nics": "2"}, "nics", ["4"]))["4"]
+def test_a_swept_field_replaces_its_own_change() -> None:
+    """Half the NICs are half the rate, whatever was set before."""
+    found = dict(swept(TABLES, {"cluster.nics": "2"}, "cluster.nics", ["4"]))["4"]
     assert isinstance(found, Job)
-    assert rates(found)[0] == rates(job("nics", "4"))[0]
+    assert rates(found)[0] == rates(job("cluster.nics", "4"))[0]
 
 
 def test_a_swept_field_keeps_the_other_changes() -> None:
@@ -187,7 +182,7 @@ def test_a_swept_field_keeps_the_other_changes() -> None:
 
 def test_a_field_that_a_flag_decides_on_cannot_be_swept() -> None:
     """All values would be one job."""
-    with pytest.raises(Misconfigured, match=r"--sweep parallel\.dp with nodes: nodes decides on parallel\.dp"):
+    with pytest.raises(Misconfigured, match=r"nodes with parallel\.dp: both decide on it"):
         swept(TABLES, {"nodes": "8"}, "parallel.dp", ["8", "16"])
 
 
@@ -199,12 +194,13 @@ def test_a_named_network_is_not_put_over_levels_that_are_written_out() -> None:
 
 
 LINKED = (
-    {"nodes": "512", "global_batch": "4096"},
-    {"nodes": "512", "accumulation": "2", "micro_batch": "2"},
-    {"nic_gbit": "800", "network": "h100-roce-400", "nodes": "16", "oversubscription": "2"},
+    {"nodes": "512", "training.global_batch": "4096"},
+    {"nodes": "512", "training.global_batch": "8192", "training.micro_batch": "2"},
+    {"cluster.nic_gbit": "800", "network": "h100-roce-400", "nodes": "16", "cluster.oversubscription": "2"},
     {"parallel.shard": "32", "nodes": "8", "parallel.zero": "2"},
     {"network": "nvlink-h100", "nodes": "1", "parallel.zero": "0"},
-    {"weak_nodes": "64", "failed_nics": "1", "gpu": "H200", "precision": "fp8", "mechanism": "zero_sm"},
+    {"weak_nodes": "64", "cluster.failed_nics": "1", "gpu": "H200", "training.precision": "fp8", "mechanism": "nccl"},
+    {"gpu": "H200", "cluster.power_watts": "500", "mechanism": "zero_sm", "overlap.dp": "nccl"},
 )
 
 
@@ -218,10 +214,11 @@ def test_flags_that_belong_together_are_one_job_in_any_order(changes: dict[str, 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"nodes": "4", "weak_nodes": "8"}, "nodes with weak_nodes: both say how many nodes"),
-        ({"accumulation": "4", "global_batch": "64"}, "global_batch with accumulation: both say how large the batch"),
-        ({"weak_nodes": "4", "global_batch": "64"}, "global_batch with weak_nodes: with weak_nodes the batch grows"),
-        ({"nodes": "1024", "global_batch": "64"}, "does not divide training.global_batch = 64"),
+        ({"nodes": "4", "weak_nodes": "8"}, "weak_nodes with nodes: both decide on it"),
+        ({"nodes": "4", "cluster.gpus": "64"}, "nodes with cluster.gpus: both decide on it; give one of them"),
+        ({"weak_nodes": "4", "training.global_batch": "64"}, "weak_nodes with training.global_batch: both decide"),
+        ({"gpu": "H200", "cluster.gpu": "H100"}, "gpu with cluster.gpu: both decide on it"),
+        ({"nodes": "1024", "training.global_batch": "64"}, "does not divide training.global_batch = 64"),
     ],
 )
 def test_flags_that_contradict_each_other_are_refused(changes: dict[str, str], said: str) -> None:
@@ -229,6 +226,12 @@ def test_flags_that_contradict_each_other_are_refused(changes: dict[str, str], s
     with pytest.raises(Misconfigured) as raised:
         build_job(TABLES, changes)
     assert said in str(raised.value)
+
+
+def test_another_gpu_has_no_clock_or_profile_of_the_first() -> None:
+    """What the file says of its own GPU goes with it."""
+    limited = TABLES | {"cluster": TABLES["cluster"] | {"power_watts": 500, "machine": "mine.json"}}
+    assert job("gpu", "H200", limited).cluster.gpu == find_gpu("H200")
 
 
 @pytest.mark.parametrize("field", ["parallel.tp", "parallel.cp", "parallel.pp"])

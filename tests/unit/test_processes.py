@@ -26,6 +26,14 @@ CASES = {
     "an exception is said where no signal came": ((RUNS, LOST), "^rank 0 failed in scenario 's': RuntimeError: Conn"),
     "a signal without a name has its number": ((Remains(rank=0, code=-40),), "killed by signal 40"),
     "a rank that left nothing": ((RUNS, Remains(rank=1, code=7)), "^rank 1 exited with 7 d: it left no word"),
+    "control characters of a log stay out": (
+        (Remains(rank=0, code=1, log="a\x1b[31m\n\n"),),
+        r"exited with 1 d: a\\x1b\[31m; log: /logs/rank0.log",
+    ),
+    "a rank that was told to stop is not the cause": (
+        (told(0, "PeerFailed", "rank 1: t"), told(1, "WrongResult")),
+        r"^rank 1 failed in scenario 's': WrongResult: t;",
+    ),
 }
 
 
@@ -45,17 +53,6 @@ def test_the_ranks_can_be_read_from_the_error() -> None:
     error = died((LOST, KILLED), during="d", logs="/logs")
     assert isinstance(error, PeerTimeout)
     assert error.ranks == (1,)
-
-
-def test_control_characters_of_a_log_stay_out() -> None:
-    error = died((Remains(rank=0, code=1, log="a\x1b[31m\n\n"),), during="d", logs="/logs")
-    assert r"exited with 1 d: a\x1b[31m; log: /logs/rank0.log" in str(error)
-
-
-def test_a_rank_that_was_told_to_stop_is_not_the_cause() -> None:
-    """Whoever raised is named, though rank 0 raised as well."""
-    with pytest.raises(PeerTimeout, match=r"^rank 1 failed in scenario 's': WrongResult: t;"):
-        raise died((told(0, "PeerFailed", "rank 1: t"), told(1, "WrongResult")), during="d", logs="/l")
 
 
 def test_the_rank_that_did_not_answer_is_named_first() -> None:

@@ -14,8 +14,8 @@ from counterpoint.machine.profile import default_profile, profile_of, shipped_pr
 from counterpoint.measurement.mechanisms import find_mechanism
 from counterpoint.records.measurement import Order
 from counterpoint.records.tuning import StepPair
+from counterpoint.tuning.experiment import best_of, shortlist
 from counterpoint.tuning.predictions import predicted_times
-from counterpoint.tuning.shortlist import best_of, shortlist
 
 H200 = default_profile()
 COMPUTE = ("gemm 8192x8192x8192", "llama-8b layer 4096", "attention 4x32x4096x128", "elementwise 1048576")
@@ -32,7 +32,7 @@ def pair(operation: str = "all_gather", compute: str = COMPUTE[0], **fields: obj
 @pytest.mark.parametrize("operation", COLLECTIVES)
 def test_stock_comes_first_and_every_name_is_a_mechanism(operation: str, compute: str, device: str) -> None:
     """At most three others, no name twice, all known where they are to run."""
-    found = [each.mechanism for each in shortlist(pair(operation, compute), H200, device=device)]
+    found = list(shortlist(pair(operation, compute), H200, device=device))
     assert found[0] == {"cuda": "nccl", "cpu": "gloo"}[device]
     assert len(set(found)) == len(found) <= 4
     assert [find_mechanism(name, device).name for name in found] == found
@@ -41,8 +41,8 @@ def test_stock_comes_first_and_every_name_is_a_mechanism(operation: str, compute
 def test_the_others_are_those_with_the_least_predicted_time() -> None:
     """Ascending, and each with its prediction."""
     times = predicted_times(pair(), H200)
-    found = shortlist(pair(), H200)[1:]
-    assert [each.predicted_us for each in found] == sorted(us for name, us in times.items() if name != "nccl")[:3]
+    found = list(shortlist(pair(), H200).values())[1:]
+    assert found == sorted(us for name, us in times.items() if name != "nccl")[:3]
 
 
 @pytest.mark.parametrize(
@@ -57,15 +57,15 @@ def test_the_others_are_those_with_the_least_predicted_time() -> None:
 def test_what_depends_on_communication_has_its_own_mechanisms(
     operation: str, compute: str, names: set[str], device: str
 ) -> None:
-    found = [each.mechanism for each in shortlist(pair(operation, compute), H200, device=device)]
+    found = list(shortlist(pair(operation, compute), H200, device=device))
     assert (found[0], set(found)) == ("torch", names)
 
 
 def test_a_gpu_without_a_data_sheet_is_measured_without_the_model() -> None:
     """By a few mechanisms of different kinds, none with a prediction."""
     found = shortlist(pair(), shipped_profile("Riva 128"))
-    assert [each.mechanism for each in found][:2] == ["nccl", "zero_sm"]
-    assert all(each.predicted_us is None for each in found)
+    assert list(found)[:2] == ["nccl", "zero_sm"]
+    assert set(found.values()) == {None}
 
 
 @given(
@@ -74,8 +74,7 @@ def test_a_gpu_without_a_data_sheet_is_measured_without_the_model() -> None:
 )
 def test_a_model_that_is_wrong_never_drops_stock(times: dict[str, float], most: int) -> None:
     """Stock is there whatever is predicted, and nothing that was left out is predicted to be faster than what is in."""
-    found = best_of({"nccl": 1e9, **times}, "nccl", most)
-    kept = [each.mechanism for each in found]
+    kept = list(best_of({"nccl": 1e9, **times}, "nccl", most))
     assert kept[0] == "nccl"
     assert all(times[out] >= times[name] for out in times.keys() - set(kept) for name in kept[1:])
 

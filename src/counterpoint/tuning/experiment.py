@@ -1,4 +1,4 @@
-"""Turn pairs of a step into parts of a measurement, and what was measured into the times of each mechanism. No torch.
+"""Plan what `tune` measures: which mechanisms of a pair, in which order; and return the times that count. No torch.
 
 An independent pair is a `Scenario`, a matmul that depends on communication or an exchange of tokens is a `Block`. The
 time that counts is that of both sides, from the first start to the last end:
@@ -8,7 +8,7 @@ time that counts is that of both sides, from the first start to the last end:
     tokens          dispatch + combine with nothing beside them: experts wait for one, and the next layer for the other
 
 All mechanisms of a pair take turns in the same rounds. With T_r for the time in round r, of the slowest rank, and the
-mean over rounds of `rounds.py`
+mean over rounds of `decide.py`
 
     us of stock        mean of T_stock,r
     us of another      us of stock - mean of (T_stock,r - T_r)
@@ -22,34 +22,111 @@ the median of each mechanism by itself, of the rank whose median is largest, and
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from msgspec.structs import replace
 
+from counterpoint.collectives.program.operations import measured_by
+from counterpoint.errors import Misconfigured, Unsupported
+from counterpoint.machine.profile import Profile
 from counterpoint.measurement.dependent import is_dependent, is_exchange
 from counterpoint.measurement.dtypes import MEASURABLE, measured_dtype
-from counterpoint.pair.choice import ORDERS
-from counterpoint.records.measurement import LEGS, Block, BlockRow, Measurement, Order, Row, Scenario, Timing
+from counterpoint.pair.expert_choice import EXCHANGE_MECHANISMS
+from counterpoint.pair.matmul_choice import MATMUL_MECHANISMS
+from counterpoint.records.measurement import LEGS, Block, BlockRow, Measurement, Row, Scenario, Timing
 from counterpoint.records.tuning import StepPair, Tried, as_sentence
-from counterpoint.tuning.rounds import RoundMean, RoundTimes, apart, standard_error
+from counterpoint.tuning.decide import RoundMean, RoundTimes, apart, standard_error
+from counterpoint.tuning.pairs import block_name, depends, orders_of, stock_of
+from counterpoint.tuning.predictions import predicted_times
 
-STOCK = {"cuda": "nccl", "cpu": "gloo"}  # of independent pairs
-TORCH = "torch"  # the stock of what depends on communication
+Part = Scenario | Block
+Predicted = Mapping[str, float | None]
+"""The µs that the model expects of each mechanism to measure, stock first; None where it has no figures."""
 
-
-def stock_of(pair: StepPair, device: str) -> str:
-    """Return the mechanism by which a pair runs where nothing is chosen."""
-    return TORCH if depends(pair) else STOCK[device]
-
-
-def depends(pair: StepPair) -> bool:
-    """Return whether the computation of a pair needs what the communication brings, or the other way round."""
-    return is_dependent(pair.operation) or is_exchange(pair.operation)
+MOST = 3
+# where no figure tells them apart: each is the best of its kind on results/budget-pairs-4xh200.json and pairs-4xh200
+UNPREDICTED = ("nccl_zero_cta", "nccl+max_ctas=8+gemm_sms=124")
+_BYTES_PER_US = 1e5  # of a pair that nothing is predicted of, to be weighed against others
 
 
-def part_of(pair: StepPair, mechanisms: Sequence[str]) -> Scenario | Block:
-    """Return what to measure; pairs that take equally long for the same reasons get parts of the same name."""
+def planned(
+    pairs: Sequence[StepPair], profile: Profile, device: str, *, most: int
+) -> tuple[tuple[Part, ...], dict[str, Predicted]]:
+    """Return the parts to measure, in this order, and by name of a part what the model expects.
+
+    There is one part for all pairs that take equally long; of more than `most`, those with the most bytes in a step.
+    First comes the largest of each class, by weight in a step, then the others. Predictions take milliseconds, a
+    measurement seconds: a budget that has no second for a pair does not get to it.
+    """
+    same: dict[str, list[StepPair]] = {}
+    for pair in pairs:
+        same.setdefault(part_of(pair, ()).name, []).append(pair)
+    looked_at = sorted(same, key=lambda name: -_calls(same[name]) * same[name][0].bytes_per_rank)[:most]
+    expected = {name: shortlist(same[name][0], profile, device=device) for name in looked_at}
+
+    def step_us(name: str) -> float:
+        """Return about what these pairs take in a step by stock."""
+        by_stock = next(iter(expected[name].values()))
+        return _calls(same[name]) * (by_stock or same[name][0].bytes_per_rank / _BYTES_PER_US)
+
+    heaviest = sorted(looked_at, key=lambda name: -step_us(name))
+    classes: dict[object, list[str]] = {}
+    for name in heaviest:
+        classes.setdefault(class_of(same[name][0]), []).append(name)
+    largest = [max(names, key=lambda name: same[name][0].bytes_per_rank) for names in classes.values()]
+    parts = tuple(part_of(same[name][0], tuple(expected[name])) for name in dict.fromkeys((*largest, *heaviest)))
+    return parts, expected
+
+
+def class_of(pair: StepPair) -> tuple[object, ...]:
+    """Return the class of a pair: where there is no time to measure all, one mechanism is taken for all of a class.
+
+    Pairs of a class share operation, ranks, dtypes, computation, launch order, and the power of two below
+    `bytes_per_rank`. GEMMs of another shape are of another class: one tile more may take one wave more.
+    """
+    dtypes = pair.dtype, pair.computed_in
+    return (pair.operation, pair.ranks, *dtypes, pair.compute, pair.first, pair.bytes_per_rank.bit_length())
+
+
+def _calls(pairs: Sequence[StepPair]) -> int:
+    return sum(pair.calls for pair in pairs)
+
+
+def shortlist(pair: StepPair, profile: Profile, *, device: str = "cuda", most: int = MOST) -> Predicted:
+    """Return stock and the mechanisms with the least predicted time beside it; stock comes first, then the best.
+
+    Args:
+        pair: of a step.
+        profile: figures of the machine; on CPUs, which have none, all that runs there is returned.
+        device: cuda or cpu.
+        most: mechanisms besides stock.
+    """
+    stock = stock_of(pair, device)
+    try:
+        times: Mapping[str, float | None] = predicted_times(pair, profile) if device == "cuda" else {}
+    except (Misconfigured, Unsupported):  # a profile of a GPU without a data sheet, or without this operation
+        times = {}
+    return best_of(times or dict.fromkeys((stock, *_offered(pair, device))), stock, most)
+
+
+def best_of(times: Predicted, stock: str, most: int = MOST) -> Predicted:
+    """Return stock and the `most` others with the least time; of equal ones those that were named first."""
+    others = sorted((name for name in times if name != stock), key=lambda name: times[name] or 0.0)
+    return {name: times.get(name) for name in (stock, *others[:most])}
+
+
+def _offered(pair: StepPair, device: str) -> tuple[str, ...]:
+    """Return the mechanisms of a pair that no model ranks, besides stock; what cannot run is found out there."""
+    if depends(pair):
+        known: tuple[str, ...] = MATMUL_MECHANISMS if is_dependent(pair.operation) else EXCHANGE_MECHANISMS
+        return tuple(name for name in known if name != stock_of(pair, device))
+    copies = ("zero_sm",) if pair.operation in measured_by("programs") else ()
+    return copies if device == "cpu" else (*copies, *UNPREDICTED)
+
+
+def part_of(pair: StepPair, mechanisms: Sequence[str]) -> Part:
+    """Return the part that measures a pair; pairs that take equally long for the same reasons have one name."""
     asked = pair.dtype, pair.computed_in
     dtype, compute_dtype = (each if each in MEASURABLE else None for each in asked)  # None: that of the device
     if depends(pair):
@@ -67,17 +144,6 @@ def part_of(pair: StepPair, mechanisms: Sequence[str]) -> Scenario | Block:
         dtype=dtype,
         compute_dtype=compute_dtype,
     )
-
-
-def block_name(pair: StepPair) -> str:
-    """Return the name of a building block: the sizes of a matmul are those after `gemm`."""
-    sizes = pair.compute.removeprefix("gemm ") if is_dependent(pair.operation) else pair.compute
-    return f"{pair.operation} {sizes}"
-
-
-def orders_of(pair: StepPair) -> tuple[Order, ...]:
-    """Return the launch orders that count."""
-    return ORDERS if pair.first is None else (pair.first,)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,9 +10,8 @@ import pytest
 
 from counterpoint.measurement.rows import timing
 from counterpoint.records.tuning import LEAVE, StepPair, Tried
-from counterpoint.tuning.decide import decide
-from counterpoint.tuning.parts import against_stock
-from counterpoint.tuning.rounds import RoundMean, RoundTimes, apart, sigmas_of_proof, standard_error
+from counterpoint.tuning.decide import RoundMean, RoundTimes, apart, decide, sigmas_of_proof, standard_error
+from counterpoint.tuning.experiment import against_stock
 
 PAIR = StepPair(operation="all_gather", compute="gemm 8x8x8", bytes_per_rank=64, ranks=2)
 

@@ -1,0 +1,163 @@
+"""Change a job: by flags, by fields of its file, and by one of these over several values.
+
+    build_job(tables, {"parallel.tp": "4", "nodes": "16"})       the file's tables with a field set, on 16 nodes
+    swept(tables, {}, "nodes", ["1", "2", "4"])                  one job for each value
+
+Values are as TOML has them; a bare word stands for a string. Flags that name a part of the job come first, then fields,
+then the number of nodes, whatever order they are given in; only the job in the end has to be possible.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from msgspec.structs import replace
+
+from counterpoint.errors import Misconfigured, NoSuchValue, printable
+from counterpoint.plan.job.fields import Table, parse_record, read_value
+from counterpoint.plan.job.job import RECORDS, Job, parse_job
+from counterpoint.plan.job.machines import OF_GPUS, with_gpus
+from counterpoint.plan.job.model import divides
+from counterpoint.plan.job.parallel import Parallel, on_gpus
+
+MAX_VALUES = 1000
+MAX_NODES = 1 << 20
+NODES = ("nodes", "weak_nodes")
+DECIDES = {  # flags, and other changes that would say what they say
+    "gpu": ("cluster.gpu",),
+    "network": ("cluster.network", "cluster.levels"),
+    "mechanism": ("overlap.mechanism",),
+    "nodes": ("parallel.dp", "cluster.gpus"),
+    "weak_nodes": ("nodes", "parallel.dp", "cluster.gpus", "training.global_batch"),
+}
+SAME_GPUS = ("parallel.tp", "parallel.pp", "parallel.cp")  # swept, dp takes the GPUs that they leave
+
+
+def build_job(tables: Table, changes: Mapping[str, str]) -> Job:
+    """Return the job of a file after changes, by the names of flags (`nodes`) and of fields (`parallel.tp`).
+
+    Raises:
+        Misconfigured: the job is impossible, or two changes contradict each other.
+    """
+    _check_together(changes)
+    return _built(tables, changes)
+
+
+def swept(
+    tables: Table, changes: Mapping[str, str], name: str, texts: Sequence[str]
+) -> list[tuple[str, Job | Misconfigured]]:
+    """Return each value of one flag or field with its job, or with the error where that job is impossible.
+
+    A sweep over parallel.tp, pp or cp keeps the number of GPUs: parallel.dp takes what the others leave.
+
+    Args:
+        tables: the tables of the job's file.
+        changes: all other changes, as `build_job` takes them.
+        name: the flag or field that is varied.
+        texts: its values, 1 to 1000 of them.
+
+    Raises:
+        Misconfigured: there are no values or too many, one of them can be no value of the field in any job, or one of
+            `changes` contradicts the varied field.
+    """
+    if not 1 <= len(texts) <= MAX_VALUES:
+        raise Misconfigured(f"{name}: {len(texts)} values; give 1 to {MAX_VALUES}")
+    _check_together({**changes, name: texts[0]})
+    ranks = _parallel(tables, changes).world_size if name in SAME_GPUS else None
+    return [(text, _job_or_reason(tables, {**changes, name: text}, ranks)) for text in texts]
+
+
+def on_nodes(job: Job, nodes: int, *, batch_grows: bool) -> Job:
+    """Return the job on `nodes` nodes, with more or fewer replicas, as `build_job` has it for `nodes` or `weak_nodes`.
+
+    Args:
+        job: the job.
+        nodes: number of nodes.
+        batch_grows: the batch grows with the replicas; False: it stays.
+
+    Raises:
+        Misconfigured: the job cannot be divided over these nodes.
+    """
+    gpus = nodes * job.cluster.gpus_per_node
+    parallel, training = on_gpus(job.parallel, job.training, gpus, batch_grows=batch_grows)
+    return replace(job, parallel=parallel, training=training, cluster=with_gpus(job.cluster, gpus))
+
+
+def _check_together(changes: Mapping[str, str]) -> None:
+    """Raise Misconfigured where a flag comes with another change that says what it says."""
+    for flag in DECIDES.keys() & changes.keys():
+        for name in changes:
+            if any(f"{name}.".startswith(f"{decided}.") for decided in DECIDES[flag]):
+                raise Misconfigured(f"{flag} with {printable(name, 80)}: both decide on it; give one of them")
+
+
+def _built(tables: Table, changes: Mapping[str, str]) -> Job:
+    changed = _changed(tables, changes)
+    for flag in NODES:
+        if flag in changes:
+            return parse_job(changed, nodes=_nodes(flag, changes[flag]), batch_grows=flag == "weak_nodes")
+    return parse_job(changed)
+
+
+def _job_or_reason(tables: Table, changes: Mapping[str, str], ranks: int | None) -> Job | Misconfigured:
+    """Return the job after changes, on as many ranks as given, by its dp; or why it cannot be."""
+    try:
+        if ranks is None:
+            return _built(tables, changes)
+        replica = _parallel(tables, changes).replica
+        divides("parallel.tp · pp · cp", replica, "GPUs", ranks)
+        return _built(tables, {**changes, "parallel.dp": str(ranks // replica)})
+    except NoSuchValue:
+        raise
+    except Misconfigured as error:
+        return error
+
+
+def _parallel(tables: Table, changes: Mapping[str, str]) -> Parallel:
+    """Return the degrees of a job after changes, before the number of nodes decides on its replicas."""
+    return parse_record("parallel", _changed(tables, changes).get("parallel", {}), Parallel)
+
+
+def _changed(tables: Table, changes: Mapping[str, str]) -> dict[str, Any]:
+    """Return a copy of the tables after flags and fields; what a field may have is checked when they are read."""
+    changed = copy.deepcopy(dict(tables))
+    for flag in ("gpu", "network", "mechanism"):
+        if flag not in changes:
+            continue
+        value = read_value(changes[flag])
+        if flag == "mechanism":
+            changed["overlap"] = {"mechanism": value}
+            continue
+        cluster = changed.setdefault("cluster", {})
+        if flag == "gpu" and isinstance(cluster, dict):  # what was said of the other GPU
+            changed["cluster"] = {name: of for name, of in cluster.items() if name not in OF_GPUS}
+        _set(changed, f"cluster.{flag}", value)
+    for name, text in changes.items():
+        if name not in DECIDES:
+            _set(changed, name, read_value(text))
+    return changed
+
+
+def _set(tables: dict[str, Any], field: str, value: object) -> None:
+    """Set a field of tables in place."""
+    *above, last = field.split(".")
+    if not above:
+        names = [f"{table}.{name}" for table, kind in RECORDS.items() for name in kind.__struct_fields__]
+        near = [name for name in names if name.endswith(f".{last}")] or get_close_matches(last, names, n=1, cutoff=0.4)
+        raise NoSuchValue(f"{printable(field, 80)} is not known: give a field, such as {(near or ['parallel.tp'])[0]}")
+    table = tables
+    for key in above:
+        table = table.setdefault(key, {})
+        if not isinstance(table, dict):
+            raise Misconfigured(f"{printable(field)}: {printable(key)} is no table")
+    table[last] = value
+
+
+def _nodes(flag: str, text: str) -> int:
+    value = read_value(text)
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_NODES:
+        raise NoSuchValue(f"{flag} = {printable(text, 80)}: give a number of nodes, from 1 to {MAX_NODES:,}")
+    return value
