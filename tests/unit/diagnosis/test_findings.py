@@ -13,6 +13,7 @@ from counterpoint.diagnosis.api import diagnose_digests
 from counterpoint.diagnosis.findings.communication import find_exposed
 from counterpoint.diagnosis.findings.findings import verdict
 from counterpoint.diagnosis.reading.traced_job import assemble
+from counterpoint.records.causes import IDLE_CAUSES, Cause
 from counterpoint.records.diagnosis import Diagnosis, Finding
 from counterpoint.rendering.diagnosis_tables import idle_sentence
 from counterpoint.trace.timeline import Device, Kind
@@ -195,6 +196,13 @@ def test_verdict_tells_the_usual_step_beside_the_mean(last: int, said: str) -> N
     begins = (0, 100, 200, 300)
     r = rank(*[op("a", at + 10, at + 95) for at in begins], steps=[(0, 100), (100, 200), (200, 300), (300, 300 + last)])
     assert diagnose_digests([digested(r)], ["0"]).diagnosis.verdict.startswith(said)
+
+
+@pytest.mark.parametrize("cause", [c for c in IDLE_CAUSES.values() if c.title], ids=lambda c: c.name)
+def test_a_cause_with_a_finding_has_all_its_words(cause: Cause) -> None:
+    assert cause.short
+    assert cause.kind
+    assert cause.advice
 
 
 def finding(kind: str, cost_us: float) -> Finding:
