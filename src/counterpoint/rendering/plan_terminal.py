@@ -11,8 +11,8 @@ from rich.text import Text
 from counterpoint.records.prediction import (
     Curve,
     FitError,
-    Outcome,
     PlacementResult,
+    PlanOutcome,
     Prediction,
     RatioError,
     SearchResult,
@@ -82,7 +82,7 @@ def comparison_line(found: RatioError) -> str:
     )
 
 
-def change(other: Outcome, found: Prediction) -> float:
+def change(other: PlanOutcome, found: Prediction) -> float:
     """Return by which part the step of another job is longer, below 0 if it is shorter."""
     return (other.step_us or 0.0) / found.step_us - 1.0
 
@@ -210,7 +210,7 @@ def _runs(curve: Curve, console: Console) -> None:
     _table(console, ("value", "days", "GPU-hours", "cost", "goodput"), rows)
 
 
-def _point(point: Outcome) -> tuple[str | Text, ...]:
+def _point(point: PlanOutcome) -> tuple[str | Text, ...]:
     if point.step_us is None:
         return (point.label, "", "", "", "", "", "", "", say.text(point.why_not or "", say.QUIET))
     return (
@@ -221,13 +221,13 @@ def _point(point: Outcome) -> tuple[str | Text, ...]:
     )  # fmt: skip
 
 
-def _spread(point: Outcome) -> str:
+def _spread(point: PlanOutcome) -> str:
     """Return the ends of a point's interval over its step: -4%, +12%."""
     ends = [end for end in (point.low_us, point.high_us) if end is not None and point.step_us]
     return ", ".join(say.percent(end / (point.step_us or 1.0) - 1.0, sign=True) for end in ends)
 
 
-def fits_note(point: Outcome) -> str:
+def fits_note(point: PlanOutcome) -> str:
     """Return whether the job of a point fits, where that is not sure."""
     said = "" if point.fits else "does not fit"
     probability = point.fits_probability
@@ -277,7 +277,7 @@ def _searches(searches: Sequence[SearchResult], console: Console) -> None:
     _table(console, columns, rows)
 
 
-def _choice(choice: Outcome, names: Sequence[str]) -> tuple[object, ...]:
+def _choice(choice: PlanOutcome, names: Sequence[str]) -> tuple[object, ...]:
     return (
         *(setting(choice.settings[name]) for name in names), say.milliseconds(choice.step_us, 1),
         say.percent(choice.mfu, digits=1), f"{choice.memory_gib:.1f}", say.percent(choice.fits_probability),
@@ -310,7 +310,7 @@ def _placement(placement: PlacementResult, console: Console) -> None:
         console.print(say.text(f"{name}: {use}"), soft_wrap=True)
 
 
-def varying(choices: Sequence[Outcome]) -> Sequence[str]:
+def varying(choices: Sequence[PlanOutcome]) -> Sequence[str]:
     """Return the fields that some choice sets: others would be columns of ones. `virtual` says what is interleaved."""
     fields = choices[0].settings if choices else {}
     told = (1, None, False, "1f1b", "interleaved")
