@@ -75,3 +75,8 @@ def find_mechanism(name: str, device_type: str) -> Mechanism:
     if base == "zero_sm" and of_nccl:
         raise Misconfigured(f"{name}: {of_nccl[0]} is a control of NCCL, which {base} does not use; leave it out")
     return Mechanism(name=name, controls=controls)
+
+
+def joined(*reasons: str | None) -> str | None:
+    """Return the reasons as one text; None if there is none."""
+    return "; ".join(filter(None, reasons)) or None

@@ -18,8 +18,7 @@ from counterpoint.controls.control import Lanes, applied
 from counterpoint.controls.nccl import NcclWindows
 from counterpoint.errors import Unsupported
 from counterpoint.measurement.collective import Buffers, Comm, allocate
-from counterpoint.measurement.mechanisms import BASES, Mechanism
-from counterpoint.measurement.rows import joined
+from counterpoint.measurement.mechanisms import BASES, Mechanism, joined
 from counterpoint.measurement.session import Session
 from counterpoint.measurement.trial import Case, Trial
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 
+from counterpoint.measurement.mechanisms import joined
 from counterpoint.measurement.session import Session
 from counterpoint.measurement.trial import Trial
 from counterpoint.pair.together import overlap, pair_class
@@ -72,11 +73,6 @@ def play_rounds(
                 kept[key].append(trial)
     everyone = session.gather({key: kept[key] for key in trials})
     return {key: [ranks[key] for ranks in everyone] for key in trials}
-
-
-def joined(*reasons: str | None) -> str | None:
-    """Return the reasons as one text; None if there is none."""
-    return "; ".join(filter(None, reasons)) or None
 
 
 def _that_count(samples: Samples) -> list[bool]:
