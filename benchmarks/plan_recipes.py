@@ -24,7 +24,7 @@ from counterpoint.errors import Misconfigured
 from counterpoint.plan.job.job import Job, job_toml
 from counterpoint.plan.search.search import search
 from counterpoint.plan.step.step import predict_step
-from counterpoint.records.prediction import Outcome
+from counterpoint.records.prediction import PlanOutcome
 from counterpoint.rendering.plan_tables import setting, varying
 
 SOURCES = ("nemo-h100-2024-12", "megatron-bridge-h100", "nemo-h100-long-2024-12", "megatron-lm-h100-2024-07")
@@ -37,7 +37,7 @@ class Found(NamedTuple):
 
     name: str
     recipe_us: float
-    best: Outcome
+    best: PlanOutcome
     in_space: bool
     rank: int | None  # None: not among the first RANKED
     cpu_s: float
@@ -53,7 +53,7 @@ def recipes(only: str) -> list[Row]:
     return list(found.values())
 
 
-def us(choice: Outcome) -> float:
+def us(choice: PlanOutcome) -> float:
     """Return the step of a choice, which has one."""
     return choice.step_us or math.inf
 

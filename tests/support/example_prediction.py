@@ -7,7 +7,7 @@ import msgspec
 from counterpoint.records.prediction import (
     Bar,
     Curve,
-    Outcome,
+    PlanOutcome,
     Prediction,
     RatioError,
     SearchResult,
@@ -56,18 +56,18 @@ def usual() -> Prediction:
         for stage, kind, start in ((0, "F", 1000.0 * micro), (1, "F", 1000.0 * (micro + 1)), (1, "B", 4000.0 + micro))
     )
     points = (
-        Outcome(
+        PlanOutcome(
             label="2", step_us=1e4, low_us=9.6e3, high_us=1.12e4, mfu=0.4, exposed_comm_us=3e3, tokens_per_s=1e6,
             memory_gib=30.0, fits=True, fits_probability=0.999,
         ),
-        Outcome(label="3", why_not="3 does not divide 16"),
-        Outcome(
+        PlanOutcome(label="3", why_not="3 does not divide 16"),
+        PlanOutcome(
             label="4", step_us=6e3, low_us=5.7e3, high_us=6.6e3, mfu=0.35, exposed_comm_us=2e3, tokens_per_s=2e6,
             memory_gib=90.0, fits=False, fits_probability=0.3,
         ),
     )  # fmt: skip
     choices = tuple(
-        Outcome(
+        PlanOutcome(
             settings={"parallel.dp": 8, "parallel.zero": zero}, step_us=step_us, low_us=step_us, high_us=1.2 * step_us,
             mfu=0.45, memory_gib=40.0, fits_probability=0.98, too_close=step_us > 9e3,
         )
@@ -77,7 +77,7 @@ def usual() -> Prediction:
         bare(),
         timeline=bars,
         curves=(Curve(name="nodes", points=points),),
-        sensitivities=(Outcome(label="NVLink, twice", step_us=9e3),),
+        sensitivities=(PlanOutcome(label="NVLink, twice", step_us=9e3),),
         search=SearchResult(considered=9, priced=4, too_large=3, impossible=2, choices=choices),
         asked={"nodes": "2"},
         fits_probability=0.97,
@@ -101,7 +101,7 @@ def hostile() -> Prediction:
     """Names from a job's file that would end a script or colour a terminal."""
     whole = usual()
     assert whole.interval is not None
-    unlucky = Outcome(label=HOSTILE, why_not=HOSTILE)
+    unlucky = PlanOutcome(label=HOSTILE, why_not=HOSTILE)
     return msgspec.structs.replace(
         whole,
         model=HOSTILE,

@@ -21,8 +21,8 @@ from counterpoint.plan.step.step import PredictedStep, predict_step
 from counterpoint.records.prediction import (
     Bar,
     Curve,
-    Outcome,
     PlacementResult,
+    PlanOutcome,
     Prediction,
     TimePart,
 )
@@ -115,7 +115,7 @@ def _prediction(job: Job, found: PredictedStep, asked: Mapping[str, str]) -> Pre
     )
 
 
-def outcome(job: Job, found: PredictedStep, **named: Any) -> Outcome:
+def outcome(job: Job, found: PredictedStep, **named: Any) -> PlanOutcome:
     """Return what a predicted step means for its job, in short.
 
     Args:
@@ -127,7 +127,7 @@ def outcome(job: Job, found: PredictedStep, **named: Any) -> Outcome:
         Misconfigured: the training would never end.
     """
     interval = step_interval(job, found)
-    return Outcome(
+    return PlanOutcome(
         gpus=job.parallel.world_size,
         step_us=found.step_us,
         low_us=interval.low_us,
@@ -151,13 +151,13 @@ def curve(name: str, jobs: Iterable[tuple[str, Job | Misconfigured]]) -> Curve:
     return Curve(name=name, means=CURVES.get(name, ""), points=points)
 
 
-def _point(label: str, job: Job | Misconfigured) -> Outcome:
+def _point(label: str, job: Job | Misconfigured) -> PlanOutcome:
     try:
         if isinstance(job, Misconfigured):
             raise job
         return outcome(job, predict_step(job), label=label)
     except Misconfigured as error:
-        return Outcome(label=label, why_not=str(error))
+        return PlanOutcome(label=label, why_not=str(error))
 
 
 def scaling(job: Job) -> tuple[Curve, ...]:
@@ -176,7 +176,7 @@ def scaling(job: Job) -> tuple[Curve, ...]:
     return tuple(found)
 
 
-def sensitivities(job: Job) -> tuple[Outcome, ...]:
+def sensitivities(job: Job) -> tuple[PlanOutcome, ...]:
     """Return the job with one resource twice as fast, or one cost removed, each by itself; the largest gain first."""
     now_us, gpu = predict_step(job).step_us, job.cluster.gpu
 

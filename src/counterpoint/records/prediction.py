@@ -83,7 +83,7 @@ class TrainingRun(Record, frozen=True, kw_only=True):
     losses: tuple[RunLoss, ...]
 
 
-class Outcome(Record, frozen=True, kw_only=True):
+class PlanOutcome(Record, frozen=True, kw_only=True):
     """Predicts one of several jobs in short; if it is impossible, `why_not` says why, and all figures are null."""
 
     label: str = ""  # what differs from the job that was asked about: the value of a curve, what is better
@@ -108,7 +108,7 @@ class Curve(Record, frozen=True, kw_only=True):
 
     name: str
     means: str = ""  # what the values change, and what stays, for people: a sentence
-    points: tuple[Outcome, ...]
+    points: tuple[PlanOutcome, ...]
 
 
 class SearchResult(Record, frozen=True, kw_only=True):
@@ -123,7 +123,7 @@ class SearchResult(Record, frozen=True, kw_only=True):
     too_large: int = 0
     impossible: int = 0
     why_not: str | None = None  # where there are no choices
-    choices: tuple[Outcome, ...] = ()
+    choices: tuple[PlanOutcome, ...] = ()
 
 
 class LevelLoad(Record, frozen=True, kw_only=True):
@@ -203,7 +203,7 @@ class Prediction(Record, frozen=True, kw_only=True):
     job: dict[str, Any]
     timeline: tuple[Bar, ...] = ()
     curves: tuple[Curve, ...] = ()
-    sensitivities: tuple[Outcome, ...] = ()  # with one thing better, the largest gain first
+    sensitivities: tuple[PlanOutcome, ...] = ()  # with one thing better, the largest gain first
     search: SearchResult | None = None
     searches: tuple[SearchResult, ...] = ()  # one for each number of GPUs that was asked for
     placement: PlacementResult | None = None

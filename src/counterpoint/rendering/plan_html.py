@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from counterpoint.records.prediction import Bar, Curve, Outcome, Prediction
+from counterpoint.records.prediction import Bar, Curve, PlanOutcome, Prediction
 from counterpoint.rendering import formatting as say
 from counterpoint.rendering.figures import Axis, Figure, Look, Marks, Panel
 from counterpoint.rendering.plan_tables import (
@@ -140,7 +140,7 @@ def curves_figure(curve: Curve) -> Figure:
     return Figure(looks=looks, panels=panels, columns=len(shown), height=CURVE_PX, shared=False)
 
 
-def _band(points: Sequence[Outcome], look: int, us: float) -> list[Marks]:
+def _band(points: Sequence[PlanOutcome], look: int, us: float) -> list[Marks]:
     """Return the band of the steps' intervals from the first to the last point; none where one lacks it."""
     ends = [(point.low_us, point.high_us) for point in points]
     low = [low / us for low, _ in ends if low is not None]

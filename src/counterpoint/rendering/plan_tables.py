@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from counterpoint.records.prediction import (
     Curve,
     FitError,
-    Outcome,
     PlacementResult,
+    PlanOutcome,
     Prediction,
     RankOrder,
     RatioError,
@@ -267,7 +267,7 @@ def _curve(curve: Curve, figure: Figure | None) -> Iterator[Table]:
         )
 
 
-def _point(point: Outcome) -> TableRow:
+def _point(point: PlanOutcome) -> TableRow:
     if point.step_us is None:
         return row(point.label, point.why_not or "", tone="quiet")
     exposed = (point.exposed_comm_us or 0.0) / point.step_us
@@ -278,7 +278,7 @@ def _point(point: Outcome) -> TableRow:
 
 
 def _sensitivities(found: Prediction) -> Table:
-    def change(other: Outcome) -> float:
+    def change(other: PlanOutcome) -> float:
         return (other.step_us or 0.0) / found.step_us - 1.0
 
     most = max(map(abs, map(change, found.sensitivities))) or 1.0
@@ -310,7 +310,7 @@ def _search(search: SearchResult, close: Sequence[str]) -> Table:
 def _settings(names: Sequence[str]) -> list[Column]:
     """Return a column for each field of a way to divide a job."""
 
-    def of(name: str) -> Callable[[Outcome], str]:
+    def of(name: str) -> Callable[[PlanOutcome], str]:
         return lambda choice: setting(choice.settings[name])
 
     return [Column(_head(name), str, of(name)) for name in names]
@@ -376,7 +376,7 @@ def _three_digits(value: float) -> str:
     return f"{value:.3g}"
 
 
-def fits_note(point: Outcome) -> str:
+def fits_note(point: PlanOutcome) -> str:
     """Return whether the job of a point fits, where that is not sure."""
     said = "" if point.fits else "does not fit"
     probability = point.fits_probability
@@ -393,7 +393,7 @@ def setting(value: object) -> str:
     return " ".join(str(each) if count == 1 else f"{count}×{each}" for each, count in runs)
 
 
-def varying(choices: Sequence[Outcome]) -> Sequence[str]:
+def varying(choices: Sequence[PlanOutcome]) -> Sequence[str]:
     """Return the fields that some choice sets: others would be columns of ones. `virtual` says what is interleaved."""
     fields = choices[0].settings if choices else {}
     told = (1, None, False, "1f1b", "interleaved")

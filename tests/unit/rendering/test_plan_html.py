@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from counterpoint.records.prediction import Curve, Outcome, Prediction
+from counterpoint.records.prediction import Curve, PlanOutcome, Prediction
 from counterpoint.rendering.plan_html import curves_figure, timeline_figure, write_plan_page
 from counterpoint.rendering.plan_tables import curve_title, render_prediction, words
 from tests.support import example_prediction as predicted
@@ -137,7 +137,7 @@ def test_what_is_varied_has_words() -> None:
 
 def test_names_below_an_axis_have_room() -> None:
     """Long names are cut, the first and last of many are not beyond the edge, and long steps are in seconds."""
-    points = tuple(Outcome(label="9" * 30, gpus=8, step_us=2e8, mfu=0.1, exposed_comm_us=1e6) for _ in range(21))
+    points = tuple(PlanOutcome(label="9" * 30, gpus=8, step_us=2e8, mfu=0.1, exposed_comm_us=1e6) for _ in range(21))
     axis = (figure := curves_figure(Curve(name="training.global_batch", points=points))).panels[0].x
     assert {len(text) for _, text in axis.ticks} == {10}
     assert (round(axis.low, 6), round(axis.high, 6)) == (-1.2, 21.2)

@@ -57,7 +57,7 @@ from counterpoint.plan.step.step import (
     least_step_us,
     predict_step,
 )
-from counterpoint.records.prediction import Outcome, SearchResult
+from counterpoint.records.prediction import PlanOutcome, SearchResult
 
 ADVICE = "give more GPUs, a smaller micro_batch or GPUs with more memory"
 UNDIVIDED: dict[str, Any] = {
@@ -189,7 +189,7 @@ class _Search:
         self._begin()
         total, done = len(self.open), 0
         opened = (self._open_division, self._open_pipeline, self._open_recomputation, self._answer)
-        choices: list[Outcome] = []
+        choices: list[PlanOutcome] = []
         families = set()
         while self.open and len(choices) < self.best:
             _, _, node = heapq.heappop(self.open)
@@ -338,7 +338,7 @@ class _Search:
         self._push(step.step_us, node._replace(step=step))
 
 
-def _choice(job: Job, step: PredictedStep, fastest_us: float | None) -> Outcome:
+def _choice(job: Job, step: PredictedStep, fastest_us: float | None) -> PlanOutcome:
     settings = {field: getattr(getattr(job, field.split(".")[0]), name) for name, field in AXES.items()}
     settings |= {"parallel.ends_count": job.parallel.ends_count, "parallel.pieces_tp": job.parallel.pieces_tp}
     if job.training.recompute != "selective":
