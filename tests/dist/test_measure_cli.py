@@ -55,6 +55,18 @@ def gone(pids: list[int]) -> bool:
     return not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=lambda number: number.name)
+def test_a_rank_that_dies_ends_the_run_in_one_line(tmp_path: Path, number: signal.Signals) -> None:
+    """Exit 2; the line names rank, signal and pair; the other rank is gone."""
+    process = started(*QUICK, "--out", tmp_path / "x.json", logs=tmp_path)
+    wait_for_an_outcome(process, tmp_path)
+    ranks = ranks_of(process.pid)
+    os.kill(ranks[1], number)
+    _, stderr = process.communicate(timeout=HANG_S)
+    told = stderr.startswith(f"counterpoint: rank 1 was killed by {number.name}") and "in scenario 'gemm" in stderr
+    assert (process.returncode, told, stderr.count("\n"), gone(ranks)) == (2, True, 1, True)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Story:
     """One run that is interrupted after its first pair, and one that is not."""
@@ -170,18 +182,6 @@ def test_exchanges_are_measured_on_cpus(tmp_path: Path) -> None:
     assert {row.workload.partition(" ")[0] for row in found.rows} == {"experts", "gemm", "all_gather"}
     assert len(found.rows) == 3 * len(alone)
     assert {row.marked for row in found.rows} | {row.marked for row in found.blocks} == {None}
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=lambda number: number.name)
-def test_a_rank_that_dies_ends_the_run_in_one_line(tmp_path: Path, number: signal.Signals) -> None:
-    """Exit 2; the line names rank, signal and pair; the other rank is gone."""
-    process = started(*QUICK, "--out", tmp_path / "x.json", logs=tmp_path)
-    wait_for_an_outcome(process, tmp_path)
-    ranks = ranks_of(process.pid)
-    os.kill(ranks[1], number)
-    _, stderr = process.communicate(timeout=HANG_S)
-    told = stderr.startswith(f"counterpoint: rank 1 was killed by {number.name}") and "in scenario 'gemm" in stderr
-    assert (process.returncode, told, stderr.count("\n"), gone(ranks)) == (2, True, 1, True)
 
 
 def test_an_interrupt_before_the_first_pair_is_one_line(tmp_path: Path) -> None:

@@ -245,5 +245,5 @@ def test_rows_that_cannot_be_are_refused(bad: dict[str, object], match: str) -> 
 
 def test_no_rows_are_refused() -> None:
     """It says where rows come from."""
-    with pytest.raises(Misconfigured, match="no measured row: give some of `measure_suites.py blocks`"):
+    with pytest.raises(Misconfigured, match="no measured row: give some of `measure_suites"):
         fit_protocols([], HOST, source="made up")
