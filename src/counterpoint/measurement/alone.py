@@ -45,7 +45,7 @@ _WIDTH = 64  # of the layer: its kernels must be shorter than their launches
 
 
 def collective_alone(session: Session, block: Block, plan: Plan, unavailable: dict[str, str]) -> Iterator[Experiment]:
-    """Yield an experiment for each size, with all mechanisms."""
+    """Yield an experiment for each size of a collective, with all mechanisms."""
     asked = [find_mechanism(name, session.device.type) for name in block.mechanisms]
     mechanisms = offered(session, asked, block.what, unavailable)
     for size in block.sizes_bytes if mechanisms else ():
@@ -117,12 +117,12 @@ def compute_alone(session: Session, block: Block, plan: Plan, unavailable: dict[
 
 
 def is_cost(what: str) -> bool:
-    """Return whether this is the name of a cost of a machine."""
+    """Return whether `what` names a cost of a machine: of a launch, of a load that lasts, or of a sum."""
     return what in _OF_HOST or what.startswith(_LASTING) or _SUM.fullmatch(what) is not None
 
 
 def cost(session: Session, block: Block, plan: Plan, unavailable: dict[str, str]) -> Iterator[Experiment]:
-    """Yield the experiment of a cost."""
+    """Yield the experiment that measures one cost of a machine (`is_cost`)."""
     if found := _SUM.fullmatch(block.what):
         if session.is_cuda:
             yield from _sum(session, block.what, int(found[1]))
@@ -138,7 +138,7 @@ def cost(session: Session, block: Block, plan: Plan, unavailable: dict[str, str]
 def _stock(
     what: str, trial: Callable[[], Trial], *, num_bytes: int | None = None, flops: int | None = None
 ) -> Experiment:
-    """Return the experiment of one mechanism, with GB/s or TFLOP/s where bytes or FLOPs are given."""
+    """Return an experiment with `stock` as its only mechanism; GB/s or TFLOP/s where bytes or FLOPs are given."""
 
     def rows(samples: SamplesOf[str]) -> list[BlockRow]:
         time_us = time_of(samples[what], compute_time)

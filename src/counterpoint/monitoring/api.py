@@ -110,7 +110,7 @@ class TrainingWatch:
     def step(self) -> None:
         """End a training step: for loops in which no torch optimizer steps, or more than once.
 
-        Who calls it is counted by these calls alone.
+        After the first call, only these calls are counted as steps, not those of an optimizer.
         """
         if self._optimizer_steps is not None:
             self._optimizer_steps.remove()
@@ -172,7 +172,7 @@ class TrainingWatch:
             self._recording = self._others.own(lambda: Recording(self._steps, **self._settings))
 
     def _prepare(self) -> None:
-        """Do what takes long but once, at the end of the first step, which is slow anyway: torch loads its profiler."""
+        """Make folders, set up the log and load torch's profiler, once: after the first step, which is slow anyway."""
         self._ready = True
         atexit.register(self.close, linger=0.0)
         self._others.observe()
@@ -206,20 +206,20 @@ class TrainingWatch:
             self._reader.start()
 
     def _drop(self) -> None:
-        """End a recording under way, which is lost."""
+        """Stop a recording that is under way, and throw it away."""
         recording, self._recording = self._recording, None
         if recording is not None:
             with suppress(Exception):
                 recording.stop()
 
     def _give_way(self) -> None:
-        """Let another profiler start."""
+        """Drop a recording under way, since another profiler is about to start."""
         if self._recording is not None:
             self._drop()
             self._skip("another profiler was started")
 
     def _skip(self, why: str) -> None:
-        """Say that this rank gives up a round, in the log and to the first rank of its host."""
+        """Say in the log, and to the first rank of this host, that this rank skips one recording, and why."""
         log.warning("step %d: not diagnosed: %s", self.count, why)
         ends_at = self.count + -self.count % self._every
         with suppress(Exception):  # then that one waits in vain for a while
@@ -227,7 +227,7 @@ class TrainingWatch:
             beside.put(folder, f"rank{_rank()}.missing", why.encode())
 
     def _diagnose(self, step: int) -> None:
-        """Have this host's traces read in another process and pass on what it says; a thread's body."""
+        """Have another process read this host's traces, log its line and call the exporters. Runs in a thread."""
         try:
             record = self._ask(step)
             if record is not None:
@@ -239,7 +239,7 @@ class TrainingWatch:
                 log.warning("step %d: not diagnosed: %s", step, _said(error))
 
     def _ask(self, step: int) -> WatchedStep | None:
-        """Return the answer of the process beside the training, which only that of rank 0 gives."""
+        """Run the diagnosis in a process beside the training and return its record; None on ranks other than 0."""
         rank = _rank()
         todo = beside.Round(
             parent=os.getpid(),
@@ -274,7 +274,7 @@ class TrainingWatch:
             _store().set(f"{_KEY}/{key}", str(self._made[key]))
 
     def _seen(self, key: str) -> Path:
-        """Return the folder that a rank has made at its first step, without waiting for that."""
+        """Return the folder that a rank made at its first step; raise if there is none yet, without waiting."""
         if key in self._made:
             return self._made[key]
         if _world_size() == 1 or not _store().check([f"{_KEY}/{key}"]):

@@ -75,7 +75,7 @@ def render_network_fit(errors: Sequence[FitError], host_bound: int, path: str | 
 
 
 def tables(found: Prediction, figures: Mapping[str, Figure] | None = None) -> list[Table]:
-    """Return all tables, in the order in which they are read; `figures` of a page by the name of their table."""
+    """Return all tables in reading order; `figures`: those of an HTML page, by name of a curve or `timeline`."""
     made = [_parts(found)]
     if found.run is not None:
         made.append(_run(found.run))
@@ -220,7 +220,7 @@ def _run(run: TrainingRun) -> Table:
 
 
 def _stages(found: Prediction, figures: Mapping[str, Figure] | None) -> Table:
-    """Return the place of the pipeline's timeline, which only a page has."""
+    """Return the table that holds the pipeline's timeline; the figure itself is only on an HTML page."""
     stages = len({bar.stage for bar in found.timeline})
     micro = f"{found.micro_batches} micro-batch{'' if found.micro_batches == 1 else 'es'}"
     drawn = f"; the first {4 * stages} are drawn" if (found.micro_batches or 0) > 4 * stages else ""
@@ -234,7 +234,7 @@ def curve_title(curve: Curve) -> str:
 
 
 def _curve(curve: Curve, figure: Figure | None) -> Iterator[Table]:
-    """Yield the step for each value, and where it is known what the whole training takes."""
+    """Yield a table with the step for each value of a curve and, where it is known, one with the whole training."""
     head = words(curve.name)
     yield Table(
         title=curve_title(curve),
@@ -308,7 +308,7 @@ def _search(search: SearchResult, close: Sequence[str]) -> Table:
 
 
 def _settings(names: Sequence[str]) -> list[Column]:
-    """Return a column for each field of a way to divide a job."""
+    """Return a table column for each of these settings by which a job is divided."""
 
     def of(name: str) -> Callable[[PlanOutcome], str]:
         return lambda choice: setting(choice.settings[name])
@@ -350,7 +350,7 @@ def _searches(searches: Sequence[SearchResult], close: Sequence[str]) -> Table:
 
 
 def _placement(placement: PlacementResult) -> Table:
-    """Return the cost of each rank order by network level, and how to use the files that set up the first one."""
+    """Return the table of rank orders: their costs by network level; its notes say how to use each written file."""
     best = placement.orders[0]
 
     def cost_at(place: int) -> Callable[[RankOrder], float]:
@@ -377,7 +377,7 @@ def _three_digits(value: float) -> str:
 
 
 def fits_note(point: PlanOutcome) -> str:
-    """Return whether the job of a point fits, where that is not sure."""
+    """Return "" if the job of a point surely fits, else whether it fits; where that is not sure, with P(fits)."""
     said = "" if point.fits else "does not fit"
     probability = point.fits_probability
     if probability is None or not UNSURE < probability < 1.0 - UNSURE:

@@ -101,12 +101,12 @@ def is_matmul(name: str) -> bool:
 
 
 def is_host_matmul(name: str) -> bool:
-    """Return whether an operation of the host, which stands for the GPU's where there is none, is a matrix product."""
+    """Return whether an operation of the host is a matrix product; a trace without GPU activity has only these."""
     return name in _HOST_GEMM
 
 
 def is_gemm_kernel(name: str) -> bool:
-    """Return whether a kernel is a matrix product and nothing else: attention is built of CUTLASS, too."""
+    """Return whether a kernel is nothing but a matrix product: attention and sums of split K have similar names."""
     return is_matmul(name) and not _NOT_GEMM.search(name)
 
 
@@ -207,7 +207,7 @@ def expert_leg(kernel_name: str) -> str | None:
 
 
 def parallelism(kernel_name: str) -> str | None:
-    """Return the parallelism that a communication kernel is made for: ep, tp of inference; None: for any."""
+    """Return the parallelism that a communication kernel is made for: `ep`, or `tp` (in inference); None: for any."""
     if expert_leg(kernel_name):
         return "ep"
     return "tp" if _TENSOR_PARALLEL.search(_symbol(kernel_name)) else None

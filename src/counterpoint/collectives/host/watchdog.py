@@ -126,7 +126,7 @@ class Watchdog:
         self._processes = {peer: os.pidfd_open(pid) for peer, pid in enumerate(pids) if peer != rank}
 
     def peers(self, line: int) -> tuple[int, ...]:
-        """Return the peers whose calls with this rank `line` of its status counts: one rank, or all others."""
+        """Return the peers that take part in the calls on `line` of this rank's status: one rank, or all others."""
         if line < len(self.statuses):
             return (line,)
         return tuple(rank for rank in range(len(self.statuses)) if rank != self.rank)
@@ -188,7 +188,7 @@ class Watchdog:
             os.close(self._processes.popitem()[1])
 
     def _line(self, current: CurrentCall, peer: int) -> RankStatus:
-        """Return the line in the status of `peer` that counts the calls of `current`'s line here."""
+        """Return the line of `peer`'s status that counts the same calls as `current.line` of this rank's status."""
         line = self.rank if current.line < len(self.statuses) else current.line
         return self.statuses[peer].channels[current.channel].lines[line]
 

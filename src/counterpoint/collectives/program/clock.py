@@ -137,7 +137,7 @@ _Lane: TypeAlias = Iterator[_Until | _For | _Flow]
 
 @dataclass(slots=True)
 class _Clock:
-    """Runs lanes: generators that yield a time, flag, event or end of a transfer, and wait for it."""
+    """Runs lanes: generators that yield what they wait for next: a time, a flag, an event or the end of a transfer."""
 
     rates: Rates
     network: HostNetwork
@@ -187,7 +187,11 @@ class _Clock:
             raise CounterpointError(f"ranks {ranks} wait for ever: let `check` say why")
 
     def flow_rates(self) -> list[float]:
-        """Return the bytes per µs of each flow: at most one copy engine's; flows to a GPU share its link or card."""
+        """Return the bytes per µs of each flow: its share of what brings bytes into its target GPU.
+
+        Inside a host that is the GPU's link, and a flow gets no more than one copy engine moves; from another host it
+        is the GPU's network card.
+        """
         into = Counter((flow.target, flow.far) for flow in self.flows)
         near, link, card = self.rates.push_gb_per_s, self.rates.link_gb_per_s, self.network.nic_gb_per_s
         return [

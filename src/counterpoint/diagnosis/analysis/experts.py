@@ -44,7 +44,7 @@ _JITTER_SHARE = 0.02  # ... if that is more than jitter
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertWaits:
-    """Holds the times between a dispatch and its combine: one per row, one rank per column; µs, NaN: took no part."""
+    """Holds µs from a dispatch to its combine: a row for each such pair, a column for each rank; NaN: took no part."""
 
     combine: I64  # row of Joined
     last: I64  # column of the rank that came last to it
@@ -72,7 +72,7 @@ class _Legs:
 
 
 def expert_waits(job: TracedJob, w: Waits, busy: list[Activity]) -> ExpertWaits:
-    """Return what ranks computed between dispatch and combine in the steps, and waited for one another after it."""
+    """Return how long each rank computed between every dispatch and its combine, and then waited for slower ranks."""
     legs = _legs(job, w)
     came = np.where(legs.copied[:, None], job.joined.start[legs.after], w.arrival[legs.after])
     kept = np.flatnonzero(legs.told | _expert_compute(job, came, busy, legs.before))
@@ -115,7 +115,7 @@ def _expert_compute(job: TracedJob, came: F64, busy: list[Activity], before: I64
 def blame_experts(
     job: TracedJob, busy: list[Activity], found: ExpertWaits, stragglers: tuple[Straggler, ...]
 ) -> tuple[Straggler, ...]:
-    """Return the late ranks; of those that compute longer because of their experts, the cause is that."""
+    """Return the late ranks; those that compute longer because of their experts get that as their cause."""
     out = []
     for s in stragglers:
         column = job.ranks.index(s.rank)
@@ -203,7 +203,7 @@ def _slow_elsewhere(job: TracedJob, busy: list[Activity], found: ExpertWaits, co
 
 
 def _legs(job: TracedJob, w: Waits) -> _Legs:
-    """Return every dispatch in the steps and its combine, and others that may be such."""
+    """Return the pairs of collectives in the steps that are a dispatch and its combine, or may be."""
     groups: dict[tuple[str, str, bytes], list[int]] = defaultdict(list)
     there, serves = job.joined.row >= 0, parallels(job)
     for j in np.flatnonzero((w.step >= 0) & (there.sum(axis=1) >= 2)).tolist():
@@ -260,7 +260,7 @@ def _uneven(shares: F64) -> Bools:
 
 
 def _same_shares(one: F64, other: F64) -> Bools:
-    """Return whether the ranks have the same shares of two collectives; unknown is not the same."""
+    """Return whether every rank has the same share of the bytes in both collectives; not if only one states them."""
     both = np.isfinite(one) == np.isfinite(other)
     a, b = (v / np.maximum(np.nansum(v, axis=1), 1e-9)[:, None] for v in (one, other))
     alike = ~(np.abs(a - b) > _SAME_SHARE * np.maximum(a, b))

@@ -86,7 +86,7 @@ def _felt_per_step(job: TracedJob, w: Waits, delays: Delays, column: int) -> F64
 def _stood_still_per_step(
     job: TracedJob, busy: list[Activity], w: Waits, delays: Delays, column: int, late: I64
 ) -> F64:
-    """Return the delay in µs that a late rank caused in each step: no more than any rank not `late` stood still for it.
+    """Return the delay in µs that a late rank caused in each step, at most the longest standstill of a rank not `late`.
 
     It may come last in a chain of collectives of different groups, in which different ranks wait.
     """
@@ -119,7 +119,7 @@ def find_stragglers(job: TracedJob, busy: list[Activity], w: Waits, delays: Dela
 
 
 def _late_together(job: TracedJob, w: Waits, delays: Delays) -> I64:
-    """Return the columns of ranks that are late together, the one that the others wait for longest first."""
+    """Return the columns of ranks that mostly come as late as the last; first that for which others wait longest."""
     came = w.arrival[delays.collective]
     there = np.isfinite(came)
     longest = np.nan_to_num(np.nanmax(w.exposed_wait[delays.collective], axis=1))
@@ -134,7 +134,7 @@ def _late_together(job: TracedJob, w: Waits, delays: Delays) -> I64:
 
 
 def _as_one(w: Waits, delays: Delays, late: I64) -> Delays:
-    """Return the delays with those of all `late` ranks as the first one's, felt by the other ranks."""
+    """Return the delays as if all `late` ranks were the first of them: how long the ranks that are not late waited."""
     own = np.flatnonzero(np.isin(delays.column, late))
     others = np.delete(w.exposed_wait[delays.collective[own]], late, axis=1)
     alone = np.isfinite(others).any(axis=1)
@@ -251,7 +251,7 @@ def _excess(spent: F64, column: int, late: I64) -> _Excess:
 
 
 def _alike(one: _Excess, latest: _Excess) -> bool:
-    """Return whether a rank that is late has more of the same as the latest one: idle time, compute or copies."""
+    """Return whether a late rank spends more on the same thing as the latest one: idle time, compute or copies."""
     kind = max(("idle", "compute", "memcpy"), key=lambda name: float(getattr(latest, name)))
     return bool(getattr(one, kind) >= _SAME_CAUSE_SHARE * getattr(latest, kind))
 
@@ -440,7 +440,7 @@ def _compare_kernels(job: TracedJob, column: int, late: I64, steps: I64) -> _Ker
 
 
 def _slowest(mine: _Signatures, theirs: _Signatures) -> tuple[str | None, float, float]:
-    """Return the one name that explains why a rank's kernels are slower, its ratio and that of all others; or None.
+    """Return the kernel name that alone explains slower kernels (None: none does), its ratio and that of all others.
 
     A slow GPU is slow in several kernels. If power limits it, these may be its matrix products only, so that one of
     them alone accuses itself only where the others are as fast as on the peer.
@@ -480,7 +480,7 @@ def _by_place(job: TracedJob, column: int, steps: I64) -> tuple[dict[str | None,
 
 
 def _mostly(mine: dict[str | None, float], theirs: dict[str | None, float]) -> str | None:
-    """Return the place that has at least half of what one rank takes longer than the other."""
+    """Return the place with at least half of the time that one rank takes longer than the other; None: none has."""
     longer = {place: us - theirs.get(place, 0.0) for place, us in mine.items()}
     whole = sum(mine.values()) - sum(theirs.values())
     most = max(longer, key=lambda place: longer[place], default=None)

@@ -30,9 +30,9 @@ _ADVICE_IN_PART = (
 
 
 def find_pipeline_bubbles(a: Analysis) -> Iterator[Finding]:
-    """Yield a finding on waiting for neighbouring stages, in sends and receives that surely are one on all ranks.
+    """Yield a finding on waiting for neighbouring stages, in sends and receives that are surely matched between ranks.
 
-    Time that the stage which comes last idled before is no bubble: its host held it up.
+    Where the stage that comes last was idle before, that time is not counted as bubble: its host held it up.
     """
     job, w = a.job, a.waits
     sure = [
@@ -95,7 +95,7 @@ def find_expert_imbalance(a: Analysis) -> Iterator[Finding]:
 
 
 def find_turns(a: Analysis) -> Iterator[Finding]:
-    """Yield a finding if GPUs of one process idle while others of it work; the cost is their mean idle time so."""
+    """Yield a finding if GPUs of a process idle while its other GPUs work; the cost is the mean of that idle time."""
     job, per_rank, per_gpu = a.job, a.per_rank, a.per_gpu
     if any(d.processes > 1 for d in job.digests):
         return  # of several processes: it may be waiting for one another
@@ -125,7 +125,7 @@ def find_turns(a: Analysis) -> Iterator[Finding]:
 
 
 def notes_on_gpus(a: Analysis) -> tuple[str, ...]:
-    """Return what to know of ranks whose process drives several GPUs: their times are means, and how busy each is."""
+    """Return notes on ranks whose process drives several GPUs: their times are means; how busy each of the GPUs is."""
     per_gpu = a.per_gpu
     processes = {d.rank: d.processes for d in a.job.digests}
     ranks = sorted({gpu.rank for gpu in per_gpu})

@@ -44,7 +44,7 @@ type_info = cache(inspect.type_info)  # takes a millisecond each time
 
 
 class JobRecord(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Is the base of all records that tables of a job's file become."""
+    """Is the base class of the records into which the tables of a job's file are read."""
 
 
 def parse_record(where: str, table: object, kind: type[R]) -> R:
@@ -119,13 +119,13 @@ def _in_our_words(where: str, value: Any, kind: inspect.Type, path: str) -> Misc
 
 
 def _members(kind: inspect.Type) -> tuple[inspect.Type, ...]:
-    """Return the types that a value may have, without that of null."""
+    """Return the types that a union allows, or the type itself if it is no union; null is left out."""
     kinds = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
     return tuple(each for each in kinds if not isinstance(each, inspect.NoneType))
 
 
 def _inside(kind: inspect.Type, step: str) -> inspect.Type:
-    """Return the type of a field or an element of a type."""
+    """Return the type that one step of a path leads to: a record's field (`.name`) or an array's element (`[0]`)."""
     for each in _members(kind):
         if isinstance(each, inspect.StructType):
             return next(field.type for field in each.fields if field.encode_name == step[1:])
@@ -135,7 +135,7 @@ def _inside(kind: inspect.Type, step: str) -> inspect.Type:
 
 
 def _allowed(kind: inspect.Type) -> str:
-    """Return the values of a type in words."""
+    """Return in words which values a type allows, for error messages."""
     match kind:
         case inspect.BoolType():
             return "true or false"
@@ -161,5 +161,5 @@ def _allowed(kind: inspect.Type) -> str:
 
 
 def _plain(bound: float | None) -> str:
-    """Return a bound without an exponent."""
+    """Return a bound of a range as people write it: "any" for None, whole numbers in full (1,000,000, not 1e+06)."""
     return "any" if bound is None else f"{int(bound):,}" if bound == int(bound) else f"{bound:g}"

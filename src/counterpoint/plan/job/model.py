@@ -57,7 +57,7 @@ class LatentAttention(JobRecord, frozen=True, kw_only=True):
 
     @property
     def latent_width(self) -> int:
-        """Return the columns of the down projections of one token, which every rank of tp makes whole."""
+        """Return the width of all down projections together; every rank of tp computes them whole."""
         return (self.q_lora_rank or 0) + self.kv_lora_rank + self.qk_rope_head_dim
 
 
@@ -173,7 +173,7 @@ class ParameterCount(Record, frozen=True, kw_only=True):
         return self.shared + self.experts
 
     def of_rank(self, tp: int, ep: int, expert_tp: int) -> ParameterCount:
-        """Return the parameters of one of the ranks that share matrices, experts, and the matrices of an expert."""
+        """Return one rank's part: `tp` ranks share matrices, `ep` share experts, `expert_tp` an expert's matrices."""
         return ParameterCount(
             shared=(self.shared - self.uncut) / tp + self.uncut, experts=self.experts / expert_tp / ep
         )  # fmt: skip
@@ -193,7 +193,7 @@ def divides(small: str, divisor: int, large: str, number: int) -> None:
 
 @lru_cache(maxsize=256)
 def layer_parameters(model: Model, experts: Experts | None = None) -> ParameterCount:
-    """Return the parameters of one whole layer, dense or with these experts."""
+    """Return the number of parameters of one whole layer: a dense one, or one with these experts."""
     matrices, biased = 3 if model.gated else 2, model.biased == "all"
     uncut = 0
     if (mla := model.mla) is not None:
@@ -215,7 +215,7 @@ def layer_parameters(model: Model, experts: Experts | None = None) -> ParameterC
 
 
 def _cut_attention(model: Model) -> int:
-    """Return the parameters of attention's matrices that tp cuts."""
+    """Return the number of parameters in those matrices of attention that tp cuts."""
     out = model.heads * model.value_width * model.hidden
     if (mla := model.mla) is not None:
         up = (mla.q_lora_rank or model.hidden) * model.head_width
@@ -229,7 +229,7 @@ def _block_bias(model: Model, width: int) -> int:
 
 
 def mtp_parameters(model: Model) -> float:
-    """Return the parameters that a module of multi-token prediction has besides its layer; none of them is cut."""
+    """Return how many parameters a module of multi-token prediction has besides its layer; none of them is cut."""
     return 2.0 * model.hidden * model.hidden + 3.0 * model.hidden
 
 

@@ -99,11 +99,11 @@ class Reach(NamedTuple):
         return tuple(i for i in range(len(self.shares_uplink)) if self.units[i] > self.units[i + 1])
 
     def members(self, level: int) -> float:
-        """Return how many ranks of the group are below one link into this level."""
+        """Return how many ranks of the group one unit of the level below holds on average; 1 at level 0."""
         return self.ranks / self.units[level]
 
     def fan(self, level: int) -> float:
-        """Return how many units of the level below, each with ranks of the group, a unit joins."""
+        """Return how many units of the level below, of those with ranks of the group, one unit of this level joins."""
         return self.units[level] / self.units[level + 1]
 
 

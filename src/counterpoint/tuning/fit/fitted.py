@@ -22,7 +22,7 @@ _LEAST_OVERLAP = 0.25  # of the shorter side: with less, what it loses is noise
 
 @dataclass(frozen=True, kw_only=True)
 class Fitted:
-    """Holds the figures of a group, how well they fit (in words), and the times that they are from."""
+    """Holds the figures of a group, how well they fit (in words), and the times to which they are fitted."""
 
     figures: dict[str, Any]
     said: str
@@ -57,7 +57,7 @@ def stock_rows(measured: Measurement) -> dict[str, BlockRow]:
 
 
 def mean_us(row: BlockRow) -> float:
-    """Return the µs of the mean GPU; `time.us` is of the slowest."""
+    """Return the row's µs as the mean over the GPUs; `row.time.us` is that of the slowest GPU."""
     return fmean(row.time.per_rank_us)
 
 
@@ -104,5 +104,5 @@ def pair_of(row: Row, world_size: int, layout: SmLayout) -> Pair:
 
 
 def within(figure: float, least: float, most: float) -> float:
-    """Return the figure, or the bound that noise took it over."""
+    """Return the figure, or the nearer bound where noise has taken the figure past it."""
     return min(max(figure, least), most)

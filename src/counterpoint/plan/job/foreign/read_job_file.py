@@ -26,7 +26,7 @@ NEEDED = {  # what a job must say, the flags that say it, and the name of such a
 
 
 def read_job_file(path: Path, changes: Mapping[str, str]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the tables of a job, and notes on what a foreign file did not say or was not understood in it.
+    """Return the tables of a job, and notes on what was read from a foreign file, what was assumed and what left out.
 
     Args:
         path: a job as TOML, a config.json of Hugging Face, or the arguments that a run of Megatron-LM prints.
@@ -48,7 +48,7 @@ def read_job_file(path: Path, changes: Mapping[str, str]) -> tuple[dict[str, Any
 
 
 def _foreign(path: Path, text: str) -> ForeignJob | dict[str, Any]:
-    """Return the job of a foreign file, or the tables of one of counterpoint."""
+    """Return the job that a foreign file describes, or the tables of a file in counterpoint's own format."""
     if text.lstrip().startswith("{"):
         return read_config(_json(text))
     try:

@@ -14,7 +14,7 @@ TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no":
 
 
 class ForeignJob(Record, frozen=True, kw_only=True):
-    """Holds the tables of a job, as far as a foreign file says them, and what is to be said about that."""
+    """Holds those tables of a job that a foreign file gives, and notes on how it was read."""
 
     what: str  # the format, for people
     tables: dict[str, dict[str, Any]]  # as those of a job's file
@@ -22,7 +22,7 @@ class ForeignJob(Record, frozen=True, kw_only=True):
 
 
 class Reading:
-    """Holds the values of a foreign file by name, and what is to be said of them."""
+    """Holds the values of a foreign file by name, and collects the notes on how they were read."""
 
     def __init__(self, what: str, values: Mapping[str, object]) -> None:
         self.what = what
@@ -31,7 +31,7 @@ class Reading:
         self.said: list[str] = []
 
     def take(self, *names: str) -> object:
-        """Return the first of several values that there is, None if there is none; it counts as read."""
+        """Return the value of the first of these names that the file has, and count it as read; None if it has none."""
         for name in names:
             if name in self.values:
                 self.read[name] = None
@@ -57,7 +57,7 @@ class Reading:
         return found
 
     def truth(self, *names: str, default: bool = False) -> bool:
-        """Return whether something is so; a name without a value, as flags are, says that it is."""
+        """Return a value as true or false; `default` if the file has none of these names."""
         value = self.take(*names)
         if value is None:
             return default
