@@ -28,7 +28,7 @@ from provenance import write_result
 from step_rig import origin, start, synchronize
 
 from counterpoint.collectives.communicator import Communicator
-from counterpoint.collectives.cpu.channel import reference
+from counterpoint.collectives.cpu.call import reference
 from counterpoint.collectives.host.group import torch_function
 from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.collectives.program.reductions import Reduction, ReductionOp

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from counterpoint.collectives.communicator import Communicator
-from counterpoint.collectives.cpu.channel import reference
+from counterpoint.collectives.cpu.call import reference
 from counterpoint.collectives.host.group import torch_function
 from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.collectives.program.reductions import Reduction

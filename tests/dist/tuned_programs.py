@@ -21,12 +21,12 @@ import counterpoint.torch_backend as backend
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.measurement.session import Session
 from counterpoint.parallel.expert import modules as expert_modules
+from counterpoint.parallel.follow_tuning import VARIABLE, this_machine
 from counterpoint.parallel.options import DdpOptions, ExpertOptions, OverlapOptions
 from counterpoint.parallel.overlap import Overlap, overlap
 from counterpoint.parallel.report import Report
 from counterpoint.parallel.tensor import TensorOptions
 from counterpoint.parallel.tensor.group import tensor_group
-from counterpoint.parallel.tuned import VARIABLE, this_machine
 from counterpoint.records.tuning import LEAVE, Tuned, TunedPair
 from counterpoint.tuned.file import tuned_toml
 from tests.dist import expert_parallel_programs, test_tensor_parallel

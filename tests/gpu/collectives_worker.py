@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from collectives_rig import MAX_SKEW, Rig
 
-from counterpoint.collectives.cpu.channel import reference
+from counterpoint.collectives.cpu.call import reference
 from counterpoint.collectives.host.group import torch_function
 from counterpoint.collectives.program import operations
 from counterpoint.collectives.program.calls import Call

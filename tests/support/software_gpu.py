@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from counterpoint.collectives.cpu.channel import combine
+from counterpoint.collectives.cpu.call import combine
 from counterpoint.collectives.cuda.lower import ReduceLaunch
 from counterpoint.collectives.host.shared_memory import ProcessCard, SharedMemory
 from counterpoint.collectives.memory.pool import Location

@@ -30,7 +30,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Self, TypeAlias, cast
 
 from counterpoint.collectives.connect import GpuStandIn, device_profile, open_transport
-from counterpoint.collectives.cpu.channel import BeforeStep
+from counterpoint.collectives.cpu.call import BeforeStep
 from counterpoint.collectives.host.group import membership
 from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.collectives.program.operations import find_operation

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from counterpoint.collectives.cpu.channel import BeforeStep
+from counterpoint.collectives.cpu.call import BeforeStep
 from counterpoint.collectives.cpu.transport import CpuTransport
 from counterpoint.collectives.host.group import check_agreement, gather_values, membership, raise_together
 from counterpoint.collectives.host.shared_memory import ProcessCard, SharedMemory, why_not

@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 from counterpoint.controls.control import Control
 from counterpoint.controls.gemm_sms import GemmSmFit, GemmSmLimit
+from counterpoint.controls.green_contexts import GreenContexts
 from counterpoint.controls.launch_order import CommFirst
 from counterpoint.controls.nccl import NcclCluster, NcclCtaPolicy, NcclCtas, NcclWindows
 from counterpoint.controls.occupancy import OccupancyShaping
-from counterpoint.controls.streams import GreenContexts, StreamPriority
+from counterpoint.controls.priority import StreamPriority
 from counterpoint.errors import Misconfigured
 from counterpoint.tuned.choices import KNOBS
 

@@ -3,7 +3,7 @@
 - `overlap.py`: the one line for FSDP2 (`fsdp/`), DDP (`ddp.py`), tensor (`tensor/`) and expert parallelism (`expert/`).
 - `tensor/`: matmuls of tensor parallelism, `torch.ops.counterpoint`.
 - `expert/`: tokens of expert parallelism on their way to the experts and back.
-- `tuned.py`: reads what `counterpoint tune` chose, equally on all ranks, for all of them.
+- `follow_tuning.py`: reads what `counterpoint tune` chose, equally on all ranks, for all of them.
 - `backend/`: a backend of torch.distributed, for everything else.
 - `group.py`: the communicator that all users of the same ranks share, and what decides about their calls.
 - `options.py`: the options of all of them; `report.py`: which modules and calls run how, and why.

@@ -23,10 +23,10 @@ from counterpoint.collectives.multihost.hierarchical import AnyCommunicator, Hie
 from counterpoint.collectives.submit.tensors import dtype_name
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.parallel.background import PIECE_BYTES, all_reduce_in_pieces, pieces
+from counterpoint.parallel.follow_tuning import FollowedTuning, follow_together
 from counterpoint.parallel.group import CHANNELS, rank_group, torch_group
 from counterpoint.parallel.options import DdpOptions
 from counterpoint.parallel.report import CallCounts, ModuleRow, Report
-from counterpoint.parallel.tuned import FollowedTuning, follow_together
 from counterpoint.records.tuning import Tuned
 
 Future: TypeAlias = "torch.futures.Future[Tensor]"

@@ -37,9 +37,9 @@ from counterpoint.collectives.work import PartitionedWork
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.parallel.background import Background
 from counterpoint.parallel.call_memory import CallMemory
+from counterpoint.parallel.follow_tuning import FollowedTuning
 from counterpoint.parallel.registry import Registry
 from counterpoint.parallel.report import RoutedPath
-from counterpoint.parallel.tuned import FollowedTuning
 
 CHANNELS: Mapping[str, tuple[int, ...]] = {
     "calls": (0,),  # of a process group: torch's run in order; over several hosts there is no other channel

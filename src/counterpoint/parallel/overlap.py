@@ -9,7 +9,7 @@ From then on every FSDP2 module gathers its parameters and scatters its gradient
 engines and stream memory operations, which no resident kernel can hold up. Nothing else changes: not the values, not
 the optimizer, not the checkpoints. `print(overlapped)` says what was done; `overlapped.restore()` takes it back.
 
-`overlap(model, tuned="counterpoint.toml")` follows what `counterpoint tune` chose for each collective (`tuned.py`).
+`overlap(model, tuned="counterpoint.toml")` follows the choices of `counterpoint tune` (`follow_tuning.py`).
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
     from counterpoint.parallel.ddp import OverlappedDdp
     from counterpoint.parallel.expert.modules import OverlappedExpertParallel
-    from counterpoint.parallel.fsdp.hooked import OverlappedShards
+    from counterpoint.parallel.follow_tuning import FollowedTuning
+    from counterpoint.parallel.fsdp.module_choice import OverlappedShards
     from counterpoint.parallel.tensor.modules import OverlappedTensorParallel
-    from counterpoint.parallel.tuned import FollowedTuning
 
 
 @overload
@@ -98,9 +98,9 @@ def _overlap_modules(model: nn.Module, options: OverlapOptions, tuned: Tuned | s
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
     from counterpoint.parallel.expert.modules import OverlappedExpertParallel, expert_groups
-    from counterpoint.parallel.fsdp.hooked import OverlappedShards
+    from counterpoint.parallel.follow_tuning import follow_together
+    from counterpoint.parallel.fsdp.module_choice import OverlappedShards
     from counterpoint.parallel.tensor.modules import OverlappedTensorParallel
-    from counterpoint.parallel.tuned import follow_together
 
     is_sharded = any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules())
     modules = sharded_modules(model) if is_sharded else ()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from counterpoint.collectives.cpu.channel import reference
+from counterpoint.collectives.cpu.call import reference
 from counterpoint.collectives.cuda.device import raw_stream
 from counterpoint.collectives.cuda.lower import ReduceLaunch
 from counterpoint.collectives.cuda.sums import bind

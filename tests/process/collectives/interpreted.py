@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from counterpoint.collectives.cpu.channel import reference
+from counterpoint.collectives.cpu.call import reference
 from counterpoint.collectives.cuda.lower import ReduceLaunch
 from counterpoint.collectives.cuda.sum_kernel import combine
 from counterpoint.collectives.cuda.sums import launch_of, with_types

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from counterpoint.collectives.cpu.channel import reference
+from counterpoint.collectives.cpu.call import reference
 from counterpoint.collectives.cuda.lower import ReduceLaunch
 from counterpoint.collectives.cuda.sums import Layout, launch_of
 from counterpoint.collectives.program.operations import all_reduce, plan

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from counterpoint.controls.control import Control, no_driver_calls
+from counterpoint.controls.green_contexts import plan_split
 from counterpoint.controls.parse import parse_mechanism
-from counterpoint.controls.streams import plan_split
 from counterpoint.errors import Misconfigured
 
 ALL = "nccl+priority=high+green=108+max_ctas=8+cga_cluster=2+cta_policy=zero+windows+gemm_sms=108+order=comm_resident"

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from counterpoint.controls.gemm_sms import GemmSmLimit
-from counterpoint.parallel.tuned import FollowedTuning, TunedCall
+from counterpoint.parallel.follow_tuning import FollowedTuning, TunedCall
 from counterpoint.tuned.choices import Choices
 from tests.support.example_tuned import example_tuned
 

@@ -1,1 +1,1 @@
-"""Run calls on CPUs: `transport.py` holds the channels, `channel.py` their threads and the calls under way."""
+"""Run calls on CPUs: `transport.py` holds the channels, `call.py` their threads and the calls under way."""

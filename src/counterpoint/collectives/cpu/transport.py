@@ -8,9 +8,9 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any
 
-from counterpoint.collectives.cpu.channel import BeforeStep, Channel, CpuCall
+from counterpoint.collectives.cpu.call import BeforeStep, Channel, CpuCall
 from counterpoint.collectives.host.shared_memory import SharedMemory
-from counterpoint.collectives.host.status import MAX_CHUNKS
+from counterpoint.collectives.host.shared_status import MAX_CHUNKS
 from counterpoint.collectives.host.watchdog import Failure, PeerWaiter, Watchdog
 from counterpoint.collectives.memory.early_release import EarlyBlock, EarlyPool
 from counterpoint.collectives.memory.pool import Location, Pool

@@ -23,7 +23,7 @@ from counterpoint.collectives.cuda.driver import (
 from counterpoint.collectives.cuda.lower import WORD_BYTES, DriverCall, MemoryOperation, MemoryOperations
 from counterpoint.collectives.cuda.order import StreamOrder
 from counterpoint.collectives.cuda.regions import FlagLayout, Growth
-from counterpoint.collectives.host.status import RankStatus
+from counterpoint.collectives.host.shared_status import RankStatus
 from counterpoint.collectives.host.watchdog import CurrentCall, Failure, PeerWaiter, Watchdog
 from counterpoint.collectives.memory.pool import SymmetricMemory
 from counterpoint.collectives.options import CommunicatorOptions

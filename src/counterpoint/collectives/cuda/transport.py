@@ -20,7 +20,7 @@ from counterpoint.collectives.cuda.regions import CudaMemory, FlagLayout, Growth
 from counterpoint.collectives.cuda.watch import GRACE_S, Watch
 from counterpoint.collectives.host.announce import Announcer
 from counterpoint.collectives.host.shared_memory import SharedMemory
-from counterpoint.collectives.host.status import MAX_CHUNKS
+from counterpoint.collectives.host.shared_status import MAX_CHUNKS
 from counterpoint.collectives.host.watchdog import Failure, PeerWaiter, Watchdog
 from counterpoint.collectives.memory.early_release import EarlyBlock, EarlyPool
 from counterpoint.collectives.memory.pool import Location, NotReusable, Pool, SymmetricMemory

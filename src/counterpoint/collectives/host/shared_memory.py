@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from counterpoint.collectives.host.status import MAX_REGIONS, RankStatus, new_status, status_type
+from counterpoint.collectives.host.shared_status import MAX_REGIONS, RankStatus, new_status, status_type
 from counterpoint.collectives.memory.pool import Location
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.rehearsed import host_id

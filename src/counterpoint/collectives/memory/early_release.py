@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from counterpoint.collectives.host.status import MAX_EARLY_BLOCKS, MAX_EARLY_REGIONS
+from counterpoint.collectives.host.shared_status import MAX_EARLY_BLOCKS, MAX_EARLY_REGIONS
 from counterpoint.collectives.memory.pool import BLOCK_BYTES, Location, NotReusable, SymmetricMemory, next_region_bytes
 from counterpoint.errors import Unsupported
 

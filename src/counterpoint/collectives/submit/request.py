@@ -12,7 +12,7 @@ from hashlib import blake2b
 from itertools import accumulate
 from typing import Any, Literal, TypeAlias
 
-from counterpoint.collectives.host.status import MAX_CHUNKS
+from counterpoint.collectives.host.shared_status import MAX_CHUNKS
 from counterpoint.collectives.memory.early_release import EarlyUse
 from counterpoint.collectives.memory.pool import Location
 from counterpoint.collectives.program import operations

@@ -46,10 +46,10 @@ from counterpoint.parallel.backend.hosts import (
 from counterpoint.parallel.backend.inner import EndedGroup, InnerGroup
 from counterpoint.parallel.backend.messages import MessagePair, MessagePairs
 from counterpoint.parallel.background import PIECE_BYTES, all_reduce_in_pieces
+from counterpoint.parallel.follow_tuning import follow_together
 from counterpoint.parallel.group import CHANNELS, RankGroup, Route
 from counterpoint.parallel.options import BackendOptions
 from counterpoint.parallel.report import CallCounts, Report
-from counterpoint.parallel.tuned import follow_together
 from counterpoint.parallel.uncompiled import never_compiled
 from counterpoint.parallel.work import StartedWork, together
 

@@ -22,10 +22,10 @@ from counterpoint.collectives.submit.tensors import dtype_name
 from counterpoint.errors import Misconfigured
 from counterpoint.parallel.expert.dispatcher import Dispatcher, most_tokens
 from counterpoint.parallel.expert.layers import ExpertWeights, overlapped_moe
+from counterpoint.parallel.follow_tuning import FollowedTuning
 from counterpoint.parallel.options import ExpertChoice, ExpertOptions
 from counterpoint.parallel.report import ModuleRow, Report, together
 from counterpoint.parallel.tensor.parallel_styles import closure_of, is_function, ranks_of
-from counterpoint.parallel.tuned import FollowedTuning
 from counterpoint.parallel.uncompiled import uncompiled
 from counterpoint.records.tuning import LEAVE
 from counterpoint.tuned.choices import EXCHANGE

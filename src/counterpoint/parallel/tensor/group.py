@@ -25,6 +25,7 @@ from counterpoint.machine.profile import default_profile
 from counterpoint.pair.arrivals import TensorOperation
 from counterpoint.pair.matmul_choice import MatmulPlan
 from counterpoint.pair.sharded_rows import ShardedRows
+from counterpoint.parallel.follow_tuning import FollowedTuning, follow_together
 from counterpoint.parallel.group import RankGroup, rank_group, torch_group
 from counterpoint.parallel.options import TensorOptions
 from counterpoint.parallel.registry import Registry
@@ -32,7 +33,6 @@ from counterpoint.parallel.report import CallCounts, Report, RoutedPath
 from counterpoint.parallel.tensor.flagged import MAX_SPINS
 from counterpoint.parallel.tensor.overlapped import RowGather, RowScatter, Steps, Weight, grad_of_weight
 from counterpoint.parallel.tensor.plans import MatmulShape, Plans, asked_mechanism
-from counterpoint.parallel.tuned import FollowedTuning, follow_together
 
 ReturnRows = Literal["no", "copy", "symmetric"]  # memory in which gathered rows are returned
 _c10d: Any = distributed_c10d

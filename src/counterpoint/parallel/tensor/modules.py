@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
 from counterpoint.errors import Misconfigured, Unsupported
+from counterpoint.parallel.follow_tuning import FollowedTuning
 from counterpoint.parallel.options import TensorOptions
 from counterpoint.parallel.report import ModuleRow, Report, together
 from counterpoint.parallel.tensor.group import TensorGroup, tensor_group
@@ -39,7 +40,6 @@ from counterpoint.parallel.tensor.parallel_styles import (
     prepared_input,
     ranks_of,
 )
-from counterpoint.parallel.tuned import FollowedTuning
 
 
 class OverlappedLinear:

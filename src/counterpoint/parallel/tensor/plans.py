@@ -27,10 +27,10 @@ from counterpoint.pair.curves import DTYPES, RowCurve, estimated_curve
 from counterpoint.pair.cuts import RowAxis, cut
 from counterpoint.pair.matmul_choice import MatmulMechanism, MatmulPlan, choose_matmul, with_best_chunks
 from counterpoint.pair.sharded_rows import ShardedRows
+from counterpoint.parallel.follow_tuning import FollowedTuning
 from counterpoint.parallel.options import TensorChoice, TensorOptions
 from counterpoint.parallel.tensor.flagged import TYPES, bind_flagged
 from counterpoint.parallel.tensor.overlapped import Steps
-from counterpoint.parallel.tuned import FollowedTuning
 from counterpoint.tuned.choices import matmul_workload
 
 T = TypeVar("T")

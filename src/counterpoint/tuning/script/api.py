@@ -45,7 +45,7 @@ from counterpoint.tuning.script.launch import (
     parse_command,
 )
 
-TUNED_VARIABLE = "COUNTERPOINT_TUNED"  # of parallel/tuned.py: the file that overlap and the backend follow
+TUNED_VARIABLE = "COUNTERPOINT_TUNED"  # of parallel/follow_tuning.py: the file that overlap and the backend follow
 _OFF = "off"
 RECORDED = "recorded"  # folder of the traces
 _APART_RUNS = 3  # of each variant, at least: processes differ by more than steps of one do

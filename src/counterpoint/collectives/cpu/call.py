@@ -1,8 +1,8 @@
 """Run one channel of a communicator on CPUs: two lanes, which are threads, and the calls that they run.
 
 Instead of a GPU's copy engines and stream memory operations this uses `memmove`, stores and polling. The order in which
-peers see stores is described in host/status.py. Of a call in partitions the channel's thread pushes what was supplied,
-and the caller waits for arrivals.
+peers see stores is described in host/shared_status.py. Of a call in partitions the channel's thread pushes supplied
+partitions, and the caller waits for arrivals.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from counterpoint.collectives.host.announce import Announcer
 from counterpoint.collectives.host.shared_memory import SharedMemory
-from counterpoint.collectives.host.status import flag_index
+from counterpoint.collectives.host.shared_status import flag_index
 from counterpoint.collectives.host.watchdog import Failure, PeerWaiter, mismatch
 from counterpoint.collectives.memory.early_release import EarlyUse
 from counterpoint.collectives.memory.pool import GrowableRegion, Location

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from counterpoint.errors import Misconfigured
+from counterpoint.parallel.follow_tuning import FollowedTuning, TunedCall
 from counterpoint.parallel.fsdp.hooks import GatherHook, ScatterHook, ShardGroups
 from counterpoint.parallel.fsdp.modules import (
     ShardedModule,
@@ -26,7 +27,6 @@ from counterpoint.parallel.fsdp.prefetch import Prefetch
 from counterpoint.parallel.fsdp.slots import ModuleParameters, ParameterSlots
 from counterpoint.parallel.options import OverlapOptions
 from counterpoint.parallel.report import ModuleRow, Report, Traffic
-from counterpoint.parallel.tuned import FollowedTuning, TunedCall
 
 
 @dataclass(frozen=True, kw_only=True)
