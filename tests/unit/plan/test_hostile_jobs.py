@@ -18,9 +18,9 @@ from counterpoint.cli import main
 from counterpoint.errors import Misconfigured
 from counterpoint.plan.answer import answer
 from counterpoint.plan.job.cluster import ClusterGpu, Level
+from counterpoint.plan.job.cluster_table import ClusterTable
 from counterpoint.plan.job.fields import JobRecord
 from counterpoint.plan.job.job import OverlapTable, Ranks, parse_job, read_tables
-from counterpoint.plan.job.machines import ClusterTable
 from counterpoint.plan.job.model import Experts, LatentAttention, Model
 from counterpoint.plan.job.parallel import Compression, Parallel, Training
 from counterpoint.plan.job.run import Run

@@ -42,8 +42,8 @@ from counterpoint.errors import Misconfigured, printable
 from counterpoint.machine.profile import Disturbance, Profile
 from counterpoint.pair.together import disturbance
 from counterpoint.plan.job.cluster import GPUS, Cluster
+from counterpoint.plan.job.cluster_table import OF_GPUS, ClusterTable
 from counterpoint.plan.job.fields import Factor, JobRecord, Name, Table, check_known, parse_record
-from counterpoint.plan.job.machines import OF_GPUS, ClusterTable
 from counterpoint.plan.job.model import Model, find_model, known_models
 from counterpoint.plan.job.parallel import Compression, Parallel, Training, check_division, on_gpus
 from counterpoint.plan.job.run import Run

@@ -26,8 +26,8 @@ from counterpoint.plan.answer import outcome
 from counterpoint.plan.compute.memory import least_gib, least_totals, stage_totals
 from counterpoint.plan.compute.roofline import GpuRates
 from counterpoint.plan.confidence import too_close
+from counterpoint.plan.job.cluster_table import with_gpus
 from counterpoint.plan.job.job import Job
-from counterpoint.plan.job.machines import with_gpus
 from counterpoint.plan.job.parallel import CORE_ONLY, deal_layers
 from counterpoint.plan.network.estimate import CollectiveTimes, MeshTimes
 from counterpoint.plan.network.protocols import network_of
