@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, end_operations
 
 
 @pytest.fixture(scope="session")
@@ -33,7 +33,20 @@ def eight_ranks() -> Iterator[Ranks]:
     yield from _ranks(8)
 
 
+_POOLS: list[Ranks] = []
+
+
 def _ranks(world_size: int) -> Iterator[Ranks]:
     ranks = Ranks(world_size)
+    _POOLS.append(ranks)
     yield ranks
+    _POOLS.remove(ranks)
     ranks.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def operations_end_with_their_file() -> Iterator[None]:
+    """The communicator of a pool's ranks is free for another file, which may want other options."""
+    yield
+    for ranks in _POOLS:
+        ranks.run(end_operations)

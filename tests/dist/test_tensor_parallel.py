@@ -633,9 +633,9 @@ def test_a_copy_of_the_model_has_its_own_weights(two_ranks: Ranks) -> None:
 def test_strangers_are_left_alone_and_named(two_ranks: Ranks) -> None:
     for same, why, all_left, none in two_ranks.run(strangers):
         assert same
-        assert why["0"].startswith("its style is not torch's: tests.dist.tensor_parallel_programs._Stranger")
+        assert why["0"].startswith("its style is not torch's: tests.dist.test_tensor_parallel._Stranger")
         assert why["1"] == "it is no nn.Linear, but _OwnLinear"
-        assert why["2"].startswith("it has a hook that is not torch's: tests.dist.tensor_parallel_programs.strangers")
+        assert why["2"].startswith("it has a hook that is not torch's: tests.dist.test_tensor_parallel.strangers")
         assert why["5"] == ""
         assert all_left.startswith("Unsupported: nothing to overlap: 0: its style is not torch's")
         assert none.startswith("Misconfigured: no module of this model is sharded")

@@ -165,7 +165,7 @@ def _resources() -> dict[str, int]:
 def timeout_of_torch(_: Session, profile: str) -> tuple[str, float, int]:
     """What rank 0 is told that waits for rank 1 in a group without options, with a profile for all calls."""
     os.environ["COUNTERPOINT_PROFILE"] = profile
-    group = dist.new_group(backend="counterpoint", timeout=timedelta(seconds=2))
+    group = dist.new_group(backend="counterpoint", timeout=timedelta(seconds=10))
     dist.all_reduce(torch.ones(3), group=group)
     text, seconds = said(lambda: dist.all_reduce(torch.ones(3), group=group)) if dist.get_rank() == 0 else ("", 0.0)
     return text, seconds, backend.report(group).taken
@@ -270,5 +270,5 @@ def test_the_timeout_of_torch_is_ours(tmp_path: Path) -> None:
     path.write_text(json.dumps(shipped))
     (text, seconds, taken), _ = run_once(2, timeout_of_torch, str(path))
     assert text.startswith("PeerTimeout")
-    assert 1.5 < seconds < SOON_S
+    assert 7.5 < seconds < SOON_S
     assert taken == 2

@@ -285,7 +285,7 @@ def ended_before_a_callback(_: Session) -> str:
     dist.all_reduce(torch.ones(1000), group=group)
     said = "no callback"
     if dist.get_rank() == 0:
-        under_way = threading.Event()
+        under_way, is_asked = threading.Event(), threading.Event()
 
         def callback(_: Any) -> str:
             under_way.set()
@@ -293,7 +293,9 @@ def ended_before_a_callback(_: Session) -> str:
                 time.sleep(0.001)
             return error_of(lambda: dist.all_reduce(torch.ones(10), group=group))
 
-        call = group.rank_group.background().start(lambda _channel: None, 0, None).future.then(callback)
+        # the future is not there before the callback: this thread would run it
+        call = group.rank_group.background().start(lambda _channel: is_asked.wait(), 0, None).future.then(callback)
+        is_asked.set()
         under_way.wait()
         group.shutdown()
         said = call.wait()

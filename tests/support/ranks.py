@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 import traceback
 import warnings
 from collections.abc import Callable
@@ -137,6 +138,14 @@ def error_of(call: Callable[[], object]) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
+
+
+def end_operations(_: object) -> None:
+    """Close tensor groups and dispatchers of groups that stay: each uses the communicator of its ranks until then."""
+    for module, name in (("tensor.group", "_GROUPS"), ("expert.titan_dispatcher", "_DISPATCHERS")):
+        registry = getattr(sys.modules.get(f"counterpoint.parallel.{module}"), name, None)
+        for group in list(registry._made) if registry is not None else ():
+            registry.close(group)
 
 
 def become(rank: int, world_size: int, port: int) -> None:

@@ -17,7 +17,8 @@ from tests.support.command import HANG_S, ROOT
 
 def ran(script: Path, cases: list[Any], request: pytest.FixtureRequest) -> dict[int, Any]:
     """Return what a script says about the cases that tests with this fixture ask for by their `index`, or about all."""
-    askers = [item for item in request.session.items if request.fixturename in getattr(item, "fixturenames", ())]
+    of_file = [item for item in request.session.items if item.path == request.path]
+    askers = [item for item in of_file if request.fixturename in getattr(item, "fixturenames", ())]
     asked = [item.callspec.params.get("index", -1) if hasattr(item, "callspec") else -1 for item in askers]
     chosen = list(range(len(cases))) if -1 in asked else sorted({int(index) for index in asked})
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
