@@ -143,9 +143,10 @@ def error_of(call: Callable[[], object]) -> str:
 def end_operations(_: object) -> None:
     """Close tensor groups and dispatchers of groups that stay: each uses the communicator of its ranks until then."""
     for module, name in (("tensor.group", "_GROUPS"), ("expert.titan_dispatcher", "_DISPATCHERS")):
-        registry = getattr(sys.modules.get(f"counterpoint.parallel.{module}"), name, None)
-        for group in list(registry._made) if registry is not None else ():
-            registry.close(group)
+        registry: Any = getattr(sys.modules.get(f"counterpoint.parallel.{module}"), name, None)
+        if registry is not None:
+            for group in list(registry._made):
+                registry.close(group)
 
 
 def become(rank: int, world_size: int, port: int) -> None:
