@@ -1,6 +1,6 @@
 """Python calls and files of this package that a collective takes in its caller's thread when it comes again.
 
-    torchrun --nproc-per-node 2 benchmarks/replayed_calls.py
+    torchrun --nproc-per-node 2 benchmarks/replayed_calls.py --out results/replayed-calls.json
 
 `Communicator` runs on the GPU of the tests, which is made of threads; the calls through torch run on CPUs. With
 `--list` every function is printed, in the order of the calls.
@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from step_rig import start
+from provenance import write_result
+from step_rig import origin, start
 from tables import print_table
 from torch.distributed.fsdp import fully_shard
 
@@ -38,6 +39,7 @@ from tests.support.software_gpu import SoftwareGpu
 
 PACKAGE = f"{Path(counterpoint.__file__).parent}{os.sep}"
 EVERY_SIZE = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce"), 0)
+COLUMNS = ("call that comes again", "Python calls", "files")
 BEFORE = 6  # calls before the one that is counted
 
 Call = Callable[[], object]
@@ -140,13 +142,14 @@ def fsdp_gather(counter: Counter) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--list", action="store_true")
-    lists = parser.parse_args().list
+    parser.add_argument("--out", type=Path, help="JSON of the counts, and a table")
+    asked = parser.parse_args()
     start("cpu")
     counter, rows = Counter(), list[tuple[str, str, str]]()
 
     def told(name: str) -> None:
         rows.append(counter.row(name))
-        if lists and not dist.get_rank():
+        if asked.list and not dist.get_rank():
             print(name, *counter.seen, sep="\n    ")
 
     gpu = SoftwareGpu()
@@ -162,7 +165,10 @@ def main() -> None:
     fsdp_gather(counter)
     told("FSDP2's gather, CPU")
     if not dist.get_rank():
-        print_table(("call that comes again", "Python calls", "files"), rows)
+        print_table(COLUMNS, rows)
+        if asked.out is not None:
+            counts = [dict(zip(COLUMNS, row, strict=True)) for row in rows]
+            write_result(asked.out, {"provenance": origin("cpu", 2), "rows": counts}, COLUMNS, rows)
     dist.barrier()
     dist.destroy_process_group()
 
