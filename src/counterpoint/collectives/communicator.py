@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 class EvenCollectives:
-    """Declares the collectives of even blocks, which a `Communicator` and a `HierarchicalCommunicator` both run.
+    """Declares the collectives on blocks of equal size, which `Communicator` and `HierarchicalCommunicator` both run.
 
     Every method takes tensors of any dtype (reductions: see `reduce_scatter`), equal on all ranks in size and dtype.
     Sizes are in elements where shapes are given, else in bytes. Two arguments of all methods are explained here only:
@@ -156,7 +156,7 @@ class EvenCollectives:
         return self._submit(request.even_blocks_of, tensor, None, channel, async_op, "broadcast", src)
 
     def barrier(self, *, channel: int = 0, async_op: bool = False) -> Work | None:
-        """Return when every rank has made this call; on a GPU the current stream waits, not the host."""
+        """Wait until every rank has made this call; on a GPU the current stream waits, and the host does not."""
         return self._submit(request.even_blocks_of, None, None, channel, async_op, "barrier")
 
 
@@ -245,7 +245,7 @@ class Communicator(EvenCollectives):
         self._transport.check()
 
     def give_up(self, error: CounterpointError) -> BaseException:
-        """End the communicator with an error of this rank, whose peers are told why instead of waiting for it.
+        """End the communicator with `error`, and tell the peers why, so that they do not wait for this rank.
 
         Returns:
             The error that its calls raise from now on: this one, or an earlier one.
@@ -253,11 +253,11 @@ class Communicator(EvenCollectives):
         return self._transport.failure.set(error)
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Set how many seconds a rank waits for another before it gives up, from now on; on this rank only."""
+        """Set how many seconds this rank waits for a peer before it gives up; other ranks keep their own timeouts."""
         self._transport.watchdog.timeout_s = timeout_s
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None, early_release: bool = False) -> Tensor:
-        """Return an uninitialised, contiguous tensor in symmetric memory, which is written as output without a copy.
+        """Return an uninitialised, contiguous tensor in symmetric memory: as an output it costs no copy.
 
         Its memory is reused when the last view of it has died. Ranks that make and drop tensors in the same order have
         them at the same offset; on GPUs they must, since peers write there. On a GPU, use the tensor on the current
@@ -294,7 +294,7 @@ class Communicator(EvenCollectives):
         return self._transport.memory_pool()
 
     def record_stream(self, tensor: Tensor, stream: torch.cuda.Stream | None = None) -> None:
-        """Record that `stream` uses a tensor of `empty`, or a view of it, outside of calls; GPUs only.
+        """Record that `stream` uses a tensor of `empty`, or a view of it, outside of a communicator's calls; GPUs only.
 
         `stream` None is the current one. The memory is not reused before the work queued there has ended.
         """
@@ -303,7 +303,7 @@ class Communicator(EvenCollectives):
     def all_gather_coalesced(
         self, outputs: Tensors, inputs: Tensors, *, channel: int = 0, async_op: bool = False
     ) -> Work | None:
-        """Run several all_gathers as one call, with the handshake and arrival signals of one.
+        """Run several all_gathers as one call, with one handshake and one set of arrival signals for all of them.
 
         In place if each input is this rank's block of its output.
 
@@ -325,7 +325,7 @@ class Communicator(EvenCollectives):
         channel: int = 0,
         async_op: bool = False,
     ) -> Work | None:
-        """Run several reduce_scatters as one call, without copying the inputs together first.
+        """Run several reduce_scatters as one call, without first copying the inputs into one buffer.
 
         Args:
             outputs: this rank's shards, contiguous and of one dtype: that of the inputs, or, for bfloat16 and float16,
@@ -350,7 +350,7 @@ class Communicator(EvenCollectives):
         supplied: bool = True,
         channel: int = 0,
     ) -> PartitionedWork:
-        """Gather the ranks' inputs along a dimension; the caller takes the rows of `output` as they come.
+        """Gather the ranks' inputs along a dimension; the caller can use rows of `output` before all have arrived.
 
         This rank's own rows stay in `input`, which may be its part of `output`.
 
@@ -418,7 +418,7 @@ class Communicator(EvenCollectives):
         return self._submit(self._send_or_recv, None, tensor, channel, async_op, dst)
 
     def recv(self, tensor: Tensor, src: int, *, channel: int = 0, async_op: bool = False) -> Work | None:
-        """Receive the tensor that rank `src` sends: see `send`.
+        """Receive into `tensor` the tensor that rank `src` sends; `send` says in which order messages come.
 
         `tensor` is contiguous, of the size and dtype that `src` sends; on a GPU without `mailbox_bytes` from `empty`.
         """

@@ -50,7 +50,7 @@ def available(group: ProcessGroup | None = None, *, device: Device = None, share
 
 
 def device_profile(group: ProcessGroup | None, device: Device, profile: Profile | str | Path | None) -> Profile:
-    """Return the measured figures of the machine that a communicator plans with. All ranks call it together.
+    """Return the `Profile` (measured figures of the machine) by which a communicator plans; all ranks call it together.
 
     `profile` is a profile, or the path of one; None: the file that COUNTERPOINT_PROFILE names, else the profile shipped
     for this GPU. An error on one rank, such as a profile of another GPU, is raised on all.
@@ -145,7 +145,7 @@ def _on_cpu(
 def _on_gpu(
     group: ProcessGroup | None, gpu: Any, options: CommunicatorOptions, profile: Profile, names: Sequence[int] | None
 ) -> Transport:
-    """Open a GPU transport; its statuses have channels to meet on before memory grows, and to count messages on."""
+    """Open the GPU transport, with one more channel to meet on before memory grows, and two to count messages."""
     from counterpoint.collectives.cuda.transport import CudaTransport
 
     channels = options.channels + (1 if options.mailbox_bytes is None else 3)

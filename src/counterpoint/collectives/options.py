@@ -15,7 +15,7 @@ from counterpoint.machine.profile import Profile
 
 @dataclass(frozen=True, kw_only=True)
 class CommunicatorOptions:
-    """Holds the options of a communicator; all but `timeout_s`, `graphs` and `sum_sms` must be equal on all ranks.
+    """Holds the options of a `Communicator`; all but `timeout_s`, `graphs`, `sum_sms` must be equal on all ranks.
 
     Args:
         channels: how many calls can run at the same time; a call runs on the channel that its `channel=` names.
@@ -70,7 +70,7 @@ class CommunicatorOptions:
         Tuning(chunk_bytes=self.chunk_bytes, staging_bytes=self.staging_bytes)  # raises if it cannot be one
 
     def of_communicator(self) -> dict[str, Any]:
-        """Return the options that every communicator has, by name."""
+        """Return the options of this class by name, without those that a subclass adds."""
         return {name: getattr(self, name) for name in CommunicatorOptions.__dataclass_fields__}
 
     def shared(self, *, on_gpu: bool, profile: Profile) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Run one channel of a communicator on CPUs: two lanes, which are threads, and the calls that they run.
+"""Run the calls of one channel on CPUs, in two threads: one for each lane (`COPY` and `REDUCE`).
 
 Instead of a GPU's copy engines and stream memory operations this uses `memmove`, stores and polling. The order in which
 peers see stores is described in host/shared_status.py. Of a call in partitions the channel's thread pushes supplied
@@ -49,7 +49,7 @@ _DYING_S = 1.0  # seconds that a peer whose memory is gone may take until it is 
 
 
 class Lane:
-    """Runs lane `COPY` or `REDUCE` of a channel's calls, call after call, in a thread from the first call on."""
+    """Runs one lane (`COPY` or `REDUCE`) of a channel's calls in order, in a thread that the first call starts."""
 
     def __init__(self, channel: int, lane: int) -> None:
         self._lane = lane
@@ -58,13 +58,13 @@ class Lane:
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
 
     def put(self, work: CpuCall) -> None:
-        """Let the thread run this lane of the call `work` after the calls put before, under a lock of the caller."""
+        """Queue the call `work` for this lane's thread, behind earlier calls; the caller holds a lock."""
         self._queue.put(work)
         if self._thread.ident is None:
             self._thread.start()
 
     def close(self) -> None:
-        """End the thread after the calls that were put before."""
+        """End the thread when it has run all queued calls."""
         self._queue.put(None)
         if self._thread.ident is not None and threading.current_thread() is not self._thread:
             self._thread.join()
@@ -76,7 +76,7 @@ class Lane:
 
 
 class Channel:
-    """Runs calls in order; holds lanes, staging, and a landing for outputs that are not in symmetric memory."""
+    """Runs a channel's calls in order; holds its lanes, staging, and a landing for outputs outside symmetric memory."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class Channel:
         self.cut: CpuCall | None = None  # the latest call in partitions
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads of both lanes."""
         for lane in self.lanes.values():
             lane.close()
 
@@ -141,7 +141,7 @@ class CpuCall(HostWork):
         self._ready = max(self._ready, count)
 
     def arrived(self, count: int) -> None:
-        """Wait until the first `count` partitions of the output are there; see `PartitionedWork`."""
+        """Wait until the first `count` partitions of the output have arrived; see `PartitionedWork`."""
         try:
             self.channel.waiter.wait_until(lambda: self._begun.is_set() or self.is_completed(), self.current, None)
             while self._taken < min(count, len(self.received)):
@@ -155,14 +155,14 @@ class CpuCall(HostWork):
             raise
 
     def finish(self) -> None:
-        """Let all partitions leave and arrive; see `PartitionedWork`."""
+        """Let the remaining partitions of the input leave, and wait for those of the output; see `PartitionedWork`."""
         self.ready(len(self.sent))
         self.arrived(len(self.received))
         self.is_finished = True
         self.wait()
 
     def run_lane(self, lane: int) -> None:
-        """Run one lane of this call in that lane's thread; the `COPY` lane runs the call and starts `REDUCE`."""
+        """Run one lane of this call, in that lane's thread; `COPY` also announces the call and starts `REDUCE`."""
         if lane == REDUCE:
             self._reduce_lane()
             return
@@ -222,7 +222,7 @@ class CpuCall(HostWork):
             raise mismatch(self.current, self.watchdog.names[peer], same)
 
     def _place_output(self) -> None:
-        """Show where peers write the output: the tensor if it is symmetric memory, else the landing."""
+        """Write into the status where peers put the output: the tensor if in symmetric memory, else the landing."""
         submission = self.submission
         if not submission.output_bytes or not self.program.receives:
             return
@@ -235,7 +235,7 @@ class CpuCall(HostWork):
         self.record.output_offset, self.record.output_region = at.offset, at.region
 
     def _grow_staging(self) -> None:
-        """Replace staging that is too small; all ranks compute one size, so they replace it at one call."""
+        """Replace staging that is too small; all ranks compute the same size, so all replace it at the same call."""
         call, tuning, channel = self.program.call, self.program.tuning, self.channel
         if not call.reduces:
             return
@@ -318,7 +318,7 @@ class CpuCall(HostWork):
         return self.base[span.buffer] + span.offset
 
     def _at_peer(self, peer: int, span: Span) -> int:
-        """Return the address of a span of `peer`, which has shown its place before it signalled `ready`."""
+        """Return the address here of `span` of `peer`, which published its place before it signalled `ready`."""
         if span.buffer == "staging":
             at = self._staging_of(peer)
         elif self.early is not None:
@@ -338,13 +338,13 @@ class CpuCall(HostWork):
             raise
 
     def _staging_of(self, peer: int) -> Location:
-        """Return where the staging of `peer` is, after waiting until it has replaced it as often as this rank."""
+        """Return where the staging of `peer` lies, after waiting until `peer` has replaced it as often as this rank."""
         board = self.memory.statuses[peer].channels[self.channel.index]
         self.channel.waiter.wait_until(lambda: board.staging >= self.channel.status.staging, self.current, peer)
         return Location(board.staging_region, 0)
 
     def _early_of(self, peer: int, early: EarlyUse) -> Location:
-        """Return where the early-release output of `peer` is, after waiting until it has made the block's region."""
+        """Return where the early-release output of `peer` lies, after waiting until `peer` has made that region."""
         regions, part = self.memory.statuses[peer].early_regions, early.block.part
         self.channel.waiter.wait_until(lambda: regions[part] >= 0, self.current, peer)
         return Location(regions[part], early.block.at.offset + early.offset)

@@ -1,4 +1,4 @@
-"""Run programs on CPUs by a thread for each lane of each channel, over memory that all processes have mapped.
+"""Run programs on CPUs: one thread for each lane of each channel, over memory that all processes have mapped.
 
 A channel runs one call after another; channels run at the same time.
 """
@@ -54,7 +54,7 @@ class CpuTransport:
         ]
 
     def tuning(self, call: Call, *, early_release: bool) -> Tuning:
-        """Return a tuning with chunks of `chunk_bytes`, or larger ones if a channel has too few flags."""
+        """Return the tuning of `call`: chunks of `chunk_bytes`, or larger ones if there are too few flags for them."""
         return with_staging_slices(self._tuned, call, self._staging_bytes)
 
     def _tuned(self, call: Call) -> Tuning:
@@ -62,7 +62,7 @@ class CpuTransport:
         return Tuning(chunk_bytes=chunk_bytes, relay_bytes=4 * self._chunk_bytes)
 
     def locate(self, tensor: Any) -> Location | None:
-        """Return where a contiguous tensor lies in this rank's symmetric memory; None if it does not."""
+        """Return the place of a contiguous tensor in this rank's symmetric memory; None if it lies elsewhere."""
         return self.memory.locate(tensor.data_ptr(), tensor.nbytes)
 
     def place(self, call: Call | None, at: Location | None, num_bytes: int) -> str:
@@ -71,15 +71,15 @@ class CpuTransport:
 
     @property
     def epoch(self) -> int:
-        """Return how many regions were made so far; after a new one an address may mean something else."""
+        """Return how many regions this rank has made; a new region may get the addresses of an earlier one."""
         return self.memory.created
 
     def shown_at(self, at: Location | None, num_bytes: int) -> Location:
-        """Return `NOWHERE`: the status shows the output's place when the call runs, not when it is announced."""
+        """Return `NOWHERE`: on CPUs the status shows the output's place when the call runs, not when announced."""
         return NOWHERE
 
     def read_at(self, input: Any) -> tuple[Location, ...]:
-        """Return (): a call's tensors live until it was waited for, so their reuse need not wait for it."""
+        """Return (): a call on CPUs keeps its tensors alive until it was waited for, so no reuse needs to wait."""
         return ()
 
     def accept(self, submission: Submission) -> None:
@@ -109,11 +109,11 @@ class CpuTransport:
         self.failure.check()
 
     def record_stream(self, tensor: Any, stream: Any) -> None:
-        """Refuse: a CPU has no streams."""
+        """Raise Misconfigured: a CPU has no streams."""
         raise Misconfigured("record_stream on a CPU: what uses a tensor there has ended when the tensor dies")
 
     def memory_pool(self) -> AbstractContextManager[None]:
-        """Refuse: torch has memory pools on GPUs only."""
+        """Raise Unsupported: torch has memory pools on GPUs only."""
         raise Unsupported("a memory pool on a CPU: torch has them on GPUs only; calls there copy from their landing")
 
     def close(self) -> None:
@@ -127,7 +127,7 @@ class CpuTransport:
         self.memory.close()
 
     def abort(self) -> None:
-        """Do as `close`, which waits for no peer."""
+        """End the communicator by `close`, which on CPUs waits for no peer."""
         self.close()
 
     def _early_region(self, num_bytes: int) -> int:
@@ -136,7 +136,7 @@ class CpuTransport:
         return region
 
     def _release(self, block: EarlyBlock) -> None:
-        """Signal the peers that a block is free: its tensor has died, so no load of it can follow."""
+        """Signal the peers that they may write a block: its tensor has died, so nothing on this rank reads it now."""
         if block.ready or self.failure.error is not None:
             return
         word = flag_word(Flag("output", "ready", self.memory.rank), self.memory.world_size)

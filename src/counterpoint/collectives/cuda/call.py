@@ -1,4 +1,4 @@
-"""Define a GPU call whose driver calls are made once and issued often (`Prepared`), and the `Work` of each start of it.
+"""Define a GPU call whose driver calls are made once and issued often (`Prepared`), and the `Work` of each issue.
 
 A call in partitions pushes on the stream that it was started on. Its waits for arrivals take no SM: they are stream
 memory operations on the stream that reads the rows, in one batch for all that are asked for together.
@@ -91,7 +91,7 @@ class Prepared:
         self.noted = _NEVER  # epoch of `StreamOrder` and stream in which the use of its memory was last recorded
 
     def start(self, stream: int, events: EventPool, capture: int) -> None:
-        """Issue the start on `stream`, which is in the graph capture with the id `capture` (0: none).
+        """Issue the part `start` on `stream`, which is in the graph capture with the id `capture` (0: none).
 
         An error of the driver is raised; the peers may then wait for signals that were not issued.
         """
@@ -103,29 +103,29 @@ class Prepared:
             self._issue("start", stream, lambda: self._start)
 
     def send(self, first: int, end: int, stream: int) -> None:
-        """Push the partitions from `first` to before `end`."""
+        """Push the partitions from `first` to before `end`, on `stream`."""
         self._issue(("send", first, end), stream, lambda: self._lowered(self.sends[first:end]))
 
     def receive(self, first: int, end: int, stream: int) -> None:
-        """Wait for the partitions from `first` to before `end`."""
+        """Let `stream` wait for the arrival of the partitions from `first` to before `end`."""
         assert self.cut is not None
         receives = self.cut.receives[first:end]
         self._issue(("receive", first, end), stream, lambda: self._lowered(receives))
 
     def gate(self, word: int, value: int, stream: int) -> None:
-        """Wait until the word at this address is `value` or more, and set it to 0."""
+        """Let `stream` wait until the word at the address `word` is `value` or more, and then set the word to 0."""
         operations = MemoryOperation("wait", word, value), MemoryOperation("write", word, 0)
         self._issue(operations, stream, lambda: (MemoryOperations(operations, COPY),))
 
     def word(self, partition: int) -> int:
-        """Return the address of the word that the arrival of a partition sets."""
+        """Return the address of the flag word that is set when this partition of the output has arrived."""
         assert self.cut is not None
         (call,) = self._lowered([self.cut.receives[partition]])
         assert isinstance(call, MemoryOperations)
         return call.operations[0].address
 
     def close(self) -> None:
-        """Free its graph and events; only when the last issued calls have run."""
+        """Free the graph and the events; call this only when the last issued driver calls have run."""
         for bound in self._bounds.values():
             bound.close()
         if self._graph is not None:
@@ -133,7 +133,7 @@ class Prepared:
         self._bounds, self._graph = {}, None
 
     def _issue(self, part: Hashable, stream: int, calls: Callable[[], tuple[DriverCall, ...]]) -> None:
-        """Issue a part, whose driver calls `calls` returns, on a stream."""
+        """Issue one part of the call on a stream; `calls` makes the part's driver calls when first issued there."""
         bound = self._bounds.get((part, stream))
         if bound is None:
             bound = self._executor.bind(calls(), stream, reduction=self._reduction)
@@ -170,7 +170,7 @@ class PreparedCache:
         self._cached[key] = prepared
 
     def close(self) -> None:
-        """Close all prepared calls, evicted ones included; only when all calls have run."""
+        """Close all prepared calls, evicted ones included; call this only when all of them have run."""
         for prepared in (*self._cached.values(), *self._leaving):
             prepared.close()
         self._cached.clear()
@@ -226,7 +226,7 @@ class CudaWork:
 
     @property
     def received(self) -> tuple[BlockPartition, ...]:
-        """Return the partitions of the output, in the order in which they come."""
+        """Return the partitions of the output, in the order in which they arrive."""
         return () if self.prepared.cut is None else self.prepared.cut.received
 
     @property
@@ -236,7 +236,7 @@ class CudaWork:
 
     @in_context
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Let the current stream wait for the end; the host waits only with `timeout_s`, for up to that many seconds.
+        """Let the current stream wait for the call's end; the host waits only with `timeout_s`, for at most that long.
 
         Returns:
             True.
@@ -281,7 +281,7 @@ class CudaWork:
 
     @in_context
     def ready_when(self, word: int, value: int) -> None:
-        """Let the next partition leave when the word at this address is `value` or more; it is set to 0 then.
+        """Let the next partition leave when the word at the address `word` is `value` or more; then set the word to 0.
 
         A kernel under way counts there what it has stored. Launch it before: CUDA may put its stream behind this one's,
         which waits.
@@ -293,7 +293,7 @@ class CudaWork:
 
     @property
     def arrival_words(self) -> int:
-        """Return an address: 4 (chunk · world_size + peer) bytes behind it is the word that a partition's arrival sets.
+        """Return the address of the arrival words: a partition's lies 4 (chunk · world_size + peer) bytes behind it.
 
         A kernel may read these words; `arrived` or `finish` waits for them, which is short by then, and resets them.
         """
@@ -311,7 +311,7 @@ class CudaWork:
 
     @in_context
     def finish(self) -> None:
-        """Let all partitions leave and arrive, and the current stream wait for that; see `PartitionedWork`."""
+        """Let the remaining partitions leave, and the current stream wait for all arrivals; see `PartitionedWork`."""
         if self.is_finished:
             return
         self.ready(len(self.sent))

@@ -28,7 +28,7 @@ _BACKEND = "CUDA"  # NVSHMEM and NCCL hand out memory of their own kinds, some o
 
 @lru_cache(maxsize=1)
 def raw_stream() -> Callable[[int], int]:
-    """Return the function that gives the handle of torch's current stream, in this thread, of the GPU with an index."""
+    """Return torch's function that maps the index of a GPU to the handle of this thread's current stream there."""
     import torch
 
     found: Callable[[int], int] = getattr(
@@ -48,7 +48,7 @@ class CudaCard:
 
     @classmethod
     def of(cls, device: int) -> CudaCard:
-        """Return the card of this process with its GPU."""
+        """Return the card of this process, which uses the GPU with the index `device`."""
         import torch
 
         reach = torch.cuda.can_device_access_peer
@@ -89,7 +89,7 @@ def _uuid(device: int) -> str:
 
 
 def _lacking(device: int) -> str | None:
-    """Return why torch has no usable symmetric memory here; None if it has."""
+    """Return why torch has no usable symmetric memory in this process; None if it has."""
     try:
         from torch._C._distributed_c10d import _SymmetricMemory
     except ImportError:
@@ -211,7 +211,7 @@ class Gpu:
 
     @contextmanager
     def beside_capture(self) -> Iterator[None]:
-        """Allow calls that the current stream's graph capture refuses, on a stream of their own."""
+        """Use a new stream, on which calls are allowed that the graph capture of the current stream refuses."""
         import torch
 
         with self.relaxed(), torch.cuda.stream(torch.cuda.Stream(self.device)):
@@ -244,7 +244,7 @@ class Gpu:
             self.driver.cuCtxPopCurrent()
 
     def synchronize(self) -> None:
-        """Wait for the current stream."""
+        """Let the host wait until the work on the current stream has ended."""
         import torch
 
         torch.cuda.current_stream(self.device).synchronize()

@@ -78,7 +78,7 @@ class StreamPoint:
 
 
 class StreamHandles(dict[int, Any]):
-    """Holds the `CUstream` of each stream's handle, made once: the driver would convert an integer at every call."""
+    """Maps each stream's handle to its `CUstream`, made once: the driver would convert an integer at every call."""
 
     def __init__(self, driver: Any) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class StreamHandles(dict[int, Any]):
 
 
 class EventPool:
-    """Makes events, which are used again, and records points of streams by them."""
+    """Makes CUDA events, hands them out again and again, and marks points of streams by them."""
 
     def __init__(self, driver: Any) -> None:
         self._driver, self.handles = driver, StreamHandles(driver)
@@ -115,7 +115,7 @@ class EventPool:
         self._free.extend(events)
 
     def record(self, stream: int, capture: int = 0) -> StreamPoint:
-        """Return the present end of a stream, which is in this capture (0: in none); raise if the driver refuses."""
+        """Mark the present end of a stream, which is in a capture with this id (0: none); raise if that is refused."""
         try:
             event = self._free.popleft()
         except IndexError:
@@ -171,7 +171,7 @@ class Executor:
 
     @cached_property
     def reduce_stream(self) -> Any:
-        """The stream of lane `REDUCE`."""
+        """Return the stream of lane `REDUCE`, which is taken at the first use."""
         return self.stream()
 
     def stream(self) -> Any:
@@ -184,7 +184,7 @@ class Executor:
         return self._streams[-1]
 
     def bind(self, calls: Sequence[DriverCall], stream: int, *, reduction: BindReduction | None = None) -> Bound:
-        """Return calls that are ready to be issued any number of times, eagerly or in a graph capture.
+        """Return `calls` with converted arguments, to be issued any number of times, eagerly or in a graph capture.
 
         `stream` is the handle for lane `COPY`; `reduction` binds sums, and is needed if the calls reduce.
         """
@@ -223,7 +223,7 @@ class Executor:
             self.call("cuStreamWriteValue32", self.side_stream, self.driver.CUdeviceptr(address), 1, 0)
 
     def close(self) -> None:
-        """Destroy events and give streams back; all issued work has run, and bound calls are not issued any more."""
+        """Destroy events and give streams back; call this when all issued work has run, as the last call."""
         self.events.close()
         self._spare.extend(self._streams)
         self._streams = []
@@ -278,7 +278,7 @@ class Bound:
                 )
 
     def close(self) -> None:
-        """Give its events back to the pool; only when its last issue has run, or was captured: a graph copies all."""
+        """Give the events back to the pool; call this when the last issue has run or was captured (a graph copies)."""
         self._calls = ()
         self._freed()
 
@@ -297,13 +297,13 @@ class Graph:
             raise _refused("cuGraphLaunch", error)
 
     def close(self) -> None:
-        """Destroy the graph; only when its last replay has run."""
+        """Destroy the graph; call this only when its last replay has run."""
         self._executor.call("cuGraphExecDestroy", self._executable)
         self._bound.close()
 
 
 def _parameters(driver: Any, call: MemoryOperations) -> list[Any]:
-    """Return the parameters of one `cuStreamBatchMemOp`.
+    """Return the parameters of one `cuStreamBatchMemOp`, one entry for each memory operation.
 
     Their flags are 0: writes have a memory fence, waits are for greater or equal.
     """

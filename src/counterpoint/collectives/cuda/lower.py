@@ -1,4 +1,4 @@
-"""Lower a program to driver calls: addresses instead of buffer names. The calls are data; no device is needed.
+"""Lower a program to driver calls, with addresses in place of buffer names; the calls are data and need no device.
 
 What the driver guarantees, and the programs rely on (CUDA driver API, "Stream Memory Operations"):
 
@@ -45,7 +45,7 @@ WORD_BYTES = 4  # of a flag
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Addresses:
-    """Holds the addresses at which one rank has the buffers and flags of a call mapped: one for each rank of the group.
+    """Holds the addresses at which one rank has mapped the buffers and flags of a call, those of all ranks.
 
     Raises:
         Misconfigured: the address of flags is no multiple of 4 bytes.
@@ -67,7 +67,7 @@ class Addresses:
             raise Misconfigured(f"flags at {odd[0]:#x}: stream memory operations need multiples of {WORD_BYTES} bytes")
 
     def span(self, rank: int, span: Span, me: int) -> int:
-        """Return the address of `span` of `rank`; `me` is this rank."""
+        """Return the address of `span` in the buffers of `rank`; `me` is the number of this rank."""
         if rank == me and span.buffer in self.local:
             return self.local[span.buffer].at(span.offset)
         if span.buffer == "input":
@@ -78,7 +78,7 @@ class Addresses:
         return _base(bases, rank, span.buffer) + span.offset
 
     def word(self, rank: int, flag: Flag, world_size: int) -> int:
-        """Return the address of `flag` of `rank`."""
+        """Return the address of the word that holds `flag` of `rank`."""
         bases = {"output": self.output_flags, "mailbox": self.mailbox_flags}.get(flag.buffer, self.staging_flags)
         return _base(bases, rank, f"the flags of {flag.buffer}") + WORD_BYTES * flag_word(flag, world_size)
 
@@ -91,7 +91,7 @@ def _base(bases: Sequence[int], rank: int, what: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CopyAsync:
-    """Stands for one `cuMemcpyDtoDAsync`; with `local` it is within this device, the only copy that needs an SM."""
+    """Stands for one `cuMemcpyDtoDAsync`; a `local` one stays on this device, and is the only copy that needs SMs."""
 
     target: int
     source: int
@@ -111,7 +111,7 @@ class MemoryOperation:
 
 @dataclass(frozen=True, slots=True)
 class MemoryOperations:
-    """Stands for one `cuStreamBatchMemOp`."""
+    """Stands for one `cuStreamBatchMemOp`, which runs its operations in order."""
 
     operations: tuple[MemoryOperation, ...]
     lane: int
@@ -129,7 +129,7 @@ class ReduceLaunch:
 
 @dataclass(frozen=True, slots=True)
 class EventRecord:
-    """Stands for one `cuEventRecord`."""
+    """Stands for one `cuEventRecord` of the event with the number `event`."""
 
     event: int
     lane: int
@@ -137,7 +137,7 @@ class EventRecord:
 
 @dataclass(frozen=True, slots=True)
 class StreamWait:
-    """Stands for one `cuStreamWaitEvent`."""
+    """Stands for one `cuStreamWaitEvent`, for the event with the number `event`."""
 
     event: int
     lane: int
@@ -147,7 +147,7 @@ DriverCall: TypeAlias = CopyAsync | MemoryOperations | ReduceLaunch | EventRecor
 
 
 def lower(program: Program, addresses: Addresses, steps: Iterable[Step] | None = None) -> tuple[DriverCall, ...]:
-    """Return the driver calls of a program, in the order to issue them.
+    """Return the driver calls of a program, in the order in which they have to be issued.
 
     `steps` limits them to some steps of it (None: the whole cycle): `program.release` alone for an early release, or
     single waits of `program.finish` for a consumer that starts on the first shard. `Misconfigured` is raised for a

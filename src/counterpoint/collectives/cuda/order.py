@@ -36,14 +36,14 @@ class StreamOrder:
             streams.add(use)
 
     def joined(self, at: Location, stream: int, into: int, capture: int = 0) -> None:
-        """Record that `into` uses the tensor at `at`, and has waited for all that `stream` did with it. See `used`."""
+        """Record that stream `into` uses the tensor at `at` and has waited for all work of `stream` on it."""
         self.used(at, into, capture)
         if stream != into:
             self._uses[at].discard(stream)
 
     @in_context
     def freed(self, at: Location, num_bytes: int) -> tuple[StreamPoint, ...] | NotReusable:
-        """Return the points of streams that have to pass before these freed bytes are reused.
+        """Return the points of streams that must have passed before the freed `num_bytes` at `at` are reused.
 
         Return "never" if a graph may use them at any replay, "later" while one of their streams is in a capture, whose
         points cannot be waited for from outside.
@@ -68,7 +68,7 @@ class StreamOrder:
         self.taken_on(stream, self._gpu.capture_of(self._events.handles[stream]), at, after)
 
     def taken_on(self, stream: int, capture: int, at: Location, after: tuple[Any, ...]) -> None:
-        """Do `taken` for the current stream, which is in the graph capture with the id `capture` (0: none)."""
+        """Do as `taken`, for current stream `stream`, which is in the graph capture with the id `capture` (0: none)."""
         if capture and after:  # a graph cannot wait for what is outside of it
             with self._gpu.relaxed():
                 while not all(map(self._events.passed, after)):

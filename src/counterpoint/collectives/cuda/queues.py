@@ -57,7 +57,7 @@ _MOST_MESSAGES = 64  # prepared by line; to find the one to evict takes 0.5 us f
 
 
 class CallQueue:
-    """Issues calls in order, each on the stream that was current when it was made, or on the queue's own, `stream`."""
+    """Issues calls in order, each on the stream that was current when it was made, or on the queue's own `stream`."""
 
     def __init__(
         self, context: CudaContext, executor: Executor, stream: int, channel: int, *, most_prepared: int = 512
@@ -98,10 +98,10 @@ class CallQueue:
             return self._queue(submission, number, keep, current, capture)
 
     def show(self) -> None:
-        """Announce the calls in `unshown`, as far as that is possible; the watch calls this again and again."""
+        """Announce as many of the calls in `unshown` as have free records; the watch calls this again and again."""
 
     def close(self) -> None:
-        """Free graphs and events; only when all calls have run."""
+        """Free graphs and events; call this only when all calls have run."""
         self._cache.close()
 
     def _end_partitions(self, cut: CudaWork) -> None:
@@ -117,7 +117,7 @@ class CallQueue:
         return record
 
     def _prepared(self, submission: Submission, number: int, capture: int) -> Prepared:
-        """Return the call's driver calls."""
+        """Return the driver calls of the call, prepared now or taken from the cache."""
         raise NotImplementedError
 
     def _queue(
@@ -189,7 +189,7 @@ class CallQueue:
 
 @dataclass(frozen=True, slots=True)
 class _Needs:
-    """Holds the needs of a program before it is lowered; all but `program` and `writes` are equal on all ranks."""
+    """Holds what a program needs before it can be lowered; all but `program` and `writes` are equal on all ranks."""
 
     program: Program
     staging_bytes: int
@@ -211,7 +211,7 @@ def _needs_of(program: Program) -> _Needs:
 
 
 class CudaChannel(CallQueue):
-    """Issues the calls of a channel, which all ranks make in the same order."""
+    """Issues the calls of one channel, which all ranks make in the same order."""
 
     def __init__(self, context: CudaContext, index: int) -> None:
         executor = Executor(driver=context.gpu.driver)
@@ -223,7 +223,7 @@ class CudaChannel(CallQueue):
         )
 
     def close(self) -> None:
-        """Free graphs, events and streams; only when all calls have run."""
+        """Free graphs, events and streams; call this only when all calls have run."""
         super().close()
         self.executor.close()
 
@@ -366,7 +366,7 @@ class MailboxRoom:
 
 
 class MailboxLine(CallQueue):
-    """Issues the messages from this rank to one other, or from one other to this rank."""
+    """Issues the messages of one line: those from this rank to one other, or from one other rank to this one."""
 
     def __init__(self, room: MailboxRoom, channel: int) -> None:
         super().__init__(
@@ -378,7 +378,7 @@ class MailboxLine(CallQueue):
         _warn_if_queues_are_few()
 
     def close(self) -> None:
-        """Free events; only when all messages have run."""
+        """Free events; call this only when all messages have run."""
         super().close()
         _open_lines.discard(self)
 
@@ -421,7 +421,7 @@ _open_lines: WeakSet[MailboxLine] = WeakSet()  # of this process
 
 
 def _warn_if_queues_are_few() -> None:
-    """Warn where all lines of this process may wait at once and leave too few hardware queues to all else."""
+    """Warn if all lines of this process could wait at once and leave too few hardware queues to all other work."""
     queues, lines = hardware_queues(), len(_open_lines)
     if lines > queues - _FOR_OTHERS:
         warnings.warn(

@@ -1,4 +1,4 @@
-"""Make, number and address the symmetric memory of GPUs, which all ranks of a host make together.
+"""Make, number and address regions of GPUs' symmetric memory, each of which all ranks of a host make together.
 
 We use `torch.distributed._symmetric_memory`, private but in torch 2.11 to 2.13: it makes memory with `cuMemCreate`,
 passes file descriptors between the processes of one host, and maps every peer's memory. We never use multicast.
@@ -39,7 +39,7 @@ _POOLS: list[Any] = []  # of torch, which live as long as the process
 
 
 class NumberedStore(c10d.Store):  # type: ignore[misc]
-    """Passes keys on to a store, with torch's numbers of meetings replaced by their order here.
+    """Passes keys on to a store, and renumbers torch's meetings in the keys from 0, in the order of their first use.
 
     Args:
         store: gets the keys.
@@ -94,13 +94,13 @@ class Meeting:
         c10d._register_process_group(self.name, self._group)
 
     def end(self) -> None:
-        """Let torch forget the group."""
+        """Let torch forget the process group of this meeting."""
         c10d._unregister_process_group(self.name)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Region:
-    """Holds one allocation: this rank's tensor, torch's handle that keeps peers' memory mapped, each rank's address.
+    """Holds one region: this rank's tensor, torch's handle that keeps peers' memory mapped, each rank's address.
 
     A region of a memory pool has no tensor.
     """
@@ -112,7 +112,7 @@ class _Region:
 
 
 class CudaMemory:
-    """Holds regions of GPU memory, each mapped by all ranks of a torch process group, which make this together."""
+    """Holds the regions of GPU memory that all ranks of a torch process group have mapped; all make this together."""
 
     def __init__(self, group: Any, device: int) -> None:
         self._meeting = Meeting(group)
@@ -152,7 +152,7 @@ class CudaMemory:
         return self._map(view, owner=None)
 
     def _map(self, tensor: Any, *, owner: Any) -> int:
-        """Let all ranks map the memory of this rank's `tensor`, and return the number of the region that it is."""
+        """Let all ranks map the memory of this rank's `tensor` as a new region, and return the region's number."""
         try:
             handle = c10d._SymmetricMemory.rendezvous(tensor, self._meeting.name)
         except RuntimeError as error:
@@ -172,13 +172,13 @@ class CudaMemory:
         del self._regions[region]
 
     def close(self) -> None:
-        """Drop every region."""
+        """Drop every region, and torch's process group of them."""
         for region in list(self._regions):
             self.release(region)
         self._meeting.end()
 
     def address(self, rank: int, at: Location, num_bytes: int) -> int:
-        """Return the address here of bytes of a rank; raise if they do not lie within a region of that rank."""
+        """Return the address here of bytes of `rank`; raise if they do not lie within a region of that rank."""
         region = self._regions.get(at.region)
         size = 0 if region is None else region.num_bytes
         if region is None or at.offset < 0 or at.offset + num_bytes > size:
@@ -189,7 +189,7 @@ class CudaMemory:
         return region.addresses[rank] + at.offset
 
     def locate(self, address: int, num_bytes: int) -> Location | None:
-        """Return the location of this rank's bytes at `address`; None if they are not in a region."""
+        """Return the location of the `num_bytes` at `address` in this rank's regions; None if they lie in none."""
         key = address, num_bytes
         if key not in self._located:
             if len(self._located) >= _MOST_LOCATED:
@@ -205,7 +205,7 @@ class CudaMemory:
         return None
 
     def tensor(self, at: Location, num_bytes: int, freed: Callable[[], object]) -> Any:
-        """Return own bytes as a flat uint8 tensor; `freed` is called when its storage and all views of it are gone.
+        """Return this rank's bytes as a flat uint8 tensor; `freed` is called when its storage and all views are gone.
 
         Streams may still use the bytes then: the caller has to wait for that work, as no events are recorded here.
         """
@@ -277,7 +277,7 @@ class FlagLayout:
         tensor[self._blocks :, : memory.world_size] = 1
 
     def of_channel(self, index: int) -> Location:
-        """Return where the flags of outputs of calls on this channel begin."""
+        """Return where the flags begin that belong to outputs of calls on this channel."""
         return Location(self.region, 2 * index * self._stride)
 
     def of_staging(self, index: int) -> Location:
@@ -295,7 +295,7 @@ class FlagLayout:
 
     @property
     def captured_bytes(self) -> int:
-        """Return the bytes of the flags of all channels and of the mailbox, with which the region begins."""
+        """Return the bytes of all flags but those of early-release blocks: the first part of the region."""
         return self._blocks * self._stride
 
     def _tensor(self, memory: SymmetricMemory) -> Any:
@@ -304,7 +304,7 @@ class FlagLayout:
 
 
 class Growth:
-    """Makes regions of symmetric memory together with all ranks, which meet first so that errors name a missing rank.
+    """Makes regions of symmetric memory with all ranks, which meet first so that an error can name a missing rank.
 
     They meet on the channel of `announcer`, which serves nothing else. A rank may take up to `max_bytes`; None: no
     limit.
@@ -325,7 +325,7 @@ class Growth:
 
     @in_context
     def create(self, what: str, num_bytes: int, make: Callable[[], int] | None = None) -> int:
-        """Return a new region, which all ranks make together; raise if a rank is missing or asks for a different one.
+        """Make a region with all ranks and return its number; raise if a rank is missing or asks for another region.
 
         `what` says what the region is for, in the same words on all ranks; `make` makes it (None: `memory.create`). In
         a graph capture it is made beside the capture, and is no part of the graph.
@@ -354,7 +354,7 @@ class Growth:
 
 @contextmanager
 def torch_pool(memory: CudaMemory, growth: Growth) -> Iterator[None]:
-    """Put tensors that this thread makes inside into symmetric memory; at the end all ranks map living tensors.
+    """Put CUDA tensors that this thread makes in the context into symmetric memory; at its end ranks map them all.
 
     Each use has a `torch.cuda.MemPool` of its own, since torch picks the memory that it uses again by address, which
     differs between ranks. It lives as long as the process, since its tensors may outlive the communicator.
@@ -388,7 +388,7 @@ def allocation_trace(device: int) -> Iterator[Callable[[], list[dict[str, Any]]]
 
 
 def living_segments(snapshot: list[dict[str, Any]], trace: list[dict[str, Any]]) -> list[tuple[int, int]]:
-    """Return the segments (address, bytes) that hold a tensor, in the order of these tensors, as on all ranks.
+    """Return the segments (address, bytes) that hold a tensor, in the order in which these tensors were made.
 
     Args:
         snapshot: segments of a pool that splits none, in any order.

@@ -30,7 +30,7 @@ def _block(own, staged, stride, target, start, left, factor, OP: tl.constexpr, D
            ITEM_BYTES: tl.constexpr, RESULT: tl.constexpr, RESULT_BYTES: tl.constexpr, SOURCES: tl.constexpr,
            OWN: tl.constexpr, OWN_ALIGNED: tl.constexpr, STAGED_ALIGNED: tl.constexpr,
            TARGET_ALIGNED: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr):  # fmt: skip
-    """Combine one block of every source, the first source first."""
+    """Combine one block of elements of every source, in the order of sources, and store it to the target."""
     for source in tl.static_range(SOURCES):
         if source == OWN:
             value = _read(own, start, left, DTYPE, ACC, ITEM_BYTES, OWN_ALIGNED, BLOCK, TAIL)

@@ -27,7 +27,7 @@ class Layout:
 
     @classmethod
     def of(cls, sources: Sequence[int]) -> Layout:
-        """Return the layout of the sources, given by rank; raise unless all but one are evenly spaced."""
+        """Return the layout of the source addresses, one for each rank; raise unless all but one are evenly spaced."""
         for index, own in enumerate(sources):
             slots = [*sources[:index], *sources[index + 1 :]]
             stride = slots[1] - slots[0] if len(slots) > 1 else 0
@@ -38,7 +38,7 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """Describes one launch of the kernel: its arguments, its compile-time constants by name, and its shape."""
+    """Describes one launch of the sum kernel: its arguments, compile-time constants by name, and grid."""
 
     arguments: tuple[int, ...]
     constants: dict[str, Any]

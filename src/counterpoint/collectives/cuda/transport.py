@@ -91,7 +91,7 @@ class CudaTransport:
 
     @property
     def epoch(self) -> int:
-        """Return how many regions were made so far; after a new one an address may mean something else."""
+        """Return how many regions were made so far; a new region may get the addresses of an earlier one."""
         return self._growth.created
 
     def tuning(self, call: Call, *, early_release: bool) -> Tuning:
@@ -114,11 +114,11 @@ class CudaTransport:
         return Tuning(chunk_bytes=chunk_bytes, arrivals="together")
 
     def locate(self, tensor: Any) -> Location | None:
-        """Return where a contiguous tensor lies in this rank's symmetric memory; None if it does not."""
+        """Return the place of a contiguous tensor in this rank's symmetric memory; None if it lies elsewhere."""
         return self.context.memory.locate(tensor.data_ptr(), tensor.nbytes)
 
     def place(self, call: Call | None, at: Location | None, num_bytes: int) -> str:
-        """Return in words where peers write the output, if that has to be the same place on all ranks; else ""."""
+        """Return in words where peers write the output, if all ranks must have the same place for it; else ""."""
         if call is None or not has_equal_outputs(call) or not num_bytes:
             return ""
         return " into the landing" if at is None else f" into region {at.region} + {at.offset}"
@@ -130,7 +130,7 @@ class CudaTransport:
         return LANDING if num_bytes else NOWHERE
 
     def read_at(self, input: Any) -> tuple[Location, ...]:
-        """Return where the tensors of an input lie in this rank's symmetric memory, which streams may read later."""
+        """Return the places of the input's tensors in this rank's symmetric memory, which streams may read later."""
         found = [self.locate(tensor) for tensor in tensors_of(input)]
         return tuple(at for at in found if at is not None)
 
@@ -144,7 +144,7 @@ class CudaTransport:
             )
 
     def start(self, submission: Submission, number: int, keep: tuple[Any, ...]) -> CudaWork | None:
-        """Queue a call, or raise why not; return its work with `async_op`, else None. See `Transport.start`."""
+        """Queue a call, or raise why that is impossible; return its work with `async_op`, else None."""
         self.failure.check()
         if self.early.dropped:
             self.early.collect()
@@ -169,7 +169,7 @@ class CudaTransport:
 
     @in_context
     def record_stream(self, tensor: Any, stream: Any) -> None:
-        """Record that `stream` uses a tensor of `empty`: its memory is reused after the work queued when it dies."""
+        """Record that `stream` uses a tensor of `empty`, whose memory is then not reused before that work has ended."""
         at = self.locate(tensor)
         if at is None:
             raise Misconfigured("record_stream of a tensor that is not from empty(): use torch's Tensor.record_stream")
@@ -179,7 +179,7 @@ class CudaTransport:
 
     @contextmanager
     def memory_pool(self) -> Iterator[None]:
-        """Put tensors that this thread makes inside in symmetric memory; all ranks leave it together."""
+        """Put CUDA tensors that this thread makes in the context into symmetric memory; all ranks leave it together."""
         memory = self.context.memory
         assert isinstance(memory, CudaMemory), "stand-ins have no pools of torch"
         with torch_pool(memory, self.context.growth):
@@ -200,7 +200,7 @@ class CudaTransport:
         self._boards.close()
 
     def abort(self) -> None:
-        """Fail the calls that do not end at once, then `close`: see `Transport.abort`."""
+        """Fail the calls that do not end within 0.25 s, then close: see `Transport.abort`."""
         if self.context.watchdog.in_own_process():
             self.watch.drain(GRACE_S)
             self.context.failure.close()
@@ -217,7 +217,7 @@ class CudaTransport:
 
     @in_context
     def _taken(self, block: EarlyBlock) -> None:
-        """Let the current stream wait for this rank's work on the block's previous tensor."""
+        """Let the current stream wait for this rank's work on the previous tensor in the block."""
         stream = self.context.gpu.current_stream()
         if self.context.gpu.capture_of(self.context.events.handles[stream]):
             raise Misconfigured("empty(early_release=True) in a capture: use empty(), whose memory the graph keeps")
@@ -225,7 +225,7 @@ class CudaTransport:
 
     @in_context
     def _release(self, block: EarlyBlock) -> NotReusable | None:
-        """Signal the peers that a block, whose tensor has died, is free, after all work queued on the tensor.
+        """Signal the peers, after all work queued on a dead tensor, that they may write its block again.
 
         This runs in a thread that uses the communicator, never in a finalizer.
 

@@ -26,7 +26,7 @@ _MOST_S = 10.0  # seconds that released streams may take to reach their ends
 
 
 class Watch:
-    """Runs the thread that watches one communicator.
+    """Runs the thread that watches the calls of one communicator.
 
     Each of `queues` has issued calls, to which more are added; this removes those that have ended. `side` sets the
     flags that stuck calls wait for; its `side_stream` never waits for a peer.
@@ -56,7 +56,7 @@ class Watch:
         return True
 
     def close(self) -> None:
-        """End the thread."""
+        """End the watching thread."""
         self._stopped = True
         self._wake.set()
         if threading.current_thread() is not self._thread:
@@ -134,7 +134,7 @@ class Watch:
         return int(record.step) if record.number == current.number else STEPS
 
     def _let_go(self, going: list[CudaWork]) -> None:
-        """Set the flags that these calls wait for; if some are in the caller's graphs, all that these may wait for."""
+        """Set the flags that these calls wait for; if calls are in the caller's graphs, set all flags of channels."""
         for call in going:
             self._side.let_go(call.prepared.calls)
         if self.captured:

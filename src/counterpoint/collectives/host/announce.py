@@ -20,7 +20,7 @@ from counterpoint.collectives.submit.submission import Submission
 
 @dataclass(kw_only=True, slots=True)
 class _CallLine:
-    """Holds this rank's records of its calls with one set of peers, and the peers' records."""
+    """Holds this rank's records of its calls with one set of peers, and those peers' records of the same calls."""
 
     own: RankStatus
     records: list[Any]
@@ -29,7 +29,7 @@ class _CallLine:
 
 
 class Announcer:
-    """Announces the calls of one channel of this rank; a call has `steps` steps in its record."""
+    """Announces this rank's calls on one channel, each as a record that counts `steps` steps."""
 
     def __init__(self, waiter: PeerWaiter, channel: int, *, steps: int) -> None:
         self._steps = steps
@@ -39,7 +39,7 @@ class Announcer:
         self._fence = threading.Lock()
 
     def announce(self, submission: Submission, number: int) -> RankStatus:
-        """Show the call in this rank's status, once no peer reads its slot; return its record, which counts steps."""
+        """Show the call in this rank's status, once no peer reads the record's old contents; return the record."""
         line = self._lines.get(submission.line) or self._line(submission.line)
         if number >= line.free_below:
             for peer, theirs, _ in line.peers:
@@ -57,7 +57,7 @@ class Announcer:
             return record
 
     def announce_if_free(self, submission: Submission, number: int) -> bool:
-        """Announce a message unless its slot is still in use: by this rank's own message in it, or by a peer."""
+        """Announce a message and return True, or False if its record is in use by an earlier message or by a peer."""
         line = self._line(submission.line)
         record = line.records[number % DEPTH]
         if record.step < record.steps or any(theirs.latest <= number - DEPTH for _, theirs, _ in line.peers):
@@ -66,7 +66,7 @@ class Announcer:
         return True
 
     def record(self, submission: Submission, number: int) -> RankStatus:
-        """Return the record in this rank's status that shows the call with this number, once it is announced."""
+        """Return the record of this rank's status that shows, once announced, the call with this number."""
         return self._line(submission.line).records[number % DEPTH]
 
     def compare(self, submission: Submission, number: int) -> None:
@@ -79,7 +79,7 @@ class Announcer:
                 raise mismatch(submission.current(number), self._watchdog.names[peer], other)
 
     def met(self, submission: Submission, number: int) -> dict[int, RankStatus]:
-        """Wait until every peer has announced this call, and compare; return their records by rank, or raise."""
+        """Wait until every peer has announced this call, and compare; return the peers' records by rank, or raise."""
         current, found = submission.current(number), {}
         for peer, theirs, records in self._line(submission.line).peers:
             self._waiter.wait_until(partial(_is_above, theirs, number - 1), current, peer)

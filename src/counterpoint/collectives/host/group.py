@@ -20,7 +20,7 @@ class PeerFailed(Unsupported):
 
 
 def membership(group: Any) -> tuple[int, int]:
-    """Return this process's rank in the group, and the number of ranks; raise if it is not in it, or there is none."""
+    """Return this process's rank in the group and the number of ranks; raise if the group lacks it or is missing."""
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_initialized():
@@ -32,7 +32,7 @@ def membership(group: Any) -> tuple[int, int]:
 
 
 def gather_values(group: Any, value: T) -> list[T]:
-    """Return the values that all ranks passed, in the order of ranks."""
+    """Return the values that all ranks passed, in the order of ranks; all ranks call it together."""
     import torch.distributed as dist
 
     values: list[Any] = [None] * membership(group)[1]
@@ -82,7 +82,7 @@ def torch_function(operation: str) -> Any:
 def start_by_torch(
     call: Call, output: Any, input: Any, *, group: Any, op: str = "sum", async_op: bool = True
 ) -> list[Any]:
-    """Start `call` by torch.distributed; the caller has to wait for all works that it returns.
+    """Start `call` by torch.distributed; the caller has to wait for all returned works.
 
     A collective for which torch has no function is sent block by block, in one batch.
 
@@ -114,7 +114,7 @@ def start_by_torch(
 
 
 def _start_blocks(call: Call, output: Any, input: Any, group: Any, async_op: bool) -> list[Any]:
-    """Send every block by torch's point-to-point operations, straight from the input to its place in the output."""
+    """Send every block by torch's point-to-point operations, from the input straight to its place in the output."""
     import torch.distributed as dist
 
     me, peers = dist.get_rank(group), [rank for rank in range(call.world_size) if rank != dist.get_rank(group)]

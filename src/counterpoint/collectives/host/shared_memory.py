@@ -43,7 +43,7 @@ class ProcessCard:
 
     @classmethod
     def of_this_process(cls, status_fd: int = -1, name: str = "") -> ProcessCard:
-        """Return the card of this process."""
+        """Return the card of this process, with the descriptor and secret name of its memory files, if it has any."""
         linux = sys.platform == "linux"
         return cls(
             system=platform.system(),
@@ -58,7 +58,7 @@ class ProcessCard:
 
 
 def why_not(cards: Sequence[ProcessCard]) -> str | None:
-    """Return why these ranks cannot share memory; None if they can. Equal on every rank."""
+    """Return why the processes with these cards cannot share memory, equal on every rank; None if they can."""
     first = cards[0]
     for rank, card in enumerate(cards):
         if (card.system, card.machine) != ("Linux", "x86_64"):
@@ -82,7 +82,7 @@ class _Mapping:
 
 
 class SharedMemory:
-    """Holds the regions of this process, up to `max_bytes` together, and maps its peers' regions when needed."""
+    """Holds the regions of this process, up to `max_bytes` together, and maps a peer's region when first used."""
 
     def __init__(self, *, world_size: int, rank: int, channels: int, max_bytes: int) -> None:
         self.world_size, self.rank, self.max_bytes = world_size, rank, max_bytes
@@ -183,7 +183,7 @@ class SharedMemory:
             os.close(mine)
 
     def locate(self, address: int, num_bytes: int) -> Location | None:
-        """Return the location of this rank's bytes at `address`; None if they are not in a region."""
+        """Return the location of the `num_bytes` at `address` in this rank's regions; None if they lie in none."""
         for region, (_, mapping) in list(self._own.items()):
             if mapping.address <= address and address + num_bytes <= mapping.address + mapping.num_bytes:
                 return Location(region, address - mapping.address)
@@ -222,7 +222,7 @@ def _new_file(name: str, num_bytes: int) -> tuple[int, _Mapping]:
 
 
 def available_bytes() -> int:
-    """Return the free bytes of memory: of the machine or of this container (cgroup), whichever is less."""
+    """Return the free memory in bytes: of the machine or of this container (cgroup), whichever is less."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))

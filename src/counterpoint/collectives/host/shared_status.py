@@ -37,7 +37,7 @@ class SharedRegion(ctypes.Structure):
 
 @lru_cache(maxsize=64)
 def status_type(world_size: int, channels: int) -> type[ctypes.Structure]:
-    """Return the ctypes class of a status.
+    """Return the ctypes class of a rank's status.
 
     `channels[c].lines[p]` counts the calls that the owner made with rank p alone, `lines[world_size]` those of all; a
     line has the number of its latest call, and records of the last `DEPTH`. `staging` counts how often the channel's
@@ -84,13 +84,13 @@ def status_type(world_size: int, channels: int) -> type[ctypes.Structure]:
 
 
 def flag_index(flag: Flag, world_size: int) -> int:
-    """Return the index of a flag in a channel's words: output words first, then staging words."""
+    """Return the index of a flag among a channel's words: flags of output come first, then those of staging."""
     half: Literal[0, 1] = 0 if flag.buffer == "output" else 1
     return half * flag_words(world_size, max_chunks=MAX_CHUNKS) + flag_word(flag, world_size)
 
 
 def new_status(kind: type[ctypes.Structure], buffer: Any, world_size: int, channels: int) -> RankStatus:
-    """Return a status in fresh memory, with every flag as it is between calls.
+    """Return a rank's status in fresh memory, with every flag as it is between calls.
 
     Staging and early-release blocks are empty, so every peer may push there: their `ready` flags are 1.
     """

@@ -43,7 +43,7 @@ class CurrentCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerStatus:
-    """Records the state of one call as a peer's status and process show it."""
+    """Records the state of one call of this rank as a peer's status and the peer's process show it."""
 
     rank: int  # of the peer, as errors name it
     latest: int = 0  # number of its latest call on the line in question
@@ -59,7 +59,7 @@ class PeerStatus:
 def verdict(
     current: CurrentCall, peers: Sequence[PeerStatus], *, waiting_for: int, waited_s: float, timeout_s: float
 ) -> CounterpointError | None:
-    """Return why a wait for `waiting_for` will not end; None while it may.
+    """Return why this rank's wait for the rank `waiting_for` will not end; None while it may end.
 
     Args:
         current: the call of this rank.
@@ -97,7 +97,7 @@ def _where(peer: PeerStatus, current: CurrentCall) -> str:
 
 
 def mismatch(current: CurrentCall, rank: int, other: str) -> Misconfigured:
-    """Return the error for two ranks that made different calls: `current` here, and `other` on `rank`."""
+    """Return the error for two ranks that made different calls: `current` on this rank, and `other` on `rank`."""
     return Misconfigured(
         f"the ranks do not match: this one is in {current}, rank {rank} in {other}; make the same calls in the same "
         "order, with the same sizes and dtypes, on every rank, and make and drop buffers in the same order"
@@ -105,7 +105,7 @@ def mismatch(current: CurrentCall, rank: int, other: str) -> Misconfigured:
 
 
 class Watchdog:
-    """Reads the statuses of the peers and checks that their processes live; holds the timeout of waits.
+    """Reads the statuses of the peers and checks that their processes live; holds the timeout of waits for peers.
 
     Errors call the ranks by `names`; None: by their ranks in the group.
     """
@@ -132,7 +132,7 @@ class Watchdog:
         return tuple(rank for rank in range(len(self.statuses)) if rank != self.rank)
 
     def why_stuck(self, current: CurrentCall, waiting_for: int, waited_s: float) -> CounterpointError | None:
-        """Return why a wait for `waiting_for` will not end; None while it may. Costs about 0.1 ms for each rank."""
+        """Return why a wait for `waiting_for` will not end; None while it may. Takes about 0.1 ms for each rank."""
         peers = [self._peer_status(current, peer) for peer in self.peers(current.line)]
         name = self.names[waiting_for]
         return verdict(current, peers, waiting_for=name, waited_s=waited_s, timeout_s=self.timeout_s)
@@ -151,7 +151,7 @@ class Watchdog:
         return _text(record.text) if self.latest(current, peer) >= current.number == record.number else None
 
     def record(self, current: CurrentCall, peer: int) -> RankStatus:
-        """Return the record in which `peer` shows its call with the number of `current`, once it has made it."""
+        """Return the record in which `peer`, once it has made it, shows its call with the same number as `current`."""
         return self._line(current, peer).records[current.number % DEPTH]
 
     def in_own_process(self) -> bool:
@@ -163,7 +163,7 @@ class Watchdog:
         return self._forks == _forks
 
     def wrong_process(self) -> Misconfigured:
-        """Return the error of a call in a process that was forked from a rank."""
+        """Return the error to raise when a process that was forked from a rank makes a call."""
         return Misconfigured(
             f"a call in process {os.getpid()}, forked from rank {self.name} in process {self._pid}: a communicator "
             "belongs to the process that made it; make its calls there"
@@ -237,7 +237,7 @@ def _text(raw: bytes) -> str:
 
 
 class Failure:
-    """Holds the error that ended this rank's communicator, if any. Any thread may set it, which also tells the peers.
+    """Holds the error that ended this rank's communicator, if any; whichever thread sets it also tells the peers.
 
     With `prints` it is printed, too: on GPUs the host runs ahead of the calls and may raise it late, or never.
     """
@@ -279,7 +279,7 @@ class PeerWaiter:
         self.watchdog, self._failure = watchdog, failure
 
     def wait_until(self, condition: Callable[[], bool], current: CurrentCall, waiting_for: int | None) -> None:
-        """Poll `condition` until it is true: often at first, then every millisecond.
+        """Poll `condition` until it is true: at first as often as possible, then every millisecond.
 
         Every 50 ms the watchdog checks the peers. The reason is raised if the wait will not end, or this rank failed.
         """

@@ -1,4 +1,4 @@
-"""Release outputs early: the ready signals go out when a tensor dies, not when the next call begins.
+"""Release outputs early: peers get the ready signals when a tensor dies, not when the next call begins.
 
 Each block has its own flag words. While a block is free, `ready` of each peer is 1: "the block of this number may be
 written there". A call with such an output begins without a handshake. So all ranks must use the same block, which they
@@ -86,7 +86,7 @@ class EarlyPool:
         self.dropped: deque[EarlyBlock] = deque()  # of tensors that died, in any thread, which only appends here
 
     def empty(self, *shape: int, dtype: Any) -> Any:
-        """Return an uninitialised tensor of one element or more; raise `Unsupported` if there is no block for it."""
+        """Return an uninitialised tensor of one element or more; raise `Unsupported` if no block is left for it."""
         num_bytes = math.prod(shape) * dtype.itemsize
         with self._lock:
             self.collect()
@@ -97,7 +97,7 @@ class EarlyPool:
         return storage.view(dtype).view(shape)
 
     def use(self, at: Location | None) -> EarlyUse | None:
-        """Return the block and offset of an output at `at`; None if it does not lie in this pool."""
+        """Return the block and offset of an output at `at`; None if the output does not lie in this pool."""
         found = None if at is None else self._blocks.get(at.region)
         if at is None or found is None:
             return None

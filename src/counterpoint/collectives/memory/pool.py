@@ -1,4 +1,4 @@
-"""Define symmetric memory, which is this rank's memory that peers have mapped, too, and a pool of tensors in it.
+"""Define symmetric memory (this rank's memory, which peers have mapped, too) and a pool of tensors in it.
 
 Programs name memory by buffer and offset. A `Location` says where in a rank's symmetric memory a buffer begins; it
 means the same to every rank, while an address is valid in one process only.
@@ -22,7 +22,7 @@ BLOCK_BYTES = 512  # multiple of blocks' sizes and offsets: no two tensors share
 
 @dataclass(frozen=True, slots=True, order=True)
 class Location:
-    """Names a byte of a rank's symmetric memory."""
+    """Names a byte of a rank's symmetric memory, by the number of its region and the offset in bytes."""
 
     region: int
     offset: int
@@ -47,10 +47,10 @@ class SymmetricMemory(Protocol):
         """Return the address here of bytes of `rank`; raise `Misconfigured` if they are not within its region."""
 
     def locate(self, address: int, num_bytes: int) -> Location | None:
-        """Return the location of this rank's bytes at `address`; None if they are not in symmetric memory."""
+        """Return the location of the `num_bytes` at `address`; None if they are not in this rank's symmetric memory."""
 
     def tensor(self, at: Location, num_bytes: int, freed: Callable[[], object]) -> Any:
-        """Return own bytes as a flat uint8 tensor; `freed` is called, in any thread, when its storage dies."""
+        """Return this rank's bytes as a flat uint8 tensor; `freed` is called, in any thread, when its storage dies."""
 
     def close(self) -> None:
         """Free all regions; memory that tensors still use is freed when they die."""
@@ -64,13 +64,13 @@ class ReusePolicy(Protocol):
     """Decides when the memory of a dead tensor may be used again, on a device whose streams run behind the host."""
 
     def freed(self, at: Location, num_bytes: int) -> tuple[Any, ...] | NotReusable:
-        """Return the work that must end before these freed bytes are reused, or why they are not reused."""
+        """Return the work that must end before the freed bytes at `at` are reused, or why they cannot be reused."""
 
     def taken(self, at: Location, after: tuple[Any, ...]) -> None:
-        """Let the next user of the bytes at `at` wait for the work in `after`."""
+        """Let the next user of the bytes at `at` wait for the work in `after`, as its tensor is made there."""
 
     def merged(self, one: tuple[Any, ...], other: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the work that must end before a block joined from two free blocks is reused."""
+        """Return the work that must end before memory is reused that was joined from two free blocks."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -81,7 +81,7 @@ class _Block:
 
 
 class Pool:
-    """Makes tensors in symmetric memory, at the lowest free place; their memory is free when the last view has died.
+    """Makes tensors in symmetric memory, at the lowest free place; the place is free again when the last view dies.
 
     A tensor's place depends only on which others are alive, so ranks that make and drop tensors in the same order have
     them at the same offsets. Regions are added as needed and kept: the first has `region_bytes`, further ones are
@@ -116,13 +116,13 @@ class Pool:
         return storage.view(dtype).view(shape)
 
     def reserve(self) -> None:
-        """Make the first region now; on a GPU all ranks call this together."""
+        """Make the first region now instead of at the first tensor; on a GPU all ranks call this together."""
         with self._lock:
             self._grow(0)
 
     @property
     def free_bytes(self) -> int:
-        """Return the bytes in regions of this pool that are not in use."""
+        """Return how many bytes of this pool's regions are not in use."""
         with self._lock:
             self._collect()
             return sum(block.num_bytes for block in self._free)
@@ -167,7 +167,7 @@ class Pool:
 
 
 def next_region_bytes(last: int) -> int:
-    """Return the size of the next region: double the last one, up to 256 MiB, and never smaller than it.
+    """Return the bytes of the next region: double those of the last one, up to 256 MiB, and never fewer.
 
     A larger tensor gets a region of its own size, which does not count as the last one here: if it did, a model's
     largest layer would cost three times its memory.
@@ -176,7 +176,7 @@ def next_region_bytes(last: int) -> int:
 
 
 class GrowableRegion:
-    """Holds one region, and replaces it by a larger one when it is too small.
+    """Holds one region of symmetric memory, and replaces it by a larger one when it is too small.
 
     `release` frees the old region; None: it is kept, since a graph or a prepared call may hold its addresses.
     """
@@ -191,7 +191,7 @@ class GrowableRegion:
         return num_bytes <= self.num_bytes
 
     def grow_to(self, num_bytes: int) -> bool:
-        """Make the region at least `num_bytes` large; return whether a new one was made (equal on all ranks)."""
+        """Make the region at least `num_bytes` large; return whether a new region was made (equal on all ranks)."""
         if self.fits(num_bytes):
             return False
         if self.region >= 0 and self._release is not None:
@@ -202,7 +202,7 @@ class GrowableRegion:
 
 
 def _grown(num_bytes: int) -> int:
-    """Return the size of a region for `num_bytes`: a power of two up to 64 MiB, then a multiple of 64 MiB."""
+    """Return the bytes of a region for `num_bytes`: a power of two up to 64 MiB, then a multiple of 64 MiB."""
     if num_bytes <= _STEP_BYTES:
         return max(_SMALLEST_BYTES, 1 << (num_bytes - 1).bit_length())
     return -(-num_bytes // _STEP_BYTES) * _STEP_BYTES

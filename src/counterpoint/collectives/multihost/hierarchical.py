@@ -111,7 +111,7 @@ class HierarchicalCommunicator(EvenCollectives):
         self._end(self.inside.close)
 
     def abort(self) -> None:
-        """Do as `close` without waiting for calls under way, which fail: `Communicator.abort`."""
+        """End this communicator and that of this host without waiting for calls under way, which fail."""
         self._end(self.inside.abort)
 
     def _end(self, end_inside: Callable[[], None]) -> None:
@@ -128,7 +128,7 @@ class HierarchicalCommunicator(EvenCollectives):
         self.inside.check()
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Set how many seconds a rank waits for another of its host, from now on."""
+        """Set how many seconds this rank waits for another rank of its host before it gives up, from now on."""
         self.inside.set_timeout(timeout_s)
 
     def is_symmetric(self, tensor: Any) -> bool:
@@ -136,11 +136,11 @@ class HierarchicalCommunicator(EvenCollectives):
         return self.inside.is_symmetric(tensor)
 
     def empty(self, *shape: int, dtype: Any = None) -> Any:
-        """Return an uninitialised tensor in the symmetric memory of this host: as `Communicator.empty`."""
+        """Return an uninitialised tensor in the symmetric memory of this host, as `Communicator.empty` does."""
         return self.inside.empty(*shape, dtype=dtype)
 
     def memory_pool(self) -> AbstractContextManager[None]:
-        """Return a context of the ranks of this host, as `Communicator.memory_pool` does."""
+        """Return a context of all ranks of this host, as `Communicator.memory_pool` does."""
         return self.inside.memory_pool()
 
     def _submit(
@@ -170,7 +170,7 @@ class HierarchicalCommunicator(EvenCollectives):
         return None
 
     def _in_thread(self, text: str, run: Callable[[], BaseException | None], async_op: bool) -> Work | None:
-        """Queue a call for the thread, and wait for it unless it is asynchronous."""
+        """Queue a call for this communicator's thread; return its work with `async_op`, else wait for it."""
         work = HostWork(text)
         self._under_way.add(work)
 
@@ -201,7 +201,7 @@ class HierarchicalCommunicator(EvenCollectives):
         return StreamWork(self, text, ended, keep)
 
     def _carry_out(self, text: str, run: Callable[[], None]) -> BaseException | None:
-        """Run a call unless an earlier one failed; return the error of this communicator, or None."""
+        """Run a call unless an earlier one failed; return the error that ended this communicator, or None."""
         try:
             if self._failed is None:
                 run()
@@ -216,7 +216,7 @@ class HierarchicalCommunicator(EvenCollectives):
         return self._failed
 
     def _release_peers(self) -> None:
-        """Give an error to the ranks of this host that wait for this one."""
+        """End the communicator of this host, so that its ranks that wait for this one get an error."""
         self.inside.abort()
 
 
@@ -225,7 +225,7 @@ AnyCommunicator: TypeAlias = Communicator | HierarchicalCommunicator
 
 @dataclass(frozen=True, slots=True)
 class StreamEnd:
-    """Marks the end of a call on a stream of a GPU; `captured` says that it is in a graph."""
+    """Marks the end of a call on a GPU's stream; `captured` says that the call is in a CUDA graph."""
 
     event: Any
     stream: int  # handle
@@ -242,7 +242,7 @@ class StreamWork:
         self.ended, self.keep = ended, keep
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Let the current stream wait for the end; the host waits only with `timeout_s`, for up to that many seconds.
+        """Let the current stream wait for the call's end; the host waits only with `timeout_s`, for at most that long.
 
         Returns:
             True.
@@ -280,7 +280,7 @@ class StreamWork:
 
 @dataclass
 class _PhaseRun:
-    """Runs the phases of one call with its tensors."""
+    """Runs the phases of one call on the call's tensors."""
 
     communicator: HierarchicalCommunicator
     phases: tuple[Phase, ...]
@@ -289,7 +289,7 @@ class _PhaseRun:
     reduction: Reduction | None
 
     def __call__(self) -> None:
-        """Start each phase when the phases that it depends on have ended; return when all have ended."""
+        """Start each phase when the phases that it depends on have ended; return when every phase has ended."""
         import torch
 
         dtype = torch.uint8 if self.reduction is None else self.output.dtype
@@ -307,7 +307,7 @@ class _PhaseRun:
             _wait(works)
 
     def start(self, phase: Phase) -> list[Any]:
-        """Start a phase; return the works to wait for."""
+        """Start a phase; return the works that end with it."""
         if phase.level == "here":
             self.add_up(phase)
             return []
@@ -321,7 +321,7 @@ class _PhaseRun:
         return start_by_torch(phase.call, output, input, group=group, op=op)
 
     def start_inside(self, call: Call, output: Any, input: Any) -> Work | None:
-        """Start a call by the communicator of this host."""
+        """Start a call inside this host, by the communicator of its ranks, and return the work."""
         communicator, (op, factor) = self.communicator.inside, self.op_inside()
         own = call.input_span(communicator.rank)
         if own.buffer == "output":
@@ -330,7 +330,7 @@ class _PhaseRun:
         return communicator.call(call.operation, output, input, root=root, op=op, factor=factor, async_op=True)
 
     def add_up(self, phase: Phase) -> None:
-        """Combine the parts from other hosts, in the order of hosts; in float32, rounded once, if it is narrower."""
+        """Combine the parts from other hosts in the order of hosts; bfloat16 and float16 in float32, rounded once."""
         import torch
 
         assert self.reduction is not None
@@ -343,7 +343,7 @@ class _PhaseRun:
             combine(total, parts[-1], out=cut(self.buffers["output"], phase.output))
 
     def op_inside(self) -> tuple[str, float]:
-        """Return the op and factor of the phases inside; they scale, so that phases between hosts need no factor."""
+        """Return the op and factor of the phases inside a host; they scale, so phases between hosts need no factor."""
         if self.reduction is None:
             return "sum", 1.0
         if self.reduction.op == "avg" and self.communicator.grid.hosts > 1:
@@ -370,7 +370,7 @@ def _serve(calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
 
 
 def _check_grid(inside: Communicator, between: Any, host: int, hosts: int) -> None:
-    """Raise unless the groups form a grid: all ranks of a host have one host number, all of a rail one local rank."""
+    """Raise unless the groups form a grid: a host's ranks agree on the host, a rail's ranks on their local rank."""
     import torch
 
     rails = gather_values(between, (inside.rank, inside.world_size))

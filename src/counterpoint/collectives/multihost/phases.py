@@ -40,7 +40,7 @@ Level = Literal["inside", "between", "here"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grid:
-    """Describes `hosts` of `local` ranks each, both 1 or more; rank = host * local + index."""
+    """Describes `hosts` of `local` ranks each, both 1 or more; rank = host · local + index in the host."""
 
     hosts: int
     local: int
@@ -51,11 +51,11 @@ class Grid:
 
     @property
     def world_size(self) -> int:
-        """Return the number of all ranks."""
+        """Return the number of ranks on all hosts."""
         return self.hosts * self.local
 
     def members(self, level: Level, rank: int) -> tuple[int, ...]:
-        """Return the ranks of the group that `rank` belongs to on this level, in the order of the group."""
+        """Return the ranks that make the phases of this level together with `rank`, in the order of their group."""
         host, index = divmod(rank, self.local)
         if level == "here":
             return (rank,)
@@ -116,7 +116,7 @@ def phases(call: Call, grid: Grid, rank: int, *, slice_bytes: int | None = None)
 
 
 def best_slice_bytes(num_bytes: int) -> int:
-    """Return the size of slices with which an all_reduce or broadcast of `num_bytes` is about fastest on the clock.
+    """Return the bytes of a slice with which an all_reduce or broadcast of `num_bytes` is about fastest (simulated).
 
     Two slices let both levels run at the same time, and four from 512 MiB; below 32 MiB a second one costs what it
     wins.
@@ -133,7 +133,7 @@ def scratch_bytes(found: Sequence[Phase]) -> int:
 
 
 class _PhaseList:
-    """Collects the phases of one rank."""
+    """Collects the phases of one rank's call."""
 
     def __init__(self, call: Call, grid: Grid, rank: int, slice_bytes: int | None) -> None:
         self.call, self.grid, self.rank, self.slice_bytes = call, grid, rank, slice_bytes
@@ -142,12 +142,12 @@ class _PhaseList:
         self.phases: list[Phase] = []
 
     def add(self, level: Level, call: Call, source: Span, target: Span, *after: int, place: int = 0) -> int:
-        """Add a phase, and return its number."""
+        """Add a phase that starts when the phases `after` have ended, and return its number."""
         self.phases.append(Phase(level=level, call=call, input=source, output=target, after=after, place=place))
         return len(self.phases) - 1
 
     def even_block(self) -> int:
-        """Return the size of every block; raise if they differ."""
+        """Return the bytes of every block; raise if blocks differ in size."""
         found = {size for row in self.call.sizes for size in row}
         if len(found) > 1:
             raise Misconfigured(
@@ -156,7 +156,7 @@ class _PhaseList:
         return found.pop()
 
     def row(self, buffer: Buffer, host: int, block: int) -> Span:
-        """Return the blocks of all ranks of a host, which lie side by side."""
+        """Return the span of the blocks of all ranks of a host, which lie side by side in `buffer`."""
         return Span(buffer, host * self.local * block, self.local * block)
 
     def away(self) -> Iterator[tuple[int, int, int]]:
@@ -180,7 +180,7 @@ class _PhaseList:
         return [Span("output", at, min(step, whole - at)) for at in starts], Span("output", whole, size - whole)
 
     def part(self, whole: Span) -> Span:
-        """Return this rank's block of a slice."""
+        """Return the span of this rank's block of a slice, which is cut evenly among the ranks of a host."""
         block = whole.num_bytes // self.local
         return Span(whole.buffer, whole.offset + self.index * block, block)
 

@@ -75,7 +75,7 @@ class Call:
 
     @property
     def world_size(self) -> int:
-        """Return the number of ranks."""
+        """Return the number of ranks that take part."""
         return len(self.sizes)
 
     @property
@@ -94,7 +94,7 @@ class Call:
         return self.layout.all_send or self.sizes[source][target] > 0
 
     def input_span(self, rank: int) -> Span:
-        """Return where the whole input of `rank` lies; in a call in place that is part of its output."""
+        """Return the span of the whole input of `rank`; in a call in place it is a part of the output."""
         row = self.sizes[rank]
         if self.layout.input == "block":
             own = self.source_span(rank, rank)
@@ -102,7 +102,7 @@ class Call:
         return Span(self._input_buffer, 0, sum(row))
 
     def source_span(self, source: int, target: int) -> Span:
-        """Return where rank `source` has its block for `target`."""
+        """Return the span in which rank `source` has its block for `target`."""
         size = self.sizes[source][target]
         if self.layout.input == "blocks":
             return Span(self._input_buffer, self.input_offset(source, target), size)
@@ -111,7 +111,7 @@ class Call:
         return Span("input", 0, size)
 
     def target_span(self, source: int, target: int) -> Span:
-        """Return where the block from `source` goes in the output of `target`; in reductions, the combined shard."""
+        """Return the span in the output of `target` where the block from `source` goes; in reductions, the sum's."""
         offset = {"shard": 0, "array": sum(self.sizes[source][:target])}.get(self.layout.output)
         found = self._offset_in_output(source, target) if offset is None else offset
         return Span("output", found, self.sizes[source][target])
@@ -129,11 +129,11 @@ class Call:
         return [(self.target_span(s, rank), (s,), self.input_offset(s, rank)) for s in everyone]
 
     def input_bytes(self, rank: int) -> int:
-        """Return the size of the input of `rank`, in place or not."""
+        """Return the bytes of the input of `rank`, in place or not."""
         return self.input_span(rank).num_bytes
 
     def output_bytes(self, rank: int) -> int:
-        """Return the size of the output of `rank`."""
+        """Return the bytes of the output of `rank`."""
         match self.layout.output:
             case "shard":
                 return self.sizes[rank][rank]
@@ -151,7 +151,7 @@ class Call:
 
 
 def make_call(layout: BlockLayout, sizes: Sizes, *, root: int | None = None, own: Own) -> Call:
-    """Return the call of these sizes.
+    """Return the call in which rank s contributes `sizes[s][t]` bytes to the output of rank t.
 
     Raises:
         Misconfigured: no ranks, a size below 0, a root outside the group, or an `own` that the collective lacks.
@@ -169,7 +169,7 @@ def make_call(layout: BlockLayout, sizes: Sizes, *, root: int | None = None, own
 
 
 def parts(num_bytes: int, count: int) -> tuple[tuple[int, int], ...]:
-    """Return (offset, size) of `count` parts, as equal as multiples of 16 bytes allow; some may be empty."""
+    """Return (offset, bytes) of `count` parts, as equal as multiples of 16 bytes allow; some may be empty."""
     units = -(-num_bytes // ALIGNMENT)
     cuts = [min(num_bytes, units * index // count * ALIGNMENT) for index in range(count)] + [num_bytes]
     return tuple((low, high - low) for low, high in pairwise(cuts))

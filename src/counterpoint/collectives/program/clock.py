@@ -1,4 +1,4 @@
-"""Simulate the programs of all ranks to predict how long a call takes on a machine of given rates.
+"""Simulate the programs of all ranks to predict how long a call takes on a machine with given rates.
 
 The model: the host issues one step after the other; a step of a lane begins when the one before it has ended; a copy
 costs a fixed time and that of its bytes, which share the receiver's link with other copies into it; a reduction or a
@@ -35,7 +35,7 @@ from counterpoint.machine.profile import Rates, default_profile
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostNetwork:
-    """Describes the network between hosts of `local` ranks: a card per GPU, and a library that needs SMs.
+    """Describes the network between hosts of `local` ranks: one card per GPU, and a library that needs SMs.
 
     Assumed, not measured: 400 Gb/s less what protocols take; a message of NCCL over InfiniBand.
     """
@@ -47,7 +47,7 @@ class HostNetwork:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimedStep:
-    """Records when a step of a rank ran; `start_us` is when its lane reached it."""
+    """Records when a step of a rank ran, in µs; `start_us` is when its lane reached the step."""
 
     rank: int
     lane: int
@@ -65,7 +65,7 @@ class SimulatedCall:
 
     @property
     def us(self) -> float:
-        """Return the us at which the slowest rank had its output."""
+        """Return the µs at which the slowest rank had its output."""
         return max(self.rank_us)
 
 
@@ -124,7 +124,7 @@ class _For:
 
 @dataclass(slots=True)
 class _Flow:
-    """Represents bytes on their way to `target`."""
+    """Represents bytes on their way to the rank `target`, of which `left` have not arrived."""
 
     target: int
     left: float
@@ -152,7 +152,7 @@ class _Clock:
     tickets: int = 0
 
     def add(self, program: Program, early_release: bool) -> None:
-        """Start the lanes of one rank, with the time at which the host has issued each step."""
+        """Start the lanes of one rank's program, with the µs at which its host has issued each step."""
         lanes: dict[int, list[tuple[float, Step]]] = {}
         issued = self.ended[program.rank] + self.rates.launch_us
         for step in program.cycle(early_release=early_release):
@@ -187,7 +187,7 @@ class _Clock:
             raise CounterpointError(f"ranks {ranks} wait for ever: let `check` say why")
 
     def flow_rates(self) -> list[float]:
-        """Return the bytes per µs of each flow: its share of what brings bytes into its target GPU.
+        """Return the bytes per µs of each flow: its share of the link or card that brings bytes into its target GPU.
 
         Inside a host that is the GPU's link, and a flow gets no more than one copy engine moves; from another host it
         is the GPU's network card.

@@ -1,4 +1,4 @@
-"""Run a program for one buffer on several tensors: a step on data that lies in several tensors becomes several steps.
+"""Move a program for one buffer to several tensors: a step on data that spans tensors becomes several steps.
 
 A call of several tensors (`all_gather_coalesced`) is planned, proved and timed as a call of one: a rank's block is its
 share of the first tensor, then its share of the second, and so on. `Parts` says where the shares really lie, and
@@ -21,7 +21,7 @@ from counterpoint.collectives.program.steps import Batch, Copy, LocalCopy, Progr
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """Describes tensors of which every rank has an equal share, in the order of ranks; all values are bytes."""
+    """Describes tensors that are cut evenly among the ranks, in the order of ranks; all values are bytes."""
 
     starts: tuple[int, ...]  # offset of each tensor in the buffer
     shares: tuple[int, ...]  # one rank's share of each tensor
@@ -30,11 +30,11 @@ class Parts:
 
     @cached_property
     def ends(self) -> tuple[int, ...]:
-        """Return the end of each tensor's share within a block."""
+        """Return the offset in a rank's block, in bytes, at which the share of each tensor ends."""
         return tuple(accumulate(self.shares))
 
     def places(self, offset: int, num_bytes: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (offset in the range, offset in the tensors' buffer, bytes) for each piece of a range of the block."""
+        """Yield (offset in the range, offset in the tensors' buffer, bytes) for each piece of a range of blocks."""
         at, block_bytes = offset, self.ends[-1]
         while at < offset + num_bytes:
             rank, within = divmod(at, block_bytes)
@@ -69,7 +69,7 @@ class TensorAddresses:
 
 
 def place_on_tensors(program: Program, layout: TensorLayout) -> Program:
-    """Return `program`, which was planned for contiguous blocks, with its spans placed as `layout` says.
+    """Return `program`, planned for contiguous blocks, with its spans moved to the tensors of `layout`.
 
     The `num_bytes` of a sum's target stay those of one source, even if the target's dtype is wider.
     """
@@ -97,7 +97,7 @@ def _placed(step: Step, layout: Mapping[Buffer, Parts]) -> Iterator[Step]:
 
 
 def _pieces(spans: tuple[Span, ...], layout: Mapping[Buffer, Parts]) -> Iterator[tuple[Span, ...]]:
-    """Yield `spans` cut into placed pieces of equal size; bytes that one of the spans lacks are left out."""
+    """Yield `spans` cut into pieces of equal size, moved to their tensors; bytes that one span lacks are left out."""
     found = [_places(span, layout) for span in spans]
     cuts = sorted({cut for places in found for start, _, size in places for cut in (start, start + size)})
     for low, high in pairwise(cuts):

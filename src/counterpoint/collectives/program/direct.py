@@ -1,4 +1,4 @@
-"""Build programs of the operations that only move data: every block is pushed once, straight to its place.
+"""Build programs of operations that only move data: every block is pushed once, straight to its place.
 
 Rank r pushes to r + 1, r + 2, ...: while all ranks are in step, the links carry a permutation at every moment, so no
 two copies go to one receiver. Ranks that do not begin at the same time take turns on the links (`LinkTurns`).
@@ -45,14 +45,14 @@ def exchange(call: Call, rank: int, tuning: Tuning) -> Program:
 
 
 def own_block(call: Call, rank: int) -> tuple[Step, ...]:
-    """Return the local copy of the own block, if any; it follows the pushes, as it may have to wait for a GEMM."""
+    """Return the local copy of the rank's block for itself, if any; it comes last, as it may wait for a GEMM."""
     if call.own != "copy" or call.sizes[rank][rank] == 0:
         return ()
     return (LocalCopy(call.source_span(rank, rank), call.target_span(rank, rank)),)
 
 
 def broadcast(call: Call, rank: int, tuning: Tuning) -> Program:
-    """Return a broadcast: the root pushes a small one to everyone, of a large one a part to each rank to pass on.
+    """Return a broadcast: the root pushes a small array to all ranks, or parts of a large one, which they relay.
 
     The root's link carries the message once instead of world_size - 1 times, and each chunk is passed on while the next
     arrives. `finish` does not wait for the rank's own part, which arrived before.
@@ -77,7 +77,7 @@ def broadcast(call: Call, rank: int, tuning: Tuning) -> Program:
 
 
 def _relay(call: Call, rank: int, tuning: Tuning, part: Mapping[int, Span]) -> Program:
-    """Build the program of a rank that is not the root: pass its part on by chunks, and receive the others' parts."""
+    """Build the program of a rank that is not the root: relay its part chunk by chunk, and receive other parts."""
     assert call.root is not None
     others = _relay_order(rank, call.root, call.world_size)
     senders = [peer for peer in others if peer in part]
@@ -134,17 +134,17 @@ def chunked(span: Span, tuning: Tuning) -> list[Span]:
 
 
 def signal_ready(buffer: Symmetric, rank: int, peers: list[int], lane: int = COPY) -> Batch:
-    """Return signals to `peers` that they may push into `buffer` of `rank`."""
+    """Return the signals that tell `peers` that they may push into `buffer` of `rank`."""
     return Batch(tuple(Signal(peer, Flag(buffer, "ready", rank)) for peer in peers), lane)
 
 
 def wait_ready(buffer: Symmetric, peers: list[int], lane: int = COPY) -> Batch:
-    """Return waits until `buffer` of each of `peers` may be written."""
+    """Return the waits until `buffer` of each of `peers` may be written."""
     return Batch(tuple(Wait(Flag(buffer, "ready", peer)) for peer in peers), lane)
 
 
 def arrivals(coming: Mapping[int, Span], tuning: Tuning) -> Batch:
-    """Return waits for every chunk that peers push into output; `coming` has the span of each peer."""
+    """Return the waits for every chunk that peers push into the output; `coming` has the span of each peer."""
     return Batch(
         tuple(
             Wait(Flag("output", "arrived", peer, chunk), span if span.num_bytes else None)
@@ -155,7 +155,7 @@ def arrivals(coming: Mapping[int, Span], tuning: Tuning) -> Batch:
 
 
 def pushes(call: Call, rank: int, moves: Mapping[int, tuple[Span, Span]], tuning: Tuning) -> Iterator[Step]:
-    """Yield steps that push each peer's (source, target) of `moves` chunk by chunk, with arrival signals and turns."""
+    """Yield the steps that push each peer's (source, target) of `moves`, with arrival signals and turns."""
     cut = {
         peer: list(zip(chunked(source, tuning), chunked(target, tuning), strict=True))
         for peer, (source, target) in moves.items()
@@ -195,7 +195,7 @@ def arrival(peer: int, target: Span, rank: int, chunk: int) -> Signal:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkTurns:
-    """Says when a rank waits for a link and passes it to the next, while it pushes to all others `rounds` times.
+    """Says when a rank waits for its turn on a link and passes the turn on, while it pushes `rounds` times to all.
 
     Without turns, a rank that is one copy ahead shares every further receiver's link with its neighbour, both at half
     the rate, while other links are idle; and all wait for the late one. In training steps a quarter to a third of the
@@ -230,11 +230,11 @@ class LinkTurns:
         return cls(rank=rank, world_size=call.world_size, buffer=buffer, rounds=rounds)
 
     def taken_in(self, round: int) -> bool:
-        """Return whether ranks take turns in this round."""
+        """Return whether ranks take turns in this round of pushes."""
         return round < self.rounds
 
     def before(self, peer: int, round: int) -> Batch:
-        """Return the wait until the link into `peer` is free; empty if there is none."""
+        """Return the wait for this rank's turn on the link into `peer`; an empty batch if it need not wait."""
         first = round == 0 and self._distance(peer) == 1
         return Batch(() if first or not self.taken_in(round) else (Wait(self._word(peer)),))
 

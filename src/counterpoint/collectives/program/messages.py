@@ -1,4 +1,4 @@
-"""Build programs of messages, from one rank to one other, which may be sent before the receiver asks for them.
+"""Build programs of messages from one rank to one other, which may be sent before the receiver asks for them.
 
 Each rank has a mailbox: some slots of memory for each other rank, which that rank fills in turn. A message goes in
 pieces of up to a slot. The sender waits until the next slot is free (`ready`, a credit), pushes a piece into it and
@@ -62,22 +62,22 @@ class Mailbox:
 
     @property
     def num_bytes(self) -> int:
-        """Return the size of a rank's mailbox."""
+        """Return the bytes of a rank's mailbox."""
         return (self.world_size - 1) * self.slots * self.slot_bytes
 
     def pieces(self, num_bytes: int) -> int:
-        """Return the number of slots that a message fills; an empty one fills a slot with nothing."""
+        """Return how many slots a message of `num_bytes` fills; an empty message fills one."""
         return max(1, -(-num_bytes // self.slot_bytes))
 
     def slot(self, source: int, target: int, slot: int, num_bytes: int) -> Span:
-        """Return where a piece from `source` lies in the mailbox of `target`."""
+        """Return the span of a piece from `source` in the mailbox of `target`."""
         row = source - (source > target)
         return Span("mailbox", (row * self.slots + slot) * self.slot_bytes, num_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Represents a message of a line; `first` is the slot of its first piece, after which slots are filled in turn."""
+    """Represents a message of a line; `first` is the slot of its first piece, the next slots take the others."""
 
     source: int
     target: int
@@ -87,7 +87,7 @@ class Message:
 
 @lru_cache(maxsize=4096)
 def message_program(message: Message, rank: int, mailbox: Mailbox) -> Program:
-    """Return the program of `rank` for a message: source and target have steps, other ranks none."""
+    """Return the program of `rank` for a message; ranks other than its source and target have no steps."""
     sizes = [[0] * mailbox.world_size for _ in range(mailbox.world_size)]
     sizes[message.source][message.target] = message.num_bytes
     whole = Span("input" if rank == message.source else "output", 0, message.num_bytes)
@@ -109,7 +109,7 @@ def program_of_steps(
 
 
 def message_steps(message: Message, rank: int, mailbox: Mailbox, whole: Span, lane: int) -> Iterator[Step]:
-    """Yield the steps of the source or the target; `whole` is the message in the input or output of `rank`."""
+    """Yield the steps of the source or of the target; `whole` is the message in the input or output of `rank`."""
     source, target = message.source, message.target
     for piece in range(mailbox.pieces(message.num_bytes)):
         slot = (message.first + piece) % mailbox.slots
