@@ -33,7 +33,7 @@ class Work(Protocol):
 
 
 class PartitionedWork(Protocol):
-    """Represents a call whose caller supplies the input, and takes the output, partition by partition.
+    """Represents a call whose caller supplies the input and takes the output partition by partition.
 
     Partitions leave and arrive in the order of `sent` and `received`. On a GPU `ready` and `arrived` are about the
     current stream. The channel runs no other call before `finish`.
@@ -45,20 +45,20 @@ class PartitionedWork(Protocol):
     """Names the partitions of the output, in the order in which they come."""
 
     def ready(self, count: int) -> None:
-        """Say that the first `count` partitions of the input are written, so that they may leave."""
+        """Let the first `count` partitions of the input leave, since they are written now."""
 
     def arrived(self, count: int) -> None:
-        """Return when the first `count` partitions of the output may be read; on a GPU the current stream waits."""
+        """Wait until the first `count` partitions of the output may be read; on a GPU the current stream waits."""
 
     def finish(self) -> None:
-        """Let all partitions leave and arrive, and return when the input may be overwritten, too.
+        """Let all partitions leave and arrive, and wait until also the input may be overwritten.
 
         `PeerTimeout` is raised if a rank died or made no such call in time; `Misconfigured` if it made a different one.
         """
 
 
 class HostWork:
-    """Represents a call that a thread of this process runs; errors name the call by its `str`. See `Work`."""
+    """Represents a call that a thread of this process runs; errors name the call by `str(call)`. See `Work`."""
 
     def __init__(self, call: object, *, keep: tuple[Any, ...] = ()) -> None:
         self._call, self.keep = call, keep
@@ -96,7 +96,7 @@ class TorchWork:
         self._error: BaseException | None = None
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait as torch's works do: on CUDA the current stream waits.
+        """Wait for the call as torch does: on CUDA the current stream waits, and the host does not.
 
         Returns:
             True.

@@ -1,4 +1,4 @@
-"""Model GEMMs and a collective that share a GPU: how long both take, and how to divide the SMs. No torch.
+"""Model GEMMs and a collective that share a GPU: how long both take, and how to divide the SMs between them.
 
 `together.py`: three models of the time of both, which one is right for which pair, and how much overlap hides.
 `choice.py`: SMs for each side. `sm_split.py`: divisions of the SMs, and which blocks fit. `curves.py`: measured times

@@ -1,4 +1,4 @@
-"""Describe a matmul that depends on communication: when its rows arrive or are sent, and whether that can hide.
+"""Describe a matmul that depends on communication: when its rows arrive or leave, and whether that can hide.
 
 `ShardedMatmul`    an all_gather whose output is multiplied, or a matmul whose output is reduced and scattered
 `segments_of`      its rows in the order of communication, each with the time of its arrival
@@ -28,7 +28,7 @@ COPY_ENGINES = "zero_sm"  # the mechanism of a profile that moves bytes without 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardedMatmul:
-    """Describes matmuls of one rank with gathered rows, or one whose rows are reduced and scattered.
+    """Describes the matmuls of one rank whose input rows are gathered, or the one whose output is reduce_scattered.
 
     The whole has [batch, rows of all ranks] rows, flattened; a rank's shard is `shard_rows` of each batch element.
     """
@@ -67,24 +67,24 @@ class ShardedMatmul:
 
     @property
     def rows(self) -> int:
-        """Return the rows of the whole."""
+        """Return the rows of all ranks and batch elements together."""
         return self.batch * sum(self.shard_rows)
 
     @property
     def row_bytes(self) -> int:
-        """Return the bytes of one row that is sent: of the input to gather, of the output to scatter."""
+        """Return the bytes of one row that is sent: of the gathered input, or of the output to scatter."""
         curve = self.curves[0]
         return (curve.n if self.is_scatter else curve.k) * self.element_bytes
 
     @property
     def element_bytes(self) -> int:
-        """Return the bytes of an element that is sent."""
+        """Return the bytes of one element that is sent."""
         own = DTYPES[self.curves[0].dtype][1]
         return self.message_bytes or (max(own, 2) if self.is_scatter else own)
 
     @property
     def alone_us(self) -> float:
-        """Return the µs of the matmuls alone, of all rows."""
+        """Return the µs of the matmuls of all rows, without communication."""
         return sum(curve.us(self.rows) for curve in self.curves)
 
     @property
@@ -94,17 +94,17 @@ class ShardedMatmul:
 
     @property
     def sharded(self) -> ShardedRows:
-        """Return whose rows are where."""
+        """Return the `ShardedRows` of this task, which say which rank has which rows."""
         return ShardedRows(rows=self.shard_rows, batch=self.batch, chunk_rows=self.chunk_rows)
 
     def chunks_of(self, rank: int) -> list[Slabs]:
-        """Return the rows of a rank in the chunks in which they are sent: slabs of the flattened whole."""
+        """Return, for each chunk that a rank's rows are sent in, the chunk's slabs of the flattened whole."""
         return [self.sharded.slabs(rank, rows) for rows in self.sharded.chunks(rank)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """Holds rows that arrive, or are sent, together: one slab for each batch element that they touch.
+    """Holds rows that arrive or leave together: one slab for each batch element that they touch.
 
     `us` of an all_gather: when they are there, after the call began. Of a reduce_scatter: what the call takes at least
     from when they are computed.
@@ -116,7 +116,7 @@ class Segment:
 
 
 def segments_of(task: ShardedMatmul, rank: int, profile: Profile | None = None) -> tuple[Segment, ...]:
-    """Return the rows of the whole on one rank, in the order in which it multiplies them.
+    """Return the rows of the whole on one rank, as segments in the order in which the rank multiplies them.
 
     An all_gather has the own shard first, which is there at 0, then chunk after chunk of rank - 1, rank - 2, ...
     A reduce_scatter has chunk after chunk for rank + 1, rank + 2, ..., and the own shard last.
@@ -140,7 +140,7 @@ def segments_of(task: ShardedMatmul, rank: int, profile: Profile | None = None) 
 
 
 def nccl_us(task: ShardedMatmul, profile: Profile | None = None) -> float:
-    """Return the µs of the collective alone by NCCL; Misconfigured if the profile lacks its bus bandwidth."""
+    """Return the µs of the collective by NCCL, alone; Misconfigured if the profile lacks its bus bandwidth."""
     rates = (profile or default_profile()).nccl_rates
     if task.collective not in rates.bus_gb_per_s:
         known = ", ".join(rates.bus_gb_per_s) or "none"
@@ -151,7 +151,7 @@ def nccl_us(task: ShardedMatmul, profile: Profile | None = None) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hiding:
-    """Says whether communication can hide behind the matmul that depends on it, whoever writes the kernels."""
+    """Says whether communication can hide behind the matmul that depends on it, whatever kernels are used."""
 
     hides: bool
     size: int  # columns of the local weights that follow an all_gather; their depth before a reduce_scatter
@@ -168,7 +168,7 @@ def hiding(
     link_bytes_per_s: float,
     element_bytes: int = 2,
 ) -> Hiding:
-    """Return whether the arithmetic takes at least as long as the bytes, which is needed to hide them, not enough.
+    """Return whether the arithmetic takes at least as long as the transfer, which hiding needs at the least.
 
         all_gather + matmul       M K b (w - 1) / w / B <= 2 M N K / R    iff    N >= b R (w - 1) / (2 w B)
         matmul + reduce_scatter   M N b (w - 1) / w / B <= 2 M N K / R    iff    K >= the same
@@ -191,7 +191,7 @@ def hiding(
 
 
 def hiding_of(task: ShardedMatmul, profile: Profile | None = None) -> Hiding:
-    """Return `hiding` of a matmul, by the rate that its curves reach and the links of the profile."""
+    """Return `hiding` of a task, with the FLOP/s that its curves reach and the links of the profile."""
     rates = (profile or default_profile()).rates
     size = task.curves[0].k if task.is_scatter else sum(curve.n for curve in task.curves)
     return hiding(
@@ -203,7 +203,7 @@ def hiding_of(task: ShardedMatmul, profile: Profile | None = None) -> Hiding:
 
 
 def _arrivals_us(task: ShardedMatmul, chunks: Sequence[Sequence[Slabs]], profile: Profile) -> list[float]:
-    """Return when each chunk of each peer is there: pushed at the peer's pace, and behind earlier chunks."""
+    """Return the µs at which each chunk of each peer arrives: pushed at the peer's pace, and after earlier chunks."""
     rates, then, found = profile.rates, 0.0, []
     for turn, blocks in enumerate(chunks):
         copies = [_copy_us(task, slabs, profile) for slabs in blocks]
@@ -217,7 +217,7 @@ def _arrivals_us(task: ShardedMatmul, chunks: Sequence[Sequence[Slabs]], profile
 def _tails_us(
     task: ShardedMatmul, chunks: Sequence[Sequence[Slabs]], sums: Sequence[float], profile: Profile
 ) -> list[float]:
-    """Return the µs that are left when each chunk is computed: its send, the sends behind it, and the sums.
+    """Return for each chunk the µs from its computation to the end: its send, the sends behind it, and the sums.
 
     Ranks are taken to be alike: the partials of an own chunk have come when this rank has sent the same chunk to its
     last peer. Its sum then needs those before it to have ended.
@@ -235,7 +235,7 @@ def _tails_us(
 
 
 def _copy_us(task: ShardedMatmul, slabs: Slabs, profile: Profile) -> float:
-    """Return the µs of a chunk on the link beside matmuls: a copy for each slab, its bytes, and a signal."""
+    """Return the µs of sending a chunk while matmuls run: a copy for each slab, its bytes, and a signal."""
     rates, kept = profile.rates, disturbance(COPY_ENGINES, profile).comm_kept
     bytes_per_us = 1000 * min(rates.push_gb_per_s, rates.link_gb_per_s) * kept
     rows = sum(slab.rows for slab in slabs)
@@ -243,7 +243,7 @@ def _copy_us(task: ShardedMatmul, slabs: Slabs, profile: Profile) -> float:
 
 
 def _sums_us(task: ShardedMatmul, rank: int, profile: Profile) -> list[float]:
-    """Return the µs of the sum of each own chunk: partials of all ranks are read, and the sum is written."""
+    """Return the µs of the sum of each chunk of this rank: reads of all ranks' partial sums, and one write."""
     bytes_per_us = 1000 * profile.sums.memory_gb_per_s
     return [
         profile.rates.kernel_us

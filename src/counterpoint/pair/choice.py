@@ -1,4 +1,4 @@
-"""Choose how many SMs each side of a pair gets: the division with the least predicted time.
+"""Choose how many SMs each side of a pair gets, by the least predicted time of both together.
 
 `choose_split`      NCCL beside GEMMs: limits for both sides, over the launch orders
                     T(split) = mean over orders of max(end of the GEMM, end of the collective)
@@ -49,14 +49,14 @@ class Budget:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GemmSms:
-    """Holds the best number of SMs for a GEMM (None: all), and the predicted µs of the pair for each number tried."""
+    """Holds the best number of SMs for a GEMM (None: all), and the µs of the pair, predicted, for each number tried."""
 
     gemm_sms: int | None
     together_us: dict[int, float]
 
 
 def choose_gemm_sms(pair: Pair, profile: Profile) -> GemmSms:
-    """Return the SMs for GEMMs with the least predicted time beside a zero-SM reduction; of equals the most SMs."""
+    """Return how many SMs GEMMs should have beside a zero-SM reduction, by predicted time; of equals the most."""
     if pair.collective not in REDUCTIONS:
         raise Misconfigured(f"{pair.collective} adds up nothing; allowed are {', '.join(REDUCTIONS)}")
     if min(pair.size_bytes, pair.compute_us, pair.comm_us, pair.world_size - 1) <= 0:
@@ -138,7 +138,7 @@ def choose_split(
     objective: Objective = "mean",
     contention: Contention | None = None,
 ) -> Budget:
-    """Return the candidate with the least predicted time; of equal ones the first.
+    """Return the division with the least predicted time of both sides together; of equal ones the first.
 
     The arguments are those of `predict`, and `candidates` the splits to compare; None: those of `candidates_for` this
     machine that the curves cover.
@@ -168,7 +168,7 @@ def choose_split(
 
 
 def candidates_for(layout: SmLayout, default_ctas: int, *, clusters: Iterable[int] = ()) -> tuple[SmSplit, ...]:
-    """Return NCCL's own CTAs and fewer, each beside a GEMM on all SMs and beside one that leaves exactly their SMs."""
+    """Return divisions to try: NCCL's own CTAs or fewer, beside a GEMM on all SMs or on those that the CTAs leave."""
     counts = [None, *(count for count in FEWER_CTAS if count < default_ctas)]
     whole = layout.gemm_cluster
     left = {count: (layout.num_sms - (count or default_ctas)) // whole * whole for count in counts}
@@ -183,7 +183,7 @@ def candidates_for(layout: SmLayout, default_ctas: int, *, clusters: Iterable[in
 
 
 def _waiting_us(curves: Curves, collective: str, comm: CommPoint, part: SmSplit) -> float:
-    """Return the µs that waiting CTAs need once they start: their share of the bytes, at their rate alone.
+    """Return the µs that CTAs which wait for the GEMM need once they start, for their share of the bytes.
 
     NCCL's channels work independently. Where the curves do not have that rate, it is the time of the whole collective.
     """
@@ -199,7 +199,7 @@ def _hidden(order: Order, compute_us: float, comm_us: float, both_us: float, kno
 
 
 def _reason(best: Budget, stock: Budget | None) -> str:
-    """Return one sentence: how both sides share the SMs, and the time saved over plain NCCL if that was a candidate."""
+    """Return in one sentence how both sides share the SMs, and what that saves over plain NCCL, if it was tried."""
     clusters = f" in clusters of {best.split.cga_cluster}" if best.split.cga_cluster else ""
     sides = f"{best.split.max_ctas or 'NCCL’s own'} CTAs{clusters} beside {best.split.gemm_sms or 'all'} SMs"
     how = "the collective starts beside the GEMM" if best.fits else "the collective waits where a GEMM came first"

@@ -1,4 +1,4 @@
-"""Interpolate the time of each side of a pair alone between measured points.
+"""Interpolate the time that each side of a pair takes alone between measured points.
 
 `GemmCurve`  GEMMs by number of SMs. Between two points it follows the steps of the waves, not a straight line.
 `CommCurve`  a collective by bytes, one curve for each number of CTAs and cluster size. latency + bytes / bandwidth
@@ -34,7 +34,7 @@ DTYPES = {  # torch's names: the precision of data sheets, and bytes of an eleme
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GemmCurve:
-    """Holds the times of GEMMs that run one after the other, alone."""
+    """Holds the measured µs of GEMMs that run one after the other, alone, by number of SMs."""
 
     workload: str  # the name of the GEMMs in a suite
     products: tuple[Product, ...]  # M, N and K of each GEMM
@@ -47,11 +47,11 @@ class GemmCurve:
             raise Unsupported(f"{printable(self.workload)}: waves are known of GEMMs only; measure such a pair instead")
 
     def kernels(self, num_sms: int) -> tuple[GemmKernel, ...]:
-        """Return one kernel for each GEMM; their times add up to `time_us(num_sms)`."""
+        """Return one kernel for each GEMM on `num_sms` SMs; their times add up to `time_us(num_sms)`."""
         return gemm_kernels(self.products, self.time_us(num_sms), num_sms, self.tile)
 
     def time_us(self, num_sms: int) -> float:
-        """Return the time on `num_sms` SMs; between two measured points it falls in proportion to the waves."""
+        """Return the µs on `num_sms` SMs; between two measured points it falls in proportion to the waves."""
         for (few, slow_us), (many, fast_us) in pairwise(self.points):
             if few <= num_sms <= many:
                 slow, fast, here = (sum(steps_of(self.products, sms, self.tile)) for sms in (few, many, num_sms))
@@ -65,7 +65,7 @@ class GemmCurve:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommPoint:
-    """Holds the time of a collective alone, and the CTAs that NCCL used: below its limit for small arrays."""
+    """Holds the µs of a collective alone, and the CTAs that NCCL used, for small arrays fewer than its limit."""
 
     size_bytes: int  # of the full array
     time_us: float
@@ -74,17 +74,17 @@ class CommPoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommCurve:
-    """Holds the times of a collective alone under one limit of CTAs, ascending in size."""
+    """Holds the µs of a collective alone, by size, ascending, under one limit of CTAs."""
 
     points: tuple[CommPoint, ...]
 
     def reaches(self, size_bytes: int) -> bool:
-        """Return whether `at` can tell the time of this size: it is at most `REACH` times beyond the measured ones."""
+        """Return whether `at` can predict this size: at most a factor `REACH` outside the measured sizes."""
         sizes = [point.size_bytes for point in self.points]
         return len(sizes) > 1 and sizes[0] / REACH <= size_bytes <= sizes[-1] * REACH
 
     def at(self, size_bytes: int) -> CommPoint:
-        """Return the time as latency + bytes / bandwidth, through the two points around `size_bytes` or the closest."""
+        """Return the µs of this size as latency + bytes / bandwidth, by a line through the two nearest points."""
         sizes = [point.size_bytes for point in self.points]
         if not self.reaches(size_bytes):
             raise Misconfigured(f"{size_bytes} bytes are too far from the measured sizes {sizes}; measure nearer ones")
@@ -101,7 +101,7 @@ CommKey = tuple[str, int | None, int | None]
 
 
 def comm_key(collective: str, split: SmSplit) -> CommKey:
-    """Return the key of the curve of a collective under the limits of a split."""
+    """Return the key in `Curves.comms` of a collective under the limits of a split."""
     return collective, split.max_ctas, split.cga_cluster
 
 
@@ -120,7 +120,7 @@ class Curves:
         return self.gemms[workload]
 
     def comm(self, collective: str, size_bytes: int, split: SmSplit) -> CommPoint:
-        """Return the collective alone under the limits of a split; between two limits of CTAs its rate is linear."""
+        """Return the time of a collective alone under the limits of a split; its rate is linear in the CTAs."""
         if (key := comm_key(collective, split)) in self.comms:
             return self.comms[key].at(size_bytes)
         limit, cluster = split.max_ctas, split.cga_cluster
@@ -139,7 +139,7 @@ class Curves:
         )
 
     def fastest_us(self, collective: str, size_bytes: int) -> float:
-        """Return the time of a collective alone by its fastest setting at this size; Misconfigured if unmeasured."""
+        """Return the µs of a collective alone with its fastest setting at this size; Misconfigured if unmeasured."""
         curves = [curve for (name, _, _), curve in self.comms.items() if name == collective]
         found = [curve.at(size_bytes).time_us for curve in curves if curve.reaches(size_bytes)]
         if not found:
@@ -148,7 +148,7 @@ class Curves:
         return min(found)
 
     def most_ctas(self, collective: str) -> int:
-        """Return the most CTAs that plain NCCL used at any size; Misconfigured if plain NCCL was not measured."""
+        """Return how many CTAs plain NCCL used at most, over all sizes; Misconfigured if that was not measured."""
         if (plain := comm_key(collective, SmSplit())) not in self.comms:
             raise Misconfigured(f"no curve of {printable(collective)!r} by plain nccl; measure it alone, by size")
         return max(point.num_ctas for point in self.comms[plain].points)
@@ -181,7 +181,7 @@ def curves_from(
     layout: SmLayout,
     default_ctas: int | None = None,
 ) -> Curves:
-    """Return curves from the building blocks of a measurement; rows that are marked, or divide no SMs, are left out.
+    """Return curves from the building blocks of a measurement, without marked rows and rows that divide no SMs.
 
     Args:
         blocks: GEMMs as `stock` and `gemm_sms=N`, collectives as
@@ -230,7 +230,7 @@ def _as_mechanism(row: BlockRow) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowCurve:
-    """Holds the µs of one matmul, x[rows, k] @ w[k, n], by its rows, alone on one GPU."""
+    """Holds the µs of one matmul x[rows, k] @ w[k, n], alone on one GPU, by its rows."""
 
     n: int
     k: int
@@ -247,7 +247,7 @@ class RowCurve:
         _dtype(self.dtype)
 
     def us(self, rows: int) -> float:
-        """Return the µs of a number of rows: between two points on their line, beyond the last one in proportion.
+        """Return the µs of `rows` rows: between two points on their line, beyond the last one in proportion.
 
         Fewer rows than at the first point take as long as that: at most a tile of them is missing if it is one tile.
 
@@ -275,7 +275,7 @@ class RowCurve:
 def estimated_curve(
     n: int, k: int, dtype: str, rows: int, profile: Profile | None = None, *, step: int | None = None
 ) -> RowCurve:
-    """Return a curve that nobody measured: a launch, and waves of tiles at the speed that the GPU reaches.
+    """Return a row curve that is estimated, not measured: a launch, and waves of tiles at the GPU's usual speed.
 
     Args:
         n: columns of the product.

@@ -1,4 +1,4 @@
-"""Cut the rows of a matmul that depends on communication into pieces, so that it ends as early as it can. No torch.
+"""Cut the rows of a matmul that depends on communication into pieces, so that it ends as early as it can.
 
 A piece is multiplied as soon as its rows have come (all_gather), or sent as soon as it is computed (reduce_scatter).
 The cuts with the least predicted time are found by dynamic programming over the µs of rows (`RowCurve`) and the
@@ -30,7 +30,7 @@ _SAME = 1e-9  # of a time: rounding
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """Holds one step: the rows that are multiplied together, by a matmul for each slab.
+    """Holds the rows that are multiplied in one step, by one matmul for each slab.
 
     `segment` is an index of `segments_of`. An all_gather: the last one that must have arrived before, which is also the
     number of partitions. A reduce_scatter: the last one that is computed after it, and may be sent; -1: none yet.
@@ -41,7 +41,7 @@ class Piece:
 
     @property
     def rows(self) -> int:
-        """Return the number of rows."""
+        """Return the number of rows in this piece."""
         return sum(slab.rows for slab in self.slabs)
 
 
@@ -54,7 +54,7 @@ class Cuts:
 
 
 def cut(task: ShardedMatmul, rank: int, profile: Profile | None = None) -> Cuts:
-    """Return the cuts of a rank with the least predicted time, without cuts that are not worth their launch (`WORTH`).
+    """Return the cuts of a rank's rows with the least predicted time, without those that save less than `WORTH`.
 
     Pieces begin and end at tiles of a slab, or at its end; where there would be over `MAX_CELLS` tiles, at several.
     """
@@ -62,7 +62,7 @@ def cut(task: ShardedMatmul, rank: int, profile: Profile | None = None) -> Cuts:
 
 
 class RowAxis:
-    """Holds the rows of a task on one rank, along the axis of this module, as cells that are not cut.
+    """Holds the rows of a task on one rank in the order of this module's axis, as cells that are never cut.
 
     Attributes:
         segments: of the rank, in the order of `segments_of`.
@@ -92,25 +92,25 @@ class RowAxis:
 
     @property
     def serial_bounds(self) -> tuple[int, ...]:
-        """Return the bounds of a call that is not cut; own rows are multiplied last, apart, if products are sent."""
+        """Return the bounds, in cells, of a call that is not cut; to scatter, the rank's own rows are a piece apart."""
         own = self.of_cell.count(0) if self.task.is_scatter else 0
         return tuple(sorted({0, own, len(self.cells)}))
 
     def cost_us(self, rows: int) -> float:
-        """Return the µs of a number of consecutive rows, alone."""
+        """Return the µs of matmuls of so many consecutive rows, alone, launches included."""
         if rows not in self._known_us:
             self._known_us[rows] = sum(curve.us(rows) + self._launch_us for curve in self.task.curves)
         return self._known_us[rows]
 
     def after(self, start_us: float, work_us: float) -> float:
-        """Return when work ends that takes `work_us` alone; until `busy_us` it is slower."""
+        """Return the µs at which work ends that takes `work_us` alone; until `busy_us` communication slows it down."""
         beside_us = max(0.0, self.busy_us - start_us) * self.kept
         if work_us <= beside_us:
             return start_us + work_us / self.kept
         return max(start_us, self.busy_us) + work_us - beside_us
 
     def ends(self, start: int) -> Iterator[tuple[int, float]]:
-        """Yield each end of a piece that begins at a cell, with the µs of its matmuls: one for each merged slab."""
+        """Yield for a piece that begins at cell `start` each possible end, with the µs of the piece's matmuls."""
         below: dict[int, int] = {}  # rows of a merged slab by its end, and by its start
         above: dict[int, int] = {}
         total = 0.0
@@ -124,7 +124,7 @@ class RowAxis:
 
     @cached_property
     def cuts(self) -> Cuts:
-        """Return the cuts that end first.
+        """Return the cuts with which the call ends first.
 
         end(j) = min over i < j of after(max(end(i), us of the segment of cell j - 1), us of cells i to j - 1)
         """
@@ -142,7 +142,7 @@ class RowAxis:
         return Cuts(pieces=self.pieces(bounds), us=self.end_us(bounds))
 
     def end_us(self, bounds: Sequence[int]) -> float:
-        """Return when the pieces between these cells end."""
+        """Return the µs at which the call ends that is cut into pieces at these cells."""
         now = 0.0
         for start, end in pairwise(bounds):
             work_us = next(us for at, us in self.ends(start) if at == end)
@@ -150,7 +150,7 @@ class RowAxis:
         return now
 
     def flagged_us(self, work_us: float) -> float:
-        """Return when one matmul ends that takes rows as they come, without loss."""
+        """Return the µs at which one matmul ends that takes rows in the order of their arrival, at no extra cost."""
         now = 0.0
         for segment in self.along:
             rows = sum(slab.rows for slab in segment.slabs)
@@ -158,7 +158,7 @@ class RowAxis:
         return now
 
     def pieces(self, bounds: Sequence[int]) -> tuple[Piece, ...]:
-        """Return the pieces between these cells, in the order in which they are multiplied."""
+        """Return the pieces that begin and end at these cells, in the order in which they are multiplied."""
         found = [
             Piece(segment=self._segment(start, end), slabs=merged(chain.from_iterable(self.cells[start:end])))
             for start, end in pairwise(bounds)
@@ -173,7 +173,7 @@ class RowAxis:
         return index if complete else index - 1
 
     def _fewer(self, bounds: list[int], us: float) -> list[int]:
-        """Return the bounds without the bounds that save too little: `us` is the least time."""
+        """Return the bounds without those whose removal costs less than `WORTH` of `us`, the least time."""
         for bound in bounds[1:-1]:
             without = [each for each in bounds if each != bound]
             if self.end_us(without) <= us * (1 + WORTH):
@@ -182,7 +182,7 @@ class RowAxis:
 
 
 def _cells(slabs: Sequence[Slab], step: int) -> Iterator[tuple[Slab]]:
-    """Yield slabs cut at multiples of `step`, the last rows of each first, so that slabs touch on the axis."""
+    """Yield the slabs cut at multiples of `step`, the last rows of each slab first, as the axis needs them."""
     for first, rows in slabs:
         for start in reversed(range(0, rows, step)):
             yield (Slab(first + start, min(step, rows - start)),)

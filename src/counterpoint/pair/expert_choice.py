@@ -1,4 +1,4 @@
-"""Choose how tokens travel to their experts and back, by the predicted time of each mechanism. No torch.
+"""Choose how tokens travel to their experts and back, by the predicted time of each mechanism.
 
     torch   counts, a wait of the host, and NCCL's all_to_all with exact sizes, both ways
     gather  copy engines bring the tokens of all ranks; weighted sums of the local experts are reduced and scattered
@@ -65,23 +65,23 @@ class ExpertExchange:
 
     @property
     def row_bytes(self) -> int:
-        """Return the bytes of a token."""
+        """Return the bytes of a token on the wire."""
         return self.hidden * self.element_bytes
 
     @property
     def mean_rows(self) -> int:
-        """Return the rows of local experts on a rank, in the mean."""
+        """Return how many rows the experts of a rank get, in the mean over ranks."""
         return self.tokens * self.top_k
 
     @property
     def most_rows(self) -> float:
-        """Return the rows of local experts on the rank with the most."""
+        """Return how many rows the experts get on the rank that gets most."""
         return self.mean_rows * self.imbalance
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertPlan:
-    """Holds the mechanism of an exchange, and the predictions in µs that it was chosen by."""
+    """Holds the mechanism chosen for an exchange, and the predicted µs by which it was chosen."""
 
     mechanism: ExchangeMechanism
     predicted_us: Mapping[ExchangeMechanism, float]  # dispatch, combine and what runs beside them; of all mechanisms
@@ -90,14 +90,14 @@ class ExpertPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Parts:
-    """Holds the times of a mechanism alone: µs of kernels, and of transport by PyTorch's name of the collective."""
+    """Holds the µs of a mechanism alone: of its kernels, and of its collectives by PyTorch's names."""
 
     kernels_us: float
     comms: tuple[tuple[str, float], ...]
 
     @property
     def alone_us(self) -> float:
-        """Return the µs of kernels and transport together."""
+        """Return the µs of kernels and collectives, one after the other."""
         return self.kernels_us + sum(us for _, us in self.comms)
 
 
@@ -108,7 +108,7 @@ def choose_expert(
     offered: Sequence[ExchangeMechanism] | None = None,
     host_us: Mapping[ExchangeMechanism, float] | None = None,
 ) -> ExpertPlan:
-    """Return the simplest mechanism that adds at most `MARGIN` more than the best to the compute beside it.
+    """Return the simplest mechanism whose added time is within `MARGIN` of the least; torch's is the simplest.
 
     torch's is the simplest; where it adds more than that, another one is chosen only if it adds less by `MARGIN`. Few
     tokens, as in decoding, are left to torch: where 70 % of the time of ours would pass without any token, bytes are
@@ -147,7 +147,7 @@ def choose_expert(
 
 
 def _why_left(task: ExpertExchange, chosen: ExchangeMechanism, profile: Profile) -> str | None:
-    """Return why torch makes an exchange for which `chosen` is predicted to be faster; None if it does not."""
+    """Return why torch should make an exchange although `chosen` is predicted to be faster; None if it should not."""
     if not task.beside_us and task.top_k <= task.ranks:
         return f"with top_k={task.top_k} on {task.ranks} ranks and nothing beside it none of ours was measured to win"
     alone = replace(task, beside_us=0.0)
@@ -170,7 +170,7 @@ def predicted_us(task: ExpertExchange, mechanism: ExchangeMechanism, profile: Pr
 
 
 def _torch(task: ExpertExchange, profile: Profile) -> _Parts:
-    """Return the times by NCCL's all_to_all: the counts, the wait of the host for them, and the rows both ways."""
+    """Return the times by NCCL's all_to_all: of the counts, of the host that waits for them, of the rows both ways."""
     rates = profile.nccl_rates
     crossing = task.most_rows * task.row_bytes * (task.ranks - 1) / task.ranks
     rows_us = rates.latency_us + crossing / rates.bus_gb_per_s["all_to_all"] / 1000
@@ -179,14 +179,14 @@ def _torch(task: ExpertExchange, profile: Profile) -> _Parts:
 
 
 def _slabs(task: ExpertExchange, profile: Profile) -> _Parts:
-    """Return the times of copies of a fixed size, in the rounds that the rank with the most rows needs."""
+    """Return the times of copies of a fixed size, in as many rounds as the rank with the most rows needs."""
     rounds = math.ceil(task.imbalance / task.capacity_factor)
     rows_us = rounds * _copied_us(task, task.mean_rows * task.capacity_factor / task.ranks, profile)
     return _Parts(kernels_us=_repacked_us(task, profile), comms=(("all_to_all", 2 * rows_us),))
 
 
 def _gather(task: ExpertExchange, profile: Profile) -> _Parts:
-    """Return the times to bring all tokens to all ranks, and the sums of the local experts back to each."""
+    """Return the times of bringing all tokens to all ranks, and of reducing the experts' sums back to each rank."""
     rows, tokens = task.most_rows, task.ranks * task.tokens
     kernels_us = _streamed_us(2 * rows, task, profile) + _streamed_us(rows + tokens, task, profile)
     routing_us = 3 * profile.rates.kernel_us + _copied_us(task, 8 * task.tokens * task.top_k / task.row_bytes, profile)
@@ -204,19 +204,19 @@ _PARTS: Mapping[ExchangeMechanism, Callable[[ExpertExchange, Profile], _Parts]] 
 
 
 def _repacked_us(task: ExpertExchange, profile: Profile) -> float:
-    """Return the µs of the kernels around an exchange of rows: by rank, by expert, by rank again, and the sum."""
+    """Return the µs of the kernels around an exchange: order rows by rank, by expert, by rank again, and add up."""
     packed_us = _streamed_us(2 * task.mean_rows, task, profile)
     permuted_us = _streamed_us(2 * task.most_rows, task, profile)
     return packed_us + 2 * permuted_us + _streamed_us(task.mean_rows + task.tokens, task, profile)
 
 
 def _streamed_us(rows: float, task: ExpertExchange, profile: Profile) -> float:
-    """Return the µs of a kernel that reads and writes `rows` rows in all."""
+    """Return the µs of a kernel that reads and writes `rows` rows together."""
     return profile.rates.kernel_us + rows * task.row_bytes / profile.sums.memory_gb_per_s / 1000
 
 
 def _copied_us(task: ExpertExchange, rows: float, profile: Profile) -> float:
-    """Return the µs of copies of `rows` rows to each of the other ranks, one after another."""
+    """Return the µs of copying `rows` rows to each other rank, one rank after another."""
     rates = profile.rates
     bytes_per_us = 1000 * min(rates.push_gb_per_s, rates.link_gb_per_s)
     copy_us = rates.copy_us + rows * task.row_bytes / bytes_per_us + rates.batch_us

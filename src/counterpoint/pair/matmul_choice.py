@@ -1,4 +1,4 @@
-"""Choose how a matmul that depends on communication runs, by the predicted time of each execution. No torch.
+"""Choose how a matmul that depends on communication runs, by the predicted time of each execution.
 
     torch    NCCL and the matmul, one after the other
     serial   copy engines, then the matmul; or the matmul of the peers' rows, then copy engines beside that of own rows
@@ -27,7 +27,7 @@ MARGIN = 0.03  # of a time: nearer to each other, predictions are not worth the 
 
 @dataclass(frozen=True, kw_only=True)
 class MatmulPlan:
-    """Holds how a matmul that depends on communication runs, and the predictions that it was chosen by. Times in µs."""
+    """Holds how a matmul that depends on communication runs, and the predicted µs by which that was chosen."""
 
     mechanism: MatmulMechanism
     pieces: tuple[Piece, ...]  # of this rank; uncut unless the mechanism is cuts
@@ -48,7 +48,7 @@ def choose_matmul(
     flagged_factor: float | None = 1.0,
     host_us: Mapping[MatmulMechanism, float] | None = None,
 ) -> MatmulPlan:
-    """Return the simplest execution whose predicted time is within `MARGIN` of the best; torch's is the simplest.
+    """Return the simplest execution predicted to take within `MARGIN` of the best time; torch's is the simplest.
 
     The mechanism goes by the predictions of rank 0, the pieces are those of `rank`: ranks that are given the same
     curves and figures choose alike, which they must.
@@ -97,7 +97,7 @@ def choose_matmul(
 
 
 def with_best_chunks(task: ShardedMatmul, profile: Profile | None = None) -> ShardedMatmul:
-    """Return the task with the largest chunks whose cuts, on rank 0, take within `MARGIN` of the least time.
+    """Return the task with the largest chunks whose predicted time, on rank 0, is within `MARGIN` of the least.
 
     Compared are one, two and four chunks of the largest shard.
     """

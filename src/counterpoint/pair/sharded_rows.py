@@ -1,4 +1,4 @@
-"""Say which rows of a matrix that ranks share belong to which of them, and in which chunks they are sent. No torch."""
+"""Say which rows of a shared matrix belong to which rank, and in which chunks they are sent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from counterpoint.errors import Misconfigured
 
 
 class Slab(NamedTuple):
-    """Names consecutive rows of the flattened whole."""
+    """Names `rows` consecutive rows of the flattened whole, from row `start` on."""
 
     start: int
     rows: int
@@ -21,7 +21,7 @@ Slabs: TypeAlias = tuple[Slab, ...]
 
 
 class Part(NamedTuple):
-    """Names consecutive rows of one kind: in the flattened whole, and in this rank's shard if they are its own."""
+    """Names consecutive rows by their place in the flattened whole, and in this rank's shard if it owns them."""
 
     whole: slice
     own: slice | None
@@ -63,7 +63,7 @@ class ShardedRows:
 
     @property
     def world_size(self) -> int:
-        """Return the number of ranks."""
+        """Return the number of ranks that share the matrix."""
         return len(self.rows)
 
     @property
@@ -73,15 +73,15 @@ class ShardedRows:
 
     @property
     def most_sent(self) -> int:
-        """Return the rows of the largest chunk: `chunk_rows`, or the largest shard."""
+        """Return how many rows a chunk has at most: `chunk_rows`, or the rows of the largest shard."""
         return self.chunk_rows or max(self.batch * max(self.rows), 1)
 
     def shard(self, peer: int) -> int:
-        """Return the rows of the peer's shard."""
+        """Return how many rows the peer's shard has, over all batch elements."""
         return self.batch * self.rows[peer]
 
     def chunks(self, peer: int) -> tuple[range, ...]:
-        """Return the rows of each chunk of the peer's shard."""
+        """Return the rows of each chunk of the peer's shard, counted within the shard."""
         rows = self.shard(peer)
         return tuple(range(start, min(start + self.most_sent, rows)) for start in range(0, rows, self.most_sent))
 

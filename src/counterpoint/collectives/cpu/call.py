@@ -209,7 +209,7 @@ class CpuCall(HostWork):
         return self.channel.programs.get(call, self.early is not None, self.submission.layout)
 
     def _met(self) -> list[list[int]]:
-        """Wait until every rank has announced this call; return the bytes that each rank sends to each, by sender."""
+        """Wait until every rank has announced this call; return the bytes sent between ranks, `[sender][receiver]`."""
         rows: list[list[int]] = [list(self.submission.row)] * self.memory.world_size
         for peer, record in self.channel.announcer.met(self.submission, self.current.number).items():
             rows[peer] = list(record.row)
@@ -260,7 +260,7 @@ class CpuCall(HostWork):
                 self._step_of_lane(step, number)
 
     def _push_partitions(self) -> None:
-        """Run the steps before the first push, push supplied partitions, and wait until all arrivals are taken."""
+        """Run the steps before the first push, push partitions as they are supplied, and wait for the arrivals."""
         self._begun.set()
         wait_until, number = self.channel.waiter.wait_until, 0
         for index, steps in enumerate((self._cut.begin, *self._cut.sends)):

@@ -228,7 +228,7 @@ class CudaChannel(CallQueue):
         self.executor.close()
 
     def _prepared(self, submission: Submission, number: int, capture: int) -> Prepared:
-        """Return the call's driver calls: its own, unless an address or size that they depend on has changed."""
+        """Return the call's driver calls: those of its last start, unless an address or size of theirs has changed."""
         handshake = submission.early is None or not submission.early.block.ready
         prepared: Prepared | None = submission.prepared.get(handshake)
         if prepared is not None and prepared.epoch == self.context.growth.created:
@@ -253,7 +253,7 @@ class CudaChannel(CallQueue):
     def _agreed(
         self, submission: Submission, number: int, known: _Needs | None, capture: int
     ) -> tuple[_Needs, dict[int, Location]]:
-        """Return a call's needs, and where peers' outputs are; meet the ranks first to allocate or to learn these."""
+        """Return what a call needs and where peers' outputs are; to allocate or to learn these, the ranks meet."""
         own = submission.shown_at
         grows = known is not None and not self.staging.fits(known.staging_bytes)
         lands = known is not None and own == LANDING and has_equal_outputs(known.program.call)
@@ -356,7 +356,7 @@ class MailboxRoom:
         self._lines: dict[tuple[int, int], MailboxLine] = {}
 
     def line(self, channel: int, peer: int) -> MailboxLine:
-        """Return the line with a peer that this channel of the status counts, made at its first message."""
+        """Return the line of messages with a peer, counted on `channel` of the status; made at its first message."""
         found = self._lines.get((channel, peer))
         if found is None:
             with self.context.gpu.relaxed():

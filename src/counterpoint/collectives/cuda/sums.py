@@ -18,7 +18,7 @@ RESIDENT = 3  # blocks on each SM, if the kernel may use the whole GPU
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """Holds the addresses of a sum's sources: `own` may be anywhere, the others (staging) are `stride` bytes apart."""
+    """Holds the addresses of a sum's sources: `own` may be anywhere, others (in staging) are `stride` bytes apart."""
 
     own: int
     own_index: int

@@ -43,7 +43,7 @@ class Watch:
         self._thread.start()
 
     def drain(self, timeout_s: float | None = None) -> bool:
-        """Wait until no call is under way; return whether that was reached within `timeout_s`, or 10 s of a failure."""
+        """Wait until no call is under way, up to `timeout_s`, or 10 s after a failure; return whether none is left."""
         self._pause_s = _CLOSING_S
         self._wake.set()
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -95,7 +95,7 @@ class Watch:
         return step == STEPS
 
     def _judge_all(self, first: list[CudaWork]) -> None:
-        """Check the first call of each channel, for which later calls wait; fail if it will not end."""
+        """Check the first call of each channel, for which later calls wait; fail the communicator if it is stuck."""
         for call in first:
             error = self._judge(call)
             if error is not None and not call.is_completed():
@@ -127,7 +127,7 @@ class Watch:
         return None
 
     def _progress(self, current: CurrentCall, peer: int) -> int:
-        """Return the step of the call that `peer` shows in its status; -1 if it has not announced the call."""
+        """Return the step of call `current` that `peer` shows in its status; -1 if it has not announced the call."""
         if self._watchdog.latest(current, peer) < current.number:
             return -1
         record = self._watchdog.record(current, peer)

@@ -112,7 +112,7 @@ class SharedMemory:
             self.statuses[rank] = self._type.from_buffer(mapping.buffer)
 
     def create(self, num_bytes: int) -> int:
-        """Return a new region of zeros, backed by memory at once; raise `Unsupported` if there is not enough."""
+        """Make a region of zeros, backed by memory at once; return its number, or raise `Unsupported`."""
         with self._lock:
             return self._create(num_bytes)
 
@@ -190,7 +190,7 @@ class SharedMemory:
         return None
 
     def tensor(self, at: Location, num_bytes: int, freed: Callable[[], object]) -> Any:
-        """Return own bytes as a flat uint8 tensor; `freed` is called when its storage and all views of it are gone."""
+        """Return this rank's bytes as a flat uint8 tensor; `freed` is called when its storage and views are gone."""
         import torch
 
         view = memoryview(self._own[at.region][1].buffer)[at.offset : at.offset + num_bytes]

@@ -146,7 +146,7 @@ class Watchdog:
         return int(self._line(current, peer).latest)
 
     def same(self, current: CurrentCall, peer: int) -> str | None:
-        """Return the text of the call of `peer` with the number of `current`; None if it has not made one."""
+        """Return the text of the call of `peer` with the same number as `current`; None if `peer` has not made it."""
         record = self.record(current, peer)
         return _text(record.text) if self.latest(current, peer) >= current.number == record.number else None
 

@@ -146,7 +146,7 @@ class HierarchicalCommunicator(EvenCollectives):
     def _submit(
         self, build: request.BuildSubmission, output: Any, input: Any, channel: int, async_op: bool, *options: Any
     ) -> Work | None:
-        """Check and start a call: on CPUs calls run one by one in a thread, on GPUs on the current stream."""
+        """Check and start a call: on CPUs in this communicator's thread, one by one, on GPUs on the current stream."""
         if channel != 0:
             raise Misconfigured(f"channel={channel}: over several hosts there is one, 0")
         sent = sendable(input)

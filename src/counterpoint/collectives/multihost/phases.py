@@ -79,7 +79,7 @@ class Phase:
     place: int = 0  # here: how many parts of the input come before the output in the sum
 
     def summands(self) -> tuple[Span, ...]:
-        """Return the spans that a phase `here` adds up, in order: the parts of its input, and the output among them."""
+        """Return the spans that a phase `here` adds up, in order: the parts of its input, and its output among them."""
         size = self.output.num_bytes
         starts = range(self.input.offset, self.input.offset + self.input.num_bytes, size)
         parts = [Span(self.input.buffer, start, size) for start in starts]
@@ -160,18 +160,18 @@ class _PhaseList:
         return Span(buffer, host * self.local * block, self.local * block)
 
     def away(self) -> Iterator[tuple[int, int, int]]:
-        """Yield (distance, host to send to, host to receive from) for all other hosts; no two send to one at once."""
+        """Yield (distance, host to send to, host to receive from) for all other hosts; each host receives from one."""
         for distance in range(1, self.hosts):
             yield distance, (self.host + distance) % self.hosts, (self.host - distance) % self.hosts
 
     def exchange(self, distance: int, num_bytes: int, source: Span, target: Span, *after: int) -> int:
-        """Add a phase in which every host sends `num_bytes` to the one at this distance; return its number."""
+        """Add a phase in which every host sends `num_bytes` to the host `distance` further on; return its number."""
         hosts = range(self.hosts)
         sizes = [[num_bytes if to == (host + distance) % self.hosts else 0 for to in hosts] for host in hosts]
         return self.add("between", operations.send_recv(sizes), source, target, *after)
 
     def slices(self) -> tuple[list[Span], Span]:
-        """Return slices of the array that divide into an aligned block per local rank, and the few bytes left over."""
+        """Return slices of the array that divide into an aligned block per local rank, and the span that is left."""
         size = self.call.output_bytes(self.rank)
         unit = ALIGNMENT * self.local
         step = max(1, (self.slice_bytes or size) // unit) * unit

@@ -239,7 +239,7 @@ class LinkTurns:
         return Batch(() if first or not self.taken_in(round) else (Wait(self._word(peer)),))
 
     def after(self, peer: int, round: int) -> Batch:
-        """Return the signal to the rank that pushes to `peer` next; empty if there is none."""
+        """Return the signal that passes the turn to the rank that pushes to `peer` next; empty if there is none."""
         last = self._distance(peer) == self.world_size - 1
         if not self.taken_in(round) or (last and round == self.rounds - 1):
             return Batch(())

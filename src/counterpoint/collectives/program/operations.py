@@ -1,4 +1,4 @@
-"""Define the collectives: a row of `OPERATIONS` for each, functions that make their calls, and `plan` for programs.
+"""Define the collectives: one row of `OPERATIONS` each, functions that make their calls, `plan` for programs.
 
 A new collective needs a row here and a program (in `direct.py`, `reductions.py`, or a file of its own). Proof, clock,
 tuning, executors, crossovers, `Communicator.call` and `measure` read everything specific to it from its row.
@@ -51,7 +51,7 @@ def has_equal_outputs(call: Call) -> bool:
 
 
 def crossovers(profile: Profile, given: Mapping[str, int] | None = None) -> dict[str, int]:
-    """Return the bytes of the full array below which torch makes a call, for each operation of `BY_TORCH`.
+    """Return for each operation of `BY_TORCH` the bytes of the full array below which torch makes the call.
 
     The full array is as nccl-tests count it. Operations that `given` lacks have the size of the profile, or 0.
 
@@ -88,13 +88,13 @@ def even_call(name: str, world_size: int, num_bytes: int, *, root: int = 0, own:
 
 
 def all_gather(world_size: int, shard_bytes: int | Sequence[int], *, own: Own = "in_place") -> Call:
-    """Return the call that sends every rank's shard to every rank. In place, input is its block of output."""
+    """Return the call that sends every rank's shard to all ranks; in place, the input is a block of the output."""
     shards = _per_rank(world_size, shard_bytes)
     return make_call(OPERATIONS["all_gather"].layout, [[shard] * world_size for shard in shards], own=own)
 
 
 def all_to_all(splits: Sizes, *, own: Own = "copy") -> Call:
-    """Return the call that sends `splits[s][t]` bytes of rank s to rank t: even, uneven, or none."""
+    """Return the call that sends `splits[s][t]` bytes of rank s to rank t, in blocks of any sizes."""
     return make_call(OPERATIONS["all_to_all"].layout, splits, own=own)
 
 
@@ -121,14 +121,14 @@ def broadcast(world_size: int, num_bytes: int, *, root: int = 0) -> Call:
 
 
 def scatter(world_size: int, shard_bytes: int | Sequence[int], *, root: int = 0, own: Own = "copy") -> Call:
-    """Return the call that sends block t of the root's input to rank t. In place, the root's output is in its input."""
+    """Return the call that sends block t of the root's input to rank t; in place, the root's output is in its input."""
     shards, nothing = _per_rank(world_size, shard_bytes), [0] * world_size
     sizes = [shards if source == root else nothing for source in range(world_size)]
     return make_call(OPERATIONS["scatter"].layout, sizes, root=root, own=own)
 
 
 def gather(world_size: int, shard_bytes: int | Sequence[int], *, root: int = 0, own: Own = "copy") -> Call:
-    """Return the call that sends every rank's shard to `root`. In place, the root's input is its block of output."""
+    """Return the call that sends every rank's shard to `root`; in place, the root's input is in its output."""
     shards = _per_rank(world_size, shard_bytes)
     sizes = [[shard if target == root else 0 for target in range(world_size)] for shard in shards]
     return make_call(OPERATIONS["gather"].layout, sizes, root=root, own=own)
@@ -270,7 +270,7 @@ DEFAULT = Tuning()
 
 @lru_cache(maxsize=4096)
 def plan(call: Call, rank: int, tuning: Tuning = DEFAULT) -> Program:
-    """Return the program of `rank` for `call`. Cached: equal arguments give one object.
+    """Return the program of `rank` for `call`, from a cache: equal arguments give one object.
 
     Raises:
         Misconfigured: `rank` is not in the group, or `staging_bytes` is set for an operation without slices.
@@ -295,7 +295,7 @@ def plan_all(call: Call, tuning: Tuning = DEFAULT) -> tuple[Program, ...]:
 
 @lru_cache(maxsize=1024)
 def most_staging_bytes(call: Call, tuning: Tuning) -> int:
-    """Return the bytes of staging of the rank that needs most; of a call in slices, only the first one is planned."""
+    """Return the bytes of staging of the rank that needs most; with slices, only the first, largest one is planned."""
     if tuning.staging_bytes is not None and call.world_size > 1:
         call, tuning = reductions.slice_of(call, tuning.staging_bytes), replace(tuning, staging_bytes=None)
     return max(program.staging_bytes for program in plan_all(call, tuning)) if call.reduces else 0

@@ -1,4 +1,4 @@
-"""Cut a program into partitions, so that its caller supplies the input, and takes the output, piece by piece.
+"""Cut a program into partitions, so that its caller can supply the input and take the output piece by piece.
 
 MPI calls such communication partitioned. A matmul whose rows come from peers takes the blocks that have arrived, while
 others are under way; one whose product is scattered gives away each block as soon as it is computed.
@@ -17,7 +17,7 @@ from counterpoint.errors import Misconfigured
 
 @dataclass(frozen=True, slots=True)
 class BlockPartition:
-    """Names a chunk of the block that a rank sends to `peer`, or receives from it."""
+    """Names a chunk of the block that a rank sends to `peer` or receives from `peer`."""
 
     peer: int
     chunk: int
@@ -25,7 +25,7 @@ class BlockPartition:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Partitions:
-    """Holds the steps of a program by partition, in the order in which these leave and arrive.
+    """Holds the steps of a program by partition, in the order in which partitions leave and arrive.
 
     Args:
         begin: steps before the first push: `release` without early release, and the waits until peers are ready.
@@ -43,7 +43,7 @@ class Partitions:
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """Return all steps, in an order in which one lane could run them."""
+        """Return all steps, in an order in which one lane could run them without a deadlock."""
         return (
             *self.begin,
             *(step for steps in self.sends for step in steps),
@@ -53,7 +53,7 @@ class Partitions:
 
 @lru_cache(maxsize=1024)
 def partitions(program: Program, *, early_release: bool = False) -> Partitions:
-    """Return the partitions of a program; with `early_release` they begin without the handshake.
+    """Return the partitions of a program; with `early_release` the steps begin without the handshake.
 
     Raises:
         Misconfigured: the program does something between or after its pushes, as reductions and relays do.

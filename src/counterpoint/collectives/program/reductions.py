@@ -58,7 +58,7 @@ _BEGUN = 0  # event: the call has begun; event 1 + chunk: that chunk is reduced
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reduction:
-    """Says how values are combined; raises `Misconfigured` if op, dtype and factor do not fit each other.
+    """Says how values are combined; raises `Misconfigured` if op, dtype and factor do not fit together.
 
     `avg` is the sum over the number of ranks; `premul_sum` multiplies every value by `factor` first. Both are for
     floating-point dtypes: an integer would have to be rounded, and libraries differ in how.
@@ -87,7 +87,7 @@ class Reduction:
 
     @property
     def item_bytes(self) -> int:
-        """Return the bytes of one value."""
+        """Return the bytes of one input value."""
         return DTYPES[self.dtype][0]
 
     @property
@@ -102,12 +102,12 @@ class Reduction:
 
 
 def widened(reduction: Reduction, dtype: str) -> Reduction:
-    """Return `reduction` with results of `dtype`, which has to be its own or the one it adds up in."""
+    """Return `reduction` with results of `dtype`, which has to be the inputs' dtype or the accumulator's."""
     return reduction if dtype == reduction.dtype else replace(reduction, result=dtype)
 
 
 def reduce_scatter(call: Call, rank: int, tuning: Tuning) -> Program:
-    """Return a reduce_scatter: push slice t of the input to rank t's staging, chunk by chunk; add up all chunks.
+    """Return a reduce_scatter: push slice t of the input to rank t's staging by chunks, and add them up there.
 
     With less staging than that needs, shards are sliced, and each slice is done as if it were a call of its own: nobody
     pushes the next one before everyone has added up the last. The list has to stay in this order: two lanes may be
@@ -158,7 +158,7 @@ def _trivial(call: Call) -> bool:
 
 
 def _alone(call: Call, rank: int, tuning: Tuning) -> Program:
-    """Build the program of one rank, or of nothing to add: its input still goes through the reduction, to be scaled."""
+    """Build the program for one rank, or for no data: the input of one rank is reduced alone, to be scaled."""
     source, target = call.source_span(rank, rank), call.target_span(rank, rank)
     steps = (Reduce((source,), target, COPY),) if target.num_bytes else ()
     return Program(call=call, tuning=tuning, rank=rank, steps=steps)
@@ -166,7 +166,7 @@ def _alone(call: Call, rank: int, tuning: Tuning) -> Program:
 
 @dataclass(frozen=True, slots=True)
 class _Slice:
-    """Names one range of bytes in every shard; a shorter shard has fewer of these bytes, or none."""
+    """Names one range of bytes, the same in every shard; a shorter shard has fewer of these bytes, or none."""
 
     offset: int = 0
     num_bytes: int | None = None
@@ -189,23 +189,23 @@ def _slices(call: Call, tuning: Tuning) -> list[_Slice]:
 
 
 def slice_bytes(world_size: int, staging_bytes: int) -> int:
-    """Return the bytes of a slice of a shard with at most `staging_bytes` of staging: a multiple of 16, at least 16."""
+    """Return the bytes of a slice of a shard, a multiple of 16, so that staging takes at most `staging_bytes`."""
     return max(1, staging_bytes // (world_size - 1) // ALIGNMENT) * ALIGNMENT
 
 
 def slice_of(call: Call, staging_bytes: int) -> Call:
-    """Return the first slice of a reduce_scatter, which is the largest, as a call of its own."""
+    """Return the first (and largest) slice of a reduce_scatter as a call of its own."""
     size = slice_bytes(call.world_size, staging_bytes)
     return make_call(call.layout, [[min(size, shard) for shard in row] for row in call.sizes], own=call.own)
 
 
 def _chunks(call: Call, rank: int, tuning: Tuning, part: _Slice = _WHOLE) -> list[Span]:
-    """Return where the chunks of the own shard go."""
+    """Return the spans of the output into which the chunks of this rank's shard are summed."""
     return chunked(part.of(call.target_span(rank, rank)), tuning)
 
 
 def _staged(call: Call, source: int, target: int, part: _Slice = _WHOLE) -> Span:
-    """Return where in the staging of `target` the slice of `source` lies. Its own slice stays in input."""
+    """Return the span in the staging of `target` for the slice from `source`; `target`'s own stays in its input."""
     size = part.of(call.source_span(source, target)).num_bytes
     slot = -(-size // ALIGNMENT) * ALIGNMENT
     return Span("staging", slot * (source - (source > target)), size)
@@ -220,7 +220,7 @@ def _scatter(call: Call, rank: int, tuning: Tuning, part: _Slice = _WHOLE) -> It
 
 
 def _reduced(call: Call, rank: int, tuning: Tuning, chunk: int, lane: int, part: _Slice = _WHOLE) -> list[Step]:
-    """Return the steps that wait for `chunk` of the own shard from every rank, and combine it, ranks ascending."""
+    """Return the steps that wait for `chunk` of this rank's shard from all ranks and combine it in rank order."""
     ranks = range(call.world_size)
     spans = {peer: _staged(call, peer, rank, part) for peer in ranks} | {rank: part.of(call.source_span(rank, rank))}
     sources = tuple(chunked(spans[peer], tuning)[chunk] for peer in ranks)
@@ -230,10 +230,10 @@ def _reduced(call: Call, rank: int, tuning: Tuning, chunk: int, lane: int, part:
 
 
 def _fork(lane: int) -> list[Step]:
-    """Return the steps that let `lane` begin after the work queued on the caller's stream before the call."""
+    """Return the steps that let `lane` begin only after earlier work on the caller's stream."""
     return [] if lane == COPY else [RecordEvent(_BEGUN, COPY), AwaitEvent(_BEGUN, lane)]
 
 
 def _after(event: int, lane: int) -> list[Step]:
-    """Return the steps that let lane `COPY` wait until `lane` has reached this point."""
+    """Return the steps that let lane `COPY` wait until `lane` has reached this point of the list."""
     return [] if lane == COPY else [RecordEvent(event, lane), AwaitEvent(event, COPY)]

@@ -1,4 +1,4 @@
-"""Describe a collective as data: a short list of steps for each rank. No device, no torch.
+"""Describe a collective as data: a short list of steps for each rank, which needs no device and no torch.
 
 A **Call** is what was asked for, the same on every rank. A **Program** is what one rank does for it: `plan(call, rank)`
 makes it, executors run it (copy engines, threads, a clock), `check` proves it. All are frozen and hashable.
@@ -88,7 +88,7 @@ class Tuning:
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """Names a word of `buffer`, in the memory of the rank that waits for it.
+    """Names a 32-bit word of `buffer`, in the memory of the rank that waits for it.
 
     `ready`: `peer`, which writes 1 into it, may be pushed to; `arrived`: what `peer` pushes is there; `turn`: the link
     into `peer` is free, as the rank that pushed before says (`LinkTurns`). In a mailbox, `chunk` is the slot.
@@ -101,7 +101,7 @@ class Flag:
 
 
 def flag_word(flag: Flag, world_size: int) -> int:
-    """Return the place of the word (times 4: its offset) in rows `ready`, `turn`, then `arrived` by chunk.
+    """Return the index of a flag's word among a buffer's words, in rows `ready`, `turn`, then `arrived` by chunk.
 
     A mailbox has two rows for each slot: `ready`, then `arrived`.
     """
@@ -112,13 +112,13 @@ def flag_word(flag: Flag, world_size: int) -> int:
 
 
 def flag_words(world_size: int, *, max_chunks: int) -> int:
-    """Return how many words a buffer needs for up to `max_chunks` arrivals of a block."""
+    """Return how many flag words a buffer needs if each block arrives in up to `max_chunks` chunks."""
     return (2 + max_chunks) * world_size
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Pushes own `source` to `target` of `peer`, by a copy engine: no SM. Never of zero bytes."""
+    """Pushes this rank's `source` to `target` of `peer`, by a copy engine without SMs; never zero bytes."""
 
     peer: int
     source: Span
@@ -128,7 +128,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class LocalCopy:
-    """Copies within this rank: the one data movement that needs an SM and so waits for a resident GEMM."""
+    """Copies data within this rank: the one data movement that needs an SM, and so waits for a resident GEMM."""
 
     source: Span
     target: Span
@@ -145,7 +145,7 @@ class Signal:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Waits until the own word `flag` is 1, then writes 0 into it. `brings`: the span that may be read from then on."""
+    """Waits until this rank's word `flag` is 1, then writes 0 to it; from then on `brings` may be read."""
 
     flag: Flag
     brings: Span | None = None
@@ -153,7 +153,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Holds signals and waits that one `cuStreamBatchMemOp` does in this order."""
+    """Holds signals and waits that one `cuStreamBatchMemOp` carries out in this order."""
 
     operations: tuple[Signal | Wait, ...]
     lane: int = COPY
@@ -219,11 +219,11 @@ class Program:
 
     @cached_property
     def staging_bytes(self) -> int:
-        """Return the bytes of staging that peers write and this rank reads."""
+        """Return the bytes of staging that peers write and this rank's reductions read."""
         return self.reduced_bytes("staging")
 
     def reduced_bytes(self, buffer: Buffer) -> int:
-        """Return the end of the bytes that reductions read in a buffer."""
+        """Return the bytes of a buffer up to the last byte that reductions read in it."""
         read = (span for step in self.steps if isinstance(step, Reduce) for span in step.sources)
         return max((span.offset + span.num_bytes for span in read if span.buffer == buffer), default=0)
 
@@ -240,7 +240,7 @@ class Program:
 
     @cached_property
     def num_flags(self) -> dict[str, int]:
-        """Return by symmetric buffer how many flag words every rank must have for this program."""
+        """Return how many flag words every rank must have for this program, by symmetric buffer."""
         words: dict[str, int] = {}
         for op in _operations(self.cycle()):
             need = flag_word(op.flag, self.world_size) + 1
@@ -249,18 +249,18 @@ class Program:
 
     @cached_property
     def awaits_ready(self) -> frozenset[Flag]:
-        """Return the words by which this rank learns that peers' buffers may be written."""
+        """Return the flags by which this rank learns that it may write into peers' buffers."""
         flags = [op.flag for op in _operations(self.cycle()) if isinstance(op, Wait)]
         return frozenset(flag for flag in flags if flag.kind == "ready")
 
     @cached_property
     def symmetric(self) -> frozenset[Buffer]:
-        """Return the buffers that peers write, on any rank: they must be symmetric memory."""
+        """Return the buffers that peers write on any rank, which must be symmetric memory."""
         return frozenset(op.flag.buffer for op in _operations(self.cycle()))
 
     @cached_property
     def lanes(self) -> tuple[int, ...]:
-        """Return the lanes in use, ascending."""
+        """Return the lanes that steps of this program use, ascending."""
         return tuple(sorted({step.lane for step in self.cycle()}))
 
 

@@ -1,4 +1,4 @@
-"""Choose the tuning of a call that is fastest in simulation: how it is cut into chunks.
+"""Choose the tuning of a call (how it is cut into chunks) that is fastest in simulation.
 
 `best_tuning` goes by a prediction of `simulate`, and is no better than the rates that it is given. It is a pure
 function: ranks that ask for the same call with the same rates get the same answer, which they must. It is cached; a new
@@ -28,7 +28,7 @@ _CUT_BYTES = 1 << 20  # a copy costs as much as megabytes on the link: smaller s
 
 @lru_cache(maxsize=1024)
 def best_tuning(call: Call, rates: Rates | None = None, *, max_chunks: int = 16) -> Tuning:
-    """Return the tuning of `candidates` with the lowest simulated time of the slowest rank; of equals the simplest.
+    """Return the tuning of `candidates` with the least simulated time of the slowest rank; of equals the simplest.
 
     All ranks begin at the same time, with a handshake and with SMs free. Never slower on that clock than `Tuning()`,
     where blocks have one size. A consumer that starts on the first shard wants `arrivals="each"` and should not ask.
@@ -46,17 +46,17 @@ def best_tuning(call: Call, rates: Rates | None = None, *, max_chunks: int = 16)
 
 
 def chunk_bytes_of(call: Call, least: int, *, max_chunks: int) -> int:
-    """Return a size of chunks, at least `least`, with which no block of the call has more than `max_chunks`."""
+    """Return the bytes of a chunk, at least `least`, with which no block of the call has over `max_chunks` chunks."""
     return max(least, -(-max(map(max, call.sizes)) // (max_chunks * ALIGNMENT)) * ALIGNMENT)
 
 
 def with_link_turns(tuning: Tuning) -> Tuning:
-    """Return `tuning` with turns for large chunks: for calls without a handshake, whose ranks may be apart."""
+    """Return `tuning` with link turns for large chunks: for calls without a handshake, whose ranks may begin apart."""
     return replace(tuning, turn_bytes=TURN_BYTES)
 
 
 def with_staging_slices(tuned: Callable[[Call], Tuning], call: Call, staging_bytes: int | None) -> Tuning:
-    """Return `tuned(call)`; of a reduce_scatter that needs more staging, the tuning of one slice.
+    """Return `tuned(call)`, or the tuning of one slice for a reduce_scatter that needs more than `staging_bytes`.
 
     Raises:
         Misconfigured: it would come in more than `MAX_SLICES`: to plan each of them takes up to a millisecond.
@@ -76,7 +76,7 @@ def with_staging_slices(tuned: Callable[[Call], Tuning], call: Call, staging_byt
 
 
 def candidates(call: Call) -> tuple[Tuning, ...]:
-    """Return the tunings worth trying, the simplest first."""
+    """Return the tunings that are worth simulating, the simplest first."""
     if call.world_size == 1 or not call.layout.has_data:
         return (DEFAULT,)
     if "relay_bytes" in OPERATIONS[call.operation].tuning:
@@ -87,7 +87,7 @@ def candidates(call: Call) -> tuple[Tuning, ...]:
 
 
 def _chunks(call: Call) -> Iterator[Tuning]:
-    """Yield cuts of a shard into one to four chunks and a last one.
+    """Yield tunings that cut a shard into one to four chunks and a small last one.
 
     That is small, since nothing hides its reduction, but not so small that its copies cost more than that.
     """
@@ -106,7 +106,7 @@ def _relays(call: Call) -> Iterator[Tuning]:
 
 
 def _num_chunks(call: Call, tuning: Tuning) -> int:
-    """Return the most arrivals of a block: rows of flags, without the rows of `ready` and `turn`."""
+    """Return into how many chunks the program cuts a block at most, counted from its flags."""
     words = [number for program in plan_all(call, tuning) for number in program.num_flags.values()]
     return max(0, -(-max(words, default=0) // call.world_size) - 2)
 

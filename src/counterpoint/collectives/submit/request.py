@@ -1,4 +1,4 @@
-"""Make the `Submission` of a call: `even_blocks_of` by the row of the collective, other functions for other calls.
+"""Make the `Submission` of a call: `even_blocks_of` for even blocks, other functions for other calls.
 
 The results depend only on the arguments and on where symmetric memory lies, so `Submitter` caches them.
 """
@@ -57,7 +57,7 @@ class GroupRank:
     device: Any  # torch.device of all tensors
 
     def is_symmetric(self, tensor: Any) -> bool:
-        """Return whether peers can write a contiguous tensor, so that a call may be in place; here always True."""
+        """Return True: without a transport every contiguous tensor counts as one that peers can write."""
         return True
 
     def submission(
@@ -168,7 +168,7 @@ def even_blocks_of(
     *,
     leave_own: bool = False,
 ) -> Submission:
-    """Describe a call of any collective with even blocks, by its name."""
+    """Describe a call of the collective `name` with even blocks."""
     check(output, input, ranks.device)
     row, in_place = find_operation(name), _in_place(ranks, output, input)
     num_bytes = _full_bytes(ranks, row, output, input, root)
@@ -198,7 +198,7 @@ def even_blocks_of(
 
 
 def _full_bytes(ranks: GroupRank, row: Operation, output: Any, input: Any, root: int) -> int:
-    """Return the bytes of the full array, given the tensors; raise if this rank lacks one, or has one too many."""
+    """Return the bytes of the full array, given the tensors; raise if one is missing, or given where it must not be."""
     whole = ALIGNMENT * ranks.world_size  # bytes of a sample full array, to learn which part of it each tensor is
     unit = _even_call(row.layout.name, ranks.world_size, whole, root=root)
     found = []
@@ -213,7 +213,7 @@ def _full_bytes(ranks: GroupRank, row: Operation, output: Any, input: Any, root:
 
 
 def _in_place(ranks: GroupRank, output: Any, input: Any) -> bool:
-    """Return whether the tensors are one, or one of them is this rank's block of the other."""
+    """Return whether the tensors are the same, or one of them is this rank's block of the other."""
     if output is None or input is None or input is output:
         return output is input
     block, whole = (input, output) if input.nbytes <= output.nbytes else (output, input)
@@ -221,7 +221,7 @@ def _in_place(ranks: GroupRank, output: Any, input: Any) -> bool:
 
 
 def _own_of(ranks: GroupRank, row: Operation, output: Any, in_place: bool) -> Own:
-    """Return how a call handles the own block: in place if the collective allows it and the input lies there."""
+    """Return how a call treats the rank's own block: in place if the collective allows that and the input fits."""
     others: list[Own] = [own for own in row.layout.own if own != "in_place"]
     if not others:
         return "in_place"
@@ -288,7 +288,7 @@ def reduce_scatter_coalesced(
 def _coalesced_scatter(
     ranks: RankContext, outputs: TensorList, inputs: TensorList, op: str, factor: float
 ) -> _CoalescedScatter:
-    """Return the call as if its tensors lay one after the other; raise if shapes do not fit or dtypes differ."""
+    """Return the call as if its tensors lay one behind the other; raise if shapes do not fit or dtypes differ."""
     pairs = _pairs(outputs, inputs)
     for output, input in pairs:
         check(output, None, ranks.device)
@@ -338,7 +338,7 @@ def _summary(tensors: TensorList, parts: Parts, *, places: bool) -> str:
 
 
 def all_to_all(ranks: GroupRank, output: Any, input: Any, leave_own: bool) -> Submission:
-    """Describe an all_to_all of equal blocks."""
+    """Describe an all_to_all of blocks of equal size."""
     _check_own_block(ranks, output, input, leave_own)
     rows = input.shape[0] if input.dim() else 1
     if rows % ranks.world_size:
@@ -354,7 +354,7 @@ def uneven_all_to_all(
     output_split_sizes: Sequence[int] | None,
     input_split_sizes: Sequence[int] | None,
 ) -> Submission:
-    """Describe an all_to_all with split sizes; this rank knows only its own, and learns the others' later."""
+    """Describe an all_to_all with split sizes, of which this rank learns the others' only when the call runs."""
     _check_own_block(ranks, output, input, leave_own)
     if input_split_sizes is None or output_split_sizes is None:
         raise Misconfigured("all_to_all with one kind of split sizes: give both, or none")
@@ -389,7 +389,7 @@ def send_recv(ranks: RankContext, output: Any, input: Any, peer: int) -> Submiss
 
 
 def message(ranks: RankContext, output: Any, input: Any, peer: int) -> Submission:
-    """Describe a message to another rank or from it: one of the tensors is None."""
+    """Describe a message that is sent to another rank (`output` None) or received from it (`input` None)."""
     tensor = input if output is None else output
     _check_peer(ranks, peer)
     check(output, input, ranks.device)
@@ -418,7 +418,7 @@ def _check_peer(ranks: RankContext, peer: int) -> None:
 def partitioned_all_gather(
     ranks: RankContext, output: Any, input: Any, dim: int, chunk_rows: int, supplied: bool
 ) -> Submission:
-    """Describe an all_gather along `dim` whose output is taken chunk by chunk; the own block stays in input."""
+    """Describe an all_gather along `dim` whose output is taken chunk by chunk; this rank's block stays in input."""
     count = ranks.world_size
     share = _partitioned_block(ranks, output, input, "all_gather", count)
     return ranks.submission(
@@ -433,7 +433,7 @@ def partitioned_all_gather(
 
 
 def partitioned_all_to_all(ranks: RankContext, output: Any, input: Any, dim: int, chunk_rows: int) -> Submission:
-    """Describe an all_to_all of blocks along `dim` of the input, supplied chunk by chunk; the own block stays there."""
+    """Describe an all_to_all along `dim` whose input is supplied chunk by chunk; this rank's block stays in it."""
     count = ranks.world_size
     share = _partitioned_block(ranks, output, input, "all_to_all", 1) // count
     return ranks.submission(
@@ -448,14 +448,14 @@ def partitioned_all_to_all(ranks: RankContext, output: Any, input: Any, dim: int
 
 
 def _partitioned_block(ranks: RankContext, output: Any, input: Any, operation: str, count: int) -> int:
-    """Return the bytes of the input, of which output has `count`; raise if the tensors do not fit."""
+    """Return the bytes of the input, `count` of which make the output; raise if the tensors do not fit."""
     if not ranks.is_symmetric(output):
         raise Misconfigured(f"{operation} in partitions: its output has to be a tensor of empty(); make one")
     return block_bytes(output, input, count, ranks.device)
 
 
 def _partitioned_layout(buffer: Buffer, tensor: Any, dim: int, share: int, count: int) -> TensorLayout:
-    """Return where the ranks' shares of a buffer lie: a piece of each in every element of the dimensions before `dim`.
+    """Return where the ranks' shares of a buffer lie, if they are cut along dimension `dim` of its tensor.
 
     Args:
         buffer: whose layout is returned; it has `count` shares.
@@ -478,7 +478,7 @@ def _partitioned_layout(buffer: Buffer, tensor: Any, dim: int, share: int, count
 
 
 def _partitioned_tuning(block: Any, share: int, chunk_rows: int, *, peers_first: bool) -> Tuning:
-    """Return the tuning that cuts blocks after every `chunk_rows` rows, counted through all dimensions but the last."""
+    """Return the tuning that cuts blocks every `chunk_rows` rows, counted through all dimensions but the last."""
     row_bytes = block.shape[-1] * block.element_size()
     if chunk_rows < 1 or chunk_rows * row_bytes % ALIGNMENT:
         raise Misconfigured(

@@ -31,7 +31,7 @@ Rows: TypeAlias = Sequence[Sequence[int]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnevenSplits:
-    """Holds one rank's sizes of an all_to_all with splits; the ranks exchange these before it begins."""
+    """Holds one rank's sizes in an all_to_all with split sizes, which the ranks exchange before it begins."""
 
     rank: int  # this rank
     row: tuple[int, ...]  # bytes that it sends to each rank
@@ -39,7 +39,7 @@ class UnevenSplits:
     own: Own  # how its own block is handled, as in `Call`
 
     def call(self, rows: Rows) -> Call:
-        """Return the call, given the rows of all ranks; raise if they send this rank other sizes than it expects."""
+        """Return the call, given the rows of all ranks; raise if others send this rank other sizes than it expects."""
         sent = tuple(row[self.rank] for row in rows)
         if sent != self.column:
             raise Misconfigured(
@@ -51,7 +51,7 @@ class UnevenSplits:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Submission:
-    """Describes a call of this rank except its number, so that a repeated call has one submission."""
+    """Describes a call of this rank, all but its number, so that a repeated call can use one submission again."""
 
     text: str  # the call in words, which have to be equal on all ranks
     channel: int  # channel that runs it
@@ -89,7 +89,7 @@ class Submission:
 
 
 def unfinished(current: CurrentCall) -> Misconfigured:
-    """Return the error of a call behind one in partitions, which its caller has to finish."""
+    """Return the error of a call whose channel is busy with a call in partitions that has to be finished first."""
     return Misconfigured(
         f"a call behind {current}, which is under way in partitions: finish it first, or take another channel"
     )
@@ -102,7 +102,7 @@ class Tuner(Protocol):
     """Chooses the tuning of programs for one kind of device."""
 
     def tuning(self, call: Call, *, early_release: bool) -> Tuning:
-        """Return the tuning for `call`: equal arguments give equal results on all ranks."""
+        """Return the tuning for `call`, which must be the same on all ranks for equal arguments."""
 
 
 class Programs:
@@ -151,25 +151,25 @@ class Transport(Tuner, Protocol):
 
     @property
     def epoch(self) -> int:
-        """Return how many regions were made so far: after a new one an address may mean something else."""
+        """Return how many regions were made so far; a new region may get the addresses of an earlier one."""
 
     def locate(self, tensor: Any) -> Location | None:
-        """Return where a contiguous tensor lies in this rank's symmetric memory; None if it does not."""
+        """Return the place of a contiguous tensor in this rank's symmetric memory; None if it lies elsewhere."""
 
     def place(self, call: Call | None, at: Location | None, num_bytes: int) -> str:
-        """Return the words for the output's place that all ranks must have in common; "" if it may differ."""
+        """Return words for the output's place, if it must be the same on all ranks; "" if it may differ."""
 
     def shown_at(self, at: Location | None, num_bytes: int) -> Location:
         """Return where peers may write an output, as the status shows it when the call is announced."""
 
     def read_at(self, input: Any) -> tuple[Location, ...]:
-        """Return where an input's tensors lie in symmetric memory whose reuse has to wait for the call."""
+        """Return the places of an input's tensors in symmetric memory that must not be reused before the call ends."""
 
     def accept(self, submission: Submission) -> None:
         """Check a new submission before its first start; raise if this device cannot run it."""
 
     def start(self, submission: Submission, number: int, keep: tuple[Any, ...]) -> Work | PartitionedWork | None:
-        """Queue a call behind the others of its channel and return at once; None if there is nothing to wait for.
+        """Queue a call behind the others of its channel and return its work at once; None if nothing needs a wait.
 
         The work of a call in partitions is a `PartitionedWork`.
 
@@ -182,10 +182,10 @@ class Transport(Tuner, Protocol):
         """Raise the error that ended this communicator, if there was one."""
 
     def record_stream(self, tensor: Any, stream: Any) -> None:
-        """Record that `stream` uses `tensor`: its memory is reused only after the work queued there when it dies."""
+        """Record that `stream` uses `tensor`, whose memory is then not reused before that work has ended."""
 
     def memory_pool(self) -> AbstractContextManager[None]:
-        """Put tensors that torch makes in this thread inside in symmetric memory; `Unsupported` on CPUs."""
+        """Put tensors that torch makes in this thread, in the context, into symmetric memory; `Unsupported` on CPUs."""
 
     def close(self) -> None:
         """End the calls under way (GPU: wait for them; CPU: fail them), then free streams, threads and memory."""

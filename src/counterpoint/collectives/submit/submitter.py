@@ -1,4 +1,4 @@
-"""Start calls: make or look up a call's submission, number it, and give it to the transport.
+"""Start calls: make or look up the call's submission, number the call, and give both to the transport.
 
 Submissions are cached under operation, options, channel and `tensor_key` of the tensors. They also depend on where
 symmetric memory lies: when a region is added, `Transport.epoch` changes and cached submissions are made again, since an
@@ -30,7 +30,7 @@ class _Counter:
 
 
 class Submitter:
-    """Starts the calls of one communicator in their order."""
+    """Starts the calls of one communicator in the order in which they are made."""
 
     def __init__(self, transport: Transport, *, rank: int, world_size: int, channels: int, debug: bool) -> None:
         self._transport = transport
@@ -84,7 +84,7 @@ class Submitter:
     def _new(
         self, build: BuildSubmission, output: Any, input: Any, channel: int, async_op: bool, options: tuple[Any, ...]
     ) -> tuple[Submission, Any]:
-        """Return a new submission, and the tensor that is sent: the input, or a copy of it."""
+        """Return a new submission, and what is sent: the input or a copy of it."""
         if not 0 <= channel < self._channels:
             most = self._channels
             raise Misconfigured(f"channel={channel}: allowed are 0 to {most - 1}, by channels={most}")

@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 class TensorList:
-    """Holds several tensors that one call treats as one, from the lowest byte of all of them to the highest.
+    """Holds several tensors that one call treats as a single buffer, from the lowest to the highest of their bytes.
 
     Empty tensors are ignored for that range. Addresses and sizes are meaningful for contiguous tensors only: see
     `sendable`. A caller that repeats a call may keep its lists, or pass a `key` that is cheaper than `tensor_key` of
@@ -54,7 +54,7 @@ class TensorList:
 
     @classmethod
     def split(cls, flat: torch.Tensor, sizes: tuple[int, ...]) -> TensorList:
-        """Return the list of the parts of a contiguous flat tensor, of `sizes` elements each; views are made lazily."""
+        """Return the list of the consecutive parts of a contiguous flat tensor, of `sizes` elements; made lazily."""
         shape_key = (flat.dtype, flat.device, sizes)
         made = cls((), key=(shape_key, flat.data_ptr()))
         made._tensors, made._flat, made._sizes = None, flat, sizes
@@ -94,7 +94,7 @@ class TensorList:
         return self._spanned()[1]
 
     def data_ptr(self) -> int:
-        """Return the lowest address of all tensors."""
+        """Return the lowest address of any of the tensors."""
         return self._spanned()[0]
 
     @property
@@ -135,7 +135,7 @@ def tensors_of(tensor: Any) -> tuple[Any, ...]:
 
 
 def block_bytes(output: Any, input: Any, count: int, device: torch.device = CPU) -> int:
-    """Return the bytes of input, of which output has `count`; raise if it has not, or they do not fit this device."""
+    """Return the bytes of the input, `count` of which make the output; raise if they do not, or not on this device."""
     check(output, input, device)
     if output.numel() != count * input.numel():
         raise Misconfigured(
@@ -156,7 +156,7 @@ def check(output: Any, input: Any, device: torch.device = CPU) -> None:
 
 
 def splits(tensor: Any, sizes: Sequence[int], world_size: int) -> tuple[int, ...]:
-    """Return the bytes of each block, given its rows (dim 0); raise if these do not add up to the tensor's rows."""
+    """Return the bytes of each block, whose rows (dim 0) are `sizes`; raise if these do not add up to the tensor's."""
     rows = tensor.shape[0] if tensor.dim() else 1
     if len(sizes) != world_size or sum(sizes) != rows or min(sizes) < 0:
         raise Misconfigured(f"split sizes {list(sizes)} of {rows} rows: give {world_size} that add up to these")
@@ -193,7 +193,7 @@ def flat_bytes(tensor: Any, dtype: torch.dtype = torch.uint8) -> Any:
 
 
 def cut(flat: Any, span: Span) -> Any:
-    """Return the part of a flat tensor between the byte offsets of a span."""
+    """Return the part of a flat tensor that a span covers, whose offset is in bytes."""
     size = flat.element_size()
     return flat[span.offset // size : (span.offset + span.num_bytes) // size]
 
@@ -221,7 +221,7 @@ def overlap(one: Any, other: Any) -> bool:
 
 
 def is_block(part: Any, whole: Any, rank: int) -> bool:
-    """Return whether `part` lies where the block of `rank` is in `whole`; both are contiguous."""
+    """Return whether `part` is the block of `rank` in `whole`; both are contiguous."""
     return bool(part.data_ptr() == whole.data_ptr() + rank * part.nbytes and part.dtype == whole.dtype)
 
 
@@ -254,7 +254,7 @@ def reduction_of(op: Any, factor: float, tensor: Any) -> Reduction:
 
 
 def reduction_name(op: Any) -> str:
-    """Return the name of a reduction, given by name or as torch's ReduceOp, which compares equal to integers."""
+    """Return the name of a reduction that is given by name or as torch's ReduceOp."""
     return op if isinstance(op, str) else str(getattr(op, "name", op)).lower()
 
 
@@ -266,7 +266,7 @@ def described(tensor: Any, reduction: Reduction | None = None) -> str:
 
 @lru_cache(maxsize=64)
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return torch's name of a dtype without `torch.`."""
+    """Return torch's name of a dtype without the prefix `torch.`."""
     return str(dtype).removeprefix("torch.")
 
 
