@@ -152,7 +152,7 @@ class EvenCollectives:
         return self._submit(request.uneven_all_to_all, output, input, channel, async_op, leave_own, *sizes)
 
     def broadcast(self, tensor: Tensor, src: int = 0, *, channel: int = 0, async_op: bool = False) -> Work | None:
-        """Copy the contiguous tensor of rank `src` to every rank; a large one leaves it once, and others pass it on."""
+        """Copy the contiguous tensor of rank `src` to all ranks; `src` sends a large one once, others pass it on."""
         return self._submit(request.even_blocks_of, tensor, None, channel, async_op, "broadcast", src)
 
     def barrier(self, *, channel: int = 0, async_op: bool = False) -> Work | None:

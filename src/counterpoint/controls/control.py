@@ -1,4 +1,4 @@
-"""Define what every control does: say why it cannot work, act on one pair, and verify that it took effect."""
+"""Define what every control does: say why it cannot work here, act on one pair, verify that it took effect."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from counterpoint.records.measurement import Evidence, Observation
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lanes:
-    """Holds streams and launches of the two sides of a pair. A control returns a copy with some of them replaced.
+    """Holds streams and launches of the two sides of a pair; a control returns a copy with some replaced.
 
     `compute` and `comm` queue one trial of their side on the current stream and return at once.
     """
@@ -27,7 +27,7 @@ class Lanes:
 
 
 class Control(ABC):
-    """Represents one control with its setting. Subclasses are frozen keyword-only dataclasses."""
+    """Represents one control with its setting; subclasses are frozen keyword-only dataclasses."""
 
     remedy: ClassVar[str]
     """What a user can do if the control did nothing, for the text of `NoEffect`."""
@@ -67,13 +67,13 @@ class Control(ABC):
 
     @contextmanager
     def apply(self, lanes: Lanes) -> Iterator[Lanes]:
-        """Yield the lanes with this control on; on exit everything is as it was."""
+        """Yield the lanes with this control on; on exit turn it off again."""
         yield lanes
 
 
 @contextmanager
 def applied(controls: Sequence[Control], lanes: Lanes) -> Iterator[Lanes]:
-    """Yield the lanes with all controls on, in their order; on exit everything is as it was."""
+    """Yield the lanes with all controls on, applied in their order; on exit turn all of them off again."""
     with ExitStack() as stack:
         for control in controls:
             lanes = stack.enter_context(control.apply(lanes))
@@ -81,7 +81,7 @@ def applied(controls: Sequence[Control], lanes: Lanes) -> Iterator[Lanes]:
 
 
 def no_gpu() -> str | None:
-    """Return why torch cannot use a GPU here, or None."""
+    """Return why torch cannot use a GPU in this process; None if it can."""
     try:
         import torch
     except ImportError:
@@ -92,7 +92,7 @@ def no_gpu() -> str | None:
 
 
 def no_driver_calls(*names: str) -> str | None:
-    """Return why the driver's functions `names` cannot be called through cuda-bindings, or None."""
+    """Return why the driver's functions `names` cannot be called through cuda-bindings; None if they can."""
     try:
         from cuda.bindings import driver
     except ImportError:
@@ -109,7 +109,7 @@ def call_driver(name: str, *arguments: Any) -> Any:
 
 
 def no_nccl() -> str | None:
-    """Return why NCCL cannot run here, or None."""
+    """Return why NCCL cannot run in this process; None if it can."""
     reason = no_gpu()
     if reason is None:
         import torch.distributed
@@ -120,7 +120,7 @@ def no_nccl() -> str | None:
 
 
 def no_nccl_option(field: str) -> str | None:
-    """Return why `field` of NCCL's communicator configuration cannot be set for a process group, or None."""
+    """Return why `field` of NCCL's communicator configuration cannot be set for a group; None if it can."""
     reason = no_nccl()
     if reason is not None:
         return reason
@@ -137,7 +137,7 @@ def nccl_config(options: Any) -> Any:
 
 
 def why_unsupported(find: Callable[[], object]) -> str | None:
-    """Return why `find` raises Unsupported; None if it does not."""
+    """Return the text of the `Unsupported` that `find` raises; None if it raises none."""
     try:
         find()
     except Unsupported as error:
@@ -146,5 +146,5 @@ def why_unsupported(find: Callable[[], object]) -> str | None:
 
 
 def first_reason(*reasons: str | None) -> str | None:
-    """Return the first reason that is not None; None if all are."""
+    """Return the first reason that is not None; None if there is no reason."""
     return next((reason for reason in reasons if reason is not None), None)

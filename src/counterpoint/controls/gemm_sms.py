@@ -43,7 +43,7 @@ class GemmSmLimit(Control):
             raise Misconfigured(f"gemm_sms={self.num_sms} is not a number of SMs; give 1 or more")
 
     def available(self) -> str | None:
-        """Return why GEMMs cannot be limited to so few SMs, or None."""
+        """Return why GEMMs cannot be limited to `num_sms` SMs; None if they can."""
         if (reason := super().available()) is not None:
             return reason
         import torch
@@ -69,7 +69,7 @@ class GemmSmLimit(Control):
 
     @contextmanager
     def apply(self, lanes: Lanes) -> Iterator[Lanes]:
-        """Limit the compute side."""
+        """Yield the lanes with the compute side's GEMMs limited to `num_sms` SMs."""
 
         def limited() -> None:
             with self.limit():
@@ -78,7 +78,7 @@ class GemmSmLimit(Control):
         yield replace(lanes, compute=limited)
 
     def verify(self, seen: Observation) -> Evidence:
-        """Compare the grids of the GEMMs with the limit and without it."""
+        """Compare the GEMMs' grids under the limit with their grids without it."""
         now, before, grids = _grids(seen)
         stuck = bool(now) and now == before and max(now) > self.num_sms
         return self.evidence(
@@ -90,13 +90,13 @@ class GemmSmLimit(Control):
 
 @dataclass(frozen=True, kw_only=True)
 class GemmSmFit(Control):
-    """Asks for a number of SMs that a rule finds for each pair: `found` makes the limit. It limits nothing itself."""
+    """Asks a rule for the number of SMs for each pair: `found` makes the limit, and this control limits nothing."""
 
     setting: ClassVar[str] = "gemm_sms=fit"
     remedy: ClassVar[str] = "give a number of SMs, as in gemm_sms=124"
 
     def found(self, num_sms: int | None) -> Control:
-        """Return the control for the number that the rule found for a pair; None: no limit."""
+        """Return the limit to the SMs that the rule found for a pair; this control itself if it found none (None)."""
         return self if num_sms is None else GemmSmLimit(num_sms=num_sms)
 
     def verify(self, seen: Observation) -> Evidence:
@@ -110,7 +110,7 @@ class GemmSmFit(Control):
 
 
 def _grids(seen: Observation) -> tuple[list[int], list[int], str]:
-    """Return the blocks of each GEMM with the control and without it, and both in words."""
+    """Return the number of blocks of each GEMM with the control, the same without it, and both in words."""
     now, before = ([one.num_blocks for one in matmul_kernels(side)] for side in (seen.compute, seen.compute_without))
     text = f"GEMM grids of {written(sorted(set(now)))} blocks, without it {written(sorted(set(before)))}"
     return now, before, text
@@ -118,7 +118,7 @@ def _grids(seen: Observation) -> tuple[list[int], list[int], str]:
 
 @contextmanager
 def _handle_target(handle: int, num_sms: int) -> Iterator[None]:
-    """Set the SM limit of one cuBLAS handle."""
+    """Set the SM limit of one cuBLAS handle, and restore the old limit at the end."""
     cublas = _cublas()
     old = ctypes.c_int(0)
     _check(cublas.cublasGetSmCountTarget(ctypes.c_void_p(handle), ctypes.byref(old)), "cublasGetSmCountTarget")
@@ -131,7 +131,7 @@ def _handle_target(handle: int, num_sms: int) -> Iterator[None]:
 
 @contextmanager
 def _carveout(num_sms: int) -> Iterator[None]:
-    """Set torch's private SM carve-out, the only limit for cuBLASLt; if torch lacks it, `verify` shows no effect."""
+    """Set torch's private SM carve-out, the only limit for cuBLASLt; without it `verify` shows no effect."""
     import torch
 
     if not hasattr(torch._C, "_set_sm_carveout_experimental"):
@@ -148,7 +148,7 @@ def _carveout(num_sms: int) -> Iterator[None]:
 
 @cache
 def _cublas() -> Any:
-    """Return the cuBLAS that torch has loaded."""
+    """Return the cuBLAS library that torch has loaded; raise `Unsupported` if it cannot limit SMs."""
     import torch
 
     name = f"libcublas.so.{str(torch.version.cuda).partition('.')[0]}"

@@ -1,4 +1,4 @@
-"""Give both sides of a pair streams on SMs of their own: green contexts."""
+"""Give each side of a pair a stream on SMs of its own, by green contexts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from counterpoint.records.measurement import Evidence, Observation
 
 
 def plan_split(compute_sms: int, *, total: int, grain: int) -> Literal["compute", "comm"]:
-    """Return the side whose SMs the driver splits off, so that compute has `compute_sms` and the collective the others.
+    """Return the side whose SMs the driver has to split off, so that compute gets `compute_sms`, NCCL the rest.
 
     The driver splits off groups of multiples of `grain` SMs (8 from compute capability 9.0); what remains may be odd.
 
@@ -37,7 +37,7 @@ def plan_split(compute_sms: int, *, total: int, grain: int) -> Literal["compute"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Partition:
-    """Holds two streams on disjoint SMs."""
+    """Holds two streams on disjoint sets of SMs."""
 
     compute_stream: Any  # torch.cuda.ExternalStream
     comm_stream: Any
@@ -45,7 +45,7 @@ class Partition:
 
 @dataclass(frozen=True, kw_only=True)
 class GreenContexts(Control):
-    """Runs compute on `compute_sms` SMs and the collective on all the others.
+    """Runs compute on `compute_sms` SMs and the collective on all other SMs.
 
         part = GreenContexts(compute_sms=108).partition(device)
         with torch.cuda.stream(part.compute_stream): y = x @ w  # and the collective on part.comm_stream
@@ -75,7 +75,7 @@ class GreenContexts(Control):
             raise Misconfigured(f"green={self.compute_sms} is not a number of SMs; give 1 or more")
 
     def available(self) -> str | None:
-        """Return why this GPU cannot be split so, or None."""
+        """Return why this GPU cannot give compute `compute_sms` SMs of its own; None if it can."""
         if (reason := super().available()) is not None:
             return reason
         import torch
@@ -88,7 +88,7 @@ class GreenContexts(Control):
         return None
 
     def partition(self, device: Any, *, compute_priority: int = 0, comm_priority: int = 0) -> Partition:
-        """Return two streams on `device`, made once for equal numbers and never destroyed while the process runs.
+        """Return two streams on `device`, made once for equal arguments and never destroyed.
 
         They are never destroyed: torch's allocators record events on every stream that used a tensor or pinned memory,
         when that memory is freed, however late; on a destroyed green context this ends the process. `Misconfigured` is
@@ -104,7 +104,7 @@ class GreenContexts(Control):
 
     @contextmanager
     def apply(self, lanes: Lanes) -> Iterator[Lanes]:
-        """Replace both streams by the streams of the partition."""
+        """Yield the lanes with both streams replaced by those of the partition."""
         part = self.partition(
             lanes.compute_stream.device,
             compute_priority=lanes.compute_stream.priority,
@@ -113,7 +113,7 @@ class GreenContexts(Control):
         yield replace(lanes, compute_stream=part.compute_stream, comm_stream=part.comm_stream)
 
     def verify(self, seen: Observation) -> Evidence:
-        """Compare the SMs on which a probe ran in each stream."""
+        """Compare the SMs on which a probe ran in each stream with the SMs asked for."""
         compute, comm = set(seen.compute_sms or ()), set(seen.comm_sms or ())
         ran = (*seen.compute, *seen.comm)  # a priority is known of what ran on the lanes' streams, and of nothing else
         outside = sum(one.kind == "kernel" and one.priority is None for one in ran)
@@ -166,7 +166,7 @@ def _cut(device: int, num_sms: int) -> tuple[Any, Any]:
 
 
 def _green_stream(device: int, resource: Any, priority: int) -> Any:
-    """Return a stream in a new green context of these SMs, whose number the driver confirms."""
+    """Return a stream in a new green context of these SMs; raise if the driver gives it another number of SMs."""
     import torch
     from cuda.bindings import driver
 

@@ -1,4 +1,4 @@
-"""Change the shared memory of kernels at launch: of any kernel by CUPTI, of Triton's by Triton's launcher.
+"""Change the shared memory of kernels at launch: of any kernel by CUPTI, of Triton's kernels by its launcher.
 
 CUPTI calls us as the driver is about to launch. Its callback gets a pointer to the arguments of `cuLaunchKernel` and
 `cuLaunchKernelEx`, in the memory that the driver reads them from afterwards. What is written there, by value or by
@@ -31,14 +31,14 @@ _CLUSTER_DIMENSION, _COOPERATIVE = 4, 2  # CUlaunchAttributeID
 
 
 class LaunchShaper(Protocol):
-    """Says how much dynamic shared memory a kernel is launched with; it must not launch anything itself."""
+    """Says how much dynamic shared memory each kernel is launched with; must not launch anything itself."""
 
     active: bool  # while it is False, launches stay as they are
 
     def dynamic_smem(
         self, handle: int, *, threads: int, dynamic_smem_bytes: int, clustered: bool, cooperative: bool
     ) -> int:
-        """Return the bytes for a kernel that asks for `dynamic_smem_bytes` itself."""
+        """Return the bytes of dynamic shared memory for a kernel that itself asks for `dynamic_smem_bytes`."""
 
 
 class _CallbackData(ctypes.Structure):
@@ -85,7 +85,7 @@ _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint3
 
 @contextmanager
 def shaped_launches(shaper: LaunchShaper) -> Iterator[None]:
-    """Set the shared memory of every kernel that this process launches inside, as `shaper` says in each thread.
+    """Set the shared memory of every kernel that this process launches in the context, as `shaper` says.
 
     Launches by `cuLaunchCooperativeKernel` are left alone. What the shaper raises is raised at the end, and the launch
     goes on unchanged.
@@ -136,7 +136,7 @@ def shaped_launches(shaper: LaunchShaper) -> Iterator[None]:
 
 
 def _smem(shaper: LaunchShaper, function: int, config: _Config, by_value: bool) -> int:
-    """Return the dynamic shared memory for one launch, of which the driver was given these arguments."""
+    """Return the bytes of dynamic shared memory for one launch, whose arguments to the driver these are."""
     clustered = cooperative = False
     if not by_value and config.num_attributes:
         attributes = ctypes.cast(config.attributes, ctypes.POINTER(_Attribute))
@@ -158,7 +158,7 @@ def no_cupti() -> str | None:
 
 
 def _cupti() -> ctypes.CDLL:
-    """Return the CUPTI that is in the process already (torch links it), or the system's."""
+    """Return the CUPTI library that the process has loaded (torch links it), or else the system's."""
     maps = Path("/proc/self/maps")
     loaded = re.search(r"(/\S*libcupti\.so\S*)", maps.read_text()) if maps.exists() else None
     for name in ([loaded[1]] if loaded else []) + ["libcupti.so.13", "libcupti.so.12", "libcupti.so"]:
@@ -185,7 +185,7 @@ def no_triton() -> str | None:
 
 @contextmanager
 def shaped_triton(shaper: LaunchShaper) -> Iterator[None]:
-    """Set the shared memory of Triton kernels launched inside, by any thread while `shaper.active`, as it says.
+    """Set the shared memory of Triton kernels launched in the context by any thread, as an active `shaper` says.
 
     Not reached: kernels that Inductor launches through torch's own static launcher, and captured graphs.
 
@@ -215,7 +215,7 @@ def shaped_triton(shaper: LaunchShaper) -> Iterator[None]:
 
 
 def _unpacked(packed: Any) -> tuple[int, int, int]:
-    """Return warps, blocks per cluster, and bytes of dynamic shared memory."""
+    """Return (warps, blocks per cluster, bytes of dynamic shared memory) from the launcher's packed argument."""
     if not (isinstance(packed, tuple) and len(packed) == 3):
         raise Unsupported(f"Triton's launcher got {packed!r} and not (warps, CTAs, shared memory); use interpose=True")
     return packed

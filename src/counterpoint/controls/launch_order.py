@@ -1,4 +1,4 @@
-"""Order the launches: the collective becomes resident before the GEMM, without CUDA_DEVICE_MAX_CONNECTIONS."""
+"""Let the collective take its SMs before the GEMM starts, without CUDA_DEVICE_MAX_CONNECTIONS."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FEWEST = 2  # round trips at least, so that every waiting stream gets its turn 
 
 @dataclass(frozen=True, kw_only=True)
 class CommFirst(Control):
-    """Holds the compute stream until the collective is next in its stream, plus a few µs in which it takes its SMs.
+    """Holds the compute stream until the collective is next in its stream, and a few µs more, as it takes its SMs.
 
         lead = CommFirst().lead(comm_stream, compute_stream)
         mark = lead.mark(); dist.all_gather_into_tensor(full, shard)  # on the collective's stream
@@ -44,7 +44,7 @@ class CommFirst(Control):
             raise Misconfigured(f"a lead of {self.lead_us} µs makes no sense; give 0 to 1000")
 
     def lead(self, comm_stream: Any, compute_stream: Any) -> Lead:
-        """Return a `Lead` of `lead_us` for these streams; this times round trips now and synchronizes the device."""
+        """Return a `Lead` of `lead_us` for these streams; this measures round trips and synchronizes the device."""
         import torch
 
         device = compute_stream.device
@@ -65,7 +65,7 @@ class CommFirst(Control):
 
     @contextmanager
     def apply(self, lanes: Lanes) -> Iterator[Lanes]:
-        """Mark each collective, and hold the compute that follows it."""
+        """Yield the lanes with a mark before each collective, and with compute held back until after that mark."""
         import torch
 
         lead = self.lead(lanes.comm_stream, lanes.compute_stream)
@@ -84,7 +84,7 @@ class CommFirst(Control):
         yield replace(lanes, comm=comm, compute=compute)
 
     def verify(self, seen: Observation) -> Evidence:
-        """Compare how long before compute the collective starts."""
+        """Compare how many µs before compute the collective starts with the control and without it."""
         now, before = _lead_us(seen.comm, seen.compute), _lead_us(seen.comm_without, seen.compute_without)
         return self.evidence(
             asked=f"the collective starts {self.lead_us:g} µs or more before compute, and sooner than without it",
@@ -95,7 +95,7 @@ class CommFirst(Control):
 
 @dataclass(frozen=True, kw_only=True)
 class Lead:
-    """Delays a stream by `round_trips` handovers to another stream and back, which need no SM."""
+    """Delays a stream by `round_trips` handovers to another stream and back, none of which needs an SM."""
 
     round_trips: int
     relay: Any  # torch.cuda.Stream, neither of the two sides'
@@ -110,14 +110,14 @@ class Lead:
         return mark
 
     def hold(self, mark: Any) -> None:
-        """Make the current stream wait for `mark`, and then for the lead."""
+        """Let the current stream wait for `mark`, and then for the round trips."""
         import torch
 
         torch.cuda.current_stream(self.relay.device).wait_event(mark)
         self.delay()
 
     def delay(self) -> None:
-        """Queue the round trips on the current stream."""
+        """Queue the round trips on the current stream, which delays it."""
         import torch
 
         stream = torch.cuda.current_stream(self.relay.device)
@@ -128,7 +128,7 @@ class Lead:
 
 
 def _lead_us(comm: tuple[Launched, ...], compute: tuple[Launched, ...]) -> float:
-    """Return by how many µs the collective starts before the first compute kernel; NaN if one side did not run."""
+    """Return how many µs before the first compute kernel the collective starts; NaN if one side did not run."""
     starts = [one.start_us for one in nccl_kernels(comm) or comm if one.kind != "memset"]
     kernels = [one.start_us for one in compute if one.kind == "kernel"]
     return min(kernels) - min(starts) if starts and kernels else math.nan

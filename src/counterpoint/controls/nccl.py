@@ -23,7 +23,7 @@ _NUMBER: dict[str, int] = {"default": 0, "efficiency": 1, "zero": 2}  # NCCL_CTA
 
 @dataclass(frozen=True, kw_only=True)
 class NcclCtas(Control):
-    """Limits the CTAs of every collective of one process group.
+    """Limits the CTAs that NCCL uses for every collective of one process group.
 
     Does nothing where NCCL would stay within the limits anyway, and for kernels of other limits: all-to-all and
     send/recv round up to a power of two, NCCL's symmetric kernels choose for themselves. Bandwidth falls with the CTAs.
@@ -50,19 +50,19 @@ class NcclCtas(Control):
 
     @property
     def name(self) -> str:
-        """Return the setting, such as `max_ctas=8`."""
+        """Return the setting as it is written in a mechanism's name, such as `max_ctas=8`."""
         parts = {"max_ctas": self.max_ctas, "min_ctas": self.min_ctas}
         return "+".join(f"{key}={value}" for key, value in parts.items() if value is not None)
 
     def configure(self, options: Any) -> None:
-        """Set both limits."""
+        """Set the limits of CTAs in the process group's options."""
         config = nccl_config(options)
         config.max_ctas = self.max_ctas or _MOST_CTAS  # NCCL 2.28 refuses a minimum without a maximum
         if self.min_ctas is not None:
             config.min_ctas = self.min_ctas
 
     def verify(self, seen: Observation) -> Evidence:
-        """Compare the CTAs of NCCL's kernels with the limits."""
+        """Compare the CTAs of NCCL's kernels, with the control and without it, with the limits."""
         now, before = blocks(nccl_kernels(seen.comm)), blocks(nccl_kernels(seen.comm_without))
         low, high = self.min_ctas or 1, self.max_ctas or _MOST_CTAS
 
@@ -101,7 +101,7 @@ class NcclCluster(Control):
             )
 
     def available(self) -> str | None:
-        """Return why clusters cannot be set, or None."""
+        """Return why the cluster size cannot be set; None if it can."""
         import torch
 
         if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 9:
@@ -109,11 +109,11 @@ class NcclCluster(Control):
         return super().available()
 
     def configure(self, options: Any) -> None:
-        """Set the cluster size."""
+        """Set the cluster size in the process group's options."""
         nccl_config(options).cga_cluster_size = self.cga_cluster
 
     def verify(self, seen: Observation) -> Evidence:
-        """Compare the cluster sizes of NCCL's kernels."""
+        """Compare the cluster sizes of NCCL's kernels with the control and without it."""
         now, before = _sizes(nccl_kernels(seen.comm)), _sizes(nccl_kernels(seen.comm_without))
         return self.evidence(
             asked=f"clusters of {max(self.cga_cluster, 1)} CTAs, other than without it",
@@ -123,14 +123,14 @@ class NcclCluster(Control):
 
 
 def _sizes(kernels: tuple[Launched, ...]) -> list[int | None]:
-    """Return the CTAs per cluster of every kernel, each number once; None where it was not seen."""
+    """Return the sizes (CTAs) of the kernels' clusters, each size once; None stands for a size that was not seen."""
     sizes = {None if one.cluster is None else one.cluster[0] * one.cluster[1] * one.cluster[2] for one in kernels}
     return sorted(sizes, key=lambda size: -1 if size is None else size)
 
 
 @dataclass(frozen=True, kw_only=True)
 class NcclCtaPolicy(Control):
-    """Sets the CTA policy of one process group.
+    """Sets the CTA policy of one process group: whether NCCL prefers speed, fewer CTAs, or copy engines.
 
     `zero` uses copy engines for all_gather, all_to_all, gather and scatter of one node, and silently falls back
     to kernels unless **both** buffers are registered as windows (`NcclWindows`) and the stream is not the default
@@ -151,11 +151,11 @@ class NcclCtaPolicy(Control):
             raise Misconfigured(f"cta_policy={self.policy} is unknown; choose from: {', '.join(get_args(Policy))}")
 
     def configure(self, options: Any) -> None:
-        """Set the policy."""
+        """Set the CTA policy in the process group's options."""
         nccl_config(options).cta_policy = _NUMBER[self.policy]
 
     def verify(self, seen: Observation) -> Evidence:
-        """Compare NCCL's kernels and copies with the meaning of the policy."""
+        """Compare NCCL's kernels and copies with those that the policy should lead to."""
         kernels, moved = nccl_kernels(seen.comm), copies(seen.comm)
         now, before = blocks(kernels), blocks(nccl_kernels(seen.comm_without))
         took_effect, asked = {
@@ -192,7 +192,7 @@ class NcclWindows(Control):
     _pools: list[tuple[Any, Any]] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def available(self) -> str | None:
-        """Return why no memory can be registered with NCCL, or None."""
+        """Return why no memory can be registered with NCCL; None if it can."""
         reason = no_nccl()
         if reason is None:
             import torch
@@ -202,7 +202,7 @@ class NcclWindows(Control):
         return reason
 
     def empty(self, numel: int, *, dtype: Any, device: Any, group: Any) -> Any:
-        """Return a new buffer of `numel` elements, registered with `group`. All ranks call it in the same order.
+        """Return a new buffer of `numel` elements, registered with `group`; all ranks call it in the same order.
 
         Args:
             numel: elements.
@@ -228,7 +228,7 @@ class NcclWindows(Control):
         return buffer
 
     def release(self) -> None:
-        """Deregister every buffer. All ranks call it after the last collective and before the group is destroyed."""
+        """Deregister every buffer; all ranks call it after the last collective and before the group is destroyed."""
         import torch
 
         torch.cuda.synchronize()

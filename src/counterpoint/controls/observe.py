@@ -1,4 +1,4 @@
-"""Observe the work that ran on a GPU: kernels, copies and memsets by the profiler; priorities and SMs by the device.
+"""Observe what ran on a GPU: kernels, copies and memsets by the profiler; priorities and SMs by the device.
 
 The profiler does not report the clusters of kernels: `captured_kernels` reads them from a captured graph.
 """
@@ -62,7 +62,7 @@ _SYMMETRIC = re.compile(r"ncclSym", re.IGNORECASE)  # ncclSymDevKernel_* in NCCL
 
 
 class ProfilerEvent(msgspec.Struct, frozen=True):
-    """Holds the fields of one entry of the profiler's trace that are used here."""
+    """Holds those fields of one entry of the profiler's trace that this module uses."""
 
     cat: str = ""
     name: str = ""
@@ -76,7 +76,7 @@ class _Trace(msgspec.Struct):
 
 
 def observe(launch: Callable[[], None], *, device: Any) -> tuple[Launched, ...]:
-    """Return the work that `launch` starts, sorted by start: it is called to warm up, and under torch's profiler.
+    """Return the work that `launch` starts, sorted by start; `launch` is called twice, to warm up and profiled.
 
         for one in observe(lambda: torch.mm(x, w), device=device): print(one.name, one.num_blocks)
 
@@ -89,7 +89,7 @@ def observe(launch: Callable[[], None], *, device: Any) -> tuple[Launched, ...]:
 def _observed(
     launch: Callable[[], None], device: Any, streams: Sequence[Any] = ()
 ) -> tuple[tuple[Launched, ...], list[int | None]]:
-    """Return the work that ran, with priorities on the given `streams`, and the profiler's number of each stream."""
+    """Return the work that ran, with priorities on the given `streams`, and the profiler's number of each."""
     import torch
 
     with torch.cuda.device(device):
@@ -102,7 +102,7 @@ def _observed(
 
 
 def _profiled(launch: Callable[[], None], device: Any, streams: Sequence[Any]) -> list[ProfilerEvent]:
-    """Return GPU events of `device`: first one memset for each of `streams`, in their order, then all of `launch`."""
+    """Return GPU events of `device`: one memset for each of `streams`, in their order, then those of `launch`."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -128,13 +128,13 @@ def _profiled(launch: Callable[[], None], device: Any, streams: Sequence[Any]) -
 
 
 def device_of(event: ProfilerEvent) -> int | None:
-    """Return the GPU that ran an event; a copy to a peer names two GPUs, of which `inDevice` is the one that pushes."""
+    """Return the index of the GPU that ran an event; of a copy to a peer, the GPU that pushes (`inDevice`)."""
     device: int | None = event.args.get("device", event.args.get("inDevice"))
     return device
 
 
 def launched(event: ProfilerEvent, priorities: dict[int | None, int]) -> Launched:
-    """Return the record of one event, with the priority of its stream if that is known."""
+    """Return a trace event as `Launched`, with the priority of its stream if that is known."""
     args = event.args
     stream = args.get("stream")
     return Launched(
@@ -157,7 +157,7 @@ def _three(numbers: Sequence[int] | None) -> tuple[int, int, int] | None:
 
 
 def with_clusters(found: tuple[Launched, ...], captured: tuple[CapturedKernel, ...]) -> tuple[Launched, ...]:
-    """Return `found` with the cluster of the first unused captured kernel of the same grid whose name fits."""
+    """Return `found` with cluster sizes: each kernel's is that of the first unused captured kernel that fits."""
     left = list(captured)
     result = []
     for one in found:
@@ -176,7 +176,7 @@ def see(lanes: Lanes, *, without: Lanes, device: Any, clusters: bool = False) ->
 
 
 def see_all(pairs: Sequence[Lanes], *, without: Lanes, device: Any, clusters: bool = False) -> list[Observation]:
-    """Return the kernels and copies of each pair, with and without controls, under one profiler. All ranks call it.
+    """Return the kernels and copies of each pair, with and without controls, in one profile; all ranks call it.
 
     Args:
         pairs: as the controls gave them, while they are applied.
@@ -251,7 +251,7 @@ def verified(
 
 
 def _of_ranks(mine: list[Evidence], group: Any) -> list[list[Evidence]]:
-    """Return every rank's evidence, so that all ranks come to one verdict."""
+    """Return the evidence of every rank, so that all ranks come to the same verdict."""
     if group is None:
         return [mine]
     import torch.distributed as dist
@@ -262,7 +262,7 @@ def _of_ranks(mine: list[Evidence], group: Any) -> list[list[Evidence]]:
 
 
 def sides_of_all(pairs: Sequence[Lanes], device: Any) -> list[Sides]:
-    """Return the kernels of compute and of the collective of each pair, under one profiler, as it starts slowly.
+    """Return the kernels of both sides of each pair, in one profile, as the profiler takes long to start.
 
     Both sides of a pair are released at the same moment, the collective queued first; one pair after the other. What
     ran on the compute stream is compute, everything else is the collective's. All ranks call it.
@@ -298,7 +298,7 @@ def sides_of_all(pairs: Sequence[Lanes], device: Any) -> list[Sides]:
 
 
 def communicates(one: Launched) -> bool:
-    """Return whether this is a kernel of communication, which takes SMs, by its name."""
+    """Return whether `one` is a communication kernel, which takes SMs; its name decides."""
     return one.kind == "kernel" and kernel_kind(one.name) == Kind.COMM
 
 
@@ -339,7 +339,7 @@ def sm_ids(stream: Any) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CapturedKernel:
-    """Describes a kernel node of a captured graph, as the library asked the driver to launch it."""
+    """Describes a kernel node of a captured graph, with the grid and cluster that its library asked for."""
 
     name: str
     grid: tuple[int, int, int]
@@ -347,7 +347,7 @@ class CapturedKernel:
 
 
 def captured_kernels(launch: Callable[[], None], *, device: Any) -> tuple[CapturedKernel, ...]:
-    """Return the kernels that `launch` queues on the current stream, in the order of the graph's nodes. Nothing runs.
+    """Return the kernels that `launch` queues on the current stream, in the order of graph nodes; nothing runs.
 
     If `launch` runs a collective, all ranks call it. `launch` has run before, so that it initialises nothing. If it
     cannot be captured, RuntimeError is raised, and `Unsupported` if the driver refuses.
@@ -388,17 +388,17 @@ def _kernel(node: Any) -> CapturedKernel:
 
 
 def nccl_kernels(launched: Iterable[Launched]) -> tuple[Launched, ...]:
-    """Return NCCL's own kernels."""
+    """Return those of the launched items that are NCCL's own kernels."""
     return tuple(one for one in launched if one.kind == "kernel" and is_nccl(one.name))
 
 
 def symmetric_kernels(launched: Iterable[Launched]) -> tuple[Launched, ...]:
-    """Return NCCL's kernels for window-registered buffers."""
+    """Return NCCL's kernels that work on window-registered buffers (symmetric memory)."""
     return tuple(one for one in nccl_kernels(launched) if _SYMMETRIC.search(one.name))
 
 
 def copies(launched: Iterable[Launched]) -> tuple[Launched, ...]:
-    """Return copies, by copy engines or within the device."""
+    """Return the copies, whether by copy engines or within the device."""
     return tuple(one for one in launched if one.kind == "copy")
 
 
@@ -410,10 +410,10 @@ def matmul_kernels(launched: Iterable[Launched]) -> tuple[Launched, ...]:
 
 
 def blocks(launched: Iterable[Launched]) -> list[int]:
-    """Return the numbers of thread blocks of the kernels, sorted, each once."""
+    """Return how many thread blocks the kernels have, sorted, each number once."""
     return sorted({one.num_blocks for one in launched})
 
 
 def written(numbers: Iterable[int | None], *, nothing: str = "nothing") -> str:
-    """Return `numbers` for a sentence: "8", "8, 24", "unknown", or `nothing` if there are none."""
+    """Return `numbers` as text for a sentence: "8", "8, 24", "unknown", or `nothing` if there are none."""
     return ", ".join("unknown" if number is None else str(number) for number in numbers) or nothing

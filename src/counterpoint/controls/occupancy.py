@@ -1,4 +1,4 @@
-"""Put fewer blocks of compute kernels on each SM, by asking for shared memory that they do not use.
+"""Put fewer blocks of compute kernels on each SM, by asking for shared memory that the kernels do not use.
 
 `OccupancyShaping` is the control, `shape` its rule, and `Shaper` applies the rule to each kernel at launch: kernels
 launched through cuda-bindings or cuda.core ask it themselves, the hooks of launch_hooks.py ask it for all others.
@@ -80,17 +80,17 @@ class OccupancyShaping(Control):
 
     @property
     def name(self) -> str:
-        """Return the setting, such as `blocks_per_sm=3`."""
+        """Return the setting as it is written in a mechanism's name, such as `blocks_per_sm=3`."""
         asked = f"smem={self.smem_bytes}" if self.blocks_per_sm is None else f"blocks_per_sm={self.blocks_per_sm}"
         return asked + (",interposed" if self.interpose else "")
 
     def available(self) -> str | None:
-        """Return why launches cannot be changed, or None."""
+        """Return why launches cannot be changed in this process; None if they can."""
         return first_reason(super().available(), no_cupti() if self.interpose else no_triton())
 
     @contextmanager
     def launches(self) -> Iterator[Shaper]:
-        """Shape the kernels that are launched inside.
+        """Shape the kernels that are launched in the context.
 
         `Unsupported` is raised without Triton, or with `interpose` without CUPTI or beside a profiler that has it.
 
@@ -103,7 +103,7 @@ class OccupancyShaping(Control):
 
     @contextmanager
     def apply(self, lanes: Lanes) -> Iterator[Lanes]:
-        """Shape the launches of the compute side."""
+        """Yield the lanes with the launches of the compute side shaped."""
         with self.launches() as shaper:
             shaper.active = False  # the communication side stays as it is
 
@@ -117,7 +117,7 @@ class OccupancyShaping(Control):
             yield replace(lanes, compute=shaped)
 
     def verify(self, seen: Observation) -> Evidence:
-        """Compare the blocks per SM of one kernel: the longest of `kernels` without the control."""
+        """Compare the blocks per SM, with and without the control, of the longest kernel that matches `kernels`."""
         sm = self.sm or device_limits()
         before = self._longest(seen.compute_without)
         after = self._longest(tuple(one for one in seen.compute if before is not None and one.name == before.name))
@@ -147,7 +147,7 @@ class OccupancyShaping(Control):
 
 
 def _kernel(seen: Launched) -> UnshapedKernel:
-    """Return a kernel that ran as an `UnshapedKernel`; the profiler does not split its shared memory."""
+    """Return a profiled kernel as an `UnshapedKernel`, with all its shared memory counted as dynamic."""
     assert seen.block is not None, "chosen for having one"
     return UnshapedKernel(
         name=seen.name,
@@ -160,7 +160,7 @@ def _kernel(seen: Launched) -> UnshapedKernel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnshapedKernel:
-    """Describes a kernel that is about to be launched."""
+    """Describes a kernel that is about to be launched, and the resources that it asks for."""
 
     name: str
     threads: int
@@ -172,7 +172,7 @@ class UnshapedKernel:
 
     @property
     def footprint(self) -> Footprint:
-        """Return the resources that one block takes of an SM."""
+        """Return the resources that one block of the kernel takes of an SM."""
         return Footprint(
             threads=self.threads,
             regs_per_thread=self.regs_per_thread,
@@ -182,7 +182,7 @@ class UnshapedKernel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """Describes how a kernel is launched instead; `refused` says why nothing changes."""
+    """Describes how a kernel is launched after shaping; `refused` says why it was not shaped."""
 
     kernel: UnshapedKernel
     blocks_before: int
@@ -192,7 +192,7 @@ class Shape:
 
 
 def shape(kernel: UnshapedKernel, wanted: OccupancyShaping, *, sm: SmLimits) -> Shape:
-    """Return `kernel` with as much dynamic shared memory as `wanted` asks for, or `refused` with the reason."""
+    """Return the launch of `kernel` with as much dynamic shared memory as `wanted` asks for, or `refused`."""
     block, refused = kernel.footprint, None
     before = block.most_on(sm)
     try:
@@ -209,7 +209,7 @@ def shape(kernel: UnshapedKernel, wanted: OccupancyShaping, *, sm: SmLimits) -> 
 
 
 def _total(kernel: UnshapedKernel, wanted: OccupancyShaping, before: int, sm: SmLimits) -> int:
-    """Return static + dynamic bytes to launch with; raise Misconfigured if the kernel has to stay as it is."""
+    """Return the bytes of static + dynamic shared memory to launch with; raise if the kernel cannot be shaped."""
     if kernel.clustered:
         raise Misconfigured("it is launched in clusters, and its blocks are placed by the cluster")
     if kernel.cooperative:
@@ -229,7 +229,7 @@ def _total(kernel: UnshapedKernel, wanted: OccupancyShaping, before: int, sm: Sm
 
 
 class Shaper:
-    """Decides once per kernel how to launch it. Threads may share a shaper: a decision taken twice has one result."""
+    """Decides once per kernel how to launch it; threads may share a shaper, as a decision is always the same."""
 
     def __init__(self, wanted: OccupancyShaping) -> None:
         self.active = True  # read by the hooks: off while the communication side is queued
@@ -282,7 +282,7 @@ class Shaper:
         return dynamic_smem_bytes if found is None else found.dynamic_smem_bytes
 
     def launch_config(self, config: Any, kernel: Any) -> Any:
-        """Return a copy of cuda.core's `LaunchConfig` with the shared memory to launch `kernel` with."""
+        """Return a copy of cuda.core's `LaunchConfig` with the shared memory that `kernel` has to be launched with."""
         smem = self.dynamic_smem(
             int(kernel.handle if hasattr(kernel, "handle") else kernel._handle),
             threads=prod(config.block),
@@ -310,7 +310,7 @@ class Shaper:
 
 
 def device_limits(device: int | None = None) -> SmLimits:
-    """Return the limits of an SM of the device (None: of the current context), by the driver; raise if it fails."""
+    """Return the limits of the SMs of a device (None: of the current context's), as the driver states them."""
     from cuda.bindings import driver
 
     which = call_driver("cuCtxGetDevice") if device is None else call_driver("cuDeviceGet", device)
@@ -330,7 +330,7 @@ def device_limits(device: int | None = None) -> SmLimits:
 
 
 def _function(handle: int) -> Any:
-    """Return the function of a handle: cuBLAS and the CUDA runtime launch `CUkernel`s, Triton `CUfunction`s."""
+    """Return the `CUfunction` of a handle, which Triton launches; cuBLAS and the CUDA runtime launch `CUkernel`s."""
     from cuda.bindings import driver
 
     function = driver.CUfunction(handle)

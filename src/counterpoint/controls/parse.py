@@ -21,7 +21,7 @@ Values = dict[str, str | None]
 
 
 def parse_mechanism(name: str) -> tuple[str, tuple[Control, ...]]:
-    """Return the base ("nccl") and its controls, in the order in which to apply them, of `base[+key[=value]]...`.
+    """Return the base (such as "nccl") and the controls, in the order of application, of `base[+key[=value]]...`.
 
     Raises:
         Misconfigured: no base, an unknown key or value, or a key given twice; the text names what is allowed.

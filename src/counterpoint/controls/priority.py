@@ -1,4 +1,4 @@
-"""Give the streams of a pair other priorities."""
+"""Give the streams of a pair a priority, so that one side goes first when both wait for SMs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from counterpoint.records.measurement import Evidence, Observation
 
 @dataclass(frozen=True, kw_only=True)
 class StreamPriority(Control):
-    """Gives the collective's stream a priority: which side goes first when both wait for SMs.
+    """Gives the collective's stream a priority, which decides the side that goes first when both wait for SMs.
 
         with StreamPriority(level="high").apply(lanes) as lanes:
             ...  # lanes.comm_stream goes first
@@ -42,12 +42,12 @@ class StreamPriority(Control):
             )
 
     def configure(self, options: Any) -> None:
-        """Raise the priority of NCCL's own stream."""
+        """Set in the process group's options whether NCCL's own stream has high priority."""
         options.is_high_priority_stream = self.level == "high" or (isinstance(self.level, int) and self.level < 0)
 
     @contextmanager
     def apply(self, lanes: Lanes) -> Iterator[Lanes]:
-        """Replace the collective's stream, and for `low` that of compute."""
+        """Yield the lanes with a new stream for the collective, and for `low` with one for compute, too."""
         import torch
 
         device = lanes.comm_stream.device
@@ -63,7 +63,7 @@ class StreamPriority(Control):
             yield replace(lanes, comm_stream=torch.cuda.Stream(device, priority=wanted))
 
     def verify(self, seen: Observation) -> Evidence:
-        """Compare the priorities of the streams that kernels ran on."""
+        """Compare the priorities of the streams that kernels ran on with the setting."""
         kernels = [one for one in seen.comm if one.kind == "kernel"]  # what copies and memsets do, no priority changes
         comm = sorted({one.priority for one in kernels if one.priority is not None})
         compute = sorted({one.priority for one in seen.compute if one.priority is not None})

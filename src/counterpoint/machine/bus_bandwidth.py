@@ -20,7 +20,7 @@ _SHARES = {  # of (n - 1) / n of the array that cross a GPU's links
 
 
 def bus_factor(operation: str, ranks: int) -> float:
-    """Return the ratio of bus bandwidth to algorithm bandwidth of an operation.
+    """Return the ratio of an operation's bus bandwidth to its algorithm bandwidth (bytes of the array / time).
 
     It is 2 (n - 1) / n for all_reduce, (n - 1) / n for all_gather, reduce_scatter, all_to_all, gather and scatter, and
     1 for everything else (broadcast, reduce, send_recv). With one rank the first two kinds have 0, as in nccl-tests:
@@ -31,5 +31,5 @@ def bus_factor(operation: str, ranks: int) -> float:
 
 
 def bus_gb_per_s(operation: str, num_bytes: float, ranks: int, us: float) -> float:
-    """Return the bus bandwidth in GB/s; `num_bytes` is the size of the full array."""
+    """Return the bus bandwidth in GB/s of an operation that takes `us` µs; `num_bytes` are the full array's."""
     return num_bytes / us / 1000 * bus_factor(operation, ranks)

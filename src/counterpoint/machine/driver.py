@@ -1,4 +1,4 @@
-"""Call the CUDA driver: through cuda-bindings, or through ctypes in processes that may have neither them nor torch."""
+"""Call the CUDA driver, through cuda-bindings or, for processes without them and torch, through ctypes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _MOST_DEVICES = 1024  # more is no answer, and asking all of them would take day
 
 
 class ProbeUnavailable(Unsupported):
-    """Says that nothing can be read of a machine here; its text names the missing part."""
+    """Says that this process can read nothing of the machine; the text names the missing part."""
 
 
 class ProbeFailed(ProbeUnavailable):
-    """Says that a driver or library that was asked failed or gave nonsense; its text says how."""
+    """Says that a driver or library failed or returned nonsense; the text says how."""
 
 
 def call_bindings(bindings: Any, name: str, *arguments: Any) -> Any:
@@ -75,14 +75,14 @@ class Driver:
             raise ProbeFailed(f"libcuda.so.1 has no {name}: it is not NVIDIA's driver, or damaged") from None
 
     def version(self) -> int:
-        """Return the CUDA version that the driver supports, 13000 for 13.0."""
+        """Return the CUDA version that the driver supports, as an integer: 13000 stands for 13.0."""
         version: int = self.get(c_int, "cuDriverGetVersion")
         if version <= 0:
             raise ProbeFailed(f"cuDriverGetVersion says {version}, which is no version of CUDA")
         return version
 
     def device_count(self) -> int:
-        """Return the number of devices that CUDA_VISIBLE_DEVICES leaves."""
+        """Return how many devices CUDA_VISIBLE_DEVICES leaves to this process."""
         count: int = 0 if self.no_device else self.get(c_int, "cuDeviceGetCount")
         if not 0 <= count <= _MOST_DEVICES:
             raise ProbeFailed(f"cuDeviceGetCount says {count}, which is no number of GPUs")
@@ -94,17 +94,17 @@ class Driver:
         return 0 if self._function("cuDeviceGetAttribute")(byref(value), which, device) else value.value
 
     def name(self, device: int) -> str:
-        """Return the name of a device."""
+        """Return the driver's name of a device, such as "NVIDIA H200"."""
         text = ctypes.create_string_buffer(256)
         self.call("cuDeviceGetName", text, c_int(256), device)
         return text.value.decode(errors="replace")
 
     def can_access(self, device: int, peer: int) -> bool:
-        """Return whether `device` can map memory of `peer`."""
+        """Return whether `device` can map the memory of `peer`."""
         return bool(self.get(c_int, "cuDeviceCanAccessPeer", device, peer) == 1)
 
     def context(self, device: int) -> int:
-        """Return the primary context of a device."""
+        """Return the handle of a device's primary context."""
         return self.get(c_void_p, "cuDevicePrimaryCtxRetain", device) or 0
 
     def use(self, context: int) -> None:
@@ -119,7 +119,7 @@ def visible_gpus() -> tuple[str, ...]:
 
 
 def free_bytes(device: int) -> int:
-    """Return the free memory of a GPU; raise `Unsupported` if it cannot be asked. Its context exists for that long."""
+    """Return the free memory of a GPU in bytes, for which a context exists during the call; raise `Unsupported`."""
     driver, free, total = Driver(), c_size_t(), c_size_t()
     driver.use(driver.context(device))
     try:

@@ -1,4 +1,4 @@
-"""List the data sheets of GPUs: dense peaks without sparsity, memory, and the limits of one SM.
+"""List the data sheets of GPUs: dense peaks (without sparsity), memory, and the limits of one SM.
 
 Limits of an SM are from the CUDA programming guide, "compute capabilities". A GPU without memory figures can be
 recognised in a trace, but not planned with.
@@ -30,7 +30,7 @@ class GpuSheet:
 
     @property
     def tflops(self) -> dict[str, float]:
-        """Return the dense peaks of matrix products by precision; fp32 is TF32."""
+        """Return the dense peaks of matrix products in TFLOP/s by precision; `fp32` is the peak of TF32."""
         peaks = {"bf16": self.bf16_tflops, "fp16": self.bf16_tflops, "fp32": self.tf32_tflops, "fp8": self.fp8_tflops}
         return {precision: peak for precision, peak in peaks.items() if peak is not None}
 
@@ -134,12 +134,12 @@ GPUS: tuple[GpuSheet, ...] = (  # `find_gpu` takes the first whose `name` is par
 
 
 def find_gpu(name: str | None) -> GpuSheet | None:
-    """Return the sheet for a driver's device name; None if it is not listed."""
+    """Return the sheet whose name is part of a driver's device name; None if none is."""
     return next((gpu for gpu in GPUS if name and gpu.name in name), None)
 
 
 def link_gb_per_s(name: str | None) -> float | None:
-    """Return the GB/s of one GPU's links in each direction by its data sheet; None: not known."""
+    """Return the GB/s of one GPU's links in each direction by its data sheet; None if that is not known."""
     gpu = find_gpu(name)
     return None if gpu is None or _OTHER_LINKS.search(name or "") else gpu.link_gb_per_s
 

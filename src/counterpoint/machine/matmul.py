@@ -1,4 +1,4 @@
-"""Compute the arithmetic of a matrix product from waves of tiles and the share of its data sheet that a GPU reaches.
+"""Compute the µs of a matrix product's arithmetic from waves of tiles and the share of the peak that is reached.
 
     math = waves · tile,   waves = ceil(batch · ceil(m / tile_m) · ceil(n / tile_n) / SMs)
     tile = 2 · tile_m · tile_n · (k + depth) · max(1 + edge · e, load · e) / (peak · matmul / SMs)
@@ -21,7 +21,7 @@ SUM_BYTES = 8  # of an element in float32, written and read again
 def matmul_math_us(
     m: int, n: int, k: float, *, batch: int = 1, peak: float, sms: int, bandwidth: float, known: Efficiency
 ) -> float:
-    """Return the µs of arithmetic of a matrix product with the fastest tile size.
+    """Return the µs that the arithmetic of a matrix product takes with the fastest tile size.
 
     Args:
         m: rows of the product.

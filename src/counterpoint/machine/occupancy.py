@@ -29,7 +29,7 @@ class SmLimits:
 
     @property
     def most_smem_per_block(self) -> int:
-        """Return the shared memory that a block may opt in to, bytes: an SM's, less the system's reserve."""
+        """Return how many bytes of shared memory a block may opt in to: an SM's, less the system's reserve."""
         return self.smem - self.smem_reserved
 
 
@@ -67,7 +67,7 @@ def blocks_per_sm(*, threads: int, regs_per_thread: int, smem_bytes: int, sm: Sm
 
 
 def smem_for_blocks_per_sm(wanted: int, *, kernel: Footprint, sm: SmLimits) -> int:
-    """Return the least shared memory per block (static + dynamic, bytes) at which exactly `wanted` blocks fit on an SM.
+    """Return the least bytes of shared memory per block (static + dynamic) with which `wanted` blocks fit on an SM.
 
     A block takes its shared memory and what the system reserves, in units of 128 bytes (256 before Ampere):
     `smem / (wanted + 1) < block <= smem / wanted`.
@@ -88,7 +88,7 @@ def smem_for_blocks_per_sm(wanted: int, *, kernel: Footprint, sm: SmLimits) -> i
 
 
 def blocks_beside(kernel: Footprint, guest: Footprint, *, sm: SmLimits) -> int:
-    """Return how many blocks of `kernel` fit on an SM with one block of another, `guest`; 0: none fits.
+    """Return how many blocks of `kernel` fit on an SM that already holds one block of `guest`; may be 0.
 
     Registers are in four files, one for every fourth warp of a block: what counts is the fullest file, not the sum.
     NCCL's block of 544 threads × 96 registers puts 5 of its 17 warps into one file and leaves 32 registers a thread
@@ -113,7 +113,7 @@ def _regs_per_warp(regs_per_thread: int) -> int:
 
 
 def tiles_of(m: int, n: int, tile: tuple[int, int]) -> int:
-    """Return the tiles into which a product of `m` rows and `n` columns is cut, each worked on by one block."""
+    """Return into how many tiles a product of `m` rows and `n` columns is cut; one block computes each tile."""
     return -(-m // tile[0]) * -(-n // tile[1])
 
 
@@ -123,6 +123,6 @@ def waves(blocks: int, *, num_sms: int, blocks_per_sm: int) -> int:
 
 
 def most_ctas_without_extra_wave(blocks: int, *, num_sms: int, blocks_per_sm: int) -> int:
-    """Return the most SMs that communication can take before `blocks` need one more wave."""
+    """Return how many SMs communication can take at most before `blocks` need one more wave."""
     alone = waves(blocks, num_sms=num_sms, blocks_per_sm=blocks_per_sm)
     return num_sms - -(-blocks // (alone * blocks_per_sm))

@@ -1,4 +1,4 @@
-"""Read and write the file of figures measured on one kind of machine: rates, crossovers, contention, GEMM efficiency.
+"""Read and write profiles: files of the figures measured on one kind of machine, such as link rates.
 
 Profiles lie in `profiles/<gpu>.json`, each group of figures with its source and date; docs/reference/profile.md
 describes the groups. A file may leave groups out, and of `mechanisms` and `efficiency` parts. What a user's own file
@@ -40,11 +40,11 @@ Name = Annotated[str, Meta(min_length=1, max_length=80)]
 
 
 class _Strict(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Refuses unknown fields; the base of all records of a profile."""
+    """Refuses unknown fields; all records of a profile derive from it."""
 
 
 class _Group(_Strict, frozen=True, kw_only=True):
-    """Holds where the figures of a group are from; the base of all groups."""
+    """Holds where the figures of a group come from; all groups of a profile derive from it."""
 
     source: Text = ""
     date: Text = ""
@@ -53,7 +53,7 @@ class _Group(_Strict, frozen=True, kw_only=True):
 
 
 class Rates(_Group, frozen=True, kw_only=True):
-    """Holds the rates and costs of the steps of a collective's program on copy engines: GB/s and µs."""
+    """Holds what the steps of a collective's program cost on copy engines: rates in GB/s and times in µs."""
 
     push_gb_per_s: Rate  # one copy engine over the links, all GPUs at once
     link_gb_per_s: Rate  # into one GPU, shared by all copies into it
@@ -68,7 +68,7 @@ class Rates(_Group, frozen=True, kw_only=True):
 
 
 class NcclFacts(_Group, frozen=True, kw_only=True):
-    """Holds the sizes below which NCCL is faster than copy engines, and the CTAs that it needs for full speed."""
+    """Holds the sizes below which NCCL is faster than copy engines, and the CTAs that NCCL needs for full speed."""
 
     # by operation, the size of the full array (as nccl-tests count it) below which NCCL, alone, is faster or as
     # fast; 0: never
@@ -77,14 +77,14 @@ class NcclFacts(_Group, frozen=True, kw_only=True):
 
 
 class NcclRates(_Group, frozen=True, kw_only=True):
-    """Holds how long NCCL takes alone, with all its CTAs: latency + bytes over a GPU's links / bus bandwidth."""
+    """Holds the terms of NCCL's time alone, with all its CTAs: latency + bytes over a GPU's links / bus bandwidth."""
 
     latency_us: Micros
     bus_gb_per_s: dict[Operation, Rate]  # by operation, as nccl-tests count it, of large arrays
 
 
 class SumRates(_Group, frozen=True, kw_only=True):
-    """Holds how fast SMs add up copied data: GB/s, bytes read and written counted."""
+    """Holds how fast SMs add up copied data, in GB/s, with bytes read and bytes written counted."""
 
     sm_gb_per_s: Rate  # one SM
     memory_gb_per_s: Rate  # all SMs together
@@ -100,7 +100,7 @@ class Chip(_Group, frozen=True, kw_only=True):
 
 
 class Contention(_Group, frozen=True, kw_only=True):
-    """Holds how a GEMM and an NCCL collective disturb each other; measured while both run."""
+    """Holds how much a GEMM and an NCCL collective slow each other down, measured while both run."""
 
     compute_loss: Loss  # part of its speed that a GEMM loses beside the collective at its full rate
     comm_loss: Loss  # part of its speed that the collective loses beside a GEMM
@@ -110,7 +110,7 @@ class Contention(_Group, frozen=True, kw_only=True):
 
 
 class Disturbance(_Group, frozen=True, kw_only=True):
-    """Holds how much a collective by one mechanism and a GEMM disturb each other."""
+    """Holds how much a GEMM and a collective by one mechanism slow each other down."""
 
     compute_kept: Fraction  # speed of compute beside the collective, over its speed alone
     comm_kept: Annotated[float, Meta(gt=0, le=1)]  # speed of the collective beside compute, over its speed alone
@@ -120,7 +120,7 @@ class Disturbance(_Group, frozen=True, kw_only=True):
     copies: bool = True  # whether FSDP2 copies between its buffers and parameters
 
     def held(self, operation: str) -> float:
-        """Return the part, 0..1, of collectives by this mechanism that wait for a persistent GEMM to end."""
+        """Return which part (0 to 1) of this mechanism's collectives waits for a persistent GEMM to end."""
         if not self.hidden:
             return 0.0
         hidden = self.hidden.get(operation, sum(self.hidden.values()) / len(self.hidden))
@@ -129,7 +129,7 @@ class Disturbance(_Group, frozen=True, kw_only=True):
 
 
 class Efficiency(_Group, frozen=True, kw_only=True):
-    """Holds how much of the data sheet compute reaches."""
+    """Holds which part of the data sheet's peaks compute reaches, and what launches cost."""
 
     matmul: Annotated[float, Meta(gt=0, le=2)]  # part of the peak that a large tile reaches with endless k
     depth: Size  # elements of k that filling and draining a tile costs
@@ -156,7 +156,7 @@ class Efficiency(_Group, frozen=True, kw_only=True):
 
 
 class Profile(_Strict, frozen=True, kw_only=True):
-    """Holds the figures of one GPU, some of which may have been measured on another."""
+    """Holds the figures of one GPU, some of which may come from measurements of another GPU."""
 
     gpu: Name  # name of the GPU in `gpus.py`
     same_chip: tuple[Name, ...] = ()  # GPUs that were not measured and are closest to it
@@ -182,12 +182,12 @@ class Profile(_Strict, frozen=True, kw_only=True):
 
     @property
     def is_of_this_chip(self) -> bool:
-        """Return whether the rates were measured on this GPU or one of the same chip, not assumed from another."""
+        """Return whether the rates were measured on this GPU or one with the same chip, not assumed from another."""
         origin = self.measured_on.get("rates", self.gpu)
         return origin in (self.gpu, _as_shipped(self.gpu)) or self.gpu in self.same_chip
 
     def note(self, groups: Iterable[str] = ()) -> str:
-        """Return a sentence that names the groups (default: of all) not measured on this GPU; "" if all were.
+        """Return a sentence that names the `groups` (default: all) not measured on this GPU; "" if there are none.
 
         Single mechanisms and fields of a group that was measured are named, too.
         """
@@ -215,7 +215,7 @@ GROUPS = ("rates", "nccl", "nccl_rates", "sums", "chip", "contention", "mechanis
 
 
 def profile_of(gpu: str | None, path: str | Path | None = None) -> Profile:
-    """Return the profile of a GPU: the file at `path` or in COUNTERPOINT_PROFILE, else the shipped or default one.
+    """Return the profile of a GPU: the file at `path` or in COUNTERPOINT_PROFILE, else a shipped profile.
 
     `gpu` is the driver's device name; None: no GPU, as on a CPU.
 
@@ -226,7 +226,7 @@ def profile_of(gpu: str | None, path: str | Path | None = None) -> Profile:
 
 
 def own_profile(gpu: str | None, path: str | Path | None = None) -> Profile | None:
-    """Return the profile of a GPU in the file at `path` or in COUNTERPOINT_PROFILE; None: neither is given.
+    """Return the profile in the file at `path` or in COUNTERPOINT_PROFILE; None if neither is given.
 
     Raises:
         Misconfigured: the file cannot be read, or is of another GPU.
@@ -246,7 +246,7 @@ def own_profile(gpu: str | None, path: str | Path | None = None) -> Profile | No
 
 
 def own_profile_of_traces(gpu: str | None) -> Profile | None:
-    """Return the profile that `own_profile` finds; None for a file of another GPU: traces may be from elsewhere."""
+    """Return the user's own profile for a traced GPU; None if there is none, or it is of another GPU."""
     try:
         return own_profile(gpu)
     except Misconfigured:
@@ -254,7 +254,7 @@ def own_profile_of_traces(gpu: str | None) -> Profile | None:
 
 
 def shipped_profile(gpu: str | None) -> Profile:
-    """Return the shipped profile of a GPU; figures not measured on it come from the closest GPU, else from H200."""
+    """Return the shipped profile of a GPU; figures not measured on it are the closest GPU's, or else H200's."""
     key = "this device" if gpu is None else _key(gpu)
     for found in _shipped():
         if key == found.gpu:
@@ -265,7 +265,7 @@ def shipped_profile(gpu: str | None) -> Profile:
 
 
 def read_profile(path: Path) -> Profile:
-    """Return the profile in a file; raise Misconfigured, with the field and what is allowed, if it is no profile."""
+    """Return the profile in a file; raise Misconfigured, which names the field at fault, if it is no profile."""
     name = printable(str(path))
     try:
         with path.open("rb") as file:
@@ -277,7 +277,7 @@ def read_profile(path: Path) -> Profile:
 
 
 def parse_profile(content: bytes, name: str) -> Profile:
-    """Return the profile in a file's content; figures that it leaves out are of the profile shipped for its GPU.
+    """Return the profile in a file's content; figures that the content lacks are those shipped for its GPU.
 
     Args:
         content: JSON.
@@ -296,7 +296,7 @@ def parse_profile(content: bytes, name: str) -> Profile:
 
 
 def profile_json(profile: Profile) -> bytes:
-    """Return the file of a profile: only the figures that were measured on its GPU, none that are assumed."""
+    """Return a profile as a JSON file, with only the figures that were measured on its GPU."""
     assumed = {part for part, origin in profile.measured_on.items() if origin != profile.gpu}
     content: dict[str, Any] = {"gpu": profile.gpu}
     content |= {"same_chip": profile.same_chip} if profile.same_chip else {}
@@ -310,7 +310,7 @@ def profile_json(profile: Profile) -> bytes:
 
 @cache
 def default_profile() -> Profile:
-    """Return the profile whose figures stand in where a GPU was not measured: that of H200."""
+    """Return the profile of H200, whose figures stand in where a GPU was not measured."""
     return _completed((_FOLDER / _DEFAULT).read_bytes(), None)
 
 
@@ -320,7 +320,7 @@ def _shipped() -> tuple[Profile, ...]:
 
 
 class _Named(Record, frozen=True, kw_only=True):
-    """Reads the GPU of a file alone."""
+    """Reads only the name of the GPU from a profile's file."""
 
     gpu: Name
 
@@ -330,7 +330,7 @@ _NAMED, _PROFILE = msgspec.json.Decoder(_Named), msgspec.json.Decoder(Profile)
 
 
 def _completed(content: bytes, default: Profile | None, own_gpu: str = "") -> Profile:
-    """Return the profile in a file's content; figures that the file leaves out are of `default`.
+    """Return the profile in a file's content; figures that the content lacks are taken from `default`.
 
     Args:
         content: JSON.
@@ -356,7 +356,7 @@ def _completed(content: bytes, default: Profile | None, own_gpu: str = "") -> Pr
 
 
 def _lacking(given: Mapping[str, Any], default: Profile) -> dict[str, str]:
-    """Return the groups and parts that a file lacks, each with the GPU that the default's figures of it are of."""
+    """Return the groups and parts that a file lacks, each with the GPU on which `default`'s figures were measured."""
     found = {}
     for group in GROUPS:
         origin, parts = default.measured_on[group], given.get(group)
@@ -385,7 +385,7 @@ def _as_shipped(gpu: str) -> str:
 
 
 def _joined(parts: Iterable[str]) -> list[str]:
-    """Return names of groups and parts, the parts of one group together: "efficiency (depth, edge)"."""
+    """Return names of groups, each with its parts in brackets: "efficiency (depth, edge)"."""
     found: dict[str, list[str]] = {}
     for group, _, name in (part.partition(".") for part in parts):
         found.setdefault(group, []).extend([name] if name else [])
@@ -396,7 +396,7 @@ def _joined(parts: Iterable[str]) -> list[str]:
 
 
 def _known(facts: Any) -> Any:
-    """Return the known facts of a group."""
+    """Return the facts of a group without those that are None; anything but a dict is returned as it is."""
     return {key: each for key, each in facts.items() if each is not None} if isinstance(facts, dict) else facts
 
 
@@ -406,7 +406,7 @@ def _groups(found: Profile) -> list[tuple[str, Any]]:
 
 
 def _figures(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the figures of a group, without source, date and spread."""
+    """Return the figures of a group without its source, date and spread."""
     return {
         name: _figures(value) if isinstance(value, dict) else value
         for name, value in facts.items()

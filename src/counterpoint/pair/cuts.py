@@ -1,4 +1,4 @@
-"""Cut the rows of a matmul that depends on communication into pieces, so that it ends as early as it can.
+"""Cut the rows of a matmul that depends on communication into pieces, so that it ends early. No torch.
 
 A piece is multiplied as soon as its rows have come (all_gather), or sent as soon as it is computed (reduce_scatter).
 The cuts with the least predicted time are found by dynamic programming over the µs of rows (`RowCurve`) and the

@@ -1,4 +1,4 @@
-"""Choose how tokens travel to their experts and back, by the predicted time of each mechanism.
+"""Choose how tokens travel to their experts and back, by the predicted time of each mechanism. No torch.
 
     torch   counts, a wait of the host, and NCCL's all_to_all with exact sizes, both ways
     gather  copy engines bring the tokens of all ranks; weighted sums of the local experts are reduced and scattered

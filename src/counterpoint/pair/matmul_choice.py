@@ -1,4 +1,4 @@
-"""Choose how a matmul that depends on communication runs, by the predicted time of each execution.
+"""Choose how a matmul that depends on communication runs, by each execution's predicted time. No torch.
 
     torch    NCCL and the matmul, one after the other
     serial   copy engines, then the matmul; or the matmul of the peers' rows, then copy engines beside that of own rows

@@ -1,4 +1,4 @@
-"""Say which rows of a shared matrix belong to which rank, and in which chunks they are sent."""
+"""Say which rows of a shared matrix belong to which rank, and in which chunks they are sent. No torch."""
 
 from __future__ import annotations
 
@@ -96,13 +96,13 @@ class ShardedRows:
         )
 
     def own(self, slab: Slab) -> int | None:
-        """Return where rows begin in this rank's shard, if they are its own, else None."""
+        """Return the row of this rank's shard at which a slab begins, or None if its rows are another rank's."""
         batch, row = divmod(slab.start, sum(self.rows))
         row -= sum(self.rows[: self.rank])
         return batch * self.rows[self.rank] + row if 0 <= row < self.rows[self.rank] else None
 
     def apart(self, slabs: Iterable[Slab]) -> Iterator[Slab]:
-        """Yield slabs cut where own rows begin and end."""
+        """Yield the slabs, cut where rows of this rank begin or end."""
         own = self.slabs(self.rank, range(self.shard(self.rank)))
         bounds = [bound for start, rows in own for bound in (start, start + rows)]
         for start, rows in slabs:
@@ -111,7 +111,7 @@ class ShardedRows:
                 yield Slab(low, high - low)
 
     def parts(self, slabs: Iterable[Slab]) -> tuple[Part, ...]:
-        """Return the rows of slabs, own rows and others apart."""
+        """Return the rows of slabs as parts, each of which has only rows of this rank or none."""
         found = []
         for slab in self.apart(slabs):
             at = self.own(slab)
@@ -120,11 +120,11 @@ class ShardedRows:
         return tuple(found)
 
     def word(self, peer: int, chunk: int) -> int:
-        """Return the place of the word of a peer's chunk among the words."""
+        """Return the index, among the arrival words, of the word of this chunk of the peer's shard."""
         return chunk * self.world_size + peer
 
     def missing(self, error: int) -> tuple[int, int] | None:
-        """Return peer and chunk that a matmul has waited for in vain, from its error word; None if it is 0."""
+        """Return the (peer, chunk) for which a matmul has waited in vain, from its error word; None if that is 0."""
         if not error:
             return None
         chunk, peer = divmod(error - 1, self.world_size)
@@ -132,7 +132,7 @@ class ShardedRows:
 
 
 def merged(slabs: Iterable[Slab]) -> Slabs:
-    """Return slabs in ascending order, adjacent ones joined; they may not overlap."""
+    """Return slabs in ascending order, with adjacent ones joined; slabs may not overlap."""
     found: list[Slab] = []
     for slab in sorted(slabs):
         if found and sum(found[-1]) == slab.start:

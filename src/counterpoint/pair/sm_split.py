@@ -1,4 +1,4 @@
-"""Describe how the SMs of a GPU are divided between a GEMM and a collective, and which of their blocks find room.
+"""Describe how the SMs of a GPU are divided between a GEMM and a collective, and which blocks find room.
 
 A cluster of k blocks needs k free SMs of one GPC. The driver does not tell where it puts clusters. Assumed are one
 block per SM (true of cuBLAS' persistent kernels and of NCCL beside them), and that clusters are dealt in turn, one to
@@ -19,7 +19,7 @@ _LIMIT = re.compile(r"(max_ctas|cga_cluster|gemm_sms)=([1-9]\d{0,3})")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SmSplit:
-    """Limits both sides: `max_ctas` and `cga_cluster` of NCCL, `gemm_sms` of the GEMM; None leaves a setting alone."""
+    """Limits NCCL by `max_ctas` and `cga_cluster`, and the GEMM by `gemm_sms`; None sets no limit."""
 
     max_ctas: int | None = None
     cga_cluster: int | None = None
@@ -60,7 +60,7 @@ class SmLayout:
 
     @classmethod
     def even(cls, num_sms: int, chip: Chip | None = None) -> SmLayout:
-        """Return GPCs as equal as whole TPCs (pairs of SMs) allow: 132 SMs are 6 GPCs of 16 and 2 of 18."""
+        """Return a layout of GPCs as equal as whole TPCs (pairs of SMs) allow: 132 SMs are 6 of 16 and 2 of 18."""
         if num_sms < 2 or num_sms % 2:
             raise Misconfigured(f"{num_sms} SMs cannot be laid out; give an even number, such as 132 for an H200")
         chip = chip or default_profile().chip
@@ -75,7 +75,7 @@ class SmLayout:
         return sum(self.gpc_sms)
 
     def gemm_sms_beside(self, num_ctas: int, *, comm_cluster: int = 1) -> int:
-        """Return the SMs that a GEMM's clusters can use while `num_ctas` of a collective are resident, one SM each."""
+        """Return how many SMs a GEMM's clusters can use while `num_ctas` of a collective hold one SM each."""
         free, unplaced = _deal(sorted(self.gpc_sms), num_ctas, _cluster(num_ctas, comm_cluster))
         usable = sum(room - room % self.gemm_cluster for room in free)
         if unplaced or not usable:
@@ -89,12 +89,12 @@ class SmLayout:
 
 
 def _cluster(blocks: int, wanted: int) -> int:
-    """Return the cluster size: `wanted`, or 1 where it does not divide the grid (NCCL and cuBLAS then use none)."""
+    """Return the cluster size `wanted`, or 1 if it does not divide the grid (NCCL and cuBLAS then use none)."""
     return wanted if blocks % wanted == 0 else 1
 
 
 def _deal(free: list[int], blocks: int, cluster: int) -> tuple[list[int], int]:
-    """Return the free SMs of each GPC after `blocks` were placed in turn, and how many blocks found no room."""
+    """Return the free SMs of each GPC after blocks were placed GPC by GPC, and how many blocks found no room."""
     while blocks > 0 and max(free) >= cluster:
         for gpc, room in enumerate(free):
             if blocks > 0 and room >= cluster:

@@ -1,4 +1,4 @@
-"""Predict how long GEMMs and a collective take together, by three models that know different things.
+"""Predict how long GEMMs and a collective take together, by one of three models, which need different figures.
 
     kept    the speeds that both keep beside each other, and how often the collective waits: figures of a mechanism,
             means over launch orders; needs no shapes
@@ -50,7 +50,7 @@ _BY_DEFINITION = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pair:
-    """Describes GEMMs that run one after the other and a collective that runs beside them. Times in µs."""
+    """Describes GEMMs that run one after the other, and a collective that runs at the same time. Times in µs."""
 
     products: tuple[Product, ...]  # the GEMMs; () where the computation is something else
     compute_us: float  # the GEMMs alone, on all SMs
@@ -86,7 +86,7 @@ def together_us(pair: Pair, profile: Profile, model: Model | None = None, *, gem
 
 
 def model_for(pair: Pair) -> Model:
-    """Return the model with the least error on measured pairs of this kind (results/pair-models.md)."""
+    """Return the name of the model with the least error on measured pairs of this kind (results/pair-models.md)."""
     if pair.products and pair.mechanism in NEED_SMS:
         return "waves"
     return "sums" if pair.mechanism == "zero_sm" and pair.collective in REDUCTIONS else "kept"
@@ -94,7 +94,7 @@ def model_for(pair: Pair) -> Model:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OverlapRatios:
-    """Holds the gain of overlap for one pair, measured or predicted, by the equations of this module."""
+    """Holds how much one pair gains from overlap, measured or predicted, by the equations of this module."""
 
     serial_us: float
     ideal_us: float
@@ -103,7 +103,7 @@ class OverlapRatios:
 
 
 def overlap(*, compute_us: float, comm_us: float, both_us: float, order: Order, head_us: float) -> OverlapRatios:
-    """Return the gain of overlap, from g (`compute_us`), c (`comm_us`), T (`both_us`) and h (`head_us`)."""
+    """Return how much a pair gains from overlap: g is `compute_us`, c `comm_us`, T `both_us` and h `head_us`."""
     waiting_compute = compute_us + (head_us if order == "comm_first" else 0.0)
     waiting_comm = comm_us + (head_us if order == "compute_first" else 0.0)
     serial = compute_us + comm_us + (head_us if order != "together" else 0.0)
@@ -113,7 +113,7 @@ def overlap(*, compute_us: float, comm_us: float, both_us: float, order: Order, 
 
 
 def pair_class(compute_us: float, comm_us: float) -> PairClass:
-    """Return which side takes more than 15 % longer alone: `G-long` (compute), `C-long` (collective) or neither."""
+    """Return `G-long` if compute alone takes over 15 % longer, `C-long` if the collective does, else `GC-equal`."""
     if compute_us > CLASS_BORDER * comm_us:
         return "G-long"
     return "C-long" if comm_us > CLASS_BORDER * compute_us else "GC-equal"
@@ -123,7 +123,7 @@ def pair_class(compute_us: float, comm_us: float) -> PairClass:
 
 
 def disturbance(mechanism: str, profile: Profile) -> Disturbance:
-    """Return how much collectives by a mechanism and compute slow each other down; Misconfigured if it is unknown."""
+    """Return how much compute and collectives by a mechanism slow each other down; Misconfigured if unknown."""
     known = {**profile.mechanisms, **_BY_DEFINITION}
     if mechanism not in known:
         raise Misconfigured(f"mechanism = {printable(mechanism)!r}: known are {', '.join(known)}; give one of them")
@@ -131,7 +131,7 @@ def disturbance(mechanism: str, profile: Profile) -> Disturbance:
 
 
 def kept_us(compute_us: float, comms: Sequence[tuple[str, float]], kept: Disturbance, *, persistent: bool) -> float:
-    """Return the µs until compute, and collectives that run one after another beside it, have ended.
+    """Return the µs until compute has ended, and collectives that run one after another at the same time.
 
         behind      T = g + c             a persistent GEMM has all SMs, the collective waits for its end
         together    T = (1 - held) · side by side + held · behind                            never more than g + c
@@ -156,7 +156,7 @@ def kept_us(compute_us: float, comms: Sequence[tuple[str, float]], kept: Disturb
 
 
 def side_by_side_us(compute_us: float, comm_us: float, compute_kept: float, comm_kept: float) -> float:
-    """Return when both sides have ended if they start at once, keep these parts of their speeds, and never wait."""
+    """Return the µs until both sides have ended that start at once, keep these parts of their speeds, never wait."""
     slow_g, slow_c = compute_us / compute_kept, comm_us / comm_kept
     if slow_c <= slow_g:
         return compute_us + (1.0 - compute_kept) * slow_c
@@ -168,7 +168,7 @@ def side_by_side_us(compute_us: float, comm_us: float, compute_kept: float, comm
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GemmKernel:
-    """Describes one GEMM alone: `tiles` taken in turn by `num_sms` resident blocks."""
+    """Describes one GEMM alone: `num_sms` resident blocks take its `tiles` one after another, in `time_us`."""
 
     tiles: int
     num_sms: int
@@ -176,13 +176,13 @@ class GemmKernel:
 
     @property
     def tile_us(self) -> float:
-        """Return the time of one tile, which is also that of one wave."""
+        """Return the µs of one tile, which are also the µs of one wave."""
         return self.time_us / _rounds(self.tiles, self.num_sms)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SmShares:
-    """Says how many SMs each side gets while both run, and how much both slow down."""
+    """Says how many SMs each side gets while both run, and by what factor each slows down."""
 
     waiting_ctas: int  # CTAs of the collective that find no SM beside a resident kernel
     sms_beside: int  # SMs that a kernel can use while the collective is resident
@@ -205,7 +205,7 @@ def play(
     comm_first: bool,
     shares: SmShares,
 ) -> float:
-    """Return when both sides have ended, by following the kernels one after another, wave by wave.
+    """Return the µs at which both sides have ended, by following the kernels one after another, wave by wave.
 
     CTAs of a collective that find no SMs start when the kernel that holds them ends. While the collective is resident,
     a kernel whose blocks do not all fit works through its tiles on the SMs left; its other blocks join when the
@@ -243,7 +243,7 @@ def play(
 def play_order(
     order: Order, kernels: Sequence[GemmKernel], comm_us: float, shares: SmShares, contention: Contention
 ) -> float:
-    """Return when both sides have ended in one launch order, with the head start in `contention`."""
+    """Return the µs at which both sides have ended in one launch order, with the head start in `contention`."""
     head_us = contention.head_start_us
     if order == "comm_first":
         return play(kernels, comm_us, compute_at_us=head_us, comm_at_us=0.0, comm_first=True, shares=shares)
@@ -257,7 +257,7 @@ def play_order(
 
 
 def finish_us(tiles: int, tile_us: float, *, sms: int, late_sms: int, late_us: float) -> float:
-    """Return when `tiles` are done on `sms` SMs that start at 0 and `late_sms` more that start at `late_us`.
+    """Return the µs at which `tiles` are done on `sms` SMs from 0 on and `late_sms` more from `late_us` on.
 
     It is the least x of {k t, late + k t} with sms * floor(x / t) + late_sms * floor((x - late) / t) >= tiles.
     """
@@ -274,14 +274,14 @@ def finish_us(tiles: int, tile_us: float, *, sms: int, late_sms: int, late_us: f
 
 
 def steps_of(products: Sequence[Product], num_sms: int, tile: tuple[int, int]) -> list[int]:
-    """Return K times the tiles of the busiest SM for each GEMM, to which its time is proportional."""
+    """Return for each GEMM K times the tiles of its busiest SM, to which its time is proportional."""
     return [k * _rounds(tiles_of(m, n, tile), num_sms) for m, n, k in products]
 
 
 def gemm_kernels(
     products: Sequence[Product], time_us: float, num_sms: int, tile: tuple[int, int]
 ) -> tuple[GemmKernel, ...]:
-    """Return a kernel for each GEMM; `time_us` is that of all of them, divided in proportion to K times the waves."""
+    """Return a kernel for each GEMM; the GEMMs share `time_us` in proportion to K times their waves."""
     steps = steps_of(products, num_sms, tile)
     tiles = [tiles_of(m, n, tile) for m, n, _ in products]
     return tuple(
@@ -291,7 +291,7 @@ def gemm_kernels(
 
 
 def sm_shares(kernels: Sequence[GemmKernel], num_ctas: int, layout: SmLayout, known: Contention) -> SmShares:
-    """Return how many SMs each side gets while kernels and a collective run.
+    """Return how many SMs each side gets while kernels and a collective run, and how much each slows down.
 
     Args:
         kernels: the GEMMs.
@@ -326,7 +326,7 @@ def _rounds(tiles: int, num_sms: int) -> int:
 
 
 def reduced_us(pair: Pair, gemm_sms: int, profile: Profile) -> float:
-    """Return when a zero-SM reduction and GEMMs on `gemm_sms` SMs, launched together, have ended.
+    """Return the µs at which a zero-SM reduction and GEMMs on `gemm_sms` SMs, launched together, have ended.
 
         GEMM        T_g(n) = T_g * sum of K * ceil(tiles / n) / sum of K * ceil(tiles / S), slower by the contention
                     while the other side runs
@@ -355,7 +355,7 @@ def reduced_us(pair: Pair, gemm_sms: int, profile: Profile) -> float:
 
 
 def _gemm_ends(pair: Pair, gemm_sms: int, tile: tuple[int, int]) -> list[float]:
-    """Return when each GEMM ends without the collective; its time is proportional to `steps_of`."""
+    """Return the µs at which each GEMM ends without the collective; a GEMM's time is proportional to `steps_of`."""
     whole = sum(steps_of(pair.products, pair.layout.num_sms, tile))
     times = (pair.compute_us * steps / whole for steps in steps_of(pair.products, gemm_sms, tile))
     return list(accumulate(times)) or [pair.compute_us]
@@ -364,7 +364,7 @@ def _gemm_ends(pair: Pair, gemm_sms: int, tile: tuple[int, int]) -> list[float]:
 def _summed_us(
     there_us: float, after_us: float, moved: float, ends: Sequence[float], free_sms: int, sums: SumRates
 ) -> float:
-    """Return when a sum that moves `moved` bytes ends; it starts after its data (`there_us`) and a sum (`after_us`)."""
+    """Return the µs at which a sum of `moved` bytes ends, which needs its data (`there_us`) and an earlier sum."""
     fast, slow = sums.memory_gb_per_s * 1000, free_sms * sums.sm_gb_per_s * 1000  # bytes per µs
     if not free_sms:
         begins = next((end for end in ends if end >= there_us), there_us)

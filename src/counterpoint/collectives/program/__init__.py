@@ -1,4 +1,4 @@
-"""Describe collectives as data: a `Call`, and the `Program` of steps that each rank runs for it, without torch.
+"""Describe collectives as data, without torch: a `Call`, and the `Program` of steps that each rank runs for it.
 
 `calls.py` defines calls; `operations.py` has a row for each collective (add a new one there), and `plan`, which makes
 programs; `steps.py` defines their steps; `direct.py`, `reductions.py` and `messages.py` build them; `coalesced.py` puts

@@ -214,7 +214,7 @@ class Program:
         return self.call.world_size
 
     def cycle(self, *, early_release: bool = False) -> tuple[Step, ...]:
-        """Return all steps in the order to issue, neighbouring batches merged; `early_release`: without `release`."""
+        """Return all steps in the order in which to issue them, batches merged; an early release omits `release`."""
         return merge_batches((() if early_release else self.release) + self.steps + self.finish)
 
     @cached_property
