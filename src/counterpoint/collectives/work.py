@@ -45,7 +45,7 @@ class PartitionedWork(Protocol):
     """Names the partitions of the output, in the order in which they come."""
 
     def ready(self, count: int) -> None:
-        """Let the first `count` partitions of the input leave, since they are written now."""
+        """Let the first `count` partitions of the input leave, which the caller has written."""
 
     def arrived(self, count: int) -> None:
         """Wait until the first `count` partitions of the output may be read; on a GPU the current stream waits."""

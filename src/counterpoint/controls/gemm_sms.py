@@ -1,4 +1,4 @@
-"""Limit the SMs of GEMMs: cuBLAS launches its persistent kernels for fewer SMs, so that others stay free."""
+"""Limit the SMs of GEMMs: cuBLAS launches its persistent kernels for fewer SMs, so that other SMs stay free."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def _handle_target(handle: int, num_sms: int) -> Iterator[None]:
 
 @contextmanager
 def _carveout(num_sms: int) -> Iterator[None]:
-    """Set torch's private SM carve-out, the only limit for cuBLASLt; without it `verify` shows no effect."""
+    """Set torch's private SM carve-out, the only limit for cuBLASLt; where torch has none, `verify` says so."""
     import torch
 
     if not hasattr(torch._C, "_set_sm_carveout_experimental"):

@@ -14,7 +14,7 @@ from counterpoint.records.measurement import Evidence, Observation
 
 
 def plan_split(compute_sms: int, *, total: int, grain: int) -> Literal["compute", "comm"]:
-    """Return the side whose SMs the driver has to split off, so that compute gets `compute_sms`, NCCL the rest.
+    """Return the side whose SMs the driver has to split off, so that compute has `compute_sms`, the other the rest.
 
     The driver splits off groups of multiples of `grain` SMs (8 from compute capability 9.0); what remains may be odd.
 

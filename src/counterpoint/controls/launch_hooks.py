@@ -56,7 +56,7 @@ class _CallbackData(ctypes.Structure):
 
 
 class _Config(ctypes.Structure):
-    """Lays out `CUlaunchConfig`; cuLaunchKernel's arguments after the function are equal up to the stream."""
+    """Lays out `CUlaunchConfig`, whose fields up to `stream` are also cuLaunchKernel's arguments after the function."""
 
     _fields_ = [
         ("grid", ctypes.c_uint * 3),
@@ -85,7 +85,7 @@ _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint3
 
 @contextmanager
 def shaped_launches(shaper: LaunchShaper) -> Iterator[None]:
-    """Set the shared memory of every kernel that this process launches in the context, as `shaper` says.
+    """Set the shared memory of every kernel that this process launches in the `with` block, as `shaper` says.
 
     Launches by `cuLaunchCooperativeKernel` are left alone. What the shaper raises is raised at the end, and the launch
     goes on unchanged.
@@ -185,7 +185,7 @@ def no_triton() -> str | None:
 
 @contextmanager
 def shaped_triton(shaper: LaunchShaper) -> Iterator[None]:
-    """Set the shared memory of Triton kernels launched in the context by any thread, as an active `shaper` says.
+    """Set the shared memory of Triton kernels that any thread launches in the `with` block, as `shaper` says.
 
     Not reached: kernels that Inductor launches through torch's own static launcher, and captured graphs.
 

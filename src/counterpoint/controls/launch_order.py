@@ -19,7 +19,7 @@ _FEWEST = 2  # round trips at least, so that every waiting stream gets its turn 
 
 @dataclass(frozen=True, kw_only=True)
 class CommFirst(Control):
-    """Holds the compute stream until the collective is next in its stream, and a few µs more, as it takes its SMs.
+    """Holds the compute stream until the collective comes next on its own stream, and some µs more to take SMs.
 
         lead = CommFirst().lead(comm_stream, compute_stream)
         mark = lead.mark(); dist.all_gather_into_tensor(full, shard)  # on the collective's stream

@@ -89,7 +89,7 @@ def observe(launch: Callable[[], None], *, device: Any) -> tuple[Launched, ...]:
 def _observed(
     launch: Callable[[], None], device: Any, streams: Sequence[Any] = ()
 ) -> tuple[tuple[Launched, ...], list[int | None]]:
-    """Return the work that ran, with priorities on the given `streams`, and the profiler's number of each."""
+    """Return the work that ran, with priorities on the given `streams`, and each stream's number in the profiler."""
     import torch
 
     with torch.cuda.device(device):
@@ -157,7 +157,7 @@ def _three(numbers: Sequence[int] | None) -> tuple[int, int, int] | None:
 
 
 def with_clusters(found: tuple[Launched, ...], captured: tuple[CapturedKernel, ...]) -> tuple[Launched, ...]:
-    """Return `found` with cluster sizes: each kernel's is that of the first unused captured kernel that fits."""
+    """Return `found` with the cluster sizes of captured kernels: of the first unused one with equal grid and name."""
     left = list(captured)
     result = []
     for one in found:

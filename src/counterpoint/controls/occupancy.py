@@ -90,7 +90,7 @@ class OccupancyShaping(Control):
 
     @contextmanager
     def launches(self) -> Iterator[Shaper]:
-        """Shape the kernels that are launched in the context.
+        """Shape the kernels that are launched in the `with` block.
 
         `Unsupported` is raised without Triton, or with `interpose` without CUPTI or beside a profiler that has it.
 
@@ -192,7 +192,7 @@ class Shape:
 
 
 def shape(kernel: UnshapedKernel, wanted: OccupancyShaping, *, sm: SmLimits) -> Shape:
-    """Return the launch of `kernel` with as much dynamic shared memory as `wanted` asks for, or `refused`."""
+    """Return how to launch `kernel` with the dynamic shared memory that `wanted` asks for, or why not (`refused`)."""
     block, refused = kernel.footprint, None
     before = block.most_on(sm)
     try:
@@ -330,7 +330,7 @@ def device_limits(device: int | None = None) -> SmLimits:
 
 
 def _function(handle: int) -> Any:
-    """Return the `CUfunction` of a handle, which Triton launches; cuBLAS and the CUDA runtime launch `CUkernel`s."""
+    """Return the `CUfunction` of a handle, which may be that of a `CUfunction` (Triton) or `CUkernel` (cuBLAS)."""
     from cuda.bindings import driver
 
     function = driver.CUfunction(handle)

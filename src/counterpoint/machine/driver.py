@@ -119,7 +119,7 @@ def visible_gpus() -> tuple[str, ...]:
 
 
 def free_bytes(device: int) -> int:
-    """Return the free memory of a GPU in bytes, for which a context exists during the call; raise `Unsupported`."""
+    """Return a GPU's free memory in bytes, from a context that this call opens; raise `Unsupported` if it fails."""
     driver, free, total = Driver(), c_size_t(), c_size_t()
     driver.use(driver.context(device))
     try:

@@ -67,7 +67,7 @@ def blocks_per_sm(*, threads: int, regs_per_thread: int, smem_bytes: int, sm: Sm
 
 
 def smem_for_blocks_per_sm(wanted: int, *, kernel: Footprint, sm: SmLimits) -> int:
-    """Return the least bytes of shared memory per block (static + dynamic) with which `wanted` blocks fit on an SM.
+    """Return the least bytes of shared memory per block (static + dynamic) with which exactly `wanted` fit on an SM.
 
     A block takes its shared memory and what the system reserves, in units of 128 bytes (256 before Ampere):
     `smem / (wanted + 1) < block <= smem / wanted`.

@@ -209,8 +209,8 @@ class Profile(_Strict, frozen=True, kw_only=True):
 
 
 _ABOUT = ("source", "date", "time_spread")
-_MOST_NAMES = 4  # in a sentence
-_IN_PARTS = ("mechanisms", "efficiency")  # of which a file may have some; the other groups are complete or not there
+_MOST_NAMES = 4  # most names that a sentence lists
+_IN_PARTS = ("mechanisms", "efficiency")  # groups of which a file may have a part; other groups are complete or missing
 GROUPS = ("rates", "nccl", "nccl_rates", "sums", "chip", "contention", "mechanisms", "efficiency")
 
 
@@ -325,7 +325,7 @@ class _Named(Record, frozen=True, kw_only=True):
     gpu: Name
 
 
-# msgspec crashes where two threads first use a kind of record at the same time: it learns its fields then. So here.
+# Made at import: msgspec crashes if two threads use a kind of record for the first time at once.
 _NAMED, _PROFILE = msgspec.json.Decoder(_Named), msgspec.json.Decoder(Profile)
 
 

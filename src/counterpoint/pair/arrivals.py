@@ -28,7 +28,7 @@ COPY_ENGINES = "zero_sm"  # the mechanism of a profile that moves bytes without 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardedMatmul:
-    """Describes the matmuls of one rank whose input rows are gathered, or the one whose output is reduce_scattered.
+    """Describes the matmuls of one rank whose rows are gathered, or the matmul whose rows are reduced and scattered.
 
     The whole has [batch, rows of all ranks] rows, flattened; a rank's shard is `shard_rows` of each batch element.
     """

@@ -120,7 +120,7 @@ class Curves:
         return self.gemms[workload]
 
     def comm(self, collective: str, size_bytes: int, split: SmSplit) -> CommPoint:
-        """Return the time of a collective alone under the limits of a split; its rate is linear in the CTAs."""
+        """Return the `CommPoint` of a collective under a split's limits; its rate is linear between limits of CTAs."""
         if (key := comm_key(collective, split)) in self.comms:
             return self.comms[key].at(size_bytes)
         limit, cluster = split.max_ctas, split.cga_cluster

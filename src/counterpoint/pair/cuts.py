@@ -22,10 +22,10 @@ from counterpoint.pair.arrivals import COPY_ENGINES, ShardedMatmul, segments_of
 from counterpoint.pair.sharded_rows import Slab, Slabs, merged
 from counterpoint.pair.together import disturbance
 
-MAX_CELLS = 64  # of the grid, which grows with the rows
-MAX_SLABS = 128  # with more, as of large batches, segments are not cut
-WORTH = 0.005  # of a call's time, by which a cut has to make it shorter: curves are measured no better
-_SAME = 1e-9  # of a time: rounding
+MAX_CELLS = 64  # most cells into which rows are cut; with more rows, cells are larger
+MAX_SLABS = 128  # with more slabs, as large batches have, segments are not cut
+WORTH = 0.005  # share of a call's time that a cut has to save: curves are not measured more exactly
+_SAME = 1e-9  # relative difference below which two times are equal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +97,7 @@ class RowAxis:
         return tuple(sorted({0, own, len(self.cells)}))
 
     def cost_us(self, rows: int) -> float:
-        """Return the µs of matmuls of so many consecutive rows, alone, launches included."""
+        """Return the µs of the matmuls of `rows` consecutive rows, alone, with their launches."""
         if rows not in self._known_us:
             self._known_us[rows] = sum(curve.us(rows) + self._launch_us for curve in self.task.curves)
         return self._known_us[rows]
@@ -124,7 +124,7 @@ class RowAxis:
 
     @cached_property
     def cuts(self) -> Cuts:
-        """Return the cuts with which the call ends first.
+        """Return the cuts with which the call ends earliest, found by dynamic programming.
 
         end(j) = min over i < j of after(max(end(i), us of the segment of cell j - 1), us of cells i to j - 1)
         """
@@ -142,7 +142,7 @@ class RowAxis:
         return Cuts(pieces=self.pieces(bounds), us=self.end_us(bounds))
 
     def end_us(self, bounds: Sequence[int]) -> float:
-        """Return the µs at which the call ends that is cut into pieces at these cells."""
+        """Return the µs at which a call ends whose pieces begin and end at these bounds (indices of cells)."""
         now = 0.0
         for start, end in pairwise(bounds):
             work_us = next(us for at, us in self.ends(start) if at == end)
@@ -158,7 +158,7 @@ class RowAxis:
         return now
 
     def pieces(self, bounds: Sequence[int]) -> tuple[Piece, ...]:
-        """Return the pieces that begin and end at these cells, in the order in which they are multiplied."""
+        """Return the pieces between these bounds (indices of cells), in the order in which they are multiplied."""
         found = [
             Piece(segment=self._segment(start, end), slabs=merged(chain.from_iterable(self.cells[start:end])))
             for start, end in pairwise(bounds)

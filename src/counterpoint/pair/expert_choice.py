@@ -33,8 +33,8 @@ from counterpoint.pair.together import disturbance, kept_us
 ExchangeMechanism = Literal["torch", "gather", "slabs"]
 EXCHANGE_MECHANISMS: tuple[ExchangeMechanism, ...] = ("torch", "gather", "slabs")  # the simplest first
 CAPTURED: tuple[ExchangeMechanism, ...] = ("gather", "slabs")  # no host takes part: these can be recorded in a graph
-MARGIN = 0.10  # of what an exchange adds to the compute beside it: nearer to each other, predictions are a guess
-FIXED = 0.7  # from this share of a time on, that of an exchange without tokens, it is one of decoding
+MARGIN = 0.10  # predictions that differ by a smaller share of the time added to compute count as equal
+FIXED = 0.7  # an exchange is left to torch if more than this share of its time would pass without any token
 _NCCL = "nccl"  # the mechanism of a profile that needs SMs
 
 

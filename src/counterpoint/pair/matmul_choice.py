@@ -22,7 +22,7 @@ from counterpoint.pair.cuts import Piece, RowAxis, cut
 
 MatmulMechanism = Literal["torch", "serial", "cuts", "flagged"]
 MATMUL_MECHANISMS: tuple[MatmulMechanism, ...] = ("torch", "serial", "cuts", "flagged")  # the simplest first
-MARGIN = 0.03  # of a time: nearer to each other, predictions are not worth the risk
+MARGIN = 0.03  # predicted times that differ by a smaller share count as equal
 
 
 @dataclass(frozen=True, kw_only=True)

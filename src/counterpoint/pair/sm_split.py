@@ -94,7 +94,7 @@ def _cluster(blocks: int, wanted: int) -> int:
 
 
 def _deal(free: list[int], blocks: int, cluster: int) -> tuple[list[int], int]:
-    """Return the free SMs of each GPC after blocks were placed GPC by GPC, and how many blocks found no room."""
+    """Return the free SMs of each GPC after clusters were dealt to the GPCs in turn, and how many blocks have no SM."""
     while blocks > 0 and max(free) >= cluster:
         for gpc, room in enumerate(free):
             if blocks > 0 and room >= cluster:

@@ -41,7 +41,7 @@ Product = tuple[int, int, int]
 REDUCTIONS = ("all_reduce", "reduce_scatter")
 CLASS_BORDER = 1.15  # a side that takes this many times as long as the other makes the pair `G-long` or `C-long`
 NEED_SMS = ("nccl", "nccl_zero_cta")  # the second copies without SMs, but the kernel that starts it needs one
-FIRST_CHUNK = 7 / 8  # of the shard, as `collectives/program/tuning.py` cuts large ones
+FIRST_CHUNK = 7 / 8  # share of a large shard in its first chunk, as `collectives/program/tuning.py` cuts it
 _BY_DEFINITION = {
     "ideal": Disturbance(compute_kept=1.0, comm_kept=1.0, hidden={}, copies=False, source="by definition"),
     "serial": Disturbance(compute_kept=0.0, comm_kept=1.0, hidden={}, source="by definition"),
@@ -131,7 +131,7 @@ def disturbance(mechanism: str, profile: Profile) -> Disturbance:
 
 
 def kept_us(compute_us: float, comms: Sequence[tuple[str, float]], kept: Disturbance, *, persistent: bool) -> float:
-    """Return the µs until compute has ended, and collectives that run one after another at the same time.
+    """Return the µs until compute and the collectives beside it, which run one after another, have ended.
 
         behind      T = g + c             a persistent GEMM has all SMs, the collective waits for its end
         together    T = (1 - held) · side by side + held · behind                            never more than g + c
@@ -156,7 +156,7 @@ def kept_us(compute_us: float, comms: Sequence[tuple[str, float]], kept: Disturb
 
 
 def side_by_side_us(compute_us: float, comm_us: float, compute_kept: float, comm_kept: float) -> float:
-    """Return the µs until both sides have ended that start at once, keep these parts of their speeds, never wait."""
+    """Return the µs until both sides end, if they start together, keep these parts of their speeds, and never wait."""
     slow_g, slow_c = compute_us / compute_kept, comm_us / comm_kept
     if slow_c <= slow_g:
         return compute_us + (1.0 - compute_kept) * slow_c
@@ -364,7 +364,7 @@ def _gemm_ends(pair: Pair, gemm_sms: int, tile: tuple[int, int]) -> list[float]:
 def _summed_us(
     there_us: float, after_us: float, moved: float, ends: Sequence[float], free_sms: int, sums: SumRates
 ) -> float:
-    """Return the µs at which a sum of `moved` bytes ends, which needs its data (`there_us`) and an earlier sum."""
+    """Return the µs at which a sum of `moved` bytes ends, after its data (`there_us`) and a sum (`after_us`)."""
     fast, slow = sums.memory_gb_per_s * 1000, free_sms * sums.sm_gb_per_s * 1000  # bytes per µs
     if not free_sms:
         begins = next((end for end in ends if end >= there_us), there_us)

@@ -72,7 +72,7 @@ class Lane:
     def _serve(self) -> None:
         while (work := self._queue.get()) is not None:
             work.run_lane(self._lane)
-            del work  # or its tensors would live until the next one comes
+            del work  # or its tensors would live until the next call comes
 
 
 class Channel:
@@ -137,7 +137,7 @@ class CpuCall(HostWork):
             self._begun = threading.Event()  # the output's place is known, so that arrivals can be waited for
 
     def ready(self, count: int) -> None:
-        """Say that the first `count` partitions of the input are written; see `PartitionedWork`."""
+        """Record that the first `count` partitions of the input are written; see `PartitionedWork`."""
         self._ready = max(self._ready, count)
 
     def arrived(self, count: int) -> None:

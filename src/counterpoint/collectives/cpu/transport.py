@@ -66,12 +66,12 @@ class CpuTransport:
         return self.memory.locate(tensor.data_ptr(), tensor.nbytes)
 
     def place(self, call: Call | None, at: Location | None, num_bytes: int) -> str:
-        """Return "": outputs may be at different places, which ranks read from each other's status."""
+        """Return "", as outputs may lie at different places, which ranks read from each other's status."""
         return ""
 
     @property
     def epoch(self) -> int:
-        """Return how many regions this rank has made; a new region may get the addresses of an earlier one."""
+        """Return how many regions this rank has made; a new one may lie where an address meant plain memory before."""
         return self.memory.created
 
     def shown_at(self, at: Location | None, num_bytes: int) -> Location:

@@ -79,7 +79,7 @@ class Prepared:
         supplied: bool = False,
     ) -> None:
         self.program = program  # kept so that no other object can get its `id`, which keys use
-        self.calls = calls  # all of them, whose flags streams wait for
+        self.calls = calls  # all driver calls, for `Executor.let_go`, which sets the flags that they wait for
         self.cut, self.sends = cut, () if cut is None or supplied else cut.sends
         self._executor, self._reduction, self._lower = executor, reduction, lower
         self._start = calls if cut is None else self._lowered([cut.begin, *(cut.sends if supplied else ())])
@@ -199,8 +199,8 @@ class CudaWork:
     """
 
     begun_s: float | None = None  # monotonic time when the watch first saw that it had begun
-    _left = 0  # partitions that were let leave
-    _come = 0  # partitions that a stream waits for
+    _left = 0  # number of partitions of the input that were let leave
+    _come = 0  # number of partitions of the output that a stream waits for
 
     def __init__(
         self,

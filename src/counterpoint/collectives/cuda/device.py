@@ -211,7 +211,7 @@ class Gpu:
 
     @contextmanager
     def beside_capture(self) -> Iterator[None]:
-        """Use a new stream, on which calls are allowed that the graph capture of the current stream refuses."""
+        """Make a new stream current, on which calls are allowed that the graph capture of the old one refuses."""
         import torch
 
         with self.relaxed(), torch.cuda.stream(torch.cuda.Stream(self.device)):
@@ -221,7 +221,7 @@ class Gpu:
         return self.driver.cuThreadExchangeStreamCaptureMode(mode)[1]
 
     def is_current(self) -> bool:
-        """Return whether the calling thread is in a context of this GPU: torch's current device there is this GPU.
+        """Return whether the calling thread is in a context of this GPU: its current device in torch is this GPU.
 
         Torch counts device 0 as current in a new thread, such as autograd's, which has no context until its first
         kernel, so that the driver would refuse to make an event there. Such a thread gets the context here, once.

@@ -28,12 +28,12 @@ from counterpoint.collectives.program.steps import COPY, REDUCE
 from counterpoint.errors import CounterpointError, Misconfigured, Unsupported
 from counterpoint.machine.driver import call_bindings
 
-_STREAMS_AT_ONCE = 64  # 37 MB on an H200
+_STREAMS_AT_ONCE = 64  # number of streams that are made together; they take 37 MB on an H200
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY
 _spare_streams: WeakKeyDictionary[Any, dict[int, list[Any]]] = WeakKeyDictionary()  # by driver and context
 
 BindReduction: TypeAlias = Callable[[ReduceLaunch, int], Callable[[], object]]
-"""Types a function that returns what launches a reduction on the stream with a handle."""
+"""Types a function that takes a reduction and a stream's handle, and returns a function that launches it there."""
 _Issue: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...]]  # a driver function, and its converted arguments
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -115,7 +115,7 @@ class EventPool:
         self._free.extend(events)
 
     def record(self, stream: int, capture: int = 0) -> StreamPoint:
-        """Mark the present end of a stream, which is in a capture with this id (0: none); raise if that is refused."""
+        """Return a point at the end of a stream's work so far; `capture` is its graph capture's id (0: none)."""
         try:
             event = self._free.popleft()
         except IndexError:
@@ -223,7 +223,7 @@ class Executor:
             self.call("cuStreamWriteValue32", self.side_stream, self.driver.CUdeviceptr(address), 1, 0)
 
     def close(self) -> None:
-        """Destroy events and give streams back; call this when all issued work has run, as the last call."""
+        """Destroy events and give streams back; call this last, when all issued work has run."""
         self.events.close()
         self._spare.extend(self._streams)
         self._streams = []
@@ -278,7 +278,7 @@ class Bound:
                 )
 
     def close(self) -> None:
-        """Give the events back to the pool; call this when the last issue has run or was captured (a graph copies)."""
+        """Give the events back to the pool; call this when the last issue has run, or was captured in a graph."""
         self._calls = ()
         self._freed()
 
@@ -291,7 +291,7 @@ class Graph:
         self._launch = executor.driver.cuGraphLaunch
 
     def launch(self, stream: Any) -> None:
-        """Replay the calls on a `CUstream`, or on a handle, converted every time; raise if the driver refuses."""
+        """Replay the calls on a stream, given as `CUstream` or as handle; raise if the driver refuses."""
         (error,) = self._launch(self._executable, stream)
         if error:
             raise _refused("cuGraphLaunch", error)

@@ -63,12 +63,12 @@ class StreamOrder:
 
     @in_context
     def taken(self, at: Location, after: tuple[Any, ...]) -> None:
-        """Let the current stream wait for the points in `after`, and record that it uses the tensor at `at`."""
+        """Let the current stream wait for the points in `after`, and record that the stream uses the tensor at `at`."""
         stream = self._gpu.current_stream()
         self.taken_on(stream, self._gpu.capture_of(self._events.handles[stream]), at, after)
 
     def taken_on(self, stream: int, capture: int, at: Location, after: tuple[Any, ...]) -> None:
-        """Do as `taken`, for current stream `stream`, which is in the graph capture with the id `capture` (0: none)."""
+        """Do as `taken` for the current stream, `stream`, in the graph capture with the id `capture` (0: none)."""
         if capture and after:  # a graph cannot wait for what is outside of it
             with self._gpu.relaxed():
                 while not all(map(self._events.passed, after)):

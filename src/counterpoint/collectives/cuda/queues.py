@@ -53,7 +53,7 @@ from counterpoint.errors import Misconfigured
 
 LANDING = Location(-2, 0)  # stands for an output that peers cannot write: they write the landing, which is copied
 _FOR_OTHERS = 4  # hardware queues left to kernels, calls and copies
-_MOST_MESSAGES = 64  # prepared by line; to find the one to evict takes 0.5 us for each
+_MOST_MESSAGES = 64  # prepared messages that a line caches; finding the one to evict takes 0.5 µs for each
 
 
 class CallQueue:
@@ -65,7 +65,7 @@ class CallQueue:
         self.context, self.executor = context, executor
         self.stream = stream  # of calls with async_op=True
         self.announcer = Announcer(context.waiter, channel, steps=STEPS)
-        self.last: dict[int, StreamPoint] = {}  # end of the latest call by graph capture; 0: outside of captures
+        self.last: dict[int, StreamPoint] = {}  # end of the latest call, by id of the graph capture; 0: outside of captures
         self.under_way: deque[CudaWork] = deque()
         self.unshown: deque[tuple[Submission, int]] = deque()  # calls that are not yet announced, with their numbers
         self._cache = PreparedCache(context.events, most=most_prepared)
@@ -189,7 +189,7 @@ class CallQueue:
 
 @dataclass(frozen=True, slots=True)
 class _Needs:
-    """Holds what a program needs before it can be lowered; all but `program` and `writes` are equal on all ranks."""
+    """Holds a call's program and the memory that it needs; all but `program` and `writes` are equal on all ranks."""
 
     program: Program
     staging_bytes: int
@@ -253,7 +253,7 @@ class CudaChannel(CallQueue):
     def _agreed(
         self, submission: Submission, number: int, known: _Needs | None, capture: int
     ) -> tuple[_Needs, dict[int, Location]]:
-        """Return what a call needs and where peers' outputs are; to allocate or to learn these, the ranks meet."""
+        """Return a call's needs and the places of peers' outputs; to allocate or to learn these, the ranks meet."""
         own = submission.shown_at
         grows = known is not None and not self.staging.fits(known.staging_bytes)
         lands = known is not None and own == LANDING and has_equal_outputs(known.program.call)
@@ -339,7 +339,7 @@ class CudaChannel(CallQueue):
 
 
 class MailboxRoom:
-    """Holds the mailbox memory of a communicator and its lines. All ranks make it together.
+    """Holds the mailbox memory of a communicator and its lines of messages; all ranks make it together.
 
     `executor` makes the streams; `queues` is given each new line.
     """

@@ -35,7 +35,7 @@ _LINE_BYTES = 128
 _MOST_LOCATED = 4096
 c10d: Any = _distributed_c10d  # its stubs lack half of it
 _NUMBER = re.compile(r"/(\d+)")
-_POOLS: list[Any] = []  # of torch, which live as long as the process
+_POOLS: list[Any] = []  # torch's memory pools, which live as long as the process
 
 
 class NumberedStore(c10d.Store):  # type: ignore[misc]
@@ -178,7 +178,7 @@ class CudaMemory:
         self._meeting.end()
 
     def address(self, rank: int, at: Location, num_bytes: int) -> int:
-        """Return the address here of bytes of `rank`; raise if they do not lie within a region of that rank."""
+        """Return the address in this process of bytes of `rank`; raise if they are not within a region of that rank."""
         region = self._regions.get(at.region)
         size = 0 if region is None else region.num_bytes
         if region is None or at.offset < 0 or at.offset + num_bytes > size:
@@ -266,7 +266,7 @@ class FlagLayout:
         words = flag_words(memory.world_size, max_chunks=MAX_CHUNKS)
         self._stride = -(-words * WORD_BYTES // _LINE_BYTES) * _LINE_BYTES
         self._channels, slot_words = channels, 2 * slots * memory.world_size
-        self._blocks = 2 * channels + -(-slot_words * WORD_BYTES // self._stride)  # rows before those of blocks
+        self._blocks = 2 * channels + -(-slot_words * WORD_BYTES // self._stride)  # rows of flags before those of early-release blocks
         self.num_bytes = (self._blocks + MAX_EARLY_BLOCKS) * self._stride
         self.region = memory.create(self.num_bytes)
         tensor = self._tensor(memory)
@@ -277,20 +277,20 @@ class FlagLayout:
         tensor[self._blocks :, : memory.world_size] = 1
 
     def of_channel(self, index: int) -> Location:
-        """Return where the flags begin that belong to outputs of calls on this channel."""
+        """Return the location at which the flags begin that belong to outputs of calls on this channel."""
         return Location(self.region, 2 * index * self._stride)
 
     def of_staging(self, index: int) -> Location:
-        """Return where the flags of this channel's staging begin."""
+        """Return the location at which the flags of this channel's staging begin."""
         return Location(self.region, (2 * index + 1) * self._stride)
 
     def of_block(self, number: int) -> Location:
-        """Return where the flags of an early-release block begin."""
+        """Return the location at which the flags of an early-release block begin."""
         return Location(self.region, (self._blocks + number) * self._stride)
 
     @property
     def of_mailbox(self) -> Location:
-        """Return where the flags of the mailbox begin."""
+        """Return the location at which the flags of the mailbox begin."""
         return Location(self.region, 2 * self._channels * self._stride)
 
     @property
@@ -325,7 +325,7 @@ class Growth:
 
     @in_context
     def create(self, what: str, num_bytes: int, make: Callable[[], int] | None = None) -> int:
-        """Make a region with all ranks and return its number; raise if a rank is missing or asks for another region.
+        """Return the number of a new region, which all ranks make together; raise if a rank is missing or disagrees.
 
         `what` says what the region is for, in the same words on all ranks; `make` makes it (None: `memory.create`). In
         a graph capture it is made beside the capture, and is no part of the graph.
@@ -354,7 +354,7 @@ class Growth:
 
 @contextmanager
 def torch_pool(memory: CudaMemory, growth: Growth) -> Iterator[None]:
-    """Put CUDA tensors that this thread makes in the context into symmetric memory; at its end ranks map them all.
+    """Put CUDA tensors made by this thread in the `with` block into symmetric memory, which ranks map at its end.
 
     Each use has a `torch.cuda.MemPool` of its own, since torch picks the memory that it uses again by address, which
     differs between ranks. It lives as long as the process, since its tensors may outlive the communicator.

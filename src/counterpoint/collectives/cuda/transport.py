@@ -91,7 +91,7 @@ class CudaTransport:
 
     @property
     def epoch(self) -> int:
-        """Return how many regions were made so far; a new region may get the addresses of an earlier one."""
+        """Return how many regions were made so far; a new one may lie where an address meant plain memory before."""
         return self._growth.created
 
     def tuning(self, call: Call, *, early_release: bool) -> Tuning:
@@ -169,7 +169,7 @@ class CudaTransport:
 
     @in_context
     def record_stream(self, tensor: Any, stream: Any) -> None:
-        """Record that `stream` uses a tensor of `empty`, whose memory is then not reused before that work has ended."""
+        """Record that `stream` uses a tensor of `empty`, so that work queued there delays the reuse of its memory."""
         at = self.locate(tensor)
         if at is None:
             raise Misconfigured("record_stream of a tensor that is not from empty(): use torch's Tensor.record_stream")
@@ -179,7 +179,7 @@ class CudaTransport:
 
     @contextmanager
     def memory_pool(self) -> Iterator[None]:
-        """Put CUDA tensors that this thread makes in the context into symmetric memory; all ranks leave it together."""
+        """Put CUDA tensors made by this thread in the `with` block into symmetric memory; ranks leave it together."""
         memory = self.context.memory
         assert isinstance(memory, CudaMemory), "stand-ins have no pools of torch"
         with torch_pool(memory, self.context.growth):

@@ -134,7 +134,7 @@ class Watch:
         return int(record.step) if record.number == current.number else STEPS
 
     def _let_go(self, going: list[CudaWork]) -> None:
-        """Set the flags that these calls wait for; if calls are in the caller's graphs, set all flags of channels."""
+        """Set the flags that these calls wait for; if the caller's graphs have calls, all of channels and mailbox."""
         for call in going:
             self._side.let_go(call.prepared.calls)
         if self.captured:

@@ -20,7 +20,7 @@ class PeerFailed(Unsupported):
 
 
 def membership(group: Any) -> tuple[int, int]:
-    """Return this process's rank in the group and the number of ranks; raise if the group lacks it or is missing."""
+    """Return this process's rank in the group and the number of ranks; raise if it is in none, or not in this one."""
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_initialized():

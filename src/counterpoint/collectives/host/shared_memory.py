@@ -112,7 +112,7 @@ class SharedMemory:
             self.statuses[rank] = self._type.from_buffer(mapping.buffer)
 
     def create(self, num_bytes: int) -> int:
-        """Make a region of zeros, backed by memory at once; return its number, or raise `Unsupported`."""
+        """Return the number of a new region of zeros, backed by memory at once; raise `Unsupported` if it is short."""
         with self._lock:
             return self._create(num_bytes)
 
@@ -140,7 +140,7 @@ class SharedMemory:
             os.close(fd)
 
     def address(self, rank: int, at: Location, num_bytes: int) -> int:
-        """Return the address here of bytes of `rank`; raise if they do not lie within a region of that rank."""
+        """Return the address in this process of bytes of `rank`; raise if they are not within a region of that rank."""
         mapping = self._mapping(rank, at.region)
         if mapping is None or at.offset < 0 or at.offset + num_bytes > mapping.num_bytes:
             raise Misconfigured(
@@ -155,7 +155,7 @@ class SharedMemory:
         if not 0 <= region < MAX_REGIONS:
             return None
         shown = self.statuses[rank].regions[region]
-        with self._mapping_lock:  # mapped twice, the first would go while its address is in use
+        with self._mapping_lock:  # if two threads map a region, the first mapping goes while in use
             serial, known = shown.serial, self._peers.get((rank, region))
             if not serial:
                 return None

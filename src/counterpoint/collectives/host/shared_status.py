@@ -19,7 +19,7 @@ from typing import Any, Literal
 from counterpoint.collectives.program.steps import Flag, flag_word, flag_words
 
 RUNNING, CLOSED, FAILED = 0, 1, 2  # states of a communicator on one rank
-DEPTH = 64  # records kept of each line's latest calls; so many calls may a rank be ahead of another
+DEPTH = 64  # records that a line keeps of its latest calls: one rank may be this many calls ahead of another
 MAX_CHUNKS = 16  # most chunks of one block, each with an `arrived` flag
 MAX_REGIONS = 256
 MAX_EARLY_BLOCKS, MAX_EARLY_REGIONS = 256, 32  # most blocks and regions of outputs with an early release

@@ -30,7 +30,7 @@ _SPINS, _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _LOOK_S = 30, 20e-6, 1e-3, 0.05
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CurrentCall:
-    """Names the call that a rank is in: number `number` on `line` of its status."""
+    """Names the call that a rank is in: call number `number` on line `line` of its status."""
 
     text: str
     channel: int

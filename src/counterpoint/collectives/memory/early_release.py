@@ -83,7 +83,7 @@ class EarlyPool:
         self._free: list[EarlyBlock] = []
         self._count = 0
         self._lock = threading.RLock()
-        self.dropped: deque[EarlyBlock] = deque()  # of tensors that died, in any thread, which only appends here
+        self.dropped: deque[EarlyBlock] = deque()  # of tensors that died; any thread may append one
 
     def empty(self, *shape: int, dtype: Any) -> Any:
         """Return an uninitialised tensor of one element or more; raise `Unsupported` if no block is left for it."""

@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 _SMALLEST_BYTES, _STEP_BYTES = 1 << 16, 1 << 26  # smallest size of a `GrowableRegion`, and its step when large
 _MOST_BYTES = 1 << 28  # largest region that a pool makes if no single tensor needs more
-BLOCK_BYTES = 512  # multiple of blocks' sizes and offsets: no two tensors share a cache line or copy engine's burst
+BLOCK_BYTES = 512  # divides blocks' sizes and offsets: no two tensors share a cache line or a copy engine's burst
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -44,7 +44,7 @@ class SymmetricMemory(Protocol):
         """Free a region that this rank no longer uses; a later region may get its number."""
 
     def address(self, rank: int, at: Location, num_bytes: int) -> int:
-        """Return the address here of bytes of `rank`; raise `Misconfigured` if they are not within its region."""
+        """Return the address in this process of bytes of `rank`; raise `Misconfigured` if no region has them."""
 
     def locate(self, address: int, num_bytes: int) -> Location | None:
         """Return the location of the `num_bytes` at `address`; None if they are not in this rank's symmetric memory."""
@@ -57,7 +57,7 @@ class SymmetricMemory(Protocol):
 
 
 NotReusable: TypeAlias = Literal["later", "never"]
-"""Says that memory is not known to be free yet, so that one has to ask again, or never will be."""
+"""Says why memory is not reused: "later", it may still be in use, so ask again; "never", a graph uses it."""
 
 
 class ReusePolicy(Protocol):
@@ -67,10 +67,10 @@ class ReusePolicy(Protocol):
         """Return the work that must end before the freed bytes at `at` are reused, or why they cannot be reused."""
 
     def taken(self, at: Location, after: tuple[Any, ...]) -> None:
-        """Let the next user of the bytes at `at` wait for the work in `after`, as its tensor is made there."""
+        """Let the next user of the bytes at `at` wait for the work in `after`."""
 
     def merged(self, one: tuple[Any, ...], other: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the work that must end before memory is reused that was joined from two free blocks."""
+        """Return the work that must end before a block that was joined from two free blocks is reused."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -102,7 +102,7 @@ class Pool:
         self._next_bytes = region_bytes
         self._free: list[_Block] = []  # ascending, no two adjacent
         self._lock = threading.Lock()
-        self._dropped: deque[_Block] = deque()  # storages die in any thread, even between two lines of `_take`
+        self._dropped: deque[_Block] = deque()  # of dead tensors; any thread may append one, even amid `_take`
 
     def empty(self, *shape: int, dtype: Any) -> Any:
         """Return an uninitialised tensor of one element or more."""
@@ -167,7 +167,7 @@ class Pool:
 
 
 def next_region_bytes(last: int) -> int:
-    """Return the bytes of the next region: double those of the last one, up to 256 MiB, and never fewer.
+    """Return the bytes of the next region: twice those of the last one, up to 256 MiB, but never fewer than the last.
 
     A larger tensor gets a region of its own size, which does not count as the last one here: if it did, a model's
     largest layer would cost three times its memory.

@@ -307,7 +307,7 @@ class _PhaseRun:
             _wait(works)
 
     def start(self, phase: Phase) -> list[Any]:
-        """Start a phase; return the works that end with it."""
+        """Start a phase; return the works whose end is the end of the phase."""
         if phase.level == "here":
             self.add_up(phase)
             return []

@@ -76,7 +76,7 @@ class Phase:
     input: Span  # where its input lies in the rank's buffers; the same as `output` if the call is in place
     output: Span  # where its output lies
     after: tuple[int, ...] = ()  # numbers of this rank's phases that have to end before it begins
-    place: int = 0  # here: how many parts of the input come before the output in the sum
+    place: int = 0  # of a phase `here`: how many parts of the input come before the output in the sum
 
     def summands(self) -> tuple[Span, ...]:
         """Return the spans that a phase `here` adds up, in order: the parts of its input, and its output among them."""

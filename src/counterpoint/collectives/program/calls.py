@@ -111,7 +111,7 @@ class Call:
         return Span("input", 0, size)
 
     def target_span(self, source: int, target: int) -> Span:
-        """Return the span in the output of `target` where the block from `source` goes; in reductions, the sum's."""
+        """Return the span in the output of `target` for the block from `source`; of reductions, for the whole shard."""
         offset = {"shard": 0, "array": sum(self.sizes[source][:target])}.get(self.layout.output)
         found = self._offset_in_output(source, target) if offset is None else offset
         return Span("output", found, self.sizes[source][target])

@@ -156,7 +156,7 @@ class _Clock:
         lanes: dict[int, list[tuple[float, Step]]] = {}
         issued = self.ended[program.rank] + self.rates.launch_us
         for step in program.cycle(early_release=early_release):
-            if step.lane not in _OF_HOSTS or isinstance(step, AwaitEvent):  # the other library's: one call
+            if step.lane not in _OF_HOSTS or isinstance(step, AwaitEvent):  # steps between hosts are one call of the other library
                 issued += self.rates.call_us
             lanes.setdefault(step.lane, []).append((issued, step))
         for peer in range(program.world_size):
@@ -208,7 +208,7 @@ class _Clock:
             self.resume(self.waiting.pop(what))
 
     def at(self, us: float, what: _Lane | Key) -> None:
-        self.tickets += 1  # first come, first served
+        self.tickets += 1  # alarms of one moment ring in the order in which they were set
         heapq.heappush(self.alarms, (us, self.tickets, what))
 
     def resume(self, lane: _Lane) -> None:

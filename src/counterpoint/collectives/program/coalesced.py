@@ -26,7 +26,7 @@ class Parts:
     starts: tuple[int, ...]  # offset of each tensor in the buffer
     shares: tuple[int, ...]  # one rank's share of each tensor
     sizes: tuple[int, ...]  # size of each tensor: bytes of shares beyond it are neither read nor written
-    width: int = 1  # bytes here for each byte of a block: 2 if sums have a dtype twice as wide as the inputs
+    width: int = 1  # bytes in these tensors for a byte of a block: 2 if sums have a dtype twice as wide as inputs
 
     @cached_property
     def ends(self) -> tuple[int, ...]:
@@ -89,7 +89,7 @@ def _placed(step: Step, layout: Mapping[Buffer, Parts]) -> Iterator[Step]:
         case Reduce():
             for *sources, target in _pieces((*step.sources, step.target), layout):
                 yield replace(step, sources=tuple(sources), target=target)
-        case Batch():  # what a wait brings lies apart, too, and no single span says where
+        case Batch():  # the data that a wait brings is spread over tensors, too: no single span names it
             operations = (replace(one, brings=None) if isinstance(one, Wait) else one for one in step.operations)
             yield replace(step, operations=tuple(operations))
         case _:

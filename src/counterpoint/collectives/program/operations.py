@@ -46,7 +46,7 @@ def find_operation(name: str) -> Operation:
 
 
 def has_equal_outputs(call: Call) -> bool:
-    """Return whether peers write into this call's outputs, which must be at the same place on every rank."""
+    """Return whether peers write into the outputs of this call, and these must be at the same place on every rank."""
     return call.layout.writes_outputs and OPERATIONS[call.operation].same_output
 
 

@@ -158,7 +158,7 @@ def _trivial(call: Call) -> bool:
 
 
 def _alone(call: Call, rank: int, tuning: Tuning) -> Program:
-    """Build the program for one rank, or for no data: the input of one rank is reduced alone, to be scaled."""
+    """Build the program of a single rank, or of no data: the input still goes through the reduction, to be scaled."""
     source, target = call.source_span(rank, rank), call.target_span(rank, rank)
     steps = (Reduce((source,), target, COPY),) if target.num_bytes else ()
     return Program(call=call, tuning=tuning, rank=rank, steps=steps)

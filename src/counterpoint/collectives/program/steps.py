@@ -39,8 +39,8 @@ from counterpoint.errors import Misconfigured
 
 Symmetric = Literal["output", "staging", "mailbox"]
 COPY, REDUCE = 0, 1  # lanes
-BETWEEN, BETWEEN_REDUCE = 2, 3  # lanes of what another library does between hosts; in models, which nobody executes
-HERE = 4  # lane of a rank's sums of what came from other hosts; in these models, too
+BETWEEN, BETWEEN_REDUCE = 2, 3  # lanes of another library between hosts; only in models that are never executed
+HERE = 4  # lane in which a rank adds up data from other hosts; in models only
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,11 +19,11 @@ from counterpoint.collectives.program.steps import Tuning
 from counterpoint.errors import Misconfigured
 from counterpoint.machine.profile import Rates
 
-TURN_BYTES = 1 << 23  # a copy of 22 µs: a turn costs a fifth of it, a meeting all of it
-MAX_SLICES = 1024  # of a reduce_scatter
+TURN_BYTES = 1 << 23  # takes 22 µs to copy: a turn costs a fifth of that, two copies that meet on a link all of it
+MAX_SLICES = 1024  # most slices of a reduce_scatter
 _TOGETHER = Tuning(arrivals="together")
 _NEVER = 1 << 62  # bytes: no broadcast is as large
-_CUT_BYTES = 1 << 20  # a copy costs as much as megabytes on the link: smaller shards are not tried in chunks
+_CUT_BYTES = 1 << 20  # smallest shard that is tried in chunks: a copy costs as much as megabytes on the link
 
 
 @lru_cache(maxsize=1024)

@@ -58,7 +58,7 @@ class Submission:
     line: int  # line of the status that counts it: a peer's rank, or world_size for calls of all ranks
     call: Call | UnevenSplits | None = None  # with uneven splits, `Call` is known only from the rows of all ranks
     program: Program | None = None  # this rank's; None with uneven splits, or of a message
-    message: Message | None = None  # through a mailbox, on a channel of the status that is its line's
+    message: Message | None = None  # through a mailbox; `channel` is then the one that counts the line's messages
     meets: bool = False  # all ranks announce and compare it before any begins
     async_op: bool = False  # the caller does not wait for it
     partitioned: Literal["no", "output", "both"] = "no"  # the caller takes output, or also supplies input, by pieces
@@ -76,7 +76,7 @@ class Submission:
     epoch: int = 0  # `Transport.epoch` when this was made; after a new region an address may mean something else
     words: bytes = field(init=False)  # `text` as a status shows it: the first 159 bytes
     row: tuple[int, ...] = field(init=False)  # bytes that it sends to each rank, if they do not know them yet; else ()
-    prepared: dict[bool, Any] = field(init=False)  # of the transport: what it issues, by whether that has a handshake
+    prepared: dict[bool, Any] = field(init=False)  # the transport's driver calls, by whether they have a handshake
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "words", self.text.encode()[:159])
@@ -151,7 +151,7 @@ class Transport(Tuner, Protocol):
 
     @property
     def epoch(self) -> int:
-        """Return how many regions were made so far; a new region may get the addresses of an earlier one."""
+        """Return how many regions were made so far; a new one may lie where an address meant plain memory before."""
 
     def locate(self, tensor: Any) -> Location | None:
         """Return the place of a contiguous tensor in this rank's symmetric memory; None if it lies elsewhere."""
@@ -169,7 +169,7 @@ class Transport(Tuner, Protocol):
         """Check a new submission before its first start; raise if this device cannot run it."""
 
     def start(self, submission: Submission, number: int, keep: tuple[Any, ...]) -> Work | PartitionedWork | None:
-        """Queue a call behind the others of its channel and return its work at once; None if nothing needs a wait.
+        """Queue a call behind the others of its channel; return its work at once, or None if nobody has to wait for it.
 
         The work of a call in partitions is a `PartitionedWork`.
 
@@ -182,10 +182,10 @@ class Transport(Tuner, Protocol):
         """Raise the error that ended this communicator, if there was one."""
 
     def record_stream(self, tensor: Any, stream: Any) -> None:
-        """Record that `stream` uses `tensor`, whose memory is then not reused before that work has ended."""
+        """Record that `stream` uses `tensor`, so that work queued there delays the reuse of the tensor's memory."""
 
     def memory_pool(self) -> AbstractContextManager[None]:
-        """Put tensors that torch makes in this thread, in the context, into symmetric memory; `Unsupported` on CPUs."""
+        """Put tensors made by this thread in the `with` block into symmetric memory; `Unsupported` on CPUs."""
 
     def close(self) -> None:
         """End the calls under way (GPU: wait for them; CPU: fail them), then free streams, threads and memory."""
