@@ -231,7 +231,7 @@ class Communicator(EvenCollectives):
     def abort(self) -> None:
         """End the communicator without waiting for peers: calls under way fail, and their outputs are invalid.
 
-        Those that end by themselves within a quarter of a second end well.
+        Calls that end by themselves within 0.25 s succeed.
         """
         if self._dropped.detach():
             self._transport.abort()

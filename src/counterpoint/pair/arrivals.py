@@ -106,8 +106,8 @@ class ShardedMatmul:
 class Segment:
     """Holds rows that arrive or leave together: one slab for each batch element that they touch.
 
-    `us` of an all_gather: when they are there, after the call began. Of a reduce_scatter: what the call takes at least
-    from when they are computed.
+    `us` of an all_gather: µs from the begin of the call until the rows are there. Of a reduce_scatter: least µs from
+    when the rows are computed until the call ends.
     """
 
     rank: int  # whose shard it is
@@ -220,7 +220,7 @@ def _tails_us(
     """Return for each chunk the µs from its computation to the end: its send, the sends behind it, and the sums.
 
     Ranks are taken to be alike: the partials of an own chunk have come when this rank has sent the same chunk to its
-    last peer. Its sum then needs those before it to have ended.
+    last peer. Its sum begins when earlier sums have ended.
     """
     sends = [_copy_us(task, slabs, profile) for blocks in chunks for slabs in blocks]
     sent = list(accumulate(sends))

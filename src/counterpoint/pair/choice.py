@@ -28,7 +28,7 @@ from counterpoint.records.measurement import Order
 Objective = Literal["mean", "worst"]
 ORDERS: tuple[Order, ...] = ("together", "comm_first", "compute_first")
 FEWER_CTAS = (16, 12, 8, 4)  # multiples of NCCL's cluster of 4, which it drops otherwise
-FREE_SMS = (0, 4, 8, 12, 16)  # numbers of SMs that a GEMM may leave free; cuBLAS' blocks come in pairs, a GPC has 16 or 18
+FREE_SMS = (0, 4, 8, 12, 16)  # SMs that a GEMM may leave free; cuBLAS' blocks come in pairs, and a GPC has 16 or 18
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -249,7 +249,7 @@ class RowCurve:
     def us(self, rows: int) -> float:
         """Return the µs of `rows` rows: between two points on their line, beyond the last one in proportion.
 
-        Fewer rows than at the first point take as long as that: at most a tile of them is missing if it is one tile.
+        Fewer rows than at the first point take as long as those of the first point, which should be one tile.
 
         Raises:
             Misconfigured: there are over twice as many rows as were measured.

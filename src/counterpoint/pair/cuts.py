@@ -32,8 +32,9 @@ _SAME = 1e-9  # relative difference below which two times are equal
 class Piece:
     """Holds the rows that are multiplied in one step, by one matmul for each slab.
 
-    `segment` is an index of `segments_of`. An all_gather: the last one that must have arrived before, which is also the
-    number of partitions. A reduce_scatter: the last one that is computed after it, and may be sent; -1: none yet.
+    `segment` is an index of `segments_of`. Of an all_gather: the last segment that must have arrived before this piece
+    is multiplied, which is also the number of partitions to wait for. Of a reduce_scatter: the last segment that is
+    complete once this piece is multiplied, and may be sent; -1: none yet.
     """
 
     segment: int
@@ -56,7 +57,7 @@ class Cuts:
 def cut(task: ShardedMatmul, rank: int, profile: Profile | None = None) -> Cuts:
     """Return the cuts of a rank's rows with the least predicted time, without those that save less than `WORTH`.
 
-    Pieces begin and end at tiles of a slab, or at its end; where there would be over `MAX_CELLS` tiles, at several.
+    Pieces begin and end at the border of a tile or the end of a slab; with over `MAX_CELLS` tiles, at some borders only.
     """
     return RowAxis(task, rank, profile or default_profile()).cuts
 

@@ -110,9 +110,9 @@ def choose_expert(
 ) -> ExpertPlan:
     """Return the simplest mechanism whose added time is within `MARGIN` of the least; torch's is the simplest.
 
-    torch's is the simplest; where it adds more than that, another one is chosen only if it adds less by `MARGIN`. Few
-    tokens, as in decoding, are left to torch: where 70 % of the time of ours would pass without any token, bytes are
-    not what takes it. So are exchanges alone in which ours moves no fewer bytes (`top_k <= ranks`).
+    Another mechanism than torch's is chosen only if it adds less than torch's by `MARGIN`. Two kinds of exchange are
+    left to torch: those of few tokens, as in decoding, where over 70 % of the other mechanism's time would pass without
+    any token; and those without compute beside them in which it moves no fewer bytes (`top_k <= ranks`).
     Ranks that give the same figures choose alike, which they must.
 
     Args:

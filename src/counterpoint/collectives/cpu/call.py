@@ -318,7 +318,7 @@ class CpuCall(HostWork):
         return self.base[span.buffer] + span.offset
 
     def _at_peer(self, peer: int, span: Span) -> int:
-        """Return the address here of `span` of `peer`, which published its place before it signalled `ready`."""
+        """Return the address in this process of `span` of `peer`, which published it before it signalled `ready`."""
         if span.buffer == "staging":
             at = self._staging_of(peer)
         elif self.early is not None:

@@ -58,12 +58,12 @@ class CudaContext:
 class Prepared:
     """Holds the driver calls of one program at fixed addresses, by part, ready to be issued any number of times.
 
-    The start is all of it, or of a call with the partitions `cut` what comes before its pushes; `lower` makes the
-    driver calls of further parts when they are first issued. With `supplied` the start pushes everything.
+    The part `start` is the whole program, or, if the call is in the partitions `cut`, the steps before its pushes (with
+    `supplied` the pushes, too); `lower` makes the driver calls of further parts when they are first issued.
 
-    If `graphs` is set, the second start captures the calls in a CUDA graph, which later starts replay: to make it takes
-    longer than to issue the calls. In a graph capture of the caller the calls are issued, and become part of that
-    graph.
+    If `graphs` is set, the second start captures the calls in a CUDA graph, which later starts replay (a call that is
+    made once does without: making the graph takes longer than issuing the calls). In a graph capture of the caller the
+    calls are issued, and become part of that graph.
     """
 
     def __init__(

@@ -33,7 +33,7 @@ _NOT_READY = 600  # CUDA_ERROR_NOT_READY
 _spare_streams: WeakKeyDictionary[Any, dict[int, list[Any]]] = WeakKeyDictionary()  # by driver and context
 
 BindReduction: TypeAlias = Callable[[ReduceLaunch, int], Callable[[], object]]
-"""Types a function that takes a reduction and a stream's handle, and returns a function that launches it there."""
+"""Types a function that returns what launches a reduction on the stream with a handle."""
 _Issue: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...]]  # a driver function, and its converted arguments
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")

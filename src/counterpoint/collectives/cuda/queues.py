@@ -65,14 +65,14 @@ class CallQueue:
         self.context, self.executor = context, executor
         self.stream = stream  # of calls with async_op=True
         self.announcer = Announcer(context.waiter, channel, steps=STEPS)
-        self.last: dict[int, StreamPoint] = {}  # end of the latest call, by id of the graph capture; 0: outside of captures
+        self.last: dict[int, StreamPoint] = {}  # the latest call's end, by id of the graph capture; 0: no capture
         self.under_way: deque[CudaWork] = deque()
         self.unshown: deque[tuple[Submission, int]] = deque()  # calls that are not yet announced, with their numbers
         self._cache = PreparedCache(context.events, most=most_prepared)
         self._cut: CudaWork | None = None  # the latest call in partitions
 
     def start(self, submission: Submission, number: int, keep: tuple[Any, ...]) -> CudaWork:
-        """Queue a call on the current stream, or with `async_op` on the channel's own stream after the current one.
+        """Queue a call on the current stream, or with `async_op` on the channel's own after the current stream's work.
 
         With `async_op` the call's work keeps the tensors of `keep` alive; others need not, as they run in stream order.
 
@@ -148,7 +148,7 @@ class CallQueue:
     def _issue(
         self, submission: Submission, prepared: Prepared, stream: int, current: int, capture: int
     ) -> tuple[StreamPoint, StreamPoint]:
-        """Queue the call after the last one of the channel, and record its memory; return its begin and its end."""
+        """Queue the call after the channel's last one and record its memory; return the points of begin and end."""
         events, begin = self.context.events, None
         if capture not in self.last:  # the first call in this capture
             self._forget_captures()

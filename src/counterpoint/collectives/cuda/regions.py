@@ -77,7 +77,7 @@ class NumberedStore(c10d.Store):  # type: ignore[misc]
 class Meeting:
     """Stands for a group where torch exchanges symmetric memory: a group of the same ranks with a `NumberedStore`.
 
-    All ranks of the group make it together, those of one memory after those of another in the same order.
+    All ranks of the group make it together; if they make several, they make them in the same order.
 
     Args:
         group: torch process group.
@@ -266,7 +266,7 @@ class FlagLayout:
         words = flag_words(memory.world_size, max_chunks=MAX_CHUNKS)
         self._stride = -(-words * WORD_BYTES // _LINE_BYTES) * _LINE_BYTES
         self._channels, slot_words = channels, 2 * slots * memory.world_size
-        self._blocks = 2 * channels + -(-slot_words * WORD_BYTES // self._stride)  # rows of flags before those of early-release blocks
+        self._blocks = 2 * channels + -(-slot_words * WORD_BYTES // self._stride)  # rows before early blocks
         self.num_bytes = (self._blocks + MAX_EARLY_BLOCKS) * self._stride
         self.region = memory.create(self.num_bytes)
         tensor = self._tensor(memory)

@@ -57,7 +57,7 @@ class SymmetricMemory(Protocol):
 
 
 NotReusable: TypeAlias = Literal["later", "never"]
-"""Says why memory is not reused: "later", it may still be in use, so ask again; "never", a graph uses it."""
+"""Says that memory is not known to be free yet, so that one has to ask again, or never will be."""
 
 
 class ReusePolicy(Protocol):

@@ -156,7 +156,7 @@ class _Clock:
         lanes: dict[int, list[tuple[float, Step]]] = {}
         issued = self.ended[program.rank] + self.rates.launch_us
         for step in program.cycle(early_release=early_release):
-            if step.lane not in _OF_HOSTS or isinstance(step, AwaitEvent):  # steps between hosts are one call of the other library
+            if step.lane not in _OF_HOSTS or isinstance(step, AwaitEvent):  # between hosts: 1 call
                 issued += self.rates.call_us
             lanes.setdefault(step.lane, []).append((issued, step))
         for peer in range(program.world_size):
