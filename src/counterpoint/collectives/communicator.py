@@ -445,7 +445,7 @@ class Communicator(EvenCollectives):
         channel: int = 0,
         async_op: bool = False,
     ) -> Work | None:
-        """Run any collective of `OPERATIONS` with even blocks, by its name.
+        """Run any collective of `OPERATIONS`, by its name, on blocks of equal size.
 
         Args:
             name: name of the collective, such as `all_gather`.

@@ -67,7 +67,7 @@ class ShardedMatmul:
 
     @property
     def rows(self) -> int:
-        """Return the rows of all ranks and batch elements together."""
+        """Return how many rows all ranks and batch elements have together."""
         return self.batch * sum(self.shard_rows)
 
     @property
@@ -89,7 +89,7 @@ class ShardedMatmul:
 
     @property
     def flop(self) -> float:
-        """Return the floating-point operations of the matmuls on one rank."""
+        """Return the number of floating-point operations of the matmuls on one rank."""
         return 2.0 * self.rows * sum(curve.n * curve.k for curve in self.curves)
 
     @property
@@ -168,7 +168,7 @@ def hiding(
     link_bytes_per_s: float,
     element_bytes: int = 2,
 ) -> Hiding:
-    """Return whether the arithmetic takes at least as long as the transfer, which hiding needs at the least.
+    """Return whether the arithmetic takes as long as the transfer or longer: otherwise the transfer cannot hide.
 
         all_gather + matmul       M K b (w - 1) / w / B <= 2 M N K / R    iff    N >= b R (w - 1) / (2 w B)
         matmul + reduce_scatter   M N b (w - 1) / w / B <= 2 M N K / R    iff    K >= the same

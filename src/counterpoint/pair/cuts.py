@@ -57,7 +57,7 @@ class Cuts:
 def cut(task: ShardedMatmul, rank: int, profile: Profile | None = None) -> Cuts:
     """Return the cuts of a rank's rows with the least predicted time, without those that save less than `WORTH`.
 
-    Pieces begin and end at the border of a tile or the end of a slab; with over `MAX_CELLS` tiles, at some borders only.
+    Pieces begin and end at borders of tiles or the end of a slab; with over `MAX_CELLS` tiles, at some borders only.
     """
     return RowAxis(task, rank, profile or default_profile()).cuts
 

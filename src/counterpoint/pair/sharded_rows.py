@@ -68,7 +68,7 @@ class ShardedRows:
 
     @property
     def total(self) -> int:
-        """Return the rows of the whole matrix."""
+        """Return how many rows the whole matrix has."""
         return self.batch * sum(self.rows)
 
     @property

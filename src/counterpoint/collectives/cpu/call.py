@@ -216,7 +216,7 @@ class CpuCall(HostWork):
         return rows
 
     def _compare(self, peer: int) -> None:
-        """Raise Misconfigured if `peer` has made a different call under this number; it may not have made one yet."""
+        """Raise Misconfigured if `peer` has made a different call under this number (it may have made none yet)."""
         same = self.watchdog.same(self.current, peer)
         if same is not None and same != self.current.text:
             raise mismatch(self.current, self.watchdog.names[peer], same)

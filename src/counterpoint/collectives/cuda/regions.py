@@ -75,7 +75,7 @@ class NumberedStore(c10d.Store):  # type: ignore[misc]
 
 
 class Meeting:
-    """Stands for a group where torch exchanges symmetric memory: a group of the same ranks with a `NumberedStore`.
+    """Replaces a process group where torch exchanges symmetric memory: the same ranks, with a `NumberedStore`.
 
     All ranks of the group make it together; if they make several, they make them in the same order.
 

@@ -201,7 +201,7 @@ def _all_gather(plan: _PhaseList) -> None:
 
 
 def _reduce_scatter(plan: _PhaseList) -> None:
-    """Sum the blocks for each other host inside this one and send them, then the blocks for this host; add up last."""
+    """Sum other hosts' blocks inside this host and send the sums, then sum this host's own blocks; add up last."""
     block, hosts = plan.even_block(), plan.hosts
     inside, output = operations.reduce_scatter(plan.local, block), Span("output", 0, block)
     come = []

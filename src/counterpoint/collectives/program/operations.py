@@ -72,7 +72,7 @@ def measured_by(means: Means) -> tuple[str, ...]:
 
 
 def even_call(name: str, world_size: int, num_bytes: int, *, root: int = 0, own: Own | None = None) -> Call:
-    """Return a call with even blocks; raise `Misconfigured` for an unknown name or invalid numbers.
+    """Return a call of the collective `name` on blocks of equal size; raise `Misconfigured` if that is impossible.
 
     Args:
         name: name of the collective.

@@ -168,7 +168,7 @@ def even_blocks_of(
     *,
     leave_own: bool = False,
 ) -> Submission:
-    """Describe a call of the collective `name` with even blocks."""
+    """Describe a call of the collective `name` on blocks of equal size."""
     check(output, input, ranks.device)
     row, in_place = find_operation(name), _in_place(ranks, output, input)
     num_bytes = _full_bytes(ranks, row, output, input, root)
