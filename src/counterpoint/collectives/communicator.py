@@ -214,7 +214,7 @@ class Communicator(EvenCollectives):
             debug=options.debug,
         ).submit
         self._send_or_recv = request.send_recv if self._transport.mailbox_channel is None else request.message
-        self._dropped = weakref.finalize(self, self._transport.abort)  # in any thread: it may not wait for peers
+        self._dropped = weakref.finalize(self, self._transport.abort)  # runs in any thread: may not wait for peers
 
     def __repr__(self) -> str:
         return f"Communicator(rank {self.rank} of {self.world_size} on {self.device}, profile: {self.profile})"

@@ -129,7 +129,7 @@ def shaped_launches(shaper: LaunchShaper) -> Iterator[None]:
             _check(cupti.cuptiEnableCallback(1, subscriber, _DRIVER_API, call), "cuptiEnableCallback")
         yield
     finally:
-        status = cupti.cuptiUnsubscribe(subscriber)  # or CUPTI would call us when we are gone
+        status = cupti.cuptiUnsubscribe(subscriber)  # else CUPTI would go on calling a freed callback
     _check(status, "cuptiUnsubscribe")
     if failures:
         raise failures[0]

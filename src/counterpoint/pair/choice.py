@@ -41,8 +41,8 @@ class Budget:
     together_us: dict[Order, float]  # both, by launch order
     objective_us: float  # the mean, or the worst, of `together_us`
     hidden: float  # mean over orders; pair/together.py defines it
-    waves_alone: int  # of the GEMM with the most tiles, on all SMs
-    waves_together: int  # of the same GEMM on the SMs that it has beside the collective
+    waves_alone: int  # waves of the GEMM with the most tiles, on all SMs
+    waves_together: int  # waves of that GEMM on the SMs that it has beside the collective
     fits: bool  # whether the collective starts beside a resident GEMM
     reason: str = field(default="", compare=False)  # why this division, in words
 

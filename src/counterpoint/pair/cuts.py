@@ -89,7 +89,7 @@ class RowAxis:
         self.kept = disturbance(COPY_ENGINES, profile).compute_kept
         self.busy_us = max(segment.us for segment in self.segments)
         self._launch_us = profile.efficiency.launch_us
-        self._known_us = {0: 0.0}  # by rows
+        self._known_us = {0: 0.0}  # results of `cost_us`, by rows
 
     @property
     def serial_bounds(self) -> tuple[int, ...]:

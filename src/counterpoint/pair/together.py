@@ -222,7 +222,7 @@ def play(
     now, left_us = compute_at_us, comm_us - max(0.0, compute_at_us - comm_at_us)
     resident = shares.fits or comm_first
     for index, kernel in enumerate(kernels):
-        resident = resident or (index > 0 and comm_at_us <= now)  # it slips in between two kernels
+        resident = resident or (index > 0 and comm_at_us <= now)  # the collective gets in between two kernels
         if not resident or left_us <= 0.0:
             now += kernel.time_us
             if not resident and comm_at_us < now:
@@ -346,7 +346,7 @@ def reduced_us(pair: Pair, gemm_sms: int, profile: Profile) -> float:
     ends = [end * slower for end in ends]
     moved = (pair.world_size + 1) * pair.size_bytes / pair.world_size
     brought = pair.comm_us if pair.collective == "reduce_scatter" else pair.comm_us / 2
-    after = pair.comm_us - brought  # of the all_gather that follows
+    after = pair.comm_us - brought  # µs of the all_gather that follows the sums
     first = _summed_us(FIRST_CHUNK * brought, 0.0, FIRST_CHUNK * moved, ends, num_sms - gemm_sms, sums)
     last = _summed_us(brought, first, (1 - FIRST_CHUNK) * moved, ends, num_sms - gemm_sms, sums)
     comm_end = max(first + FIRST_CHUNK * after, last) + (1 - FIRST_CHUNK) * after

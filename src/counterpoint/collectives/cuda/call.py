@@ -182,7 +182,7 @@ class PreparedCache:
             if last is None or last.capture or self._events.passed(last):  # a graph has its own copy of what it took
                 prepared.close()
                 self._leaving.remove(prepared)
-                return  # one is closed for each that is put
+                return  # each `put` closes one
 
 
 def _last_used(prepared: Prepared) -> int:

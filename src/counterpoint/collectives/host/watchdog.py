@@ -73,7 +73,7 @@ def verdict(
             return mismatch(current, peer.rank, peer.same)
     peer = next(peer for peer in peers if peer.rank == waiting_for)
     before = f"{current}: rank {peer.rank}"
-    if peer.state == FAILED:  # its process may have ended because of that: who is to blame is what it said
+    if peer.state == FAILED:  # before `alive`: its process may have ended since; its reason says why
         return PeerTimeout(f"{before} gave up: {peer.reason}", ranks=peer.culprits or (peer.rank,))
     if peer.state == CLOSED:
         return PeerTimeout(
