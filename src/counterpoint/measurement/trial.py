@@ -1,4 +1,4 @@
-"""Run one trial: two sides released at the same moment on every rank, their starts and ends timed on one clock.
+"""Run one trial: both sides are released together on every rank, and their starts and ends timed on one clock.
 
 The host's launch time is not part of it. On a GPU everything is queued behind a spin kernel, the ranks are aligned by
 a tiny all_reduce, and CUDA events take the times; a trial whose launches came too late is marked. On a CPU each side
@@ -59,7 +59,7 @@ class Trial:
 
 
 class CudaStage:
-    """Runs trials on this rank's GPU; `group`, of NCCL and all ranks, only aligns the ranks."""
+    """Runs trials on this rank's GPU; the NCCL `group` of all ranks only aligns them in time."""
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup) -> None:
         self.device, self.group = device, group
@@ -69,7 +69,7 @@ class CudaStage:
         self._delay = _CopyDelay(HEAD_START_US, device, group)
 
     def run(self, lanes: Lanes, case: Case, *, host_waits: bool = False) -> Trial:
-        """Run one trial and return when the device is idle; all ranks call it with the same case.
+        """Run one trial and return its times once the device is idle; all ranks call it with the same case.
 
         Args:
             lanes: both sides.
@@ -115,7 +115,7 @@ class CudaStage:
 
 
 def spin_us(host_us: float) -> float:
-    """Return how long to hold the device back while the host queues a trial that took `host_us` before."""
+    """Return for how many µs to delay the device while the host queues a trial that took `host_us` before."""
     return min(1.5 * host_us + _SPIN_MARGIN_US, _MOST_SPIN_US)
 
 
@@ -142,13 +142,13 @@ class _CopyDelay:
 
 
 class CpuStage:
-    """Runs trials on this rank's CPU: `compute` in one thread, `comm` in another; `group`, gloo's, aligns the ranks."""
+    """Runs trials on this rank's CPU, `compute` and `comm` in a thread each; the gloo `group` aligns the ranks."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
 
     def run(self, lanes: Lanes, case: Case, *, host_waits: bool = False) -> Trial:
-        """Run one trial, as `CudaStage.run` does; each side has a thread, so nothing is late where the host waits."""
+        """Run one trial like `CudaStage.run`; each side has a thread, so a waiting host makes nothing late."""
         launches = {"compute": lanes.compute, "comm": lanes.comm}
         times: dict[str, float] = {}
         failures: list[BaseException] = []
