@@ -38,10 +38,10 @@ from counterpoint.records.measurement import Block, BlockRow, Plan
 
 _SUM = re.compile(r"sum ([1-9]\d{0,12})")
 _LASTING = "lasting "
-_LASTING_S = {"cuda": 3.0, "cpu": 0.05}  # the power limit and the fans take about a second
-_BATCH_US = 100_000.0  # of a load that lasts, until the host looks at the clock
+_LASTING_S = {"cuda": 3.0, "cpu": 0.05}  # seconds of load; the power limit and the fans react within about one
+_BATCH_US = 100_000.0  # µs of a lasting load between two looks at the clock
 _LAUNCHES = 50
-_WIDTH = 64  # of the layer: its kernels must be shorter than their launches
+_WIDTH = 64  # width of the layer, so small that its kernels are shorter than their launches
 
 
 def collective_alone(session: Session, block: Block, plan: Plan, unavailable: dict[str, str]) -> Iterator[Experiment]:
@@ -222,7 +222,7 @@ def _of_kernel(session: Session, what: str) -> Callable[[], float]:
     def step() -> None:
         layer(tokens).sum().backward()
 
-    step()  # gradients are allocated
+    step()  # allocates the gradients
     with _Counting() as counting:
         step()
     return partial(_host_us, session, step, counting.operations)

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 _GATHERED_BYTES = {"cuda": 256 << 20, "cpu": 1 << 20}  # of a layer's other parameters, as FSDP2 gathers them
 _DENSE = {"cuda": "gemm 8192x8192x8192", "cpu": "gemm 256x256x256*4"}
-_SCALES = 128  # experts with another factor each, exact in bfloat16, so that a row at a wrong expert shows
+_SCALES = 128  # number of different expert factors, exact in bfloat16, so that a row at a wrong expert shows
 
 
 def routed(way: str, tokens: int, layer: ExpertLayer, generator: torch.Generator) -> Tensor:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from counterpoint.parallel.report import Report
 
 Memory: TypeAlias = Literal["plain", "symmetric", "windows"]
-FORCED = ("serial", "cuts", "flagged", "gather", "slabs")  # mechanisms that a call may be unable to take
+FORCED = ("serial", "cuts", "flagged", "gather", "slabs")  # may fall back to another mechanism
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +203,7 @@ class Checked(Generic[C]):
 
     name: str
     caller: C
-    wrong: str | None  # why its first result is wrong
+    wrong: str | None  # why its first result is wrong; None if it is right
 
     def path(self, session: Session) -> tuple[str, str]:
         """Return the paths of all calls so far on all ranks, and the reasons. All ranks call it together."""

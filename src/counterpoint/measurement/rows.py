@@ -64,7 +64,7 @@ def play_rounds(
     """
     kept: dict[Key, list[Trial]] = {key: [] for key in trials}
     order = list(trials)
-    shuffle = random.Random(seed)  # the same on every rank
+    shuffle = random.Random(seed)  # seeded equally on every rank
     for index in range(rounds):
         shuffle.shuffle(order)
         for key in order:

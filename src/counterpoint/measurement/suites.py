@@ -32,7 +32,7 @@ FORUM = (
     "nccl+priority=high",
     "nccl+order=comm_resident",
     "nccl+cga_cluster=2+gemm_sms=108",
-    "nccl+max_ctas=16+cga_cluster=2+gemm_sms=114",  # 57 clusters: as many rounds of its tiles as 60 would take
+    "nccl+max_ctas=16+cga_cluster=2+gemm_sms=114",  # 57 clusters need as many rounds for its tiles as 60 would
     "nccl+max_ctas=16+cga_cluster=2+gemm_sms=116",
     "nccl+max_ctas=12+cga_cluster=2+gemm_sms=114",
     "nccl+max_ctas=12+cga_cluster=2+gemm_sms=120",
@@ -89,7 +89,7 @@ GATHERED_MATMULS = (  # M, N and K on each rank; with N and K exchanged their ro
     (4096, 7168, 8192),
     (8192, 1280, 8192),
 )
-TINY_MATMUL = (1024, 1024, 512)  # in float32, the smallest that is cut
+TINY_MATMUL = (1024, 1024, 512)  # float32; the smallest matmul that is cut into pieces
 LLAMA_ROWS = 8192
 
 

@@ -20,11 +20,11 @@ from counterpoint.controls.control import Lanes
 from counterpoint.records.measurement import Order
 
 HEAD_START_US = 100.0
-_HOST_US = 500.0  # to queue one trial, until it is measured
+_HOST_US = 500.0  # assumed host time to queue a trial, until it is measured
 _SPIN_MARGIN_US = 300.0
 _MOST_SPIN_US = 20_000.0
 _CYCLES_PER_US = 2000  # at the highest clock; at a lower one the spin is longer
-_CPU_HEAD_START_US = 2000.0  # long enough for a sleeping thread to keep to
+_CPU_HEAD_START_US = 2000.0  # long enough that a sleeping thread wakes up in time
 
 Side = Literal["compute", "comm"]
 Case = Literal["compute_alone", "comm_alone", "serial"] | Order
@@ -84,7 +84,7 @@ class CudaStage:
         launches = {"compute": lanes.compute, "comm": lanes.comm}
         ready, *times = (torch.cuda.Event(enable_timing=True) for _ in range(5))
         events = {"compute": times[:2], "comm": times[2:]}
-        self._main.wait_stream(torch.cuda.current_stream(self.device))  # buffers are put back there
+        self._main.wait_stream(torch.cuda.current_stream(self.device))  # on which in-place data is restored
         with torch.cuda.stream(self._main):
             torch.cuda._sleep(int(spin_us(self._host_us) * _CYCLES_PER_US))
             queued = time.perf_counter()
@@ -127,7 +127,7 @@ class _CopyDelay:
         source = torch.empty(most, dtype=torch.uint8, device=device)
         target = torch.empty(most, dtype=torch.uint8, pin_memory=True)
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        dist.all_reduce(torch.ones(1, device=device), group=group)  # all copy at once: they share the way to the host
+        dist.all_reduce(torch.ones(1, device=device), group=group)  # all copy at once: they share the path to the host
         for index in range(2 * copies):  # the first half warms up
             if index == copies:
                 begin.record()

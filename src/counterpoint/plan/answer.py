@@ -59,9 +59,9 @@ CURVES = {  # what the values of a curve change, and what stays
     "weak_nodes": "Train on more or fewer nodes; the batch grows with them (weak scaling).",
     **dict.fromkeys(SAME_GPUS, "On as many GPUs: parallel.dp takes those that it leaves."),
 }
-NEGLIGIBLE = 1e-9  # of a step: the rounding of a difference of equal times
-MAX_BARS = 8000  # of a timeline
-SHOWN_ROUNDS = 4  # each of as many micro-batches as there are stages
+NEGLIGIBLE = 1e-9  # fraction of a step: smaller differences of equal times are rounding errors
+MAX_BARS = 8000  # at most, in one timeline
+SHOWN_ROUNDS = 4  # rounds shown in a timeline; a round is as many micro-batches as there are stages
 
 
 def answer(job: Job, *, asked: Mapping[str, str] | None = None, detailed: bool = False) -> Prediction:

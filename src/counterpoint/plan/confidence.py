@@ -43,13 +43,13 @@ from counterpoint.records.prediction import RatioError, StepInterval
 
 LEVEL = 0.8  # probability of an interval: P10 to P90
 UNLIKE_LEVEL = 0.95  # of all rows' errors where none is like the job: such a step is off by more than those measured
-MOST_OF_SOURCE = 8.0  # rows that a source counts as, at most
-LIKE_IT = 3  # rows that are alike in all features for "validated"
+MOST_OF_SOURCE = 8.0  # most weight of one source, in rows
+LIKE_IT = 3  # rows alike in all features that "validated" needs
 MEMORY_SPREAD = 0.15  # assumed standard deviation of ln(needed / predicted GiB)
 REMEDY = "benchmarks/plan_published.py --calibrate writes it"
 FILE = Path(__file__).with_name("measured_steps.json")
 MAX_BYTES = 1 << 22
-RANKS = (1, 8, 64, 512, 4096)  # last of each band of ranks, and of tokens
+RANKS = (1, 8, 64, 512, 4096)  # upper end of each range of ranks, and of tokens
 TOKENS = (1024, 4096, 16384, 65536)
 SIXTEEN_BIT = ("bf16", "fp16")
 
@@ -74,9 +74,9 @@ class _RowFigures(Record, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     source: Text  # who measured: what rows of one source share is not seen in them
     name: Text  # of the row in its source
-    series: Text  # rows of one are ways to run one model on as many GPUs
+    series: Text  # rows of one series run one model on the same number of GPUs in different ways
     error: Error  # ln(measured / predicted) of the step's time
-    slowest: Annotated[float, Meta(ge=0, le=1)] = 0.0  # what the slowest rank is expected to add, of the step
+    slowest: Annotated[float, Meta(ge=0, le=1)] = 0.0  # delay by the slowest rank, as a fraction of the step
 
 
 class CalibrationRow(_RowFigures, frozen=True, kw_only=True):
@@ -88,7 +88,7 @@ class CalibrationRow(_RowFigures, frozen=True, kw_only=True):
 class _FileRow(_RowFigures, frozen=True, kw_only=True):
     """Holds one row of the data file, with its features by index: many rows share the same ones."""
 
-    features: Annotated[int, Meta(ge=0)]  # place in `_File.features`
+    features: Annotated[int, Meta(ge=0)]  # index in `_File.features`
 
 
 class MemoryNeed(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -203,7 +203,7 @@ def conformal_quantile(errors: np.ndarray, weights: np.ndarray, level: float) ->
     """
     order = np.argsort(errors, kind="stable")
     reached = np.cumsum(weights[order])
-    needed = level * (float(weights.sum()) + 1.0) * (1.0 - 1e-12)  # sums of thirds and of tenths are rounded
+    needed = level * (float(weights.sum()) + 1.0) * (1.0 - 1e-12)  # the factor allows for rounded sums
     index = int(np.searchsorted(reached, needed))
     return float(errors[order[index]]) if index < len(order) else math.inf
 

@@ -41,7 +41,7 @@ VALIDATED = (
     "not validated: between hosts nothing was compared yet; 2, 4 and 8 H200 of a host predict each other's FSDP2 step "
     "with a mean error of 0.9%, 1.3% at worst (results/plan-from-trace.md)"
 )
-ONE_NODE = {"H200": "h100"}  # the same links
+ONE_NODE = {"H200": "h100"}  # GPUs whose NVLink network is named after another GPU with the same links
 
 
 class MeasuredCollective(Record, frozen=True, kw_only=True):

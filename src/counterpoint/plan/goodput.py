@@ -27,7 +27,7 @@ from counterpoint.records.prediction import RunLoss, TrainingRun
 
 HOUR, DAY = 3600.0, 86400.0
 PARAMETER_BYTES = 2  # in a checkpoint, bf16; besides the optimizer's states
-MOST = 1000.0  # times the time of all steps: more never ends
+MOST = 1000.0  # times the time of all steps: a longer training counts as endless
 
 
 class Spent(Record, frozen=True, kw_only=True):
@@ -37,7 +37,7 @@ class Spent(Record, frozen=True, kw_only=True):
     checkpoints: float = 0.0
     lost_work: float = 0.0
     restarts: float = 0.0
-    failures: float = 0.0  # how many are expected
+    failures: float = 0.0  # expected number of failures
 
     @property
     def total(self) -> float:

@@ -38,8 +38,8 @@ MAX_SPANS = 40_000  # 0.6 MB of the page
 MAX_LABEL = 200  # characters
 MAX_ROWS = 512  # ranks with a bar
 MAX_FILES = 200
-MAP_FROM = 32  # ranks: a larger job has a map of all of them
-MAX_MAP = 1024  # ranks of it; those that are late are drawn in any case
+MAP_FROM = 32  # ranks: a job with more of them has a map of all ranks
+MAX_MAP = 1024  # ranks on the map; late ranks beyond are drawn, too
 NODE = 8  # ranks in a row of the map: those of one node on most machines
 F64 = npt.NDArray[np.float64]
 

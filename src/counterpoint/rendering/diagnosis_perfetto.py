@@ -26,7 +26,7 @@ F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
 
 JOB = 1_000_000_000  # pid of the job's own process: above every rank
-FINDINGS, STEPS = 1, 2  # its threads; those beside them follow
+FINDINGS, STEPS = 1, 2  # thread ids in the job's process; threads for overlapping slices follow
 MOST_BESIDE = 32  # threads for what overlaps on one stream: beyond, slices are left out
 BATCH = 4096  # events encoded at a time: bounds memory, keeps writes large
 

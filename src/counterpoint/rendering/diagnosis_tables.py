@@ -38,7 +38,7 @@ ON_TERMINAL = 8  # collectives, kernels, late ranks
 MAX_COLLECTIVES = 300
 MAX_KINDS = 24
 MAX_KERNELS = 100
-MAX_HEAT = 16  # ranks whose wait gets a column of its own
+MAX_HEAT = 16  # ranks, up to which each rank's wait has its own column
 
 
 def verbose_tables(diagnosis: Diagnosis) -> list[Table]:

@@ -19,7 +19,7 @@ from counterpoint.rendering.diagnosis_tables import budget_table, notes, verbose
 from counterpoint.rendering.table import Table
 from counterpoint.rendering.terminal import QUIET, below, heading, line, print_tables, text
 
-MAX_FINDINGS = 3  # in short
+MAX_FINDINGS = 3  # findings shown without `verbose`
 SHORT_LINES = 2
 MAX_RANKS = 16
 SEVERITY_STYLE = {"high": "bold red", "medium": "yellow", "low": QUIET}

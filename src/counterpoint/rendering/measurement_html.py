@@ -20,7 +20,7 @@ COLOURS = 8  # --series-1 to --series-8 of page.css
 DASHES = ((), (9, 5), (2, 3), (9, 3, 2, 3))
 RATIOS = (0.0625, 0.125, 0.25, 0.5, 1, 2, 4, 8, 16)
 MAX_TABLES = 300
-OPEN_TABLES = 12  # up to so many are shown at once
+OPEN_TABLES = 12  # up to this number all are open
 FLOOR = -1.0  # lower values are drawn here, as triangles: one bad mechanism must not flatten the others
 PANEL_PX = 260
 

@@ -36,7 +36,7 @@ LOOKS = {  # of a part: class of its bar
     "shard_copies": "memcpy",
     "optimizer": "memcpy",
 }
-UNSURE = 0.05  # a probability between this and the rest to 1 is shown
+UNSURE = 0.05  # P(fits) is shown between this and 1 minus this
 
 
 def render_prediction(found: Prediction, console: Console) -> None:

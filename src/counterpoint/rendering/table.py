@@ -104,7 +104,7 @@ class Table:
     legend: Sequence[tuple[str, str]] = ()  # look and name of the parts of bars
     figure: Figure | None = None  # above it on a page
     most: int = 1000  # rows that a terminal shows
-    folded: bool = False  # on a page, until it is asked for
+    folded: bool = False  # on a page the table is closed until it is clicked
 
     @property
     def head(self) -> int:

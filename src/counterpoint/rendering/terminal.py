@@ -24,7 +24,7 @@ LOOKS = {  # glyph, so that a bar reads without colour, and colour
     "sigma": ("░", QUIET),
 }
 BAR_WIDTH = 24
-LEAST = 12  # characters of a column of texts, where all of them have no room
+LEAST = 12  # least width in characters of a column of texts, where the terminal is too narrow
 BETWEEN = 1  # spaces between columns
 
 

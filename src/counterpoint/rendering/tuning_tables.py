@@ -15,9 +15,9 @@ from counterpoint.rendering.table import BarPart, Column, LengthBar, Table
 if TYPE_CHECKING:
     from rich.console import Console
 
-MOST = 40  # rows of a kind on a terminal; the file has all
+MOST = 40  # rows of one kind on a terminal; the file has all
 MAX_PAIRS = 300  # that the page shows one by one
-OPEN_PAIRS = 12  # up to so many are not folded
+OPEN_PAIRS = 12  # up to this number none are folded
 ORDERS = {"compute_first": "compute first", "comm_first": "communication first", "together": "both at once"}
 
 

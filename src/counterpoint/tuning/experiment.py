@@ -47,7 +47,7 @@ Predicted = Mapping[str, float | None]
 MOST = 3
 # where no figure tells them apart: each is the best of its kind on results/budget-pairs-4xh200.json and pairs-4xh200
 UNPREDICTED = ("nccl_zero_cta", "nccl+max_ctas=8+gemm_sms=124")
-_BYTES_PER_US = 1e5  # of a pair that nothing is predicted of, to be weighed against others
+_BYTES_PER_US = 1e5  # assumed for pairs without a prediction, so that they can be ordered
 
 
 def planned(

@@ -37,13 +37,13 @@ from counterpoint.tuning.traced_exchanges import LARGEST, Product, TracedExchang
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 DEPENDENT = {"all_gather": "all_gather_matmul", "reduce_scatter": "matmul_reduce_scatter"}
 _MOST = 200  # classes of pairs, and notes
-_SHAPES = 32  # of matmuls that are told apart on a rank: the longest
+_SHAPES = 32  # matmul shapes that are distinguished on a rank: those with the most time
 _SHARE = 4  # most matmuls that share one gather: query, key and value, or gate and up
 _SHORTEST_US = 1.0
-_REPEATS = 99  # most that a workload's name can say
+_REPEATS = 99  # largest repeat count in a workload's name
 _AGREE = 0.75  # share of a class's calls in which the same side came first
 _MODULES = 64
-_SMALLEST_BYTES = 4096  # of a rank: what takes a few µs by anything
+_SMALLEST_BYTES = 4096  # bytes of a rank: a smaller collective takes a few µs by any mechanism
 
 
 def pairs_of_traces(
@@ -138,7 +138,7 @@ class PairClass:
     alone_us: dict[Product, float] = field(default_factory=dict)  # mean time of such a matmul
     dtypes: dict[Product, str] = field(default_factory=dict)  # where the trace says that of such a matmul
     first: Counter[Order | None] = field(default_factory=Counter)
-    uneven: float = 0.0  # sum over calls of what a rank receives more or less than it sends, over what it sends
+    uneven: float = 0.0  # sum over calls of |received - sent| / sent of the rank
     modules: set[str | None] = field(default_factory=set)
 
     def pair(self, kind: PairKind) -> StepPair:

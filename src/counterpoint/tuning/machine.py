@@ -30,7 +30,7 @@ from counterpoint.tuning.fit.matmuls import fit_contention, fit_efficiency, fit_
 
 SUITE = "machine"
 ROUNDS = 7
-CPU = "CPU"  # what a profile of a machine without GPUs is of
+CPU = "CPU"  # name of the GPU in a profile of a machine without GPUs
 _TEXT = 400  # characters of a text in a profile
 FITS: dict[str, Callable[[Measurement, Profile], Fitted]] = {
     "rates": fit_rates,

@@ -24,10 +24,10 @@ from counterpoint.records.measurement import Order
 from counterpoint.records.tuning import StepPair
 
 STOCK = {"cuda": "nccl", "cpu": "gloo"}  # of independent pairs
-TORCH = "torch"  # the stock of what depends on communication
+TORCH = "torch"  # stock of pairs whose computation depends on the communication
 MAX_BYTES = 1 << 20  # of a file
 _ADVICE = "give tables [[pair]] with operation, compute, bytes_per_rank and ranks (docs/reference/tune.md)"
-MOST_BYTES = 1 << 38  # of both sides on a rank: no GPU has so many
+MOST_BYTES = 1 << 38  # both sides on one rank: no GPU has that much memory
 
 
 class _PairsFile(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -69,7 +69,7 @@ class Predictor:
     layout: SmLayout
     compute_us: float
     nccl_us: float
-    copies_us: float | None  # by copy engines; None: there is no program
+    copies_us: float | None  # by copy engines; None: no program can do it
 
     @classmethod
     def of(cls, pair: StepPair, profile: Profile) -> Predictor:
@@ -92,7 +92,7 @@ class Predictor:
         """Yield each mechanism with its predicted µs."""
         stock_us = self._together("nccl", self.nccl_us, NCCL_CTAS)
         yield "nccl", stock_us
-        yield "nccl+priority=high", stock_us  # no figure tells them apart
+        yield "nccl+priority=high", stock_us  # the profile has no figure that distinguishes them
         if self.workload.products:
             yield from self._divided()
         if self.copies_us is None:

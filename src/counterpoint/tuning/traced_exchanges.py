@@ -26,10 +26,10 @@ from counterpoint.diagnosis.reading.digest import RankDigest
 from counterpoint.trace.classify import dtype_bytes
 from counterpoint.trace.timeline import I64, Kind
 
-LARGEST = 1 << 24  # length of a tensor: what a trace says beyond is none of a training
-_MOST_READ = 4096  # different shapes of a rank's operations
+LARGEST = 1 << 24  # longest tensor dimension of a training; longer ones in a trace are ignored
+_MOST_READ = 4096  # different shapes that are read per rank
 _MOST_ROUTERS = 16
-_UNEVEN = 0.25  # mean part by which a rank receives more or less than it sends, from which routing is called uneven
+_UNEVEN = 0.25  # from this mean |received - sent| / sent of a rank, routing counts as uneven
 
 Product = tuple[int, int, int]  # M, N, K
 

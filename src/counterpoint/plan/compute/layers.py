@@ -29,12 +29,12 @@ from counterpoint.plan.job.model import Experts, LatentAttention, Model
 from counterpoint.plan.job.parallel import ExpertExchange, Parallel, RecomputeModule, Training
 from counterpoint.records import Record
 
-LOGIT_BYTES = 36  # of one logit from the product to its gradient, in float32 on the way
+LOGIT_BYTES = 36  # bytes moved for one logit, from the product to its gradient, partly in float32
 ROUTER_PASSES = 12  # over the float32 scores of all experts: softmax, choice, balance, counts, places
 FUSED_NORM = (4, 1), (10, 2)  # forward and backward: bytes of an element in bf16, kernels
-# of an RMSNorm of tensor operators, which move 26 and 52: reductions and broadcasts reach 0.58 of streaming kernels
+# the same for an RMSNorm of tensor operators: 26 and 52 bytes, over the 0.58 of streaming bandwidth that they reach
 EAGER_NORM = (45, 7), (90, 14)
-ROTARY_BYTES = {"fused": 4, "eager": 20}  # per element of q and k: in and out; cos, -x, cat, sin and add on their own
+ROTARY_BYTES = {"fused": 4, "eager": 20}  # per element of q and k; fused: read and write; eager: cos, -x, cat, sin, add
 
 
 class Cast(Record, frozen=True, kw_only=True):
@@ -42,7 +42,7 @@ class Cast(Record, frozen=True, kw_only=True):
 
     num_bytes: float  # of an element: maximum, value and its transpose, scales
     kernels: int = 1
-    joins_norm: bool = True  # a norm writes its output so, which takes no bytes more than in bf16
+    joins_norm: bool = True  # a norm writes its output already cast, with no more bytes than in bf16
 
 
 CASTS = {
@@ -66,7 +66,7 @@ class MatmulOp(Record, frozen=True, kw_only=True):
     batch: int = 1
     element_bytes: int = 2
     weight_gradient: bool = False
-    fp8: bool = False  # of operands; the product has two bytes
+    fp8: bool = False  # operands are in fp8; the result has two bytes per element
 
     @property
     def kernels(self) -> int:
@@ -98,7 +98,7 @@ class FlashAttentionOp(Record, frozen=True, kw_only=True):
     width: int
     causal: bool
     value_width: int | None = None  # None: as wide as queries and keys
-    seen: float | None = None  # part of all pairs that is computed; None: half of them if causal, else all
+    seen: float | None = None  # fraction of (query, key) pairs computed; None: half if causal, else all
     backward: bool = False
     element_bytes: int = 2
     fp8: bool = False
@@ -149,7 +149,7 @@ class LayerWork(Record, frozen=True, kw_only=True):
     norms: tuple[Operation, ...] = ()
     activation: tuple[Operation, ...] = ()  # of the feed-forward block
     ffn: tuple[Operation, ...] = ()  # the feed-forward block, with `activation`
-    experts: LayerWork | None = None  # the feed-forward block without what brings tokens to experts and back
+    experts: LayerWork | None = None  # the feed-forward block without dispatch and combine of tokens
     backward: tuple[Operation, ...] = ()
 
     def recomputed(self, modules: Collection[RecomputeModule], *, routed: bool) -> tuple[Operation, ...]:
@@ -174,7 +174,7 @@ class LocalShape(Record, frozen=True, kw_only=True):
     ep: int = 1  # ranks that share the experts of a layer
     experts_whole: bool = False  # tp does not cut them: each of its ranks sends its own tokens to experts
     exchange: ExpertExchange = "all_to_all"  # how tokens get to experts of other ranks
-    halves: int = 1  # in so many equal parts tokens visit their experts
+    halves: int = 1  # number of equal parts in which tokens visit their experts
     sequence: bool = True  # activations between the matrices are divided, too
     flash: bool = True  # flash attention
     flash_version: int = 3
@@ -335,7 +335,7 @@ def _latents(model: Model, mla: LatentAttention, local: LocalShape) -> list[Laye
     normed = mla.latent_width - rope
     up = mla.qk_nope_head_dim + mla.v_head_dim
     whole = 2.0 * local.element_bytes * tokens * heads * model.head_width  # queries or keys, in and out
-    if local.fused:  # one kernel turns part of the queries, another makes keys and values of what the product gave
+    if local.fused:  # one kernel rotates a part of the queries, another splits the product into keys and values
         moved = local.element_bytes * tokens * (heads * (2 * rope + 2 * up + rope) + rope)
     else:
         moved = ROTARY_BYTES["eager"] * tokens * (heads + 1) * rope + 2 * whole

@@ -48,7 +48,7 @@ from counterpoint.records import Record
 
 GIB = 2.0**30
 RESERVED_GIB = 4.0
-STATE_BYTES = {"adam": 12, "adam8bit": 6, "sgd": 8}  # float32 copy of the parameters and moments, per parameter
+STATE_BYTES = {"adam": 12, "adam8bit": 6, "sgd": 8}  # bytes per parameter: float32 copy and moments
 
 
 class Memory(Record, frozen=True, kw_only=True):
@@ -57,7 +57,7 @@ class Memory(Record, frozen=True, kw_only=True):
     gib: dict[str, float]  # by purpose, as listed above
     available_gib: float  # of the GPU
     stage: int  # the pipeline stage that this GPU runs
-    verdict: str  # whether the job fits, and what takes most
+    verdict: str  # whether the job fits, and which purpose takes most memory
     stage_gib: tuple[float, ...] = ()  # the total of every stage
 
     @property
@@ -201,9 +201,9 @@ def _under_way(model: Model, experts: Experts, local: LocalShape, capacity_facto
     """Return the bytes of the fixed buffers that carry tokens to experts and back; all layers share them."""
     mean = float(local.tokens_between) * experts.per_token
     rows = {
-        "all_to_all": 0.0,  # as activations, no larger than what an expert keeps
+        "all_to_all": 0.0,  # counted as activations, no larger than those that an expert keeps
         "gather": 2.0 * local.ep * local.tokens_between,  # tokens of all ranks, and their sums
-        "slabs": 2 * mean * capacity_factor,  # what is sent, and what comes
+        "slabs": 2 * mean * capacity_factor,  # rows sent, and rows received
     }
     return rows[local.exchange] * model.hidden * local.element_bytes
 

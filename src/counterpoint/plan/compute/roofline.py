@@ -22,19 +22,19 @@ from counterpoint.plan.compute.layers import FlashAttentionOp, MemoryBoundOp, Op
 from counterpoint.plan.job.cluster import ClusterGpu
 from counterpoint.records import Record
 
-LOWEST = 0.3  # of the highest clock or power: what drivers allow, about
-MIN_DYNAMIC = 0.01  # of the power limit without static power
+LOWEST = 0.3  # fraction of the highest clock or power: roughly the least that drivers allow
+MIN_DYNAMIC = 0.01  # least dynamic power, as a fraction of the power limit without static power
 
 
 class GpuRates(Record, frozen=True, kw_only=True):
     """Holds the rates of one GPU in one precision; peaks are the data sheet's, scaled to the clock of a training."""
 
     gpu: str  # its name
-    peak: float  # FLOP per µs; of a job in fp8 those of bf16, for what is not in fp8
+    peak: float  # FLOP per µs; in an fp8 job the bf16 peak, for operations that are not in fp8
     fp8_peak: float = 0.0  # FLOP per µs in fp8; 0: the job has none
     sms: int  # streaming multiprocessors
     memory: float  # bytes per µs, of the data sheet
-    efficiency: Efficiency  # the part of both that is reached
+    efficiency: Efficiency  # the fraction of peak and memory bandwidth that is reached
 
     @classmethod
     def of(

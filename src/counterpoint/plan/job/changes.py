@@ -26,14 +26,14 @@ from counterpoint.plan.job.parallel import Parallel, on_gpus
 MAX_VALUES = 1000
 MAX_NODES = 1 << 20
 NODES = ("nodes", "weak_nodes")
-DECIDES = {  # flags, and other changes that would say what they say
+DECIDES = {  # flags, and for each the other changes that set the same thing
     "gpu": ("cluster.gpu",),
     "network": ("cluster.network", "cluster.levels"),
     "mechanism": ("overlap.mechanism",),
     "nodes": ("parallel.dp", "cluster.gpus"),
     "weak_nodes": ("nodes", "parallel.dp", "cluster.gpus", "training.global_batch"),
 }
-SAME_GPUS = ("parallel.tp", "parallel.pp", "parallel.cp")  # swept, dp takes the GPUs that they leave
+SAME_GPUS = ("parallel.tp", "parallel.pp", "parallel.cp")  # when one of these is swept, dp takes the remaining GPUs
 
 
 def build_job(tables: Table, changes: Mapping[str, str]) -> Job:
@@ -132,7 +132,7 @@ def _changed(tables: Table, changes: Mapping[str, str]) -> dict[str, Any]:
             changed["overlap"] = {"mechanism": value}
             continue
         cluster = changed.setdefault("cluster", {})
-        if flag == "gpu" and isinstance(cluster, dict):  # what was said of the other GPU
+        if flag == "gpu" and isinstance(cluster, dict):  # drop the settings of the GPU that is replaced
             changed["cluster"] = {name: of for name, of in cluster.items() if name not in OF_GPUS}
         _set(changed, f"cluster.{flag}", value)
     for name, text in changes.items():

@@ -12,7 +12,7 @@ from counterpoint.plan.job.cluster import Cluster, ClusterGpu, Level, find_gpu
 from counterpoint.plan.job.fields import Count, Factor, JobRecord, Name, Rate, Text
 from counterpoint.plan.network.protocols import all_levels, levels, own_file, read_network
 
-OF_GPUS = ("clock_ghz", "power_watts", "machine")  # fields of a GPU that are the cluster's, too
+OF_GPUS = ("clock_ghz", "power_watts", "machine")  # fields of a GPU that the table [cluster] may have, too
 
 
 class ClusterTable(JobRecord, frozen=True, kw_only=True):

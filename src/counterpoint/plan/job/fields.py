@@ -105,7 +105,7 @@ def _in_our_words(where: str, value: Any, kind: inspect.Type, path: str) -> Misc
         where, kind = (
             f"{where}.{'.'.join(map(str, value))}",
             kind.value_type,
-        )  # which of them it is msgspec does not say
+        )  # msgspec does not say which of these the value should have been
         value = next(iter(value.values())) if len(value) == 1 else value
     record = next((each for each in _members(kind) if isinstance(each, inspect.StructType)), None)
     if record is None or not isinstance(value, Mapping):

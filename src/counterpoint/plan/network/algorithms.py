@@ -61,7 +61,7 @@ def _ring(operation: str, at: Reach) -> Schedule | None:
 
 def _hierarchical(operation: str, at: Reach) -> Schedule | None:
     if len(at.crossed) < 2:
-        return None  # it is the ring, or direct
+        return None  # equal to the ring, or to the direct algorithm
     if operation in PASSES:
         return _level_by_level(operation, at, hops=lambda fan: fan - 1)
     if operation == "all_to_all":

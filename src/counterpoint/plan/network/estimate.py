@@ -17,8 +17,8 @@ from counterpoint.plan.network.nccl_choice import Candidate, Links, candidates, 
 from counterpoint.plan.network.protocols import OPERATIONS, Network
 from counterpoint.records import Record
 
-ROUNDING = 1e-9  # of a time
-SAME_LINK = 0.02  # part by which a link's bandwidth may differ from that of measured ones
+ROUNDING = 1e-9  # fraction of a time
+SAME_LINK = 0.02  # largest relative difference between a link's bandwidth and a measured link's
 
 
 class LevelTerm(Record, frozen=True, kw_only=True):
@@ -43,7 +43,7 @@ class CollectiveEstimate(Record, frozen=True, kw_only=True):
     num_bytes: float
     ranks: int
     us: float = 0.0  # time of the collective
-    algorithm: str = ""  # that NCCL takes, with `protocol`; "" for one rank
+    algorithm: str = ""  # chosen by NCCL, with `protocol`; "" for one rank
     protocol: str = ""
     base_us: float = 0.0  # time to begin and to end
     latency_us: float = 0.0  # base + H = base_us + Σ latency_us of the terms
@@ -231,7 +231,7 @@ class MeshTimes:
     def __init__(self, times: CollectiveTimes, parallel: Parallel) -> None:
         self._times = times
         self.groups: dict[Axis, Group] = dict(axes(parallel))
-        # neighbours on a line, not the whole axis: what a stage sends goes to the next one, one after another
+        # pp sends go between neighbours, one after the other, not over the whole axis
         self.groups["pp"] = Group(ranks=min(parallel.pp, 2), stride=self.groups["pp"].stride)
         self._active: dict[Axis, float] = {"pp": 1.0 / parallel.pp}
 

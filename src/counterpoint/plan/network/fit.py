@@ -41,9 +41,9 @@ from counterpoint.records.prediction import FitError
 
 F64 = NDArray[np.float64]
 KINDS = ("nvlink", "pcie", "network")
-LEAST = 1e-3  # of a factor
+LEAST = 1e-3  # least value of a fitted factor
 FEWEST_SIZES = 6  # of each operation and number of ranks: fewer leave none to hold out
-LARGEST_ERROR = 0.5  # mean of sizes left out; more is no law of sizes
+LARGEST_ERROR = 0.5  # largest mean error on held-out sizes; with more the times follow no law
 IN_NODE = {  # networks of one host, by GPU
     "A100": "nvlink-a100",
     "H100": "nvlink-h100",
@@ -57,7 +57,7 @@ class NetworkFit(Record, frozen=True, kw_only=True):
 
     network: OwnNetwork
     errors: tuple[FitError, ...]
-    host_bound: int  # rows left out
+    host_bound: int  # number of host-bound rows left out
 
 
 def fit_network(
@@ -152,7 +152,7 @@ def _base(runs: Sequence[NcclTestsRun], network: str | None, gpu: str) -> str:
 
 
 def _placed(row: Measured, run: NcclTestsRun, node: int, base: str) -> Measured:
-    """Return a row with the stride of its ranks: the GPUs of a node where there is one rank on each host."""
+    """Return a row with the stride of its ranks: the GPUs per node where each host has one rank, else 1."""
     here = min(run.ranks_per_host or node, row.ranks)
     if here > node:
         raise Misconfigured(
@@ -234,7 +234,7 @@ def _errors(rows: Sequence[Measured], columns: F64) -> Iterator[FitError]:
     """
     ranks, sizes = np.array([row.ranks for row in rows]), np.array([row.num_bytes for row in rows])
     nccl = abs(columns[:, :3].sum(axis=1) / columns[:, 3] - 1)
-    off, third = np.zeros(len(rows)), np.full(len(rows), -1)  # -1: always fitted
+    off, third = np.zeros(len(rows)), np.full(len(rows), -1)  # -1: never held out
     for count in np.unique(ranks):
         each, nth = np.unique(sizes[ranks == count], return_inverse=True)
         if len(each) < FEWEST_SIZES:

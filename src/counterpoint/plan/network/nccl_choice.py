@@ -33,7 +33,7 @@ from counterpoint.plan.network.algorithms import Schedule, own_share, schedule
 from counterpoint.plan.network.group import Reach
 from counterpoint.plan.network.protocols import Kind, Network, Protocol
 
-STAND_IN_GB_PER_S = 25.0  # of a kind of link below those that were measured: PCIe 4.0, assumed
+STAND_IN_GB_PER_S = 25.0  # assumed for a kind of link that was not measured: PCIe 4.0
 
 
 class Candidate(NamedTuple):

@@ -53,7 +53,7 @@ class NcclTestsRun(Record, frozen=True, kw_only=True):
     """Holds one run of nccl-tests: its machine and its rows."""
 
     rows: tuple[Measured, ...]  # out of place; without those that are host-bound
-    host_bound: int = 0  # rows left out, since one process launches on several GPUs, and that took longest
+    host_bound: int = 0  # rows left out, in which launching on several GPUs from one process took longest
     ranks_per_host: int | None = None  # None: the text lists no devices
     gpu: str | None = None  # the driver's device name
 
@@ -177,7 +177,7 @@ def _ranks(devices: Sequence[re.Match[str]], given: int | None, where: str) -> i
 
 def _per_host(hosts: list[str], ranks: int, where: str) -> int | None:
     if len(hosts) < ranks:
-        return None  # some are not listed
+        return None  # nccl-tests does not list some of them
     counts = set(Counter(hosts).values())
     if len(counts) > 1:
         raise Misconfigured(f"{where} has {' and '.join(map(str, sorted(counts)))} ranks on its hosts: give equal ones")
@@ -197,7 +197,7 @@ def _us(number: int, found: re.Match[str], operation: str, ranks: int) -> float 
     if words and not _NUMBER.fullmatch(words[0]) and words[0] in ("sum", "prod", "max", "min", "avg", "none", "mulsum"):
         words = words[1:]
     if len(words) in (5, 9):
-        words = words[1:]  # root
+        words = words[1:]  # the root rank
     where = f"line {number}, {printable(found.group().strip(), 100)!r}"
     if len(words) not in (3, 4, 8) or not all(map(_NUMBER.fullmatch, words[:3])):
         raise Misconfigured(f"{where} is no row of nccl-tests: it has to say time, algbw, busbw and #wrong")

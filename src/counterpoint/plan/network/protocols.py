@@ -42,7 +42,7 @@ OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 
 SUFFIX = ".json"  # of a network in a file
 MAX_BYTES = 1 << 20
-LARGEST = 1e7  # of a figure in a file
+LARGEST = 1e7  # largest figure allowed in a file
 
 
 class FittedRange(Record, frozen=True, kw_only=True):
@@ -61,7 +61,7 @@ class Fit(Record, frozen=True, kw_only=True):
 
     source: str  # what was measured, on what, when
     gpu: str  # GPU of the machine it was measured on
-    rows: int  # number of rows that were fitted in the end
+    rows: int  # number of rows in the final fit
     held_out: str  # what was left out to state the errors: "a third of the sizes, 8 ranks"
     gb_per_s: dict[Kind, float]  # of one GPU, by kind of level, of the links that were measured
     spans: tuple[FittedRange, ...]  # ascending by ranks, then by size
@@ -80,7 +80,7 @@ class Fit(Record, frozen=True, kw_only=True):
         return "" if self.worst(ranks, num_bytes) is not None else "no row was held out"
 
     def worst(self, ranks: int, num_bytes: float) -> float | None:
-        """Return the largest held-out error for this number of ranks and bytes; between two ranges, the larger one."""
+        """Return the largest held-out error for this number of ranks and bytes; between two ranges, that of both."""
         ranges = [each for each in self.spans if each.ranks == ranks]
         below = [each for each in ranges if each.smallest_bytes <= num_bytes][-1:]
         above = [each for each in ranges if each.largest_bytes >= num_bytes][:1]

@@ -26,7 +26,7 @@ from counterpoint.records.prediction import LevelLoad, RankOrder
 
 I64 = NDArray[np.int64]
 F64 = NDArray[np.float64]
-RANDOM_ORDERS = 5  # that "random" is the mean of
+RANDOM_ORDERS = 5  # number of random orders whose mean is reported as "random"
 CYCLES = 3  # of swapping ranks, then hosts
 MAX_SWAPPED = 4_096  # ranks, and hosts: a matrix of each two is made
 
@@ -120,7 +120,7 @@ def _improved(traffic: RankTraffic, topology: Topology, slots: I64) -> tuple[I64
 def _seated(hosts: I64, gpus: int) -> I64:
     """Return each rank's slot with the ranks of a host sorted onto its GPUs, as launchers count."""
     order = np.argsort(hosts, kind="stable")
-    starts = np.searchsorted(hosts[order], hosts[order])  # of the ranks of each one's host
+    starts = np.searchsorted(hosts[order], hosts[order])  # index of the first rank on each rank's host
     seated = np.empty_like(hosts)
     seated[order] = hosts[order] * gpus + np.arange(len(hosts)) - starts
     return seated

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]
-MAX_WORK = 5e8  # pairs looked at; bounds the rounds, and so the time, on large problems
-WORTH = 1e-6  # of the mean of a vertex: swaps that gain less are rounding errors of float32
+MAX_WORK = 5e8  # most pairs that are tried, which bounds the time on large problems
+WORTH = 1e-6  # fraction of a vertex's mean cost: smaller gains are float32 rounding errors
 
 
 def swapped(matrix: F64, bins: I64, distance: F32) -> tuple[I64, int]:

@@ -35,7 +35,7 @@ from counterpoint.plan.step.exchanges import Exchange, layer_exchanges, stage_ex
 F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]
 Pattern = Literal["all", "line", "ring"]
-RING = 1e-3  # of the bytes of a collective: only between orders that cost nearly the same does its ring decide
+RING = 1e-3  # fraction of a collective's bytes: its ring only decides between orders of nearly equal cost
 CHUNK = 1 << 22  # values of an intermediate array
 PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2, "broadcast": 1}
 

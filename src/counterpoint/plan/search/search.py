@@ -67,7 +67,7 @@ UNDIVIDED: dict[str, Any] = {
     "ends_count": False,
     "pieces_tp": False,
 }
-ROUNDING = 1 - 1e-9  # bounds and answers add up the same times in another order
+ROUNDING = 1 - 1e-9  # a bound and a step add up the same times in different orders
 
 
 class _Node(NamedTuple):
@@ -79,7 +79,7 @@ class _Node(NamedTuple):
     pipeline: Pipeline = Pipeline("1f1b", 1, "equal")
     again: Recomputation = Recomputation()
     sharding: Sharding = Sharding(0, None)
-    step: PredictedStep | None = None  # of the only way that is left
+    step: PredictedStep | None = None  # predicted when only one way is left
 
     @property
     def family(self) -> tuple[object, ...]:
@@ -194,7 +194,7 @@ class _Search:
         while self.open and len(choices) < self.best:
             _, _, node = heapq.heappop(self.open)
             if node.decided == len(opened) and node.family in families:
-                continue  # the same with another recomputation was faster
+                continue  # the same way with another recomputation was faster
             if node.step is not None:
                 families.add(node.family)
                 choices.append(_choice(node.job, node.step, choices[0].step_us if choices else None))
@@ -324,7 +324,7 @@ class _Search:
         ends_us = end_us(job, self.rates, layers)
         found = balanced_job(job, layers.mean_us(job.model), ends_us, totals)
         if found is not None and len(set(found.parallel.stage_layers or ())) == 1 and totals is stage_totals:
-            return None  # equal stages are a way of their own
+            return None  # equal stages are listed as a separate way
         return found
 
     def _answer(self, node: _Node) -> None:

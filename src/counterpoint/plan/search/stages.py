@@ -86,7 +86,7 @@ def least_of_balanced_us(job: Job, rates: GpuRates, mesh: MeshTimes, layers: Lay
         mesh: times of its collectives.
         layers: times of its layers.
     """
-    if 0 < job.model.expert_layers < job.model.layers:  # layers that differ can be dealt more evenly than equal ones
+    if 0 < job.model.expert_layers < job.model.layers:  # unequal layers can be dealt more evenly than equal ones
         return least_division_us(job, rates, mesh, layers)
     model, ends_us, layer_us = job.model, _ends(job, end_us(job, rates, layers)), layers.mean_us(job.model)
     each = balanced(model.layers, layer_us, ends_us, [model.layers] * len(ends_us)) or ()

@@ -63,7 +63,7 @@ class CommTime(Record, frozen=True, kw_only=True):
     """Holds the communication time of one step, alone and exposed."""
 
     alone_us: float = 0.0  # all collectives, one after another
-    exposed_us: float = 0.0  # the part that compute does not hide, and the time by which it slows compute down
+    exposed_us: float = 0.0  # time not hidden by compute, plus the time by which it slows compute down
 
 
 class Sent(NamedTuple):

@@ -55,8 +55,8 @@ class Exchange(Record, frozen=True, kw_only=True):
     axis: Axis  # of the mesh
     operation: Operation  # PyTorch's name
     num_bytes: int  # of the full array; of one rank's input for all_to_all and send_recv
-    count: int = 1  # how many
-    ffn: int = 0  # so many of them belong to the feed-forward block
+    count: int = 1  # number of collectives
+    ffn: int = 0  # how many of them belong to the feed-forward block
     backward: bool = False  # they belong to backward
     during_dw: bool = False  # they run during the products for the weights' gradients
     product: tuple[int, int] | None = None  # n and k of the product that they run beside, in pieces
@@ -101,7 +101,7 @@ def _in_fp8(exchanges: tuple[Exchange, ...], local: LocalShape, experts: Experts
 
 def _tensor(model: Model, parallel: Parallel, local: LocalShape, experts: Experts | None) -> tuple[Exchange, ...]:
     whole, during_dw = local.tokens * model.hidden * local.element_bytes, parallel.overlap_tp
-    blocks = 1 if local.experts_whole and experts is not None and not experts.shared else 2  # that need other ranks'
+    blocks = 1 if local.experts_whole and experts is not None and not experts.shared else 2  # with exchanges over tp
     if parallel.pieces_tp:
         return _tensor_in_pieces(model, local, whole, experts)[: 5 * blocks]
     if parallel.sequence and model.mla is not None:

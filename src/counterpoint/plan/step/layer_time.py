@@ -83,8 +83,8 @@ class MicroBatchTime(Record, frozen=True, kw_only=True):
     backward: TimeByPart = TimeByPart()  # of all these layers
     weight_us: float = 0.0  # the part of backward that only makes weight gradients
     launch_us: tuple[float, float] = (0.0, 0.0)  # host time of forward and backward
-    weight_launch_us: float = 0.0  # the part of backward's that launches what only makes weight gradients
-    kernels: float = 0.0  # that the host launches
+    weight_launch_us: float = 0.0  # the part of backward's launches that only make weight gradients
+    kernels: float = 0.0  # number of kernels that the host launches
     comm_us: dict[str, float] = msgspec.field(default_factory=dict)  # communication alone, by axis, both directions
 
     @property
@@ -135,7 +135,7 @@ class LayerTimes(Record, frozen=True, kw_only=True):
     rest: LayerTimes | None = None
 
     def mean_us(self, model: Model) -> float:
-        """Return the µs of one layer, forward and backward, as the mean over layers that are not recomputed in full."""
+        """Return the mean µs of one layer, forward and backward; with the method "block", of unrecomputed layers."""
         if self.rest is not None:
             return self.rest.mean_us(model)
         found = self.of_part(StagePart(layers=model.layers, routed=model.expert_layers), 0)
@@ -232,7 +232,7 @@ def _again(
     """Return the operations and exchanges that backward repeats, out of those of forward, `work` and `sent`."""
     training = job.training
     if training.recompute == "full":
-        if not training.early_stop or routed:  # what combines experts needs their products again
+        if not training.early_stop or routed:  # combining needs the experts' outputs again
             return work.forward, sent
         return tuple(op for op in work.forward if op.name != LAST_PRODUCT), [_without_last(each) for each in sent]
     if training.recompute == "none":
@@ -315,7 +315,7 @@ def _exposed(
     weight_us: float,
     experts_us: float,
 ) -> dict[str, float]:
-    """Return exposed µs by part; exchanges during weight gradients share their exposed µs by their time alone."""
+    """Return exposed µs by part; exchanges during weight gradients divide theirs in proportion to their time alone."""
     exposed: dict[str, float] = {}
     during_dw, halves = [], []
     for exchange in exchanges:
@@ -336,7 +336,7 @@ def _exposed(
             part = us / sum(alone for _, alone in comms)
             name = EXPOSED[exchange.axis]
             exposed[name] = exposed.get(name, 0.0) + (both - weight_us) * part
-    if halves:  # the first half's way there and the second's way back are beside nothing
+    if halves:  # the first half's dispatch and the second half's combine overlap nothing
         both = kept_us(experts_us, halves, job.disturbance_of("ep"), persistent=rates.efficiency.persistent)
         exposed["expert_us"] = sum(us for _, us in halves) + both - experts_us
     return exposed
@@ -393,7 +393,7 @@ def _sharding_time(
             exposed = both - compute_us + end_us
         found.append(TimeByPart(shard_copies_us=copy_us, shards_us=exposed))
     each_us = 0.0 if job.training.cuda_graphs else (part.layers + 1) * rates.efficiency.host_shard_us
-    again = 2 if job.parallel.reshard_after_forward else 1  # gathered once more, and reduced
+    again = 2 if job.parallel.reshard_after_forward else 1  # backward gathers once more, and reduces
     return MicroBatchTime(
         forward=found[0], backward=found[1], launch_us=(each_us, again * each_us), comm_us={"shards": comm_us}
     )

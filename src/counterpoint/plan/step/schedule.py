@@ -33,7 +33,7 @@ from counterpoint.records import Record
 
 Kind = Literal["F", "B", "W"]
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
-SIMULATED_ROUNDS = 3  # of `stages` micro-batches, before the period is taken
+SIMULATED_ROUNDS = 3  # rounds of `stages` micro-batches that are simulated before the pattern is taken as periodic
 
 
 class Slot(NamedTuple):
@@ -88,7 +88,7 @@ def in_flight(name: ScheduleName, stages: int, micro_batches: int, virtual: int 
     """
     if name == "gpipe":
         return float(micro_batches)
-    if name == "interleaved" and virtual > 1:  # those of its warm-up, and one more (`_interleaved`)
+    if name == "interleaved" and virtual > 1:  # the micro-batches of its warm-up, and one more (`_interleaved`)
         return min(stages + (2.0 * (stages - stage) - stages - 1.0) / virtual, float(micro_batches))
     return float(min(stages - stage, micro_batches))
 
@@ -220,7 +220,7 @@ def _end_us(found: tuple[ScheduledSlot, ...]) -> float:
 def scheduled(name: ScheduleName, times: StageTimes, micro_batches: int) -> tuple[ScheduledSlot, ...]:
     """Return every operation with its start and end, by the longest path to each node of the dependency graph."""
     found = _followed(name, times, micro_batches)
-    if name == "zero_bubble":  # a B may arrive while a dW runs: where that costs more than it fills, 1f1b is kept
+    if name == "zero_bubble":  # a B may arrive while a dW runs: if that costs more than dW fills, 1f1b stays
         return min(found, _followed("1f1b", times, micro_batches), key=_end_us)
     return found
 

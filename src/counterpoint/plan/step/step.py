@@ -173,7 +173,7 @@ def least_dealt_us(
     """
     parallel, micro, layer_us = job.parallel, job.training.micro_batches(job.parallel), layers.mean_us(job.model)
     least_us = micro * max(count * layer_us + us for count, us in zip(stages, ends_us, strict=True))
-    if parallel.schedule != "zero_bubble":  # whose drain has no dW
+    if parallel.schedule != "zero_bubble":  # zero_bubble has no dW in its drain
         path_us = least_of_any_stages_us(
             job.model.layers * layer_us, ends_us, micro, virtual=parallel.virtual, send_us=_send_us(job, mesh)
         )
@@ -201,7 +201,7 @@ def _timed(job: Job, rates: GpuRates, mesh: MeshTimes, layers: LayerTimes, path:
     parts = asdict(spent)
     path_us = max(path(job.parallel.schedule, times, micro), spent.total_us)
     parts["bubble_us"] = path_us - spent.total_us if len(stages) > 1 else 0.0  # of one stage: rounding
-    exchanging = stages[busiest if job.parallel.zero == 2 else 0]  # once a step: the first, which ends last
+    exchanging = stages[busiest if job.parallel.zero == 2 else 0]  # else once a step: the first ends last
     ends = _ends(job, rates, mesh, exchanging, part_times)
     parts["gradients_us"] = ends.exposed_us
     parts["optimizer_us"] = _optimizer_us(job, rates, stages[busiest])
@@ -330,7 +330,7 @@ def _slowest(job: Job) -> float:
     spread, slow, parallel = job.ranks.jitter, job.ranks.slow, job.parallel
     if not job.training.asynchronous:
         return max(expected_slowest(spread, parallel.world_size), slow)
-    pace = 1.0 - (1.0 - 1.0 / slow) / parallel.dp  # of all replicas, one of which is slow
+    pace = 1.0 - (1.0 - 1.0 / slow) / parallel.dp  # mean over all replicas, one of which is slow
     return expected_slowest(spread, parallel.world_size // parallel.dp) / pace
 
 

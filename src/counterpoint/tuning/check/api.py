@@ -25,7 +25,7 @@ from counterpoint.tuned.choices import Choices, mechanism_base, mechanism_knobs
 from counterpoint.tuning.check.calls import PairCalls, alike_pairs, calls_of_pairs, communication_of
 from counterpoint.tuning.check.knobs import Sight, copies_seen, sight_of
 
-_STATES: tuple[KnobState, ...] = ("no_effect", "took_effect", "not_seen")  # the first that any rank shows counts
+_STATES: tuple[KnobState, ...] = ("no_effect", "took_effect", "not_seen")  # the first of these on any rank counts
 _NAME = "name the modules of each pair in `where`, if their calls should differ"
 
 

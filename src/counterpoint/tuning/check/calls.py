@@ -28,7 +28,7 @@ from counterpoint.tuned.choices import EXCHANGE, FARTHEST, Choices, stays_with_t
 SUM_KERNEL = "combine"  # collectives/cuda/sum_kernel.py
 CallClass = tuple[str, int, int, str, str | None]
 """Operation, ranks, bytes per rank, dtype, and the compute of a matmul that depends on the call."""
-SAME_SIZE = 0.02  # by which the bytes of a run of copies may differ from those of a call
+SAME_SIZE = 0.02  # largest relative difference between the bytes of a copy run and those of a call
 LEAST = 0.5  # of the bytes of one call: fewer copies prove nothing
 _OPERATIONS = {  # operations of a tuning that NCCL makes by this collective
     "all_gather": ("all_gather", "all_gather_matmul"),
@@ -91,7 +91,7 @@ class PairCalls:
     kernels: I64  # of NCCL
     nccl_copies: I64  # by copy engines, as NCCL told c10d
     copies: I64  # by copy engines of counterpoint: runs of the size of one call
-    has_other_copies: bool  # of no pair's size, and enough for a call of every pair that has neither
+    has_other_copies: bool  # copies of no pair's size, enough for one call of every pair without calls
 
     def during(self, digest: RankDigest) -> Intervals:
         """Return the intervals of these calls; where the pair's copies cannot be identified, those of all copies."""

@@ -19,9 +19,9 @@ from counterpoint.trace.timeline import I32, I64, Kind
 from counterpoint.tuned.choices import mechanism_base, stays_with_torch
 from counterpoint.tuning.check.calls import PairCalls
 
-_BESIDE = 0.5  # of a GEMM's time, from which on it runs beside a call
+_BESIDE = 0.5  # fraction of a GEMM's time that must overlap a call for the GEMM to count as beside it
 _ROUNDED = ("all_to_all", "send_recv")  # NCCL rounds the CTAs of these up to a power of two
-_SYMMETRIC = "ncclSym"  # begins the names of NCCL's kernels for windows
+_SYMMETRIC = "ncclSym"  # prefix of the names of NCCL's kernels for windows
 _RECORD = "record two steps in which such a call runs, of every rank, with the activity of its GPU"
 _FOLLOW = (
     "name the file on every rank and before what is recorded, by counterpoint.overlap(model, tuned=...) or "

@@ -37,13 +37,13 @@ from counterpoint.tuning.fit.fitted import Fitted, alone
 from counterpoint.tuning.pairs import STOCK
 
 ALWAYS = 1 << 50  # bytes: a crossover that no array reaches
-FULL_SPEED = 0.85  # of the bandwidth with all CTAs
-LARGE = 1 / 64  # of the largest size measured: from there on bandwidth counts, not the protocol
-NOISE = 0.03  # of a time: what medians of two runs differ by
-WIDTH = 1.0  # of a figure's logarithm: twice or half as much is nothing special
-FEWEST = 6  # times: two sizes of three collectives
-_STEP = 0.01  # of a logarithm, for derivatives
-_PASSES = 12  # four are usual
+FULL_SPEED = 0.85  # fraction of the bandwidth with all CTAs that counts as full speed
+LARGE = 1 / 64  # fraction of the largest size measured, from which bandwidth counts, not latency
+NOISE = 0.03  # relative difference of medians between two runs
+WIDTH = 1.0  # of the logarithm of a figure: factors up to about 2 are plausible
+FEWEST = 6  # times that a fit needs: two sizes of three collectives
+_STEP = 0.01  # step of a logarithm for numeric derivatives
+_PASSES = 12  # at most; four are usual
 _ENOUGH = 1e-4  # relative change of the error at which the fit ends
 
 _SPEEDS: tuple[tuple[str, ...], ...] = (("push_gb_per_s", "link_gb_per_s"), ("hbm_gb_per_s",))

@@ -17,7 +17,7 @@ from counterpoint.pair.sm_split import SmLayout
 from counterpoint.pair.together import Pair
 from counterpoint.records.measurement import BlockRow, Measurement, Row, Timing
 
-_LEAST_OVERLAP = 0.25  # of the shorter side: with less, what it loses is noise
+_LEAST_OVERLAP = 0.25  # fraction of the shorter side: with less overlap its loss is noise
 
 
 @dataclass(frozen=True, kw_only=True)

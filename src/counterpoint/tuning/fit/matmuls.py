@@ -52,7 +52,7 @@ _GRID: tuple[tuple[str, Sequence[Any]], ...] = (
     ("compute_loss", _LOSSES),
     ("comm_loss", _LOSSES),
 )
-_PASSES = 10  # three are usual
+_PASSES = 10  # at most; three are usual
 
 
 def fit_efficiency(measured: Measurement, known: Profile) -> Fitted:
@@ -223,7 +223,7 @@ def _kept(measured: Measurement, name: str, shipped: Disturbance | None) -> Fitt
     """Return the figures of one mechanism: speeds from rows with the collective first, `hidden` from all orders."""
     rows = [row for row in measured.rows if row.mechanism == name and row.marked is None]
     first = beside(measured, name)
-    # sums of zero_sm wait for SMs, which `hidden` tells
+    # reductions by zero_sm wait for SMs, which `hidden` covers
     unsummed = [row for row in first if name != "zero_sm" or row.collective not in REDUCTIONS] or first
     hidden = {
         collective: within(fmean(row.hidden for row in rows if row.collective == collective), -10.0, 1.0)

@@ -48,16 +48,16 @@ from counterpoint.tuning.script.launch import (
 TUNED_VARIABLE = "COUNTERPOINT_TUNED"  # of parallel/follow_tuning.py: the file that overlap and the backend follow
 _OFF = "off"
 RECORDED = "recorded"  # folder of the traces
-_APART_RUNS = 3  # of each variant, at least: processes differ by more than steps of one do
-_BLOCKS_APART = 3  # of steps in each of these
+_APART_RUNS = 3  # processes per variant, at least: processes differ more than steps of one process
+_BLOCKS_APART = 3  # blocks of steps in each of these processes
 _WHY_APART = {
     "never": "the script never calls counterpoint.overlap: choices reached it by its environment alone",
     "fixed": "DistributedDataParallel keeps its hook for good",
     "switched": "some choices are variables of the environment",
 }
 STOCK, TUNED = "stock", "tuned"
-LEFT_OUT = 4  # choices without which steps are run, too: those that promise most
-TRIES = 3  # runs of the script, each without what the one before has falsified
+LEFT_OUT = 4  # choices that are each left out once: those with the largest predicted saving
+TRIES = 3  # at most: each run leaves out the choices that the one before falsified
 _NEVER = f"{TRIES} runs of the script have confirmed no choices: this one is left, too"
 
 Choice = tuple[int, ...]

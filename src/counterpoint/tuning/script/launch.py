@@ -45,13 +45,13 @@ TASK_VARIABLE = "COUNTERPOINT_TUNING_TASK"
 OverlapCalls = Literal["never", "switched", "fixed"]
 """Whether the script calls `counterpoint.overlap`, and if so, whether that can be taken back between steps."""
 TIMEOUT_S = 120.0
-FIRST_STEP_S = 300.0  # more before the first step: a model is made, and compiled
+FIRST_STEP_S = 300.0  # added before the first step, while the model is built and compiled
 LOG = "script.log"  # these are names inside the folder of a task
 TASK, RESULT = "task.json", "result.json"  # a `ScriptTask`, and the `ScriptResult` of rank 0
 ALIVE = "alive"  # rank 0 touches it after each step
 ERRORS = "errors"  # folder of `RankFailure`s
 PROCESSES = "processes"  # folder of files by rank, each with the number of its process
-STACKS = "stacks{}.log"  # by rank: stacks of its threads if it is told to end
+STACKS = "stacks{}.log"  # by rank: the stacks of its threads, written if the rank is told to end
 _ENDED = re.compile(r"^\s*rank\s*:\s*(\d+) .*\n\s*exitcode\s*:\s*(-?\d+) ", re.MULTILINE)  # its last words
 
 SCRIPT = "counterpoint.tuning.script.rank"
@@ -85,8 +85,8 @@ class ScriptTask(Record, frozen=True, kw_only=True):
     recorded_steps: int = 2
     warmup_steps: int = 3  # before all else: memory, compilation
     dropped_steps: int = 2  # after a change of variant: the first opens communicators, the second prepares calls
-    block_steps: int = 4  # timed as one
-    rounds: int = 20  # at most, of one block for each variant
+    block_steps: int = 4  # steps that are timed together
+    rounds: int = 20  # at most; a round has one block for each variant
     min_rounds: int = 5
     budget_s: float = 60.0  # no round begins that would end later
 

@@ -56,7 +56,7 @@ class SwitchedOverlap:
         self._overlap, self._model, self._options = overlap, model, options
         self._real: Any = None
         self.is_closed = False
-        self.is_fixed = isinstance(model, DistributedDataParallel)  # which keeps its hook for good
+        self.is_fixed = isinstance(model, DistributedDataParallel)  # DDP keeps its communication hook for good
 
     def use(self, variant: ScriptVariant) -> None:
         """Switch to a variant; all ranks do so between the same two steps."""

@@ -15,7 +15,7 @@ from counterpoint.plan.job.foreign.reading import ForeignJob
 from counterpoint.plan.job.job import ADVICE, MAX_BYTES, parse_tables
 from counterpoint.read_file import read_text
 
-NEEDED = {  # what a job must say, the flags that say it, and the name of such a flag, if it has one of its own
+NEEDED = {  # by field: the flags that set it, and the name of its own flag if it has one
     "training.sequence": ("--set training.sequence=TOKENS", ""),
     "training.global_batch": ("--set training.global_batch=SAMPLES", ""),
     "model.vocab": ("--set model.vocab=ROWS", ""),
