@@ -132,7 +132,7 @@ def _choice(
 
 
 def _out_of_time(expected: Predicted, stock: str, budget_s: float) -> str:
-    """Return why time ran out before a pair was measured, and what the model would have tried first."""
+    """Return that the budget was used up before a pair was measured, and what the model would have tried first."""
     why = f"not measured: the budget of {budget_s:g} s was used up"
     known = {mechanism: us for mechanism, us in expected.items() if us}
     best = min(known, key=lambda mechanism: known[mechanism], default=stock)

@@ -117,7 +117,7 @@ def best_of(times: Predicted, stock: str, most: int = MOST) -> Predicted:
 
 
 def _offered(pair: StepPair, device: str) -> tuple[str, ...]:
-    """Return a pair's mechanisms, other than stock, that no model ranks; those that cannot run fail when measured."""
+    """Return a pair's mechanisms, besides stock, that no model ranks; measuring them shows which cannot run."""
     if depends(pair):
         known: tuple[str, ...] = MATMUL_MECHANISMS if is_dependent(pair.operation) else EXCHANGE_MECHANISMS
         return tuple(name for name in known if name != stock_of(pair, device))

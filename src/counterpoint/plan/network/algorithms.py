@@ -140,7 +140,7 @@ def schedule(operation: str, algorithm: str, at: Reach) -> Schedule | None:
 
 
 def own_share(operation: str, algorithm: str, at: Reach) -> float:
-    """Return the bytes, over S, that a rank copies or adds without sending: in a ring, the shard that ends there."""
+    """Return the fraction of S that a rank copies or adds without sending: in a ring, the shard that ends there."""
     return 1 / at.ranks if algorithm == "ring" and operation in PASSES else 0.0
 
 

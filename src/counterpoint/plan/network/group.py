@@ -103,7 +103,7 @@ class Reach(NamedTuple):
         return self.ranks / self.units[level]
 
     def fan(self, level: int) -> float:
-        """Return how many units of the level below with ranks of the group one unit of `level` joins."""
+        """Return how many units of the level below, if they hold ranks of the group, one unit of `level` joins."""
         return self.units[level] / self.units[level + 1]
 
 

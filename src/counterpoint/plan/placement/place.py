@@ -180,7 +180,7 @@ def _unit_rows(topology: Topology) -> list[I64]:
 
 
 def _add_groups(sent: F64, part: AxisTraffic, topology: Topology, slots: I64) -> None:
-    """Add each rank's bytes to `sent` by level: those to partners who share its unit there, but no lower unit."""
+    """Add each rank's bytes to `sent` by level: those to partners in its unit of that level, but in no lower one."""
     host = slots[part.members] // topology.gpus
     group = np.arange(len(part.members))[:, None]
     bytes_each = np.repeat(part.pair_bytes, part.members.shape[1])

@@ -130,7 +130,7 @@ def _no_call() -> Sight:
 
 
 def _zero_cta(digest: RankDigest, pair: TunedPair, calls: PairCalls, value: str) -> Sight:
-    """Check that NCCL copied and ran no kernel; `default` runs kernels, and `efficiency` cannot be proved."""
+    """Check that NCCL copied and ran no kernel; the default policy runs kernels, `efficiency` cannot be proved."""
     if value == "efficiency":
         return Sight(
             state="not_seen", seen="fewer CTAs than without it cannot be told from one trace", fix=_measured(pair)

@@ -71,7 +71,7 @@ def fit_rates(measured: Measurement, known: Profile) -> Fitted:
 
 
 def fit_nccl(measured: Measurement, known: Profile) -> Fitted:
-    """Return `nccl`: the sizes below which NCCL alone is faster, and the CTAs that it needs."""
+    """Return `nccl`: the array sizes below which NCCL's collectives are faster alone, and the CTAs that NCCL needs."""
     nccl = STOCK[measured.environment.device]
     stock, own = alone(measured, nccl), alone(measured, "zero_sm")
     both = [name for name in stock if len(stock[name].keys() & own.get(name, {}).keys()) > 1]
@@ -91,7 +91,7 @@ def fit_nccl(measured: Measurement, known: Profile) -> Fitted:
 
 
 def crossover_bytes(stock: Mapping[int, float], own: Mapping[int, float]) -> int:
-    """Return the size in bytes from which `own` should run, by the µs of both at several sizes; `ALWAYS`: from 0.
+    """Return the size in bytes from which `own` should run, by the µs of both at several sizes; `ALWAYS`: at no size.
 
     It is the border with which the sum of log(time taken / least time) is smallest: one noisy size does not move it. It
     lies where the two lines between the sizes on both sides of it, in logarithms, meet.
@@ -160,7 +160,7 @@ def fit_nccl_rates(measured: Measurement, known: Profile) -> Fitted:
 
 
 def _tuning(call: Call, measured: Measurement, known: Profile) -> Tuning:
-    """Return the tuning by which a communicator ran a call; on CPUs only approximately, as blocks are cut there."""
+    """Return the tuning by which a communicator ran a call; on CPUs, where blocks are cut, only roughly that one."""
     if measured.environment.device == "cpu":
         return Tuning()
     best = best_tuning(call, known.rates)
