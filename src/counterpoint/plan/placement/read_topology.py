@@ -122,8 +122,7 @@ def read_matrix_json(text: str | bytes) -> Topology:
 
 
 def read_matrix_csv(text: str, *, gpus: int = 1, inside: float = 0.0) -> Topology:
-    """Return the topology of a matrix in CSV: bandwidth or distance in the first cell, hosts in first row and column.
-    """
+    """Return the topology of a matrix in CSV: bandwidth or distance in the first cell, hosts in row and column 1."""
     table = [row for row in csv.reader(io.StringIO(text)) if any(cell.strip() for cell in row)]
     kind = table[0][0].strip().lower() if table and table[0] else ""
     if kind not in ("bandwidth", "distance"):

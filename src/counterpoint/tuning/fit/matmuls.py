@@ -138,8 +138,7 @@ def fit_sums(measured: Measurement, known: Profile) -> Fitted:
 
 
 def summed_us(pair: Pair, row: Row, profile: Profile) -> float:
-    """Return the predicted µs of a zero-SM reduction beside a GEMM limited to the SMs that the row's mechanism names.
-    """
+    """Return the predicted µs of a zero-SM reduction beside a GEMM on the SMs that the row's mechanism names."""
     gemm_sms = SmSplit.parse(row.mechanism.replace("zero_sm", "nccl")).gemm_sms
     return reduced_us(pair, gemm_sms or pair.layout.num_sms, profile)
 
