@@ -1,4 +1,4 @@
-"""Measure a computation and a collective alone, one after the other and together, and what each loses and why.
+"""Measure a computation and a collective alone, in sequence and together, and how much each loses and why.
 
 `counterpoint.measure` is `api.measure`. It makes a plan of names (suites.py, workloads.py, mechanisms.py, dependent.py,
 dtypes.py) and starts a process per rank (launch.py, worker.py). On a rank, session.py joins the others and parts.py

@@ -1,4 +1,4 @@
-"""Measure one operation alone: a collective by size, a computation by settings of a control, and costs of a machine.
+"""Measure one operation alone: a collective by size, a computation by settings of a control, or a machine's costs.
 
 Costs are what no collective or GEMM alone tells: `launch kernel` (µs of the host for one operation of an eager layer,
 forward and backward), `launch collective` (µs of the host for one all_gather of torch), `sum BYTES` (each rank adds up
@@ -38,14 +38,14 @@ from counterpoint.records.measurement import Block, BlockRow, Plan
 
 _SUM = re.compile(r"sum ([1-9]\d{0,12})")
 _LASTING = "lasting "
-_LASTING_S = {"cuda": 3.0, "cpu": 0.05}  # the power limit and the fans take about a second
-_BATCH_US = 100_000.0  # of a load that lasts, until the host looks at the clock
+_LASTING_S = {"cuda": 3.0, "cpu": 0.05}  # seconds of load; the power limit and the fans react within about one
+_BATCH_US = 100_000.0  # µs of a lasting load between two looks at the clock
 _LAUNCHES = 50
-_WIDTH = 64  # of the layer: its kernels must be shorter than their launches
+_WIDTH = 64  # width of the layer, so small that its kernels are shorter than their launches
 
 
 def collective_alone(session: Session, block: Block, plan: Plan, unavailable: dict[str, str]) -> Iterator[Experiment]:
-    """Yield an experiment for each size of a collective, with all mechanisms."""
+    """Yield one experiment, with all mechanisms, for each size of a collective."""
     asked = [find_mechanism(name, session.device.type) for name in block.mechanisms]
     mechanisms = offered(session, asked, block.what, unavailable)
     for size in block.sizes_bytes if mechanisms else ():
@@ -82,7 +82,7 @@ def _of_size(
 
 
 def compute_alone(session: Session, block: Block, plan: Plan, unavailable: dict[str, str]) -> Iterator[Experiment]:
-    """Yield the experiment of a computation under each setting."""
+    """Yield the experiment of a computation alone under each setting of its controls."""
     workload = find_workload(block.what)
     session.require_memory(workload.memory_bytes(session.compute_dtype.itemsize), block.what)
     found = [(name, () if name == "stock" else parse_mechanism(f"nccl+{name}")[1]) for name in block.mechanisms]
@@ -117,7 +117,7 @@ def compute_alone(session: Session, block: Block, plan: Plan, unavailable: dict[
 
 
 def is_cost(what: str) -> bool:
-    """Return whether `what` names a cost of a machine: of a launch, of a load that lasts, or of a sum."""
+    """Return whether `what` names a cost of a machine: a launch, a lasting load, or a sum."""
     return what in _OF_HOST or what.startswith(_LASTING) or _SUM.fullmatch(what) is not None
 
 
@@ -138,7 +138,7 @@ def cost(session: Session, block: Block, plan: Plan, unavailable: dict[str, str]
 def _stock(
     what: str, trial: Callable[[], Trial], *, num_bytes: int | None = None, flops: int | None = None
 ) -> Experiment:
-    """Return an experiment with `stock` as its only mechanism; GB/s or TFLOP/s where bytes or FLOPs are given."""
+    """Return an experiment whose only mechanism is `stock`; rows have GB/s or TFLOP/s if bytes or FLOPs are given."""
 
     def rows(samples: SamplesOf[str]) -> list[BlockRow]:
         time_us = time_of(samples[what], compute_time)
@@ -157,7 +157,7 @@ def _stock(
 
 
 def _sum(session: Session, what: str, size_bytes: int) -> Iterator[Experiment]:
-    """Yield the experiment of the sum kernel on all SMs, with GB/s of memory, read and written."""
+    """Yield the experiment of the sum kernel on all SMs; its GB/s count memory read and written."""
     world, shard = session.world_size, size_bytes // session.world_size // 512 * 512
     session.require_memory((world + 1) * shard, f"{what} of {size_bytes / 1e9:.2f} GB")
     sources = torch.empty(world * shard // 2, dtype=torch.bfloat16, device=session.device).normal_()
@@ -176,7 +176,7 @@ def _sum(session: Session, what: str, size_bytes: int) -> Iterator[Experiment]:
 
 
 def _lasting(session: Session, what: str) -> Callable[[], float]:
-    """Return what measures the µs of a workload, at the end of a time in which the device had no pause."""
+    """Return a function that measures the µs of a workload, after the device has run it for some time without pause."""
     workload = find_workload(what.removeprefix(_LASTING))
     session.require_memory(workload.memory_bytes(session.dtype.itemsize), what)
     run = prepare(workload, session.device, session.dtype, seed=session.rank)
@@ -190,7 +190,7 @@ def _lasting(session: Session, what: str) -> Callable[[], float]:
 
 
 def _each_us(session: Session, run: Callable[[], object], times: int) -> float:
-    """Return the µs of each of so many runs, from the first launch until the device has ended."""
+    """Return the µs per run of `times` runs, from the first launch until the device has finished."""
     begun = time.perf_counter()
     for _ in range(times):
         run()
@@ -199,7 +199,7 @@ def _each_us(session: Session, run: Callable[[], object], times: int) -> float:
 
 
 def _host_us(session: Session, launch: Callable[[], object], operations: int = 1) -> float:
-    """Return the µs that the host takes for each operation of several calls; the device follows behind."""
+    """Return the host's µs per operation over several calls, not waiting for the device."""
     session.synchronize()
     session.gather(None)
     begun = time.perf_counter()
@@ -222,7 +222,7 @@ def _of_kernel(session: Session, what: str) -> Callable[[], float]:
     def step() -> None:
         layer(tokens).sum().backward()
 
-    step()  # gradients are allocated
+    step()  # allocates the gradients
     with _Counting() as counting:
         step()
     return partial(_host_us, session, step, counting.operations)
@@ -238,7 +238,7 @@ _OF_HOST = {"launch kernel": _of_kernel, "launch collective": _of_collective}
 
 
 class _Counting(TorchDispatchMode):
-    """Counts the operations that compute something; views launch no kernel."""
+    """Counts the operations that compute; views do not count, since they launch no kernel."""
 
     operations: int = 0
 
@@ -248,6 +248,6 @@ class _Counting(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operation and count it."""
+        """Run one operation and count it."""
         self.operations += not function.is_view
         return function(*args, **(kwargs or {}))

@@ -63,7 +63,7 @@ def measure(
 
 
 def count_ranks(device: str, world_size: int | None, *, verb: str = "measure") -> int:
-    """Return the number of ranks to start: `world_size`, or all visible GPUs, or 2 on CPUs.
+    """Return the number of ranks to start: `world_size`, or one per visible GPU, or 2 on CPUs.
 
     Raises:
         Misconfigured: this process is one of several ranks, or so many ranks or such a device are not there.
@@ -91,7 +91,7 @@ def measure_parts(
     budget_s: float | None = None,
     progress: Progress | None = None,
 ) -> Measurement:
-    """Measure scenarios and building blocks in the order given; `measure` and `tune` start ranks here and nowhere else.
+    """Measure scenarios and building blocks in the given order; only `measure` and `tune` start ranks, both by this.
 
     Args:
         suite: what the parts are called together.
@@ -159,7 +159,7 @@ def _gpus(verb: str = "measure") -> tuple[str, ...]:
 
 
 def _num_sms() -> int:
-    """Return the SMs of this machine's GPUs by their data sheet."""
+    """Return the number of SMs of this machine's GPUs, by their data sheet."""
     sheet = find_gpu(_gpus()[0])
     return SMS if sheet is None else sheet.sm.num_sms
 
@@ -177,7 +177,7 @@ def _world_size(device: str, asked: int | None, gpus: int) -> int:
 
 
 def _gather(plan: Plan, outcomes: Sequence[Outcome]) -> Measurement:
-    """Return all outcomes as one measurement, in the plan's order."""
+    """Return all outcomes merged into one measurement, in the plan's order."""
     environment = next((outcome.environment for outcome in reversed(outcomes) if outcome.environment), None)
     place = {part.name: index for index, part in enumerate(plan.parts)}
     missing = [name for name in place if name not in {outcome.scenario for outcome in outcomes}]
@@ -204,7 +204,7 @@ def _gather(plan: Plan, outcomes: Sequence[Outcome]) -> Measurement:
 
 
 def _unavailable(plan: Plan, outcomes: Sequence[Outcome]) -> dict[str, str]:
-    """Return why each mechanism was not measured, or not everywhere; several reasons each name their operations."""
+    """Return, by mechanism, why it was not measured (everywhere); if reasons differ, each names its operations."""
     what = {part.name: part.collective if isinstance(part, Scenario) else part.what for part in plan.parts}
     found: dict[str, dict[str, list[str]]] = {}
     for outcome in outcomes:

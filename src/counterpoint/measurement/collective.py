@@ -1,4 +1,4 @@
-"""Run the collective of a pair: buffers of random data, one launch on the current stream, a check of the result.
+"""Run the collective of a pair: random buffers, one launch on the current stream, a check of the result.
 
 Sizes are of the full array, as nccl-tests counts: what all_gather returns, what reduce_scatter takes, what all_reduce
 and broadcast hold, what each rank gives to all_to_all, what each rank sends on to the next in send_recv.
@@ -28,17 +28,17 @@ _CHUNK = {"cuda": 1 << 24, "cpu": 1 << 18}  # elements made and compared at once
 
 
 class WrongResult(CounterpointError):
-    """Is raised when a collective delivered wrong data, so that its time means nothing."""
+    """Is raised when a collective delivered wrong data, which makes its time meaningless."""
 
 
 def elements_of(size_bytes: int, itemsize: int, world_size: int) -> int:
-    """Return the number of elements of a full array of about `size_bytes`, in shards of a multiple of 64 elements."""
+    """Return the elements of a full array of about `size_bytes`, whose shards are multiples of 64 elements."""
     grain = 64 * world_size
     return max(1, round(size_bytes / itemsize / grain)) * grain
 
 
 def memory_bytes(collective: str, size_bytes: int, world_size: int) -> int:
-    """Return the bytes of a collective's buffers on a rank; an in-place collective also keeps its input."""
+    """Return the bytes of a collective's buffers on one rank; an in-place collective also keeps a copy of its input."""
     call = find(collective, world_size, size_bytes)
     return 2 * call.output_bytes(0) if _in_one_tensor(call) else call.output_bytes(0) + call.input_bytes(0)
 
@@ -61,7 +61,7 @@ def _in_one_tensor(call: Call) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Buffers:
-    """Holds what one collective reads and writes on this rank; several process groups may share them."""
+    """Holds the input and output of one collective on this rank; several process groups may share them."""
 
     call: Call
     rank: int
@@ -76,7 +76,7 @@ class Buffers:
 
     @property
     def own_block(self) -> Tensor | None:
-        """Return this rank's block of the output if the input can lie there, else None."""
+        """Return this rank's block of the output, if the input may lie in it, else None."""
         span = self.call.input_span(self.rank)
         if span.buffer != "output" or _in_one_tensor(self.call):
             return None
@@ -86,14 +86,14 @@ class Buffers:
 
 @dataclass(frozen=True, kw_only=True)
 class Comm:
-    """Runs a collective over one process group: by torch, or by a communicator of the same ranks."""
+    """Runs a collective over one process group: by torch, or by our communicator of the same ranks."""
 
     buffers: Buffers
     group: dist.ProcessGroup
     communicator: Communicator | None = None
 
     def launch(self) -> None:
-        """Queue the collective on the current stream (CUDA), or run it to its end (CPU)."""
+        """Launch the collective on the current stream (CUDA), or run it to its end (CPU)."""
         buffers = self.buffers
         if self.communicator is None:
             start_by_torch(buffers.call, buffers.recv, buffers.send, group=self.group, async_op=False)
@@ -102,7 +102,7 @@ class Comm:
         self.communicator.call(buffers.collective, buffers.recv, buffers.send if own is None else own)
 
     def reset(self) -> None:
-        """Put back the data that an in-place collective has overwritten; never call it inside a timed region."""
+        """Restore the data that an in-place collective has overwritten; never call it inside a timed region."""
         buffers = self.buffers
         if _in_one_tensor(buffers.call):
             buffers.recv.copy_(buffers.send)
@@ -110,7 +110,7 @@ class Comm:
             own.copy_(buffers.send)
 
     def check(self) -> None:
-        """Run the collective once and check every element of its output; all ranks of the group call it.
+        """Run the collective once and check every element of its output; all ranks of the group call it together.
 
         Copied data must be equal. Sums may differ from those in float64 by twice the error of adding in their dtype.
         WrongResult is raised otherwise.
@@ -142,7 +142,7 @@ def allocate(
     seed: int,
     empty: Callable[[int], Tensor],
 ) -> Buffers:
-    """Return buffers of random data, different on each rank, for one collective.
+    """Return the buffers of one collective, with random data that differs on each rank.
 
     Args:
         collective: PyTorch's name.
@@ -163,7 +163,7 @@ def allocate(
 
 
 def fill(buffer: Tensor, seed: int, rank: int) -> None:
-    """Fill a buffer with normal random data that any rank can reproduce, a chunk at a time."""
+    """Fill a buffer chunk by chunk with normal random data that any rank can reproduce."""
     step = _CHUNK[buffer.device.type]
     for start in range(0, buffer.numel(), step):
         buffer[start : start + step] = _chunk(buffer, seed, rank, start // step)[: buffer.numel() - start]
@@ -177,7 +177,7 @@ def _chunk(like: Tensor, seed: int, rank: int, index: int) -> Tensor:
 
 
 def _part(like: Tensor, seed: int, rank: int, start: int, length: int) -> Tensor:
-    """Return `length` elements, from `start`, of what `fill` writes on rank `rank`; at most two chunks are made."""
+    """Return `length` elements, from `start`, of the data that `fill` writes on `rank`; only their chunks are made."""
     step = _CHUNK[like.device.type]
     first, last = start // step, (start + length - 1) // step
     chunks = [_chunk(like, seed, rank, index) for index in range(first, last + 1)]
@@ -185,7 +185,7 @@ def _part(like: Tensor, seed: int, rank: int, start: int, length: int) -> Tensor
 
 
 def _compare(buffers: Buffers, got: Tensor, sources: Iterable[int], offset: int) -> None:
-    """Raise WrongResult unless copies are equal and sums are within twice the error of adding ranks in turn."""
+    """Raise WrongResult unless copies are equal, and sums have at most twice the error of a rank-by-rank sum."""
     step = _CHUNK[got.device.type]
     for start in range(0, got.numel(), step):
         piece = got[start : start + step]

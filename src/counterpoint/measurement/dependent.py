@@ -1,4 +1,4 @@
-"""Describe by their names what depends on communication: matmuls, and tokens that go to experts and back. No torch.
+"""Define work that depends on communication, by name: matmuls, and tokens that go to experts and back. No torch.
 
 `all_gather_matmul MxNxK` and `matmul_reduce_scatter MxNxK`: M rows of all ranks, N and K on each rank.
 `exchange LAYER TOKENS ROUTING`: a name of `EXPERT_LAYERS` or `HIDDENxFFNxEXPERTSxTOP_K`, and the tokens of a rank.
@@ -18,7 +18,7 @@ _OPERATIONS = get_args(TensorOperation)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DependentMatmul:
-    """Represents a matmul [m, k] @ [k, n] on each rank whose rows are gathered before it, or scattered after it."""
+    """Represents a matmul [m, k] @ [k, n] on each rank, its rows all_gathered before or reduce_scattered after."""
 
     operation: TensorOperation
     m: int  # rows of all ranks
@@ -32,7 +32,7 @@ class DependentMatmul:
 
     @property
     def moved(self) -> int:
-        """Return the elements of the full array that is communicated."""
+        """Return the number of elements of the full array that is communicated."""
         return self.m * (self.k if self.operation == "all_gather_matmul" else self.n)
 
     @property
@@ -41,13 +41,13 @@ class DependentMatmul:
         return 2 * self.m * self.n * self.k
 
     def memory_bytes(self, itemsize: int) -> int:
-        """Return the bytes that a rank needs at most: operands, buffers and results, and some in float64 to compare."""
+        """Return an upper bound of a rank's bytes: operands, buffers, results, and some float64 copies to check."""
         operands, product = self.m * self.k + self.k * self.n, self.m * self.n
         return itemsize * (6 * operands + 8 * product) + 8 * (operands + 3 * product)
 
 
 def is_dependent(what: str) -> bool:
-    """Return whether the name of a building block is that of a `DependentMatmul`."""
+    """Return whether a building block's name is that of a `DependentMatmul`."""
     return what.partition(" ")[0] in _OPERATIONS
 
 
@@ -64,7 +64,7 @@ def find_dependent(what: str) -> DependentMatmul:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertLayer:
-    """Represents the experts of a layer: gated feed-forward blocks, of which each token visits `top_k`."""
+    """Represents the experts of a layer: gated feed-forward blocks, with `top_k` experts per token."""
 
     hidden: int
     ffn: int
@@ -98,7 +98,7 @@ def find_layer(name: str) -> ExpertLayer:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenExchange:
-    """Represents what an MoE layer exchanges: so many tokens of each rank, to the experts and back."""
+    """Represents the token exchange of an MoE layer: `tokens` tokens of each rank go to their experts and back."""
 
     layer: str  # as `find_layer` knows it
     tokens: int
@@ -106,7 +106,7 @@ class TokenExchange:
 
     @property
     def name(self) -> str:
-        """Return the name without what is measured of it."""
+        """Return the name of the exchange, without the leg or case that is measured."""
         return f"{self.layer} {self.tokens} {self.routing}"
 
     @property
@@ -115,15 +115,15 @@ class TokenExchange:
         return find_layer(self.layer)
 
     def size_bytes(self, itemsize: int) -> int:
-        """Return the bytes of a rank's tokens, once for each choice."""
+        """Return the bytes of one rank's tokens, counted `top_k` times."""
         return self.tokens * self.sizes.top_k * self.sizes.hidden * itemsize
 
     def capacity(self, world_size: int) -> int:
-        """Return the rows that may come to a rank."""
+        """Return the most rows that can arrive at one rank."""
         return world_size * self.tokens * min(self.sizes.top_k, self.sizes.experts // world_size)
 
     def memory_bytes(self, itemsize: int, world_size: int, mechanisms: int) -> int:
-        """Return about the bytes that a rank needs: weights of experts, and buffers and rows of each mechanism."""
+        """Return roughly the bytes that a rank needs: expert weights, and each mechanism's buffers and rows."""
         weights = 3 * self.sizes.hidden * self.sizes.ffn * self.sizes.experts // world_size
         rows = self.capacity(world_size)
         inside = rows * 3 * self.sizes.ffn
@@ -131,7 +131,7 @@ class TokenExchange:
 
 
 def is_exchange(what: str) -> bool:
-    """Return whether the name of a building block is that of a `TokenExchange`."""
+    """Return whether a building block's name is that of a `TokenExchange`."""
     return what.partition(" ")[0] == "exchange"
 
 

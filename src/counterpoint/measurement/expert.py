@@ -1,4 +1,4 @@
-"""Measure tokens that travel to their experts and back: by every mechanism, alone and with other work.
+"""Measure tokens that travel to their experts and back, by every mechanism: alone and beside other work.
 
 A dispatch begins with tokens and ends with rows in the order of this rank's experts; a combine begins with such rows
 and ends with sums. All mechanisms take turns in the same rounds. Before it is timed, a dispatch and a combine are
@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 
 _GATHERED_BYTES = {"cuda": 256 << 20, "cpu": 1 << 20}  # of a layer's other parameters, as FSDP2 gathers them
 _DENSE = {"cuda": "gemm 8192x8192x8192", "cpu": "gemm 256x256x256*4"}
-_SCALES = 128  # experts with another factor each, exact in bfloat16, so that a row at a wrong expert shows
+_SCALES = 128  # number of different expert factors, exact in bfloat16, so that a row at a wrong expert shows
 
 
 def routed(way: str, tokens: int, layer: ExpertLayer, generator: torch.Generator) -> Tensor:
-    """Return the experts of random tokens, int64 `[tokens, top_k]`, no expert twice.
+    """Return random experts for each token, int64 `[tokens, top_k]`, without repetition in a row.
 
     Args:
         way: `uniform`; `zipf`, the i-th expert being wanted 1 / i times as much as the first, and experts lying in a
@@ -66,7 +66,7 @@ def routed(way: str, tokens: int, layer: ExpertLayer, generator: torch.Generator
 
 @dataclass(frozen=True, kw_only=True)
 class SampleTokens:
-    """Holds what a rank dispatches."""
+    """Holds the tokens that one rank dispatches, with their experts and weights."""
 
     x: Tensor
     ids: Tensor
@@ -74,7 +74,7 @@ class SampleTokens:
 
     @classmethod
     def random(cls, session: Session, exchange: TokenExchange, seed: int) -> SampleTokens:
-        """Return random tokens of this rank."""
+        """Return random tokens for this rank."""
         generator = torch.Generator(device=session.device).manual_seed(seed + session.rank)
         layer = exchange.sizes
         ids = routed(exchange.routing, exchange.tokens, layer, generator)
@@ -83,11 +83,11 @@ class SampleTokens:
         return cls(x=x.normal_(generator=generator), ids=ids, weights=weights / weights.sum(1, keepdim=True))
 
     def dispatch(self, dispatcher: Dispatcher) -> tuple[Tensor, Tensor, Any]:
-        """Return the rows of this rank's experts, where each expert's rows end, and a handle for `combine`."""
+        """Return the rows for this rank's experts, the offset where each expert's rows end, and a `combine` handle."""
         return dispatcher.dispatch(self.x, self.ids, self.weights)
 
     def errors(self, sums: Tensor) -> tuple[float, float]:
-        """Return the relative error of sums, with `expert_scales` for experts, and twice that of plain rounding."""
+        """Return the relative error of combined sums (experts: `expert_scales`), and twice that of plain rounding."""
         exact, plain = torch.zeros_like(self.x, dtype=torch.float64), torch.zeros_like(self.x, dtype=torch.float32)
         for ids, weights in zip(self.ids.t(), self.weights.t(), strict=True):
             scales = expert_scales(ids)[:, None]
@@ -98,13 +98,13 @@ class SampleTokens:
 
 
 def expert_scales(experts: Tensor) -> Tensor:
-    """Return what experts multiply their rows by, given their numbers."""
+    """Return the factor by which each expert multiplies its rows, given the experts' numbers."""
     return 1.0 + (experts % _SCALES).float() / _SCALES
 
 
 @torch.no_grad()
 def exchange(session: Session, block: Block, plan: Plan, unavailable: dict[str, str]) -> Iterator[Experiment]:
-    """Yield an experiment for each leg of an exchange, alone and together with other work, by each mechanism.
+    """Yield an experiment for each leg (dispatch, combine) of an exchange by each mechanism, alone and with other work.
 
     Raises:
         Misconfigured: there is no such exchange, the ranks cannot share its experts, or memory does not suffice.
@@ -146,7 +146,7 @@ def exchange(session: Session, block: Block, plan: Plan, unavailable: dict[str, 
 
 
 def _round_trip(session: Session, tokens: SampleTokens, dispatcher: Dispatcher) -> Tensor:
-    """Return what a mechanism makes of tokens whose experts multiply by `expert_scales`."""
+    """Return the combined tokens after a dispatch to experts that multiply by `expert_scales`."""
     rows, offsets, handle = tokens.dispatch(dispatcher)
     experts = torch.bucketize(torch.arange(len(rows), device=rows.device), offsets.long(), right=True)
     first = session.rank * len(offsets)
@@ -157,7 +157,7 @@ def _round_trip(session: Session, tokens: SampleTokens, dispatcher: Dispatcher) 
 
 
 class _Work(NamedTuple):
-    """Holds what runs together with an exchange."""
+    """Holds one kind of work that runs together with an exchange."""
 
     name: str
     run: Callable[[], Any]
@@ -168,7 +168,7 @@ class _Work(NamedTuple):
 def _other_works(
     session: Session, exchange: TokenExchange, tokens: SampleTokens, seed: int
 ) -> Iterator[tuple[_Work, ...]]:
-    """Make the experts of tokens that are routed like these, a dense matmul, and a gather of parameters."""
+    """Yield works to run beside an exchange: experts of similarly routed tokens, a dense matmul, a parameter gather."""
     layer, kind = exchange.sizes, session.device.type
     make = partial(torch.empty, device=session.device, dtype=session.dtype)
     generator = torch.Generator(device=session.device).manual_seed(seed + 1)
@@ -195,7 +195,7 @@ def _other_works(
 
 
 def _rows_at_experts(session: Session, exchange: TokenExchange, tokens: SampleTokens) -> tuple[Tensor, Tensor]:
-    """Return the rows of this rank's experts, and where each expert's rows end, by torch's all_gather."""
+    """Return the rows of this rank's experts and the offsets where each expert's end, made with torch's all_gather."""
 
     def gathered(tensor: Tensor) -> Tensor:
         out = tensor.new_empty(session.world_size * len(tensor), *tensor.shape[1:])
@@ -212,7 +212,7 @@ def _rows_at_experts(session: Session, exchange: TokenExchange, tokens: SampleTo
 
 
 class _Leg:
-    """Runs one leg of a mechanism again and again; a combine has a dispatch before it, which is not timed."""
+    """Runs one leg (dispatch or combine) repeatedly; before a combine comes an untimed dispatch."""
 
     def __init__(self, session: Session, mechanism: Checked[Dispatcher], leg: str, tokens: SampleTokens) -> None:
         self.name, self.leg = mechanism.name, leg
@@ -224,7 +224,7 @@ class _Leg:
 
     @torch.no_grad()  # a CPU's trials run in threads of their own
     def run(self) -> None:
-        """Queue the leg on the current stream."""
+        """Launch the leg on the current stream."""
         if self._dispatched is None:
             self._tokens.dispatch(self._dispatcher)
             return
@@ -233,7 +233,7 @@ class _Leg:
 
     @torch.no_grad()
     def trial(self, work: Callable[[], Any], case: Case) -> Trial:
-        """Run one trial together with `work`."""
+        """Run one trial of the leg together with `work`."""
         if self.leg == "combine":
             rows, _, handle = self._tokens.dispatch(self._dispatcher)
             self._dispatched = rows, handle
@@ -248,7 +248,7 @@ def _of_leg(
     seen: Sequence[Observed],
     works: Sequence[_Work],
 ) -> Experiment:
-    """Return the experiment of a leg alone, and together with each work."""
+    """Return the experiment of one leg alone, and together with each work."""
     cases: tuple[Case, ...] = ("serial", "together")
     trials: dict[tuple[str, str, str], Callable[[], Trial]] = {}
     for one in legs:
@@ -315,7 +315,7 @@ def _of_leg(
 
 
 def _observed(session: Session, mechanisms: Sequence[Checked[Dispatcher]], tokens: SampleTokens) -> list[Observed]:
-    """Return the blocks of the largest kernel of each mechanism's transport; marks ours where it has any."""
+    """Return the blocks of each mechanism's largest transport kernel; our mechanisms are marked if they have any."""
     if not session.is_cuda:
         return [Observed() for _ in mechanisms]
 

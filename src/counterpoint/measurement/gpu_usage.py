@@ -29,7 +29,7 @@ _REASONS = {  # nvml.h, nvmlClocksEventReason*; idle and "applications clocks" a
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observed:
-    """Holds what was seen besides the times: SMs, evidence of controls, and why a row must not be believed."""
+    """Holds observations besides times: SMs, evidence of controls, and a reason if the row must not be believed."""
 
     usage: Usage | None = None
     evidence: tuple[Evidence, ...] = ()
@@ -37,7 +37,7 @@ class Observed:
 
 
 def observe(session: Session, opened: Sequence[Opened], stock: Opened) -> list[Observed]:
-    """Return what runs under each mechanism when its pair is launched as it is timed.
+    """Return what runs under each mechanism while its pair is launched as it is when timed.
 
     All ranks call it; `stock` is the same pair without any control. Usage is rank 0's; a control that failed on any
     rank marks the row.
@@ -56,7 +56,7 @@ def observe(session: Session, opened: Sequence[Opened], stock: Opened) -> list[O
 def observe_compute(
     session: Session, settings: Sequence[tuple[Lanes, Sequence[Control]]], stock: Lanes
 ) -> list[Observed]:
-    """Return what runs of a computation alone under each setting, as `observe` does for pairs."""
+    """Return what runs of a computation alone under each setting; `observe` does it for pairs."""
 
     def look() -> list[Observation]:
         lanes = [stock, *(lanes for lanes, _ in settings)]
@@ -69,7 +69,7 @@ def observe_compute(
 def _observe(
     session: Session, settings: list[Sequence[Control]], look: Callable[[], list[Observation]]
 ) -> list[Observed]:
-    """Observe on all ranks what ran under each setting and let its controls judge that; on a CPU nothing is seen."""
+    """Return what ran under each setting on all ranks, judged by the setting's controls; nothing on a CPU."""
     if not session.is_cuda:
         return [Observed() for _ in settings]
     try:
@@ -90,7 +90,7 @@ def _judged(session: Session, controls: Sequence[Control], seen: Observation, li
 
 
 def usage_of(seen: Observation, limits: SmLimits) -> Usage:
-    """Return blocks and SMs of each side, and the waves of the longest compute kernel alone and with the collective."""
+    """Return blocks and SMs of each side, and the longest compute kernel's waves alone and with the collective."""
     ctas = max((launched.num_blocks for launched in seen.comm), default=0)
     kernels = [launched for launched in seen.compute if launched.kind == "kernel" and launched.block is not None]
     if not kernels:
@@ -115,7 +115,7 @@ def usage_of(seen: Observation, limits: SmLimits) -> Usage:
 
 
 def read_device(uuid: str) -> DeviceReading | None:
-    """Return what NVML reads now of the GPU with this UUID (`nvidia-smi -L`); None where NVML is missing."""
+    """Return NVML's current reading of the GPU with this UUID (`nvidia-smi -L`); None without NVML."""
     try:
         import pynvml
 
@@ -134,12 +134,12 @@ def read_device(uuid: str) -> DeviceReading | None:
 
 
 def device_state(session: Session) -> DeviceState | None:
-    """Return clocks and power right now, over all ranks, which all call it; None on CPUs."""
+    """Return current clocks and power over all ranks, which call it together; None on CPUs."""
     return combine(session.gather(read_device(session.gpu_uuid) if session.is_cuda else None))
 
 
 def driver_version() -> str | None:
-    """Return the driver's version, such as 580.159.04; None where NVML is missing."""
+    """Return the NVIDIA driver's version, such as 580.159.04; None without NVML."""
     try:
         import pynvml
 
@@ -150,7 +150,7 @@ def driver_version() -> str | None:
 
 
 def combine(readings: Sequence[DeviceReading | None]) -> DeviceState | None:
-    """Return the extremes of the readings over ranks; None if no rank could read its GPU."""
+    """Return the extreme readings over all ranks; None if no rank could read its GPU."""
     known = [reading for reading in readings if reading is not None]
     if not known:
         return None

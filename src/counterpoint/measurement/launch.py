@@ -1,4 +1,4 @@
-"""Start one process per rank on this machine to measure a plan, and report in one error why a rank ended.
+"""Start one process per rank on this machine to measure a plan, and report in one error why ranks ended.
 
 The ranks get torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT), so that `torchrun
 --nproc-per-node 8 -m counterpoint.measurement.worker plan.json` starts the same program.
@@ -47,7 +47,7 @@ def launch(
     progress: Progress | None = None,
     module: str = WORKER,
 ) -> None:
-    """Run every scenario of `plan`, whose file of results is there and empty; return when all ranks have ended well.
+    """Run all scenarios of `plan`, whose results file exists and is empty; return when all ranks have ended well.
 
     Call it from a thread that lives until it returns: the kernel kills the ranks when that thread ends.
 
@@ -97,7 +97,7 @@ def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 
 def read_outcomes(path: Path) -> tuple[Outcome, ...]:
-    """Return the outcomes whose lines are whole, in the order measured; raise Misconfigured if the file is gone."""
+    """Return the outcomes in complete lines, in the order measured; raise Misconfigured if the file is gone."""
     try:
         text = path.read_bytes()
     except FileNotFoundError:
@@ -106,14 +106,14 @@ def read_outcomes(path: Path) -> tuple[Outcome, ...]:
 
 
 class _Results:
-    """Sees the results file of a plan grow, and tells what is done."""
+    """Watches the results file of a plan grow, and reports the finished parts."""
 
     def __init__(self, plan: Plan, tell: Progress) -> None:
         self._plan, self._tell = plan, tell
         self._size: int | None = -1
 
     def size(self) -> int | None:
-        """Return the size of the file; None if it was deleted, which `read_outcomes` then reports."""
+        """Return the file's size; None if it was deleted, which `read_outcomes` then reports."""
         results = Path(self._plan.results)
         try:
             size = results.stat().st_size
@@ -126,7 +126,7 @@ class _Results:
 
 
 def _hung(ranks: Processes, plan: Plan, folder: Path, timeout_s: float) -> CounterpointError:
-    """Return the error for a hang, after each rank has logged its stack."""
+    """Return the error for a hang, after each rank has written its stack to its log."""
     abort(process.pid for process in ranks if exit_code(process) is None)
     wait_for_all(ranks, SETTLE_S)
     reason = f"no progress for {timeout_s:g} s {_during(plan)}"
@@ -146,7 +146,7 @@ def _remains(ranks: Processes, plan: Plan, folder: Path) -> list[Remains]:
 
 
 def _next(plan: Plan) -> str | None:
-    """Return the name of the part being measured, the first of the plan without a result; None after the last one."""
+    """Return the part being measured, by name: the first in the plan without a result; None after the last one."""
     done = {outcome.scenario for outcome in read_outcomes(Path(plan.results))}
     return next((part.name for part in plan.parts if part.name not in done), None)
 

@@ -1,4 +1,4 @@
-"""Parse the names of mechanisms, without torch: the command line refuses wrong ones before any process is started.
+"""Parse names of mechanisms, without torch, so that the command line refuses wrong ones before starting processes.
 
 A name is a base and any number of controls: `nccl`, `nccl+priority=high`, `nccl+max_ctas=8+gemm_sms=124`.
 """
@@ -32,12 +32,12 @@ class Mechanism:
 
     @property
     def settings(self) -> str:
-        """Return the base and every control as it is set now; these can differ between mechanisms of one name."""
+        """Return the base and the current settings of all controls; mechanisms of one name can differ in them."""
         return "+".join([self.base, *(control.name for control in self.controls)])
 
     @property
     def fits_sms(self) -> bool:
-        """Return whether a rule chooses, for each pair, the SMs of its GEMM (`gemm_sms=fit`)."""
+        """Return whether a rule chooses the SMs of each pair's GEMM (`gemm_sms=fit`)."""
         return any(isinstance(control, GemmSmFit) for control in self.controls)
 
     def with_gemm_sms(self, num_sms: int | None) -> Mechanism:
@@ -47,11 +47,11 @@ class Mechanism:
 
     @property
     def windows(self) -> NcclWindows | None:
-        """Return the control that allocates the buffers, or None."""
+        """Return the control that allocates the buffers as NCCL windows, or None."""
         return next((control for control in self.controls if isinstance(control, NcclWindows)), None)
 
     def why_unavailable(self, collective: str) -> str | None:
-        """Return why the mechanism cannot run this collective here; None if it can."""
+        """Return why the mechanism cannot run this collective on this machine; None if it can."""
         if self.base == "zero_sm" and collective not in (ours := measured_by("programs")):
             return f"zero_sm offers {', '.join(ours)}, not {collective}"
         if self.base == "nccl_zero_cta" and collective not in (copied := measured_by("nccl_copies")):
@@ -78,5 +78,5 @@ def find_mechanism(name: str, device_type: str) -> Mechanism:
 
 
 def joined(*reasons: str | None) -> str | None:
-    """Return the reasons as one text; None if there is none."""
+    """Return the given reasons joined into one text; None if all are None."""
     return "; ".join(filter(None, reasons)) or None

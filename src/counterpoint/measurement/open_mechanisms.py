@@ -1,4 +1,4 @@
-"""Make mechanisms ready to be timed, and check what they deliver before.
+"""Prepare mechanisms for timing, and first check the data that they deliver.
 
 A collective has a process group, buffers, and streams with the controls applied (`open_all`). Calls that depend on
 communication are run by what their room opens, and their first result is compared with float64 (`open_checked`).
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from counterpoint.parallel.report import Report
 
 Memory: TypeAlias = Literal["plain", "symmetric", "windows"]
-FORCED = ("serial", "cuts", "flagged", "gather", "slabs")  # mechanisms that a call may be unable to take
+FORCED = ("serial", "cuts", "flagged", "gather", "slabs")  # may fall back to another mechanism
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class Opened:
     alone: Lanes
 
     def trial(self, session: Session, case: Case) -> Callable[[], Trial]:
-        """Return a function that puts back the data of an in-place collective and runs one trial."""
+        """Return a function that restores the data of an in-place collective and runs one trial."""
         lanes = self.alone if case in ("comm_alone", "serial") else self.lanes
 
         def run() -> Trial:
@@ -57,7 +57,7 @@ class Opened:
 def offered(
     session: Session, mechanisms: Sequence[Mechanism], collective: str, unavailable: dict[str, str]
 ) -> list[Mechanism]:
-    """Return the mechanisms that can run this collective on every rank; `unavailable` gets the reasons of the others.
+    """Return the mechanisms that can run this collective on all ranks; the others' reasons go to `unavailable`.
 
     All ranks call it.
     """
@@ -80,7 +80,7 @@ def memory_of(mechanism: Mechanism) -> Memory:
 def open_mechanism(
     session: Session, mechanism: Mechanism, collective: str, numel: int, stock: Lanes, shared: dict[Memory, Buffers]
 ) -> Iterator[Opened]:
-    """Make process group, buffers and lanes of a mechanism, for as long as the context lasts. All ranks enter together.
+    """Yield a mechanism with process group, buffers and lanes, valid inside the context. All ranks enter together.
 
     Args:
         session: this rank.
@@ -134,7 +134,7 @@ def open_mechanism(
 
 
 def _release(windows: NcclWindows, kind: type[BaseException] | None, *_: object) -> None:
-    """Release the windows, but not after an unexpected error: the GPU may be waiting for ranks that are gone."""
+    """Release the windows, except after an unexpected error, when the GPU may wait for ranks that are gone."""
     if kind is None or issubclass(kind, Unsupported):
         windows.release()
 
@@ -148,7 +148,7 @@ def open_all(
     stock: Lanes,
     unavailable: dict[str, str],
 ) -> Iterator[tuple[list[Opened], Opened]]:
-    """Open every mechanism that can run here, and check the data that it delivers. All ranks enter together.
+    """Open every mechanism that can run, and check the data that it delivers. All ranks enter together.
 
     Yields:
         The mechanisms, and one without controls to compare them with; `unavailable` gets why others cannot run.
@@ -185,13 +185,13 @@ def open_all(
 
 
 class Caller(Protocol):
-    """Runs calls by one mechanism, and says which way they went."""
+    """Runs calls by one mechanism, and reports by which path each call went."""
 
     def report(self) -> Report:
-        """Return which calls went which way, and why."""
+        """Return the path of each kind of call, and the reason for it."""
 
     def close(self) -> None:
-        """Leave the communicator; all ranks call it."""
+        """Close the communicator; all ranks call it together."""
 
 
 C = TypeVar("C", bound=Caller)
@@ -199,20 +199,20 @@ C = TypeVar("C", bound=Caller)
 
 @dataclass(frozen=True, kw_only=True)
 class Checked(Generic[C]):
-    """Holds a mechanism that is ready to be timed."""
+    """Holds a mechanism whose first result was checked, so that it can be timed."""
 
     name: str
     caller: C
-    wrong: str | None  # why its first result is wrong
+    wrong: str | None  # why its first result is wrong; None if it is right
 
     def path(self, session: Session) -> tuple[str, str]:
-        """Return which ways all calls went so far, on all ranks, and why. All ranks call it."""
+        """Return the paths of all calls so far on all ranks, and the reasons. All ranks call it together."""
         found = session.gather({str(row.path): row.why for row in self.caller.report().calls})
         ways = {path: why for rank in found for path, why in rank.items()}
         return " and ".join(ways), "; ".join(dict.fromkeys(ways.values()))
 
     def marked(self, path: str, why: str) -> str | None:
-        """Return why its rows must not be believed, if its calls went that way for that reason."""
+        """Return why the mechanism's rows must not be believed, given its calls' path and reason; None if they may."""
         went = f"ran as {path}: {why}" if self.name in FORCED and path != self.name else None
         return joined(self.wrong, went)
 
@@ -227,7 +227,7 @@ def open_checked(
     *,
     allowed: str,
 ) -> list[Checked[C]]:
-    """Open each mechanism that can run here, and check its first result. All ranks call it together.
+    """Open each mechanism that can run, and check its first result. All ranks call it together.
 
     Args:
         session: this rank.

@@ -1,4 +1,4 @@
-"""Measure a pair of a computation and a collective: by every mechanism, alone, one after the other, in every order."""
+"""Measure a pair of a computation and a collective by every mechanism: alone, in sequence, together in each order."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _CALIBRATING_ROUNDS = 5
 
 @dataclass(kw_only=True)
 class Calibration:
-    """Caches what is measured once for many scenarios of the same dtypes.
+    """Caches measurements that many scenarios of the same dtypes share.
 
     These are the µs of each workload, the µs of each collective by size, and what ran under each mechanism, since a
     profiler takes a second or two to start.
@@ -45,7 +45,7 @@ class Calibration:
     observed: dict[tuple[str, str, str], Observed] = field(default_factory=dict)  # workload, collective, settings
 
     def workload_us(self, session: Session, name: str, compute: Callable[[], None]) -> float:
-        """Return the µs of a workload alone."""
+        """Return the µs of a workload that runs alone."""
         if name not in self.workloads:
             lanes = session.lanes(compute, lambda: None)
             trials = {name: lambda: session.stage.run(lanes, "compute_alone")}
@@ -54,7 +54,7 @@ class Calibration:
         return self.workloads[name]
 
     def curve(self, session: Session, collective: str, base: str) -> Curve:
-        """Return points (bytes, µs) of one mechanism alone; none if it cannot run this collective here."""
+        """Return points (bytes, µs) of a collective alone by one mechanism; empty if it cannot run."""
         key = (collective, base)
         if key not in self.collectives:
             points: list[tuple[int, float]] = []
@@ -70,7 +70,7 @@ class Calibration:
         return self.collectives[key]
 
     def observe(self, session: Session, scenario: Scenario, opened: Sequence[Opened], plain: Opened) -> list[Observed]:
-        """Return what ran under each mechanism, observed once for each workload and collective, at the first size."""
+        """Return what ran under each mechanism, observed once per workload and collective, at the first size."""
         keys = [(scenario.workload, scenario.collective, each.mechanism.settings) for each in opened]
         if not all(key in self.observed for key in keys):
             self.observed |= zip(keys, observe(session, opened, plain), strict=True)
@@ -80,7 +80,7 @@ class Calibration:
 def pair(
     session: Session, scenario: Scenario, plan: Plan, calibration: Calibration, unavailable: dict[str, str]
 ) -> Iterator[Experiment]:
-    """Yield the experiment of a scenario, with all mechanisms in all orders; none where no mechanism is offered."""
+    """Yield the experiment of a scenario, with all mechanisms in all orders; nothing if no mechanism can run."""
     workload = find_workload(scenario.workload)
     asked = [find_mechanism(name, session.device.type) for name in scenario.mechanisms]
     mechanisms = offered(session, asked, scenario.collective, unavailable)
@@ -132,7 +132,7 @@ def pair(
 def _trials(
     session: Session, opened: Sequence[Opened], orders: Sequence[Order]
 ) -> dict[tuple[str, str], Callable[[], Trial]]:
-    """Return the trials of one round by mechanism and case; the plain computation is (`""`, `compute_alone`).
+    """Return the trials of one round by (mechanism, case); the plain computation is (`""`, `compute_alone`).
 
     For each mechanism these are the collective alone, the computation alone under its controls, both one after the
     other, and both in each order.
@@ -150,7 +150,7 @@ def _size_bytes(
     compute_us: Callable[[], float],
     calibration: Calibration,
 ) -> int:
-    """Return the bytes of the full array: as asked, or such that the fastest plain mechanism takes ratio · T_g."""
+    """Return the full array's bytes: as asked, or so that the fastest plain mechanism takes ratio · T_g."""
     if scenario.size_bytes is not None:
         return scenario.size_bytes
     if scenario.ratio is None:
@@ -171,7 +171,7 @@ def _fitted_sms(
     compute_us: Callable[[], float],
     calibration: Calibration,
 ) -> int | None:
-    """Return the SMs that the rule leaves to the GEMM of this pair, the same on all ranks; None: all SMs."""
+    """Return the SMs that the rule leaves to this pair's GEMM, equal on all ranks; None: all SMs."""
     if collective not in REDUCTIONS:
         return None
     profile = profile_of(torch.cuda.get_device_name(session.device))
@@ -191,7 +191,7 @@ def _fitted_sms(
 
 
 def time_at(curve: Curve, size_bytes: float) -> float:
-    """Return the time in µs at a size, by log-log interpolation.
+    """Return the time in µs at a size, interpolated log-log on the curve.
 
     Outside of the measured sizes the nearest segment is extended; above, the time is proportional to the size.
     """
@@ -205,7 +205,7 @@ def time_at(curve: Curve, size_bytes: float) -> float:
 
 
 def size_for_time(curves: Sequence[Curve], time_us: float, *, smallest: int = 1 << 14, largest: int = 1 << 36) -> int:
-    """Return the bytes, between the bounds, for which the fastest of `curves` takes `time_us`; by bisection."""
+    """Return the bytes, within the bounds, at which the fastest of `curves` takes `time_us`; found by bisection."""
     low, high = math.log(smallest), math.log(largest)
     for _ in range(60):
         middle = (low + high) / 2
@@ -217,7 +217,7 @@ def size_for_time(curves: Sequence[Curve], time_us: float, *, smallest: int = 1 
 
 
 def _comm_alone_us(session: Session, mechanism: Mechanism, collective: str, numel: int) -> float:
-    """Return the time of one collective alone in µs: the median of a few rounds, of the slowest rank."""
+    """Return the µs of one collective alone: the median of a few rounds, on the slowest rank."""
     stock = session.lanes(lambda: None, lambda: None)
     with open_mechanism(session, mechanism, collective, numel, stock, {}) as opened:
         run = opened.trial(session, "comm_alone")

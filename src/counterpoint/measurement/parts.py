@@ -1,4 +1,4 @@
-"""Measure a part of a plan, whatever its kind, in one loop: prepare, play the rounds, make rows."""
+"""Measure a part of a plan, of any kind, in one loop: prepare, play the rounds, make rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from counterpoint.records.measurement import Block, BlockRow, Outcome, Plan, Row
 
 
 def measure_part(session: Session, part: Scenario | Block, plan: Plan, calibration: Calibration) -> Outcome:
-    """Return all rows of a part, or why there are none. All ranks call it with the same arguments.
+    """Return all rows of a part, or why it has none. All ranks call it with the same arguments.
 
     Args:
         session: this rank.
@@ -52,7 +52,7 @@ def measure_part(session: Session, part: Scenario | Block, plan: Plan, calibrati
 def _experiments(
     session: Session, part: Scenario | Block, plan: Plan, calibration: Calibration, unavailable: dict[str, str]
 ) -> Generator[Experiment, None, None]:
-    """Yield the experiments of a part by its kind; `unavailable` gets why mechanisms cannot run."""
+    """Yield the experiments of a part, by its kind; reasons why mechanisms cannot run go to `unavailable`."""
     if isinstance(part, Scenario):
         yield from pair(session, part, plan, calibration, unavailable)
         return

@@ -1,4 +1,4 @@
-"""Run trials in interleaved rounds, and turn what all ranks saw into rows of a measurement.
+"""Run trials in interleaved rounds, and turn the samples of all ranks into rows of a measurement.
 
 Each kind of part is a generator of experiments (pairs.py, alone.py, tensor.py, expert.py). It prepares and checks what
 is to be timed, and holds it open until the rounds have been played and the rows made (parts.py).
@@ -31,7 +31,7 @@ _FEWEST = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """Holds trials that take turns in the same rounds, by key, and what makes rows of the samples of all ranks.
+    """Holds trials, by key, that alternate in the same rounds, and a function that makes rows from all ranks' samples.
 
     `rows` is called on all ranks, with the keys of `trials`, before the generator that yielded the experiment goes on.
     """
@@ -48,7 +48,7 @@ def play_rounds(
     dropped: int,
     seed: int,
 ) -> dict[Key, Samples]:
-    """Run every trial once in each round, in a new order, so that drifting clocks affect all alike.
+    """Run every trial once per round, in a new random order, so that drifting clocks affect all trials alike.
 
     A trial in which any rank queued too slowly does not count on any, as long as three others remain.
 
@@ -64,7 +64,7 @@ def play_rounds(
     """
     kept: dict[Key, list[Trial]] = {key: [] for key in trials}
     order = list(trials)
-    shuffle = random.Random(seed)  # the same on every rank
+    shuffle = random.Random(seed)  # seeded equally on every rank
     for index in range(rounds):
         shuffle.shuffle(order)
         for key in order:
@@ -76,7 +76,7 @@ def play_rounds(
 
 
 def _that_count(samples: Samples) -> list[bool]:
-    """Return for each round whether no rank was late; if fewer than three are left all count, as `why_late` reports."""
+    """Return for each round whether it counts: no rank was late. If fewer than three rounds are left, all count."""
     in_time = _in_time(samples)
     return in_time if sum(in_time) >= _FEWEST else [True] * len(in_time)
 
@@ -86,7 +86,7 @@ def _in_time(samples: Samples) -> list[bool]:
 
 
 def why_late(*found: Samples) -> str | None:
-    """Return why results from these samples must not be believed; None if enough of their trials were in time."""
+    """Return why results from these samples must not be believed; None if enough trials were in time."""
     for samples in found:
         in_time = _in_time(samples)
         if sum(in_time) < min(_FEWEST, len(in_time)):
@@ -98,7 +98,7 @@ def why_late(*found: Samples) -> str | None:
 
 
 def timing(per_rank: Sequence[Sequence[float]], counts: Sequence[bool] | None = None) -> Timing:
-    """Return median, 10th and 90th percentile of the rank with the largest median.
+    """Return the median, 10th and 90th percentile in µs of the rank with the largest median.
 
     Args:
         per_rank: the µs of each rank in each round.
@@ -122,22 +122,22 @@ def timing(per_rank: Sequence[Sequence[float]], counts: Sequence[bool] | None = 
 
 
 def time_of(samples: Samples, measure: Callable[[Trial], float]) -> Timing:
-    """Return the `Timing` of what `measure` returns for each trial."""
+    """Return the `Timing` of the numbers that `measure` returns for the trials."""
     return timing([[measure(trial) for trial in rank] for rank in samples], _that_count(samples))
 
 
 def compute_time(trial: Trial) -> float:
-    """Return the computation's time in µs, from the moment its stream reached it."""
+    """Return the computation's µs, from the moment when its stream reached it."""
     return trial.compute_end - trial.compute_start
 
 
 def comm_time(trial: Trial) -> float:
-    """Return the collective's time in µs, from the moment its stream reached it."""
+    """Return the collective's µs, from the moment when its stream reached it."""
     return trial.comm_end - trial.comm_start
 
 
 def both_time(trial: Trial) -> float:
-    """Return the time in µs from the first start to the last end."""
+    """Return the µs from the first start to the last end of both sides."""
     return max(trial.compute_end, trial.comm_end) - min(trial.compute_start, trial.comm_start)
 
 
@@ -154,7 +154,7 @@ def row(
     observed: Observed,
     device: DeviceState | None,
 ) -> Row:
-    """Return one row of the result.
+    """Return one row of the result, for one mechanism and order.
 
     Args:
         scenario: what was asked.

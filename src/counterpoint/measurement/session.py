@@ -1,4 +1,4 @@
-"""Join the ranks of a measurement: this rank's device, process groups and trial stage, and its exchanges."""
+"""Join the ranks of a measurement: devices, process groups, trial stage, and exchange of values."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ T = TypeVar("T")
 
 
 class NotEnoughMemory(Unsupported):
-    """Is raised on all ranks together by what needs more memory than is free on one of them."""
+    """Is raised on all ranks together when an action needs more memory than is free on one of them."""
 
 
 class Session:
-    """Joins the process group that torchrun's environment variables describe; `close` leaves it.
+    """Joins the process group of torchrun's environment variables; `close` leaves it.
 
     On `cuda` that is NCCL, with this rank's GPU by LOCAL_RANK (Unsupported if there is none); on `cpu` gloo, with one
     thread. A collective waits `timeout_s` for other ranks. What is measured communicates `dtype` and computes in
@@ -55,7 +55,7 @@ class Session:
         self.stage: CudaStage | CpuStage = CudaStage(self.device, self.world) if self.is_cuda else CpuStage(self._hosts)
 
     def use_dtypes(self, dtype: str | None = None, compute_dtype: str | None = None) -> tuple[str, str]:
-        """Measure from now on in these dtypes, by torch's names; None: that of the device.
+        """Measure in these dtypes from now on (torch's names); None: the device's default.
 
         Returns:
             The dtypes of what is communicated and of the computation.
@@ -87,7 +87,7 @@ class Session:
         return torch.cuda.get_device_name(self.device) if self.is_cuda else None
 
     def synchronize(self) -> None:
-        """Wait until this rank's GPU has done all that was queued; a CPU has."""
+        """Wait until this rank's GPU has done all queued work; on a CPU there is nothing to wait for."""
         if self.is_cuda:
             torch.cuda.synchronize(self.device)
 
@@ -96,15 +96,15 @@ class Session:
         return gather_values(self._hosts, value)
 
     def check_agreement(self, what: str, value: object) -> None:
-        """Raise Misconfigured on every rank if `value` is not the same on all of them."""
+        """Raise Misconfigured on every rank if `value` differs between ranks."""
         check_agreement(self._hosts, {what: value})
 
     def raise_together(self, action: Callable[[], T]) -> T:
-        """Return what `action` returns; where it raises on one rank, the others raise PeerFailed, and none waits."""
+        """Return the result of `action`; if it raises on one rank, the others raise PeerFailed instead of waiting."""
         return raise_together(self._hosts, action)
 
     def require_memory(self, needed: int, what: str) -> None:
-        """Raise NotEnoughMemory on all ranks where fewer than `needed` bytes are free on one; all call it together."""
+        """Raise NotEnoughMemory on all ranks if one has less than `needed` bytes free; all ranks call it together."""
         free = min(self.gather(self.free_bytes()))
         if needed > 0.95 * free:
             raise NotEnoughMemory(
@@ -113,7 +113,7 @@ class Session:
             )
 
     def free_bytes(self) -> int:
-        """Return the bytes of memory that this rank may still take."""
+        """Return the bytes of memory that this rank can still allocate."""
         if self.is_cuda:
             cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
             return int(torch.cuda.mem_get_info(self.device)[0]) + cached
@@ -122,13 +122,13 @@ class Session:
         return kilobytes * 1024 // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
     def give_memory_back(self) -> None:
-        """Give back the memory that nothing uses any more."""
+        """Return unused cached memory to the device."""
         gc.collect()
         if self.is_cuda:
             torch.cuda.empty_cache()
 
     def group(self, controls: Sequence[Control]) -> dist.ProcessGroup:
-        """Return a process group of all ranks with the options that `controls` set; made once for each set of them."""
+        """Return a process group of all ranks with the options of `controls`; each set of controls has one group."""
         if not self.is_cuda:
             return self.world
         options = dist.ProcessGroupNCCL.Options()
@@ -147,14 +147,14 @@ class Session:
         return self._groups[key]
 
     def lanes(self, compute: Callable[[], None], comm: Callable[[], None]) -> Lanes:
-        """Return `Lanes` with two streams of default priority (none on a CPU) and what each side launches."""
+        """Return `Lanes` that run `compute` and `comm` on two streams of default priority (none on a CPU)."""
         if not self.is_cuda:
             return Lanes(compute_stream=None, comm_stream=None, compute=compute, comm=comm)
         return Lanes(compute_stream=self._streams[0], comm_stream=self._streams[1], compute=compute, comm=comm)
 
     @cached_property
     def communicator(self) -> Communicator:
-        """Return the communicator of all ranks, for the mechanism `zero_sm`; all ranks ask for it together."""
+        """Return the communicator of all ranks, for the mechanism `zero_sm`; all ranks read this property together."""
         return Communicator(
             self.world, device=self.device, options=CommunicatorOptions(timeout_s=self._timeout.total_seconds())
         )
@@ -177,7 +177,7 @@ def _gpu(local_rank: int) -> torch.device:
 
 
 def _described(options: Any) -> str:
-    """Return all readable fields of the options as text, to see whether a control changed one."""
+    """Return all readable fields of the options as text, so that a control's change shows up."""
     config = options.config
     fields = {name: getattr(config, name) for name in sorted(dir(config)) if not name.startswith("_")}
     return repr((options.is_high_priority_stream, {k: v for k, v in fields.items() if not callable(v)}))

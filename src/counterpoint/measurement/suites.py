@@ -1,4 +1,4 @@
-"""Describe the named suites as data: which pairs and which building blocks.
+"""Define the named suites as data: their pairs and building blocks.
 
 `quick` one minute; `pairs` independent pairs, the table of docs/results/pairs.md; `conccl`, `resource-aware` and
 `forum` the scenarios of ConCCL (arXiv 2412.14335), of "Resource-aware Computation-Communication Overlap" (arXiv
@@ -32,7 +32,7 @@ FORUM = (
     "nccl+priority=high",
     "nccl+order=comm_resident",
     "nccl+cga_cluster=2+gemm_sms=108",
-    "nccl+max_ctas=16+cga_cluster=2+gemm_sms=114",  # 57 clusters: as many rounds of its tiles as 60 would take
+    "nccl+max_ctas=16+cga_cluster=2+gemm_sms=114",  # 57 clusters need as many rounds for its tiles as 60 would
     "nccl+max_ctas=16+cga_cluster=2+gemm_sms=116",
     "nccl+max_ctas=12+cga_cluster=2+gemm_sms=114",
     "nccl+max_ctas=12+cga_cluster=2+gemm_sms=120",
@@ -50,7 +50,7 @@ FORUM = (
 def pairs_of(
     workloads: Iterable[str], collectives: Iterable[str], ratios: Iterable[float], mechanisms: Sequence[str] = STOCK
 ) -> tuple[Scenario, ...]:
-    """Return a scenario for every combination, with a collective `ratio` times as long as its workload."""
+    """Return a scenario for every combination; the collective takes `ratio` times as long as the workload."""
     return tuple(
         Scenario(
             name=f"{workload} | {collective} | {ratio:g}",
@@ -74,7 +74,7 @@ def _sized(workload: str, collective: str, size_mib: int, mechanisms: Sequence[s
 
 
 def _offered(mechanisms: Sequence[str], collective: str) -> tuple[str, ...]:
-    """Return the mechanisms that are offered for this collective."""
+    """Return the mechanisms of these that are measured for this collective."""
     without = {"nccl_zero_cta"} if OPERATIONS[collective].layout.reduces else {"zero_sm+gemm_sms=fit"}
     without |= set() if collective in measured_by("programs") else {"zero_sm"}
     return tuple(name for name in mechanisms if name not in without)
@@ -89,12 +89,12 @@ GATHERED_MATMULS = (  # M, N and K on each rank; with N and K exchanged their ro
     (4096, 7168, 8192),
     (8192, 1280, 8192),
 )
-TINY_MATMUL = (1024, 1024, 512)  # in float32, the smallest that is cut
+TINY_MATMUL = (1024, 1024, 512)  # float32; the smallest matmul that is cut into pieces
 LLAMA_ROWS = 8192
 
 
 def _tensor_blocks(device: str, world_size: int, mechanisms: tuple[str, ...]) -> tuple[Block, ...]:
-    """Return matmuls that depend on communication: those of the results, and Llama-3 layers divided among the ranks.
+    """Return matmuls that depend on communication: those on the results page, and Llama-3 layers split over the ranks.
 
     Rows are rounded up to a multiple that ranks can share. Matrices that they cannot share are left out.
     """
@@ -118,7 +118,7 @@ EXPERT_TOKENS = (1024, 4096, 8192)  # of a rank
 
 
 def _expert_blocks(device: str, world_size: int, mechanisms: tuple[str, ...]) -> tuple[Block, ...]:
-    """Return the exchanges of MoE layers whose experts these ranks can share."""
+    """Return token exchanges of MoE layers whose experts can be divided among these ranks."""
     on_cpus = device == "cpu"
     layers = [name for name, layer in EXPERT_LAYERS.items() if layer.experts % world_size == 0]
     return tuple(
@@ -130,7 +130,7 @@ def _expert_blocks(device: str, world_size: int, mechanisms: tuple[str, ...]) ->
 
 
 def _chosen(suite: str, mechanisms: Sequence[str] | None, there: Sequence[str]) -> tuple[str, ...]:
-    """Return the mechanisms to measure, each once; raise Misconfigured for one that the suite does not have."""
+    """Return the mechanisms to measure, without repeats; raise Misconfigured for one that the suite does not have."""
     chosen = tuple(dict.fromkeys(mechanisms or there))
     wrong = next((name for name in chosen if name not in there), None)
     if wrong is not None:
@@ -156,17 +156,17 @@ _CTA_LIMITS = ("nccl", *(f"nccl+max_ctas={ctas}" for ctas in (4, 8, 16)), "nccl+
 
 
 def capped(num_sms: int = SMS) -> str:
-    """Return the mechanism that a profile calls `nccl_capped`: 16 CTAs beside a GEMM that leaves them their SMs."""
+    """Return the mechanism that profiles call `nccl_capped`: 16 CTAs, and a GEMM limited to the other SMs."""
     return f"nccl+max_ctas=16+cga_cluster=2+gemm_sms={num_sms - 16}"
 
 
 def few_sms(num_sms: int = SMS) -> tuple[str, ...]:
-    """Return zero_sm beside GEMMs that leave few SMs, which add up."""
+    """Return zero_sm mechanisms with GEMMs that leave few SMs (8 or 16) free for its sums."""
     return tuple(f"zero_sm+gemm_sms={num_sms - free}" for free in (8, 16))
 
 
 def _machine_pairs(device: str, num_sms: int) -> tuple[Scenario, ...]:
-    """Return pairs that tell what both sides lose; on GPUs also how SMs are divided, and how fast few of them sum.
+    """Return pairs that show each side's loss; on GPUs also how SMs are divided, and how fast a few of them sum.
 
     A collective that waits for one GEMM slips in between several: a layer counts as much as a GEMM.
     """
@@ -188,7 +188,7 @@ def _machine_pairs(device: str, num_sms: int) -> tuple[Scenario, ...]:
 
 
 def _machine_blocks(device: str, num_sms: int) -> tuple[Block, ...]:
-    """Return collectives alone by size and CTAs, GEMMs by SMs and under load, a stream, a sum and launches."""
+    """Return the blocks: collectives alone by size and CTAs, GEMMs by SMs and under load, a stream, a sum, launches."""
     stock_and_own = BASES[device][0], "zero_sm"
     alone = tuple(
         Block(name=name, what=name, mechanisms=stock_and_own, sizes_bytes=_MACHINE_SIZES[device]) for name in BY_TORCH
@@ -228,7 +228,7 @@ SUITES = (*PAIRS, "tensor", "expert", "machine")
 def parts_of(
     suite: str, *, device: str, world_size: int = 2, mechanisms: Sequence[str] | None = None, num_sms: int = SMS
 ) -> tuple[Scenario | Block, ...]:
-    """Return the pairs and building blocks of a suite.
+    """Return the pairs and building blocks of a named suite.
 
     Args:
         suite: its name.

@@ -1,4 +1,4 @@
-"""Measure matmuls that depend on communication: matmul and collective alone, and both by every mechanism.
+"""Measure matmuls that depend on communication: matmul and collective alone, and together by every mechanism.
 
 All of them take turns in the same rounds. A result is compared with that of float64 before it is timed, and the way
 that calls went comes from the report of the group that made them: what did not take effect is marked.
@@ -42,7 +42,7 @@ _MATMUL = "matmul alone"
 
 @dataclass(frozen=True, kw_only=True)
 class Operands:
-    """Holds what one matmul reads on this rank: random numbers, never zeros, which would make it faster."""
+    """Holds a matmul's operands on this rank: random numbers, since zeros would make it faster."""
 
     call: DependentMatmul
     rows: Tensor  # [m, k], on each rank others
@@ -51,7 +51,7 @@ class Operands:
 
     @classmethod
     def random(cls, session: Session, call: DependentMatmul, seed: int) -> Operands:
-        """Return operands of this rank."""
+        """Return random operands for this rank."""
         generator = torch.Generator(device=session.device).manual_seed(seed + session.rank)
         make = partial(torch.empty, device=session.device, dtype=session.dtype)
         rows = make(call.m, call.k).normal_(generator=generator)
@@ -59,14 +59,14 @@ class Operands:
         return cls(call=call, rows=rows, shard=rows[: call.m // session.world_size], weight=weight)
 
     def by(self, group: TensorGroup) -> Callable[[], Tensor]:
-        """Return the call by the way that a group takes."""
+        """Return a function that runs the matmul and its collective by a group's mechanism."""
         weight = Weight(matrix=self.weight)
         if self.call.collective == "all_gather":
             return lambda: group.all_gather_matmul(self.shard, [weight], 0)[1][0]
         return lambda: group.matmul_reduce_scatter(self.rows, weight, "sum", 0)
 
     def plain(self, session: Session, dtype: torch.dtype) -> Tensor:
-        """Return the result in a dtype, by torch's collective and one matmul. All ranks call it."""
+        """Return the result, computed in `dtype` by torch's collective and one matmul. All ranks call it together."""
         weight, ranks = self.weight.to(dtype), session.world_size
         if self.call.collective == "all_gather":
             whole = torch.empty_like(self.rows)
@@ -80,7 +80,7 @@ class Operands:
 
 @torch.no_grad()
 def dependent_matmul(session: Session, block: Block, plan: Plan, unavailable: dict[str, str]) -> Iterator[Experiment]:
-    """Yield the experiment of a matmul and its collective, alone and by each mechanism.
+    """Yield the experiment of a matmul and its collective: both alone, and together by each mechanism.
 
     Raises:
         Misconfigured: there is no such matmul, its rows do not divide, or memory does not suffice.
@@ -100,7 +100,7 @@ def dependent_matmul(session: Session, block: Block, plan: Plan, unavailable: di
 def _checked(
     session: Session, block: Block, operands: Operands, plan: Plan, unavailable: dict[str, str]
 ) -> list[Checked[TensorGroup]]:
-    """Open each mechanism, and compare its first result with float64: at most twice the error of torch's own."""
+    """Open each mechanism, and check its first result against float64: at most twice the error of torch's result."""
     exact = operands.plain(session, torch.float64)
     most = 2 * relative_error(operands.plain(session, session.dtype), exact)
     communicator = CommunicatorOptions(timeout_s=plan.timeout_s)
@@ -172,7 +172,7 @@ def _trial(session: Session, run: Callable[[], Any]) -> Callable[[], Trial]:
 
 
 def _can_hide(session: Session, operands: Operands, matmul_us: float) -> bool:
-    """Return what the rule says, by the matmul as measured and the links of the profile."""
+    """Return whether, by the rule, communication can hide behind this matmul, given its µs and the profile's links."""
     call = operands.call
     curve = RowCurve(n=call.n, k=call.k, dtype=dtype_name(operands.rows.dtype), points=((call.m, matmul_us),))
     shards = (call.m // session.world_size,) * session.world_size

@@ -1,4 +1,4 @@
-"""Run one trial: two sides released at the same moment on every rank, their starts and ends timed on one clock.
+"""Run one trial: both sides are released together on every rank, and their starts and ends timed on one clock.
 
 The host's launch time is not part of it. On a GPU everything is queued behind a spin kernel, the ranks are aligned by
 a tiny all_reduce, and CUDA events take the times; a trial whose launches came too late is marked. On a CPU each side
@@ -20,11 +20,11 @@ from counterpoint.controls.control import Lanes
 from counterpoint.records.measurement import Order
 
 HEAD_START_US = 100.0
-_HOST_US = 500.0  # to queue one trial, until it is measured
+_HOST_US = 500.0  # assumed host time to queue a trial, until it is measured
 _SPIN_MARGIN_US = 300.0
 _MOST_SPIN_US = 20_000.0
 _CYCLES_PER_US = 2000  # at the highest clock; at a lower one the spin is longer
-_CPU_HEAD_START_US = 2000.0  # long enough for a sleeping thread to keep to
+_CPU_HEAD_START_US = 2000.0  # long enough that a sleeping thread wakes up in time
 
 Side = Literal["compute", "comm"]
 Case = Literal["compute_alone", "comm_alone", "serial"] | Order
@@ -59,7 +59,7 @@ class Trial:
 
 
 class CudaStage:
-    """Runs trials on this rank's GPU; `group`, of NCCL and all ranks, only aligns the ranks."""
+    """Runs trials on this rank's GPU; the NCCL `group` of all ranks only aligns them in time."""
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup) -> None:
         self.device, self.group = device, group
@@ -69,7 +69,7 @@ class CudaStage:
         self._delay = _CopyDelay(HEAD_START_US, device, group)
 
     def run(self, lanes: Lanes, case: Case, *, host_waits: bool = False) -> Trial:
-        """Run one trial and return when the device is idle; all ranks call it with the same case.
+        """Run one trial and return its times once the device is idle; all ranks call it with the same case.
 
         Args:
             lanes: both sides.
@@ -84,7 +84,7 @@ class CudaStage:
         launches = {"compute": lanes.compute, "comm": lanes.comm}
         ready, *times = (torch.cuda.Event(enable_timing=True) for _ in range(5))
         events = {"compute": times[:2], "comm": times[2:]}
-        self._main.wait_stream(torch.cuda.current_stream(self.device))  # buffers are put back there
+        self._main.wait_stream(torch.cuda.current_stream(self.device))  # on which in-place data is restored
         with torch.cuda.stream(self._main):
             torch.cuda._sleep(int(spin_us(self._host_us) * _CYCLES_PER_US))
             queued = time.perf_counter()
@@ -115,7 +115,7 @@ class CudaStage:
 
 
 def spin_us(host_us: float) -> float:
-    """Return how long to hold the device back while the host queues a trial that took `host_us` before."""
+    """Return for how many µs to delay the device while the host queues a trial that took `host_us` before."""
     return min(1.5 * host_us + _SPIN_MARGIN_US, _MOST_SPIN_US)
 
 
@@ -127,7 +127,7 @@ class _CopyDelay:
         source = torch.empty(most, dtype=torch.uint8, device=device)
         target = torch.empty(most, dtype=torch.uint8, pin_memory=True)
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        dist.all_reduce(torch.ones(1, device=device), group=group)  # all copy at once: they share the way to the host
+        dist.all_reduce(torch.ones(1, device=device), group=group)  # all copy at once: they share the path to the host
         for index in range(2 * copies):  # the first half warms up
             if index == copies:
                 begin.record()
@@ -142,13 +142,13 @@ class _CopyDelay:
 
 
 class CpuStage:
-    """Runs trials on this rank's CPU: `compute` in one thread, `comm` in another; `group`, gloo's, aligns the ranks."""
+    """Runs trials on this rank's CPU, `compute` and `comm` in a thread each; the gloo `group` aligns the ranks."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
 
     def run(self, lanes: Lanes, case: Case, *, host_waits: bool = False) -> Trial:
-        """Run one trial, as `CudaStage.run` does; each side has a thread, so nothing is late where the host waits."""
+        """Run one trial like `CudaStage.run`; each side has a thread, so a waiting host makes nothing late."""
         launches = {"compute": lanes.compute, "comm": lanes.comm}
         times: dict[str, float] = {}
         failures: list[BaseException] = []

@@ -1,4 +1,4 @@
-"""Run what every rank of a measurement runs: `torchrun -m counterpoint.measurement.worker PLAN.json`.
+"""Run the process of one rank of a measurement: `torchrun -m counterpoint.measurement.worker PLAN.json`.
 
 A rank measures the parts of its plan one after the other; rank 0 appends a line for each to the plan's results. A rank
 that fails leaves a `RankFailure` in the plan's folder of errors and exits with 1.
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """Run one rank; torch is imported only after it is sure that this process dies with its parent."""
+    """Run one rank; torch is only imported once this process is sure to die with its parent."""
     die_with_parent()
     if is_rehearsal():
         sys.exit(f"{NO_TIMES}: measure and tune outside of counterpoint rehearse")
@@ -44,14 +44,14 @@ def main() -> None:
 
 
 class Worker:
-    """Runs a plan on this rank and remembers which scenario is under way."""
+    """Runs a plan on this rank, and remembers which scenario is running."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.scenario: str | None = None
 
     def run(self) -> None:
-        """Join the other ranks, check that all match each other and the plan, measure, and leave."""
+        """Join the other ranks, check that all agree with each other and the plan, measure, and leave."""
         try:
             import torch
 
@@ -69,7 +69,7 @@ class Worker:
         session.close()
 
     def _measure(self, session: Session) -> None:
-        """Measure what the plan asks for."""
+        """Measure all parts of the plan."""
         from counterpoint.measurement.pairs import Calibration
         from counterpoint.measurement.parts import measure_part
         from counterpoint.measurement.session import NotEnoughMemory
@@ -97,7 +97,7 @@ class Worker:
 
 
 def _of_dtypes(outcome: Outcome, dtype: str, compute_dtype: str) -> Outcome:
-    """Return the rows with the dtypes in which they were measured."""
+    """Return the outcome with the measured dtypes filled in on its rows."""
     rows = tuple(msgspec.structs.replace(row, dtype=dtype, compute_dtype=compute_dtype) for row in outcome.rows)
     blocks = tuple(msgspec.structs.replace(row, dtype=dtype) for row in outcome.blocks)
     return msgspec.structs.replace(outcome, rows=rows, blocks=blocks)
@@ -124,7 +124,7 @@ def _environment(session: Session) -> Environment:
 
 
 def _commit() -> str | None:
-    """Return COUNTERPOINT_COMMIT if set, else the commit of this file's checkout, with `-dirty` if it was changed."""
+    """Return COUNTERPOINT_COMMIT if set, else the commit of this file's checkout, with `-dirty` if it has changes."""
     if given := os.environ.get("COUNTERPOINT_COMMIT"):
         return given
     describe = (

@@ -1,4 +1,4 @@
-"""Turn a job's step into the records that are printed: parts with their meaning, timeline, curves, sensitivities."""
+"""Turn a predicted step into the records that are printed: its parts explained, timeline, curves, sensitivities."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ CURVES = {  # what the values of a curve change, and what stays
     "weak_nodes": "Train on more or fewer nodes; the batch grows with them (weak scaling).",
     **dict.fromkeys(SAME_GPUS, "On as many GPUs: parallel.dp takes those that it leaves."),
 }
-NEGLIGIBLE = 1e-9  # of a step: the rounding of a difference of equal times
-MAX_BARS = 8000  # of a timeline
-SHOWN_ROUNDS = 4  # each of as many micro-batches as there are stages
+NEGLIGIBLE = 1e-9  # fraction of a step: smaller differences of equal times are rounding errors
+MAX_BARS = 8000  # at most, in one timeline
+SHOWN_ROUNDS = 4  # rounds shown in a timeline; a round is as many micro-batches as there are stages
 
 
 def answer(job: Job, *, asked: Mapping[str, str] | None = None, detailed: bool = False) -> Prediction:
-    """Return the prediction of a job; `asked` is printed with it, `detailed` adds timeline, curves, sensitivities."""
+    """Return the printable prediction of a job; `asked` is its request, `detailed` adds timeline, curves, gains."""
     step = predict_step(job)
     found = _prediction(job, step, asked or {})
     if not detailed:
@@ -116,7 +116,7 @@ def _prediction(job: Job, found: PredictedStep, asked: Mapping[str, str]) -> Pre
 
 
 def outcome(job: Job, found: PredictedStep, **named: Any) -> PlanOutcome:
-    """Return what a predicted step means for its job, in short.
+    """Return the summary of a predicted step for its job: step time, throughput, memory and the like.
 
     Args:
         job: the job.
@@ -144,7 +144,7 @@ def outcome(job: Job, found: PredictedStep, **named: Any) -> PlanOutcome:
 
 
 def curve(name: str, jobs: Iterable[tuple[str, Job | Misconfigured]]) -> Curve:
-    """Return the curve over the values and jobs of `swept`; a value whose job is impossible has the reason instead."""
+    """Return the curve over the values and jobs from `swept`; for an impossible job it has the reason instead."""
     points = tuple(_point(label, job) for label, job in jobs)
     if all(point.why_not for point in points):
         raise Misconfigured(f"{name}: no value can be: {points[0].why_not}")
@@ -161,7 +161,7 @@ def _point(label: str, job: Job | Misconfigured) -> PlanOutcome:
 
 
 def scaling(job: Job) -> tuple[Curve, ...]:
-    """Return strong and weak scaling on a quarter to four times the nodes, where the job can be divided so."""
+    """Return strong- and weak-scaling curves on 1/4 to 4 times the nodes, where the job can be divided that way."""
     nodes = max(1, job.parallel.world_size // job.cluster.gpus_per_node)
     counts = sorted({max(1, nodes // 4), max(1, nodes // 2), nodes, 2 * nodes, 4 * nodes})
     found = []
@@ -177,7 +177,7 @@ def scaling(job: Job) -> tuple[Curve, ...]:
 
 
 def sensitivities(job: Job) -> tuple[PlanOutcome, ...]:
-    """Return the job with one resource twice as fast, or one cost removed, each by itself; the largest gain first."""
+    """Return the step with one resource twice as fast or one cost removed, each in turn; the largest gain first."""
     now_us, gpu = predict_step(job).step_us, job.cluster.gpu
 
     def faster(network: bool) -> Job:
@@ -214,7 +214,7 @@ def _with_levels(job: Job, change: Callable[[Level], dict[str, float]]) -> Job:
 
 
 def _timeline(job: Job, found: PredictedStep) -> tuple[Bar, ...]:
-    """Return the timeline of all stages for a few micro-batches: enough to show the pipeline fill, run and drain."""
+    """Return the bars of all stages for a few micro-batches: enough to show the pipeline fill, run and drain."""
     bars = scheduled(job.parallel.schedule, found.times, min(found.micro_batches, SHOWN_ROUNDS * job.parallel.pp))
     return tuple(
         Bar(

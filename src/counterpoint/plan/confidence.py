@@ -1,4 +1,4 @@
-"""Say how sure a prediction is: an interval for the step, whether steps like it were measured, P(fits in memory).
+"""Say how sure a prediction is: the step's interval, whether similar steps were measured, P(fits in memory).
 
 A row is a published or measured step with its features and its error, ln(measured / predicted). Rows to which a
 constant was fitted are left out. `benchmarks/plan_published.py --calibrate` writes them to `measured_steps.json`.
@@ -43,13 +43,13 @@ from counterpoint.records.prediction import RatioError, StepInterval
 
 LEVEL = 0.8  # probability of an interval: P10 to P90
 UNLIKE_LEVEL = 0.95  # of all rows' errors where none is like the job: such a step is off by more than those measured
-MOST_OF_SOURCE = 8.0  # rows that a source counts as, at most
-LIKE_IT = 3  # rows that are alike in all features for "validated"
+MOST_OF_SOURCE = 8.0  # most weight of one source, in rows
+LIKE_IT = 3  # rows alike in all features that "validated" needs
 MEMORY_SPREAD = 0.15  # assumed standard deviation of ln(needed / predicted GiB)
 REMEDY = "benchmarks/plan_published.py --calibrate writes it"
 FILE = Path(__file__).with_name("measured_steps.json")
 MAX_BYTES = 1 << 22
-RANKS = (1, 8, 64, 512, 4096)  # last of each band of ranks, and of tokens
+RANKS = (1, 8, 64, 512, 4096)  # upper end of each range of ranks, and of tokens
 TOKENS = (1024, 4096, 16384, 65536)
 SIXTEEN_BIT = ("bf16", "fp16")
 
@@ -70,29 +70,29 @@ Error = Annotated[float, Meta(ge=-3, le=3)]
 
 
 class _RowFigures(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Holds all of a row but its features."""
+    """Holds the figures of a row (one measured step) without its features."""
 
     source: Text  # who measured: what rows of one source share is not seen in them
     name: Text  # of the row in its source
-    series: Text  # rows of one are ways to run one model on as many GPUs
+    series: Text  # rows of one series run one model on the same number of GPUs in different ways
     error: Error  # ln(measured / predicted) of the step's time
-    slowest: Annotated[float, Meta(ge=0, le=1)] = 0.0  # what the slowest rank is expected to add, of the step
+    slowest: Annotated[float, Meta(ge=0, le=1)] = 0.0  # delay by the slowest rank, as a fraction of the step
 
 
 class CalibrationRow(_RowFigures, frozen=True, kw_only=True):
-    """Holds one step that was measured and to which no constant was fitted."""
+    """Holds one measured step, to which no constant of the model was fitted."""
 
     features: Mapping[str, str]  # as `job_features` has them
 
 
 class _FileRow(_RowFigures, frozen=True, kw_only=True):
-    """Is a row in the data file; many have the same features."""
+    """Holds one row of the data file, with its features by index: many rows share the same ones."""
 
-    features: Annotated[int, Meta(ge=0)]  # place in `_File.features`
+    features: Annotated[int, Meta(ge=0)]  # index in `_File.features`
 
 
 class MemoryNeed(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Holds the normal distribution of ln(needed / predicted) memory, and what it was fitted to."""
+    """Holds the normal distribution of ln(needed / predicted) memory, and the data that it was fitted to."""
 
     mean: Error
     deviation: Annotated[float, Meta(gt=0, le=3)]
@@ -101,7 +101,7 @@ class MemoryNeed(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class _File(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Is what the data file holds."""
+    """Holds the content of the data file."""
 
     written_by: str
     features: tuple[dict[Text, Text], ...]
@@ -110,7 +110,7 @@ class _File(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def job_features(job: Job) -> dict[str, str]:
-    """Return by what a job resembles measured steps, in words; `LADDER` names them."""
+    """Return the features by which a job is matched with measured steps, in words; `LADDER` names them."""
     parallel, training = job.parallel, job.training
     return {
         "GPU": job.cluster.gpu.name,
@@ -152,7 +152,7 @@ def _collectives(job: Job) -> str:
 
 
 def _unusual(job: Job) -> str:
-    """Return what few jobs have, each of which no row may have."""
+    """Return in words the rare properties of a job (compressed gradients, locked clocks, ...), or "nothing"."""
     model, training, gpu = job.model, job.training, job.cluster.gpu
     sheet = GPUS.get(gpu.name, gpu)
     found = {
@@ -181,7 +181,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _band(value: int, last: Sequence[int]) -> str:
-    """Return the band of a number in words: 9 to 64."""
+    """Return the range that contains a number, in words: "9 to 64"."""
     low = 1
     for high in last:
         if value <= high:
@@ -191,25 +191,25 @@ def _band(value: int, last: Sequence[int]) -> str:
 
 
 def source_weights(sources: Sequence[str]) -> np.ndarray:
-    """Return the weight of each row, at most 1, such that no source weighs more than `MOST_OF_SOURCE`."""
+    """Return the weight of each row, at most 1, such that no source has more than `MOST_OF_SOURCE` in all."""
     count = Counter(sources)
     return np.array([min(1.0, MOST_OF_SOURCE / count[source]) for source in sources])
 
 
 def conformal_quantile(errors: np.ndarray, weights: np.ndarray, level: float) -> float:
-    """Return the smallest error at which `level` of all weight is reached; infinite if rows are too few for it.
+    """Return the smallest error at which `level` of all weight is reached; infinite if there are too few rows.
 
     To the weight of the rows comes 1 for the step that is predicted, whose error may be larger than all of theirs.
     """
     order = np.argsort(errors, kind="stable")
     reached = np.cumsum(weights[order])
-    needed = level * (float(weights.sum()) + 1.0) * (1.0 - 1e-12)  # sums of thirds and of tenths are rounded
+    needed = level * (float(weights.sum()) + 1.0) * (1.0 - 1e-12)  # the factor allows for rounded sums
     index = int(np.searchsorted(reached, needed))
     return float(errors[order[index]]) if index < len(order) else math.inf
 
 
 class AlikeRows:
-    """Holds the rows of one class: those that equal a job in the features `equal`."""
+    """Holds the measured rows that equal a job in the features `equal`."""
 
     def __init__(self, equal: tuple[str, ...], rows: Sequence[CalibrationRow]) -> None:
         self.equal, self.errors = equal, np.array([row.error for row in rows])
@@ -217,7 +217,7 @@ class AlikeRows:
         self._weights = source_weights([row.source for row in rows])
 
     def ends(self, level: float) -> tuple[float, float]:
-        """Return ln(measured / predicted) at both ends of the interval; infinite where rows are too few."""
+        """Return the interval's lower and upper end as ln(measured / predicted); infinite where rows are too few."""
         tail = (1.0 + self.within(level)) / 2.0
         return (
             -conformal_quantile(-self.errors, self._weights, tail),
@@ -225,18 +225,18 @@ class AlikeRows:
         )
 
     def within(self, level: float) -> float:
-        """Return which part of the errors an interval has between its ends: more where no row is like the job."""
+        """Return the fraction of errors that the interval must cover: above `level` where no row is like the job."""
         return level if self.equal else max(level, UNLIKE_LEVEL)
 
     @property
     def mean_and_worst(self) -> str:
-        """Return the mean and the worst error of the predicted time, for people."""
+        """Return the mean and the worst error of the predicted time, as text."""
         off = [abs(math.expm1(-error)) for error in self.errors]
         return f"mean {fmean(off):.1%}, worst {max(off):.1%}"
 
 
 class MeasuredErrors:
-    """Holds the rows that were measured, by class; `measured_errors` has those of the package."""
+    """Holds the measured rows by class; `measured_errors` returns those of the package."""
 
     def __init__(self, rows: Sequence[CalibrationRow], memory: MemoryNeed | None = None) -> None:
         self.rows, self.memory = tuple(rows), memory
@@ -248,13 +248,13 @@ class MeasuredErrors:
                 self._classes[_key(rung, found[0].features)].extend(found)
 
     def classes(self, features: Mapping[str, str]) -> Iterator[AlikeRows]:
-        """Yield the classes of a job that have rows, from those most alike to all."""
+        """Yield the non-empty classes of rows for a job, from the most similar rows to all rows."""
         for rung, names in enumerate(LADDER):
             if found := self._classes.get(_key(rung, features)):
                 yield AlikeRows(names, found)
 
     def alike(self, features: Mapping[str, str], level: float = LEVEL) -> AlikeRows:
-        """Return the first class whose rows are of two sources and bound an interval; Misconfigured if none does."""
+        """Return the most similar class that has two sources and finite interval ends; Misconfigured if none has."""
         for rows in self.classes(features):
             if len(rows.sources) > 1 and all(map(math.isfinite, rows.ends(level))):
                 return rows
@@ -263,7 +263,7 @@ class MeasuredErrors:
         )
 
     def interval(self, features: Mapping[str, str], step_us: float, slowest_us: float = 0.0) -> StepInterval:
-        """Return the interval of a step that was predicted.
+        """Return the interval around a predicted step time.
 
         Args:
             features: of its job.
@@ -286,7 +286,7 @@ class MeasuredErrors:
         )
 
     def validated(self, features: Mapping[str, str]) -> str:
-        """Return one line: the error on rows alike in all features, or "not validated" and how the closest differ."""
+        """Return one line: the error of rows equal in all features, or "not validated" and how the closest differ."""
         values = _key(0, features)[1]
         closest = min(  # of all that have the same GPU, where there are any
             (key for key in self._classes if key[0] == 0),
@@ -307,7 +307,7 @@ class MeasuredErrors:
 
     @cached_property
     def comparisons(self) -> RatioError | None:
-        """Return by how much ratios of two predictions of one series were off; None: too few pairs."""
+        """Return the error of predicted ratios between two steps of one series; None: too few pairs of steps."""
         groups: dict[tuple[str, str], list[float]] = defaultdict(list)
         for row in self.rows:
             groups[row.source, row.series].append(row.error)
@@ -323,13 +323,13 @@ class MeasuredErrors:
         return RatioError(level=LEVEL, factor=math.exp(off), pairs=len(pairs), sources=len(set(sources)))
 
     def fits(self, predicted_gib: float, available_gib: float) -> float:
-        """Return the probability that a job of so much predicted memory runs."""
+        """Return the probability that a job with this predicted memory fits into the available memory."""
         need = self.memory or MemoryNeed(mean=0.0, deviation=MEMORY_SPREAD, rows=0, sources=())
         return NormalDist(need.mean, need.deviation).cdf(math.log(available_gib / predicted_gib))
 
     @property
     def memory_source(self) -> str:
-        """Return what `fits` rests on, for people."""
+        """Return the data that the probability of `fits` is based on, as text."""
         if self.memory is None:
             return f"a predicted memory {MEMORY_SPREAD:.0%} off (1 deviation), assumed"
         need, more = self.memory, math.expm1(self.memory.mean)
@@ -344,7 +344,7 @@ def _key(rung: int, features: Mapping[str, str]) -> tuple[int, tuple[str, ...]]:
 
 
 def read_rows(path: Path) -> MeasuredErrors:
-    """Return the rows of a file; raise Misconfigured, with the field and what is allowed, if it is no such file."""
+    """Return the measured rows in a file; raise Misconfigured, with the field and what is allowed, if it is invalid."""
     name = printable(str(path))
     try:
         with path.open("rb") as file:
@@ -366,7 +366,7 @@ def read_rows(path: Path) -> MeasuredErrors:
 
 
 def encode_rows(rows: MeasuredErrors, written_by: str) -> bytes:
-    """Return the content of a file that `read_rows` reads, one row a line."""
+    """Return the content of a file that `read_rows` can read, with one row per line."""
     places = {tuple(row.features.items()): place for place, row in reversed([*enumerate(rows.rows)])}
     kinds = sorted(places, key=places.__getitem__)
     steps = [asdict(row) | {"features": kinds.index(tuple(row.features.items()))} for row in rows.rows]
@@ -381,21 +381,21 @@ def encode_rows(rows: MeasuredErrors, written_by: str) -> bytes:
 
 @cache
 def measured_errors() -> MeasuredErrors:
-    """Return the rows of the package."""
+    """Return the measured rows that the package ships."""
     return read_rows(FILE)
 
 
 def step_interval(job: Job, found: PredictedStep) -> StepInterval:
-    """Return the interval of a predicted step, from the rows of the package."""
+    """Return the interval of a predicted step, based on the rows that the package ships."""
     return measured_errors().interval(job_features(job), found.step_us, found.slowest_us)
 
 
 def fits_in_memory(found: PredictedStep) -> float:
-    """Return the probability that the job of a predicted step has memory enough."""
+    """Return the probability that the job of a predicted step fits in memory."""
     return measured_errors().fits(found.memory.total_gib, found.memory.available_gib)
 
 
 def too_close(step_us: float, fastest_us: float) -> bool:
-    """Return whether a step is slower than another of the same model by less than comparisons are sure of."""
+    """Return whether two steps of one model differ by less than the error of predicted ratios."""
     known = measured_errors().comparisons
     return known is not None and fastest_us < step_us <= fastest_us * known.factor

@@ -1,4 +1,4 @@
-"""Explain a printed number: its formula with the numbers in it, and the source of each.
+"""Explain a printed number: its formula with the values filled in, and the source of each value.
 
 explain(job, "exposed_comm")   ->  lines of text
 """
@@ -81,7 +81,7 @@ def _comm(job: Job, found: PredictedStep) -> list[str]:
 
 
 def _collectives(job: Job, part: str) -> list[str]:
-    """Return lines on each kind of collective that the step has on the axes of a part, with latency and bandwidth."""
+    """Return lines on each kind of collective that a part of the step has on its axes, with latency and bandwidth."""
     prices = CollectiveTimes(network_of(job.cluster))
     predict_step(job, prices=prices)
     mesh = axes(job.parallel)

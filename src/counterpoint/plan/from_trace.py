@@ -1,4 +1,4 @@
-"""Predict a measured step on more nodes or another network: compute and communication from ranks, not formulas.
+"""Predict a measured step on more nodes or another network, from the traced compute and communication of ranks.
 
     T    = compute + exposed + waits + rest                              as measured: n ranks, per step and rank
     compute' = compute - lists · (1 - n / n')            if shards grow with the job; lists: the part of compute in
@@ -41,11 +41,11 @@ VALIDATED = (
     "not validated: between hosts nothing was compared yet; 2, 4 and 8 H200 of a host predict each other's FSDP2 step "
     "with a mean error of 0.9%, 1.3% at worst (results/plan-from-trace.md)"
 )
-ONE_NODE = {"H200": "h100"}  # the same links
+ONE_NODE = {"H200": "h100"}  # GPUs whose NVLink network is named after another GPU with the same links
 
 
 class MeasuredCollective(Record, frozen=True, kw_only=True):
-    """Holds one kind of collective of a step; `calls` and `transfer_us` are of a mean rank, over all its calls."""
+    """Holds one kind of collective in a step; `calls` and `transfer_us` are totals of a step, averaged over ranks."""
 
     operation: str
     num_bytes: int
@@ -55,7 +55,7 @@ class MeasuredCollective(Record, frozen=True, kw_only=True):
 
 
 class MeasuredStep(Record, frozen=True, kw_only=True):
-    """Holds the mean step of the mean rank; compute + exposed + waits + rest = step."""
+    """Holds a step averaged over steps and ranks; compute + exposed + waits + rest = step."""
 
     ranks: int  # of the job
     gpu: str  # as the data sheets name it
@@ -71,18 +71,18 @@ class MeasuredStep(Record, frozen=True, kw_only=True):
 
     @property
     def transfer_us(self) -> float:
-        """Return the time of the transfers of all collectives."""
+        """Return the µs of the transfers of all collectives."""
         return sum(each.transfer_us for each in self.collectives)
 
     @property
     def hidden(self) -> float:
-        """Return the hidden communication over the shorter of compute and communication."""
+        """Return the overlapped communication as a fraction of the shorter of compute and communication."""
         shorter = min(self.compute_us, self.transfer_us)
         return (self.transfer_us - self.exposed_us) / shorter if shorter else 0.0
 
 
 def answer_from_trace(diagnosis: Diagnosis, *, recorded_on: str | None, asked: Mapping[str, str]) -> Prediction:
-    """Return the measured step after the changes `asked`; `recorded_on` None: all ranks in one node, over NVLink."""
+    """Return the measured step after the changes `asked`; `recorded_on`: its network, None: one node with NVLink."""
     for name in asked:
         if name not in ALLOWED:
             raise Misconfigured(
@@ -102,7 +102,7 @@ def answer_from_trace(diagnosis: Diagnosis, *, recorded_on: str | None, asked: M
 
 
 def _nvlink(measured: MeasuredStep) -> str:
-    """Return the name of the network inside one node of the measured GPUs; Misconfigured if it is not known."""
+    """Return the NVLink network's name for the measured GPUs; raise Misconfigured if it is not known."""
     name = f"nvlink-{ONE_NODE.get(measured.gpu, measured.gpu.lower())}"
     if name in names() and measured.ranks <= all_levels(name)[-1].size:
         return name
@@ -112,7 +112,7 @@ def _nvlink(measured: MeasuredStep) -> str:
 
 
 def measured_step(diagnosis: Diagnosis) -> MeasuredStep:
-    """Return the mean step of a mean rank of a diagnosis; Misconfigured if ranks, steps or sizes are missing."""
+    """Return a diagnosis as one mean step; raise Misconfigured if ranks, steps or sizes are missing."""
     if diagnosis.missing_ranks:
         missing = ", ".join(map(str, diagnosis.missing_ranks[:8]))
         raise Misconfigured(
@@ -142,7 +142,7 @@ def measured_step(diagnosis: Diagnosis) -> MeasuredStep:
 
 
 def _by_kind(known: Iterable[Collective], world_size: int, steps: int) -> tuple[MeasuredCollective, ...]:
-    """Return collectives by operation, size and group; a rank is in one group of a kind, so equal groups count once."""
+    """Return collectives merged by operation, size, group size and stride; calls and µs are those of a mean rank."""
     found: dict[tuple[str, int, int, int], list[Collective]] = defaultdict(list)
     for each in known:
         stride = each.ranks[1] - each.ranks[0]
@@ -160,7 +160,7 @@ def _by_kind(known: Iterable[Collective], world_size: int, steps: int) -> tuple[
 
 
 def predict_on(measured: MeasuredStep, here: Cluster, there: Cluster, *, ranks: int, slow: float = 1.0) -> Prediction:
-    """Return the step on `ranks` ranks of another cluster, to be printed; Misconfigured if its groups cannot grow so.
+    """Return the step predicted on `ranks` ranks of another cluster; Misconfigured if its groups cannot grow to that.
 
     Args:
         measured: the step.
@@ -199,7 +199,7 @@ def predict_on(measured: MeasuredStep, here: Cluster, there: Cluster, *, ranks: 
 
 
 def _parts(measured: MeasuredStep, comm_us: float, ranks: int, slow: float) -> tuple[TimePart, ...]:
-    """Return compute, exposed communication, waits and rest of a step on `ranks` ranks, with `comm_us` of transfers."""
+    """Return compute, exposed communication, waits and rest of a step on `ranks` ranks with `comm_us` of transfers."""
     shrinks_us = measured.lists_us * (1.0 - measured.ranks / ranks) if _shards_grow(measured) else 0.0
     compute_us = (measured.compute_us - shrinks_us) * slow
     exposed_us = max(comm_us - measured.hidden * min(compute_us, comm_us), 0.0)
@@ -219,21 +219,21 @@ def _compute_means(shrinks_us: float, slow: float) -> str:
 
 
 def _shards_grow(measured: MeasuredStep) -> bool:
-    """Return whether the groups that grow with the job are those that gather parameters and scatter gradients."""
+    """Return whether the groups that grow with the job shard parameters: they run all_gather and reduce_scatter."""
     outermost = max(each.group.stride for each in measured.collectives)
     grown = {each.operation for each in measured.collectives if each.group.stride == outermost}
     return {"all_gather", "reduce_scatter"} <= grown
 
 
 def _ratio(each: MeasuredCollective, measured: MeasuredStep, here: Cluster, there: Cluster, ranks: int) -> float:
-    """Return the model's time of a collective on the cluster `there` over that on the cluster `here`."""
+    """Return the predicted time of a collective on the cluster `there` over that on the cluster `here`."""
     before = estimate(each.operation, each.num_bytes, each.group, network_of(here)).us
     after = estimate(each.operation, each.num_bytes, _grown(each.group, measured, ranks), network_of(there)).us
     return after / before
 
 
 def _grown(group: Group, measured: MeasuredStep, ranks: int) -> Group:
-    """Return the group in a job of `ranks` ranks; groups of the largest stride, between replicas, grow with it."""
+    """Return the group as it is in a job of `ranks` ranks: groups of the largest stride, between replicas, grow."""
     outermost = max(each.group.stride for each in measured.collectives)
     if group.stride < outermost:
         return group
@@ -244,7 +244,7 @@ def _grown(group: Group, measured: MeasuredStep, ranks: int) -> Group:
 
 
 def _gpu_name(text: str | None) -> str:
-    """Return the name on the data sheet: H100 of "NVIDIA H100 80GB HBM3"."""
+    """Return the GPU's name on its data sheet: H100 for "NVIDIA H100 80GB HBM3"."""
     found = re.search(r"\b[A-Z]{1,2}\d{3}\b", text or "")
     return found.group() if found else text or "unknown"
 

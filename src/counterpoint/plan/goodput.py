@@ -1,4 +1,4 @@
-"""Compute what a whole training takes: days, GPU-hours, cost, and goodput with each loss by itself.
+"""Compute days, GPU-hours, cost and goodput of a whole training, with each loss of time listed by itself.
 
 Failures come at random, `mean` apart; training writes a checkpoint after every `interval` of work, which it waits for,
 and goes on from the last one `restart` after a failure. With N = T / interval and times over `mean` in small letters,
@@ -27,17 +27,17 @@ from counterpoint.records.prediction import RunLoss, TrainingRun
 
 HOUR, DAY = 3600.0, 86400.0
 PARAMETER_BYTES = 2  # in a checkpoint, bf16; besides the optimizer's states
-MOST = 1000.0  # times the time of all steps: more never ends
+MOST = 1000.0  # times the time of all steps: a longer training counts as endless
 
 
 class Spent(Record, frozen=True, kw_only=True):
-    """Holds the seconds of a training, part by part."""
+    """Holds the seconds that a whole training takes, by cause."""
 
     training: float
     checkpoints: float = 0.0
     lost_work: float = 0.0
     restarts: float = 0.0
-    failures: float = 0.0  # how many are expected
+    failures: float = 0.0  # expected number of failures
 
     @property
     def total(self) -> float:
@@ -46,7 +46,7 @@ class Spent(Record, frozen=True, kw_only=True):
 
 
 def spent(training: float, *, mean: float, checkpoint: float, interval: float, restart: float) -> Spent:
-    """Return the expected seconds of a training.
+    """Return the expected seconds of a training, by cause.
 
     Args:
         training: seconds of all steps.
@@ -84,7 +84,7 @@ def spent(training: float, *, mean: float, checkpoint: float, interval: float, r
 
 
 def optimal_interval(checkpoint: float, mean: float) -> float:
-    """Return the seconds of work between two checkpoints that cost least, by Daly; ∞ where nothing fails."""
+    """Return the seconds of work between two checkpoints that cost least time, by Daly; ∞ where nothing fails."""
     if mean == inf:
         return inf
     if checkpoint >= 2 * mean:
@@ -94,7 +94,7 @@ def optimal_interval(checkpoint: float, mean: float) -> float:
 
 
 def training_run(job: Job, step_us: float, interval_us: tuple[float, float] | None = None) -> TrainingRun | None:
-    """Return what all steps of a job take, with its failures, checkpoints and restarts.
+    """Return the time and cost of all steps of a job, with its failures, checkpoints and restarts.
 
     Args:
         job: the job.
@@ -153,7 +153,7 @@ def training_run(job: Job, step_us: float, interval_us: tuple[float, float] | No
 
 
 def _checkpoint_seconds(job: Job, run: Run) -> tuple[float, str]:
-    """Return the seconds that training waits for a checkpoint, and where they are from."""
+    """Return the seconds that training waits for a checkpoint, and the source of that number."""
     if run.checkpoint_seconds is not None:
         return run.checkpoint_seconds, f"{run.checkpoint_seconds:g} s each"
     size = run.checkpoint_gb
@@ -164,7 +164,7 @@ def _checkpoint_seconds(job: Job, run: Run) -> tuple[float, str]:
 
 
 def _parameters(job: Job) -> float:
-    """Return the parameters of the whole model."""
+    """Return the number of parameters of the whole model."""
     alone = Parallel()
     (stage,) = deal_layers(job.model, alone)
     return part_parameters(job.model, alone, whole_stage(stage)).total

@@ -1,4 +1,4 @@
-"""Write a diagnosis as one self-contained page: no network, no script but its own, nothing of a trace interpreted.
+"""Write a diagnosis as one self-contained page: no network, only its own script, no text of a trace interpreted.
 
 Three locks keep a hostile name inert: the template escapes everything, the data for the timeline is JSON without `<`,
 and the page's own Content-Security-Policy lets run only the scripts whose SHA-256 it names and forbids every request.
@@ -38,14 +38,14 @@ MAX_SPANS = 40_000  # 0.6 MB of the page
 MAX_LABEL = 200  # characters
 MAX_ROWS = 512  # ranks with a bar
 MAX_FILES = 200
-MAP_FROM = 32  # ranks: a larger job has a map of all of them
-MAX_MAP = 1024  # ranks of it; those that are late are drawn in any case
+MAP_FROM = 32  # ranks: a job with more of them has a map of all ranks
+MAX_MAP = 1024  # ranks on the map; late ranks beyond are drawn, too
 NODE = 8  # ranks in a row of the map: those of one node on most machines
 F64 = npt.NDArray[np.float64]
 
 
 def write_html(path: Path, diagnosis: Diagnosis, lanes: Sequence[TimelineLane]) -> None:
-    """Write the page; `path` appears whole or not at all.
+    """Write the page; `path` appears complete or not at all.
 
     Raises:
         OSError: the folder is missing or may not be written to.
@@ -105,7 +105,7 @@ def _page(diagnosis: Diagnosis) -> Page:
 
 
 def _provenance(diagnosis: Diagnosis) -> tuple[Table, Table]:
-    """Return what was read, and the clock of each rank against that of the lowest."""
+    """Return tables of the files that were read, and of each rank's clock against that of the lowest rank."""
     files = diagnosis.source.files
     more = [f"and {len(files) - MAX_FILES} more"] * (len(files) > MAX_FILES)
     read = Table(
@@ -148,7 +148,7 @@ def _lanes_table(packed: PackedTimeline) -> Table:
 
 
 def _map_table(diagnosis: Diagnosis) -> Table | None:
-    """Return how long each rank of a large job waits for others, `NODE` ranks in a row; None for a small one."""
+    """Return a table of each rank's wait for others in a large job, `NODE` ranks per row; None for a small job."""
     if len(diagnosis.per_rank) <= MAP_FROM:
         return None
     steps = steps_in(diagnosis)
@@ -175,7 +175,7 @@ def _map_table(diagnosis: Diagnosis) -> Table | None:
 
 
 def _kinds(packed: PackedTimeline) -> list[tuple[str, str, str]]:
-    """Return the timeline's legend as (lane, colour, name); lanes of other names share the entry `host`."""
+    """Return the timeline's legend as (lane, colour, name); all other lanes share the entry `host`."""
     kinds = [
         ("compute", "compute", "compute"),
         ("communication", "transfer", "communication"),
@@ -200,7 +200,7 @@ def _data(diagnosis: Diagnosis, packed: PackedTimeline) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaneTotal:
-    """Holds the number and times of one lane's spans, for the table below the timeline."""
+    """Holds the number and total times of one lane's spans, for the table below the timeline."""
 
     rank: int
     name: str
@@ -211,7 +211,7 @@ class LaneTotal:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedTimeline:
-    """Holds the timeline as `data` for the page's script; `notes` say what the limits on ranks and spans left out."""
+    """Holds the timeline as `data` for the page's script; `notes` say which ranks and spans the limits left out."""
 
     data: dict[str, Any]
     drawn: tuple[LaneTotal, ...]
@@ -219,7 +219,7 @@ class PackedTimeline:
 
 
 def pack_timeline(diagnosis: Diagnosis, lanes: Sequence[TimelineLane]) -> PackedTimeline:
-    """Return spans as uint32 ticks since the first start, sorted by start; labels as indices into one table.
+    """Return the spans as uint32 ticks since the first start, sorted by start, with labels as indices into a table.
 
     A tick is 1 / (2^32 - 1) of the whole window: 2.3 ns in 10 s. Above `MAX_RANKS` ranks those with the most exposed
     communication stay; above `MAX_SPANS` spans the longest stay.
@@ -261,7 +261,7 @@ def _finite(lane: TimelineLane) -> tuple[F64, F64, npt.NDArray[np.int64]]:
 
 
 def _window(diagnosis: Diagnosis, spans: Sequence[tuple[F64, F64]]) -> tuple[float, float]:
-    """Return the start of the timeline and the length of a tick, in µs, so that all spans and steps fit."""
+    """Return the timeline's start and the length of a tick, both in µs, so that all spans and steps fit in uint32."""
     begins = [float(start.min()) for start, _ in spans if len(start)] + [step.start_us for step in diagnosis.steps]
     ends = [float(end.max()) for _, end in spans if len(end)]
     ends += [step.start_us + step.duration_us for step in diagnosis.steps]
@@ -277,7 +277,7 @@ def _ranks(diagnosis: Diagnosis, lanes: Sequence[TimelineLane]) -> set[int]:
 
 
 def _cut(durations: Sequence[F64], total: int) -> float:
-    """Return the duration below which spans are left out, so that at most `MAX_SPANS` stay (ties: a few more)."""
+    """Return the duration below which spans are left out, so that at most `MAX_SPANS` stay (ties may add a few)."""
     if total <= MAX_SPANS:
         return 0.0
     return float(np.partition(np.concatenate(durations), total - MAX_SPANS)[total - MAX_SPANS])

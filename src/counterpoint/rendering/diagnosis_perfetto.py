@@ -1,4 +1,4 @@
-"""Write a diagnosis as a Chrome trace that ui.perfetto.dev opens: lanes, findings as marks, counters.
+"""Write a diagnosis as a Chrome trace for ui.perfetto.dev: lanes, findings as marks, counters.
 
 Each rank is a process (pid = rank) and each of its streams a thread; the host's gaps are one more. Another process
 holds the findings and the counters of the whole job. On one thread of a trace slices have to follow or enclose one
@@ -26,13 +26,13 @@ F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
 
 JOB = 1_000_000_000  # pid of the job's own process: above every rank
-FINDINGS, STEPS = 1, 2  # its threads; those beside them follow
+FINDINGS, STEPS = 1, 2  # thread ids in the job's process; threads for overlapping slices follow
 MOST_BESIDE = 32  # threads for what overlaps on one stream: beyond, slices are left out
 BATCH = 4096  # events encoded at a time: bounds memory, keeps writes large
 
 
 def write_perfetto(path: Path, diagnosis: Diagnosis, lanes: Sequence[TimelineLane]) -> None:
-    """Write the trace; `path` appears whole or not at all. Spans without a finite time are left out.
+    """Write the trace; `path` appears complete or not at all. Spans without a finite time are left out.
 
     Raises:
         OSError: the folder is missing or may not be written to.
@@ -72,7 +72,7 @@ def _events(diagnosis: Diagnosis, lanes: Sequence[TimelineLane]) -> Iterator[Eve
 
 
 def _threads(pid: int, process: str, order: int, tracks: dict[str, list[Event]]) -> Iterator[Event]:
-    """Yield a process with a thread for each track, and threads beside it for slices that would cut into others."""
+    """Yield a process with a thread per track, and more threads for slices that would partly overlap others."""
     names: dict[int, str] = {}
     placed: list[Event] = []
     for number, (name, slices) in enumerate(tracks.items(), start=1):
@@ -86,7 +86,7 @@ def _threads(pid: int, process: str, order: int, tracks: dict[str, list[Event]])
 
 
 def _nested(slices: list[Event]) -> list[list[Event]]:
-    """Return slices in as few lists as their order allows, in each of which they follow or enclose one another."""
+    """Return the slices split into few lists, in each of which any two follow or enclose each other."""
     levels: list[list[Event]] = []
     open_ends: list[list[int]] = []  # of the slices around the last one of each list, ns
     for each in sorted(slices, key=lambda each: (each["ts"], -each["dur"])):
@@ -117,21 +117,21 @@ def _process(pid: int, name: str, order: int, threads: dict[int, str]) -> Iterat
 
 
 def _slice(name: str, pid: int, tid: int, start_us: float, duration_us: float, category: str) -> Event:
-    """Return a slice from one whole ns to another, so that slices that follow one another do not overlap by a digit."""
+    """Return a slice with both ends rounded to ns, so that consecutive slices do not overlap by rounding."""
     start, end = round(start_us * 1000), round((start_us + duration_us) * 1000)
     times = {"ts": start / 1000, "dur": (end - start) / 1000}
     return {"ph": "X", "name": name, "cat": category, "pid": pid, "tid": tid, **times}
 
 
 def _mark(number: int, finding: Finding, diagnosis: Diagnosis) -> Event:
-    """Return a slice on the findings' track over the range of a finding, or over all steps."""
+    """Return a slice on the findings' track, over the time range of a finding or over all steps."""
     start, end = _range(finding, diagnosis)
     name = f"{number}. {printable(finding.title)}"
     return _slice(name, JOB, FINDINGS, start, max(0.0, end - start), "finding") | {"args": _facts(finding)}
 
 
 def _instant(number: int, finding: Finding, diagnosis: Diagnosis) -> Event:
-    """Return a mark where a finding begins, on its rank or on the whole job."""
+    """Return an instant mark where a finding begins, on its rank or on the whole job."""
     start, _ = _range(finding, diagnosis)
     scope, pid, tid = ("g", JOB, FINDINGS) if finding.rank is None else ("p", finding.rank, 0)
     name = f"{number}. {printable(finding.title)}"
@@ -161,7 +161,7 @@ def _spans(lane: TimelineLane) -> Iterator[Event]:
 
 
 def _counters(lanes: Sequence[TimelineLane]) -> Iterator[Event]:
-    """Yield counters: for a rank, how many of compute and communication run, and what is exposed; of all, who waits."""
+    """Yield counters: per rank, compute and communication running, and exposed; for all ranks, how many wait."""
     ranks = sorted({lane.rank for lane in lanes})
     waits: list[tuple[F64, I64]] = []
     for rank in ranks:
@@ -185,7 +185,7 @@ def _counter(name: str, pid: int, unit: str, time: F64, value: I64) -> Iterator[
 
 
 def _running(lanes: Sequence[TimelineLane], rank: int, names: tuple[str, ...]) -> tuple[F64, I64]:
-    """Return the instants `[n]` at which lanes of `names` change, and what runs from then on, `[names, n]`, 0 or 1."""
+    """Return the instants `[n]` when lanes of `names` change, and which run from then on, `[names, n]`, 0 or 1."""
     times, rows, deltas = [np.empty(0)], [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     for lane in lanes:
         if lane.rank == rank and lane.name in names:

@@ -1,4 +1,4 @@
-"""Make the tables of a diagnosis: where the time goes, idle time, collectives, late ranks, kernels, what-ifs.
+"""Make the tables of a diagnosis: time by kind, idle time, collectives, late ranks, kernels, what-ifs.
 
 Totals are shown **per step** (the mean over the analysed steps), because that is what a user notices; data frames and
 JSON keep the sums.
@@ -38,11 +38,11 @@ ON_TERMINAL = 8  # collectives, kernels, late ranks
 MAX_COLLECTIVES = 300
 MAX_KINDS = 24
 MAX_KERNELS = 100
-MAX_HEAT = 16  # ranks whose wait gets a column of its own
+MAX_HEAT = 16  # ranks, up to which each rank's wait has its own column
 
 
 def verbose_tables(diagnosis: Diagnosis) -> list[Table]:
-    """Return all tables but that of the ranks' time."""
+    """Return all tables of a diagnosis except that of the ranks' time."""
     made = (
         idle_table(diagnosis),
         kinds_table(diagnosis),
@@ -55,7 +55,7 @@ def verbose_tables(diagnosis: Diagnosis) -> list[Table]:
 
 
 def steps_in(diagnosis: Diagnosis) -> int:
-    """Return the number of analysed steps, at least 1: it divides sums into means per step."""
+    """Return the number of analysed steps, at least 1; sums are divided by it for means per step."""
     return max(1, len(diagnosis.steps))
 
 
@@ -65,7 +65,7 @@ def late_ranks(diagnosis: Diagnosis) -> set[int]:
 
 
 def budget(account: Account) -> dict[str, float]:
-    """Return the µs of each of `PARTS`. They add up to the account's duration: what no other part takes is copies."""
+    """Return the µs of each of `PARTS`, which add up to the account's duration; the unaccounted rest is copies."""
     wait = min(account.exposed_wait_us or 0.0, account.exposed_comm_us)
     copies = account.duration_us - account.compute_us - account.exposed_comm_us - account.idle_us
     return {
@@ -79,7 +79,7 @@ def budget(account: Account) -> dict[str, float]:
 
 
 def worst_ranks(accounts: Sequence[RankAccount], limit: int, late: Container[int] = ()) -> list[RankAccount]:
-    """Return all accounts in order of rank or, if there are more than `limit`, the late and those of least compute."""
+    """Return the accounts in order of rank; of more than `limit`, the late ranks and those with least compute."""
     if len(accounts) <= limit:
         return list(accounts)
     worst = sorted(
@@ -90,7 +90,7 @@ def worst_ranks(accounts: Sequence[RankAccount], limit: int, late: Container[int
 
 
 def budget_table(diagnosis: Diagnosis, limit: int) -> Table | None:
-    """Return what each rank's time went into, of at most `limit` ranks; on a page the mean below."""
+    """Return a table of each rank's time by part, for at most `limit` ranks; on a page with their mean below."""
     if not diagnosis.per_rank:
         return None
     late, steps = late_ranks(diagnosis), steps_in(diagnosis)
@@ -140,7 +140,7 @@ def budget_table(diagnosis: Diagnosis, limit: int) -> Table | None:
 
 
 def idle_sentence(diagnosis: Diagnosis) -> str:
-    """Say how long the GPUs idle in a step, how much of that is explained, and what the trace lacks."""
+    """Return a sentence on the GPUs' idle time per step, the explained part, and what the trace lacks."""
     idle = diagnosis.idle
     if idle is None:
         return "Idle: unknown"
@@ -151,13 +151,13 @@ def idle_sentence(diagnosis: Diagnosis) -> str:
 
 
 def idle_causes(diagnosis: Diagnosis) -> list[IdleCause]:
-    """Return the causes of idle time that are worth a line: none that would read 0.00 ms."""
+    """Return the largest causes of idle time, without those that would be shown as 0.00 ms."""
     causes = diagnosis.idle.causes if diagnosis.idle else ()
     return [c for c in causes if c.us >= 5.0][:MAX_IDLE_CAUSES]
 
 
 def idle_table(diagnosis: Diagnosis) -> Table | None:
-    """Return idle time by cause, most first, with the operations in which the host was."""
+    """Return a table of idle time by cause, longest first, with the operations in which the host was."""
     causes = idle_causes(diagnosis)
     if not causes:
         return None
@@ -183,13 +183,13 @@ def _mostly_in(cause: IdleCause) -> Cell:
 
 
 def group_of(kind: CollectiveKind) -> str:
-    """Return the parallel group of a kind of collectives, else what the program or the trace calls it, and its size."""
+    """Return the parallel group of a kind of collectives, else its name in the program or the trace, with its size."""
     name = kind.parallel or kind.group_name or kind.group
     return f"{name} ×{kind.ranks}" if kind.ranks else name
 
 
 def kinds_table(diagnosis: Diagnosis) -> Table | None:
-    """Return collectives by operation, group, size and phase."""
+    """Return a table of collectives by operation, group, size and phase."""
     if not diagnosis.collective_kinds:
         return None
     kinds, steps = diagnosis.collective_kinds, steps_in(diagnosis)
@@ -226,13 +226,13 @@ def by_exposed(collectives: Sequence[Collective], limit: int) -> list[Collective
 
 
 def waits(collective: Collective) -> tuple[float | None, float | None]:
-    """Return mean and longest wait of the ranks in a collective; None where no other rank is joined."""
+    """Return the mean and the longest wait of ranks in a collective (µs); None if no other rank's trace is joined."""
     known = [us for us in collective.wait_us.values() if us is not None]
     return (sum(known) / len(known), max(known)) if known else (None, None)
 
 
 def collectives_table(diagnosis: Diagnosis) -> Table | None:
-    """Return the most exposed collectives; on a page, with the wait of each of a few ranks."""
+    """Return a table of the most exposed collectives; on a page with the waits of a few ranks."""
     if not diagnosis.collectives:
         return None
     shown = by_exposed(diagnosis.collectives, MAX_COLLECTIVES)
@@ -275,7 +275,7 @@ def collectives_table(diagnosis: Diagnosis) -> Table | None:
 
 
 def stragglers_table(diagnosis: Diagnosis) -> Table | None:
-    """Return the ranks that make others wait, worst first."""
+    """Return a table of the ranks that make others wait, worst first."""
     if not diagnosis.stragglers:
         return None
     steps = steps_in(diagnosis)
@@ -295,14 +295,14 @@ def stragglers_table(diagnosis: Diagnosis) -> Table | None:
 
 
 def waves(kernel: KernelComparison) -> str:
-    """Return waves of thread blocks alone and during communication as `2 → 3`."""
+    """Return a kernel's waves of thread blocks, alone and during communication, as `2 → 3`."""
     if kernel.waves_alone is None or kernel.waves_overlapped is None:
         return UNKNOWN
     return f"{kernel.waves_alone} → {kernel.waves_overlapped}"
 
 
 def kernels_table(diagnosis: Diagnosis) -> Table | None:
-    """Return the kernels that are slower beside communication, by cost."""
+    """Return a table of the kernels that are slower beside communication, by cost."""
     slowed = sorted((k for k in diagnosis.kernels if k.cause != "none"), key=lambda kernel: -kernel.cost_us)
     if not slowed:
         return None
@@ -353,7 +353,7 @@ def _comm_ctas(k: KernelComparison) -> Cell:
 
 
 def replayed_waits(replay: Replay) -> str | None:
-    """Say which waits a replay keeps as they were measured; None if it explains all."""
+    """Return a sentence on the waits that a replay keeps as measured; None if it explains all of them."""
     kept = []
     if replay.collective_waits in ("as_measured", "partly_joined"):
         some = "some " if replay.collective_waits == "partly_joined" else ""
@@ -364,13 +364,13 @@ def replayed_waits(replay: Replay) -> str | None:
 
 
 def replayed_steps(diagnosis: Diagnosis) -> str:
-    """Say of how many steps the replay is; nothing where it is of all."""
+    """Return how many steps the replay covers, as text; empty if it covers all."""
     replayed, every = diagnosis.replay.steps if diagnosis.replay else None, len(diagnosis.steps)
     return f", mean of {replayed} of {every} steps" if replayed and replayed < every else ""
 
 
 def replay_table(diagnosis: Diagnosis) -> Table | None:
-    """Return the replayed step of each what-if; speed-ups are over the unchanged replay."""
+    """Return a table of each what-if's replayed step; speed-ups are over the unchanged replay."""
     replay = diagnosis.replay
     if replay is None:
         return None
@@ -404,7 +404,7 @@ def replay_table(diagnosis: Diagnosis) -> Table | None:
 
 
 def notes(diagnosis: Diagnosis) -> list[str]:
-    """Return the diagnosis's notes, and what its fields say about clocks."""
+    """Return the diagnosis's notes, and notes made from its fields on clocks."""
     said = list(diagnosis.notes)
     offsets = {rank: us for rank, us in diagnosis.clock_offsets_us.items() if us}
     if offsets:

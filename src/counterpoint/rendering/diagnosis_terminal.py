@@ -1,4 +1,4 @@
-"""Print a diagnosis on a terminal: where the time goes, and at its end, where the eye is, the verdict and what to do.
+"""Print a diagnosis on a terminal: time by kind, and at the end, where one looks first, the verdict and the remedies.
 
 Names come from traces, maybe hostile: they are printed as `rich.text.Text`, never as markup, with control characters
 escaped. Everything is readable at 80 columns, without colour, and piped.
@@ -19,14 +19,14 @@ from counterpoint.rendering.diagnosis_tables import budget_table, notes, verbose
 from counterpoint.rendering.table import Table
 from counterpoint.rendering.terminal import QUIET, below, heading, line, print_tables, text
 
-MAX_FINDINGS = 3  # in short
+MAX_FINDINGS = 3  # findings shown without `verbose`
 SHORT_LINES = 2
 MAX_RANKS = 16
 SEVERITY_STYLE = {"high": "bold red", "medium": "yellow", "low": QUIET}
 
 
 def render(diagnosis: Diagnosis, console: Console, *, verbose: bool = False) -> None:
-    """Print the summary of a diagnosis, which ends with the verdict and what to do; `verbose`: all tables and reasons.
+    """Print the summary of a diagnosis, which ends with the verdict and remedies; `verbose`: all tables and reasons.
 
     Totals are milliseconds per step.
     """
@@ -50,7 +50,7 @@ def _scope(diagnosis: Diagnosis) -> str:
 
 
 def _findings(findings: Sequence[Finding], console: Console, *, verbose: bool) -> None:
-    """Print what to do, then why; in short: the costliest findings, the first sentence of each remedy."""
+    """Print the remedies, then their reasons; without `verbose` only the costliest findings, one sentence each."""
     heading(console, "What to do", "cost of step time")
     if not findings:
         console.print(text("No findings."))

@@ -1,4 +1,4 @@
-"""Print a checkup on a terminal: what is wrong first, each with what it means and the fix; then what is in order.
+"""Print a checkup on a terminal: first the problems, each with its meaning and fix; then the checks that passed.
 
 Texts come from drivers, /sys and the environment: printed as `rich.text.Text`, with control characters escaped.
 """
@@ -34,7 +34,7 @@ def verdict(checkup: Checkup) -> str:
 
 
 def render_checkup(checkup: Checkup, console: Console) -> None:
-    """Print a checkup, its verdict first. Readable at 80 columns, without colour, and piped."""
+    """Print a checkup, its verdict first. It is readable at 80 columns, without colour, and piped."""
     line(console, verdict(checkup), "bold")
     driver = [f"driver {checkup.driver}"] if checkup.driver else []
     models = [f"{checkup.gpus.count(name)} × {name}" for name in dict.fromkeys(checkup.gpus)]
@@ -48,7 +48,7 @@ def render_checkup(checkup: Checkup, console: Console) -> None:
 
 
 def _advise(checks: Sequence[Check], console: Console) -> None:
-    """Print for each check what was seen, what it means and what to do."""
+    """Print for each check the observation, its meaning and the fix."""
     for check in checks:
         _print(console, _mark(check), check.name, "bold")
         for value, style in ((check.seen, ""), (check.means, QUIET), ("→ " + check.fix, "")):
@@ -63,7 +63,7 @@ def _list(checks: Sequence[Check], console: Console) -> None:
 
 
 def _gather(checks: Sequence[Check], console: Console) -> None:
-    """Print the checks that could not be made, those with the same reason in one entry."""
+    """Print the checks that could not be made; those with the same reason share one entry."""
     for reason in dict.fromkeys(check.seen for check in checks):
         _print(console, _mark(checks[0]), reason)
         _print(console, Text("   "), ", ".join(check.name for check in checks if check.seen == reason), QUIET)
@@ -82,7 +82,7 @@ def _mark(check: Check) -> Text:
 
 
 def _print(console: Console, head: Text, value: str, style: str = "") -> None:
-    """Print `head`, then text wrapped to its right, without spaces at the ends of lines."""
+    """Print `head` and, to its right, the wrapped text, without spaces at the ends of lines."""
     for part in text(value, style).wrap(console, max(20, console.width - head.cell_len)) or [Text()]:
         part.rstrip()
         console.print(Text.assemble(head, part), soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Print on a terminal whether copy engines moved the communication of a trace, or a tuning took effect."""
+"""Print on a terminal whether copy engines moved a trace's communication, or whether a tuning took effect."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MARKS = {"took_effect": ("✓", "green"), "no_effect": ("✗", "bold red"), "no
 
 
 def render_effect(effect: Effect, console: Console) -> None:
-    """Print the verdict, each choice of a tuning, what to do, copies of each rank, all other calls, and the notes."""
+    """Print the verdict, each choice of a tuning, the fixes, copies by rank, all other calls, and the notes."""
     mark = Text("✓ ", "green") if effect.took_effect else Text("✗ ", "bold red")
     console.print(Text.assemble(mark, text(effect.verdict, "bold")), soft_wrap=True)
     _print_choices([knob for knob in effect.knobs if knob.pair is not None], effect.ranks, console)
@@ -29,7 +29,7 @@ def render_effect(effect: Effect, console: Console) -> None:
 
 
 def _print_choices(knobs: Sequence[KnobEffect], all_ranks: tuple[int, ...], console: Console) -> None:
-    """Print a line for each pair, and one for each choice of it."""
+    """Print a line for each pair, and below it one for each of its choices."""
     if knobs:
         heading(console, "Choices", "the worst that any rank shows")
     width = max((len(text(knob.knob).plain) for knob in knobs), default=0)
@@ -45,7 +45,7 @@ def _print_choices(knobs: Sequence[KnobEffect], all_ranks: tuple[int, ...], cons
 
 
 def _print_fixes(knobs: Sequence[KnobEffect], console: Console) -> None:
-    """Print what to do, each once, with the pairs that need it."""
+    """Print each fix once, with the pairs that need it."""
     fixes: dict[str, dict[str, None]] = {}
     for knob in knobs:
         if knob.fix:
@@ -62,7 +62,7 @@ def _share(rank: RankEffect) -> float:
 
 
 def _copies(ranks: Sequence[RankEffect]) -> Table:
-    """Return what copy engines moved, on the ranks of which they moved least."""
+    """Return a table of the transfers by copy engines, on the ranks where they moved least."""
     shown = sorted(sorted(ranks, key=_share)[:MAX_RANKS], key=lambda rank: rank.rank)
     more = [f"The {len(shown)} ranks of which copy engines moved least; --json has all."]
     return Table(
@@ -85,7 +85,7 @@ def _copies(ranks: Sequence[RankEffect]) -> Table:
 
 
 def _calls(ranks: Sequence[RankEffect]) -> Table:
-    """Return all other calls by operation, and the rank on which they took longest."""
+    """Return a table of all other calls by operation, with the rank on which they took longest."""
     kinds: dict[tuple[str, str], list[tuple[int, CommCalls]]] = {}
     for rank in ranks:
         for call in rank.calls:

@@ -1,4 +1,4 @@
-"""Say where something was measured: the machine in a line, and all that is known of it as a table."""
+"""Show where something was measured: the machine in one line, and all known properties as a table."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from counterpoint.rendering.table import Column, Table, row
 
 
 def machine_line(where: Environment) -> str:
-    """Return GPUs and versions, as in `8 × NVIDIA H200 · torch 2.11.0 · NCCL 2.28.9`."""
+    """Return GPUs and versions in one line: `8 × NVIDIA H200 · torch 2.11.0 · NCCL 2.28.9`."""
     nccl = [f"NCCL {where.nccl}"] if where.nccl else []
     return " · ".join([f"{where.world_size} × {where.gpu or where.device}", f"torch {where.torch}", *nccl])
 
 
 def environment_table(title: str, where: Environment, unit: str = "", **more: str) -> Table:
-    """Return what is known of the machine and of the call, and `more` by name."""
+    """Return a table of the known properties of the machine and the call, and of `more` by name."""
     versions = {"driver": where.driver, "torch": where.torch, "NCCL": where.nccl, "counterpoint": where.counterpoint}
     facts = {
         "device": f"{where.world_size} × {where.gpu or where.device}",

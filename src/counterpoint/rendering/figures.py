@@ -1,4 +1,4 @@
-"""Describe the figures of a page: panels of lines, points, bars or bands with their axes; page/figures.js draws."""
+"""Describe the figures of a page: panels of lines, points, bars or bands with axes; page/figures.js draws them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Axis:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Look:
-    """Holds the name, colour and dashes that several marks share; the legend has an entry for each look."""
+    """Holds the name, colour and dashes that several marks share; each look has one entry in the legend."""
 
     name: str
     colour: str  # of page.css, such as --compute
@@ -34,7 +34,7 @@ class Look:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Marks:
-    """Holds one line, a set of points, bars from `x` to `ends`, or a band from `y` to `ends`, all of one look."""
+    """Holds marks of one look: a line, points, bars from `x` to `ends`, or a band from `y` to `ends`."""
 
     kind: Literal["line", "points", "bars", "band"]
     look: int  # place in the looks of the figure
@@ -47,7 +47,7 @@ class Marks:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Panel:
-    """Holds one plot area."""
+    """Holds one plot area with its axes and marks."""
 
     title: str
     x: Axis
@@ -57,7 +57,7 @@ class Panel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figure:
-    """Holds panels in rows of `columns`; `shared` panels have one legend and are zoomed together."""
+    """Holds panels in rows of `columns`; `shared` panels have one legend and zoom together."""
 
     looks: Sequence[Look]
     panels: Sequence[Panel]

@@ -1,4 +1,4 @@
-"""Write files that appear whole or not at all; write through to devices, pipes and open descriptors."""
+"""Write files that appear complete or not at all; devices, pipes and open descriptors are written directly."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _STANDARD = {"/dev/stdout": 1, "/dev/stderr": 2}
 
 
 def is_stream(path: Path) -> bool:
-    """Return whether `path` is a device, a pipe or an open descriptor, which no file may replace.
+    """Return whether `path` is a device, a pipe or an open descriptor, which a file must not replace.
 
     Raises:
         OSError: the path cannot be looked at.
@@ -54,7 +54,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def _new_file(path: Path) -> Iterator[BinaryIO]:
-    """Write a temporary file in the same folder, so that the last step is one rename on one file system."""
+    """Yield a temporary file in the same folder, so that one rename inside the file system can replace `path`."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
     temporary = Path(name)
     try:

@@ -1,4 +1,4 @@
-"""Format numbers and causes, as every medium shows them: one function for each unit.
+"""Format numbers and causes in the same way for every medium: one function for each unit.
 
 Scaling happens here and nowhere else; records hold µs, bytes and fractions.
 """
@@ -31,7 +31,7 @@ def fine_milliseconds(us: float | None) -> str:
 
 
 def interval(low_us: float | None, high_us: float | None) -> str:
-    """Format the ends of an interval as milliseconds without the unit; nothing where there is none."""
+    """Format an interval's ends as milliseconds without the unit; empty if one is None."""
     if low_us is None or high_us is None:
         return ""
     digits = 1 if low_us < 1e5 else 0
@@ -39,7 +39,7 @@ def interval(low_us: float | None, high_us: float | None) -> str:
 
 
 def duration(us: float) -> str:
-    """Format µs as milliseconds, and less than a tenth of one as µs, with the unit."""
+    """Format µs with the unit: as ms, or below 0.1 ms as µs."""
     return f"{milliseconds(us)} ms" if us >= 100.0 else f"{us:.3g} µs"
 
 
@@ -81,12 +81,12 @@ def ratio(value: float | None) -> str:
 
 
 def factor(ratio: float | None) -> str:
-    """Format `1.5` as `1.50×`."""
+    """Format a factor: `1.5` as `1.50×`."""
     return UNKNOWN if ratio is None or not math.isfinite(ratio) else f"{ratio:.2f}×"
 
 
 def bandwidth(gb_per_s: float | None) -> str:
-    """Format GB/s without the unit."""
+    """Format GB/s as a number without the unit."""
     return UNKNOWN if gb_per_s is None or not math.isfinite(gb_per_s) else f"{gb_per_s:,.{0 if gb_per_s >= 10 else 1}f}"
 
 

@@ -1,4 +1,4 @@
-"""Print a hang on a terminal: who is missing, then how far each rank came in the groups that are stuck."""
+"""Print a hang on a terminal: first the missing ranks, then how far each rank came in the stuck groups."""
 
 from __future__ import annotations
 

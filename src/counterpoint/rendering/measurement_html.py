@@ -20,13 +20,13 @@ COLOURS = 8  # --series-1 to --series-8 of page.css
 DASHES = ((), (9, 5), (2, 3), (9, 3, 2, 3))
 RATIOS = (0.0625, 0.125, 0.25, 0.5, 1, 2, 4, 8, 16)
 MAX_TABLES = 300
-OPEN_TABLES = 12  # up to so many are shown at once
+OPEN_TABLES = 12  # up to this number all are open
 FLOOR = -1.0  # lower values are drawn here, as triangles: one bad mechanism must not flatten the others
 PANEL_PX = 260
 
 
 def write_overlap_plot(path: Path, measurement: Measurement) -> None:
-    """Write the page; `path` appears whole or not at all.
+    """Write the page; `path` appears complete or not at all.
 
     Raises:
         OSError: the folder is missing or may not be written to.
@@ -59,7 +59,7 @@ def _headline(measurement: Measurement) -> str:
 
 
 def _details(measurement: Measurement) -> list[Table]:
-    """Return the first `MAX_TABLES` pairs and matmuls, folded where there are many."""
+    """Return tables of the first `MAX_TABLES` pairs and matmuls, folded if there are many."""
     found = detail_tables(measurement)
     shown = [replace(table, folded=len(found) > OPEN_TABLES) for table in found[:MAX_TABLES]]
     if len(shown) < len(found):
@@ -68,7 +68,7 @@ def _details(measurement: Measurement) -> list[Table]:
 
 
 def figure(rows: Sequence[Row]) -> Figure:
-    """Return a row of panels for each collective and a column for each launch order, all with the same axes.
+    """Return panels with a row for each collective and a column for each launch order, all with the same axes.
 
     Each point is a row at its measured ratio; the line joins the means of the rows that asked for the same ratio.
     """
@@ -102,7 +102,7 @@ def figure(rows: Sequence[Row]) -> Figure:
 
 
 def _ratio_axis(rows: Sequence[Row]) -> Axis:
-    """Return the axis of T_c / T_g, extended by a fifth beyond what was measured on both sides."""
+    """Return the axis of T_c / T_g, a fifth longer on both sides than the measured range."""
     x = [_x(row) for row in rows]
     ticks = [(ratio, f"{ratio:g}") for ratio in RATIOS]
     return Axis(label="T_c / T_g", low=min(x) / 1.2, high=max(x) * 1.2, log=True, ticks=ticks)
@@ -139,7 +139,7 @@ def _x(row: Row) -> float:
 
 
 def _text(row: Row) -> str:
-    """Return the tooltip of a row, below the mechanism's name."""
+    """Return the tooltip of a row, shown below the mechanism's name."""
     marked = f", MARKED: {row.marked}" if row.marked else ""
     hidden = f"hidden {row.hidden:.2f} at T_c/T_g {_x(row):.2f}"
     return clean(f"{hidden}: {row.workload} + {row.collective} {say.size(row.size_bytes)}{marked}", 240)

@@ -1,4 +1,4 @@
-"""Sum a measurement up by mechanism: over pairs, and over matmuls."""
+"""Summarize a measurement by mechanism: over its pairs, and over its matmuls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SUMMARY_SCHEMA = "counterpoint.measurement-summary/1"
 
 
 def summary(measurement: Measurement, out: str | None) -> dict[str, object]:
-    """Return the last line of `counterpoint measure`: figures of every mechanism, and the file with all results."""
+    """Return the last output of `counterpoint measure`: each mechanism's figures, and the file with all results."""
     where = measurement.environment
     found, matmuls = mechanism_summaries(measurement.rows), matmul_summaries(measurement.blocks)
     times_torch = {it.mechanism: _rounded(it.times_torch) for it in matmuls}
@@ -40,7 +40,7 @@ def _rounded(value: float | None) -> float | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MechanismSummary:
-    """Summarizes one mechanism over its rows that are not marked; figures are None if there are no such rows."""
+    """Summarizes one mechanism over its rows that are not marked; without such rows figures are None."""
 
     mechanism: str
     hidden: float | None  # mean
@@ -75,7 +75,7 @@ def _summarize(mechanism: str, rows: Sequence[Row]) -> MechanismSummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MatmulSummary:
-    """Summarizes one mechanism over its matmuls that are not marked; figures are None if there are no such rows."""
+    """Summarizes one mechanism over its dependent matmuls that are not marked; without such rows figures are None."""
 
     mechanism: str
     over_hiding: float | None  # mean of `over_longer` where the communication can hide
@@ -87,7 +87,7 @@ class MatmulSummary:
 
 
 def matmul_summaries(blocks: Iterable[BlockRow]) -> list[MatmulSummary]:
-    """Return a summary of every mechanism that ran matmuls which depend on communication, in their order."""
+    """Return a summary of every mechanism that ran dependent matmuls, in the order in which they were measured."""
     by_mechanism: dict[str, list[tuple[BlockRow, float | None]]] = {}
     for matmul in by_matmul(blocks).values():
         for block in matmul:
@@ -116,7 +116,7 @@ def _summarize_matmuls(mechanism: str, found: Sequence[tuple[BlockRow, float | N
 
 
 def mean_hidden(rows: Sequence[Row], of: Callable[[Row], str]) -> dict[str, dict[str, float]]:
-    """Return the mean of `hidden` by mechanism and by `of(row)`, such as its collective; without marked rows."""
+    """Return the mean of `hidden` by mechanism and by `of(row)` (for instance the collective), without marked rows."""
     found: dict[str, dict[str, list[float]]] = {}
     for row in rows:
         if row.marked is None:
@@ -125,7 +125,7 @@ def mean_hidden(rows: Sequence[Row], of: Callable[[Row], str]) -> dict[str, dict
 
 
 def by_matmul(blocks: Iterable[BlockRow]) -> dict[str, list[BlockRow]]:
-    """Return the rows of each matmul that depends on communication, in the order in which they were measured."""
+    """Return the rows of each dependent matmul, in the order in which they were measured."""
     found: dict[str, list[BlockRow]] = {}
     for block in blocks:
         if block.can_hide is not None:
@@ -134,6 +134,6 @@ def by_matmul(blocks: Iterable[BlockRow]) -> dict[str, list[BlockRow]]:
 
 
 def times_of_torch(block: BlockRow, blocks: Iterable[BlockRow]) -> float | None:
-    """Return how many times as fast as torch's collective and one matmul; None if that was not measured."""
+    """Return the speed-up of a block over torch's collective and one matmul; None if that was not measured."""
     stock = next((one.time.us for one in blocks if one.mechanism == "torch" and one.marked is None), None)
     return None if stock is None or block.over_longer is None else stock / block.time.us

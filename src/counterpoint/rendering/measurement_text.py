@@ -1,4 +1,4 @@
-"""Show a measurement as tables on a terminal, and as a Markdown page next to `--out`.
+"""Show a measurement as tables on a terminal, or as a Markdown page next to `--out`.
 
 There is a table for each pair, `hidden` first, then each mechanism over all pairs:
 
@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 
 def render(measurement: Measurement, console: Console) -> None:
-    """Print a table for each pair and matmul, then the ones over all mechanisms."""
+    """Print a table for each pair and matmul, then the summaries over all mechanisms."""
     from counterpoint.rendering.terminal import QUIET, print_tables, text
 
     console.print(text(f"{scope(measurement)} · {_rounds(measurement)}", QUIET))
@@ -59,7 +59,7 @@ def render(measurement: Measurement, console: Console) -> None:
 
 
 def markdown(measurement: Measurement) -> str:
-    """Return the Markdown page: machine and command, every mechanism, every pair, every building block."""
+    """Return a Markdown page: machine and command, every mechanism, every pair, every building block."""
     shown = (where_table(measurement), *summary_tables(measurement), *detail_tables(measurement))
     return (
         "\n\n".join([f"# counterpoint measure {tables.plain(measurement.suite)}", *map(tables.markdown, shown)]) + "\n"
@@ -67,7 +67,7 @@ def markdown(measurement: Measurement) -> str:
 
 
 def scope(measurement: Measurement) -> str:
-    """Return the suite and the machine in a line."""
+    """Return one line with the suite and the machine."""
     return f"suite {measurement.suite} · {machine_line(measurement.environment)}"
 
 
@@ -76,14 +76,14 @@ def _rounds(measurement: Measurement) -> str:
 
 
 def where_table(measurement: Measurement) -> Table:
-    """Return the machine, the software and the call."""
+    """Return a table of the machine, the software and the call."""
     return environment_table(
         "Where it was measured", measurement.environment, rounds=_rounds(measurement).replace(" rounds", "", 1)
     )
 
 
 def detail_tables(measurement: Measurement) -> list[Table]:
-    """Return a table for each pair and each matmul, and one of building blocks."""
+    """Return a table for each pair and each matmul, and one for all building blocks."""
     pairs = _grouped(measurement.rows, lambda each: each.scenario)
     found = [*map(_pair, pairs.values()), *map(_matmul, by_matmul(measurement.blocks).values())]
     blocks = [block for block in measurement.blocks if block.can_hide is None]
@@ -91,7 +91,7 @@ def detail_tables(measurement: Measurement) -> list[Table]:
 
 
 def summary_tables(measurement: Measurement) -> list[Table]:
-    """Return each mechanism over all pairs and over all matmuls, and what was not measured."""
+    """Return tables of the mechanisms over all pairs and over all matmuls, and of what was not measured."""
     rows = measurement.rows
     found: list[Table] = []
     if measurement.blocks and (matmuls := _matmul_mechanisms(measurement.blocks)).rows:
@@ -105,7 +105,7 @@ def summary_tables(measurement: Measurement) -> list[Table]:
 
 
 def _grouped(rows: Iterable[T], of: Callable[[T], str]) -> dict[str, list[T]]:
-    """Return rows by a key, in the order in which they were measured."""
+    """Return the rows by key `of(row)`, in the order in which they were measured."""
     found: dict[str, list[T]] = {}
     for each in rows:
         found.setdefault(of(each), []).append(each)
@@ -113,7 +113,7 @@ def _grouped(rows: Iterable[T], of: Callable[[T], str]) -> dict[str, list[T]]:
 
 
 def _pair(rows: Sequence[Row]) -> Table:
-    """Return the steps of a pair: each part alone, one after the other, by each mechanism and order, and the ideal."""
+    """Return a pair's table: each side alone, both in sequence, together by each mechanism and order, and the ideal."""
     first = rows[0]
     compute_us, comm_us = first.compute_alone.us, first.best_comm_alone_us
     serial_us, ideal_us = compute_us + comm_us, max(compute_us, comm_us)
@@ -158,7 +158,7 @@ def _order(name: str) -> str:
 
 
 def _matmul(blocks: Sequence[BlockRow]) -> Table:
-    """Return the mechanisms of a matmul that depends on communication, and its parts alone."""
+    """Return a table of the mechanisms of one dependent matmul, and of its parts alone."""
 
     def tone(block: BlockRow) -> tables.Tone:
         return "marked" if block.marked else "quiet" if block.over_longer is None else ""
@@ -186,7 +186,7 @@ def _matmul(blocks: Sequence[BlockRow]) -> Table:
 
 
 def _or_empty(value: T | None) -> T | str:
-    """Return "" for a value that a row cannot have: the bandwidth of a matmul."""
+    """Return `value`, or "" for None, as for the bandwidth of a matmul."""
     return "" if value is None else value
 
 
@@ -228,7 +228,7 @@ def _mechanisms(rows: Sequence[Row]) -> Table:
 
 
 def _means(rows: Sequence[Row], title: str, of: Callable[[Row], str]) -> Iterable[Table]:
-    """Yield the mean of hidden, with a column for each collective or order; nothing if there is only one."""
+    """Yield tables of the mean of `hidden` with a column per collective or order; nothing if there is only one."""
     names = list(dict.fromkeys(map(of, rows)))
     if len(names) > 1:
         columns = (Column("mechanism"), *(Column(name, say.ratio) for name in names))

@@ -1,4 +1,4 @@
-"""Make the tables of a prediction and print them: the step, where it goes, curves, what a search has found."""
+"""Make and print the tables of a prediction: the step, its parts, curves, and the results of a search."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ LOOKS = {  # of a part: class of its bar
     "shard_copies": "memcpy",
     "optimizer": "memcpy",
 }
-UNSURE = 0.05  # a probability between this and the rest to 1 is shown
+UNSURE = 0.05  # P(fits) is shown between this and 1 minus this
 
 
 def render_prediction(found: Prediction, console: Console) -> None:
-    """Print a prediction. Readable at 80 columns, without colour, and piped."""
+    """Print a prediction. It is readable at 80 columns, without colour, and piped."""
     from counterpoint.rendering.terminal import QUIET, line, print_tables
 
     line(console, headline(found), "bold")
@@ -53,7 +53,7 @@ def render_prediction(found: Prediction, console: Console) -> None:
 
 
 def render_network_fit(errors: Sequence[FitError], host_bound: int, path: str | None, console: Console) -> None:
-    """Print how far a fitted network is off on sizes that it had not seen, and where it is."""
+    """Print a fitted network's errors on sizes held out from the fit, and the file that it was written to."""
     from counterpoint.rendering.terminal import print_table
 
     left_out = [f"{host_bound} rows are left out: one process took as long to launch on all its GPUs"]
@@ -75,7 +75,7 @@ def render_network_fit(errors: Sequence[FitError], host_bound: int, path: str | 
 
 
 def tables(found: Prediction, figures: Mapping[str, Figure] | None = None) -> list[Table]:
-    """Return all tables in reading order; `figures`: those of an HTML page, by name of a curve or `timeline`."""
+    """Return all tables in reading order; `figures`: an HTML page's figures by curve name, or `timeline`."""
     made = [_parts(found)]
     if found.run is not None:
         made.append(_run(found.run))
@@ -96,7 +96,7 @@ def tables(found: Prediction, figures: Mapping[str, Figure] | None = None) -> li
 
 
 def words(name: str) -> str:
-    """Return the name of a part, a flag or a field as people write it: `weak_nodes` as nodes."""
+    """Return the readable name of a part, a flag or a field: `weak_nodes` as "nodes"."""
     return name.removeprefix("weak_").replace("_", " ")
 
 
@@ -148,21 +148,21 @@ def headline(found: Prediction) -> str:
 
 
 def memory_line(found: Prediction) -> str:
-    """Return whether the job fits, and how probable that is."""
+    """Return one line on whether the job fits in memory, with the probability."""
     if found.fits_probability is None:
         return found.verdict
     return f"{found.verdict}; P(fits) = {say.percent(found.fits_probability)}"
 
 
 def stage_memory_line(found: Prediction) -> str:
-    """Return the memory of every pipeline stage; "" without a pipeline."""
+    """Return one line with the memory of every pipeline stage; "" without a pipeline."""
     if len(found.stage_memory_gib) < 2:
         return ""
     return f"memory of the stages, GiB: {setting([f'{gib:.1f}' for gib in found.stage_memory_gib])}"
 
 
 def confidence_lines(found: Prediction) -> list[str]:
-    """Return how far off the model was, what the interval rests on, and what P(fits) does."""
+    """Return lines on the model's past errors, and on the data behind the interval and P(fits)."""
     lines = [f"error of the model: {found.validated}"]
     if found.interval is not None:
         each = found.interval
@@ -182,7 +182,7 @@ def confidence_lines(found: Prediction) -> list[str]:
 
 
 def comparison_line(found: RatioError) -> str:
-    """Return by how much the ratio of two choices of a search may be off."""
+    """Return a line on the error of the ratio between two choices of a search."""
     return (
         "≈ is too close to the first to call: the ratio of two ways to run one model on as many GPUs was off "
         f"by at most {say.percent(found.factor - 1, digits=1)} in {say.percent(found.level)} of {found.pairs:,} "
@@ -191,7 +191,7 @@ def comparison_line(found: RatioError) -> str:
 
 
 def run_lines(run: TrainingRun) -> list[str]:
-    """Return what the whole training takes and costs, and what fails in it."""
+    """Return lines on the time and cost of the whole training, and on its failures."""
     spread = f" ({run.low_days:,.1f} to {run.high_days:,.1f})" if run.low_days and run.high_days else ""
     cost = "" if run.cost is None else f", {run.cost:,.0f} at the price per GPU-hour"
     lines = [
@@ -220,7 +220,7 @@ def _run(run: TrainingRun) -> Table:
 
 
 def _stages(found: Prediction, figures: Mapping[str, Figure] | None) -> Table:
-    """Return the table that holds the pipeline's timeline; the figure itself is only on an HTML page."""
+    """Return the table that holds the pipeline's timeline; the figure is only shown on an HTML page."""
     stages = len({bar.stage for bar in found.timeline})
     micro = f"{found.micro_batches} micro-batch{'' if found.micro_batches == 1 else 'es'}"
     drawn = f"; the first {4 * stages} are drawn" if (found.micro_batches or 0) > 4 * stages else ""
@@ -229,12 +229,12 @@ def _stages(found: Prediction, figures: Mapping[str, Figure] | None) -> Table:
 
 
 def curve_title(curve: Curve) -> str:
-    """Return what a curve's values change: of a flag its sentence, of a field its name."""
+    """Return the title of a curve: the help text of its flag, or the name of its field."""
     return f"Over {curve.name}" if "." in curve.name or not curve.means else curve.means.removesuffix(".")
 
 
 def _curve(curve: Curve, figure: Figure | None) -> Iterator[Table]:
-    """Yield a table with the step for each value of a curve and, where it is known, one with the whole training."""
+    """Yield a table of the step for each value of a curve and, if known, one of the whole training."""
     head = words(curve.name)
     yield Table(
         title=curve_title(curve),
@@ -308,7 +308,7 @@ def _search(search: SearchResult, close: Sequence[str]) -> Table:
 
 
 def _settings(names: Sequence[str]) -> list[Column]:
-    """Return a table column for each of these settings by which a job is divided."""
+    """Return a table column for each of these settings, by which a job is divided."""
 
     def of(name: str) -> Callable[[PlanOutcome], str]:
         return lambda choice: setting(choice.settings[name])
@@ -326,7 +326,7 @@ CHOICE = (  # figures of a way to divide a job
 
 
 def _searches(searches: Sequence[SearchResult], close: Sequence[str]) -> Table:
-    """Return the fastest way for each number of GPUs; tokens/s of a GPU over those with the fewest GPUs."""
+    """Return a table of the fastest way for each number of GPUs; tokens/s per GPU are relative to the fewest GPUs."""
     names = varying([search.choices[0] for search in searches if search.choices])
     first = next(search for search in searches if search.choices)
     base = (first.choices[0].tokens_per_s or 0.0) / first.gpus
@@ -350,7 +350,7 @@ def _searches(searches: Sequence[SearchResult], close: Sequence[str]) -> Table:
 
 
 def _placement(placement: PlacementResult) -> Table:
-    """Return the table of rank orders: their costs by network level; its notes say how to use each written file."""
+    """Return the table of rank orders with their costs by network level; its notes explain each written file."""
     best = placement.orders[0]
 
     def cost_at(place: int) -> Callable[[RankOrder], float]:
@@ -377,7 +377,7 @@ def _three_digits(value: float) -> str:
 
 
 def fits_note(point: PlanOutcome) -> str:
-    """Return "" if the job of a point surely fits, else whether it fits; where that is not sure, with P(fits)."""
+    """Return "" if a job surely fits in memory, else a note that it does not, or with P(fits) if unsure."""
     said = "" if point.fits else "does not fit"
     probability = point.fits_probability
     if probability is None or not UNSURE < probability < 1.0 - UNSURE:
@@ -386,7 +386,7 @@ def fits_note(point: PlanOutcome) -> str:
 
 
 def setting(value: object) -> str:
-    """Return a value of a choice: names joined, equal neighbours of a list of numbers counted."""
+    """Return a setting's value as text: items joined by spaces, runs of equal numbers as `3×8`."""
     if not isinstance(value, tuple | list):
         return "" if value is None else str(value)
     runs = [(each, sum(1 for _ in equal)) for each, equal in groupby(value)]
@@ -394,7 +394,7 @@ def setting(value: object) -> str:
 
 
 def varying(choices: Sequence[PlanOutcome]) -> Sequence[str]:
-    """Return the fields that some choice sets: others would be columns of ones. `virtual` says what is interleaved."""
+    """Return the fields in which some choice differs from the default; an interleaved schedule shows in `virtual`."""
     fields = choices[0].settings if choices else {}
     told = (1, None, False, "1f1b", "interleaved")
     return [name for name in fields if any(each.settings[name] not in told for each in choices)]

@@ -1,4 +1,4 @@
-"""Print a rehearsal on a terminal: the verdict, what differed between ranks, what was replaced and moved."""
+"""Print a rehearsal on a terminal: verdict, differences between ranks, replaced operations, and traffic."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from counterpoint.rendering import terminal
 
 
 def render_rehearsal(found: Rehearsal, console: Console) -> None:
-    """Print a rehearsal, its verdict first. Reports are as wide as their tables."""
+    """Print a rehearsal, its verdict first. Its reports are as wide as their tables."""
 
     def line(text: str, style: str = "") -> None:
         terminal.line(console, text, style)

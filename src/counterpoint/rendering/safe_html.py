@@ -1,4 +1,4 @@
-"""Write pages on which nothing of a trace or a result is interpreted; three measures keep a hostile name from running.
+"""Write pages that interpret no text of a trace or result; three measures keep a hostile name from running.
 
 The template escapes everything, data for scripts is JSON without `<`, and the page's own Content-Security-Policy lets
 run only the scripts whose SHA-256 it names and forbids every request.
@@ -29,7 +29,7 @@ PAGE = Path(__file__).parent / "page"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Page:
-    """Holds what a page shows from top to bottom."""
+    """Holds the content of a page from top to bottom."""
 
     title: str  # of the window
     kind: str  # such as measurement
@@ -43,7 +43,7 @@ class Page:
 def write_page(
     path: Path, page: Page, *, name: str = "page", data: object = None, plot: bool | None = None, **shown: Any
 ) -> None:
-    """Fill in `page/NAME.html`; `path` appears whole or not at all.
+    """Fill in the template `page/NAME.html`; `path` appears complete or not at all.
 
     Args:
         path: the page, of 0.1 MB and what `data` takes.
@@ -90,7 +90,7 @@ def _own_text(name: str) -> str:
 
 
 def _environment() -> jinja2.Environment:
-    """Return a Jinja environment that escapes what it shows, refuses undefined names and has the filter `clean`."""
+    """Return a Jinja environment that escapes its output, refuses undefined names and has the filter `clean`."""
     import jinja2
 
     pages = jinja2.Environment(
@@ -105,7 +105,7 @@ def _environment() -> jinja2.Environment:
 
 
 def policy(scripts: Iterable[str]) -> str:
-    """Return a Content-Security-Policy that allows these scripts and inline styles, and no request at all."""
+    """Return a Content-Security-Policy that allows these scripts and inline styles, but no request."""
     hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
     return "; ".join(
         (
@@ -124,7 +124,7 @@ def clean(text: object, limit: int = 600) -> str:
 
 
 def script_json(value: object) -> str:
-    """Return JSON that may stand inside a script element: nothing in it can end the element or a line of script."""
+    """Return JSON that is safe inside a script element: nothing in it can end the element or a line of script."""
     text = msgspec.json.encode(value).decode()
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -132,7 +132,7 @@ def script_json(value: object) -> str:
 
 
 def script(text: str) -> str:
-    """Return a script as the browser will see it (line ends normalised), so that its hash agrees."""
+    """Return a script as the browser will see it (line ends normalised), so that its hash matches."""
     return text.replace("\r\n", "\n").replace("\r", "\n").replace("</script", "<\\/script")
 
 

@@ -1,4 +1,4 @@
-"""Write what a search has found as CSV."""
+"""Write the result of a search as CSV."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FIGURES = ("step_us", "low_us", "high_us", "mfu", "tokens_per_s", "memory_gib", 
 
 
 def search_csv(searches: Sequence[SearchResult]) -> str:
-    """Return a line for each choice, those of one number of GPUs together: its settings, then its figures."""
+    """Return CSV with a line for each choice, grouped by number of GPUs: its settings, then its figures."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     names = next(list(search.choices[0].settings) for search in searches if search.choices)

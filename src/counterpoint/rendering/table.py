@@ -1,4 +1,4 @@
-"""Hold a table once, as values and columns that say how they look; each medium shows it by one function.
+"""Hold a table once, as values and columns with their formats; each medium renders it by one function.
 
 These are `terminal.print_table`, `markdown` below, and the macro `table` of page/parts.html.
 """
@@ -18,7 +18,7 @@ Tone = Literal["", "quiet", "marked", "strong"]
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Describes a column.
+    """Describes a column: its name, format and source of values.
 
     Args:
         name: at its head; at a line break, a terminal breaks it.
@@ -44,7 +44,7 @@ class Column:
         return "\n".join(printable(part, 60) for part in self.name.split("\n"))
 
     def text(self, value: object) -> str:
-        """Return a value without control characters: a `str` as it is, None as a dash, all else by the format."""
+        """Return a value as text without control characters: a `str` unchanged, None as a dash, others formatted."""
         if isinstance(value, str) or self.format is None:
             return UNKNOWN if value is None else printable(str(value), self.limit)
         return self.format(value)
@@ -52,7 +52,7 @@ class Column:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BarPart:
-    """Holds a part of a bar."""
+    """Holds one part of a bar: its look and its share of the length."""
 
     look: str  # a class of page.css, and a glyph in terminal.py
     share: float  # of the longest bar beside it, 0 to 1
@@ -61,14 +61,14 @@ class BarPart:
 
 @dataclass(frozen=True, slots=True)
 class LengthBar:
-    """Holds the lengths that a cell draws."""
+    """Holds the parts of a bar that a cell draws."""
 
     parts: Sequence[BarPart]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
-    """Holds a value with what only a page shows."""
+    """Holds a cell's value, with extras that only a page shows."""
 
     value: object
     note: str = ""  # small, below the value
@@ -77,14 +77,14 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
-    """Holds the cells of a row; where there are fewer than columns, the last is a text in the place of all others."""
+    """Holds the cells of a row; if there are fewer than columns, the last is a text that spans the rest."""
 
     cells: Sequence[object]
     tone: Tone = ""  # "marked": must not be believed; its first cell begins with "!"
 
 
 def row(*cells: object, tone: Tone = "") -> TableRow:
-    """Return a row."""
+    """Return a row with these cells."""
     return TableRow(cells, tone)
 
 
@@ -104,23 +104,23 @@ class Table:
     legend: Sequence[tuple[str, str]] = ()  # look and name of the parts of bars
     figure: Figure | None = None  # above it on a page
     most: int = 1000  # rows that a terminal shows
-    folded: bool = False  # on a page, until it is asked for
+    folded: bool = False  # on a page the table is closed until it is clicked
 
     @property
     def head(self) -> int:
-        """Return the place of the column that names the rows: the first of texts that has a name."""
+        """Return the index of the column that names the rows: the first named column of texts."""
         texts = (place for place, each in enumerate(self.columns) if each.name and not (each.format or each.is_bar))
         return next(texts, 0)
 
     def filled(self) -> list[TableRow]:
-        """Return all rows."""
+        """Return all rows of the table."""
         return [each if isinstance(each, TableRow) else self._row_of(each) for each in self.rows]
 
     def _row_of(self, record: object) -> TableRow:
         return TableRow([column.of(record) if column.of else None for column in self.columns], self.tone(record))
 
     def cells(self, shown: TableRow) -> list[tuple[Column, Cell, str]]:
-        """Return the cells of a row, each with its column and its text; that of a bar is empty."""
+        """Return a row's cells, each with its column and its text; a bar's text is empty."""
         found = []
         for place, (column, given) in enumerate(zip(self.columns, shown.cells, strict=False)):
             cell = given if isinstance(given, Cell) else Cell(value=given)
@@ -130,13 +130,13 @@ class Table:
         return found
 
     def lines(self) -> list[list[str]]:
-        """Return the texts of all rows with one for each column: empty ones before the last of a short row."""
+        """Return the texts of all rows, one per column; in a short row, empty texts come before the last."""
         found = [[text for *_, text in self.cells(each)] for each in self.filled()]
         return [[*texts[:-1], *[""] * (len(self.columns) - len(texts)), texts[-1]] for texts in found]
 
 
 def markdown(table: Table) -> str:
-    """Return a section of a Markdown page: the title, the table, and the notes as a list; all text stays plain text."""
+    """Return a Markdown section: the title, the table, and the notes as a list; all text stays plain text."""
     parts = [f"## {plain(table.title)}{f' ({plain(table.unit)})' if table.unit else ''}"]
     if table.rows:
         lines = [[plain(column.name.replace("\n", " ")) for column in table.columns]]

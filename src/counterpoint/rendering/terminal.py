@@ -1,4 +1,4 @@
-"""Print texts and tables on a terminal: never read as markup, readable at 80 columns, without colour, and piped."""
+"""Print texts and tables on a terminal: never read as markup; readable at 80 columns, without colour, and piped."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LOOKS = {  # glyph, so that a bar reads without colour, and colour
     "sigma": ("░", QUIET),
 }
 BAR_WIDTH = 24
-LEAST = 12  # characters of a column of texts, where all of them have no room
+LEAST = 12  # least width in characters of a column of texts, where the terminal is too narrow
 BETWEEN = 1  # spaces between columns
 
 
@@ -39,19 +39,19 @@ def line(console: Console, value: object, style: str = "", limit: int = 1200) ->
 
 
 def heading(console: Console, title: str, unit: str = "") -> None:
-    """Print an empty line and a title, the unit of what follows in grey."""
+    """Print an empty line and a title, with the unit in grey."""
     console.print()
     console.print(Text.assemble(text(title, "bold underline", 240), text(f"  {unit}" if unit else "", QUIET)))
 
 
 def notes(console: Console, title: str, found: Sequence[str]) -> None:
-    """Print a title and a line for each note; nothing without notes."""
+    """Print a title and a line for each note; without notes, nothing."""
     if found:
         print_table(Table(title=title, notes=found), console)
 
 
 def below(console: Console, value: str, style: str = "", most: int | None = None) -> None:
-    """Print text indented by three, wrapped, without spaces at the ends of lines; at most `most` lines."""
+    """Print text wrapped and indented by three, without spaces at line ends, in at most `most` lines."""
     width = max(20, console.width - 3)
     lines = list(text(value, style).wrap(console, width))
     for number, each in enumerate(lines[:most], start=1):
@@ -65,14 +65,14 @@ def below(console: Console, value: str, style: str = "", most: int | None = None
 
 
 def print_tables(tables: Iterable[Table], console: Console) -> None:
-    """Print tables; one of which a terminal shows nothing has no title either."""
+    """Print tables; one without rows and notes is skipped with its title."""
     for table in tables:
         if table.rows or table.notes:
             print_table(table, console)
 
 
 def print_table(table: Table, console: Console) -> None:
-    """Print a table with its title, and below it how many rows are missing, the legend, the notes.
+    """Print a table with its title, and below it the number of missing rows, the legend and the notes.
 
     Where it is wider than the terminal, texts wrap; then optional columns are left out, and it says which. Where
     that is not enough, lines are longer than the terminal.
@@ -111,7 +111,7 @@ def print_table(table: Table, console: Console) -> None:
 
 
 def _fitting(table: Table, texts: Sequence[Sequence[str]], most: int) -> tuple[list[int], list[int]]:
-    """Return the places of the columns that are shown, and the width of every column."""
+    """Return the indices of the columns that fit the terminal, and the width of every column."""
     widths = [
         BAR_WIDTH if column.is_bar else max(map(cell_len, "\n".join((column.head, *cells)).split("\n")))
         for column, *cells in zip(table.columns, *texts, strict=True)
@@ -133,7 +133,7 @@ def _fitting(table: Table, texts: Sequence[Sequence[str]], most: int) -> tuple[l
 
 
 def _bar(row: TableRow, place: int) -> Text | None:
-    """Return a bar with a glyph for each look; None where the cell is none."""
+    """Return a bar drawn with one glyph per look; None if the cell is no bar."""
     cell = row.cells[place] if place < len(row.cells) else None
     if not isinstance(cell, LengthBar):
         return None

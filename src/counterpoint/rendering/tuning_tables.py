@@ -1,4 +1,4 @@
-"""Show what `tune` chose, on a terminal and as a page: what it saves, what was tried, why other pairs are left."""
+"""Show the choices of `tune` on a terminal or as a page: the time saved, what was tried, why other pairs are left."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from counterpoint.rendering.table import BarPart, Column, LengthBar, Table
 if TYPE_CHECKING:
     from rich.console import Console
 
-MOST = 40  # rows of a kind on a terminal; the file has all
+MOST = 40  # rows of one kind on a terminal; the file has all
 MAX_PAIRS = 300  # that the page shows one by one
-OPEN_PAIRS = 12  # up to so many are not folded
+OPEN_PAIRS = 12  # up to this number none are folded
 ORDERS = {"compute_first": "compute first", "comm_first": "communication first", "together": "both at once"}
 
 
 def render_tuned(tuned: Tuned, console: Console) -> None:
-    """Print the headline, whole steps, the choices, the most useful first, then the pairs that stay, and the notes."""
+    """Print headline, whole steps, choices (largest saving first), the pairs that stay with stock, and the notes."""
     from counterpoint.rendering.terminal import QUIET, line, print_tables
 
     line(console, headline(tuned), "bold")
@@ -31,7 +31,7 @@ def render_tuned(tuned: Tuned, console: Console) -> None:
 
 
 def write_tuning_page(path: Path, tuned: Tuned) -> None:
-    """Write the page; `path` appears whole or not at all.
+    """Write the page; `path` appears complete or not at all.
 
     Raises:
         OSError: the folder is missing or may not be written to.
@@ -59,7 +59,7 @@ def write_tuning_page(path: Path, tuned: Tuned) -> None:
 
 
 def headline(tuned: Tuned) -> str:
-    """Return what tuning brought: to whole steps if they were measured, else to pairs."""
+    """Return one line on the gain of a tuning: in whole steps if they were measured, else summed over pairs."""
     if tuned.step is None:
         return verdict(tuned)
     before, after = tuned.step.before_us, tuned.step.after_us
@@ -82,7 +82,7 @@ def verdict(tuned: Tuned) -> str:
 
 
 def pair_name(pair: TunedPair) -> str:
-    """Return how a page calls a pair: operation, size of the full array, what runs beside it, and the order."""
+    """Return a pair's name on a page: operation, size of the full array, computation, and launch order."""
     order = f", {pair.first.replace('_', ' ')}" if pair.first else ""
     return f"{pair.operation} {say.size(pair.bytes_per_rank * pair.ranks)} | {pair.compute}{order}"
 
@@ -104,7 +104,7 @@ def _figures(tuned: Tuned) -> list[tuple[str, str, str]]:
 
 
 def summary_tables(tuned: Tuned) -> list[Table]:
-    """Return whole steps, the choices, the pairs that stay and why, and what was not measured."""
+    """Return tables of whole steps, the choices, the pairs left to stock with reasons, and what was not measured."""
     chosen = sorted((pair for pair in tuned.pair if not pair.is_left), key=lambda pair: -pair.saved_us)
     found = [] if tuned.step is None else [_steps(tuned.step)]
     if chosen:
@@ -160,7 +160,7 @@ def _next_best(pair: TunedPair) -> str:
 
 
 def _notes(tuned: Tuned) -> list[str]:
-    """Return what was not measured, and a sentence for each mechanism that must not be believed, with a reason."""
+    """Return notes on what was not measured, and one for each mechanism with marked rows, with the reason."""
     reasons: dict[str, str] = {}
     for pair in tuned.pair:
         for tried in pair.tried:
@@ -177,7 +177,7 @@ def _notes(tuned: Tuned) -> list[str]:
 
 
 def pair_tables(pairs: Sequence[TunedPair]) -> tuple[Table, ...]:
-    """Return a table for each of the first `MAX_PAIRS` pairs, those that save most in a step first.
+    """Return a table for each of the first `MAX_PAIRS` pairs, largest saving per step first.
 
     Each has all that was tried, the fastest first and what is marked last, or else the times before and after.
     """
@@ -223,13 +223,13 @@ def _pair(number: int, pair: TunedPair, folded: bool) -> Table:
 
 
 def _bar(us: float, sigma_us: float, longest: float, look: str) -> LengthBar:
-    """Return a bar that ends in a lighter part of two sigma: its middle is the time."""
+    """Return a bar for a time; its lighter end spans ± one sigma around the time."""
     least, most = max(us - sigma_us, 0.0) / (longest or 1.0), (us + sigma_us) / (longest or 1.0)
     return LengthBar([BarPart(look=look, share=least), BarPart(look=f"{look} sigma", share=most - least)])
 
 
 def facts(pair: TunedPair) -> str:
-    """Return what else is known of a pair: where it is, its launch order, each side alone, the next best mechanism."""
+    """Return further facts on a pair: modules, launch order, each side alone, the next best mechanism."""
     known = {
         "in": " ".join(pair.where),
         "launched": ORDERS[pair.first] if pair.first else "in any order",

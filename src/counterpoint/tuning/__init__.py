@@ -1,4 +1,4 @@
-"""Measure a machine, choose a mechanism for each pair of a step, and prove that it helped: `counterpoint tune`.
+"""Measure a machine, choose a mechanism for each pair of a step, and prove that it helps: `counterpoint tune`.
 
 api.py               `counterpoint.tune`
 pairs.py             the pairs of a step from a file, which are refused, and how one runs where nothing is chosen

@@ -37,7 +37,7 @@ def tune(
     timeout_s: float = 120.0,
     progress: Progress | None = None,
 ) -> Tuned:
-    """Choose a mechanism for each pair of a step: the model picks what is measured, and the measurement decides.
+    """Choose a mechanism for each pair of a step: a model preselects what is measured, and the measurement decides.
 
     Stock and the three mechanisms with the least predicted time are measured in interleaved rounds, in one new process
     per rank. Pairs that weigh most in a step come first; when the budget is used up, those of a class that was
@@ -85,7 +85,7 @@ def tune(
 
 
 def pairs_of(source: str | Path | Sequence[StepPair]) -> tuple[tuple[StepPair, ...], tuple[str, ...]]:
-    """Return the pairs of a source, and notes; raise Misconfigured if there is none, or one that cannot be measured."""
+    """Return the pairs of a source, and notes; raise Misconfigured if it has none, or one that cannot be measured."""
     if isinstance(source, str | Path):
         if Path(source).suffix == ".toml":
             return read_pairs(source), ()
@@ -101,7 +101,7 @@ def pairs_of(source: str | Path | Sequence[StepPair]) -> tuple[tuple[StepPair, .
 
 
 def _ranks(pairs: Sequence[StepPair], device: str, world_size: int | None) -> int:
-    """Return how many ranks to start; raise Misconfigured if no pair has so many."""
+    """Return the number of ranks to start; raise Misconfigured if no pair has that number."""
     asked = sorted({pair.ranks for pair in pairs})
     if world_size is None:
         most = count_ranks(device, None if device == "cuda" else asked[0], verb="tune")
@@ -116,7 +116,7 @@ def _ranks(pairs: Sequence[StepPair], device: str, world_size: int | None) -> in
 def _choice(
     pair: StepPair, expected: Mapping[str, Predicted], measured: Measurement, device: str, budget_s: float
 ) -> TunedPair:
-    """Return the decision for a pair; one without times is left, with what kept it from being measured."""
+    """Return the decision for a pair; a pair without times is left to stock, with the reason why there are none."""
     stock, ranks = stock_of(pair, device), measured.environment.world_size
     if pair.ranks != ranks:
         return left(pair, stock=stock, why=f"not measured: it has {pair.ranks} ranks, and {ranks} were started")
@@ -132,7 +132,7 @@ def _choice(
 
 
 def _out_of_time(expected: Predicted, stock: str, budget_s: float) -> str:
-    """Return why a pair was not measured, and what the model would have tried first."""
+    """Return that the budget was used up before a pair was measured, and what the model would have tried first."""
     why = f"not measured: the budget of {budget_s:g} s was used up"
     known = {mechanism: us for mechanism, us in expected.items() if us}
     best = min(known, key=lambda mechanism: known[mechanism], default=stock)
@@ -142,7 +142,7 @@ def _out_of_time(expected: Predicted, stock: str, budget_s: float) -> str:
 
 
 def _followed(choices: Sequence[TunedPair]) -> Iterator[TunedPair]:
-    """Yield the choices, and for pairs that were not measured that for the largest measured one of their class."""
+    """Yield the choices; an unmeasured pair gets the choice of the largest measured pair of its class."""
     measured: dict[object, TunedPair] = {}
     for choice in sorted(choices, key=lambda each: each.bytes_per_rank):
         if choice.tried:
@@ -153,7 +153,7 @@ def _followed(choices: Sequence[TunedPair]) -> Iterator[TunedPair]:
 
 
 def _notes(pairs: Sequence[StepPair], measured: Measurement, profile: Profile, device: str) -> Iterator[str]:
-    """Yield what a reader of the choices should know: what was measured otherwise, or not, and what was assumed."""
+    """Yield notes for a reader of the choices: what was measured otherwise or not at all, and what was assumed."""
     if device == "cuda" and (assumed := profile.note()):
         yield as_sentence(assumed)
     dtypes = {dtype for pair in pairs for dtype in (pair.dtype, pair.computed_in)}

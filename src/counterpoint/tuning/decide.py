@@ -1,4 +1,4 @@
-"""Decide which mechanism a pair gets: one that is proved to be faster than stock, or none.
+"""Decide which mechanism a pair gets: one that is proved faster than stock, or none.
 
 Times over rounds: from the times x_r of n rounds (Yuen 1974), with g = n // 10:
 
@@ -54,7 +54,7 @@ RoundTimes = Sequence[float | None]
 
 
 def standard_error(time: Timing, rounds: int) -> float:
-    """Return the standard error of a median in µs; `rounds` count where the time does not say how many do."""
+    """Return the standard error of a median in µs; `rounds` is used where the time has no count of its own."""
     runs = time.runs or rounds
     return math.sqrt(math.pi / 2 / runs) * (time.p90_us - time.p10_us) / _width(runs)
 
@@ -71,7 +71,7 @@ def _width(runs: int) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundMean:
-    """Holds the mean over rounds in µs, with its standard error."""
+    """Holds the mean time over rounds and its standard error, in µs."""
 
     us: float
     sigma_us: float
@@ -79,7 +79,7 @@ class RoundMean:
 
     @classmethod
     def of(cls, times: RoundTimes) -> RoundMean | None:
-        """Return that of the rounds that count; None if these are fewer than five."""
+        """Return the mean of the rounds that count; None if there are fewer than five."""
         ordered = sorted(us for us in times if us is not None)
         runs, out = len(ordered), len(ordered) // 10
         if runs < FEWEST:
@@ -91,13 +91,13 @@ class RoundMean:
 
 
 def apart(first: RoundTimes, second: RoundTimes) -> RoundTimes:
-    """Return by how much the first takes longer than the second in each round that counts for both."""
+    """Return the first time minus the second (µs) for each round that counts in both."""
     return [None if one is None or other is None else one - other for one, other in zip(first, second, strict=False)]
 
 
 @lru_cache(maxsize=64)
 def sigmas_of_proof(runs: int, candidates: int) -> float:
-    """Return how many sigma a paired difference must exceed to be proved, if the best of several candidates is taken.
+    """Return how many sigma a gain must exceed to count as proved, given that the best of several candidates is taken.
 
         P(T > x) = p / k,    T: Student's t of n - 1 - 3 g degrees of freedom,    p = P(N > 2) = 2.3 %,    N: normal
 
@@ -130,7 +130,7 @@ def decide(
     compute_us: float | None = None,
     comm_us: float | None = None,
 ) -> TunedPair:
-    """Return a pair with its mechanism and the reason.
+    """Return a pair with the mechanism chosen for it, and the reason.
 
     Args:
         pair: of a step.
@@ -166,7 +166,7 @@ def decide(
 
 
 def left(pair: StepPair, *, stock: str, why: str, predicted_us: float | None = None) -> TunedPair:
-    """Return a pair that was not measured and is left as it is; a predicted time is uncertain by all of itself."""
+    """Return an unmeasured pair that stays with stock; sigma of a predicted time is set to the whole time."""
     us = predicted_us or 0.0
     return TunedPair(
         **_fields(pair), mechanism=LEAVE, why=why, us=us, sigma_us=us, stock=stock, stock_us=us, stock_sigma_us=us
@@ -174,7 +174,7 @@ def left(pair: StepPair, *, stock: str, why: str, predicted_us: float | None = N
 
 
 def as_another(pair: StepPair, measured: TunedPair) -> TunedPair:
-    """Return a pair with the choice for another one of its class, which was measured."""
+    """Return an unmeasured pair with the choice of a measured pair of its class."""
     why = f"not measured; as {measured.operation} of {measured.bytes_per_rank} bytes a rank: {measured.why}"
     return structs.replace(measured, **_fields(pair), why=as_sentence(why))
 
@@ -185,7 +185,7 @@ def _fields(pair: StepPair) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Bar:
-    """Holds what the gain of a candidate must exceed."""
+    """Holds the threshold that a candidate's gain must exceed."""
 
     candidate: Tried
     us: float

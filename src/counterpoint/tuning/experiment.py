@@ -1,4 +1,4 @@
-"""Plan what `tune` measures: which mechanisms of a pair, in which order; and return the times that count. No torch.
+"""Plan what `tune` measures: the mechanisms of each pair and their order; and return the valid times. No torch.
 
 An independent pair is a `Scenario`, a matmul that depends on communication or an exchange of tokens is a `Block`. The
 time that counts is that of both sides, from the first start to the last end:
@@ -47,13 +47,13 @@ Predicted = Mapping[str, float | None]
 MOST = 3
 # where no figure tells them apart: each is the best of its kind on results/budget-pairs-4xh200.json and pairs-4xh200
 UNPREDICTED = ("nccl_zero_cta", "nccl+max_ctas=8+gemm_sms=124")
-_BYTES_PER_US = 1e5  # of a pair that nothing is predicted of, to be weighed against others
+_BYTES_PER_US = 1e5  # assumed for pairs without a prediction, so that they can be ordered
 
 
 def planned(
     pairs: Sequence[StepPair], profile: Profile, device: str, *, most: int
 ) -> tuple[tuple[Part, ...], dict[str, Predicted]]:
-    """Return the parts to measure, in this order, and by name of a part what the model expects.
+    """Return the parts to measure, in order, and for each part's name the times that the model predicts.
 
     There is one part for all pairs that take equally long; of more than `most`, those with the most bytes in a step.
     First comes the largest of each class, by weight in a step, then the others. Predictions take milliseconds, a
@@ -66,7 +66,7 @@ def planned(
     expected = {name: shortlist(same[name][0], profile, device=device) for name in looked_at}
 
     def step_us(name: str) -> float:
-        """Return about what these pairs take in a step by stock."""
+        """Return roughly the µs that the pairs of this name take in a step by stock."""
         by_stock = next(iter(expected[name].values()))
         return _calls(same[name]) * (by_stock or same[name][0].bytes_per_rank / _BYTES_PER_US)
 
@@ -80,7 +80,7 @@ def planned(
 
 
 def class_of(pair: StepPair) -> tuple[object, ...]:
-    """Return the class of a pair: where there is no time to measure all, one mechanism is taken for all of a class.
+    """Return the class of a pair: where time is too short to measure all pairs, a class shares one mechanism.
 
     Pairs of a class share operation, ranks, dtypes, computation, launch order, and the power of two below
     `bytes_per_rank`. GEMMs of another shape are of another class: one tile more may take one wave more.
@@ -94,7 +94,7 @@ def _calls(pairs: Sequence[StepPair]) -> int:
 
 
 def shortlist(pair: StepPair, profile: Profile, *, device: str = "cuda", most: int = MOST) -> Predicted:
-    """Return stock and the mechanisms with the least predicted time beside it; stock comes first, then the best.
+    """Return stock and the mechanisms with the least predicted time; stock comes first, then the fastest.
 
     Args:
         pair: of a step.
@@ -111,13 +111,13 @@ def shortlist(pair: StepPair, profile: Profile, *, device: str = "cuda", most: i
 
 
 def best_of(times: Predicted, stock: str, most: int = MOST) -> Predicted:
-    """Return stock and the `most` others with the least time; of equal ones those that were named first."""
+    """Return stock and the `most` other mechanisms with the least time; ties keep the order of naming."""
     others = sorted((name for name in times if name != stock), key=lambda name: times[name] or 0.0)
     return {name: times.get(name) for name in (stock, *others[:most])}
 
 
 def _offered(pair: StepPair, device: str) -> tuple[str, ...]:
-    """Return the mechanisms of a pair that no model ranks, besides stock; what cannot run is found out there."""
+    """Return a pair's mechanisms, besides stock, that no model ranks; measuring them shows which cannot run."""
     if depends(pair):
         known: tuple[str, ...] = MATMUL_MECHANISMS if is_dependent(pair.operation) else EXCHANGE_MECHANISMS
         return tuple(name for name in known if name != stock_of(pair, device))
@@ -126,7 +126,7 @@ def _offered(pair: StepPair, device: str) -> tuple[str, ...]:
 
 
 def part_of(pair: StepPair, mechanisms: Sequence[str]) -> Part:
-    """Return the part that measures a pair; pairs that take equally long for the same reasons have one name."""
+    """Return the part of a measurement for a pair; pairs with the same sizes, dtypes and order share one name."""
     asked = pair.dtype, pair.computed_in
     dtype, compute_dtype = (each if each in MEASURABLE else None for each in asked)  # None: that of the device
     if depends(pair):
@@ -148,7 +148,7 @@ def part_of(pair: StepPair, mechanisms: Sequence[str]) -> Part:
 
 @dataclass(frozen=True, kw_only=True)
 class PairTimes:
-    """Holds what was measured of a pair; nothing is `tried` where it was not its turn. Times in µs."""
+    """Holds the measured times of a pair in µs; `tried` is empty if the pair was not measured."""
 
     tried: tuple[Tried, ...] = ()
     compute_us: float | None = None  # alone
@@ -156,7 +156,7 @@ class PairTimes:
 
 
 def times_of(pair: StepPair, measured: Measurement) -> PairTimes:
-    """Return the times of a pair by each mechanism."""
+    """Return the measured times of a pair, by mechanism."""
     device = measured.environment.device
     rounds, stock = measured.rounds - measured.dropped_rounds, stock_of(pair, device)
     blocks = [row for row in measured.blocks if row.dtype in (None, measured_dtype(pair.dtype, device))]
@@ -175,7 +175,7 @@ def times_of(pair: StepPair, measured: Measurement) -> PairTimes:
 
 
 def against_stock(found: Iterable[tuple[Tried, RoundTimes]], stock: str) -> tuple[Tried, ...]:
-    """Return times that are compared with stock round by round, where enough rounds of both were kept."""
+    """Return the times with their paired difference to stock, where enough rounds of both are valid."""
     every = list(found)
     base = next((each for each in every if each[0].mechanism == stock), None)
     return tuple(each if base is None or each is base[0] else _paired(each, times, *base) for each, times in every)
@@ -190,19 +190,19 @@ def _paired(each: Tried, times: RoundTimes, base: Tried, base_times: RoundTimes)
 
 
 def _mean(rows: Sequence[Row], rounds: int) -> tuple[Tried, RoundTimes]:
-    """Return the mean over launch orders, and that of each round."""
+    """Return the mean time over launch orders: in all, and for each round."""
     return _added(rows, [row.together for row in rows], rounds, part=1 / len(rows))
 
 
 def _sum(rows: Sequence[BlockRow], rounds: int) -> tuple[Tried, RoundTimes]:
-    """Return the sum of times that come one after another, and that of each round."""
+    """Return the sum of the times of parts that run one after the other: in all, and for each round."""
     return _added(rows, [row.time for row in rows], rounds, part=1.0)
 
 
 def _added(
     rows: Sequence[Row] | Sequence[BlockRow], times: Sequence[Timing], rounds: int, *, part: float
 ) -> tuple[Tried, RoundTimes]:
-    """Return `part` of the sum of times of a mechanism: its mean over rounds, or where none were kept of medians."""
+    """Return `part` times the sum of a mechanism's times: the mean over valid rounds, else the sum of medians."""
     known = zip(*(each.rounds_us for each in times), strict=False)
     rounds_us = [None if None in of_round else part * sum(us or 0.0 for us in of_round) for of_round in known]
     mean = RoundMean.of(rounds_us) or RoundMean(

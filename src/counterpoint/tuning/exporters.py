@@ -1,4 +1,4 @@
-"""Write what `tune` chose for programs without counterpoint: variables of a shell, Megatron's communicators, Python.
+"""Write what `tune` chose for programs without counterpoint: shell variables, Megatron's communicators, Python.
 
 A form has lines only for what it can set. All else is a comment, so that every pair is found in every form. Names of a
 file reach these texts in comments alone, as one line of ASCII each.
@@ -73,12 +73,12 @@ def export(tuned: Tuned, form: str, file: str = "counterpoint.toml") -> str:
 
 
 def variables_of(tuned: Tuned) -> dict[str, str]:
-    """Return the variables of NCCL and torch that apply choices of NCCL's settings to every process group."""
+    """Return the environment variables of NCCL and torch that apply the chosen NCCL settings to every process group."""
     return {_VARIABLES[name]: str(value) for name, value in _best(tuned.pair)}
 
 
 def _env(pairs: Sequence[Numbered], file: str) -> Iterator[str]:
-    """Yield lines of shell that set variables; those of NCCL hold for every process group of a process."""
+    """Yield shell lines that set variables; NCCL's variables apply to every process group of a process."""
     quoted = re.sub(r'(["$`}\\])', r"\\\1", file)
     yield "# counterpoint.overlap and backend counterpoint follow the file itself, pair by pair:"
     yield f'export COUNTERPOINT_TUNED="${{COUNTERPOINT_TUNED:-{quoted}}}"'
@@ -89,7 +89,7 @@ def _env(pairs: Sequence[Numbered], file: str) -> Iterator[str]:
 
 
 def _megatron(pairs: Sequence[Numbered], file: str) -> Iterator[str]:
-    """Yield the YAML of Megatron's --nccl-communicator-config-path: options of NCCL for each process group."""
+    """Yield the YAML for Megatron's --nccl-communicator-config-path: NCCL's options of each process group."""
     yield "# For --nccl-communicator-config-path. A pair names no group: dp_cp (data), ep, pp go by operation."
     groups: dict[str, list[Numbered]] = {}
     for number, pair in pairs:
@@ -108,7 +108,7 @@ def _megatron(pairs: Sequence[Numbered], file: str) -> Iterator[str]:
 
 
 def _python(pairs: Sequence[Numbered], file: str) -> Iterator[str]:
-    """Yield a module with two functions: one applies the file to a model, one makes options of process groups."""
+    """Yield a Python module with two functions: one applies the file to a model, one makes process group options."""
     settings = _best([pair for _, pair in pairs])
     lines = [
         f"    options.{name} = True\n" if name.startswith("is_") else f"    options.config.{name} = {value}\n"
@@ -120,7 +120,7 @@ def _python(pairs: Sequence[Numbered], file: str) -> Iterator[str]:
 
 
 def _best(pairs: Sequence[TunedPair]) -> Settings:
-    """Return the settings with which NCCL's pairs save most in a step, over all that were measured under them.
+    """Return the NCCL settings that save most time per step, summed over all pairs that were measured with them.
 
     A process or group has one value of each; a setting that costs other pairs more than it saves is not taken.
     """
@@ -133,7 +133,7 @@ def _best(pairs: Sequence[TunedPair]) -> Settings:
 
 
 def _times(pair: TunedPair) -> dict[Settings, float]:
-    """Return the µs of a pair of NCCL under each setting that was measured; a marked time tells nothing."""
+    """Return the µs of a pair by NCCL setting, for all settings measured; marked times are left out."""
     found: dict[Settings, float] = {}
     for each in sorted((each for each in pair.tried if each.marked is None), key=lambda each: -each.us):
         if (settings := _tried_settings(each.mechanism)) is not None:
@@ -143,7 +143,7 @@ def _times(pair: TunedPair) -> dict[Settings, float]:
 
 
 def _own_settings(pair: TunedPair) -> Settings | None:
-    """Return the settings by which NCCL runs a pair; None if it does not."""
+    """Return the settings with which NCCL runs a pair; None if NCCL does not run it."""
     return _settings_of(pair.stock if pair.mechanism == LEAVE else pair.mechanism)
 
 
@@ -156,7 +156,7 @@ def _tried_settings(name: str) -> Settings | None:
 
 @lru_cache(maxsize=4096)  # pairs try the same few mechanisms
 def _settings_of(name: str) -> Settings | None:
-    """Return the settings of a mechanism in the options of a process group; None: NCCL does not run it."""
+    """Return a mechanism's settings as options of a process group; None if NCCL does not run it."""
     if not name.startswith("nccl"):
         return None
     config = SimpleNamespace()
@@ -170,7 +170,7 @@ def _settings_of(name: str) -> Settings | None:
 def _comments(
     pairs: Sequence[Numbered], settings: Settings, lacks: str, unknown: tuple[str, ...] = ()
 ) -> Iterator[str]:
-    """Yield a comment for each pair: whether it follows these settings; `unknown` are fields that the form lacks."""
+    """Yield a comment for each pair: whether it follows these settings; `unknown`: fields that the format lacks."""
     for number, pair in pairs:
         own = _own_settings(pair)
         if own is None:
@@ -191,7 +191,7 @@ def _comments(
 
 
 def _comment(text: str, limit: int = 400) -> str:
-    """Return one line of ASCII without control characters, as a comment of a shell, YAML and Python."""
+    """Return one line of ASCII without control characters, for a comment in a shell script, YAML or Python."""
     return f"# {printable(text, limit).encode('ascii', 'backslashreplace').decode()[:limit]}"
 
 

@@ -37,13 +37,13 @@ from counterpoint.tuning.traced_exchanges import LARGEST, Product, TracedExchang
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 DEPENDENT = {"all_gather": "all_gather_matmul", "reduce_scatter": "matmul_reduce_scatter"}
 _MOST = 200  # classes of pairs, and notes
-_SHAPES = 32  # of matmuls that are told apart on a rank: the longest
+_SHAPES = 32  # matmul shapes that are distinguished on a rank: those with the most time
 _SHARE = 4  # most matmuls that share one gather: query, key and value, or gate and up
 _SHORTEST_US = 1.0
-_REPEATS = 99  # most that a workload's name can say
+_REPEATS = 99  # largest repeat count in a workload's name
 _AGREE = 0.75  # share of a class's calls in which the same side came first
 _MODULES = 64
-_SMALLEST_BYTES = 4096  # of a rank: what takes a few µs by anything
+_SMALLEST_BYTES = 4096  # bytes of a rank: a smaller collective takes a few µs by any mechanism
 
 
 def pairs_of_traces(
@@ -51,7 +51,7 @@ def pairs_of_traces(
     *,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> tuple[tuple[StepPair, ...], tuple[str, ...]]:
-    """Return the classes of pairs in a step, those that communicate longest first, and notes on what is left out.
+    """Return the classes of pairs in a step, longest communication first, and notes on what is left out.
 
     Args:
         source: traces of one or all ranks, as of `diagnose`; recorded with `record_shapes=True`.
@@ -66,7 +66,7 @@ def pairs_of_traces(
 
 
 def pairs_of_job(job: TracedJob, notes: Sequence[str] = ()) -> tuple[tuple[StepPair, ...], tuple[str, ...]]:
-    """Return the pairs of ranks whose traces have been read already, and notes; `notes` come first."""
+    """Return the pairs of ranks whose traces were already read, and notes, which begin with `notes`."""
     found: defaultdict[PairKind, PairClass] = defaultdict(PairClass)
     left_out: Counter[str] = Counter()
     blocked = find_blocked(job)
@@ -118,7 +118,7 @@ def _calls(count: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PairKind:
-    """Tells the collectives of one class from all others."""
+    """Identifies one class of collectives."""
 
     operation: str
     bytes_per_rank: int
@@ -130,7 +130,7 @@ class PairKind:
 
 @dataclass(slots=True)
 class PairClass:
-    """Adds up the calls of one class."""
+    """Sums up the calls of one class of collectives."""
 
     calls: int = 0
     comm_us: float = 0.0
@@ -138,11 +138,11 @@ class PairClass:
     alone_us: dict[Product, float] = field(default_factory=dict)  # mean time of such a matmul
     dtypes: dict[Product, str] = field(default_factory=dict)  # where the trace says that of such a matmul
     first: Counter[Order | None] = field(default_factory=Counter)
-    uneven: float = 0.0  # sum over calls of what a rank receives more or less than it sends, over what it sends
+    uneven: float = 0.0  # sum over calls of |received - sent| / sent of the rank
     modules: set[str | None] = field(default_factory=set)
 
     def pair(self, kind: PairKind) -> StepPair:
-        """Return the pair that stands for all calls, as if it were one a step."""
+        """Return one pair that stands for all calls of the class."""
         order, votes = self.first.most_common(1)[0]
         dtype = None
         if isinstance(kind.depends, TracedExchange):
@@ -163,11 +163,11 @@ class PairClass:
         )
 
     def pairs(self, kind: PairKind) -> float:
-        """Return of how many pairs these are the calls: an exchange of tokens is a dispatch and a combine."""
+        """Return the number of pairs that the calls make up: a token exchange is two calls, dispatch and combine."""
         return self.calls / (len(LEGS) if isinstance(kind.depends, TracedExchange) else 1)
 
     def _longest(self) -> tuple[str, str | None]:
-        """Return the longest matmul, repeated until it takes as long as all of a call, and its dtype; None: unknown."""
+        """Return the longest matmul, repeated to last as long as all matmuls of a call, with its dtype or None."""
         longest = max(self.beside_us, key=lambda product: self.beside_us[product])
         us = sum(self.beside_us.values()) / self.calls
         times = min(max(round(us / self.alone_us[longest]), 1), _REPEATS)
@@ -179,13 +179,13 @@ def _gemm(product: Product, times: int = 1) -> str:
 
 
 def _patterns(modules: set[str | None]) -> tuple[str, ...]:
-    """Return the modules as patterns of fnmatch, `layers.*`; () if one is not known, or there are too many."""
+    """Return module names as fnmatch patterns such as `layers.*`; () if one is unknown or there are too many."""
     names = sorted({re.sub(r"\d+", "*", name) for name in modules if name})
     return () if None in modules or len(names) > _MODULES else tuple(names)
 
 
 class _Rank:
-    """Finds the collectives of one rank and the matmuls beside them; times are on the job's clock."""
+    """Finds the collectives of one rank and the matmuls beside them; times are on the job's common clock."""
 
     def __init__(self, job: TracedJob, column: int, lost_us: F64) -> None:
         self.digest: RankDigest = job.digests[column]
@@ -207,7 +207,7 @@ class _Rank:
         self.exchanges = exchanges_of(self.digest, self.rows, every)
 
     def add_to(self, found: defaultdict[PairKind, PairClass], left_out: Counter[str]) -> None:
-        """Add this rank's calls to their classes, and those that are no pair to `left_out`, by why."""
+        """Add this rank's calls to their classes; count calls that are no pair in `left_out`, by reason."""
         comm, rows = self.digest.comm, self.rows
         beside, unknown = self._beside(self.ready[rows], self.done[rows])
         until = np.where(np.isfinite(self.next_ready[rows]), self.next_ready[rows], self.done[rows])
@@ -249,7 +249,7 @@ class _Rank:
                     members.dtypes.setdefault(self.products[number], dtype)
 
     def _add_exchange(self, found: defaultdict[PairKind, PairClass], row: int, exchange: TracedExchange) -> None:
-        """Add a dispatch, a combine or a derivative of one to its class."""
+        """Add a dispatch, a combine or a backward of one of them to its class."""
         comm = self.digest.comm
         sent, received = int(comm.sent[row]), int(comm.received[row])
         dtype = comm.dtype[row] or ""
@@ -274,13 +274,13 @@ class _Rank:
         return "small" if comm.bytes[row] < _SMALLEST_BYTES * comm.size[row] else None
 
     def _order(self, compute_ran: bool) -> Order | None:
-        """Return which side reached the GPU first; without GPUs neither does."""
+        """Return which side reached the GPU first; None in traces without GPUs."""
         if self.digest.device.from_host:
             return None
         return "compute_first" if compute_ran else "comm_first"
 
     def _products(self) -> tuple[list[Product], I64, list[Product]]:
-        """Return the matmuls that are told apart, the index of each row of `matmuls` in them, -1: unknown, and all."""
+        """Return the matmul shapes told apart, the index among them of each row of `matmuls` (-1: none), and all."""
         gpu, rows = self.digest.gpu, self.matmuls
         number: dict[Product, int] = {}
         by_shape = np.full(len(self.digest.shapes) + 1, -1, np.int64)  # the last, index -1, stands for no shape
@@ -303,7 +303,7 @@ class _Rank:
         return [float(us[self.which == i].mean()) for i in range(len(self.products))]
 
     def _beside(self, start: F64, end: F64) -> tuple[F64, F64]:
-        """Return the µs of each known matmul [products, windows], and of unknown ones [windows], inside windows."""
+        """Return the µs inside time windows of each known matmul [products, windows], and of unknown ones [windows]."""
         known = [self._within(self.which == i, start, end) for i in range(len(self.products))]
         return np.array(known).reshape(len(known), len(start)), self._within(self.which < 0, start, end)
 
@@ -312,7 +312,7 @@ class _Rank:
         return Intervals.union(self.start[rows], self.end[rows]).within(start, end)
 
     def _next_ready(self) -> F64:
-        """Return when the next collective of the same operation and group is ready, for each; infinity: none is."""
+        """Return for each collective when the next of its operation and group is ready; infinity: there is none."""
         comm = self.digest.comm
         found = np.full(len(comm), np.inf)
         last: dict[tuple[str, str], float] = {}
@@ -323,7 +323,7 @@ class _Rank:
         return found
 
     def _dependents(self) -> tuple[dict[int, Product], set[tuple[str, int]]]:
-        """Return the matmuls that depend on a collective, or it on them, by row; and operation and bytes of all such.
+        """Return by row the matmul that depends on a collective or feeds it, and (operation, bytes) of all such rows.
 
         A matmul for the gradient of a weight has a left factor of as many bytes, but sums over the gathered rows: its M
         is not that of most, and it can only wait.
@@ -335,7 +335,7 @@ class _Rank:
         return {row: product for row, product in found.items() if product[0] == commonest[0][0]}, waiting
 
     def _next_to(self, row: int) -> Product | None:
-        """Return the matmul of the rows that this collective gathers, or that makes the rows that it scatters, if any.
+        """Return the matmul that reads the rows gathered by this collective or writes those it scatters; None: none.
 
         It is the one that starts next after a gather, or ended last before a scatter, with a left factor or a product
         of exactly as many bytes, while little ran beside the collective. Matmuls of the same rows that follow a gather
@@ -363,7 +363,7 @@ class _Rank:
 
 
 def _product(shapes: str) -> Product | None:
-    """Return M, N and K of a matmul of these inputs; None if it is none of a training, or a batch of several."""
+    """Return M, N and K of a matmul with these input shapes; None if it is batched or too large."""
     found = matrix_product(shapes)
     if found is None or found[3] != 1 or max(found) > LARGEST:
         return None

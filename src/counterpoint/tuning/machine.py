@@ -1,4 +1,4 @@
-"""Measure this machine, and fit a profile to what was measured.
+"""Measure this machine, and fit a profile to the measurement.
 
 The suite `machine` (measurement/suites.py) measures; a pure function turns its rows into the groups of
 `machine/profile.py`, each by the file that knows it:
@@ -30,7 +30,7 @@ from counterpoint.tuning.fit.matmuls import fit_contention, fit_efficiency, fit_
 
 SUITE = "machine"
 ROUNDS = 7
-CPU = "CPU"  # what a profile of a machine without GPUs is of
+CPU = "CPU"  # name of the GPU in a profile of a machine without GPUs
 _TEXT = 400  # characters of a text in a profile
 FITS: dict[str, Callable[[Measurement, Profile], Fitted]] = {
     "rates": fit_rates,
@@ -49,7 +49,7 @@ def tune_machine(
     timeout_s: float = 120.0,
     progress: Progress | None = None,
 ) -> Profile:
-    """Measure the GPUs of this machine, or with gloo its CPUs, and return their profile; it takes up to two minutes.
+    """Measure this machine's GPUs (with gloo its CPUs) for up to two minutes, and return their profile.
 
     `machine.profile.profile_json` turns it into a file.
 
@@ -74,7 +74,7 @@ def tune_machine(
 
 
 def fit_profile(measured: Measurement, *, known: Profile) -> Profile:
-    """Return the profile that explains a measurement: the groups that its rows tell; the others are as shipped.
+    """Return a profile fitted to a measurement; groups of the profile without rows stay as shipped.
 
     Args:
         measured: rows of the suite `machine`, or of others that hold some of the same.
@@ -103,7 +103,7 @@ def fit_profile(measured: Measurement, *, known: Profile) -> Profile:
 
 
 def _check_times(measured: Measurement) -> None:
-    """Raise Misconfigured for a time that cannot be: fits divide by times and take their logarithms."""
+    """Raise Misconfigured for a time that is not positive and finite: fits divide by times and take logarithms."""
     alone = [(row.what, row.time) for row in measured.blocks]
     pairs = [
         (row.scenario, time)
@@ -116,14 +116,14 @@ def _check_times(measured: Measurement) -> None:
 
 
 def _why(error: Misconfigured, measured: Measurement) -> str:
-    """Return why a group is left out, with what the ranks said of the mechanisms that it names."""
+    """Return why a group is left out, with the ranks' reasons for the mechanisms that the error names."""
     words = re.split(r"[^\w+=]+", str(error))
     reasons = [f"{name}: {reason}" for name, reason in measured.unavailable.items() if name in words]
     return printable("; ".join([str(error), *reasons]))[:_TEXT]
 
 
 def _sourced(fitted: Fitted, where: Environment) -> dict[str, Any]:
-    """Return the figures of a group with their machine, command, fit, date and spread."""
+    """Return the figures of a group with their source: machine, command, fit, date and spread."""
     nccl = f", NCCL {where.nccl}" if where.nccl else ""
     source = f"{where.world_size} x {_gpu(where)}{nccl}: {fitted.said}; {' '.join(where.command)}"
     about = {"source": printable(source)[:_TEXT], "date": where.date[:10], "time_spread": fitted.spread}
@@ -131,7 +131,7 @@ def _sourced(fitted: Fitted, where: Environment) -> dict[str, Any]:
 
 
 def _rounded(value: Any) -> Any:
-    """Return figures as a person reads them: four digits are more than repeats."""
+    """Return figures rounded to four digits; more would not be reproducible."""
     if isinstance(value, dict):
         return {key: _rounded(each) for key, each in value.items()}
     return float(f"{value:.4g}") if isinstance(value, float) else value

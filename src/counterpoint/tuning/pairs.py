@@ -1,4 +1,4 @@
-"""Read the pairs of a step from `pairs.toml`, refuse those that cannot be measured, and say how one runs. No torch.
+"""Read the pairs of a step from `pairs.toml`, refuse those that cannot be measured, and define how one runs. No torch.
 
 docs/reference/tune.md describes the file: one table `[[pair]]` for each pair.
 """
@@ -24,20 +24,20 @@ from counterpoint.records.measurement import Order
 from counterpoint.records.tuning import StepPair
 
 STOCK = {"cuda": "nccl", "cpu": "gloo"}  # of independent pairs
-TORCH = "torch"  # the stock of what depends on communication
+TORCH = "torch"  # stock of pairs whose computation depends on the communication
 MAX_BYTES = 1 << 20  # of a file
 _ADVICE = "give tables [[pair]] with operation, compute, bytes_per_rank and ranks (docs/reference/tune.md)"
-MOST_BYTES = 1 << 38  # of both sides on a rank: no GPU has so many
+MOST_BYTES = 1 << 38  # both sides on one rank: no GPU has that much memory
 
 
 class _PairsFile(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Represents the content of the file."""
+    """Represents the content of a pairs file."""
 
     pair: Annotated[tuple[StepPair, ...], Meta(min_length=1, max_length=10_000)]
 
 
 def read_pairs(path: str | Path) -> tuple[StepPair, ...]:
-    """Return the pairs in a file; raise Misconfigured, with the pair and what is allowed, if one cannot be measured."""
+    """Return the pairs in a file; Misconfigured, with the pair and what is allowed, if one cannot be measured."""
     text = read_text(Path(path), limit=MAX_BYTES, advice=_ADVICE)
     name = printable(str(path))
     content = parse_toml(text, f"{name} holds no pairs", _ADVICE)
@@ -56,28 +56,28 @@ def read_pairs(path: str | Path) -> tuple[StepPair, ...]:
 
 
 def stock_of(pair: StepPair, device: str) -> str:
-    """Return the mechanism by which a pair runs where nothing is chosen."""
+    """Return the mechanism that runs a pair where nothing is chosen."""
     return TORCH if depends(pair) else STOCK[device]
 
 
 def depends(pair: StepPair) -> bool:
-    """Return whether the computation of a pair needs what the communication brings, or the other way round."""
+    """Return whether the computation of a pair needs the communicated data, or the other way round."""
     return is_dependent(pair.operation) or is_exchange(pair.operation)
 
 
 def block_name(pair: StepPair) -> str:
-    """Return the name of a building block: the sizes of a matmul are those after `gemm`."""
+    """Return the name of a pair's building block: the sizes of a matmul are the text after `gemm`."""
     sizes = pair.compute.removeprefix("gemm ") if is_dependent(pair.operation) else pair.compute
     return f"{pair.operation} {sizes}"
 
 
 def orders_of(pair: StepPair) -> tuple[Order, ...]:
-    """Return the launch orders that count."""
+    """Return the launch orders in which a pair is measured."""
     return ORDERS if pair.first is None else (pair.first,)
 
 
 def check_pair(pair: StepPair) -> None:
-    """Raise Misconfigured, with what is allowed, if a pair is none that can be measured."""
+    """Raise Misconfigured, with what is allowed, if a pair cannot be measured."""
     for name, dtype in (("dtype", pair.dtype), ("compute_dtype", pair.computed_in)):
         if dtype not in DTYPES:
             raise Misconfigured(f"{name} {printable(dtype)!r}; choose from: {', '.join(DTYPES)}")
@@ -103,7 +103,7 @@ def check_pair(pair: StepPair) -> None:
 
 
 def _exchange_bytes(pair: StepPair) -> int:
-    """Return about the bytes of a rank; raise Misconfigured if ranks cannot share the experts or send other bytes."""
+    """Return roughly a rank's memory bytes for an exchange; Misconfigured if the ranks or the bytes do not fit it."""
     exchange = find_exchange(block_name(pair))
     experts = exchange.sizes.experts
     if experts % pair.ranks:
@@ -113,7 +113,7 @@ def _exchange_bytes(pair: StepPair) -> int:
 
 
 def _matmul_bytes(pair: StepPair) -> int:
-    """Return about the bytes of a rank; raise Misconfigured if ranks cannot share the rows or move other bytes."""
+    """Return roughly a rank's memory bytes for a matmul; Misconfigured if the ranks or the bytes do not fit it."""
     if not pair.compute.startswith("gemm "):
         raise Misconfigured(f"{pair.operation} of {printable(pair.compute)!r}; write its matmul as gemm MxNxK")
     call = find_dependent(block_name(pair))
@@ -124,7 +124,7 @@ def _matmul_bytes(pair: StepPair) -> int:
 
 
 def _check_bytes(pair: StepPair, moved: int) -> None:
-    """Raise Misconfigured if the sizes of a pair say that it moves other bytes than its `bytes_per_rank`."""
+    """Raise Misconfigured if the sizes of a pair imply other bytes than its `bytes_per_rank`."""
     if moved != pair.bytes_per_rank:
         raise Misconfigured(
             f"{pair.operation} of {pair.compute} in {pair.dtype} on {pair.ranks} ranks moves {moved} bytes per rank, "
@@ -133,12 +133,12 @@ def _check_bytes(pair: StepPair, moved: int) -> None:
 
 
 def _independent_bytes(pair: StepPair) -> int:
-    """Return the bytes of a rank, without the copies that mechanisms keep; raise Misconfigured for an empty array."""
+    """Return a rank's memory bytes without the copies of mechanisms; raise Misconfigured for an empty array."""
     if not pair.bytes_per_rank:
         raise Misconfigured(f"{pair.operation} of 0 bytes; give bytes_per_rank, those of the full array over ranks")
     return find_workload(pair.compute).memory_bytes(_itemsize(pair.computed_in)) + pair.bytes_per_rank * pair.ranks
 
 
 def _itemsize(dtype: str) -> int:
-    """Return the bytes of an element as it is measured: nothing is in float8."""
+    """Return the bytes of an element in the dtype that is measured in place of `dtype` (float8 is not measured)."""
     return DTYPES[measured_dtype(dtype, "cuda")][1]

@@ -1,4 +1,4 @@
-"""Predict how long a pair takes by each mechanism, from the figures of a machine alone. No torch.
+"""Predict how long a pair takes by each mechanism, from the figures of a machine's profile alone. No torch.
 
 Both sides alone come from the profile, what they do to each other from the models of `pair/`:
 
@@ -46,7 +46,7 @@ WAVES_COST = 0.6  # median over 24 settings of 100 to 128 SMs in results/blocks-
 
 
 def predicted_times(pair: StepPair, profile: Profile) -> dict[str, float]:
-    """Return the µs of a pair by each mechanism that fits it, mean over its launch orders; stock's comes first.
+    """Return the µs of a pair by each suitable mechanism, as the mean over its launch orders; stock comes first.
 
     Raises:
         Unsupported: the profile is of a GPU whose data sheet is not known.
@@ -61,7 +61,7 @@ def predicted_times(pair: StepPair, profile: Profile) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Predictor:
-    """Predicts the mechanisms of one independent pair from the times of both sides alone, in µs."""
+    """Predicts the µs of an independent pair by each mechanism, from the times of both sides alone."""
 
     pair: StepPair
     profile: Profile
@@ -69,11 +69,11 @@ class Predictor:
     layout: SmLayout
     compute_us: float
     nccl_us: float
-    copies_us: float | None  # by copy engines; None: there is no program
+    copies_us: float | None  # by copy engines; None: no program can do it
 
     @classmethod
     def of(cls, pair: StepPair, profile: Profile) -> Predictor:
-        """Return the predictor of a pair whose sides the profile tells."""
+        """Return the predictor of a pair, if the profile has figures for both sides."""
         sheet = find_gpu(profile.gpu)
         if sheet is None:
             raise Unsupported(f"the data sheet of {profile.gpu} is not known")
@@ -89,10 +89,10 @@ class Predictor:
         )
 
     def times(self) -> Iterator[tuple[str, float]]:
-        """Yield the mechanisms with their µs."""
+        """Yield each mechanism with its predicted µs."""
         stock_us = self._together("nccl", self.nccl_us, NCCL_CTAS)
         yield "nccl", stock_us
-        yield "nccl+priority=high", stock_us  # no figure tells them apart
+        yield "nccl+priority=high", stock_us  # the profile has no figure that distinguishes them
         if self.workload.products:
             yield from self._divided()
         if self.copies_us is None:
@@ -121,7 +121,7 @@ class Predictor:
         )
 
     def _divided(self) -> Iterator[tuple[str, float]]:
-        """Yield NCCL with limits for both sides, by curves that follow from the times alone."""
+        """Yield NCCL mechanisms that limit both sides, with µs from curves derived from the times alone."""
         curves = self._curves()
         for split in candidates_for(self.layout, NCCL_CTAS, clusters=CLUSTERS):
             if split == SmSplit():
@@ -133,14 +133,14 @@ class Predictor:
             yield split.mechanism, found.objective_us
 
     def _more_waves(self, gemm_sms: int | None) -> float:
-        """Return how many times as many waves GEMMs need on so many SMs as on all of them, 1 for other computation."""
+        """Return the number of GEMM waves on `gemm_sms` SMs over that on all SMs; 1 for other computation."""
         products, tile = self.workload.products, self.profile.chip.matmul_tile
         if gemm_sms is None or not products:
             return 1.0
         return sum(steps_of(products, gemm_sms, tile)) / sum(steps_of(products, self.layout.num_sms, tile))
 
     def _compute_us(self, gemm_sms: int | None) -> float:
-        """Return the computation alone with GEMMs on so many SMs; None: on all."""
+        """Return the µs of the computation alone with GEMMs on `gemm_sms` SMs; None: on all."""
         return self.compute_us * (1.0 + WAVES_COST * (self._more_waves(gemm_sms) - 1.0))
 
     @property
@@ -148,7 +148,7 @@ class Predictor:
         return self.pair.bytes_per_rank * self.pair.ranks
 
     def _curves(self) -> Curves:
-        """Return curves of both sides: GEMMs take as many more waves on fewer SMs, NCCL has less bandwidth."""
+        """Return curves of both sides: GEMMs take more waves on fewer SMs, NCCL has less bandwidth on fewer CTAs."""
         splits = candidates_for(self.layout, NCCL_CTAS, clusters=CLUSTERS)
         limits = sorted({split.gemm_sms or self.layout.num_sms for split in splits})
         points = tuple((sms, self._compute_us(sms)) for sms in limits)
@@ -176,7 +176,7 @@ class Predictor:
 
 
 def _operation_us(one: ComputeOperation, dtype: str, profile: Profile) -> float:
-    """Return the µs of an operation alone, by the data sheet and what the GPU reaches of it."""
+    """Return the µs of an operation alone, by the data sheet and the fraction of it that the GPU reaches."""
     sheet, known, (precision, item_bytes) = find_gpu(profile.gpu), profile.efficiency, DTYPES[dtype]
     if sheet is None or precision not in sheet.tflops:
         raise Unsupported(f"the data sheet of {profile.gpu} has no peak of {dtype}")

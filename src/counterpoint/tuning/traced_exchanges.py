@@ -1,4 +1,4 @@
-"""Find exchanges of tokens in a rank's trace: all_to_alls that bring tokens to their experts, and sums back.
+"""Find MoE token exchanges in a rank's trace: all_to_alls that bring tokens to their experts, and sums back.
 
 A layer of experts routes M tokens by a matmul [M, hidden] @ [hidden, experts] and a topk of [M, experts]. Its dispatch
 sends each token once for each expert that it goes to, and its combine brings as much back; so do their derivatives:
@@ -26,17 +26,17 @@ from counterpoint.diagnosis.reading.digest import RankDigest
 from counterpoint.trace.classify import dtype_bytes
 from counterpoint.trace.timeline import I64, Kind
 
-LARGEST = 1 << 24  # length of a tensor: what a trace says beyond is none of a training
-_MOST_READ = 4096  # different shapes of a rank's operations
+LARGEST = 1 << 24  # longest tensor dimension of a training; longer ones in a trace are ignored
+_MOST_READ = 4096  # different shapes that are read per rank
 _MOST_ROUTERS = 16
-_UNEVEN = 0.25  # mean part by which a rank receives more or less than it sends, from which routing is called uneven
+_UNEVEN = 0.25  # from this mean |received - sent| / sent of a rank, routing counts as uneven
 
 Product = tuple[int, int, int]  # M, N, K
 
 
 @dataclass(frozen=True, slots=True)
 class TracedExchange:
-    """Represents what a layer of experts exchanges between ranks."""
+    """Represents the token exchange of an MoE layer: tokens, experts and sizes."""
 
     tokens: int  # of a rank
     hidden: int
@@ -45,13 +45,13 @@ class TracedExchange:
     top_k: int
 
     def compute(self, uneven: float) -> str:
-        """Return the name of the exchange, given the mean part by which a rank receives more or less than it sends."""
+        """Return the exchange's name; `uneven` is the mean |received - sent| of a rank over what it sends."""
         routing = "zipf" if uneven > _UNEVEN else "uniform"
         return f"{self.hidden}x{self.ffn}x{self.experts}x{self.top_k} {self.tokens} {routing}"
 
 
 def exchanges_of(digest: RankDigest, rows: I64, products: Iterable[Product]) -> dict[int, TracedExchange]:
-    """Return the exchange of which each of these collectives is a part: a dispatch, a combine, or a derivative of one.
+    """Return the exchange to which each all_to_all belongs: as a dispatch, a combine, or a backward of one.
 
     Args:
         digest: of the rank.
@@ -75,7 +75,7 @@ def exchanges_of(digest: RankDigest, rows: I64, products: Iterable[Product]) -> 
 def _fitting(
     digest: RankDigest, row: int, routers: Iterable[Product], downs: dict[tuple[int, int], int]
 ) -> set[TracedExchange]:
-    """Return the exchanges whose tokens, once for each choice, this all_to_all may send or receive.
+    """Return the exchanges whose tokens, once per choice of an expert, this all_to_all may send or receive.
 
     What comes to a rank may be a multiple of its tokens by chance: the exchange of most calls is the right one.
     """
@@ -93,7 +93,7 @@ def _fitting(
 
 
 def _tensors(digest: RankDigest) -> Iterator[tuple[bool, list[tuple[int, ...]]]]:
-    """Yield the shapes of the inputs of each kind of operation that computes, and whether it is a topk."""
+    """Yield the input shapes of each kind of compute operation, and whether it is a topk."""
     gpu = digest.gpu
     is_topk = np.array(["topk" in name.lower() for name in digest.names], bool)
     computes = np.flatnonzero((gpu.kind == Kind.COMPUTE) & (gpu.shape >= 0))
@@ -111,14 +111,14 @@ def _is_length(value: object) -> bool:
 
 
 def _routed(tensors: list[tuple[int, ...]]) -> tuple[int, int] | None:
-    """Return tokens and experts of a topk over experts."""
+    """Return the numbers of tokens and experts of a topk over experts; None if it is none."""
     if not tensors or not 2 <= len(tensors[0]) <= 3:
         return None
     return math.prod(tensors[0][:-1]), tensors[0][-1]
 
 
 def _grouped(tensors: list[tuple[int, ...]]) -> Product | None:
-    """Return experts, width and columns of a grouped matmul."""
+    """Return experts, width and columns of a grouped matmul; None if it is none."""
     if len(tensors) < 2 or (len(tensors[0]), len(tensors[1])) != (2, 3) or tensors[0][1] != tensors[1][1]:
         return None
     experts, width, columns = tensors[1]

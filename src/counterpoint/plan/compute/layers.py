@@ -1,4 +1,4 @@
-"""List the operations that one rank runs for one micro-batch, as data: shapes and bytes, no times.
+"""List the operations that one rank runs for one micro-batch: their shapes and bytes, not their times.
 
     tokens t = micro_batch · sequence / cp            h hidden, f width of the feed-forward block, d width of a head
     matmul  y[t, n] = x[t, k] W[k, n]                 forward  t × n × k
@@ -29,20 +29,20 @@ from counterpoint.plan.job.model import Experts, LatentAttention, Model
 from counterpoint.plan.job.parallel import ExpertExchange, Parallel, RecomputeModule, Training
 from counterpoint.records import Record
 
-LOGIT_BYTES = 36  # of one logit from the product to its gradient, in float32 on the way
+LOGIT_BYTES = 36  # bytes moved for one logit, from the product to its gradient, partly in float32
 ROUTER_PASSES = 12  # over the float32 scores of all experts: softmax, choice, balance, counts, places
 FUSED_NORM = (4, 1), (10, 2)  # forward and backward: bytes of an element in bf16, kernels
-# of an RMSNorm of tensor operators, which move 26 and 52: reductions and broadcasts reach 0.58 of streaming kernels
+# the same for an RMSNorm of tensor operators: 26 and 52 bytes, over the 0.58 of streaming bandwidth that they reach
 EAGER_NORM = (45, 7), (90, 14)
-ROTARY_BYTES = {"fused": 4, "eager": 20}  # per element of q and k: in and out; cos, -x, cat, sin and add on their own
+ROTARY_BYTES = {"fused": 4, "eager": 20}  # per element of q and k; fused: read and write; eager: cos, -x, cat, sin, add
 
 
 class Cast(Record, frozen=True, kw_only=True):
-    """Describes how an operand is cast to fp8, to both layouts that products want."""
+    """Describes the cast of an operand to fp8, in both memory layouts that the matrix products need."""
 
     num_bytes: float  # of an element: maximum, value and its transpose, scales
     kernels: int = 1
-    joins_norm: bool = True  # a norm writes its output so, which takes no bytes more than in bf16
+    joins_norm: bool = True  # a norm writes its output already cast, with no more bytes than in bf16
 
 
 CASTS = {
@@ -57,7 +57,7 @@ CASTS = {
 
 
 class MatmulOp(Record, frozen=True, kw_only=True):
-    """Describes `batch` products [m, k] x [k, n]."""
+    """Describes a batched matrix multiplication: `batch` products [m, k] x [k, n]."""
 
     name: str
     m: int
@@ -66,11 +66,11 @@ class MatmulOp(Record, frozen=True, kw_only=True):
     batch: int = 1
     element_bytes: int = 2
     weight_gradient: bool = False
-    fp8: bool = False  # of operands; the product has two bytes
+    fp8: bool = False  # operands are in fp8; the result has two bytes per element
 
     @property
     def kernels(self) -> int:
-        """Return the kernels that the host launches: one, of all products in a batch."""
+        """Return the number of kernels that the host launches: one for all products of the batch."""
         return 1
 
     @property
@@ -80,13 +80,13 @@ class MatmulOp(Record, frozen=True, kw_only=True):
 
     @property
     def num_bytes(self) -> float:
-        """Return the bytes that are read and written if every matrix moves once."""
+        """Return the bytes that are read and written if every matrix is moved once."""
         operands, product = self.m * self.k + self.k * self.n, self.m * self.n
         return float(self.batch) * ((1 if self.fp8 else self.element_bytes) * operands + self.element_bytes * product)
 
 
 class FlashAttentionOp(Record, frozen=True, kw_only=True):
-    """Describes attention whose scores stay on chip: 2 matmuls forward, 5 backward (arXiv 2307.08691).
+    """Describes fused attention, whose scores stay on chip: 2 matmuls forward, 5 backward (arXiv 2307.08691).
 
     Of the products, forward one and backward three are as wide as queries and keys, the others as values.
     """
@@ -98,7 +98,7 @@ class FlashAttentionOp(Record, frozen=True, kw_only=True):
     width: int
     causal: bool
     value_width: int | None = None  # None: as wide as queries and keys
-    seen: float | None = None  # part of all pairs that is computed; None: half of them if causal, else all
+    seen: float | None = None  # fraction of (query, key) pairs computed; None: half if causal, else all
     backward: bool = False
     element_bytes: int = 2
     fp8: bool = False
@@ -106,12 +106,12 @@ class FlashAttentionOp(Record, frozen=True, kw_only=True):
 
     @property
     def kernels(self) -> int:
-        """Return the kernels that the host launches: backward also sums its output's gradient, and converts dq."""
+        """Return the number of kernels launched; backward has two more: its output gradient's sum, and dq's cast."""
         return 3 if self.backward else 1
 
     @property
     def flops(self) -> float:
-        """Return the floating-point operations; a causal mask halves them, a window leaves fewer."""
+        """Return the floating-point operations; a causal mask halves them, a sliding window lowers them further."""
         widths = 3 * self.width + 2 * self.of_values if self.backward else self.width + self.of_values
         seen = (0.5 if self.causal else 1.0) if self.seen is None else self.seen
         return 2.0 * self.batch * self.queries * self.keys * widths * seen
@@ -125,7 +125,7 @@ class FlashAttentionOp(Record, frozen=True, kw_only=True):
 
     @property
     def of_values(self) -> int:
-        """Return the width of a head's values."""
+        """Return the width of one head's values."""
         return self.width if self.value_width is None else self.value_width
 
 
@@ -142,18 +142,18 @@ Operation: TypeAlias = MatmulOp | FlashAttentionOp | MemoryBoundOp
 
 
 class LayerWork(Record, frozen=True, kw_only=True):
-    """Lists the operations of a layer, embedding or head; the others are parts of `forward` that can be recomputed."""
+    """Holds the operations of a layer, embedding or head; `core` to `experts` are parts of `forward` to recompute."""
 
     forward: tuple[Operation, ...] = ()
     core: tuple[Operation, ...] = ()  # of attention: scores, softmax, values
     norms: tuple[Operation, ...] = ()
     activation: tuple[Operation, ...] = ()  # of the feed-forward block
     ffn: tuple[Operation, ...] = ()  # the feed-forward block, with `activation`
-    experts: LayerWork | None = None  # the feed-forward block without what brings tokens to experts and back
+    experts: LayerWork | None = None  # the feed-forward block without dispatch and combine of tokens
     backward: tuple[Operation, ...] = ()
 
     def recomputed(self, modules: Collection[RecomputeModule], *, routed: bool) -> tuple[Operation, ...]:
-        """Return the operations of these modules, in a layer with experts (`routed`) or a dense one."""
+        """Return the forward operations of `modules`, which backward recomputes; `routed`: the layer has experts."""
         found = self.core if "core_attn" in modules else ()
         if "layernorm" in modules:
             found += self.norms
@@ -174,7 +174,7 @@ class LocalShape(Record, frozen=True, kw_only=True):
     ep: int = 1  # ranks that share the experts of a layer
     experts_whole: bool = False  # tp does not cut them: each of its ranks sends its own tokens to experts
     exchange: ExpertExchange = "all_to_all"  # how tokens get to experts of other ranks
-    halves: int = 1  # in so many equal parts tokens visit their experts
+    halves: int = 1  # number of equal parts in which tokens visit their experts
     sequence: bool = True  # activations between the matrices are divided, too
     flash: bool = True  # flash attention
     flash_version: int = 3
@@ -187,7 +187,7 @@ class LocalShape(Record, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, parallel: Parallel, training: Training) -> LocalShape:
-        """Return the shape that every rank of a job has."""
+        """Return the local shape for a job; it is equal on all ranks."""
         return cls(
             batch=training.micro_batch,
             queries=training.sequence // parallel.cp,
@@ -214,7 +214,7 @@ class LocalShape(Record, frozen=True, kw_only=True):
         return self.batch * self.queries
 
     def expert_rows(self, experts: Experts) -> float:
-        """Return the rows that experts have room for, over the mean: as many as come, or fixed ones for all that may.
+        """Return the rows that experts have room for, over the mean: `imbalance`, or `ep` for fixed-size buffers.
 
         Sizes are fixed where no host waits to know how many come, and every choice of every rank may be of this one's.
         """
@@ -227,14 +227,14 @@ class LocalShape(Record, frozen=True, kw_only=True):
 
 
 def _weight_casts(parallel: Parallel, training: Training) -> float:
-    """Return how often a micro-batch casts its weights: when they were gathered in bf16, else once a step."""
+    """Return the casts of weights to fp8 per micro-batch: below zero 3 one per step, else 1, or 0 with `fp8_gather`."""
     if parallel.zero < 3:
         return 1 / training.micro_batches(parallel)
     return 0.0 if training.fp8_gather else 1.0
 
 
 def layer_work(model: Model, local: LocalShape, experts: Experts | None = None) -> LayerWork:
-    """Return the operations of one transformer block; with `experts` its feed-forward part consists of them."""
+    """Return the operations of one transformer block; with `experts` its feed-forward part is a mixture of experts."""
     attention, between = _attention(model, local), _between(model, local)
     ffn = _dense(model, local) if experts is None else _routed(model, experts, local)
     return LayerWork(
@@ -259,7 +259,7 @@ def _linear(
     fp8: bool = True,
     normed: bool = False,
 ) -> LayerWork:
-    """Return a product with a weight, and its two of backward.
+    """Return the operations of a linear layer: one product forward, two backward.
 
     Args:
         name: of the product.
@@ -308,7 +308,7 @@ def _attention(model: Model, local: LocalShape) -> LayerWork:
 
 
 def _projections(model: Model, local: LocalShape) -> list[LayerWork]:
-    """Return the products that make queries, keys and values, and what is done to them before attention."""
+    """Return the operations that make queries, keys and values: products, their norms, rotary positions."""
     width, shared = model.head_width, max(model.key_heads // local.tp, 1)
     queries, keys, values = model.heads * width // local.tp, shared * width, shared * model.value_width
     if local.fused:
@@ -327,7 +327,7 @@ def _projections(model: Model, local: LocalShape) -> list[LayerWork]:
 
 
 def _latents(model: Model, mla: LatentAttention, local: LocalShape) -> list[LayerWork]:
-    """Return the same of latent attention: products down and up, norms of the latents, and keys put together."""
+    """Return the operations that make latent attention's queries, keys, values: down and up products, norms, rotary."""
     heads, tokens, rope = model.heads // local.tp, float(local.tokens), mla.qk_rope_head_dim
     down = [_linear("kv down", local, n=mla.kv_lora_rank + rope, k=model.hidden, m=local.tokens_between)]
     if mla.q_lora_rank is not None:
@@ -335,7 +335,7 @@ def _latents(model: Model, mla: LatentAttention, local: LocalShape) -> list[Laye
     normed = mla.latent_width - rope
     up = mla.qk_nope_head_dim + mla.v_head_dim
     whole = 2.0 * local.element_bytes * tokens * heads * model.head_width  # queries or keys, in and out
-    if local.fused:  # one kernel turns part of the queries, another makes keys and values of what the product gave
+    if local.fused:  # one kernel rotates a part of the queries, another splits the product into keys and values
         moved = local.element_bytes * tokens * (heads * (2 * rope + 2 * up + rope) + rope)
     else:
         moved = ROTARY_BYTES["eager"] * tokens * (heads + 1) * rope + 2 * whole
@@ -356,7 +356,7 @@ def _rotary(local: LocalShape, num_bytes: float) -> LayerWork:
 
 
 def _norms(name: str, local: LocalShape, elements: float, *, count: int) -> LayerWork:
-    """Return norms of so many elements together: backward reads x and dy, writes dx, and reads both for the weights."""
+    """Return `count` norms of `elements` elements in all; backward reads x and dy twice and writes dx."""
     (each, kernels), (each_back, kernels_back) = FUSED_NORM if local.fused_norms else EAGER_NORM
     size = local.element_bytes / 2
     return LayerWork(
@@ -378,7 +378,7 @@ def _flash(model: Model, local: LocalShape) -> LayerWork:
 
 
 def _scores(model: Model, local: LocalShape) -> LayerWork:
-    """Return the operations of attention with its scores in memory; a causal softmax reads only half of them."""
+    """Return the operations of attention that keeps its scores in memory; a causal softmax reads only half of them."""
     batch, size = local.batch * model.heads // local.tp, local.element_bytes
     q, k, d, v = local.queries, local.keys, model.head_width, model.value_width
     elements = float(batch) * q * k
@@ -414,7 +414,7 @@ def _traffic(name: str, num_bytes: float, kernels: int = 1) -> tuple[MemoryBound
 
 
 def _activation(model: Model, local: LocalShape, elements: float) -> LayerWork:
-    """Return the kernels of SwiGLU or GeLU: fused one each way; eager SwiGLU: silu, mul; backward silu and two muls."""
+    """Return the kernels of SwiGLU or GeLU; eager SwiGLU has 2 forward (silu, mul) and 3 backward (silu, two muls)."""
     size = local.element_bytes
     if not model.gated:
         gelu = _traffic("gelu", 2 * size * elements)
@@ -450,14 +450,14 @@ def _first_matmuls(
 
 
 def _summed(model: Model, local: LocalShape, products: int, rows: int | None = None) -> LayerWork:
-    """Return the kernels that add up the gradients of an input that several products share."""
+    """Return the kernels that add up an input's gradients where several products read that input."""
     elements = float(local.tokens if rows is None else rows) * model.hidden
     adds = products - 1
     return LayerWork(backward=_traffic("input gradients", 3 * local.element_bytes * elements * adds, adds))
 
 
 def _routed(model: Model, experts: Experts, local: LocalShape) -> LayerWork:
-    """Return the operations of router, dispatch and combine, and of this rank's experts: a grouped product per matrix.
+    """Return the operations of the router, of dispatch and combine, and of this rank's experts, as grouped products.
 
     The busiest rank sets the pace: its experts see `imbalance` times the mean of tokens.
     """
@@ -501,7 +501,7 @@ def _routed(model: Model, experts: Experts, local: LocalShape) -> LayerWork:
 
 
 def _between(model: Model, local: LocalShape) -> LayerWork:
-    """Return the operations of norms and two residual additions, with bias and dropout where the model has them."""
+    """Return the norms and the two residual additions of a block, with bias and dropout where the model has them."""
     elements, size = float(local.tokens_between) * model.hidden, local.element_bytes
     norms = _norms("norms", local, model.norms * elements, count=model.norms)
     mask = elements if model.dropout else 0.0
@@ -518,7 +518,7 @@ def _between(model: Model, local: LocalShape) -> LayerWork:
 
 
 def embedding_work(model: Model, local: LocalShape) -> LayerWork:
-    """Return the operations of the embedding, which the first stage runs: lookup of rows, backward their sum."""
+    """Return the operations of the embedding, run by the first stage: row lookup forward, gradient sums backward."""
     elements = float(local.tokens_between) * model.hidden
     extra = (2 * local.element_bytes + 1) * elements if model.dropout else 0.0
     return LayerWork(
@@ -528,7 +528,7 @@ def embedding_work(model: Model, local: LocalShape) -> LayerWork:
 
 
 def head_work(model: Model, local: LocalShape) -> LayerWork:
-    """Return the operations of the last norm, logits and loss, which the last stage runs."""
+    """Return the operations of the last norm, the logits and the loss, which the last stage runs."""
     rows = max(model.vocab // local.tp, 1)
     logits = float(local.tokens) * rows * LOGIT_BYTES
     elements = float(local.tokens_between) * model.hidden
@@ -538,7 +538,7 @@ def head_work(model: Model, local: LocalShape) -> LayerWork:
 
 
 def mtp_work(model: Model, local: LocalShape) -> LayerWork:
-    """Return the operations of a module of multi-token prediction besides its layer (arXiv 2412.19437, section 2.2).
+    """Return the operations that a multi-token prediction module has besides its layer (arXiv 2412.19437, section 2.2).
 
     The last layer's output and the embedding of the next token, both normalised, are projected together, each rank's
     tokens by itself; embedding and head are those of the model, once more.

@@ -1,4 +1,4 @@
-"""Compute the memory of the fullest GPU: what stays from step to step, and what a micro-batch keeps for backward.
+"""Compute the memory of the fullest GPU: what it keeps from step to step, and what a micro-batch keeps for backward.
 
 parameters   bytes of an element · parameters of the rank             / shards with zero 3
 gradients    grad_bytes · the same                              / shards with zero 2 and 3
@@ -48,31 +48,31 @@ from counterpoint.records import Record
 
 GIB = 2.0**30
 RESERVED_GIB = 4.0
-STATE_BYTES = {"adam": 12, "adam8bit": 6, "sgd": 8}  # float32 copy of the parameters and moments, per parameter
+STATE_BYTES = {"adam": 12, "adam8bit": 6, "sgd": 8}  # bytes per parameter: float32 copy and moments
 
 
 class Memory(Record, frozen=True, kw_only=True):
-    """Holds the GiB of the fullest GPU."""
+    """Holds the memory of the fullest GPU by purpose, in GiB."""
 
     gib: dict[str, float]  # by purpose, as listed above
     available_gib: float  # of the GPU
     stage: int  # the pipeline stage that this GPU runs
-    verdict: str  # whether the job fits, and what takes most
+    verdict: str  # whether the job fits, and which purpose takes most memory
     stage_gib: tuple[float, ...] = ()  # the total of every stage
 
     @property
     def total_gib(self) -> float:
-        """Return the sum of `gib`."""
+        """Return the total GiB of all purposes in `gib`."""
         return sum(self.gib.values())
 
     @property
     def fits(self) -> bool:
-        """Return whether the GPU has so much memory."""
+        """Return whether the GPU has enough memory for the total."""
         return self.total_gib <= self.available_gib
 
 
 def memory(job: Job) -> Memory:
-    """Return the memory of the fullest stage, with the total of every stage."""
+    """Return the memory of the fullest stage by purpose, with the total of every stage."""
     found = stage_memory(job)
     totals = tuple(sum(gib.values()) for gib in found)
     fullest = totals.index(max(totals))
@@ -82,18 +82,18 @@ def memory(job: Job) -> Memory:
 
 
 def stage_totals(job: Job) -> list[float]:
-    """Return the GiB of a GPU of each stage."""
+    """Return the total GiB of one GPU, for each stage."""
     return [sum(gib.values()) for gib in stage_memory(job)]
 
 
 def least_totals(job: Job) -> list[float]:
-    """Return GiB that no stage falls below, whatever zero shards over however many ranks."""
+    """Return a lower bound of each stage's GiB, whatever zero shards and over however many ranks."""
     found = stage_memory(replace(job, parallel=replace(job.parallel, zero=3, shard=None)))
     return [sum(gib.values()) - gib["gathered"] for gib in found]
 
 
 def stage_memory(job: Job) -> list[dict[str, float]]:
-    """Return the GiB of a GPU of each stage, by purpose."""
+    """Return the GiB of one GPU by purpose, for each stage."""
     known: dict[tuple[StagePart, ...], tuple[dict[str, float], float, float]] = {}
     found = []
     parallel, micro = job.parallel, job.training.micro_batches(job.parallel)
@@ -107,7 +107,7 @@ def stage_memory(job: Job) -> list[dict[str, float]]:
 
 
 def least_gib(job: Job) -> float:
-    """Return GiB that the fullest stage does not fall below, whatever is sharded, recomputed or dealt to stages."""
+    """Return a lower bound of the fullest stage's GiB, whatever is sharded or recomputed, and however layers lie."""
     whole = StagePart(layers=job.model.layers, routed=job.model.expert_layers, embedding=True, head=True)
     training = job.training
     each = training.element_bytes + training.grad_bytes + _state_bytes(training)
@@ -115,19 +115,19 @@ def least_gib(job: Job) -> float:
 
 
 def sharded_parameters(job: Job, stage: StagePart) -> float:
-    """Return the parameters in a rank's shard with zero: divided by all replicas, or by `parallel.shard` ranks."""
+    """Return the parameters in one rank's zero shard: over all replicas, or over `parallel.shard` ranks."""
     count, group = part_parameters(job.model, job.parallel, stage), axes(job.parallel)
     ranks = group["dp_cp"].ranks if job.parallel.shard is None else group["shard"].ranks
     return count.shared / ranks + count.experts / group["expert_dp"].ranks
 
 
 def _state_bytes(training: Training) -> int:
-    """Return the bytes of the optimizer's states of one parameter; in fp32 the parameters are their own copy."""
+    """Return the bytes of the optimizer's states per parameter; fp32 parameters need no master copy."""
     return STATE_BYTES[training.optimizer] - (4 if training.precision == "fp32" else 0)
 
 
 def _same_in_every_stage(job: Job, stage: StagePart) -> dict[str, float]:
-    """Return the GiB that do not depend on the place of the stage in the pipeline, by purpose."""
+    """Return a GPU's GiB by purpose, of all that does not depend on the stage's place in the pipeline."""
     model, training, parallel = job.model, job.training, job.parallel
     whole, sharded = part_parameters(model, parallel, stage).total, sharded_parameters(job, stage)
     local, element = LocalShape.of(parallel, training), training.element_bytes
@@ -162,7 +162,7 @@ def _verdict(gib: dict[str, float], available: float, job: Job) -> str:
 
 
 def _gathered(job: Job, stage: StagePart) -> float:
-    """Return the bytes of the layers whose parameters and gradients are unsharded at once with zero 3."""
+    """Return the bytes of the parameters and gradients that are unsharded at the same time with zero 3."""
     model, parallel = job.model, job.parallel
     heaviest = layer_parameters(model, model.experts if stage.routed else None).of_rank(
         parallel.tp, parallel.ep, parallel.experts_cut
@@ -172,7 +172,7 @@ def _gathered(job: Job, stage: StagePart) -> float:
 
 
 def _activations(job: Job, parts: tuple[StagePart, ...]) -> tuple[float, float]:
-    """Return the bytes that the layers of a stage keep of one micro-batch, and those of what is whole again at work."""
+    """Return the bytes that a stage keeps of one micro-batch, and those that a running layer needs in addition."""
     model, training = job.model, job.training
     local, kind, modules = LocalShape.of(job.parallel, training), training.recompute, training.recompute_modules
     stage, kept, working = whole_stage(parts), 0.0, 0.0
@@ -198,18 +198,18 @@ def _activations(job: Job, parts: tuple[StagePart, ...]) -> tuple[float, float]:
 
 
 def _under_way(model: Model, experts: Experts, local: LocalShape, capacity_factor: float) -> float:
-    """Return the bytes of the fixed buffers through which tokens travel to experts and back; all layers share them."""
+    """Return the bytes of the fixed buffers that carry tokens to experts and back; all layers share them."""
     mean = float(local.tokens_between) * experts.per_token
     rows = {
-        "all_to_all": 0.0,  # as activations, no larger than what an expert keeps
+        "all_to_all": 0.0,  # counted as activations, no larger than those that an expert keeps
         "gather": 2.0 * local.ep * local.tokens_between,  # tokens of all ranks, and their sums
-        "slabs": 2 * mean * capacity_factor,  # what is sent, and what comes
+        "slabs": 2 * mean * capacity_factor,  # rows sent, and rows received
     }
     return rows[local.exchange] * model.hidden * local.element_bytes
 
 
 def _mtp_bytes(model: Model, local: LocalShape) -> float:
-    """Return the bytes that the projection of a module of multi-token prediction keeps: both inputs, and normalised."""
+    """Return the bytes that the projection of multi-token prediction keeps: both of its inputs, raw and normalised."""
     return 4.0 * local.element_bytes * local.tokens_between * model.hidden
 
 
@@ -220,7 +220,7 @@ def activation_bytes(
     experts: Experts | None = None,
     modules: Collection[RecomputeModule] = CORE_ONLY,
 ) -> float:
-    """Return the bytes that one layer keeps of one micro-batch, on one rank.
+    """Return the bytes of activations that one layer keeps for one micro-batch on one rank.
 
     Args:
         model: widths.

@@ -1,4 +1,4 @@
-"""Compute the time of one operation on one GPU by the roofline model, with the part of each peak that is reached.
+"""Compute the time of one operation on one GPU by the roofline model, with the fraction of each peak that is reached.
 
 matmul   us = max(math, memory) + launch,   math: waves of tiles (`machine/matmul.py`)
 flash    us = flops / (peak · flash · keys / (keys + flash_length)) + launch
@@ -22,25 +22,25 @@ from counterpoint.plan.compute.layers import FlashAttentionOp, MemoryBoundOp, Op
 from counterpoint.plan.job.cluster import ClusterGpu
 from counterpoint.records import Record
 
-LOWEST = 0.3  # of the highest clock or power: what drivers allow, about
-MIN_DYNAMIC = 0.01  # of the power limit without static power
+LOWEST = 0.3  # fraction of the highest clock or power: roughly the least that drivers allow
+MIN_DYNAMIC = 0.01  # least dynamic power, as a fraction of the power limit without static power
 
 
 class GpuRates(Record, frozen=True, kw_only=True):
-    """Holds the rates of one GPU in one precision; peaks are those of the data sheet at the clock that it keeps."""
+    """Holds the rates of one GPU in one precision; peaks are the data sheet's, scaled to the clock the GPU keeps."""
 
     gpu: str  # its name
-    peak: float  # FLOP per µs; of a job in fp8 those of bf16, for what is not in fp8
+    peak: float  # FLOP per µs; in an fp8 job the bf16 peak, for operations that are not in fp8
     fp8_peak: float = 0.0  # FLOP per µs in fp8; 0: the job has none
     sms: int  # streaming multiprocessors
     memory: float  # bytes per µs, of the data sheet
-    efficiency: Efficiency  # the part of both that is reached
+    efficiency: Efficiency  # the fraction of peak and memory bandwidth that is reached
 
     @classmethod
     def of(
         cls, gpu: ClusterGpu, precision: str = "bf16", efficiency: Efficiency | None = None, *, burst: bool = False
     ) -> GpuRates:
-        """Return the rates of a GPU.
+        """Return the rates that a GPU reaches in a precision, at its clock and power limit.
 
         Args:
             gpu: its data sheet, clock and power limit.
@@ -74,7 +74,7 @@ class GpuRates(Record, frozen=True, kw_only=True):
 
 
 def clock_kept(gpu: ClusterGpu, known: Efficiency) -> float:
-    """Return the clock that a GPU keeps while it trains, over that of short bursts, which its figures are of.
+    """Return a GPU's clock during training as a fraction of its clock in short bursts, to which its figures refer.
 
     Power is static + dynamic, the dynamic part grows with the clock times the square of a voltage that is proportional
     to it: under a lower limit the clock falls with the cube root of what the limit leaves. A locked clock is kept where
@@ -92,7 +92,7 @@ def clock_kept(gpu: ClusterGpu, known: Efficiency) -> float:
 
 
 def _of_sheet(highest: float | None, gpu: ClusterGpu, field: str, given: float) -> float:
-    """Return the highest clock or power of a data sheet, or raise Misconfigured if it is not known or exceeded."""
+    """Return the data sheet's highest clock or power; Misconfigured if it is unknown or `given` is out of range."""
     if highest is None:
         raise Misconfigured(
             f"gpu.{field} = {given}: what {printable(gpu.name)} has without it is not known; leave it out"
@@ -113,7 +113,7 @@ class Cost(Record, frozen=True, kw_only=True):
 
 @lru_cache(maxsize=1 << 16)
 def cost(operation: Operation, rates: GpuRates) -> Cost:
-    """Return the time of one operation alone, with the terms that it is made of."""
+    """Return the time of one operation alone, split into math, memory and launch time."""
     math_us, bandwidth, launch_us = 0.0, rates.bandwidth, rates.efficiency.launch_us
     if isinstance(operation, MemoryBoundOp):
         bandwidth *= rates.efficiency.strided if operation.strided else 1.0
@@ -133,12 +133,12 @@ def cost(operation: Operation, rates: GpuRates) -> Cost:
 
 
 def total_us(operations: Iterable[Operation], rates: GpuRates) -> float:
-    """Return the time of operations one after the other."""
+    """Return the µs of operations that run one after the other."""
     return sum(cost(operation, rates).us for operation in operations)
 
 
 def host_us(operations: Iterable[Operation], rates: GpuRates) -> float:
-    """Return the time that the host takes to launch the kernels of operations."""
+    """Return the µs that the host takes to launch the kernels of these operations."""
     return rates.efficiency.host_us * sum(operation.kernels for operation in operations)
 
 

@@ -1,4 +1,4 @@
-"""Describe a job as a user gives it: frozen records, checked when they are made; no times, no bytes on the wire.
+"""Describe a job as a user gives it: frozen records that are checked when made, without times or traffic.
 
 fields.py    records of tables of a file, and what is said of a field that is wrong
 model.py     `Model`, `find_model` for those with a name (models.toml), parameters and FLOP

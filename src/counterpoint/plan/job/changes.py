@@ -1,4 +1,4 @@
-"""Change a job: by flags, by fields of its file, and by one of these over several values.
+"""Change a job: by command-line flags, by fields of its file, or by one of these over several values.
 
     build_job(tables, {"parallel.tp": "4", "nodes": "16"})       the file's tables with a field set, on 16 nodes
     swept(tables, {}, "nodes", ["1", "2", "4"])                  one job for each value
@@ -26,18 +26,18 @@ from counterpoint.plan.job.parallel import Parallel, on_gpus
 MAX_VALUES = 1000
 MAX_NODES = 1 << 20
 NODES = ("nodes", "weak_nodes")
-DECIDES = {  # flags, and other changes that would say what they say
+DECIDES = {  # flags, and for each the other changes that set the same thing
     "gpu": ("cluster.gpu",),
     "network": ("cluster.network", "cluster.levels"),
     "mechanism": ("overlap.mechanism",),
     "nodes": ("parallel.dp", "cluster.gpus"),
     "weak_nodes": ("nodes", "parallel.dp", "cluster.gpus", "training.global_batch"),
 }
-SAME_GPUS = ("parallel.tp", "parallel.pp", "parallel.cp")  # swept, dp takes the GPUs that they leave
+SAME_GPUS = ("parallel.tp", "parallel.pp", "parallel.cp")  # when one of these is swept, dp takes the remaining GPUs
 
 
 def build_job(tables: Table, changes: Mapping[str, str]) -> Job:
-    """Return the job of a file after changes, by the names of flags (`nodes`) and of fields (`parallel.tp`).
+    """Return the job of a file after changes, which are named as flags (`nodes`) or as fields (`parallel.tp`).
 
     Raises:
         Misconfigured: the job is impossible, or two changes contradict each other.
@@ -71,7 +71,7 @@ def swept(
 
 
 def on_nodes(job: Job, nodes: int, *, batch_grows: bool) -> Job:
-    """Return the job on `nodes` nodes, with more or fewer replicas, as `build_job` has it for `nodes` or `weak_nodes`.
+    """Return the job on `nodes` nodes, with dp adjusted, as `build_job` makes it for `nodes` or `weak_nodes`.
 
     Args:
         job: the job.
@@ -87,7 +87,7 @@ def on_nodes(job: Job, nodes: int, *, batch_grows: bool) -> Job:
 
 
 def _check_together(changes: Mapping[str, str]) -> None:
-    """Raise Misconfigured where a flag comes with another change that says what it says."""
+    """Raise Misconfigured where a flag and another change set the same thing."""
     for flag in DECIDES.keys() & changes.keys():
         for name in changes:
             if any(f"{name}.".startswith(f"{decided}.") for decided in DECIDES[flag]):
@@ -103,7 +103,7 @@ def _built(tables: Table, changes: Mapping[str, str]) -> Job:
 
 
 def _job_or_reason(tables: Table, changes: Mapping[str, str], ranks: int | None) -> Job | Misconfigured:
-    """Return the job after changes, on as many ranks as given, by its dp; or why it cannot be."""
+    """Return the job after changes, with dp set so that it has `ranks` ranks; or the error why it cannot be."""
     try:
         if ranks is None:
             return _built(tables, changes)
@@ -117,12 +117,12 @@ def _job_or_reason(tables: Table, changes: Mapping[str, str], ranks: int | None)
 
 
 def _parallel(tables: Table, changes: Mapping[str, str]) -> Parallel:
-    """Return the degrees of a job after changes, before the number of nodes decides on its replicas."""
+    """Return the parallel degrees of a job after changes, before the number of nodes decides on dp."""
     return parse_record("parallel", _changed(tables, changes).get("parallel", {}), Parallel)
 
 
 def _changed(tables: Table, changes: Mapping[str, str]) -> dict[str, Any]:
-    """Return a copy of the tables after flags and fields; what a field may have is checked when they are read."""
+    """Return a copy of the tables with flags and fields applied; values are checked later, when tables are read."""
     changed = copy.deepcopy(dict(tables))
     for flag in ("gpu", "network", "mechanism"):
         if flag not in changes:
@@ -132,7 +132,7 @@ def _changed(tables: Table, changes: Mapping[str, str]) -> dict[str, Any]:
             changed["overlap"] = {"mechanism": value}
             continue
         cluster = changed.setdefault("cluster", {})
-        if flag == "gpu" and isinstance(cluster, dict):  # what was said of the other GPU
+        if flag == "gpu" and isinstance(cluster, dict):  # drop the settings of the GPU that is replaced
             changed["cluster"] = {name: of for name, of in cluster.items() if name not in OF_GPUS}
         _set(changed, f"cluster.{flag}", value)
     for name, text in changes.items():
@@ -142,7 +142,7 @@ def _changed(tables: Table, changes: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _set(tables: dict[str, Any], field: str, value: object) -> None:
-    """Set a field of tables in place."""
+    """Set one field of the tables in place."""
     *above, last = field.split(".")
     if not above:
         names = [f"{table}.{name}" for table, kind in RECORDS.items() for name in kind.__struct_fields__]

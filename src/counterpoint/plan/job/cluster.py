@@ -17,7 +17,7 @@ from counterpoint.records import Record
 
 
 class ClusterGpu(JobRecord, frozen=True, kw_only=True):
-    """Holds the data sheet of one GPU; what is reached of it is measured (`machine/profile.py`)."""
+    """Holds the data sheet of one GPU; the fraction of it that is reached is measured (`machine/profile.py`)."""
 
     name: Name  # as in `machine/gpus.py`
     # dense peak by precision, in 10^12 operations per second
@@ -32,13 +32,13 @@ class ClusterGpu(JobRecord, frozen=True, kw_only=True):
 
     @property
     def profile(self) -> Profile:
-        """Return what was measured on this GPU: one's own profile, or the one that is shipped."""
+        """Return the measured profile of this GPU: the user's own, or the shipped one."""
         return plan_profile(self.name, self.machine)
 
 
 @cache
 def plan_profile(gpu: str, machine: str) -> Profile:
-    """Return the profile of a GPU in the file `machine`, or the shipped one; Misconfigured if it is no such file."""
+    """Return a GPU's profile from the file `machine`, or the shipped one; Misconfigured if the file is invalid."""
     if not machine:
         return shipped_profile(gpu)
     try:
@@ -49,7 +49,7 @@ def plan_profile(gpu: str, machine: str) -> Profile:
 
 
 class Level(JobRecord, frozen=True, kw_only=True):
-    """Describes one level of the network: the first joins GPUs, each further one joins units of the one before."""
+    """Describes one level of the network: the first joins GPUs, each further one joins units of the level below."""
 
     name: Name  # "nvlink", "rail", "leaf", "spine", "pod"
     kind: Literal["nvlink", "pcie", "network"]  # the transport, which decides on latencies
@@ -62,7 +62,7 @@ class Level(JobRecord, frozen=True, kw_only=True):
 
 
 class Cluster(Record, frozen=True, kw_only=True):
-    """Describes equal GPUs below a tree of levels."""
+    """Describes a cluster: equal GPUs below a tree of network levels."""
 
     gpu: ClusterGpu  # of every rank
     levels: tuple[Level, ...]  # inside out; the last holds all GPUs
@@ -95,7 +95,7 @@ class Cluster(Record, frozen=True, kw_only=True):
         return self.levels[0].size
 
     def level_of(self, ranks: int, stride: int = 1) -> int:
-        """Return the index of the lowest level that joins `ranks` ranks, `stride` apart; Misconfigured if none does."""
+        """Return the lowest level that joins `ranks` ranks, `stride` apart, by index; Misconfigured if none does."""
         span = (ranks - 1) * stride + 1
         for index, level in enumerate(self.levels):
             if span <= level.size:
@@ -118,7 +118,7 @@ GPUS: dict[str, ClusterGpu] = {  # those of the one table of data sheets that ha
 
 
 def find_gpu(name: str) -> ClusterGpu:
-    """Return the GPU of that name, in any case, or raise Misconfigured with the names that there are."""
+    """Return the GPU called `name`, in any case; raise Misconfigured, with the known names, if there is none."""
     found = {known.lower(): gpu for known, gpu in GPUS.items()}.get(name.lower())
     if found is None:
         raise Misconfigured(f"gpu = {printable(name)!r}: known are {', '.join(GPUS)}; give one, or a table of figures")

@@ -1,4 +1,4 @@
-"""Read the table [cluster] of a job's file as a cluster, and make clusters of another size."""
+"""Read the table [cluster] of a job's file as a cluster, and make clusters of other sizes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from counterpoint.plan.job.cluster import Cluster, ClusterGpu, Level, find_gpu
 from counterpoint.plan.job.fields import Count, Factor, JobRecord, Name, Rate, Text
 from counterpoint.plan.network.protocols import all_levels, levels, own_file, read_network
 
-OF_GPUS = ("clock_ghz", "power_watts", "machine")  # fields of a GPU that are the cluster's, too
+OF_GPUS = ("clock_ghz", "power_watts", "machine")  # fields of a GPU that the table [cluster] may have, too
 
 
 class ClusterTable(JobRecord, frozen=True, kw_only=True):
-    """Holds what the table [cluster] of a job's file says."""
+    """Holds the fields of the table [cluster] in a job's file."""
 
     gpu: Name | ClusterGpu
     gpus: Count | None = None  # None: as many as the job has ranks, or the levels hold
@@ -38,7 +38,7 @@ class ClusterTable(JobRecord, frozen=True, kw_only=True):
             raise Misconfigured("cluster.fits with cluster.network: it is for levels; name its file as network instead")
 
     def cluster(self, ranks: int) -> Cluster:
-        """Return the cluster without `nic_gbit` and the fields below it; `gpus` left out are as many as `ranks`."""
+        """Return the cluster without NIC settings (`linked` applies those); without `gpus` it has `ranks` GPUs."""
         gpu = self.gpu if isinstance(self.gpu, ClusterGpu) else find_gpu(self.gpu)
         gpu = replace(gpu, **{name: value for name in OF_GPUS if (value := getattr(self, name))})
         if self.network is not None:
@@ -57,7 +57,7 @@ class ClusterTable(JobRecord, frozen=True, kw_only=True):
         return written
 
     def on_nodes(self, nodes: int) -> tuple[int, Cluster]:
-        """Return the GPUs of so many nodes, and the cluster that has them."""
+        """Return the number of GPUs of `nodes` nodes, and the cluster with them."""
         alone = replace(self, gpus=None)
         if self.network is None:
             written = alone.cluster(1)
@@ -67,7 +67,7 @@ class ClusterTable(JobRecord, frozen=True, kw_only=True):
         return gpus, alone.cluster(gpus)
 
     def linked(self, cluster: Cluster, ranks: int) -> Cluster:
-        """Return the cluster after `nic_gbit`, `nics`, `failed_nics` and `oversubscription`.
+        """Return the cluster with `nic_gbit`, `nics`, `failed_nics` and `oversubscription` applied.
 
         All levels of a named network are written out, also those above the job, so that it can grow afterwards.
 
@@ -98,7 +98,7 @@ class ClusterTable(JobRecord, frozen=True, kw_only=True):
 
 
 def with_gpus(cluster: Cluster, gpus: int) -> Cluster:
-    """Return the cluster for `gpus` GPUs: a named network is built anew, of written-out levels the last may grow."""
+    """Return the cluster with `gpus` GPUs: a named network is rebuilt; of explicit levels only the last may grow."""
     if cluster.network is not None:
         return replace(cluster, levels=levels(cluster.network, gpus))
     *below, last = cluster.levels

@@ -1,4 +1,4 @@
-"""Say which values the fields of a job may have, and in our words what is wrong with one that msgspec refuses.
+"""Define which values a job's fields may have, and explain in plain words a value that msgspec refuses.
 
 Bounds are annotations of the fields. `parse_record` makes a record of a table of a file; what it says of a field that
 is wrong is the field, what came, and what is allowed:
@@ -48,7 +48,7 @@ class JobRecord(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def parse_record(where: str, table: object, kind: type[R]) -> R:
-    """Return a table as a record of that kind, or raise Misconfigured with the field that is wrong."""
+    """Return a table as a record of type `kind`; raise Misconfigured, with the field's name, if a field is wrong."""
     try:
         return msgspec.convert(table, kind)
     except msgspec.ValidationError as error:
@@ -58,7 +58,7 @@ def parse_record(where: str, table: object, kind: type[R]) -> R:
 
 
 def read_value(text: str) -> Any:
-    """Return the value of a flag as TOML has it; anything that is no value of TOML is a string."""
+    """Return a flag's text parsed as a TOML value; a text that is no TOML value stays a string."""
     try:
         tables = tomllib.loads(f"value = {text}") if len(text) <= MAX_TEXT else {}
     except (ValueError, RecursionError):
@@ -67,7 +67,7 @@ def read_value(text: str) -> Any:
 
 
 def no_such_name(name: str, allowed: Iterable[str], *, where: str = "") -> NoSuchValue:
-    """Return the error that nothing is called `name`, with the nearest of the names that are allowed."""
+    """Return the error for an unknown `name`, with the most similar of the allowed names."""
     names = list(allowed)
     field = printable(f"{where}.{name}" if where else str(name), 120)
     near = get_close_matches(str(name)[:80], names, n=2)
@@ -84,7 +84,7 @@ def check_known(where: str, table: Table, allowed: tuple[str, ...]) -> None:
 
 
 def shown(value: object) -> str:
-    """Return a value as TOML has it, in a few printable characters, however large or deep it is."""
+    """Return a value in TOML's notation, in a few printable characters, however large or deep it is."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, Mapping):
@@ -97,7 +97,7 @@ def shown(value: object) -> str:
 
 
 def _in_our_words(where: str, value: Any, kind: inspect.Type, path: str) -> Misconfigured:
-    """Return the error of msgspec at a path in a table, with the field's name and what is allowed there."""
+    """Return msgspec's error at a path in a table as Misconfigured, with the field's name and the allowed values."""
     for step in STEP.findall(path):
         value = value[int(step[1:-1]) if step[0] == "[" else step[1:]]
         kind, where = _inside(kind, step), where + step
@@ -105,7 +105,7 @@ def _in_our_words(where: str, value: Any, kind: inspect.Type, path: str) -> Misc
         where, kind = (
             f"{where}.{'.'.join(map(str, value))}",
             kind.value_type,
-        )  # which of them it is msgspec does not say
+        )  # msgspec does not say which of these the value should have been
         value = next(iter(value.values())) if len(value) == 1 else value
     record = next((each for each in _members(kind) if isinstance(each, inspect.StructType)), None)
     if record is None or not isinstance(value, Mapping):
@@ -119,7 +119,7 @@ def _in_our_words(where: str, value: Any, kind: inspect.Type, path: str) -> Misc
 
 
 def _members(kind: inspect.Type) -> tuple[inspect.Type, ...]:
-    """Return the types that a union allows, or the type itself if it is no union; null is left out."""
+    """Return the types that a union allows, without null; for any other type, the type itself."""
     kinds = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
     return tuple(each for each in kinds if not isinstance(each, inspect.NoneType))
 
@@ -161,5 +161,5 @@ def _allowed(kind: inspect.Type) -> str:
 
 
 def _plain(bound: float | None) -> str:
-    """Return a bound of a range as people write it: "any" for None, whole numbers in full (1,000,000, not 1e+06)."""
+    """Return a bound of a range in plain digits: "any" for None, whole numbers in full (1,000,000, not 1e+06)."""
     return "any" if bound is None else f"{int(bound):,}" if bound == int(bound) else f"{bound:g}"

@@ -1,4 +1,4 @@
-"""Read the file of a job: what is trained, how it is divided among ranks, and on which machines.
+"""Read the file of a job: the model and its training, the division among ranks, and the machines.
 
     [model]
     name = "llama3-70b"          # or the widths: layers, hidden, heads, ...
@@ -68,7 +68,7 @@ class Ranks(JobRecord, frozen=True, kw_only=True):
 
 
 class OverlapTable(JobRecord, frozen=True, kw_only=True):
-    """Holds the table [overlap] of a job's file: how collectives overlap with compute."""
+    """Holds the table [overlap] of a job's file: the mechanism by which collectives overlap with compute."""
 
     mechanism: Name = "nccl"
     dp: Name | None = None  # of one axis, where it has another mechanism
@@ -77,7 +77,7 @@ class OverlapTable(JobRecord, frozen=True, kw_only=True):
 
 
 class Job(Record, frozen=True, kw_only=True):
-    """Describes one training job, which `predict_step` predicts: records that go together."""
+    """Holds one training job, the input of `predict_step`, as records that are consistent with each other."""
 
     model: Model  # the transformer that is trained
     training: Training  # batch, sequence, precision
@@ -109,15 +109,15 @@ class Job(Record, frozen=True, kw_only=True):
 
     @property
     def profile(self) -> Profile:
-        """Return the profile of the job's GPUs: what was measured on them."""
+        """Return the measured profile of the job's GPUs."""
         return self.cluster.gpu.profile
 
     def mechanism_of(self, axis: str) -> str:
-        """Return the mechanism of the collectives of one axis."""
+        """Return the name of the mechanism that runs the collectives of one axis."""
         return self.mechanisms.get(axis, self.mechanism)
 
     def disturbance_of(self, axis: str) -> Disturbance:
-        """Return how much compute and the collectives of one axis slow each other down."""
+        """Return by how much compute and the collectives of one axis slow each other down."""
         return disturbance(self.mechanism_of(axis), self.profile)
 
 
@@ -128,12 +128,12 @@ RECORDS: dict[str, type[Any]] = {  # of the tables of a job's file
 
 
 def read_tables(path: Path) -> dict[str, Any]:
-    """Return the tables of a job's file; Misconfigured if it cannot be read, is no TOML or larger than 256 KiB."""
+    """Return the tables of a job's file; raise Misconfigured if it cannot be read, is no TOML or is above 256 KiB."""
     return parse_tables(path, read_text(path, limit=MAX_BYTES, advice=ADVICE))
 
 
 def parse_tables(path: Path, text: str) -> dict[str, Any]:
-    """Return the tables of the text of a job's file; `path` is for messages."""
+    """Return the tables in the TOML text of a job's file; `path` is only for messages."""
     name = printable(str(path), 200)
     if max(map(len, text.splitlines()), default=0) > MAX_LINE:  # a key of thousands of parts takes tomllib minutes
         raise Misconfigured(f"{name}: a line has more than {MAX_LINE:,} characters; {ADVICE}")
@@ -145,7 +145,7 @@ def parse_tables(path: Path, text: str) -> dict[str, Any]:
 
 
 def _resolve(tables: dict[str, Any], folder: Path) -> None:
-    """Let files that a job's file names be those next to it."""
+    """Resolve the file names in a job's file relative to the folder of that file, in place."""
     cluster = tables.get("cluster")
     if not isinstance(cluster, dict):
         return
@@ -161,7 +161,7 @@ def _is_deeper(value: object, depth: int) -> bool:
 
 
 def parse_job(tables: Table, *, nodes: int | None = None, batch_grows: bool = False) -> Job:
-    """Return the job of a TOML document.
+    """Return the job that a TOML document describes.
 
     Args:
         tables: the tables of the document.
@@ -198,7 +198,7 @@ def parse_job(tables: Table, *, nodes: int | None = None, batch_grows: bool = Fa
 
 
 def _model(table: Table) -> Model:
-    """Return the known model of this name, with what else is given changed; next to `layers` a name is only a label."""
+    """Return the known model of this name, changed by the other fields; beside `layers` a name is only a label."""
     if isinstance(table, Mapping) and isinstance(table.get("name"), str) and "layers" not in table:
         known = msgspec.to_builtins(find_model(table["name"]))
         table = _merged({name: value for name, value in known.items() if value is not None}, table)
@@ -206,7 +206,7 @@ def _model(table: Table) -> Model:
 
 
 def _merged(below: Table, above: Table) -> dict[str, Any]:
-    """Return the fields of two tables; of those in both, the upper one's, and tables merged in the same manner."""
+    """Return two tables merged recursively; the values of `above` win."""
     merged = dict(below)
     for name, value in above.items():
         lower = below.get(name)
@@ -217,7 +217,7 @@ def _merged(below: Table, above: Table) -> dict[str, Any]:
 
 
 def job_toml(job: Job) -> str:
-    """Return the file of a job, which `parse_job` reads as the same job; defaults are left out."""
+    """Return the text of a job's file, which `parse_job` reads as the same job; defaults are left out."""
     tables = _changed_fields(job)
     if known_models().get(job.model.name) == job.model:
         tables["model"] = {"name": job.model.name}
@@ -230,7 +230,7 @@ def job_toml(job: Job) -> str:
 
 
 def _cluster_fields(cluster: Cluster) -> dict[str, Any]:
-    """Return the table of a cluster, GPU and network by name where these say all of it."""
+    """Return a cluster as a table; GPU and network are only named where their names say everything."""
     gpu, known = _changed_fields(cluster.gpu), GPUS.get(cluster.gpu.name)
     found: dict[str, Any] = {"gpu": gpu}
     limits = {name: value for name, value in gpu.items() if name in OF_GPUS}
@@ -249,7 +249,7 @@ def _cluster_fields(cluster: Cluster) -> dict[str, Any]:
 
 
 def _changed_fields(record: msgspec.Struct) -> dict[str, Any]:
-    """Return the fields of a record that do not have their default, those of records in it, too."""
+    """Return the fields of a record, and of the records in it, that differ from their defaults."""
     found: dict[str, Any] = {}
     for field in msgspec.structs.fields(record):
         value = getattr(record, field.name)

@@ -1,4 +1,4 @@
-"""Describe a transformer by its widths and counts, and compute its parameters and FLOP.
+"""Describe a transformer by its widths and counts, and compute its parameters and FLOPs.
 
     attention     h · (heads · d + kv_heads · (d + v)) + heads · v · h           v: width of a head's values, mostly d
     latent (MLA)  h · (q + kv + rope) + q · heads · (nope + rope) + kv · heads · (nope + v) + heads · v · h
@@ -28,7 +28,7 @@ from counterpoint.records import Record
 
 
 class Experts(JobRecord, frozen=True, kw_only=True):
-    """Describes the feed-forward blocks of a mixture-of-experts layer."""
+    """Describes the experts of a mixture-of-experts layer."""
 
     count: Width  # routed experts of a layer
     per_token: Width  # experts that a token visits
@@ -47,7 +47,7 @@ class Experts(JobRecord, frozen=True, kw_only=True):
 
 
 class LatentAttention(JobRecord, frozen=True, kw_only=True):
-    """Describes multi-head latent attention (MLA): keys, values and mostly queries come from narrow projections."""
+    """Describes multi-head latent attention (MLA): keys, values and mostly queries come from low-rank projections."""
 
     q_lora_rank: Width | None = None  # width of the latent queries; None: queries are projected at once
     kv_lora_rank: Width  # width of the latent keys and values
@@ -57,7 +57,7 @@ class LatentAttention(JobRecord, frozen=True, kw_only=True):
 
     @property
     def latent_width(self) -> int:
-        """Return the width of all down projections together; every rank of tp computes them whole."""
+        """Return the total width of the down projections, which every rank of tp computes whole."""
         return (self.q_lora_rank or 0) + self.kv_lora_rank + self.qk_rope_head_dim
 
 
@@ -106,7 +106,7 @@ class Model(JobRecord, frozen=True, kw_only=True):
 
     @property
     def key_heads(self) -> int:
-        """Return the number of heads of keys, which is that of values."""
+        """Return the number of key heads, which equals that of value heads."""
         return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
@@ -125,33 +125,33 @@ class Model(JobRecord, frozen=True, kw_only=True):
 
     @property
     def ffn_width(self) -> int:
-        """Return the width of a dense feed-forward block."""
+        """Return the inner width of a dense feed-forward block."""
         return 4 * self.hidden if self.ffn is None else self.ffn
 
     @property
     def biased(self) -> Literal["none", "qkv", "all"]:
-        """Return which matrices have a bias."""
+        """Return which matrices have a bias: none, those of queries, keys and values, or all."""
         return self.bias or ("none" if self.gated else "all")
 
     @property
     def rotates(self) -> bool:
-        """Return whether queries and keys are turned by their positions."""
+        """Return whether queries and keys have rotary position embeddings."""
         return self.gated if self.rotary is None else self.rotary
 
     @property
     def expert_layers(self) -> int:
-        """Return how many of the layers have experts."""
+        """Return the number of layers that have experts."""
         return self.experts_between(0, self.layers)
 
     def experts_between(self, first: int, end: int) -> int:
-        """Return how many of the layers from `first` to before `end` have experts: the last of every `every` has."""
+        """Return the number of layers with experts in `range(first, end)`: the last of every `every` has them."""
         if self.experts is None:
             return 0
         dense, every = self.experts.first_dense, self.experts.every
         return max(end - dense, 0) // every - max(first - dense, 0) // every
 
     def seen(self, sequence: int) -> float:
-        """Return the part of all pairs of query and key that attention computes, mean over the layers."""
+        """Return the fraction of all (query, key) pairs that attention computes, as the mean over the layers."""
         whole = 0.5 if self.causal else 1.0
         if self.window is None or self.window >= sequence:
             return whole
@@ -161,7 +161,7 @@ class Model(JobRecord, frozen=True, kw_only=True):
 
 
 class ParameterCount(Record, frozen=True, kw_only=True):
-    """Counts parameters: `shared` are reduced over all replicas, `experts` over those with the same experts."""
+    """Counts parameters: `shared` ones are reduced over all replicas, `experts` over ranks with the same experts."""
 
     shared: float
     experts: float = 0.0
@@ -173,14 +173,14 @@ class ParameterCount(Record, frozen=True, kw_only=True):
         return self.shared + self.experts
 
     def of_rank(self, tp: int, ep: int, expert_tp: int) -> ParameterCount:
-        """Return one rank's part: `tp` ranks share matrices, `ep` share experts, `expert_tp` an expert's matrices."""
+        """Return one rank's count: `tp` ranks share matrices, `ep` the experts, `expert_tp` an expert's matrices."""
         return ParameterCount(
             shared=(self.shared - self.uncut) / tp + self.uncut, experts=self.experts / expert_tp / ep
         )  # fmt: skip
 
 
 def positive(name: str, value: float) -> None:
-    """Raise Misconfigured, with the name, unless `value` is above 0 and finite."""
+    """Raise Misconfigured, with the name, unless `value` is positive and finite."""
     if not 0 < value < math.inf:
         raise Misconfigured(f"{name} = {shown(value)}: give a number above 0")
 
@@ -193,7 +193,7 @@ def divides(small: str, divisor: int, large: str, number: int) -> None:
 
 @lru_cache(maxsize=256)
 def layer_parameters(model: Model, experts: Experts | None = None) -> ParameterCount:
-    """Return the number of parameters of one whole layer: a dense one, or one with these experts."""
+    """Return the number of parameters of one whole layer: a dense one, or one with these `experts`."""
     matrices, biased = 3 if model.gated else 2, model.biased == "all"
     uncut = 0
     if (mla := model.mla) is not None:
@@ -215,7 +215,7 @@ def layer_parameters(model: Model, experts: Experts | None = None) -> ParameterC
 
 
 def _cut_attention(model: Model) -> int:
-    """Return the number of parameters in those matrices of attention that tp cuts."""
+    """Return the number of parameters of the attention matrices that tp cuts."""
     out = model.heads * model.value_width * model.hidden
     if (mla := model.mla) is not None:
         up = (mla.q_lora_rank or model.hidden) * model.head_width
@@ -229,12 +229,12 @@ def _block_bias(model: Model, width: int) -> int:
 
 
 def mtp_parameters(model: Model) -> float:
-    """Return how many parameters a module of multi-token prediction has besides its layer; none of them is cut."""
+    """Return how many parameters a multi-token prediction module has besides its layer; tp cuts none of them."""
     return 2.0 * model.hidden * model.hidden + 3.0 * model.hidden
 
 
 def layer_flops(model: Model, sequence: int, experts: Experts | None = None) -> float:
-    """Return the forward FLOP of one token in one layer, for samples of `sequence` tokens.
+    """Return the forward FLOPs of one token in one layer, for samples of `sequence` tokens.
 
     They are 2 per parameter of a matrix that the token visits, and 2 · heads · (d + v) · sequence of attention, which
     is counted in full although flash attention skips the causal half (arXiv 2204.02311, appendix B); of a window, the
@@ -252,7 +252,7 @@ def layer_flops(model: Model, sequence: int, experts: Experts | None = None) -> 
 
 
 def model_flops(model: Model, sequence: int) -> float:
-    """Return the FLOP of one token, forward and backward without recomputation: 3 times forward."""
+    """Return the FLOPs of one token, forward and backward without recomputation: 3 times forward."""
     routed, head = model.expert_layers, 2.0 * model.vocab * model.hidden
     layers = (model.layers - routed) * layer_flops(model, sequence)
     layers += routed * layer_flops(model, sequence, model.experts)
@@ -261,7 +261,7 @@ def model_flops(model: Model, sequence: int) -> float:
 
 
 def find_model(name: str) -> Model:
-    """Return the model of that name in models.toml, or raise Misconfigured with the names that there are."""
+    """Return the model called `name` in models.toml; raise Misconfigured, with the known names, if there is none."""
     models = known_models()
     if name not in models:
         raise Misconfigured(
@@ -272,7 +272,7 @@ def find_model(name: str) -> Model:
 
 @cache
 def known_models() -> dict[str, Model]:
-    """Return all models of models.toml by name; the file has the source of each."""
+    """Return all models of models.toml by name; that file states the source of each."""
     tables = tomllib.loads(Path(__file__).with_name("models.toml").read_text("utf-8"))
     return {
         name: msgspec.convert({key: value for key, value in fields.items() if key != "source"} | {"name": name}, Model)

@@ -1,4 +1,4 @@
-"""Describe how a job is divided among its ranks, and how it trains: degrees, batches, compression, pipeline stages."""
+"""Describe how a job is divided among its ranks and trained: degrees, batches, compression, pipeline stages."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Parallel(JobRecord, frozen=True, kw_only=True):
 
     @property
     def experts_cut(self) -> int:
-        """Return the ranks that share the matrices of an expert."""
+        """Return the number of ranks that share the matrices of one expert."""
         return self.tp if self.expert_tp is None else self.expert_tp
 
     @property
@@ -90,7 +90,7 @@ class Parallel(JobRecord, frozen=True, kw_only=True):
 
 
 class Training(JobRecord, frozen=True, kw_only=True):
-    """Describes what one optimizer step does."""
+    """Describes the training of one optimizer step: batch, sequence, precision, recomputation and the like."""
 
     sequence: Count  # tokens of one sample
     global_batch: Count  # samples of one step over all ranks
@@ -145,7 +145,7 @@ class Training(JobRecord, frozen=True, kw_only=True):
             )
 
     def recomputed_layers(self, layers: int) -> int:
-        """Return how many of the layers of a part are computed again whole."""
+        """Return how many of a part's layers are recomputed in full."""
         if self.recompute != "full":
             return 0
         if self.recompute_method == "block" and self.recompute_num_layers is not None:
@@ -154,16 +154,16 @@ class Training(JobRecord, frozen=True, kw_only=True):
 
     @property
     def element_bytes(self) -> int:
-        """Return the bytes of a parameter or activation in the precision of matrix products."""
+        """Return the bytes of one parameter or activation in the precision of matrix products."""
         return 4 if self.precision == "fp32" else 2
 
     @property
     def gathered_bytes(self) -> int:
-        """Return the bytes of a layer's parameter while it is gathered with zero 3."""
+        """Return the bytes of one layer parameter while it is gathered with zero 3."""
         return 1 if self.precision == "fp8" and self.fp8_gather else self.element_bytes
 
     def micro_batches(self, parallel: Parallel) -> int:
-        """Return the micro-batches of one step on each replica; Misconfigured if the batch cannot be divided so."""
+        """Return the micro-batches per step of each replica; raise Misconfigured if the batch is not divisible."""
         divides(
             "parallel.dp · training.micro_batch",
             parallel.dp * self.micro_batch,
@@ -186,7 +186,7 @@ class Compression(JobRecord, frozen=True, kw_only=True):
 
 
 def on_gpus(parallel: Parallel, training: Training, gpus: int, *, batch_grows: bool) -> tuple[Parallel, Training]:
-    """Return degrees and batch of a job on so many GPUs: with other replicas, and with as many samples or more.
+    """Return degrees and batch of a job on `gpus` GPUs, with dp adjusted; the global batch is kept, or grows with dp.
 
     Args:
         parallel: degrees of the job.
@@ -206,7 +206,7 @@ def on_gpus(parallel: Parallel, training: Training, gpus: int, *, batch_grows: b
 
 
 def check_division(model: Model, parallel: Parallel, training: Training) -> None:
-    """Raise Misconfigured, with the field, where the model or the batch cannot be divided as asked."""
+    """Raise Misconfigured, with the field, where the model or the batch is not divisible as asked."""
     divides("parallel.tp", parallel.tp, "model.heads", model.heads)
     if parallel.pieces_tp and model.mla is not None:
         raise Misconfigured("parallel.pieces_tp with model.mla: its latents are not gathered in pieces; leave it out")
@@ -248,7 +248,7 @@ def _check_layers(model: Model, parallel: Parallel) -> None:
 
 
 class StagePart(Record, frozen=True, kw_only=True):
-    """Describes consecutive layers that one stage of the pipeline runs."""
+    """Describes consecutive layers that one stage of the pipeline runs; a stage has one or several parts."""
 
     layers: int  # how many, `routed` of them with experts
     routed: int = 0
@@ -258,7 +258,7 @@ class StagePart(Record, frozen=True, kw_only=True):
 
 
 def deal_layers(model: Model, parallel: Parallel) -> tuple[tuple[StagePart, ...], ...]:
-    """Return `[stage][part]`, parts round robin: of `stage_layers`, else equal; with `ends_count` both ends less one.
+    """Return `[stage][part]`, dealt round robin: by `stage_layers`, else equal; `ends_count`: both ends have one less.
 
     Which layers of a part have experts follows from their place in the model.
     """
@@ -285,7 +285,7 @@ def _dealt(model: Model, layers: tuple[int, ...], stages: int) -> tuple[tuple[St
 
 
 def whole_stage(parts: tuple[StagePart, ...]) -> StagePart:
-    """Return the parts of a stage merged into one."""
+    """Return one part that has all layers of a stage's parts."""
     return StagePart(
         layers=sum(part.layers for part in parts),
         routed=sum(part.routed for part in parts),

@@ -1,4 +1,4 @@
-"""Describe a whole training: how long it goes on, how often machines fail, what checkpoints and GPUs cost."""
+"""Describe a whole training: its length, how often machines fail, and what checkpoints and GPUs cost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Hours = Annotated[float, Meta(ge=1e-2, le=1e9)]
 
 
 class Run(JobRecord, frozen=True, kw_only=True):
-    """Describes the training that a job's step is one of. Checkpoints are written where machines fail, or if asked."""
+    """Describes the training to which a job's step belongs. Checkpoints are written if machines fail, or if asked."""
 
     tokens: Tokens | None = None  # that are trained on; the last step is a whole one
     steps: Annotated[int, Meta(ge=1, le=1_000_000_000)] | None = None  # instead of tokens

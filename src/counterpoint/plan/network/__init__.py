@@ -1,4 +1,4 @@
-"""Predict how long a collective takes on a cluster, by the algorithm and the protocol that NCCL would choose.
+"""Predict how long a collective takes on a cluster, by the algorithm and protocol that NCCL would choose.
 
 group.py        the groups of ranks of a mesh, and the levels of a cluster that a group crosses
 algorithms.py   hops and bytes of every algorithm, by level

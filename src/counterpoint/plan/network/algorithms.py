@@ -61,7 +61,7 @@ def _ring(operation: str, at: Reach) -> Schedule | None:
 
 def _hierarchical(operation: str, at: Reach) -> Schedule | None:
     if len(at.crossed) < 2:
-        return None  # it is the ring, or direct
+        return None  # equal to the ring, or to the direct algorithm
     if operation in PASSES:
         return _level_by_level(operation, at, hops=lambda fan: fan - 1)
     if operation == "all_to_all":
@@ -95,7 +95,7 @@ def _direct(operation: str, at: Reach) -> Schedule | None:
 
 
 def _waves(peers: float) -> float:
-    """Return the hops of messages to `peers` peers, of which 8 are sent to at once."""
+    """Return the hops that messages to `peers` peers take, of which 8 are sent to at once."""
     return 1 + max(peers - 1, 0) / PEERS_AT_ONCE
 
 
@@ -135,18 +135,18 @@ ALGORITHMS: dict[str, Callable[[str, Reach], Schedule | None]] = {
 
 @lru_cache(maxsize=65536)
 def schedule(operation: str, algorithm: str, at: Reach) -> Schedule | None:
-    """Return an algorithm's hops and bytes, by phase, in a group of two ranks or more; None: it cannot run there."""
+    """Return an algorithm's hops and bytes, by phase, in a group of two ranks or more; None: it cannot run in it."""
     return ALGORITHMS[algorithm](operation, at)
 
 
 def own_share(operation: str, algorithm: str, at: Reach) -> float:
-    """Return the bytes, over S, that a rank copies or adds without sending: in a ring, the shard that ends at it."""
+    """Return the fraction of S that a rank copies or adds without sending: in a ring, the shard that ends there."""
     return 1 / at.ranks if algorithm == "ring" and operation in PASSES else 0.0
 
 
 @lru_cache(maxsize=65536)
 def nccl_algorithms(operation: str, at: Reach, nccl: tuple[int, int]) -> tuple[str, ...]:
-    """Return the algorithms among which this version of NCCL chooses for an operation in a group."""
+    """Return the algorithms from which this version of NCCL chooses for an operation in a group."""
     if operation in ("all_to_all", "send_recv"):
         return ("direct",)
     names = ["ring"]

@@ -1,4 +1,4 @@
-"""Estimate how long a collective takes on a cluster, by the algorithm and the protocol that NCCL would take.
+"""Estimate how long a collective takes on a cluster, by the algorithm and protocol that NCCL would choose.
 
     T = base + (H^j + X^j)^(1/j) + O + fill · √(base · X)      H hops, X links, O the own shard (`protocols.py`)
 
@@ -17,12 +17,12 @@ from counterpoint.plan.network.nccl_choice import Candidate, Links, candidates, 
 from counterpoint.plan.network.protocols import OPERATIONS, Network
 from counterpoint.records import Record
 
-ROUNDING = 1e-9  # of a time
-SAME_LINK = 0.02  # part by which a link's bandwidth may differ from that of measured ones
+ROUNDING = 1e-9  # fraction of a time
+SAME_LINK = 0.02  # largest relative difference between a link's bandwidth and a measured link's
 
 
 class LevelTerm(Record, frozen=True, kw_only=True):
-    """Describes one phase at one level: `latency_us` = hops · hop_us, `bandwidth_us` = share · S / gb_per_s."""
+    """Describes one phase at one network level: `latency_us` = hops · hop_us, `bandwidth_us` = share · S / gb_per_s."""
 
     level: str
     hops: float
@@ -34,7 +34,7 @@ class LevelTerm(Record, frozen=True, kw_only=True):
 
 
 class CollectiveEstimate(Record, frozen=True, kw_only=True):
-    """Explains the time of one collective: us = latency_us + bandwidth_us + own_us + joint_us.
+    """Holds the time of one collective and its terms: us = latency_us + bandwidth_us + own_us + joint_us.
 
     `own` is work on the shard that a rank does not send, `joint` what pipelining adds to the other terms or hides.
     """
@@ -43,7 +43,7 @@ class CollectiveEstimate(Record, frozen=True, kw_only=True):
     num_bytes: float
     ranks: int
     us: float = 0.0  # time of the collective
-    algorithm: str = ""  # that NCCL takes, with `protocol`; "" for one rank
+    algorithm: str = ""  # chosen by NCCL, with `protocol`; "" for one rank
     protocol: str = ""
     base_us: float = 0.0  # time to begin and to end
     latency_us: float = 0.0  # base + H = base_us + Σ latency_us of the terms
@@ -59,7 +59,7 @@ class CollectiveEstimate(Record, frozen=True, kw_only=True):
     source: str = ""  # where the protocol's figures are from
 
     def explain(self) -> str:
-        """Return the figures behind `us`, line by line."""
+        """Return lines of text with the figures that make up `us`."""
         if not self.algorithm:
             return f"{self.operation} of one rank: nothing to do"
         parts = ((self.own_us, "own shard"), (self.joint_us, "pipeline"))
@@ -88,7 +88,7 @@ def estimate(
     algorithm: str | None = None,
     active: float = 1.0,
 ) -> CollectiveEstimate:
-    """Predict the time of one collective while all groups of its kind run it at once.
+    """Predict the time of one collective while all groups of its kind run theirs at the same time.
 
     Args:
         operation: PyTorch's name.
@@ -162,7 +162,7 @@ def _explained(operation: str, num_bytes: float, best: Candidate, links: Links, 
 
 
 def _joint_us(best: Candidate) -> float:
-    """Return the time beyond base, hops, bandwidth and own shard; exactly 0 where the model only adds them up."""
+    """Return the µs beyond base, hops, bandwidth and own shard; exactly 0 where the model only adds these up."""
     rest = best.us - best.protocol.base_us - best.hops_us - best.bandwidth_us - best.own_us
     return rest if abs(rest) > ROUNDING * best.us else 0.0
 
@@ -206,14 +206,14 @@ def _outside(operation: str, num_bytes: float, links: Links, best: Candidate, ne
 
 
 class CollectiveTimes:
-    """Caches the estimates of one network; give one cache to all jobs of a search, which mostly need the same ones."""
+    """Caches the estimates of one network; share one cache among all jobs of a search, which mostly need equal ones."""
 
     def __init__(self, network: Network) -> None:
         self.network = network
         self._known: dict[tuple[str, float, Group, float], CollectiveEstimate] = {}
 
     def find(self, operation: str, num_bytes: float, group: Group, active: float = 1.0) -> CollectiveEstimate:
-        """Return what `estimate` returns; raise Misconfigured if the network has no room for the group."""
+        """Return the estimate, cached if known; raise Misconfigured if the network is too small for the group."""
         key = (operation, num_bytes, group, active)
         if key not in self._known:
             self._known[key] = estimate(operation, num_bytes, group, self.network, active=active)
@@ -221,17 +221,17 @@ class CollectiveTimes:
 
     @property
     def asked(self) -> tuple[tuple[Group, CollectiveEstimate], ...]:
-        """Return every collective that was asked for, with its group."""
+        """Return all estimates in the cache, each with its group."""
         return tuple((group, found) for (_, _, group, _), found in self._known.items())
 
 
 class MeshTimes:
-    """Finds the estimates of a job's collectives by axis of its mesh."""
+    """Finds the estimates of a job's collectives by the axis of its mesh."""
 
     def __init__(self, times: CollectiveTimes, parallel: Parallel) -> None:
         self._times = times
         self.groups: dict[Axis, Group] = dict(axes(parallel))
-        # neighbours on a line, not the whole axis: what a stage sends goes to the next one, one after another
+        # pp sends go between neighbours, one after the other, not over the whole axis
         self.groups["pp"] = Group(ranks=min(parallel.pp, 2), stride=self.groups["pp"].stride)
         self._active: dict[Axis, float] = {"pp": 1.0 / parallel.pp}
 
@@ -240,12 +240,12 @@ class MeshTimes:
         return self._times.find(operation, num_bytes, self.groups[axis], self._active.get(axis, 1.0))
 
     def in_node(self, axis: Axis) -> int:
-        """Return how many ranks of each group of this axis are in one node; 1 where nodes have different numbers."""
+        """Return how many ranks of a group of this axis share a node; 1 where that number differs between nodes."""
         cluster = self._times.network.cluster
         at = reach(self.groups[axis], cluster)
         members = at.members(1) if cluster.levels[0].kind != "network" else 1.0
         return int(members) if members == int(members) else 1
 
     def between(self, ranks: int, stride: int, operation: str, num_bytes: float) -> float:
-        """Return the µs of one collective in a group of `ranks` ranks, `stride` apart, that is no axis."""
+        """Return the µs of one collective in a group of `ranks` ranks, `stride` apart, that need not be an axis."""
         return self._times.find(operation, num_bytes, Group(ranks=ranks, stride=stride)).us

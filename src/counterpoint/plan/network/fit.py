@@ -1,4 +1,4 @@
-"""Fit one's own network to what nccl-tests printed there, and keep it in a file that a job can name.
+"""Fit a network to the user's own nccl-tests output, and keep it in a file that a job can name.
 
 Each operation gets a latency and a rate for each kind of link, as factors a and b of NCCL's own model, which says what
 the protocol that it takes needs for hops and for bytes (`protocols.py`):
@@ -41,9 +41,9 @@ from counterpoint.records.prediction import FitError
 
 F64 = NDArray[np.float64]
 KINDS = ("nvlink", "pcie", "network")
-LEAST = 1e-3  # of a factor
+LEAST = 1e-3  # least value of a fitted factor
 FEWEST_SIZES = 6  # of each operation and number of ranks: fewer leave none to hold out
-LARGEST_ERROR = 0.5  # mean of sizes left out; more is no law of sizes
+LARGEST_ERROR = 0.5  # largest mean error on held-out sizes; with more the times follow no law
 IN_NODE = {  # networks of one host, by GPU
     "A100": "nvlink-a100",
     "H100": "nvlink-h100",
@@ -53,17 +53,17 @@ IN_NODE = {  # networks of one host, by GPU
 
 
 class NetworkFit(Record, frozen=True, kw_only=True):
-    """Holds a fitted network, and how sure it is."""
+    """Holds a fitted network and the errors of the fit."""
 
     network: OwnNetwork
     errors: tuple[FitError, ...]
-    host_bound: int  # rows left out
+    host_bound: int  # number of host-bound rows left out
 
 
 def fit_network(
     files: Sequence[str], *, network: str | None = None, gpu: str | None = None, ranks: int | None = None
 ) -> NetworkFit:
-    """Return the network that files of nccl-tests were measured on.
+    """Return the network that explains the times in nccl-tests' output files.
 
     Args:
         files: paths, or OPERATION=PATH where neither the text nor the file's name says the operation.
@@ -128,7 +128,7 @@ def _read(text: str, ranks: int | None) -> tuple[NcclTestsRun, ...]:
 
 
 def _gpu(runs: Sequence[NcclTestsRun], given: str | None) -> str:
-    """Return the name of the GPU of all runs."""
+    """Return the name of the GPU on which all runs were made."""
     if given is not None:
         return find_gpu(given).name
     found = {run.gpu for run in runs}
@@ -142,7 +142,7 @@ def _gpu(runs: Sequence[NcclTestsRun], given: str | None) -> str:
 
 
 def _base(runs: Sequence[NcclTestsRun], network: str | None, gpu: str) -> str:
-    """Return the named network that has the levels."""
+    """Return the named network whose levels the fit uses: the given one, or the GPU's network inside a node."""
     if network is not None:
         return network
     alone = all(run.ranks_per_host == row.ranks for run in runs for row in run.rows)
@@ -152,7 +152,7 @@ def _base(runs: Sequence[NcclTestsRun], network: str | None, gpu: str) -> str:
 
 
 def _placed(row: Measured, run: NcclTestsRun, node: int, base: str) -> Measured:
-    """Return a row with the distance of its ranks."""
+    """Return a row with the stride of its ranks: the GPUs per node where each host has one rank, else 1."""
     here = min(run.ranks_per_host or node, row.ranks)
     if here > node:
         raise Misconfigured(
@@ -173,7 +173,7 @@ def _kind(row: Measured, cluster: Cluster) -> Kind:
 
 
 def _gb_per_s(cluster: Cluster) -> dict[Kind, float]:
-    """Return the GB/s of the links by kind: the slowest of levels of the same kind."""
+    """Return the GB/s of the links by kind: of levels of one kind, the slowest."""
     found: dict[Kind, float] = {}
     for level, rate in zip(cluster.levels, shared_gb_per_s(cluster.levels), strict=True):
         found[level.kind] = min(rate, found.get(level.kind, rate))
@@ -181,7 +181,7 @@ def _gb_per_s(cluster: Cluster) -> dict[Kind, float]:
 
 
 def _columns(rows: Sequence[Measured], cluster: Cluster) -> F64:
-    """Return µs of each row, `[rows, 4]`: latency of the levels; base + H and X of NCCL's own model; measured."""
+    """Return `[rows, 4]` in µs: the levels' latency, base + H and X of NCCL's model, and the measured time."""
     own = {level.name: level.latency_us for level in cluster.levels}
     cluster = replace(cluster, levels=tuple(replace(level, latency_us=0.0) for level in cluster.levels))
     nccl, found = Network(cluster=cluster, protocols=nccl_protocols()), []
@@ -193,7 +193,7 @@ def _columns(rows: Sequence[Measured], cluster: Cluster) -> F64:
 
 
 def _factors(columns: F64) -> F64:
-    """Return a and b, neither below `LEAST`: where one of them would be, the other one explains the rows alone."""
+    """Return the factors a (latency) and b (bandwidth); if one would fall below `LEAST`, the other is fitted alone."""
     wanted = 1 - columns[:, 0] / columns[:, 3]
     sides = columns[:, 1:3] / columns[:, 3:]
     found = np.linalg.lstsq(sides, wanted, rcond=None)[0]
@@ -205,7 +205,7 @@ def _factors(columns: F64) -> F64:
 
 
 def _protocols(operation: str, kind: Kind, factors: F64, fit: Fit) -> Iterator[Protocol]:
-    """Yield NCCL's protocols for an operation with latencies and bandwidths of this fit."""
+    """Yield NCCL's protocols for an operation, with latencies and bandwidths scaled by the fitted factors."""
     slower, longer = (float(factor) for factor in factors)
 
     def scaled(figures: dict[Kind, float], factor: float) -> dict[Kind, float]:
@@ -227,14 +227,14 @@ def _protocols(operation: str, kind: Kind, factors: F64, fit: Fit) -> Iterator[P
 
 
 def _errors(rows: Sequence[Measured], columns: F64) -> Iterator[FitError]:
-    """Yield the errors, by ranks, on thirds of the sizes between smallest and largest, each by a fit without it.
+    """Yield the errors by ranks and by thirds of the size range, each third predicted by a fit without its rows.
 
     Raises:
         Misconfigured: too few sizes, or rows that follow no law.
     """
     ranks, sizes = np.array([row.ranks for row in rows]), np.array([row.num_bytes for row in rows])
     nccl = abs(columns[:, :3].sum(axis=1) / columns[:, 3] - 1)
-    off, third = np.zeros(len(rows)), np.full(len(rows), -1)  # -1: always fitted
+    off, third = np.zeros(len(rows)), np.full(len(rows), -1)  # -1: never held out
     for count in np.unique(ranks):
         each, nth = np.unique(sizes[ranks == count], return_inverse=True)
         if len(each) < FEWEST_SIZES:

@@ -1,4 +1,4 @@
-"""Describe the groups of ranks that communicate, one kind per axis of the mesh, and the network levels they cross.
+"""Describe the groups of ranks that communicate, one kind per mesh axis, and the network levels that they cross.
 
 Ranks count tp first, then cp, dp, pp. Every axis is then a set of equal groups of equally spaced ranks:
 
@@ -38,7 +38,7 @@ AXES: tuple[Axis, ...] = get_args(Axis)
 
 
 class Group(Record, frozen=True, kw_only=True):
-    """Describes the shape of all groups of an axis: equally spaced ranks."""
+    """Describes the shape of all groups of one axis: `ranks` ranks, `stride` apart."""
 
     ranks: int  # ranks of one group
     stride: int = 1  # distance from one rank to the next
@@ -48,7 +48,7 @@ class Group(Record, frozen=True, kw_only=True):
             positive(f"group.{name}", getattr(self, name))
 
     def members(self, world_size: int) -> NDArray[np.int64]:
-        """Return the ranks of every group of this shape in a job, each rank once: `[world_size / ranks, ranks]`."""
+        """Return all groups of this shape in a job, each rank once: `[world_size / ranks, ranks]`."""
         unit = self.ranks * self.stride
         if world_size < 1 or world_size % unit:
             what = f"groups of {self.ranks} ranks, {self.stride} apart"
@@ -59,7 +59,7 @@ class Group(Record, frozen=True, kw_only=True):
 
 @lru_cache(maxsize=4096)
 def axes(parallel: Parallel) -> Mapping[Axis, Group]:
-    """Return the group of each axis, not to be changed; axes that are not used have one rank."""
+    """Return the group of each axis as a read-only mapping; unused axes have groups of one rank."""
     tp, cp, dp, pp, ep = parallel.tp, parallel.cp, parallel.dp, parallel.pp, parallel.ep
     shard, cut = parallel.shard or dp, parallel.experts_cut
     return {
@@ -76,7 +76,7 @@ def axes(parallel: Parallel) -> Mapping[Axis, Group]:
 
 
 class Reach(NamedTuple):
-    """Describes which levels of its cluster a group crosses, and into how many units each level divides it.
+    """Describes which network levels a group crosses, and into how many units each level divides it.
 
         units[0] = ranks of the group;  units[i + 1] = units of level i (nodes, racks, pods) that hold at least one
         level i joins units[i] into units[i + 1]; it is crossed where that is fewer
@@ -95,7 +95,7 @@ class Reach(NamedTuple):
 
     @property
     def crossed(self) -> tuple[int, ...]:
-        """Return the levels that join some of the group's ranks, inside out."""
+        """Return the levels, inside out, at which some of the group's ranks are joined."""
         return tuple(i for i in range(len(self.shares_uplink)) if self.units[i] > self.units[i + 1])
 
     def members(self, level: int) -> float:
@@ -103,12 +103,12 @@ class Reach(NamedTuple):
         return self.ranks / self.units[level]
 
     def fan(self, level: int) -> float:
-        """Return how many units of the level below, of those with ranks of the group, one unit of this level joins."""
+        """Return how many units of the level below, if they hold ranks of the group, one unit of `level` joins."""
         return self.units[level] / self.units[level + 1]
 
 
 def reach(group: Group, cluster: Cluster) -> Reach:
-    """Return the levels that the worst placed group of this shape crosses; raise Misconfigured on too few GPUs."""
+    """Return the levels that the worst-placed group of this shape crosses; raise Misconfigured if GPUs are too few."""
     cluster.level_of(group.ranks, group.stride)
     return _reach(group.ranks, group.stride, cluster.levels)
 
@@ -126,7 +126,7 @@ def _reach(ranks: int, stride: int, levels: tuple[Level, ...]) -> Reach:
 
 
 def _units_touched(ranks: int, stride: int, size: int, num_gpus: int) -> int:
-    """Return the most units of `size` GPUs that hold a rank of one group."""
+    """Return the largest number of units of `size` GPUs over which the ranks of one group spread."""
     if stride >= size:
         return ranks
     extent = ranks * stride

@@ -1,4 +1,4 @@
-"""Choose the algorithm and protocol that NCCL takes for a collective: the fastest pair in NCCL's own model.
+"""Choose NCCL's algorithm and protocol for a collective: the pair that is fastest in NCCL's own model.
 
 In that model the time of each candidate, an algorithm with a protocol, is a line over the bytes S, latency + rate · S,
 and NCCL takes the lowest line. The time predicted is that of the network's figures, fitted ones where something was
@@ -33,11 +33,11 @@ from counterpoint.plan.network.algorithms import Schedule, own_share, schedule
 from counterpoint.plan.network.group import Reach
 from counterpoint.plan.network.protocols import Kind, Network, Protocol
 
-STAND_IN_GB_PER_S = 25.0  # of a kind of link below those that were measured: PCIe 4.0, assumed
+STAND_IN_GB_PER_S = 25.0  # assumed for a kind of link that was not measured: PCIe 4.0
 
 
 class Candidate(NamedTuple):
-    """Holds the time of one algorithm with one protocol, for some number of bytes."""
+    """Holds the time of one algorithm with one protocol, for a given number of bytes."""
 
     us: float  # T of `protocols.py`
     hops_us: float  # H
@@ -52,19 +52,19 @@ class Candidate(NamedTuple):
 
     @property
     def nccl_us(self) -> float:
-        """Return the time in NCCL's own model."""
+        """Return the µs by NCCL's own model."""
         return self.nccl_latency_us + self.nccl_bandwidth_us
 
 
 class Links(NamedTuple):
-    """Describes the links of a group: the levels it crosses, and the bandwidth of one GPU at each level."""
+    """Holds the network levels that a group crosses, with the bandwidth of one GPU at each."""
 
     at: Reach
     levels: tuple[Level, ...]
     gb_per_s: tuple[float, ...]
 
     def measured(self, gb_per_s: Mapping[Kind, float]) -> Links:
-        """Return the same group on links of this bandwidth by kind, without latency of the levels themselves."""
+        """Return these links with the given GB/s by kind of level, and without latency of the levels."""
         if not gb_per_s:
             return self
         rates = (gb_per_s.get(level.kind, STAND_IN_GB_PER_S) for level in self.levels)
@@ -76,14 +76,14 @@ class Links(NamedTuple):
         return protocol.hop_us[self.levels[level].kind] + self.levels[level].latency_us
 
     def reached_gb_per_s(self, protocol: Protocol, level: int) -> float:
-        """Return the GB/s that one GPU reaches at this network level, in the limit of large arrays."""
+        """Return the GB/s that one GPU reaches at this network level with very large arrays."""
         kind = self.levels[level].kind
         reached = self.gb_per_s[level] * protocol.efficiency[kind]
         ceiling = protocol.ceiling_gb_per_s.get(kind)
         return reached if ceiling is None else min(reached, ceiling / self.at.members(level))
 
     def hops_and_bandwidth_us(self, protocol: Protocol, phases: Schedule, num_bytes: float) -> tuple[float, float]:
-        """Return the µs of all hops, H of `protocols.py`, and of the bytes over the slowest links, X."""
+        """Return H, the µs of all hops (`protocols.py`), and X, the µs of the bytes over the slowest links."""
         hops, bandwidth = 0.0, 0.0
         for phase in phases:
             slowest = 0.0
@@ -95,7 +95,7 @@ class Links(NamedTuple):
 
 
 def shared_gb_per_s(levels: Sequence[Level], active: float = 1.0) -> tuple[float, ...]:
-    """Return GB/s of one GPU, each direction, at each level while the part `active` of all GPUs sends there."""
+    """Return one GPU's GB/s per direction at each level, while the fraction `active` of all GPUs sends over it."""
     if not 0 < active <= 1:
         raise Misconfigured(f"active = {active}: give the part of GPUs that send at once, above 0 and at most 1")
     shares: list[float] = []
@@ -109,7 +109,7 @@ def shared_gb_per_s(levels: Sequence[Level], active: float = 1.0) -> tuple[float
 
 
 def group_gb_per_s(at: Reach, levels: Sequence[Level], active: float = 1.0) -> tuple[float, ...]:
-    """Return GB/s of one GPU of a group at each level: `shared_gb_per_s`, less what NICs that failed take."""
+    """Return one GPU's GB/s at each level for a group: `shared_gb_per_s`, reduced by failed NICs."""
     node, rates = levels[0].size, []
     for level, rate in zip(levels, shared_gb_per_s(levels, active), strict=True):
         left = node - level.failed_nics
@@ -121,7 +121,7 @@ def group_gb_per_s(at: Reach, levels: Sequence[Level], active: float = 1.0) -> t
 def candidates(
     operation: str, num_bytes: float, algorithms: Sequence[str], links: Links, network: Network
 ) -> list[Candidate]:
-    """Return these algorithms, which can run the operation, each with all protocols that serve it."""
+    """Return a candidate for each of these algorithms with each protocol that can run the operation."""
     kind = links.levels[links.at.crossed[-1]].kind
     compared = links.measured(network.measured_gb_per_s(operation, kind))
     found = []
@@ -143,7 +143,7 @@ def _candidate(
     own_kb: float,
     links: tuple[Links, Links],
 ) -> Candidate:
-    """Return the time on the first links, and in NCCL's own model on the second ones."""
+    """Return the candidate with its time on the first links, and by NCCL's own model on the second links."""
     protocol, compared = protocols
     hops, bandwidth = compared_us = links[0].hops_and_bandwidth_us(protocol, phases, num_bytes)
     own_us = own_kb / protocol.own_gb_per_s if protocol.own_gb_per_s else 0.0
@@ -163,7 +163,7 @@ def _candidate(
 
 
 def nccl_choice(offered: Sequence[Candidate]) -> Candidate:
-    """Return the candidate that NCCL takes; its time is no less than that of what NCCL takes for fewer bytes."""
+    """Return the candidate that NCCL chooses, with a time not below that of its choice for fewer bytes."""
     best = min((each for each in offered if each.most >= 1), key=attrgetter("nccl_us"))
     us = best.us
     if any(each.protocol.fit for each in offered):  # NCCL's own figures have no jump where its choice changes
@@ -174,18 +174,18 @@ def nccl_choice(offered: Sequence[Candidate]) -> Candidate:
 
 
 def _start(candidate: Candidate, offered: Sequence[Candidate]) -> float:
-    """Return the part of the bytes above which no candidate with less latency is faster; ∞: never."""
+    """Return the fraction of the bytes from which no candidate of lower latency is faster; ∞: never."""
     before = (other for other in offered if other.nccl_latency_us < candidate.nccl_latency_us)
     return max((min(_crossing(other, candidate), other.most) for other in before), default=0.0)
 
 
 def _end(candidate: Candidate, offered: Sequence[Candidate]) -> float:
-    """Return the part of the bytes up to which no candidate with more bandwidth is faster; 0 or less: never."""
+    """Return the fraction of the bytes up to which no candidate of higher bandwidth is faster; 0 or less: never."""
     after = (other for other in offered if other.nccl_bandwidth_us < candidate.nccl_bandwidth_us)
     return min([candidate.most, *(_crossing(candidate, other) for other in after)])
 
 
 def _crossing(first: Candidate, then: Candidate) -> float:
-    """Return the part of the bytes above which `then` is faster than `first`; ∞: never."""
+    """Return the fraction of the bytes above which `then` is faster than `first`; ∞: never."""
     spared = first.nccl_bandwidth_us - then.nccl_bandwidth_us
     return (then.nccl_latency_us - first.nccl_latency_us) / spared if spared > 0 else inf

@@ -1,4 +1,4 @@
-"""Read what nccl-tests prints: measured times of collectives, checked against all else that the text says.
+"""Read the output of nccl-tests: times of collectives, each checked against the other numbers of its row.
 
 A run is one program of nccl-tests (all_reduce_perf and so on): lines that begin with #, which name its devices, then a
 line for each size, out of place and in place. Sizes are of the full array. Launchers may put a prefix before each line.
@@ -40,7 +40,7 @@ _NUMBER = re.compile(r"-?\d+(\.\d+)?")
 
 
 class Measured(Record, frozen=True, kw_only=True):
-    """Holds one collective alone, as it was measured."""
+    """Holds one measured time of a collective that ran alone."""
 
     operation: str  # PyTorch's name
     ranks: int  # of its group
@@ -50,16 +50,16 @@ class Measured(Record, frozen=True, kw_only=True):
 
 
 class NcclTestsRun(Record, frozen=True, kw_only=True):
-    """Holds one run of nccl-tests."""
+    """Holds one run of nccl-tests: its machine and its rows."""
 
     rows: tuple[Measured, ...]  # out of place; without those that are host-bound
-    host_bound: int = 0  # rows left out, since one process launches on several GPUs, and that took longest
+    host_bound: int = 0  # rows left out, in which launching on several GPUs from one process took longest
     ranks_per_host: int | None = None  # None: the text lists no devices
     gpu: str | None = None  # the driver's device name
 
 
 def read_nccl_tests(path: Path, *, operation: str | None = None, ranks: int | None = None) -> tuple[NcclTestsRun, ...]:
-    """Return the runs in a file.
+    """Return the runs of nccl-tests in a file.
 
     Args:
         path: the file.
@@ -81,7 +81,7 @@ def read_nccl_tests(path: Path, *, operation: str | None = None, ranks: int | No
 
 
 def nccl_tests_runs(text: str, *, operation: str | None = None, ranks: int | None = None) -> tuple[NcclTestsRun, ...]:
-    """Return the runs in a text.
+    """Return the runs of nccl-tests in a text.
 
     Args:
         text: what nccl-tests printed.
@@ -105,7 +105,7 @@ Lines = list[tuple[int, str]]
 
 
 def _split(text: str) -> Iterator[Lines]:
-    """Yield the lines of each run: a name before its header, such as that of a command, belongs to it."""
+    """Yield the lines of each run; a line that names the program or command begins a new run."""
     lines: Lines = []
     seen_rows = False
     for number, line in enumerate(text.splitlines(), start=1):
@@ -119,7 +119,7 @@ def _split(text: str) -> Iterator[Lines]:
 
 
 def _run(lines: Lines, operation: str | None, ranks: int | None) -> NcclTestsRun | None:
-    """Return one run, or None where it has no rows."""
+    """Return one run, or None if its lines have no row."""
     numbered = [(number, found) for number, line in lines if (found := _ROW.search(line))]
     if not numbered:
         return None
@@ -155,7 +155,7 @@ def _operation(lines: Lines, given: str | None, where: str) -> str:
 
 
 def _ranks(devices: Sequence[re.Match[str]], given: int | None, where: str) -> int:
-    """Return the ranks of a run: those that are listed and those that are given have to be the same."""
+    """Return the number of ranks of a run; raise Misconfigured if the listed devices and the given number differ."""
     listed = Counter(int(found.group(1)) for found in devices)
     if len({found.group(2) for found in devices}) > 1:
         raise Misconfigured(f"{where} has several groups at once: give one of all ranks together")
@@ -177,7 +177,7 @@ def _ranks(devices: Sequence[re.Match[str]], given: int | None, where: str) -> i
 
 def _per_host(hosts: list[str], ranks: int, where: str) -> int | None:
     if len(hosts) < ranks:
-        return None  # some are not listed
+        return None  # nccl-tests does not list some of them
     counts = set(Counter(hosts).values())
     if len(counts) > 1:
         raise Misconfigured(f"{where} has {' and '.join(map(str, sorted(counts)))} ranks on its hosts: give equal ones")
@@ -192,12 +192,12 @@ def _one(what: str, names: Iterable[str], where: str) -> str | None:
 
 
 def _us(number: int, found: re.Match[str], operation: str, ranks: int) -> float | None:
-    """Return the µs of a row, out of place; None for a size below one element, which is listed as 0."""
+    """Return a row's out-of-place time in µs; None for a size below one element, which nccl-tests lists as 0."""
     size, words = int(found.group(1)), found.group(3).split()
     if words and not _NUMBER.fullmatch(words[0]) and words[0] in ("sum", "prod", "max", "min", "avg", "none", "mulsum"):
         words = words[1:]
     if len(words) in (5, 9):
-        words = words[1:]  # root
+        words = words[1:]  # the root rank
     where = f"line {number}, {printable(found.group().strip(), 100)!r}"
     if len(words) not in (3, 4, 8) or not all(map(_NUMBER.fullmatch, words[:3])):
         raise Misconfigured(f"{where} is no row of nccl-tests: it has to say time, algbw, busbw and #wrong")
@@ -214,6 +214,6 @@ def _us(number: int, found: re.Match[str], operation: str, ranks: int) -> float 
 
 
 def _agree(where: str, what: str, printed: float, follows: float) -> None:
-    """Raise Misconfigured where a printed bandwidth is not the one that follows, rounded to 0.01 GB/s."""
+    """Raise Misconfigured where a printed bandwidth differs from size / time, rounded to 0.01 GB/s."""
     if abs(printed - follows) > 0.011 + 0.01 * follows:
         raise Misconfigured(f"{where}: {what} is {printed:g} GB/s, but {follows:.2f} follows from its size and time")

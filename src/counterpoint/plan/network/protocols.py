@@ -1,4 +1,4 @@
-"""Describe NCCL's protocols: what they reach on a cluster's links, where the figures are from; and networks by name.
+"""Describe the figures of NCCL's protocols on a cluster's links, with their sources; and the networks by name.
 
 A collective that makes `steps` hops, moves `share · S` bytes of every GPU over its slowest level, and in which every
 rank handles a shard of its own without sending it, takes
@@ -42,11 +42,11 @@ OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 
 SUFFIX = ".json"  # of a network in a file
 MAX_BYTES = 1 << 20
-LARGEST = 1e7  # of a figure in a file
+LARGEST = 1e7  # largest figure allowed in a file
 
 
 class FittedRange(Record, frozen=True, kw_only=True):
-    """Describes measured rows of one group size and of similar bytes, and the error of the fit on those held out."""
+    """Describes the measured rows of one group size and similar bytes, with the fit's error on held-out rows."""
 
     ranks: int  # ranks of the group
     smallest_bytes: int  # of the full array, as `largest_bytes`
@@ -57,17 +57,17 @@ class FittedRange(Record, frozen=True, kw_only=True):
 
 
 class Fit(Record, frozen=True, kw_only=True):
-    """Records the measurements that protocols were fitted to, and the errors of the fit."""
+    """Records the measurements to which protocols were fitted, and the errors of the fit."""
 
     source: str  # what was measured, on what, when
     gpu: str  # GPU of the machine it was measured on
-    rows: int  # number of rows that were fitted in the end
+    rows: int  # number of rows in the final fit
     held_out: str  # what was left out to state the errors: "a third of the sizes, 8 ranks"
     gb_per_s: dict[Kind, float]  # of one GPU, by kind of level, of the links that were measured
     spans: tuple[FittedRange, ...]  # ascending by ranks, then by size
 
     def outside(self, gpu: str, ranks: int, num_bytes: float) -> str:
-        """Return why a prediction for this GPU, so many ranks and bytes is not validated; "" if it is."""
+        """Return why a prediction for this GPU, number of ranks and bytes is not validated; "" if it is."""
         ranges = [each for each in self.spans if each.ranks == ranks]
         if self.gpu != gpu:
             return f"{gpu}, measured on {self.gpu}"
@@ -80,7 +80,7 @@ class Fit(Record, frozen=True, kw_only=True):
         return "" if self.worst(ranks, num_bytes) is not None else "no row was held out"
 
     def worst(self, ranks: int, num_bytes: float) -> float | None:
-        """Return the largest error on held-out rows of so many ranks and bytes; between two ranges, that of both."""
+        """Return the largest held-out error for this number of ranks and bytes; between two ranges, that of both."""
         ranges = [each for each in self.spans if each.ranks == ranks]
         below = [each for each in ranges if each.smallest_bytes <= num_bytes][-1:]
         above = [each for each in ranges if each.largest_bytes >= num_bytes][:1]
@@ -88,7 +88,7 @@ class Fit(Record, frozen=True, kw_only=True):
 
 
 class Protocol(Record, frozen=True, kw_only=True):
-    """Describes one protocol by which a library moves bytes over links, and its figures."""
+    """Describes one protocol by which a library moves bytes over links, with its latencies and bandwidths."""
 
     name: str  # "LL", "LL128", "Simple"
     base_us: float  # time to begin and to end, whatever is moved
@@ -123,7 +123,7 @@ class Protocol(Record, frozen=True, kw_only=True):
             )
 
     def check_figures(self) -> None:
-        """Raise Misconfigured where a figure, as a file may have it, cannot have been measured."""
+        """Raise Misconfigured where a figure, for instance from a file, is impossible."""
         figures = {
             "base_us": (self.base_us,), "hop_us": self.hop_us.values(), "efficiency": self.efficiency.values(),
             "ceiling_gb_per_s": self.ceiling_gb_per_s.values(), "own_gb_per_s": (self.own_gb_per_s or 1.0,),
@@ -137,7 +137,7 @@ class Protocol(Record, frozen=True, kw_only=True):
                 )
 
     def serves(self, operation: str, algorithm: str, kind: str) -> bool:
-        """Return whether the protocol serves an operation by an algorithm ("": by any) over links of this kind."""
+        """Return whether the protocol can run an operation by an algorithm ("": any) over links of this kind."""
         return (
             (not self.operations or operation in self.operations)
             and (not self.algorithms or not algorithm or algorithm in self.algorithms)
@@ -146,7 +146,7 @@ class Protocol(Record, frozen=True, kw_only=True):
 
     @property
     def precedence(self) -> int:
-        """Return 2 if fitted to given operations, 1 if fitted to all, 0 if taken from a source; the highest is used."""
+        """Return 2 if fitted to given operations, 1 if fitted to all, 0 if from a source; the highest is used."""
         return 0 if self.fit is None else 2 if self.operations else 1
 
     def time_us(self, hops_us: float, bandwidth_us: float, own_us: float) -> float:
@@ -162,7 +162,7 @@ class Protocol(Record, frozen=True, kw_only=True):
 
 
 class Network(Record, frozen=True, kw_only=True):
-    """Describes a cluster, and what a library's protocols reach on it."""
+    """Holds a cluster and the protocols that a library has on it."""
 
     name: str = ""  # name in messages
     cluster: Cluster  # GPUs and levels
@@ -180,7 +180,7 @@ class Network(Record, frozen=True, kw_only=True):
                     )
 
     def measured_gb_per_s(self, operation: str, kind: str) -> dict[Kind, float]:
-        """Return the links that the operation was measured on below levels of this kind; {}: it was not measured."""
+        """Return the GB/s, by kind, of the links on which the operation was measured; {}: it was not measured."""
         fits = [
             (protocol.precedence, protocol.fit)
             for protocol in self.protocols
@@ -189,7 +189,7 @@ class Network(Record, frozen=True, kw_only=True):
         return max(fits, key=itemgetter(0))[1].gb_per_s if fits else {}
 
     def protocols_for(self, operation: str, algorithm: str, kind: str) -> tuple[tuple[Protocol, Protocol], ...]:
-        """Return the protocols of highest precedence, each with the one whose figures NCCL compares.
+        """Return the protocols of highest precedence, each with the protocol whose figures NCCL compares.
 
         NCCL compares its own figures for the protocol of that name, and takes no protocol that has none. Where no
         protocol here is NCCL's own, each is compared by its own figures.
@@ -228,12 +228,12 @@ class FittedProtocols(Record, frozen=True, kw_only=True):
 
 
 def names() -> tuple[str, ...]:
-    """Return the names of all networks."""
+    """Return the names of all known networks."""
     return tuple(_networks())
 
 
 def levels(name: str, num_gpus: int) -> tuple[Level, ...]:
-    """Return the levels of a named network that `num_gpus` GPUs need, inside out; the last is cut to whole units."""
+    """Return the levels that `num_gpus` GPUs need in a named network, inside out; the last is cut to whole units."""
     positive("cluster.gpus", num_gpus)
     found: list[Level] = []
     for level in all_levels(name):
@@ -251,7 +251,7 @@ def levels(name: str, num_gpus: int) -> tuple[Level, ...]:
 
 
 def all_levels(name: str) -> tuple[Level, ...]:
-    """Return all levels of a named network at their full size; raise Misconfigured where there is none of that name."""
+    """Return all levels of a named network at full size; raise Misconfigured if the name is unknown."""
     if name.endswith(SUFFIX):
         return read_network(name).levels
     networks = _networks()
@@ -263,7 +263,7 @@ def all_levels(name: str) -> tuple[Level, ...]:
 
 
 def network_of(cluster: Cluster, *, nccl: tuple[int, int] = (2, 28), name: str = "") -> Network:
-    """Return a cluster with NCCL's protocols, and with fitted ones: one's own, else those of its GPU."""
+    """Return a cluster with NCCL's protocols and with fitted ones: the user's own, else those shipped for its GPU."""
     own = read_network(cluster.fits).protocols if cluster.fits else ()
     fitted = (each for each in fitted_protocols() if cluster.gpu.name in each.gpus)
     shipped = (protocol for each in fitted for protocol in each.protocols if not _is_replaced(protocol, own))
@@ -271,18 +271,18 @@ def network_of(cluster: Cluster, *, nccl: tuple[int, int] = (2, 28), name: str =
 
 
 def _is_replaced(protocol: Protocol, own: tuple[Protocol, ...]) -> bool:
-    """Return whether one's own protocols serve what a shipped one does."""
+    """Return whether the user's own protocols cover the operations and links of a shipped one."""
     return any(each.operations == protocol.operations and {*each.kinds} & {*protocol.kinds} for each in own)
 
 
 def own_file(network: str) -> str:
-    """Return the file that a network's name is; "" for a name."""
+    """Return the network's name if it is a file name; "" if it names a known network."""
     return network if network.endswith(SUFFIX) else ""
 
 
 @cache
 def read_network(path: str) -> OwnNetwork:
-    """Return the network in a file; Misconfigured if it is none."""
+    """Return the network in a file; raise Misconfigured if the file is invalid."""
     name, advice = printable(path, 200), "give a file that counterpoint plan --fit has written"
     text = read_text(Path(path), limit=MAX_BYTES, advice=advice)
     try:
@@ -304,7 +304,7 @@ def nccl_protocols() -> tuple[Protocol, ...]:
 
 @cache
 def fitted_protocols() -> tuple[FittedProtocols, ...]:
-    """Return the content of all files of fits/."""
+    """Return the fitted protocols of all files in fits/."""
     folder = Path(__file__).with_name("fits")
     return tuple(msgspec.json.decode(path.read_bytes(), type=FittedProtocols) for path in sorted(folder.glob("*.json")))
 

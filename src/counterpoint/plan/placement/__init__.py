@@ -1,4 +1,4 @@
-"""Find which rank of a job should run on which host, and write it as launchers read it.
+"""Choose which rank of a job runs on which host, and write the placement for launchers.
 
 topology.py                hosts below a tree of switches, or with measured distances
 read_topology.py           reads a file of any kind; those of Slurm by read_slurm.py

@@ -1,4 +1,4 @@
-"""Express a placement as the text of files that launchers read; the caller writes the files.
+"""Write a placement as the text of files that launchers read; the caller saves the files.
 
 Launchers count the ranks of a host by rank number (`SLURM_LOCALID`, `OMPI_COMM_WORLD_LOCAL_RANK`), programs take the
 GPU of that number, and a `Placement` gives out the GPUs of a host in the same order.
@@ -21,7 +21,7 @@ I64 = NDArray[np.int64]
 
 
 class LaunchFile(Record, frozen=True, kw_only=True):
-    """Holds a file to write, and how it is used."""
+    """Holds the text of a file for a launcher, and how to use it."""
 
     name: str  # name of the file
     text: str  # what it holds
@@ -29,7 +29,7 @@ class LaunchFile(Record, frozen=True, kw_only=True):
 
 
 def launch_files(placement: Placement, mesh: Sequence[tuple[str, int]] = ()) -> tuple[LaunchFile, ...]:
-    """Return all files that can express this placement; `mesh` has axes and lengths, the fastest-varying first."""
+    """Return all files that can express this placement; `mesh` has (axis, length), the fastest-varying first."""
     axes = list(mesh) or [("rank", len(placement.slots))]
     if np.prod([length for _, length in axes]) != len(placement.slots):
         raise Misconfigured(f"mesh {printable(str(axes), 80)}: give one of {len(placement.slots)} ranks")
@@ -64,7 +64,7 @@ def launch_files(placement: Placement, mesh: Sequence[tuple[str, int]] = ()) -> 
 
 
 def distribution(placement: Placement) -> str | None:
-    """Return Slurm's `--distribution` that gives this placement on the hosts as listed; None: none does."""
+    """Return Slurm's `--distribution` that gives this placement on the hosts in the order listed; None: none does."""
     host, hosts, rank = _hosts(placement), len(placement.hosts), np.arange(len(placement.slots))
     if len(rank) != hosts * placement.gpus:
         return None

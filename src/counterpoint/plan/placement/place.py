@@ -1,4 +1,4 @@
-"""Order a job's ranks along the network so that C = Σ d(i, j) · M(i, j) is small, and compare with launchers' defaults.
+"""Order a job's ranks along the network so that C = Σ d(i, j) · M(i, j) is small, and compare with default orders.
 
     cost of a level = distance · bytes of the pairs that it joins; with measured distances, Σ matrix · bytes of them
     time of a level = bytes that its busiest GPU sends there / GB/s of one GPU
@@ -26,13 +26,13 @@ from counterpoint.records.prediction import LevelLoad, RankOrder
 
 I64 = NDArray[np.int64]
 F64 = NDArray[np.float64]
-RANDOM_ORDERS = 5  # that "random" is the mean of
+RANDOM_ORDERS = 5  # number of random orders whose mean is reported as "random"
 CYCLES = 3  # of swapping ranks, then hosts
 MAX_SWAPPED = 4_096  # ranks, and hosts: a matrix of each two is made
 
 
 class Placement(Record, frozen=True, kw_only=True):
-    """Records a rank order and what it saves."""
+    """Records an order of the ranks, and how much it saves."""
 
     hosts: tuple[str, ...]  # names, as the topology lists them
     gpus: int  # GPUs of each host
@@ -45,12 +45,12 @@ class Placement(Record, frozen=True, kw_only=True):
     steps: tuple[str, ...]  # what was tried, and what it cost
 
     def host_of(self, rank: int) -> str:
-        """Return the name of a rank's host."""
+        """Return the name of the host on which a rank runs."""
         return self.hosts[self.slots[rank] // self.gpus]
 
 
 def place(traffic: RankTraffic, topology: Topology, *, seed: int = 0) -> Placement:
-    """Return the cheapest placement found, with the costs of others; `seed` is that of the random orders."""
+    """Return the cheapest placement found, and the costs of the others; `seed` is for the random orders."""
     ranks, slots = traffic.world_size, topology.num_slots
     if ranks > slots:
         raise Misconfigured(
@@ -82,7 +82,7 @@ def place(traffic: RankTraffic, topology: Topology, *, seed: int = 0) -> Placeme
 
 
 def _host_orders(traffic: RankTraffic, topology: Topology) -> dict[str, I64]:
-    """Return the orders in which hosts are filled: as listed, along the tree, and there with groups kept together."""
+    """Return orders of the hosts: as listed, along the network's tree, and along it with groups kept together."""
     found = {"in order": np.arange(len(topology.hosts)), "rail-optimised": topology.tree_order}
     for part in traffic.parts:
         block = -(-int(np.ptp(part.members[0]) + 1) // topology.gpus)  # hosts that a group spans
@@ -92,12 +92,12 @@ def _host_orders(traffic: RankTraffic, topology: Topology) -> dict[str, I64]:
 
 
 def _filled(order: I64, topology: Topology) -> I64:
-    """Return the slot of each rank, and of each free row after them, where ranks fill the hosts in this order."""
+    """Return the slots in the order in which ranks fill them, host by host in this order."""
     return (order[:, None] * topology.gpus + np.arange(topology.gpus)).ravel()
 
 
 def _improved(traffic: RankTraffic, topology: Topology, slots: I64) -> tuple[I64, str]:
-    """Return the slots after swaps of ranks and of whole hosts while they help, and a note of the swaps."""
+    """Return the slots after swapping ranks and whole hosts as long as that helps, and a note on the swaps."""
     count, size = len(topology.hosts), topology.num_slots
     if count > MAX_SWAPPED:
         return slots, f"no swaps: {count} hosts are more than {MAX_SWAPPED}"
@@ -118,16 +118,16 @@ def _improved(traffic: RankTraffic, topology: Topology, slots: I64) -> tuple[I64
 
 
 def _seated(hosts: I64, gpus: int) -> I64:
-    """Return the slot of each rank on its host: the GPUs of a host in the order of its ranks, as launchers count."""
+    """Return each rank's slot with the ranks of a host sorted onto its GPUs, as launchers count."""
     order = np.argsort(hosts, kind="stable")
-    starts = np.searchsorted(hosts[order], hosts[order])  # of the ranks of each one's host
+    starts = np.searchsorted(hosts[order], hosts[order])  # index of the first rank on each rank's host
     seated = np.empty_like(hosts)
     seated[order] = hosts[order] * gpus + np.arange(len(hosts)) - starts
     return seated
 
 
 def _random(traffic: RankTraffic, topology: Topology, seed: int) -> RankOrder:
-    """Return the mean cost of several random orders."""
+    """Return the mean cost of several random rank orders."""
     draw = np.random.default_rng(seed)
     found = [
         placement_cost("random", traffic, topology, draw.permutation(topology.num_slots)[: traffic.world_size])
@@ -140,14 +140,14 @@ def _random(traffic: RankTraffic, topology: Topology, seed: int) -> RankOrder:
 
 
 def _mean(levels: Sequence[LevelLoad]) -> LevelLoad:
-    """Return the mean of the numbers of one level."""
+    """Return the mean load of one level over several rank orders."""
     values = {name: [getattr(level, name) for level in levels] for name in ("num_bytes", "cost", "time_us")}
     means = {name: None if each[0] is None else float(np.mean(each)) for name, each in values.items()}
     return structs.replace(levels[0], **means)
 
 
 def placement_cost(name: str, traffic: RankTraffic, topology: Topology, slots: I64) -> RankOrder:
-    """Return C of one placement, exact, and its parts by level.
+    """Return the exact cost C of one placement, with its parts by level.
 
     Args:
         name: Name of the result.
@@ -175,12 +175,12 @@ def placement_cost(name: str, traffic: RankTraffic, topology: Topology, slots: I
 
 
 def _unit_rows(topology: Topology) -> list[I64]:
-    """Return the unit of every host, level by level, the host itself first."""
+    """Return for each level the unit of every host; the first level is the host itself."""
     return [np.arange(len(topology.hosts)), *topology.units]
 
 
 def _add_groups(sent: F64, part: AxisTraffic, topology: Topology, slots: I64) -> None:
-    """Add to `sent` the bytes of each rank by level: with partners in its unit there, less those in the unit below."""
+    """Add each rank's bytes to `sent` by level: those to partners in its unit of that level, but in no lower one."""
     host = slots[part.members] // topology.gpus
     group = np.arange(len(part.members))[:, None]
     bytes_each = np.repeat(part.pair_bytes, part.members.shape[1])
@@ -194,7 +194,7 @@ def _add_groups(sent: F64, part: AxisTraffic, topology: Topology, slots: I64) ->
 
 
 def _add_pairs(sent: F64, part: AxisTraffic, topology: Topology, slots: I64) -> None:
-    """Add to `sent` the bytes of each rank by level, for traffic that is listed in pairs."""
+    """Add each rank's bytes to `sent` by level, for traffic that is listed as pairs of ranks."""
     first, second, num_bytes = part.pairs()
     hosts = slots[first] // topology.gpus, slots[second] // topology.gpus
     level = np.stack([row[hosts[0]] != row[hosts[1]] for row in _unit_rows(topology)]).sum(axis=0)

@@ -34,7 +34,7 @@ KEYS = {"switch": "switchname", "children": "switches", "block": "blockname", "n
 
 
 class _Plugin(msgspec.Struct):
-    """Describes what stands below `tree:` or `block:`."""
+    """Holds the fields below `tree:` or `block:` of a `topology.yaml`."""
 
     switches: list[dict[str, str]] = []
     blocks: list[dict[str, str]] = []
@@ -42,7 +42,7 @@ class _Plugin(msgspec.Struct):
 
 
 class _Named(msgspec.Struct):
-    """Describes one topology of a `topology.yaml`."""
+    """Holds one named topology of a `topology.yaml`."""
 
     topology: str  # name
     cluster_default: str = ""
@@ -51,12 +51,12 @@ class _Named(msgspec.Struct):
 
 
 def read_conf(text: str, *, gpus: int) -> Topology:
-    """Return the topology of a `topology.conf`, hosts in its order; `gpus`, those of a host, are not in the file."""
+    """Return the topology of a `topology.conf`, hosts in its order; the file lacks `gpus`, the GPUs per host."""
     return _topology("topology.conf", _lines(text), gpus)
 
 
 def read_yaml(text: str, *, gpus: int, name: str | None = None) -> Topology:
-    """Return one topology of a `topology.yaml`; without a name the default of the cluster, or the only one."""
+    """Return one topology of a `topology.yaml`; without `name`, the cluster's default or the only one."""
     try:
         chosen = _chosen(msgspec.convert(plain_yaml(text), list[_Named]), name)
     except msgspec.ValidationError as error:
@@ -76,7 +76,7 @@ def read_yaml(text: str, *, gpus: int, name: str | None = None) -> Topology:
 
 
 def _topology(file: str, lines: Iterable[tuple[str, dict[str, str]]], gpus: int) -> Topology:
-    """Return the topology of lines, each where it stands and its parameters by their names in `topology.conf`."""
+    """Return the topology of parsed lines, each a (position, parameters) pair with names as in `topology.conf`."""
     children: dict[str, list[str]] = {}
     nodes: dict[str, list[str]] = {}
     blocks: dict[str, list[str]] = {}
@@ -105,14 +105,14 @@ def _topology(file: str, lines: Iterable[tuple[str, dict[str, str]]], gpus: int)
 
 
 def _put(known: dict[str, list[str]], name: str, hosts: list[str], where: str) -> None:
-    """Add a switch or block with its hosts; Misconfigured if there is one of that name."""
+    """Add a switch or block with its hosts; raise Misconfigured if that name is taken."""
     if name in known:
         raise Misconfigured(f"{where}: {_short(name)} is defined twice: give it once")
     known[name] = hosts
 
 
 def of_blocks(blocks: dict[str, list[str]], sizes: Sequence[int], gpus: int) -> Topology:
-    """Return the topology of hosts in blocks; each further size is a level of blocks in order, the last joins all."""
+    """Return the topology of hosts in blocks; each further size adds a level of joined blocks, the last joins all."""
     base = sizes[0] if sizes else min(map(len, blocks.values()))
     small = [name for name, hosts in blocks.items() if len(hosts) < base]
     if small:
@@ -138,7 +138,7 @@ def of_blocks(blocks: dict[str, list[str]], sizes: Sequence[int], gpus: int) -> 
 
 
 def hostlist(text: str, where: str = "hostlist") -> list[str]:
-    """Return the names of Slurm's short form: `a[0-3,12],b` -> a0, a1, a2, a3, a12, b; widths as written."""
+    """Return the hosts in Slurm's short form: `a[0-3,12],b` -> a0, a1, a2, a3, a12, b; digits stay zero-padded."""
     names: list[str] = []
     for part in _split(text, where):
         pieces = re.split(r"\[([^\[\]]*)\]", part)  # text, numbers, text, numbers, text
@@ -155,7 +155,7 @@ def hostlist(text: str, where: str = "hostlist") -> list[str]:
 
 
 def _split(text: str, where: str) -> list[str]:
-    """Split at the commas outside of brackets."""
+    """Split a host list at the commas outside of brackets."""
     parts = re.split(r",(?![^\[]*\])", text.strip()) if text.strip() else []
     if any(not part.strip() or re.search(r"\s", part.strip()) for part in parts):
         raise Misconfigured(f"{where}: {_short(text)} has an empty name, or a space in one")
@@ -176,7 +176,7 @@ def _numbers(text: str, where: str, part: str) -> list[str]:
 
 
 def _lines(text: str) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield where it stands and its parameters, for every line of a `topology.conf` that has some."""
+    """Yield (position, parameters) for every line of a `topology.conf` that has parameters."""
     for number, line in enumerate(text.replace("\\\n", " ").splitlines(), start=1):
         where, found = f"topology.conf, line {number}", dict[str, str]()
         for token in line.partition("#")[0].split():
@@ -215,7 +215,7 @@ def _chosen(found: list[_Named], name: str | None) -> _Named:
 
 
 def plain_yaml(text: str) -> Any:
-    """Return the mappings, lists and strings of a YAML document; anything else is Misconfigured, with its line."""
+    """Return a YAML document of mappings, lists and strings; raise Misconfigured, with the line, at anything else."""
     if len(text) > MAX_TEXT:
         raise Misconfigured(f"topology.yaml has {len(text)} characters: at most {MAX_TEXT} are read")
     try:
@@ -241,7 +241,7 @@ def plain_yaml(text: str) -> Any:
 
 
 def _value(events: Iterator[Any], event: Any, depth: int) -> Any:
-    """Return the mapping, list or string that begins with this event."""
+    """Return the mapping, list or string that begins with this YAML event."""
     import yaml
 
     if depth > MAX_DEPTH:

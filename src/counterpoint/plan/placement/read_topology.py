@@ -1,4 +1,4 @@
-"""Read a topology from a file of any kind: by its name, and for JSON by what it holds.
+"""Read a topology from a file of any kind, which its name tells, and for JSON its content.
 
 Topograph's instance list has each host with the switches above it, the closest first:
 
@@ -41,7 +41,7 @@ MAX_MEASURED = 4_096  # rows
 
 
 def read_topology(path: Path, *, gpus: int = 8, name: str | None = None) -> Topology:
-    """Return the topology in a file; `gpus`: of a host, if the file lacks them; `name`: one of a `topology.yaml`."""
+    """Return the topology in a file; `gpus`: per host, if the file lacks them; `name`: one of a `topology.yaml`."""
     kind, shown = path.suffix.lower(), printable(str(path), 200)
     if kind not in (".conf", ".yaml", ".yml", ".json", ".csv"):
         raise Misconfigured(f"{shown}: not known by its name; give {KINDS}")
@@ -69,7 +69,7 @@ class _Instance(msgspec.Struct):
 
     @property
     def nvlink(self) -> str:
-        """Return the NVLink domain of the host, in whichever field it is; "" if in none."""
+        """Return the host's NVLink domain, from whichever field has it; "" if none does."""
         found = self.nvlink_domain or (self.labels or {}).get(NVLINK_LABEL) or self.attributes.get("nvlink") or ""
         return found if isinstance(found, str) else ""
 
@@ -79,7 +79,7 @@ class _Instances(msgspec.Struct):
 
 
 def read_topograph(text: str | bytes, *, gpus: int) -> Topology:
-    """Return the hosts of Topograph's instance list, with a level per network layer and one of NVLink domains."""
+    """Return the topology of Topograph's instance list: a level per network layer, and one for NVLink domains."""
     try:
         found = msgspec.json.decode(text, type=_Instances).instances
     except msgspec.DecodeError as error:
@@ -108,7 +108,7 @@ class _Matrix(msgspec.Struct):
 
 
 def read_matrix_json(text: str | bytes) -> Topology:
-    """Return the topology of a matrix in JSON; raise Misconfigured where it is none."""
+    """Return the topology of a distance matrix in JSON; raise Misconfigured if the text is none."""
     try:
         found = msgspec.json.decode(text, type=_Matrix)
     except msgspec.DecodeError as error:
@@ -122,7 +122,7 @@ def read_matrix_json(text: str | bytes) -> Topology:
 
 
 def read_matrix_csv(text: str, *, gpus: int = 1, inside: float = 0.0) -> Topology:
-    """Return the topology of a matrix in CSV: the first cell has the kind, the first row and column the hosts."""
+    """Return the topology of a matrix in CSV: bandwidth or distance in the first cell, hosts in row and column 1."""
     table = [row for row in csv.reader(io.StringIO(text)) if any(cell.strip() for cell in row)]
     kind = table[0][0].strip().lower() if table and table[0] else ""
     if kind not in ("bandwidth", "distance"):
@@ -165,7 +165,7 @@ def _topology(
 
 
 def of_matrix(hosts: list[str], matrix: F64, *, gpus: int = 1, inside: float = 0.0) -> Topology:
-    """Return a topology of measured distances: the host, and one level of all hosts, at their mean distance.
+    """Return a topology of measured distances, with two levels: the host, and all hosts at their mean distance.
 
     Args:
         hosts: A name per row; where rows are GPUs, each is a host of one GPU.

@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]
-MAX_WORK = 5e8  # pairs looked at; bounds the rounds, and so the time, on large problems
-WORTH = 1e-6  # of the mean of a vertex: swaps that gain less are rounding errors of float32
+MAX_WORK = 5e8  # most pairs that are tried, which bounds the time on large problems
+WORTH = 1e-6  # fraction of a vertex's mean cost: smaller gains are float32 rounding errors
 
 
 def swapped(matrix: F64, bins: I64, distance: F32) -> tuple[I64, int]:
-    """Return the bins after swaps until none helps or `MAX_WORK` is spent, and the number of swaps made.
+    """Return the bins after swapping until nothing helps or `MAX_WORK` is spent, and the number of swaps.
 
     Args:
         matrix: M, `[vertices, vertices]`, symmetric, with a diagonal of 0.
@@ -45,12 +45,12 @@ def swapped(matrix: F64, bins: I64, distance: F32) -> tuple[I64, int]:
 
 
 def _cost(traffic: F32, bins: I64, distance: F32) -> float:
-    """Return Σ D · M over pairs."""
+    """Return Σ D · M over all pairs of vertices."""
     return float(np.einsum("ij,ij->", traffic, distance[np.ix_(bins, bins)], dtype=np.float64) / 2)
 
 
 def _best_swaps(traffic: F32, bins: I64, distance: F32, *, worth: float) -> tuple[I64, I64]:
-    """Return two arrays of vertices, to be swapped pair by pair: the best pair first, no bin twice."""
+    """Return two arrays of vertices to swap pairwise: the best pair first, no bin twice."""
     near, inside = distance[np.ix_(bins, bins)], distance[bins, bins]
     change = (traffic @ distance[bins])[:, bins]  # E
     change -= np.diag(change).copy()[:, None]

@@ -1,4 +1,4 @@
-"""Describe where GPUs are: hosts, the units of network above them, and how far two GPUs are from each other.
+"""Describe where GPUs are: hosts, the network units above them, and the distance between two GPUs.
 
     d(a, b) = distance of the lowest level that has both
             = matrix[a, b]      between hosts of which distances were measured
@@ -77,7 +77,7 @@ class Topology:
 
     @cached_property
     def tree_order(self) -> I64:
-        """Return hosts unit by unit, larger units first: the same for every listing of equal hosts, names aside.
+        """Return host indices unit by unit, larger units first; for equal hosts it does not depend on the listed order.
 
         Of measured hosts, each is followed by the closest of those that are left.
         """
@@ -89,7 +89,7 @@ class Topology:
         return np.lexsort(keys)
 
     def packed(self, block: int) -> I64:
-        """Return hosts along the tree, with every `block` hosts in a row below the lowest unit that has room for them.
+        """Return host indices along the tree, each run of `block` hosts below the lowest unit that has room for it.
 
         Hosts that fill no block in their unit are joined to blocks one level above, and so on; what is left comes last.
         """
@@ -104,7 +104,7 @@ class Topology:
 
     @cached_property
     def host_distance(self) -> NDArray[np.float32]:
-        """Return d between hosts, `[hosts, hosts]`; the diagonal is the distance inside a host."""
+        """Return the distance d between hosts, `[hosts, hosts]`; the diagonal is the distance inside a host."""
         if self.matrix is not None:
             found = self.matrix.astype(np.float32)
         else:
@@ -116,7 +116,7 @@ class Topology:
         return found
 
     def only(self, hosts: Sequence[str]) -> Topology:
-        """Return the same topology with the hosts of one allocation only, in that order; distances and levels stay."""
+        """Return the topology of a subset of hosts, in the given order; distances and levels stay."""
         where = {name: index for index, name in enumerate(self.hosts)}
         missing = [name for name in hosts if name not in where]
         if missing:
@@ -146,7 +146,7 @@ class Topology:
 
     @classmethod
     def of_paths(cls, paths: Mapping[str, Sequence[str]], gpus: int) -> Topology:
-        """Return the topology of hosts, each with the switches above it, the closest first; a level per tier."""
+        """Return the topology of hosts with the switches above each, closest first; a level per tier of switches."""
         if not paths or len(paths) > MAX_HOSTS:
             raise Misconfigured(f"the topology has {len(paths)} hosts: give 1 to {MAX_HOSTS}")
         tiers = max(map(len, paths.values()))
@@ -163,7 +163,7 @@ class Topology:
     def of_switches(
         cls, children: Mapping[str, Sequence[str]], nodes: Mapping[str, Sequence[str]], gpus: int
     ) -> Topology:
-        """Return the topology of switches that list the switches below them, `children`, and their hosts, `nodes`."""
+        """Return the topology of a switch tree; `children` lists the switches below each switch, `nodes` its hosts."""
         parents = _parents(children, children.keys() | nodes.keys())
         paths: dict[str, list[str]] = {}
         for switch, hosts in nodes.items():
@@ -177,7 +177,7 @@ class Topology:
         return cls.of_paths(paths, gpus)
 
     def rated(self, cluster: Cluster) -> Topology:
-        """Return the same distances with the bandwidths of a cluster, so that times can be predicted.
+        """Return the topology with the bandwidths of a cluster, so that times can be predicted.
 
         A level gets the rate of the first level of the cluster that has room for its largest unit.
         """
@@ -190,12 +190,12 @@ class Topology:
 
 
 def _compact_labels(units: I64) -> I64:
-    """Return the labels of each row as 0, 1, 2, and so on."""
+    """Return the labels of each row renumbered as 0, 1, 2, ..."""
     return np.array([np.unique(row, return_inverse=True)[1] for row in units], dtype=np.int64)
 
 
 def _nearest_next(matrix: F64) -> I64:
-    """Return the first host, then always the closest of the hosts that are left."""
+    """Return a nearest-neighbour order of the hosts, which begins with the first host."""
     order, left = [0], np.ones(len(matrix), dtype=bool)
     for _ in range(len(matrix) - 1):
         left[order[-1]] = False

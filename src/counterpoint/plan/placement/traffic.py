@@ -1,4 +1,4 @@
-"""Compute how much the ranks of a job send each other in one step: the matrix M of a placement, kept as groups.
+"""Compute how many bytes the ranks of a job send each other in a step: a placement's matrix M, stored as groups.
 
     "all"   every two ranks of a group exchange the same (a collective, whatever its algorithm);
             a rank that sends b bytes sends b / (n - 1) to each of the others
@@ -35,14 +35,14 @@ from counterpoint.plan.step.exchanges import Exchange, layer_exchanges, stage_ex
 F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]
 Pattern = Literal["all", "line", "ring"]
-RING = 1e-3  # of the bytes of a collective: only between orders that cost nearly the same does its ring decide
+RING = 1e-3  # fraction of a collective's bytes: its ring only decides between orders of nearly equal cost
 CHUNK = 1 << 22  # values of an intermediate array
 PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2, "broadcast": 1}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class AxisTraffic:
-    """Describes what equal groups of one axis exchange."""
+    """Describes the traffic inside the equal groups of one axis."""
 
     axis: str  # name of the axis
     members: I64  # `[groups, ranks]`
@@ -61,20 +61,20 @@ class AxisTraffic:
 
     @property
     def in_pairs(self) -> bool:
-        """Return whether there are no more pairs than ranks: listing pairs is then cheaper than counting by group."""
+        """Return whether pairs are at most as many as ranks, so that they are listed, not counted by group."""
         return self.pattern != "all" or self.members.shape[1] == 2
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RankTraffic:
-    """Describes all exchanges of one step."""
+    """Holds all traffic between the ranks in one step."""
 
     world_size: int  # ranks
     parts: tuple[AxisTraffic, ...]  # the exchanges
     mesh: tuple[tuple[str, int], ...] = ()  # axes and their lengths, the fastest first; (): the ranks form no mesh
 
     def with_rings(self) -> RankTraffic:
-        """Return the same exchanges, and `RING` of the bytes of each collective once more around its group."""
+        """Return this traffic plus a ring in each group that carries the fraction `RING` of its collective's bytes."""
         rings = [
             replace(part, pattern="ring", pair_bytes=RING * part.pair_bytes * (part.members.shape[1] - 1) / 2)
             for part in self.parts
@@ -83,7 +83,7 @@ class RankTraffic:
         return replace(self, parts=(*self.parts, *rings))
 
     def between(self, label: I64, count: int) -> F64:
-        """Return the bytes between ranks of each two labels, both ways, `[count, count]`; 0 inside a label.
+        """Return the bytes between ranks of each two labels, both directions: `[count, count]`; 0 inside a label.
 
         Args:
             label: `[world_size]`, below `count`: the host of each rank, or the rank itself.
@@ -108,7 +108,7 @@ class RankTraffic:
 
     @classmethod
     def of_job(cls, parallel: Parallel, sent: Mapping[Axis, float]) -> RankTraffic:
-        """Return the exchanges of a job by the bytes that a rank sends in a step, by axis; on pp to *one* neighbour."""
+        """Return a job's traffic, given the bytes that a rank sends per step by axis; for pp, to *one* neighbour."""
         parts = []
         for axis, num_bytes in sent.items():
             if axis not in AXES:
@@ -128,7 +128,7 @@ class RankTraffic:
 
 
 def sent_bytes(job: Job) -> dict[Axis, float]:
-    """Return the bytes that a rank sends in one step, by axis; on pp, to one neighbour."""
+    """Return the bytes that one rank sends per step, by axis; for pp, to one neighbour."""
     model, parallel, training = job.model, job.parallel, job.training
     found: dict[Axis, float] = {}
     routed, micro = model.expert_layers, training.micro_batches(parallel)
@@ -149,7 +149,7 @@ def _add(found: dict[Axis, float], job: Job, exchange: Exchange, times: float) -
 
 
 def _sent(job: Job, axis: Axis, operation: str, num_bytes: float) -> float:
-    """Return the bytes that one rank sends in one collective."""
+    """Return the bytes that one rank sends in one collective of an axis."""
     if operation == "send_recv":
         return num_bytes
     ranks = axes(job.parallel)[axis].ranks
@@ -157,7 +157,7 @@ def _sent(job: Job, axis: Axis, operation: str, num_bytes: float) -> float:
 
 
 def _add_replicas(found: dict[Axis, float], job: Job, micro: int) -> None:
-    """Add to `found` the gradients, and with zero the parameters, that a rank of an average stage sends."""
+    """Add to `found` the gradients, and with zero the parameters, that a rank of an average stage sends per step."""
     model, parallel, training = job.model, job.parallel, job.training
     stages = StagePart(
         layers=model.layers, routed=model.expert_layers, embedding=True, head=True, mtp=model.mtp

@@ -1,4 +1,4 @@
-"""Find the fastest way to divide a job that fits in memory.
+"""Find the fastest division of a job that fits in memory.
 
 space.py     the axes, their values, and those that were fixed
 stages.py    layers dealt unevenly, so that the busiest stage has least to do and every stage fits

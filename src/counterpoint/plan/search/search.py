@@ -1,4 +1,4 @@
-"""Find the fastest ways to divide a job: best first, by times that are proved not to be above what a way takes.
+"""Find the fastest ways to divide a job by best-first search, with lower bounds of the step time that are proved.
 
     division        tp, cp, pp, dp, ep, micro-batch         `least_division_us`: no bubble, recomputation, shards
     pipeline        with schedule, parts, layers            `least_stages_us`, `least_of_balanced_us`: with a bubble
@@ -67,11 +67,11 @@ UNDIVIDED: dict[str, Any] = {
     "ends_count": False,
     "pieces_tp": False,
 }
-ROUNDING = 1 - 1e-9  # bounds and answers add up the same times in another order
+ROUNDING = 1 - 1e-9  # a bound and a step add up the same times in different orders
 
 
 class _Node(NamedTuple):
-    """Describes all ways that have the first `decided` of division, pipeline, recomputation and sharding in common."""
+    """Describes all ways that share the first `decided` choices of division, pipeline, recomputation and sharding."""
 
     job: Job
     decided: int
@@ -79,11 +79,11 @@ class _Node(NamedTuple):
     pipeline: Pipeline = Pipeline("1f1b", 1, "equal")
     again: Recomputation = Recomputation()
     sharding: Sharding = Sharding(0, None)
-    step: PredictedStep | None = None  # of the only way that is left
+    step: PredictedStep | None = None  # predicted when only one way is left
 
     @property
     def family(self) -> tuple[object, ...]:
-        """Return what a way differs in from others besides recomputation."""
+        """Return all choices of a way except its recomputation."""
         return self.division, self.pipeline, self.sharding
 
 
@@ -99,7 +99,7 @@ def search(
     gpus: int | None = None,
     progress: Progress | None = None,
 ) -> SearchResult:
-    """Return the `best` fastest ways to divide this job's model and batch, on its kind of GPUs.
+    """Return the `best` fastest ways to divide this job's model and batch on GPUs of its kind.
 
     Args:
         job: the job; what is no axis of a search stays as it is.
@@ -126,7 +126,7 @@ def search_each(
     fixed: Mapping[str, tuple[Any, ...]] | None = None,
     progress: Progress | None = None,
 ) -> tuple[SearchResult, ...]:
-    """Return the result of `search` for each number of GPUs; where there is none it has the reason and no choices.
+    """Return the result of `search` for each number of GPUs; one without any way has the reason and no choices.
 
     Args:
         job: as `search` takes it.
@@ -150,7 +150,7 @@ def search_each(
 
 
 def chosen_job(job: Job, result: SearchResult) -> Job:
-    """Return the job with the settings of the fastest choice, on as many GPUs."""
+    """Return the job with the settings of the fastest choice, on that choice's number of GPUs."""
     tables: dict[str, dict[str, Any]] = {"parallel": {}, "training": {}}
     for field, value in result.choices[0].settings.items():
         table, _, name = field.partition(".")
@@ -161,7 +161,7 @@ def chosen_job(job: Job, result: SearchResult) -> Job:
 
 
 def _on_gpus(job: Job, gpus: int) -> Job:
-    """Return the job, not divided, on a cluster of so many GPUs."""
+    """Return the job without any parallel division, on a cluster of `gpus` GPUs."""
     alone = replace(job.parallel, **UNDIVIDED)
     if gpus == job.cluster.num_gpus or gpus == job.parallel.world_size:
         return replace(job, parallel=alone)
@@ -169,7 +169,7 @@ def _on_gpus(job: Job, gpus: int) -> Job:
 
 
 class _Search:
-    """Holds the open nodes of one search, and counts what it has seen."""
+    """Holds the open nodes of one search, and counts those it has visited."""
 
     def __init__(self, job: Job, gpus: int, fixed: Fixed, best: int, progress: Progress | None) -> None:
         self.pieces_tp, self.job = job.parallel.pieces_tp, _on_gpus(job, gpus)
@@ -185,7 +185,7 @@ class _Search:
         self.fastest: float | None = None
 
     def result(self) -> SearchResult:
-        """Return the fastest ways, or raise Misconfigured if nothing fits."""
+        """Return the fastest ways; raise Misconfigured if none fits in memory."""
         self._begin()
         total, done = len(self.open), 0
         opened = (self._open_division, self._open_pipeline, self._open_recomputation, self._answer)
@@ -194,7 +194,7 @@ class _Search:
         while self.open and len(choices) < self.best:
             _, _, node = heapq.heappop(self.open)
             if node.decided == len(opened) and node.family in families:
-                continue  # the same with another recomputation was faster
+                continue  # the same way with another recomputation was faster
             if node.step is not None:
                 families.add(node.family)
                 choices.append(_choice(node.job, node.step, choices[0].step_us if choices else None))
@@ -238,12 +238,12 @@ class _Search:
                 self.impossible += ways
 
     def _ways(self, division: Division) -> int:
-        """Return the number of ways with this division; 1 if the batch cannot be divided so."""
+        """Return the number of ways with this division; 1 if the batch is not divisible by it."""
         found = sum(1 for _ in pipelines(self.job, division, self.fixed))
         return max(found * sum(1 for _ in shardings(self.job, division, self.fixed)) * len(self.again), 1)
 
     def _least(self, job: Job, least: Callable[[Job, GpuRates, MeshTimes, LayerTimes], float]) -> float:
-        """Return the least time of a job that may yet be sharded: with zero 3 no kernel adds gradients up."""
+        """Return a lower bound of the step µs while sharding is open: zero 3 may spare kernels that add gradients."""
         mesh = MeshTimes(self.prices, job.parallel)
         layers = self._layer_times(job, mesh)
         if not job.training.fused_accumulation:
@@ -253,7 +253,7 @@ class _Search:
         return least(job, self.rates, mesh, layers)
 
     def _layer_times(self, job: Job, mesh: MeshTimes) -> LayerTimes:
-        """Return the times of a job's layers, which do not depend on its pipeline, on shards, or on zero below 3."""
+        """Return the (cached) layer times of a job; they depend on neither pipeline nor shards, nor on zero below 3."""
         parallel = replace(
             job.parallel, pp=1, virtual=1, schedule="1f1b", ends_count=False, stage_layers=None, shard=None,
             zero=3 if job.parallel.zero == 3 else 0,
@@ -299,7 +299,7 @@ class _Search:
                 self.impossible += 1
 
     def _that_fits(self, job: Job, node: _Node, totals: Callable[[Job], list[float]]) -> Job | None:
-        """Return the job if it fits in memory: with stages dealt and as few layers computed again as the node asks."""
+        """Return the job if it fits in memory, its stages dealt and the fewest layers recomputed; else None."""
         if node.again.num_layers != 0:
             return self._dealt(job, node.pipeline, totals)
         parts = [part.layers for stage in deal_layers(job.model, job.parallel) for part in stage]
@@ -324,7 +324,7 @@ class _Search:
         ends_us = end_us(job, self.rates, layers)
         found = balanced_job(job, layers.mean_us(job.model), ends_us, totals)
         if found is not None and len(set(found.parallel.stage_layers or ())) == 1 and totals is stage_totals:
-            return None  # equal stages are a way of their own
+            return None  # equal stages are listed as a separate way
         return found
 
     def _answer(self, node: _Node) -> None:

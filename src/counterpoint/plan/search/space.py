@@ -1,4 +1,4 @@
-"""List the ways to divide a job: the axes of a search, the values of each, and those that the user fixed.
+"""List the ways to divide a job: the axes of a search, their values, and the values that the user fixed.
 
 | axis | values |
 |---|---|
@@ -50,7 +50,7 @@ Fixed = Mapping[str, tuple[Any, ...]]
 
 
 class Division(NamedTuple):
-    """Holds the degrees that decide on the shapes of a layer, and on what a replica is."""
+    """Holds the degrees that determine the shapes of a layer and the number of replicas."""
 
     dp: int
     tp: int
@@ -61,7 +61,7 @@ class Division(NamedTuple):
 
 
 class Pipeline(NamedTuple):
-    """Describes how layers are dealt to stages and scheduled; `layers` is one of LAYOUTS, or those of each part."""
+    """Describes how layers are dealt to stages and scheduled; `layers` is one of LAYOUTS, or the layers by part."""
 
     schedule: str
     virtual: int
@@ -69,14 +69,14 @@ class Pipeline(NamedTuple):
 
 
 class Sharding(NamedTuple):
-    """Holds what is sharded, and over how many ranks."""
+    """Holds the zero stage, and the number of ranks over which it shards."""
 
     zero: int
     shard: int | None
 
 
 class Recomputation(NamedTuple):
-    """Holds what backward computes again; `num_layers` = 0: the fewest that fit."""
+    """Describes what backward recomputes; `num_layers` = 0: as few layers as let the job fit in memory."""
 
     recompute: str = "none"
     modules: tuple[RecomputeModule, ...] = CORE_ONLY
@@ -85,7 +85,7 @@ class Recomputation(NamedTuple):
 
 
 def read_fixed(texts: Sequence[str]) -> dict[str, tuple[Any, ...]]:
-    """Return what `AXIS=VALUE,VALUE` says, by axis; a value in brackets, such as stage_layers=[7,8,8,7], is one."""
+    """Return the values in `AXIS=VALUE,VALUE`, by axis; a list in brackets, such as [7,8,8,7], is one value."""
     found: dict[str, tuple[Any, ...]] = {}
     for text in texts:
         name, equals, value = (part.strip() for part in text.partition("="))
@@ -99,7 +99,7 @@ def read_fixed(texts: Sequence[str]) -> dict[str, tuple[Any, ...]]:
 
 
 def check_fixed(given: Mapping[str, tuple[Any, ...]]) -> Fixed:
-    """Return fixed values by axis; Misconfigured for an unknown axis or a value that its field cannot have."""
+    """Return the fixed values by axis; raise Misconfigured for an unknown axis or a value its field cannot have."""
     found: dict[str, tuple[Any, ...]] = {}
     for name, values in given.items():
         axis = name.rpartition(".")[2]
@@ -129,7 +129,7 @@ def _checked(axis: str, value: object) -> Any:
 
 
 def divisions(job: Job, gpus: int, fixed: Fixed) -> Iterator[Division]:
-    """Yield all divisions of `gpus` GPUs; those that the model or the batch rules out are among them."""
+    """Yield all divisions of `gpus` GPUs, also those that the model or the batch rules out."""
     node = job.cluster.gpus_per_node
     experts = job.model.experts.count if job.model.experts else 1
     every = divisors(gpus)
@@ -150,7 +150,7 @@ def divisions(job: Job, gpus: int, fixed: Fixed) -> Iterator[Division]:
 
 
 def pipelines(job: Job, division: Division, fixed: Fixed) -> Iterator[Pipeline]:
-    """Yield all pipelines of a division."""
+    """Yield all pipelines (schedule, parts per stage, layout) of a division."""
     pp, layers = division.pp, job.model.layers
     samples = job.training.global_batch // division.dp // division.micro_batch
     own = ("1f1b", *(("interleaved",) if pp > 1 and samples % pp == 0 else ()))
@@ -167,13 +167,13 @@ def pipelines(job: Job, division: Division, fixed: Fixed) -> Iterator[Pipeline]:
 
 
 def _virtual(layers: int, pp: int) -> tuple[int, ...]:
-    """Return the parts per stage, above 1, that divide the layers of a full stage, or those beside the ends."""
+    """Return the numbers of parts per stage, above 1, that divide a stage's layers (ends counted as layers or not)."""
     each = {layers // pp, -(-layers // pp), *((layers + 2) // pp for _ in (0,) if (layers + 2) % pp == 0)}
     return tuple(sorted({virtual for stage in each for virtual in divisors(stage) if virtual > 1}))
 
 
 def shardings(job: Job, division: Division, fixed: Fixed) -> Iterator[Sharding]:
-    """Yield zero and its shards: over all replicas, or over those of one unit of a level of the network."""
+    """Yield each zero stage with its shards: over all replicas, or over the replicas in one unit of a network level."""
     dp = division.dp
     replica = division.tp * division.cp
     units = {level.size // replica for level in job.cluster.levels[:-1] if level.size % replica == 0}
@@ -184,7 +184,7 @@ def shardings(job: Job, division: Division, fixed: Fixed) -> Iterator[Sharding]:
 
 
 def recomputations(job: Job, fixed: Fixed) -> tuple[Recomputation, ...]:
-    """Return all kinds of recomputation."""
+    """Return all kinds of recomputation that the search tries."""
     kinds = fixed.get("recompute", ("none", "selective", "full"))
     if "recompute_modules" in fixed:
         kinds = tuple(kind for kind in kinds if kind == "selective")
@@ -206,7 +206,7 @@ def recomputations(job: Job, fixed: Fixed) -> tuple[Recomputation, ...]:
 
 
 def _module_sets(job: Job) -> list[tuple[RecomputeModule, ...]]:
-    """Return the sets of modules; attention's core saves nothing with flash attention, and moe has moe_act in it."""
+    """Return the sets of modules to recompute; without core_attn for flash attention, and moe never with moe_act."""
     modules: list[RecomputeModule] = ["layernorm"]
     if not job.training.flash_attention:
         modules.append("core_attn")
@@ -219,7 +219,7 @@ def _module_sets(job: Job) -> list[tuple[RecomputeModule, ...]]:
 
 
 def divided(job: Job, division: Division, *, pieces_tp: bool) -> Job:
-    """Return the job so divided, with stages as even as they can be and nothing sharded or computed again.
+    """Return the job with this division, its stages as even as possible, nothing sharded or recomputed.
 
     Args:
         job: the job.
@@ -241,13 +241,13 @@ def divided(job: Job, division: Division, *, pieces_tp: bool) -> Job:
 
 
 def _even(layers: int, parts: int) -> tuple[int, ...]:
-    """Return the layers of each part, as even as they can be: the last ones have one more."""
+    """Return the layers of each part, as even as possible; the last parts have one more."""
     each, more = divmod(layers, parts)
     return tuple(each + (part >= parts - more) for part in range(parts))
 
 
 def piped(job: Job, pipeline: Pipeline) -> Job:
-    """Return the job with this pipeline; with balanced stages the even ones stay, until the search deals them."""
+    """Return the job with this pipeline; "balanced" stages stay even until the search deals their layers."""
     layers = pipeline.layers
     stages = layers if isinstance(layers, tuple) else None
     if layers == "balanced":
@@ -260,12 +260,12 @@ def piped(job: Job, pipeline: Pipeline) -> Job:
 
 
 def sharded(job: Job, sharding: Sharding) -> Job:
-    """Return the job so sharded."""
+    """Return the job with this sharding."""
     return replace(job, parallel=replace(job.parallel, **sharding._asdict()))
 
 
 def recomputing(job: Job, again: Recomputation) -> Job:
-    """Return the job that computes so much again."""
+    """Return the job with this recomputation."""
     return replace(job, training=_recomputing(job.training, again))
 
 
@@ -278,5 +278,5 @@ def _recomputing(training: Training, again: Recomputation) -> Training:
 
 @cache
 def divisors(number: int, most: int | None = None) -> tuple[int, ...]:
-    """Return the divisors of a number, up to `most`."""
+    """Return the divisors of a number that are at most `most`."""
     return tuple(n for n in range(1, min(number, most or number) + 1) if number % n == 0)

@@ -1,4 +1,4 @@
-"""Deal layers to stages so that the busiest stage has least to do, and every stage fits in memory.
+"""Deal layers to stages so that the busiest stage has the least to do, and every stage fits in memory.
 
 Layers go one by one to the stage that has least to do with one more, of those that have room. Where all layers take
 equally long, no other way to deal them has a shorter busiest stage (`tests/proof/plan/test_search.py` tries all); where
@@ -78,7 +78,7 @@ def balanced_job(
 
 
 def least_of_balanced_us(job: Job, rates: GpuRates, mesh: MeshTimes, layers: LayerTimes) -> float:
-    """Return a time below that of all ways to deal the layers of a job without zero and recomputation.
+    """Return a lower bound of the step µs, however layers are dealt, for a job without zero and recomputation.
 
     Args:
         job: the job.
@@ -86,7 +86,7 @@ def least_of_balanced_us(job: Job, rates: GpuRates, mesh: MeshTimes, layers: Lay
         mesh: times of its collectives.
         layers: times of its layers.
     """
-    if 0 < job.model.expert_layers < job.model.layers:  # layers that differ can be dealt more evenly than equal ones
+    if 0 < job.model.expert_layers < job.model.layers:  # unequal layers can be dealt more evenly than equal ones
         return least_division_us(job, rates, mesh, layers)
     model, ends_us, layer_us = job.model, _ends(job, end_us(job, rates, layers)), layers.mean_us(job.model)
     each = balanced(model.layers, layer_us, ends_us, [model.layers] * len(ends_us)) or ()
@@ -94,7 +94,7 @@ def least_of_balanced_us(job: Job, rates: GpuRates, mesh: MeshTimes, layers: Lay
 
 
 def _ends(job: Job, ends_us: tuple[float, float]) -> list[float]:
-    """Return the time of what each stage runs besides layers."""
+    """Return the µs that each stage spends on embedding or head, besides its layers."""
     found = [0.0] * job.parallel.pp
     found[0] += ends_us[0]
     found[-1] += ends_us[1]
@@ -102,5 +102,5 @@ def _ends(job: Job, ends_us: tuple[float, float]) -> list[float]:
 
 
 def _parts(stages: Sequence[int], virtual: int) -> tuple[int, ...]:
-    """Return the layers of every part, in the model's order; the first parts of a stage have those that are left."""
+    """Return the layers of each part, in the model's order; the first parts of a stage have one more if needed."""
     return tuple(layers // virtual + (turn < layers % virtual) for turn in range(virtual) for layers in stages)

@@ -1,4 +1,4 @@
-"""Predict how long replicas send gradients (with zero also parameters), and the part that compute does not hide.
+"""Predict how long replicas exchange gradients (with zero also parameters), and how much compute does not hide.
 
 Compute is cut into n equal pieces, as many as buckets or layers, and a collective follows (or precedes) each piece:
 
@@ -60,14 +60,14 @@ CollectiveTime = tuple[str, float]
 
 
 class CommTime(Record, frozen=True, kw_only=True):
-    """Holds the communication of one step."""
+    """Holds the communication time of one step, alone and exposed."""
 
     alone_us: float = 0.0  # all collectives, one after another
-    exposed_us: float = 0.0  # the part that compute does not hide, and the time by which it slows compute down
+    exposed_us: float = 0.0  # time not hidden by compute, plus the time by which it slows compute down
 
 
 class Sent(NamedTuple):
-    """Describes one collective of compressed gradients."""
+    """Holds the operation and the bytes of one collective of compressed gradients."""
 
     operation: str  # PyTorch's name
     num_bytes: float  # of the full array
@@ -85,7 +85,7 @@ class CompressedExchange(Record, frozen=True, kw_only=True):
 def overlapped_in_pieces_us(
     compute_us: float, comms: Sequence[CollectiveTime], pieces: float, mechanism: Disturbance, *, persistent: bool
 ) -> float:
-    """Return the time of compute and collectives in equal pieces; those of a piece overlap compute of its neighbour.
+    """Return the µs of compute and collectives in equal pieces; a piece's collectives overlap a neighbour's compute.
 
     Args:
         compute_us: compute alone, of all pieces.
@@ -110,7 +110,7 @@ def overlapped_in_pieces_us(
 def layer_collectives(
     job: Job, prices: MeshTimes, count: ParameterCount, element: int
 ) -> tuple[list[CollectiveTime], list[CollectiveTime]]:
-    """Return the collectives of forward and those of backward, with zero 3, of a layer or of embedding and head.
+    """Return the forward and the backward collectives that zero 3 runs for a layer, or for embedding and head.
 
     Args:
         job: the job.
@@ -127,7 +127,7 @@ def layer_collectives(
 
 
 def layer_copies_us(job: Job, rates: GpuRates, count: ParameterCount, element: int) -> tuple[float, float]:
-    """Return the µs of FSDP2's copies of one layer, forward and backward.
+    """Return the µs of FSDP2's copies for these parameters, in forward and in backward.
 
     Whole layers are copied out of the gathered buffer, and gradients into the one that is reduced, unless the mechanism
     sends every byte to where it belongs. The own shard is cast to the dtype in which it is gathered (and copied from
@@ -155,7 +155,7 @@ def layer_copies_us(job: Job, rates: GpuRates, count: ParameterCount, element: i
 def _collectives(
     job: Job, prices: MeshTimes, count: ParameterCount, alone_us: Callable[[Axis, str, float], float], element: int
 ) -> tuple[list[CollectiveTime], list[CollectiveTime]]:
-    """Return the collectives of parameters and of gradients; replicas of shards add up what each has reduced."""
+    """Return the collectives of parameters and those of gradients; replicas of a shard all_reduce its gradients."""
     gathered, gradients = [], []
     for axis, replicas, parameters in _sharded_axes(job, count):
         size = parameters * job.training.grad_bytes
@@ -172,7 +172,7 @@ def _collectives(
 
 
 def _sharded_axes(job: Job, count: ParameterCount) -> list[tuple[Axis, tuple[Axis, ...], float]]:
-    """Return each axis over which parameters are sharded or reduced, the axes of its replicas, and their number."""
+    """Return (axis, the axes of its replicas, number of parameters) for each axis that shards or reduces parameters."""
     found: list[tuple[Axis, tuple[Axis, ...], float]] = []
     if count.shared:
         whole = job.parallel.shard is None or job.parallel.zero == 0
@@ -186,7 +186,7 @@ def replica_exchange(
     job: Job, rates: GpuRates, prices: MeshTimes, count: ParameterCount, *, forward_us: float, backward_us: float,
     host_us: float,
 ) -> CommTime:  # fmt: skip
-    """Return the time of what replicas send with zero 0 to 2: gradients after backward, parameters before forward.
+    """Return the time of the replicas' collectives, zero 0 to 2: gradients after backward, parameters before forward.
 
     Args:
         job: the job.
@@ -256,7 +256,7 @@ def _sent_us(prices: MeshTimes, axis: Axis, sent: Sent) -> float:
 
 
 def _check_whole(job: Job) -> None:
-    """Raise Misconfigured where local SGD or asynchronous replicas come with zero, with compression, or together."""
+    """Raise Misconfigured where local SGD or asynchronous replicas come with zero, compression or each other."""
     training = job.training
     apart = f"training.local_steps = {training.local_steps}" if training.local_steps > 1 else ""
     apart = apart or ("training.asynchronous = true" if training.asynchronous else "")
@@ -269,7 +269,7 @@ def _check_whole(job: Job) -> None:
 
 
 def _averaged(job: Job, prices: MeshTimes, count: ParameterCount) -> CommTime:
-    """Return one step's part of local SGD (arXiv 1805.09767), which averages parameters every `local_steps` steps."""
+    """Return local SGD's communication per step: it averages parameters every `local_steps` (arXiv 1805.09767)."""
     size = {axis: parameters * job.training.grad_bytes for axis, _, parameters in _sharded_axes(job, count)}
     us = sum(prices.find(axis, "all_reduce", num_bytes).us for axis, num_bytes in size.items())
     us /= job.training.local_steps
@@ -286,7 +286,7 @@ def compress(
     gpu: ClusterGpu,
     precision: str = "bf16",
 ) -> CompressedExchange:
-    """Return what one rank sends of compressed gradients, and the time to encode and decode them.
+    """Return the collectives of a rank's compressed gradients, and the µs to encode and to decode them.
 
     The time is that of memory at `gpu.memory_gb_per_s`, or of powersgd's matrix products at the peak of `precision` if
     that is longer: a lower bound, since thin matrices reach neither.
@@ -315,7 +315,7 @@ def compress(
 def _compressed_bytes(
     how: Compression, shapes: Shapes, group: tuple[int, int], element_bytes: int
 ) -> tuple[list[Sent], float, float]:
-    """Return the collectives, and the bytes that encoding and decoding read and write."""
+    """Return the collectives, and the bytes that encoding and decoding read and write, by method of compression."""
     elements, (ranks, in_node) = _elements(shapes), group
     whole = float(elements * element_bytes)
     match how.method:
@@ -344,7 +344,7 @@ def _elements(shapes: Shapes) -> int:
 
 
 def _powersgd(how: Compression, shapes: Shapes, element_bytes: int) -> tuple[list[Sent], float, float]:
-    """Return `_compressed_bytes` of powersgd: all_reduce of P, then Q; what would not get smaller goes whole with P."""
+    """Return PowerSGD's collectives and bytes: all_reduce of P, then Q; gradients too small to factor go with P."""
     low, whole = _divided(how.rank, shapes)
     p = sum(rows for rows, _ in low) * how.rank * element_bytes
     q = sum(columns for _, columns in low) * how.rank * element_bytes
@@ -355,14 +355,14 @@ def _powersgd(how: Compression, shapes: Shapes, element_bytes: int) -> tuple[lis
 
 
 def _powersgd_flops(rank: int, shapes: Shapes) -> tuple[float, float]:
-    """Return the operations to encode (M Q, M^T P, Gram-Schmidt on P) and to decode (P Q^T)."""
+    """Return PowerSGD's FLOPs to encode (M Q, M^T P, Gram-Schmidt on P) and to decode (P Q^T)."""
     low, _ = _divided(rank, shapes)
     product = sum(2.0 * rows * columns * rank for rows, columns in low)
     return 2 * product + sum(2.0 * rows * rank**2 for rows, _ in low), product
 
 
 def _divided(rank: int, shapes: Shapes) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Return the gradients that two factors of `rank` make smaller, and the others."""
+    """Return the gradients' shapes in two lists: those that two factors of `rank` make smaller, and the others."""
     low = [(rows, columns) for rows, columns in shapes if rank * (rows + columns) < rows * columns]
     return low, [(rows, columns) for rows, columns in shapes if rank * (rows + columns) >= rows * columns]
 

@@ -1,4 +1,4 @@
-"""List what the ranks of a group send each other for one layer and micro-batch: operations and bytes, no times.
+"""List the exchanges of a group's ranks for one layer and micro-batch: operations and bytes, without times.
 
 A = micro_batch · sequence / cp · hidden · bytes of an element; blocks are attention and feed-forward, two per layer.
 
@@ -50,27 +50,27 @@ CHOICE_BYTES = WEIGHT_BYTES + 4  # with the number of its expert
 
 
 class Exchange(Record, frozen=True, kw_only=True):
-    """Describes `count` equal collectives in a row."""
+    """Describes `count` equal collectives that run one after the other."""
 
     axis: Axis  # of the mesh
     operation: Operation  # PyTorch's name
     num_bytes: int  # of the full array; of one rank's input for all_to_all and send_recv
-    count: int = 1  # how many
-    ffn: int = 0  # so many of them belong to the feed-forward block
+    count: int = 1  # number of collectives
+    ffn: int = 0  # how many of them belong to the feed-forward block
     backward: bool = False  # they belong to backward
     during_dw: bool = False  # they run during the products for the weights' gradients
     product: tuple[int, int] | None = None  # n and k of the product that they run beside, in pieces
     halves: bool = False  # they come in pairs, one of which runs beside the experts
 
     def us(self, times: MeshTimes) -> float:
-        """Return the time of all of its collectives."""
+        """Return the µs of all `count` collectives."""
         return self.count * times.find(self.axis, self.operation, self.num_bytes).us
 
 
 def layer_exchanges(
     model: Model, parallel: Parallel, training: Training, experts: Experts | None = None
 ) -> tuple[Exchange, ...]:
-    """Return what one layer exchanges for one micro-batch; recomputation repeats the exchanges of forward.
+    """Return the exchanges of one layer for one micro-batch; recomputation repeats those of forward.
 
     Args:
         model: widths.
@@ -87,7 +87,7 @@ def layer_exchanges(
 
 
 def _in_fp8(exchanges: tuple[Exchange, ...], local: LocalShape, experts: Experts | None) -> tuple[Exchange, ...]:
-    """Return exchanges with what fp8 products gather in one byte: each rank casts its part first.
+    """Return the exchanges with all_gathers in one byte per element where fp8 products read them: ranks cast first.
 
     Sums are in bf16, and so is what a router reads.
     """
@@ -101,7 +101,7 @@ def _in_fp8(exchanges: tuple[Exchange, ...], local: LocalShape, experts: Experts
 
 def _tensor(model: Model, parallel: Parallel, local: LocalShape, experts: Experts | None) -> tuple[Exchange, ...]:
     whole, during_dw = local.tokens * model.hidden * local.element_bytes, parallel.overlap_tp
-    blocks = 1 if local.experts_whole and experts is not None and not experts.shared else 2  # that need other ranks'
+    blocks = 1 if local.experts_whole and experts is not None and not experts.shared else 2  # with exchanges over tp
     if parallel.pieces_tp:
         return _tensor_in_pieces(model, local, whole, experts)[: 5 * blocks]
     if parallel.sequence and model.mla is not None:
@@ -124,7 +124,7 @@ def _tensor(model: Model, parallel: Parallel, local: LocalShape, experts: Expert
 def _tensor_of_latents(
     model: Model, mla: LatentAttention, local: LocalShape, whole: int, *, during_dw: bool
 ) -> tuple[Exchange, ...]:
-    """Return the exchanges of a layer with latent attention, whose input stays in parts: its latents are gathered."""
+    """Return the tp exchanges of a layer with latent attention: the input stays sharded, its latents are gathered."""
     width = mla.latent_width if mla.q_lora_rank is not None else mla.latent_width + model.hidden
     found: list[Exchange] = []
     for ffn, entering in enumerate((local.tokens * width * local.element_bytes, whole)):
@@ -139,7 +139,7 @@ def _tensor_of_latents(
 
 
 def _tensor_in_pieces(model: Model, local: LocalShape, whole: int, experts: Experts | None) -> tuple[Exchange, ...]:
-    """Return the exchanges beside the products of both blocks: of their first and last weights."""
+    """Return the tp exchanges that run in pieces beside products: at the first and the last weight of each block."""
     queries = model.heads * model.head_width // local.tp
     keys = max(model.key_heads // local.tp, 1) * model.head_width
     width = model.ffn_width // local.tp
@@ -190,7 +190,7 @@ def _experts(model: Model, parallel: Parallel, experts: Experts, local: LocalSha
 
 
 def _sent_tokens(model: Model, parallel: Parallel, experts: Experts, local: LocalShape) -> tuple[Exchange, ...]:
-    """Return the exchanges of tokens: the busiest rank receives `imbalance` times the mean, and all wait for it."""
+    """Return the all_to_alls of tokens; all ranks wait for the busiest, which receives `imbalance` times the mean."""
     sent, rounds = local.tokens_between * experts.per_token * model.hidden * local.element_bytes, 1
     num_bytes = round(sent * experts.imbalance)
     if parallel.expert_exchange == "slabs":
@@ -203,7 +203,7 @@ def _sent_tokens(model: Model, parallel: Parallel, experts: Experts, local: Loca
 
 
 def _gathered_tokens(model: Model, parallel: Parallel, experts: Experts, local: LocalShape) -> tuple[Exchange, ...]:
-    """Return the exchanges of tokens that every rank sees: their sums come back, whichever expert they are of."""
+    """Return the exchanges where every rank gathers all tokens, and the experts' outputs are reduce_scattered."""
     tokens = parallel.ep * local.tokens_between
     whole, choices = tokens * model.hidden * local.element_bytes, tokens * experts.per_token
     return (
@@ -217,7 +217,7 @@ def _gathered_tokens(model: Model, parallel: Parallel, experts: Experts, local: 
 
 
 def stage_exchanges(model: Model, parallel: Parallel, training: Training) -> tuple[Exchange, ...]:
-    """Return what one stage sends to the next for one micro-batch in one direction."""
+    """Return what one stage sends to the next one in one direction, for one micro-batch."""
     local = LocalShape.of(parallel, training)
     whole = local.tokens * model.hidden * local.element_bytes
     part = Exchange(axis="pp", operation="send_recv", num_bytes=-(-whole // parallel.tp))

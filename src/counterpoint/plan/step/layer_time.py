@@ -1,4 +1,4 @@
-"""Predict one layer, and one part of a stage, on one rank: compute by kind, communication alone, its exposed part.
+"""Predict one layer, and one part of a stage, on one rank: compute by kind, communication alone and exposed.
 
 forward   = compute + every exchange                            activations are needed before anything can go on
             those in pieces beside a product count what the product takes longer (`pieces.py`)
@@ -47,7 +47,7 @@ EXPOSED = {"tp": "tensor_us", "cp": "context_us", "ep": "expert_us"}
 
 
 class TimeByPart(Record, frozen=True, kw_only=True):
-    """Holds the µs of a rank by part; of communication only the exposed part."""
+    """Holds the µs of a rank by part; for communication only the exposed µs."""
 
     matmul_us: float = 0.0
     attention_us: float = 0.0
@@ -62,43 +62,43 @@ class TimeByPart(Record, frozen=True, kw_only=True):
 
     @property
     def total_us(self) -> float:
-        """Return the sum of all parts."""
+        """Return the sum of all parts, in µs."""
         return float(sum(astuple(self)))
 
     @property
     def compute_us(self) -> float:
-        """Return the time in which the GPU computes, or copies what it has computed."""
+        """Return the µs in which the GPU computes, recomputes or copies shards."""
         return self.matmul_us + self.attention_us + self.memory_bound_us + self.recompute_us + self.shard_copies_us
 
     def plus(self, other: TimeByPart, times: float = 1.0) -> TimeByPart:
-        """Return the sum of this time and `times` times the other."""
+        """Return this time plus `times` times the other."""
         pairs = zip(self.__struct_fields__, astuple(self), astuple(other), strict=True)
         return TimeByPart(**{name: mine + times * more for name, mine, more in pairs})
 
 
 class MicroBatchTime(Record, frozen=True, kw_only=True):
-    """Holds the time of one micro-batch in some layers."""
+    """Holds the time of one micro-batch in several layers."""
 
     forward: TimeByPart = TimeByPart()  # of all these layers
     backward: TimeByPart = TimeByPart()  # of all these layers
     weight_us: float = 0.0  # the part of backward that only makes weight gradients
     launch_us: tuple[float, float] = (0.0, 0.0)  # host time of forward and backward
-    weight_launch_us: float = 0.0  # the part of backward's that launches what only makes weight gradients
-    kernels: float = 0.0  # that the host launches
+    weight_launch_us: float = 0.0  # the part of backward's launches that only make weight gradients
+    kernels: float = 0.0  # number of kernels that the host launches
     comm_us: dict[str, float] = msgspec.field(default_factory=dict)  # communication alone, by axis, both directions
 
     @property
     def total_us(self) -> float:
-        """Return the time of forward and backward."""
+        """Return the µs of forward and backward."""
         return self.forward.total_us + self.backward.total_us
 
     @property
     def gpu_us(self) -> float:
-        """Return the time in which the GPU runs what the host has launched."""
+        """Return the µs of forward and backward without those that the GPU waits for the host."""
         return self.total_us - self.forward.host_us - self.backward.host_us
 
     def with_host(self) -> MicroBatchTime:
-        """Return this time with what the host adds; it counts in backward, where the host that ran ahead is caught up.
+        """Return this time with the µs that the GPU waits for the host; they count in backward, where it catches up.
 
         In shares that follow the GPU's times, a slower kernel could move them to where they hide more communication.
         """
@@ -106,7 +106,7 @@ class MicroBatchTime(Record, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, backward=self.backward.plus(late))
 
     def plus(self, other: MicroBatchTime, times: float = 1.0) -> MicroBatchTime:
-        """Return the sum of this time and `times` times the other."""
+        """Return this time plus `times` times the other."""
         comm_us = dict(self.comm_us)
         for axis, us in other.comm_us.items():
             comm_us[axis] = comm_us.get(axis, 0.0) + times * us
@@ -125,7 +125,7 @@ class MicroBatchTime(Record, frozen=True, kw_only=True):
 
 
 class LayerTimes(Record, frozen=True, kw_only=True):
-    """Holds the times of one layer, dense or with experts, of those whose forward is kept or repeated as the job says.
+    """Holds the time of one dense layer and one with experts, with recomputation as the job asks for.
 
     Where only some layers are computed again whole, `rest` has the times of the others.
     """
@@ -135,14 +135,14 @@ class LayerTimes(Record, frozen=True, kw_only=True):
     rest: LayerTimes | None = None
 
     def mean_us(self, model: Model) -> float:
-        """Return the time of one layer, both ways, over all that are not computed again by their number."""
+        """Return the mean µs of one layer, forward and backward; with the method "block", of unrecomputed layers."""
         if self.rest is not None:
             return self.rest.mean_us(model)
         found = self.of_part(StagePart(layers=model.layers, routed=model.expert_layers), 0)
         return found.total_us / model.layers
 
     def of_part(self, part: StagePart, again: int) -> MicroBatchTime:
-        """Return the time of the layers of a part, `again` of which are computed again whole."""
+        """Return the time of a part's layers, of which `again` are recomputed in full."""
         found = MicroBatchTime().plus(self.dense, part.layers - part.routed)
         if part.routed:
             found = found.plus(self.routed, part.routed)
@@ -153,7 +153,7 @@ class LayerTimes(Record, frozen=True, kw_only=True):
 
 
 def layer_times(job: Job, rates: GpuRates, prices: MeshTimes) -> LayerTimes:
-    """Return the times of one layer of each kind that the job has."""
+    """Return the time of one layer of each kind in the job: dense, with experts, and without recomputation."""
     dense = layer_time(job, rates, prices)
     routed = layer_time(job, rates, prices, job.model.experts) if job.model.expert_layers or job.model.mtp else dense
     rest = None
@@ -221,7 +221,7 @@ def layer_time(job: Job, rates: GpuRates, prices: MeshTimes, experts: Experts | 
 
 
 def _without_last(exchange: Exchange) -> Exchange:
-    """Return an exchange without that of the last product, which is not repeated where recomputation stops early."""
+    """Return an exchange without the last product's, which early-stopped recomputation does not repeat."""
     last = exchange.axis == "tp" and exchange.operation in ("reduce_scatter", "all_reduce") and exchange.product is None
     return msgspec.structs.replace(exchange, count=exchange.count - 1) if last else exchange
 
@@ -229,10 +229,10 @@ def _without_last(exchange: Exchange) -> Exchange:
 def _again(
     job: Job, work: LayerWork, sent: list[Exchange], *, routed: bool
 ) -> tuple[tuple[Operation, ...], list[Exchange]]:
-    """Return what backward computes and sends again, of what forward has computed and `sent`."""
+    """Return the operations and exchanges that backward repeats, out of those of forward, `work` and `sent`."""
     training = job.training
     if training.recompute == "full":
-        if not training.early_stop or routed:  # what combines experts needs their products again
+        if not training.early_stop or routed:  # combining needs the experts' outputs again
             return work.forward, sent
         return tuple(op for op in work.forward if op.name != LAST_PRODUCT), [_without_last(each) for each in sent]
     if training.recompute == "none":
@@ -243,14 +243,14 @@ def _again(
 
 
 def end_us(job: Job, rates: GpuRates, layers: LayerTimes) -> tuple[float, float]:
-    """Return the time of embedding and of head, with its modules of multi-token prediction, both ways."""
+    """Return the µs, forward plus backward, of the embedding and of the head with multi-token prediction."""
     ends = StagePart(layers=0, embedding=True), StagePart(layers=0, head=True, mtp=job.model.mtp)
     first, last = (_with_ends(MicroBatchTime(), job, rates, end, layers) for end in ends)
     return first.total_us, last.total_us
 
 
 def _with_ends(found: MicroBatchTime, job: Job, rates: GpuRates, part: StagePart, layers: LayerTimes) -> MicroBatchTime:
-    """Return a time with that of what a part has besides layers: embedding, head, multi-token prediction."""
+    """Return a time plus that of what the part has besides layers: embedding, head, multi-token prediction."""
     if part.embedding:
         found = found.plus(_end_time(job, rates, embedding_work))
     if part.head:
@@ -273,7 +273,7 @@ def _end_time(job: Job, rates: GpuRates, work_of: Callable[[Model, LocalShape], 
 
 
 def _launch_us(job: Job, rates: GpuRates, operations: Iterable[Operation], sent: Iterable[Exchange]) -> float:
-    """Return the host's time to launch operations and collectives, of which a replayed CUDA graph needs none."""
+    """Return the host's µs to launch operations and collectives; 0 with CUDA graphs."""
     if job.training.cuda_graphs:
         return 0.0
     collectives = sum(exchange.count for exchange in sent)
@@ -281,7 +281,7 @@ def _launch_us(job: Job, rates: GpuRates, operations: Iterable[Operation], sent:
 
 
 def _experts_us(work: LayerWork, rates: GpuRates) -> tuple[float, float]:
-    """Return the time of the experts of a layer, forward and backward; 0 where it has none."""
+    """Return the µs of a layer's experts, forward and backward; 0 where it has none."""
     if work.experts is None:
         return 0.0, 0.0
     return _compute(work.experts.forward, rates).total_us, _compute(work.experts.backward, rates).total_us
@@ -315,7 +315,7 @@ def _exposed(
     weight_us: float,
     experts_us: float,
 ) -> dict[str, float]:
-    """Return exposed µs by part; exchanges during weight gradients divide what they expose by time alone."""
+    """Return exposed µs by part; exchanges during weight gradients divide theirs in proportion to their time alone."""
     exposed: dict[str, float] = {}
     during_dw, halves = [], []
     for exchange in exchanges:
@@ -336,14 +336,14 @@ def _exposed(
             part = us / sum(alone for _, alone in comms)
             name = EXPOSED[exchange.axis]
             exposed[name] = exposed.get(name, 0.0) + (both - weight_us) * part
-    if halves:  # the first half's way there and the second's way back are beside nothing
+    if halves:  # the first half's dispatch and the second half's combine overlap nothing
         both = kept_us(experts_us, halves, job.disturbance_of("ep"), persistent=rates.efficiency.persistent)
         exposed["expert_us"] = sum(us for _, us in halves) + both - experts_us
     return exposed
 
 
 def _beside_product_us(job: Job, prices: MeshTimes, exchange: Exchange, product: tuple[int, int]) -> float:
-    """Return the µs that a product and its exchange, in pieces, take more than the product; at most the exchange's."""
+    """Return the µs that a product with its exchange in pieces takes beyond the product; at most the exchange's µs."""
     local = LocalShape.of(job.parallel, job.training)
     scatter = exchange.operation == "reduce_scatter"
     us = pieces_us(
@@ -358,7 +358,7 @@ def _beside_product_us(job: Job, prices: MeshTimes, exchange: Exchange, product:
 
 
 def _accumulation(job: Job, experts: Experts | None) -> tuple[Operation, ...]:
-    """Return the kernel that adds gradients to those of earlier micro-batches, where no matrix product does that."""
+    """Return the kernel that adds gradients to those of earlier micro-batches; empty where a matrix product does it."""
     training, parallel = job.training, job.parallel
     if training.fused_accumulation or training.micro_batches(parallel) == 1 or parallel.zero == 3:
         return ()
@@ -369,7 +369,7 @@ def _accumulation(job: Job, experts: Experts | None) -> tuple[Operation, ...]:
 def _sharding_time(
     job: Job, rates: GpuRates, prices: MeshTimes, part: StagePart, alone: MicroBatchTime
 ) -> MicroBatchTime:
-    """Return what zero 3 adds to a part: copies, exposed communication. Embedding and head count as one unit."""
+    """Return the time that zero 3 adds to a part: copies and exposed communication; embedding and head are one unit."""
     mechanism, persistent = job.disturbance_of("dp"), rates.efficiency.persistent
     count = max(part.layers + part.mtp, 1)
     alike = StagePart(layers=part.layers, routed=part.routed, mtp=part.mtp)
@@ -393,7 +393,7 @@ def _sharding_time(
             exposed = both - compute_us + end_us
         found.append(TimeByPart(shard_copies_us=copy_us, shards_us=exposed))
     each_us = 0.0 if job.training.cuda_graphs else (part.layers + 1) * rates.efficiency.host_shard_us
-    again = 2 if job.parallel.reshard_after_forward else 1  # gathered once more, and reduced
+    again = 2 if job.parallel.reshard_after_forward else 1  # backward gathers once more, and reduces
     return MicroBatchTime(
         forward=found[0], backward=found[1], launch_us=(each_us, again * each_us), comm_us={"shards": comm_us}
     )

@@ -1,4 +1,4 @@
-"""Predict what tensor-parallel communication costs that runs beside the product it belongs to, in pieces.
+"""Predict the cost of tensor-parallel communication that runs in pieces beside its matrix product.
 
 exposed = end of the pieces (`pair/cuts.py`) - the product alone, both by an estimated curve of the product
 """
@@ -21,7 +21,7 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "float8_e4m3fn", "fp32":
 def pieces_us(
     operation: TensorOperation, columns: int, depth: int, dtype: str, rows: int, ranks: int, gpu: tuple[str, str]
 ) -> float:
-    """Return the µs that a product in pieces takes more than alone, by the model of `pair/cuts.py`.
+    """Return the µs that a product with communication in pieces takes beyond the product alone (`pair/cuts.py`).
 
     Args:
         operation: what comes first.

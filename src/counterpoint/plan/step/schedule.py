@@ -1,4 +1,4 @@
-"""Schedule micro-batches through a pipeline: the order in which each stage runs them, and when the last one ends.
+"""Schedule micro-batches through a pipeline: the order of each stage, and when the last one ends.
 
 `orders` lists, for each stage, its slots (forward or backward, part of the model, micro-batch). The graph:
 
@@ -33,11 +33,11 @@ from counterpoint.records import Record
 
 Kind = Literal["F", "B", "W"]
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
-SIMULATED_ROUNDS = 3  # of `stages` micro-batches, before the period is taken
+SIMULATED_ROUNDS = 3  # rounds of `stages` micro-batches that are simulated before the pattern is taken as periodic
 
 
 class Slot(NamedTuple):
-    """Describes one operation of a stage; `part` counts its own parts from 0."""
+    """Describes one operation of a stage: kind, part and micro-batch; `part` counts the stage's own parts from 0."""
 
     kind: Kind
     part: int
@@ -45,7 +45,7 @@ class Slot(NamedTuple):
 
 
 class ScheduledSlot(NamedTuple):
-    """Holds a slot with its start and end."""
+    """Holds an operation of a stage with its start and end."""
 
     stage: int
     slot: Slot
@@ -54,7 +54,7 @@ class ScheduledSlot(NamedTuple):
 
 
 class StageTimes(Record, frozen=True, kw_only=True):
-    """Holds the µs of each part for one micro-batch, `[stage][part]`, and of one send between stages."""
+    """Holds the µs of each part for one micro-batch, `[stage][part]`, and the µs of one send between stages."""
 
     forward: tuple[tuple[float, ...], ...]  # of one micro-batch
     backward: tuple[tuple[float, ...], ...]  # of one micro-batch, with `weight`
@@ -72,12 +72,12 @@ class StageTimes(Record, frozen=True, kw_only=True):
         return len(self.forward[0])
 
     def busiest_us(self) -> float:
-        """Return the time of one micro-batch on the stage that has most to do."""
+        """Return the µs of one micro-batch on the stage that has the most to do."""
         return max(sum(f) + sum(b) for f, b in zip(self.forward, self.backward, strict=True))
 
 
 def in_flight(name: ScheduleName, stages: int, micro_batches: int, virtual: int = 1, *, stage: int = 0) -> float:
-    """Return the micro-batches whose activations a stage holds at once, in units of a whole stage.
+    """Return how many micro-batches' activations a stage holds at once, in units of a whole stage.
 
     Args:
         name: the schedule.
@@ -88,13 +88,13 @@ def in_flight(name: ScheduleName, stages: int, micro_batches: int, virtual: int 
     """
     if name == "gpipe":
         return float(micro_batches)
-    if name == "interleaved" and virtual > 1:  # those of its warm-up, and one more (`_interleaved`)
+    if name == "interleaved" and virtual > 1:  # the micro-batches of its warm-up, and one more (`_interleaved`)
         return min(stages + (2.0 * (stages - stage) - stages - 1.0) / virtual, float(micro_batches))
     return float(min(stages - stage, micro_batches))
 
 
 def orders(name: ScheduleName, stages: int, micro_batches: int, virtual: int = 1) -> tuple[tuple[Slot, ...], ...]:
-    """Return the slots of every stage in their order; interleaved needs a multiple of `stages` as micro_batches.
+    """Return the operations of every stage in order; interleaved needs `micro_batches` to be a multiple of `stages`.
 
     Args:
         name: the schedule.
@@ -116,14 +116,14 @@ def orders(name: ScheduleName, stages: int, micro_batches: int, virtual: int = 1
 
 
 def _alternate(forward: list[Slot], backward: list[Slot], first: int) -> tuple[Slot, ...]:
-    """Return `first` forwards, then one forward and one backward in turn, then the rest of backward."""
+    """Return `first` forwards, then alternately one forward and one backward, then the remaining backwards."""
     pairs = zip(forward[first:], backward, strict=False)
     rest = backward[max(len(forward) - first, 0) :]
     return (*forward[:first], *(slot for pair in pairs for slot in pair), *rest)
 
 
 def _postponed(stage: int, stages: int, micro_batches: int) -> tuple[Slot, ...]:
-    """Return ZB-H1's order: that of 1f1b, each dW after the backward of `stage` micro-batches later."""
+    """Return ZB-H1's order: 1f1b with each dW postponed by `stage` micro-batches."""
     held = stages - stage
     found = [Slot("F", 0, micro) for micro in range(min(held, micro_batches))]
     for micro in range(micro_batches):
@@ -136,7 +136,7 @@ def _postponed(stage: int, stages: int, micro_batches: int) -> tuple[Slot, ...]:
 
 
 def _interleaved(stage: int, stages: int, micro_batches: int, virtual: int) -> tuple[Slot, ...]:
-    """Return Megatron-LM's order: `stages` micro-batches through each part in turn; backward from the last part."""
+    """Return Megatron-LM's interleaved order: `stages` micro-batches per part; backward starts at the last part."""
     total = micro_batches * virtual
 
     def slot(kind: Kind, index: int) -> Slot:
@@ -152,7 +152,7 @@ def _interleaved(stage: int, stages: int, micro_batches: int, virtual: int) -> t
 
 @lru_cache(maxsize=1 << 14)
 def pipeline_us(name: ScheduleName, times: StageTimes, micro_batches: int) -> float:
-    """Return the time from the first forward to the last backward."""
+    """Return the µs from the start of the first forward to the end of the last backward."""
     stages = times.stages
     if stages == 1:
         return micro_batches * times.busiest_us()
@@ -168,7 +168,7 @@ def pipeline_us(name: ScheduleName, times: StageTimes, micro_batches: int) -> fl
 
 
 def least_pipeline_us(name: ScheduleName, times: StageTimes, micro_batches: int) -> float:
-    """Return a time that `pipeline_us` does not fall below, without following the pipeline.
+    """Return a lower bound of `pipeline_us`, without simulating the pipeline.
 
     A stage begins after the first parts of those before it, does all its work, and its last backward (of its first
     part, but for zero_bubble, which may end with a postponed dW) goes back through them.
@@ -184,7 +184,7 @@ def least_pipeline_us(name: ScheduleName, times: StageTimes, micro_batches: int)
 def least_of_any_stages_us(
     layers_us: float, ends_us: Sequence[float], micro_batches: int, *, virtual: int = 1, send_us: float = 0.0
 ) -> float:
-    """Return a time below `least_pipeline_us` of all ways to deal `layers_us` of one micro-batch to stages.
+    """Return a lower bound of `least_pipeline_us` over all ways to deal layers of `layers_us` in total to stages.
 
     Stage s with layers of x_s and ends of e_s cannot end before before_s + micro_batches · (x_s + e_s), where
     before_s = sum of (x / virtual + 2 · send_us) of the stages before it. Within a time T it has room for
@@ -218,9 +218,9 @@ def _end_us(found: tuple[ScheduledSlot, ...]) -> float:
 
 
 def scheduled(name: ScheduleName, times: StageTimes, micro_batches: int) -> tuple[ScheduledSlot, ...]:
-    """Return every slot with its start and end: the longest path to each node of the graph."""
+    """Return every operation with its start and end, by the longest path to each node of the dependency graph."""
     found = _followed(name, times, micro_batches)
-    if name == "zero_bubble":  # a B may arrive while a dW runs: where that costs more than it fills, 1f1b is kept
+    if name == "zero_bubble":  # a B may arrive while a dW runs: if that costs more than dW fills, 1f1b stays
         return min(found, _followed("1f1b", times, micro_batches), key=_end_us)
     return found
 
@@ -256,7 +256,7 @@ def _followed(name: ScheduleName, times: StageTimes, micro_batches: int) -> tupl
 
 
 def _lengths(times: StageTimes, stage: int, *, apart: bool) -> dict[Kind, tuple[float, ...]]:
-    """Return the µs of a stage's slots by kind and part; with `apart`, a dW is no part of its backward."""
+    """Return the µs of a stage's operations by kind and part; `apart`: dW is separate from backward."""
     forward, backward, weight = times.forward[stage], times.backward[stage], times.weight[stage] if apart else ()
     rest = tuple(whole - dw for whole, dw in zip(backward, weight, strict=True)) if apart else backward
     return {"F": forward, "B": rest, "W": weight}

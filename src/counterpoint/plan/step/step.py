@@ -1,4 +1,4 @@
-"""Predict one training step: the time of the critical rank, part by part, and how long it waits.
+"""Predict one training step: the time of the critical rank by part, and how long that rank waits.
 
     step = slots + bubble + ends of the replicas + optimizer + stragglers
 
@@ -66,7 +66,7 @@ CAST_HALF_GRADIENTS = 6  # where gradients are kept in two bytes, they are copie
 
 
 class PredictedStep(Record, frozen=True, kw_only=True):
-    """Holds a predicted step; `parts` add up to `step_us`."""
+    """Holds a predicted step; the µs of `parts` add up to `step_us`."""
 
     step_us: float  # of the whole job
     parts: dict[str, float]  # µs by name, of the critical rank; of communication only the exposed part
@@ -84,18 +84,18 @@ class PredictedStep(Record, frozen=True, kw_only=True):
 
     @property
     def exposed_comm_us(self) -> float:
-        """Return the exposed communication of all axes; sends between stages are in the bubble."""
+        """Return the µs of exposed communication over all axes; sends between stages count as bubble."""
         names = ("tensor_us", "context_us", "expert_us", "shards_us", "gradients_us")
         return sum(self.parts[name] for name in names)
 
     @property
     def comm_to_compute(self) -> float:
-        """Return the time of communication alone over that of compute alone."""
+        """Return the time of communication alone over the time of compute alone."""
         return sum(self.comm_us.values()) / (self.serial_us - sum(self.comm_us.values()))
 
 
 class _Timed(NamedTuple):
-    """Holds the parts of a step, and what its summary needs besides."""
+    """Holds the parts of a step, and the other times that its summary needs."""
 
     parts: dict[str, float]
     comm_us: dict[str, float]
@@ -106,7 +106,7 @@ class _Timed(NamedTuple):
 
 
 def predict_step(job: Job, *, prices: CollectiveTimes | None = None, rates: GpuRates | None = None) -> PredictedStep:
-    """Predict one step of a job; give the same `prices`, a cache of collectives' times, to all jobs of a search."""
+    """Return the prediction of one step; share `prices`, a cache of collectives' times, among all jobs of a search."""
     rates = rates or GpuRates.of(job.cluster.gpu, job.training.precision)
     mesh = MeshTimes(prices or CollectiveTimes(network_of(job.cluster)), job.parallel)
     found = _timed(job, rates, mesh, layer_times(job, rates, mesh), pipeline_us)
@@ -114,7 +114,7 @@ def predict_step(job: Job, *, prices: CollectiveTimes | None = None, rates: GpuR
 
 
 def least_step_us(job: Job, rates: GpuRates, mesh: MeshTimes, layers: LayerTimes) -> float:
-    """Return a time that `predict_step` does not fall below, without following the pipeline.
+    """Return a lower bound of the µs of `predict_step`, without simulating the pipeline.
 
     Args:
         job: the job.
@@ -126,7 +126,7 @@ def least_step_us(job: Job, rates: GpuRates, mesh: MeshTimes, layers: LayerTimes
 
 
 def least_division_us(job: Job, rates: GpuRates, mesh: MeshTimes, layers: LayerTimes) -> float:
-    """Return a time below that of all jobs with these degrees, whatever the pipeline, zero and recomputation.
+    """Return a lower bound of the step µs of all jobs with these degrees, whatever pipeline, zero and recomputation.
 
     The busiest stage does the mean of all stages, or more: of the layers without what zero adds, and of both ends. The
     slowest of all ranks takes longer by its part of the layers' compute.
@@ -145,7 +145,7 @@ def least_division_us(job: Job, rates: GpuRates, mesh: MeshTimes, layers: LayerT
 
 
 def least_stages_us(job: Job, rates: GpuRates, mesh: MeshTimes, layers: LayerTimes) -> float:
-    """Return a time below that of all jobs with this job's pipeline, whatever zero and recomputation.
+    """Return a lower bound of the step µs of all jobs with this job's pipeline, whatever zero and recomputation.
 
     Args:
         job: a job without zero and recomputation.
@@ -161,7 +161,7 @@ def least_stages_us(job: Job, rates: GpuRates, mesh: MeshTimes, layers: LayerTim
 def least_dealt_us(
     job: Job, rates: GpuRates, mesh: MeshTimes, layers: LayerTimes, stages: Sequence[int], ends_us: Sequence[float]
 ) -> float:
-    """Return a time below that of all jobs with this job's schedule, however its layers are dealt.
+    """Return a lower bound of the step µs of all jobs with this job's schedule, however layers are dealt.
 
     Args:
         job: a job without zero and recomputation.
@@ -173,7 +173,7 @@ def least_dealt_us(
     """
     parallel, micro, layer_us = job.parallel, job.training.micro_batches(job.parallel), layers.mean_us(job.model)
     least_us = micro * max(count * layer_us + us for count, us in zip(stages, ends_us, strict=True))
-    if parallel.schedule != "zero_bubble":  # whose drain has no dW
+    if parallel.schedule != "zero_bubble":  # zero_bubble has no dW in its drain
         path_us = least_of_any_stages_us(
             job.model.layers * layer_us, ends_us, micro, virtual=parallel.virtual, send_us=_send_us(job, mesh)
         )
@@ -201,7 +201,7 @@ def _timed(job: Job, rates: GpuRates, mesh: MeshTimes, layers: LayerTimes, path:
     parts = asdict(spent)
     path_us = max(path(job.parallel.schedule, times, micro), spent.total_us)
     parts["bubble_us"] = path_us - spent.total_us if len(stages) > 1 else 0.0  # of one stage: rounding
-    exchanging = stages[busiest if job.parallel.zero == 2 else 0]  # once a step: the first, which ends last
+    exchanging = stages[busiest if job.parallel.zero == 2 else 0]  # else once a step: the first ends last
     ends = _ends(job, rates, mesh, exchanging, part_times)
     parts["gradients_us"] = ends.exposed_us
     parts["optimizer_us"] = _optimizer_us(job, rates, stages[busiest])
@@ -250,7 +250,7 @@ def _notes(job: Job, rates: GpuRates) -> tuple[str, ...]:
 
 
 def _launch_bound(parts: list[MicroBatchTime], stage: Stage) -> tuple[str, ...]:
-    """Return a sentence on each part of the busiest stage whose host takes longer than its GPU."""
+    """Return a warning for each part of the busiest stage that the host launches more slowly than the GPU runs it."""
     return tuple(
         f"launch-bound: of each micro-batch the host takes {sum(time.launch_us) / 1e3:.2f} ms to launch "
         f"{time.kernels:.0f} kernels and the collectives of {part.layers} layers, the GPU {time.gpu_us / 1e3:.2f} ms "
@@ -261,7 +261,7 @@ def _launch_bound(parts: list[MicroBatchTime], stage: Stage) -> tuple[str, ...]:
 
 
 def _part_times(job: Job, rates: GpuRates, mesh: MeshTimes, stages: tuple[Stage, ...], layers: LayerTimes) -> PartTimes:
-    """Return the time of each different part; stages inside a pipeline have equal parts, computed once."""
+    """Return the time of each distinct part; inner stages of a pipeline have equal parts, which are computed once."""
     kinds = {part for stage in stages for part in stage}
     return {part: part_time(job, rates, mesh, part, layers) for part in kinds}
 
@@ -269,7 +269,7 @@ def _part_times(job: Job, rates: GpuRates, mesh: MeshTimes, stages: tuple[Stage,
 def _stage_times(
     job: Job, mesh: MeshTimes, stages: tuple[Stage, ...], part_times: PartTimes, path: PathTime
 ) -> StageTimes:
-    """Return the times of all parts on the GPUs, or the hosts' times to launch them where those end later.
+    """Return the times of all parts: on the GPUs, or to launch them where the hosts end later.
 
     Without overlap sender and receiver wait, so a send becomes part of both. What a host adds to its GPU's time cannot
     be divided among slots: in whichever shares, some slot gets shorter where a kernel gets longer.
@@ -306,7 +306,7 @@ def _send_us(job: Job, mesh: MeshTimes) -> float:
 
 
 def _ends(job: Job, rates: GpuRates, mesh: MeshTimes, stage: Stage, part_times: PartTimes) -> CommTime:
-    """Return the time of what replicas of this stage exchange once a step, or with zero 2 after every micro-batch."""
+    """Return the time of the replicas' exchange on this stage, once a step, or with zero 2 after every micro-batch."""
     found = CommTime()
     apart = job.compression is not None or job.training.local_steps > 1 or job.training.asynchronous
     if job.parallel.zero < 3 or apart:
@@ -326,16 +326,16 @@ def _ends(job: Job, rates: GpuRates, mesh: MeshTimes, stage: Stage, part_times: 
 
 
 def _slowest(job: Job) -> float:
-    """Return the time of the slowest rank over the mean, by what `job.ranks` says of them."""
+    """Return the time of the slowest rank over the mean, as `job.ranks` describes the ranks."""
     spread, slow, parallel = job.ranks.jitter, job.ranks.slow, job.parallel
     if not job.training.asynchronous:
         return max(expected_slowest(spread, parallel.world_size), slow)
-    pace = 1.0 - (1.0 - 1.0 / slow) / parallel.dp  # of all replicas, one of which is slow
+    pace = 1.0 - (1.0 - 1.0 / slow) / parallel.dp  # mean over all replicas, one of which is slow
     return expected_slowest(spread, parallel.world_size // parallel.dp) / pace
 
 
 def expected_slowest(spread: float, ranks: int) -> float:
-    """Return the expected time of the slowest of so many ranks over the mean of one, at least 1."""
+    """Return the expected time of the slowest of `ranks` ranks over the mean time, at least 1."""
     positive("ranks", ranks)
     if not spread or ranks == 1:
         return 1.0
@@ -344,7 +344,7 @@ def expected_slowest(spread: float, ranks: int) -> float:
 
 @cache
 def _expected_deviations(ranks: int) -> float:
-    """Return E[max of `ranks`] in standard deviations, by the midpoint rule over the distribution of the maximum."""
+    """Return E[max of `ranks` normal variables] in standard deviations, by the midpoint rule over the distribution."""
     normal = NormalDist()
     middle = (np.arange(QUANTILES) + 0.5) / QUANTILES
     return float(np.mean([normal.inv_cdf(u) for u in np.minimum(middle ** (1.0 / ranks), 1.0 - 1e-15)]))
@@ -361,7 +361,7 @@ def _optimizer_us(job: Job, rates: GpuRates, stage: Stage) -> float:
 
 
 def _comm_us(parts: list[MicroBatchTime], micro: int, ends: CommTime) -> dict[str, float]:
-    """Return the time of communication alone on the busiest stage, by axis; sends count in the bubble."""
+    """Return the µs of communication alone on the busiest stage, by axis; sends between stages count as bubble."""
     total: dict[str, float] = {}
     for part in parts:
         for axis, us in part.comm_us.items():

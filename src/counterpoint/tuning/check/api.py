@@ -1,4 +1,4 @@
-"""Prove from traces of a job that copy engines moved its communication, or that every choice of a tuning took effect.
+"""Prove from traces of a job that copy engines moved its communication, or that each choice of a tuning took effect.
 
 A trace shows copies between GPUs, not who asked for them. Those that c10d describes as a collective are NCCL's own (its
 zero-CTA policy), and count as its calls; those of a process that computes on several GPUs may be the program's, so that
@@ -25,7 +25,7 @@ from counterpoint.tuned.choices import Choices, mechanism_base, mechanism_knobs
 from counterpoint.tuning.check.calls import PairCalls, alike_pairs, calls_of_pairs, communication_of
 from counterpoint.tuning.check.knobs import Sight, copies_seen, sight_of
 
-_STATES: tuple[KnobState, ...] = ("no_effect", "took_effect", "not_seen")  # the first that any rank shows counts
+_STATES: tuple[KnobState, ...] = ("no_effect", "took_effect", "not_seen")  # the first of these on any rank counts
 _NAME = "name the modules of each pair in `where`, if their calls should differ"
 
 
@@ -35,7 +35,7 @@ def check(
     *,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Effect:
-    """Return whether copy engines moved the communication of a job, or every choice of a tuning took effect.
+    """Return whether copy engines moved the communication of a job, or whether each choice of `tuned` took effect.
 
     Args:
         traces: of some steps, as of `diagnose`.
@@ -54,7 +54,7 @@ def check(
 def find_effect(
     digests: list[RankDigest], tuned: Tuned | None = None, files: Sequence[str] = (), notes: Sequence[str] = ()
 ) -> Effect:
-    """Return whether copies were used on these ranks, or every choice of a tuning took effect there.
+    """Return whether these ranks used copy engines, or whether each choice of `tuned` took effect on them.
 
     Args:
         digests: one per rank, in any order.
@@ -112,7 +112,7 @@ def _check_shows_copies(digest: RankDigest) -> None:
 
 
 def _copies(per_rank: Sequence[RankEffect], notes: list[str]) -> KnobEffect:
-    """Return whether copies were used, by the ranks that did worst: their copies, or their calls, added up."""
+    """Return whether copy engines were used, judged by the worst ranks, whose copies or calls are summed."""
     by_state = defaultdict[KnobState, list[RankEffect]](list)
     for rank in per_rank:
         by_state[copies_seen([rank]).state].append(rank)
@@ -139,13 +139,13 @@ def _choices(tuned: Tuned, digests: Sequence[RankDigest], notes: list[str]) -> t
 
 
 def _traced_machine(tuned: Tuned, digest: RankDigest) -> Environment:
-    """Return the machine of a trace, as far as it is stated; the rest is taken to be that of the tuning."""
+    """Return the machine of a trace; properties that the trace does not state are those of the tuning."""
     stated = {"gpu": digest.device.name, "nccl": digest.job.get("nccl_version")}
     return replace(tuned.made, **{name: value for name, value in stated.items() if value})
 
 
 def _overruled(tuned: Tuned, machine: Environment) -> dict[TunedPair, str]:
-    """Return the pairs of which others are alike but for their modules and compute, and whose choice is not followed.
+    """Return the pairs that differ from others only in modules and compute, and whose choice programs do not follow.
 
     With each comes the mechanism that calls without a named module follow.
     """
@@ -166,7 +166,7 @@ def _effect(
     calls: Sequence[dict[TunedPair, PairCalls]],
     instead: str | None,
 ) -> KnobEffect:
-    """Return the effect of a knob: the worst state that any rank shows, with the ranks that show it."""
+    """Return the effect of one knob: the worst state on any rank, and the ranks with that state."""
     by_state = defaultdict[KnobState, list[tuple[int, Sight]]](list)
     for digest, of_pairs in zip(digests, calls, strict=True):
         sight = sight_of(digest, pair, of_pairs.get(pair), knob)

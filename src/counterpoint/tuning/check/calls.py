@@ -1,4 +1,4 @@
-"""Find who made the calls of one rank's trace, and which are of each pair of a tuning, as programs do: `Choices.find`.
+"""Find who made each call in a rank's trace, and the pair of a tuning it belongs to, by the rule of `Choices.find`.
 
 A call of NCCL states its operation, size and ranks. A copy by counterpoint's engines states its bytes alone: runs of
 copies of the size of one call are that pair's, all others are shared by the pairs of which none was found.
@@ -28,7 +28,7 @@ from counterpoint.tuned.choices import EXCHANGE, FARTHEST, Choices, stays_with_t
 SUM_KERNEL = "combine"  # collectives/cuda/sum_kernel.py
 CallClass = tuple[str, int, int, str, str | None]
 """Operation, ranks, bytes per rank, dtype, and the compute of a matmul that depends on the call."""
-SAME_SIZE = 0.02  # by which the bytes of a run of copies may differ from those of a call
+SAME_SIZE = 0.02  # largest relative difference between the bytes of a copy run and those of a call
 LEAST = 0.5  # of the bytes of one call: fewer copies prove nothing
 _OPERATIONS = {  # operations of a tuning that NCCL makes by this collective
     "all_gather": ("all_gather", "all_gather_matmul"),
@@ -38,7 +38,7 @@ _OPERATIONS = {  # operations of a tuning that NCCL makes by this collective
 
 
 def communication_of(digest: RankDigest) -> RankEffect:
-    """Return how a rank communicated: by copy engines, and by whom else."""
+    """Return how much a rank communicated by copy engines, and by which other means."""
     gpu = digest.gpu
     between = np.array([collective_op(name) == "peer_copy" for name in digest.names], bool)[gpu.name]
     copies = between & (gpu.kind == Kind.COMM) & (gpu.collective < 0)
@@ -61,7 +61,7 @@ def communication_of(digest: RankDigest) -> RankEffect:
 
 
 def _calls(digest: RankDigest, copies: Bools) -> tuple[CommCalls, ...]:
-    """Return the collectives that are not such copies, by who made them and operation, longest first."""
+    """Return the collectives that are no copies by engines, summed by who ran them and operation, longest first."""
     comm, found = digest.comm, defaultdict[tuple[bool, str], list[float]](list)
     for row in np.flatnonzero(~copies[comm.first]).tolist():
         name = digest.names[digest.gpu.name[comm.first[row]]]
@@ -86,15 +86,15 @@ def _busy_us(digest: RankDigest, rows: Bools) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PairCalls:
-    """Holds the calls of one pair in the trace of one rank, as rows of its `comm`."""
+    """Holds the calls of one pair in one rank's trace, as row numbers of its `comm` table."""
 
     kernels: I64  # of NCCL
     nccl_copies: I64  # by copy engines, as NCCL told c10d
     copies: I64  # by copy engines of counterpoint: runs of the size of one call
-    has_other_copies: bool  # of no pair's size, and enough for a call of every pair that has neither
+    has_other_copies: bool  # copies of no pair's size, enough for one call of every pair without calls
 
     def during(self, digest: RankDigest) -> Intervals:
-        """Return when these calls ran; where their copies are not told apart, when any copy ran."""
+        """Return the intervals of these calls; where the pair's copies cannot be identified, those of all copies."""
         rows = np.concatenate((self.kernels, self.nccl_copies, self.copies))
         if not len(rows) and self.has_other_copies:
             rows = np.flatnonzero(_own_copies(digest))
@@ -102,13 +102,13 @@ class PairCalls:
 
 
 def calls_of_pairs(digest: RankDigest, choices: Choices) -> dict[TunedPair, PairCalls]:
-    """Return the calls of every pair that counts for this rank's machine."""
+    """Return the calls of every pair that applies on this rank's machine."""
     comm, by_nccl = digest.comm, _by_nccl(digest)
     claimed, alike = defaultdict[TunedPair, list[int]](list), alike_pairs(choices.pairs)
 
     @cache
     def claim(operation: str, ranks: int, num_bytes: int, module: str | None) -> list[TunedPair]:
-        """Return the pairs whose call this may be: the one that decides, and those like it with the same choice."""
+        """Return the pairs that a call may belong to: the one that decides, and similar ones with the same choice."""
         decides = _nearest(choices, operation, ranks, num_bytes / ranks, (module,) if module else ())
         alike_it = () if decides is None else alike[call_class(decides)]
         return [pair for pair in alike_it if decides and pair.mechanism == decides.mechanism and _is_of(pair, module)]
@@ -138,7 +138,7 @@ def calls_of_pairs(digest: RankDigest, choices: Choices) -> dict[TunedPair, Pair
 
 
 def alike_pairs(pairs: Iterable[TunedPair]) -> dict[CallClass, list[TunedPair]]:
-    """Return the pairs of each class of calls."""
+    """Return the pairs by class of calls (`call_class`)."""
     found = defaultdict[CallClass, list[TunedPair]](list)
     for pair in pairs:
         found[call_class(pair)].append(pair)
@@ -146,7 +146,7 @@ def alike_pairs(pairs: Iterable[TunedPair]) -> dict[CallClass, list[TunedPair]]:
 
 
 def call_class(pair: TunedPair) -> CallClass:
-    """Return the features of a pair's calls that a program sees; pairs that share them differ by modules alone."""
+    """Return the features of a pair's calls that a program sees; pairs with equal ones differ only in modules."""
     compute = pair.compute if pair.operation in get_args(TensorOperation) else None
     return pair.operation, pair.ranks, pair.bytes_per_rank, pair.dtype, compute
 
@@ -163,7 +163,7 @@ def call_bytes(pair: TunedPair) -> int:
 def _nearest(
     choices: Choices, operation: str, ranks: int, bytes_per_rank: float, where: Sequence[str]
 ) -> TunedPair | None:
-    """Return the pair that decides about a call of NCCL; of those of two operations, the one nearer in size."""
+    """Return the pair that decides for a call of NCCL; if two operations match, the pair closer in size."""
     names = _OPERATIONS.get(operation, (operation,))
     found = [choices.find(name, ranks=ranks, bytes_per_rank=bytes_per_rank, where=where) for name in names]
     pairs = [pair for pair in found if pair is not None and pair.bytes_per_rank > 0]
@@ -179,7 +179,7 @@ def _nearest(
 
 
 def _told_apart(one: TunedPair, other: TunedPair) -> bool:
-    """Return whether programs tell calls of two pairs apart by modules, which a call without one does not allow."""
+    """Return whether programs tell the calls of two pairs apart by module, which needs calls with a module."""
     same_calls = (one.operation, one.ranks) == (other.operation, other.ranks) and bool(one.where)
     sizes = sorted((one.bytes_per_rank, other.bytes_per_rank))
     return same_calls and one.mechanism != other.mechanism and sizes[1] <= FARTHEST * sizes[0]
@@ -191,7 +191,7 @@ def _same_size(moved: I64, pair: TunedPair) -> Bools:
 
 
 def _runs(digest: RankDigest) -> tuple[I64, I64]:
-    """Return the runs of copies that NCCL did not describe, as rows of `comm`, and the bytes that each sent."""
+    """Return the copy runs not described by NCCL: their rows of `comm`, and the bytes that each sent."""
     comm = digest.comm
     rows = np.flatnonzero(_own_copies(digest) & (comm.bytes > 0) & (comm.size > 1))
     size = comm.size[rows].astype(np.int64)

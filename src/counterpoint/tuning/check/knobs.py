@@ -1,4 +1,4 @@
-"""Prove from one rank's trace that one knob took effect: of a pair of a tuning, or that copies were used at all.
+"""Prove from one rank's trace that one knob took effect: a pair's knob in a tuning, or the use of copy engines.
 
 A trace shows kernels with their grids, and copies; only Nsight's exports show clusters and priorities of streams, and
 none shows SMs. What a trace cannot show is not seen, which is no proof either way.
@@ -19,9 +19,9 @@ from counterpoint.trace.timeline import I32, I64, Kind
 from counterpoint.tuned.choices import mechanism_base, stays_with_torch
 from counterpoint.tuning.check.calls import PairCalls
 
-_BESIDE = 0.5  # of a GEMM's time, from which on it runs beside a call
+_BESIDE = 0.5  # fraction of a GEMM's time that must overlap a call for the GEMM to count as beside it
 _ROUNDED = ("all_to_all", "send_recv")  # NCCL rounds the CTAs of these up to a power of two
-_SYMMETRIC = "ncclSym"  # begins the names of NCCL's kernels for windows
+_SYMMETRIC = "ncclSym"  # prefix of the names of NCCL's kernels for windows
 _RECORD = "record two steps in which such a call runs, of every rank, with the activity of its GPU"
 _FOLLOW = (
     "name the file on every rank and before what is recorded, by counterpoint.overlap(model, tuned=...) or "
@@ -41,7 +41,7 @@ _MATMULS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sight:
-    """Holds what one rank's trace says about one knob."""
+    """Holds what one rank's trace shows about one knob."""
 
     state: KnobState
     seen: str
@@ -53,7 +53,7 @@ def _proved(took: bool, seen: str, fix: str) -> Sight:
 
 
 def copies_seen(ranks: Sequence[RankEffect]) -> Sight:
-    """Return whether ranks, all with copies or all without, copied between GPUs; copies or calls are added up."""
+    """Return whether these ranks copied between GPUs (all did or none did); copies or calls are summed."""
     calls = [call for rank in ranks for call in rank.calls]
     if any(rank.copies for rank in ranks):
         count = sum(rank.copies for rank in ranks)
@@ -70,7 +70,7 @@ def copies_seen(ranks: Sequence[RankEffect]) -> Sight:
 
 
 def sight_of(digest: RankDigest, pair: TunedPair, calls: PairCalls | None, knob: str) -> Sight:
-    """Return whether a rank's trace proves that a knob of a pair took effect.
+    """Return whether a rank's trace proves that one knob of a pair took effect.
 
     Args:
         digest: of the rank.
@@ -95,7 +95,7 @@ def _measured(pair: TunedPair) -> str:
 
 
 def _stays(digest: RankDigest, pair: TunedPair, calls: PairCalls) -> Sight:
-    """Check that NCCL makes the calls, by kernels or, where its zero-CTA policy was chosen, by copies."""
+    """Check that NCCL made the calls, by kernels or, where its zero-CTA policy was chosen, by copy engines."""
     if mechanism_base(pair) == "nccl_zero_cta":
         return _zero_cta(digest, pair, calls, "zero")
     made = len(calls.kernels) + len(calls.nccl_copies)
@@ -108,7 +108,7 @@ def _stays(digest: RankDigest, pair: TunedPair, calls: PairCalls) -> Sight:
 
 
 def _moved(digest: RankDigest, pair: TunedPair, calls: PairCalls) -> Sight:
-    """Check that copy engines moved the bytes, that NCCL did not, and that the kernel that polls flags ran."""
+    """Check that copy engines moved the bytes, that NCCL did not, and that the flag-polling kernel ran."""
     if made := len(calls.kernels) + len(calls.nccl_copies):
         seen = f"{_calls_text(made)} by NCCL{_ctas_text(digest, calls.kernels)}"
         return Sight(state="no_effect", seen=seen, fix=_FOLLOW)
@@ -130,7 +130,7 @@ def _no_call() -> Sight:
 
 
 def _zero_cta(digest: RankDigest, pair: TunedPair, calls: PairCalls, value: str) -> Sight:
-    """Check that NCCL copied and ran no kernel; the default policy runs kernels, and `efficiency` cannot be told."""
+    """Check that NCCL copied and ran no kernel; the default policy runs kernels, `efficiency` cannot be proved."""
     if value == "efficiency":
         return Sight(
             state="not_seen", seen="fewer CTAs than without it cannot be told from one trace", fix=_measured(pair)
@@ -155,7 +155,7 @@ def _fewest_ctas(digest: RankDigest, pair: TunedPair, calls: PairCalls, value: s
 
 
 def _within(digest: RankDigest, calls: PairCalls, allowed: Callable[[int], bool]) -> Sight:
-    """Check the CTAs of NCCL's kernels. What NCCL would take without the limit, one trace does not say."""
+    """Check the number of CTAs of NCCL's kernels. One trace does not show how many NCCL takes without the limit."""
     found = _ctas(digest, calls.kernels)
     if not found:
         return _no_call()
@@ -175,7 +175,7 @@ def _windows(digest: RankDigest, pair: TunedPair, calls: PairCalls, value: str) 
 
 
 def _cluster(digest: RankDigest, pair: TunedPair, calls: PairCalls, value: str) -> Sight:
-    """Check the clusters of NCCL's kernels; 0 asks for none, which is a cluster of one block."""
+    """Check the cluster size of NCCL's kernels; 0 asks for no clusters, which a trace shows as one block."""
     if not len(calls.kernels):
         return _no_call()
     if digest.gpu.cluster is None:
@@ -187,7 +187,7 @@ def _cluster(digest: RankDigest, pair: TunedPair, calls: PairCalls, value: str) 
 
 
 def _priority(digest: RankDigest, pair: TunedPair, calls: PairCalls, value: str) -> Sight:
-    """Check the priorities of the streams of NCCL's kernels, beside those that compute; lower goes first."""
+    """Check the stream priorities of NCCL's kernels against those of compute; lower values go first."""
     if not len(calls.kernels):
         return _no_call()
     computing = np.unique(digest.gpu.stream[digest.gpu.kind == Kind.COMPUTE]).tolist()
@@ -215,7 +215,7 @@ def _not_held(what: str, pair: TunedPair) -> Sight:
 
 
 def _gemm_sms(digest: RankDigest, pair: TunedPair, calls: PairCalls, value: str) -> Sight:
-    """Check that persistent GEMMs beside the calls, those with no more blocks than there are SMs, keep to the limit."""
+    """Check that persistent GEMMs beside the calls (those with at most one block per SM) keep to the limit."""
     if value == "fit":
         return Sight(state="not_seen", seen="the limit was chosen call by call", fix=_measured(pair))
     gpu, limit, most = digest.gpu, int(value), digest.device.num_sms or 1 << 31

@@ -1,4 +1,4 @@
-"""Fit a machine's profile to what was measured on it.
+"""Fit a machine's profile to measurements of that machine.
 
 fitted.py       what the fit of a group returns, and the rows that fits go by
 collectives.py  from collectives alone: `rates`, `nccl`, `nccl_rates`

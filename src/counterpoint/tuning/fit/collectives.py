@@ -1,4 +1,4 @@
-"""Fit the groups of a profile that collectives alone tell: `rates`, `nccl` and `nccl_rates`.
+"""Fit the groups of a profile that depend on collectives alone: `rates`, `nccl` and `nccl_rates`.
 
 `rates` are those of the clock (`collectives/program/clock.py`):
 
@@ -37,13 +37,13 @@ from counterpoint.tuning.fit.fitted import Fitted, alone
 from counterpoint.tuning.pairs import STOCK
 
 ALWAYS = 1 << 50  # bytes: a crossover that no array reaches
-FULL_SPEED = 0.85  # of the bandwidth with all CTAs
-LARGE = 1 / 64  # of the largest size measured: from there on bandwidth counts, not the protocol
-NOISE = 0.03  # of a time: what medians of two runs differ by
-WIDTH = 1.0  # of a figure's logarithm: twice or half as much is nothing special
-FEWEST = 6  # times: two sizes of three collectives
-_STEP = 0.01  # of a logarithm, for derivatives
-_PASSES = 12  # four are usual
+FULL_SPEED = 0.85  # fraction of the bandwidth with all CTAs that counts as full speed
+LARGE = 1 / 64  # fraction of the largest size measured, from which bandwidth counts, not latency
+NOISE = 0.03  # relative difference of medians between two runs
+WIDTH = 1.0  # of the logarithm of a figure: factors up to about 2 are plausible
+FEWEST = 6  # times that a fit needs: two sizes of three collectives
+_STEP = 0.01  # step of a logarithm for numeric derivatives
+_PASSES = 12  # at most; four are usual
 _ENOUGH = 1e-4  # relative change of the error at which the fit ends
 
 _SPEEDS: tuple[tuple[str, ...], ...] = (("push_gb_per_s", "link_gb_per_s"), ("hbm_gb_per_s",))
@@ -53,7 +53,7 @@ Vector = NDArray[np.floating]
 
 
 def fit_rates(measured: Measurement, known: Profile) -> Fitted:
-    """Return `rates`: what the steps of zero-SM programs cost. `known` is what the ranks chose their tunings by."""
+    """Return `rates`, the costs of the steps of zero-SM programs. The ranks chose their tunings by `known`."""
     world_size = measured.environment.world_size
     found = {
         even_call(name, world_size, size): time
@@ -71,7 +71,7 @@ def fit_rates(measured: Measurement, known: Profile) -> Fitted:
 
 
 def fit_nccl(measured: Measurement, known: Profile) -> Fitted:
-    """Return `nccl`: the sizes below which NCCL is faster alone, and the CTAs that it needs."""
+    """Return `nccl`: the array sizes below which NCCL's collectives are faster alone, and the CTAs that NCCL needs."""
     nccl = STOCK[measured.environment.device]
     stock, own = alone(measured, nccl), alone(measured, "zero_sm")
     both = [name for name in stock if len(stock[name].keys() & own.get(name, {}).keys()) > 1]
@@ -91,7 +91,7 @@ def fit_nccl(measured: Measurement, known: Profile) -> Fitted:
 
 
 def crossover_bytes(stock: Mapping[int, float], own: Mapping[int, float]) -> int:
-    """Return the size from which `own` should run, by the µs of both at several sizes; `ALWAYS`: from none.
+    """Return the size in bytes from which `own` should run, by the µs of both at several sizes; `ALWAYS`: at no size.
 
     It is the border with which the sum of log(time taken / least time) is smallest: one noisy size does not move it. It
     lies where the two lines between the sizes on both sides of it, in logarithms, meet.
@@ -111,7 +111,7 @@ def crossover_bytes(stock: Mapping[int, float], own: Mapping[int, float]) -> int
 
 
 def full_speed_ctas(blocks: Iterable[BlockRow]) -> tuple[int, int]:
-    """Return the fewest CTAs with which NCCL about fills the links, and how many it takes by itself.
+    """Return the fewest CTAs with which NCCL nearly fills the links, and the number that it takes by default.
 
     Raises:
         Misconfigured: no collective was measured by plain NCCL and by limits of its CTAs.
@@ -131,7 +131,7 @@ def full_speed_ctas(blocks: Iterable[BlockRow]) -> tuple[int, int]:
 
 
 def fit_nccl_rates(measured: Measurement, known: Profile) -> Fitted:
-    """Return `nccl_rates`: one latency, and a bus bandwidth for each operation, by least squares of relative errors."""
+    """Return `nccl_rates`: one latency, and a bus bandwidth per operation, by least squares of relative errors."""
     nccl = STOCK[measured.environment.device]
     rows = [
         (name, bus_factor(name, measured.environment.world_size) * size, time)
@@ -160,7 +160,7 @@ def fit_nccl_rates(measured: Measurement, known: Profile) -> Fitted:
 
 
 def _tuning(call: Call, measured: Measurement, known: Profile) -> Tuning:
-    """Return the tuning by which a communicator ran a call; on CPUs, where it cuts blocks, about that."""
+    """Return the tuning by which a communicator ran a call; on CPUs, where blocks are cut, only roughly that one."""
     if measured.environment.device == "cpu":
         return Tuning()
     best = best_tuning(call, known.rates)
@@ -169,7 +169,7 @@ def _tuning(call: Call, measured: Measurement, known: Profile) -> Tuning:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimedCall:
-    """Holds the time of one collective alone, by the programs that ran."""
+    """Holds the time of one collective alone, with the call and the tuning that ran."""
 
     call: Call
     tuning: Tuning
@@ -177,12 +177,12 @@ class TimedCall:
 
 
 def predicted_us(timed: TimedCall, rates: Rates) -> float:
-    """Return the µs of the slowest rank on the clock."""
+    """Return the µs of the slowest rank in the simulation."""
     return simulate(plan_all(timed.call, timed.tuning), rates).us
 
 
 def rates_of(times: Sequence[TimedCall], start: Rates) -> Rates:
-    """Return the rates with which the clock misses these times least.
+    """Return the rates with which the simulation fits these times best.
 
     Copies into one GPU do not meet in these programs, so one figure stands for the copy engine and the link.
 
@@ -203,12 +203,12 @@ def rates_of(times: Sequence[TimedCall], start: Rates) -> Rates:
 
 
 def error_of_rates(times: Sequence[TimedCall], rates: Rates) -> float:
-    """Return the mean of |predicted / measured - 1|."""
+    """Return the mean relative error, |predicted / measured - 1|."""
     return float(np.mean([abs(predicted_us(timed, rates) / timed.us - 1) for timed in times]))
 
 
 def _descend(times: Sequence[TimedCall], start: Rates, figures: Figures, *, width: float) -> Rates:
-    """Return the rates after Gauss-Newton steps from `start`; the figures of each tuple change by one factor."""
+    """Return the rates after Gauss-Newton steps from `start`; the fields of one tuple are scaled by a common factor."""
     moved = np.zeros(len(figures))
     best = _residuals(times, start, figures, moved, width)
     for _ in range(_PASSES):
@@ -239,7 +239,7 @@ def _residuals(times: Sequence[TimedCall], start: Rates, figures: Figures, moved
 
 
 def _scaled(start: Rates, figures: Figures, moved: Vector) -> Rates:
-    """Return `start` with the figures of each tuple times the exponential of its entry in `moved`."""
+    """Return `start` with the fields of each tuple multiplied by exp of its entry in `moved`."""
     changed = {
         name: getattr(start, name) * math.exp(min(max(log, -20.0), 20.0))
         for names, log in zip(figures, moved.tolist(), strict=True)

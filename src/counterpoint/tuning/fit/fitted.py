@@ -1,4 +1,4 @@
-"""Define what the fit of a group returns, and pick the rows of a measurement that fits go by.
+"""Define the result of fitting one group of a profile, and select the rows of a measurement to fit.
 
 On CPUs gloo stands where NCCL does. A row that is marked tells nothing.
 """
@@ -17,12 +17,12 @@ from counterpoint.pair.sm_split import SmLayout
 from counterpoint.pair.together import Pair
 from counterpoint.records.measurement import BlockRow, Measurement, Row, Timing
 
-_LEAST_OVERLAP = 0.25  # of the shorter side: with less, what it loses is noise
+_LEAST_OVERLAP = 0.25  # fraction of the shorter side: with less overlap its loss is noise
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fitted:
-    """Holds the figures of a group, how well they fit (in words), and the times to which they are fitted."""
+    """Holds the fitted figures of one group, the quality of the fit in words, and the times used."""
 
     figures: dict[str, Any]
     said: str
@@ -30,12 +30,12 @@ class Fitted:
 
     @property
     def spread(self) -> float:
-        """Return the median of (p90 - p10) / median over the times."""
+        """Return the relative spread of the times: the median of (p90 - p10) / median."""
         return median((time.p90_us - time.p10_us) / time.us for time in self.times)
 
 
 def sheet_of(measured: Measurement) -> GpuSheet:
-    """Return the data sheet of the GPU; raise Misconfigured if there is none."""
+    """Return the data sheet of the measured GPU; raise Misconfigured if it is unknown."""
     sheet = find_gpu(measured.environment.gpu)
     if sheet is None:
         raise Misconfigured("the GPU is not in machine/gpus.py, or there is none: its SMs are not known")
@@ -43,7 +43,7 @@ def sheet_of(measured: Measurement) -> GpuSheet:
 
 
 def alone(measured: Measurement, mechanism: str) -> dict[str, dict[int, Timing]]:
-    """Return the times of collectives alone by one mechanism, by operation and ascending bytes of the full array."""
+    """Return the times of collectives alone by one mechanism: by operation, then by ascending full-array bytes."""
     found: dict[str, dict[int, Timing]] = {}
     for row in sorted(measured.blocks, key=lambda row: row.size_bytes or 0):
         if row.mechanism == mechanism and row.size_bytes and row.marked is None and row.time.us > 0:
@@ -52,17 +52,17 @@ def alone(measured: Measurement, mechanism: str) -> dict[str, dict[int, Timing]]
 
 
 def stock_rows(measured: Measurement) -> dict[str, BlockRow]:
-    """Return the computations, sums and launches measured without any setting, by name."""
+    """Return the rows measured with `stock` (computations, sums, launches), by name."""
     return {row.what: row for row in measured.blocks if row.mechanism == "stock" and row.marked is None}
 
 
 def mean_us(row: BlockRow) -> float:
-    """Return the row's µs as the mean over the GPUs; `row.time.us` is that of the slowest GPU."""
+    """Return the µs of a row as the mean over GPUs; `row.time.us` is that of the slowest GPU."""
     return fmean(row.time.per_rank_us)
 
 
 def beside(measured: Measurement, mechanism: str) -> list[Row]:
-    """Return the pairs in which the collective came first and both sides then ran together for a while."""
+    """Return the rows of pairs in which the collective started first and both sides overlapped long enough."""
     return [
         row
         for row in measured.rows
@@ -74,12 +74,12 @@ def beside(measured: Measurement, mechanism: str) -> list[Row]:
 
 
 def compute_kept(row: Row) -> float:
-    """Return the part of its speed that compute kept while both ran."""
+    """Return the fraction of its speed alone that compute kept while both ran."""
     return 1.0 - (row.compute_together.us - row.compute_alone.us) / _overlap_us(row)
 
 
 def comm_kept(row: Row) -> float:
-    """Return the part of its speed that the collective kept while both ran."""
+    """Return the fraction of its speed alone that the collective kept while both ran."""
     return 1.0 - (row.comm_together.us - row.comm_alone.us) / _overlap_us(row)
 
 
@@ -88,7 +88,7 @@ def _overlap_us(row: Row) -> float:
 
 
 def pair_of(row: Row, world_size: int, layout: SmLayout) -> Pair:
-    """Return both sides of a row, as they were measured alone."""
+    """Return the pair of a row, with both sides as they were measured alone."""
     return Pair(
         products=find_workload(row.workload).products,
         compute_us=row.compute_alone.us,
@@ -104,5 +104,5 @@ def pair_of(row: Row, world_size: int, layout: SmLayout) -> Pair:
 
 
 def within(figure: float, least: float, most: float) -> float:
-    """Return the figure, or the nearer bound where noise has taken the figure past it."""
+    """Return `figure` clipped to the range, past which only noise can have taken it."""
     return min(max(figure, least), most)

@@ -1,4 +1,4 @@
-"""Fit the groups of a profile that matmuls tell, alone and beside collectives.
+"""Fit the groups of a profile that depend on matmuls, alone and beside collectives.
 
     efficiency       GEMMs, streaming kernels and launches alone
     sums             zero-SM reductions beside GEMMs on fewer SMs
@@ -52,11 +52,11 @@ _GRID: tuple[tuple[str, Sequence[Any]], ...] = (
     ("compute_loss", _LOSSES),
     ("comm_loss", _LOSSES),
 )
-_PASSES = 10  # three are usual
+_PASSES = 10  # at most; three are usual
 
 
 def fit_efficiency(measured: Measurement, known: Profile) -> Fitted:
-    """Return those fields of `efficiency` that were measured.
+    """Return `efficiency`, as far as its fields were measured.
 
     Raises:
         Misconfigured: none was.
@@ -75,7 +75,7 @@ def fit_efficiency(measured: Measurement, known: Profile) -> Fitted:
 
 
 def _of_gemms(rows: Mapping[str, BlockRow], sheet: GpuSheet, known: Efficiency) -> dict[str, Any]:
-    """Return the part of the peak that short GEMMs reach, and what of that stays under a lasting load."""
+    """Return the fraction of the peak that short GEMMs reach, and the clock that is left under a lasting load."""
     launch_us = known.launch_us
     bursts = [
         (predicted_us(what, sheet, known) - launch_us) / (mean_us(rows[what]) - launch_us)
@@ -94,7 +94,7 @@ def _of_gemms(rows: Mapping[str, BlockRow], sheet: GpuSheet, known: Efficiency) 
 
 
 def predicted_us(gemm: str, sheet: GpuSheet, known: Efficiency) -> float:
-    """Return the µs of a GEMM by the model of waves, at the clock of bursts."""
+    """Return the µs of a GEMM by the wave model, at the clock of short bursts."""
     bandwidth = (sheet.memory_gb_per_s or 0.0) * 1e3 * known.memory
     peak, sms = sheet.bf16_tflops * 1e6, sheet.sm.num_sms
     return sum(
@@ -104,7 +104,7 @@ def predicted_us(gemm: str, sheet: GpuSheet, known: Efficiency) -> float:
 
 
 def fit_sums(measured: Measurement, known: Profile) -> Fitted:
-    """Return `sums`: GB/s of one SM and of all that add up, and what a GEMM loses while copies run beside it.
+    """Return `sums`: GB/s of one SM and of all SMs that sum, and how much copies beside a GEMM slow it down.
 
     That of one SM is the one with which zero-SM reductions beside GEMMs on fewer SMs are predicted best.
 
@@ -138,13 +138,13 @@ def fit_sums(measured: Measurement, known: Profile) -> Fitted:
 
 
 def summed_us(pair: Pair, row: Row, profile: Profile) -> float:
-    """Return the predicted µs of a zero-SM reduction beside a GEMM that has the SMs of the row's mechanism."""
+    """Return the predicted µs of a zero-SM reduction beside a GEMM on the SMs that the row's mechanism names."""
     gemm_sms = SmSplit.parse(row.mechanism.replace("zero_sm", "nccl")).gemm_sms
     return reduced_us(pair, gemm_sms or pair.layout.num_sms, profile)
 
 
 def fit_contention(measured: Measurement, known: Profile) -> Fitted:
-    """Return `contention`: what GEMMs and NCCL lose beside each other, by the model that divides the SMs."""
+    """Return `contention`: how much GEMMs and NCCL slow each other down, by the model that divides the SMs."""
     sheet = sheet_of(measured)
     products = {row.what: find_workload(row.what).products for row in measured.blocks if row.what.startswith("gemm ")}
     curves = curves_from(measured.blocks, products, layout=SmLayout.even(sheet.sm.num_sms, known.chip))
@@ -164,7 +164,7 @@ def fit_contention(measured: Measurement, known: Profile) -> Fitted:
 
 
 def contention_of(rows: Iterable[Row], curves: Curves) -> Contention:
-    """Return the contention that explains these rows best; rows that are marked or divide no SMs are left out.
+    """Return the contention that fits these rows best; rows that are marked or divide no SMs are left out.
 
     Raises:
         Misconfigured: no row is left, or one lies outside the curves or took no time.
@@ -188,7 +188,7 @@ def contention_of(rows: Iterable[Row], curves: Curves) -> Contention:
 
 
 def error_of_contention(rows: Sequence[Row], curves: Curves, contention: Contention) -> float:
-    """Return the root mean square of log(T predicted / T measured): 0.05 is 5 %."""
+    """Return the root mean square of log(T predicted / T measured); 0.05 means an error of 5 %."""
     return math.sqrt(fmean(_log_error(row, curves, contention) ** 2 for row in rows))
 
 
@@ -201,7 +201,7 @@ def _log_error(row: Row, curves: Curves, contention: Contention) -> float:
 
 
 def fit_mechanisms(measured: Measurement, known: Profile) -> dict[str, Fitted]:
-    """Return `mechanisms`: by the name in a profile the speeds kept, and what of the shorter side was hidden.
+    """Return `mechanisms`: by name, the speed that each side keeps, and the hidden fraction of the shorter side.
 
     Raises:
         Misconfigured: no pair was measured in which the collective came first and both sides ran for a while.
@@ -220,10 +220,10 @@ def fit_mechanisms(measured: Measurement, known: Profile) -> dict[str, Fitted]:
 
 
 def _kept(measured: Measurement, name: str, shipped: Disturbance | None) -> Fitted:
-    """Return the figures of one mechanism: speeds where the collective came first, `hidden` over all orders."""
+    """Return the figures of one mechanism: speeds from rows with the collective first, `hidden` from all orders."""
     rows = [row for row in measured.rows if row.mechanism == name and row.marked is None]
     first = beside(measured, name)
-    # sums of zero_sm wait for SMs, which `hidden` tells
+    # reductions by zero_sm wait for SMs, which `hidden` covers
     unsummed = [row for row in first if name != "zero_sm" or row.collective not in REDUCTIONS] or first
     hidden = {
         collective: within(fmean(row.hidden for row in rows if row.collective == collective), -10.0, 1.0)

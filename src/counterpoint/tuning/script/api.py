@@ -1,4 +1,4 @@
-"""Tune a training script as it is: record steps, choose for their pairs, confirm by whole steps. No torch.
+"""Tune a training script unchanged: record steps, choose for their pairs, confirm by whole steps. No torch.
 
 A script that calls `counterpoint.overlap` runs all variants in one process. Any other, a model of DDP, whose hook stays
 for good, and choices that are variables of the environment run one variant in a process: stock, tuned, tuned, stock.
@@ -48,16 +48,16 @@ from counterpoint.tuning.script.launch import (
 TUNED_VARIABLE = "COUNTERPOINT_TUNED"  # of parallel/follow_tuning.py: the file that overlap and the backend follow
 _OFF = "off"
 RECORDED = "recorded"  # folder of the traces
-_APART_RUNS = 3  # of each variant, at least: processes differ by more than steps of one do
-_BLOCKS_APART = 3  # of steps in each of these
+_APART_RUNS = 3  # processes per variant, at least: processes differ more than steps of one process
+_BLOCKS_APART = 3  # blocks of steps in each of these processes
 _WHY_APART = {
     "never": "the script never calls counterpoint.overlap: choices reached it by its environment alone",
     "fixed": "DistributedDataParallel keeps its hook for good",
     "switched": "some choices are variables of the environment",
 }
 STOCK, TUNED = "stock", "tuned"
-LEFT_OUT = 4  # choices without which steps are run, too: those that promise most
-TRIES = 3  # runs of the script, each without what the one before has falsified
+LEFT_OUT = 4  # choices that are each left out once: those with the largest predicted saving
+TRIES = 3  # at most: each run leaves out the choices that the one before falsified
 _NEVER = f"{TRIES} runs of the script have confirmed no choices: this one is left, too"
 
 Choice = tuple[int, ...]
@@ -78,7 +78,7 @@ def tune_script(
     timeout_s: float = TIMEOUT_S,
     progress: Progress | None = None,
 ) -> Tuned:
-    """Choose a mechanism for each pair of a training script's steps, and keep what its whole steps confirm.
+    """Choose a mechanism for each pair of a script's steps, and keep the choices that its whole steps confirm.
 
     The script runs two times or more, unchanged, until each time enough of its optimizer's steps are done.
 
@@ -121,12 +121,12 @@ def tune_script(
 
 
 def record_script(command: RunCommand, folder: Path, *, timeout_s: float = TIMEOUT_S) -> ScriptResult:
-    """Record steps of a script by torch's collectives into `folder / RECORDED`; raises as `launch_script`."""
+    """Record steps of a script with torch's collectives into `folder / RECORDED`; errors as of `launch_script`."""
     return launch_script(command, _task(folder, RECORDED), variables={TUNED_VARIABLE: _OFF}, timeout_s=timeout_s)
 
 
 class ScriptComparison:
-    """Runs a script's steps by variants, in one process or one for each.
+    """Runs a script's steps by each variant, all in one process or each in its own.
 
     Args:
         command: that starts the script.
@@ -156,12 +156,12 @@ class ScriptComparison:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Return how steps were compared, and how many choices they followed."""
+        """Return notes on how steps were compared, and how many choices they followed."""
         apart = (f"steps were compared in processes apart: {self._why_apart}",) * (self.is_apart and self._runs > 0)
         return (*apart, f"whole steps: {self._followed}") if self._followed else apart
 
     def compare(self, variants: Sequence[ScriptVariant]) -> StepTimes:
-        """Return µs of a step by each variant, one for each round."""
+        """Return the µs of a step by each variant, one value per round."""
         return self._apart(variants) if self.is_apart else self._in_turns(variants)
 
     def _in_turns(self, variants: Sequence[ScriptVariant]) -> StepTimes:
@@ -193,7 +193,7 @@ class ScriptComparison:
 
 
 def _variables(variant: ScriptVariant) -> dict[str, str]:
-    """Return the variables by which a process is this variant."""
+    """Return the environment variables that make a process run this variant."""
     if variant.file is None:
         return {TUNED_VARIABLE: _OFF}
     return {TUNED_VARIABLE: variant.file, **variables_of(read_tuned(variant.file))}
@@ -206,18 +206,18 @@ def _task(folder: Path, name: str, **asked: object) -> ScriptTask:
 
 
 def sigma_of_median(values: Sequence[float]) -> float:
-    """Return the standard error of the median of two values or more."""
+    """Return the standard error of the median of two or more values."""
     return math.sqrt(math.pi / 2 / len(values)) * stdev(values)
 
 
 def difference(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
-    """Return by how much the first variant takes longer than the second, round by round, and the standard error."""
+    """Return the first variant's µs minus the second's, paired by round, and the standard error."""
     apart = [one - other for one, other in zip(first, second, strict=True)]
     return median(apart), sigma_of_median(apart)
 
 
 def choices(tuned: Tuned) -> list[Choice]:
-    """Return all choices, those that promise to save most of a step first."""
+    """Return all choices, by predicted saving per step, largest first."""
     found: dict[tuple[object, ...], list[int]] = {}
     for index, pair in enumerate(tuned.pair):
         call = (pair.operation, pair.bytes_per_rank, pair.ranks, pair.dtype)
@@ -226,18 +226,18 @@ def choices(tuned: Tuned) -> list[Choice]:
 
 
 def chosen(tuned: Tuned) -> list[Choice]:
-    """Return the choices of which some pair is not left to torch, in the same order."""
+    """Return the choices with a pair that is not left to torch, in the order of `choices`."""
     return [choice for choice in choices(tuned) if any(not tuned.pair[index].is_left for index in choice)]
 
 
 def name_of(tuned: Tuned, choice: Choice) -> str:
-    """Return a choice in words that tell it from the others of a step."""
+    """Return a choice in words that distinguish it from the other choices of a step."""
     pair = tuned.pair[choice[0]]
     return f"{pair.operation} of {pair.bytes_per_rank} bytes a rank" + f" with {pair.compute}" * depends(pair)
 
 
 def falsified(tuned: Tuned, times: StepTimes, without: Mapping[Choice, str]) -> dict[Choice, str]:
-    """Return the choices that whole steps show to be slower, each with a sentence that has the figures.
+    """Return the choices that whole steps show to be slower, each with a sentence that gives the figures.
 
     Args:
         tuned: the choices of the variant `tuned`.
@@ -257,7 +257,7 @@ def falsified(tuned: Tuned, times: StepTimes, without: Mapping[Choice, str]) -> 
 
 
 def take_back(tuned: Tuned, why: Mapping[Choice, str]) -> Tuned:
-    """Return the tuning with these choices left to torch, and why."""
+    """Return the tuning with these choices left to torch, and the reasons."""
     pairs = list(tuned.pair)
     for index, sentence in ((index, sentence) for choice, sentence in why.items() for index in choice):
         pair = pairs[index]
@@ -274,7 +274,7 @@ def take_back(tuned: Tuned, why: Mapping[Choice, str]) -> Tuned:
 
 
 def confirm(tuned: Tuned, compare: Compare, *, folder: Path, most_left_out: int = LEFT_OUT) -> Tuned:
-    """Return the choices that whole steps confirm, with `step`; without any choice nothing is run.
+    """Return the tuning with the choices that whole steps confirm, and `step`; without choices nothing is run.
 
     Args:
         tuned: what was chosen for the pairs of the script.
@@ -307,7 +307,7 @@ def confirm(tuned: Tuned, compare: Compare, *, folder: Path, most_left_out: int 
 
 
 def _step(times: StepTimes, after: str, rows: Sequence[StepVariant], said: Sequence[str]) -> StepTuning:
-    """Return the times of steps by stock and by the variant `after`, with all variants so far."""
+    """Return the step times by stock and by the variant `after`, with all variants so far."""
     return StepTuning(
         before_us=median(times[STOCK]),
         after_us=median(times[after]),
@@ -318,7 +318,7 @@ def _step(times: StepTimes, after: str, rows: Sequence[StepVariant], said: Seque
 
 
 def _without(tuned: Tuned, most: int) -> dict[Choice, str]:
-    """Return the variants that leave out one choice each; without the only one there is, steps are those of stock."""
+    """Return a variant name for each choice, which is left out in it; if there is only one choice that is stock."""
     first, *others = chosen(tuned)
     if not others:
         return {first: STOCK}
@@ -326,7 +326,7 @@ def _without(tuned: Tuned, most: int) -> dict[Choice, str]:
 
 
 def _variants(tuned: Tuned, without: Mapping[Choice, str], folder: Path) -> list[ScriptVariant]:
-    """Return stock, all choices, and all but one; their files are written to a new folder."""
+    """Return the variants stock, all choices, and all but one each; their files are written to a new folder."""
     files = Path(mkdtemp(prefix="choices-", dir=folder))
     sets = {TUNED: tuned} | {name: take_back(tuned, {choice: "left out"}) for choice, name in without.items()}
     sets.pop(STOCK, None)

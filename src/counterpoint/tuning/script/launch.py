@@ -1,4 +1,4 @@
-"""Start a training script under its own launcher, with a program of counterpoint between both, and watch its ranks.
+"""Start a training script under its own launcher, with a program of counterpoint in between, and watch its ranks.
 
     torchrun --nproc-per-node 2 train.py --lr 1
     torchrun --nproc-per-node 2 -m counterpoint.tuning.script.rank train.py --lr 1
@@ -45,13 +45,13 @@ TASK_VARIABLE = "COUNTERPOINT_TUNING_TASK"
 OverlapCalls = Literal["never", "switched", "fixed"]
 """Whether the script calls `counterpoint.overlap`, and if so, whether that can be taken back between steps."""
 TIMEOUT_S = 120.0
-FIRST_STEP_S = 300.0  # more before the first step: a model is made, and compiled
+FIRST_STEP_S = 300.0  # added before the first step, while the model is built and compiled
 LOG = "script.log"  # these are names inside the folder of a task
 TASK, RESULT = "task.json", "result.json"  # a `ScriptTask`, and the `ScriptResult` of rank 0
 ALIVE = "alive"  # rank 0 touches it after each step
 ERRORS = "errors"  # folder of `RankFailure`s
 PROCESSES = "processes"  # folder of files by rank, each with the number of its process
-STACKS = "stacks{}.log"  # by rank: stacks of its threads if it is told to end
+STACKS = "stacks{}.log"  # by rank: the stacks of its threads, written if the rank is told to end
 _ENDED = re.compile(r"^\s*rank\s*:\s*(\d+) .*\n\s*exitcode\s*:\s*(-?\d+) ", re.MULTILINE)  # its last words
 
 SCRIPT = "counterpoint.tuning.script.rank"
@@ -71,35 +71,35 @@ _TORCHRUN_REFUSED = ("--no-python", "--run-path", "-h", "--help")
 
 
 class ScriptVariant(Record, frozen=True, kw_only=True):
-    """Describes one way to run the script's steps."""
+    """Describes one variant by which the script's steps run."""
 
     name: str  # "stock", "tuned"
     file: str | None  # of the choices that `overlap` follows; None: torch's collectives
 
 
 class ScriptTask(Record, frozen=True, kw_only=True):
-    """Asks the ranks to record some steps, or to run variants in turns and time them."""
+    """Asks the ranks to record steps, or to run variants alternately and time them."""
 
     folder: str
     variants: tuple[ScriptVariant, ...] = ()  # none: record
     recorded_steps: int = 2
     warmup_steps: int = 3  # before all else: memory, compilation
     dropped_steps: int = 2  # after a change of variant: the first opens communicators, the second prepares calls
-    block_steps: int = 4  # timed as one
-    rounds: int = 20  # at most, of one block for each variant
+    block_steps: int = 4  # steps that are timed together
+    rounds: int = 20  # at most; a round has one block for each variant
     min_rounds: int = 5
     budget_s: float = 60.0  # no round begins that would end later
 
     @property
     def needed_steps(self) -> int:
-        """Return the optimizer steps that the script has to make at least."""
+        """Return the least number of optimizer steps that the script has to make."""
         if not self.variants:
             return self.warmup_steps + 1 + self.recorded_steps
         return self.warmup_steps + self.min_rounds * len(self.variants) * (self.dropped_steps + self.block_steps)
 
 
 class ScriptResult(Record, frozen=True, kw_only=True):
-    """Holds what the ranks found out."""
+    """Holds the ranks' results."""
 
     overlap: OverlapCalls
     device: Literal["cuda", "cpu"]
@@ -110,7 +110,7 @@ class ScriptResult(Record, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class RunCommand:
-    """Holds a command that starts a script on several ranks, taken apart at the script.
+    """Holds a command that starts a script on several ranks, split at the script.
 
     Args:
         launcher: what starts the script on each rank, with its options: `torchrun --nproc-per-node 2`.
@@ -127,7 +127,7 @@ class RunCommand:
     given_as: str = "--run"
 
     def arguments(self, program: str) -> tuple[str, ...]:
-        """Return the command that runs a module of counterpoint, which runs the script."""
+        """Return the command that runs the script through a module of counterpoint."""
         return (*self.launcher, "-m", program, *self.script)
 
     def __str__(self) -> str:
@@ -135,7 +135,7 @@ class RunCommand:
 
 
 def parse_command(text: str, given_as: str = "--run") -> RunCommand:
-    """Return the parts of a command; raise Misconfigured if its script cannot be told, or in a rehearsal."""
+    """Return the parts of a command; raise Misconfigured if its script cannot be found, or in a rehearsal."""
     if is_rehearsal():
         raise Misconfigured(f"{given_as}: this is a rank of counterpoint rehearse, which starts no others")
     said = f"{given_as} {printable(text)!r}"
@@ -169,7 +169,7 @@ def parse_command(text: str, given_as: str = "--run") -> RunCommand:
 
 
 def _after_python(said: str, words: Sequence[str]) -> int:
-    """Return the place of the first word behind Python's options."""
+    """Return the index of the first word after Python's options."""
     at = 1
     while at < len(words) and words[at].startswith("-") and words[at] not in ("-m", "-"):
         if words[at] in _PYTHON_VALUES:
@@ -181,7 +181,7 @@ def _after_python(said: str, words: Sequence[str]) -> int:
 
 
 def _torchrun(said: str, words: Sequence[str], at: int) -> tuple[int, dict[str, str]]:
-    """Return where the script begins behind torchrun's options, and these by long name; all but flags have a value."""
+    """Return the index where the script begins after torchrun's options, and the options by long name."""
     options = {}
     while at < len(words) and words[at].startswith("-"):
         word = words[at]
@@ -200,7 +200,7 @@ def _torchrun(said: str, words: Sequence[str], at: int) -> tuple[int, dict[str, 
 def launch_script(
     command: RunCommand, task: ScriptTask, *, variables: Mapping[str, str], timeout_s: float = TIMEOUT_S
 ) -> ScriptResult:
-    """Run the script until the task is done.
+    """Run the script until its task is done, and return the ranks' results.
 
     Args:
         command: that starts the script.
@@ -244,7 +244,7 @@ def run_ranks(
     progress: Callable[[], object],
     lacking: str,
 ) -> None:
-    """Run a script to its end, on each rank by a program of counterpoint, which leaves its words in a folder.
+    """Run a script to its end, each rank through a program of counterpoint, whose output is kept in a folder.
 
     Args:
         command: that starts the script.
@@ -280,7 +280,7 @@ def run_ranks(
 
 
 def modified(path: Path) -> int:
-    """Return when a file was last changed, in ns; 0 where there is none."""
+    """Return when a file was last modified, in ns; 0 if there is none."""
     try:
         return path.stat().st_mtime_ns
     except FileNotFoundError:
@@ -288,7 +288,7 @@ def modified(path: Path) -> int:
 
 
 def _hung(folder: Path, reason: str) -> PeerTimeout:
-    """Return the error for a hang, after each rank has written its stack."""
+    """Return the error for a hang, after each rank has written its stack to a file."""
     ranks = {int(path.name): int(path.read_text()) for path in (folder / PROCESSES).glob("[0-9]*")}
     abort(ranks.values())
     time.sleep(SETTLE_S * bool(ranks))
@@ -297,7 +297,7 @@ def _hung(folder: Path, reason: str) -> PeerTimeout:
 
 
 def _died(folder: Path, code: int) -> CounterpointError:
-    """Return why the script has ended with this exit code, by what its ranks and torchrun have left."""
+    """Return why the script ended with this exit code, from the files of its ranks and torchrun."""
     text, errors = tail(folder / LOG), folder / ERRORS
     numbers = [int(path.stem.removeprefix("rank")) for path in errors.glob("rank*.json")]
     failures = {rank: failure for rank in numbers if (failure := read_failure(errors, rank)) is not None}
@@ -320,5 +320,5 @@ def _died(folder: Path, code: int) -> CounterpointError:
 
 
 def _statuses(text: str) -> dict[int, int]:
-    """Return the exit codes of ranks in words of torchrun."""
+    """Return the exit codes by rank that torchrun's text names."""
     return {int(rank): int(status) for rank, status in _ENDED.findall(text)}

@@ -1,4 +1,4 @@
-"""Run a training script unchanged, on one rank: `torchrun ... -m counterpoint.tuning.script.rank train.py arguments`.
+"""Run an unchanged training script on one rank: `torchrun ... -m counterpoint.tuning.script.rank train.py arguments`.
 
 The variable COUNTERPOINT_TUNING_TASK names what to do meanwhile (`steps.py`). A rank that fails says why in a
 `RankFailure` of the task's folder, and ends with exit code 1.
@@ -20,7 +20,7 @@ from counterpoint.tuning.script.launch import ERRORS, PROCESSES, STACKS, TASK_VA
 
 
 def main() -> None:
-    """Run the script of the command line until the task is done."""
+    """Run the script on the command line until its task is done."""
     if TASK_VARIABLE not in os.environ:
         sys.exit(f"{TASK_VARIABLE} is not set: this is started by counterpoint tune --run 'torchrun ... train.py'")
     task = msgspec.json.decode(Path(os.environ[TASK_VARIABLE]).read_bytes(), type=ScriptTask)
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def begin(folder: Path, rank: int) -> None:
-    """Have this rank die with its launcher, and write its stacks if it hangs; called before torch is imported."""
+    """Make this rank die with its launcher and write its stacks if it hangs; called before torch is imported."""
     die_with_parent()  # torchrun gives each rank a session of its own
     (folder / PROCESSES).mkdir(exist_ok=True)
     (folder / PROCESSES / str(rank)).write_text(str(os.getpid()))
@@ -54,7 +54,7 @@ def begin(folder: Path, rank: int) -> None:
 
 
 def run_script(arguments: list[str]) -> None:
-    """Run a script, or a module after `-m`, as Python itself would: its folder on the path, its arguments in argv.
+    """Run a script, or a module after `-m`, as Python does: with its folder on the path, and its arguments in argv.
 
     Raises:
         RuntimeError: it has called `sys.exit` with anything but success.

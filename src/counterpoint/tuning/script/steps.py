@@ -1,4 +1,4 @@
-"""Record the steps of a training script, or run them by several variants in turns; each rank does it alike.
+"""Record the steps of a training script, or run them by several variants alternately; all ranks do the same.
 
 The script is not changed. Its steps are those of its first optimizer, and its call of `counterpoint.overlap` is
 answered by an object that can be switched: to torch's collectives, and to the choices of a file. All ranks count the
@@ -40,11 +40,11 @@ _LEFT = "torch's collectives, while counterpoint tune records or compares"
 
 
 class ScriptFinished(BaseException):
-    """Ends the script from inside its optimizer's step; no `except Exception` catches it."""
+    """Ends the script from inside its optimizer step; no `except Exception` catches it."""
 
 
 class SwitchedOverlap:
-    """Stands for what `counterpoint.overlap` returns, and changes between steps what the model communicates by.
+    """Replaces the object that `counterpoint.overlap` returns, and changes the model's communication between steps.
 
     Args:
         overlap: the function itself.
@@ -56,10 +56,10 @@ class SwitchedOverlap:
         self._overlap, self._model, self._options = overlap, model, options
         self._real: Any = None
         self.is_closed = False
-        self.is_fixed = isinstance(model, DistributedDataParallel)  # which keeps its hook for good
+        self.is_fixed = isinstance(model, DistributedDataParallel)  # DDP keeps its communication hook for good
 
     def use(self, variant: ScriptVariant) -> None:
-        """Switch; all ranks do so between the same two steps."""
+        """Switch to a variant; all ranks do so between the same two steps."""
         if self.is_closed:
             raise Misconfigured("the script has taken counterpoint.overlap back by restore(); leave that out")
         if self._real is not None:
@@ -78,21 +78,21 @@ class SwitchedOverlap:
         return _LEFT if self._real is None else str(self._real)
 
     def report(self) -> Any:
-        """Return the report of the present variant; a sentence where it is torch."""
+        """Return the report of the current variant; a sentence where that is torch."""
         return _LEFT if self._real is None else self._real.report()
 
     def followed(self) -> str:
-        """Return how many choices of the present file calls have followed so far; empty where it is torch."""
+        """Return in words how many choices of the current file calls have followed so far; empty for torch."""
         said = "" if self._real is None else str(getattr(self._real.report(), "tuned", ""))
         return said.partition(": ")[2]  # without the name of the file
 
     def check(self) -> None:
-        """Raise the error that ended communication, if there was one."""
+        """Raise the error that ended the communication, if there was one."""
         if self._real is not None:
             self._real.check()
 
     def reset_iter_state(self) -> None:
-        """Discard a forward or backward pass that an exception ended."""
+        """Discard a forward or backward pass that an exception interrupted."""
         if self._real is not None:
             self._real.reset_iter_state()
 
@@ -105,7 +105,7 @@ class SwitchedOverlap:
 
 @contextmanager
 def answering_overlap(answer: Callable[..., Any]) -> Iterator[None]:
-    """Answer calls of `counterpoint.overlap` inside by `answer(overlap, model, **options)`."""
+    """Answer calls of `counterpoint.overlap` inside the context by `answer(overlap, model, **options)`."""
     module: Any = importlib.import_module("counterpoint.parallel.overlap")
     overlap, public = module.overlap, cast(Any, counterpoint)
     module.overlap = public.overlap = partial(answer, overlap)
@@ -117,7 +117,7 @@ def answering_overlap(answer: Callable[..., Any]) -> Iterator[None]:
 
 
 class ScriptSteps:
-    """Does what a task asks at the end of each step of a script: `advance` is called there.
+    """Carries out a task at the end of each step of a script, where `advance` is called.
 
     Args:
         task: the task.
@@ -137,7 +137,7 @@ class ScriptSteps:
 
     @contextmanager
     def intercepted(self) -> Iterator[None]:
-        """Answer calls of `counterpoint.overlap` inside by objects that can be switched."""
+        """Answer calls of `counterpoint.overlap` inside the context by objects whose variant can be switched."""
 
         def answered(overlap: Callable[..., Any], model: nn.Module, **options: Any) -> SwitchedOverlap:
             switched = SwitchedOverlap(overlap, model, options)
@@ -151,7 +151,7 @@ class ScriptSteps:
             yield
 
     def advance(self) -> None:
-        """Go on after a step; raises ScriptFinished after the last one."""
+        """Continue the task after a step; raise ScriptFinished after the last one."""
         self.count += 1
         if self.rank == 0:
             (self.folder / ALIVE).touch()
@@ -162,7 +162,7 @@ class ScriptSteps:
             raise ScriptFinished from None
 
     def _recorded(self) -> Iterator[None]:
-        """Record steps after those of the warm-up; each `yield` waits for the end of a step."""
+        """Record the steps after the warm-up; each `yield` waits for the end of a step."""
         for _ in range(self.task.warmup_steps):
             yield
         recording = Recording(self.task.recorded_steps, record_shapes=True, with_stack=False)
@@ -175,7 +175,7 @@ class ScriptSteps:
             write_whole(self.folder / RESULT, self._result())
 
     def _compared(self) -> Iterator[None]:
-        """Time blocks of steps of each variant in turn, every second round in the reverse order."""
+        """Time blocks of steps for each variant alternately, every second round in reverse order."""
         task = self.task
         for _ in range(task.warmup_steps):
             yield
@@ -215,7 +215,7 @@ class ScriptSteps:
             self._followed[self._variant.name] = "; ".join(said)
 
     def _agreed(self, number: int, *, go_on: bool) -> bool:
-        """Return whether rank 0 goes on; it has put together what all ranks measured in this round."""
+        """Return whether rank 0 goes on to another round; it first gathers all ranks' times of this round."""
         mine = [each[number] for each in self._blocks]
         if not dist.is_initialized():
             self._keep(number, [mine])
@@ -230,7 +230,7 @@ class ScriptSteps:
         return go_on
 
     def _keep(self, number: int, ranks: list[list[float]]) -> None:
-        """Keep the slowest rank's times of a round, and once there are enough rounds write them."""
+        """Store the slowest rank's times of a round, and write the result once there are enough rounds."""
         self._note_followed()
         for index, each in enumerate(self._blocks):
             each[number] = max(times[index] for times in ranks)
@@ -251,7 +251,7 @@ class ScriptSteps:
 
 
 def _now() -> float:
-    """Return the time in seconds at which all that this rank has queued is done."""
+    """Return the time in seconds after all queued work of this rank is done."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return time.perf_counter()

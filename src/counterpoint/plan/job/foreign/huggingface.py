@@ -1,4 +1,4 @@
-"""Read config.json of Hugging Face: the model, and nothing of how it is trained.
+"""Read a Hugging Face config.json: it gives the model, but nothing about the training.
 
 Which names the widths have, and what a kind of model has without saying so, is as in `transformers`
 (src/transformers/models/*/configuration_*.py and modeling_*.py).
@@ -17,7 +17,7 @@ WHAT = "config.json of Hugging Face"
 
 
 class ModelKind(NamedTuple):
-    """Describes what every model of one `model_type` has without saying so."""
+    """Describes the properties that all models of one `model_type` have although config.json does not state them."""
 
     gated: bool = True
     tied: bool = False  # where the file does not say
@@ -73,7 +73,7 @@ ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 def read_config(values: Mapping[str, Any]) -> ForeignJob:
-    """Return the model of a config.json; Misconfigured if it is of a kind that cannot be planned."""
+    """Return the model of a config.json; raise Misconfigured if it is of a kind that cannot be planned."""
     kind_name = values.get("model_type")
     inner = values.get("text_config")
     nested = isinstance(inner, Mapping) and str(kind_name) in NESTED
@@ -174,7 +174,7 @@ def _experts(reading: Reading, name: str) -> dict[str, int] | None:
 
 
 def _window(reading: Reading, kind: ModelKind, layers: int) -> dict[str, int]:
-    """Return the window of a model, and how often a layer has none, or nothing where all layers see all tokens."""
+    """Return the attention window, and every how many layers one has none; empty where all layers see all tokens."""
     types = reading.take("layer_types")
     width = reading.whole("sliding_window", "attention_chunk_size", least=0)
     pattern = reading.whole("sliding_window_pattern", "_sliding_window_pattern") or kind.full_every

@@ -1,4 +1,4 @@
-"""Read the arguments of Megatron-LM as a job: the list that a run prints before its first step, or YAML.
+"""Read the arguments of Megatron-LM as a job: either the list that a run prints before its first step, or YAML.
 
     num_layers ............ 32           the list; it has every argument
     num_layers: 32                       YAML, also of Megatron-Bridge: the names of tables above a key do not matter
@@ -46,12 +46,12 @@ FSDP = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}  #
 
 
 def is_megatron(text: str) -> bool:
-    """Return whether a text has the number of layers as Megatron-LM has it: printed, in YAML or in a script."""
+    """Return whether a text names the number of layers as Megatron-LM does, in its printed list, YAML or a script."""
     return SCRIPT.search(text) is not None or re.search(r"\bnum_layers( \.{3,}|[ \t]*:[ \t]) *\d", text) is not None
 
 
 def read_megatron(text: str) -> ForeignJob:
-    """Return the job of Megatron-LM's arguments, as far as they say it; Misconfigured for a shell script."""
+    """Return the job that Megatron-LM's arguments describe, maybe in part; raise Misconfigured for a shell script."""
     pairs = PRINTED.findall(text)
     if not pairs and SCRIPT.search(text):
         raise Misconfigured(
@@ -67,7 +67,7 @@ def read_megatron(text: str) -> ForeignJob:
 
 
 def _arguments(pairs: list[tuple[str, str]]) -> dict[str, object]:
-    """Return the values by name, without those that say that there is nothing; several of one name as a tuple."""
+    """Return the arguments by name, without empty ones; several values of one name become a tuple."""
     found: dict[str, dict[str, None]] = {}
     for name, text in pairs:
         value = text.strip().strip("\"'")
@@ -77,7 +77,7 @@ def _arguments(pairs: list[tuple[str, str]]) -> dict[str, object]:
 
 
 def _any(reading: Reading, *names: str) -> bool:
-    """Return whether one of several switches is on; all of them count as read."""
+    """Return whether at least one of several switches is on, and count all of them as read."""
     found = [reading.truth(name) for name in names]
     return any(found)
 
@@ -128,7 +128,7 @@ def _latent(reading: Reading) -> dict[str, int]:
 
 
 def _vocabulary(reading: Reading, tp: int) -> int | None:
-    """Return the rows of the embedding, padded as Megatron-LM pads them; None: the tokenizer decides."""
+    """Return the rows of the embedding, padded as by Megatron-LM; None: the tokenizer decides."""
     rows, unit = reading.whole("vocab_size"), (reading.whole("make_vocab_size_divisible_by") or 128) * tp
     return reading.whole("padded_vocab_size") or (None if rows is None else -(-rows // unit) * unit)
 
@@ -159,7 +159,7 @@ def _experts(reading: Reading, layers: int, ffn: int) -> dict[str, int] | None:
 
 
 def _frequency(reading: Reading, layers: int) -> tuple[int, int]:
-    """Return how often a layer has experts, and how many at the beginning have none: of 2, or of [0, 0, 0, 1, ...]."""
+    """Return (n, d): every n-th layer has experts, after d dense ones; read from "2" or "[0, 0, 0, 1, ...]"."""
     given = (reading.word("moe_layer_freq") or "1").replace(" ", "")
     if given.isdecimal():
         return max(int(given[:6]), 1), 0
@@ -258,7 +258,7 @@ def _parallel(reading: Reading) -> dict[str, Any]:
 
 
 def _uneven(reading: Reading, pp: int, virtual: int) -> list[int]:
-    """Return the layers of each stage where the first or the last has its own number, as many for all others."""
+    """Return the layers of each stage where the first or last stage has its own number; empty where neither has."""
     layers = reading.needed("num_layers")
     ends = [reading.whole(f"decoder_{end}_pipeline_num_layers", least=0) for end in ("first", "last")]
     if ends == [None, None]:

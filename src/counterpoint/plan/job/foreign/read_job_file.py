@@ -1,4 +1,4 @@
-"""Read the file of a job, whatever format it has, and say which flags must be given beside a foreign one."""
+"""Read a job's file, whatever its format, and name the flags that a foreign file needs in addition."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from counterpoint.plan.job.foreign.reading import ForeignJob
 from counterpoint.plan.job.job import ADVICE, MAX_BYTES, parse_tables
 from counterpoint.read_file import read_text
 
-NEEDED = {  # what a job must say, the flags that say it, and the name of such a flag, if it has one of its own
+NEEDED = {  # by field: the flags that set it, and the name of its own flag if it has one
     "training.sequence": ("--set training.sequence=TOKENS", ""),
     "training.global_batch": ("--set training.global_batch=SAMPLES", ""),
     "model.vocab": ("--set model.vocab=ROWS", ""),
@@ -26,7 +26,7 @@ NEEDED = {  # what a job must say, the flags that say it, and the name of such a
 
 
 def read_job_file(path: Path, changes: Mapping[str, str]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the tables of a job, and notes on what was read from a foreign file, what was assumed and what left out.
+    """Return the tables of a job, and notes on what was read from a foreign file, assumed and left out.
 
     Args:
         path: a job as TOML, a config.json of Hugging Face, or the arguments that a run of Megatron-LM prints.
@@ -67,7 +67,7 @@ def _json(text: str) -> dict[str, Any]:
 
 
 def _check_complete(found: ForeignJob, changes: Mapping[str, str]) -> None:
-    """Raise Misconfigured, with the flags that are missing, unless the file and the changes say what a job needs."""
+    """Raise Misconfigured, with the missing flags, unless the file and the changes give all that a job needs."""
 
     def is_said(field: str, flag: str) -> bool:
         table, _, name = field.partition(".")

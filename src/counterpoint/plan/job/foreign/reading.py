@@ -1,4 +1,4 @@
-"""Read the values of a foreign file one by one, and keep account of what was read, assumed and left out."""
+"""Read the values of a foreign file one by one, and record which were read, assumed and left out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no":
 
 
 class ForeignJob(Record, frozen=True, kw_only=True):
-    """Holds those tables of a job that a foreign file gives, and notes on how it was read."""
+    """Holds the tables of a job that a foreign file gives, and notes on how it was read."""
 
     what: str  # the format, for people
     tables: dict[str, dict[str, Any]]  # as those of a job's file
@@ -31,7 +31,7 @@ class Reading:
         self.said: list[str] = []
 
     def take(self, *names: str) -> object:
-        """Return the value of the first of these names that the file has, and count it as read; None if it has none."""
+        """Return the first value that the file has under these names, and count it as read; None if there is none."""
         for name in names:
             if name in self.values:
                 self.read[name] = None
@@ -39,7 +39,7 @@ class Reading:
         return None
 
     def whole(self, *names: str, least: int = 1) -> int | None:
-        """Return a whole number that is at least `least`, or None if the file has none of these names."""
+        """Return an integer that is at least `least`, or None if the file has none of these names."""
         value = self.take(*names)
         if isinstance(value, str) and value.strip().lstrip("+-").replace("_", "").isdecimal() and len(value) < 20:
             value = int(value)
@@ -50,14 +50,14 @@ class Reading:
         return value
 
     def needed(self, *names: str) -> int:
-        """Return a whole number above 0; Misconfigured if the file has none of these names."""
+        """Return an integer above 0; raise Misconfigured if the file has none of these names."""
         found = self.whole(*names)
         if found is None:
             raise Misconfigured(f"{self.what} without {names[0]}: add it")
         return found
 
     def truth(self, *names: str, default: bool = False) -> bool:
-        """Return a value as true or false; `default` if the file has none of these names."""
+        """Return a boolean; `default` if the file has none of these names."""
         value = self.take(*names)
         if value is None:
             return default
@@ -67,7 +67,7 @@ class Reading:
         return found
 
     def word(self, *names: str, allowed: tuple[str, ...] = ()) -> str | None:
-        """Return a text, one of `allowed` if these are given, or None if the file has none of these names."""
+        """Return a text, one of `allowed` if that is given, or None if the file has none of these names."""
         value = self.take(*names)
         if value is None:
             return None
@@ -76,7 +76,7 @@ class Reading:
         return value
 
     def number(self, *names: str) -> float:
-        """Return a number, 0 if the file has none of these names."""
+        """Return a number; 0 if the file has none of these names."""
         value = self.take(*names)
         try:
             found = float(str(value)) if value is not None and not isinstance(value, bool) else 0.0
@@ -87,12 +87,12 @@ class Reading:
         return found
 
     def wrong(self, names: tuple[str, ...], value: object, advice: str) -> Misconfigured:
-        """Return the error that one of these names has a value that is not allowed."""
+        """Return the error for a value that is not allowed under these names."""
         name = next((name for name in names if name in self.values), names[0])
         return Misconfigured(f"{printable(name, 80)} = {printable(repr(value), 80)} in {self.what}: {advice}")
 
     def say(self, text: str) -> None:
-        """Add a note, such as what was assumed."""
+        """Add a note, for instance on an assumption."""
         self.said.append(text)
 
     def notes(self, neutral: re.Pattern[str]) -> tuple[str, ...]:
