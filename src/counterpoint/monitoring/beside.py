@@ -124,7 +124,7 @@ def writing(folder: Path, name: str) -> Iterator[Path]:
 
 
 def wait_for(folder: Path, ranks: set[int], still_s: float = _STILL_S) -> Iterator[tuple[int, Path]]:
-    """Yield each rank's trace, or the file that says why it has none, until no file has come for `still_s` seconds."""
+    """Yield each rank's file (data, or why it has none) as it appears, until none has come for `still_s` seconds."""
     last = time.monotonic()
     while ranks and time.monotonic() < last + still_s:
         for path in sorted(folder.glob("rank*.*")):

@@ -163,7 +163,7 @@ class Straggler(Record, frozen=True, kw_only=True):
 
 
 class KernelComparison(Record, frozen=True, kw_only=True):
-    """Compares one kind of compute kernel (name, grid, block, shapes) alone and beside communication, by medians."""
+    """Holds median times of a kind of compute kernel (name, grid, block, shapes), alone and beside communication."""
 
     name: str
     grid: tuple[int, int, int]

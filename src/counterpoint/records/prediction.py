@@ -49,7 +49,7 @@ class StepInterval(Record, frozen=True, kw_only=True):
 
 
 class RatioError(Record, frozen=True, kw_only=True):
-    """Says that a predicted ratio of two step times on equally many GPUs is off by at most `factor`, at `level`."""
+    """Says how far off a predicted ratio of two step times is: with probability `level`, by at most `factor`."""
 
     level: float
     factor: float  # at least 1

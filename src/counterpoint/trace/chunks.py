@@ -138,7 +138,7 @@ class EventRuns(Generic[E]):
     def _read_header(self) -> tuple[bytes, bool]:
         buffer, eof, searched, tried = b"", False, 0, 0
         while True:
-            block = self._stream.read(max(BLOCK_BYTES, len(buffer))) or b""  # doubles, as copying it takes long
+            block = self._stream.read(max(BLOCK_BYTES, len(buffer))) or b""  # doubles, since each round copies it
             eof = not block
             buffer += block
             start = len(buffer) - len(buffer.lstrip(b"\xef\xbb\xbf \t\r\n"))
@@ -199,7 +199,7 @@ def _last_boundary(buffer: bytes) -> int:
 
 
 def _walk(buffer: bytes) -> tuple[int, int | None]:
-    """Return the end of the last whole event and the `]` that closes the array (or None), by walking every token."""
+    """Scan all tokens; return the offsets of the end of the last whole event and of the closing `]` (or None)."""
     depth, last = 0, 0
     for token in _TOKEN.finditer(buffer):
         mark = token.group()

@@ -43,7 +43,7 @@ _LOCAL_SYMBOL = re.compile(  # compute kernels named after a collective, and GEM
     r"|^triton_(?:poi|red|per|for|tem|mm)_|(?:^|::)(?:at::native|cub|thrust|cutlass|cudnn|torch::native)::",
     re.I,
 )
-_PPLX_KERNEL = re.compile(r"^(?:dispatch|combine)Kernel$", re.I)  # anonymous namespace; argument types name pplx
+_PPLX_KERNEL = re.compile(r"^(?:dispatch|combine)Kernel$", re.I)  # pplx: named only in the argument types
 _EXPERT_LEG = re.compile(r"(dispatch|combine)", re.I)
 _TENSOR_PARALLEL = re.compile(r"cross_device_reduce|lamport|quick_?reduce|(?:trtllm|tensorrt_llm).*all_?reduce", re.I)
 _UNNAMED = re.compile(r"(?:\(anonymous namespace\)|<unnamed>|\{anonymous\})::")

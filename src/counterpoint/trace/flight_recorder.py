@@ -170,7 +170,7 @@ def _dump(found: dict[str, Any], rank: int, label: str) -> FlightDump:
         raise ValueError(f"{len(raw)} entries")
     groups = {}
     for name, config in (found.get("pg_config") or {}).items():
-        stated = config if isinstance(config, dict) else {"ranks": config}  # before version 2.0 the ranks alone
+        stated = config if isinstance(config, dict) else {"ranks": config}  # before version 2.0: only the ranks
         if ranks := _ranks(stated["ranks"]):  # Gloo's groups have an entry without ranks
             groups[str(name)] = (str(stated.get("desc", "")), ranks)
     version = found.get("version")
@@ -205,7 +205,7 @@ def _last(found: dict[str, Any], raw: Sequence[dict[str, Any]]) -> dict[str, tup
 
 
 def _entries(raw: Sequence[dict[str, Any]]) -> tuple[FlightEntry, ...]:
-    """Return a dump's calls; a batch's own entry after its calls (`coalesced`) is left out, but gives them its state.
+    """Return a dump's calls; the entry that follows a batch of calls (`coalesced`) only gives them their state.
 
     The calls of a batch share a sequence number, and are never marked as started or completed themselves. Only the
     calls show which of the two numbers of the batch is theirs.

@@ -31,7 +31,7 @@ _HOST = {
     "cuda_sync": HostKind.SYNC,
 }
 _CALLS = ("_runtime", "_driver")  # of CUDA, HIP, XPU, MTIA, HPU, ...
-_REPEATED = {"gpu_user_annotation", "collective_comm", "cuda_event", "trace", ""}  # what other events say, too
+_REPEATED = {"gpu_user_annotation", "collective_comm", "cuda_event", "trace", ""}  # repeat other events
 _DIMS = 8  # most dimensions of a tensor
 _RAW = msgspec.Raw(b"")
 PARAM_COMMS = "record_param_comms"
@@ -167,13 +167,13 @@ class Columns:
     categories: Categories = field(default_factory=Categories)
     names: EventNames = field(default_factory=EventNames)
     shapes: Intern[bytes] = field(default_factory=lambda: Intern({b"": 0}))  # 0: none
-    matmul_types: dict[int, bytes] = field(default_factory=dict)  # of inputs, by number of a shape; b"": several
+    matmul_types: dict[int, bytes] = field(default_factory=dict)  # input dtypes by index of shapes; b"": several
     grids: Intern[bytes] = field(default_factory=Intern)
     threads: Intern[tuple[Any, ...]] = field(default_factory=Intern)
     lanes: Intern[tuple[Any, ...]] = field(default_factory=Intern)  # (pid, tid) of GPU operations
     gpu: dict[str, list[Any]] = field(default_factory=dict)
     host: dict[str, list[Any]] = field(default_factory=dict)
-    streamed: dict[str, list[Any]] = field(default_factory=dict)  # as `gpu`: unknown categories that state a stream
+    streamed: dict[str, list[Any]] = field(default_factory=dict)  # as `gpu`: unknown categories with a stream
     unknown: Counter[str] = field(default_factory=Counter)  # number of events of unknown category, by category
     infos: list[CollectiveInfo] = field(default_factory=list)
     count: int = 0

@@ -1,6 +1,6 @@
 """Separate the processes of a trace file into which a tool merged the traces of several processes.
 
-Each process numbers its launches from 1 on, so reading the file as one process would join operations to wrong launches.
+Each process numbers its launches from 1 on, so one table of all launches would join operations wrongly.
 """
 
 from __future__ import annotations
