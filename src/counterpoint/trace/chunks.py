@@ -94,7 +94,7 @@ class EventRuns(Generic[E]):
                 self._run_offset = self._offset
                 yield buffer[:cut], events
             rest = buffer[cut:]
-            block = self._stream.read(max(BLOCK_BYTES, len(rest))) or b""  # doubles, so a huge event is walked rarely
+            block = self._stream.read(max(BLOCK_BYTES, len(rest))) or b""  # doubles: few scans of a huge event
             eof = not block
             rest += block
             buffer = rest.lstrip(b" \t\r\n,")  # the comma after an event may come with the next block

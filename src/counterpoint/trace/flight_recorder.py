@@ -119,7 +119,7 @@ def _kind(path: Path) -> str | None:
 
 
 def read_dump(path: Path) -> FlightDump:
-    """Read the dump of one rank; the number at the end of the file's name is the rank.
+    """Return the dump of one rank, whose number stands at the end of the file's name.
 
     Raises:
         BadTrace: too large, damaged, a pickle of more than plain values, or a name without a rank.

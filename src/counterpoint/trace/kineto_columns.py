@@ -395,7 +395,7 @@ def _absorb_host(
 
 
 def _described_calls(columns: Columns, events: list[KinetoEvent], name: Any) -> Any:
-    """Return, for each event, the index in `infos` of the collective that it calls; -1 if it calls none.
+    """Return the index in `infos` of the collective that each event calls; -1 for an event that calls none.
 
     c10d describes them in `record_param_comms`. Where the backend records no such event, as gloo does, the inputs
     of the operation (`c10d::_allgather_base_`) tell all but the dtype of lists of tensors, which `gloo:all_gather` has.

@@ -242,7 +242,7 @@ def _take(values: npt.NDArray[Any], index: I64, otherwise: npt.NDArray[Any]) -> 
 
 
 def _launches(process: I64, correlation: I64, runtime: _HostTable) -> tuple[I64, I64]:
-    """Return, for each GPU operation, the row of its launch in `runtime` (-1: unknown), and its process.
+    """Return the row in `runtime` of each GPU operation's launch (-1: unknown), and the operation's process.
 
     Without a `globalPid` (0), the process of the launch counts, or the only process of the export.
     """
@@ -271,7 +271,7 @@ def _shapes(nvtx: NvtxRanges, runtime: _HostTable, launch: I64) -> I64:
 def _collectives(
     gpu: dict[str, I64], runtime: _HostTable, launch: I64, calls: NcclCalls
 ) -> tuple[I64, tuple[CollectiveInfo, ...]]:
-    """Return each GPU operation's index into the collectives (-1: none), from the NCCL call open at its launch."""
+    """Return all collectives, and per GPU operation the index of its collective (-1: none), by NCCL ranges."""
     found, infos = np.full(len(launch), -1, np.int64), list[CollectiveInfo]()
     kernels = np.flatnonzero((gpu["kind"] == Kind.COMM) & (gpu["gridX"] > 0) & (launch >= 0))
     thread, start, end = (np.array(column, np.int64) for column in (calls.thread, calls.start, calls.end))

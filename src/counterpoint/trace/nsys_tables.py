@@ -56,7 +56,7 @@ def open_export(path: Path, *, max_rows: int = MAX_ROWS) -> Iterator[Export]:
 class Export:
     """Reads tables of one export as numpy columns, with defaults for missing values.
 
-    The read-only `connection` is secured against hostile files here. More than `max_rows` rows raise `BadTrace`.
+    `__init__` secures the read-only `connection` against hostile files. More than `max_rows` rows raise `BadTrace`.
     """
 
     def __init__(self, connection: sqlite3.Connection, path: str, max_rows: int) -> None:
@@ -78,7 +78,7 @@ class Export:
                 raise self.bad(f"{table} is a view or a virtual table, not a table; {_EXPORT_HINT} again")
             rows = self._sql.execute(f'PRAGMA table_info("{table}")').fetchall() if table in self._real else []
             self._columns[table] = frozenset(str(row[1]).lower() for row in rows)
-            if "rowid" in self._columns[table]:  # it would hide SQLite's row numbers, by which columns are combined
+            if "rowid" in self._columns[table]:  # hides the row numbers by which columns are combined
                 raise self.bad(f"{table} has a column 'rowid', which Nsight never writes; {_EXPORT_HINT} again")
         return self._columns[table]
 
@@ -111,7 +111,7 @@ class Export:
         return {name: data[name] if name in data else np.full(rows, defaults[name]) for name in defaults}
 
     def texts(self, table: str, expressions: tuple[str, ...], *, where: str = "1") -> Iterator[tuple[object, ...]]:
-        """Yield rows of SQL `expressions` (ours, never from the file), in the row order of `ints`."""
+        """Yield for each row the values of `expressions` (SQL, never from the file), in the row order of `ints`."""
         sql = f'SELECT {", ".join(expressions)} FROM "{table}" WHERE {where} ORDER BY rowid LIMIT ?'
         cursor = self._sql.execute(sql, (self._max_rows,))
         return chain.from_iterable(iter(lambda: cursor.fetchmany(_CHUNK), []))
@@ -134,7 +134,7 @@ class Export:
         return self.texts("StringIds", ("id", *expressions), where=where)
 
     def names(self, *users: tuple[str, str]) -> Iterator[tuple[int, str]]:
-        """Return id and text of the StringIds that `users` refer to; `unknown` where there is no text."""
+        """Yield id and text (`unknown` if none) of the StringIds rows to which the columns `users` refer."""
         text = f"CASE typeof(value) WHEN 'text' THEN substr(value, 1, {MAX_TEXT}) END"
         for key, name in self.strings(users, (text,)):
             assert isinstance(key, int)  # the SQL query guarantees it
@@ -159,7 +159,7 @@ class Export:
                 raise self.bad(f"{table} has more than {self._max_rows} rows; capture fewer steps, or raise max_rows")
 
     def odd_times(self, table: str, start: I64, end: I64, among: Bools | None = None) -> Bools:
-        """Return which rows (of those in the mask `among`) have a start below 0 ns, or an end before it; note them.
+        """Return a mask of rows (of `among`) with a start below 0 ns or an end before the start, and add a note.
 
         Such rows are left out; if they are more than a quarter of the table, raise `BadTrace`.
         """
