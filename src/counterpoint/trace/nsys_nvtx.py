@@ -237,7 +237,7 @@ def one_per_kernel(infos: list[CollectiveInfo], kernels: int) -> list[Collective
 
 
 def _total(infos: list[CollectiveInfo], side: str) -> int | None:
-    """Return the sum of a field over calls; None if unknown in one (output of a send, input of a receive: 0)."""
+    """Return the sum over calls of `side`; None if a call lacks it (output of a send, input of a receive: 0)."""
     values = [0 if info.op in ("send", "recv") and getattr(info, side) is None else getattr(info, side)
               for info in infos]  # fmt: skip
     return None if None in values else sum(values)

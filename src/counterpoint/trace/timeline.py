@@ -59,7 +59,7 @@ class Device:
 
     @property
     def from_host(self) -> bool:
-        """Return whether operations of the host stand for those of a GPU: it has none, or its own are not recorded."""
+        """Return whether host operations stand in for GPU operations, of which the trace has none."""
         return self.name == "cpu" or not self.recorded
 
 

@@ -121,7 +121,7 @@ def _exposed_once(job: TracedJob, column: int, busy: Activity, start: F64, end: 
     edges = np.unique(np.concatenate((start, end)))
     alone = comm.within(edges[:-1], edges[1:]) - both.within(edges[:-1], edges[1:])
     owner = np.full(len(alone), -1)
-    order = np.lexsort((-start, -until_compute))  # what comes later takes over what it shares with those before
+    order = np.lexsort((-start, -until_compute))  # later ones take over shared time
     low, high = np.searchsorted(edges, start[order]), np.searchsorted(edges, end[order])
     for row, first, last in zip(order.tolist(), low.tolist(), high.tolist(), strict=True):
         owner[first:last] = row

@@ -23,7 +23,7 @@ from counterpoint.trace.timeline import F64, I64, Kind
 STALLS = tuple(cause.name for cause in IDLE_CAUSES.values() if cause.stalls_host)
 LONG_US = 5000.0  # a host's pause counts as long from this duration on
 _NAMED = 5  # most host operations and functions listed for a cause
-_SHARE_OF_LONGEST = 0.5  # of what the host that pauses most pauses: hosts that pause as long are named, ...
+_SHARE_OF_LONGEST = 0.5  # of the longest pausing time of a host: hosts with at least this share are named, ...
 _SHARE_OF_ALL = 0.9  # ... unless all do, or they have less than this share of all hosts' pausing time
 
 

@@ -155,7 +155,7 @@ def _step_us(graph: ReplayGraph, ends: F64) -> float:
 
 
 def _explained_only(graph: ReplayGraph) -> ReplayGraph:
-    """Return the graph with unexplained waits cut to `SOON_US`: operations wait only for what the graph has."""
+    """Return the graph with unexplained waits cut to `SOON_US`: operations wait only along edges."""
     follows = (graph.row >= 0) & ((graph.host > 0) | (graph.stream > 0))
     return changed(graph, lag=np.where(follows, np.minimum(graph.lag, SOON_US), graph.lag))
 

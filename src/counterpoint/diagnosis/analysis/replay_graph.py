@@ -29,7 +29,7 @@ import numpy as np
 from counterpoint.diagnosis.reading.traced_job import TracedJob
 from counterpoint.trace.timeline import F64, I64, ROUNDED_US, U8, Bools, Kind, device_of, previous_on_stream
 
-_EDGE_US = 20.0  # an operation that waited for one of another stream begins this soon after the end of that
+_EDGE_US = 20.0  # an operation that waited for another stream's operation begins this soon after its end
 _LATE_US = 8.0  # beginning later than launch, stream and event explain by this: waited for something else, ...
 _MORE_US = 1.0  # ... that must have ended at least this much after these
 _TAIL = 0.15  # last part of a kernel, in which its blocks leave SMs free
@@ -70,7 +70,7 @@ class ReplayGraph:
     steps: int = 0
 
     def mean_us(self, last_us: F64) -> float:
-        """Return the time of a step, mean over ranks, if each island's last node ends then (µs after node 0)."""
+        """Return the mean µs of a step over ranks if each island's last node ends at `last_us` (µs after node 0)."""
         return float(((last_us - self.head_us) * self.own).sum()) / self.steps
 
 
@@ -269,7 +269,7 @@ def _awaited(enter: F64, leave: F64, launch: F64, end: F64) -> I64:
 
 
 def _host_chain(launch: F64, enter: F64, leave: F64) -> tuple[I64, F64, F64]:
-    """Return `host`, `host_gap` and `after_host` of operations and host calls, from the order of the host's calls."""
+    """Return columns `host`, `host_gap` and `after_host` of operations and host calls, by the order of host calls."""
     n = len(launch)
     met, left = np.concatenate((launch, enter)), np.concatenate((launch, leave))
     order = np.argsort(left, kind="stable")
@@ -327,10 +327,10 @@ def _asked(launch: F64, start: F64, end: F64, stream: I64, calls: F64) -> I64:
 
 
 def _seen(start: F64, end: F64, launch: F64, stream: I64, kind: U8, base: F64) -> I64:
-    """Return, for each operation that began later than `base` explains, one of another stream that ended then; else -1.
+    """Return another stream's operation that ended as each began, if it began later than `base` explains; else -1.
 
-    Either it waited for that one, which then had been launched before (an event can be waited for only once it is
-    recorded), or that one is a kernel that took every SM until its last blocks: then it begins a little before the end.
+    Either it waited for the other operation, launched before it (an event can be awaited only once it is recorded), or
+    the other one is a kernel that held every SM until its last blocks: then it begins a little before the kernel ends.
     Waits between compute and communication are likelier than within one of them, and waits of or for copies the least.
     """
     late = np.flatnonzero(~(start - base <= _LATE_US))
@@ -402,7 +402,7 @@ def _with_collectives(graph: ReplayGraph, job: TracedJob) -> ReplayGraph:
 
 
 def _sorted(graph: ReplayGraph) -> ReplayGraph:
-    """Sort nodes by measured begin; drop edges against that order, which cannot be true, so that no cycle is left."""
+    """Sort nodes by measured begin; drop edges to nodes that come later, so that the graph has no cycle."""
     order = np.concatenate(([0], 1 + np.lexsort((graph.end[1:], graph.begin[1:]))))
     here = np.arange(len(order))
     place = np.empty_like(here)

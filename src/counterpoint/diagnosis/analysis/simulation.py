@@ -130,7 +130,7 @@ def _by_level(graphs: Sequence[ReplayGraph], begun: I64, known: I64) -> list[F64
 
 
 def _flat(graphs: Sequence[ReplayGraph], edge: str, order: I64, place: I64) -> I64:
-    """Return where the ends of an edge's nodes begin in the flat table of ends; one column if all graphs share it."""
+    """Return the index of each edge's node in the flat table of ends; one column if all graphs share the edge."""
     columns = [getattr(graph, edge) for graph in graphs]
     if all(column is columns[0] for column in columns):
         columns = columns[:1]

@@ -54,7 +54,7 @@ _Signatures = dict[tuple[str, tuple[int, ...], str], F64]  # durations by name, 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Delays:
-    """Holds, for each collective, the column of the last rank and the median exposed wait of the others (µs)."""
+    """Holds, for each collective, the column of its last rank and the median exposed wait of the others (µs)."""
 
     collective: I64
     column: I64
@@ -120,7 +120,7 @@ def find_stragglers(job: TracedJob, busy: list[Activity], w: Waits, delays: Dela
 
 
 def _late_together(job: TracedJob, w: Waits, delays: Delays) -> I64:
-    """Return the columns of ranks that mostly come as late as the last; first that for which others wait longest."""
+    """Return the columns of ranks that mostly come as late as the last rank; the one with the most delay is first."""
     came = w.arrival[delays.collective]
     there = np.isfinite(came)
     longest = np.nan_to_num(np.nanmax(w.exposed_wait[delays.collective], axis=1))
@@ -135,7 +135,7 @@ def _late_together(job: TracedJob, w: Waits, delays: Delays) -> I64:
 
 
 def _as_one(w: Waits, delays: Delays, late: I64) -> Delays:
-    """Return the delays as if all `late` ranks were the first of them: how long the ranks that are not late waited."""
+    """Return the delays with all `late` ranks merged into the first of them: the waits of the other ranks."""
     own = np.flatnonzero(np.isin(delays.column, late))
     others = np.delete(w.exposed_wait[delays.collective[own]], late, axis=1)
     alone = np.isfinite(others).any(axis=1)

@@ -21,7 +21,7 @@ _LEAST_CALLS_OF_ANOTHER_SIZE = 2  # least number of collectives of another size
 _QUANTILE = 0.25  # low, since many collectives may contain a wait
 _SUSPECT_FACTOR = 2.0  # contention does not explain more than this many times the usual time, ...
 _SUSPECT_US = 50.0  # ... and jitter does not explain more than this
-_EVEN = ("all_reduce", "all_gather", "reduce_scatter")  # each rank moves as much, so that sizes compare
+_EVEN = ("all_reduce", "all_gather", "reduce_scatter")  # ranks move equally many bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""Read and digest every rank: in this process, in parallel processes, or on a Dask cluster where the files are.
+"""Read and digest every rank: in this process, in parallel processes, or on a Dask cluster that has the files.
 
 Every engine calls the same function, `digest_file`, for each file, so all give the same digests in the same order.
 """
@@ -26,7 +26,7 @@ from counterpoint.trace.source import Limits, TraceFile
 
 Progress = Callable[[int, int, str], None]  # files done, number of files, text about the current work
 _KEPT_BYTES = 16 << 20
-_SMALL_BYTES = 4 << 20  # below this, starting processes takes longer than reading
+_SMALL_BYTES = 4 << 20  # total bytes below which starting processes takes longer than reading
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +125,7 @@ def _results(futures: list[Any], completed: Iterable[Any], tell: Progress) -> li
 
 @contextmanager
 def _main_left_alone() -> Iterator[None]:
-    """Keep spawned processes from importing the caller's script again; they need only functions of this package."""
+    """Keep spawned processes from importing the caller's script, since they need only functions of this package."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
