@@ -1,8 +1,8 @@
 """Find out which ranks are missing in a hang, from dumps of NCCL's flight recorder.
 
 In each process group the collectives of all ranks have the same sequence numbers. A group is stuck in the first one
-that not all of its ranks have completed: those that have entered it wait for those that have not. Who is missing in one
-group may be waiting in another; then that one explains the hang.
+that not all of its ranks have completed: ranks that have entered it wait for the others. A rank that is missing in one
+group may be waiting in another group, which then explains the hang.
 """
 
 from __future__ import annotations

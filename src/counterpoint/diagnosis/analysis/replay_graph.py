@@ -42,7 +42,7 @@ LOOK_BACK = 16  # number of ends that are examined for each begin
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayGraph:
-    """Holds nodes, each after all nodes that it depends on; times in µs, columns of one length; no edge is 0."""
+    """Holds nodes of a replay, each after the nodes on which it depends: columns of one length; µs; edge 0: none."""
 
     column: I64  # of TracedJob
     row: I64  # of GpuOps; -1: a host call

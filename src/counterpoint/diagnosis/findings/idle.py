@@ -57,7 +57,7 @@ def find_idle(a: Analysis) -> Iterator[Finding]:
     stall = next((c for c in found if c.category in STALLS), None)
     for cause in found:
         pauses = held.get(cause.category)
-        named = pauses.operations if pauses else cause.operations  # if ranks hold each other up, those of the pauses
+        named = pauses.operations if pauses else cause.operations  # of the pauses, if ranks delay each other
         only = pauses is not None and len(pauses.columns) == 1
         yield Finding.of(
             IDLE_CAUSES[cause.category].kind,

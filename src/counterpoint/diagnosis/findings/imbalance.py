@@ -30,7 +30,7 @@ _ADVICE_IN_PART = (
 
 
 def find_pipeline_bubbles(a: Analysis) -> Iterator[Finding]:
-    """Yield a finding on waiting for neighbouring pipeline stages, in sends and receives matched by number.
+    """Yield a finding on waiting for neighbouring pipeline stages, in sends and receives that ids match.
 
     Idle time of the late stage before its send or receive does not count as bubble: its host caused the delay.
     """

@@ -42,7 +42,7 @@ class HostWaits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankDigest(RankFacts):
-    """Holds what the diagnosis needs of one rank's trace; times in µs since `origin_ns` on its own clock."""
+    """Holds the data of one rank's trace that the diagnosis needs; µs since `origin_ns` on the rank's clock."""
 
     names: tuple[str, ...]
     shapes: tuple[str, ...]
@@ -129,7 +129,7 @@ def _stream_waits(timeline: Timeline) -> tuple[F64, I64, I32]:
 def matrix_product(shapes: str) -> tuple[int, int, int, int] | None:
     """Return M, N, K and batch size of the matrix product of inputs with these shapes; None if no product fits.
 
-    These are the first two adjacent inputs that fit: `aten::addmm` puts its bias first, `aten::linear` transposes its
+    They are the first two adjacent inputs that fit: `aten::addmm` puts its bias first, `aten::linear` transposes its
     weight. Rows of several sequences times one matrix count as rows of one product.
 
     Args:

@@ -137,8 +137,8 @@ def _main_left_alone() -> Iterator[None]:
 def _start_worker() -> None:
     """Let Ctrl-C, which reaches every process of the terminal, end this worker at once and without a traceback.
 
-    Let it keep freed memory, too: blocks are read and dropped by the thousand, and glibc gives back what is free at the
-    top of its heap beyond twice the largest mapping freed so far (no page of this one is touched).
+    Let it keep freed memory, too, since it reads and frees thousands of blocks: glibc returns free memory at the top of
+    its heap only beyond twice the largest mapping freed so far, so one large mapping is freed (untouched) first.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     np.empty(_KEPT_BYTES, np.uint8)

@@ -55,7 +55,7 @@ class _Layer:
 
     @classmethod
     def flat(cls, rows: I64, start: F64, end: F64, parent: I64) -> _Layer:
-        """Return the spans in which each of `rows`, sorted by start, is innermost; `parent` is the range around it."""
+        """Return the spans in which each of `rows` (sorted by start) is innermost; `parent`: row around each row."""
         edge = np.concatenate((end[::-1], start))  # at equal times: ends before starts, inner ends before outer ends
         label = np.concatenate((parent[rows][::-1], rows)).astype(np.int32)
         order = np.argsort(edge, kind="stable")
@@ -80,7 +80,7 @@ class _Layer:
         at = np.arange(len(window))
         span = at + np.repeat(low - first, count)
         begins, ends = np.maximum(self.start[span], start[window]), np.minimum(self.end[span], end[window])
-        opens, closes = (np.empty(len(gap) + len(at)) for _ in range(2))  # before, between and after a window's spans
+        opens, closes = (np.empty(len(gap) + len(at)) for _ in range(2))  # outside of a window's spans
         opens[first + windows], closes[first + count + windows] = start, end
         opens[at + window + 1], closes[at + window] = ends, begins
         left = closes > opens
@@ -244,8 +244,8 @@ def _nested(timeline: Timeline, own: U8, rows: I64) -> tuple[I64, U8, I64, F64]:
 def _apart(start: F64, end: F64) -> F64:
     """Return the ends of a thread's ranges (sorted by start), cut so that ranges which touch do not overlap.
 
-    A range that ends after another has begun, which goes on for longer, is cut where that begins. It is left as it is
-    where it seems to go on by a rounding only: it may be around the other.
+    A range that overlaps a later one, which ends after it, is cut where the later one begins. It is not cut where the
+    later one ends later only by rounding, since the range may then enclose the later one.
     """
     found, last = end.copy(), np.searchsorted(start, end, side="left") - 1
     for before in range(_TOUCHING):

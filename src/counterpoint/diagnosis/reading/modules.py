@@ -82,7 +82,7 @@ class NamedRanges:
             own = self.row[host.thread[self.row] == number]
             which, at = _around(time[here], host.start[own], host.end[own])
             name = host.name[own[which]]
-            np.maximum.at(phase, here[at], self.phase[name])  # others say more than forward, which they enclose
+            np.maximum.at(phase, here[at], self.phase[name])  # other phases outrank forward, which they may enclose
             np.maximum.at(serves, here[at], self.serves[name])
             inner = self.names_module[name]
             module[here[at[inner]]] = name[inner]  # of several the last counts, which is the innermost
@@ -98,7 +98,7 @@ class NamedRanges:
         return found, tuple(_SERVES[s - 1][0] if s else None for s in serves.tolist())
 
     def compute(self) -> Places:
-        """Return the places of the launches of compute operations, of the longest ones if there are too many."""
+        """Return a place per GPU operation: that of its launch for the longest compute operations, else none."""
         gpu = self.timeline.gpu
         found = Places(phase=np.zeros(len(gpu), np.uint8), module=np.full(len(gpu), -1, np.int32))
         rows = _longest(np.flatnonzero(gpu.kind == Kind.COMPUTE), gpu.end - gpu.start)

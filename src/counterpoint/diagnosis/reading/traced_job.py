@@ -333,7 +333,7 @@ def _reordered(joined: Joined, order: I64) -> Joined:
 
 
 def _check_collectives(digests: list[RankDigest], joined: Joined) -> None:
-    """Raise `BadTrace` for ranks recorded too long apart or whose collectives do not match; needs no clocks."""
+    """Raise `BadTrace` if ranks were recorded at different times or have different collectives; needs no clocks."""
     origin = np.array([d.origin_ns for d in digests], np.float64)
     apart = (origin.max() - origin.min()) / 1e9
     if apart > _APART_S:
