@@ -74,7 +74,7 @@ class TensorBoard:
         self.writer: Any = run
 
     def __call__(self, record: WatchedStep) -> None:
-        """Add a record's figures."""
+        """Add a record's figures and log line to the run."""
         for name, value in numbers(record).items():
             self.writer.add_scalar(f"counterpoint/{name}", value, record.step)
         self.writer.add_text("counterpoint/watch", record.line, record.step)

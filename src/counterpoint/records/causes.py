@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cause:
-    """Names one cause; `name` is what the records of a diagnosis call it."""
+    """Describes one cause of lost time: its `name` in the records of a diagnosis, and the texts of its finding."""
 
     name: str
     short: str  # name of the cause in a table

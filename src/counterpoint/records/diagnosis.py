@@ -274,7 +274,7 @@ class WhatIfStep(Record, frozen=True, kw_only=True):
 class Replay(Record, frozen=True, kw_only=True):
     """Holds the measured and the replayed time of the mean step; `error` = replayed / measured - 1.
 
-    `waits` says of what operations wait for, besides other ranks, whether the graph explains it or keeps it as
+    `waits` says whether the graph explains the waits of operations (other than for other ranks) or keeps them as
     measured; `collective_waits` says whether waiting inside collectives comes from matched ranks or, where other ranks
     have no trace, is kept as measured; null without collectives.
     """

@@ -15,7 +15,7 @@ CallState = Literal["scheduled", "started", "completed"]
 
 
 class CollectiveCall(Record, frozen=True, kw_only=True):
-    """Describes one collective as ranks recorded it."""
+    """Describes one call of a collective, as ranks recorded it: its number, operation, sizes and dtypes."""
 
     seq: int
     operation: str

@@ -170,7 +170,7 @@ class FitError(Record, frozen=True, kw_only=True):
 class Prediction(Record, frozen=True, kw_only=True):
     """Holds the whole answer of `counterpoint plan`.
 
-    `parts` add up to `step_us`; of communication they count what is exposed. `comm` is communication alone, by axis
+    `parts` add up to `step_us`, so they count only exposed communication. `comm` is communication alone, by axis
     (from a trace: by operation). What a trace does not say is null.
     """
 

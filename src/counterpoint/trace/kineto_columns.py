@@ -467,7 +467,7 @@ def _externals(args: list[EventArgs]) -> Any:
 
 
 def _first(*values: int | None) -> int:
-    """Return the first value that is not None; -1 if all are."""
+    """Return the first value that is not None; -1 if all values are None."""
     for value in values:
         if value is not None:
             return value

@@ -124,7 +124,7 @@ class Analysis:
 
     @cached_property
     def unrecorded(self) -> Unrecorded:
-        """Return which collectives lack ranks, and how long they seem to have waited for these."""
+        """Return which collectives lack ranks' traces, and the µs that they seem to have waited for these ranks."""
         return find_unrecorded(self.job, self.busy, self.waits)
 
     @cached_property

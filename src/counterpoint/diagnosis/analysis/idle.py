@@ -166,7 +166,7 @@ class HostPauses:
 
 
 def _time_paused(job: TracedJob, column: int) -> F64:
-    """Return how many µs of each row of a rank's `Pauses` lie in the steps."""
+    """Return, for each row of a rank's `Pauses`, its µs that lie in the steps."""
     pauses = job.digests[column].gaps.pauses
     start, end = job.on_job_clock(column, pauses.start), job.on_job_clock(column, pauses.end)
     inside = job.steps_of(column).within(start, end)

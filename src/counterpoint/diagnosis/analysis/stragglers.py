@@ -481,7 +481,7 @@ def _by_place(job: TracedJob, column: int, steps: I64) -> tuple[dict[str | None,
 
 
 def _mostly(mine: dict[str | None, float], theirs: dict[str | None, float]) -> str | None:
-    """Return the place with at least half of the time that one rank takes longer than the other; None: none has."""
+    """Return the phase or module with at least half of the time by which `mine` exceeds `theirs`, else None."""
     longer = {place: us - theirs.get(place, 0.0) for place, us in mine.items()}
     whole = sum(mine.values()) - sum(theirs.values())
     most = max(longer, key=lambda place: longer[place], default=None)

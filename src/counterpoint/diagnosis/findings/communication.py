@@ -42,7 +42,7 @@ _RECORD_ALL = (
 
 
 def find_exposed(a: Analysis) -> Iterator[Finding]:
-    """Yield a finding on communication with no compute beside it."""
+    """Yield a finding on exposed communication, during which no compute runs."""
     job, account, w, kinds = a.job, a.totals, a.waits, a.kinds
     share = account.exposed_comm_us / account.duration_us if account.duration_us > 0 else 0.0
     if share < LEAST_EXPOSED_SHARE:

@@ -129,8 +129,8 @@ def _stream_waits(timeline: Timeline) -> tuple[F64, I64, I32]:
 def matrix_product(shapes: str) -> tuple[int, int, int, int] | None:
     """Return M, N, K and batch size of the matrix product of inputs with these shapes; None if no product fits.
 
-    They are the first two adjacent inputs that fit: `aten::addmm` puts its bias first, `aten::linear` transposes its
-    weight. Rows of several sequences times one matrix count as rows of one product.
+    The factors are the first two adjacent inputs that fit, since `aten::addmm` puts its bias first; `aten::linear`
+    transposes its weight. Rows of several sequences times one matrix count as rows of one product.
 
     Args:
         shapes: as in the trace, "[[4096,1024],[1024,512]]".

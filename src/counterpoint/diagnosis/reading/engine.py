@@ -115,7 +115,7 @@ def _in_processes(files: list[TraceFile], limits: Limits, workers: int, tell: Pr
 
 
 def _results(futures: list[Any], completed: Iterable[Any], tell: Progress) -> list[RankDigest]:
-    """Return the digests in the order of `futures`; raise the error of the first of them as soon as any one fails."""
+    """Return the digests in the order of `futures`; as soon as one fails, raise the error of the first failed one."""
     for done, future in enumerate(completed):
         tell(done + 1, len(futures), "ranks read")
         if future.exception() is not None:

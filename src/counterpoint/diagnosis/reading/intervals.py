@@ -67,7 +67,7 @@ class Intervals:
         return Intervals.union(np.concatenate((self.start, other.start)), np.concatenate((self.end, other.end)))
 
     def covers(self, at: F64) -> Bools:
-        """Return whether each time lies in the set."""
+        """Return, for each time in `at`, whether it lies in an interval."""
         index = np.searchsorted(self.start, at, side="right") - 1
         return (index >= 0) & (at < self.end[np.maximum(index, 0)]) if len(self) else np.zeros(len(at), bool)
 

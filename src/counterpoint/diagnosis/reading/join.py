@@ -136,10 +136,10 @@ def align(reference: list[tuple[str, int]], reference_end: F64, other: list[tupl
     """Return the index in `reference` of the partner of each element of `other`; -1: none.
 
     A dynamic programme runs over k = partner - own index in a band: matched elements must have equal tokens, and the
-    difference of their ends should be that of the match before (clocks may differ, but not the times between ends; what
-    a busy machine holds up costs less than to leave it out, however long it takes). An
-    element of the reference left out costs one penalty, one of `other` two, wherever it stands. Where these times do
-    not decide, as with even spacing, the alignment with the smaller difference of clocks wins.
+    difference of their ends should equal that of the match before, since clocks may differ, but not the times between
+    ends (the cost of a deviation is bounded, so that a delay on a busy machine costs less than leaving an element out).
+    To leave out an element of the reference costs one penalty, one of `other` two penalties, at any place. Where these
+    times do not decide, as with even spacing, the alignment with the smaller difference of clocks wins.
     """
     n, m = len(reference), len(other)
     if not n or not m:

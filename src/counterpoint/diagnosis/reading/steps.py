@@ -319,7 +319,7 @@ def _set_up(timeline: Timeline) -> list[_SetUp]:
          True),
     ):  # fmt: skip
         is_it = np.array([host_names.says(name, *patterns) for name in timeline.names], bool)
-        if host_names.COMPILATION in patterns:  # ranges of capture may be named by dynamo's timer
+        if host_names.COMPILATION in patterns:  # a range of capture may also have the name of a compilation
             is_it &= ~np.array([host_names.says(name, host_names.CAPTURE) for name in timeline.names], bool)
         rows = np.flatnonzero(is_it[host.name] & (host.kind != HostKind.SYNC)) if len(is_it) else np.empty(0, np.int64)
         if not len(rows):

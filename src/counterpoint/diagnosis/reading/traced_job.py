@@ -54,7 +54,7 @@ class TracedJob:
 
     @property
     def num_steps(self) -> int:
-        """Return the number of steps to divide by, at least 1."""
+        """Return the number of steps by which times are divided, at least 1."""
         return max(len(self.step_names), 1)
 
     @property
