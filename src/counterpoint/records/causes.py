@@ -1,4 +1,4 @@
-"""Name every cause that a diagnosis can find, once: what it is called, what a finding says of it, and what to change.
+"""Define every cause that a diagnosis can find: its name, the texts of its finding, and the advice.
 
 The analyses, the terminal and the page take their words from this file. Who adds a cause adds a row to this file,
 and the code that finds the cause.

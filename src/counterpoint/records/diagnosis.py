@@ -188,7 +188,7 @@ class KernelComparison(Record, frozen=True, kw_only=True):
 
 
 class Finding(Record, frozen=True, kw_only=True):
-    """Describes one problem to act on; `cost_us` is what it adds to a step, by the replay if there is one."""
+    """Describes one problem to act on; `cost_us` is the µs that it adds to a step, by the replay if there is one."""
 
     kind: str  # straggler | tail_effect | launch_order | sm_contention | bandwidth | exposed_comm | ...
     cost_us: float

@@ -13,7 +13,7 @@ SCHEMA = "counterpoint.watch/1"
 
 
 class WatchedStep(Record, frozen=True, kw_only=True):
-    """Sums up the diagnosis of the steps that end with `step`; `line` is what the log says."""
+    """Sums up the diagnosis of the steps that end with `step`; `line` is the line in the log."""
 
     schema: str = SCHEMA
     step: int

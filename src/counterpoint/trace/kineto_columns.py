@@ -218,7 +218,7 @@ class Columns:
             self.matmul_types[shape] = b""
 
     def extend(self, later: Columns) -> None:
-        """Append the columns of a later part of the same file, with indices changed to those of these tables."""
+        """Append the columns of a later part of the same file; convert their indices to indices into these tables."""
         moved = {
             "name": _renumbered(self.names, later.names),
             "shape": _renumbered(self.shapes, later.shapes),

@@ -48,7 +48,7 @@ class NvtxRanges:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NcclCommunicator:
-    """Holds what NCCL recorded when a process joined a communicator."""
+    """Holds the facts that NCCL recorded when a process joined a communicator."""
 
     process: int  # globalPid
     device: int
@@ -217,7 +217,7 @@ def _info(function: str, fields: Mapping[str, int], sizes: Mapping[int, int]) ->
 
 
 def one_per_kernel(infos: list[CollectiveInfo], kernels: int) -> list[CollectiveInfo]:
-    """Return the infos of `kernels` kernels launched together: one per kernel if as many, else one that sums all."""
+    """Return the infos of `kernels` kernels launched together: one per kernel if the numbers agree, else their sum."""
     if len(infos) in (1, kernels):
         return infos
     ops = {info.op for info in infos}

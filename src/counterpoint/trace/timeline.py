@@ -65,7 +65,7 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CollectiveInfo:
-    """Holds what the framework recorded of one collective (c10d's `record_param_comms`); None: not recorded."""
+    """Holds the metadata of one collective, as c10d recorded it (`record_param_comms`); None: not recorded."""
 
     op: str | None = None  # normalised: all_gather, reduce_scatter, ...
     group: str | None = None  # process group name

@@ -44,7 +44,7 @@ _JITTER_SHARE = 0.02  # ... if that is more than jitter
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertWaits:
-    """Holds what ranks did (µs) from each dispatch to its combine: [pairs, ranks]; NaN: the rank took no part."""
+    """Holds the µs that ranks computed and waited from each dispatch to its combine [pairs, ranks]; NaN: not in it."""
 
     combine: I64  # row of Joined
     last: I64  # column of the rank that came last to the combine

@@ -1,4 +1,4 @@
-"""Compare compute kernels alone and beside communication: how much slower they get beside it, and why.
+"""Compare compute kernels alone and beside communication: how much communication slows them, and why.
 
 There are three causes. Tail effect: communication CTAs take SMs, and a grid of few waves needs one more. SM contention:
 the kernel has fewer SMs but no extra wave, and slows in proportion. Bandwidth (and power): the kernel is slower though
@@ -20,7 +20,7 @@ from counterpoint.machine.occupancy import SmLimits, blocks_per_sm, most_ctas_wi
 from counterpoint.records.diagnosis import KernelCause, KernelComparison
 from counterpoint.trace.timeline import F64, I64, Device, Kind
 
-_ALONE, _OVERLAPPED = 0.02, 0.5  # kernel counts as alone / beside communication: share of its time beside it
+_ALONE, _OVERLAPPED = 0.02, 0.5  # alone / beside communication: kernels with at most / at least this share of overlap
 _SLOWER = 1.05
 _UNKNOWN_SM = SmLimits(num_sms=0, regs=65536, smem=98304, threads=2048)  # the smallest limits since V100
 _OTHER_SIZE = 1.3  # from this ratio on, adjacent sorted times belong to different problem sizes

@@ -1,4 +1,4 @@
-"""Build the graph that a replay simulates: for what each GPU operation of some consecutive steps waits.
+"""Build the graph that a replay simulates: its nodes are GPU operations, its edges what they wait for.
 
 A node is a GPU operation, or the return of a host call that waited for the GPU. Each node begins some time after the
 last of at most four other nodes has ended:
@@ -284,7 +284,7 @@ def _host_chain(launch: F64, enter: F64, leave: F64) -> tuple[I64, F64, F64]:
 
 
 def _stated(job: TracedJob, c: int, row: I64) -> I64:
-    """Return, for each operation, the last to end of those that it awaits by recorded stream waits; -1: none."""
+    """Return, for each operation, the awaited operation (by recorded stream waits) that ends last; -1: none."""
     gpu, waits = job.digests[c].gpu, job.digests[c].waits
     stated = np.full(len(row), -1, np.int64)
     known = np.flatnonzero(waits.stream_wait_for >= 0)

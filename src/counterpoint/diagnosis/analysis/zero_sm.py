@@ -56,9 +56,9 @@ def zero_sm(
     alone_us: Sequence[F64] | None = None,
     blocked: Sequence[Bools] | None = None,
 ) -> ReplayGraph | None:
-    """Return the graph with collectives that take no SM.
+    """Return the graph with collectives on copy engines, which take no SM.
 
-    None if there is none that copy engines would move, or nothing is known of copy engines of this kind of GPU.
+    None if there is no collective that copy engines would move, or the copy engines of this GPU model are unknown.
 
     Args:
         graph: the replayed steps.
@@ -156,7 +156,7 @@ def _without_nccl(graph: ReplayGraph, moved: Bools, profile: Profile) -> F64:
 
 
 def _beside(graph: ReplayGraph, ends: F64, duration: F64, lost: F64) -> F64:
-    """Return durations (µs) in which compute is slowed by the copies that run beside it, by a simulation's `ends`.
+    """Return durations (µs) in which concurrent copies slow compute; a simulation's `ends` tell which ones overlap.
 
     `lost`: share of its speed that compute loses beside each node; NaN: the node is not such a collective.
     """

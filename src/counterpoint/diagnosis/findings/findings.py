@@ -49,7 +49,7 @@ _HEALTHY_TOO = {  # kinds that healthy jobs have too: the verdict names another 
     "exposed_comm": "exposed communication, a symptom,",
     "fsdp2_copies": "copying between FSDP2's buffers, which healthy jobs do too,",
 }
-_SYMPTOM_SHARE = 0.2  # ... unless it costs less than this share of the dearest finding
+_SYMPTOM_SHARE = 0.2  # ... unless that costs less than this share of the costliest finding
 _UNEVEN_FACTOR = 1.25  # times the median step: where the mean step is longer, the verdict names both
 
 

@@ -178,7 +178,7 @@ class HostThreads:
 
 
 def _around_everything(timeline: Timeline, own: U8, use: Bools) -> Bools:
-    """Return a mask of annotations, such as an epoch, around at least half of the recorded time and of the launches."""
+    """Return a mask of annotations (an epoch) around at least half of the recorded time and of the launches."""
     gpu, host = timeline.gpu, timeline.host
     if not use.any():
         return np.zeros(len(host), bool)
