@@ -30,7 +30,7 @@ from counterpoint.trace.source import Limits, TraceFile, rank_from_name
 
 COMMAND = (sys.executable, "-c", "import os; os.nice(19); from counterpoint.monitoring.beside import main; main()")
 _POLL_S = 0.1
-_STILL_S = 60.0  # ranks whose file has not come by then are left out
+_STILL_S = 60.0  # if no rank's file comes for so long, the missing ranks are left out
 _LONGEST_DETAIL = 60
 _OF_RECORDING = ("nothing_recorded", "no_launch_recorded", "earlier_work", "profiler")  # causes of recorded steps only
 _LEAST_SHARE = 0.03  # of a step: the line leaves out causes that take less

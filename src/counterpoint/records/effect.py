@@ -64,7 +64,7 @@ class Effect(Record, frozen=True, kw_only=True):
     world_size: int
     ranks: tuple[int, ...]
     missing_ranks: tuple[int, ...]
-    took_effect: bool  # there is at least one knob, and every knob took effect
+    took_effect: bool  # at least one knob took effect, and none is `no_effect`
     verdict: str
     knobs: tuple[KnobEffect, ...]  # in the order of the file
     per_rank: tuple[RankEffect, ...]

@@ -31,7 +31,7 @@ _UNEVEN_FACTOR = 1.05  # largest share / mean share: below this there is no imba
 _SAME_SHARE = 0.02  # shares that differ by less are the same
 _EXPERT_KERNEL = re.compile(r"moe|experts?_|group(ed)?_?(gemm|mm|matmul|problem)|m_grouped|gmm", re.IGNORECASE)
 _EXPERT_SHARE = 0.5  # of the compute between two all-to-alls: if more is in expert kernels, experts run there
-_DELAY_SHARE = 0.5  # of a late rank's delay: if its experts cause as much, they are the cause
+_DELAY_SHARE = 0.5  # of a late rank's delay: if its experts cause at least this share, they are the cause
 _GATHERED = "gathered"
 _KINDS = {  # of collectives that carry tokens to experts or back, by operation; a pair is of one kind
     "all_to_all": "all_to_all", "all_gather": _GATHERED, "reduce_scatter": _GATHERED, "peer_copy": "peer_copy",
