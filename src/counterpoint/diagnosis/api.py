@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     import polars as pl
 
 
-_SPANS = 6000  # per lane; a screen cannot show more
+_SPANS = 6000  # most spans per lane; a screen cannot show more
 _LONGEST_LABEL = 80
-_KINDS = 256  # of collectives that the table holds: sizes may all differ
-_SHORTEST_GAP_US = 100.0  # that is drawn
+_KINDS = 256  # most kinds of collectives in the table: their sizes may all differ
+_SHORTEST_GAP_US = 100.0  # the shortest gap that is drawn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,9 +69,9 @@ class Result:
         return frames(self.diagnosis)
 
     def against(self, base: Result | Diagnosis | str | os.PathLike[str]) -> Comparison:
-        """Return what a step has more or less of than in an earlier run.
+        """Return the comparison of a mean step of this run with a mean step of an earlier run.
 
-        `base`: its result or diagnosis, the file that `--json` wrote of it, or its traces.
+        `base`: the earlier run's result or diagnosis, the file that `--json` wrote, or the traces.
         """
         if isinstance(base, str | os.PathLike):
             base = read_diagnosis(Path(base)) if is_diagnosis(base) else diagnose(base)
@@ -110,7 +110,7 @@ def read_ranks(
     limits: Limits | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> tuple[list[RankDigest], list[str]]:
-    """Return the digests of a job's ranks and the names of their files, of the last recording where there are several.
+    """Return the digests of a job's ranks and their file names; of several recordings only the last is read.
 
     Args:
         source: as of `diagnose`.
@@ -147,7 +147,7 @@ def _last_recording(files: list[TraceFile], notes: list[str]) -> list[TraceFile]
 
 
 def diagnose_digests(digests: list[RankDigest], files: Sequence[str], notes: Sequence[str] = ()) -> Result:
-    """Return the diagnosis of ranks whose traces have been read already.
+    """Return the diagnosis of a job from the digests of its ranks.
 
     Args:
         digests: one per rank, in any order.
@@ -207,7 +207,7 @@ def _draw_lanes(a: Analysis, *, by_stream: bool = False) -> tuple[TimelineLane, 
 
 
 def _host(job: TracedJob, column: int) -> list[TimelineLane]:
-    """Return the lane of what the host did in long GPU gaps, without gaps of slow launches or queued work."""
+    """Return the lane of host activity in long GPU gaps, without gaps caused by slow launches or queued work."""
     gaps, names = job.digests[column].gaps, job.digests[column].names
     late = np.isin(gaps.category, (CATEGORIES.index("launch"), CATEGORIES.index("queued")))
     rows = np.flatnonzero(gaps.whole & ~late & (gaps.end - gaps.start > _SHORTEST_GAP_US))
@@ -219,7 +219,7 @@ def _host(job: TracedJob, column: int) -> list[TimelineLane]:
 
 
 def _streams(job: TracedJob, column: int, rows: I64, stream: I64, by_stream: bool) -> list[tuple[str | None, I64]]:
-    """Return pairs of stream name and its rows; without `by_stream`, one pair of None and all rows."""
+    """Return a pair of name and rows for each stream; without `by_stream`, a single pair: None and all rows."""
     if not by_stream:
         return [(None, rows)]
     kind = "thread" if job.digests[column].device.from_host else "stream"

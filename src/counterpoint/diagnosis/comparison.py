@@ -1,4 +1,4 @@
-"""Compare two diagnoses: which part of the step grew, which finding, and by how much a step."""
+"""Compare two diagnoses: which parts of the step and which findings grew, in µs per step."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from counterpoint.errors import BadTrace
 from counterpoint.records.comparison import Change, Comparison, FindingChange, KernelChange
 from counterpoint.records.diagnosis import SCHEMA, Diagnosis, KernelComparison
 
-_LEAST_US = 5.0  # less reads as 0.00 ms
+_LEAST_US = 5.0  # a smaller time would print as 0.00 ms
 _SLOWER = 1.05
-_NAMED = 0.3  # of the change of the step: a finding that changed by less is not what the verdict names
-_SAME = 0.02  # steps that differ by less take about as long
+_NAMED = 0.3  # of the change of the step: the verdict names no finding that changed by less
+_SAME = 0.02  # steps that differ by less than this share count as equally long
 _KERNELS = 50
 _WRITTEN = re.compile(rb'^\s*\{\s*"schema"\s*:\s*"counterpoint\.diagnosis/')
 
 
 def is_diagnosis(path: str | os.PathLike[str]) -> bool:
-    """Return whether a file is a diagnosis that `--json` wrote."""
+    """Return whether a file is a diagnosis written by `--json`."""
     try:
         with Path(path).open("rb") as file:
             return _WRITTEN.match(file.read(256)) is not None
@@ -31,7 +31,7 @@ def is_diagnosis(path: str | os.PathLike[str]) -> bool:
 
 
 def read_diagnosis(path: Path) -> Diagnosis:
-    """Return the diagnosis that `--json` wrote; raise `BadTrace` for anything else."""
+    """Return the diagnosis in a file that `--json` wrote; raise `BadTrace` for any other file."""
     try:
         found = msgspec.json.decode(path.read_bytes(), type=Diagnosis)
     except OSError as error:
@@ -44,7 +44,7 @@ def read_diagnosis(path: Path) -> Diagnosis:
 
 
 def compare(now: Diagnosis, before: Diagnosis) -> Comparison:
-    """Return what a step has more or less of than in an earlier run."""
+    """Return the changes of a mean step, in µs, from an earlier run to this one."""
     step = _change("step", _step_us(before), _step_us(now))
     findings = _findings(now, before)
     parts = _changes(_parts(before), _parts(now))
@@ -95,7 +95,7 @@ def _idle(d: Diagnosis) -> dict[str, float]:
 
 
 def _exposed(d: Diagnosis) -> dict[str, float]:
-    """Return exposed communication by operation; operations that run at the same time share what is exposed."""
+    """Return the exposed µs per step by operation, scaled so that concurrent operations do not count twice."""
     by_op: dict[str, float] = defaultdict(float)
     for c in d.collectives:
         if c.step is not None:
@@ -110,7 +110,7 @@ def _late(d: Diagnosis) -> dict[str, float]:
 
 
 def _findings(now: Diagnosis, before: Diagnosis) -> tuple[FindingChange, ...]:
-    """Match findings by kind, on late ranks by rank as well, on stalls by title; of several that match, the dearest."""
+    """Match findings by kind (late ranks also by rank, stalls by title); of several that match, take the costliest."""
     old, new = (_by_key(d) for d in (before, now))
     out = []
     for key in {**new, **old}:
@@ -161,7 +161,7 @@ def _kind(k: KernelComparison) -> tuple[str, tuple[int, ...], tuple[int, ...], s
 
 
 def _mean(k: KernelComparison) -> float | None:
-    """Return the time of a kernel, alone and beside communication by how often each was seen."""
+    """Return the mean µs of a kernel over its calls, alone and beside communication; None if it has no times."""
     parts = [(k.alone_us, k.alone_count), (k.overlapped_us, k.overlapped_count)]
     seen = [(us, count) for us, count in parts if us is not None and count > 0]
     count = sum(count for _, count in seen)

@@ -33,9 +33,9 @@ _UNIT_US = {"s": 1e6, "ms": 1e3, "us": 1.0, "µs": 1.0}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gate:
-    """Describes one bound: times are per step; `%` is a share of the step for times, and hundredths for ratios.
+    """Describes one bound: times are per step; `%` means hundredths of the step for times, of 1 for ratios.
 
-    Where `against` is true, `bound` is what the earlier diagnosis may be exceeded by, and `%` a share of its value.
+    Where `against` is true, `bound` is the allowed excess over the earlier diagnosis, and `%` is a share of its value.
     """
 
     text: str
@@ -80,7 +80,7 @@ def parse_gate(text: str) -> Gate:
 
 
 def check_gate(gate: Gate, now: Diagnosis, earlier: Diagnosis | None = None) -> GateResult:
-    """Return whether a diagnosis passes a gate; a metric that is not known, now or of the earlier run, does not."""
+    """Return whether a diagnosis passes a gate; it fails if the metric is unknown in it or in the earlier one."""
     unit = "ms" if gate.against and gate.unit == "%" and gate.metric in _TIMES else gate.unit
     value, before = _value(gate.metric, unit, now), _value(gate.metric, unit, earlier) if earlier else None
     if value is None or (gate.against and before is None):
@@ -97,7 +97,7 @@ def check_gate(gate: Gate, now: Diagnosis, earlier: Diagnosis | None = None) -> 
 
 
 def _value(metric: str, unit: str, d: Diagnosis) -> float | None:
-    """Return a metric in a unit; None if it is not known."""
+    """Return the value of a metric in a unit; None if the diagnosis does not know it."""
     if metric == "stragglers":
         return float(len(d.stragglers))
     value: float | None = getattr(d.totals, _TIMES.get(metric, metric))

@@ -1,8 +1,8 @@
-"""Find out who is missing in a hang, from dumps of NCCL's flight recorder.
+"""Find out which ranks are missing in a hang, from dumps of NCCL's flight recorder.
 
 In each process group the collectives of all ranks have the same sequence numbers. A group is stuck in the first one
-that not all of its ranks have completed: those that have entered it wait for those that have not. Who is missing in one
-group may be waiting in another; then that one explains the hang.
+that not all of its ranks have completed: ranks that have entered it wait for the others. A rank that is missing in one
+group may be waiting in another group, which then explains the hang.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _PENDING_SHOWN = 16
 
 
 def diagnose_hang(paths: Sequence[Path]) -> Hang:
-    """Read the dumps of one job and find out who is missing; raise `BadTrace` for a dump that cannot be read."""
+    """Read the dumps of one job and find the missing ranks; raise `BadTrace` for a dump that cannot be read."""
     return find_hang([read_dump(path) for path in paths])
 
 
 def find_hang(dumps: Sequence[FlightDump]) -> Hang:
-    """Find out who is missing; raise `BadTrace` if there is no dump, or two of one rank."""
+    """Find the missing ranks; raise `BadTrace` if there is no dump, or two dumps of one rank."""
     if not dumps:
         raise BadTrace("no flight-recorder dump")
     by_rank: dict[int, FlightDump] = {}
@@ -62,10 +62,10 @@ def find_hang(dumps: Sequence[FlightDump]) -> Hang:
 
 
 def _groups(by_rank: dict[int, FlightDump]) -> list[tuple[str, tuple[int, ...]]]:
-    """Return name and ranks of every group.
+    """Return name and ranks of every process group.
 
-    Groups of one name that differ in their ranks are several, as after a split; a group whose ranks no dump states has
-    those that recorded calls in it.
+    Groups with one name and different ranks are distinct, as after a split. A group whose ranks no dump states has the
+    ranks that recorded calls in it.
     """
     found: dict[tuple[str, tuple[int, ...]], None] = {}
     for dump in by_rank.values():
@@ -81,11 +81,11 @@ def _groups(by_rank: dict[int, FlightDump]) -> list[tuple[str, tuple[int, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class _Progress:
-    """Holds what one rank did in one group.
+    """Holds the progress of one rank in the collectives of one group.
 
-    `calls` and `state` are by sequence number: the entries, and how far the least advanced of them has come.
-    `scheduled`, `started` and `completed` are the last such numbers; None: unknown, or none yet. `whole`: nothing of
-    the rank's past was overwritten.
+    `calls` and `state` map a sequence number to its entries, and to the state of the least advanced one.
+    `scheduled`, `started` and `completed` are the last numbers in that state; None: unknown, or none yet. `whole`: the
+    recorder overwrote no entry.
     """
 
     calls: dict[int, list[FlightEntry]]
@@ -96,7 +96,7 @@ class _Progress:
     whole: bool
 
     def entries(self) -> Iterator[FlightEntry]:
-        """Yield every entry."""
+        """Return an iterator over the entries of all calls."""
         return (entry for entries in self.calls.values() for entry in entries)
 
 
@@ -158,7 +158,7 @@ def _stuck(progress: dict[int, _Progress]) -> int | None:
 
 
 def _never_entered(p: _Progress, seq: int) -> bool:
-    """Return whether a rank has surely not entered a collective; False if what it did was overwritten."""
+    """Return whether a rank has surely not entered a collective; False if its entries were overwritten."""
     return p.scheduled < seq if p.scheduled is not None else p.whole
 
 
@@ -187,9 +187,9 @@ def _call(entry: FlightEntry) -> CollectiveCall:
 
 
 def _mismatches(progress: dict[int, _Progress], stuck: int | None) -> tuple[Mismatch, ...]:
-    """Return how the ranks differ in the first collective, from `stuck` on, in which they do.
+    """Return how ranks differ in their calls of the first collective, from `stuck` on, in which calls differ.
 
-    Later ones are not compared: after a call too many or too few, all that follow differ.
+    Later collectives are not compared: after one extra or missing call, all later calls differ.
     """
     if stuck is None:
         return ()
@@ -228,7 +228,7 @@ def _compared(seq: int, called: dict[int, list[FlightEntry]]) -> list[Mismatch]:
 
 
 def _signature(entry: FlightEntry, what: str) -> object:
-    """Return what of a call must be equal on all ranks: sizes as numbers of elements, since NCCL sees no shapes."""
+    """Return the part of a call (`what`) that must be equal on all ranks; sizes are numbers of elements."""
     if what == "operation":
         return entry.operation
     if not _SAME_SIZE.match(entry.operation):
@@ -239,7 +239,7 @@ def _signature(entry: FlightEntry, what: str) -> object:
 
 
 def _pending(by_rank: dict[int, FlightDump]) -> list[str]:
-    """Return a line of text on each send and receive that has not ended."""
+    """Return a line of text on each unfinished send and receive, up to a limit."""
     said = []
     for dump in by_rank.values():
         for entry in dump.entries:
@@ -250,7 +250,7 @@ def _pending(by_rank: dict[int, FlightDump]) -> list[str]:
 
 
 def _guilt(group: GroupState, waiting: set[int]) -> tuple[int, int]:
-    """Return a sort key that puts the group that best explains the hang first, and of equals the largest."""
+    """Return a sort key: the group that best explains the hang first, and of equal ones the largest group."""
     if group.stuck is None:
         return 9, 0
     if group.mismatches:
@@ -262,7 +262,7 @@ def _guilt(group: GroupState, waiting: set[int]) -> tuple[int, int]:
     elif not group.missing:
         place = 3
     else:
-        place = 4  # who is missing here waits elsewhere
+        place = 4  # the missing ranks of this group wait in another group
     return place, -len(group.ranks)
 
 
@@ -301,7 +301,7 @@ def _verdict(groups: list[GroupState], waiting: set[int], pending: list[str]) ->
 
 
 def _cycle(groups: list[GroupState]) -> str:
-    """Return the verdict on ranks that wait for each other: who is missing in one group waits in another."""
+    """Return the verdict on ranks that wait for each other: ranks missing in one group wait in another."""
     stuck = [(g, g.stuck) for g in groups if g.stuck is not None and g.missing]
     parts = [
         f"{_ranks(g.waiting)} in {call.operation} #{call.seq} of {_name(g)} for {_ranks(g.missing)}"

@@ -1,4 +1,4 @@
-"""Watch a training while it runs: record two steps now and then, diagnose them beside it, say one line.
+"""Watch a training while it runs: record two steps now and then, diagnose them in another process, log one line.
 
 `counterpoint.watch` is api.py: no fault of its own reaches the training. optimizer_steps.py counts steps, recording.py
 has the profiler, beside.py the process that reads and diagnoses, exporters.py where its answer goes besides the log.

@@ -1,4 +1,4 @@
-"""Answer `counterpoint.watch(...)`: count steps, record some of them, and have them diagnosed beside the training.
+"""Implement `counterpoint.watch(...)`: count steps, record some of them, and have another process diagnose them.
 
 Nothing that fails here reaches the training: it is one warning in the log, and the round is given up. Ranks agree on
 the rounds by counting alone; what they tell each other is the names of folders, by the process group's store. A rank
@@ -32,8 +32,8 @@ from counterpoint.records.watch import WatchedStep
 from counterpoint.rehearsed import local_rank
 
 Exporter = Callable[[WatchedStep], None]
-_LINGER_S = 30.0  # the last diagnosis may take so long after the training
-_KEY = "counterpoint/watch"  # in the process group's store: folders, of each host's traces and of all digests
+_LINGER_S = 30.0  # so long `close` waits for the last diagnosis
+_KEY = "counterpoint/watch"  # prefix of keys in the process group's store: names of the folders for traces and digests
 log = logging.getLogger("counterpoint.watch")
 
 
@@ -46,7 +46,7 @@ def watch(
     record_shapes: bool = False,
     with_stack: bool = False,
 ) -> TrainingWatch:
-    """Return a watch, to be used by `with` around the training loop, on every rank.
+    """Return a watch: a context manager for `with` around the training loop, on every rank.
 
     The last `steps` of each `every` steps are recorded and diagnosed beside the training. Rank 0 says in one line of
     the log `counterpoint.watch` how long they took and who was late.
@@ -74,7 +74,7 @@ def watch(
 
 
 class TrainingWatch:
-    """Counts the steps of a training and has some of them diagnosed; made by `counterpoint.watch`.
+    """Counts the steps of a training, and has some steps recorded and diagnosed; made by `counterpoint.watch`.
 
     `count` is the number of steps so far.
     """
@@ -89,7 +89,7 @@ class TrainingWatch:
         self._optimizer_steps: OptimizerSteps | None = None
         self._recording: Recording | None = None
         self._unrecorded = (0, 0.0)  # step and time since which nothing is recorded
-        self._usual_us: float | None = None  # of a step that is not recorded
+        self._usual_us: float | None = None  # mean time of a step that is not recorded
         self._others = OtherProfilers(give_way=self._give_way)
         self._ready = False
         self._made: dict[str, Path] = {}  # folders that this rank has made, by their keys in the store
@@ -108,7 +108,7 @@ class TrainingWatch:
         self.close(linger=_LINGER_S if kind is None else 0.0)
 
     def step(self) -> None:
-        """End a training step: for loops in which no torch optimizer steps, or more than once.
+        """End a training step, in loops where no torch optimizer steps, or one steps several times per step.
 
         After the first call, only these calls are counted as steps, not those of an optimizer.
         """
@@ -145,7 +145,7 @@ class TrainingWatch:
             log.warning("could not end cleanly: %s", _said(error))
 
     def _advance(self) -> None:
-        """Begin, go on with or end a recording at the end of a step."""
+        """Begin, continue or end a recording at the end of a step."""
         if self._closing:
             return
         self.count += 1
@@ -219,15 +219,15 @@ class TrainingWatch:
             self._skip("another profiler was started")
 
     def _skip(self, why: str) -> None:
-        """Say in the log, and to the first rank of this host, that this rank skips one recording, and why."""
+        """Tell the log and the first rank of this host why this rank skips one recording."""
         log.warning("step %d: not diagnosed: %s", self.count, why)
         ends_at = self.count + -self.count % self._every
-        with suppress(Exception):  # then that one waits in vain for a while
+        with suppress(Exception):  # if this fails, the first rank waits for this rank until its time-out
             folder = self._seen(f"traces/{_first_rank()}") / f"step{ends_at}"
             beside.put(folder, f"rank{_rank()}.missing", why.encode())
 
     def _diagnose(self, step: int) -> None:
-        """Have another process read this host's traces, log its line and call the exporters. Runs in a thread."""
+        """Have another process diagnose this host's traces; log its line and call the exporters. Runs in a thread."""
         try:
             record = self._ask(step)
             if record is not None:
@@ -268,13 +268,13 @@ class TrainingWatch:
             log.warning("step %d: %s failed: %s", record.step, type(exporter).__name__, _said(error))
 
     def _make(self, key: str, where: Path | None) -> None:
-        """Make a folder and tell the other ranks its name."""
+        """Make a folder and tell the other ranks its name through the process group's store."""
         self._made[key] = Path(tempfile.mkdtemp(prefix="counterpoint-watch-", dir=where))
         if _world_size() > 1:
             _store().set(f"{_KEY}/{key}", str(self._made[key]))
 
     def _seen(self, key: str) -> Path:
-        """Return the folder that a rank made at its first step; raise if there is none yet, without waiting."""
+        """Return the folder that another rank made at its first step; raise at once if it has not made one yet."""
         if key in self._made:
             return self._made[key]
         if _world_size() == 1 or not _store().check([f"{_KEY}/{key}"]):
@@ -291,7 +291,7 @@ def _world_size() -> int:
 
 
 def _ranks_here() -> tuple[int, ...]:
-    """Return the ranks of this host, as torchrun numbers them; where it does not say, this rank alone."""
+    """Return the ranks of this host by torchrun's variables; without these variables, this rank alone."""
     rank, size = _rank(), _world_size()
     local, here = local_rank(), os.environ.get("LOCAL_WORLD_SIZE", "")
     if not (local.isdigit() and here.isdigit() and int(local) < int(here) and int(local) <= rank):

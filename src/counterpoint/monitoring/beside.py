@@ -1,7 +1,8 @@
 """Read and diagnose a recording in a process beside the training, at the lowest priority, without torch.
 
-Every host has one, of its first rank. It digests the traces of its ranks; that of rank 0 joins them with the digests
-that the other hosts put into a common folder, and prints a `WatchedStep`. It ends when the training does.
+The first rank of every host starts such a process, which digests the traces of the host's ranks. The process of
+rank 0 joins all digests, which the other hosts put into a common folder, and prints a `WatchedStep`. The process ends
+when the training ends.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from counterpoint.trace.source import Limits, TraceFile, rank_from_name
 
 COMMAND = (sys.executable, "-c", "import os; os.nice(19); from counterpoint.monitoring.beside import main; main()")
 _POLL_S = 0.1
-_STILL_S = 60.0  # ranks of which nothing has come for so long are left out
+_STILL_S = 60.0  # if no rank's file comes for so long, the missing ranks are left out
 _LONGEST_DETAIL = 60
-_OF_RECORDING = ("nothing_recorded", "no_launch_recorded", "earlier_work", "profiler")  # of no other step
-_LEAST_SHARE = 0.03  # of a step: causes that take less are not told
-_SLOWED = 1.25  # recorded steps over usual ones, from which the line tells both
+_OF_RECORDING = ("nothing_recorded", "no_launch_recorded", "earlier_work", "profiler")  # causes of recorded steps only
+_LEAST_SHARE = 0.03  # of a step: the line leaves out causes that take less
+_SLOWED = 1.25  # recorded / unrecorded step time from which the line names both times
 
 
 class Round(Record, frozen=True, kw_only=True):
-    """Says what to read, for whom, and where the ranks meet."""
+    """Describes one recording to diagnose: its ranks, its traces, and the folder in which hosts exchange digests."""
 
     parent: int  # the process of the training
     traces: str  # folder of this host's traces
@@ -49,7 +50,7 @@ class Round(Record, frozen=True, kw_only=True):
 
 
 def environment() -> dict[str, str]:
-    """Return the variables of such a process: it finds this package wherever the training did, and takes one core."""
+    """Return the environment of the diagnosing process: the training's import path, and one thread per library."""
     package = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
@@ -57,7 +58,7 @@ def environment() -> dict[str, str]:
 
 
 def main() -> None:
-    """Do the round that standard input describes; an expected error is one line on stderr and exit code 2."""
+    """Diagnose the `Round` that comes on standard input; an expected error gives one line on stderr and exit code 2."""
     todo = msgspec.json.decode(sys.stdin.buffer.read(), type=Round)
     threading.Thread(target=_end_with, args=(todo.parent,), daemon=True).start()
     try:
@@ -81,7 +82,7 @@ def _end_with(parent: int) -> None:
 
 
 def _digests(todo: Round) -> tuple[list[RankDigest], dict[int, str]]:
-    """Return the digests of this host's ranks, whose traces are removed, and why others are missing."""
+    """Return the digests of this host's ranks, and why some are missing; remove the traces that were read."""
     folder = Path(todo.traces)
     digests, excuses = [], dict.fromkeys(todo.ranks, "it has recorded nothing")
     for rank, path in wait_for(folder, set(todo.ranks)):
@@ -99,17 +100,17 @@ def _digests(todo: Round) -> tuple[list[RankDigest], dict[int, str]]:
 
 
 def put(folder: Path, name: str, data: bytes) -> None:
-    """Write a file of a round, so that it appears whole; without the common folder, raise `CounterpointError`."""
+    """Write a file of a round, which appears only when it is complete; raise if the common folder is missing."""
     with writing(folder, name) as temporary:
         temporary.write_bytes(data)
 
 
 @contextmanager
 def writing(folder: Path, name: str) -> Iterator[Path]:
-    """Yield the path of a file to write, which gets its name in a round's folder when the block ends well.
+    """Yield a temporary path to write to; the file gets its final name when the `with` block ends without an error.
 
     Raises:
-        CounterpointError: the folder around that of the round is not here.
+        CounterpointError: the common folder, which has the folder of the round, does not exist.
     """
     if not folder.parent.is_dir():
         raise CounterpointError(
@@ -123,7 +124,7 @@ def writing(folder: Path, name: str) -> Iterator[Path]:
 
 
 def wait_for(folder: Path, ranks: set[int], still_s: float = _STILL_S) -> Iterator[tuple[int, Path]]:
-    """Yield each rank's file, or its excuse, as it comes, until none has come for `still_s` seconds."""
+    """Yield each rank's file (data, or why it has none) as it appears, until none has come for `still_s` seconds."""
     last = time.monotonic()
     while ranks and time.monotonic() < last + still_s:
         for path in sorted(folder.glob("rank*.*")):
@@ -137,15 +138,15 @@ def wait_for(folder: Path, ranks: set[int], still_s: float = _STILL_S) -> Iterat
 
 
 def _remove(folder: Path, step: int) -> None:
-    """Remove a round's folder, and those of rounds before it, in which nobody had time to look."""
+    """Remove the folder of a round, and folders of earlier rounds that nobody read."""
     for other in folder.parent.glob("step*"):
         if other.name[4:].isdigit() and int(other.name[4:]) <= step:
             shutil.rmtree(other, ignore_errors=True)
 
 
 def _joined(todo: Round, digests: list[RankDigest], excuses: dict[int, str]) -> WatchedStep:
-    """Return what the digests of all hosts say; their folder of this round is removed."""
-    from counterpoint.diagnosis.api import diagnose_digests  # other hosts do without it
+    """Return the summary of the diagnosis of all hosts' digests; remove the folder of this round."""
+    from counterpoint.diagnosis.api import diagnose_digests  # imported late: only the host of rank 0 needs it
 
     folder, others = Path(todo.digests), set(range(todo.world_size)) - set(todo.ranks)
     for rank, path in wait_for(folder, others):
@@ -165,7 +166,7 @@ def _joined(todo: Round, digests: list[RankDigest], excuses: dict[int, str]) -> 
 
 
 def watched_step(diagnosis: Diagnosis, step: int, notes: tuple[str, ...], usual_us: float | None = None) -> WatchedStep:
-    """Sum up a diagnosis; times of a mean step. `usual_us`: of a step that is not recorded."""
+    """Sum up a diagnosis by the times of its mean step; `usual_us` is the time of an unrecorded step."""
     total, steps = diagnosis.totals, max(1, len(diagnosis.steps))
     late = _late(diagnosis, steps, usual_us)
     return WatchedStep(
@@ -192,8 +193,8 @@ def watched_step(diagnosis: Diagnosis, step: int, notes: tuple[str, ...], usual_
 def _late(diagnosis: Diagnosis, steps: int, usual_us: float | None) -> Straggler | None:
     """Return the rank that makes the others wait longest, unless recording may have made it late.
 
-    Where hosts are the limit, recording slows each launch, and not on all ranks alike. It begins and ends on each rank
-    at another time.
+    Where hosts are the limit, recording slows each launch, and some ranks more than others. Recordings of different
+    ranks also begin and end at different times.
     """
     late = next((one for one in diagnosis.stragglers if one.detail != "nothing_recorded"), None)
     by_recording = diagnosis.totals.duration_us - steps * usual_us if usual_us is not None else 0.0
@@ -201,7 +202,7 @@ def _late(diagnosis: Diagnosis, steps: int, usual_us: float | None) -> Straggler
 
 
 def _line(diagnosis: Diagnosis, step: int, steps: int, late: Straggler | None, usual_us: float | None) -> str:
-    """Say `step 1500: 156 ms, 74 % hidden, rank 5 late 22 ms: tokenizer.encode`; of one rank, how its GPU idles."""
+    """Return the log line: `step 1500: 156 ms, 74 % hidden, rank 5 late 22 ms: tokenizer.encode`."""
     seen = len(diagnosis.ranks)
     some = f" ({seen} of {diagnosis.world_size} ranks)" if seen < diagnosis.world_size else ""
     totals, idle = diagnosis.totals, diagnosis.idle
@@ -233,7 +234,7 @@ def _line(diagnosis: Diagnosis, step: int, steps: int, late: Straggler | None, u
 
 
 def _why(late: Straggler) -> str:
-    """Name the operation of a stalled host, and otherwise the cause with its example."""
+    """Return why a rank is late: the operation in which its host stalls, else the cause with an example."""
     detail = "" if late.detail is None else late.detail[:_LONGEST_DETAIL]
     if late.cause == "host_stall":
         return detail or "its host launched nothing, and no operation was recorded"

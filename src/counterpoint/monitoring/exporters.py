@@ -1,4 +1,4 @@
-"""Write what `watch` says to where others look: lines of JSON, TensorBoard, Prometheus.
+"""Write the records of `watch` for other tools: lines of JSON, TensorBoard, Prometheus.
 
 An exporter is a function of one `WatchedStep`; any callable will do. They run on rank 0, in a thread beside the
 training.
@@ -17,9 +17,9 @@ from counterpoint.records.watch import WatchedStep
 
 
 def numbers(record: WatchedStep) -> dict[str, float]:
-    """Return the figures of a record in seconds and shares of 1, under the names that Prometheus asks for.
+    """Return the figures of a record by name: times in seconds, shares from 0 to 1, as Prometheus recommends.
 
-    What is not known is left out, but a job in which nobody is late has a `late_seconds` of 0.
+    Unknown figures are left out; where no rank is late, `late_seconds` is 0.
     """
     found = {
         "step_seconds": record.step_us / 1e6,
@@ -43,13 +43,13 @@ class JsonLines:
 
 
 class Prometheus:
-    """Keeps the last record in a file for node_exporter's textfile collector, which is replaced as a whole."""
+    """Writes the last record to a file for node_exporter's textfile collector; each record replaces the file."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
 
     def __call__(self, record: WatchedStep) -> None:
-        """Replace the file."""
+        """Replace the file by one with this record."""
         late = "" if record.late_rank is None else f'{{rank="{record.late_rank}",cause="{record.late_cause}"}}'
         gauges = numbers(record) | {"watched_step": record.step, "watched_timestamp_seconds": record.unix_s}
         lines = []
@@ -62,7 +62,7 @@ class Prometheus:
 
 
 class TensorBoard:
-    """Adds figures, and the line as a text, to the run in a folder, or to a `SummaryWriter` that exists."""
+    """Adds figures, and the log line as text, to the TensorBoard run in a folder, or to a given `SummaryWriter`."""
 
     def __init__(self, run: object) -> None:
         if isinstance(run, str | os.PathLike):
@@ -74,7 +74,7 @@ class TensorBoard:
         self.writer: Any = run
 
     def __call__(self, record: WatchedStep) -> None:
-        """Add a record's figures."""
+        """Add a record's figures and log line to the run."""
         for name, value in numbers(record).items():
             self.writer.add_scalar(f"counterpoint/{name}", value, record.step)
         self.writer.add_text("counterpoint/watch", record.line, record.step)

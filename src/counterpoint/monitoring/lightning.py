@@ -1,4 +1,4 @@
-"""TrainingWatch a training of PyTorch Lightning: `Trainer(callbacks=[LightningWatch(every=500)])`."""
+"""Watch a training of PyTorch Lightning: `Trainer(callbacks=[LightningWatch(every=500)])`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ except ImportError:
 
 
 class LightningWatch(Callback):
-    """Takes the arguments of `counterpoint.watch`; a step is one of the trainer's `global_step`."""
+    """Watches a Lightning training; takes the arguments of `counterpoint.watch`, and counts `global_step`."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         watch(*args, **options)  # wrong arguments are refused here, not when the training starts
@@ -22,7 +22,7 @@ class LightningWatch(Callback):
         self._seen = 0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin to count."""
+        """Begin to count steps."""
         self._watch, self._seen = watch(*self._arguments, **self._options), trainer.global_step
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
@@ -32,11 +32,11 @@ class LightningWatch(Callback):
             self._watch.step()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Wait for the last diagnosis, and end."""
+        """Wait for the last diagnosis, and end the watch."""
         if self._watch is not None:
             self._watch.close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """End at once."""
+        """End the watch at once."""
         if self._watch is not None:
             self._watch.close(linger=0.0)

@@ -11,9 +11,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
 class OptimizerSteps:
-    """Calls a function at the end of each step, in the thread that made this: after the first optimizer has stepped.
+    """Calls a function at the end of each step: after the optimizer that steps first, in the creating thread.
 
-    Of several optimizers each steps once a step, so that one counts: the first that does. If it is gone, the next one.
+    Several optimizers each step once per training step, so only the one that stepped first counts; if it is deleted,
+    the next one that steps.
 
     Args:
         advance: the function; what it raises comes out of `optimizer.step()`.
@@ -25,7 +26,7 @@ class OptimizerSteps:
         self._hook = register_optimizer_step_post_hook(self._stepped)
 
     def remove(self) -> None:
-        """Count no longer."""
+        """Stop counting: remove the hook."""
         self._hook.remove()
 
     def _stepped(self, optimizer: object, *_: Any) -> None:

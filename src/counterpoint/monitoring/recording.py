@@ -1,4 +1,4 @@
-"""Record some steps of one rank with torch.profiler, as cheaply as it can, and never beside another profiler."""
+"""Record some steps of one rank with torch.profiler, at the least cost, and never while another profiler runs."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class Recording:
             with_stack=with_stack,
             experimental_config=None if with_stack else _trace_only(),
         )
-        with warnings.catch_warnings():  # some versions warn that a recording has an end
+        with warnings.catch_warnings():  # some versions of torch warn when a recording ends
             warnings.simplefilter("ignore")
             self._profiler.start()
 
     def step(self) -> bool:
         """End a step; return whether it was the last one, after which the recording only waits to be written."""
         if self._left == self._all and torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # ranks begin where their last collective ended, and no operation without its call
+            torch.cuda.synchronize()  # recordings begin after the last collective, and each operation has its launch
         self._left -= 1
         self._profiler.step()
         if self._left == 0:
@@ -49,14 +49,15 @@ class Recording:
         self._profiler.export_chrome_trace(str(path))
 
     def stop(self) -> None:
-        """End early; what was recorded is lost."""
+        """End the recording early, and discard it."""
         self._profiler.stop()
 
 
 def _detach_afterwards() -> None:
     """Have CUPTI leave the process after a recording: attached, it makes every later launch slower.
 
-    Newer versions do so by themselves where it is safe, from CUDA 12.6 on; who has set the variable has decided.
+    Newer versions of torch do so themselves where that is safe (CUDA 12.6 and later). A variable that the user has set
+    is left alone.
     """
     version = [int(part) for part in (torch.version.cuda or "0").split(".")]
     if version >= [12, 6]:
@@ -64,7 +65,7 @@ def _detach_afterwards() -> None:
 
 
 def _trace_only() -> Any:
-    """Return the setting by which torch keeps no events for Python; None where it does not have it yet."""
+    """Return the profiler setting by which torch builds no Python events; None for a torch without that setting."""
     try:
         return torch._C._profiler._ExperimentalConfig(trace_only=True)
     except (AttributeError, TypeError):
@@ -72,7 +73,7 @@ def _trace_only() -> Any:
 
 
 class OtherProfilers:
-    """Sees the profilers that the training itself uses, since two at once break the one that starts second.
+    """Detects the profilers that the training itself uses: of two at once, the one that starts second breaks.
 
     torch tells nobody that a profiler is being prepared. Its methods are wrapped for as long as a watch lives:
     `give_way` is called before another profiler is prepared, and `any` is true from then on until that one has ended.
@@ -89,7 +90,7 @@ class OtherProfilers:
         return bool(getattr(autograd_profiler, "_is_profiler_enabled", False)) or len(self._prepared) > 0
 
     def own(self, act: Callable[[], Any]) -> Any:
-        """Return what `act` gives; a profiler that it prepares is the watch's own."""
+        """Call `act` and return its result; a profiler that `act` prepares counts as the watch's own."""
         self._own = True
         try:
             return act()
@@ -97,7 +98,7 @@ class OtherProfilers:
             self._own = False
 
     def observe(self) -> None:
-        """Wrap the methods."""
+        """Wrap torch's profiler methods."""
         methods: Any = autograd_profiler.profile
         prepare, end = methods._prepare_trace, methods.__exit__
 
@@ -116,7 +117,7 @@ class OtherProfilers:
             setattr(autograd_profiler.profile, name, noting)
 
     def ignore(self) -> None:
-        """Put the methods back, unless somebody else has wrapped them since."""
+        """Restore torch's profiler methods, unless other code has wrapped them since."""
         for name, (original, noting) in self._replaced.items():
             if getattr(autograd_profiler.profile, name) is noting:
                 setattr(autograd_profiler.profile, name, original)

@@ -1,4 +1,4 @@
-"""TrainingWatch a training of Hugging Face's Trainer: `Trainer(..., callbacks=[TrainerWatch(every=500)])`."""
+"""Watch a training of Hugging Face's Trainer: `Trainer(..., callbacks=[TrainerWatch(every=500)])`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from counterpoint.monitoring.api import TrainingWatch, watch
 
 
 class TrainerWatch(TrainerCallback):
-    """Takes the arguments of `counterpoint.watch`; a step is one of the trainer's `global_step`."""
+    """Watches a training of Trainer; takes the arguments of `counterpoint.watch`, and counts `global_step`."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         watch(*args, **options)  # wrong arguments are refused here, not when the training starts
@@ -18,7 +18,7 @@ class TrainerWatch(TrainerCallback):
         self._watch: TrainingWatch | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Begin to count."""
+        """Begin to count steps."""
         self._watch = watch(*self._arguments, **self._options)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -27,6 +27,6 @@ class TrainerWatch(TrainerCallback):
             self._watch.step()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Wait for the last diagnosis, and end."""
+        """Wait for the last diagnosis, and end the watch."""
         if self._watch is not None:
             self._watch.close()

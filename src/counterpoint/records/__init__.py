@@ -13,4 +13,4 @@ import msgspec
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """Represents immutable data, compared by value, read and written by `msgspec.json`; subclasses repeat `kw_only`."""
+    """Serves as base of immutable records that compare by value and that `msgspec.json` reads and writes."""

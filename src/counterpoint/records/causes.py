@@ -1,7 +1,7 @@
-"""Name every cause that a diagnosis can find, once: what it is called, what a finding says of it, and what to change.
+"""Define every cause that a diagnosis can find: its name, the texts of its finding, and the advice.
 
-The parts of the diagnosis, the terminal and the page take their words from here. A new cause is a row here, and the
-place that finds it.
+The analyses, the terminal and the page take their words from this file. Who adds a cause adds a row to this file,
+and the code that finds the cause.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cause:
-    """Names one cause; `name` is what the records of a diagnosis call it."""
+    """Describes one cause of lost time: its `name` in the records of a diagnosis, and the texts of its finding."""
 
     name: str
-    short: str  # in a table
-    title: str = ""  # of a finding; "": no finding of its own
-    kind: str = ""  # of that finding; "": `straggler`, or the name of a cause of slow kernels
+    short: str  # name of the cause in a table
+    title: str = ""  # title of its finding; "": it has no finding of its own
+    kind: str = ""  # kind of that finding; "": `straggler`, or the name of a cause of slow kernels
     advice: str = ""
-    advice_without_torch: str = ""  # to programs without PyTorch; "": as to others
+    advice_without_torch: str = ""  # advice to programs without PyTorch; "": the same advice
     stalls_host: bool = False  # the host pauses, so that other ranks may wait for it
-    recorded: bool = True  # False: the trace does not hold what the host did
+    recorded: bool = True  # False: the trace does not show what the host did
 
 
 def _by_name(*causes: Cause) -> dict[str, Cause]:
@@ -81,7 +81,7 @@ IDLE_CAUSES = _by_name(  # in the order of their numbers in a digest
         stalls_host=True,
     ),
     Cause(
-        # the host had waited for the GPU, so nothing was queued
+        # the host had waited for the GPU, so that no operation was queued when the GPU was done
         name="synchronise",
         short="synchronisation",
         title="The GPUs run dry at synchronisations",
@@ -179,7 +179,7 @@ IDLE_CAUSES = _by_name(  # in the order of their numbers in a digest
         recorded=False,
     ),
     Cause(
-        # the first operation of its stream, launched long ago, waits: for work that was not recorded
+        # the first operation of its stream was launched long ago, so it waits for work that was not recorded
         name="earlier_work",
         short="behind work not recorded",
         title="The first operations wait for work launched before the recording, which it does not hold",
@@ -190,7 +190,7 @@ IDLE_CAUSES = _by_name(  # in the order of their numbers in a digest
         "cudaDeviceSynchronize() before the recording begins",
     ),
     Cause(
-        # between migrations of unified memory: no call launches them, the host touches pages
+        # the time between migrations of unified memory, which no call launches: the host touches a page
         name="page_migration",
         short="unified memory, page by page",
         title="The GPUs idle while the host touches unified memory, which moves page by page",
@@ -199,7 +199,7 @@ IDLE_CAUSES = _by_name(  # in the order of their numbers in a digest
         "to the GPU where a kernel does; or copy by cudaMemcpyAsync between pinned and device memory instead",
     ),
     Cause(
-        # another GPU of the same process works: no gap of all its GPUs
+        # another GPU of the same process works, so that not all of its GPUs idle
         name="other_gpu",
         short="another GPU of the process works",
     ),

@@ -12,7 +12,7 @@ COMPARISON_SCHEMA = "counterpoint.comparison/1"
 
 
 class Change(Record, frozen=True, kw_only=True):
-    """Holds a time before and now; None: not there. `change_us` counts what is not there as nothing."""
+    """Holds one time (µs) of the earlier run and of this run; None: the run does not have it, which counts as 0."""
 
     name: str
     before_us: float | None
@@ -21,29 +21,29 @@ class Change(Record, frozen=True, kw_only=True):
 
 
 class FindingChange(Change, frozen=True, kw_only=True):
-    """Holds what a finding costs before and now; None: not found. `name` is its title."""
+    """Holds the cost of one finding in the earlier run and in this run; None: not found. `name` is its title."""
 
     kind: str
     rank: int | None
 
 
 class KernelChange(Change, frozen=True, kw_only=True):
-    """Holds the mean time of a kernel by name, over kinds that both runs have, and what its change costs a step."""
+    """Holds the mean µs of a kernel in both runs, over kinds that both have; `change_us` is the change per step."""
 
     slowdown: float
 
 
 class Comparison(Record, frozen=True, kw_only=True):
-    """Holds a run beside an earlier one; every list has the largest growth first.
+    """Compares a run with an earlier run; every list has the largest growth first.
 
     `parts` add up to `step`: compute, exposed communication, copies, idle.
     """
 
     schema: str = COMPARISON_SCHEMA
     verdict: str
-    before: tuple[str, ...]  # files
+    before: tuple[str, ...]  # files of the earlier run
     now: tuple[str, ...]
-    notes: tuple[str, ...]  # why the two may not be comparable
+    notes: tuple[str, ...]  # why the two runs may not be comparable
     step: Change
     hidden_before: float | None
     hidden_now: float | None

@@ -13,7 +13,7 @@ from counterpoint.records import Record
 
 SCHEMA = "counterpoint.diagnosis/1"
 WHOLE_TRACE = "whole trace"  # the name of the one step where none were found
-_RUNS_SHOWN = 8  # of ranks in a sentence
+_RUNS_SHOWN = 8  # runs of consecutive ranks that a sentence names
 OWN_MARK = "counterpoint diagnose --perfetto"  # `written_by` of timelines that are drawn from a diagnosis
 
 StragglerCause = Literal["host_stall", "slow_kernels", "slow_kernel", "more_work", "late_input", "unknown"]
@@ -22,7 +22,7 @@ Severity = Literal["high", "medium", "low"]
 
 
 def ranks_in_words(ranks: tuple[int, ...]) -> str:
-    """Return ranks, ascending, as a reader counts them: `ranks 0-3, 5, 8-15`, the first runs of many."""
+    """Return ascending ranks as text, `ranks 0-3, 5, 8-15`; of more than 8 runs only the first are named."""
     starts = [r for r, before in zip(ranks, (None, *ranks), strict=False) if before is None or r - before > 1]
     ends = [r for r, after in zip(ranks, (*ranks[1:], None), strict=True) if after is None or after - r > 1]
     runs = [f"{a}-{b}" if b > a else str(a) for a, b in zip(starts, ends, strict=True)]
@@ -39,7 +39,7 @@ class Source(Record, frozen=True, kw_only=True):
 
 
 class StepTime(Record, frozen=True, kw_only=True):
-    """Holds the time of one training step, on the clock of the lowest rank; 0 is the start of the first step."""
+    """Holds start and end of one training step (µs, clock of the lowest rank); 0 is the start of the first step."""
 
     name: str
     start_us: float
@@ -47,7 +47,7 @@ class StepTime(Record, frozen=True, kw_only=True):
 
 
 class Account(Record, frozen=True, kw_only=True):
-    """Accounts for the time of all analysed steps: of one rank, or as the mean over ranks (`totals`).
+    """Splits the time of all analysed steps into compute, communication, copies and idle; of a rank or their mean.
 
     duration = compute + exposed_comm + exposed memcpy + idle; communication = overlapped + exposed_comm.
     `hidden` = overlapped / communication. wait + transfer = time inside collectives that were matched across ranks,
@@ -74,14 +74,14 @@ class Account(Record, frozen=True, kw_only=True):
 
 
 class GpuAccount(Account, frozen=True, kw_only=True):
-    """Accounts for the time of one GPU of a process that drives several."""
+    """Holds the account of one GPU of a process that drives several GPUs."""
 
     rank: int
     gpu: int  # its number on the host
 
 
 class RankAccount(Account, frozen=True, kw_only=True):
-    """Accounts for the time of one rank; where its process drives several GPUs, as the mean over these."""
+    """Holds the account of one rank; where its process drives several GPUs, their mean."""
 
     rank: int
     other_gpu_us: float = 0.0  # the part of idle_us in which another GPU of the process works
@@ -133,16 +133,16 @@ class CollectiveKind(Record, frozen=True, kw_only=True):
     bytes: int | None
     phase: str | None
     count: int
-    wait_us: float | None  # null where ranks have no trace
-    transfer_us: float  # median; with waiting, where that is unknown
-    bus_gb_per_s: float | None  # at that
+    wait_us: float | None  # null where ranks of the group have no trace
+    transfer_us: float  # median; includes the wait where the wait is unknown
+    bus_gb_per_s: float | None  # bus bandwidth at `transfer_us`
     best_gb_per_s: float | None
     exposed_us: float
     link_gb_per_s: float | None = None
 
 
 class Straggler(Record, frozen=True, kw_only=True):
-    """Names a rank that makes others wait; `delay_us` sums how much later than the others it came to collectives."""
+    """Names a rank that makes others wait; `delay_us` sums up how much later than them it came to collectives."""
 
     rank: int
     delay_us: float
@@ -150,20 +150,20 @@ class Straggler(Record, frozen=True, kw_only=True):
     cause: StragglerCause
     evidence: str
     detail: str | None = None  # operation, allocator, garbage_collection, ...
-    start_us: float | None = None  # where it is worst: a range to look at
+    start_us: float | None = None  # start of the range in which the rank is latest
     end_us: float | None = None
     phase: str | None = None  # forward | backward | optimizer: where it loses the time
     module: str | None = None  # or layer
-    with_ranks: tuple[int, ...] = ()  # others that are as late for the same cause; all but evidence is of them together
+    with_ranks: tuple[int, ...] = ()  # ranks as late for the same cause; all fields but `evidence` include them
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Return the rank and those that are late with it, ascending."""
+        """Return this rank and the ranks that are late together with it, ascending."""
         return tuple(sorted((self.rank, *self.with_ranks)))
 
 
 class KernelComparison(Record, frozen=True, kw_only=True):
-    """Compares one kind of compute kernel (name, grid, block, shapes) alone and beside communication, by medians."""
+    """Holds median times of a kind of compute kernel (name, grid, block, shapes), alone and beside communication."""
 
     name: str
     grid: tuple[int, int, int]
@@ -188,7 +188,7 @@ class KernelComparison(Record, frozen=True, kw_only=True):
 
 
 class Finding(Record, frozen=True, kw_only=True):
-    """Names something to act on; `cost_us` is what it adds to a step, by the replay where there is one."""
+    """Describes one problem to act on; `cost_us` is the µs that it adds to a step, by the replay if there is one."""
 
     kind: str  # straggler | tail_effect | launch_order | sm_contention | bandwidth | exposed_comm | ...
     cost_us: float
@@ -214,7 +214,7 @@ class Finding(Record, frozen=True, kw_only=True):
         start_us: float | None = None,
         end_us: float | None = None,
     ) -> Finding:
-        """Return a finding; its severity is high from 10 % of a step of `step_us`, medium from 3 %, else low."""
+        """Return a finding; its severity is high if it costs 10 % of `step_us` or more, medium from 3 %, else low."""
         share = cost_us / step_us if step_us > 0 else 0.0
         return cls(
             kind=kind,
@@ -230,27 +230,27 @@ class Finding(Record, frozen=True, kw_only=True):
 
 
 class HostTime(Record, frozen=True, kw_only=True):
-    """Names a host operation or Python function, and its part of a time."""
+    """Names a host operation or Python function, and its part of the µs of an idle cause."""
 
     name: str
     us: float
 
 
 class IdleCause(Record, frozen=True, kw_only=True):
-    """Says how long the GPU of a rank idles for one cause: µs a step, mean over ranks; `longest_us` is one gap."""
+    """Says how long a GPU idles for one cause: µs per step, mean over ranks; `longest_us` is the longest gap."""
 
     category: str  # operation | launch | allocator | ... | queued | no_launch_recorded | unrecorded | nothing_recorded
     us: float
     count: float  # gaps a step
     longest_us: float
-    operations: tuple[HostTime, ...]  # what the host was in, most time first; at most 5
+    operations: tuple[HostTime, ...]  # host operations during the gaps, most time first; at most 5
     functions: tuple[HostTime, ...]  # the Python functions around those, where stacks were recorded; at most 5
-    phases: tuple[HostTime, ...] = ()  # forward, backward, optimizer: what is known of where the host was
+    phases: tuple[HostTime, ...] = ()  # forward, backward, optimizer: where the host was, as far as known
     modules: tuple[HostTime, ...] = ()  # or layers; at most 5
 
 
 class Idle(Record, frozen=True, kw_only=True):
-    """Accounts for the idle time of a step, mean over ranks: the causes add up to `idle_us`, dearest first.
+    """Splits the idle time of a step (mean over ranks) into causes, which add up to `idle_us`; the longest is first.
 
     `explained_us` is what has another cause than that the trace does not hold it. launches: calls a step that put
     something on the GPU; launch_interval_us: from one to the next, stalls left out; kernel_us: mean compute kernel.
@@ -265,7 +265,7 @@ class Idle(Record, frozen=True, kw_only=True):
 
 
 class WhatIfStep(Record, frozen=True, kw_only=True):
-    """Holds the time that a step would take if one thing were different, from a replay of the step."""
+    """Holds the µs that a step would take after one change, by a replay of the step."""
 
     name: str
     step_us: float
@@ -274,7 +274,7 @@ class WhatIfStep(Record, frozen=True, kw_only=True):
 class Replay(Record, frozen=True, kw_only=True):
     """Holds the measured and the replayed time of the mean step; `error` = replayed / measured - 1.
 
-    `waits` says of what operations wait for, besides other ranks, whether the graph explains it or keeps it as
+    `waits` says whether the graph explains the waits of operations (other than for other ranks) or keeps them as
     measured; `collective_waits` says whether waiting inside collectives comes from matched ranks or, where other ranks
     have no trace, is kept as measured; null without collectives.
     """
@@ -327,15 +327,15 @@ class Diagnosis(Record, frozen=True, kw_only=True):
 
     @property
     def has_steps(self) -> bool:
-        """Return whether steps were found; else the whole recording counts as one."""
+        """Return whether steps were found; if not, the whole recording counts as one step."""
         return [s.name for s in self.steps] not in ([], [WHOLE_TRACE])
 
     def __repr__(self) -> str:
-        """Return one line: what was recorded, and the verdict."""
+        """Return one line of text: ranks, steps and the verdict."""
         return f"Diagnosis({len(self.ranks)} of {self.world_size} ranks, {len(self.findings)} findings: {self.verdict})"
 
     def _repr_html_(self) -> str:
-        """Return the verdict and the findings for a notebook, nothing of a trace interpreted."""
+        """Return the verdict and the findings as HTML for a notebook; text from the trace is escaped."""
         rows = "".join(
             f"<tr><td>{f.cost_us / 1e3:.2f} ms</td><td><b>{escape(f.title)}</b><br>{escape(f.advice)}</td></tr>"
             for f in self.findings

@@ -1,4 +1,4 @@
-"""Hold what `doctor --check` says of a trace: whether copy engines moved its communication, or a tuning took effect.
+"""Define the record that `doctor --check` prints: whether copy engines moved the communication, or a tuning worked.
 
 `Effect` is the contract `counterpoint.effect/1`: keys may be added, never renamed. Times are µs, sizes
 bytes. What is not known is `null`.
@@ -16,7 +16,7 @@ KnobState = Literal["took_effect", "no_effect", "not_seen"]
 
 
 class CommCalls(Record, frozen=True, kw_only=True):
-    """Counts the calls of one operation that copy engines of ours did not make."""
+    """Counts the calls of one collective operation that counterpoint's copy engines did not carry out."""
 
     by: Literal["nccl", "other"]
     operation: str
@@ -25,23 +25,23 @@ class CommCalls(Record, frozen=True, kw_only=True):
 
 
 class RankEffect(Record, frozen=True, kw_only=True):
-    """Says how one rank communicated. Times but those of `calls` count once where several run at the same time."""
+    """Says how one rank communicated. Times that overlap count once, except in `calls`."""
 
     rank: int
-    copies: int  # between GPUs, by copy engines
+    copies: int  # number of copies between GPUs by copy engines
     copied_bytes: int | None
     copies_us: float
-    own_copies: int  # within the own GPU, on the streams of those copies
+    own_copies: int  # number of copies within the own GPU, on the streams of `copies`
     own_copied_bytes: int | None
     own_copies_us: float
-    sums: int  # kernels that add up what peers have sent
+    sums: int  # number of kernels that add up what peers have sent
     sums_us: float
     calls: tuple[CommCalls, ...]  # longest first
     communication_us: float  # of the copies between GPUs and of the calls
 
 
 class KnobEffect(Record, frozen=True, kw_only=True):
-    """Says whether one choice took effect: that copies were used, or of a pair its mechanism or one knob of it."""
+    """Says whether one choice took effect: the use of copies, a pair's mechanism, or one knob of a mechanism."""
 
     knob: str  # "copies" without a tuning; else "zero_sm", "leave", "max_ctas=8"
     state: KnobState
@@ -57,14 +57,14 @@ class KnobEffect(Record, frozen=True, kw_only=True):
 
 
 class Effect(Record, frozen=True, kw_only=True):
-    """Holds the whole answer."""
+    """Holds the whole answer of `doctor --check`."""
 
     schema: str = SCHEMA
     files: tuple[str, ...]
     world_size: int
     ranks: tuple[int, ...]
     missing_ranks: tuple[int, ...]
-    took_effect: bool  # something took effect, and nothing had none
+    took_effect: bool  # at least one knob took effect, and none is `no_effect`
     verdict: str
     knobs: tuple[KnobEffect, ...]  # in the order of the file
     per_rank: tuple[RankEffect, ...]

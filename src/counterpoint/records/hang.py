@@ -1,4 +1,4 @@
-"""Hold what `diagnose` says of NCCL flight-recorder dumps: who is missing in a hang.
+"""Define the record that `diagnose` prints of NCCL flight-recorder dumps: which ranks are missing in a hang.
 
 `Hang` is the contract `counterpoint.hang/1`: keys may be added, never renamed. What is not known is `null`.
 """
@@ -15,7 +15,7 @@ CallState = Literal["scheduled", "started", "completed"]
 
 
 class CollectiveCall(Record, frozen=True, kw_only=True):
-    """Describes one collective as ranks recorded it."""
+    """Describes one call of a collective, as ranks recorded it: its number, operation, sizes and dtypes."""
 
     seq: int
     operation: str
@@ -26,7 +26,7 @@ class CollectiveCall(Record, frozen=True, kw_only=True):
 
 
 class RankState(Record, frozen=True, kw_only=True):
-    """Holds the sequence numbers of the last collectives of one rank in one group; null: none is known."""
+    """Holds the sequence numbers of the last collectives of a rank in one group; null: no number is known."""
 
     rank: int
     scheduled: int | None
@@ -38,7 +38,7 @@ class RankState(Record, frozen=True, kw_only=True):
 
 
 class Mismatch(Record, frozen=True, kw_only=True):
-    """Names ranks that called something else than most did at one sequence number."""
+    """Names ranks whose call at one sequence number differs from the call of most ranks."""
 
     seq: int
     what: Literal["operation", "size", "dtype"]
@@ -48,7 +48,7 @@ class Mismatch(Record, frozen=True, kw_only=True):
 
 
 class GroupState(Record, frozen=True, kw_only=True):
-    """Describes one process group: how far each rank came, and what it is stuck in."""
+    """Describes one process group: how far each rank came, and in which collective the group is stuck."""
 
     name: str
     description: str
@@ -62,7 +62,7 @@ class GroupState(Record, frozen=True, kw_only=True):
 
 
 class Hang(Record, frozen=True, kw_only=True):
-    """Holds the whole answer, the group that explains the hang first."""
+    """Holds the whole answer on a hang; the group that explains it comes first."""
 
     schema: str = SCHEMA
     files: tuple[str, ...]

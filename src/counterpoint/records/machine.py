@@ -17,7 +17,7 @@ class Check(Record, frozen=True, kw_only=True):
     name: str  # "peer_access"
     status: Literal["ok", "warning", "problem", "not_seen"]
     seen: str
-    means: str = ""  # what that means for overlap
+    means: str = ""  # what the result means for overlap
     fix: str = ""  # what to do, with the command or variable
     values: dict[str, int | float | str | None] = msgspec.field(default_factory=dict)
 

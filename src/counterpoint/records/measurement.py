@@ -1,4 +1,4 @@
-"""Define the records of `counterpoint measure`: what was asked, its times, what ran. Times are µs, sizes bytes.
+"""Define the records of `counterpoint measure`: requests, times, and kernels that ran. Times are µs, sizes bytes.
 
 `Measurement` is the contract `counterpoint.measurement/1` (docs/reference/measurement.md): keys may be added, never
 renamed.
@@ -20,10 +20,10 @@ PairClass = Literal["G-long", "C-long", "GC-equal"]
 
 
 class Timing(Record, frozen=True, kw_only=True):
-    """Holds one duration over rounds and ranks: the median of the slowest rank, with its 10th and 90th percentile.
+    """Holds the median (µs) over rounds, with 10th and 90th percentile, of the rank whose median is the largest.
 
-    `rounds_us` has the slowest rank's time of each round, which may be another rank each time. Durations that were
-    measured in turns can be compared by it round by round.
+    `rounds_us` has the slowest rank's time of each round; the slowest rank may change between rounds. Durations whose
+    rounds were measured in alternation can be compared by `rounds_us`, round by round.
     """
 
     us: float
@@ -36,7 +36,7 @@ class Timing(Record, frozen=True, kw_only=True):
 
 
 class Scenario(Record, frozen=True, kw_only=True, tag=True):
-    """Asks for a workload and a collective to be measured by several mechanisms in several launch orders."""
+    """Requests that a workload and a collective are measured by several mechanisms in several launch orders."""
 
     name: str  # unique within its suite
     workload: str  # a name of measurement/workloads.py: "gemm 8192x8192x8192"
@@ -50,10 +50,10 @@ class Scenario(Record, frozen=True, kw_only=True, tag=True):
 
 
 class BlockRow(Record, frozen=True, kw_only=True):
-    """Holds the time of one operation alone: a collective of one size and CTAs, a copy, or a GEMM on some SMs.
+    """Holds the time of one operation alone: a collective with a size and a number of CTAs, a copy, or a GEMM.
 
-    Or that of a matmul that depends on communication, and of its two parts; these rows know `can_hide`. Or that of one
-    leg of an exchange of tokens.
+    Other rows hold the time of a matmul that depends on communication, or of one of its two parts (these rows have
+    `can_hide`), or of one leg of an exchange of tokens.
     """
 
     # "all_gather", "gemm 8192x8192x8192", "all_gather_matmul 8192x7168x8192", "dispatch mixtral-8x7b 4096 zipf"
@@ -67,14 +67,14 @@ class BlockRow(Record, frozen=True, kw_only=True):
     tflops: float | None = None
     can_hide: bool | None = None  # whether the communication can hide behind the matmul at all: pair/arrivals.py
     over_longer: float | None = None  # time over that of the longer of matmul and collective alone, minus 1
-    path: str | None = None  # which way the calls went, by the report of what made them: "torch", "serial", "cuts"
-    why: str | None = None  # why they went that way
+    path: str | None = None  # how the calls were carried out, as their backend reports: "torch", "serial", "cuts"
+    why: str | None = None  # why they were carried out like that
     dtype: str | None = None  # by torch's name; None: a result from before it was kept
     marked: str | None = None
 
 
 class Block(Record, frozen=True, kw_only=True, tag=True):
-    """Asks for one operation to be measured alone, at several sizes or with several settings of a control."""
+    """Requests that one operation is measured alone, at several sizes or with several settings of a control."""
 
     name: str  # unique within its suite
     what: (
@@ -86,7 +86,7 @@ class Block(Record, frozen=True, kw_only=True, tag=True):
 
 
 class Plan(Record, frozen=True, kw_only=True):
-    """Holds what the parent process asks of its workers, in one JSON file that every rank reads."""
+    """Holds the request of the parent process to its workers: one JSON file that every rank reads."""
 
     suite: str
     device: Literal["cuda", "cpu"]
@@ -98,12 +98,12 @@ class Plan(Record, frozen=True, kw_only=True):
     timeout_s: float = 100.0  # of a collective that waits for a rank
     results: str  # rank 0 appends one `Outcome` a line here
     errors: str  # folder: a rank that fails writes rank<N>.json here
-    # of CLOCK_MONOTONIC: no part but the first is begun that would, by their mean time so far, end after it
+    # time of CLOCK_MONOTONIC: after the first part, none begins that would end later, by the mean time of a part
     until_s: float | None = None
 
 
 class Outcome(Record, frozen=True, kw_only=True):
-    """Holds one line of the results file: the rows of a finished scenario or block."""
+    """Holds one line of the results file: all rows of one finished scenario or block."""
 
     scenario: str
     rows: tuple[Row, ...] = ()
@@ -133,7 +133,7 @@ class Usage(Record, frozen=True, kw_only=True):
 
 
 class DeviceState(Record, frozen=True, kw_only=True):
-    """Holds the extremes over ranks of what NVML reported right after a scenario."""
+    """Holds the extremes over ranks of the values that NVML reported right after a scenario."""
 
     sm_mhz_min: int
     sm_mhz_max: int
@@ -143,7 +143,7 @@ class DeviceState(Record, frozen=True, kw_only=True):
 
 
 class Row(Record, frozen=True, kw_only=True):
-    """Holds the result of one scenario by one mechanism in one order; formulas: docs/reference/measurement.md."""
+    """Holds the result of a scenario by one mechanism in one launch order; formulas: docs/reference/measurement.md."""
 
     scenario: str
     workload: str
@@ -185,12 +185,12 @@ class Row(Record, frozen=True, kw_only=True):
 
     @property
     def serial_us(self) -> float:
-        """Return the µs of running one after the other: T_g + T_c + head start. `hidden` and `speedup` use it."""
+        """Return the µs of running the two sides one after the other: T_g + T_c + head start."""
         return self.compute_alone.us + self.best_comm_alone_us + self.head_start_us
 
     @property
     def speedup(self) -> float:
-        """Return the speedup over running one after the other: serial / T."""
+        """Return the speedup over running the two sides one after the other: `serial_us` / T."""
         return self.serial_us / self.together.us
 
 
@@ -247,7 +247,7 @@ class Launched(Record, frozen=True, kw_only=True):
 
 
 class Observation(Record, frozen=True, kw_only=True):
-    """Holds what ran when a pair was launched with a control and without it; `Control.verify` judges by it alone."""
+    """Holds the kernels that ran when a pair was launched with a control, and without it, for `Control.verify`."""
 
     compute: tuple[Launched, ...] = ()
     comm: tuple[Launched, ...] = ()
@@ -258,7 +258,7 @@ class Observation(Record, frozen=True, kw_only=True):
 
 
 class Evidence(Record, frozen=True, kw_only=True):
-    """Says whether one control did what was asked, and what shows it."""
+    """Says whether one control took effect, and which observation shows that."""
 
     control: str  # as in a mechanism's name: "gemm_sms=108"
     asked: str

@@ -21,7 +21,7 @@ class TimePart(Record, frozen=True, kw_only=True):
 
 
 class Bar(Record, frozen=True, kw_only=True):
-    """Describes a task of a pipeline stage: F(orward), B(ackward) or W(eight gradients) of one micro-batch and part."""
+    """Describes one task of a pipeline stage: F(orward), B(ackward) or W(eight gradients) of a micro-batch."""
 
     stage: int
     kind: str
@@ -32,13 +32,13 @@ class Bar(Record, frozen=True, kw_only=True):
 
 
 class StepInterval(Record, frozen=True, kw_only=True):
-    """Holds between which times a step lies with probability `level`, by how far off measured steps were.
+    """Holds the interval in which the step time lies with probability `level`, from errors on measured steps.
 
-    The steps are those that equal the job in the features `alike`; in the features `differ` they may be others.
+    The measured steps equal the job in the features `alike`; they may differ from it in the features `differ`.
     """
 
     level: float
-    errors_within: float  # part of the measured errors between the ends; above `level` where no step is like the job
+    errors_within: float  # share of the measured errors inside; above `level` where no step is like the job
     low_us: float
     high_us: float
     alike: tuple[str, ...]
@@ -49,16 +49,16 @@ class StepInterval(Record, frozen=True, kw_only=True):
 
 
 class RatioError(Record, frozen=True, kw_only=True):
-    """Says how far off the ratio of two ways to run a model on as many GPUs is: `factor`, with probability `level`."""
+    """Says how far off a predicted ratio of two step times is: with probability `level`, by at most `factor`."""
 
     level: float
     factor: float  # at least 1
-    pairs: int  # of measured steps
+    pairs: int  # number of pairs of measured steps
     sources: int
 
 
 class RunLoss(Record, frozen=True, kw_only=True):
-    """Holds the days of a training that no step that counts was done in, for one reason."""
+    """Holds the days that a training loses for one reason: no step of these days counts."""
 
     name: str
     days: float
@@ -66,28 +66,28 @@ class RunLoss(Record, frozen=True, kw_only=True):
 
 
 class TrainingRun(Record, frozen=True, kw_only=True):
-    """Predicts a whole training: `days` = those of its steps + `losses`; `goodput` is the part of its steps."""
+    """Predicts a whole training: `days` = days of its steps + `losses`; `goodput` = days of its steps / `days`."""
 
     steps: int
     tokens: float
     days: float
-    low_days: float | None = None  # with the ends of the step's interval
+    low_days: float | None = None  # `days` at the lower end of the step's interval
     high_days: float | None = None
     gpu_hours: float
     cost: float | None = None  # null: no price was given
     goodput: float
     failures: float  # expected
-    failure_hours: float | None = None  # mean time between two of the whole job; null: nothing fails
-    checkpoint_seconds: float  # that training waits for one
-    checkpoint_minutes: float | None = None  # of work between two; null: none is written
+    failure_hours: float | None = None  # mean time between two failures of the job; null: nothing fails
+    checkpoint_seconds: float  # for which training waits for one checkpoint
+    checkpoint_minutes: float | None = None  # of work between two checkpoints; null: none is written
     losses: tuple[RunLoss, ...]
 
 
 class PlanOutcome(Record, frozen=True, kw_only=True):
-    """Predicts one of several jobs in short; if it is impossible, `why_not` says why, and all figures are null."""
+    """Holds the main figures of one of several jobs; if a job is impossible, `why_not` says why, and they are null."""
 
-    label: str = ""  # what differs from the job that was asked about: the value of a curve, what is better
-    settings: dict[str, Setting] = msgspec.field(default_factory=dict)  # of a search: fields that it chose
+    label: str = ""  # how it differs from the requested job: the value of a curve, or what is improved
+    settings: dict[str, Setting] = msgspec.field(default_factory=dict)  # of a search: fields that the search chose
     gpus: int | None = None
     step_us: float | None = None
     low_us: float | None = None  # ends of the step's interval
@@ -99,22 +99,22 @@ class PlanOutcome(Record, frozen=True, kw_only=True):
     fits: bool | None = None
     fits_probability: float | None = None
     run: TrainingRun | None = None
-    too_close: bool = False  # to the fastest choice of a search: comparisons are not that sure
+    too_close: bool = False  # too close to the fastest choice of a search to tell which one is faster
     why_not: str | None = None
 
 
 class Curve(Record, frozen=True, kw_only=True):
-    """Predicts the job for each of several values of one flag or field, which label the points."""
+    """Predicts the job for several values of one flag or field; each point bears its value as label."""
 
     name: str
-    means: str = ""  # what the values change, and what stays, for people: a sentence
+    means: str = ""  # a sentence on what the values change, and what stays
     points: tuple[PlanOutcome, ...]
 
 
 class SearchResult(Record, frozen=True, kw_only=True):
     """Lists ways to divide a job over `gpus` GPUs, fastest first.
 
-    `considered` = priced + too_large + impossible + those that are proved to be slower than the last one listed.
+    `considered` = priced + too_large + impossible + ways that are proved to be slower than the last one listed.
     """
 
     gpus: int = 0
@@ -122,12 +122,12 @@ class SearchResult(Record, frozen=True, kw_only=True):
     priced: int = 0
     too_large: int = 0
     impossible: int = 0
-    why_not: str | None = None  # where there are no choices
+    why_not: str | None = None  # why there are no choices
     choices: tuple[PlanOutcome, ...] = ()
 
 
 class LevelLoad(Record, frozen=True, kw_only=True):
-    """Counts the bytes that cross one network level in a step, both ways; `time_us` is that of its busiest GPU."""
+    """Counts the bytes that cross one network level per step, in both directions; `time_us` is of its busiest GPU."""
 
     level: str
     num_bytes: float
@@ -145,9 +145,9 @@ class RankOrder(Record, frozen=True, kw_only=True):
 
 
 class PlacementResult(Record, frozen=True, kw_only=True):
-    """Holds the rank order that was found, then those it is compared with; `host_of` has the host of every rank.
+    """Holds the rank order found and the orders it is compared with; `host_of` has the host of every rank.
 
-    `files` maps the name of each file for launchers, written or not, to how it is used.
+    `files` maps the name of each file for launchers, whether it was written or not, to text on how to use it.
     """
 
     orders: tuple[RankOrder, ...]
@@ -157,20 +157,20 @@ class PlacementResult(Record, frozen=True, kw_only=True):
 
 
 class FitError(Record, frozen=True, kw_only=True):
-    """Holds how far a fit is off on sizes that it had not seen: |predicted / measured - 1|."""
+    """Holds the error of a fit on sizes that were held out: |predicted / measured - 1|."""
 
     operation: str
     ranks: int
     sizes: int
     mean: float
     worst: float
-    nccl_mean: float  # of NCCL's own model, on the same sizes
+    nccl_mean: float  # mean error of NCCL's own model, on the same sizes
 
 
 class Prediction(Record, frozen=True, kw_only=True):
     """Holds the whole answer of `counterpoint plan`.
 
-    `parts` add up to `step_us`; of communication they count what is exposed. `comm` is communication alone, by axis
+    `parts` add up to `step_us`, so they count only exposed communication. `comm` is communication alone, by axis
     (from a trace: by operation). What a trace does not say is null.
     """
 
@@ -190,11 +190,11 @@ class Prediction(Record, frozen=True, kw_only=True):
     model_tflops: float | None = None
     mfu: float | None
     memory: dict[str, float]
-    stage_memory_gib: tuple[float, ...] = ()  # total of each pipeline stage
+    stage_memory_gib: tuple[float, ...] = ()  # memory (GiB) of each pipeline stage
     memory_available_gib: float | None = None
     fits: bool | None = None
     fits_probability: float | None = None
-    fits_source: str = ""  # of the probability
+    fits_source: str = ""  # where the probability comes from
     verdict: str
     validated: str
     interval: StepInterval | None = None
@@ -203,7 +203,7 @@ class Prediction(Record, frozen=True, kw_only=True):
     job: dict[str, Any]
     timeline: tuple[Bar, ...] = ()
     curves: tuple[Curve, ...] = ()
-    sensitivities: tuple[PlanOutcome, ...] = ()  # with one thing better, the largest gain first
+    sensitivities: tuple[PlanOutcome, ...] = ()  # the job with one figure improved, the largest gain first
     search: SearchResult | None = None
     searches: tuple[SearchResult, ...] = ()  # one for each number of GPUs that was asked for
     placement: PlacementResult | None = None

@@ -1,4 +1,4 @@
-"""Hold what `counterpoint rehearse` says of a script.
+"""Define the record that `counterpoint rehearse` prints about a script.
 
 `Rehearsal` is the contract `counterpoint.rehearsal/1`: keys may be added, never renamed. Sizes are bytes.
 """
@@ -13,7 +13,7 @@ SCHEMA = "counterpoint.rehearsal/1"
 
 
 class RankReport(Record, frozen=True, kw_only=True):
-    """Holds what one rank leaves at the end of its script.
+    """Holds the report that one rank writes at the end of its script.
 
     Args:
         rank: number of the rank.
@@ -33,7 +33,7 @@ class RankReport(Record, frozen=True, kw_only=True):
 
 
 class RehearsalReport(Record, frozen=True, kw_only=True):
-    """Holds one report, and the ranks that all left the same one; empty: they left none of that name."""
+    """Holds one report, and the ranks that all wrote this report; empty: they wrote no report of that name."""
 
     name: str
     ranks: tuple[int, ...]
@@ -41,7 +41,7 @@ class RehearsalReport(Record, frozen=True, kw_only=True):
 
 
 class Rehearsal(Record, frozen=True, kw_only=True):
-    """Holds the whole answer.
+    """Holds the whole answer of `counterpoint rehearse`.
 
     Args:
         command: as it was given.

@@ -1,4 +1,4 @@
-"""Write values as TOML; reading is `tomllib`'s."""
+"""Write values as TOML; `tomllib` reads them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 
 
 def toml_value(value: object) -> str:
-    """Return a value as TOML has it; strings as JSON has them, which TOML reads alike."""
+    """Return a value as TOML text; strings are written as in JSON, which TOML reads too."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, int | float):
@@ -22,11 +22,11 @@ def toml_value(value: object) -> str:
 
 
 def toml_table(header: str | None, fields: Mapping[str, object]) -> str:
-    """Return a table: its header, as in `[made]` or `[[pair]]` (None: the top of a file), and a line for each field."""
+    """Return a TOML table: its header (`[made]`, `[[pair]]`; None: the top of a file) and a line for each field."""
     lines = [f"{toml_key(key)} = {toml_value(value)}" for key, value in fields.items()]
     return "\n".join([header, *lines] if header else lines)
 
 
 def toml_key(key: str) -> str:
-    """Return a key, in quotes where TOML wants them."""
+    """Return a key as TOML text, in quotes where TOML requires them."""
     return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml_value(key)

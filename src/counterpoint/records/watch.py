@@ -1,4 +1,4 @@
-"""Hold what `watch` says of a recording: the record that its exporters get.
+"""Define the record that the exporters of `watch` get for each recording.
 
 `WatchedStep` is the contract `counterpoint.watch/1`: keys may be added, never renamed. Times are µs of a mean step; a
 value that is not known is `null`, never 0.
@@ -13,7 +13,7 @@ SCHEMA = "counterpoint.watch/1"
 
 
 class WatchedStep(Record, frozen=True, kw_only=True):
-    """Sums up the diagnosis of the steps that end with `step`; `line` is what the log says."""
+    """Sums up the diagnosis of the steps that end with `step`; `line` is the line in the log."""
 
     schema: str = SCHEMA
     step: int
@@ -23,11 +23,11 @@ class WatchedStep(Record, frozen=True, kw_only=True):
     ranks: tuple[int, ...]  # those that were read
     world_size: int
     step_us: float
-    usual_us: float | None = None  # of a step that is not recorded: mean since the recording before
-    hidden: float | None  # of the communication; null: none was seen
+    usual_us: float | None = None  # mean time of the unrecorded steps since the recording before
+    hidden: float | None  # share of the communication that is hidden; null: no communication was seen
     exposed_comm_us: float
     idle_us: float
-    late_rank: int | None  # the one that makes the others wait longest
+    late_rank: int | None  # the rank that makes the others wait longest
     late_us: float | None
     late_cause: StragglerCause | None
     late_detail: str | None

@@ -1,4 +1,4 @@
-"""Read the traces of every rank into columns: Kineto JSON and Nsight Systems exports.
+"""Read the trace of every rank, Kineto JSON or an Nsight Systems export, into columns.
 
 timeline.py has the columns that every reader makes, source.py finds and opens files. kineto.py reads Kineto JSON (cut
 into events by chunks.py, decoded by kineto_columns.py). nsys.py reads Nsight exports (tables, NVTX ranges and ranks in

@@ -18,7 +18,7 @@ import msgspec
 from counterpoint.errors import BadTrace
 
 BLOCK_BYTES = 1 << 18  # a block and its decoded events fit into a core's cache
-_LARGEST = 64 << 20  # bytes; no trace has a larger header, trailer or single event
+_LARGEST = 64 << 20  # bytes; no trace has a header, a trailer or an event larger than this
 _HEADERS = 16  # tries: a "traceEvents" key may lie inside the value of another key
 _MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what decoders raise on malformed bytes
 _EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
@@ -31,7 +31,7 @@ E = TypeVar("E")
 
 
 class EventRuns(Generic[E]):
-    """Iterates over (bytes, typed events) of each run; after that, `header` holds every other key of the file.
+    """Iterates over runs of whole events, (bytes, typed events); at the end `header` holds all other keys of the file.
 
     Args:
         stream: decompressed bytes.
@@ -64,7 +64,7 @@ class EventRuns(Generic[E]):
         self.header: dict[str, Any] = {}
 
     def bad(self, reason: str, at: int = 0) -> BadTrace:
-        """Return the error to raise about byte `at` of the buffer."""
+        """Return the error that tells of damage at byte `at` of the buffer."""
         return BadTrace(reason, path=self._label, offset=self._offset + at)
 
     def offset_of(self, run: bytes, index: int) -> int:
@@ -94,7 +94,7 @@ class EventRuns(Generic[E]):
                 self._run_offset = self._offset
                 yield buffer[:cut], events
             rest = buffer[cut:]
-            block = self._stream.read(max(BLOCK_BYTES, len(rest))) or b""  # doubles, so a huge event is walked rarely
+            block = self._stream.read(max(BLOCK_BYTES, len(rest))) or b""  # doubles: few scans of a huge event
             eof = not block
             rest += block
             buffer = rest.lstrip(b" \t\r\n,")  # the comma after an event may come with the next block
@@ -113,7 +113,7 @@ class EventRuns(Generic[E]):
         try:
             return self._decode(run)
         except _MALFORMED:
-            return None  # cut at the wrong place, or damaged: the caller walks the tokens to find out
+            return None  # cut at the wrong place, or damaged: the caller scans all tokens to find out
 
     def _run(self, buffer: bytes, cut: int) -> tuple[bytes, list[E]]:
         self._run_offset = self._offset
@@ -138,7 +138,7 @@ class EventRuns(Generic[E]):
     def _read_header(self) -> tuple[bytes, bool]:
         buffer, eof, searched, tried = b"", False, 0, 0
         while True:
-            block = self._stream.read(max(BLOCK_BYTES, len(buffer))) or b""  # doubles, as copying it takes long
+            block = self._stream.read(max(BLOCK_BYTES, len(buffer))) or b""  # doubles, since each round copies it
             eof = not block
             buffer += block
             start = len(buffer) - len(buffer.lstrip(b"\xef\xbb\xbf \t\r\n"))
@@ -199,7 +199,7 @@ def _last_boundary(buffer: bytes) -> int:
 
 
 def _walk(buffer: bytes) -> tuple[int, int | None]:
-    """Return the end of the last whole event and the `]` that closes the array (or None), by walking every token."""
+    """Scan all tokens; return the offsets of the end of the last whole event and of the closing `]` (or None)."""
     depth, last = 0, 0
     for token in _TOKEN.finditer(buffer):
         mark = token.group()
@@ -217,7 +217,7 @@ def _walk(buffer: bytes) -> tuple[int, int | None]:
 
 
 def _element(run: bytes, index: int) -> int:
-    """Return the offset of element `index` of a run of events."""
+    """Return the byte offset in a run of its event number `index`."""
     depth = 0
     for token in _TOKEN.finditer(run):
         mark = token.group()

@@ -18,7 +18,7 @@ from counterpoint.trace.timeline import Kind
 
 _COLLECTIVE = r"all_?reduce|all_?gather|reduce_?scatter|all_?to_?all"
 _CCL = re.compile(r"^(?:nccl|rccl|msccl|hccl|pccl|xccl|oneccl)", re.I)  # symbols of NCCL and its relatives
-_WORDS = re.compile(  # quick first test: every name of a communication kernel has one of these, most others none
+_WORDS = re.compile(  # quick first test: the name of every communication kernel has one of these words
     rf"ccl|{_COLLECTIVE}|a2a|shmem|symmetric_memory|symm_mem|multimem|intra_node|barrier|signal|write_value|dispatch"
     r"|combine|notify|sync|low_latency|cross_device|one_?shot|two_?shot|lamport|mnnvl|userbuffers|quick_?reduce",
     re.I,
@@ -43,7 +43,7 @@ _LOCAL_SYMBOL = re.compile(  # compute kernels named after a collective, and GEM
     r"|^triton_(?:poi|red|per|for|tem|mm)_|(?:^|::)(?:at::native|cub|thrust|cutlass|cudnn|torch::native)::",
     re.I,
 )
-_PPLX_KERNEL = re.compile(r"^(?:dispatch|combine)Kernel$", re.I)  # anonymous namespace; argument types name pplx
+_PPLX_KERNEL = re.compile(r"^(?:dispatch|combine)Kernel$", re.I)  # pplx: named only in the argument types
 _EXPERT_LEG = re.compile(r"(dispatch|combine)", re.I)
 _TENSOR_PARALLEL = re.compile(r"cross_device_reduce|lamport|quick_?reduce|(?:trtllm|tensorrt_llm).*all_?reduce", re.I)
 _UNNAMED = re.compile(r"(?:\(anonymous namespace\)|<unnamed>|\{anonymous\})::")
@@ -70,7 +70,7 @@ _OPS = (  # the first match counts: longer names stand before the names that the
     ("recv", re.compile(r"^i?recv|pushrecv|pullrecv|nccl:recv", re.I)),
     ("reduce", re.compile(r"reduce", re.I)),
 )
-_REMEMBERED = 1 << 12  # names: the ranks of a job share theirs
+_REMEMBERED = 1 << 12  # names whose result is cached: the ranks of a job have the same names
 _GEMM = ("gemm", "nvjet", "cutlass", "xmma", "sm90_", "sm80_", "Cijk_", "wgmma", "matmul", "ampere_", "hopper_")
 _HOST_GEMM = frozenset(f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "matmul", "linear"))
 _NOT_GEMM = re.compile(r"splitk\w*reduce|reduce_kernel|flash|fmha|sdpa|attention", re.I)
@@ -83,7 +83,7 @@ _DTYPE_BYTES = {
     "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
 }  # fmt: skip
 
-_TORCH_DTYPES = {  # where C++ has another name
+_TORCH_DTYPES = {  # dtypes whose C++ name differs from torch's
     "double": "float64", "float": "float32", "half": "float16", "long": "int64", "long int": "int64", "int": "int32",
     "short": "int16", "char": "int8", "byte": "uint8", "complexfloat": "complex64", "complexdouble": "complex128",
     "complexhalf": "complex32",
@@ -106,7 +106,7 @@ def is_host_matmul(name: str) -> bool:
 
 
 def is_gemm_kernel(name: str) -> bool:
-    """Return whether a kernel is nothing but a matrix product: attention and sums of split K have similar names."""
+    """Return whether a kernel is a GEMM alone: not attention or a split-K sum, which have similar names."""
     return is_matmul(name) and not _NOT_GEMM.search(name)
 
 
@@ -150,7 +150,7 @@ def _symbol(name: str) -> str:
 
 
 def _demangled(name: str) -> str:
-    """Return the qualified name in a symbol of the Itanium ABI, up to its template arguments."""
+    """Return the qualified name, up to its template arguments, in a mangled symbol (Itanium C++ ABI)."""
     start, parts = _MANGLED_START.match(name), []
     at = start.end() if start else 0
     while found := _MANGLED_PART.match(name, at):
@@ -188,7 +188,7 @@ def host_collective(name: str) -> str | None:
 
 @lru_cache(maxsize=_REMEMBERED)
 def collective_op(kernel_name: str) -> str:
-    """Return the collective that the name of a communication kernel or peer copy states."""
+    """Return the collective, as `all_gather`, that the name of a communication kernel or peer copy states."""
     if kernel_name.startswith("Memcpy"):
         return "peer_copy"
     symbol = _symbol(kernel_name)
@@ -201,20 +201,20 @@ def collective_op(kernel_name: str) -> str:
 
 @lru_cache(maxsize=_REMEMBERED)
 def expert_leg(kernel_name: str) -> str | None:
-    """Return whether a communication kernel dispatches tokens to experts or combines their results; None: neither."""
+    """Return `dispatch` or `combine` if a kernel sends tokens to experts or returns their results, else None."""
     found = _EXPERT_LEG.search(_symbol(kernel_name))
     return found.group(1).lower() if found else None
 
 
 def parallelism(kernel_name: str) -> str | None:
-    """Return the parallelism that a communication kernel is made for: `ep`, or `tp` (in inference); None: for any."""
+    """Return the parallelism for which a communication kernel is made: `ep` or `tp` (in inference), else None."""
     if expert_leg(kernel_name):
         return "ep"
     return "tp" if _TENSOR_PARALLEL.search(_symbol(kernel_name)) else None
 
 
 def is_barrier(op: str) -> bool:
-    """Return whether an operation carries no payload."""
+    """Return whether a collective is a barrier, which carries no data."""
     return op in ("barrier", "notify")
 
 

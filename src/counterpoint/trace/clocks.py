@@ -1,4 +1,4 @@
-"""Put all ranks on one clock, estimated from collectives: all ranks of a collective finish it at nearly one instant.
+"""Put all ranks on one clock, estimated from collectives, which all of their ranks finish at nearly the same time.
 
 Offsets (and drifts, where the trace is long enough to show one) are fitted robustly to the ends of joined collectives.
 An offset smaller than the spread of those ends counts as zero, so clocks of ranks on one host are not changed.
@@ -41,7 +41,7 @@ class Clocks:
 
 
 def align_clocks(end: F64) -> Clocks:
-    """Return clocks fitted to `end` [collectives, ranks]: ends of synchronising collectives; NaN: took no part."""
+    """Return clocks fitted to `end` [collectives, ranks]: µs at which synchronising collectives end; NaN: not in it."""
     ranks = end.shape[1]
     offset = _first_guess(end)
     known = np.isfinite(offset)
@@ -67,10 +67,10 @@ def align_clocks(end: F64) -> Clocks:
 
 
 def _one_per_host(offset: F64, slope: F64, resolution: F64) -> F64:
-    """Return the offsets with groups of offsets closer than `resolution` replaced by their median; reference: 0.
+    """Return offsets (µs) in which those that differ by less than `resolution` became their median; reference: 0.
 
-    Such ranks are on one host. Ranks leave a ring in the same order in every collective, and that must not count as a
-    difference of clocks. Clocks that drift are not grouped.
+    Ranks with such offsets are on one host. They leave a ring in the same order in every collective, which must not
+    count as a difference of clocks. Clocks that drift are not grouped.
     """
     steady = np.flatnonzero(slope == 0.0)
     order = steady[np.argsort(offset[steady], kind="stable")]
@@ -84,7 +84,7 @@ def _one_per_host(offset: F64, slope: F64, resolution: F64) -> F64:
 
 
 def _first_guess(end: F64) -> F64:
-    """Return offsets from median differences of ends, rank by rank along the pairs that share most collectives.
+    """Return offsets (µs) of all clocks from median differences of ends, by the pairs that share most collectives.
 
     NaN where no collective connects a rank to the first one.
     """
@@ -108,7 +108,7 @@ def _first_guess(end: F64) -> F64:
 
 
 def _polish(local: F64, pivot: float) -> tuple[F64, F64, F64]:
-    """Return residuals, offsets and drifts, fitted in turn by medians; drift only where it exceeds the noise."""
+    """Return residuals (µs), offsets (µs) and drifts, fitted alternately by medians; a drift below the noise is 0."""
     shift, slope = np.zeros(local.shape[1]), np.zeros(local.shape[1])
     span = float(np.nanmax(local) - np.nanmin(local)) if np.isfinite(local).any() else 0.0
     residual = local
@@ -142,14 +142,14 @@ def _polish(local: F64, pivot: float) -> tuple[F64, F64, F64]:
 
 
 def _steady(x: F64, y: F64, slope: float) -> bool:
-    """Return whether both halves of the trace show the drift; else the rank's lateness varies, not its clock."""
+    """Return whether both halves of the trace show the drift; if not, the rank's lateness varies, not its clock."""
     middle = float(np.nanmedian(x))
     halves = [_slope(x[part], y[part]) for part in (x <= middle, x > middle)]
     return all(half * np.sign(slope) > 0.5 * abs(slope) for half in halves)
 
 
 def _slopes(x: F64, y: F64) -> F64:
-    """Return the slope of each column; those without gaps are computed together."""
+    """Return the median slope of each column of `y` over `x`; columns without NaN are computed together."""
     slope = np.empty(x.shape[1])
     whole = np.isfinite(x).all(axis=0) & np.isfinite(y).all(axis=0)
     half = len(x) // 2
@@ -165,7 +165,7 @@ def _slopes(x: F64, y: F64) -> F64:
 
 
 def _slope(x: F64, y: F64) -> float:
-    """Return the median slope over pairs half the range apart (Theil-Sen)."""
+    """Return the median slope over pairs of points that are half the range apart (as by Theil-Sen)."""
     keep = np.isfinite(x) & np.isfinite(y)
     x, y = x[keep], y[keep]
     half = len(x) // 2

@@ -1,4 +1,4 @@
-"""Read dumps of NCCL's flight recorder: what each rank had scheduled, started and completed when a job hung.
+"""Read dumps of NCCL's flight recorder: the calls that each rank had scheduled, started and completed in a hang.
 
 torch writes one file for each rank, a pickle (`TORCH_NCCL_DUMP_ON_TIMEOUT`, `_dump_fr_trace`) or JSON, which has no
 stacks; versions 1.1 (torch 2.2) to 2.10 (torch 2.13) are read, of NCCL, Gloo and backends that do as they do. A pickle
@@ -26,7 +26,7 @@ from counterpoint.errors import BadTrace
 _LARGEST_BYTES = 512 << 20  # of one dump; those of 2000 collectives with stacks: 5 MB
 _MOST_FILES = 100_000
 _MOST_ENTRIES = 200_000
-_MOST_TENSORS = 256  # compared of one collective
+_MOST_TENSORS = 256  # of one collective are compared
 _MOST_DIMENSIONS = 16
 _MOST_FRAMES = 64
 _HEAD_BYTES = 1 << 16
@@ -45,11 +45,11 @@ _PLAIN = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlightEntry:
-    """Holds one operation that a rank has scheduled."""
+    """Holds one collective, send or receive that a rank has scheduled."""
 
     group: str
     description: str
-    seq: int  # of collectives, or of sends and receives, in the group
+    seq: int  # sequence number in the group, of collectives or of sends and receives
     is_p2p: bool
     operation: str  # all_reduce, send 0->1, ...
     input_sizes: tuple[tuple[int, ...], ...]
@@ -62,7 +62,7 @@ class FlightEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlightDump:
-    """Holds the dump of one rank; `whole`: nothing of its past was overwritten."""
+    """Holds the dump of one rank; `whole`: the recorder overwrote no earlier entry."""
 
     rank: int
     path: str
@@ -74,16 +74,16 @@ class FlightDump:
 
 
 class _PlainUnpickler(pickle._Unpickler):
-    """Makes plain values only.
+    """Unpickles plain values only, such as numbers, strings, lists and dictionaries.
 
-    It is written in Python because the interpreter's reader in C also follows instructions that fill the memory.
+    It extends the unpickler in Python, because the one in C also obeys instructions that fill the memory.
     """
 
     dispatch = {code[0]: pickle._Unpickler.dispatch[code[0]] for code in _PLAIN}  # noqa: RUF012 (as in the base class)
 
 
 def find_dumps(sources: Sequence[str]) -> list[Path]:
-    """Return the dumps that `sources` name (files, folders, globs); empty if there are none, or traces among them."""
+    """Return the dumps that `sources` name (files, folders, globs); none if any of the files is a trace."""
     found: list[Path] = []
     for source in sources:
         path = Path(source)
@@ -105,7 +105,7 @@ def find_dumps(sources: Sequence[str]) -> list[Path]:
 
 
 def _kind(path: Path) -> str | None:
-    """Return `dump` or `trace` by the first bytes; None for what is neither, or cannot be read."""
+    """Return `dump` or `trace` by the first bytes of a file; None if it is neither or cannot be read."""
     try:
         with path.open("rb") as file:
             head = file.read(_HEAD_BYTES)
@@ -119,7 +119,7 @@ def _kind(path: Path) -> str | None:
 
 
 def read_dump(path: Path) -> FlightDump:
-    """Return the dump of one rank, which is the number at the end of the file's name.
+    """Return the dump of one rank, whose number stands at the end of the file's name.
 
     Raises:
         BadTrace: too large, damaged, a pickle of more than plain values, or a name without a rank.
@@ -170,7 +170,7 @@ def _dump(found: dict[str, Any], rank: int, label: str) -> FlightDump:
         raise ValueError(f"{len(raw)} entries")
     groups = {}
     for name, config in (found.get("pg_config") or {}).items():
-        stated = config if isinstance(config, dict) else {"ranks": config}  # before version 2.0 the ranks alone
+        stated = config if isinstance(config, dict) else {"ranks": config}  # before version 2.0: only the ranks
         if ranks := _ranks(stated["ranks"]):  # Gloo's groups have an entry without ranks
             groups[str(name)] = (str(stated.get("desc", "")), ranks)
     version = found.get("version")
@@ -186,10 +186,10 @@ def _dump(found: dict[str, Any], rank: int, label: str) -> FlightDump:
 
 
 def _last(found: dict[str, Any], raw: Sequence[dict[str, Any]]) -> dict[str, tuple[int | None, int | None, int | None]]:
-    """Return the last sequence numbers that the groups state, by name.
+    """Return the last enqueued, started and completed sequence number of each group, by its name.
 
-    Those of a group that also sends and receives may be the number of such a call, and Gloo counts all calls: neither
-    is returned.
+    A group that also sends and receives is left out, since its numbers may be of these calls; so are Gloo's groups,
+    whose numbers count all calls.
     """
     mixed = {str(e.get("pg_id")) for e in raw if e.get("is_p2p") or _backend(e) == "gloo"}
     names = {str(e["pg_id"]): _group_of(e)[0] for e in raw if "pg_id" in e}
@@ -205,13 +205,13 @@ def _last(found: dict[str, Any], raw: Sequence[dict[str, Any]]) -> dict[str, tup
 
 
 def _entries(raw: Sequence[dict[str, Any]]) -> tuple[FlightEntry, ...]:
-    """Return the calls; a batch of calls is an entry of its own after them (`coalesced`), which only gives its state.
+    """Return a dump's calls; the entry that follows a batch of calls (`coalesced`) only gives them their state.
 
-    The calls of a batch share a sequence number, and are never marked as started or completed themselves. Which of the
-    two numbers of the batch is theirs shows in the calls alone.
+    The calls of a batch share a sequence number, and are never marked as started or completed themselves. Only the
+    calls show which of the two numbers of the batch is theirs.
     """
     found: list[FlightEntry] = []
-    latest: dict[str, list[int]] = {}  # by group: the last calls with one sequence number
+    latest: dict[str, list[int]] = {}  # by group: indices of the last calls that share a sequence number
     for each in raw:
         entry = _entry(each)
         batch = latest.get(entry.group, [])
@@ -254,7 +254,7 @@ def _entry(raw: dict[str, Any]) -> FlightEntry:
 
 
 def _sequence(raw: dict[str, Any], is_p2p: bool) -> int:
-    """Return the number of a call among the collectives, or among the sends and receives; one for both before 2.0."""
+    """Return a call's sequence number among collectives, or sends and receives; before 2.0 both share one count."""
     key = "p2p_seq_id" if is_p2p else "collective_seq_id"
     return int(raw[key] if key in raw else raw["seq_id"])
 
@@ -264,7 +264,7 @@ def _backend(raw: dict[str, Any]) -> str:
 
 
 def _group_of(raw: dict[str, Any]) -> tuple[str, str]:
-    """Return name and description of the group of a call; before version 2.0 groups have numbers only."""
+    """Return name and description of the group of a call; before version 2.0 a group has only a number."""
     group = raw.get("process_group")
     if group is None:
         return str(int(raw["pg_id"])), ""
@@ -280,7 +280,7 @@ def _texts(raw: Any) -> tuple[str, ...]:
 
 
 def _frame(raw: Any) -> str | None:
-    """Return the innermost frame outside of torch, as `train (train.py:31)`; None where no stack was recorded."""
+    """Return the innermost stack frame outside of torch, as `train (train.py:31)`; None without a recorded stack."""
     for frame in (raw or [])[:_MOST_FRAMES]:
         file = str(frame["filename"])[-200:]
         if not _TORCH.search(file):
@@ -293,5 +293,5 @@ def _ranks(raw: Any) -> tuple[int, ...]:
 
 
 def _seq(raw: Any) -> int | None:
-    """Return a sequence number, which JSON holds as a string; -1 stands for none."""
+    """Return a sequence number as an integer, also from a JSON string; None for -1."""
     return None if raw is None or int(raw) < 0 else int(raw)

@@ -41,10 +41,10 @@ from counterpoint.trace.timeline import (
     sorted_host,
 )
 
-_LARGE_BYTES = 64 << 20  # for smaller files, starting a second process costs more time than it saves
-_LARGE_PACKED_BYTES = 6 << 20  # the same of a compressed file
-_FIRST_SHARE = 0.55  # of a large file, for the process that need not be started
-_DEVICE_WAITS = ("event_wait", "event_record")  # MTIA: what a stream does about events is no work
+_LARGE_BYTES = 64 << 20  # uncompressed: a smaller file is read faster by one process
+_LARGE_PACKED_BYTES = 6 << 20  # compressed: a smaller file is read faster by one process
+_FIRST_SHARE = 0.55  # of a large file, read by this process: the other process has to start first
+_DEVICE_WAITS = ("event_wait", "event_record")  # MTIA: a stream's waiting for events, or recording them, is not work
 _COPIES = ("Memcpy", "Memset", "CopyHost", "CopyDevice", "FillBuffer", "dma_request")
 _USES_GPU = re.compile(
     r"^(cuda|hip|cu(?=[A-Z]))\w*(Launch|Memcpy|Memset)|^(nccl|rccl|hccl|xccl):|^aten::_?(cudnn|miopen)_|^runFunction\b"
@@ -60,7 +60,7 @@ def read_kineto(
     progress: Callable[[int], None] | None = None,
     processes: int = 1,
 ) -> list[Timeline]:
-    """Return the timeline of the file's rank; of each rank, if processes with GPUs of their own were merged in it.
+    """Return the timeline of the file's rank, or one per rank if a tool merged several processes into the file.
 
     A file that cannot be read raises `BadTrace` with the byte offset.
 
@@ -97,7 +97,7 @@ def read_events(
     """
     columns = Columns()
     collecting = gc.isenabled()
-    gc.disable()  # decoding makes millions of short-lived structs, which cannot form cycles
+    gc.disable()  # millions of short-lived structs, which cannot form cycles, are decoded
     try:
         with open_bytes(file, limits, begin=begin or 0, stop=stop, unpacked=unpacked) as stream:
             runs = EventRuns(
@@ -121,7 +121,7 @@ def read_events(
 def read_by_two_processes(
     file: TraceFile, limits: Limits, progress: Callable[[int], None] | None
 ) -> tuple[Columns, dict[str, Any]] | None:
-    """Return the result of `read_events`, read by two processes; None if that is not possible, for any reason.
+    """Return the result of `read_events`, read by two processes in parallel; None if this fails for any reason.
 
     If the file is compressed, the other process decompresses it, else it reads the second half. That begins at a guess:
     a place in the middle that looks like the beginning of an event. Reading proves the guess: JSON is read from left to
@@ -157,7 +157,7 @@ def read_by_two_processes(
 
 
 def _middle(file: TraceFile, size: int) -> int | None:
-    """Return a guess at the byte offset of an event near the middle of an uncompressed file; None if none is there."""
+    """Guess the byte offset of an event near the middle of an uncompressed file; None if no event is found."""
     middle = int(size * _FIRST_SHARE)
     with file.path.open("rb") as raw:
         raw.seek(middle)
@@ -170,7 +170,7 @@ def _timelines(file: TraceFile, header: dict[str, Any], columns: Columns) -> lis
     if not columns.gpu and not columns.host:
         raise BadTrace("no timed events: recorded without activities, or not a PyTorch trace", path=file.label)
     notes = _unknown_categories(columns)
-    # each column's parts are given up at once: all columns twice would double the memory
+    # free each column's parts at once: all columns twice would double the memory
     gpu = {name: np.concatenate(columns.gpu.pop(name)) for name in list(columns.gpu)}
     if gpu and any(name in columns.names for name in _DEVICE_WAITS):
         works = ~np.isin(gpu["name"], [columns.names[n] for n in _DEVICE_WAITS if n in columns.names])
@@ -195,7 +195,7 @@ def _timelines(file: TraceFile, header: dict[str, Any], columns: Columns) -> lis
 
 
 def _matmul_dtypes(columns: Columns) -> dict[int, str]:
-    """Return the dtype of a matmul's first input by the number of its shape, where it is one that is known."""
+    """Return the dtype of the first matmul input by the index of the input shapes; unknown dtypes are left out."""
     found = {}
     for shape, raw in columns.matmul_types.items():
         try:
@@ -216,7 +216,7 @@ def _timeline(
     host: dict[str, Any],
     origin: float,
 ) -> Timeline:
-    """Return the timeline of one process's events; takes the columns out of `host`."""
+    """Return the timeline of the events of one process; removes the columns from `host` to save memory."""
     names = tuple(columns.names)
     shapes = tuple("".join(s.decode("utf-8", "replace").split()) for s in columns.shapes)
     device = _commonest(gpu["device"]) if gpu else 0
@@ -267,7 +267,7 @@ def _odd_arguments(columns: Columns) -> tuple[str, ...]:
 
 
 def _unknown_categories(columns: Columns) -> tuple[str, ...]:
-    """Return a note on events of unknown categories that state a stream; without others, they are the GPU's."""
+    """Return a note on events of unknown category with a stream; they count as GPU operations if no others do."""
     if not columns.unknown:
         return ()
     shown = ", ".join(f"{category} ({count})" for category, count in columns.unknown.most_common(3))
@@ -276,7 +276,7 @@ def _unknown_categories(columns: Columns) -> tuple[str, ...]:
 
 
 def _described(infos: tuple[CollectiveInfo, ...], stated: dict[str, Any]) -> tuple[CollectiveInfo, ...]:
-    """Return the metadata of collectives, with group descriptions added that only the header has (`pg_config`)."""
+    """Return the metadata of collectives, completed by group descriptions from the file header (`pg_config`)."""
     listed = stated.get("pg_config")
     found = [group for group in listed if isinstance(group, dict)] if isinstance(listed, list) else []
     known = {str(group.get("pg_name")): group.get("pg_desc") for group in found}
@@ -296,12 +296,12 @@ def _commonest(devices: Any) -> int:
 
 
 def _finish_gpu(gpu: dict[str, Any], host: dict[str, Any], columns: Columns, names: tuple[str, ...]) -> None:
-    """Add kinds, grids, launches, shapes and collective metadata to GPU operations, from the tables and the host."""
+    """Add kind, grid, launch, shapes and collective metadata to the GPU operations in `gpu`."""
     dims = np.array([_dims(text) for text in columns.grids], np.int32).reshape(-1, 3)
     gpu["grid"], gpu["block"] = dims[gpu["grid"]], dims[gpu["block"]]
     described = columns.names.get(PARAM_COMMS, -1)
     rows = np.flatnonzero((host["name"] == described) & (host["info"] >= 0) & (host["external"] >= 0)) if host else ()
-    if len(rows):  # the host event has more metadata (Seq, Comms Id) than the kernel
+    if len(rows):  # the host event has metadata that the kernel lacks (Seq, Comms Id)
         by_external = dict(zip(host["external"][rows].tolist(), host["info"][rows].tolist(), strict=True))
         pairs = zip(gpu["external"].tolist(), gpu["info"].tolist(), strict=True)
         gpu["info"] = np.array([by_external.get(external, info) for external, info in pairs], np.int32)
@@ -353,13 +353,13 @@ def _whole(value: Any) -> int | None:
 
 
 def _job_of(info: dict[str, Any]) -> dict[str, Any]:
-    """Return the facts that must be equal on all ranks of a job."""
+    """Return the facts in the file header that must be equal on all ranks of a job."""
     keys = ("backend", "nccl_version", "world_size")
     return {key: info[key] for key in keys if isinstance(info.get(key), (str, int))}
 
 
 def _device_of(header: dict[str, Any], device: int) -> Device:
-    """Return the properties of GPU `device`, or of the first that is listed."""
+    """Return the properties of GPU `device`, or of the first GPU that the header lists."""
     listed = header.get("deviceProperties")
     found = [d for d in listed if isinstance(d, dict)] if isinstance(listed, list) else []
     props = next((d for d in found if d.get("id") == device), found[0] if found else {})
@@ -379,7 +379,7 @@ def _device_of(header: dict[str, Any], device: int) -> Device:
 def _device_ops_of_host(
     host: HostOps, names: tuple[str, ...], infos: list[CollectiveInfo], info_of_row: Any, shape_of_row: Any
 ) -> GpuOps:
-    """Return compute and communication of a rank that has no GPU.
+    """Return the host's compute and communication as GPU operations, for a rank that has no GPU.
 
     Communication is what the backend's threads report (`gloo:all_reduce`) or, failing that, c10d's
     `record_param_comms`; compute is every outermost `aten::` operation (what encloses these may wait inside).
@@ -388,7 +388,7 @@ def _device_ops_of_host(
     """
     backend = np.array([n.startswith(("gloo:", "mpi:", "ucc:")) for n in names], bool)[host.name]
     params = np.array([n == PARAM_COMMS for n in names], bool)[host.name]
-    if params.any():  # operations that call what is described there say it once more
+    if params.any():  # operations inside a described call repeat its metadata
         info_of_row = np.where(params, info_of_row, -1)
     aten = np.array([n.startswith("aten::") for n in names], bool)[host.name]
     comm = np.flatnonzero(backend if backend.any() else params)
@@ -410,7 +410,7 @@ def _device_ops_of_host(
 
 
 def _outermost(host: HostOps, rows: Any) -> Any:
-    """Return those of `rows` that no other row of the same thread encloses."""
+    """Return the `rows` of host ranges that no other of `rows` on the same thread encloses."""
     kept = []
     for thread in np.unique(host.thread[rows]):
         own = rows[host.thread[rows] == thread]
@@ -422,10 +422,10 @@ def _outermost(host: HostOps, rows: Any) -> Any:
 def _nearest_info(
     host: HostOps, names: tuple[str, ...], infos: list[CollectiveInfo], info_of_row: Any, rows: Any, is_comm: Any
 ) -> Any:
-    """Return the index in `infos` for each row: its own, else that of the next unused one of its operation; or -1.
+    """Return for each row its index into `infos`: its own, else the next unused info of the same operation, else -1.
 
-    Gloo runs a reduce_scatter as an all_reduce, so that these two are one operation here. An info of a row that names
-    no operation adds its dtype, where that of the operation is not known.
+    Gloo runs a reduce_scatter as an all_reduce, so this function treats both as the same operation. Where the info of
+    an operation has no dtype, an info that names no operation supplies it.
     """
     info = np.full(len(rows), -1, np.int32)
     info[is_comm] = info_of_row[rows[is_comm]]

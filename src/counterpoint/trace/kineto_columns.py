@@ -1,4 +1,4 @@
-"""Decode Kineto events and append them to columns, which hold what is kept of a trace while it is read."""
+"""Decode Kineto events and append them to columns, which hold the needed data of a trace while it is read."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _HOST = {
     "cuda_sync": HostKind.SYNC,
 }
 _CALLS = ("_runtime", "_driver")  # of CUDA, HIP, XPU, MTIA, HPU, ...
-_REPEATED = {"gpu_user_annotation", "collective_comm", "cuda_event", "trace", ""}  # what other events say, too
-_DIMS = 8  # most of a tensor
+_REPEATED = {"gpu_user_annotation", "collective_comm", "cuda_event", "trace", ""}  # repeat other events
+_DIMS = 8  # most dimensions of a tensor
 _RAW = msgspec.Raw(b"")
 PARAM_COMMS = "record_param_comms"
 _C10D, _GLOO = "c10d::", "gloo:"
@@ -75,7 +75,7 @@ class EventArgs(msgspec.Struct, gc=False):
 
 
 class _EventFields(msgspec.Struct, gc=False):
-    """Holds what every trace event has but its arguments; only complete events (`ph` is X) have a duration."""
+    """Holds the fields of a trace event except its arguments; only complete events (`ph` is X) have a duration."""
 
     ph: str = ""
     cat: str | None = ""
@@ -87,19 +87,19 @@ class _EventFields(msgspec.Struct, gc=False):
 
 
 class KinetoEvent(_EventFields, gc=False):
-    """Holds one trace event."""
+    """Holds one trace event with the arguments that the reader needs."""
 
     args: EventArgs | None = None
 
 
 class LooseEvent(_EventFields, gc=False):
-    """Holds an event with raw arguments, which are decoded separately so that a bad one does not lose the event."""
+    """Holds an event with undecoded arguments, so that the event is not lost if one argument is malformed."""
 
     args: msgspec.Raw = _RAW
 
 
 class EventStart(msgspec.Struct, gc=False):
-    """Holds an event's start as an exact decimal: float64 would round the file's timestamp."""
+    """Holds the start of an event as an exact decimal, since float64 would round it."""
 
     ph: str = ""
     ts: Decimal | None = None
@@ -133,14 +133,14 @@ _WHOLE = re.compile(rb'"?(-?\d{1,18})\.0*"?')
 
 
 class EventNames(Intern[str]):
-    """Numbers the names of events, and keeps the numbers of names whose arguments are read as well.
+    """Numbers the names of events, and lists the numbers of the names whose arguments the reader needs.
 
     A trace has few names and many events, so each name is looked at once.
     """
 
     def __init__(self) -> None:
-        self.matmuls: list[int] = []  # of the host
-        self.calls: list[int] = []  # of collectives, by c10d or gloo
+        self.matmuls: list[int] = []  # numbers of names of matmuls on the host
+        self.calls: list[int] = []  # numbers of names of collectives of c10d or gloo
 
     def __missing__(self, name: str) -> int:
         number = super().__missing__(name)
@@ -151,7 +151,7 @@ class EventNames(Intern[str]):
         return number
 
     def rows(self, name: Any, wanted: list[int]) -> list[int]:
-        """Return the rows of `name`, numbers of names, that have a wanted one."""
+        """Return the indices of the elements of `name` (numbers of names) that are in `wanted`."""
         if not wanted:
             return []
         chosen = np.zeros(len(self), bool)
@@ -162,28 +162,28 @@ class EventNames(Intern[str]):
 
 @dataclass
 class Columns:
-    """Holds what has been read so far: one list of arrays per column, and the tables that columns point into."""
+    """Holds the data read so far: a list of arrays per column, and the tables into which columns hold indices."""
 
     categories: Categories = field(default_factory=Categories)
     names: EventNames = field(default_factory=EventNames)
     shapes: Intern[bytes] = field(default_factory=lambda: Intern({b"": 0}))  # 0: none
-    matmul_types: dict[int, bytes] = field(default_factory=dict)  # of inputs, by number of a shape; b"": several
+    matmul_types: dict[int, bytes] = field(default_factory=dict)  # input dtypes by index of shapes; b"": several
     grids: Intern[bytes] = field(default_factory=Intern)
     threads: Intern[tuple[Any, ...]] = field(default_factory=Intern)
     lanes: Intern[tuple[Any, ...]] = field(default_factory=Intern)  # (pid, tid) of GPU operations
     gpu: dict[str, list[Any]] = field(default_factory=dict)
     host: dict[str, list[Any]] = field(default_factory=dict)
-    streamed: dict[str, list[Any]] = field(default_factory=dict)  # as `gpu`: unknown categories that state a stream
-    unknown: Counter[str] = field(default_factory=Counter)  # number of these, by category
+    streamed: dict[str, list[Any]] = field(default_factory=dict)  # as `gpu`: unknown categories with a stream
+    unknown: Counter[str] = field(default_factory=Counter)  # number of events of unknown category, by category
     infos: list[CollectiveInfo] = field(default_factory=list)
     count: int = 0
     base_us: int | None = None  # origin of `start`: the first event's start in whole µs
     inexact: bool = False  # whether starts have more digits than a float64 holds
     comm_rank: int | None = None
-    odd: Counter[str] = field(default_factory=Counter)  # number of arguments of a wrong type, by name
+    odd: Counter[str] = field(default_factory=Counter)  # number of arguments of a wrong type, by argument
 
     def decode_loosely(self, run: bytes) -> list[KinetoEvent]:
-        """Return the events of a run; an argument of a wrong type becomes absent and is counted in `odd`."""
+        """Return the events of a run; an argument of a wrong type is dropped and counted in `odd`."""
         odd: Counter[str] = Counter()
         events = [
             KinetoEvent(e.ph, e.cat, e.name, e.pid, e.tid, e.ts, e.dur, _args_of(e.args, odd) if e.args else None)
@@ -193,7 +193,7 @@ class Columns:
         return events
 
     def info_of(self, args: EventArgs) -> int:
-        """Append the metadata of a collective to `infos` and return its index."""
+        """Append the metadata of a collective to `infos` and return the index in `infos`."""
         self.infos.append(
             CollectiveInfo(
                 op=classify.normal_op(args.collective or ""),
@@ -213,12 +213,12 @@ class Columns:
         return len(self.infos) - 1
 
     def note_types(self, shape: int, types: bytes) -> None:
-        """Keep the types of a matmul's inputs of this shape, unless another one had other types."""
+        """Record the input dtypes of a matmul by index of its shapes; mark shapes that occur with several dtypes."""
         if self.matmul_types.setdefault(shape, types) != types:
             self.matmul_types[shape] = b""
 
     def extend(self, later: Columns) -> None:
-        """Append the columns of a later part of the same file, with indices changed to those of these tables."""
+        """Append the columns of a later part of the same file; convert their indices to indices into these tables."""
         moved = {
             "name": _renumbered(self.names, later.names),
             "shape": _renumbered(self.shapes, later.shapes),
@@ -248,7 +248,7 @@ class Columns:
 
 
 def _args_of(raw: msgspec.Raw, odd: Counter[str]) -> EventArgs | None:
-    """Return the arguments of one event without those of a wrong type; `"0x0"` and `7.0` count as integers."""
+    """Return an event's arguments without those of a wrong type; `"0x0"` and `7.0` count as integers."""
     try:
         return _ARGS.decode(raw)
     except msgspec.ValidationError:
@@ -274,7 +274,7 @@ def _args_of(raw: msgspec.Raw, odd: Counter[str]) -> EventArgs | None:
 
 
 def _number(text: bytes) -> bytes:
-    """Return a JSON value as the integer that it obviously means (`"7"`, `7.0`), or unchanged if none."""
+    """Return a JSON value as an integer if it stands for one (`"7"`, `7.0`), else unchanged."""
     if found := _HEXADECIMAL.fullmatch(text):
         return b"%d" % int(found.group(1), 16)
     if found := _WHOLE.fullmatch(text):
@@ -395,10 +395,10 @@ def _absorb_host(
 
 
 def _described_calls(columns: Columns, events: list[KinetoEvent], name: Any) -> Any:
-    """Return the index in `infos` of what is known of the collective that each event calls; -1 for other events.
+    """Return the index in `infos` of the collective that each event calls; -1 for an event that calls none.
 
-    c10d describes them in `record_param_comms`. Where the backend leaves that out, as gloo does, the inputs of the
-    operation (`c10d::_allgather_base_`) say as much, but for the dtype of lists of tensors; `gloo:all_gather` has it.
+    c10d describes them in `record_param_comms`. Where the backend records no such event, as gloo does, the inputs
+    of the operation (`c10d::_allgather_base_`) tell all but the dtype of lists of tensors, which `gloo:all_gather` has.
     """
     infos = np.full(len(events), -1, np.int32)
     for row in columns.names.rows(name, columns.names.calls):
@@ -414,7 +414,7 @@ def _described_calls(columns: Columns, events: list[KinetoEvent], name: Any) -> 
 
 
 def _info_of_inputs(name: str, args: EventArgs) -> CollectiveInfo | None:
-    """Return what the inputs of a c10d operation, output first, say of its collective; None if they say nothing."""
+    """Return a collective's metadata from the inputs of its c10d operation (output tensor first); None if unknown."""
     op = classify.host_collective(name)
     try:
         shapes = msgspec.json.decode(args.dims, type=list[Any])
@@ -436,7 +436,7 @@ def _info_of_inputs(name: str, args: EventArgs) -> CollectiveInfo | None:
 
 
 def _numel(shape: Any) -> int | None:
-    """Return the elements of a tensor of this shape, or of a list of tensors; None if it is neither."""
+    """Return the number of elements of a tensor or of a list of tensors by shape; None for another value."""
     if not isinstance(shape, list) or not shape:
         return None
     tensors = shape if isinstance(shape[0], list) else [shape]
@@ -453,11 +453,11 @@ def _threads(threads: Intern[tuple[Any, ...]], events: list[KinetoEvent]) -> Any
     """Return the index of each event's (pid, tid) in a table of threads; both may be any JSON value."""
     pids, tids = [e.pid for e in events], [e.tid for e in events]
     try:
-        if pids.count(pids[0]) == len(pids):  # one process, as in most traces: a shorter way to the same numbers
+        if pids.count(pids[0]) == len(pids):  # one process, as in most traces: a faster way to the same numbers
             number = {tid: threads[pids[0], tid] for tid in set(tids)}
             return np.array([number[tid] for tid in tids], np.int32)
         return np.array([threads[key] for key in zip(pids, tids, strict=True)], np.int32)
-    except TypeError:  # lists and objects cannot be keys
+    except TypeError:  # JSON lists and objects cannot be keys of a dictionary
         keys = [tuple(v if isinstance(v, Hashable) else str(v) for v in (e.pid, e.tid)) for e in events]
         return np.array([threads[key] for key in keys], np.int32)
 
@@ -467,7 +467,7 @@ def _externals(args: list[EventArgs]) -> Any:
 
 
 def _first(*values: int | None) -> int:
-    """Return the first value that is not None; -1 if all are."""
+    """Return the first value that is not None; -1 if all values are None."""
     for value in values:
         if value is not None:
             return value

@@ -1,6 +1,6 @@
-"""Tell apart the processes of a file in which the traces of several were merged.
+"""Separate the processes of a trace file into which a tool merged the traces of several processes.
 
-Each process numbers its launches from 1 on, so what they launched would be joined wrongly if they were read as one.
+Each process numbers its launches from 1 on, so one table of all launches would join operations wrongly.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ import numpy as np
 
 from counterpoint.trace.timeline import Bools, HostKind
 
-_FEW = 0.01  # of the launches of the busiest process: with fewer, a process does not count
-_SURE = 0.95  # of what GPUs ran, launched by the one process that is taken for theirs ...
-_UNSURE = 0.8  # ... and of that share, what another process could have launched
+_FEW = 0.01  # share of the busiest process's launches: a process with fewer does not count
+_SURE = 0.95  # a process owns a GPU if it could have launched this share of the GPU's operations ...
+_UNSURE = 0.8  # ... and no other process could have launched more than this part of that share
 _MOST = 64  # processes, and GPUs that they use
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MergedProcesses:
-    """Holds masks of the GPU operations and host ranges of each process; none if they are not told apart."""
+    """Holds, for each process, masks of its GPU operations and host ranges; none if processes cannot be separated."""
 
     count: int = 1
     owners: tuple[tuple[Bools, Bools], ...] = ()
-    notes: tuple[str, ...] = ()  # of each owner, or of all processes together
+    notes: tuple[str, ...] = ()  # notes, one per process, or one on all processes
 
 
 def find_processes(
@@ -82,7 +82,7 @@ def find_processes(
 
 
 def _owners(could: Any) -> Any:
-    """Return the process (row) that surely launched for each place (column), one by one as others are ruled out; -1."""
+    """Return for each place (column; a GPU) the process (row) that surely launched its operations; -1: unclear."""
     owner = np.full(could.shape[1], -1, np.int64)
     for _ in range(len(could)):
         most = could.max(axis=0)
@@ -91,12 +91,12 @@ def _owners(could: Any) -> Any:
         if not sure.any():
             break
         owner[sure] = could.argmax(axis=0)[sure]
-        could[np.unique(owner[sure])] = 0.0  # has its GPUs: what is left is of other processes
+        could[np.unique(owner[sure])] = 0.0  # this process has its GPUs: the other GPUs belong to other processes
     return owner
 
 
 def _launched(gpu: dict[str, Any], host: dict[str, Any], calls: Any, place: Any, count: int) -> Any:
-    """Return the share of the operations of each place that one of these calls launched, and before they began."""
+    """Return the share of each GPU's operations for which `calls` has a launch that began before them."""
     calls = calls[np.lexsort((host["start"][calls], host["correlation"][calls]))]
     keys = host["correlation"][calls]
     at = np.searchsorted(keys, gpu["correlation"], side="right") - 1

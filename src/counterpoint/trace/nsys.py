@@ -1,7 +1,7 @@
 """Read Nsight Systems SQLite exports (schemas 2.x and 3.x, nsys 2021 to 2026) into one `Timeline` per rank.
 
-A rank is a (process, device) that ran kernels. Columns are read whole and joined with sorted searches. Columns that an
-older export lacks get defaults.
+A rank is a pair of process and device that ran kernels. Whole columns are read, and joined by sorted searches. Columns
+that an older export lacks get default values.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _MOST_PIDS = 0xFFFFFF
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _HostTable:
-    """Holds host ranges of all processes, sorted by start; times in ns."""
+    """Holds the host ranges of all processes, sorted by start; times in ns."""
 
     start: I64
     end: I64
@@ -63,7 +63,7 @@ class _HostTable:
 
 
 def read_nsys(path: Path, *, max_rows: int = MAX_ROWS) -> list[Timeline]:
-    """Return the ranks in the export at `path`, ordered by rank.
+    """Return the timelines of the ranks in the export at `path`, ordered by rank.
 
     `origin_ns` is UTC where the export states the start of its session, so that files share a time base. Spans of
     whole CUDA graphs (captured without their kernels) become compute operations named `CUDA graph`.
@@ -165,10 +165,10 @@ def _copy_name(kind: int, source: int, target: int) -> str:
 
 
 def _runtime(export: Export, names: Intern[str]) -> _HostTable:
-    """Return runtime and driver calls, which Nsight keeps in one table."""
+    """Return all CUDA runtime and driver calls, which Nsight stores in one table."""
     table = _CUPTI + "RUNTIME"
     data = export.ints(table, {"start": -1, "end": -1, "globalTid": 0, "correlationId": -1, "nameId": -1})
-    version = re.compile(r"_v\d+(_ptsz|_ptds)?$")  # version suffix of a call, which Kineto leaves out
+    version = re.compile(r"_v\d+(_ptsz|_ptds)?$")  # version suffix of a call's name, which Kineto leaves out
     known = {key: names[version.sub("", name)] for key, name in export.names((table, "nameId"))}
     nothing = np.full(len(data["start"]), -1)
     return _HostTable(
@@ -223,7 +223,7 @@ def _process(thread: I64) -> I64:
 
 
 def _join(process: I64, key: I64, to_process: I64, to_key: I64) -> I64:
-    """Return, for each process and key, the row in `to_process` and `to_key` with both; -1: none, or key <= 0."""
+    """Return, for each pair of process and key, the row with this pair in `to_process` and `to_key`; -1: none."""
     found = np.full(len(key), -1, np.int64)
     for one in np.unique(process):
         mine, theirs = np.flatnonzero(process == one), np.flatnonzero(to_process == one)
@@ -242,9 +242,9 @@ def _take(values: npt.NDArray[Any], index: I64, otherwise: npt.NDArray[Any]) -> 
 
 
 def _launches(process: I64, correlation: I64, runtime: _HostTable) -> tuple[I64, I64]:
-    """Return the row of the runtime call with each correlation (-1: unknown), and the process of each operation.
+    """Return the row in `runtime` of each GPU operation's launch (-1: unknown), and the operation's process.
 
-    Where an export has no `globalPid` (0), the process is that of the call, or the only one in the export.
+    Without a `globalPid` (0), the process of the launch counts, or the only process of the export.
     """
     to_process = _process(runtime.thread)
     unstated = process == 0
@@ -257,7 +257,7 @@ def _launches(process: I64, correlation: I64, runtime: _HostTable) -> tuple[I64,
 
 
 def _shapes(nvtx: NvtxRanges, runtime: _HostTable, launch: I64) -> I64:
-    """Return the shapes of the innermost NVTX operation open on the launching thread at each GPU operation's launch."""
+    """Return, per GPU operation, the input shapes of the innermost NVTX range around its launch, by index; -1: none."""
     found = np.full(len(launch), -1, np.int64)
     shaped = np.flatnonzero((nvtx.shape >= 0) & (nvtx.nests == 1))
     known = np.flatnonzero(launch >= 0)
@@ -271,7 +271,7 @@ def _shapes(nvtx: NvtxRanges, runtime: _HostTable, launch: I64) -> I64:
 def _collectives(
     gpu: dict[str, I64], runtime: _HostTable, launch: I64, calls: NcclCalls
 ) -> tuple[I64, tuple[CollectiveInfo, ...]]:
-    """Return each GPU operation's index into the collectives (-1: none), from the NCCL call open at its launch."""
+    """Return all collectives, and per GPU operation the index of its collective (-1: none), by NCCL ranges."""
     found, infos = np.full(len(launch), -1, np.int64), list[CollectiveInfo]()
     kernels = np.flatnonzero((gpu["kind"] == Kind.COMM) & (gpu["gridX"] > 0) & (launch >= 0))
     thread, start, end = (np.array(column, np.int64) for column in (calls.thread, calls.start, calls.end))
@@ -335,7 +335,7 @@ class _Builder:
         )  # fmt: skip
 
     def _priorities(self, rank: RankId) -> dict[int, int]:
-        """Return the priorities of the streams of the rank's process; those of the default stream may be missing."""
+        """Return priorities by stream of the rank's process; the default stream may be missing."""
         mine = self.streams["processId"] == rank.process >> _PID_BITS & _MOST_PIDS
         return dict(zip(self.streams["streamId"][mine].tolist(), self.streams["priority"][mine].tolist(), strict=True))
 
@@ -356,11 +356,11 @@ class _Builder:
         )  # fmt: skip
 
     def _clusters(self, gpu: dict[str, I64]) -> I32 | None:
-        """Return the blocks of the cluster of each kernel; None where no kernel has any, as in an older export."""
+        """Return the number of blocks in each kernel's thread block cluster; None if no kernel states it."""
         return _xyz(gpu, "cluster").prod(axis=1, dtype=np.int32) if self.gpu["clusterX"].any() else None
 
     def _host(self, rank: RankId, rows: I64) -> _HostTable:
-        """Return the host ranges of the rank's process, without those of other devices that the process drives."""
+        """Return the host ranges of the rank's process, without ranges that belong to its other devices."""
         mine = _process(self.host.thread) == rank.process
         other = (self.gpu["globalPid"] == rank.process) & (self.gpu["deviceId"] != rank.device)
         if other.any():

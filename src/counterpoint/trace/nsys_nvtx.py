@@ -48,7 +48,7 @@ class NvtxRanges:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NcclCommunicator:
-    """Holds what NCCL recorded when a process joined a communicator."""
+    """Holds the facts that NCCL recorded when a process joined a communicator."""
 
     process: int  # globalPid
     device: int
@@ -58,7 +58,7 @@ class NcclCommunicator:
 
 @dataclass(slots=True)
 class NcclCalls:
-    """Holds the ranges in which NCCL launches kernels, each with the calls launched in it; times in ns."""
+    """Holds the ranges in which NCCL launches kernels, each with the NCCL calls that it launches; times in ns."""
 
     thread: list[int] = field(default_factory=list)
     start: list[int] = field(default_factory=list)
@@ -89,18 +89,18 @@ def read_nvtx(export: Export, names: Intern[str], shapes: Intern[str]) -> NvtxRa
 
 
 def _texts(export: Export, text_id: I64, names: Intern[str], shapes: Intern[str]) -> tuple[I32, I32]:
-    """Return name and shape of every row, from `text` where it is given, else from StringIds through `textId`."""
+    """Return name and shapes (indices) of every NVTX row, from its `text`, else from StringIds by its `textId`."""
     named: dict[int, int] = {}
     shaped: dict[int, int] = {}
     for key, name, shape in export.strings(((_TABLE, "textId"),), _cut("value")):
-        assert isinstance(key, int)  # the query says so
+        assert isinstance(key, int)  # the SQL query guarantees it
         named[key] = names[text_or_unknown(name)]
         if isinstance(shape, str):
             shaped[key] = shapes[shape]
     name_of, shape_of = look_up(text_id, named, names["unknown"]), look_up(text_id, shaped, -1)
     if "text" in export.columns(_TABLE):
         rows = export.texts(_TABLE, _cut("text"))
-        for row, (name, shape) in zip(range(len(name_of)), rows, strict=False):  # a damaged file may give more
+        for row, (name, shape) in zip(range(len(name_of)), rows, strict=False):  # a damaged file may yield more rows
             if isinstance(name, str):
                 name_of[row] = names[name]
                 shape_of[row] = shapes[shape] if isinstance(shape, str) else -1
@@ -108,7 +108,7 @@ def _texts(export: Export, text_id: I64, names: Intern[str], shapes: Intern[str]
 
 
 def _cut(column: str) -> tuple[str, str]:
-    """Return SQL for the name and for the shapes in PyTorch's text; NULL where `column` holds no text."""
+    """Return SQL expressions for the name and the shapes in PyTorch's range texts; NULL if `column` has no text."""
 
     def position(mark: str) -> str:
         return f"ifnull(nullif(instr({column}, '{mark}'), 0), {MAX_TEXT + 1})"
@@ -195,7 +195,7 @@ _OPS = {"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast",
 
 
 def _info(function: str, fields: Mapping[str, int], sizes: Mapping[int, int]) -> CollectiveInfo | None:
-    """Return the metadata of one NCCL call; NCCL's message size is its arguments' count * type size, of one rank."""
+    """Return the metadata of one NCCL call; its message size in bytes is the call's count * size of its type."""
     op = normal_op(function)
     if op not in _OPS:
         return None
@@ -217,7 +217,7 @@ def _info(function: str, fields: Mapping[str, int], sizes: Mapping[int, int]) ->
 
 
 def one_per_kernel(infos: list[CollectiveInfo], kernels: int) -> list[CollectiveInfo]:
-    """Return the metadata of each of `kernels` launched together: one call each if as many, else all calls summed."""
+    """Return the infos of `kernels` kernels launched together: one per kernel if the numbers agree, else their sum."""
     if len(infos) in (1, kernels):
         return infos
     ops = {info.op for info in infos}
@@ -237,14 +237,14 @@ def one_per_kernel(infos: list[CollectiveInfo], kernels: int) -> list[Collective
 
 
 def _total(infos: list[CollectiveInfo], side: str) -> int | None:
-    """Return the sum of a field over calls; None if unknown in one (output of a send, input of a receive: 0)."""
+    """Return the sum over calls of `side`; None if a call lacks it (output of a send, input of a receive: 0)."""
     values = [0 if info.op in ("send", "recv") and getattr(info, side) is None else getattr(info, side)
               for info in infos]  # fmt: skip
     return None if None in values else sum(values)
 
 
 def _payloads(export: Export) -> dict[int, dict[str, int]]:
-    """Return the fields of NCCL's payloads by row of the NVTX table, for rows whose payload can be decoded."""
+    """Return, by row of the NVTX table, the fields of the NCCL payloads that can be decoded."""
     entries = export.small("NVTX_PAYLOAD_SCHEMA_ENTRIES", ("schemaId", "type", "name", "offset"))
     layouts: dict[object, dict[str, tuple[str, int]]] = {}
     for entry in entries:

@@ -1,4 +1,4 @@
-"""Find the ranks of a Nsight Systems export, their GPUs, and when the session began."""
+"""Find the ranks of a Nsight Systems export, the properties of their GPUs, and the UTC of its times."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from counterpoint.trace.nsys_tables import Export
 from counterpoint.trace.source import rank_from_name
 from counterpoint.trace.timeline import I64, Device
 
-MAX_RANKS = 1024  # in one export, which one host records
+MAX_RANKS = 1024  # ranks in one export, which comes from one host
 
 # Variables of launchers that give every rank its own process and so its own capture; the first that is set counts.
 _VARIABLES = (
@@ -49,10 +49,10 @@ def find_ranks(
     communicators: Sequence[NcclCommunicator],
     file_name: str,
 ) -> list[RankId]:
-    """Return the (process, device) pairs that ran kernels (or copies, if none ran kernels), ordered by rank.
+    """Return the (process, device) pairs that ran kernels (or only copies, if no pair ran kernels), ordered by rank.
 
-    The rank of a single pair is from the launcher's environment, else the file name, else NCCL. Several pairs have the
-    ranks of their largest NCCL communicator, else are numbered in order, after the ranks of earlier nodes if known.
+    A single pair gets its rank from the launcher's environment, else the file name, else NCCL. Several pairs get the
+    ranks of their largest NCCL communicator, else consecutive numbers, after the ranks of earlier nodes if known.
     """
     chosen = is_kernel if is_kernel.any() else np.ones_like(is_kernel)
     processes, which = np.unique(process[chosen], return_inverse=True)
@@ -86,7 +86,7 @@ def _lone(pair: tuple[int, int], variables: dict[str, int], file_name: str, by_n
 
 
 def _by_nccl(pairs: Sequence[tuple[int, int]], communicators: Sequence[NcclCommunicator]) -> list[RankId]:
-    """Return ranks from the largest communicator, if every pair joined it under a number of its own; else none."""
+    """Return the pairs' ranks in the largest NCCL communicator if each pair has a distinct one, else an empty list."""
     size = max((one.num_ranks for one in communicators), default=0)
     joined: dict[int, list[NcclCommunicator]] = {}
     for one in communicators:
@@ -95,7 +95,7 @@ def _by_nccl(pairs: Sequence[tuple[int, int]], communicators: Sequence[NcclCommu
     devices = Counter(process for process, _ in pairs)
     found = []
     for process, device in pairs:
-        lone = devices[process] == 1  # then NCCL's number of the device is not needed
+        lone = devices[process] == 1  # processes with one device, where NCCL's number of the device is not needed
         numbers = {one.rank for one in joined.get(process, ()) if lone or one.device == device}
         if len(numbers) != 1 or not 0 <= (number := numbers.pop()) < size:
             return []
@@ -104,7 +104,7 @@ def _by_nccl(pairs: Sequence[tuple[int, int]], communicators: Sequence[NcclCommu
 
 
 def _environment(export: Export) -> dict[str, int]:
-    """Return the launchers' variables with numeric values in the environment that the export recorded."""
+    """Return the launcher's environment variables in the export that have a number as value."""
     stored = [row.get("value") for row in export.small("TARGET_INFO_SYSTEM_ENV", ("name", "value"))
               if row.get("name") == "DeviceEnvironment"]  # fmt: skip
     stored += [row.get("value") for row in export.small("META_DATA_CAPTURE", ("name", "value"))
@@ -119,7 +119,7 @@ def _environment(export: Export) -> dict[str, int]:
 
 
 def device_of(export: Export, rank: RankId) -> Device:
-    """Return the properties of the GPU of `rank` from TARGET_INFO_GPU; None for those that it lacks."""
+    """Return the properties of the GPU of `rank` from TARGET_INFO_GPU; missing properties are None."""
     fields = ("id", "name", "smCount", "maxRegistersPerSm", "maxShmemPerSm", "maxWarpsPerSm", "threadsPerWarp",
               "maxThreadsPerSm")  # fmt: skip
     gpus = export.small("TARGET_INFO_GPU", fields)
@@ -145,7 +145,7 @@ def device_of(export: Export, rank: RankId) -> Device:
 
 
 def utc_ns(export: Export, event_ns: int) -> int:
-    """Return the UTC of `event_ns` on the export's clock, or `event_ns` where the export does not say when it began.
+    """Return the UTC (ns) of `event_ns` on the export's clock; `event_ns` itself if the session's start is unknown.
 
     Times count from the start of the session, or (newer nsys, exported without normalising) on the system clock, in
     which case the analysis starts at the session's `systemClockNs`.

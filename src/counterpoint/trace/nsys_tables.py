@@ -26,13 +26,13 @@ _MAX_VALUE_BYTES = 64 << 20
 _MAGIC = b"SQLite format 3\0"
 _SMALL_TABLE = 100_000
 _CHUNK = 50_000
-_ODD = 0.25  # of the rows of a table: with more impossible times the file is damaged
+_ODD = 0.25  # share of a table's rows: with more impossible times the file counts as damaged
 _EXPORT_HINT = "export it with `nsys export --type sqlite FILE.nsys-rep` and give the .sqlite"
 
 
 @contextmanager
 def open_export(path: Path, *, max_rows: int = MAX_ROWS) -> Iterator[Export]:
-    """Yield the open export at `path`; raise `BadTrace` for a file that is no export or that SQLite cannot read."""
+    """Yield the opened export at `path`; raise `BadTrace` if the file is not an export or SQLite cannot read it."""
     try:
         with path.open("rb") as file:
             head = file.read(len(_MAGIC))
@@ -56,7 +56,7 @@ def open_export(path: Path, *, max_rows: int = MAX_ROWS) -> Iterator[Export]:
 class Export:
     """Reads tables of one export as numpy columns, with defaults for missing values.
 
-    The read-only `connection` is secured against hostile files here. More than `max_rows` rows raise `BadTrace`.
+    `__init__` secures the read-only `connection` against hostile files. More than `max_rows` rows raise `BadTrace`.
     """
 
     def __init__(self, connection: sqlite3.Connection, path: str, max_rows: int) -> None:
@@ -69,7 +69,7 @@ class Export:
         # A view or a virtual table has no root page; it is refused because reading it would run code of the file.
         self._real = {str(name): kind == "table" and isinstance(root, int) and root > 0 for name, kind, root in found}
         self._columns: dict[str, frozenset[str]] = {}
-        self.notes: list[str] = []  # on what had to be left out
+        self.notes: list[str] = []  # remarks on data that was left out
 
     def columns(self, table: str) -> frozenset[str]:
         """Return the lower-case names of the columns of `table`; none if the export has no such table."""
@@ -78,12 +78,12 @@ class Export:
                 raise self.bad(f"{table} is a view or a virtual table, not a table; {_EXPORT_HINT} again")
             rows = self._sql.execute(f'PRAGMA table_info("{table}")').fetchall() if table in self._real else []
             self._columns[table] = frozenset(str(row[1]).lower() for row in rows)
-            if "rowid" in self._columns[table]:  # it would hide SQLite's row numbers, by which columns are combined
+            if "rowid" in self._columns[table]:  # hides the row numbers by which columns are combined
                 raise self.bad(f"{table} has a column 'rowid', which Nsight never writes; {_EXPORT_HINT} again")
         return self._columns[table]
 
     def bad(self, reason: str) -> BadTrace:
-        """Return the error to raise about this file."""
+        """Return the error that says what is wrong with this file."""
         return BadTrace(reason, path=self.path)
 
     def ints(self, table: str, defaults: Mapping[str, int], *, open_ends: bool = False) -> dict[str, I64]:
@@ -111,13 +111,13 @@ class Export:
         return {name: data[name] if name in data else np.full(rows, defaults[name]) for name in defaults}
 
     def texts(self, table: str, expressions: tuple[str, ...], *, where: str = "1") -> Iterator[tuple[object, ...]]:
-        """Yield rows of SQL `expressions` (ours, never from the file), in the row order of `ints`."""
+        """Yield for each row the values of `expressions` (SQL, never from the file), in the row order of `ints`."""
         sql = f'SELECT {", ".join(expressions)} FROM "{table}" WHERE {where} ORDER BY rowid LIMIT ?'
         cursor = self._sql.execute(sql, (self._max_rows,))
         return chain.from_iterable(iter(lambda: cursor.fetchmany(_CHUNK), []))
 
     def small(self, table: str, names: tuple[str, ...]) -> list[dict[str, object]]:
-        """Return the rows of a small table as dictionaries of the columns that exist."""
+        """Return the rows of a small table, each as a dictionary of those columns `names` that exist."""
         present = [name for name in names if name.lower() in self.columns(table)]
         if not present:
             return []
@@ -126,7 +126,7 @@ class Export:
         return [dict(zip(present, row, strict=True)) for row in rows]
 
     def strings(self, users: tuple[tuple[str, str], ...], expressions: tuple[str, ...]) -> Iterator[tuple[object, ...]]:
-        """Return `id` and SQL `expressions` over `value` of the StringIds that `users`, (table, column), refer to."""
+        """Yield `id` and `expressions` over `value` of the StringIds rows to which the columns `users` refer."""
         used = [f'SELECT "{c}" FROM "{t}"' for t, c in users if c.lower() in self.columns(t)]
         if not used or not {"id", "value"} <= self.columns("StringIds"):
             return iter(())
@@ -134,14 +134,14 @@ class Export:
         return self.texts("StringIds", ("id", *expressions), where=where)
 
     def names(self, *users: tuple[str, str]) -> Iterator[tuple[int, str]]:
-        """Return id and text of the StringIds that `users` refer to; `unknown` where there is no text."""
+        """Yield id and text (`unknown` if none) of the StringIds rows to which the columns `users` refer."""
         text = f"CASE typeof(value) WHEN 'text' THEN substr(value, 1, {MAX_TEXT}) END"
         for key, name in self.strings(users, (text,)):
-            assert isinstance(key, int)  # the query says so
+            assert isinstance(key, int)  # the SQL query guarantees it
             yield key, text_or_unknown(name)
 
     def _block(self, table: str, fields: Mapping[str, str]) -> I64:
-        """Return columns [fields, rows]; SQLite joins each into one text, in half the time of fetching rows."""
+        """Return integers [fields, rows]; SQLite joins each column into one text, twice as fast as fetching rows."""
         lists = ", ".join(f"group_concat({field})" for field in fields.values())
         inner = ", ".join(f'"{name}"' for name in fields)
         chunk = f'SELECT rowid AS at, {inner} FROM "{table}" WHERE rowid > ? ORDER BY rowid LIMIT {_CHUNK}'
@@ -159,9 +159,9 @@ class Export:
                 raise self.bad(f"{table} has more than {self._max_rows} rows; capture fewer steps, or raise max_rows")
 
     def odd_times(self, table: str, start: I64, end: I64, among: Bools | None = None) -> Bools:
-        """Return which rows (of those in the mask `among`) have a start below 0 ns, or an end before it; note them.
+        """Return a mask of rows (of `among`) with a start below 0 ns or an end before the start, and add a note.
 
-        Such rows cost only themselves; if they are more than a few of a table, this raises `BadTrace`.
+        Such rows are left out; if they are more than a quarter of the table, raise `BadTrace`.
         """
         odd = (start < 0) | (end < start)
         if among is not None:
@@ -203,7 +203,7 @@ def _careful(name: str, default: int, open_ends: bool) -> str:
 
 
 def text_or_unknown(value: object) -> str:
-    """Return `value` if it is text, else `unknown`: a string column may hold NULL or a blob."""
+    """Return `value` if it is text, else "unknown": a string column may also hold NULL or a blob."""
     return value if isinstance(value, str) and value else "unknown"
 
 

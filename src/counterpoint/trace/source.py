@@ -1,7 +1,7 @@
-"""Find and open traces: a file, folder, glob or tar of ranks; plain, gzip or zstd.
+"""Find and open the traces of a job: files, folders, globs or tars; uncompressed, gzip or zstd.
 
-The first bytes of a file, not its name, tell Kineto JSON from Nsight SQLite. Everything that comes out of a compressed
-file is counted against a limit, so that a small hostile file cannot fill the memory or the disk.
+The first bytes of a file, not its name, tell Kineto JSON from Nsight SQLite. All decompressed bytes count against a
+limit, so that a small hostile file cannot fill the memory or the disk.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _WORKER = re.compile(r"(.+?)\.(\d{10,})(?=\.)")  # torch.profiler.tensorboard_tr
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Limits the size of inputs after decompression."""
+    """Limits the sizes of input files after decompression, and their number."""
 
     trace_bytes: int = 8 << 30  # decompressed bytes of one trace; an archive may have eight times as many
     ratio: int = 64  # decompressed bytes per compressed byte (real traces: 8 to 40), checked above trace_bytes / 32
@@ -69,7 +69,7 @@ class TraceFile:
 
 
 def rank_from_name(name: str) -> int | None:
-    """Return the rank in a file name: `rank3.json.gz`, `x_rank-12.json`, `host_r4.json`, `rank_3/trace.json`."""
+    """Return the rank that a file name states (`rank3.json.gz`, `host_r4.json`, `rank_3/trace.json`), else None."""
     parts = re.split(r"[/\\!]", name)
     for pattern in _RANK:
         if found := pattern.search(parts[-1]):
@@ -79,10 +79,10 @@ def rank_from_name(name: str) -> int | None:
 
 
 def recordings(files: Sequence[TraceFile]) -> dict[str, list[TraceFile]]:
-    """Return the files of each recording of a job, by the recording's name, earliest first; '' if there is only one.
+    """Return the files of each recording of a job by the recording's name, earliest first; '' names a single one.
 
-    There are several if two files are of the same rank or worker, and their iteration (`iteration_10/rank0.json`),
-    folder (alike but for numbers) or time tells these files apart.
+    There are several recordings if two files are of the same rank or worker, and the files differ in iteration
+    (`iteration_10/rank0.json`), in the numbers of their folder, or in time.
     """
     for key in (_iteration, _folder_of, _turn(files)):
         groups: dict[str, list[TraceFile]] = {}
@@ -122,7 +122,7 @@ def _folder_of(file: TraceFile) -> str:
 
 
 def _turn(files: Sequence[TraceFile]) -> Callable[[TraceFile], str]:
-    """Return a function that names the recording of a file: `recording N`, its place among its worker's by time."""
+    """Return a function that names a file's recording: `recording N` for file N, by time, of the same worker."""
     times: dict[str, list[int]] = {}
     for file in files:
         if found := _WORKER.match(re.split(r"[/\\!]", file.label)[-1]):
@@ -136,18 +136,18 @@ def _turn(files: Sequence[TraceFile]) -> Callable[[TraceFile], str]:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Return a sort key that orders names by the numbers in them: 2 before 10."""
+    """Return a sort key that orders names by the value of their numbers: `step2` before `step10`."""
     return [(int(part) if part.isdecimal() else -1, part) for part in re.split(r"(\d+)", name)]
 
 
 @contextmanager
 def find_traces(sources: Sequence[str], limits: Limits, notes: list[str] | None = None) -> Iterator[list[TraceFile]]:
-    """Yield the trace files that `sources` name; unpacked archives exist until the context ends.
+    """Yield the list of the trace files that `sources` name; unpacked archives exist until the context ends.
 
     Timelines that this library wrote itself are skipped, with an entry in `notes`.
 
     Raises:
-        BadTrace: nothing there, no permission, not a trace, or more than `limits` allows.
+        BadTrace: a source that does not exist, cannot be read, is not a trace, or is larger than `limits` allows.
     """
     with TemporaryDirectory(prefix="counterpoint-") as scratch:
         found: list[TraceFile] = []
@@ -244,7 +244,7 @@ def _unpack(path: Path, label: str, scratch: Path, limits: Limits) -> list[Trace
     try:
         with _open_tar(path, label, budget) as archive:
             for number, member in enumerate(archive):
-                budget -= member.size  # of what is passed over, too: it is decompressed
+                budget -= member.size  # skipped members count too: they are decompressed as well
                 if number >= limits.files or budget < 0:
                     what = f"more than {limits.files} members" if budget >= 0 else "unpacks to more than allowed"
                     raise BadTrace(f"{what}; raise --max-trace-gb or give a folder if it is yours", path=label)
@@ -263,7 +263,7 @@ def _unpack(path: Path, label: str, scratch: Path, limits: Limits) -> list[Trace
 
 
 def _open_tar(path: Path, label: str, most_bytes: int) -> tarfile.TarFile:
-    """Open a tar, whatever compresses it: Python's own module learns zstd in 3.14 only."""
+    """Open a tar with any compression; Python's own module opens zstd only from 3.14 on."""
     if compression(path) != "zstd":
         return tarfile.open(path)
     stream: Any = _Capped(_open_zstd(path, label), label, most_bytes)
@@ -271,7 +271,7 @@ def _open_tar(path: Path, label: str, most_bytes: int) -> tarfile.TarFile:
 
 
 def _member(source: IO[bytes], name: str, number: int, label: str, scratch: Path) -> list[TraceFile]:
-    """Copy one member of an archive to `scratch`; return it in a list, or an empty list if it is no trace."""
+    """Copy one member of an archive to `scratch`; return a list of this file, empty if it is not a trace."""
     base = re.sub(r"[^\w.-]", "_", name.rsplit("/", 1)[-1], flags=re.ASCII)
     target = scratch / f"{number:06d}-{base[-100:]}"
     with target.open("wb") as copy:
@@ -281,7 +281,7 @@ def _member(source: IO[bytes], name: str, number: int, label: str, scratch: Path
 
 
 def _sniff(path: Path, label: str, *, strict: bool) -> TraceFile | None:
-    """Return the file with its format, told by its first bytes; if it is no trace, None, or BadTrace if `strict`."""
+    """Return a file with its format, by its first bytes; if not a trace: None, or raise `BadTrace` if `strict`."""
     try:
         with path.open("rb") as raw:
             head = raw.read(_HEAD_BYTES)
@@ -309,7 +309,7 @@ def _sniff(path: Path, label: str, *, strict: bool) -> TraceFile | None:
 
 
 def _no_trace(path: Path, label: str, head: bytes) -> BadTrace:
-    """Return the error that says what a file is instead of a trace, and what to do."""
+    """Return the error for a file that is not a trace: what the file is, and what to do."""
     if head.startswith(_ZIP_MAGIC):
         return BadTrace("a zip; unpack it and give its folder, or give a tar", path=label)
     if path.suffix in (".nsys-rep", ".qdrep", ".qdstrm"):
@@ -389,7 +389,7 @@ def open_bytes(
 
 
 def compression(path: Path) -> str | None:
-    """Return what compresses a file: `gzip`, `zstd`, or None, if reading can start in its middle."""
+    """Return the compression of a file, `gzip` or `zstd`; None for none, so that reading can start in the middle."""
     with path.open("rb") as raw:
         return _compression(raw.read(4))
 
@@ -401,7 +401,7 @@ def _compression(head: bytes) -> str | None:
 
 
 def _open_zstd(path: Path, label: str) -> Any:
-    """Open a file compressed by zstd: with Python's own module from 3.14 on, else with the package `zstandard`."""
+    """Open a zstd file: with Python's own module from 3.14 on, else with the package `zstandard`."""
     if sys.version_info >= (3, 14):
         from compression import zstd
 
@@ -429,7 +429,7 @@ def _zstd_errors() -> tuple[type[Exception], ...]:
     return (module.ZstdError,) if module else ()
 
 
-if __name__ == "__main__":  # the process that decompresses a trace for another one, which counts the bytes
+if __name__ == "__main__":  # runs as the process that decompresses a trace; the calling process counts the bytes
     packed = TraceFile(path=Path(sys.argv[1]), label=sys.argv[1], format="kineto")
     with open_bytes(packed, Limits(trace_bytes=1 << 62, ratio=1 << 62)) as decompressed:
         shutil.copyfileobj(decompressed, sys.stdout.buffer, 1 << 18)

@@ -21,9 +21,9 @@ I32 = npt.NDArray[np.int32]
 U8 = npt.NDArray[np.uint8]
 Bools = npt.NDArray[np.bool_]
 
-MIGRATION = "Unified Memory memcpy"  # begins the name of a copy that moves pages of unified memory
-DEVICE_BITS = 32  # above which `stream` has the number of the GPU, where one process drives several
-ROUNDED_US = 1.0  # old traces have whole µs: what follows an operation may seem to begin this much before its end
+MIGRATION = "Unified Memory memcpy"  # prefix of the names of copies that move pages of unified memory
+DEVICE_BITS = 32  # bits of `stream` below the number of the GPU, where one process drives several
+ROUNDED_US = 1.0  # old traces have whole µs: an operation may seem to begin this much before the end of the one before
 
 
 class Kind(IntEnum):
@@ -53,19 +53,19 @@ class Device:
     regs_per_sm: int | None = None
     smem_per_sm: int | None = None
     threads_per_sm: int | None = None
-    index: int | None = None  # among those of its host, ...
-    host_gpus: int | None = None  # ... which the trace lists: two at least
-    recorded: bool = True  # False: the program used it, but the trace holds nothing of what it did
+    index: int | None = None  # its index among the GPUs of its host, ...
+    host_gpus: int | None = None  # ... and their number, if the trace lists at least two
+    recorded: bool = True  # False: the program used the GPU, but the trace has none of its operations
 
     @property
     def from_host(self) -> bool:
-        """Return whether operations of the host stand for those of a GPU: it has none, or its own are not recorded."""
+        """Return whether host operations stand in for GPU operations, of which the trace has none."""
         return self.name == "cpu" or not self.recorded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CollectiveInfo:
-    """Holds what the framework recorded of one collective (c10d's `record_param_comms`); None: not recorded."""
+    """Holds the metadata of one collective, as c10d recorded it (`record_param_comms`); None: not recorded."""
 
     op: str | None = None  # normalised: all_gather, reduce_scatter, ...
     group: str | None = None  # process group name
@@ -81,7 +81,7 @@ class CollectiveInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuOps:
-    """Holds GPU operations, sorted by start."""
+    """Holds the columns of a rank's GPU operations, sorted by start."""
 
     start: F64
     end: F64
@@ -107,7 +107,7 @@ class GpuOps:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostOps:
-    """Holds host ranges, sorted by start."""
+    """Holds the columns of a rank's host ranges, sorted by start."""
 
     start: F64
     end: F64
@@ -125,7 +125,7 @@ class HostOps:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankFacts:
-    """Holds the facts about one rank's trace: its rank and job, the file it was read from, and the GPU."""
+    """Holds facts about one rank's trace: rank, job, source file and GPU."""
 
     rank: int
     rank_known: bool  # False: guessed from the file name or order
@@ -137,15 +137,15 @@ class RankFacts:
     origin_ns: int
     device: Device
     notes: tuple[str, ...] = ()  # remarks on this trace for the reader of the diagnosis
-    processes: int = 1  # read as this rank: more where a file holds several that cannot be told apart
+    processes: int = 1  # processes read as this rank: more than 1 if a file holds several that cannot be separated
     priorities: dict[int, int] = field(default_factory=dict)  # of streams: lower goes first; empty: not in the trace
-    # torch's name of the dtype of matmuls, by their index into `shapes`; none where it is not known, or not one alone
+    # torch's name of the dtype of matmuls by their index into `shapes`; unknown or ambiguous dtypes are left out
     matmul_dtypes: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline(RankFacts):
-    """Holds the trace of one rank; times in µs since `origin_ns` on its own clock."""
+    """Holds the trace of one rank; times are µs since `origin_ns` on the rank's own clock."""
 
     names: tuple[str, ...]
     shapes: tuple[str, ...]
@@ -155,12 +155,12 @@ class Timeline(RankFacts):
 
 
 def device_of(stream: I64) -> I64:
-    """Return the GPU of each stream, where one process drives several; 0 for one GPU, -1 where it is not stated."""
+    """Return the number of the GPU of each stream; 0 if the process drives one GPU, -1 if the trace states none."""
     return stream >> DEVICE_BITS
 
 
 class Intern(dict[K, int]):
-    """Numbers keys from 0 on as they are first looked up: `table[key]` is the number, `tuple(table)` the keys."""
+    """Numbers keys from 0 on in the order of first use: `table[key]` is a key's number, `tuple(table)` the keys."""
 
     def __missing__(self, key: K) -> int:
         self[key] = number = len(self)
@@ -170,7 +170,8 @@ class Intern(dict[K, int]):
 def join_launches(gpu: dict[str, Any], host: dict[str, Any]) -> None:
     """Add launch_start, launch_end and launch_thread to `gpu`, from the host call with the same correlation.
 
-    Several operations may share one call (a CUDA graph). Where two calls share a correlation, the later one launched.
+    Several operations may share one call (a CUDA graph). Of two calls with one correlation, the later
+    counts as the launch.
     """
     count = len(gpu["correlation"])
     gpu["launch_start"] = np.full(count, np.nan)
@@ -193,7 +194,7 @@ def join_launches(gpu: dict[str, Any], host: dict[str, Any]) -> None:
 
 
 def previous_on_stream(stream: I64) -> I64:
-    """Return the row of the operation before each one on its stream, given rows in order of start; -1: none."""
+    """Return, for each operation, the row of the previous one on the same stream (rows sorted by start); -1: none."""
     order = np.argsort(stream, kind="stable")
     previous = np.full(len(stream), -1, np.int64)
     same = stream[order[1:]] == stream[order[:-1]]
@@ -208,9 +209,9 @@ def sorted_gpu(columns: dict[str, Any]) -> GpuOps:
 
 
 def sorted_host(columns: dict[str, Any]) -> HostOps:
-    """Return `HostOps` sorted by start, a range before those it encloses; no columns give an empty table.
+    """Return `HostOps` sorted by start, enclosing ranges first; without columns, an empty table.
 
-    Takes the columns out of `columns`, so that a large trace is not in memory twice.
+    Removes the columns from `columns`, so that a large trace is not in memory twice.
     """
     types = {"start": np.float64, "end": np.float64, "name": np.int32, "kind": np.uint8, "thread": np.int32,
              "correlation": np.int64, "stream": np.int64, "waits_for": np.int64, "waits_on": np.int64}  # fmt: skip

@@ -1,4 +1,4 @@
-"""Compute from a job where its time goes and why: nothing here is said in words, findings/ does that.
+"""Compute from a job where its time goes and why: this package returns numbers; findings/ puts them into words.
 
 analysis.py names every result. accounts.py splits the time of each rank and of each collective; parallel_groups.py says
 which parallelism a collective serves, vendor.py whose GPUs and software the trace shows. kernels.py, launch_order.py,

@@ -1,4 +1,4 @@
-"""Account for the time of each rank, and split each collective into waiting and moving bytes."""
+"""Split the time of each rank into compute, communication, copies and idle, and collectives into wait and transfer."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from counterpoint.trace.timeline import F64, I64, ROUNDED_US, Bools, Kind, devic
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Activity:
-    """Holds the times at which one rank's GPU computed, communicated, copied, or did any of these (job's clock).
+    """Holds when one rank's GPU computed, communicated, copied, or did any of these (µs on the job's clock).
 
-    Where one process drives several GPUs, these are times at which one of them did, and `gpus` has those of each.
+    Where one process drives several GPUs, these are the times at which at least one GPU did, and `gpus` has the times
+    of each GPU.
     """
 
     compute: Intervals
@@ -33,7 +34,7 @@ class Activity:
     gpus: dict[int, Activity] = field(default_factory=dict)  # empty for one GPU
 
     def by_gpu(self, stream: I64) -> list[tuple[I64, Activity]]:
-        """Return the rows of `stream` of each GPU, with its times."""
+        """Return, for each GPU, the indices of its elements of `stream`, and its activity."""
         number = device_of(stream)
         if not self.gpus:
             return [(np.arange(len(stream)), self)]
@@ -44,17 +45,17 @@ class Activity:
 class Waits:
     """Holds each rank's arrival, wait and transfer in each joined collective: [J, R] in µs, NaN: took no part."""
 
-    arrival: F64  # start of the rank's kernel; for peer copies: when they were launched and first on their stream
+    arrival: F64  # start of the rank's kernel; of peer copies: when they were launched and next on their stream
     last_start: F64  # [J] start of the rank that started last
     last_column: I64  # [J] the rank that arrived last
     wait: F64
     transfer: F64
     exposed: F64  # the part of the collective during which no compute runs
-    exposed_once: F64  # that in the steps; where several run at once, it is of the one that compute waits for
+    exposed_once: F64  # exposed time in steps; of concurrent collectives, only the one that compute waits for has it
     exposed_wait: F64  # the part of the wait during which no compute runs
     step: I64  # [J] index of the step, -1: outside
-    complete: Bools  # [J] every rank of the group is joined; else one that waits is not told
-    told: Bools  # [J] complete, or joined over two ranks at least: waiting is a lower bound
+    complete: Bools  # [J] every rank of the group is joined; if not, the wait is not fully known
+    told: Bools  # [J] complete, or at least two ranks are joined: the wait is a lower bound
 
 
 def activity(job: TracedJob, column: int) -> Activity:
@@ -106,10 +107,10 @@ def waits(job: TracedJob, busy: list[Activity]) -> Waits:
 
 
 def _exposed_once(job: TracedJob, column: int, busy: Activity, start: F64, end: F64) -> F64:
-    """Return the exposed time of a rank's collectives in the steps, none of it counted twice.
+    """Return the exposed µs of each collective of a rank in the steps; time of concurrent ones counts only once.
 
-    Where several run at the same time, compute waits for the one whose end it follows soonest. One that ends while
-    compute runs holds up nothing.
+    Of concurrent collectives, the one that compute follows soonest gets the time, since compute waits for it. A
+    collective that ends while compute runs holds up nothing.
     """
     steps = job.steps_of(column)
     comm = busy.comm & steps
@@ -120,7 +121,7 @@ def _exposed_once(job: TracedJob, column: int, busy: Activity, start: F64, end: 
     edges = np.unique(np.concatenate((start, end)))
     alone = comm.within(edges[:-1], edges[1:]) - both.within(edges[:-1], edges[1:])
     owner = np.full(len(alone), -1)
-    order = np.lexsort((-start, -until_compute))  # what comes later takes over what it shares with those before
+    order = np.lexsort((-start, -until_compute))  # later ones take over shared time
     low, high = np.searchsorted(edges, start[order]), np.searchsorted(edges, end[order])
     for row, first, last in zip(order.tolist(), low.tolist(), high.tolist(), strict=True):
         owner[first:last] = row
@@ -134,10 +135,10 @@ def _complete(job: TracedJob) -> Bools:
 
 
 def _arrivals(job: TracedJob) -> tuple[F64, Bools]:
-    """Return when each rank was ready for each collective [J, R], and which of them [J] copy engines carry out.
+    """Return when each rank was ready for each collective [J, R], and which collectives [J] copy engines carry out.
 
-    A kernel starts and then waits for its peers. Peer copies start only when the peers are ready: no operation shows
-    their wait.
+    A kernel starts and then waits for its peers. Peer copies start only when the peers are ready, so no operation
+    shows their wait.
     """
     arrival = job.joined.start.copy()
     copies = np.zeros(len(job.joined), bool)
@@ -159,7 +160,7 @@ def _arrivals(job: TracedJob) -> tuple[F64, Bools]:
 
 
 def steps(job: TracedJob) -> tuple[StepTime, ...]:
-    """Return the steps of the job, with means over ranks."""
+    """Return the steps of the job, with their times as means over ranks."""
     return tuple(
         StepTime(name=name, start_us=float(s.min()), duration_us=float((e - s).mean()))
         for name, s, e in zip(job.step_names, job.step_start, job.step_end, strict=True)
@@ -167,12 +168,12 @@ def steps(job: TracedJob) -> tuple[StepTime, ...]:
 
 
 def rank_accounts(job: TracedJob, busy: list[Activity], w: Waits) -> tuple[RankAccount, ...]:
-    """Return one account per rank over all steps; of a process that drives several GPUs, the mean over these."""
+    """Return one account per rank over all steps; a process that drives several GPUs gets their mean."""
     return tuple(_rank_account(job, column, rank, w) for column, rank in enumerate(busy))
 
 
 def gpu_accounts(job: TracedJob, busy: list[Activity], w: Waits) -> tuple[GpuAccount, ...]:
-    """Return one account per GPU of each process that drives several."""
+    """Return one account per GPU of each process that drives several GPUs."""
     return tuple(gpu for column, rank in enumerate(busy) for gpu in _gpus(job, column, rank, w))
 
 
@@ -228,7 +229,7 @@ def _account(job: TracedJob, column: int, busy: Activity, w: Waits, only: int | 
 
 
 def _streams(job: TracedJob, column: int, collectives: I64) -> I64:
-    """Return the stream of each of these collectives, in all of which a rank takes part."""
+    """Return the stream of each of `collectives` on a rank that takes part in all of them."""
     return np.asarray(job.digests[column].comm.stream[job.joined.row[collectives, column]])
 
 
@@ -239,7 +240,7 @@ def _single_tensor(job: TracedJob, column: int, rows: Bools) -> Intervals:
 
 
 def totals(accounts: Sequence[Account]) -> Account:
-    """Return means over ranks, or over the GPUs of one, and ratios of those means."""
+    """Return the mean of accounts (of ranks, or of the GPUs of one rank), with ratios of the means."""
     waiting = ("wait_us", "transfer_us", "exposed_wait_us")
     fields = [f for f in Account.__struct_fields__ if f.endswith("_us") and f not in waiting]
     mean = {f: float(np.mean([getattr(a, f) for a in accounts])) for f in fields}
@@ -305,7 +306,7 @@ def collectives(job: TracedJob, w: Waits) -> tuple[Collective, ...]:
 
 
 def _named(job: TracedJob, j: int, column: str) -> str | None:
-    """Return what the ranks of a collective call it, if they agree as far as they say."""
+    """Return the value of a `CommRows` column for a collective, if all ranks that state one agree; else None."""
     said = {
         getattr(d.comm, column)[row] for d, row in zip(job.digests, job.joined.row[j].tolist(), strict=True) if row >= 0
     } - {None}
@@ -353,7 +354,7 @@ def collective_kinds(job: TracedJob, w: Waits, every: tuple[Collective, ...]) ->
 
 
 def most_stated(job: TracedJob, column: str) -> I64:
-    """Return the largest value of a column of `CommRows` over each collective's ranks; -1 where none states it."""
+    """Return, for each collective, the largest value of a `CommRows` column over its ranks; -1 if no rank states it."""
     most = np.full(len(job.joined), -1, np.int64)
     for c, d in enumerate(job.digests):
         took = np.flatnonzero(job.joined.row[:, c] >= 0)
@@ -362,7 +363,7 @@ def most_stated(job: TracedJob, column: str) -> I64:
 
 
 def link_of_group(job: TracedJob, members: tuple[int, ...] | None) -> float | None:
-    """Return the GB/s into one GPU of a group, by the user's machine profile, else by its data sheet.
+    """Return the link bandwidth (GB/s) into one GPU of a group, by the user's machine profile, else by the data sheet.
 
     None: the GPU is unknown or has no link of its own, or the group is not known to be on one host.
     """
@@ -374,14 +375,14 @@ def link_of_group(job: TracedJob, members: tuple[int, ...] | None) -> float | No
 
 
 def _on_one_host(job: TracedJob, members: tuple[int, ...] | None) -> bool:
-    """Return whether ranks fill hosts one after the other, as the recorded ones do, and a group lies in one of them.
+    """Return whether a group lies on one host, if all ranks fill hosts one after the other as the recorded ranks do.
 
     `members` None: all ranks.
     """
     gpus = job.digests[0].device.host_gpus
     if gpus is None or any(d.device.host_gpus != gpus or d.device.index != d.rank % gpus for d in job.digests):
         return False
-    if job.world_size % gpus:  # part of the GPUs of one host, or of each of several
+    if job.world_size % gpus:  # the job uses only a part of the GPUs of a host, or of each host
         return len(job.ranks) == job.world_size < gpus
     group = members or tuple(range(job.world_size))
     return group[0] // gpus == group[-1] // gpus

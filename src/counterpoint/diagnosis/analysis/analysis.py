@@ -1,4 +1,4 @@
-"""Name everything that is computed of one job; each result is computed when it is first asked for, and then kept."""
+"""Compute the results of one job lazily: each result is computed at first use, and cached."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from counterpoint.records.diagnosis import (
 
 @dataclass(frozen=True)
 class Analysis:
-    """Holds the results of one job. Ranks are columns of the job, collectives rows of `job.joined`; times are µs."""
+    """Holds the cached results of one job: ranks by column of the job, collectives by row of `job.joined`; µs."""
 
     job: TracedJob
 
@@ -50,7 +50,7 @@ class Analysis:
 
     @cached_property
     def waits(self) -> Waits:
-        """Return how long each rank waits in each collective, and moves bytes."""
+        """Return the µs that each rank waits, and moves bytes, in each collective."""
         return accounts.waits(self.job, self.busy)
 
     @cached_property
@@ -60,17 +60,17 @@ class Analysis:
 
     @cached_property
     def per_gpu(self) -> tuple[GpuAccount, ...]:
-        """Return one account per GPU of each process that drives several."""
+        """Return one account per GPU of each process that drives several GPUs."""
         return accounts.gpu_accounts(self.job, self.busy, self.waits)
 
     @cached_property
     def totals(self) -> Account:
-        """Return the mean account over ranks."""
+        """Return the mean of the ranks' accounts."""
         return accounts.totals(self.per_rank)
 
     @property
     def step_us(self) -> float:
-        """Return the mean time of a step."""
+        """Return the mean µs of a step."""
         return self.totals.duration_us / self.job.num_steps
 
     @cached_property
@@ -85,17 +85,17 @@ class Analysis:
 
     @cached_property
     def stack(self) -> TracedStack:
-        """Return whose GPUs and collectives the trace shows."""
+        """Return which vendor's GPUs, and which collective libraries, the trace shows."""
         return traced_stack(self.job)
 
     @cached_property
     def experts(self) -> ExpertWaits:
-        """Return what ranks computed between dispatch and combine, and how long they waited for one another."""
+        """Return the µs that ranks computed between dispatch and combine, and waited for one another."""
         return expert_waits(self.job, self.waits, self.busy)
 
     @cached_property
     def expert_imbalance(self) -> ExpertImbalance | None:
-        """Return what unequal load of experts costs; None if it is little."""
+        """Return the cost of unequal load of experts; None if the cost is small."""
         return expert_imbalance(self.job, self.busy, self.experts, self.step_us)
 
     @cached_property
@@ -109,7 +109,7 @@ class Analysis:
 
     @property
     def told_late(self) -> tuple[Straggler, ...]:
-        """Return the late ranks that a finding of their own tells of: an imbalance of experts tells of all ranks."""
+        """Return the late ranks that get their own finding: not those late by experts if experts have a finding."""
         return tuple(s for s in self.stragglers if not self.expert_imbalance or s.detail != EXPERTS)
 
     @cached_property
@@ -119,17 +119,17 @@ class Analysis:
 
     @cached_property
     def blocked(self) -> tuple[Blocked, ...]:
-        """Return the collectives that found every SM taken."""
+        """Return the collectives that had to wait since a kernel held every SM."""
         return find_blocked(self.job)
 
     @cached_property
     def unrecorded(self) -> Unrecorded:
-        """Return which collectives lack ranks, and how long they seem to have waited for these."""
+        """Return which collectives lack ranks' traces, and the µs that they seem to have waited for these ranks."""
         return find_unrecorded(self.job, self.busy, self.waits)
 
     @cached_property
     def rank_idle(self) -> tuple[RankIdle, ...]:
-        """Return the gaps of the GPU of each rank inside the steps."""
+        """Return the gaps, in steps, in which each rank's GPU ran nothing."""
         return idle_of_ranks(self.job, self.per_rank)
 
     @cached_property
@@ -139,7 +139,7 @@ class Analysis:
 
     @cached_property
     def replay(self) -> Replay | None:
-        """Return the step as replayed, and without each cause; None if it cannot be replayed."""
+        """Return the replayed step, unchanged and with each change; None if the steps cannot be replayed."""
         if self.idle is None:
             return None
         alone_us = self.kernels.alone_us
@@ -159,12 +159,12 @@ class Analysis:
 
     @cached_property
     def saved_us(self) -> dict[str, float]:
-        """Return how much shorter a replayed step is by each what-if."""
+        """Return by how many µs each change shortens the replayed step, by the change's name."""
         played = self.replay
         return {w.name: max(played.replayed_us - w.step_us, 0.0) for w in played.what_if} if played else {}
 
     def _typical(self) -> dict[int, int]:
-        """Return, for each late rank, the rank that stands in for it: of the others, that of median compute time."""
+        """Return, by late rank, the rank that stands in for it: the one of the others with median compute time."""
         late = {self.job.ranks.index(rank) for s in self.stragglers for rank in s.ranks}
         others = (column for column in range(len(self.job.ranks)) if column not in late)
         healthy = sorted(others, key=lambda column: self.per_rank[column].compute_us)

@@ -26,12 +26,12 @@ from counterpoint.records.diagnosis import Straggler
 from counterpoint.trace.classify import expert_leg
 from counterpoint.trace.timeline import F64, I64, Bools, Kind
 
-_LEAST_SHARE = 0.03  # of a step, that an imbalance costs
-_UNEVEN_FACTOR = 1.05  # largest share over the mean: less is no imbalance
+_LEAST_SHARE = 0.03  # of a step: an imbalance that costs less is no finding
+_UNEVEN_FACTOR = 1.05  # largest share / mean share: below this there is no imbalance
 _SAME_SHARE = 0.02  # shares that differ by less are the same
 _EXPERT_KERNEL = re.compile(r"moe|experts?_|group(ed)?_?(gemm|mm|matmul|problem)|m_grouped|gmm", re.IGNORECASE)
-_EXPERT_SHARE = 0.5  # of the compute between two all-to-alls: then it is that of experts
-_DELAY_SHARE = 0.5  # of a late rank
+_EXPERT_SHARE = 0.5  # of the compute between two all-to-alls: if more is in expert kernels, experts run there
+_DELAY_SHARE = 0.5  # of a late rank's delay: if its experts cause at least this share, they are the cause
 _GATHERED = "gathered"
 _KINDS = {  # of collectives that carry tokens to experts or back, by operation; a pair is of one kind
     "all_to_all": "all_to_all", "all_gather": _GATHERED, "reduce_scatter": _GATHERED, "peer_copy": "peer_copy",
@@ -44,17 +44,17 @@ _JITTER_SHARE = 0.02  # ... if that is more than jitter
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertWaits:
-    """Holds µs from a dispatch to its combine: a row for each such pair, a column for each rank; NaN: took no part."""
+    """Holds the µs that ranks computed and waited from each dispatch to its combine [pairs, ranks]; NaN: not in it."""
 
     combine: I64  # row of Joined
-    last: I64  # column of the rank that came last to it
-    sure: Bools  # by names or sizes; else only by the kernels between two collectives
+    last: I64  # column of the rank that came last to the combine
+    sure: Bools  # known by names or sizes, not only by the kernels between two collectives
     compute: F64
     received: F64  # bytes that the dispatch brought; NaN: not stated
-    waited: F64  # in the combine, with no compute beside it, for the rank whose experts took longest
+    waited: F64  # exposed wait in the combine for the rank whose experts took longest
 
     def caused_by(self, column: int) -> float:
-        """Return the mean over the waiting ranks of the µs that they waited for one rank's experts."""
+        """Return the µs (mean over the waiting ranks, summed over pairs) of waiting for one rank's experts."""
         others = np.delete(self.waited[self.last == column], column, axis=1)
         count = np.maximum(np.isfinite(others).sum(axis=1), 1)
         return float((np.nansum(others, axis=1) / count).sum())
@@ -62,17 +62,17 @@ class ExpertWaits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Legs:
-    """Holds pairs of collectives, rows of Joined, that may be a dispatch and its combine."""
+    """Holds pairs of collectives (rows of Joined) that may be a dispatch and its combine."""
 
     before: I64
     after: I64
-    told: Bools  # by names or sizes that they are; the others only if most of what lies between is of experts
-    sure: Bools  # if so
+    told: Bools  # names or sizes say that they are; other pairs need mostly expert compute between
+    sure: Bools  # as `ExpertWaits.sure`
     copied: Bools  # by copy engines
 
 
 def expert_waits(job: TracedJob, w: Waits, busy: list[Activity]) -> ExpertWaits:
-    """Return how long each rank computed between every dispatch and its combine, and then waited for slower ranks."""
+    """Return the µs that each rank computed between each dispatch and its combine, and then waited for slower ranks."""
     legs = _legs(job, w)
     came = np.where(legs.copied[:, None], job.joined.start[legs.after], w.arrival[legs.after])
     kept = np.flatnonzero(legs.told | _expert_compute(job, came, busy, legs.before))
@@ -98,7 +98,7 @@ def expert_waits(job: TracedJob, w: Waits, busy: list[Activity]) -> ExpertWaits:
 
 
 def _expert_compute(job: TracedJob, came: F64, busy: list[Activity], before: I64) -> Bools:
-    """Return whether most of what ranks compute between two collectives is, by the kernels' names, of experts."""
+    """Return, for each pair of collectives, whether most compute between them is in kernels named after experts."""
     if not len(before):
         return np.zeros(0, bool)
     of_experts, computed = np.zeros(len(before)), np.zeros(len(before))
@@ -115,7 +115,7 @@ def _expert_compute(job: TracedJob, came: F64, busy: list[Activity], before: I64
 def blame_experts(
     job: TracedJob, busy: list[Activity], found: ExpertWaits, stragglers: tuple[Straggler, ...]
 ) -> tuple[Straggler, ...]:
-    """Return the late ranks; those that compute longer because of their experts get that as their cause."""
+    """Return the late ranks; a rank that computes longer because of its experts gets these as the cause."""
     out = []
     for s in stragglers:
         column = job.ranks.index(s.rank)
@@ -131,7 +131,7 @@ def blame_experts(
 
 
 def _load(job: TracedJob, found: ExpertWaits, column: int) -> str:
-    """Return text on what the experts of one rank took and received, beside the mean."""
+    """Return text on the time and received bytes of one rank's experts, relative to the mean of all ranks."""
     total = np.nansum(found.compute, axis=0) / job.num_steps
     mean = max(float(total[np.isfinite(found.compute).any(axis=0)].mean()), 1e-9)
     received, share = np.nansum(found.received, axis=0), ""
@@ -151,12 +151,12 @@ def _unsure(found: ExpertWaits) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertImbalance:
-    """Says what a step loses because ranks wait for those whose experts have most to do; µs."""
+    """Says how many µs a step loses because ranks wait for the rank whose experts have the most work."""
 
     cost_us: float
-    evened_us: float  # by which experts of equal load would shorten it
+    evened_us: float  # µs by which experts of equal load would shorten the step
     column: int  # of the rank whose experts take longest
-    load: str  # of that rank, in words
+    load: str  # load of that rank, in words
     longest: float  # time of the busiest rank over the mean of its group, the median of all exchanges
     exchanges: int
     worst: int  # row of Joined: the combine with the longest wait
@@ -166,7 +166,7 @@ class ExpertImbalance:
 def expert_imbalance(
     job: TracedJob, busy: list[Activity], found: ExpertWaits, step_us: float
 ) -> ExpertImbalance | None:
-    """Return what unequal load of experts costs, without ranks that are slow in everything; None if it is little."""
+    """Return the cost of unequal load of experts, without ranks that are slow elsewhere too; None if it is small."""
     slow = [c for c in range(len(job.ranks)) if _slow_elsewhere(job, busy, found, c)]
     counted = ~np.isin(found.last, slow)
     waited = found.waited[counted]
@@ -190,7 +190,7 @@ def expert_imbalance(
 
 
 def _slow_elsewhere(job: TracedJob, busy: list[Activity], found: ExpertWaits, column: int) -> bool:
-    """Return whether a rank takes longer than the median other rank outside of its experts, too."""
+    """Return whether a rank computes longer than the median other rank also outside of its experts."""
     if len(busy) < 2 or not len(found.combine):
         return False
     within = np.nansum(found.compute, axis=0)
@@ -203,7 +203,7 @@ def _slow_elsewhere(job: TracedJob, busy: list[Activity], found: ExpertWaits, co
 
 
 def _legs(job: TracedJob, w: Waits) -> _Legs:
-    """Return the pairs of collectives in the steps that are a dispatch and its combine, or may be."""
+    """Return the pairs of collectives in the steps that are, or may be, a dispatch and its combine."""
     groups: dict[tuple[str, str, bytes], list[int]] = defaultdict(list)
     there, serves = job.joined.row >= 0, parallels(job)
     for j in np.flatnonzero((w.step >= 0) & (there.sum(axis=1) >= 2)).tolist():
@@ -235,7 +235,7 @@ def _legs(job: TracedJob, w: Waits) -> _Legs:
 
 
 def _by_name(job: TracedJob) -> np.ndarray[tuple[int], np.dtype[np.str_]]:
-    """Return what each joined collective's kernel does: dispatch, combine, or "" if it does not say."""
+    """Return `dispatch` or `combine` for each joined collective, by its kernel's name; "" if the name says neither."""
     leg = np.full(len(job.joined), "", "U8")
     for column, d in enumerate(job.digests):
         names = np.array([expert_leg(name) or "" for name in d.names], "U8")
@@ -260,7 +260,7 @@ def _uneven(shares: F64) -> Bools:
 
 
 def _same_shares(one: F64, other: F64) -> Bools:
-    """Return whether every rank has the same share of the bytes in both collectives; not if only one states them."""
+    """Return whether each rank's share of the bytes is equal in both collectives; False if only one states bytes."""
     both = np.isfinite(one) == np.isfinite(other)
     a, b = (v / np.maximum(np.nansum(v, axis=1), 1e-9)[:, None] for v in (one, other))
     alike = ~(np.abs(a - b) > _SAME_SHARE * np.maximum(a, b))

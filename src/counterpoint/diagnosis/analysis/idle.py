@@ -1,4 +1,4 @@
-"""Sum up how long the GPUs of a job idle and why; every µs of idle time in the steps has a cause.
+"""Sum up the idle time of a job's GPUs by cause; every idle µs in the steps has one cause.
 
 The causes of each rank's gaps are found when the rank is read (gaps.py); here the gaps are cut to the steps of the job
 and summed. Times are per step and means over ranks, unless stated otherwise.
@@ -21,15 +21,15 @@ from counterpoint.records.diagnosis import HostTime, Idle, IdleCause, RankAccoun
 from counterpoint.trace.timeline import F64, I64, Kind
 
 STALLS = tuple(cause.name for cause in IDLE_CAUSES.values() if cause.stalls_host)
-LONG_US = 5000.0  # a pause of a host is long from this on
-_NAMED = 5  # host operations and functions of a cause
-_SHARE_OF_LONGEST = 0.5  # of what the host that pauses most pauses: hosts that pause as long are named, ...
-_SHARE_OF_ALL = 0.9  # ... if they are not all, and have this share of what all pause
+LONG_US = 5000.0  # a host's pause counts as long from this duration on
+_NAMED = 5  # most host operations and functions listed for a cause
+_SHARE_OF_LONGEST = 0.5  # of the longest pausing time of a host: hosts with at least this share are named, ...
+_SHARE_OF_ALL = 0.9  # ... unless all do, or they have less than this share of all hosts' pausing time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankIdle:
-    """Holds the gaps of one rank inside the steps: rows of `Gaps`, and the µs of each that lie in the steps."""
+    """Holds the gaps of one rank inside the steps: rows of `Gaps`, and their µs that lie in the steps."""
 
     row: I64
     us: F64
@@ -51,7 +51,7 @@ def idle_of_ranks(job: TracedJob, per_rank: tuple[RankAccount, ...]) -> tuple[Ra
 
 
 def time_in(job: TracedJob, column: int, steps: I64) -> F64:
-    """Return how many µs of each row of a rank's `Gaps` lie in these steps."""
+    """Return, for each row of a rank's `Gaps`, its µs that lie in these steps."""
     gaps = job.digests[column].gaps
     start, end = job.on_job_clock(column, gaps.start), job.on_job_clock(column, gaps.end)
     inside = Intervals.union(job.step_start[steps, column], job.step_end[steps, column]).within(start, end)
@@ -115,19 +115,19 @@ def summarise_idle(job: TracedJob, idle: tuple[RankIdle, ...], columns: list[int
 
 
 def hosts_known(idle: Idle) -> bool:
-    """Return whether the trace holds what the hosts did, for half of the idle time at least."""
+    """Return whether the trace shows what the hosts did in at least half of the idle time."""
     unknown = sum(c.us for c in idle.causes if c.category in ("nothing_recorded", "no_launch_recorded"))
     return unknown <= 0.5 * idle.idle_us
 
 
 def most_time(times: dict[str, float], scale: float) -> tuple[HostTime, ...]:
-    """Return the names with most time, most first, times `scale`."""
+    """Return the names with the most µs, longest first; their times are multiplied by `scale`."""
     best = sorted(times.items(), key=lambda item: -item[1])[:_NAMED]
     return tuple(HostTime(name=name, us=us * scale) for name, us in best)
 
 
 def _launches(job: TracedJob, column: int) -> tuple[F64, F64]:
-    """Return when each launching host call of a rank in the steps began and ended, each call once."""
+    """Return start and end of each host call of a rank that launched GPU work in the steps, each call once."""
     gpu, at = job.digests[column].gpu, job.launch[column]
     rows = np.flatnonzero((at >= job.step_start[0, column]) & (at < job.step_end[-1, column]))
     at, first = np.unique(at[rows], return_index=True)
@@ -147,26 +147,26 @@ def _launching(job: TracedJob, column: int) -> tuple[float, float, float]:
 
 
 def long_pauses(job: TracedJob, column: int) -> F64:
-    """Return the µs of every pause of a rank's host that takes more than `LONG_US` of the steps."""
+    """Return the µs, in steps, of every pause of a rank's host that is at least `LONG_US` long."""
     us = np.bincount(job.digests[column].gaps.pauses.number, _time_paused(job, column))
     return np.asarray(us[us >= LONG_US])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostPauses:
-    """Says how long hosts pause in a step for one cause, while their GPUs idle or wait for another rank (µs).
+    """Holds the µs per step that hosts pause for one cause while their GPUs idle or wait for another rank.
 
-    `shared_us` is what the step loses by that beyond the idle time of the mean GPU.
+    `shared_us` is what the step loses by these pauses beyond the idle time of the mean GPU.
     """
 
     us: float  # sum over ranks
     shared_us: float
-    columns: tuple[int, ...]  # of the ranks whose hosts pause, if not of all
+    columns: tuple[int, ...]  # columns of the ranks whose hosts pause; empty: all ranks
     operations: tuple[HostTime, ...]
 
 
 def _time_paused(job: TracedJob, column: int) -> F64:
-    """Return how many µs of each row of a rank's `Pauses` lie in the steps."""
+    """Return, for each row of a rank's `Pauses`, its µs that lie in the steps."""
     pauses = job.digests[column].gaps.pauses
     start, end = job.on_job_clock(column, pauses.start), job.on_job_clock(column, pauses.end)
     inside = job.steps_of(column).within(start, end)
@@ -174,7 +174,7 @@ def _time_paused(job: TracedJob, column: int) -> F64:
 
 
 def _some_host_pauses(job: TracedJob, columns: list[int], category: int) -> float:
-    """Return for how many µs of a step at least one of these ranks' hosts pauses for one cause."""
+    """Return the µs per step in which the host of at least one of these ranks pauses for one cause."""
     found = Intervals.union(np.empty(0), np.empty(0))
     for c in columns:
         pauses = job.digests[c].gaps.pauses
@@ -185,9 +185,9 @@ def _some_host_pauses(job: TracedJob, columns: list[int], category: int) -> floa
 
 
 def share_out(job: TracedJob, columns: list[int], own: dict[str, float], left_us: float) -> dict[str, HostPauses]:
-    """Return what all ranks' stalls cost beyond own idle time, shared by how long the hosts pause for each cause.
+    """Return the cost of stalls by cause: `left_us`, the cost beyond own idle time, split by pausing time per cause.
 
-    No cause costs more in all than the time in which some host pauses for it.
+    The own idle time and the share of a cause are together at most the time in which some host pauses for the cause.
     """
     time = {c: _time_paused(job, c) / job.num_steps for c in columns}
     by_rank = np.array([np.bincount(job.digests[c].gaps.pauses.category, time[c], len(CATEGORIES)) for c in columns])
@@ -196,7 +196,7 @@ def share_out(job: TracedJob, columns: list[int], own: dict[str, float], left_us
         idle_us = own.get(CATEGORIES[each], 0.0)
         beyond[each] = max(float(by_rank[:, each].sum()) - idle_us, 0.0)
         most_us[each] = min(beyond[each], max(_some_host_pauses(job, columns, each) - idle_us, 0.0))
-    for _ in STALLS:  # what one cause cannot have cost goes to the others
+    for _ in STALLS:  # the excess over what a cause can cost goes to the other causes
         weight = np.where(cost < most_us, beyond, 0.0)
         cost = np.minimum(cost + max(left_us - cost.sum(), 0.0) * weight / max(float(weight.sum()), 1e-9), most_us)
     found = {}

@@ -1,4 +1,4 @@
-"""Compare compute kernels alone and beside communication: how much slower they are, and why.
+"""Compare compute kernels alone and beside communication: how much communication slows them, and why.
 
 There are three causes. Tail effect: communication CTAs take SMs, and a grid of few waves needs one more. SM contention:
 the kernel has fewer SMs but no extra wave, and slows in proportion. Bandwidth (and power): the kernel is slower though
@@ -20,11 +20,11 @@ from counterpoint.machine.occupancy import SmLimits, blocks_per_sm, most_ctas_wi
 from counterpoint.records.diagnosis import KernelCause, KernelComparison
 from counterpoint.trace.timeline import F64, I64, Device, Kind
 
-_ALONE, _OVERLAPPED = 0.02, 0.5  # share of a kernel's time beside communication: at most, at least
+_ALONE, _OVERLAPPED = 0.02, 0.5  # alone / beside communication: kernels with at most / at least this share of overlap
 _SLOWER = 1.05
 _UNKNOWN_SM = SmLimits(num_sms=0, regs=65536, smem=98304, threads=2048)  # the smallest limits since V100
-_OTHER_SIZE = 1.3  # ratio of neighbouring times alone from which they belong to different problem sizes
-_FEW_WAVES = 8  # beyond this an extra wave is a proportional loss
+_OTHER_SIZE = 1.3  # from this ratio on, adjacent sorted times belong to different problem sizes
+_FEW_WAVES = 8  # with more waves, an extra wave costs no more than the proportional loss of SMs
 _BESIDES = 1.25  # what clocks, power and caches may add to an extra wave, or to fewer SMs
 _SHOWN = 200
 _MEMORY_BOUND = re.compile(
@@ -40,14 +40,14 @@ _Fact = tuple[str, tuple[int, ...], str, int, int]  # name, grid + block, shapes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelSet:
-    """Holds the comparison of each kind of kernel, and the time of every GPU operation without contention."""
+    """Holds the comparison of each kind of kernel, and the µs of every GPU operation without contention."""
 
     kernels: tuple[KernelComparison, ...]  # highest cost first
     alone_us: tuple[F64, ...]  # per rank and GPU operation; NaN: same as measured
 
 
 def sm_limits(device: Device) -> SmLimits | None:
-    """Return number and limits of a GPU's SMs, from the trace, else from its datasheet; None for an unknown GPU."""
+    """Return number and resource limits of a GPU's SMs, by the trace, else by the datasheet; None: unknown GPU."""
     known = find_gpu(device.name)
     if known is None and not device.num_sms:
         return None
@@ -69,7 +69,7 @@ class _ComputeRows:
     op: I64
     duration: F64
     share: F64  # share of the duration while communication runs
-    ctas: I64  # blocks of the largest communication kernel running at its middle; 0: none or copies
+    ctas: I64  # blocks of the largest communication kernel at its midpoint; 0: none or copies
     kind: I64  # index into `facts`
     facts: list[_Fact]
 
@@ -92,7 +92,7 @@ def compare_overlap(job: TracedJob, busy: list[Activity]) -> KernelSet:
 def _compared(
     job: TracedJob, rows: _ComputeRows, members: I64, fact: _Fact, limits: SmLimits | None, alone_us: tuple[F64, ...]
 ) -> KernelComparison:
-    """Compare one kind of kernel; write the time of its operations without contention into `alone_us`."""
+    """Compare one kind of kernel; write the µs of its operations without contention into `alone_us`."""
     share = rows.share[members]
     alone, beside = members[share <= _ALONE], members[share >= _OVERLAPPED]
     kernel = _kernel(fact, rows, alone, beside, limits, len(job.ranks))
@@ -105,7 +105,7 @@ def _compared(
 
 
 def _by_size(job: TracedJob, rows: _ComputeRows, members: I64, *, shaped: bool) -> list[I64]:
-    """Return operations of one kind, split by size where the trace does not state their shapes.
+    """Return the operations of one kind, split by problem size where the trace does not state their shapes.
 
     Alone, a kernel takes about the same time for the same size. Where times alone form several classes, sizes are mixed
     (one GEMM kernel serves many layers): each class becomes a kind, and an operation beside communication joins the
@@ -181,7 +181,7 @@ def _collect(job: TracedJob, busy: list[Activity]) -> _ComputeRows:
 
 
 def _ctas_during(job: TracedJob, column: int, start: F64, end: F64) -> I64:
-    """Return the blocks of the largest communication kernel that runs in the middle of each window; 0: none."""
+    """Return the number of blocks of the largest communication kernel that runs at each window's midpoint; 0: none."""
     comm = job.digests[column].comm
     low, high = job.on_job_clock(column, comm.start), job.on_job_clock(column, comm.end)
     found = np.zeros(len(start), np.int64)
@@ -211,7 +211,7 @@ def _kernel(
         lost = most_ctas_without_extra_wave(blocks, num_sms=limits.num_sms, blocks_per_sm=fit)
     cause = _cause(name, slowdown, a, b, ctas, before, after)
     if slowdown and slowdown > _most_slowdown(cause, limits.num_sms if limits else 0, ctas, before, after):
-        slowdown, cause = None, "none"  # kernels of two sizes, which the trace does not tell apart
+        slowdown, cause = None, "none"  # the kernels have two sizes that the trace does not distinguish
     extra = float(np.maximum(b - np.median(a), 0.0).sum()) / ranks if cause != "none" else 0.0
     return KernelComparison(
         name=name,
@@ -238,7 +238,7 @@ def _kernel(
 
 
 def _most_slowdown(cause: KernelCause, sms: int, ctas: int, before: int | None, after: int | None) -> float:
-    """Return by what factor a cause can slow a kernel at most; of an unknown GPU, half of the SMs may be taken."""
+    """Return the largest factor by which a cause can slow a kernel; on an unknown GPU half of the SMs may be taken."""
     more_waves = after / before if before and after else 1.0
     fewer_sms = sms / (sms - ctas) if sms > ctas else 2.0
     most = {"tail_effect": more_waves, "sm_contention": max(fewer_sms, more_waves)}
@@ -252,7 +252,7 @@ def _quantile(values: F64, q: float) -> float | None:
 def _cause(
     name: str, slowdown: float | None, alone: F64, beside: F64, ctas: int, before: int | None, after: int | None
 ) -> KernelCause:
-    """Return why a kernel is slower; "none" unless it is by more than 5 % and by more than its spread alone."""
+    """Return why a kernel is slower; "none" if it is slower by at most 5 % or by less than its own spread alone."""
     if slowdown is None or slowdown < _SLOWER or np.median(beside) <= np.percentile(alone, 75):
         return "none"
     if ctas == 0 or _MEMORY_BOUND.search(name):

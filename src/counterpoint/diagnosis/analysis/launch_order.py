@@ -1,4 +1,4 @@
-"""Find collectives that were ready to run, but found every SM taken by a kernel that had started before.
+"""Find collectives that were ready to run, but had to wait since an earlier kernel held every SM.
 
 A collective that starts as a big kernel ends may simply depend on it. It does not if it began before the end of the
 kernel, as the last blocks left; if it was launched before that kernel; if no stream wait was issued between the two
@@ -22,24 +22,24 @@ from counterpoint.trace.timeline import I32, I64, Bools, GpuOps, Kind, device_of
 
 _CLOSE_US = 25.0  # a kernel of another stream starts this soon after SMs become free
 _SHORTEST_US = 30.0
-_PAIRS = 1 << 20  # of collectives and kernels that are looked at together
+_PAIRS = 1 << 20  # pairs of a collective and a kernel that are examined in one batch
 _EARLY = 0.25  # last part of a kernel, in which its blocks leave SMs free and other kernels can start
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Blocked:
-    """Records that row `row` of `column`'s collectives waited `lost_us` for kernel `by` (GpuOps row) to leave SMs."""
+    """Records that a collective (`row` of rank `column`) waited `lost_us` for kernel `by` (GpuOps row) to leave SMs."""
 
     column: int
     row: int
-    op: int  # its first GPU operation
+    op: int  # first GPU operation of the collective
     by: int
     lost_us: float
     proof: str
 
 
 def find_blocked(job: TracedJob) -> tuple[Blocked, ...]:
-    """Return every collective that waited for SMs, on any rank, with the proof that it did not depend on the kernel."""
+    """Return every collective that waited for SMs on any rank, with proof that it did not depend on the kernel."""
     suspects: list[Blocked] = []
     free: set[tuple[str, str]] = set()  # (collective operation, kernel name) seen running at the same time
     for column in range(len(job.digests)):
@@ -90,7 +90,7 @@ def _of_rank(job: TracedJob, column: int) -> tuple[list[Blocked], set[tuple[str,
         beside |= {(comm.op[r], d.names[name]) for r, name in set(pairs)}
         near = np.flatnonzero((late <= start) & (end >= start - _CLOSE_US) & (gpu.start[other] < start))
         near = near[np.lexsort((-end[near], row[near]))]
-        near = near[np.flatnonzero(np.diff(row[near], prepend=-1))]  # the one that ended last, for each collective
+        near = near[np.flatnonzero(np.diff(row[near], prepend=-1))]  # for each collective, the kernel that ended last
         op, by = ops[row[near]], other[near]
         free_at = np.where(previous[op] >= 0, gpu.end[previous[op]], -np.inf)
         lost = np.minimum(start[near] - np.maximum(gpu.launch_end[op], free_at), start[near] - gpu.start[by])
@@ -103,7 +103,7 @@ def _of_rank(job: TracedJob, column: int) -> tuple[list[Blocked], set[tuple[str,
 
 
 def _lead(gpu: GpuOps, previous: I64, ops: I32) -> I64:
-    """Return the first operation of each collective: the local copy right before it, which needs SMs, or itself."""
+    """Return the operation with which each collective begins: a local copy (needs SMs) right before it, or itself."""
     before = np.maximum(previous[ops], 0)
     near = gpu.start[ops] - gpu.end[before] < 2 * _CLOSE_US
     return np.where((previous[ops] >= 0) & (gpu.kind[before] == Kind.MEMCPY) & near, before, ops).astype(np.int64)
@@ -124,7 +124,7 @@ def _holds_every_sm(job: TracedJob, column: int, rows: I64) -> Bools:
 
 
 def _proof(job: TracedJob, column: int, op: int, by: int) -> str:
-    """Return the reason why operation `op` cannot have depended on kernel `by`; empty if it may have."""
+    """Return the reason why operation `op` cannot have depended on kernel `by`; empty if it may have depended on it."""
     d = job.digests[column]
     gpu = d.gpu
     launched, kernel_launched = float(gpu.launch_start[op]), float(gpu.launch_start[by])

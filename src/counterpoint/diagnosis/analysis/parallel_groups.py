@@ -1,4 +1,4 @@
-"""Find out which parallelism (dp, tp, pp, ep, cp, sp) a collective serves: by its group's name, else by its use.
+"""Find out which parallelism (dp, tp, pp, ep, cp, sp) a collective serves, by its group's name, else by its use.
 
 Programs name their groups: Megatron `TENSOR_MODEL_PARALLEL_GROUP`, DeviceMesh `mesh_dp_shard`, vLLM `tp:0`. Where no
 name says it, the launch or kernel may (FSDP's ranges, DeepEP's kernels). Else it is told from the members of the group
@@ -29,9 +29,9 @@ _SIGNS = {
     "sp": ("sp", "sequence", "ulysses"),
 }
 _KIND = {sign: kind for kind, signs in _SIGNS.items() for sign in signs}
-_OF_A_MESH = ("replicate", "shard")  # usual names of the two dimensions of hybrid sharding
+_OF_A_MESH = ("replicate", "shard")  # usual names of the two mesh axes of hybrid sharding
 _EXPERTS = re.compile(r"moe|expert|router", re.IGNORECASE)
-_ACTIVATIONS = 64 << 10  # bytes: metrics and flags are smaller
+_ACTIVATIONS = 64 << 10  # bytes: activations are at least as large, metrics and flags are smaller
 _GRADIENTS = 1 << 20
 _CALLS_A_STEP = 2.0  # a step
 _CALLS_A_STEP_OF_ALL = 8.0  # a step, in the group of all ranks
@@ -54,7 +54,7 @@ def parallel_of(*names: str | None) -> str | None:
 
 
 def _divides_experts(words: list[str], at: int) -> bool:
-    """Return whether a word says that experts are divided, not that replicas or slices of them are meant.
+    """Return whether word `at` of a group's name means expert parallelism, not replicas or slices of experts.
 
     `EXPERT_MODEL_PARALLEL` does; `EXPERT_DATA_PARALLEL`, `moe_tp` and `dp_shard_mod_ep` do not.
     """
@@ -89,7 +89,7 @@ def parallels(job: TracedJob) -> list[str | None]:
 
 
 def _by_use(job: TracedJob, members: tuple[int, ...] | None, facts: list[tuple[str, str | None, int]]) -> str | None:
-    """Return what a group serves by its members and by operation, phase and bytes of its collectives."""
+    """Return the parallelism of a group by its members and by operation, phase and bytes of its collectives."""
     if members is None or len(members) < 2:
         return None
     apart = np.unique(np.diff(members))

@@ -48,12 +48,12 @@ from counterpoint.diagnosis.reading.traced_job import TracedJob
 from counterpoint.records.diagnosis import Replay, WhatIfStep
 from counterpoint.trace.timeline import F64, I64, ROUNDED_US, Bools, Kind
 
-_LIMIT = 60_000  # GPU operations: a few seconds of eight ranks, replayed in half a second
-_LEAST_COPY_SHARE = 0.01  # of the time replayed: copies that take less are not left out
+_LIMIT = 60_000  # most GPU operations: a few seconds of eight ranks, replayed in half a second
+_LEAST_COPY_SHARE = 0.01  # of the replayed time: where copies take less, no replay leaves them out
 NO_SUSPECTED_WAITING = "no suspected waiting for ranks not recorded"
 NO_FSDP2_COPIES = "no FSDP2 copies"
 ZERO_SM = "zero-SM collectives"
-_EXPLAINED_ERROR = 0.01  # error of a graph that explains a trace
+_EXPLAINED_ERROR = 0.01  # largest error of a graph that counts as explaining a trace
 
 
 def replay(
@@ -134,7 +134,7 @@ def _without_sms(
     blocked: Sequence[Bools] | None,
     hosts: Sequence[I64],
 ) -> dict[str, ReplayGraph]:
-    """Return what copy engines would change, and which part of that is FSDP2's copies."""
+    """Return the graphs, by name of the change, with collectives on copy engines, and without FSDP2's copies."""
     found: dict[str, ReplayGraph] = {}
     if stack is None or not stack.nvidia_nccl:
         return found
@@ -151,11 +151,11 @@ def _without_sms(
 def _step_us(graph: ReplayGraph, ends: F64) -> float:
     last = np.zeros(len(graph.own))
     np.maximum.at(last, graph.island[graph.column[1:]], ends[1:])
-    return graph.mean_us(np.where(last > 0, last, graph.head_us + graph.window_us))  # 0: nothing ran
+    return graph.mean_us(np.where(last > 0, last, graph.head_us + graph.window_us))  # 0: no operation of the island ran
 
 
 def _explained_only(graph: ReplayGraph) -> ReplayGraph:
-    """Return the graph with unexplained waits cut to `SOON_US`: operations wait only for what the graph has."""
+    """Return the graph with unexplained waits cut to `SOON_US`: operations wait only along edges."""
     follows = (graph.row >= 0) & ((graph.host > 0) | (graph.stream > 0))
     return changed(graph, lag=np.where(follows, np.minimum(graph.lag, SOON_US), graph.lag))
 
@@ -176,7 +176,7 @@ def _suspected(graph: ReplayGraph, suspected_us: Sequence[F64]) -> F64:
 
 
 def _of_hosts(graph: ReplayGraph, job: TracedJob, ends: F64, hosts: Sequence[I64]) -> dict[str, ReplayGraph]:
-    """Return the graph with hosts that do less, by name; none if no launch is recorded."""
+    """Return, by name, the graphs in which hosts take no time or do not stall; empty if no launch is recorded."""
     if not (np.isfinite(graph.order) & (graph.row >= 0)).any():
         return {}
     found = {"hosts free (CUDA graphs)": _hosts_free(graph, ends, hosts)}
@@ -187,9 +187,9 @@ def _of_hosts(graph: ReplayGraph, job: TracedJob, ends: F64, hosts: Sequence[I64
 
 
 def _hosts_free(graph: ReplayGraph, ends: F64, hosts: Sequence[I64]) -> ReplayGraph:
-    """Return the graph without host time; added edges hold nothing back for longer than in the unchanged replay.
+    """Return the graph without host time; new edges keep the order, but delay no operation beyond the unchanged replay.
 
-    `ends`: those of the unchanged replay.
+    `ends`: end of every node in the unchanged replay, µs.
     """
     event, lag = graph.event.copy(), graph.lag.copy()
     begins = ends[graph.host] + graph.after_host
@@ -202,19 +202,19 @@ def _hosts_free(graph: ReplayGraph, ends: F64, hosts: Sequence[I64]) -> ReplayGr
         pause = begins[free] - ends[before]
         before, free, pause = (x[(before > 0) & (pause >= -ROUNDED_US)] for x in (before, free, pause))
         event[free], lag[free] = before, np.minimum(lag[free], pause)
-    worked = np.maximum(since_host(graph, hosts, graph.host_gap), 0.0)  # < 0: calls of two threads
+    worked = np.maximum(since_host(graph, hosts, graph.host_gap), 0.0)  # negative where calls of two threads overlap
     return changed(graph, after_host=graph.after_host - worked, event=event, lag=lag)
 
 
 def _operations(graph: ReplayGraph) -> list[I64]:
-    """Return each rank's GPU operations."""
+    """Return the nodes of each rank that are GPU operations."""
     ops = np.flatnonzero(graph.row >= 0)
     ops = ops[np.argsort(graph.column[ops], kind="stable")]
     return np.split(ops, np.searchsorted(graph.column[ops], np.arange(1, int(graph.column.max()) + 1)))
 
 
 def _ended_before(graph: ReplayGraph, ops: I64, nodes: I64) -> I64:
-    """Return the one of `ops` that ended last before each node began and was launched before it; 0: none."""
+    """Return, for each node, the one of `ops` launched before it that ended last before it began; 0: none."""
     by_end = ops[np.argsort(graph.end[ops], kind="stable")]
     last = np.searchsorted(graph.end[by_end], graph.begin[nodes] + ROUNDED_US, side="right") - 1
     near = last[:, None] - np.arange(LOOK_BACK)
@@ -235,7 +235,7 @@ def _no_stall(graph: ReplayGraph, stalling: F64, hosts: Sequence[I64]) -> Replay
 
 
 def _in_copies(graph: ReplayGraph, job: TracedJob, hosts: Sequence[I64]) -> F64:
-    """Return which part of each node's `host_gap` the host spent in the call of the copy before it."""
+    """Return the µs of each node's `host_gap` that the host spent in the call of the copy before the node."""
     call = of_operations(graph, [d.gpu.launch_end - d.gpu.launch_start for d in job.digests], 0.0)
     calling = np.zeros(len(graph.row))
     for own in hosts:
@@ -279,14 +279,15 @@ def _is_local(graph: ReplayGraph, nodes: I64) -> Bools:
 
 
 def _stretch(graph: ReplayGraph, nodes: I64) -> I64:
-    """Return, per node, the number of communication operations up to it; ranks of one program have equal numbers."""
+    """Return the number of communication operations up to each node, which is equal on ranks that run one program."""
     return np.cumsum((graph.row[nodes] >= 0) & (graph.kind[nodes] == Kind.COMM))
 
 
 def _stand_in(own: F64, stretch: I64, theirs: F64, their_stretch: I64) -> F64:
-    """Return `own`, with the values of `theirs` in stretches whose sum is smaller there.
+    """Return the values `own`, replaced by `theirs` in stretches of nodes where the sum of `theirs` is smaller.
 
-    If a stretch has as many values in both, they are taken one by one; else `own` is scaled to the other sum.
+    If a stretch has equally many values in both, values are replaced one by one; else `own` is scaled to the sum of
+    `theirs`.
     """
     count = int(max(stretch.max(initial=0), their_stretch.max(initial=0))) + 1
     size, their_size = np.bincount(stretch, minlength=count), np.bincount(their_stretch, minlength=count)

@@ -1,4 +1,4 @@
-"""Build the graph that a replay simulates: what each GPU operation waits for, in some consecutive steps of all ranks.
+"""Build the graph that a replay simulates: its nodes are GPU operations, its edges what they wait for.
 
 A node is a GPU operation, or the return of a host call that waited for the GPU. Each node begins some time after the
 last of at most four other nodes has ended:
@@ -29,25 +29,25 @@ import numpy as np
 from counterpoint.diagnosis.reading.traced_job import TracedJob
 from counterpoint.trace.timeline import F64, I64, ROUNDED_US, U8, Bools, Kind, device_of, previous_on_stream
 
-_EDGE_US = 20.0  # an operation that waited for one of another stream begins this soon after the end of that
-_LATE_US = 8.0  # an operation that begins this much after launch, stream and event waited for something else, ...
-_MORE_US = 1.0  # ... which must have ended at least this much after those
+_EDGE_US = 20.0  # an operation that waited for another stream's operation begins this soon after its end
+_LATE_US = 8.0  # beginning later than launch, stream and event explain by this: waited for something else, ...
+_MORE_US = 1.0  # ... that must have ended at least this much after these
 _TAIL = 0.15  # last part of a kernel, in which its blocks leave SMs free
-_RETURN_US = 100.0  # a host call that waited returns this soon after the end of what it waited for
+_RETURN_US = 100.0  # a host call that waited returns within this time after the awaited operation ends
 _BLOCKED_CALL_US = 100.0  # a launch call that takes longer waited for room in the launch queue
-_APART_US = 1.0  # between steps: a longer time belongs to none of them
-SOON_US = 20.0  # an operation that nothing holds has begun by then
+_APART_US = 1.0  # longest pause between consecutive steps of one replay
+SOON_US = 20.0  # an operation that waits for nothing begins within this time
 LOOK_BACK = 16  # number of ends that are examined for each begin
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayGraph:
-    """Holds nodes, each after all nodes that it depends on; times in µs, columns of one length; no edge is 0."""
+    """Holds nodes of a replay, each after the nodes on which it depends: columns of one length; µs; edge 0: none."""
 
     column: I64  # of TracedJob
     row: I64  # of GpuOps; -1: a host call
     kind: U8  # Kind of the operation
-    begin: F64  # as measured; a simulation uses only columns derived from it
+    begin: F64  # measured; a simulation uses only columns that are derived from it
     end: F64
     order: F64  # when the host launched the operation, or when the host call returned; NaN: unknown
     host_gap: F64  # host time since the previous launch or return
@@ -62,20 +62,20 @@ class ReplayGraph:
     collective: I64  # row of Joined; -1: none
     arrives: Bools  # whether its begin is the rank's arrival at the collective
     leaves: Bools  # whether its end is the end of the collective on this rank
-    # Of ranks that collectives join, called an island here; others do not wait for them:
-    island: I64 = field(default_factory=lambda: np.zeros(1, np.int64))  # of each rank
+    # An island is a set of ranks that collectives join; ranks of other islands do not wait for them:
+    island: I64 = field(default_factory=lambda: np.zeros(1, np.int64))  # island of each rank
     head_us: F64 = field(default_factory=lambda: np.zeros(1))  # from node 0 to the beginning of the replayed steps
     window_us: F64 = field(default_factory=lambda: np.zeros(1))  # from their earliest begin to their latest end
-    own: F64 = field(default_factory=lambda: np.ones(1))  # its part in a mean over ranks: they begin and end apart
+    own: F64 = field(default_factory=lambda: np.ones(1))  # weight of each island in a mean over ranks
     steps: int = 0
 
     def mean_us(self, last_us: F64) -> float:
-        """Return the time of a step, mean over ranks, if each island's last node ends then (µs after node 0)."""
+        """Return the mean µs of a step over ranks if each island's last node ends at `last_us` (µs after node 0)."""
         return float(((last_us - self.head_us) * self.own).sum()) / self.steps
 
 
 def build_graph(job: TracedJob, limit: int) -> ReplayGraph | None:
-    """Return the graph of the middle steps, as many as hold at most `limit` GPU operations, but at least one.
+    """Return the graph of the middle steps: at least one step, more while they have at most `limit` GPU operations.
 
     Return None if no operation runs in these steps, or they take no time.
     """
@@ -104,7 +104,7 @@ def build_graph(job: TracedJob, limit: int) -> ReplayGraph | None:
 
 
 def by_host(graph: ReplayGraph) -> list[I64]:
-    """Return each rank's nodes in host order: by launch of operations and by return of host calls."""
+    """Return each rank's nodes in host order: operations by their launch, host calls by their return."""
     nodes = np.flatnonzero(np.isfinite(graph.order))
     nodes = nodes[np.argsort(graph.order[nodes], kind="stable")]
     nodes = nodes[np.argsort(graph.column[nodes], kind="stable")]
@@ -112,7 +112,7 @@ def by_host(graph: ReplayGraph) -> list[I64]:
 
 
 def since_host(graph: ReplayGraph, hosts: Sequence[I64], gap: F64) -> F64:
-    """Return, for every node, the sum of `gap` in host order since the host call that it follows."""
+    """Return, for every node, the sum of `gap` over the nodes, in host order, since the host call that it follows."""
     total = np.zeros(len(graph.row))
     for nodes in hosts:
         total[nodes] = np.cumsum(gap[nodes])
@@ -120,7 +120,7 @@ def since_host(graph: ReplayGraph, hosts: Sequence[I64], gap: F64) -> F64:
 
 
 def of_operations(graph: ReplayGraph, values: Sequence[Any], absent: Any) -> Any:
-    """Return, for every node, the value of its operation in `values` (per column); `absent` for host calls."""
+    """Return, for every node, the value in `values` (one array per rank) of its operation; `absent` for host calls."""
     first = np.cumsum([0] + [len(v) for v in values])
     found = np.full(len(graph.row), absent)
     ops = graph.row >= 0
@@ -129,7 +129,7 @@ def of_operations(graph: ReplayGraph, values: Sequence[Any], absent: Any) -> Any
 
 
 def without_contention(graph: ReplayGraph, alone_us: Sequence[F64]) -> ReplayGraph:
-    """Return the graph in which operations take the time that they take alone, where that is known."""
+    """Return the graph in which every operation takes its time alone, as far as that time is known."""
     alone = of_operations(graph, alone_us, np.nan)
     return replace(graph, duration=np.where(np.isfinite(alone), alone, graph.duration))
 
@@ -141,9 +141,9 @@ def not_held(graph: ReplayGraph, held: Bools) -> ReplayGraph:
 
 
 def _steps(job: TracedJob, limit: int) -> tuple[int, int]:
-    """Return the first and last step to replay: the middle step, and its neighbours as long as `limit` allows.
+    """Return first and last step to replay: the middle step and its neighbours, up to `limit` GPU operations.
 
-    They follow one another; of several runs of such steps, the one with most operations is taken.
+    The steps are consecutive; of several runs of consecutive steps, the run with the most operations is taken.
     """
     size = np.zeros(len(job.step_names), np.int64)
     for c, at in enumerate(job.op_start):
@@ -164,7 +164,7 @@ def _steps(job: TracedJob, limit: int) -> tuple[int, int]:
 
 
 def _nothing() -> ReplayGraph:
-    """Return a graph of node 0 only."""
+    """Return a graph that has only node 0, the origin."""
     none, zero, no = np.full(1, -1, np.int64), np.zeros(1), np.zeros(1, bool)
     edge = np.zeros(1, np.int64)
     return ReplayGraph(column=none, row=none, kind=np.zeros(1, np.uint8), begin=zero, end=zero, order=zero * np.nan,
@@ -173,7 +173,7 @@ def _nothing() -> ReplayGraph:
 
 
 def _rank(job: TracedJob, c: int, begin: float, finish: float) -> ReplayGraph:
-    """Return the nodes of one rank: operations, then host calls. Edges are indices of these nodes, -1: none."""
+    """Return the nodes of one rank: operations, then host calls. Edges are indices into these nodes; -1: none."""
     gpu = job.digests[c].gpu
     row = np.flatnonzero((job.op_start[c] >= begin) & (job.op_start[c] < finish)).astype(np.int64)
     start, end, launch = job.op_start[c][row], job.op_end[c][row], job.launch[c][row]
@@ -217,10 +217,11 @@ def _ends(end: F64, edge: I64) -> F64:
 
 
 def _host_calls(job: TracedJob, c: int, row: I64, begin: float, finish: float) -> tuple[F64, F64, I64]:
-    """Return entry, return and awaited operation (-1: none) of a rank's blocking host calls, in order of return.
+    """Return entry µs, return µs and awaited operation (-1: none) of a rank's blocking host calls, by time of return.
 
-    The first entry marks the begin of the host's work, the last one its end if that is after the GPU's. Between them
-    are the calls that waited, for all operations launched before or for one of them. Other calls count as host work.
+    The first entry marks the begin of the host's work; the last entry marks its end if the host ends after the GPU.
+    Between them are calls that waited for all operations launched before, or for one of these. Other calls count as
+    host work.
     """
     gpu, waits, launch, end = job.digests[c].gpu, job.digests[c].waits, job.launch[c][row], job.op_end[c][row]
     call = gpu.launch_end[row] - gpu.launch_start[row]
@@ -238,7 +239,7 @@ def _host_calls(job: TracedJob, c: int, row: I64, begin: float, finish: float) -
         tail: tuple[list[float], list[float], list[int]] = ([], [], [])
     elif np.isfinite(launch).any() or not len(end):
         tail = ([finish], [finish], [-1])
-    else:  # no launches are recorded: let the host end with the GPU
+    else:  # without recorded launches, the host ends with the GPU
         tail = ([start], [finish], [int(end.argmax())])
     return (np.concatenate(([start], enter, tail[0])), np.concatenate(([start], leave, tail[1])),
             np.concatenate(([-1], awaited, tail[2])).astype(np.int64))  # fmt: skip
@@ -268,7 +269,7 @@ def _awaited(enter: F64, leave: F64, launch: F64, end: F64) -> I64:
 
 
 def _host_chain(launch: F64, enter: F64, leave: F64) -> tuple[I64, F64, F64]:
-    """Return `host`, `host_gap` and `after_host` of operations and host calls, from the order of the host's calls."""
+    """Return columns `host`, `host_gap` and `after_host` of operations and host calls, by the order of host calls."""
     n = len(launch)
     met, left = np.concatenate((launch, enter)), np.concatenate((launch, leave))
     order = np.argsort(left, kind="stable")
@@ -283,7 +284,7 @@ def _host_chain(launch: F64, enter: F64, leave: F64) -> tuple[I64, F64, F64]:
 
 
 def _stated(job: TracedJob, c: int, row: I64) -> I64:
-    """Return the operation that ends last of those that each one waits for by stream waits in the trace; -1: none."""
+    """Return, for each operation, the awaited operation (by recorded stream waits) that ends last; -1: none."""
     gpu, waits = job.digests[c].gpu, job.digests[c].waits
     stated = np.full(len(row), -1, np.int64)
     known = np.flatnonzero(waits.stream_wait_for >= 0)
@@ -303,7 +304,7 @@ def _stated(job: TracedJob, c: int, row: I64) -> I64:
 
 
 def _asked(launch: F64, start: F64, end: F64, stream: I64, calls: F64) -> I64:
-    """Return the operation that each one waited for, guessed from the times of cudaStreamWaitEvent calls; -1: none.
+    """Return the operation that each operation awaited, guessed from times of cudaStreamWaitEvent calls; -1: none.
 
     An operation launched after such a call waits for the last operation launched to some other stream before the call.
     That must have ended before it began, which leaves few streams; of those the last to end is taken.
@@ -326,10 +327,10 @@ def _asked(launch: F64, start: F64, end: F64, stream: I64, calls: F64) -> I64:
 
 
 def _seen(start: F64, end: F64, launch: F64, stream: I64, kind: U8, base: F64) -> I64:
-    """Return the operation of another stream that ended as each began, if it began later than `base` explains; else -1.
+    """Return another stream's operation that ended as each began, if it began later than `base` explains; else -1.
 
-    Either it waited for that one, which then had been launched before (an event can be waited for only once it is
-    recorded), or that one is a kernel that took every SM until its last blocks: then it begins a little before the end.
+    Either it waited for the other operation, launched before it (an event can be awaited only once it is recorded), or
+    the other one is a kernel that held every SM until its last blocks: then it begins a little before the kernel ends.
     Waits between compute and communication are likelier than within one of them, and waits of or for copies the least.
     """
     late = np.flatnonzero(~(start - base <= _LATE_US))
@@ -360,7 +361,7 @@ _COLUMNS = tuple(
 
 
 def _stacked(parts: list[ReplayGraph]) -> ReplayGraph:
-    """Concatenate the nodes of all ranks, and turn edges into indices of the whole table, 0: none."""
+    """Concatenate the nodes of all ranks, and turn edges into indices into the concatenated nodes; 0: none."""
     offset = np.cumsum([0] + [len(p.row) for p in parts])
     columns: dict[str, Any] = {}
     for name in _COLUMNS:
@@ -401,14 +402,14 @@ def _with_collectives(graph: ReplayGraph, job: TracedJob) -> ReplayGraph:
 
 
 def _sorted(graph: ReplayGraph) -> ReplayGraph:
-    """Sort nodes by measured begin; drop edges against that order, which cannot be true, so that no cycle is left."""
+    """Sort nodes by measured begin; drop edges to nodes that come later, so that the graph has no cycle."""
     order = np.concatenate(([0], 1 + np.lexsort((graph.end[1:], graph.begin[1:]))))
     here = np.arange(len(order))
     place = np.empty_like(here)
     place[order] = here
     columns: dict[str, Any] = {n: getattr(graph, n)[order] for n in _COLUMNS}
     columns |= {n: place[columns[n]] for n in _EDGES}
-    known = here.copy()  # node at which a node's end is known: in a collective, that of the last rank to arrive
+    known = here.copy()  # node at which a node's end is known; in a collective: the node of the last rank to arrive
     joint, arrives, leaves = columns["collective"], columns["arrives"], columns["leaves"]
     last = np.zeros(int(joint.max()) + 1, np.int64)
     np.maximum.at(last, joint[arrives], here[arrives])

@@ -15,12 +15,12 @@ import numpy as np
 from counterpoint.diagnosis.analysis.replay_graph import ReplayGraph
 from counterpoint.trace.timeline import F64, I64
 
-_WIDE = 64  # nodes in a level from which numpy is faster than a loop
+_WIDE = 64  # from so many nodes in a level on, numpy is faster than a loop
 _EDGES = ("host", "stream", "event", "seen")
 
 
 def simulate(graph: ReplayGraph) -> F64:
-    """Return when every node of one graph ends, by one pass over its nodes."""
+    """Return the end (µs after node 0) of every node of one graph, by one pass over its nodes."""
     ends = [0.0] * len(graph.row)
     last_arrival = [0.0] * (int(graph.collective.max()) + 1)
     to_come = np.bincount(graph.collective[graph.arrives], minlength=len(last_arrival)).tolist()
@@ -54,7 +54,7 @@ def simulate(graph: ReplayGraph) -> F64:
 
 
 def simulate_all(graphs: Sequence[ReplayGraph]) -> list[F64]:
-    """Return the same for each of several graphs of the same nodes and collectives."""
+    """Return the ends of all nodes (µs after node 0) of each of several graphs with equal nodes and collectives."""
     if not graphs:
         return []
     largest = max(graphs, key=_number_of_edges)
@@ -77,9 +77,9 @@ def _has_no_other_edges(graph: ReplayGraph, other: ReplayGraph) -> bool:
 
 
 def _levels(graph: ReplayGraph) -> tuple[I64, I64]:
-    """Return the level of every node's begin, and that at which its end is known; node 0: 0.
+    """Return the level at which every node begins, and the level at which its end is known; both are 0 for node 0.
 
-    That is a simulation in which each node begins 1 after the nodes it depends on and takes no time.
+    Levels are times of a simulation in which each node takes no time and begins 1 after the nodes it depends on.
     """
     none, one = np.zeros(len(graph.row)), np.ones(len(graph.row))
     one[0] = 0.0
@@ -130,7 +130,7 @@ def _by_level(graphs: Sequence[ReplayGraph], begun: I64, known: I64) -> list[F64
 
 
 def _flat(graphs: Sequence[ReplayGraph], edge: str, order: I64, place: I64) -> I64:
-    """Return where the ends of an edge's nodes begin in the flat table of ends; one column if all graphs share it."""
+    """Return the index of each edge's node in the flat table of ends; one column if all graphs share the edge."""
     columns = [getattr(graph, edge) for graph in graphs]
     if all(column is columns[0] for column in columns):
         columns = columns[:1]

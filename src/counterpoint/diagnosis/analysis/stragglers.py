@@ -31,21 +31,21 @@ from counterpoint.records.diagnosis import Straggler, StragglerCause
 from counterpoint.trace.classify import is_matmul
 from counterpoint.trace.timeline import F64, I64, Kind
 
-_LEAST_SHARE = 0.015  # of the time of all steps, if it is more than jitter; healthy GPUs: 0.3 to 1.3 % (8 x H200)
+_LEAST_SHARE = 0.015  # of all steps: a smaller delay is no finding; on healthy GPUs it is 0.3 to 1.3 % (8 x H200)
 _JITTER_US = 100.0  # a healthy rank is late by less, on average over the collectives that it enters last
 _LEAST_SHARE_IN_JITTER = 0.03
-_LEAST_SHARE_OF_ONE_STEP = 0.035  # of a single step
+_LEAST_SHARE_OF_ONE_STEP = 0.035  # of a single step: a delay of this share is enough
 _LEAST_SHARE_UNEXPLAINED = 0.05  # of the time of all steps, where no cause is found
 _OUTSTANDING_FACTOR = 3.0  # times the delay of the median rank ...
 _OUTSTANDING_SHARE = 0.1  # ... or, where all ranks are late at times, this much of all steps more than the median rank
 _SHARE_OF_WORST_STEP = 0.25  # steps with at least this share of the worst step's delay are analysed
 _EXPLAINED_SHARE = 0.3  # of the delay: a difference of less is not its cause
-_ONE_KERNEL_SHARE = 0.8  # of what a rank computes longer that comes from kernels of one name, while the others, ...
+_ONE_KERNEL_SHARE = 0.8  # of the longer compute of a rank is in kernels of one name, while the others, ...
 _OTHER_KERNELS_SHARE = 0.2  # ... of at least this share of its compute, ...
 _AS_FAST_SHARE = 0.1  # ... are slower by no more than this share of the slowness of that one
-_AS_LATE_SHARE = 0.25  # of what the first rank waits: who comes so shortly before the last is as late as that one, ...
-_TOGETHER_SHARE = 0.75  # ... if it does in collectives with this share of all such waiting
-_SAME_CAUSE_SHARE = 0.5  # of what the latest rank has more of than others: one that has less has another cause
+_AS_LATE_SHARE = 0.25  # of the first rank's wait: a rank that comes so shortly before the last is as late, ...
+_TOGETHER_SHARE = 0.75  # ... if it does so in collectives with this share of all waiting
+_SAME_CAUSE_SHARE = 0.5  # of the latest rank's excess time: a rank with less of it has another cause
 _STRUCTURAL = ("send_recv", "recv", "send")  # pipeline stages wait for one another by design
 
 
@@ -54,7 +54,7 @@ _Signatures = dict[tuple[str, tuple[int, ...], str], F64]  # durations by name, 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Delays:
-    """Holds, for each collective, the column of the last rank and the median exposed wait of the others (µs)."""
+    """Holds, for each collective, the column of its last rank and the median exposed wait of the others (µs)."""
 
     collective: I64
     column: I64
@@ -62,7 +62,7 @@ class Delays:
 
 
 def find_delays(job: TracedJob, w: Waits) -> Delays:
-    """Return the delays of all collectives of more than one rank in the steps, without sends and receives."""
+    """Return the delays of all collectives in the steps that have more than one rank, without sends and receives."""
     rows, columns, felt = [], [], []
     for j in np.flatnonzero(w.step >= 0).tolist():
         there = np.flatnonzero(np.isfinite(w.arrival[j]))
@@ -77,7 +77,7 @@ def find_delays(job: TracedJob, w: Waits) -> Delays:
 
 
 def _felt_per_step(job: TracedJob, w: Waits, delays: Delays, column: int) -> F64:
-    """Return the delay in µs that one rank caused in each step."""
+    """Return the µs of delay that one rank caused in each step."""
     own = delays.column == column
     step = w.step[delays.collective[own]]
     return np.bincount(step, weights=delays.felt_us[own], minlength=len(job.step_names)).astype(np.float64)
@@ -86,9 +86,10 @@ def _felt_per_step(job: TracedJob, w: Waits, delays: Delays, column: int) -> F64
 def _stood_still_per_step(
     job: TracedJob, busy: list[Activity], w: Waits, delays: Delays, column: int, late: I64
 ) -> F64:
-    """Return the delay in µs that a late rank caused in each step, at most the longest standstill of a rank not `late`.
+    """Return the µs of delay by a late rank in each step, at most the longest time that a rank not `late` stood still.
 
-    It may come last in a chain of collectives of different groups, in which different ranks wait.
+    The bound is needed since a rank may come last in a chain of collectives of different groups, in which different
+    ranks wait.
     """
     own = delays.collective[delays.column == column]
     most = np.zeros(len(job.step_names))
@@ -100,7 +101,7 @@ def _stood_still_per_step(
 
 
 def _stood_still(w: Waits, busy: Activity, column: int, rows: I64) -> float:
-    """Return for how long a rank waits in these collectives with no compute beside it, each µs once."""
+    """Return the µs that a rank waits in these collectives while it computes nothing; each µs counts once."""
     came = w.arrival[rows, column]
     waited = Intervals.union(came, came + w.wait[rows, column])
     return float((waited.end - waited.start - busy.compute.within(waited.start, waited.end)).sum())
@@ -119,7 +120,7 @@ def find_stragglers(job: TracedJob, busy: list[Activity], w: Waits, delays: Dela
 
 
 def _late_together(job: TracedJob, w: Waits, delays: Delays) -> I64:
-    """Return the columns of ranks that mostly come as late as the last; first that for which others wait longest."""
+    """Return the columns of ranks that mostly come as late as the last rank; the one with the most delay is first."""
     came = w.arrival[delays.collective]
     there = np.isfinite(came)
     longest = np.nan_to_num(np.nanmax(w.exposed_wait[delays.collective], axis=1))
@@ -134,7 +135,7 @@ def _late_together(job: TracedJob, w: Waits, delays: Delays) -> I64:
 
 
 def _as_one(w: Waits, delays: Delays, late: I64) -> Delays:
-    """Return the delays as if all `late` ranks were the first of them: how long the ranks that are not late waited."""
+    """Return the delays with all `late` ranks merged into the first of them: the waits of the other ranks."""
     own = np.flatnonzero(np.isin(delays.column, late))
     others = np.delete(w.exposed_wait[delays.collective[own]], late, axis=1)
     alone = np.isfinite(others).any(axis=1)
@@ -175,7 +176,7 @@ def _stands_out(job: TracedJob, delays: Delays, late: I64, total: F64, per_step:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Excess:
-    """Holds a late rank's time beyond the typical other rank's in the steps that it delayed (µs)."""
+    """Holds by how many µs a late rank exceeds the median other rank in the steps that it delayed, by activity."""
 
     compute: float
     memcpy: float
@@ -199,7 +200,7 @@ def _explain(
         excess.comm > _EXPLAINED_SHARE * shown
         or _waited_elsewhere(job, busy, w, delays.collective[own], column, steps) > 0.5 * shown
     ):
-        return None  # it waits for other ranks itself: these are the cause
+        return None  # the rank itself waits for other ranks, which are the cause
     if excess.idle >= max(excess.compute, excess.memcpy, _EXPLAINED_SHARE * shown):
         found = _host_cause(job, column, steps)
         if found.gap is not None:
@@ -231,10 +232,10 @@ def _explain(
 
 
 def _waited_elsewhere(job: TracedJob, busy: list[Activity], w: Waits, felt_in: I64, column: int, steps: I64) -> float:
-    """Return how many µs a rank itself waited in these steps, in collectives of other ranks than those it delayed."""
+    """Return the µs that a rank itself waited in these steps, in collectives of other ranks than those it delayed."""
     there = np.isfinite(job.joined.start)
 
-    def same_ranks(j: int, k: int) -> bool:  # or fewer, if a trace lacks one of the group's collectives
+    def same_ranks(j: int, k: int) -> bool:  # or fewer ranks, if a trace lacks one of the group's collectives
         smaller = job.joined.group[j] == job.joined.group[k] and not (there[j] & ~there[k]).any()
         return smaller or bool((there[j] == there[k]).all())
 
@@ -245,26 +246,26 @@ def _waited_elsewhere(job: TracedJob, busy: list[Activity], w: Waits, felt_in: I
 
 
 def _excess(spent: F64, column: int, late: I64) -> _Excess:
-    """Return the time of a rank minus the median of the ranks that are not late, per kind of activity."""
+    """Return the µs of a rank minus the median of the ranks that are not late, per kind of activity."""
     compute, memcpy, comm, idle = (spent[column] - np.median(np.delete(spent, late, axis=0), axis=0)).tolist()
     return _Excess(compute=compute, memcpy=memcpy, comm=comm, idle=idle)
 
 
 def _alike(one: _Excess, latest: _Excess) -> bool:
-    """Return whether a late rank spends more on the same thing as the latest one: idle time, compute or copies."""
+    """Return whether a late rank and the latest rank exceed the others in one activity: idle, compute or copies."""
     kind = max(("idle", "compute", "memcpy"), key=lambda name: float(getattr(latest, name)))
     return bool(getattr(one, kind) >= _SAME_CAUSE_SHARE * getattr(latest, kind))
 
 
 def _spent_by_all(job: TracedJob, busy: list[Activity], w: Waits, steps: I64) -> F64:
-    """Return what `_spent` tells of every rank in these steps: [R, 4]."""
+    """Return the result of `_spent` for every rank in these steps: [R, 4] in µs."""
     waited = [Intervals.union(came, came + wait) for came, wait in zip(w.arrival.T, w.wait.T, strict=True)]
     start, end = job.step_start[steps], job.step_end[steps]
     return np.array([_spent(b, waited[c], start[:, c], end[:, c]) for c, b in enumerate(busy)])
 
 
 def _spent(busy: Activity, waited: Intervals, start: F64, end: F64) -> tuple[float, float, float, float]:
-    """Return µs of compute, of exposed copies, of other communication and waits, and of idle, in some windows."""
+    """Return the µs of compute, exposed copies, exposed communication and waits, and idle time in the windows."""
     compute = float(busy.compute.within(start, end).sum())
     copying = float((busy.compute | busy.memcpy).within(start, end).sum())
     working = float((busy.any | waited).within(start, end).sum())
@@ -284,7 +285,7 @@ class _Why:
 
 
 def _host_cause(job: TracedJob, column: int, steps: I64) -> _Why:
-    """Return what the host did while the GPU idled in these steps."""
+    """Return the cause, by what the host did while the rank's GPU idled in these steps."""
     gaps, names = job.digests[column].gaps, job.digests[column].names
     us = time_in(job, column, steps)
     rows = np.flatnonzero(us > 0)
@@ -341,7 +342,7 @@ def _copy_cause(copies_us: float, felt: float) -> _Why:
 
 
 def _compute_cause(diff: _KernelDifference, compute_us: float, felt: float) -> _Why:
-    """Return whether different, slower or additional kernels explain the delay."""
+    """Return the cause: different, slower or additional kernels, or unknown if these do not explain the delay."""
     where = in_words(diff.phase, diff.module).replace(", in", ", mostly in", 1)
     late = f"it computes {compute_us / 1e3:.2f} ms longer than the typical rank{where}"
     enough = _EXPLAINED_SHARE * felt
@@ -374,7 +375,7 @@ def _compute_cause(diff: _KernelDifference, compute_us: float, felt: float) -> _
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _KernelDifference:
-    """Compares compute kernels of a late rank with those of a peer, in some steps.
+    """Compares the compute kernels of a late rank with those of a peer, in some steps.
 
     A signature is name, grid, block and input shapes. ratio: time of kernels that both ran, mean by mean, weighted by
     the late rank's counts; slower_us: the time that this ratio costs; slowest: the name that alone is slower, with its
@@ -393,12 +394,12 @@ class _KernelDifference:
     other_share: float
     extra_us: float
     example: str | None
-    phase: str | None  # that has most of the longer time, and module
+    phase: str | None  # phase with most of the longer time, and its module
     module: str | None
 
 
 def _compare_kernels(job: TracedJob, column: int, late: I64, steps: I64) -> _KernelDifference:
-    """Compare a rank's compute kernels in some steps with those of the typical rank in time (median kernel time)."""
+    """Compare a rank's compute kernels in some steps with those of the peer that has the median kernel time."""
     mine = _signatures(job, column, steps)
     others_of = {c: _signatures(job, c, steps) for c in range(len(job.ranks)) if c not in late}
     by_time = sorted(others_of, key=lambda c: sum(float(v.sum()) for v in others_of[c].values()))
@@ -440,7 +441,7 @@ def _compare_kernels(job: TracedJob, column: int, late: I64, steps: I64) -> _Ker
 
 
 def _slowest(mine: _Signatures, theirs: _Signatures) -> tuple[str | None, float, float]:
-    """Return the kernel name that alone explains slower kernels (None: none does), its ratio and that of all others.
+    """Return the kernel name that alone explains the slowness (None: no name), its ratio, and the others' ratio.
 
     A slow GPU is slow in several kernels. If power limits it, these may be its matrix products only, so that one of
     them alone accuses itself only where the others are as fast as on the peer.
@@ -467,7 +468,7 @@ def _slowest(mine: _Signatures, theirs: _Signatures) -> tuple[str | None, float,
 
 
 def _by_place(job: TracedJob, column: int, steps: I64) -> tuple[dict[str | None, float], dict[str | None, float]]:
-    """Return the compute time of a rank in some steps, by phase and by module; None: not known."""
+    """Return the compute µs of a rank in some steps, by phase and by module; the key None means unknown."""
     d = job.digests[column]
     rows = np.flatnonzero((d.gpu.kind == Kind.COMPUTE) & job.in_steps(column, steps))
     us, places = (d.gpu.end - d.gpu.start)[rows], d.op_places
@@ -480,7 +481,7 @@ def _by_place(job: TracedJob, column: int, steps: I64) -> tuple[dict[str | None,
 
 
 def _mostly(mine: dict[str | None, float], theirs: dict[str | None, float]) -> str | None:
-    """Return the place with at least half of the time that one rank takes longer than the other; None: none has."""
+    """Return the phase or module with at least half of the time by which `mine` exceeds `theirs`, else None."""
     longer = {place: us - theirs.get(place, 0.0) for place, us in mine.items()}
     whole = sum(mine.values()) - sum(theirs.values())
     most = max(longer, key=lambda place: longer[place], default=None)
@@ -488,7 +489,7 @@ def _mostly(mine: dict[str | None, float], theirs: dict[str | None, float]) -> s
 
 
 def _signatures(job: TracedJob, column: int, steps: I64) -> _Signatures:
-    """Return durations per (name, grid + block, shapes) of the compute kernels of some steps."""
+    """Return the µs of the compute kernels of some steps, by name, grid + block, and shapes."""
     d, gpu = job.digests[column], job.digests[column].gpu
     rows = np.flatnonzero((gpu.kind == Kind.COMPUTE) & job.in_steps(column, steps))
     if not len(rows):

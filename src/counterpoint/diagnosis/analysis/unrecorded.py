@@ -1,4 +1,4 @@
-"""Suspect waiting for ranks that have no trace, from what the same collective usually takes in this recording.
+"""Estimate waiting for ranks that have no trace, by the usual time of equal collectives in this recording.
 
 Where every rank of a group is read, the last arrival tells waiting from moving bytes. With one rank's trace, or without
 that of the late rank, both look alike. What can be said is a lower bound: among collectives of one operation, group and
@@ -16,25 +16,25 @@ from counterpoint.diagnosis.reading.intervals import Intervals
 from counterpoint.diagnosis.reading.traced_job import TracedJob
 from counterpoint.trace.timeline import F64, I64, Bools, Kind
 
-_LEAST_CALLS = 3  # collectives of one size: fewer say nothing of what is usual
-_LEAST_CALLS_OF_ANOTHER_SIZE = 2  # of another size
-_QUANTILE = 0.25  # low: many of them may wait
-_SUSPECT_FACTOR = 2.0  # beyond this many times the usual no contention explains it, ...
-_SUSPECT_US = 50.0  # ... nor jitter beyond this
-_EVEN = ("all_reduce", "all_gather", "reduce_scatter")  # each rank moves as much, so that sizes compare
+_LEAST_CALLS = 3  # least number of collectives of one size that tell the usual time
+_LEAST_CALLS_OF_ANOTHER_SIZE = 2  # least number of collectives of another size
+_QUANTILE = 0.25  # low, since many collectives may contain a wait
+_SUSPECT_FACTOR = 2.0  # contention does not explain more than this many times the usual time, ...
+_SUSPECT_US = 50.0  # ... and jitter does not explain more than this
+_EVEN = ("all_reduce", "all_gather", "reduce_scatter")  # ranks move equally many bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unrecorded:
-    """Holds, of joined collectives, what is unknown for want of a trace: [J], exposed [J, R]; µs."""
+    """Holds, per joined collective [J], the µs of suspected waiting for ranks that have no trace; exposed: [J, R]."""
 
     incomplete: Bools  # a rank of its group has no trace: waiting for it shows as transfer
-    usual_us: F64  # what such a collective takes at most, if no rank is late; NaN: cannot be told
-    excess_us: F64  # of its transfer: suspected to be waiting; 0 where it is not
-    exposed_us: F64  # of that, with no compute beside it; NaN: took no part
+    usual_us: F64  # longest usual time of such a collective if no rank is late; NaN: unknown
+    excess_us: F64  # part of its transfer that is suspected to be waiting
+    exposed_us: F64  # exposed part of `excess_us`; NaN: the rank took no part
 
     def by_operation(self, job: TracedJob) -> list[F64]:
-        """Return the suspected waiting of every GPU operation of each rank."""
+        """Return the µs of suspected waiting of every GPU operation, one array per rank."""
         found = []
         for column, d in enumerate(job.digests):
             excess = np.zeros(len(d.gpu))
@@ -45,7 +45,7 @@ class Unrecorded:
 
 
 def find_unrecorded(job: TracedJob, busy: list[Activity], w: Waits) -> Unrecorded:
-    """Return which collectives lack ranks, and how long each seems to have waited for them."""
+    """Return which collectives lack the traces of ranks, and the µs that each seems to have waited for these."""
     there = job.joined.row >= 0
     incomplete = ~w.complete
     transfer = np.where(there, w.transfer, np.inf).min(axis=1, initial=np.inf)
@@ -56,7 +56,7 @@ def find_unrecorded(job: TracedJob, busy: list[Activity], w: Waits) -> Unrecorde
         beside[rows, column] = _several(job, column).within(start, np.maximum(start, end))
     own = np.maximum(transfer - beside.max(axis=1, initial=0.0), 0.0)  # concurrent collectives share the links
     usual, limit = _usual(job, own, incomplete)
-    copies = most_stated(job, "ctas") == 0  # they wait before they begin
+    copies = most_stated(job, "ctas") == 0  # copies wait before they begin
     late = incomplete & ~copies & (own > limit)
     excess = np.where(late, own - np.where(np.isfinite(usual), np.maximum(usual, 0.0), 0.0), 0.0)
     exposed = np.where(there, 0.0, np.nan)
@@ -70,7 +70,7 @@ def find_unrecorded(job: TracedJob, busy: list[Activity], w: Waits) -> Unrecorde
 
 
 def _several(job: TracedJob, column: int) -> Intervals:
-    """Return when more than one communication operation runs on a rank."""
+    """Return the intervals in which several communication operations run on a rank."""
     rows = job.digests[column].gpu.kind == Kind.COMM
     start, end = np.sort(job.op_start[column][rows]), np.sort(job.op_end[column][rows])
     at = np.concatenate((start, end))
@@ -82,7 +82,7 @@ def _several(job: TracedJob, column: int) -> Intervals:
 
 
 def _usual(job: TracedJob, own: F64, judged: Bools) -> tuple[F64, F64]:
-    """Return the usual and the suspicious, per collective.
+    """Return, per collective, the longest usual time and the limit above which waiting is suspected (µs).
 
     Returns:
         The longest that counts as usual for its kind, and beyond what it is suspected. The measure is a low
@@ -117,7 +117,7 @@ def _usual(job: TracedJob, own: F64, judged: Bools) -> tuple[F64, F64]:
 
 
 def _keys(job: TracedJob, rows: I64, size: I64) -> I64:
-    """Return per collective numbers for operation and group, for its ranks, and its size, which sorts last."""
+    """Return a key per collective: number of operation and group, number of the set of ranks, bytes."""
     names = list(zip(job.joined.op, job.joined.group, strict=True))
     table = {name: i for i, name in enumerate(dict.fromkeys(names))}
     named = np.array([table[names[j]] for j in rows.tolist()], np.int64)
@@ -126,7 +126,7 @@ def _keys(job: TracedJob, rows: I64, size: I64) -> I64:
 
 
 def _from_other_sizes(keys: I64, low: F64) -> F64:
-    """Return the longest that each key should take, by what other sizes of its operation and group take."""
+    """Return the longest µs that each key should take, by the times of other sizes of its operation and group."""
     measure = np.full(len(keys), np.inf)
     cuts = np.flatnonzero((keys[1:, :2] != keys[:-1, :2]).any(axis=1)) + 1
     for part in np.split(np.arange(len(keys)), cuts):

@@ -1,4 +1,4 @@
-"""Say whose GPUs, collectives and framework a trace shows, so that no knob of another is advised."""
+"""Find out whose GPUs, collectives and framework a trace shows, so that advice names only settings that they have."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FSDP2 = re.compile(r"^FSDP::|^fsdp::|chunk_cat_cuda_kernel")  # ranges, operato
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TracedStack:
-    """Holds what a trace shows of the software and hardware below it; False and None: not seen."""
+    """Holds which hardware and software a trace shows; False and None: not seen."""
 
     vendor: str | None  # nvidia | amd | cpu
     nccl: bool  # kernels of NCCL or RCCL
@@ -38,7 +38,7 @@ class TracedStack:
 
 
 def traced_stack(job: TracedJob) -> TracedStack:
-    """Return what the ranks of a job show."""
+    """Return the hardware and software that the traces of a job show."""
     digests = job.digests
     names = {name for d in digests for name in d.names}
     device = next((d.device.name for d in digests if d.device.name), "") or ""

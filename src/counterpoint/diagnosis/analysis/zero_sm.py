@@ -1,4 +1,4 @@
-"""Change a replay as if copy engines moved what NCCL moves: what `counterpoint.overlap(model)` would bring.
+"""Change a replay as if copy engines did NCCL's transfers, to see what `counterpoint.overlap(model)` would save.
 
 - A collective takes as long as its program takes on the clock of `collectives/program`, at the rates measured on this
   kind of GPU, and no kernel that holds every SM delays it.
@@ -38,13 +38,13 @@ from counterpoint.machine.profile import Profile, own_profile_of_traces, shipped
 from counterpoint.pair.together import REDUCTIONS, disturbance
 from counterpoint.trace.timeline import F64, I64, Bools, Kind
 
-_COPY = re.compile(  # FSDP2's, in and out of the buffers of its collectives; a cast to another type is none
+_COPY = re.compile(  # FSDP2's copies in and out of the buffers of its collectives, without casts of dtypes
     r"split_with_sizes_copy|chunk_cat|multi_tensor_apply.*\bCopy<(?P<type>[\w:]+), (?P=type)>"
 )
 _FSDP2 = ("all_gather", "reduce_scatter")
-_ON_ONE_HOST = 8  # GPUs: more ranks are taken to be on several
-_ROUNDS = 3  # of a replay, and of what runs beside what in it
-_SUMS = 2.0  # kernels that add up gradients while others hold SMs, over their bytes at `memory_gb_per_s`: 2 x H200
+_ON_ONE_HOST = 8  # GPUs: a larger group counts as spread over several hosts
+_ROUNDS = 3  # rounds of a replay, each of which updates which operations overlap
+_SUMS = 2.0  # time of gradient sums on busy SMs / (their bytes / `memory_gb_per_s`), on 2 x H200
 
 
 def zero_sm(
@@ -56,9 +56,9 @@ def zero_sm(
     alone_us: Sequence[F64] | None = None,
     blocked: Sequence[Bools] | None = None,
 ) -> ReplayGraph | None:
-    """Return the graph with collectives that take no SM.
+    """Return the graph with collectives on copy engines, which take no SM.
 
-    None if there is none that copy engines would move, or nothing is known of copy engines of this kind of GPU.
+    None if there is no collective that copy engines would move, or the copy engines of this GPU model are unknown.
 
     Args:
         graph: the replayed steps.
@@ -113,7 +113,7 @@ def without_fsdp2_copies(graph: ReplayGraph, copies: Bools, hosts: Sequence[I64]
 
 
 def _transfers(graph: ReplayGraph, job: TracedJob, profile: Profile, *, fsdp2: bool) -> tuple[F64, F64]:
-    """Return how long copy engines take for each node that is a collective, and its sum; NaN: it stays with NCCL."""
+    """Return, per node, the µs that copy engines take for its collective (NaN: stays with NCCL), and its sums take."""
     found, sums = np.full(len(graph.row), np.nan), np.zeros(len(graph.row))
     known: dict[tuple[str, int, int], float] = {}
     for c, digest in enumerate(job.digests):
@@ -145,7 +145,7 @@ def _alone_us(op: str, size: int, ranks: int, profile: Profile) -> float:
 
 
 def _without_nccl(graph: ReplayGraph, moved: Bools, profile: Profile) -> F64:
-    """Return durations without what compute lost beside the NCCL kernels that are replaced."""
+    """Return durations (µs) in which compute is not slowed by the NCCL kernels that copy engines replace."""
     duration, lost = graph.duration.copy(), 1.0 - disturbance("nccl", profile).compute_kept
     for c in np.unique(graph.column[1:]).tolist():
         compute = np.flatnonzero((graph.column == c) & (graph.kind == Kind.COMPUTE))
@@ -156,9 +156,9 @@ def _without_nccl(graph: ReplayGraph, moved: Bools, profile: Profile) -> F64:
 
 
 def _beside(graph: ReplayGraph, ends: F64, duration: F64, lost: F64) -> F64:
-    """Return durations with what compute loses beside the copies of a simulation that ended at `ends`.
+    """Return durations (µs) in which concurrent copies slow compute; a simulation's `ends` tell which ones overlap.
 
-    `lost`: part of its speed that compute loses beside each collective; NaN: it is none of them.
+    `lost`: share of its speed that compute loses beside each node; NaN: the node is not such a collective.
     """
     out = graph.duration.copy()
     for c in np.unique(graph.column[1:]).tolist():

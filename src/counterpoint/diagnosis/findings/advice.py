@@ -1,4 +1,4 @@
-"""Say what to change, in a sentence that names a setting and its value, fitting what the trace shows.
+"""Write the advice of findings: a sentence that names a setting and its value and fits the software in the trace.
 
 Only settings that were seen to take effect are advised (docs/reference/diagnosis.md, "Knobs that do nothing"); each
 sentence was measured or read in source.
@@ -33,7 +33,7 @@ ADVICE_ON_EXPERTS = (
     "balance the router (auxiliary loss or bias, a capacity factor), or place experts by load and replicate those that "
     "get most tokens. Faster links would not help"
 )
-_OF_THE_STEP = re.compile(  # ranges of a step's own work, which cannot be moved out of it
+_OF_THE_STEP = re.compile(  # names of ranges that are a step's own work and cannot be moved out of the step
     r"forward|backward|optimizer|^(aten|autograd|torch|c10d|nccl|fsdp|FSDP)::?|Backward\d*$|^nn\.Module|^##"
     r"|^torch/(?!serialization|storage|package|hub|multiprocessing|utils/data|distributed/checkpoint)"
     r"|^(cuda|hip|cu)[A-Z]|Torch-Compiled|TorchDynamo|CompiledF|record_param_comms|torchinductor|eval_with_key",
@@ -49,7 +49,7 @@ _FUSED = re.compile(r"_fused_(adam|sgd|adagrad)|FusedAdam", re.I)
 
 
 def advise_straggler(s: Straggler, stack: TracedStack) -> str:
-    """Say what to change about one late rank, or several that are late together."""
+    """Return the advice on one late rank, or on several ranks that are late together."""
     whose = ranks_in_words(s.ranks)
     if s.cause == "late_input":
         return IDLE_CAUSES["late_input"].advice
@@ -91,7 +91,7 @@ def _advise_stalled_host(s: Straggler, whose: str) -> str:
 
 
 def advise_kernel(worst: KernelComparison, num_sms: int | None, stack: TracedStack, no_sm: str) -> str:
-    """Say what to change about kernels slowed by communication."""
+    """Return the advice on kernels that communication slows."""
     if worst.cause == "bandwidth" or stack.vendor == "cpu":
         return (
             "fuse these kernels, or let a GEMM run beside the collective instead. No knob removes it: they share memory"
@@ -114,7 +114,7 @@ def advise_kernel(worst: KernelComparison, num_sms: int | None, stack: TracedSta
 
 
 def no_sm_collectives(a: Analysis) -> str:
-    """Return what replaces collectives that need SMs, and what the replay says of a step with it."""
+    """Return text on what can replace collectives that need SMs, and on the step time that the replay predicts then."""
     if not a.stack.overlaps:
         return _NO_SM_COLLECTIVES + _ZERO_CTA * a.stack.nvidia_nccl
     played = a.replay
@@ -135,7 +135,7 @@ def _fewer_sms_for_the_gemm(num_sms: int | None, ctas: int, stack: TracedStack) 
 
 
 def advise_launch_order(num_sms: int | None, ctas: int, stack: TracedStack, no_sm: str) -> str:
-    """Say what to change about collectives that found no SM."""
+    """Return the advice on collectives that had to wait for free SMs."""
     ways = [
         "launch the collective before the kernel that blocks it",
         _fewer_sms_for_the_gemm(num_sms, ctas, stack),
@@ -146,7 +146,7 @@ def advise_launch_order(num_sms: int | None, ctas: int, stack: TracedStack, no_s
 
 
 def advise_exposed(account: Account, stack: TracedStack, no_sm: str, *, by_copies: bool = False) -> str:
-    """Say what to change about communication that nothing hides; `by_copies`: most of it needs no SM."""
+    """Return the advice on exposed communication; `by_copies`: copies, which need no SM, make up most of it."""
     if (account.wait_us or 0.0) > (account.transfer_us or 0.0):
         return "fix the late ranks and the launch order first. Most of it is waiting: faster links would not help"
     ratio = account.comm_to_compute or 0.0
@@ -180,7 +180,7 @@ def advise_exposed(account: Account, stack: TracedStack, no_sm: str, *, by_copie
 
 
 def advise_idle(job: TracedJob, columns: list[int], cause: IdleCause, named: tuple[HostTime, ...]) -> str:
-    """Say what to change about a cause of idle time that is told by the operations `named`."""
+    """Return the advice on a cause of idle time that shows in the host operations `named`."""
     known = IDLE_CAUSES[cause.category]
     advice = known.advice
     if not job.uses_torch:
@@ -200,7 +200,7 @@ def advise_idle(job: TracedJob, columns: list[int], cause: IdleCause, named: tup
 
 
 def advise_operation(name: str, otherwise: str) -> str:
-    """Say what to do about a long host operation: one that saves, makes a tensor or is the step's own; or any other."""
+    """Return the advice on a long host operation, by its name: for saving, making tensors, the step's own work."""
     if _SAVES.search(name):
         return (
             "save in the background: torch.distributed.checkpoint.async_save, or a thread that writes a copy in memory"

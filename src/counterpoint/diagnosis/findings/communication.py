@@ -1,4 +1,4 @@
-"""Say which communication nothing hides, which of it is waiting for ranks without a trace, and which link is slow."""
+"""Find exposed communication, suspected waiting for ranks without a trace, and slow links."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from counterpoint.trace.timeline import F64, I64, Bools
 LEAST_EXPOSED_SHARE = 0.05  # of a step
 _LEAST_SUSPECTED_SHARE = 0.02  # of a step: healthy ranks wait for each other too
 _LEAST_LINK_SHARE = 0.02  # of a step
-_LEAST_NAMED_US = 5.0  # operations with less would print as 0.00 ms
-_UNTOLD_SHARE = 0.1  # of exposed communication that lacks ranks: what is known says little then
-_LEAST_COMPUTE_SHARE = 0.01  # of the time: compute that takes less was not recorded
-_SLOW_FACTOR = 1.5  # times what the median other group needs for the same
-_LEAST_GROUPS = 3  # that are compared: of two it is not known which one is unusual
-_LEAST_CALLS = 3  # of each
-_JOINED_SURELY = ("seq", "comms_id")  # as sends and receives must be: they are not in one order on all ranks
+_LEAST_NAMED_US = 5.0  # operations with less time would print as 0.00 ms
+_UNTOLD_SHARE = 0.1  # of exposed communication: if more of it lacks ranks, known waits say little
+_LEAST_COMPUTE_SHARE = 0.01  # of the time: if compute takes less, compute was not recorded
+_SLOW_FACTOR = 1.5  # a slow group takes this many times the median of other groups
+_LEAST_GROUPS = 3  # least number of groups to compare: of two, either may be the unusual one
+_LEAST_CALLS = 3  # least number of calls of each group
+_JOINED_SURELY = ("seq", "comms_id")  # required for sends and receives, whose order differs between ranks
 _LINK_TOOLS = {
     "nvidia": "nvidia-smi topo -m, nvidia-smi nvlink --status; ",
     "amd": "amd-smi topology, amd-smi xgmi; ",
@@ -42,7 +42,7 @@ _RECORD_ALL = (
 
 
 def find_exposed(a: Analysis) -> Iterator[Finding]:
-    """Yield a finding on communication with no compute beside it."""
+    """Yield a finding on exposed communication, during which no compute runs."""
     job, account, w, kinds = a.job, a.totals, a.waits, a.kinds
     share = account.exposed_comm_us / account.duration_us if account.duration_us > 0 else 0.0
     if share < LEAST_EXPOSED_SHARE:
@@ -81,7 +81,7 @@ def find_exposed(a: Analysis) -> Iterator[Finding]:
 def _say_waiting(
     account: Account, unrecorded: Unrecorded, inside: Bools, steps: int, *, untold: bool, stages: bool
 ) -> str:
-    """Say how much of the time in collectives is waiting; that it is unknown where ranks have no trace."""
+    """Return text on how much of the time in collectives is waiting, or that this is unknown for lack of traces."""
     known = None
     if account.wait_us is not None and account.transfer_us is not None:
         known = account.wait_us / max(account.wait_us + account.transfer_us, 1e-9)
@@ -99,13 +99,13 @@ def _say_waiting(
 
 
 def find_suspected_waits(a: Analysis) -> Iterator[Finding]:
-    """Yield a finding on collectives that take far longer than usual where ranks have no trace: these are late."""
+    """Yield a finding on collectives that take far longer than usual and lack ranks: ranks without a trace are late."""
     job, w, unrecorded, steps = a.job, a.waits, a.unrecorded, a.job.num_steps
     rows = np.flatnonzero((w.step >= 0) & (unrecorded.excess_us > 0))
     exposed = float(np.nansum(unrecorded.exposed_us[rows])) / len(job.ranks) / steps
     cost = a.saved_us.get(
         NO_SUSPECTED_WAITING, exposed
-    )  # more than what is exposed, where collectives queue up behind it
+    )  # may exceed the exposed time, where other collectives queue up behind the waiting one
     if not len(rows) or cost < _LEAST_SUSPECTED_SHARE * a.step_us:
         return
     by_op: dict[str, list[float]] = defaultdict(list)
@@ -135,7 +135,7 @@ def find_suspected_waits(a: Analysis) -> Iterator[Finding]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _SlowGroup:
-    """Holds what one group needs longer than others for one operation and size; times in µs."""
+    """Holds a group that needs longer than other groups for one operation and size; times in µs."""
 
     ranks: tuple[int, ...]
     op: str
@@ -146,10 +146,10 @@ class _SlowGroup:
 
 
 def find_slow_links(a: Analysis) -> Iterator[Finding]:
-    """Yield a finding on the group that loses most because it needs longer than other groups to move the same.
+    """Yield a finding on the group that loses most time because its link is slower than that of other groups.
 
-    The cost is what its ranks would save a step, as far as no compute runs beside it, by the replay at most what
-    communication costs.
+    The cost is the exposed time per step that its ranks would save at the usual speed, at most the time that the replay
+    saves without any communication.
     """
     job, w = a.job, a.waits
     moving = np.nan_to_num(w.transfer).max(axis=1, initial=0.0)
@@ -187,7 +187,7 @@ def find_slow_links(a: Analysis) -> Iterator[Finding]:
 
 
 def _slow_groups(w: Waits, collectives: tuple[Collective, ...], moving: F64) -> Iterator[_SlowGroup]:
-    """Yield groups that need longer than the median other group of as many ranks, for the same operation and size."""
+    """Yield groups that need longer than the median of other groups with equally many ranks, operation and size."""
     alike: dict[tuple[str, int, int, str | None], dict[tuple[int, ...], list[int]]] = defaultdict(dict)
     for j in np.flatnonzero((w.step >= 0) & w.complete).tolist():
         c = collectives[j]

@@ -1,4 +1,4 @@
-"""Say which ranks are late, which kernels communication slows, and which collectives a kernel holds up."""
+"""Find late ranks, kernels that communication slows, collectives that a kernel holds up, and FSDP2's copies."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _OF_SEVERAL = (
 
 
 def find_late_ranks(a: Analysis) -> Iterator[Finding]:
-    """Yield a finding for each rank, or ranks together, that make the others wait."""
+    """Yield a finding for each rank, or set of ranks, that makes the others wait."""
     job, late = a.job, a.told_late
     whole = sum(s.delay_us for s in late)
     launched = all(np.isfinite(at).any() for at in job.launch)  # else the replay cannot change host times
@@ -67,7 +67,7 @@ def _late_title(s: Straggler) -> str:
 
 
 def find_slow_kernels(a: Analysis) -> Iterator[Finding]:
-    """Yield a finding for each cause for which kernels take longer beside communication."""
+    """Yield a finding for each cause that makes kernels take longer beside communication."""
     job, kernels = a.job, a.kernels.kernels
     whole = sum(k.cost_us for k in kernels)
     for cause in ("tail_effect", "sm_contention", "bandwidth"):
@@ -103,7 +103,7 @@ def _times(k: KernelComparison) -> str:
 
 
 def find_launch_order(a: Analysis) -> Iterator[Finding]:
-    """Yield a finding if ranks lose time to collectives that were queued behind a kernel on every SM."""
+    """Yield a finding if ranks lose time since collectives waited for a kernel that held every SM."""
     job, blocked = a.job, a.blocked
     if not blocked:
         return

@@ -29,20 +29,20 @@ _WHAT = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Copies:
-    """Sums the copies of one direction and kind of host memory, over all steps and ranks."""
+    """Sums up the copies with one direction and kind of host memory, over all steps and ranks."""
 
     way: str
     memory: str  # pageable | pinned | unified | ""
     exposed_us: float
     hidden_us: float
-    crossed_us: float  # beside copies of another direction
+    crossed_us: float  # µs of copying while copies of another direction run
     aside: bool  # most of them run on streams that compute nothing
     count: int
     gb_per_s: float | None
 
 
 def find_copies(a: Analysis) -> Iterator[Finding]:
-    """Yield a finding if exposed copies (no compute or communication runs) take much of a step; cost per step."""
+    """Yield a finding if exposed copies, beside which no compute or communication runs, take much of a step."""
     job, busy, step = a.job, a.busy, a.step_us
     steps, ranks = job.num_steps, len(job.ranks)
     exposed = whole = 0.0
@@ -54,7 +54,7 @@ def find_copies(a: Analysis) -> Iterator[Finding]:
     launched = min(float(np.isfinite(at).mean()) if len(at) else 0.0 for at in job.launch)
     cost = min(
         a.saved_us.get("no copies", exposed) if launched >= _LAUNCHED_SHARE else exposed, whole
-    )  # idle time counts apart
+    )  # idle time is counted separately
     if min(cost, exposed) < _LEAST_SHARE * step:
         return
     kinds = _kinds(job, busy)
@@ -81,7 +81,7 @@ def find_copies(a: Analysis) -> Iterator[Finding]:
 
 
 def _copies(count: float) -> str:
-    """Return the number of copies of a step and rank in words."""
+    """Return the number of copies per step and rank in words."""
     return f"{count:,.0f} copies" if count >= 1.5 else "1 copy" if count >= 0.95 else "less than 1 copy"
 
 
@@ -138,7 +138,7 @@ def _label(name: str) -> tuple[str, str]:
 
 
 def _advise(kinds: list[_Copies], torch: bool) -> str:
-    """Return advice on the most exposed copies; compare pageable with pinned rates only if the trace has both."""
+    """Return advice on the most exposed copies; it compares pageable with pinned rates if the trace has both."""
     worst = kinds[0]
     if worst.memory == "unified":
         return IDLE_CAUSES["page_migration"].advice

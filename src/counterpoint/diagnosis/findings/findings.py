@@ -1,6 +1,7 @@
-"""List the findings, problems that a person can act on, ranked by their cost in step time; and sum them up.
+"""List the findings (problems that a person can act on), ranked by cost in step time, and write the verdict.
 
-Costs come from the replay (the step without that problem), shared out among causes by what each kernel lost.
+Costs come from the replay (the step without the problem), and are split among causes by the time that each kernel
+lost.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from counterpoint.diagnosis.findings.imbalance import find_expert_imbalance, fin
 from counterpoint.diagnosis.reading.traced_job import TracedJob
 from counterpoint.records.diagnosis import Finding
 
-FINDERS: tuple[Callable[[Analysis], Iterator[Finding]], ...] = (  # of equal cost, the first counts as dearest
+FINDERS: tuple[Callable[[Analysis], Iterator[Finding]], ...] = (  # in this order where costs are equal
     find_late_ranks,
     find_slow_kernels,
     find_launch_order,
@@ -44,16 +45,16 @@ FINDERS: tuple[Callable[[Analysis], Iterator[Finding]], ...] = (  # of equal cos
     find_exposed,
 )
 _LEAST_US = 5.0  # a smaller cost would print as 0.00 ms
-_HEALTHY_TOO = {  # healthy jobs have them: the verdict names another cause, ...
+_HEALTHY_TOO = {  # kinds that healthy jobs have too: the verdict names another cause, ...
     "exposed_comm": "exposed communication, a symptom,",
     "fsdp2_copies": "copying between FSDP2's buffers, which healthy jobs do too,",
 }
-_SYMPTOM_SHARE = 0.2  # ... unless it costs less than this share of the dearest finding
-_UNEVEN_FACTOR = 1.25  # times the median: where the mean of the steps is longer, the verdict tells both
+_SYMPTOM_SHARE = 0.2  # ... unless that costs less than this share of the costliest finding
+_UNEVEN_FACTOR = 1.25  # times the median step: where the mean step is longer, the verdict names both
 
 
 def find_findings(a: Analysis) -> tuple[Finding, ...]:
-    """Return the findings, dearest first; `cost_us` is time per step. Where only hosts were recorded there are none."""
+    """Return the findings by falling cost (`cost_us`: µs per step); none if only hosts were recorded."""
     if not a.job.gpu_recorded or a.step_us <= 0:
         return ()
     found = (f for finder in FINDERS for f in finder(a) if f.cost_us >= _LEAST_US)
@@ -61,7 +62,7 @@ def find_findings(a: Analysis) -> tuple[Finding, ...]:
 
 
 def verdict(a: Analysis, findings: tuple[Finding, ...]) -> str:
-    """Return a summary: how long a step takes, how much communication is hidden, and what costs most."""
+    """Return the verdict: how long a step takes, how much communication is hidden, and which finding costs most."""
     job, account, step = a.job, a.totals, a.step_us
     what = "A step" if job.has_steps else "The recording (no steps were found in it)"
     takes = f"{step / 1e3:.1f} ms" if step >= 100.0 else f"{step:.3g} µs"
@@ -89,7 +90,7 @@ def verdict(a: Analysis, findings: tuple[Finding, ...]) -> str:
     causes = [f for f in findings if f.kind not in _HEALTHY_TOO and f.cost_us >= _SYMPTOM_SHARE * findings[0].cost_us]
     worst = causes[0] if causes else findings[0]
     said = f" ({_cost(worst)} {job.each})"
-    if worst.kind in ("exposed_comm", "copies"):  # the title says how long it takes; what it costs is another figure
+    if worst.kind in ("exposed_comm", "copies"):  # the title gives the duration, which differs from the cost
         said = f"; at most {_cost(worst)} {'of it ' if worst.kind == 'exposed_comm' else ''}can be saved"
     if worst is not findings[0]:
         said += f"; {_HEALTHY_TOO[findings[0].kind]} costs {_cost(findings[0])}"
@@ -101,7 +102,7 @@ def _cost(finding: Finding) -> str:
 
 
 def _usually(job: TracedJob, mean_ms: float) -> str:
-    """Return words on the usual step, where few long ones make the mean longer than that."""
+    """Return words on the median step, if a few long steps make the mean much longer than the median; else ""."""
     each = (job.step_end - job.step_start).mean(axis=1) / 1e3
     usual, longest = float(np.median(each)), int(each.argmax())
     if mean_ms <= _UNEVEN_FACTOR * usual:

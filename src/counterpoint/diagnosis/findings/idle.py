@@ -1,4 +1,4 @@
-"""Say how long GPUs idle for each cause, in what their hosts were, and what other ranks wait because of it."""
+"""Find why GPUs idle: the time of each cause, the host operations meanwhile, and the waits of other ranks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from counterpoint.records.causes import IDLE_CAUSES
 from counterpoint.records.diagnosis import Finding, HostTime, Idle, IdleCause, ranks_in_words
 
 _LEAST_SHARE = 0.03  # of a step: a cause that costs less is no finding ...
-_LEAST_IDLE_SHARE = 0.1  # ... unless the GPUs idle for this share of the step and no single cause reaches the other
-_NAMED_SHARE = 0.01  # of a cause: evidence leaves out names with less
-_PLACE_SHARE = 0.1  # of a cause: phases and modules with less are not told in words
-_NAMES_ARE = {  # where the names in the evidence are not of what the host was in
+_LEAST_IDLE_SHARE = 0.1  # ... unless GPUs idle for this share of the step, and no single cause reaches the first share
+_NAMED_SHARE = 0.01  # of a cause: evidence leaves out names with less time
+_PLACE_SHARE = 0.1  # of a cause: evidence leaves out phases and modules with less time
+_NAMES_ARE = {  # causes whose names in the evidence are not host operations during the gap
     "queued": "what then ran",
     "between_kernels": "what then ran",
     "earlier_work": "what then ran",
@@ -25,10 +25,11 @@ _NAMES_ARE = {  # where the names in the evidence are not of what the host was i
 
 
 def find_idle(a: Analysis) -> Iterator[Finding]:
-    """Yield findings on why GPUs idle, over the ranks that are not late; costs are time per step.
+    """Yield findings on why the GPUs of ranks that are not late idle; costs are µs per step.
 
-    Where ranks stall in turn, each stall makes the other ranks wait in collectives. What the replay without stalls
-    saves beyond that without late ranks, if it is more than the ranks' own idle time, is shared out among the pauses.
+    Where hosts of different ranks stall one after the other, each stall makes the other ranks wait in collectives. The
+    replay without stalls saves more than the replay without late ranks; if the difference is more than the ranks' own
+    idle time, the rest is split among the pauses.
     """
     job, step = a.job, a.step_us
     late = {rank for s in a.told_late for rank in s.ranks}
@@ -56,7 +57,7 @@ def find_idle(a: Analysis) -> Iterator[Finding]:
     stall = next((c for c in found if c.category in STALLS), None)
     for cause in found:
         pauses = held.get(cause.category)
-        named = pauses.operations if pauses else cause.operations  # if ranks hold each other up, those of the pauses
+        named = pauses.operations if pauses else cause.operations  # of the pauses, if ranks delay each other
         only = pauses is not None and len(pauses.columns) == 1
         yield Finding.of(
             IDLE_CAUSES[cause.category].kind,
@@ -111,7 +112,7 @@ def _evidence(
 
 
 def _pausing(job: TracedJob, columns: list[int], held: HostPauses) -> str:
-    """Say for how long hosts pause for one cause, and in what, while their GPUs idle or wait for another rank."""
+    """Return text on how long, and in which operations, hosts pause while GPUs idle or wait for another rank."""
     ranks = len(held.columns or columns)
     whose = f"the host{'s' * (ranks > 1)} of {_whose(job, held)}" if held.columns else "hosts"
     verb = "pauses" if whose.startswith("the host ") else "pause"
@@ -123,7 +124,7 @@ def _pausing(job: TracedJob, columns: list[int], held: HostPauses) -> str:
 
 
 def _pace(job: TracedJob, idle: Idle) -> str:
-    """Say how often the host launches, beside how long kernels take; empty if that is not known."""
+    """Return text on the interval between launches and the mean time of a kernel; empty if these are not known."""
     if not (idle.launches and idle.launch_interval_us and idle.kernel_us):
         return ""
     each = "" if not job.has_steps else " a step"
@@ -136,7 +137,7 @@ def _pace(job: TracedJob, idle: Idle) -> str:
 
 
 def _gaps(job: TracedJob, cause: IdleCause) -> str:
-    """Return text with the number of gaps per step, or in all steps if there is less than one per step."""
+    """Return text with the number of gaps per step, or in all steps if there is less than one gap per step."""
     steps = len(job.step_names)
     count, within = (cause.count, "") if cause.count >= 1 else (cause.count * steps, f" in {steps} steps")
     number = max(round(count), 1)
@@ -144,7 +145,7 @@ def _gaps(job: TracedJob, cause: IdleCause) -> str:
 
 
 def _stalls_of_all(job: TracedJob, saved_us: float) -> str:
-    """Return text on what the stalls of all ranks cost together, if that is known, and how often every host pauses."""
+    """Return text on the joint cost of the stalls of all ranks, if known, and on how often every host pauses."""
     text = ""
     if saved_us > 0 and not job.islands.any():
         text = f"; the others wait meanwhile: without any rank's stalls a step would be {_ms(saved_us)} ms shorter"

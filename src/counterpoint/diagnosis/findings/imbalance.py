@@ -1,4 +1,4 @@
-"""Say where work is shared unevenly: between pipeline stages, experts, and the GPUs of one process."""
+"""Find where work is divided unevenly: between pipeline stages, experts, or the GPUs of one process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from counterpoint.trace.timeline import F64, I64
 
 _LEAST_BUBBLE_SHARE = 0.05  # of a step
 _LEAST_TURN_SHARE = 0.03  # of a step
-_GPUS_AT_ONCE = 1.25  # of a process at work, while any is: no more than that means that they take turns
+_GPUS_AT_ONCE = 1.25  # mean number of busy GPUs of a process while any is busy: up to this, GPUs work one after another
 _GPUS_SHOWN = 8
 _RANKS_SHOWN = 3
 _PER_PROCESS = "one process per GPU (DistributedDataParallel, FSDP2 or tensor parallelism)"
@@ -30,9 +30,9 @@ _ADVICE_IN_PART = (
 
 
 def find_pipeline_bubbles(a: Analysis) -> Iterator[Finding]:
-    """Yield a finding on waiting for neighbouring stages, in sends and receives that are surely matched between ranks.
+    """Yield a finding on waiting for neighbouring pipeline stages, in sends and receives that ids match.
 
-    Where the stage that comes last was idle before, that time is not counted as bubble: its host held it up.
+    Idle time of the late stage before its send or receive does not count as bubble: its host caused the delay.
     """
     job, w = a.job, a.waits
     sure = [
@@ -63,7 +63,7 @@ def find_pipeline_bubbles(a: Analysis) -> Iterator[Finding]:
 
 
 def _idle_before(job: TracedJob, w: Waits, busy: list[Activity], rows: I64) -> F64:
-    """Return how long the rank that came last to each collective had idled since its communication before."""
+    """Return the µs that the last rank of each collective had idled since the end of its previous communication."""
     idle = np.zeros(len(rows))
     for column in np.unique(w.last_column[rows]).tolist():
         own = rows[w.last_column[rows] == column]
@@ -75,7 +75,7 @@ def _idle_before(job: TracedJob, w: Waits, busy: list[Activity], rows: I64) -> F
 
 
 def find_expert_imbalance(a: Analysis) -> Iterator[Finding]:
-    """Yield a finding on waiting for the rank whose experts have most to do, unless it is slow in everything."""
+    """Yield a finding on waiting for the rank whose experts have the most work, unless it is slow elsewhere too."""
     job, found = a.job, a.expert_imbalance
     if found is None:
         return
@@ -95,10 +95,10 @@ def find_expert_imbalance(a: Analysis) -> Iterator[Finding]:
 
 
 def find_turns(a: Analysis) -> Iterator[Finding]:
-    """Yield a finding if GPUs of a process idle while its other GPUs work; the cost is the mean of that idle time."""
+    """Yield a finding if a process's GPUs idle while its other GPUs work; the cost is the mean of this idle time."""
     job, per_rank, per_gpu = a.job, a.per_rank, a.per_gpu
     if any(d.processes > 1 for d in job.digests):
-        return  # of several processes: it may be waiting for one another
+        return  # GPUs of several processes may be waiting for one another
     what = job.whole
     cost = sum(rank.other_gpu_us for rank in per_rank) / len(per_rank) / job.num_steps
     if not per_gpu or cost < _LEAST_TURN_SHARE * a.step_us:
@@ -106,7 +106,7 @@ def find_turns(a: Analysis) -> Iterator[Finding]:
     worst = max(per_rank, key=lambda rank: rank.other_gpu_us)
     gpus = [gpu for gpu in per_gpu if gpu.rank == worst.rank]
     busy = np.array([gpu.duration_us - gpu.idle_us for gpu in gpus])
-    working = worst.duration_us - (worst.idle_us - worst.other_gpu_us)  # at least one of them
+    working = worst.duration_us - (worst.idle_us - worst.other_gpu_us)  # µs in which at least one GPU works
     at_once = float(busy.sum()) / working
     in_turn = at_once <= _GPUS_AT_ONCE
     count, low, high = len(gpus), *(_share(us, worst.duration_us) for us in (busy.min(), busy.max()))
@@ -125,7 +125,7 @@ def find_turns(a: Analysis) -> Iterator[Finding]:
 
 
 def notes_on_gpus(a: Analysis) -> tuple[str, ...]:
-    """Return notes on ranks whose process drives several GPUs: their times are means; how busy each of the GPUs is."""
+    """Return notes on ranks whose process drives several GPUs: that times are means, and how busy each GPU is."""
     per_gpu = a.per_gpu
     processes = {d.rank: d.processes for d in a.job.digests}
     ranks = sorted({gpu.rank for gpu in per_gpu})

@@ -15,7 +15,7 @@ from counterpoint.trace.timeline import F64, I32, I64, Bools, CollectiveInfo, Gp
 
 _SAYS_LITTLE = ("send_recv", "send", "recv", "nccl", "unknown")  # kernel names that serve several collectives
 _DDP = re.compile(r"^DistributedDataParallel\.forward")
-_MOST_RANKS = 1 << 24  # of a group: more GPUs than there are in any machine
+_MOST_RANKS = 1 << 24  # most ranks of a group: more than any machine has GPUs
 _COPY_PAUSE_US = 30.0  # a longer pause between peer copies separates two collectives
 
 
@@ -29,7 +29,7 @@ class CommRows:
     seq: I64  # -1: not stated
     comms_id: tuple[str | None, ...]
     bytes: I64  # of the full array, as nccl-tests counts
-    sent: I64  # bytes of this rank's own input and output; -1: not stated
+    sent: I64  # bytes of this rank's own input, and of its output; -1: not stated
     received: I64
     dtype: tuple[str | None, ...]  # as torch names it: "bfloat16"
     size: I32  # ranks in the group; 0: not stated
@@ -38,12 +38,12 @@ class CommRows:
     last: I32
     start: F64
     end: F64
-    launch: F64  # host call; NaN: unknown
+    launch: F64  # start of the launching host call; NaN: unknown
     stream: I64
     group_desc: tuple[str | None, ...]  # what the program calls the group
     phase: tuple[str | None, ...]  # forward | backward | optimizer
-    module: tuple[str | None, ...]  # around the launch
-    serves: tuple[str | None, ...]  # parallelism that launch or kernel tell: dp | tp | ep
+    module: tuple[str | None, ...]  # module or layer whose range is around the launch
+    serves: tuple[str | None, ...]  # parallelism, by launch or kernel: dp | tp | ep
 
     def __len__(self) -> int:
         return len(self.start)
@@ -102,9 +102,9 @@ def _serves(
     group: tuple[str, ...],
     phase: tuple[str | None, ...],
 ) -> tuple[str | None, ...]:
-    """Return the parallelism that each collective serves by the ranges around its launch, its kernel, or DDP.
+    """Return the parallelism that each collective serves, by ranges around its launch, its kernel, or signs of DDP.
 
-    DDP reduces gradients in backward; a group whose all-reduces are all there is its group.
+    DDP reduces gradients in backward: a group all of whose all-reduces run in backward is DDP's.
     """
     replicas: set[str] = set()
     if any(_DDP.search(name) for name in timeline.names):
@@ -145,7 +145,7 @@ def _runs(gpu: GpuOps, rows: I64, is_copy: Bools, world: int | None) -> tuple[I6
 
 
 def _rounds(gpu: GpuOps, run: I64, world: int | None) -> list[I64]:
-    """Split a run of copies into collectives of world - 1 equal copies each, if it divides into such."""
+    """Split a run of copies into collectives of world - 1 equal copies, if it consists of these."""
     peers = (world or 0) - 1
     if peers >= 1 and len(run) > peers and len(run) % peers == 0:
         parts = np.split(run, len(run) // peers)
@@ -157,7 +157,7 @@ def _rounds(gpu: GpuOps, run: I64, world: int | None) -> list[I64]:
 def _op(info: CollectiveInfo | None, host: str | None, name: str) -> str:
     """Return the name of a collective's operation, from its metadata, else its kernel, else the launching host range.
 
-    NCCL runs an all-to-all with the same kernel as sends and receives, so there the host range decides.
+    NCCL runs an all-to-all with the kernel of sends and receives, so the host range decides between them.
     """
     if info and info.op and classify.is_known_op(info.op):
         op = info.op
@@ -169,7 +169,7 @@ def _op(info: CollectiveInfo | None, host: str | None, name: str) -> str:
 
 
 def _host_ops(timeline: Timeline, rows: I64) -> list[str | None]:
-    """Return the collective named by the innermost host range that names one around each operation's launch."""
+    """Return, per operation, the collective that the innermost naming host range around its launch names."""
     gpu, host = timeline.gpu, timeline.host
     begun = [classify.host_collective(name) for name in timeline.names]
     says = np.array([op is not None for op in begun], bool)
@@ -190,7 +190,7 @@ def _host_ops(timeline: Timeline, rows: I64) -> list[str | None]:
 
 
 def _ranks(info: CollectiveInfo | None) -> tuple[int, ...] | None:
-    """Return the ranks of the group; None where the profiler did not print all of them."""
+    """Return the ranks of a collective's group; None if the profiler did not print all of them."""
     return None if info is None or not info.group_ranks else _parsed(info.group_ranks)
 
 
@@ -210,7 +210,7 @@ def _payload(elements: int | None, info: CollectiveInfo | None) -> int:
 
 
 def _bytes(info: CollectiveInfo | None, op: str, size: int, copied: int) -> int:
-    """Return the bytes of the full array, as in nccl-tests' algorithm bandwidth; -1 where they are not known."""
+    """Return the bytes of a collective's full array, as nccl-tests counts them; -1 if they are not known."""
     if info is not None and info.in_nelems is not None and info.out_nelems is not None:
         item = classify.dtype_bytes(info.dtype)
         if item is not None and not classify.is_barrier(op):

@@ -1,4 +1,4 @@
-"""Reduce one rank's trace to a digest that is small enough to send and has all that the diagnosis needs.
+"""Reduce one rank's trace to a digest, which is small enough to send and has all data that the diagnosis needs.
 
 Reading and digesting a rank needs nothing from other ranks, so it can run on the machine that has the rank's file;
 everything that joins ranks works on digests. They travel from host to host as MessagePack (`pack_digest`), decoded by
@@ -25,12 +25,12 @@ from counterpoint.trace.timeline import F64, I32, I64, GpuOps, HostKind, Kind, R
 
 _BLOCKING = ("Synchronize", "cudaMemcpy", "hipMemcpy", "cuMemcpyDtoH_v2", "cuMemcpyHtoD_v2")
 
-_DIMS = 8  # most of a tensor that counts as a factor of a product
+_DIMS = 8  # most dimensions of a tensor that counts as a factor of a matrix product
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostWaits:
-    """Holds host calls that block until the GPU is done, and waits of streams for events; each sorted by start."""
+    """Holds host calls that block until the GPU is done, and streams' waits for events; both sorted by start."""
 
     start: F64
     end: F64
@@ -42,7 +42,7 @@ class HostWaits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankDigest(RankFacts):
-    """Holds what the diagnosis needs of one rank's trace; times in µs since `origin_ns` on its own clock."""
+    """Holds the data of one rank's trace that the diagnosis needs; µs since `origin_ns` on the rank's clock."""
 
     names: tuple[str, ...]
     shapes: tuple[str, ...]
@@ -52,8 +52,8 @@ class RankDigest(RankFacts):
     gaps: Gaps
     waits: HostWaits
     flops: F64  # per GPU operation; NaN: unknown
-    gap_places: Places  # of each row of `gaps`
-    op_places: Places  # of each compute operation
+    gap_places: Places  # phase and module of each row of `gaps`
+    op_places: Places  # phase and module of each compute operation
 
 
 def digest(timeline: Timeline) -> RankDigest:
@@ -127,10 +127,10 @@ def _stream_waits(timeline: Timeline) -> tuple[F64, I64, I32]:
 
 
 def matrix_product(shapes: str) -> tuple[int, int, int, int] | None:
-    """Return M, N, K and the batch of the matrix product that takes inputs of these shapes; None if none does.
+    """Return M, N, K and batch size of the matrix product of inputs with these shapes; None if no product fits.
 
-    These are the first two adjacent inputs that fit: `aten::addmm` puts its bias first, `aten::linear` transposes its
-    weight. Rows of several sequences times one matrix count as rows of one product.
+    The factors are the first two adjacent inputs that fit, since `aten::addmm` puts its bias first; `aten::linear`
+    transposes its weight. Rows of several sequences times one matrix count as rows of one product.
 
     Args:
         shapes: as in the trace, "[[4096,1024],[1024,512]]".
@@ -153,7 +153,7 @@ def _is_length(value: object) -> bool:
 
 
 def _matmul_flops(timeline: Timeline) -> F64:
-    """Return FLOPs per GPU operation; NaN if it is no matrix product or lacks shapes (needs `record_shapes=True`)."""
+    """Return the FLOPs of each GPU operation; NaN if it is no matrix product or lacks shapes (`record_shapes=True`)."""
     gpu = timeline.gpu
     is_gemm = np.array([is_matmul(n) for n in timeline.names], bool)
     by_shape = np.full(len(timeline.shapes) + 1, np.nan)
@@ -169,7 +169,7 @@ def _matmul_flops(timeline: Timeline) -> F64:
 
 
 class _Column(msgspec.Struct, array_like=True, frozen=True):
-    """Holds one column of a digest: its shape, and its values as bytes."""
+    """Holds one column of a packed digest: its shape, and its values as bytes."""
 
     shape: tuple[int, ...]
     data: bytes
@@ -181,10 +181,10 @@ def pack_digest(digest: RankDigest) -> bytes:
 
 
 def unpack_digest(data: bytes, path: str) -> RankDigest:
-    """Return the digest in bytes that `pack_digest` made.
+    """Return the digest that `pack_digest` turned into these bytes.
 
     Raises:
-        BadTrace: the bytes are anything else; names `path`, from where they came.
+        BadTrace: the bytes are no packed digest; the error names their source `path`.
     """
     try:
         return msgspec.msgpack.decode(data, type=RankDigest, dec_hook=_decode)

@@ -1,4 +1,4 @@
-"""Read and digest every rank: in this process, in parallel processes, or on a Dask cluster where the files are.
+"""Read and digest every rank: in this process, in parallel processes, or on a Dask cluster that has the files.
 
 Every engine calls the same function, `digest_file`, for each file, so all give the same digests in the same order.
 """
@@ -26,7 +26,7 @@ from counterpoint.trace.source import Limits, TraceFile
 
 Progress = Callable[[int, int, str], None]  # files done, number of files, text about the current work
 _KEPT_BYTES = 16 << 20
-_SMALL_BYTES = 4 << 20  # below this, starting processes takes longer than reading
+_SMALL_BYTES = 4 << 20  # total bytes below which starting processes takes longer than reading
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,7 @@ def _in_processes(files: list[TraceFile], limits: Limits, workers: int, tell: Pr
 
 
 def _results(futures: list[Any], completed: Iterable[Any], tell: Progress) -> list[RankDigest]:
-    """Return the digests in the order of `futures`; raise the error of the first of them as soon as any one fails."""
+    """Return the digests in the order of `futures`; as soon as one fails, raise the error of the first failed one."""
     for done, future in enumerate(completed):
         tell(done + 1, len(futures), "ranks read")
         if future.exception() is not None:
@@ -125,7 +125,7 @@ def _results(futures: list[Any], completed: Iterable[Any], tell: Progress) -> li
 
 @contextmanager
 def _main_left_alone() -> Iterator[None]:
-    """Keep spawned processes from importing the caller's script again; they need only functions of this package."""
+    """Keep spawned processes from importing the caller's script, since they need only functions of this package."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
@@ -137,8 +137,8 @@ def _main_left_alone() -> Iterator[None]:
 def _start_worker() -> None:
     """Let Ctrl-C, which reaches every process of the terminal, end this worker at once and without a traceback.
 
-    Let it keep freed memory, too: blocks are read and dropped by the thousand, and glibc gives back what is free at the
-    top of its heap beyond twice the largest mapping freed so far (no page of this one is touched).
+    Let it keep freed memory, too, since it reads and frees thousands of blocks: glibc returns free memory at the top of
+    its heap only beyond twice the largest mapping freed so far, so one large mapping is freed (untouched) first.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     np.empty(_KEPT_BYTES, np.uint8)

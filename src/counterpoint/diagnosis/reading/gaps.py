@@ -1,4 +1,4 @@
-"""Assign a cause to all time in which a rank's GPU ran nothing, from what the host did meanwhile.
+"""Assign a cause to all time in which a rank's GPU ran nothing, by the host's activity meanwhile.
 
 A gap ends when a GPU operation starts. Until that operation is launched the GPU waits for the host: the cause is the
 innermost host range of the launching thread at each moment, or, where that thread has none, of another thread. After
@@ -46,16 +46,16 @@ from counterpoint.trace.timeline import (
     previous_on_stream,
 )
 
-STALL_US = 500.0  # a host that launches nothing for longer stalls; for a shorter time, it is slow
-_HIDDEN_US = 2000.0  # queued launches would have hidden a shorter pause, had the host not waited for the GPU
-_LOADING_US = 500_000.0  # only calls that start CUDA or load a library of kernels take longer
+STALL_US = 500.0  # a host that launches nothing for this long stalls; one with shorter pauses is slow
+_HIDDEN_US = 2000.0  # queued launches would hide a shorter pause if the host had not waited for the GPU
+_LOADING_US = 500_000.0  # only calls that start CUDA or load a kernel library take longer
 _SOON_US = 20.0  # an operation that waits for nothing begins this soon after its launch
-_EARLIER_US = 1000.0  # the GPU runs nothing for longer, though an operation is queued, only if work is not recorded
+_EARLIER_US = 1000.0  # a queued operation waits longer on an idle GPU only for work that was not recorded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NamedShares:
-    """Holds the share that each name has in the idle time of each cause, in the rank's steps; columns of one length."""
+    """Holds the share of each name in the idle time of each cause, in the rank's steps; columns of one length."""
 
     category: U8
     name: I32
@@ -63,7 +63,7 @@ class NamedShares:
 
     @classmethod
     def of(cls, category: U8, name: I64, time: F64, whole: F64) -> NamedShares:
-        """Sum `time` by category and name (-1: none), as shares in `whole`, the time of each category."""
+        """Sum up `time` by category and name (-1: none), as shares of `whole`, the µs of each category."""
         causes, named, shares = [np.empty(0, np.uint8)], [np.empty(0, np.int32)], [np.empty(0)]
         for each in np.flatnonzero(whole > 0).tolist():
             rows = (category == each) & (name >= 0)
@@ -76,16 +76,17 @@ class NamedShares:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pauses:
-    """Holds when a rank's host launched nothing for `STALL_US` or longer, and did not wait for its GPU; columns.
+    """Holds pauses in which a rank's host launched nothing for at least `STALL_US`, and did not wait for its GPU.
 
-    A pause has one row for each host range that is innermost in part of it. Where the GPU had finished everything
-    before the host went on, an unrecorded pause may have been a wait for it: only the time after that counts.
+    A pause has one row for each host range that is innermost in part of it. Where the GPU had finished all
+    work before the host went on, an unrecorded pause may have been a wait for the GPU: only the time after the end of
+    that work counts.
     """
 
     number: I32  # of the pause
     start: F64
     end: F64
-    time: F64  # of that, µs in which the GPU neither computed nor copied
+    time: F64  # µs of the pause in which the GPU neither computed nor copied
     category: U8  # into CATEGORIES
     operation: I32  # the host range; -1: not recorded
 
@@ -105,17 +106,17 @@ class Gaps:
     category: U8  # into CATEGORIES
     operation: I32  # host range that took most of `time`; for queued and between_kernels: the next GPU operation
     inside: I32  # the Python function or range around that host range
-    host_us: F64  # for how long no thread launched anything, until the gap's next launch
-    operations: NamedShares  # innermost host ranges; of causes after a launch: the next GPU operation
-    functions: NamedShares  # the Python functions, or ranges, around those
-    pauses: Pauses  # of the host, also where the GPU does not idle, but waits for another rank
+    host_us: F64  # µs for which no thread had launched anything before the gap's next launch
+    operations: NamedShares  # names of innermost host ranges; of causes after a launch: of the next GPU operation
+    functions: NamedShares  # names of the Python functions, or ranges, around those
+    pauses: Pauses  # pauses of the host, also where the GPU does not idle but waits for another rank
 
     def __len__(self) -> int:
         return len(self.start)
 
     @property
     def whole(self) -> Bools:
-        """Return a mask of the first row of each gap, which has its main cause."""
+        """Return a mask of the rows that are the first of their gap, which have its main cause."""
         return np.concatenate(([True], self.start[1:] > self.start[:-1])) if len(self) else np.zeros(0, bool)
 
 
@@ -150,7 +151,7 @@ def _idle(timeline: Timeline, steps: StepWindows) -> tuple[F64, F64, I64]:
     real = end > start
     start, end, op = start[real], end[real], op[real]
     edges = np.unique(np.concatenate((steps.start, steps.end)))
-    at = np.searchsorted(end, edges, side="right")  # the gap that each edge cuts, if that gap begins before it
+    at = np.searchsorted(end, edges, side="right")  # the gap that each edge cuts, if the gap begins before the edge
     at = np.minimum(at, len(start) - 1)
     cuts = (start[at] < edges) & (edges < end[at]) if len(start) else np.zeros(len(edges), bool)
     begins = np.concatenate((start, edges[cuts]))
@@ -206,10 +207,10 @@ class _Launches:
 
 
 def _queued(gpu: GpuOps, waits: _Launches, start: F64, end: F64) -> GapPieces:
-    """Return the parts of gaps after the next operation was launched, with their causes.
+    """Return the part of each gap after its next operation was launched, with the cause.
 
-    If nothing ran since that launch for long, and it is the first operation of its stream, the stream was busy with
-    work that was launched before the recording began.
+    If the next operation is the first of its stream and began long after its launch, the stream was busy with work that
+    was launched before the recording began.
     """
     gap = np.flatnonzero(waits.held < end)
     us, op = end[gap] - waits.held[gap], waits.op[gap]
@@ -229,7 +230,7 @@ def _blocking(host: HostOps, own: U8) -> I64:
 
 
 def _judge(timeline: Timeline, threads: HostThreads, waits: _Launches, pieces: GapPieces, start: F64, end: F64) -> None:
-    """Refine the categories of `pieces` in place: tell slow launches, stalls, start-up and synchronisation apart."""
+    """Refine the categories of `pieces` in place: slow launches, stalls, start-up or synchronisation."""
     gpu, host, gap = timeline.gpu, timeline.host, pieces.gap
     launched = np.isfinite(gpu.launch_start)
     kernels = launched & (gpu.kind != Kind.MEMCPY)
@@ -279,7 +280,7 @@ def _after_waiting(timeline: Timeline, waits: _Launches, start: F64) -> tuple[Bo
 
 
 def _captures(timeline: Timeline) -> Intervals:
-    """Return when a CUDA graph is captured; launches during capture run nothing on the GPU."""
+    """Return the intervals in which a CUDA graph is captured, whose launches run nothing on the GPU."""
     host, names = timeline.host, timeline.names
     if not len(host):
         return Intervals(np.empty(0), np.empty(0))
@@ -295,10 +296,10 @@ def _captures(timeline: Timeline) -> Intervals:
 def _named(
     timeline: Timeline, threads: HostThreads, thread: I64, pieces: GapPieces, op: I64, steps: Intervals
 ) -> tuple[NamedShares, NamedShares]:
-    """Return what the idle time in the steps is named after: host ranges or GPU operations, and Python functions.
+    """Return the names for the idle time in the steps: of host ranges or GPU operations, and of Python functions.
 
-    Each range gets the time in which it was innermost, also in short gaps, which have one cause. Where the cause is
-    that the host had waited, all of the gap is named after that call.
+    Each range gets the time in which it was innermost, also in short gaps, which have one cause. A gap caused by
+    a wait of the host is entirely named after the call that waited.
     """
     time: F64 = steps.within(pieces.start, pieces.end)
     whole = np.asarray(np.bincount(pieces.category, weights=time, minlength=len(CATEGORIES)), np.float64)
@@ -324,7 +325,7 @@ def _table(
     timeline: Timeline, threads: HostThreads, pieces: GapPieces, start: F64, end: F64, op: I64, host_us: F64,
     operations: NamedShares, functions: NamedShares, pauses: Pauses,
 ) -> Gaps:  # fmt: skip
-    """Sum the pieces of each gap and cause into one row, named after the host range with the most time."""
+    """Sum up the pieces of each gap and cause into one row, named after the host range with the most time."""
     name = np.where(pieces.row >= 0, np.append(timeline.host.name, -1)[pieces.row], -1)
     key = pieces.gap * len(CATEGORIES) + pieces.category
     order = np.lexsort((name, key))
@@ -354,7 +355,7 @@ def _table(
 
 
 def _paused(timeline: Timeline, steps: StepWindows) -> tuple[F64, F64, I32, F64]:
-    """Return start, end and thread of each time without launches, and when the GPU was done with all before it."""
+    """Return start, end and thread of each pause without launches, and when the GPU finished all earlier work."""
     gpu = timeline.gpu
     rows = np.flatnonzero(np.isfinite(gpu.launch_start))
     rows = rows[np.argsort(gpu.launch_start[rows], kind="stable")]

@@ -1,4 +1,4 @@
-"""Recognise by name what a host range does: allocate, start up, compile, capture a graph, wait, load input, copy.
+"""Classify host ranges by name: allocation, start-up, compilation, graph capture, waiting, input, copies.
 
 `CATEGORIES` are the causes of idle time, by their numbers in a digest; a host range of any other name is an OPERATION.
 """
@@ -69,11 +69,11 @@ _PATTERNS = (
 
 @lru_cache(maxsize=1 << 13)
 def says(name: str, *patterns: re.Pattern[str]) -> bool:
-    """Return whether one of the patterns is found in a name; remembered, as the ranks of a job share their names."""
+    """Return whether one of the patterns is found in a name; results are cached, as ranks have the same names."""
     return any(pattern.search(name) for pattern in patterns)
 
 
 @lru_cache(maxsize=1 << 13)  # the ranks of a job share their names
 def category_of(name: str) -> int:
-    """Return the category, a place in CATEGORIES, of a host range of this name."""
+    """Return the category of a host range with this name, as an index into CATEGORIES."""
     return next((_NUMBER[c] for c, patterns in _PATTERNS if any(p.search(name) for p in patterns)), OPERATION)

@@ -1,4 +1,4 @@
-"""Find what each thread of the host did during gaps of the GPU: its innermost range, and what is around that."""
+"""Find the host's activity during gaps of the GPU: each thread's innermost range, and the range around that."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from counterpoint.diagnosis.reading.host_names import (
 from counterpoint.diagnosis.reading.intervals import Intervals
 from counterpoint.trace.timeline import F64, I32, I64, ROUNDED_US, U8, Bools, HostKind, HostOps, Timeline
 
-SHORT_US = 100.0  # a shorter gap gets one cause, that of its middle
+SHORT_US = 100.0  # a shorter gap gets a single cause, by its midpoint
 BLOCKING_COPY_US = 100.0  # cudaMemcpyAsync returns sooner unless the memory is pageable
-_TOUCHING = 4  # ranges that may begin where one ends, each around the next
+_TOUCHING = 4  # most nested ranges that may begin where one range ends
 _DEEPEST = 512  # levels of nesting; deeper ranges count as part of the range around them
 _THREADS = 64  # threads that are analysed: those that launch most, then those with most ranges
 _FRAME = re.compile(r"^(ProfilerStep|PyTorch Profiler|torch/profiler|profiler)")
@@ -41,7 +41,7 @@ class GapPieces:
 
     @classmethod
     def joined(cls, parts: list[GapPieces]) -> GapPieces:
-        """Return the pieces of all parts, in order."""
+        """Return one table with the pieces of all parts, in order."""
         return cls(*(np.concatenate([getattr(p, name) for p in parts]) for name in cls.__dataclass_fields__))
 
 
@@ -55,7 +55,7 @@ class _Layer:
 
     @classmethod
     def flat(cls, rows: I64, start: F64, end: F64, parent: I64) -> _Layer:
-        """Return the spans in which each of `rows`, sorted by start, is innermost; `parent` is the range around it."""
+        """Return the spans in which each of `rows` (sorted by start) is innermost; `parent`: row around each row."""
         edge = np.concatenate((end[::-1], start))  # at equal times: ends before starts, inner ends before outer ends
         label = np.concatenate((parent[rows][::-1], rows)).astype(np.int32)
         order = np.argsort(edge, kind="stable")
@@ -80,7 +80,7 @@ class _Layer:
         at = np.arange(len(window))
         span = at + np.repeat(low - first, count)
         begins, ends = np.maximum(self.start[span], start[window]), np.minimum(self.end[span], end[window])
-        opens, closes = (np.empty(len(gap) + len(at)) for _ in range(2))  # before, between and after a window's spans
+        opens, closes = (np.empty(len(gap) + len(at)) for _ in range(2))  # outside of a window's spans
         opens[first + windows], closes[first + count + windows] = start, end
         opens[at + window + 1], closes[at + window] = ends, begins
         left = closes > opens
@@ -92,10 +92,10 @@ class _Layer:
 
 @dataclass(frozen=True, slots=True)
 class HostThreads:
-    """Holds what the host did during the gaps: one layer for each thread, and one for calls that block all threads.
+    """Holds the host's activity during gaps: a layer for each thread, and one for calls that block all threads.
 
     `category` and `inside` have one entry per row of HostOps. A range inside an allocator, a data loader or the like
-    has the category of that.
+    has the category of the allocator or loader.
     """
 
     host: HostOps
@@ -104,12 +104,12 @@ class HostThreads:
     shared: _Layer  # allocator, garbage collection and profiler, which block every thread
     layers: dict[int, _Layer]  # by thread; under ~thread the same without ranges in which a thread only waits
     order: tuple[int, ...]  # threads, those that launch most first
-    first: float  # when the first event was recorded, of the host or the GPU, and ...
-    last: float  # ... when the last one ended; steps and ranges around everything do not count
+    first: float  # start of the first recorded event of host or GPU, ...
+    last: float  # ... and end of the last one; steps and ranges around everything do not count
 
     @classmethod
     def of(cls, timeline: Timeline, own: U8, idle: Intervals) -> HostThreads:
-        """Return the host ranges that overlap `idle`, by thread; `own` is the category of each name by itself."""
+        """Return the host ranges that overlap `idle`, by thread; `own` is the category of each name."""
         host, gpu = timeline.host, timeline.gpu
         frames = np.array([host_names.says(n, _FRAME) for n in timeline.names], bool)
         use = (host.end > host.start) & (host.kind != HostKind.SYNC)
@@ -143,14 +143,14 @@ class HostThreads:
         return cls(host, category, inside, shared, layers, tuple(ranked.tolist()), float(first), float(last))
 
     def explain(self, thread: int, gap: I64, start: F64, end: F64) -> GapPieces:
-        """Return what the host did in [start, end) of each gap; for short gaps only the middle is looked up."""
+        """Return the host's activity in [start, end) of each gap; a short gap gets the activity at its midpoint."""
         short = end - start <= SHORT_US
         some = ~short & (end > start)
         at_once = self._seen_at_once(self._layers(thread), gap[short], start[short], end[short])
         return GapPieces.joined([at_once, self.seen(thread, gap[some], start[some], end[some])])
 
     def seen(self, thread: int, gap: I64, start: F64, end: F64) -> GapPieces:
-        """Return what the host did in [start, end) of each gap, every moment of it."""
+        """Return the host's activity at every moment in [start, end) of each gap."""
         parts = []
         left = (gap, start, end)
         for layer in self._layers(thread):
@@ -162,7 +162,7 @@ class HostThreads:
         return GapPieces.joined([*parts, GapPieces(*left, none, np.full(len(none), -1))])
 
     def _layers(self, thread: int) -> list[_Layer]:
-        """Return where to look, in turn: calls that block all threads, `thread`, the other threads."""
+        """Return layers by precedence: calls that block all threads, then `thread`, then the other threads."""
         others = [~t for t in self.order if t != thread]
         return [self.shared, *(self.layers[t] for t in [thread, *others] if t in self.layers)]
 
@@ -178,7 +178,7 @@ class HostThreads:
 
 
 def _around_everything(timeline: Timeline, own: U8, use: Bools) -> Bools:
-    """Return a mask of annotations, such as an epoch, around at least half of the recorded time and of the launches."""
+    """Return a mask of annotations (an epoch) around at least half of the recorded time and of the launches."""
     gpu, host = timeline.gpu, timeline.host
     if not use.any():
         return np.zeros(len(host), bool)
@@ -242,10 +242,10 @@ def _nested(timeline: Timeline, own: U8, rows: I64) -> tuple[I64, U8, I64, F64]:
 
 
 def _apart(start: F64, end: F64) -> F64:
-    """Return the ends of ranges of one thread, sorted by start, so that ranges which touch do not overlap.
+    """Return the ends of a thread's ranges (sorted by start), cut so that ranges which touch do not overlap.
 
-    A range that ends after another has begun, which goes on for longer, is cut where that begins. It is left as it is
-    where it seems to go on by a rounding only: it may be around the other.
+    A range that overlaps a later one, which ends after it, is cut where the later one begins. It is not cut where the
+    later one ends later only by rounding, since the range may then enclose the later one.
     """
     found, last = end.copy(), np.searchsorted(start, end, side="left") - 1
     for before in range(_TOUCHING):

@@ -1,6 +1,6 @@
 """Represent sets of times as sorted, disjoint intervals, with union, intersection and length in O(n log n).
 
-`unique_rows` is numpy's `unique(..., axis=0)`, several times as fast.
+`unique_rows` does what numpy's `unique(..., axis=0)` does, several times as fast.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Intervals:
 
     @classmethod
     def union(cls, start: F64, end: F64) -> Intervals:
-        """Return the union of intervals given in any order; empty ones are dropped."""
+        """Return the union of intervals in any order; empty intervals are dropped."""
         keep = end > start
         start, end = start[keep], end[keep]
         if not len(start):
@@ -67,17 +67,17 @@ class Intervals:
         return Intervals.union(np.concatenate((self.start, other.start)), np.concatenate((self.end, other.end)))
 
     def covers(self, at: F64) -> Bools:
-        """Return whether each time lies in the set."""
+        """Return, for each time in `at`, whether it lies in an interval."""
         index = np.searchsorted(self.start, at, side="right") - 1
         return (index >= 0) & (at < self.end[np.maximum(index, 0)]) if len(self) else np.zeros(len(at), bool)
 
 
 def unique_rows(table: I64) -> tuple[I64, I64]:
-    """Return the distinct rows of a table in lexicographic order, and the number of each row among them."""
-    mixed = (table.astype(np.int64) * _ODD[: table.shape[1]]).sum(axis=1)  # overflow is meant
+    """Return the distinct rows of a table in lexicographic order, and each row's index among them."""
+    mixed = (table.astype(np.int64) * _ODD[: table.shape[1]]).sum(axis=1)  # integer overflow is intended
     _, first, which = np.unique(mixed, return_index=True, return_inverse=True)
     found = table[first]
-    if not (found[which] == table).all():  # two rows with one number
+    if not (found[which] == table).all():  # a collision: two rows have one hash
         found, which = np.unique(table, axis=0, return_inverse=True)
         return found, which.ravel()
     order = np.lexsort(found.T[::-1])

@@ -1,4 +1,4 @@
-"""Match the collectives of all ranks: find the rows of each rank that are one and the same collective.
+"""Match the collectives of all ranks: find the rows of different ranks that belong to one collective.
 
 Rows are matched by group and `Comms Id` or `Seq` where the profiler printed them, else by group and order. In the
 latter case operations, sizes and the times between ends are aligned, so that a collective that one trace lacks does not
@@ -16,7 +16,7 @@ import numpy as np
 from counterpoint.diagnosis.reading.comm_rows import CommRows
 from counterpoint.trace.timeline import F64, I32, I64
 
-# operations that one rank may end long before or after the others
+# operations that one rank may end long before or after the others do
 LOOSE_ENDS = ("broadcast", "reduce", "gather", "scatter", "send_recv", "all_to_all", "peer_copy", "notify")
 
 _Key = tuple[str, tuple[int, ...] | None]
@@ -24,7 +24,7 @@ _Key = tuple[str, tuple[int, ...] | None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Joined:
-    """Holds the collectives of a job: one per row, one rank per column; sorted by their first start.
+    """Holds the matched collectives of a job: one collective per row, one rank per column; sorted by first start.
 
     `row` is the index into the rank's `CommRows`, -1 where it took no part (or its trace lacks it). start and end are
     on each rank's own clock, µs since the job's base; NaN where absent.
@@ -32,8 +32,8 @@ class Joined:
 
     op: tuple[str, ...]
     group: tuple[str, ...]
-    index: I64  # order within its group
-    by: tuple[str, ...]  # what it was matched by: comms_id | seq | order | none
+    index: I64  # number of the collective within its group
+    by: tuple[str, ...]  # how it was matched: comms_id | seq | order | none
     expected: I32  # number of ranks of the group whose traces were read
     row: I32  # [J, R]
     start: F64  # [J, R]
@@ -81,9 +81,9 @@ def _join_group(
 
 
 def _ids(table: CommRows, members: I64, by: str) -> list[Hashable] | None:
-    """Return an identity per row: id, operation and how often that pair came before; None if any row lacks an id.
+    """Return an identity per row: id, operation, and count of earlier equal pairs; None if any row lacks an id.
 
-    Return None, too, if the id is the same in all rows: then it is the communicator's, not the collective's.
+    Return None, too, if all rows have one id, which is then the communicator's, not the collective's.
     """
     values: list[Hashable] = [
         table.comms_id[row] if by == "comms_id" else (int(table.seq[row]) if table.seq[row] >= 0 else None)
@@ -101,7 +101,7 @@ def _ids(table: CommRows, members: I64, by: str) -> list[Hashable] | None:
 
 
 def _by_order(columns: dict[int, I64], rows: list[CommRows], base_us: list[float]) -> list[dict[int, int]]:
-    """Align every rank's sequence with the longest one; collectives that it lacks are inserted into it."""
+    """Align every rank's collectives with the longest sequence; collectives missing there are inserted."""
     reference = max(columns, key=lambda c: (len(columns[c]), -c))
     together = [{reference: row} for row in columns[reference].tolist()]
     token = _tokens(rows[reference], columns[reference])
@@ -127,19 +127,19 @@ def _by_order(columns: dict[int, I64], rows: list[CommRows], base_us: list[float
 
 
 def _tokens(table: CommRows, members: I64) -> list[tuple[str, int]]:
-    """Return what must be equal on all ranks: the operation, and its bytes where these cannot differ by rank."""
+    """Return, per row, the facts equal on all ranks: the operation, and its bytes unless bytes differ by rank."""
     uneven = ("all_to_all", "send_recv", "unknown", "nccl")
     return [(table.op[r], -1 if table.op[r] in uneven else int(table.bytes[r])) for r in members.tolist()]
 
 
 def align(reference: list[tuple[str, int]], reference_end: F64, other: list[tuple[str, int]], other_end: F64) -> I64:
-    """Return the partner in `reference` of each element of `other`; -1 if none.
+    """Return the index in `reference` of the partner of each element of `other`; -1: none.
 
     A dynamic programme runs over k = partner - own index in a band: matched elements must have equal tokens, and the
-    difference of their ends should be that of the match before (clocks may differ, but not the times between ends; what
-    a busy machine holds up costs less than to leave it out, however long it takes). An
-    element of the reference left out costs one penalty, one of `other` two, wherever it stands. Where these times do
-    not decide, as with even spacing, the alignment with the smaller difference of clocks wins.
+    difference of their ends should equal that of the match before, since clocks may differ, but not the times between
+    ends (the cost of a deviation is bounded, so that a delay on a busy machine costs less than leaving an element out).
+    To leave out an element of the reference costs one penalty, one of `other` two penalties, at any place. Where these
+    times do not decide, as with even spacing, the alignment with the smaller difference of clocks wins.
     """
     n, m = len(reference), len(other)
     if not n or not m:
@@ -192,9 +192,9 @@ def align(reference: list[tuple[str, int]], reference_end: F64, other: list[tupl
 
 
 def _same_rhythm(tokens: list[tuple[str, int]], lag: F64, penalty: float) -> bool:
-    """Return whether equal sequences match one to one: each might lack a different one of many equal collectives.
+    """Return whether equal sequences match one to one; if not, each lacks another one of many equal collectives.
 
-    The differences of ends decide; they say nothing for operations that ranks need not end together (`LOOSE_ENDS`).
+    The differences of ends decide, except for operations that ranks need not end together (`LOOSE_ENDS`).
     """
     loose = any(op in LOOSE_ENDS for op, _ in tokens)
     return loose or bool((np.abs(np.diff(lag)) < penalty).all())

@@ -1,4 +1,4 @@
-"""Name where in the program something happened: its phase, and its module or layer, from ranges around it.
+"""Find the place of a launch or gap in the program, its phase and its module or layer, by host ranges around it.
 
 Nothing is guessed from order or size: a name comes from ranges of the host around a launch or a time, or from the
 thread that launched.
@@ -15,9 +15,9 @@ import numpy.typing as npt
 from counterpoint.diagnosis.reading.gaps import Gaps
 from counterpoint.trace.timeline import F64, I32, I64, U8, Bools, HostKind, Kind, Timeline
 
-_MOST_PAIRS = 4_000_000  # of times and ranges around them: the widest ranges are left out beyond
-_MOST_PLACED = 50_000  # gaps, and compute operations, that are placed: the longest
-_LONGEST_NAME = 400  # of a range that names a phase or module
+_MOST_PAIRS = 4_000_000  # most pairs of a time and a range around it: beyond, the widest ranges are left out
+_MOST_PLACED = 50_000  # most gaps, and most compute operations, that get a place: the longest ones
+_LONGEST_NAME = 400  # longest name of a range that counts as naming a phase or module
 _FORWARD = re.compile(r"FSDP::(pre|post)_forward|forward$|\.forward\b|^#* ?forward ?#*$|^nn\.Module: ", re.IGNORECASE)
 _BACKWARD = re.compile(
     r"FSDP::(root_)?(pre|post)_backward|FSDP::backward|^autograd::engine::evaluate_function|^torch::autograd::"
@@ -38,10 +38,10 @@ _BACKWARD_PHASE = PHASES.index("backward")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Places:
-    """Holds where each of some gaps or operations lies in the program; columns of one length."""
+    """Holds the place in the program of gaps or operations: phase and module; columns of one length."""
 
     phase: U8  # into PHASES
-    module: I32  # range that names it, into the rank's names; -1: not known
+    module: I32  # name of the range that names it, as an index into the rank's names; -1: unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class NamedRanges:
 
     @classmethod
     def of(cls, timeline: Timeline) -> NamedRanges:
-        """Return those of a rank."""
+        """Return the naming host ranges of a rank."""
         host, names = timeline.host, timeline.names
         count = len(names)
         phase, module, serves = np.zeros(count, np.uint8), np.zeros(count, bool), np.zeros(count, np.int64)
@@ -71,7 +71,7 @@ class NamedRanges:
         return cls(timeline, row[told[host.name[row]]], phase, module, serves, _autograd_threads(timeline))
 
     def at(self, thread: I64, time: F64) -> tuple[Places, I64]:
-        """Return the place of each time on a thread, and the parallelism told there (1 + index into _SERVES)."""
+        """Return the place of each time on a thread, and the parallelism that ranges name (1 + index into _SERVES)."""
         host = self.timeline.host
         phase, module = np.zeros(len(time), np.uint8), np.full(len(time), -1, np.int32)
         serves = np.zeros(len(time), np.int64)
@@ -82,7 +82,7 @@ class NamedRanges:
             own = self.row[host.thread[self.row] == number]
             which, at = _around(time[here], host.start[own], host.end[own])
             name = host.name[own[which]]
-            np.maximum.at(phase, here[at], self.phase[name])  # others say more than forward, which they enclose
+            np.maximum.at(phase, here[at], self.phase[name])  # other phases outrank forward, which they may enclose
             np.maximum.at(serves, here[at], self.serves[name])
             inner = self.names_module[name]
             module[here[at[inner]]] = name[inner]  # of several the last counts, which is the innermost
@@ -98,7 +98,7 @@ class NamedRanges:
         return found, tuple(_SERVES[s - 1][0] if s else None for s in serves.tolist())
 
     def compute(self) -> Places:
-        """Return the places of all GPU operations' launches; of compute operations only the longest are placed."""
+        """Return a place per GPU operation: that of its launch for the longest compute operations, else none."""
         gpu = self.timeline.gpu
         found = Places(phase=np.zeros(len(gpu), np.uint8), module=np.full(len(gpu), -1, np.int32))
         rows = _longest(np.flatnonzero(gpu.kind == Kind.COMPUTE), gpu.end - gpu.start)
@@ -109,7 +109,7 @@ class NamedRanges:
     def gaps(self, gaps: Gaps) -> Places:
         """Return where the host was in the middle of each gap, on the thread that launched the operation that ends it.
 
-        What was launched before that waited for something else: then the place of its launch counts.
+        If that operation was launched before the middle of the gap, the place of its launch counts instead.
         """
         gpu = self.timeline.gpu
         found = Places(phase=np.zeros(len(gaps), np.uint8), module=np.full(len(gaps), -1, np.int32))
@@ -134,7 +134,7 @@ def module_of(name: str) -> str | None:
 
 
 def in_words(phase: str | None, module: str | None) -> str:
-    """Return a place for a sentence: ", in backward of layers.3"; empty where nothing is known."""
+    """Return a place as text, ", in backward of layers.3"; empty if neither phase nor module is known."""
     if phase is None:
         return f", in {module}" if module else ""
     return f", in {phase} of {module}" if module else f", in {phase}"
@@ -169,7 +169,7 @@ def _autograd_threads(timeline: Timeline) -> frozenset[int]:
 def _around(
     at: npt.NDArray[np.float64], start: npt.NDArray[np.float64], end: npt.NDArray[np.float64]
 ) -> tuple[I64, I64]:
-    """Return every pair of a range, in their order, and of a time (sorted) in it."""
+    """Return the indices of all pairs of a range and a time inside it, in order of the ranges; times are sorted."""
     low, high = np.searchsorted(at, start, side="left"), np.searchsorted(at, end, side="right")
     count = np.maximum(high - low, 0)
     if count.sum() > _MOST_PAIRS:

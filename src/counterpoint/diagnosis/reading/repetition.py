@@ -14,10 +14,10 @@ import numpy as np
 from counterpoint.trace.timeline import F64, I64, HostKind, Timeline
 
 _LONGEST_PATTERN = 1 << 18
-_MANY = 8  # repeats; with more they may be layers of one step
-_MOST = 0.6  # of the GPU's time
-_LAYER = 64  # operations; what repeats with more may be a step although the host waits only after several
-_EVEN = 0.05  # by which the numbers of operations between the host's waits may differ, if those part steps
+_MANY = 8  # repeats: more of them may be layers of one step
+_MOST = 0.6  # of the GPU's time: repeats with less are layers of a step
+_LAYER = 64  # operations: a repeat of more may be a step even if the host waits only after several repeats
+_EVEN = 0.05  # largest relative difference in operations between host waits that separate steps
 _OPTIMIZER = re.compile(r"multi_tensor_apply|adam|sgd|lamb(?!da)|adagrad|shampoo|optimizer", re.IGNORECASE)
 _WAITS = ("Synchronize", "cudaMemcpy", "hipMemcpy", "cuMemcpyDtoH_v2")
 
@@ -52,25 +52,25 @@ def repeated_steps(timeline: Timeline) -> tuple[F64, F64] | None:
 
 
 def _earliest(timeline: Timeline, first: float, pause: float) -> float:
-    """Return when the step with this first operation began: a usual pause before it, if that was recorded."""
+    """Return the start (µs) of the step with this first operation: a usual pause earlier, if that was recorded."""
     gpu, host = timeline.gpu, timeline.host
     recorded = min(first, float(host.start.min())) if len(host) else first
     return float(min(first, max(first - pause, recorded, gpu.end[gpu.start < first].max(initial=-np.inf))))
 
 
 def _waits(timeline: Timeline, rows: I64) -> I64:
-    """Return where the host's waits for the GPU part these operations, as edges from 0 to their number."""
+    """Return the indices at which the host's waits for the GPU divide `rows`, from 0 to their number."""
     passed = np.searchsorted(_host_waits(timeline), timeline.gpu.launch_start[rows])
     return np.concatenate(([0], np.flatnonzero(np.diff(passed) > 0) + 1, [len(rows)])).astype(np.int64)
 
 
 def _optimizes(timeline: Timeline, rows: I64) -> bool:
-    """Return whether an optimizer is among these operations."""
+    """Return whether a kernel of an optimizer is among these operations."""
     return any(_OPTIMIZER.search(timeline.names[kind]) for kind in np.unique(timeline.gpu.name[rows]).tolist())
 
 
 def _are_layers(timeline: Timeline, rows: I64, edges: I64) -> bool:
-    """Return whether the repeats, cut at `edges` of `rows`, are layers of a step rather than steps."""
+    """Return whether the repeats between `edges` of `rows` are layers of one step rather than steps."""
     gpu = timeline.gpu
     took = (gpu.end - gpu.start)[rows]
     if took[edges[0] : edges[-1]].sum() < _MOST * took.sum():
@@ -84,12 +84,12 @@ def _are_layers(timeline: Timeline, rows: I64, edges: I64) -> bool:
         return False
     before, after = (bool(len(np.setdiff1d(part, repeated))) for part in (kinds[: edges[0]], kinds[edges[-1] :]))
     passed = np.searchsorted(_host_waits(timeline), launched)
-    waited = (passed[1:] > passed[:-1]).mean() > 0.5  # as at the end of a step
+    waited = (passed[1:] > passed[:-1]).mean() > 0.5  # steps usually end with a wait of the host
     return (before and after) or bool((before or after) and len(edges) > _MANY and not waited)
 
 
 def _host_waits(timeline: Timeline) -> F64:
-    """Return when the host began to wait for the GPU, ascending."""
+    """Return the µs at which the host began to wait for the GPU, ascending."""
     host = timeline.host
     waits = np.array([name.endswith(_WAITS[0]) or name in _WAITS for name in timeline.names], bool)
     at: F64 = host.start[(host.kind == HostKind.RUNTIME) & waits[host.name]]
@@ -97,7 +97,7 @@ def _host_waits(timeline: Timeline) -> F64:
 
 
 def _period(timeline: Timeline, rows: I64) -> tuple[int, int] | None:
-    """Return the index of the first step's first operation, and the operations per step; None if nothing repeats.
+    """Return the index of the first step's first operation, and the operations per step; None: no period.
 
     Layers repeat, too, so a period counts only if one window of that length holds nearly all kinds of operations that
     recur, and nearly every operation equals the one a period later. Of the starting points that leave the most whole
@@ -112,14 +112,14 @@ def _period(timeline: Timeline, rows: I64) -> tuple[int, int] | None:
     recurring = np.flatnonzero(occurrences >= 2).astype(np.int64)
     if not len(recurring):
         return None
-    span = np.zeros(len(occurrences), np.int64)  # from first to last occurrence
+    span = np.zeros(len(occurrences), np.int64)  # distance from first to last occurrence
     np.maximum.at(span, tokens, np.arange(len(tokens)))
     span -= np.unique(tokens, return_index=True)[1]
     best: tuple[float, int] | None = None
     for period in _candidates(tokens, recurring, occurrences):
         same = float((tokens[period:] == tokens[:-period]).mean())
         middle = (len(tokens) - period) // 2
-        lasting = recurring[span[recurring] >= period]  # without those that occur within one step only, as in a warm-up
+        lasting = recurring[span[recurring] >= period]  # not those within one step only, as in a warm-up
         held = len(np.intersect1d(tokens[middle : middle + period], lasting)) / max(len(lasting), 1)
         if same >= 0.97 and held >= 0.9 and (best is None or same > best[0] + 0.005):
             best = (same, period)

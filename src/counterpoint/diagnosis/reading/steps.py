@@ -38,16 +38,16 @@ _PART_NAME = re.compile(  # names of parts of a step, and of ranges that are not
 _PART_UNLESS_STEP = re.compile(r"epoch|sampl|norm|preprocess|postprocess|block|module|stage|expert", re.IGNORECASE)
 _VARYING = re.compile(r"\d+|\([^()]*\)|\[[^\[\]]*\]")
 _OPTIMIZER_STEP = "Optimizer.step#"
-_COVERS, _COVERS_UNNAMED = 0.5, 0.8  # share of GPU time that ranges must launch to be steps: named so, or not
+_COVERS, _COVERS_UNNAMED = 0.5, 0.8  # least share of GPU time that step ranges launch: with, without a step's name
 _SIMILAR_FACTOR = 10.0  # times the median, or a tenth: ranges that last longer or shorter are not alike
-_PAUSE = 10.0  # usual steps: a longer pause between ranges (a server without requests) belongs to none
+_PAUSE = 10.0  # times a usual step: a longer pause (a server without requests) belongs to no step
 _ROUNDING_US = 1.0  # by which ranges that follow one another may overlap
-_OUTSIDE = 0.05  # of the recording: if more lies in no step, a note says so ...
+_OUTSIDE = 0.05  # of the recording: if more of it lies in no step, a note says so ...
 _TOLD_US = 50.0  # ... unless it would print as 0.0 ms
 _SET_UP_SHARE = 0.1  # of a step: a step with more graph capture or compilation is unusual
 _START_UP_SHARE = 0.2
 _LITTLE = 0.05
-_QUEUED_US = 1000.0  # a longer time from launch to start is more than latency: the GPU was busy
+_QUEUED_US = 1000.0  # a longer time from launch to start means that the GPU was busy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +58,7 @@ class StepWindows:
     start: F64
     end: F64
     found_by: str  # profiler | annotation | optimizer | repetition | whole
-    notes: tuple[str, ...] = ()  # which of the steps are unusual, and why; what lies in none
+    notes: tuple[str, ...] = ()  # which steps are unusual, and why; how much time lies in no step
     left_out: tuple[str, ...] = ()  # names of unusual steps
 
 
@@ -70,7 +70,7 @@ class _SetUp:
     ranges: Intervals
     longest: str
     share: float  # share of a step; a step with more of this work is unusual: noted, and left out if others remain
-    first_only: bool  # whether it counts only in the first steps: later, the same calls are a trouble of the program
+    first_only: bool  # whether it counts only in the first steps: later, such calls are a problem of the program
 
 
 def find_steps(timeline: Timeline) -> StepWindows:
@@ -111,10 +111,10 @@ def _whole(timeline: Timeline) -> StepWindows:
 def _windows(
     timeline: Timeline, names: tuple[str, ...], begin: F64, until: F64, found_by: str, follows: Bools | None = None
 ) -> StepWindows:
-    """Return one step per host range (sorted by start), which ends when all that the range launched has ended.
+    """Return one step per host range (sorted by start); a step ends when all work that the range launched has ended.
 
-    What lies between two ranges belongs to the first of them, unless it is longer than `_PAUSE` steps, or `follows`
-    says that they do not follow one another.
+    The time between two ranges belongs to the first of them, unless it is longer than `_PAUSE` usual steps, or
+    `follows` says that the ranges are not consecutive.
     """
     gpu = timeline.gpu
     worked = _reach(gpu, begin, until)
@@ -139,7 +139,7 @@ def _windows(
 
 
 def _reach(gpu: GpuOps, begin: F64, until: F64) -> F64:
-    """Return when each host range (sorted by start), and all that it launched, has ended."""
+    """Return the µs at which each host range (sorted by start), and all work that it launched, has ended."""
     launched = _launched(gpu)
     step_of = np.searchsorted(begin, launched, side="right") - 1
     inside = (step_of >= 0) & (launched < until[np.maximum(step_of, 0)])
@@ -149,7 +149,7 @@ def _reach(gpu: GpuOps, begin: F64, until: F64) -> F64:
 
 
 def _outside(timeline: Timeline, steps: StepWindows) -> tuple[str, ...]:
-    """Return a note on how much of the recording lies in no step, if that is much."""
+    """Return a note on the time of the recording that lies in no step, if it is long."""
     tables = [t for t in (timeline.gpu, timeline.host) if len(t)]
     low, high = min(float(t.start.min()) for t in tables), max(float(t.end.max()) for t in tables)
     pauses = np.maximum(steps.start[1:] - steps.end[:-1], 0.0)
@@ -170,12 +170,12 @@ def _outside(timeline: Timeline, steps: StepWindows) -> tuple[str, ...]:
 
 
 def _launched(gpu: GpuOps) -> F64:
-    """Return when each operation was launched, or its start where the launch is not known."""
+    """Return the µs at which each operation was launched, or at which it started if the launch is unknown."""
     return np.where(np.isfinite(gpu.launch_start), gpu.launch_start, gpu.start)
 
 
 def _earlier_work(gpu: GpuOps, begins: float, launched_inside: Bools, found_by: str) -> float:
-    """Return when the first step's work starts if the GPU was then busy with earlier work; else -infinity.
+    """Return the µs at which the first step's work starts if earlier work kept the GPU busy before; else -infinity.
 
     An operation without a launch, in a trace that has launches, was launched before the recording. If the first
     operation of a stream, before most of the work, starts long after its launch, and nothing recorded ran between, the
@@ -194,7 +194,7 @@ def _earlier_work(gpu: GpuOps, begins: float, launched_inside: Bools, found_by: 
     if found_by == "profiler" or earlier.any():
         return -np.inf
     took = np.where(own, gpu.end - gpu.start, 0.0)
-    little = np.cumsum(took) - took <= _LITTLE * took.sum()  # of the work has begun before
+    little = np.cumsum(took) - took <= _LITTLE * took.sum()  # only a little of the work began before
     rows = np.flatnonzero(own & little & (previous_on_stream(gpu.stream) < 0))
     ran = Intervals.union(gpu.start, gpu.end).within(gpu.launch_end[rows], gpu.start[rows])
     queued = rows[(gpu.start[rows] - gpu.launch_end[rows] > _QUEUED_US) & (ran == 0)]  # unknown launches are NaN
@@ -202,7 +202,7 @@ def _earlier_work(gpu: GpuOps, begins: float, launched_inside: Bools, found_by: 
 
 
 def _from_annotations(timeline: Timeline) -> StepWindows | None:
-    """Return steps from the program's ranges: the longest that repeat and launch most of the work, else a single one.
+    """Return steps by the program's ranges: the longest that repeat and launch most of the work, else a single one.
 
     Return None if no range with the name of a step, and no repeating range, launches enough of the work.
     """
@@ -231,14 +231,14 @@ def _from_annotations(timeline: Timeline) -> StepWindows | None:
 
 
 def _alike(length: F64, work: F64) -> bool:
-    """Return whether most ranges, with most of the work, last about as long, as steps do and parts of a call do not."""
+    """Return whether most ranges, with most of the work, have similar lengths, as steps have."""
     median = np.quantile(length, 0.5, method="lower")
     alike = (length <= _SIMILAR_FACTOR * median) & (length * _SIMILAR_FACTOR >= median)
     return bool(alike.mean() > 0.5 and work[alike].sum() > 0.5 * work.sum())
 
 
 def _is_part(timeline: Timeline, row: int) -> bool:
-    """Return whether this range's name begins with that of a range around it: `predict 0 1` inside `predict 0`."""
+    """Return whether a range's name extends that of a range around it, as `predict 0 1` inside `predict 0`."""
     host, own = timeline.host, timeline.names[timeline.host.name[row]]
     around = (host.kind == HostKind.ANNOTATION) & (host.thread == host.thread[row])
     around &= (host.start <= host.start[row]) & (host.end >= host.end[row])
@@ -286,7 +286,7 @@ def _outermost(timeline: Timeline, rows: I64) -> I64:
 
 
 def _between_optimizers(timeline: Timeline) -> StepWindows | None:
-    """Return steps that each end with PyTorch's range of an optimizer step; None if there are fewer than two."""
+    """Return steps that each end with PyTorch's range of an optimizer step; None if there are fewer than two steps."""
     gpu, host = timeline.gpu, timeline.host
     marks = np.array([name.startswith(_OPTIMIZER_STEP) for name in timeline.names], bool)
     rows = np.flatnonzero(np.isin(host.kind, (HostKind.ANNOTATION, HostKind.OP)) & marks[host.name])
@@ -309,7 +309,7 @@ def _between_optimizers(timeline: Timeline) -> StepWindows | None:
 
 
 def _set_up(timeline: Timeline) -> list[_SetUp]:
-    """Return when the host captured graphs, compiled or started up: one entry for each kind that occurs."""
+    """Return the times in which the host captured graphs, compiled or started up, one entry per kind."""
     host = timeline.host
     found = []
     for label, patterns, share, first_only in (
@@ -319,7 +319,7 @@ def _set_up(timeline: Timeline) -> list[_SetUp]:
          True),
     ):  # fmt: skip
         is_it = np.array([host_names.says(name, *patterns) for name in timeline.names], bool)
-        if host_names.COMPILATION in patterns:  # what captures may say that dynamo timed it
+        if host_names.COMPILATION in patterns:  # a range of capture may also have the name of a compilation
             is_it &= ~np.array([host_names.says(name, host_names.CAPTURE) for name in timeline.names], bool)
         rows = np.flatnonzero(is_it[host.name] & (host.kind != HostKind.SYNC)) if len(is_it) else np.empty(0, np.int64)
         if not len(rows):
@@ -332,14 +332,14 @@ def _set_up(timeline: Timeline) -> list[_SetUp]:
 
 
 def _share(found: _SetUp, steps: StepWindows) -> F64:
-    """Return the share of each step that this set-up work takes."""
+    """Return the share (0 to 1) of each step that this set-up work takes."""
     length = np.maximum(steps.end - steps.start, 1e-3)
     share: F64 = found.ranges.within(steps.start, steps.end) / length
     return share
 
 
 def _without_set_up(steps: StepWindows, set_up: list[_SetUp]) -> StepWindows:
-    """Return the steps without those with much set-up work, if others remain, and with notes on those."""
+    """Return the steps with notes on steps that have much set-up work, which are left out if others remain."""
     keep = np.ones(len(steps.names), bool)
     notes = list(steps.notes)
     for found in set_up:

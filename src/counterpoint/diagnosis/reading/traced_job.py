@@ -1,4 +1,4 @@
-"""Join the digests of all ranks into one job, on one clock; every analysis is computed from that.
+"""Join the digests of all ranks into one job on one clock, the input of every analysis.
 
 Ranks that cannot belong to one run are refused, in checks before and after their clocks are aligned.
 """
@@ -19,14 +19,14 @@ from counterpoint.records.diagnosis import WHOLE_TRACE, ranks_in_words
 from counterpoint.trace.clocks import Clocks, align_clocks
 from counterpoint.trace.timeline import F64, I64, Bools, Kind, device_of
 
-_RANKS_QUOTED = 3  # ranks whose notes on their own traces are shown
+_RANKS_QUOTED = 3  # most ranks whose notes on their own traces are shown
 _APART_S = 600.0  # clocks of hosts in one job never differ by more
 _DRIFT_PPM = 1000.0  # no clock runs faster or slower than another by more
 _SLACK_US = 200.0  # error of the clocks that is allowed after alignment
-_LATE_THREAD_US = 50_000.0  # by which threads that wait for a core can end a collective late, and look like a drift
-_CONTEXT_SHARE = 0.02  # of the compute of the busiest GPU of a process: what a context on another one may cost
+_LATE_THREAD_US = 50_000.0  # so late may a thread that waits for a core end a collective, which looks like a drift
+_CONTEXT_SHARE = 0.02  # of the compute of a process's busiest GPU: a GPU with less has only a context
 _TORCH = re.compile(r"\b(at|c10|c10d|aten|torch|autograd)::|^triton_|^nvjet|\.py\(|^nn\.Module|ProfilerStep|torch")
-_FEW = 4  # with fewer collectives the checks do not judge
+_FEW = 4  # with fewer collectives, the checks accept everything
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,8 +37,8 @@ class TracedJob:
     world_size: int
     missing: tuple[int, ...]
     clocks: Clocks
-    joined: Joined  # its start and end are on the one clock
-    op_start: tuple[F64, ...]  # per rank: GpuOps.start and .end on the one clock
+    joined: Joined  # its start and end are on the job's clock
+    op_start: tuple[F64, ...]  # per rank: GpuOps.start and .end on the job's clock
     op_end: tuple[F64, ...]
     launch: tuple[F64, ...]  # per rank: GpuOps.launch_start
     step_names: tuple[str, ...]
@@ -54,47 +54,47 @@ class TracedJob:
 
     @property
     def num_steps(self) -> int:
-        """Return the number of steps to divide by, at least 1."""
+        """Return the number of steps by which times are divided, at least 1."""
         return max(len(self.step_names), 1)
 
     @property
     def has_steps(self) -> bool:
-        """Return whether steps were found; else the whole recording counts as one."""
+        """Return whether steps were found; if not, the whole recording counts as one step."""
         return self.step_names != (WHOLE_TRACE,)
 
     @property
     def gpu_recorded(self) -> bool:
-        """Return whether the GPUs of some rank were recorded, or no rank has one."""
+        """Return whether the trace has the operations of at least one rank's GPU, or the ranks use no GPU."""
         return any(d.device.recorded for d in self.digests)
 
     @property
     def each(self) -> str:
-        """Return what a time per step is of: where no steps were found, of the recording."""
+        """Return the words after a time per step: "a step", or "in the recording" if no steps were found."""
         return "a step" if self.has_steps else "in the recording"
 
     @property
     def each_rank(self) -> str:
-        """Return what a mean over ranks of such a time is of."""
+        """Return the words after a mean time over ranks: "a step and rank" or "in the recording per rank"."""
         return "a step and rank" if self.has_steps else "in the recording per rank"
 
     @property
     def whole(self) -> str:
-        """Return the word for that of which shares are."""
+        """Return the noun of which shares are given: "step", or "recording" if no steps were found."""
         return "step" if self.has_steps else "recording"
 
     @property
     def alone(self) -> bool:
-        """Return whether one process with several GPUs is the whole job: there is no other rank to wait for."""
+        """Return whether the whole job is one process with several GPUs, so that there is no rank to wait for."""
         return self.world_size == 1 and len(gpus_of(self.digests[0])) > 1
 
     @property
     def uses_torch(self) -> bool:
-        """Return whether the program is, or may be, one of PyTorch: Nsight records others as well."""
+        """Return whether the program uses, or may use, PyTorch: Nsight also records other programs."""
         return any(d.format != "nsys" or any(map(_TORCH.search, d.names)) for d in self.digests)
 
     @property
     def islands(self) -> I64:
-        """Return a number for each column: ranks with the same number are joined, directly or not, by collectives."""
+        """Return an island number per column: collectives join ranks with equal numbers, directly or through others."""
         there = self.joined.row >= 0
         there = there[there.sum(axis=1) >= 2]
         there = there[np.unique(np.packbits(there, axis=1), axis=0, return_index=True)[1]]  # one for each set of ranks
@@ -107,16 +107,16 @@ class TracedJob:
         return np.unique(island, return_inverse=True)[1].astype(np.int64)
 
     def on_job_clock(self, column: int, at: F64) -> F64:
-        """Return times of a rank's own clock (µs since its origin) on the job's clock."""
+        """Convert times on a rank's own clock (µs since its origin) to µs on the job's clock."""
         base = (self.digests[column].origin_ns - self.digests[0].origin_ns) / 1000.0
         return self.clocks.corrected(column, at + base) - self.zero_us
 
     def busy(self, column: int, *kinds: Kind) -> Intervals:
-        """Return when at least one operation of these kinds runs on a rank."""
+        """Return the intervals in which at least one operation of these kinds runs on a rank."""
         return self.runs(column, np.isin(self.digests[column].gpu.kind, kinds))
 
     def steps_of(self, column: int) -> Intervals:
-        """Return when a rank was in a step."""
+        """Return the intervals of the steps of a rank."""
         return Intervals.union(self.step_start[:, column], self.step_end[:, column])
 
     def in_steps(self, column: int, steps: I64) -> Bools:
@@ -126,12 +126,12 @@ class TracedJob:
         return np.asarray((at >= 0) & (self.op_start[column] < end[np.maximum(at, 0)]))
 
     def runs(self, column: int, rows: Bools) -> Intervals:
-        """Return when at least one of these operations runs on a rank."""
+        """Return the intervals in which at least one of the operations `rows` runs on a rank."""
         return Intervals.union(self.op_start[column][rows], self.op_end[column][rows])
 
 
 def gpus_of(digest: RankDigest) -> tuple[int, ...]:
-    """Return the numbers of the GPUs that a rank's process computes on; one that hardly computes is left out."""
+    """Return the numbers of the GPUs on which a rank's process computes; a GPU that hardly computes is left out."""
     gpu = digest.gpu
     rows = np.flatnonzero(gpu.kind == Kind.COMPUTE)
     numbers, which = np.unique(device_of(gpu.stream[rows]), return_inverse=True)
@@ -183,7 +183,7 @@ def assemble(digests: list[RankDigest]) -> TracedJob:
 
 
 def numbered(digests: list[RankDigest], notes: list[str]) -> list[RankDigest]:
-    """Return the digests with distinct ranks: as their traces state, else numbered in the order of the files."""
+    """Return the digests with distinct ranks: ranks stated by the traces, else numbers in the order of the files."""
     stated: dict[int, RankDigest] = {}
     for d in (d for d in digests if d.rank_known):
         if d.rank in stated:
@@ -205,7 +205,7 @@ def numbered(digests: list[RankDigest], notes: list[str]) -> list[RankDigest]:
 
 
 def missing_ranks(digests: list[RankDigest], world_size: int) -> tuple[int, ...]:
-    """Return the ranks of a job of which there is no digest, of a million at most."""
+    """Return the ranks of a job that have no digest; only the first million ranks are checked."""
     there = {d.rank for d in digests}
     return tuple(r for r in range(min(world_size, 1 << 20)) if r not in there)
 
@@ -235,7 +235,7 @@ def _clocks(joined: Joined, digests: list[RankDigest], notes: list[str]) -> Cloc
     use = tight if tight.sum() >= 3 else np.ones(len(tight), bool)
     use &= (joined.row >= 0).sum(axis=1) >= 2 if len(joined) else use
     clocks = align_clocks(joined.end[use] if len(joined) else np.empty((0, len(ranks))))
-    if tight.sum() < 3:  # ends that are apart by what ranks wait for tell no drift
+    if tight.sum() < 3:  # ends that differ by waiting do not show a drift
         clocks = replace(clocks, drift=np.zeros(len(ranks)))
     elif digests[0].device.from_host:
         moved_us = np.abs(clocks.drift) * np.ptp(joined.end[np.isfinite(joined.end)])
@@ -254,7 +254,7 @@ def _clocks(joined: Joined, digests: list[RankDigest], notes: list[str]) -> Cloc
 def _steps(
     digests: list[RankDigest], clocks: Clocks, base: list[float], notes: list[str]
 ) -> tuple[float, tuple[str, ...], F64, F64]:
-    """Return time zero, names, start and end [S, R] of the steps common to all ranks, else one rank's for all."""
+    """Return time zero, names, start and end [S, R] of the steps common to all ranks, else one rank's steps for all."""
     best = ("profiler", "annotation", "optimizer", "repetition", "whole")
     column = min(range(len(digests)), key=lambda c: best.index(digests[c].steps.found_by))
     steps = digests[column].steps
@@ -333,7 +333,7 @@ def _reordered(joined: Joined, order: I64) -> Joined:
 
 
 def _check_collectives(digests: list[RankDigest], joined: Joined) -> None:
-    """Raise `BadTrace` for ranks recorded too long apart or whose collectives do not match; needs no clocks."""
+    """Raise `BadTrace` if ranks were recorded at different times or have different collectives; needs no clocks."""
     origin = np.array([d.origin_ns for d in digests], np.float64)
     apart = (origin.max() - origin.min()) / 1e9
     if apart > _APART_S:
