@@ -1,4 +1,4 @@
-"""Start processes that are ranks, watch them, leave none behind, and report in one error why a rank ended. No torch.
+"""Start and watch the processes of ranks, leave none running, and say in one error why a rank ended. No torch.
 
 `measurement/launch.py` starts each rank itself, by torchrun's environment: its agent would import torch once more
 (seconds), restart and rendezvous are not wanted, and the parent of a rank is the only one who learns by which signal it
@@ -81,7 +81,7 @@ def reserved_port() -> Iterator[int]:
 def started(
     command: Sequence[str], logs: Iterable[Path], environments: Iterable[Mapping[str, str]]
 ) -> Iterator[Processes]:
-    """Yield processes of a command, one for each log and environment; all that they started dies when the block ends.
+    """Yield processes that run `command`, one for each log and environment; kill them and their children at the end.
 
     Each process has a session of its own: Ctrl-C reaches the parent alone, which then kills all of them. Raises OSError
     if the program is not there.
@@ -152,14 +152,14 @@ def exit_code(process: subprocess.Popen[bytes]) -> int | None:
 
 
 def wait_for_all(processes: Processes, seconds: float) -> None:
-    """Wait until all processes have ended, or as many seconds have passed."""
+    """Wait until all processes have ended, or for at most `seconds`."""
     until = time.monotonic() + seconds
     while time.monotonic() < until and any(exit_code(process) is None for process in processes):
         time.sleep(POLL_S)
 
 
 def abort(pids: Iterable[int]) -> None:
-    """Have processes write their stacks, as faulthandler does at SIGABRT, without a dump of their memory."""
+    """Send SIGABRT to processes, at which faulthandler writes their stacks, and suppress their core dumps."""
     for pid in pids:
         with suppress(ProcessLookupError):
             resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0))
@@ -179,7 +179,7 @@ def die_with_parent() -> None:
 
 
 def write_whole(path: Path, record: Record) -> None:
-    """Write a record as JSON, whole or not at all."""
+    """Write a record as JSON to a new file, then rename it, so that a reader finds the whole file or none."""
     path.parent.mkdir(exist_ok=True)
     part = path.with_suffix(".part")
     part.write_bytes(msgspec.json.encode(record))
@@ -187,13 +187,13 @@ def write_whole(path: Path, record: Record) -> None:
 
 
 def failure_file(errors: Path, rank: int) -> Path:
-    """Return where a rank says why it failed, a `RankFailure`."""
+    """Return the path of the file to which a rank writes why it failed, as a `RankFailure`."""
     return errors / f"rank{rank}.json"
 
 
 @contextmanager
 def leaving_word(errors: Path, rank: int, at: Callable[[], str | None]) -> Iterator[None]:
-    """End this rank with exit code 1 after an exception inside, and say why, and `at` which step or part, in a file."""
+    """If the block raises, write the error, with the step or part that `at` names, to a file, and exit with code 1."""
     try:
         yield
     except Exception as error:
@@ -208,14 +208,14 @@ def leaving_word(errors: Path, rank: int, at: Callable[[], str | None]) -> Itera
 
 
 def read_failure(errors: Path, rank: int) -> RankFailure | None:
-    """Return why a rank failed; None if it has not said, or was killed while it did."""
+    """Return why a rank failed; None if it wrote no reason, or was killed while it wrote."""
     with suppress(OSError, msgspec.DecodeError):
         return msgspec.json.decode(failure_file(errors, rank).read_bytes(), type=RankFailure)
     return None
 
 
 def tail(log: Path) -> str:
-    """Return the end of a log; empty where there is none."""
+    """Return the last 64 KiB of a log as text; "" if there is no such file."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
@@ -226,7 +226,7 @@ def tail(log: Path) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Remains:
-    """Holds what a rank left: exit status (negative: a signal; None: it runs), its failure, the end of its log."""
+    """Holds a rank's exit code (negative: a signal; None: it still runs), its failure and the end of its log."""
 
     rank: int
     code: int | None
@@ -235,13 +235,13 @@ class Remains:
 
     @property
     def follows(self) -> bool:
-        """Return whether the rank failed because it lost another one, or repeats what that one told it."""
+        """Return whether the rank failed only as a consequence: it lost another rank, or repeats that rank's error."""
         failed = self.failure
         return failed is not None and (failed.kind == REPEATED or _LOST.search(failed.text) is not None)
 
 
 def died(ranks: Sequence[Remains], *, during: str, logs: str, log: str | None = None) -> CounterpointError:
-    """Return the error to raise when a rank has ended badly: the cause, not what followed on other ranks.
+    """Return the error to raise when a rank has ended badly: the cause, not its consequences on other ranks.
 
     One of our own exceptions comes first, then a signal, then other exceptions, then a rank that left only its log. A
     rank that lost its connection to another one, or repeats what that told it, comes after that one. `logs` is the
@@ -270,7 +270,7 @@ def died(ranks: Sequence[Remains], *, during: str, logs: str, log: str | None = 
 
 
 def hung(ranks: Sequence[Remains], *, reason: str, logs: str) -> PeerTimeout:
-    """Return the error to raise when no progress has come in time, with where up to four ranks stand.
+    """Return the error to raise when no progress has come in time; it says in which function up to four ranks are.
 
     Those come first that did not answer: the likely cause. The logs end with the stacks of `abort`.
     """
@@ -289,7 +289,7 @@ def _at(failure: RankFailure, during: str) -> str:
 
 
 def _where(rank: Remains) -> str:
-    """Return in words the innermost stack frame of the rank's main thread in counterpoint, or else at all."""
+    """Return in words where the rank's main thread is: its innermost frame in counterpoint, or in any file."""
     if rank.code is not None and rank.code >= 0:
         return "had ended"
     threads = rank.log.rpartition("Fatal Python error")[2]  # the main one, which gets the signal, comes last

@@ -1,4 +1,4 @@
-"""Read a small text file that a user names: it may be anything, and what is wrong with it is said in one line."""
+"""Read a small text file that a user names; if it cannot be read, the error says why in one line."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def read_text(path: Path, *, limit: int, advice: str) -> str:
 
 
 def parse_toml(text: str, name: str, advice: str) -> dict[str, Any]:
-    """Return the tables of a file's text; `name` and `advice` are for messages.
+    """Return the tables of TOML text; `name` and `advice` go into the error message.
 
     Raises:
         Misconfigured: it is no TOML.

@@ -33,7 +33,7 @@ R = TypeVar("R", bound=Record)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Probing:
-    """Runs probes, and collects the reasons why some of them gave no reading."""
+    """Runs probes, and keeps the reason for each probe that gave no reading."""
 
     limit_s: float
     tell: Callable[[str], None]
@@ -62,7 +62,7 @@ def collect_readings(
     limit_s: float = 60.0,
     tell: Callable[[str], None] = lambda what: None,
 ) -> Readings:
-    """Return all readings of this machine; NVML is asked first, so that it does not list our own processes.
+    """Return all readings of this machine; NVML is asked first, so that its list of processes has none of ours.
 
     Args:
         bandwidth: measure copies between GPUs; takes some seconds and 512 MiB of memory on each.
@@ -95,7 +95,7 @@ def collect_readings(
 
 
 def examine(readings: Readings, *, torch: bool = False, profile: Profile | None = None) -> Checkup:
-    """Return all checks of one machine, `torch_runtime` only if `torch`; profile None: the one shipped for its GPU."""
+    """Return all checks of a machine, with `torch_runtime` if `torch`; profile None: the one that ships for its GPU."""
     names = [seen.name for seen in readings.gpus or readings.devices]
     known = profile or shipped_profile(names[0] if names else None)
     checks = [check(readings) for check in (*LINK_CHECKS, *SOFTWARE_CHECKS)]
@@ -115,6 +115,6 @@ def _profile(profile: Profile) -> Check:
 
 
 def exit_code(checks: tuple[Check, ...], *, strict: bool = False) -> int:
-    """Return 1 if there is a problem (or, when strict, a warning), else 0; checks without readings do not count."""
+    """Return exit code 1 if any check is a problem (if `strict`, also for a warning), else 0; `not_seen` is none."""
     wrong = {"problem", "warning"} if strict else {"problem"}
     return int(any(check.status in wrong for check in checks))

@@ -55,7 +55,7 @@ def ask_probe(probe: str, *, limit_s: float, without: Sequence[str] = ()) -> Ans
 
 
 def run_child(command: Sequence[str], *, limit_s: float, env: Mapping[str, str] | None = None) -> Answer:
-    """Return the output of `command` within `limit_s` seconds, or why it failed; never raise because of it.
+    """Return the output of `command`, or why there is none in `limit_s` seconds; never raise because of the command.
 
     Its output goes to files: a process stuck in the kernel cannot be killed, and would keep a pipe open for ever.
     """

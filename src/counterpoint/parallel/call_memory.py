@@ -1,4 +1,4 @@
-"""Make symmetric memory for single calls, eager or in graph captures."""
+"""Allocate symmetric memory for single calls, eager or in graph captures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MOST_WASTE = 2  # memory that is kept may be at most this many times as large a
 
 
 class CallMemory:
-    """Makes symmetric memory for single calls.
+    """Allocates symmetric memory for single calls of a communicator.
 
     What `empty` has made is kept and handed out again once it was given back: a call begins with a handshake there,
     behind the last one that used it, and eager calls and those in graph captures use the same memory. To make and free
@@ -34,7 +34,7 @@ class CallMemory:
         self._shared: dict[str, Tensor] = {}  # by role
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised tensor that peers may write; all ranks ask for equal sizes in one order."""
+        """Return an uninitialised tensor that peers may write; all ranks must ask for equal sizes in the same order."""
         num_bytes = math.prod(shape) * dtype.itemsize
         if not num_bytes:
             return self._communicator.empty(*shape, dtype=dtype, early_release=True)
@@ -52,17 +52,17 @@ class CallMemory:
         return found[:num_bytes].view(dtype).view(shape)
 
     def give_back(self, tensor: Tensor) -> None:
-        """Say that the work queued so far is the last that uses a tensor of `empty`."""
+        """Allow `empty` to hand out one of its tensors again, once the work that is queued now has run."""
         found = self._lent.pop(tensor.data_ptr(), None)
         if found is not None:
             self._free.append((found, self._stream() if self._on_gpu else 0))
 
     def forget(self) -> None:
-        """Drop all memory that was given back: the communicator ends, and says so where more is asked for."""
+        """Drop all memory that was given back, because the communicator ends."""
         self._free.clear()
 
     def _wait_for(self, stream: int) -> None:
-        """Let the current stream wait for the last user of a tensor; a capture waits for nothing outside of it."""
+        """Let the current stream wait for the stream that last used a tensor; in a graph capture do nothing."""
         if stream != self._stream() and not self.is_capturing():
             # torch takes the handle 0, which is the default stream's, for none, and would make a new stream
             last = (
@@ -74,7 +74,7 @@ class CallMemory:
         return int(raw_stream()(self._device.index))
 
     def shared(self, role: str, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised tensor that peers may write; in captures, one for all calls in a role."""
+        """Return an uninitialised tensor that peers may write; in captures all calls with one `role` share a tensor."""
         if not self.is_capturing():
             return self._communicator.empty(*shape, dtype=dtype, early_release=True)
         num_bytes, kept = math.prod(shape) * dtype.itemsize, self._shared.get(role)

@@ -1,4 +1,4 @@
-"""Run DDP's gradient buckets through a `Communicator`: by one line, or as a communication hook.
+"""Run the all_reduces of DDP's gradient buckets by a `Communicator`: by one line, or as a communication hook.
 
     model = DistributedDataParallel(model, bucket_cap_mb=100)
     overlapped = counterpoint.overlap(model)
@@ -80,7 +80,7 @@ class HookState:
         self._is_on = True
 
     def report(self) -> Report:
-        """Return the buckets that the hook has reduced so far, and how."""
+        """Return a report of the buckets that the hook has reduced so far, and how."""
         wire = f"sent as {dtype_name(self._wire)}" if self._wire is not None else ""
         row = ModuleRow(
             name="(model)",
@@ -93,12 +93,12 @@ class HookState:
         return Report(modules=(row,), calls=self._counts.rows(), tuned=str(self._tuning or ""))
 
     def close(self) -> None:
-        """Let torch reduce later buckets, and close the communicator unless others use it. All ranks call it."""
+        """Let torch reduce later buckets, and close the communicator unless it has other users. All ranks call this."""
         self._is_on = False
         self.ranks.leave(self)
 
     def average(self, bucket: Tensor, number: int) -> Future:
-        """Replace a flat bucket by its average over all ranks, behind the current stream; return a future of it."""
+        """Average a flat bucket over all ranks in place, behind the current stream; return a future of the bucket."""
         if not self._is_on:
             self._counts.add("all_reduce", bucket.nbytes, "torch", "restore() was called")
             return _averaged_by_torch(bucket, self.group)
@@ -139,7 +139,7 @@ class HookState:
             self._average_piece_as_float8(piece, channel)
 
     def _average_piece_as_float8(self, values: Tensor, channel: int) -> None:
-        """Exchange quantised blocks, add them up in float32, and gather the averages as bfloat16."""
+        """Average a piece over all ranks in place: exchange float8 blocks, sum in float32, gather bfloat16 averages."""
         communicator, ranks = self.communicator, self.communicator.world_size
         blocks = -(-values.numel() // (ranks * _BLOCK))  # of each rank
         padded = torch.zeros(ranks, blocks, _BLOCK, dtype=torch.float32, device=values.device)
@@ -159,7 +159,7 @@ class HookState:
         values.copy_(whole.view(-1)[: values.numel()])
 
     def _left_why(self, bucket: Tensor) -> str:
-        """Return why the tuning leaves a bucket of this size to torch; empty if it does not."""
+        """Return why the tuning leaves a bucket of this size to torch; "" if it does not."""
         if self._tuning is None or self._wire is not None:
             return ""
         dtype = dtype_name(bucket.dtype)
@@ -197,7 +197,7 @@ hook.__annotations__ |= {"bucket": GradBucket, "return": torch.futures.Future[Te
 
 
 class SymmetricBuckets:
-    """Lets a DDP model make its buckets in symmetric memory when it makes them anew, before its second or third step.
+    """Lets a DDP model put its buckets in symmetric memory when it makes them anew, before its second or third step.
 
     DDP makes them anew in the order in which gradients became ready, unless it has unused parameters. All ranks make
     this together.
@@ -220,7 +220,7 @@ class SymmetricBuckets:
             ]
 
     def remove(self) -> None:
-        """Leave later buckets in plain memory."""
+        """Leave buckets that are made later in plain memory."""
         while self._pre_hooks:
             self._pre_hooks.pop().remove()
 
@@ -235,7 +235,7 @@ class SymmetricBuckets:
 
 
 class OverlappedDdp:
-    """Reports the replaced collectives of a DDP model, and gives buckets back to torch by `restore`, or after `with`.
+    """Reports a DDP model's replaced collectives; `restore`, or the end of a `with` block, gives them back to torch.
 
     Args:
         model: no backward pass was run yet, and it has no hook.
@@ -280,7 +280,7 @@ class OverlappedDdp:
         return str(self.report())
 
     def report(self) -> Report:
-        """Return the buckets that the hook has reduced so far, and how."""
+        """Return a report of the buckets that the hook has reduced so far, and how."""
         return self._state.report()
 
     def check(self) -> None:

@@ -57,14 +57,14 @@ Open: TypeAlias = Callable[[Any, Any, CommunicatorOptions], AnyCommunicator]
 
 
 class Route(NamedTuple):
-    """Names the path that runs the calls of one kind, and why; `torch`: the process group makes them."""
+    """Names the path that runs calls of one kind, and the reason; path `torch`: the process group itself runs them."""
 
     path: RoutedPath
     why: str
 
     @property
     def torch_why(self) -> str:
-        """Return why the process group makes these calls; empty if it does not."""
+        """Return why the process group itself runs these calls; "" if it does not."""
         return self.why if self.path == "torch" else ""
 
 
@@ -73,21 +73,21 @@ def _open_on_one_host(group: Any, device: Any, options: CommunicatorOptions) -> 
 
 
 class _User(NamedTuple):
-    """Holds a user of a communicator, and symmetric memory that is kept for it."""
+    """Holds one user of a communicator, and the symmetric memory that stays allocated for this user."""
 
     alive: Callable[[], object]
     memory: list[Any]
 
 
 class PartitionedCalls:
-    """Lends the channels of a pair in alternation to calls in partitions, of which two may be under way at once."""
+    """Alternates between the two channels of a pair, so that two partitioned calls can be under way at once."""
 
     def __init__(self) -> None:
         self._open: dict[int, PartitionedWork] = {}  # by channel
         self._latest: dict[tuple[int, ...], int] = {}  # by pair, which one had the last call
 
     def channel(self, pair: tuple[int, ...]) -> int:
-        """Return the channel of the next call; a call that is still under way there is finished."""
+        """Return the channel for the next call, after finishing the call that may still be under way on it."""
         self._latest[pair] = 1 - self._latest.get(pair, 1)
         channel = pair[self._latest[pair]]
         if channel in self._open:
@@ -95,12 +95,12 @@ class PartitionedCalls:
         return channel
 
     def begin(self, channel: int, work: PartitionedWork) -> PartitionedWork:
-        """Note a call that is under way, and return it."""
+        """Record that a call is under way, and return its work."""
         self._open[channel] = work
         return work
 
     def finish(self, work: PartitionedWork) -> None:
-        """End a call, whose channel is then free."""
+        """Finish a call, and free its channel."""
         work.finish()
         self._open = {channel: one for channel, one in self._open.items() if one is not work}
 
@@ -127,7 +127,7 @@ class RankGroup:
         self.rank: int = group.rank()
         self.world_size = len(self.ranks)
         self.why_not = "one rank" if self.world_size == 1 else ""
-        """Says why there is no communicator; empty if there may be one."""
+        """Says why these ranks have no communicator; "" if they may have one."""
         self.has_ended = False
         self.tuning: FollowedTuning | None = None
         self._of_group, self._opened = options, opened
@@ -143,7 +143,7 @@ class RankGroup:
         self._opening = threading.RLock()  # one thread opens what all use
 
     def join(self, user: object, options: CommunicatorOptions | None = None, **defaults: Any) -> None:
-        """Let `user` use the communicator until `leave`. All ranks call it together.
+        """Register `user` as a user of the communicator until `leave`. All ranks call this together.
 
         Users that were dropped without `leave`, on all ranks, leave here.
 
@@ -173,14 +173,14 @@ class RankGroup:
         self._joined += 1
 
     def hold(self, user: object, memory: Any) -> None:
-        """Keep symmetric memory until `user` leaves, so that it is free on all ranks at once, whoever drops it before.
+        """Keep symmetric memory until `user` leaves, so that all ranks free it together, whichever drops it before.
 
         Where memory is free follows from what was freed: it may not be when this rank's garbage is collected.
         """
         self._users[self._number_of(user)].memory.append(memory)
 
     def leave(self, user: object) -> None:
-        """End the use by `user`: the last one closes the communicator. All ranks call it."""
+        """End the use by `user`; the last user to leave closes the communicator. All ranks call this."""
         number = self._number_of(user)
         if number >= 0:
             self._remove([number], "close")
@@ -190,7 +190,7 @@ class RankGroup:
         return next((number for number, one in self._users.items() if one.alive() is user), -1)
 
     def _forget_dropped(self) -> None:
-        """Remove the users that were dropped on all ranks: each collects its garbage when it likes."""
+        """Remove the users that all ranks have dropped; each rank collects its garbage at a time of its own."""
         dropped = [number for number, one in self._users.items() if one.alive() is None]
         everywhere = set(dropped).intersection(*gather_values(self.group, dropped))
         if everywhere:
@@ -228,7 +228,7 @@ class RankGroup:
             return self._communicator
 
     def open_one_host(self, device: Any = None) -> Communicator:
-        """Do `open`, for users whose ranks have to be on one host."""
+        """Return the communicator as `open` does, for users whose ranks must be on one host."""
         found = self.open(device)
         if isinstance(found, HierarchicalCommunicator):
             raise Unsupported(f"ranks {list(self.ranks)} are on several hosts")
@@ -246,7 +246,7 @@ class RankGroup:
 
     @property
     def communicator(self) -> Any:
-        """Return the communicator, behind all that a thread has still to start on it; None if there was none yet.
+        """Return the communicator after its thread has started all pending calls; None if none was opened yet.
 
         One that was closed says so in its calls.
         """
@@ -256,13 +256,13 @@ class RankGroup:
 
     @property
     def memory(self) -> CallMemory:
-        """Return symmetric memory for single calls of the communicator, which is open."""
+        """Return the `CallMemory` of the communicator, which must be open."""
         if self._memory is None:
             self._memory = CallMemory(self.communicator)
         return self._memory
 
     def background(self) -> Background:
-        """Return the thread that starts calls on the communicator, which is open."""
+        """Return the thread that starts calls on the communicator, which must be open."""
         with self._opening:
             if self._background is None:
                 assert self._communicator is not None
@@ -270,7 +270,7 @@ class RankGroup:
             return self._background
 
     def drain(self) -> None:
-        """Return when all that the thread was given is queued (on a CPU: has ended)."""
+        """Return when all calls given to the background thread are queued (on a CPU: have ended)."""
         if self._background is not None:
             self._background.drain()
 
@@ -302,7 +302,7 @@ class RankGroup:
             getattr(one, how)()
 
     def end(self, how: Literal["close", "abort"] = "close", why: str = "the group was destroyed") -> None:
-        """Close the communicator, or abort it, for good."""
+        """Close or abort the communicator for good: it cannot be opened again."""
         self.why_not, self.has_ended = why, True
         self.close(how)
 
@@ -312,7 +312,7 @@ class RankGroup:
         self.decide_anew()
 
     def decide_anew(self) -> None:
-        """Forget all routes, since reasons for torch have changed. All ranks call it, at one place in their calls."""
+        """Forget all routes, because reasons to use torch have changed. All ranks call this at the same point."""
         self._routes.clear()
 
     def route(
@@ -373,7 +373,7 @@ def ranks_of(group: Any) -> tuple[int, ...]:
 
 
 def torch_group(group: Any) -> Any:
-    """Return the process group of torch's own backend: the inner one of a group of backend `counterpoint`."""
+    """Return the process group of torch's own backend; for a group of backend `counterpoint`, its inner group."""
     inner = getattr(group, "inner", None)
     if inner is None:
         return group

@@ -94,7 +94,7 @@ def overlap(
 
 
 def _overlap_modules(model: nn.Module, options: OverlapOptions, tuned: Tuned | str | Path | None) -> Overlap:
-    """Replace the collectives of each kind of parallelism in a model; undo all if one cannot be replaced."""
+    """Replace the collectives of each kind of parallelism in a model; if one cannot be replaced, undo all."""
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
     from counterpoint.parallel.expert.modules import OverlappedExpertParallel, expert_groups
@@ -127,7 +127,7 @@ def _overlap_modules(model: nn.Module, options: OverlapOptions, tuned: Tuned | s
 
 
 class Overlap:
-    """Reports the replaced collectives, and puts torch's back: by `restore`, or at the end of a `with` block."""
+    """Reports the replaced collectives; `restore`, or the end of a `with` block, puts torch's own back."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class Overlap:
         return str(self.report())
 
     def report(self) -> Report:
-        """Return the FSDP2 modules with their traffic so far, and the modules of tensor and expert parallelism."""
+        """Return a report: the FSDP2 modules with their traffic so far, and the tensor and expert parallel modules."""
         reports = [part.report() for part in self._parts]
         return Report(
             modules=tuple(row for report in reports for row in report.modules),
@@ -184,7 +184,7 @@ class Overlap:
 
 
 def _device_type(model: nn.Module, modules: Sequence[ShardedModule]) -> str:
-    """Return where a model runs, cuda or cpu; its parameters may still be on the meta device."""
+    """Return the type of device that a model runs on, cuda or cpu; its parameters may still be on the meta device."""
     import torch
 
     if modules:

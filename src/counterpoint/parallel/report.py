@@ -27,7 +27,7 @@ ModuleKind: TypeAlias = Literal["fsdp2", "ddp", "tensor", "expert", "compiled"]
 
 
 class CallRow(Record, frozen=True, kw_only=True):
-    """Counts the calls of one operation and class of sizes on one path, and says why that path."""
+    """Counts the calls of one operation and class of sizes that took one path, and says why they took it."""
 
     operation: str
     size_class: str
@@ -67,7 +67,7 @@ class Traffic(Record, frozen=True, kw_only=True):
 
 
 class ModuleRow(Record, frozen=True, kw_only=True):
-    """Reports one module.
+    """Reports how one module runs.
 
     Args:
         name: in the model; of compiled collectives, the graph.
@@ -96,7 +96,7 @@ class ModuleRow(Record, frozen=True, kw_only=True):
     gather_bytes: int = 0
 
     def moved(self, operation: str) -> Traffic:
-        """Return the traffic of a collective of FSDP2."""
+        """Return the `Traffic` of one collective of an FSDP2 module; without calls if torch runs that collective."""
         left = Traffic(operation=operation, torch_why=self.torch_why)
         return next((one for one in self.traffic if one.operation == operation), left)
 
@@ -110,7 +110,7 @@ class ModuleRow(Record, frozen=True, kw_only=True):
 
 
 class Report(Record, frozen=True, kw_only=True):
-    """Reports modules, calls, and the tuning that is followed. Prints as tables.
+    """Reports how modules and calls run, and which tuning they follow; printing it shows tables.
 
     Args:
         modules: those of FSDP2 first, then of DDP, tensor and expert parallelism, each in the order of the model.
@@ -128,7 +128,7 @@ class Report(Record, frozen=True, kw_only=True):
 
     @property
     def taken(self) -> int:
-        """Return how many modules and calls torch does not run."""
+        """Return the number of modules and calls that counterpoint runs instead of torch."""
         return sum(bool(row.runs) for row in self.modules) + sum(row.calls for row in self.calls if row.path != "torch")
 
     def of_kind(self, kind: ModuleKind) -> tuple[ModuleRow, ...]:
@@ -136,7 +136,7 @@ class Report(Record, frozen=True, kw_only=True):
         return tuple(row for row in self.modules if row.kind == kind)
 
     def require(self) -> Report:
-        """Return this report; raise `NoEffect`, with all reasons, if torch runs all of it."""
+        """Return this report; raise `NoEffect`, with all reasons, if torch runs everything."""
         if not self.taken and not self.cached_graphs:
             reasons = [f"{row.name}: {row.torch_why}" for row in self.modules if row.torch_why]
             reasons += [f"{r.calls} {r.operation} {r.size_class} by torch ({r.why})" for r in self.calls]
@@ -157,7 +157,7 @@ class Report(Record, frozen=True, kw_only=True):
 
 
 def _module_table(rows: Sequence[ModuleRow]) -> list[str]:
-    """Return a line for each module of one kind, below a line of names."""
+    """Return a table of the modules of one kind: a line of column names, then a line for each module."""
     if not rows:
         return []
     operations = ["all_gather", "reduce_scatter"] if rows[0].kind == "fsdp2" else []
@@ -194,11 +194,11 @@ class CallCounts:
 
 
 def together(rows: Iterable[CallRow]) -> tuple[CallRow, ...]:
-    """Return the rows of several groups as one list, most calls first."""
+    """Return the rows of several groups in one list, most calls first."""
     return tuple(sorted(rows, key=lambda row: -row.calls))
 
 
 def aligned_rows(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return a line for each row, with the columns below one another."""
+    """Return a line of text for each row, with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

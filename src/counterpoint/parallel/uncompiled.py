@@ -22,7 +22,7 @@ def uncompiled(function: AnyFunction) -> AnyFunction:
 
 
 def never_compiled(kind: AnyClass) -> AnyClass:
-    """Return a class whose methods torch's compiler never compiles: it is on when compiled DDP calls them."""
+    """Make torch's compiler skip all methods of a class, even where compiled DDP calls them; return the class."""
     for member in vars(kind).values():
         if isinstance(member, FunctionType):
             eval_frame.set_code_exec_strategy(member.__code__, _SKIP)

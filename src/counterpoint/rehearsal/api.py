@@ -1,4 +1,4 @@
-"""Rehearse a script: start its ranks on the GPUs that are there, wait, and say what differed. No torch.
+"""Rehearse a script: start its ranks on this machine's GPUs, wait, and report differences between ranks. No torch.
 
 Each rank counts as a host of its own for NCCL, which refuses two ranks of one host on one GPU (`rehearsed.py`).
 """
@@ -100,7 +100,7 @@ def rehearse(
 
 
 def _echoed(log: BinaryIO, *, echo: bool) -> int:
-    """Read what has come in a log since the last call, print it if that is wanted, and return the log's size."""
+    """Read the new part of a log, print it if `echo`, and return the number of bytes read so far."""
     text = log.read()
     if echo:
         sys.stdout.buffer.write(text)
@@ -125,7 +125,7 @@ def _ranks_of(run: RunCommand) -> int:
 
 
 def _gpus(device: str | None, world_size: int) -> tuple[str, ...]:
-    """Return the names of the GPUs to share, none for CPUs; raise `Unsupported` without one, or without memory."""
+    """Return the names of the GPUs that ranks share, () on CPUs; raise `Unsupported` without a GPU or enough memory."""
     if device not in (None, "cuda", "cpu"):
         raise Misconfigured(f"--device {device}: choose cuda or cpu")
     if device == "cpu":
@@ -185,7 +185,7 @@ def _rehearsal(
 
 
 def _texts(ranks: Sequence[RankReport]) -> dict[str, dict[int, str]]:
-    """Return by name what each rank reports; empty where it reports nothing of that name."""
+    """Return, by name of a report and by rank, the text that the rank reports; "" if it has no such report."""
     names = dict.fromkeys(name for each in ranks for name in each.reports)
     return {name: {each.rank: each.reports.get(name, "") for each in ranks} for name in names}
 
@@ -206,7 +206,7 @@ def _different_counts(ranks: Sequence[RankReport]) -> Iterator[str]:
 
 
 def _by_value(values: Mapping[int, _Value]) -> dict[_Value, list[int]]:
-    """Return which ranks have which value."""
+    """Return, for each value, the ranks that have it."""
     ranks: defaultdict[_Value, list[int]] = defaultdict(list)
     for rank, value in values.items():
         ranks[value].append(rank)
