@@ -8,7 +8,7 @@ from functools import partial
 
 
 class CounterpointError(Exception):
-    """Is the base class of all errors that counterpoint raises on purpose; the command line prints it and exits with 2."""
+    """Is the base class of all errors that counterpoint raises on purpose; the command line then exits with code 2."""
 
 
 class Unsupported(CounterpointError):

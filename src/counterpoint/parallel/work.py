@@ -67,7 +67,7 @@ class StartedWork(TorchWork):
         return self._outputs
 
     def get_future(self) -> Any:
-        """Return a future of the outputs; on a GPU it is done at once, and a stream that waits for it waits for the call."""
+        """Return a future of the outputs; on a GPU it is done at once, and streams that wait for it wait for them."""
         if self._future is None:
             on_gpu = any(tensor.is_cuda for tensor in self._outputs)
             self._future = self._future_in_stream() if on_gpu else self._future_by_thread()

@@ -24,7 +24,7 @@ REPORT = "reports/rank{}.json"  # a `RankReport`, in the folder of the task
 
 
 class RehearsalTask(Record, frozen=True, kw_only=True):
-    """Tells a rank its folder, sizes and GPUs: entries of CUDA_VISIBLE_DEVICES to share; none: the ranks run on CPUs."""
+    """Tells a rank its folder, sizes and GPUs (entries of CUDA_VISIBLE_DEVICES to share; none: it runs on CPUs)."""
 
     folder: str
     world_size: int

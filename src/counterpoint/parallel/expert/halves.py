@@ -1,4 +1,4 @@
-"""Record the derivatives of a dispatch and a combine in halves, between which a caller computes.
+"""Record the derivatives of a dispatch and a combine in halves, so that a caller can compute between two halves.
 
 Each half is an autograd function of its own: the first begins communication, the second waits for it. Autograd runs
 nodes in the reverse order of their making, so the derivative of a second half, which begins communication backward,
@@ -23,7 +23,7 @@ from counterpoint.parallel.expert.options import Halves, TokenMechanism, finishe
 
 
 class Trip:
-    """Carries the tokens of one dispatch there and back, by four halves that the caller runs in order.
+    """Sends the tokens of one dispatch to their experts and back, in four halves that the caller runs in order.
 
     Nothing here leads back to the functions of autograd, so all dies with the graph.
     """
@@ -38,23 +38,23 @@ class Trip:
         self._weights_dtype = torch.float32
 
     def start_dispatch(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """Begin to send tokens to their experts; return the tensor that stands for them, and for their weights."""
+        """Start to send tokens to their experts; return the empty tensor that stands for them in autograd."""
         self._needs_x, self._needs_weights, self._weights_dtype = x.requires_grad, weights.requires_grad, weights.dtype
         under_way: Tensor = _run(self._start_dispatch, self._finish_tokens_grad, x, ids, weights)
         return under_way
 
     def finish_dispatch(self, dispatched: Tensor) -> tuple[Tensor, Tensor]:
-        """Return rows and offsets."""
+        """Finish the dispatch; return rows and offsets."""
         rows, offsets = _run(self._finish_dispatch, self._start_tokens_grad, dispatched)
         return rows, offsets
 
     def start_combine(self, rows: Tensor, dispatched: Tensor) -> Tensor:
-        """Begin to send the outputs of experts back; return the tensor that stands for the sums."""
+        """Start to send experts' outputs back; return an empty tensor that stands for the sums in autograd."""
         under_way: Tensor = _run(self._start_combine, self._finish_rows_grad, rows, dispatched)
         return under_way
 
     def finish_combine(self, combined: Tensor) -> Tensor:
-        """Return the sums."""
+        """Finish the combine; return the sums."""
         sums: Tensor = _run(self._finish_combine, self._start_rows_grad, combined)
         return sums
 
@@ -105,13 +105,13 @@ class Trip:
 
 
 def _run(half: Callable[..., Any], derivative: Callable[..., Any], *inputs: Tensor) -> Any:
-    """Run a half; without derivatives to come without autograd, whose `apply` costs the host 10 µs."""
+    """Run a half; if no derivative is needed, run it without autograd, whose `apply` costs the host 10 µs."""
     function: Any = _Half
     return function.apply(half, derivative, *inputs) if torch.is_grad_enabled() else half(*inputs)[0]
 
 
 class _Half(torch.autograd.Function):
-    """Runs a half of a trip, and its derivative backward."""
+    """Runs one half of a trip forward, and the derivative of this half backward."""
 
     @staticmethod
     def forward(ctx: Any, half: Callable[..., Any], derivative: Callable[..., Any], *inputs: Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""Run the experts of a rank, and a layer of experts whose dispatch and combine overlap with matmuls.
+"""Run the experts of a rank, and a layer of experts that overlaps dispatch and combine with matmuls.
 
 Weight gradients may be delayed: autograd runs nodes in the reverse order of their making, so that `delayed` makes a
 node for the weight before the rows arrive. The matmul's own node then returns only the gradient of its rows, and that
@@ -37,7 +37,7 @@ PROGRAMS = 64  # for each SM, several times what it holds: whoever is done first
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DelayedWeight:
-    """Stands for a weight in one call of `grouped_matmul`, which leaves the weight's gradient for later.
+    """Stands for a weight in one call of `grouped_matmul`, whose backward leaves the weight's gradient for later.
 
     Args:
         weight: without a gradient.
@@ -121,7 +121,7 @@ def swiglu(gate_up: Tensor, offsets: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ExpertWeights:
-    """Computes experts: down(gate(gate_up(row))).
+    """Computes a rank's experts: `down(gate(gate_up(row)))` for each row, with the weights of the row's expert.
 
     Args:
         gate_up: `[experts, 2 * ffn, hidden]`, both behind one another.
@@ -134,13 +134,13 @@ class ExpertWeights:
     gate: Callable[[Tensor], Tensor] | None = None
 
     def __call__(self, rows: Tensor, offsets: Tensor) -> Tensor:
-        """Return `[capacity, hidden]` of rows that lie by expert."""
+        """Return the experts' outputs `[capacity, hidden]` for rows that are sorted by expert."""
         gate_up = grouped_matmul(rows, self.gate_up, offsets)
         inner = swiglu(gate_up, offsets) if self.gate is None else self.gate(gate_up)
         return grouped_matmul(inner, self.down, offsets)
 
     def delayed(self, calls: int) -> tuple[ExpertWeights, ...]:
-        """Return stand-ins of these weights, one for each of several calls: see the function `delayed`."""
+        """Return stand-ins of these weights, one for each of `calls` calls; see the function `delayed`."""
         if isinstance(self.gate_up, DelayedWeight) or isinstance(self.down, DelayedWeight):
             raise Misconfigured("these weights are delayed already: call delayed() of the weights that they stand for")
         pairs = zip(delayed(self.gate_up, calls), delayed(self.down, calls), strict=True)
@@ -180,11 +180,11 @@ class LocalExperts(nn.Module):
             nn.init.uniform_(weight, -(weight.shape[-1] ** -0.5), weight.shape[-1] ** -0.5)
 
     def weights(self) -> ExpertWeights:
-        """Return the weights as they are now: FSDP2 puts whole ones in the place of shards."""
+        """Return the weights as they are now: FSDP2 replaces shards by whole weights while the module runs."""
         return ExpertWeights(gate_up=self.gate_up, down=self.down, gate=self.gate)
 
     def forward(self, rows: Tensor, offsets: Tensor) -> Tensor:
-        """Return `[capacity, hidden]` of rows that lie by expert, whose ends are `offsets`."""
+        """Return the experts' outputs `[capacity, hidden]`; rows are sorted by expert, and `offsets` are their ends."""
         return self.weights()(rows, offsets)
 
 
@@ -247,7 +247,7 @@ def overlapped_moe(
 
 
 def _calls(experts: LocalExperts | ExpertWeights | Experts, parts: int) -> Sequence[Experts]:
-    """Return the function that runs the experts of each part."""
+    """Return, for each part, the function that runs the experts on it."""
     if isinstance(experts, LocalExperts) and not isinstance(experts, FSDPModule):
         experts = experts.weights()
     if isinstance(experts, ExpertWeights) and torch.is_grad_enabled():
@@ -256,12 +256,12 @@ def _calls(experts: LocalExperts | ExpertWeights | Experts, parts: int) -> Seque
 
 
 def _even(total: int, parts: int) -> list[int]:
-    """Return sizes that differ by one at most."""
+    """Return `parts` sizes that add up to `total` and differ by one at most."""
     return [total // parts + (part < total % parts) for part in range(parts)]
 
 
 class _GroupedMatmul(torch.autograd.Function):
-    """Multiplies; backward leaves the operands of a delayed weight's gradient in `products`, if these are given.
+    """Does `grouped_matmul` with derivatives; a delayed weight's backward leaves its operands in `products`.
 
     `place` is what the weight's gradient goes to: the weight, or the empty tensor that stands for a delayed one.
     """
@@ -308,7 +308,7 @@ class _DelayedGradient(torch.autograd.Function):
 
 
 def _forward(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """Multiply rows by `weight[expert].T`."""
+    """Return each expert's rows times `weight[expert].T`."""
     if _is_fast(rows, *weight.shape[1:]):
         return functional.grouped_mm(rows, weight.transpose(1, 2), offs=offsets)
     out = rows.new_zeros(len(rows), weight.shape[1])
@@ -328,7 +328,7 @@ def _of_weight(rows: Tensor, grads: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _is_fast(rows: Tensor, *widths: int) -> bool:
-    """Return whether torch's grouped kernels take rows and weights of these widths."""
+    """Return whether torch's grouped kernels support these rows, and weights of these widths."""
     is_aligned = all(width * rows.itemsize % ALIGNMENT == 0 for width in widths)
     return rows.is_cuda and rows.dtype == torch.bfloat16 and is_aligned and len(rows) > 0
 
@@ -382,7 +382,7 @@ def _activated(gate_up: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _launch(name: str, *tensors: Tensor, like: Tensor, offsets: Tensor) -> None:
-    """Launch a kernel for the tiles of rows of `like`, `[rows, width]`."""
+    """Launch a Triton kernel over tiles of the rows of `like`, `[rows, width]`."""
     if not like.numel():
         return
     rows, width = like.shape

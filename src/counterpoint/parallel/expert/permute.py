@@ -1,4 +1,4 @@
-"""Move rows between the order of tokens and the order of this rank's experts. No rank talks to another here.
+"""Move rows between the order of tokens and the order of this rank's experts, without communication.
 
 - `assign`: where each choice of a token goes, computed on the device: nothing waits for the host, shapes depend on
   sizes alone, and a CUDA graph can capture it.
@@ -37,7 +37,7 @@ E4M3 = (8, 9)  # compute capability from which Triton has float8_e4m3fn; float8_
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assignment:
-    """Says where each choice of some tokens goes among the experts of this rank.
+    """Says which row of this rank's experts each choice of some tokens gets.
 
     Rows are ordered by expert, then token, then choice. An expert's rows are followed by padding up to a multiple of
     `pad_multiple`, one without rows has none. Choices for which no row is left have none: `missing` tells.
@@ -51,16 +51,16 @@ class Assignment:
 
     @property
     def capacity(self) -> int:
-        """Return how many rows there are in all, used or not."""
+        """Return the number of rows, used or not."""
         return self.sources.shape[0]
 
     @property
     def top_k(self) -> int:
-        """Return how many choices a token has."""
+        """Return the number of choices of each token."""
         return self.slots.shape[1]
 
     def of_tokens(self, begin: int, end: int, *, pads: bool = True) -> Assignment:
-        """Return the assignment of a part of the tokens, whose rows stay where they are.
+        """Return the assignment of tokens `begin` to `end` alone; their rows stay where they are.
 
         So tokens can be permuted as they arrive, `permute(x[begin:end], assignment.of_tokens(begin, end), out=rows)`,
         and sums computed for some tokens first. `sources` still counts all tokens. One of the parts `pads` the rows.
@@ -69,12 +69,12 @@ class Assignment:
 
 
 def bounded(ids: Tensor, experts: int) -> Tensor:
-    """Return ids that int32 can hold: of int64 each that is no expert is -1 or `experts`, however large it was."""
+    """Return ids that fit int32: an int64 id that names no expert becomes -1 or `experts`."""
     return ids if ids.dtype == torch.int32 else ids.clamp(-1, experts)
 
 
 def assign(ids: Tensor, *, first_expert: int, num_experts: int, capacity: int, pad_multiple: int = 1) -> Assignment:
-    """Give each choice of an expert of this rank a row.
+    """Give each choice of this rank's experts a row.
 
     Args:
         ids: the experts that tokens chose, int32 or int64 [tokens, top_k]; those of other ranks, or none (-1), get no
@@ -109,7 +109,7 @@ def permute(
     out: Tensor | None = None,
     zero_tail: bool = True,
 ) -> Tensor:
-    """Copy tokens into the order of experts; padding is 0.
+    """Copy tokens into rows in the order of experts; padding rows become 0.
 
     Args:
         tokens: which are copied.
@@ -188,7 +188,7 @@ def narrowed(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def on_gpu(tensor: Tensor) -> bool:
-    """Return whether kernels of Triton take a tensor."""
+    """Return whether Triton's kernels handle this tensor."""
     return tensor.is_cuda
 
 
@@ -205,7 +205,7 @@ def triton_kernels() -> Any:
 
 
 def _check(assignment: Assignment, weights: Tensor | None, *tensors: tuple[str, Tensor, bool]) -> None:
-    """Raise unless all tensors fit: each has a name, and is rows (True) or tokens; all are as wide as the first one."""
+    """Raise unless all tensors fit: each comes with its name, and True for rows, False for tokens; widths are equal."""
     hidden = tensors[0][1].shape[-1]
     for what, tensor, is_rows in tensors:
         shape = (assignment.sources if is_rows else assignment.slots).shape[0], hidden
@@ -232,7 +232,7 @@ def _check_e4m3(device: torch.device) -> None:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of sums."""
+    """Return the dtype in which sums of this dtype are made."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -308,7 +308,7 @@ def _power_of_two(least: int) -> int:
 
 
 def _block(hidden: int, itemsize: int) -> int:
-    """Return how many elements of a token a program takes: a power of two with little beyond the last one."""
+    """Return the elements of a token that one program handles: a power of two that exceeds `hidden` by little."""
     block = min(_power_of_two(hidden), BLOCK_BYTES // itemsize)
     while block > 256 and -hidden % block > hidden // 4:
         block //= 2

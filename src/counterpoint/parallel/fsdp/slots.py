@@ -1,4 +1,4 @@
-"""Hold whole parameters: FSDP2's modules gather into slots of symmetric memory, one module at a time in each.
+"""Hold whole parameters in slots of symmetric memory, into which FSDP2 gathers one module at a time.
 
 FSDP2 gathers a module into a buffer, shards in the order of ranks, and copies from there into tensors that it frees and
 allocates again. Here these tensors are made once, in a `ParameterSlot`, and peers write into them: nothing is copied
@@ -51,14 +51,14 @@ _ALIGNMENT = 512  # bytes, as of torch's allocator: where a parameter begins
 
 @dataclass(frozen=True, slots=True)
 class Lifetime:
-    """Says how long a module's whole parameters are in use, counted in modules of the model's order."""
+    """Says how long a module's whole parameters are in use: from which to which module, in the model's order."""
 
     num_bytes: int  # size of its whole parameters
     span: tuple[int, int]  # first and last module that computes meanwhile
 
 
 def assign_slots(modules: Sequence[Lifetime], *, ahead: int) -> list[int]:
-    """Return the number of each module's slot: modules that are whole at one time have different slots.
+    """Return the slot number of each module; modules that are whole at the same time get different slots.
 
     Of the possible slots, the one that has to grow least is chosen. Modules are in the order of the model; `ahead`
     of them are gathered before they compute.
@@ -76,7 +76,7 @@ def assign_slots(modules: Sequence[Lifetime], *, ahead: int) -> list[int]:
 
 
 def lifetimes(modules: Sequence[ShardedModule], sizes: Sequence[int]) -> list[Lifetime]:
-    """Return how long each module is whole: while inner modules compute, or to the end if it stays after forward.
+    """Return how long each module is whole: while inner modules compute, or to the end if it is kept after forward.
 
     Groups of parameters of one module are whole together.
     """
@@ -101,7 +101,7 @@ class ParameterSlot:
 
 
 class ParameterSlots:
-    """Allocates the slots of one set of ranks for a user of their communicator, and chooses one for each module.
+    """Allocates the slots for one set of ranks, as a user of their communicator, and assigns one to each module.
 
     The modules that share them are in the order of the model; `ahead` are gathered ahead of the one that computes.
     """
@@ -119,7 +119,7 @@ class ParameterSlots:
         self._by_age: list[ParameterSlot] = []  # all slots, the one that was freed longest ago first
 
     def free_slot(self, module: ShardedModule, num_bytes: int) -> ParameterSlot:
-        """Return a slot without an occupant, and not freed so lately that its last occupant still computes.
+        """Return a slot without an occupant whose last occupant was not freed so lately that it may still compute.
 
         It is the assigned one if that is free; else another one, or a new one.
         """
@@ -134,7 +134,7 @@ class ParameterSlots:
         return self._new(num_bytes)
 
     def note_freed(self, slot: ParameterSlot) -> None:
-        """Record that the occupant of this slot has just left it."""
+        """Record that the occupant of this slot has just left."""
         self._by_age.remove(slot)
         self._by_age.append(slot)
 
@@ -146,7 +146,7 @@ class ParameterSlots:
 
 
 class ModuleParameters:
-    """Holds one module's whole parameters: their slot, and the tensors there."""
+    """Holds the whole parameters of one module: their slot, and the tensors in it."""
 
     def __init__(self, module: ShardedModule, slots: ParameterSlots) -> None:
         self._module, self._slots, self._group = module, slots, slots.group
@@ -165,11 +165,11 @@ class ModuleParameters:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of all whole parameters."""
+        """Return the bytes of all whole parameters of the module."""
         return sum(one.num_bytes for one in self.layout)
 
     def copy_in(self) -> None:
-        """Copy this rank's shards to their places on the current stream, in the dtype in which they are gathered.
+        """Copy this rank's shards into the slot on the current stream, in the dtype in which they are gathered.
 
         If another module is in the slot and this one cannot move, the copy is made in `read`.
         """
@@ -190,7 +190,7 @@ class ModuleParameters:
         torch._foreach_copy_(self._own.tensors, shards(self._module))
 
     def gather(self, *, async_op: bool) -> Work | None:
-        """Gather all ranks' shards to their places, on the current stream, or with `async_op` behind it."""
+        """Gather all ranks' shards into the slot: on the current stream, or asynchronously behind its present work."""
         if self._is_late:
             return None
         communicator: Communicator = self._group.communicator
@@ -201,7 +201,7 @@ class ModuleParameters:
         return work
 
     def read(self) -> None:
-        """Let FSDP2 use the parameters from here on, on the current stream, which has waited for the gather.
+        """Let FSDP2 read the parameters on the current stream, which has waited for the gather.
 
         Unsupported is raised if another module is in use in the same slot.
         """
@@ -211,7 +211,7 @@ class ModuleParameters:
         self._reading = True
 
     def free(self) -> None:
-        """Leave the slot: FSDP2 uses the parameters no more, once the work on the current stream has run."""
+        """Leave the slot: FSDP2 will not use the parameters once the work queued on the current stream has run."""
         if self._reading and self.slot is not None:
             self._reading = self.is_allocated = False
             self._freed.record()
@@ -219,7 +219,7 @@ class ModuleParameters:
             self._slots.note_freed(self.slot)
 
     def restore(self) -> None:
-        """Let FSDP2 make tensors of its own again; call it between two steps."""
+        """Let FSDP2 allocate its own tensors again; call this between two steps."""
         self.free()
         skip_shard_cast(self._module, False)
         if self.slot is not None:
@@ -251,7 +251,7 @@ class ModuleParameters:
             self._device.current_stream().wait_event(self._sent)  # never recorded: nothing to wait for
 
     def _allocate(self) -> ParameterSlot:
-        """Make the tensors in a free slot, and let FSDP2 use them from now on."""
+        """Make the module's tensors in a free slot, and let FSDP2 use them from now on."""
         self.layout, start = gathered_parameters(self._module), 0
         slot = self._slots.free_slot(self._module, sum(_aligned(one.num_bytes) for one in self.layout))
         rank, whole, own = self._group.rank, list[Tensor](), list[Tensor]()
@@ -269,7 +269,7 @@ class ModuleParameters:
         return slot
 
     def _is_viewed(self) -> bool:
-        """Return whether autograd has views of the tensors on any rank; all call it: garbage dies when it likes."""
+        """Return whether autograd holds views of the tensors on any rank; all ranks call this, so that they agree."""
         return any(gather_values(self._module.groups[0], self._storage_references() > self._references))
 
     def _storage_references(self) -> int:
@@ -278,7 +278,7 @@ class ModuleParameters:
 
 
 class _WholeParameter(Tensor):
-    """Represents a gathered parameter, flat; FSDP2 believes that it frees and allocates the storage, which stays."""
+    """Represents a flat gathered parameter; its storage stays, while FSDP2 believes that it frees and allocates it."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     _storage: _PermanentStorage
@@ -288,7 +288,7 @@ class _WholeParameter(Tensor):
 
 
 class _PermanentStorage:
-    """Represents a storage that is always there; FSDP2 resizes it to 0 when it no longer uses the parameters."""
+    """Represents a storage that is never freed; FSDP2's resize to 0 says that the parameters are no longer in use."""
 
     __slots__ = ("_num_bytes", "_parameters")
 
@@ -305,7 +305,7 @@ class _PermanentStorage:
 
 
 def _whole_parameter(part: Tensor, parameter: GatheredParameter, parameters: ModuleParameters) -> Tensor:
-    """Return `part` as a tensor with a storage of its own, as FSDP2 expects of a parameter."""
+    """Return `part` as a tensor with a storage of its own, which FSDP2 expects of a parameter."""
     alone: Tensor = from_dlpack(part.view(parameter.dtype))
     whole = alone.as_subclass(_WholeParameter)
     whole._storage = _PermanentStorage(parameter.num_bytes, parameters)

@@ -1,4 +1,4 @@
-"""Bind matmuls that poll: their tiles are taken in the order in which rows arrive, and no barrier is needed.
+"""Bind matmuls that poll flags in memory, and compute tiles in the order in which rows arrive, without a barrier.
 
 - `all_gather_matmul`: a tile begins when the word of the chunk that its rows are in says that they have arrived.
 - `matmul_reduce_scatter`: tiles of peers come first and are counted, so that a stream wait releases each chunk's copy;
@@ -42,7 +42,7 @@ _ROWS: dict[TensorOperation, tuple[str, ...]] = {  # tensors whose rows are mult
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MatmulTiles:
-    """Holds the tile of a matmul: `rows` and `columns` of C, `depth` of K at a time; all of them powers of two.
+    """Holds a matmul's tile sizes: `rows` and `columns` of C, `depth` of K at a time; all of them powers of two.
 
     `group` tiles of rows share the columns of B in the cache. What Hopper holds: `rows * columns` of 32,768 with 8
     warps; `stages * depth * (rows + columns)` elements in 227 KiB of shared memory.
@@ -68,7 +68,7 @@ DEFAULT_TILES = MatmulTiles()
 
 
 class TileRun(NamedTuple):
-    """Describes rows that arrive together and are adjacent in source and target; tiles are counted in rows of tiles."""
+    """Describes rows that arrive together and lie together in source and target; `begin` and `end` count tiles."""
 
     begin: int
     end: int
@@ -81,7 +81,7 @@ class TileRun(NamedTuple):
 
 @functools.lru_cache(maxsize=_MAX_LAYOUTS)
 def tile_runs(layout: ShardedRows, operation: TensorOperation, tile_rows: int) -> tuple[TileRun, ...]:
-    """Return the rows of C in the order in which their tiles are taken.
+    """Return runs of rows of C, in the order in which the matmul computes their tiles.
 
     all_gather_matmul: own rows first (source: the shard), then those of rank - 1, rank - 2, ... (source: the gathered
     matrix). matmul_reduce_scatter: rows for rank + 1, rank + 2, ..., own last (target: the shard). All else is rows of
@@ -113,7 +113,7 @@ def tile_runs(layout: ShardedRows, operation: TensorOperation, tile_rows: int) -
 
 
 def stored_tiles(layout: ShardedRows, columns: int, tiles: MatmulTiles = DEFAULT_TILES) -> dict[tuple[int, int], int]:
-    """Return by peer and chunk the count in `stored` at which a chunk of `partial`, `columns` wide, may be sent."""
+    """Return, by (peer, chunk), the count in `stored` at which that chunk of `partial`, `columns` wide, may be sent."""
     counts: Counter[tuple[int, int]] = Counter()
     for run in tile_runs(layout, "matmul_reduce_scatter", tiles.rows):
         if run.peer != layout.rank:
@@ -240,7 +240,7 @@ def bind_flagged(
 
 @functools.lru_cache(maxsize=_MAX_LAYOUTS)
 def _table(layout: ShardedRows, operation: TensorOperation, tile_rows: int, device: torch.device) -> torch.Tensor:
-    """Return the runs where the kernel reads them; the host waits for the copy, so that any stream may use it."""
+    """Return the table of runs on the device; the host waits for the copy, so that any stream may use the table."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise Misconfigured(f"{layout} is new in a CUDA graph capture: bind the matmul once before the capture")
     rows = [(*run, 0) for run in tile_runs(layout, operation, tile_rows)]
@@ -248,7 +248,7 @@ def _table(layout: ShardedRows, operation: TensorOperation, tile_rows: int, devi
 
 
 def _check(operation: TensorOperation, tensors: Mapping[str, torch.Tensor], layout: ShardedRows) -> None:
-    """Raise if a tensor has not the shape, strides or dtype that a matmul needs."""
+    """Raise if a tensor has not the shape, strides or dtype that the matmul needs."""
     b = tensors["b"]
     (depth, columns), shard = b.shape, layout.shard(layout.rank)
     shapes = {
@@ -271,5 +271,5 @@ def _check(operation: TensorOperation, tensors: Mapping[str, torch.Tensor], layo
 
 
 def _fits_tma(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor descriptor can hold it."""
+    """Return whether a TMA tensor descriptor can describe this tensor."""
     return not (tensor.data_ptr() % TMA_BYTES or tensor.stride(0) * tensor.itemsize % TMA_BYTES)

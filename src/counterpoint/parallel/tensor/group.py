@@ -1,4 +1,4 @@
-"""Run the matmuls of one process group with their collectives, and count which way each call went.
+"""Run the matmuls of one process group with their collectives, and count which mechanism ran each call.
 
 A call goes the way that was planned for its shape (`plans.py`): in pieces beside copy engines (`overlapped.py`), or by
 torch's own collective and one matmul. Where the ranks cannot share memory, all calls go torch's way, and the report
@@ -43,7 +43,7 @@ _ALIGNMENT = 16  # bytes of a row: a partition of whole rows then cuts no elemen
 
 
 class _Route(NamedTuple):
-    """Holds the plan of all calls of one shape, and the size and path that reports count."""
+    """Holds the plan for all calls of one shape, and the size and path under which reports count them."""
 
     plan: MatmulPlan | None
     steps: Steps | None
@@ -53,7 +53,7 @@ class _Route(NamedTuple):
 
 
 class TensorGroup:
-    """Runs the operations of one process group; its communicator is made at the first call that it may take.
+    """Runs the matmul operations of one process group; its communicator is opened at the first call that may use it.
 
     Args:
         group: the process group.
@@ -76,16 +76,16 @@ class TensorGroup:
 
     @property
     def _communicator(self) -> Communicator | None:
-        """Return the ranks' communicator; None before the first call that it may take."""
+        """Return the ranks' communicator; None until the first call that may use it."""
         found: Communicator | None = None if self._ranks is None else self._ranks.communicator
         return found
 
     def report(self) -> Report:
-        """Return which calls went which way, and why."""
+        """Return a report: how many calls took each path, and why."""
         return Report(calls=self._counts.rows(), tuned=str(self._tuning or ""))
 
     def follow(self, tuning: FollowedTuning | None) -> None:
-        """Let a tuning choose for later calls, between two steps; None: the built-in rules. All ranks call it.
+        """Let a tuning choose for later calls; None: built-in rules. All ranks call this, between two steps.
 
         Without it the tuning that the variable COUNTERPOINT_TUNED names chooses.
         """
@@ -100,13 +100,13 @@ class TensorGroup:
         self._is_told = False
 
     def check(self) -> None:
-        """Raise the error that ended the communicator, or of a matmul that polled in vain, if there was one."""
+        """Raise the error that ended the communicator, or that of a matmul whose polling timed out, if there is one."""
         if self._ranks is not None:
             self._ranks.check()
         self._raise_missing()
 
     def close(self) -> None:
-        """Leave the communicator, which ends unless others use it; all ranks call it. Later calls go torch's way."""
+        """Leave the communicator (the last user closes it), so that later calls go to torch. All ranks call this."""
         ranks, self._ranks = self._ranks, None
         self._why_not = "the group is closed"
         self._routes.clear()
@@ -124,7 +124,7 @@ class TensorGroup:
         return_rows: ReturnRows = "no",
         a_scale: Tensor | None = None,
     ) -> tuple[Tensor | None, list[Tensor]]:
-        """Do `torch.ops.counterpoint.all_gather_matmul`, or its float8 sister with `a_scale`.
+        """Do `torch.ops.counterpoint.all_gather_matmul`, or, if `a_scale` is given, its float8 variant.
 
         Callers get a copy of the gathered rows: symmetric memory has to be dropped in the same order on all ranks,
         which only the operations themselves can promise.
@@ -179,7 +179,7 @@ class TensorGroup:
     ) -> tuple[Tensor | None, list[Tensor]]:
         """Return the derivatives of `a_shard` and of the weights.
 
-        The rows come beside the matmuls of the first; what peers give to their sums comes beside those of the others.
+        Rows are gathered during the matmuls of the first; peers' parts of the sums arrive during those of the weights.
         """
         flat = [_flat(grad) for grad in grads]
         planned = None
@@ -221,7 +221,7 @@ class TensorGroup:
     def _grad_of_rows(
         self, weights: Sequence[Tensor], grads: Sequence[Tensor], grad_gathered: Tensor | None, dim: int
     ) -> Tensor:
-        """Return the derivative of this rank's rows by torch."""
+        """Return the derivative of this rank's rows, computed by torch."""
         total = grad_gathered
         for grad, weight in zip(grads, weights, strict=True):
             total = grad @ weight.t() if total is None else total + grad @ weight.t()
@@ -231,7 +231,7 @@ class TensorGroup:
     def matmul_reduce_scatter(
         self, a: Tensor, weight: Weight, reduce_op: str, scatter_dim: int, *, a_scale: Tensor | None = None
     ) -> Tensor:
-        """Do `torch.ops.counterpoint.matmul_reduce_scatter`, or its float8 sister with `a_scale`."""
+        """Do `torch.ops.counterpoint.matmul_reduce_scatter`, or, if `a_scale` is given, its float8 variant."""
         _check(a, scatter_dim, [weight], reduce_op)
         if a.shape[scatter_dim] % self.world_size:
             raise Misconfigured(
@@ -325,7 +325,7 @@ class TensorGroup:
         name: str | None = None,
         may_poll: bool = False,
     ) -> tuple[Communicator, MatmulPlan, Steps] | None:
-        """Return how to run a call beside its communication; None if torch makes it. Count the call.
+        """Return the communicator, plan and steps of a call; None if torch makes it. Count the call in the report.
 
         Args:
             operation: what is planned.
@@ -374,7 +374,7 @@ class TensorGroup:
         return communicator, plan, steps
 
     def _route(self, shape: MatmulShape, rows: Tensor) -> _Route:
-        """Return how calls of this shape run; without a plan if torch makes them without one."""
+        """Return the route of calls of this shape; its plan is None if torch runs them."""
         why = self._why_not or self._why_torch(rows, shape)
         if why is None:
             try:
@@ -405,7 +405,7 @@ class TensorGroup:
         return why if asked == "torch" else None
 
     def _opened(self, device: torch.device) -> Communicator:
-        """Return the communicator, made at the first call, by all ranks together; raise if they cannot have one."""
+        """Return the communicator, which all ranks open together at the first call; raise if they cannot have one."""
         if self._ranks is None:
             ranks = rank_group(self.group)
             ranks.join(self, self.options.communicator)
@@ -424,7 +424,7 @@ class TensorGroup:
         return self._ranks.open_one_host(device)
 
     def _raise_missing(self) -> None:
-        """Raise `PeerTimeout` if a matmul has polled in vain: its kernel writes the word on the host itself."""
+        """Raise `PeerTimeout` if a matmul's polling timed out: its kernel then writes a word in the host's memory."""
         missing = ShardedRows(rows=(1,) * self.world_size).missing(int(self._error))
         if missing is not None:
             peer, chunk = missing
@@ -439,38 +439,38 @@ class TensorGroup:
         return Plans(torch_group(self.group), profile, self.options, self._tuning)
 
     def _empty(self, role: Literal["gathered", "staging"], *shape: int, dtype: torch.dtype) -> Tensor:
-        """Return symmetric memory for one operation."""
+        """Return symmetric memory for one operation, in the given role."""
         assert self._ranks is not None
         return self._ranks.memory.shared(role, *shape, dtype=dtype)
 
     # by torch's own collectives
 
     def _gathered(self, shard: Tensor, dim: int) -> Tensor:
-        """Return all ranks' shards behind one another along `dim`."""
+        """Return all ranks' shards, concatenated along `dim`, by torch's all_gather."""
         shard = shard.contiguous()
         stacked = shard.new_empty(self.world_size, *shard.shape)
         torch_function("all_gather")(flat_bytes(stacked), flat_bytes(shard), group=self.group)
         return stacked.movedim(0, dim).flatten(dim, dim + 1)
 
     def _scattered(self, whole: Tensor, reduce_op: str, dim: int) -> Tensor:
-        """Return this rank's part along `dim` of the sum of all ranks' tensors."""
+        """Return this rank's part along `dim` of the sum or average of all ranks' tensors, by torch's collective."""
         parts = whole.unflatten(dim, (self.world_size, -1)).movedim(dim, 0).contiguous()
         out = torch.empty_like(parts[0])
         torch_function("reduce_scatter")(out.view(-1), parts.view(-1), group=self.group)
         return self._averaged(out, reduce_op)
 
     def _averaged(self, total: Tensor, reduce_op: str) -> Tensor:
-        """Return the average or sum that `reduce_op` names, given a sum over ranks; gloo has sums only."""
+        """Return the sum or average that `reduce_op` names, given the sum over ranks: gloo computes sums only."""
         return total if reduce_op == "sum" else total.div_(self.world_size)
 
 
 def _grads_of_weights(rows: Tensor, grads: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
-    """Return the derivative of each weight, by which all `rows` were multiplied."""
+    """Return the derivative of each weight, given the gradients of the products `rows @ weight`."""
     return [grad_of_weight(rows, grad, weight) for grad, weight in zip(grads, weights, strict=True)]
 
 
 def _product(rows: Tensor, weight: Weight, row_scale: Tensor | None) -> Tensor:
-    """Return `rows @ weight`."""
+    """Return `rows @ weight`, with the scales of float8 rows."""
     out = rows.new_empty(*rows.shape[:-1], weight.columns, dtype=weight.product_dtype(rows))
     weight.multiply(rows.flatten(0, -2), out.view(-1, weight.columns), row_scale)
     return out
@@ -483,17 +483,17 @@ def _resized(tensor: Tensor, dim: int, factor: float) -> tuple[int, ...]:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Return the rows of a tensor as a matrix."""
+    """Return a tensor as a matrix of its rows."""
     return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
 def _flat_scale(scale: Tensor) -> Tensor:
-    """Return one scale, or the scales of all rows as a column."""
+    """Return a single scale as it is, or the scales of all rows as a column."""
     return scale if scale.numel() == 1 else scale.reshape(-1, 1)
 
 
 def _part(scale: Tensor, place: slice) -> Tensor:
-    """Return the scales of rows, where cuBLAS can read them: it wants them aligned to 16 bytes."""
+    """Return the scales of some rows in memory that is aligned to 16 bytes, which cuBLAS needs."""
     if scale.numel() == 1:
         return scale
     part = scale[place]
@@ -501,7 +501,7 @@ def _part(scale: Tensor, place: slice) -> Tensor:
 
 
 def _check(rows: Tensor, dim: int, weights: Sequence[Weight], reduce_op: str = "sum") -> None:
-    """Raise if rows do not fit a dimension of rows, weights that they are multiplied by, or the reduction."""
+    """Raise if the rows do not fit the dimension, the weights or the reduction."""
     if rows.dim() < 2:
         raise Misconfigured(f"a tensor of shape {tuple(rows.shape)}: give rows of two dimensions or more")
     if not 0 <= dim < rows.dim() - 1:
@@ -523,7 +523,7 @@ _GROUPS: Registry[TensorGroup] = Registry(TensorGroup.close)
 
 
 def tensor_group(name: str, options: TensorOptions | None = None) -> TensorGroup:
-    """Return the `TensorGroup` of the process group of this name, until it is destroyed.
+    """Return the `TensorGroup` of the process group of this name, until the process group is destroyed.
 
     Args:
         name: of the group.

@@ -1,4 +1,4 @@
-"""Overlap matmuls with the communication that they depend on: two pipelines on a communicator, as torch has them.
+"""Overlap matmuls with the collective before or after them, by a pipeline for each on a communicator.
 
 `RowGather` pushes this rank's rows to the peers, while rows that have arrived are multiplied; own rows are read where
 they are. `RowScatter` pushes each part of a product as soon as it is computed, those for peers first; sums of own rows
@@ -29,7 +29,7 @@ GATHER, SCATTER = CHANNELS["matmuls"]  # both may be under way at once
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """Holds the right-hand side of a matmul, which is whole on this rank.
+    """Holds the right-hand side of a matmul, whole on this rank, with its bias and its scales.
 
     Args:
         matrix: `[k, n]`, of any strides that `torch.mm` takes.
@@ -49,7 +49,7 @@ class Weight:
 
     @property
     def columns(self) -> int:
-        """Return the number of columns of the product."""
+        """Return the number of columns of the matrix, and so of the product."""
         return int(self.matrix.shape[1])
 
     def product_dtype(self, rows: Tensor) -> torch.dtype:
@@ -76,7 +76,7 @@ class Weight:
 
 
 def grad_of_weight(rows: Tensor, grad: Tensor, matrix: Tensor) -> Tensor:
-    """Return the derivative of a matrix by which `rows` were multiplied, in memory as the matrix is.
+    """Return the derivative of a matrix by which `rows` were multiplied, in the matrix's memory layout.
 
     The matrix of a linear layer is a transposed view: so is the derivative, or autograd would copy it.
     """
@@ -86,7 +86,7 @@ def grad_of_weight(rows: Tensor, grad: Tensor, matrix: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnSum:
-    """Holds own rows of a scatter that are added up together.
+    """Holds a part of this rank's own rows whose sums in a scatter are made at once.
 
     Args:
         rows: which.
@@ -101,7 +101,7 @@ class OwnSum:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Steps:
-    """Holds the pieces of a plan in the form in which every call runs them.
+    """Holds the pieces of a plan, in the form that every call runs.
 
     Args:
         layout: of the rows.
@@ -115,7 +115,7 @@ class Steps:
 
     @classmethod
     def of(cls, pieces: Sequence[Piece], layout: ShardedRows) -> Steps:
-        """Return the steps of pieces."""
+        """Return a plan's pieces as steps."""
         made = tuple((piece.segment, layout.parts(piece.slabs)) for piece in pieces)
         chunks, complete, sums = len(layout.chunks(layout.rank)), 0, []
         for part in (part for _, parts in made for part in parts):
@@ -129,7 +129,7 @@ class Steps:
 
 
 class RowGather:
-    """Gathers rows in a `with` block, in which they are multiplied: by pieces of a plan, or by matmuls that poll.
+    """Gathers rows in a `with` block that multiplies them as they arrive: in pieces of a plan, or by matmuls that poll.
 
     Args:
         communicator: of the ranks; its channel `GATHER` is used.
@@ -163,7 +163,7 @@ class RowGather:
         self.work.finish()
 
     def multiply(self, steps: Steps, multiply: Callable[[slice, Tensor], None]) -> None:
-        """Call `multiply` with each piece's rows, by number and value, when they are there.
+        """Call `multiply` with each piece's row numbers and rows, when these rows have arrived.
 
         The `segment` of a piece is the number of partitions that have to be there.
         """
@@ -173,7 +173,7 @@ class RowGather:
                 multiply(part.whole, self.whole[part.whole] if part.own is None else self.own[part.own])
 
     def multiply_flagged(self, weights: Sequence[Weight], products: Sequence[Tensor], error: Tensor) -> None:
-        """Run one matmul for each weight, which takes its tiles in the order in which rows arrive.
+        """Run one matmul for each weight; it computes tiles in the order in which rows arrive.
 
         Args:
             weights: by which all rows are multiplied.
@@ -189,7 +189,7 @@ class RowGather:
             )()  # fmt: skip
 
     def copy_to(self, target: Tensor) -> None:
-        """Copy all rows to `target`, `[batch, world_size * rows, k]`; it may be `gathered`, which lacks own rows."""
+        """Copy all rows to `target`, `[batch, world_size * rows, k]`; if it is `gathered`, only own rows are copied."""
         self.work.arrived(len(self.work.received))
         rank, world_size = self.layout.rank, self.layout.world_size
         shape = self.layout.batch, world_size, self.layout.rows[rank], target.shape[-1]
@@ -202,7 +202,7 @@ class RowGather:
 
 
 class RowScatter:
-    """Scatters the rows of a product in a `with` block, which multiplies, and adds up this rank's rows as they arrive.
+    """Scatters the rows of a product in a `with` block that multiplies, and sums up this rank's rows as they arrive.
 
     Args:
         communicator: of the ranks; its channel `SCATTER` is used.
@@ -237,7 +237,7 @@ class RowScatter:
         between: Callable[[], None] | None = None,
         summed: Callable[[int], None] | None = None,
     ) -> None:
-        """Multiply pieces, let each leave when it is computed, and add up.
+        """Multiply the pieces of a plan, send each piece when it is computed, and sum up own rows.
 
         Args:
             steps: of a plan; the `segment` of a piece is the last partition that may leave after it.
@@ -268,7 +268,7 @@ class RowScatter:
         sum_up(steps.sums[-1])
 
     def multiply_flagged(self, a: Tensor, matrix: Tensor, stored: Tensor, error: Tensor) -> None:
-        """Let one matmul make peers' rows first, whose partitions leave when their last tile is stored, and add up.
+        """Run one matmul that computes peers' rows first; send each partition after its last tile, and sum own rows.
 
         Args:
             a: `[batch * world_size * rows, k]`.

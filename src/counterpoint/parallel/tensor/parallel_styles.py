@@ -1,4 +1,4 @@
-"""Recognise how a module was made tensor parallel: by the styles of torch's `parallelize_module`, or of `transformers`.
+"""Recognise how a module was made tensor parallel: by a style of torch's `parallelize_module` or of `transformers`.
 
 Neither can be asked, but both leave hooks that are closures of theirs: they hold the style. This file is the only one
 that looks inside. What is not exactly theirs is not taken: a text says what it is.
@@ -26,7 +26,7 @@ _TRANSFORMERS = ("transformers.distributed.tensor_parallel", "TensorParallelLaye
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LinearStyle:
-    """Describes how a linear layer is tensor parallel.
+    """Describes how a linear layer is divided among ranks.
 
     Args:
         name: of the style.
@@ -49,12 +49,12 @@ class LinearStyle:
 
     @property
     def weight_dim(self) -> int:
-        """Return the dimension along which the weight is cut."""
+        """Return the dimension of the weight that is divided among ranks."""
         return 0 if self.is_column else 1
 
 
 def linear_style(module: nn.Module) -> LinearStyle | str | None:
-    """Return the style of a linear layer; a text if it is one that cannot be taken; None if it is none at all."""
+    """Return the style of a linear layer; a text why it cannot be taken; None if it is not tensor parallel."""
     forward = vars(module).get("forward")
     found: LinearStyle | str | None
     if is_function(forward, _TRANSFORMERS):
@@ -71,7 +71,7 @@ def linear_style(module: nn.Module) -> LinearStyle | str | None:
 
 
 def own_hooks(module: nn.Module) -> Iterator[tuple[dict[int, Hook], int]]:
-    """Yield where the hooks of torch's `distribute_module` stand: a dictionary of the module, and the key."""
+    """Yield where hooks of torch's `distribute_module` are stored: a dictionary of the module, and the key."""
     hooks: dict[int, Hook]
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         yield from ((hooks, key) for key, hook in hooks.items() if is_function(hook, _DISTRIBUTED))
@@ -96,7 +96,7 @@ class PreparedInput:
 
 
 def prepared_input(module: nn.Module) -> PreparedInput | str | None:
-    """Return how the input of a module is gathered; a text if it cannot be taken; None if nothing is gathered."""
+    """Return how a module's input is gathered; a text why it cannot be taken; None if nothing is gathered."""
     for key, hook in module._forward_pre_hooks.items():
         if not is_function(hook, _PREPARED):
             continue
@@ -115,7 +115,7 @@ def prepared_input(module: nn.Module) -> PreparedInput | str | None:
 
 
 def is_gather(layout: Placement | None, desired: Placement | None) -> bool:
-    """Return whether a tensor has to be gathered."""
+    """Return whether a change from `layout` to `desired` is a gather."""
     return isinstance(layout, Shard) and isinstance(desired, Replicate)
 
 
@@ -167,7 +167,7 @@ def _style_of_transformers(closure: dict[str, Any]) -> LinearStyle | str | None:
 
 
 def _unfit(module: nn.Module, style: LinearStyle) -> str:
-    """Return why our operations cannot run a linear layer; empty if they can."""
+    """Return why our operations cannot run a linear layer; "" if they can."""
     weight: Any = module.weight
     if style.mesh.ndim != 1:
         return f"its mesh has {style.mesh.ndim} dimensions"
@@ -182,7 +182,7 @@ def _unfit(module: nn.Module, style: LinearStyle) -> str:
 
 
 def is_function(function: Any, known: tuple[str, str]) -> bool:
-    """Return whether a function is the one of this module and qualified name."""
+    """Return whether a function has this module name and qualified name."""
     return (getattr(function, "__module__", ""), getattr(function, "__qualname__", "")) == known
 
 
@@ -193,7 +193,7 @@ def closure_of(function: Any) -> dict[str, Any]:
 
 
 def _calls(partial: Any, function: Hook) -> bool:
-    """Return whether `partial` is a `functools.partial` of a function."""
+    """Return whether `partial` is a `functools.partial` of `function`."""
     return getattr(partial, "func", None) is function
 
 
@@ -207,5 +207,5 @@ def _named(function: Any) -> str:
 
 
 def ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
-    """Return the ranks of a mesh of one dimension, counted in the job."""
+    """Return the ranks, counted in the job, of a mesh of one dimension."""
     return tuple(dist.get_process_group_ranks(mesh.get_group()))
