@@ -67,7 +67,7 @@ def grid_of_hosts(hosts: list[str]) -> Grid:
 
 
 def crossovers_over_hosts(found: Mapping[str, int], given: Mapping[str, int] | None, grid: Grid) -> dict[str, int]:
-    """Return, by operation, the bytes from which the communicator takes a call; sizes in `given` are of the whole call.
+    """Return by operation the bytes from which the communicator takes a call; sizes in `given` are of whole calls.
 
     Those `found` in the profile were measured inside a host: each call inside has to be as large as that. An
     all_reduce and a broadcast have the whole array inside each host, other collectives the blocks of one host at a
