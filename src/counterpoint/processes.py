@@ -34,7 +34,7 @@ Progress = Callable[[int, int, str], None]  # parts done, parts in all, what run
 Processes = Sequence[subprocess.Popen[bytes]]
 
 PARENT_VARIABLE = "COUNTERPOINT_PARENT_PID"  # tells a rank who started it; not set under torchrun
-DEFAULTS = {  # of every rank; what the user has set wins
+DEFAULTS = {  # environment of every rank, unless the user has set a variable
     "NCCL_NVLS_ENABLE": "0",  # NVLink multicast stays off
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NVSHMEM_DISABLE_NVLS": "1",
@@ -51,7 +51,7 @@ SILENT = "did not answer (stopped, or in a driver call)"
 REPEATED = "PeerFailed"  # raised by a rank that repeats what another one told it
 _LOST = re.compile(r"[Cc]onnection (closed|reset)")  # by a peer, as gloo says
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')  # as faulthandler writes it
-_LAUNCHER = re.compile("/counterpoint/(rehearsal|tuning/script)/")  # at the root of every stack of a script
+_LAUNCHER = re.compile("/counterpoint/(rehearsal|tuning/script)/")  # our launchers, at the root of every stack
 
 
 @contextmanager
@@ -103,9 +103,9 @@ def started(
     finally:
         for process in processes:
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # not reaped yet, so its number is still its own
+                os.killpg(process.pid, signal.SIGKILL)  # the process is not reaped yet, so no other process has its pid
         for process in processes:
-            with suppress(subprocess.TimeoutExpired):  # stuck in the kernel, where it dies when that lets go
+            with suppress(subprocess.TimeoutExpired):  # it is stuck in the kernel, and dies when it leaves that
                 process.wait(timeout=REAP_S)
 
 
@@ -130,7 +130,7 @@ def watch(
     """
     seen, last = progress(), time.monotonic() + startup_s
     while True:
-        codes = [exit_code(process) for process in processes]  # before the progress: none can come after
+        codes = [exit_code(process) for process in processes]  # read before the progress: after an exit there is none
         if (now := progress()) != seen:
             seen, last = now, time.monotonic()
         if any(codes):
@@ -168,7 +168,7 @@ def abort(pids: Iterable[int]) -> None:
 
 def die_with_parent() -> None:
     """Have the kernel kill this process when its parent dies; call it first, before torch is imported."""
-    # no code of this process has to run for it: it works in the middle of a collective and when the parent got SIGKILL
+    # the kernel does it, so it works in the middle of a collective, and when the parent got SIGKILL
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         error = ctypes.get_errno()
@@ -197,7 +197,7 @@ def leaving_word(errors: Path, rank: int, at: Callable[[], str | None]) -> Itera
     try:
         yield
     except Exception as error:
-        if not isinstance(error.__cause__, SystemExit):  # of which Python prints no traceback either
+        if not isinstance(error.__cause__, SystemExit):  # Python prints no traceback of a SystemExit either
             traceback.print_exc()  # into the log
         text = " ".join(str(error).split())[:1000]
         failure = RankFailure(rank=rank, kind=type(error).__name__, text=text, scenario=at())
@@ -292,7 +292,7 @@ def _where(rank: Remains) -> str:
     """Return in words where the rank's main thread is: its innermost frame in counterpoint, or in any file."""
     if rank.code is not None and rank.code >= 0:
         return "had ended"
-    threads = rank.log.rpartition("Fatal Python error")[2]  # the main one, which gets the signal, comes last
+    threads = rank.log.rpartition("Fatal Python error")[2]  # the main thread, which gets the signal, comes last
     frames = [match.groupdict() for match in _FRAME.finditer(threads.rpartition("Current thread")[2])]
     if not frames:
         return SILENT

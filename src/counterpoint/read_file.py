@@ -9,7 +9,7 @@ from typing import Any
 
 from counterpoint.errors import Misconfigured, printable
 
-DESCRIPTORS = ("/dev/fd/", "/proc/self/fd/", "/dev/stdin")  # a shell's `<(...)` and `-` have a writer at their end
+DESCRIPTORS = ("/dev/fd/", "/proc/self/fd/", "/dev/stdin")  # pipes of a shell's `<(...)` and `-`, which have a writer
 
 
 def read_text(path: Path, *, limit: int, advice: str) -> str:
@@ -53,7 +53,7 @@ def parse_toml(text: str, name: str, advice: str) -> dict[str, Any]:
         why = "tables and arrays are nested too deep"
     except tomllib.TOMLDecodeError as error:
         why = f"not TOML: {printable(str(error), 200)}"
-    except ValueError:  # of int()
+    except ValueError:  # int() raises it
         why = "a number has thousands of digits"
     raise Misconfigured(f"{name}: {why}; {advice}")
 

@@ -21,7 +21,7 @@ SLOWING = {  # reason of NVML: what lowers the clocks
 }
 SETTING = {"clocks_setting": "clocks set by an administrator", "sync_boost": "sync boost group"}
 INNOCENT = {"gpu_idle": "idle", "sw_power_cap": "at the power cap"}
-LOW_POWER = 0.99  # of the default limit: below, somebody lowered it
+LOW_POWER = 0.99  # share of the default power limit: below it, somebody has lowered the limit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,13 +9,13 @@ from counterpoint.doctor.readings import Bandwidth, GpuReading, PairRate, RdmaPo
 from counterpoint.doctor.verdict import and_so_on, fine, not_seen, problem, warning
 from counterpoint.records.machine import Check
 
-MIN_COPY_ENGINES = 2  # one each way
-SLOW_PAIR, BROKEN_PAIR = 0.9, 0.5  # of the best pair
-SLOW_ROTATION = 0.7  # of the best pair: 390 of 393 GB/s on 8 × H200
+MIN_COPY_ENGINES = 2  # one for each direction
+SLOW_PAIR, BROKEN_PAIR = 0.9, 0.5  # rates as shares of the best pair's rate
+SLOW_ROTATION = 0.7  # share of the best pair's rate; 8 × H200 reach 390 of 393 GB/s
 MAX_LINK_ERRORS = 1000
 MAX_PCIE_REPLAYS = 1000
 BUSY_PERCENT = 50
-MIN_ROCE_MTU = 4200  # bytes on the interface, for packets of 4096 bytes with their headers
+MIN_ROCE_MTU = 4200  # bytes: packets of 4096 bytes with their headers
 _PEER_MODULES = ("nvidia_peermem", "nv_peer_mem")
 
 
@@ -253,7 +253,7 @@ def _odd_ones(alike: list[RdmaPort]) -> list[str]:
     """Return a text for each port that is down, slower or of other firmware than ports on the same kind of board."""
     up = [port for port in alike if port.state == "ACTIVE"]
     if not up:
-        return []  # a kind of port that this machine does not use
+        return []  # this machine does not use ports of this kind
     faults = [f"{port.device}: port {port.port} is {port.state}" for port in alike if port.state != "ACTIVE"]
     rates, firmwares = Counter(port.rate_gbit_per_s for port in up), Counter(port.firmware for port in alike)
     fastest = max((rate for rate in rates if rate is not None), default=0.0)

@@ -45,7 +45,7 @@ def driver(readings: Readings) -> Check:
     gpus = readings.gpus
     if readings.cuda is None:
         reason = readings.unavailable.get("cuda", "CUDA was not asked")
-        if not gpus or "cuda" in readings.failed:  # then `answers.cuda` says it
+        if not gpus or "cuda" in readings.failed:  # then the check `answers.cuda` reports it
             return not_seen("driver", reason)
         return problem(
             "driver", f"NVML shows {len(gpus)} GPUs and CUDA cannot be asked: {reason}",
@@ -167,7 +167,7 @@ class Rule(NamedTuple):
     hurts: Callable[[str, Profile], bool]
     means: str
     fix: str = "unset it"
-    breaks: bool = False  # a problem, not a warning
+    breaks: bool = False  # whether a value that hurts is a problem; otherwise a warning
 
 
 def _on(value: str, profile: Profile) -> bool:

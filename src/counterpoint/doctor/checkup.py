@@ -24,8 +24,8 @@ from counterpoint.machine.profile import Profile, shipped_profile
 from counterpoint.records import Record
 from counterpoint.records.machine import Check, Checkup
 
-_VARIABLES = ("CUDA_", "NCCL_", "NVSHMEM_", "PYTORCH_", "TORCH_")  # the environment that matters starts with these
-_NOT_FOR_PROBES = ("CUDA_LAUNCH_BLOCKING",)  # probes would run slower with it; it has a check of its own
+_VARIABLES = ("CUDA_", "NCCL_", "NVSHMEM_", "PYTORCH_", "TORCH_")  # prefixes of the variables that are read
+_NOT_FOR_PROBES = ("CUDA_LAUNCH_BLOCKING",)  # it would make probes slower, and a check of its own reports it
 _NO_GPU = "no GPU whose figures could be looked up"
 
 R = TypeVar("R", bound=Record)
@@ -46,7 +46,7 @@ class _Probing:
         if answer.output is not None:
             try:
                 return msgspec.json.decode(answer.output, type=kind)
-            except msgspec.DecodeError as error:  # something ended the process, or its answer cannot be
+            except msgspec.DecodeError as error:  # the process was ended while it wrote, or wrote no valid answer
                 self.unavailable[probe] = f"the probe's answer is not a reading: {error}"
                 self.failed.append(probe)
                 return None
@@ -110,7 +110,7 @@ def examine(readings: Readings, *, torch: bool = False, profile: Profile | None 
 
 
 def _profile(profile: Profile) -> Check:
-    """Return a check that says which figures of the profile were measured on this kind of GPU, and when."""
+    """Return a check that says which of the profile's figures were measured on this kind of GPU, and when."""
     return fine("profile", str(profile), digest=profile.digest)
 
 

@@ -91,10 +91,10 @@ def _prepare(driver: Driver, device: int) -> _CopyDevice:
     driver.use(context)
     return _CopyDevice(
         context=context,
-        stream=driver.get(c_void_p, "cuStreamCreate", c_uint(1)),  # it does not wait for the default stream
+        stream=driver.get(c_void_p, "cuStreamCreate", c_uint(1)),  # 1: the stream does not wait for the default stream
         source=driver.get(c_uint64, "cuMemAlloc_v2", c_size_t(SIZE_BYTES)),
         target=driver.get(c_uint64, "cuMemAlloc_v2", c_size_t(SIZE_BYTES)),
-        start=driver.get(c_void_p, "cuEventCreate", c_uint(0)),  # it records a time
+        start=driver.get(c_void_p, "cuEventCreate", c_uint(0)),  # 0: the event records a time
         end=driver.get(c_void_p, "cuEventCreate", c_uint(0)),
     )
 

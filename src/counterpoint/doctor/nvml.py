@@ -37,8 +37,8 @@ _PEER_STATUS = {
     5: "not_supported",
 }
 _MAX_LINKS = 18
-_MOST_GPUS = 1024  # more is no answer, and asking all of them would take days
-_ABSENT = (4, 9, 12, 13)  # error codes: no permission, driver, library or function: nothing is broken
+_MOST_GPUS = 1024  # a larger number is an error, and asking all would take days
+_ABSENT = (4, 9, 12, 13)  # error codes: no permission, no driver, no library, no function; nothing is broken
 _FIELD_REPLAY, _FIELD_RECOVERY, _FIELD_CRC, _FIELD_SPEED = 161, 162, 163, 164
 _UNCORRECTED, _VOLATILE = 1, 0
 _CLOCK_SM = 1

@@ -12,7 +12,7 @@ from counterpoint.records import Record
 
 
 class NvLink(Record, frozen=True, kw_only=True):
-    """Describes one link of one GPU, as NVML sees it. Error counters count since the driver was loaded."""
+    """Describes one NVLink of one GPU, as NVML sees it. Error counters count since the driver was loaded."""
 
     active: bool
     speed_mb_per_s: int | None = None
@@ -61,7 +61,7 @@ class Nvml(Record, frozen=True, kw_only=True):
 
 
 class CudaDevice(Record, frozen=True, kw_only=True):
-    """Describes one device, as the CUDA driver shows it to this process."""
+    """Describes one GPU, as the CUDA driver shows it to this process."""
 
     name: str
     num_sms: int
@@ -128,7 +128,7 @@ class NetPort(Record, frozen=True, kw_only=True):
 
 
 class System(Record, frozen=True, kw_only=True):
-    """Holds the readings of /sys, /proc and /etc."""
+    """Holds what /sys, /proc and /etc say about drivers, PCI and network ports."""
 
     modules: tuple[str, ...] | None = None
     open_driver: bool | None = None  # the open kernel module of NVIDIA
@@ -136,7 +136,7 @@ class System(Record, frozen=True, kw_only=True):
     acs_redirects: tuple[str, ...] | None = None  # PCI bridges that send peer traffic up to the root
     rdma: tuple[RdmaPort, ...] | None = None
     net: tuple[NetPort, ...] | None = None
-    nccl_conf: dict[str, str] = msgspec.field(default_factory=dict)  # /etc/nccl.conf, below the environment
+    nccl_conf: dict[str, str] = msgspec.field(default_factory=dict)  # /etc/nccl.conf, which the environment overrides
 
 
 class PairRate(Record, frozen=True, kw_only=True):
@@ -151,7 +151,7 @@ class Bandwidth(Record, frozen=True, kw_only=True):
     """Holds median GB/s between GPUs: of pairs alone, then of all GPUs at once in a rotation; indices are CUDA's."""
 
     pairs: tuple[PairRate, ...]
-    rotation: tuple[PairRate, ...] = ()  # of the slowest GPU of every rotation: `target - source` is its shift
+    rotation: tuple[PairRate, ...] = ()  # for each rotation, its slowest GPU; `target - source` is its shift
 
 
 class Readings(Record, frozen=True, kw_only=True):

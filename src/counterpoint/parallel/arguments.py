@@ -41,7 +41,7 @@ def op_and_factor(op: Any) -> tuple[str, float]:
         return op.name.lower(), 1.0
     kind: Any
     factor: Any
-    kind, factor = op.__getstate__()  # what it is pickled as: the only way to the factor in torch 2.11
+    kind, factor = op.__getstate__()  # its pickled state: the only access to the factor in torch 2.11
     name = kind.name.lower()
     if name != "premul_sum" or isinstance(factor, float):
         return name, factor if isinstance(factor, float) else 1.0

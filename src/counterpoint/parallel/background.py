@@ -116,7 +116,7 @@ class _Starter(threading.Thread):
         self._device = device
         self.items: queue.SimpleQueue[BackgroundCall | threading.Event | None] = queue.SimpleQueue()
         self.done = 0  # number of calls that it has started, with their callbacks
-        self._waits_for: _Starter | None = None  # what a callback in this thread waits for
+        self._waits_for: _Starter | None = None  # the thread for which a callback in this thread waits
 
     def run(self) -> None:
         """Start the calls that were handed over, until a None is handed over."""
@@ -132,7 +132,7 @@ class _Starter(threading.Thread):
                 current = item.stream
             _run(item)
             self.done += 1
-            del item  # it keeps tensors alive
+            del item  # the variable would keep the call's tensors alive
 
     @contextmanager
     def waited_for(self) -> Iterator[None]:
@@ -141,7 +141,7 @@ class _Starter(threading.Thread):
         if not isinstance(here, _Starter):
             yield
             return
-        here._waits_for = self  # before the look: of two that wait for each other the later one sees it
+        here._waits_for = self  # set before looking: of two threads that wait for each other, the later one sees it
         try:
             while behind is not here:
                 if behind._waits_for is None:
@@ -170,7 +170,7 @@ class Background:
         self._on_gpu = self._device.type == "cuda"
         self._streams: dict[int, Any] = {}  # by channel
         self._by_caller = self._on_gpu and hardware_queues() == 1
-        self._current: dict[int, Any] = {}  # torch's streams by handle: to ask torch for one takes longer
+        self._current: dict[int, Any] = {}  # torch's streams by handle, which is faster than asking torch
         self._lock, self._handed = threading.Lock(), 0
         self.thread = _Starter(self._device)
         self.thread.start()

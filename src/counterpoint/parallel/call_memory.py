@@ -29,9 +29,9 @@ class CallMemory:
     def __init__(self, communicator: Communicator) -> None:
         self._communicator, self._device = communicator, communicator.device
         self._on_gpu = self._device.type == "cuda"
-        self._free: list[tuple[Tensor, int]] = []  # with the stream that used it last
-        self._lent: dict[int, Tensor] = {}  # by address
-        self._shared: dict[str, Tensor] = {}  # by role
+        self._free: list[tuple[Tensor, int]] = []  # each with the stream that used it last
+        self._lent: dict[int, Tensor] = {}  # tensors handed out, by address
+        self._shared: dict[str, Tensor] = {}  # tensors for captures, by role
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Return an uninitialised tensor that peers may write; all ranks must ask for equal sizes in the same order."""
@@ -64,7 +64,7 @@ class CallMemory:
     def _wait_for(self, stream: int) -> None:
         """Let the current stream wait for the stream that last used a tensor; in a graph capture do nothing."""
         if stream != self._stream() and not self.is_capturing():
-            # torch takes the handle 0, which is the default stream's, for none, and would make a new stream
+            # torch takes handle 0, the default stream's, for "no handle", and would make a new stream
             last = (
                 torch.cuda.ExternalStream(stream, self._device) if stream else torch.cuda.default_stream(self._device)
             )

@@ -32,8 +32,8 @@ from counterpoint.records.tuning import Tuned
 Future: TypeAlias = "torch.futures.Future[Tensor]"
 
 _BLOCK = 256  # elements that share a scale in float8
-_LARGEST = 448.0  # of float8_e4m3fn
-_TRIES = 8  # forward passes after which buckets that DDP has not rebuilt stay where they are
+_LARGEST = 448.0  # the largest number of float8_e4m3fn
+_TRIES = 8  # forward passes to wait for DDP to rebuild its buckets; after these they stay where they are
 
 
 class HookState:
@@ -66,7 +66,7 @@ class HookState:
         if dist.get_world_size(self.group) < 2:
             raise Unsupported("DDP of one rank: there is nothing to reduce")
         self.ranks = rank_group(self.group)
-        # a bucket in one chunk: what runs beside matmuls need not be early
+        # a bucket in one chunk: beside matmuls an early first chunk gains nothing
         self.ranks.join(self, options.communicator, chunk_bytes=2 * PIECE_BYTES)
         try:
             self.communicator = self.ranks.open(device)
@@ -114,7 +114,7 @@ class HookState:
         self._counts.add("all_reduce", bucket.nbytes, "hosts" if over_hosts else "zero_sm", why)
         self._num_bytes += bucket.nbytes
         run = {None: self._average, torch.bfloat16: self._average_as_bfloat16}.get(wire, self._average_as_float8)
-        # By its number a bucket keeps its channel, whose prepared calls are then repeated; not by where it lies, since
+        # A bucket's channel follows from its number, so that prepared calls are repeated, not from its address, since
         # under torch's `Join` a rank without inputs has buckets of zeros in plain memory.
         channels = CHANNELS["buckets" if self.communicator.channels > 1 else "calls"]
         channel = channels[number % len(channels)]
@@ -141,7 +141,7 @@ class HookState:
     def _average_piece_as_float8(self, values: Tensor, channel: int) -> None:
         """Average a piece over all ranks in place: exchange float8 blocks, sum in float32, gather bfloat16 averages."""
         communicator, ranks = self.communicator, self.communicator.world_size
-        blocks = -(-values.numel() // (ranks * _BLOCK))  # of each rank
+        blocks = -(-values.numel() // (ranks * _BLOCK))  # for each rank
         padded = torch.zeros(ranks, blocks, _BLOCK, dtype=torch.float32, device=values.device)
         padded.view(-1)[: values.numel()].copy_(values)
         scales = padded.abs().amax(dim=2, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / _LARGEST
@@ -193,7 +193,7 @@ def hook(state: HookState, bucket: GradBucket) -> Future:
     return state.average(bucket.buffer(), bucket.index())
 
 
-hook.__annotations__ |= {"bucket": GradBucket, "return": torch.futures.Future[Tensor]}  # DDP compares them, not text
+hook.__annotations__ |= {"bucket": GradBucket, "return": torch.futures.Future[Tensor]}  # DDP compares types, not text
 
 
 class SymmetricBuckets:
@@ -290,7 +290,7 @@ class OverlappedDdp:
     def restore(self) -> None:
         """Let torch reduce all later buckets, and close the communicator. All ranks call it, between two steps.
 
-        DDP keeps the hook for good, which from then on only calls torch.
+        DDP cannot remove the hook, which from then on only calls torch.
         """
         self._limit.close()
         self._buckets.remove()

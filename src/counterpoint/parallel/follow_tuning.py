@@ -27,12 +27,12 @@ VARIABLE = "COUNTERPOINT_TUNED"
 OFF = "off"
 """Stands in place of a file's name to say that no tuning is followed."""
 _GEMM_SMS = "gemm_sms"
-_AXES = 4  # of a mesh, at most: replicated, sharded, tensor and expert parallel
+_AXES = 4  # most axes of a mesh: replicated, sharded, tensor and expert parallel
 
 
 @dataclass(frozen=True, kw_only=True)
 class TunedCall:
-    """Holds a tuning's choice for a call.
+    """Holds a tuning's choice for one call.
 
     Args:
         mechanism: without its knobs.
@@ -58,7 +58,7 @@ class FollowedTuning:
         self._followed: set[TunedPair] = set()
         self._known: dict[Any, TunedCall | None] = {}
         self._gemm_sms = "it is applied by counterpoint.overlap(model, tuned=...), to all matmuls"  # why it is not
-        self._limit = ""  # what is limited
+        self._limit = ""  # text of the limit that is applied
 
     def find(
         self,

@@ -42,16 +42,16 @@ from counterpoint.parallel.registry import Registry
 from counterpoint.parallel.report import RoutedPath
 
 CHANNELS: Mapping[str, tuple[int, ...]] = {
-    "calls": (0,),  # of a process group: torch's run in order; over several hosts there is no other channel
-    "gather": (1,),  # FSDP2's parameters
-    "scatter": (2,),  # and gradients
-    "buckets": (1, 2),  # DDP's: its models are no FSDP2's
-    "matmuls": (3, 4),  # rows gathered, and products scattered
-    "tokens": (5, 6, 7, 8, 9),  # two dispatches, two combines, and what is small
+    "calls": (0,),  # calls of a process group: they run in order, and over several hosts on this channel only
+    "gather": (1,),  # all-gathers of FSDP2
+    "scatter": (2,),  # reduce_scatters of FSDP2
+    "buckets": (1, 2),  # DDP's buckets; a DDP model has no FSDP2 modules, so they share channels
+    "matmuls": (3, 4),  # gathered rows, scattered products
+    "tokens": (5, 6, 7, 8, 9),  # two dispatches, two combines, and small messages
 }
 """Names the channels of each user of a communicator."""
 NUM_CHANNELS = 1 + max(map(max, CHANNELS.values()))
-_MOST_ROUTES = 4096  # that are kept
+_MOST_ROUTES = 4096  # number of routes that are kept
 Open: TypeAlias = Callable[[Any, Any, CommunicatorOptions], AnyCommunicator]
 """Opens a communicator, given the process group, the device and the options."""
 
@@ -83,8 +83,8 @@ class PartitionedCalls:
     """Alternates between the two channels of a pair, so that two partitioned calls can be under way at once."""
 
     def __init__(self) -> None:
-        self._open: dict[int, PartitionedWork] = {}  # by channel
-        self._latest: dict[tuple[int, ...], int] = {}  # by pair, which one had the last call
+        self._open: dict[int, PartitionedWork] = {}  # calls under way, by channel
+        self._latest: dict[tuple[int, ...], int] = {}  # channel of the latest call, by pair
 
     def channel(self, pair: tuple[int, ...]) -> int:
         """Return the channel for the next call, after finishing the call that may still be under way on it."""
@@ -106,7 +106,7 @@ class PartitionedCalls:
 
 
 class RankGroup:
-    """Holds one communicator of the ranks of a process group, its users, and the routes of their calls.
+    """Holds the communicator of a process group's ranks, the users of the communicator, and the routes of calls.
 
     Args:
         group: process group of torch's own backends.
@@ -133,14 +133,14 @@ class RankGroup:
         self._of_group, self._opened = options, opened
         self._options, self._is_given = options or CommunicatorOptions(), options is not None
         self._users: dict[int, _User] = {}
-        self._joined = 0  # users so far, of which each has a number, equal on all ranks
+        self._joined = 0  # number of users so far: each user has a number that is equal on all ranks
         self._communicator: AnyCommunicator | None = None
-        self._closed: AnyCommunicator | None = None  # the one before
+        self._closed: AnyCommunicator | None = None  # the communicator that was closed last
         self._background: Background | None = None
         self._memory: CallMemory | None = None
         self.partitioned = PartitionedCalls()
         self._routes: dict[Any, Route] = {}
-        self._opening = threading.RLock()  # one thread opens what all use
+        self._opening = threading.RLock()  # held by the one thread that opens the communicator
 
     def join(self, user: object, options: CommunicatorOptions | None = None, **defaults: Any) -> None:
         """Register `user` as a user of the communicator until `leave`. All ranks call this together.
@@ -158,7 +158,7 @@ class RankGroup:
         differ = options is not None and options != self._options
         if self._users:
             if differ:
-                gc.collect()  # what was dropped may be in cycles
+                gc.collect()  # dropped users may be in reference cycles
             self._forget_dropped()
         if options is not None:
             if differ and (self._is_given or self._communicator is not None):
@@ -202,11 +202,11 @@ class RankGroup:
         if not self._users:
             self._options, self._is_given = self._of_group or CommunicatorOptions(), self._of_group is not None
             if not self.has_ended and self.world_size > 1:
-                self.why_not = ""  # it may have been for options of theirs
+                self.why_not = ""  # the reason may come from the options of dropped users
             self.close(how)
 
     def open(self, device: Any = None) -> AnyCommunicator:
-        """Return the communicator, made at the first call, by all ranks together.
+        """Return the communicator, which all ranks open together at the first call.
 
         Args:
             device: `torch.device` of the tensors; None: the current GPU if the group has NCCL, else the CPU.
@@ -221,7 +221,7 @@ class RankGroup:
                 options = replace(self._options, channels=NUM_CHANNELS)
                 try:
                     self._communicator = self._opened(self.group, device, options)
-                    self._memory = None  # of one that was closed
+                    self._memory = None  # it belongs to a closed communicator
                 except Unsupported as error:
                     self.why_not = str(error)
                     raise
@@ -236,7 +236,7 @@ class RankGroup:
 
     @property
     def options(self) -> CommunicatorOptions:
-        """Return the options of the communicator, as they are now."""
+        """Return the present options of the communicator."""
         return self._options
 
     @property
@@ -296,7 +296,7 @@ class RankGroup:
         if memory is not None:
             memory.forget()
         ends: list[Any] = [one for one in (background, communicator) if one is not None]
-        # on a CPU the communicator fails what the thread runs, so it comes first
+        # on a CPU, or to abort, the communicator comes first: it makes the thread's calls fail
         waits = how == "close" and communicator is not None and communicator.device.type == "cuda"
         for one in ends if waits else ends[::-1]:
             getattr(one, how)()

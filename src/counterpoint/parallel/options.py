@@ -62,7 +62,7 @@ class BackendOptions:
 
     def __post_init__(self) -> None:
         _refuse_mailboxes(self.communicator)
-        CommunicatorOptions(mailbox_bytes=self.mailbox_bytes)  # raises if it cannot be one
+        CommunicatorOptions(mailbox_bytes=self.mailbox_bytes)  # raises if the size is not allowed
         if self.ranks_per_host is not None and self.ranks_per_host < 1:
             raise Misconfigured(f"ranks_per_host={self.ranks_per_host}: give 1 or more, or None")
 

@@ -117,7 +117,7 @@ def _overlap_modules(model: nn.Module, options: OverlapOptions, tuned: Tuned | s
         if tuning is not None:
             tuning.limit_gemms(undo, device_type)
         if tensor.is_empty and expert.is_empty and not modules:
-            sharded_modules(model)  # raises: there is nothing of any kind
+            sharded_modules(model)  # raises, as the model has no parallelism of any kind
         shards = OverlappedShards(model, modules, options, tuning)
         undo.callback(shards.restore)
         parts = [part for part in (shards, tensor, expert) if not part.is_empty]

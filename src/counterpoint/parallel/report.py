@@ -13,11 +13,11 @@ from typing import Literal, TypeAlias
 from counterpoint.errors import NoEffect
 from counterpoint.records import Record
 
-_SIZES = {20: "below 1 MiB", 24: "1 to 16 MiB", 28: "16 to 256 MiB", 64: "256 MiB and more"}  # by bits of the size
+_SIZES = {20: "below 1 MiB", 24: "1 to 16 MiB", 28: "16 to 256 MiB", 64: "256 MiB and more"}  # by the bits of a size
 _SIZE_OF_BITS = tuple(next(name for most, name in _SIZES.items() if bits <= most) for bits in range(65))
 
 RoutedPath: TypeAlias = Literal["zero_sm", "hosts", "serial", "cuts", "flagged", "gather", "slabs", "torch"]
-"""Names what runs a call.
+"""Names the mechanism that runs a call.
 
 `zero_sm` are copy engines (on CPUs, threads of this package), `hosts` the same inside of several hosts and torch
 between them, `torch` the process group's own backend. Matmuls of tensor parallelism have `serial`, `cuts` and `flagged`
@@ -173,7 +173,7 @@ def _module_table(rows: Sequence[ModuleRow]) -> list[str]:
 
 
 class CallCounts:
-    """Counts the calls of one group, or of one layer."""
+    """Counts the calls of one group or one layer, by operation, size, path and reason."""
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[str, int, RoutedPath, str]] = Counter()
@@ -183,7 +183,7 @@ class CallCounts:
         self._counts[operation, num_bytes.bit_length(), path, why] += 1
 
     def rows(self) -> tuple[CallRow, ...]:
-        """Return the counts so far, most calls first."""
+        """Return a row for each operation, class of sizes, path and reason, most calls first."""
         total: Counter[tuple[str, str, RoutedPath, str]] = Counter()
         for (operation, bits, path, why), calls in self._counts.items():
             total[operation, _SIZE_OF_BITS[bits], path, why] += calls

@@ -11,7 +11,7 @@ from torch._C._dynamo import eval_frame
 
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 AnyClass = TypeVar("AnyClass", bound=type)
-# as torch.compiler.disable, which would load the compiler
+# does what torch.compiler.disable does, without loading the compiler
 _SKIP: Any = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
 
 

@@ -32,7 +32,7 @@ class StartedWork(TorchWork):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Let the current stream wait for the call (on a CPU, this thread); raise its error."""
-        seconds = timeout.total_seconds() if timeout else None  # torch's default is zero, for none
+        seconds = timeout.total_seconds() if timeout else None  # torch passes zero where no timeout is given
         for work in self.works:
             work.wait(seconds or None)
         self.was_waited_for = True
@@ -82,7 +82,7 @@ class StartedWork(TorchWork):
             with torch.cuda.stream(_stream(ended.stream, device)):
                 future.set_result(self._outputs)
             return future
-        for work in self.works:  # none: the current stream runs it
+        for work in self.works:  # empty if the current stream runs the call
             work.wait()
         future.set_result(self._outputs)
         return future

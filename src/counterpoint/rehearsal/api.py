@@ -33,7 +33,7 @@ from counterpoint.tuning.script.launch import (
 )
 
 TIMEOUT_S = 600.0
-BYTES_PER_RANK = 1 << 30  # of CUDA, cuBLAS and NCCL: 8 ranks of a tiny FSDP2 model took 10.3 GiB of an H200
+BYTES_PER_RANK = 1 << 30  # memory of CUDA, cuBLAS and NCCL: 8 ranks of a tiny FSDP2 model took 10.3 GiB of an H200
 _MOST_RANKS = 64
 _Value = TypeVar("_Value", int, str)
 
@@ -83,7 +83,7 @@ def rehearse(
                 run,
                 REHEARSED,
                 folder=folder,
-                variables={  # torchrun sets as many threads, with a warning
+                variables={  # torchrun would set 1, too, but with a warning
                     "OMP_NUM_THREADS": "1",
                     **os.environ,
                     **run.variables,

@@ -24,10 +24,10 @@ class Witness:
 
     def __init__(self, rank: int) -> None:
         self._rank, self.steps = rank, 0
-        self._reporting: dict[str, Any] = {}  # by name: has `report`
+        self._reporting: dict[str, Any] = {}  # by name: an object with a method `report`
         self._texts: dict[str, str] = {}
         self._calls: dict[str, int] = {}
-        self._ended: dict[str, int] = {}  # calls of groups before torch was last initialised
+        self._ended: dict[str, int] = {}  # number of calls by group, before torch was last initialised
         self._members: dict[str, tuple[int, ...]] = {}
 
     @contextmanager
@@ -38,7 +38,7 @@ class Witness:
         def destroying(group: Any = None) -> None:
             self._note()
             if group in (None, dist.group.WORLD):
-                self._ended = dict(self._calls)  # names of groups may come again
+                self._ended = dict(self._calls)  # a later group may have the same name
             destroy(group)
 
         modules: Any = (dist, dist.distributed_c10d)
@@ -95,11 +95,11 @@ class Witness:
     def _note(self) -> None:
         """Save the current report of every recorded object, and each process group's number of collectives so far."""
         for name, made in self._reporting.items():
-            with suppress(KeyError, RuntimeError, ValueError):  # of a group that is destroyed: its last report stays
+            with suppress(KeyError, RuntimeError, ValueError):  # the group is destroyed: keep its last report
                 self._texts[name] = str(made.report())
         groups: Any = dist.distributed_c10d._world.pg_map if dist.is_initialized() else ()
         for group in groups:
-            with suppress(RuntimeError):  # no backend counts: nothing was called yet
+            with suppress(RuntimeError):  # raised where no backend counts, before the first call
                 name = str(group.group_name)
                 self._calls[name] = self._ended.get(name, 0) + int(group._get_sequence_number_for_group())
                 self._members[name] = tuple(dist.get_process_group_ranks(group))

@@ -44,7 +44,7 @@ KNOBS: Mapping[str, str] = {
 """Every knob that may follow the base of a mechanism, and its allowed values in words; "" for one without a value."""
 FARTHEST = 2.0
 """Limits how far sizes may differ: the choice for a pair holds for calls of half to twice its size."""
-_STOCK = (LEAVE, "nccl", "nccl_zero_cta", "gloo", "torch")  # bases that torch runs
+_STOCK = (LEAVE, "nccl", "nccl_zero_cta", "gloo", "torch")  # bases of mechanisms that torch itself runs
 _NUMBERS = {"NUMBER": "-?[0-9]{1,9}"} | dict.fromkeys(("N", "COMPUTE_SMS", "BYTES"), "[0-9]{1,9}")
 _MATMUL = re.compile(r"gemm (\d{1,9})x(\d{1,9})x(\d{1,9})")
 

@@ -15,7 +15,7 @@ from counterpoint.records.tuning import TUNING_SCHEMA, Tuned
 from counterpoint.tuned.choices import check_choices
 
 MAX_BYTES = 1 << 22
-_TUNED = msgspec.json.Decoder(Tuned)  # msgspec learns its fields here: it crashes where two threads do so at once
+_TUNED = msgspec.json.Decoder(Tuned)  # made on import: msgspec crashes if two threads do it at once
 
 
 def read_tuned(path: str | Path) -> Tuned:

@@ -53,10 +53,10 @@ from counterpoint.parallel.report import CallCounts, Report
 from counterpoint.parallel.uncompiled import never_compiled
 from counterpoint.parallel.work import StartedWork, together
 
-c10d: Any = _distributed_c10d  # its stubs lack half of it
+c10d: Any = _distributed_c10d  # the type stubs lack half of its names
 (_CHANNEL,) = CHANNELS["calls"]
 _NEVER = 1 << 62
-_BUCKET_BYTES = 1 << 22  # from this size on reductions are taken by a group with symmetric memory: see `_crossover`
+_BUCKET_BYTES = 1 << 22  # a group with symmetric memory takes reductions from this size on: see `_crossover`
 Start: TypeAlias = Callable[[Tensor, bool], Sequence[Work | None]]
 """Starts a call that writes a contiguous tensor, asynchronously or on the current stream; returns the call's works."""
 
@@ -93,9 +93,9 @@ class CounterpointGroup(dist.ProcessGroup):
             )
         self._options = backend_options or BackendOptions()
         self.inner = InnerGroup(options, self._options.nccl)
-        for device, (kind, backend) in self.inner.backends.items():  # who asks for a device's backend gets torch's own
+        for device, (kind, backend) in self.inner.backends.items():  # torch's own backend is found by device
             self._register_backend(torch.device(device), kind, backend)
-        self._device_type = next(iter(self.inner.backends))  # of the tensors that the communicator takes
+        self._device_type = next(iter(self.inner.backends))  # device of the tensors that the communicator takes
         self.rank_group = RankGroup(
             self.inner.group, self.inner.ranks, options=self._options.communicator, opened=self._opened
         )
@@ -103,17 +103,17 @@ class CounterpointGroup(dist.ProcessGroup):
         self.rank_group.join(self, timeout_s=options.timeout.total_seconds())
         self.counts = CallCounts()
         self._hosts: Grid | None = None
-        self._crossovers: dict[str, int] | None = None  # once the ranks have agreed on what decides
+        self._crossovers: dict[str, int] | None = None  # None until all ranks have agreed on their options
         self._has_symmetric_memory = False
         self._coalescing = False
         self._coalesced: list[StartedWork] = []  # messages of the batch that `_start_coalescing` began
         self._pairs = MessagePairs(self.inner, self._options, timeout_s=self.rank_group.options.timeout_s)
         self._running: deque[StartedWork] = deque()  # kept alive until they have ended, whoever drops them
-        self._keeping = threading.Lock()  # of `_running`: callbacks make calls in the background's thread
-        self._agreeing = threading.Lock()  # one thread compares what decides
+        self._keeping = threading.Lock()  # guards `_running`, since callbacks make calls in the background thread
+        self._agreeing = threading.Lock()  # held by the one thread that compares options
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        """Return the name of the backend."""
+        """Return the backend's name, `counterpoint`."""
         return NAME
 
     def report(self) -> Report:
@@ -139,7 +139,7 @@ class CounterpointGroup(dist.ProcessGroup):
 
         Their buckets of gradients lie where peers write them, so that they take few SMs, and run beside matmuls.
         """
-        self.rank_group.drain()  # calls in callbacks of earlier ones decide as before
+        self.rank_group.drain()  # earlier calls, made in callbacks, keep their routes
         self._has_symmetric_memory = True
         self.rank_group.decide_anew()
 
@@ -147,7 +147,7 @@ class CounterpointGroup(dist.ProcessGroup):
     def by_torch(self) -> Any:
         """Return the inner group once pending callbacks have made their calls: so calls have one order on all ranks."""
         if self.rank_group.has_ended:
-            return EndedGroup()  # a callback, whose call no other rank may make
+            return EndedGroup()  # for a late callback, whose call other ranks may never make
         self.rank_group.drain()
         return self.inner.group
 
@@ -239,7 +239,7 @@ class CounterpointGroup(dist.ProcessGroup):
             lambda target, async_op: [taken.all_to_all(target, input, channel=_CHANNEL, async_op=async_op)],
         )
 
-    # their names since torch 2.13
+    # the names of these methods since torch 2.13
     all_gather_single: Any = _allgather_base
     reduce_scatter_single: Any = _reduce_scatter_base
     all_to_all_single: Any = alltoall_base
@@ -285,7 +285,7 @@ class CounterpointGroup(dist.ProcessGroup):
             return None
         return self._pairs.by_torch(peer, tensor.device)
 
-    # several calls at once; functional collectives, and DTensor with them, make even one call in this way
+    # several calls at once; functional collectives and DTensor make even a single call in this way
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
         """Reduce each tensor over all ranks, in place."""
@@ -294,11 +294,11 @@ class CounterpointGroup(dist.ProcessGroup):
         if not self._takes_all("all_reduce", tensors, tensors, op):
             return self.by_torch.allreduce_coalesced(tensors, opts)
         by_size = sorted(range(len(tensors)), key=lambda number: tensors[number].numel())
-        once = {tensors[number].data_ptr(): number for number in by_size}  # of several at one place the largest
+        once = {tensors[number].data_ptr(): number for number in by_size}  # of several at one address, the largest
         works = []
         for tensor in [one if once[one.data_ptr()] == number else one.clone() for number, one in enumerate(tensors)]:
             taken = self._take("all_reduce", [tensor], tensor.nbytes, op)
-            assert taken is not None  # `_takes_all`
+            assert taken is not None  # `_takes_all` has asked for all of them
             works.append(self._all_reduce(taken, tensor, opts, op, factor))
         return together(works)
 
@@ -316,11 +316,11 @@ class CounterpointGroup(dist.ProcessGroup):
             return self.by_torch.reduce_scatter_tensor_coalesced(outputs, inputs, opts)
         return together([self._reduce_scatter_base(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
 
-    # their names since torch 2.13
+    # the names of these methods since torch 2.13
     all_gather_single_coalesced: Any = allgather_into_tensor_coalesced
     reduce_scatter_single_coalesced: Any = reduce_scatter_tensor_coalesced
 
-    # calls that it leaves to torch
+    # calls that always go to torch
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set how long a rank waits for another; over several hosts, communicators apply it inside this host only."""
@@ -369,7 +369,7 @@ class CounterpointGroup(dist.ProcessGroup):
             works.append(TorchWork("coalesced calls", [by_torch]))
         return StartedWork(works, [tensor for message in messages for tensor in message.result()])
 
-    # what decides
+    # which route a call takes
 
     def _take(self, operation: str, outputs: Sequence[Tensor], num_bytes: int, op: str = "") -> AnyCommunicator | None:
         """Return the communicator if it runs this call, None if torch does; count the call in the report."""
@@ -496,8 +496,8 @@ class CounterpointGroup(dist.ProcessGroup):
 
     def _started(self, opts: Any, output: Tensor, start: Start, *, in_background: bool = False) -> StartedWork:
         """Start a call, on the current stream unless it is asynchronous, and hold its work until it has ended."""
-        # which thread starts it does not change its place in the order of calls, so it may depend on the layout here;
-        # on a CPU it runs the callbacks of all of them, whose calls have their place, too
+        # a call's order does not depend on the thread that starts it, so the choice may depend on the layout here;
+        # on a CPU the thread runs the callbacks of all calls, and their calls have to be in order, too
         if opts.asyncOp and (in_background or self._device_type == "cpu" or not output.is_contiguous()):
             call = self.rank_group.background().start(lambda _channel: _write(output, start), _CHANNEL, [output])
             return self._kept(StartedWork([call], [output], call.future))

@@ -107,7 +107,7 @@ class HostsCommunicator(HierarchicalCommunicator):
         host, index = divmod(rank, grid.local)
         local = inner.part(f"host{host}", list(grid.members("inside", rank)))
         rail = inner.part(f"rail{index}", list(grid.members("between", rank)))
-        self._groups = [local, rail]  # replaced, never changed
+        self._groups = [local, rail]  # the list is replaced as a whole, never changed
         for group in self._groups:
             group.register()
         try:

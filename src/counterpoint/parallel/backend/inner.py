@@ -13,9 +13,9 @@ from torch.distributed import distributed_c10d
 
 from counterpoint.errors import Misconfigured
 
-c10d: Any = _distributed_c10d  # its stubs lack half of it
+c10d: Any = _distributed_c10d  # the type stubs lack half of its names
 _WORLD: Any = distributed_c10d._world
-_CREATE_WRAPPER: Any = distributed_c10d._create_process_group_wrapper  # compares the calls of all ranks
+_CREATE_WRAPPER: Any = distributed_c10d._create_process_group_wrapper  # it compares the calls of all ranks
 
 
 class InnerGroup:
@@ -43,7 +43,7 @@ class InnerGroup:
     ) -> None:
         everyone = list(range(options.group_size)) if ranks is None else ranks
         rank, size = everyone.index(options.group_rank), len(everyone)
-        known: list[int] = list(options.global_ranks_in_group)  # empty: those of the default group
+        known: list[int] = list(options.global_ranks_in_group)  # empty: the ranks of the default group
         self.options, self._nccl = options, nccl
         self.ranks = tuple(known[one] if known else one for one in everyone)
         self.name = f"{options.group_id}:{name}"

@@ -110,7 +110,7 @@ class TorchPair:
             line.group.set_timeout(timedelta(seconds=timeout_s))
 
     def end(self, how: Literal["close", "abort"]) -> None:
-        """Shut the groups down, or abort them."""
+        """Shut down or abort the groups of both directions."""
         for line in (self._going, self._coming):
             line.end("shutdown" if how == "close" else how)
 
@@ -197,7 +197,7 @@ class MessagePairs:
         timeout_s: seconds that a rank waits for another.
     """
 
-    device_type = "cuda"  # of tensors that go on lines of their own
+    device_type = "cuda"  # device of the tensors for which a pair has groups of its own
 
     def __init__(self, inner: InnerGroup, options: BackendOptions, *, timeout_s: float) -> None:
         self._inner, self._rank = inner, inner.options.group_rank
@@ -208,7 +208,7 @@ class MessagePairs:
         self._decides = f"mailbox_bytes={options.mailbox_bytes}, ranks_per_host={options.ranks_per_host}"
         self._store.set(_options_of(self._rank), self._decides)
         self._agreed = set[int]()
-        self._lock = threading.Lock()  # one thread at a time opens pairs
+        self._lock = threading.Lock()  # held by the one thread that opens pairs
 
     def why_torch(self, peer: int, tensor: Tensor, tag: int) -> str | None:
         """Return why torch carries a message, the same text on both ranks; None if mailboxes may carry it."""
@@ -293,7 +293,7 @@ class MessagePairs:
                         ranks=(peer,),
                     )
                 else:
-                    time.sleep(_PAUSE_S * (1 + random.random()))  # not all try at once again
+                    time.sleep(_PAUSE_S * (1 + random.random()))  # random: not all ranks try again at once
         except BaseException:
             self._store.set(mine, _AWAY)
             raise

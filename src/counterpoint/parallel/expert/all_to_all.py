@@ -28,7 +28,7 @@ from counterpoint.parallel.expert.permute import Assignment, assign, combine, na
 from counterpoint.parallel.options import ExpertOptions
 from counterpoint.parallel.report import RoutedPath
 
-_DYING_S = 1.0  # from the end of a process's connections, of which torch hears, to its own
+_DYING_S = 1.0  # seconds in which a process may still end after its connections, whose end torch reports
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class _Route:
     """Holds where the rows of this rank's choices go, and where arriving rows go among this rank's experts."""
 
     weights: Tensor
-    sending: Assignment  # of choices, by the experts of all ranks
-    sent: list[int]  # rows for each rank
-    received: list[int]  # rows of each rank
-    arriving: Assignment  # of rows in the order in which they arrive, one choice each
+    sending: Assignment  # assigns choices to the experts of all ranks
+    sent: list[int]  # number of rows sent to each rank
+    received: list[int]  # number of rows received from each rank
+    arriving: Assignment  # assigns arriving rows, each with one choice, to this rank's experts
     dtype: torch.dtype
 
 
@@ -52,7 +52,7 @@ class AllToAll(TokenMechanism):
         self._group, self._layout, self._options = group, layout, options
         cards = gather_values(group, ProcessCard.of_this_process())
         self._watchdog: Watchdog | None = None
-        if why_not(cards) is None:  # else there are processes that this one cannot see
+        if why_not(cards) is None:  # otherwise some ranks' processes are invisible from here
             pids = [card.pid for card in cards]
             timeout_s = (options.communicator or CommunicatorOptions()).timeout_s
             self._watchdog = Watchdog((), rank=layout.rank, pids=pids, timeout_s=timeout_s)
@@ -90,8 +90,8 @@ class AllToAll(TokenMechanism):
 
     def combine(self, rows: Tensor, route: _Route, *, weighted: bool) -> Halves[tuple[Tensor, Tensor | None]]:
         """Send each expert's output row back to the rank of its token, and add up the rows of each token."""
-        call = self._exchange(combine(rows, route.arriving), route.received, route.sent)  # one choice each
-        del rows  # nobody needs their memory while they travel
+        call = self._exchange(combine(rows, route.arriving), route.received, route.sent)  # each row has one choice
+        del rows  # frees their memory while they travel
         yield
         back, capacity = self._waited(*call), route.sending.capacity
         if len(back) < capacity:
@@ -123,7 +123,7 @@ class AllToAll(TokenMechanism):
         layout = self._layout
         mine = sending.offsets.diff(prepend=sending.offsets.new_zeros(1)).view(layout.world_size, -1)
         if tokens > layout.max_tokens:
-            mine.fill_(-tokens)  # no count
+            mine.fill_(-tokens)  # negative, so no count: an error mark
         everyone = mine.new_empty(layout.world_size, *mine.shape)
         with self._named():
             torch_function("all_gather")(everyone.view(-1), mine.view(-1), group=self._group)

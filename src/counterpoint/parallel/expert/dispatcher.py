@@ -25,9 +25,9 @@ from counterpoint.parallel.report import CallCounts, Report
 from counterpoint.parallel.uncompiled import uncompiled
 
 _MECHANISMS: dict[str, type[GatherAll | Slabs]] = {"gather": GatherAll, "slabs": Slabs}
-_AUTOMATIC: tuple[Literal["torch", "gather"], ...] = ("torch", "gather")  # others are to be measured before
-_DTYPES = torch.bfloat16, torch.float16, torch.float32, torch.float64  # of tokens: sums are made in floats
-_ALIGNMENT = 16  # bytes of a token: a chunk of whole tokens is then one that copies and sums take
+_AUTOMATIC: tuple[Literal["torch", "gather"], ...] = ("torch", "gather")  # other mechanisms have not been measured yet
+_DTYPES = torch.bfloat16, torch.float16, torch.float32, torch.float64  # of tokens: only floats can be summed
+_ALIGNMENT = 16  # bytes that a token's size must be a multiple of, so that chunks of whole tokens suit copies and sums
 
 
 def most_tokens(x: Tensor, group: Any) -> int:
@@ -44,8 +44,8 @@ class Handle:
         self.tokens, self.dtype = tokens, dtype
         self._rows = 0
         self._trip = Trip(mechanism)
-        self._half: str = "start_dispatch"  # the last one that was called
-        self._under_way: Tensor | None = None  # stands for the tokens and their weights, then for the sums
+        self._half: str = "start_dispatch"  # the half that was called last
+        self._under_way: Tensor | None = None  # stands for tokens and weights, later for the sums, in autograd
 
     def _advance(self, after: str, half: str) -> Tensor:
         """Return the trip that is under way; raise unless `after` was the half before `half`."""
@@ -97,12 +97,12 @@ class Dispatcher:
             hidden=hidden,
         )
         self._counts = CallCounts()
-        self._ranks: RankGroup | None = None  # whose communicator it uses
+        self._ranks: RankGroup | None = None  # the ranks whose communicator it uses
         self._mechanism: TokenMechanism | None = None
         self._why = ""
 
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Handle]:
-        """Send tokens to their experts.
+        """Send tokens to their experts, and return the rows of this rank's experts.
 
         Args:
             x: `[tokens, hidden]`, at most `max_tokens`; how many may differ between ranks.
@@ -122,7 +122,7 @@ class Dispatcher:
         return *self.finish_dispatch(handle), handle
 
     def combine(self, rows: Tensor, handle: Handle) -> Tensor:
-        """Return the sum over each token's choices of weight times row, `[tokens, hidden]`, made in float32."""
+        """Return each token's sum of weight times row over its choices, `[tokens, hidden]`, made in float32."""
         return self.finish_combine(self.start_combine(rows, handle))
 
     @uncompiled
@@ -260,7 +260,7 @@ class Dispatcher:
                 element_bytes=x.element_size(),
                 beside_us=self.options.beside_us,
             ),
-            communicator.profile if on_gpu else default_profile(),  # CPUs rehearse
+            communicator.profile if on_gpu else default_profile(),  # CPUs use the default profile, to rehearse GPUs
             offered=_AUTOMATIC,
         )
         return plan.mechanism, plan.why

@@ -42,8 +42,8 @@ class _Route:
     tokens: int
     block: int
     dtype: torch.dtype
-    parts: list[Assignment]  # of the tokens of each rank; that of this rank writes the padding
-    weights: tuple[Tensor, ...]  # of the choices of each rank
+    parts: list[Assignment]  # one for each rank's tokens; this rank's also writes the padding
+    weights: tuple[Tensor, ...]  # weights of each rank's choices
 
 
 class GatherAll(OwnCommunication):
@@ -77,7 +77,7 @@ class GatherAll(OwnCommunication):
         arriving = self._gather(x, block)
         yield
         table_work.wait()
-        choices = table.clone()  # until derivatives are made, which is too long for memory that ranks share
+        choices = table.clone()  # kept until derivatives are made, which is too long for shared memory
         self._memory.give_back(table)
         all_ids = choices.view(-1, choices.shape[2])[:, :top_k]
         assignment = assign(
@@ -105,7 +105,7 @@ class GatherAll(OwnCommunication):
         call = self._communicator.partitioned_all_to_all(arriving, leaving, chunk_rows=block, channel=channel)
         work = self._ranks.partitioned.begin(channel, call)
         sums = [*leaving.view(n, block, layout.hidden).unbind()]
-        sums[layout.rank] = arriving[layout.rank]  # which no peer writes
+        sums[layout.rank] = arriving[layout.rank]  # no peer writes this rank's own part
         for index, rank in enumerate([one.peer for one in work.sent] + [layout.rank]):
             combine(rows, route.parts[rank], weights=route.weights[rank] if weighted else None, out=sums[rank])
             if rank != layout.rank:

@@ -31,8 +31,8 @@ class Trip:
     def __init__(self, mechanism: TokenMechanism) -> None:
         self.mechanism = mechanism
         self.route: Any = None
-        self._forward: Any = None  # begun: the dispatch, then the combine
-        self._backward: Any = None  # begun: the spread, then the combine
+        self._forward: Any = None  # the operation whose first half has run: the dispatch, then the combine
+        self._backward: Any = None  # the derivative whose first half has run: the spread, then the combine
         self._weights_grad: Halves[Tensor] | None = None
         self._needs_x = self._needs_weights = False
         self._weights_dtype = torch.float32

@@ -111,7 +111,7 @@ def permute(tokens, token_stride, slots, weights, weight_stride, choice_stride, 
         token = program // blocks
         columns, mask = _columns(program % blocks, HIDDEN, BLOCK)
         chosen, factors, last = (), (), -1
-        for choice in tl.static_range(TOP_K):  # all before the first store, which later loads could not overtake
+        for choice in tl.static_range(TOP_K):  # load all before the first store: later loads could not overtake it
             slot = tl.load(slots + token * TOP_K + choice)
             last = tl.maximum(last, slot)
             chosen += (slot,)
@@ -166,7 +166,7 @@ def weight_grads(rows, grads, grad_stride, slots, out, TOP_K: tl.constexpr, CHOI
     lines = rows + tl.maximum(slot, 0).to(tl.int64)[:, None] * HIDDEN
     gradients = (
         grads + token.to(tl.int64) * grad_stride + tl.zeros([CHOICES, 1], tl.int32)
-    )  # read as rows are: no barrier
+    )  # broadcast to the shape of rows, which avoids a barrier
     total = tl.zeros([CHOICES, BLOCK], out.dtype.element_ty)
     blocks: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
     for block in tl.static_range(blocks):
@@ -256,7 +256,7 @@ def _gate_up(gate_up, rows, columns, mask, WIDTH: tl.constexpr):
 
 @triton.jit(do_not_specialize=["experts"])
 def swiglu(gate_up, out, offsets, experts, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Compute silu(gate) * up."""
+    """Compute `silu(gate) * up` for the rows before the last offset."""
     across: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
     end = tl.load(offsets + experts - 1)
     for tile in range(tl.program_id(0), tl.cdiv(end, ROWS) * across, tl.num_programs(0)):
@@ -269,7 +269,7 @@ def swiglu(gate_up, out, offsets, experts, WIDTH: tl.constexpr, ROWS: tl.constex
 def swiglu_backward(
     gate_up, grads, out, offsets, experts, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Compute the derivatives of gate and up."""
+    """Compute the derivatives of gate and up, for the rows before the last offset."""
     across: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
     end = tl.load(offsets + experts - 1)
     for tile in range(tl.program_id(0), tl.cdiv(end, ROWS) * across, tl.num_programs(0)):

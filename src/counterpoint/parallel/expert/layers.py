@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from counterpoint.parallel.expert.dispatcher import Dispatcher
 
 Experts = Callable[[Tensor, Tensor], Tensor]  # `[capacity, hidden]` of rows that lie by expert, and their offsets
-ALIGNMENT = 16  # bytes of a row: torch's grouped kernels take multiples of it
-ROWS, COLUMNS = 8, 256  # of a tile of `swiglu`: each of 128 threads has two loads of 16 bytes of gate and up in flight
-PROGRAMS = 64  # for each SM, several times what it holds: whoever is done first takes more
+ALIGNMENT = 16  # torch's grouped kernels take rows whose bytes are a multiple of this
+ROWS, COLUMNS = 8, 256  # tile of `swiglu`: each of 128 threads has two 16-byte loads of gate and up in flight
+PROGRAMS = 64  # programs for each SM, several times what it holds, so that a fast one takes more
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -175,7 +175,7 @@ class LocalExperts(nn.Module):
             self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weights as `nn.Linear` draws them."""
+        """Draw random weights, as `nn.Linear` does."""
         for weight in (self.gate_up, self.down):
             nn.init.uniform_(weight, -(weight.shape[-1] ** -0.5), weight.shape[-1] ** -0.5)
 
@@ -301,7 +301,7 @@ class _DelayedGradient(torch.autograd.Function):
     def backward(ctx: Any, *places: Tensor | None) -> tuple[Tensor | None, None]:
         total = None
         for place, products in zip(places, ctx.products, strict=True):
-            if place is not None:  # otherwise what may lie there is of an earlier pass
+            if place is not None:  # otherwise its products may be those of an earlier pass
                 product = _of_weight(*products.pop())
                 total = product if total is None else total.add_(product)
         return total, None

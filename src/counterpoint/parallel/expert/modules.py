@@ -30,12 +30,12 @@ from counterpoint.parallel.uncompiled import uncompiled
 from counterpoint.records.tuning import LEAVE
 from counterpoint.tuned.choices import EXCHANGE
 
-_PARTS = 2  # into which tokens are cut
+_PARTS = 2  # number of parts into which a rank's tokens are cut
 
 _MODULE = "transformers.distributed.expert_parallel"
 _FORWARD = (_MODULE, "EpDispatchExpertsParallel.install_forward.<locals>.ep_forward")
 _GATE = ("transformers.integrations.moe", "_default_apply_gate")
-_IMPLEMENTATIONS = ("AutoEP", "AllToAllEP")  # those that exchange tokens
+_IMPLEMENTATIONS = ("AutoEP", "AllToAllEP")  # the implementations that exchange tokens
 _MATMULS = (None, "eager", "grouped_mm", "batched_mm")  # ways to compute experts; others are kernels that a user chose
 _WEIGHTS = ("gate_up_proj", "down_proj")
 
@@ -60,7 +60,7 @@ class ExpertStyle:
     has_swiglu: bool
     is_summed_in_evaluation: bool
 
-    def __deepcopy__(self, _: Any) -> ExpertStyle:  # a copy of the model lies on the same meshes, which have no copies
+    def __deepcopy__(self, _: Any) -> ExpertStyle:  # a copied model keeps the same meshes, which cannot be copied
         return self
 
 
@@ -70,9 +70,9 @@ class Dispatchers:
     def __init__(self, options: ExpertOptions) -> None:
         self.options, self.parts = options, options.parts or _PARTS
         self._made: dict[Any, Dispatcher] = {}
-        self._most: dict[Any, int] = {}  # tokens of a rank, by shape and group
+        self._most: dict[Any, int] = {}  # most tokens of any rank, by shape and group
 
-    def __deepcopy__(self, _: Any) -> Dispatchers:  # a copy of a layer communicates by the same ones
+    def __deepcopy__(self, _: Any) -> Dispatchers:  # a copied layer keeps the same dispatchers
         return self
 
     def all(self) -> tuple[Dispatcher, ...]:
@@ -102,7 +102,7 @@ class Dispatchers:
 
     def close(self) -> None:
         """Close all dispatchers; all ranks call this."""
-        with ExitStack() as each:  # one that raises keeps no other open
+        with ExitStack() as each:  # closes the others if one raises
             while self._made:
                 each.callback(self._made.popitem()[1].close)
 
@@ -140,7 +140,7 @@ class OverlappedExperts:
         if mechanism is None:
             return self._stock(hidden_states, top_k_index, top_k_weights)
         tokens, batch = len(x), self.style.batch_mesh
-        if batch.size() > 1:  # its ranks have the same tokens: each sends a part of them
+        if batch.size() > 1:  # ranks of this mesh have the same tokens, so each sends a part
             x, ids, weights = (
                 DTensor.from_local(one, batch, [Replicate()], run_check=False)
                 .redistribute(placements=[Shard(0)])
@@ -247,7 +247,7 @@ class OverlappedExpertParallel:
 
     @property
     def has_effect(self) -> bool:
-        """Return whether anything was replaced."""
+        """Return whether any module was replaced."""
         return bool(self._experts)
 
     def first_left(self) -> str:

@@ -19,7 +19,7 @@ from counterpoint.parallel.options import ExpertOptions
 from counterpoint.parallel.report import RoutedPath
 
 T = TypeVar("T")
-Halves: TypeAlias = Generator[None, None, T]  # an operation in two halves, of which the first one ends with `yield`
+Halves: TypeAlias = Generator[None, None, T]  # an operation in two halves: the first ends with `yield`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,11 +140,11 @@ class TokenMechanism(Protocol):
 
     def check(self) -> None:
         """Raise the error that ended communication, or the error of choices without room; all ranks call this."""
-        return  # torch has a watchdog of its own
+        return  # nothing to raise: torch has its own watchdog
 
     def close(self) -> None:
         """Raise the error of choices without room, unless it was raised before. All ranks call this."""
-        return  # a process group is its maker's
+        return  # nothing to close: who made the process group closes it
 
 
 def finished(operation: Halves[T]) -> T:
@@ -202,7 +202,7 @@ class RoomCheck:
         on_gpu = device.type == "cuda"
         self._options = options
         self._total = torch.zeros(1, dtype=torch.int64, device=device)
-        self._most = torch.zeros(layout.world_size, dtype=torch.int64, device=device)  # of each rank, since it was told
+        self._most = torch.zeros(layout.world_size, dtype=torch.int64, device=device)  # by rank, since the last error
         self._copy = torch.zeros_like(self._most, device="cpu", pin_memory=True) if on_gpu else self._most
         self._copied = torch.cuda.Event() if on_gpu else None
 

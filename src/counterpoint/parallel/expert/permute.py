@@ -26,13 +26,13 @@ from torch import Tensor
 
 from counterpoint.errors import Misconfigured, Unsupported, needs_triton
 
-CHOICES = 128  # whose rows a program finds: it compares each with all before
-SCANNED = 1024  # counts that a program adds up at a time
-BLOCK_BYTES = 4096  # of a token, which a program of 128 threads has in flight: two loads of 16 bytes each
-DOTS = 4096  # products of rows and a gradient that a program has at a time
-ZERO_ROWS, ZERO_COLUMNS = 32, 256  # that a program zeroes at a time
-ELEMENTS = 8192  # of a token that 8 warps make narrow at once; beyond, a program reads its token twice
-E4M3 = (8, 9)  # compute capability from which Triton has float8_e4m3fn; float8_e5m2 it has for all
+CHOICES = 128  # choices that a program assigns: it compares each with all earlier ones
+SCANNED = 1024  # counts that a program sums at a time
+BLOCK_BYTES = 4096  # bytes of a token that a program of 128 threads has in flight: two 16-byte loads each
+DOTS = 4096  # products of row elements and gradients that a program holds at a time
+ZERO_ROWS, ZERO_COLUMNS = 32, 256  # size of the block that a program zeroes at a time
+ELEMENTS = 8192  # elements of a token that 8 warps convert at once; longer tokens are read twice
+E4M3 = (8, 9)  # compute capability from which Triton supports float8_e4m3fn; float8_e5m2 needs none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -221,7 +221,7 @@ def _check(assignment: Assignment, weights: Tensor | None, *tensors: tuple[str, 
         )
 
 
-@lru_cache(maxsize=64)  # it is asked for at every call
+@lru_cache(maxsize=64)  # cached, since every call asks
 def _check_e4m3(device: torch.device) -> None:
     gpu = torch.cuda.get_device_properties(device)
     if (gpu.major, gpu.minor) < E4M3:
@@ -242,7 +242,7 @@ def _torch_assign(ids: Tensor, first_expert: int, num_experts: int, capacity: in
     experts, order = torch.where(here, flat, num_experts).sort(stable=True)
     counts = torch.bincount(experts, minlength=num_experts + 1)
     padded = (counts + pad_multiple - 1) // pad_multiple * pad_multiple
-    before = (padded.cumsum(0) - padded) - (counts.cumsum(0) - counts)  # padding of experts before
+    before = (padded.cumsum(0) - padded) - (counts.cumsum(0) - counts)  # padding of earlier experts
     rows = torch.arange(len(flat), device=ids.device) + before[experts]
     has_row = (experts < num_experts) & (rows < capacity)
     slots, sources = ids.new_full((len(flat),), -1, dtype=torch.int32), ids.new_full((capacity,), -1, dtype=torch.int32)

@@ -44,11 +44,11 @@ from counterpoint.parallel.options import ExpertOptions
 from counterpoint.parallel.report import RoutedPath
 
 OUT, BACK, SMALL = CHANNELS["tokens"][::2]
-DEFAULT_FACTOR = 1.25  # room in a first round, if a second one takes the rest
-HEAD = 2  # numbers at the front of each row of a table
-SECOND, LACKING = 0, 1  # of them: rows of the fullest slab for a second round, choices without room
-CHOICES = 256  # of a program of the kernel
-_STEP = 64  # rows: second rounds have a multiple, so that memory is used again
+DEFAULT_FACTOR = 1.25  # capacity factor of the first round, if a second round sends the rest
+HEAD = 2  # numbers at the front of each table
+SECOND, LACKING = 0, 1  # places in the head: rows of a second round, choices without room
+CHOICES = 256  # choices that one program of the kernel handles
+_STEP = 64  # rows of a second round are a multiple of this, so that memory is reused
 _NONE = -1
 
 
@@ -70,8 +70,8 @@ class SlabRound:
     """Describes one round of rows: each rank sends each other rank an equal number of rows."""
 
     places: slice
-    choices: Assignment  # of this rank, to the rows that it sends
-    arriving: Assignment  # of rows that arrive, to those of this rank's experts
+    choices: Assignment  # assigns this rank's choices to the rows that it sends
+    arriving: Assignment  # assigns arriving rows to the rows of this rank's experts
 
 
 @dataclass(frozen=True)
@@ -80,10 +80,10 @@ class TokenRoute:
 
     dtype: torch.dtype
     weights: Tensor  # [tokens, top_k]
-    entries: Tensor  # [tokens, top_k] in the tables
+    entries: Tensor  # [tokens, top_k], each choice's place in the tables
     arriving_weights: Tensor  # [world_size, room]
     rounds: list[SlabRound]
-    returning: Assignment  # of choices, to the rows that come back, of all rounds one after the other
+    returning: Assignment  # assigns choices to the rows that come back, the rounds in order
 
 
 class Slabs(OwnCommunication):

@@ -18,7 +18,7 @@ from counterpoint.parallel.options import ExpertOptions
 from counterpoint.parallel.registry import Registry
 from counterpoint.parallel.uncompiled import uncompiled
 
-_ROW = 4  # float32 elements of which a row is a multiple: 16 bytes
+_ROW = 4  # rows have a multiple of this many float32 elements: 16 bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class TokenDispatching:
         topk_expert_ids_TK: Tensor,  # noqa: N803
         num_local_tokens_per_expert_E: Tensor,  # noqa: N803
     ) -> tuple[Tensor, Tensor, Any]:
-        """Send tokens to their experts.
+        """Send tokens to their experts, and return the rows of this rank's experts.
 
         Args:
             x_TD: this rank's tokens.

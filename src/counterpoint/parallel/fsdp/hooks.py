@@ -47,7 +47,7 @@ from counterpoint.parallel.group import CHANNELS, RankGroup, rank_group, ranks_o
 from counterpoint.parallel.report import Traffic
 from counterpoint.parallel.work import StartedWork
 
-STAGING_BYTES = 1 << 27  # a smaller slice costs a round trip, some 30 us of a call that computation hides
+STAGING_BYTES = 1 << 27  # with less, a large array comes in more slices, each a round trip of some 30 µs
 (_GATHER,), (_SCATTER,) = CHANNELS["gather"], CHANNELS["scatter"]
 
 
@@ -135,8 +135,8 @@ class GatherHook(AllGather):
         self.parameters, self._prefetch = parameters, prefetch
         self._placeholder: GatherPlaceholder | None = None
         self._calls = 0
-        self._latest: tuple[int, torch.dtype, bool] = (0, torch.float32, True)  # bytes, dtype, in place
-        self._made: tuple[Communicator | None, int] = None, 0  # maker and address of the latest buffer
+        self._latest: tuple[int, torch.dtype, bool] = (0, torch.float32, True)  # bytes, dtype, whether in place
+        self._made: tuple[Communicator | None, int] = None, 0  # communicator and address of the latest buffer
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return the output tensor of the next gather: a placeholder without memory, or symmetric memory."""
@@ -213,7 +213,7 @@ class ScatterHook(ReduceScatter):
     ) -> None:
         self._groups, self._prefetch = groups, prefetch
         self._ranks, self._direct = ranks, direct
-        self._input_numel = 0  # of the input whose output has not been asked for yet
+        self._input_numel = 0  # elements of the input whose output FSDP2 has not asked for yet; 0: none
         self._calls = 0
         self._was_direct = False
         self._latest: tuple[int, torch.dtype] = (0, torch.float32)

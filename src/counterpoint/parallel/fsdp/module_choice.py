@@ -204,7 +204,7 @@ class OverlappedShards:
             self._groups.check()
 
     def reset_iter_state(self) -> None:
-        """Discard a forward or backward pass that an exception ended."""
+        """Discard an interrupted forward or backward pass, so that the step can begin anew."""
         for module in self._outermost:
             discard_pass(module)
 

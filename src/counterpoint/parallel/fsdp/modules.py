@@ -175,7 +175,7 @@ def _described(
             "out offload_policy"
         )
     mesh = inside(parameters, "mesh_info")
-    shard_group = getattr(mesh, "shard_process_group", None)  # replicate() has none
+    shard_group = getattr(mesh, "shard_process_group", None)  # `replicate()` makes a mesh without this attribute
     smaller = getattr(inside(parameters, "post_forward_mesh_info"), "shard_process_group", None)
     return ShardedModule(
         name=_name(parameters, names) + which,
@@ -396,7 +396,7 @@ def discard_pass(module: nn.Module) -> None:
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
         group._partial_reduce_output = None
-        group._training_state = TrainingState.POST_BACKWARD  # nothing is left to reduce
+        group._training_state = TrainingState.POST_BACKWARD  # so that FSDP2 reduces nothing
     for one in context.all_states:
         inside(one, "_modules_to_run_forward").clear()
     context.iter_forward_root = None

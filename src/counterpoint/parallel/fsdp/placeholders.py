@@ -40,7 +40,7 @@ class GatherPlaceholder(Tensor):
         dtype: torch.dtype,
         device: torch.device,
     ) -> GatherPlaceholder:
-        """Make a tensor of this shape without memory."""
+        """Return a new placeholder of this shape, without memory."""
         made: GatherPlaceholder = Tensor._make_wrapper_subclass(cls, tuple(size), dtype=dtype, device=device)
         made.parameters, made._other_shapes = parameters, {}
         return made
@@ -124,7 +124,7 @@ class ScatterPlaceholder(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __new__(cls, source: ScatterSource, size: Sequence[int]) -> ScatterPlaceholder:
-        """Make a tensor of this shape without memory."""
+        """Return a new placeholder of this shape, without memory."""
         made: ScatterPlaceholder = Tensor._make_wrapper_subclass(
             cls, tuple(size), dtype=source.dtype, device=source.device
         )

@@ -46,7 +46,7 @@ from counterpoint.parallel.group import CHANNELS, RankGroup
 
 (_CHANNEL,) = CHANNELS["gather"]
 NO_TENSORS = TensorList((), key=())
-_ALIGNMENT = 512  # bytes, as of torch's allocator: where a parameter begins
+_ALIGNMENT = 512  # bytes that a parameter's address is a multiple of, as in torch's allocator
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Lifetime:
     """Says how long a module's whole parameters are in use: from which to which module, in the model's order."""
 
     num_bytes: int  # size of its whole parameters
-    span: tuple[int, int]  # first and last module that computes meanwhile
+    span: tuple[int, int]  # first and last module that computes while this one is whole
 
 
 def assign_slots(modules: Sequence[Lifetime], *, ahead: int) -> list[int]:
@@ -97,7 +97,7 @@ class ParameterSlot:
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
         self.occupant: ModuleParameters | None = None
-        self.freed: Any = None  # event behind the last use by the occupant before
+        self.freed: Any = None  # event behind the last occupant's last use
 
 
 class ParameterSlots:
@@ -124,7 +124,7 @@ class ParameterSlots:
         It is the assigned one if that is free; else another one, or a new one.
         """
         number = self._assigned[module]
-        if number not in self._made:  # the module may have another dtype by now than when slots were assigned
+        if number not in self._made:  # made late: the module may have another dtype now than when slots were assigned
             self._made[number] = self._new(max(self._sizes[number], num_bytes))
             return self._made[number]
         lately = self._by_age[len(self._by_age) - self._ahead :]
@@ -154,13 +154,13 @@ class ModuleParameters:
         self._device = torch.get_device_module(module.device)
         self.layout: tuple[GatheredParameter, ...] = ()
         self.slot: ParameterSlot | None = None
-        self._whole = self._own = NO_TENSORS  # FSDP2's tensors of whole parameters, and this rank's shares of them
-        self._references = 0  # to their storages, while autograd has no views
-        self._reading = False  # whether FSDP2 uses them
-        self.is_allocated = False  # whether FSDP2 believes their storages allocated
-        self._is_late = False  # the latest gather waits until the slot is free
-        self._work: Work | None = None  # of the latest gather
-        # events are recorded again and again: what waits for one has been queued before it is recorded anew
+        self._whole = self._own = NO_TENSORS  # FSDP2's whole parameters, and this rank's parts of them
+        self._references = 0  # references to their storages while autograd has no views
+        self._reading = False  # whether FSDP2 uses the parameters now
+        self.is_allocated = False  # whether FSDP2 believes that their storages are allocated
+        self._is_late = False  # whether the latest gather has to wait until the slot is free
+        self._work: Work | None = None  # work of the latest gather
+        # events are reused: what waits for an earlier record was queued before the next record
         self._sent, self._freed = self._device.Event(), self._device.Event()  # behind a gather without a work, a use
 
     @property
@@ -232,7 +232,7 @@ class ModuleParameters:
         other = None if self.slot is None else self.slot.occupant
         if self.slot is not None and other is not None and other is not self:
             if other._reading and is_done(other._module):
-                other._module.module.reshard()  # kept for its next call, before which it is gathered again
+                other._module.module.reshard()  # it was kept for its next call, and is gathered again before that
             if other._reading:
                 raise Unsupported(
                     f"{self._module.name} and {other._module.name} are in use at the same time, and were not when "
@@ -240,7 +240,7 @@ class ModuleParameters:
                     "them; or, if an exception ended a pass before, call reset_iter_state() of what overlap() "
                     "returned, on all ranks, and begin the step anew"
                 )
-            other._wait_for_gather()  # made for nothing, or too early
+            other._wait_for_gather()  # that gather was made in vain, or too early
             self.slot.occupant = None
         self.copy_in()
 
@@ -248,7 +248,7 @@ class ModuleParameters:
         if self._work is not None:
             self._work.wait()
         else:
-            self._device.current_stream().wait_event(self._sent)  # never recorded: nothing to wait for
+            self._device.current_stream().wait_event(self._sent)  # if the event was never recorded, this does not wait
 
     def _allocate(self) -> ParameterSlot:
         """Make the module's tensors in a free slot, and let FSDP2 use them from now on."""
@@ -262,7 +262,7 @@ class ModuleParameters:
                 own.append(part[rank * share : (rank + 1) * share].view(one.dtype))
                 start += _aligned(one.num_bytes)
             install_parameters(self._module, whole)
-        # these tensors never move, so a call with these lists is found again by the lists themselves
+        # these tensors never move, so the same lists find the prepared call again
         self._whole, self._own = TensorList(whole, key=object()), TensorList(own, key=object())
         skip_shard_cast(self._module)
         self.slot, self._references = slot, self._storage_references()

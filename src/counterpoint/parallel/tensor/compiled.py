@@ -85,7 +85,7 @@ class FusedCompilations:
     def remove(self) -> None:
         """Take the pass out of inductor; graphs that are compiled already stay fused."""
         self._pass.is_on = False
-        if config.post_grad_custom_pre_pass is self._pass:  # else another pass was put around it
+        if config.post_grad_custom_pre_pass is self._pass:  # otherwise another pass was put around this one
             config.post_grad_custom_pre_pass = self._before
 
 

@@ -28,13 +28,13 @@ from counterpoint.errors import Misconfigured, Unsupported, needs_triton
 from counterpoint.pair.arrivals import TensorOperation
 from counterpoint.pair.sharded_rows import ShardedRows
 
-MAX_SPINS = 1 << 30  # of a microsecond or less each: the watchdog is to give up first
-HOPPER = 9  # compute capability
-TMA_BYTES = 16  # what addresses and strides must be multiples of
-_MAX_LAYOUTS = 1024  # whose tables are kept
-_CAPTURED: set[torch.Tensor] = set()  # tables that CUDA graphs read, which nothing tells when they end
+MAX_SPINS = 1 << 30  # polls of at most a microsecond each, more than the watchdog waits
+HOPPER = 9  # major compute capability
+TMA_BYTES = 16  # addresses and strides must be multiples of this
+_MAX_LAYOUTS = 1024  # number of layouts whose tables are kept
+_CAPTURED: set[torch.Tensor] = set()  # tables that CUDA graphs may still read: nothing tells when a graph is gone
 TYPES = (torch.bfloat16, torch.float16)
-_ROWS: dict[TensorOperation, tuple[str, ...]] = {  # tensors whose rows are multiplied
+_ROWS: dict[TensorOperation, tuple[str, ...]] = {  # by operation, the tensors whose rows are multiplied
     "all_gather_matmul": ("own", "gathered"),
     "matmul_reduce_scatter": ("a",),
 }
@@ -194,7 +194,7 @@ def bind_flagged(
         else:
             table.record_stream(torch.cuda.current_stream(b.device))
         properties = torch.cuda.get_device_properties(b.device)
-        num_sms = min(num_sms or programs, properties.multi_processor_count)  # all have to run at once
+        num_sms = min(num_sms or programs, properties.multi_processor_count)  # all programs have to run at once
         if properties.major < HOPPER:
             raise Unsupported(f"{properties.name}: matmuls that poll need Hopper or newer, for its proxy fence")
     transposed = b.stride(1) != 1
@@ -202,7 +202,7 @@ def bind_flagged(
     operands = {name: (tensors[name], rows) for name in _ROWS[operation]}
     operands["b"] = (b.t(), across[::-1]) if transposed else (b, across)
     if "own" in operands and not layout.shard(layout.rank):
-        operands["own"] = operands["gathered"]  # there is no descriptor of no rows
+        operands["own"] = operands["gathered"]  # a tensor without rows has no descriptor, so give another
     tma = all(_fits_tma(tensor) for tensor, _ in operands.values())
     values: dict[str, Any] = {
         **tensors,
@@ -235,7 +235,7 @@ def bind_flagged(
     if knobs.runtime.interpret:
         return functools.partial(kernel[grid], *arguments)
     compiled = kernel.warmup(*arguments, grid=grid, num_warps=tiles.warps, num_stages=tiles.stages)
-    return functools.partial(compiled[grid], *arguments)  # [grid] loads it
+    return functools.partial(compiled[grid], *arguments)  # indexing by the grid loads the kernel
 
 
 @functools.lru_cache(maxsize=_MAX_LAYOUTS)

@@ -71,7 +71,7 @@ def _wait(words, word, error, patience, COMPILED: tl.constexpr):
     while (value < 1) & (left > 0):
         value = tl.atomic_add(pointer, 0, sem="acquire", scope="sys")
         left -= 1
-    if value < 1:  # go on with what is there, and wait for nothing more: the kernel has to end
+    if value < 1:  # go on with wrong data, and poll no more: the kernel has to end
         tl.atomic_cas(error.to(tl.pointer_type(tl.int32)), 0, word + 1, sem="relaxed", scope="sys")
         patience = 0
     tl.debug_barrier()
@@ -167,7 +167,7 @@ def matmul_reduce_scatter(a, a_stride, b, b_stride, bias, partial, partial_strid
                     if other != rank:
                         patience = _wait(words, chunk * world_size + other, error, patience, COMPILED)
                 seen = chunk
-            left, right = _halves(total)  # a quarter at a time takes fewer registers
+            left, right = _halves(total)  # quarters of a tile need fewer registers
             for half in tl.static_range(2):
                 quarters = _halves(right if half else left)
                 for quarter in tl.static_range(2):

@@ -36,10 +36,10 @@ from counterpoint.parallel.tensor.plans import MatmulShape, Plans, asked_mechani
 
 ReturnRows = Literal["no", "copy", "symmetric"]  # memory in which gathered rows are returned
 _c10d: Any = distributed_c10d
-_WORDS = 1 << 12  # of 32 bits, for matmuls that poll: a count for each partition
-_MAX_ROUTES = 1024  # shapes whose plans are held
-_NO_ERROR = torch.zeros(1, dtype=torch.int32)  # a group that is made while a graph is traced could make a fake one only
-_ALIGNMENT = 16  # bytes of a row: a partition of whole rows then cuts no element
+_WORDS = 1 << 12  # number of 32-bit words for polling matmuls: a count for each partition
+_MAX_ROUTES = 1024  # number of shapes whose plans are kept
+_NO_ERROR = torch.zeros(1, dtype=torch.int32)  # made here: a group made while a graph is traced would get a fake one
+_ALIGNMENT = 16  # rows whose bytes are a multiple of this can be sent as whole rows, without cutting an element
 
 
 class _Route(NamedTuple):
@@ -65,11 +65,11 @@ class TensorGroup:
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.options = options or TensorOptions()
         self._counts = CallCounts()
-        self._ranks: RankGroup | None = None  # once its communicator is open
+        self._ranks: RankGroup | None = None  # set while the communicator is open
         self._plans: Plans | None = None
         self._tuning: FollowedTuning | None = None
-        self._is_told = False  # which tuning to follow
-        self._is_agreed = False  # how calls are chosen
+        self._is_told = False  # whether `follow` has named the tuning
+        self._is_agreed = False  # whether all ranks have compared their options
         self._routes: dict[Hashable, _Route] = {}
         self._words, self._error = torch.empty(0, dtype=torch.int32), _NO_ERROR
         self._why_not = "one rank" if self.world_size == 1 else None
@@ -267,7 +267,7 @@ class TensorGroup:
     def matmul_reduce_scatter_backward(
         self, grad: Tensor, a: Tensor, b: Tensor, reduce_op: str, scatter_dim: int, *, needs_a: bool, needs_b: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the derivatives of `a` and `b`."""
+        """Return the derivatives of `a` and `b` of a `matmul_reduce_scatter`, given `grad` of its result."""
         if reduce_op == "avg":
             grad = grad / self.world_size
         weights = [Weight(matrix=b.t())] if needs_a else []
@@ -278,7 +278,7 @@ class TensorGroup:
         return products[0] if needs_a else None, grad_b
 
     def matmul_all_reduce(self, a: Tensor, weight: Weight, reduce_op: str) -> Tensor:
-        """Do `torch.ops.counterpoint.matmul_all_reduce`."""
+        """Do `torch.ops.counterpoint.matmul_all_reduce`, and return the sum on every rank."""
         _check(a, 0, [weight], reduce_op)
         flat, columns = _flat(a), weight.columns
         planned = None
@@ -311,7 +311,7 @@ class TensorGroup:
             gather.copy_to(out)
         return out.view(*a.shape[:-1], columns)
 
-    # what decides
+    # which mechanism runs a call
 
     def _planned(
         self,
@@ -350,7 +350,7 @@ class TensorGroup:
                 layout=ShardedRows(
                     rows=(math.prod(rows.shape[dim:-1]) // (1 if gathers else self.world_size),) * self.world_size,
                     rank=self.rank,
-                    batch=math.prod(rows.shape[:dim]) or 1,  # nothing is multiplied then
+                    batch=math.prod(rows.shape[:dim]) or 1,  # 1 for an empty batch, in which nothing is multiplied
                 ),
                 k=k or rows.shape[-1],
                 columns=columns,
@@ -420,7 +420,7 @@ class TensorGroup:
             self._words = torch.zeros(_WORDS, dtype=torch.int32, device=device)
             self._error = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
             if device.type == "cuda":
-                torch.cuda.current_stream(device).synchronize()  # other streams read them, too
+                torch.cuda.current_stream(device).synchronize()  # other streams read these words, too
         return self._ranks.open_one_host(device)
 
     def _raise_missing(self) -> None:

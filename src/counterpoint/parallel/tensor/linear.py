@@ -178,7 +178,7 @@ class _ReplicatedLinear(torch.autograd.Function):
         return grad_x, None, None, *of_weights, *of_biases
 
 
-# layers of torchtitan, mixed into those that they replace by `counterpoint.torchtitan`
+# mixins by which `counterpoint.torchtitan` replaces torchtitan's layers
 
 
 class _DividedLinear:
@@ -186,7 +186,7 @@ class _DividedLinear:
 
     _flatten_weight_and_bias: Any
     _unflatten_output: Any
-    _product: Any  # of input, weight and bias, given the group and whether its ranks divide the rows
+    _product: Any  # called with input, weight, bias, the group, and whether its ranks divide the rows
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the layer's output; with sequence parallelism, input or output has this rank's rows only."""

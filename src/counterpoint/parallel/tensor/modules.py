@@ -50,9 +50,9 @@ class OverlappedLinear:
         self.group: str = style.mesh.get_group().group_name
         self.inputs = SameInput([self])
         self.torch_why = ""
-        self.is_held = False  # by a handle, which can undo it
-        self._stock: Callable[[Any], Any] | None = vars(module).get("forward")  # of transformers
-        self._hooks = [(hooks, key, hooks[key]) for hooks, key in own_hooks(module)]  # before the layer, and after
+        self.is_held = False  # whether a handle of `overlap` can undo it
+        self._stock: Callable[[Any], Any] | None = vars(module).get("forward")  # the one that transformers has set
+        self._hooks = [(hooks, key, hooks[key]) for hooks, key in own_hooks(module)]  # before the layer, after it
         for hooks, key, _ in self._hooks:
             hooks[key] = _rest
         module.forward = self.forward
@@ -204,7 +204,7 @@ class SameInput:
 
 
 class SharedGather(PrepareModuleInput):
-    """Prepares a module's inputs as torch's style does, but leaves their gather to the matmuls of its children."""
+    """Prepares a module's inputs as torch's style does; a gather runs together with the children's matmuls."""
 
     def __init__(self, module: nn.Module, prepared: PreparedInput, inputs: SameInput) -> None:
         vars(self).update(vars(prepared.style))
@@ -220,7 +220,7 @@ class SharedGather(PrepareModuleInput):
         self.module._forward_pre_hooks[self._prepared.key] = self._hook
 
     def prepare(self, _: nn.Module, inputs: Any, keywords: Any = None) -> Any:
-        """Return the input as torch's hook prepares it."""
+        """Return a module's input as torch's hook prepares it; a gather also computes the children's outputs."""
         mesh = self._prepared.mesh
         if self.with_kwargs:
             return super()._prepare_input_kwarg_fn(inputs, keywords, mesh)  # type: ignore[no-untyped-call]

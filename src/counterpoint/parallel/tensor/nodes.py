@@ -153,7 +153,7 @@ def dependants(start: Node, through: Collection[Any] | None = None) -> set[Node]
 
 
 def writes_before(graph: Graph) -> dict[Node, int]:
-    """Return for each node how many operations before it write to their arguments."""
+    """Return, for each node, the number of earlier operations that write to their arguments."""
     found, count = {}, 0
     for node in graph.nodes:
         found[node] = count

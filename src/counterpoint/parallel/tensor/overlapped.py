@@ -24,7 +24,7 @@ from counterpoint.parallel.group import CHANNELS
 from counterpoint.parallel.sums import add_up
 from counterpoint.parallel.tensor.flagged import bind_flagged, stored_tiles
 
-GATHER, SCATTER = CHANNELS["matmuls"]  # both may be under way at once
+GATHER, SCATTER = CHANNELS["matmuls"]  # one channel each, so that both can be under way at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +122,7 @@ class Steps:
             if part.own is not None:
                 follows = part.own.start == complete
                 complete = part.own.stop if follows else complete
-                last = -(-part.own.stop // layout.most_sent)  # chunks of the last peer, whose partitions come last
+                last = -(-part.own.stop // layout.most_sent)  # chunks of the last peer: its partitions come last
                 needed = (layout.world_size - 2) * chunks + last
                 sums.append(OwnSum(rows=part, needed=needed, complete=complete if follows else 0))
         return cls(layout=layout, pieces=made, sums=tuple(sums))
@@ -246,7 +246,7 @@ class RowScatter:
                 them.
             summed: called with the number of own rows, from the first on, whose sums are there.
         """
-        work, mine = self.work, self.blocks[self.layout.rank]  # its place among the blocks, which no peer writes
+        work, mine = self.work, self.blocks[self.layout.rank]  # this rank's block, which no peer writes
 
         def sum_up(one: OwnSum) -> None:
             work.arrived(one.needed)
@@ -263,7 +263,7 @@ class RowScatter:
             between()
         for index, one in enumerate(steps.sums):
             multiply(one.rows.whole, mine[one.rows.own])
-            if index:  # one behind: the GPU is busy until the peers' blocks have come
+            if index:  # one piece behind, so that the GPU is busy until peers' blocks come
                 sum_up(steps.sums[index - 1])
         sum_up(steps.sums[-1])
 

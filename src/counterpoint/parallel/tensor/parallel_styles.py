@@ -44,7 +44,7 @@ class LinearStyle:
     output_layout: Placement
     use_local_output: bool
 
-    def __deepcopy__(self, _: Any) -> LinearStyle:  # a copy of the model lies on the same mesh, which has no copies
+    def __deepcopy__(self, _: Any) -> LinearStyle:  # a copied model keeps the same mesh, which cannot be copied
         return self
 
     @property
@@ -145,7 +145,7 @@ def _style_of_torch(module: nn.Module) -> LinearStyle | str | None:
         functions = [one.get("input_fn") or one.get("output_fn") for one in own]
         return f"its style is not torch's: {', '.join(map(_named, functions))}"
     if isinstance(module, FSDPModule) or module.weight.device_mesh.ndim > 1 or not hooks:
-        return None  # only FSDP2's, as far as can be seen
+        return None  # as far as can be seen, all hooks are FSDP2's
     return f"its style is not torch's: {', '.join(map(_named, hooks))}"
 
 

@@ -35,9 +35,9 @@ from counterpoint.tuned.choices import matmul_workload
 
 T = TypeVar("T")
 POLLING_DTYPES = tuple(map(dtype_name, TYPES))
-_POINTS, _REPEATS = 64, 5  # of a curve that is measured: with half of the points cuts miss where waves begin
-_TILE = 128  # rows: points are at multiples
-_MAX_CURVES = 1024  # that one group keeps
+_POINTS, _REPEATS = 64, 5  # of a measured curve; with half of the points, cuts miss where waves begin
+_TILE = 128  # points are at multiples of this many rows
+_MAX_CURVES = 1024  # number of curves that one group keeps
 _HOST_LAUNCHES: dict[MatmulMechanism, int] = {"torch": 10, "serial": 20, "cuts": 20, "flagged": 20}
 """Holds the host's time for a call, as a multiple of the launch of a matmul (benchmarks/tensor_host.py measured it)."""
 
@@ -47,12 +47,12 @@ class MatmulShape:
     """Describes the shape of a call: operation, layout and sizes, equal on all ranks."""
 
     operation: TensorOperation
-    layout: ShardedRows  # chunks are not chosen yet
+    layout: ShardedRows  # without its chunks, which the plan chooses
     k: int
-    columns: tuple[int, ...]  # of each weight
-    dtype: str  # of the operands, torch's name
+    columns: tuple[int, ...]  # columns of each weight
+    dtype: str  # torch's name of the operands' dtype
     may_poll: bool  # whether a matmul that polls does all that the call needs
-    num_bytes: int  # of the whole array that is communicated
+    num_bytes: int  # bytes of the whole array that is communicated
 
 
 def asked_mechanism(
@@ -82,8 +82,8 @@ class Plans:
         self, group: Any, profile: Profile, options: TensorOptions, tuning: FollowedTuning | None = None
     ) -> None:
         self._group, self._profile, self._options, self._tuning = group, profile, options, tuning
-        self._measured: dict[Hashable, Any] = {}  # curves and factors, by what they are of
-        self.estimated: dict[MatmulShape, torch.device] = {}  # planned in a backward, without measurements
+        self._measured: dict[Hashable, Any] = {}  # curves and factors, by kind and shape of matmul
+        self.estimated: dict[MatmulShape, torch.device] = {}  # shapes planned in a backward, without measurements
         self._host_us: dict[MatmulMechanism, float] | None = None
 
     def get(self, shape: MatmulShape, device: torch.device) -> tuple[MatmulPlan, Steps]:
@@ -259,12 +259,12 @@ def _median_us(launches: Sequence[Callable[[], object]]) -> list[float]:
     events = [torch.cuda.Event(enable_timing=True) for _ in range(len(launches) + 1)]
     for repeat in range(_REPEATS + 1):
         order = random.Random(repeat).sample(range(len(launches)), len(launches))
-        torch.cuda._sleep(4_000_000)  # the host is ahead when the first one begins
+        torch.cuda._sleep(4_000_000)  # gives the host a lead before the first launch begins
         events[0].record()
         for index, event in zip(order, events[1:], strict=True):
             launches[index]()
             event.record()
-        events[-1].synchronize()  # not the device: another stream may wait for a peer
+        events[-1].synchronize()  # the whole device may include another stream that waits for a peer
         if repeat:
             for index, (first, last) in zip(order, pairwise(events), strict=True):
                 times[index].append(1000.0 * first.elapsed_time(last))
