@@ -121,7 +121,7 @@ def watch(
     """Return when all processes have exited with 0.
 
     Args:
-        processes: of `started`.
+        processes: processes that `started` has yielded.
         progress: called again and again; returns another value after progress.
         timeout_s: longest time without progress.
         startup_s: added to it before the first progress.

@@ -18,7 +18,7 @@ def read_text(path: Path, *, limit: int, advice: str) -> str:
     Args:
         path: a file; of pipes and devices only those that are open already, since others may never end.
         limit: bytes that it may have.
-        advice: what to give instead, for messages.
+        advice: what the user should give instead; it goes into error messages.
 
     Raises:
         Misconfigured: it cannot be read, is too large or no UTF-8.

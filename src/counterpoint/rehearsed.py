@@ -38,7 +38,7 @@ def rank_variables(rank: int, *, ranks_per_host: int, gpus: Sequence[str]) -> di
 
     Args:
         rank: number of the rank.
-        ranks_per_host: so many consecutive ranks count as one host.
+        ranks_per_host: number of consecutive ranks that count as one host.
         gpus: entries of CUDA_VISIBLE_DEVICES that the ranks are dealt out to in turn; empty: the ranks run on CPUs.
     """
     host, local = divmod(rank, ranks_per_host)

@@ -185,7 +185,7 @@ class Background:
         Args:
             run: queues the work.
             channel: channel of its calls, equal on all ranks; a bucket that keeps its channel repeats prepared calls.
-            value: what the future gets.
+            value: value that the future gets.
 
         Returns:
             The call.

@@ -23,7 +23,7 @@ class CallMemory:
     which all share what is kept: a graph would tell peers at every replay.
 
     Args:
-        communicator: whose calls they are.
+        communicator: the communicator whose calls use the memory.
     """
 
     def __init__(self, communicator: Communicator) -> None:

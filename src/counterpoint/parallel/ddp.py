@@ -240,7 +240,7 @@ class OverlappedDdp:
     Args:
         model: no backward pass was run yet, and it has no hook.
         options: None: the defaults.
-        tuned: as in `overlap`.
+        tuned: tuning, as for `overlap`.
 
     Raises:
         Unsupported: the ranks cannot share memory, or there is one alone.

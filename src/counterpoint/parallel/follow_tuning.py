@@ -50,7 +50,7 @@ class FollowedTuning:
 
     Args:
         choices: those that count here.
-        name: of the file, in reports.
+        name: name of the file, for reports.
     """
 
     def __init__(self, choices: Choices, name: str) -> None:
@@ -144,7 +144,7 @@ def follow_together(
     Args:
         tuned: a tuning, the path of its file, or `off`; None: what COUNTERPOINT_TUNED names.
         groups: process groups of this rank whose ranks decide together: those of all axes of a mesh.
-        device_type: of their calls, cuda or cpu.
+        device_type: type of the device of the groups' calls, cuda or cpu.
 
     Raises:
         Misconfigured: the file cannot be read, a choice is not possible, or ranks follow different ones; on all ranks.

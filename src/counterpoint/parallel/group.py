@@ -111,7 +111,7 @@ class RankGroup:
     Args:
         group: process group of torch's own backends.
         ranks: its ranks, counted in the job, in the order of the group.
-        options: of the communicator; None: as its users say.
+        options: options of the communicator; None: as its users say.
         opened: opens the communicator.
     """
 
@@ -323,7 +323,7 @@ class RankGroup:
         Args:
             operation: PyTorch's name.
             num_bytes: size of the full array.
-            of_call: what else decides, such as the dtype: equal on all ranks.
+            of_call: other properties that decide, such as the dtype, equal on all ranks.
             why_torch: returns why torch makes a call, empty if it does not: asked once, with operation, size,
                 `of_call`, and whether the tuning chose the communicator; None: it makes none.
         """

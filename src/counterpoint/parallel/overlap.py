@@ -66,7 +66,7 @@ def overlap(
     Args:
         model: `fully_shard` or `parallelize_module` was called on it, or on parts of it; or a
             `DistributedDataParallel`; or `transformers` has made it with a `tp_plan` or `ep_size`.
-        options: of FSDP2; `DdpOptions` for DDP; None: the defaults.
+        options: options of FSDP2; `DdpOptions` for DDP; None: the defaults.
         tuned: what `counterpoint tune` chose, or its file, equal on all ranks; calls for which it has no choice run by
             built-in rules. `off`: none; None: the file that the variable COUNTERPOINT_TUNED names.
 

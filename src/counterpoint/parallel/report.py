@@ -70,17 +70,17 @@ class ModuleRow(Record, frozen=True, kw_only=True):
     """Reports how one module runs.
 
     Args:
-        name: in the model; of compiled collectives, the graph.
-        kind: of parallelism.
+        name: name of the module in the model; for compiled collectives, the name of the graph.
+        kind: kind of parallelism.
         ranks: ranks among which it is divided, counted in the job.
         replicas: number of copies of the shards (HSDP); torch adds their gradients up.
         style: its place in the plan of the model, such as `ColwiseParallel`, or the number of experts.
-        runs: what runs it in the place of torch; empty: torch does.
+        runs: what runs the module instead of torch; empty: torch runs it.
         shared_with: modules with which it shares the communication.
-        traffic: what its collectives have moved, of FSDP2 and DDP.
+        traffic: what the module's collectives have moved, for FSDP2 and DDP.
         torch_why: why torch runs it; with `runs`: why torch ran the latest call that it did run.
-        choice: what the tuning chose for it, and why; empty: nothing.
-        gather_bytes: of FSDP2, size of its whole parameters in the dtype in which they are gathered.
+        choice: what the tuning chose for the module, and why; empty: nothing.
+        gather_bytes: for FSDP2, bytes of the module's whole parameters in the dtype in which they are gathered.
     """
 
     name: str
@@ -114,7 +114,7 @@ class Report(Record, frozen=True, kw_only=True):
 
     Args:
         modules: those of FSDP2 first, then of DDP, tensor and expert parallelism, each in the order of the model.
-        calls: of the operations and groups concerned, most calls first.
+        calls: counts of the calls of all operations and groups in the report, most calls first.
         tuned: the file that is followed, and how many of its choices so far; empty: none is named.
         notes: lines about the whole model, such as what became of `prefetch`.
         cached_graphs: graphs of torch.compile that were taken from its cache, with the collectives that they have.

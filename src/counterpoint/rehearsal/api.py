@@ -51,7 +51,7 @@ def rehearse(
     Values, order, graphs, memory and errors are those of as many GPUs; times are not, since ranks share a GPU.
 
     Args:
-        command: what starts the script: "torchrun --nproc-per-node 8 train.py".
+        command: command that starts the script: "torchrun --nproc-per-node 8 train.py".
         device: cuda, or cpu, where ranks see no GPU; None: cuda if there is a GPU.
         hosts: among how many hosts the ranks are counted, in equal parts, in order.
         timeout_s: longest time in which no rank prints anything or ends a step; five minutes more at the start.

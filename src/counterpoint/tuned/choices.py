@@ -117,11 +117,11 @@ class Choices:
         mechanism counts whose times have the least sum over all of them.
 
         Args:
-            operation: as `StepPair.operation`.
-            ranks: of the call.
-            bytes_per_rank: of the full array, over the ranks.
-            dtype: of what is communicated; None: any.
-            compute: of a dependent matmul, `matmul_workload`, of which no size may be farther either; None: any.
+            operation: name of the operation, as in `StepPair.operation`.
+            ranks: number of ranks of the call.
+            bytes_per_rank: bytes of the full array, divided by the number of ranks.
+            dtype: dtype of the communicated tensor; None: any.
+            compute: `matmul_workload` of a dependent matmul, whose sizes have to be as near; None: any.
             where: names of the module; empty: not known.
         """
         of_call = [pair for pair in self.pairs if (pair.operation, pair.ranks) == (operation, ranks)]

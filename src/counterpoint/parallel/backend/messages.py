@@ -119,7 +119,7 @@ class SelfWork(HostWork):
     """Represents one end, the send or the receive, of a message of a rank to itself. See `Work`.
 
     Args:
-        tensor: what is sent, or receives.
+        tensor: tensor that is sent, or that receives.
         timeout_s: seconds that `wait` waits for the other end.
     """
 
@@ -193,7 +193,7 @@ class MessagePairs:
 
     Args:
         inner: torch's own backends for the group.
-        options: of the group: `mailbox_bytes` and `ranks_per_host`.
+        options: options of the group, of which `mailbox_bytes` and `ranks_per_host` count.
         timeout_s: seconds that a rank waits for another.
     """
 

@@ -108,7 +108,7 @@ class Dispatcher:
             x: `[tokens, hidden]`, at most `max_tokens`; how many may differ between ranks.
             ids: experts of each token, `[tokens, top_k]` of int32 or int64; -1, as any number that is no expert, is
                 none.
-            weights: of each choice, `[tokens, top_k]`, by which `combine` multiplies what the expert made.
+            weights: weight of each choice, `[tokens, top_k]`, by which `combine` multiplies the expert's output.
 
         Returns:
             The rows of this rank's experts, `[capacity, hidden]`, by expert, then by rank, token and choice; int32

@@ -166,8 +166,8 @@ class GatherAll(OwnCommunication):
 
         Args:
             arriving: the tokens.
-            route: where they go.
-            weights: by which each row is multiplied, of each rank.
+            route: where the tokens go.
+            weights: for each rank, the weights by which its rows are multiplied.
             saved: rows whose products with the tokens are written to `dots`.
             dots: `[world_size * block, top_k]`.
         """

@@ -42,7 +42,7 @@ class DelayedWeight:
     Args:
         weight: without a gradient.
         place: an empty tensor, of the node that will compute the gradient.
-        products: what that node finds: rows, gradients of the outputs, and offsets.
+        products: operands that the node finds: rows, gradients of the outputs, and offsets.
     """
 
     weight: Tensor
@@ -151,11 +151,11 @@ class LocalExperts(nn.Module):
     """Holds the experts of this rank: gated feed-forward layers, as three-dimensional weights.
 
     Args:
-        experts: of this rank.
+        experts: number of experts of this rank.
         hidden: width of the model.
         ffn: width inside an expert.
         gate: makes `[rows, ffn]` of `[rows, 2 * ffn]`, each row by itself; None: `swiglu`.
-        dtype: of the weights.
+        dtype: dtype of the weights.
     """
 
     def __init__(
@@ -207,8 +207,8 @@ def overlapped_moe(
 
     Args:
         x: this rank's tokens `[tokens, hidden]`.
-        ids: their experts `[tokens, top_k]`, -1 for none.
-        weights: of these choices `[tokens, top_k]`.
+        ids: experts of the tokens, `[tokens, top_k]`, -1 for none.
+        weights: weights of these choices, `[tokens, top_k]`.
         experts: of this rank. Weight gradients of another function of rows and offsets are not delayed, nor of experts
             on which `fully_shard` was called: call it on the module that calls this.
         dispatcher: brings tokens to experts and back.

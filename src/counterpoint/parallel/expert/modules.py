@@ -45,11 +45,11 @@ class ExpertStyle:
     """Describes how the experts of one module are spread over ranks.
 
     Args:
-        name: of what brings the tokens, in `transformers`.
-        mesh: of one dimension, the ranks among which the experts are divided.
-        batch_mesh: of one dimension, ranks that have the same tokens.
-        experts: of all ranks.
-        has_swiglu: between the matmuls is `silu(gate) * up`; otherwise what the module's `_apply_gate` does.
+        name: name, in `transformers`, of the code that brings the tokens.
+        mesh: mesh of one dimension: the ranks among which the experts are divided.
+        batch_mesh: mesh of one dimension: ranks that have the same tokens.
+        experts: number of experts of all ranks.
+        has_swiglu: whether the gate is `silu(gate) * up`; otherwise it is the module's `_apply_gate`.
         is_summed_in_evaluation: without derivatives nothing is exchanged: each rank runs its experts on all tokens.
     """
 

@@ -27,9 +27,9 @@ class ExpertLayout:
     """Says which rank has which experts, and how many tokens the largest call may have.
 
     Args:
-        rank: of this process.
+        rank: number of this rank.
         world_size: number of ranks.
-        experts: of all ranks, divided evenly: those of rank r begin at `r * experts / world_size`.
+        experts: number of experts of all ranks, divided evenly: rank r's begin at `r * experts / world_size`.
         top_k: choices of a token.
         max_tokens: most tokens that a rank dispatches at once.
         hidden: elements of a token.
@@ -161,9 +161,9 @@ class OwnCommunication:
     """Holds the communicator that a mechanism uses, and counts choices without room.
 
     Args:
-        ranks: whose communicator is open; its user leaves it after `close`.
-        layout: which experts are where.
-        options: of the dispatcher.
+        ranks: ranks, with an open communicator; its user leaves it after `close`.
+        layout: which rank has which experts.
+        options: options of the dispatcher.
     """
 
     def __init__(self, ranks: RankGroup, layout: ExpertLayout, options: ExpertOptions) -> None:

@@ -80,10 +80,10 @@ def assign(ids: Tensor, *, first_expert: int, num_experts: int, capacity: int, p
         ids: the experts that tokens chose, int32 or int64 [tokens, top_k]; those of other ranks, or none (-1), get no
             row here.
         first_expert: the first expert of this rank.
-        num_experts: how many this rank has.
+        num_experts: number of experts of this rank.
         capacity: how many rows there are, a multiple of `pad_multiple`; `len(ids) * min(top_k, num_experts)` is always
             enough if no token chooses an expert twice (and `num_experts * (pad_multiple - 1)` for the padding).
-        pad_multiple: of which an expert's rows are a multiple.
+        pad_multiple: number that the rows of each expert, with padding, are a multiple of.
 
     Returns:
         The assignment; equal ids have equal assignments.
@@ -112,9 +112,9 @@ def permute(
     """Copy tokens into rows in the order of experts; padding rows become 0.
 
     Args:
-        tokens: which are copied.
-        assignment: where each goes.
-        weights: by which each copy is multiplied, in float32, and then rounded.
+        tokens: tokens to copy.
+        assignment: where each token goes.
+        weights: factors of the copies, `[tokens, top_k]`; products are made in float32 and then rounded.
         out: rows of any floating dtype: written to and returned; None: new ones like `tokens`. Tokens in float8 come
             out wide if it is wide; their scales, `[tokens, 1]` expanded, are weights.
         zero_tail: also write zeros past `offsets[-1]`. It takes as long as copying as many rows, so give False for
@@ -136,9 +136,9 @@ def combine(
     """Add up the rows of each token, in the order of its choices, in float32; the sum is rounded once.
 
     Args:
-        rows: which are added up; without a choice they are not read.
+        rows: rows to add up; rows without a choice are not read.
         assignment: where the rows of each token are.
-        weights: by which each row is multiplied, in float32.
+        weights: factors of the rows, `[tokens, top_k]`, in float32.
         out: sums of any floating dtype: written to and returned; None: new ones like `rows`.
 
     Returns:
@@ -155,8 +155,8 @@ def weight_grads(rows: Tensor, grads: Tensor, assignment: Assignment, *, out: Te
     """Return the gradients of the weights of `combine`: each choice's row times the gradient of its token's sum.
 
     Args:
-        rows: which `combine` added up.
-        grads: of the sums, `[tokens, hidden]`.
+        rows: rows that `combine` added up.
+        grads: gradients of the sums, `[tokens, hidden]`.
         assignment: where the rows of each token are.
         out: contiguous, written to and returned; None: a new tensor.
 

@@ -234,8 +234,8 @@ class Slabs(OwnCommunication):
         """Return the rows of this rank's experts when they have arrived, in expert order, times the weights if given.
 
         Args:
-            exchanges: of each round.
-            route: where they go.
+            exchanges: the exchange of each round.
+            route: where the rows go.
             weights: `[world_size, room]`.
             saved: rows whose products with the arriving ones are written to `dots`.
             dots: `[world_size, room]`.
@@ -278,7 +278,7 @@ def pack(
         ids: int32 `[tokens, top_k]`; -1 is none.
         weights: float32 `[tokens, top_k]`.
         scales: float32 `[tokens, 1]`, if tokens travel in another dtype.
-        layout: which experts are where.
+        layout: which rank has which experts.
         first: places of each rank that travel at once.
         room: places of each rank that its table has.
 

@@ -59,8 +59,8 @@ class ShardGroups:
 
     Args:
         groups: process groups.
-        device: of the parameters.
-        options: of the communicators; None: see `OverlapOptions`.
+        device: device of the parameters.
+        options: options of the communicators; None: see `OverlapOptions`.
 
     Raises:
         Unsupported: the ranks of a group cannot share memory.

@@ -75,9 +75,9 @@ class HookedModule:
 
     Args:
         module: the module.
-        groups: of all modules.
-        choice: of the tuning.
-        parameters: where peers write its whole parameters; None: FSDP2 copies them out of a buffer.
+        groups: communicators of all modules' groups.
+        choice: the tuning's choices for this module.
+        parameters: memory where peers write its whole parameters; None: FSDP2 copies them out of a buffer.
         copied_why: says why it does; empty: it does not.
         direct: gradients are sent from where they are.
         prefetch: learns the order of modules; None: FSDP2 prefetches as it does by itself.
@@ -125,8 +125,8 @@ class OverlappedShards:
 
     Args:
         model: the model.
-        modules: its modules of FSDP2; none: nothing is done.
-        options: which of them are taken, and how.
+        modules: the model's FSDP2 modules; none: nothing is done.
+        options: options that say which modules are taken, and how.
         tuning: chooses for the collectives of each; None: nothing does.
 
     Raises:

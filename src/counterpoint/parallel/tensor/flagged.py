@@ -150,7 +150,7 @@ def bind_flagged(
     Args:
         operation: `all_gather_matmul` or `matmul_reduce_scatter`.
         tensors: by the names above, and `b`, `[K, N]`, rows or columns adjacent (a weight is `weight.t()`).
-        layout: whose rows are where.
+        layout: layout of the rows over ranks.
         words: address of the words of arrival.
         error: address of a word that is 0. Polling ends after `max_spins` in vain: then it says for what
             (`ShardedRows.missing`), and `out` is wrong.
@@ -159,7 +159,7 @@ def bind_flagged(
         average: divide the sum by the number of ranks.
         num_sms: programs, each of which takes an SM of its own; None: all SMs.
         tiles: the tile.
-        max_spins: how often a word is polled.
+        max_spins: number of times that a word is polled at most.
 
     Returns:
         A function that launches it; it may be called again, and captured in a CUDA graph.

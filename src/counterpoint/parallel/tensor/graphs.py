@@ -75,7 +75,7 @@ def fuse(graph: Graph, groups: frozenset[str] | None = None) -> list[FoundCollec
     """Replace all matmuls and collectives of a graph that can be fused, in place.
 
     Args:
-        graph: as inductor has it after autograd: functional, with fake tensors as `meta["val"]` of its nodes.
+        graph: inductor's graph after autograd: functional, with fake tensors as `meta["val"]` of its nodes.
         groups: names of the process groups whose collectives may be fused; None: all.
 
     Returns:

@@ -57,7 +57,7 @@ class TensorGroup:
 
     Args:
         group: the process group.
-        options: what decides, and the options of the communicator; None: the defaults.
+        options: options of the operations and of the communicator; None: the defaults.
     """
 
     def __init__(self, group: Any, options: TensorOptions | None = None) -> None:
@@ -328,13 +328,13 @@ class TensorGroup:
         """Return the communicator, plan and steps of a call; None if torch makes it. Count the call in the report.
 
         Args:
-            operation: what is planned.
+            operation: operation that is planned.
             rows: left-hand side of the matmul, this rank's of an all_gather, those for all ranks of a reduce_scatter.
             dim: dimension of `rows` that is gathered or scattered.
-            columns: of each product.
-            product_dtype: of a product that is scattered; None: that of `rows`.
+            columns: number of columns of each product.
+            product_dtype: dtype of a product that is scattered; None: that of `rows`.
             k: elements of each sum; None: those of `rows`.
-            name: of the operation in the report; None: `operation`.
+            name: name of the operation in the report; None: `operation`.
             may_poll: whether a matmul that polls does all that the call needs.
         """
         if self._error.item():
@@ -526,7 +526,7 @@ def tensor_group(name: str, options: TensorOptions | None = None) -> TensorGroup
     """Return the `TensorGroup` of the process group of this name, until the process group is destroyed.
 
     Args:
-        name: of the group.
+        name: name of the process group.
         options: begin it anew with these; None: as it is, or the defaults.
 
     Raises:

@@ -36,7 +36,7 @@ class Matmul:
 
     Args:
         node: the matmul.
-        given: its arguments by name.
+        given: the node's arguments by name.
         rows: `[m, k]`, or `[batch, m, k]`.
         matrix: `[k, n]`, or `[1, k, n]`.
         bias: `[n]`.

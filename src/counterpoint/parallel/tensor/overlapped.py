@@ -34,8 +34,8 @@ class Weight:
     Args:
         matrix: `[k, n]`, of any strides that `torch.mm` takes.
         bias: `[n]`, added to every row; None: none.
-        scale: of a float8 matrix, as `torch._scaled_mm` takes it; None: plain tensors are multiplied.
-        result_scale: as `torch._scaled_mm` takes it.
+        scale: scale of a float8 matrix, as `torch._scaled_mm` takes it; None: the matrix is not float8.
+        result_scale: scale of the result, as `torch._scaled_mm` takes it.
         out_dtype: dtype of the product; None: that of the rows.
         use_fast_accum: as `torch._scaled_mm` takes it.
     """
@@ -62,7 +62,7 @@ class Weight:
         Args:
             rows: `[m, k]`.
             out: `[m, n]`.
-            row_scale: of float8 rows: one value, or `[m, 1]`.
+            row_scale: scale of float8 rows: one value, or `[m, 1]`.
         """
         if self.scale is None:
             if self.bias is None:
@@ -104,7 +104,7 @@ class Steps:
     """Holds the pieces of a plan, in the form that every call runs.
 
     Args:
-        layout: of the rows.
+        layout: layout of the rows over ranks.
         pieces: the `segment` of each piece, and its rows.
         sums: own rows in the order in which a scatter multiplies them.
     """
@@ -132,10 +132,10 @@ class RowGather:
     """Gathers rows in a `with` block that multiplies them as they arrive: in pieces of a plan, or by matmuls that poll.
 
     Args:
-        communicator: of the ranks; its channel `GATHER` is used.
+        communicator: communicator of the ranks, of which channel `GATHER` is used.
         shard: this rank's rows, `[batch, rows, k]`, contiguous.
         gathered: `[batch, world_size * rows, k]`, of the communicator's `empty`.
-        layout: of the rows.
+        layout: layout of the rows over ranks.
         chunk_rows: rows of a partition; None: those of the layout.
         supplied: the shard is written; False: the block writes it, and lets partitions of `work` leave.
     """
@@ -176,8 +176,8 @@ class RowGather:
         """Run one matmul for each weight; it computes tiles in the order in which rows arrive.
 
         Args:
-            weights: by which all rows are multiplied.
-            products: of each weight, `[batch * world_size * rows, n]`.
+            weights: right-hand sides, by each of which all rows are multiplied.
+            products: output for each weight, `[batch * world_size * rows, n]`.
             error: int32, 0, where a matmul says for what it has polled in vain.
         """
         assert isinstance(self.work, CudaWork)
@@ -205,10 +205,10 @@ class RowScatter:
     """Scatters the rows of a product in a `with` block that multiplies, and sums up this rank's rows as they arrive.
 
     Args:
-        communicator: of the ranks; its channel `SCATTER` is used.
+        communicator: communicator of the ranks, of which channel `SCATTER` is used.
         staging: where the ranks' products for this rank arrive, `[world_size, batch, rows, n]`, of its `empty`.
         out: this rank's sums, `[batch, rows, n]`.
-        layout: of the rows.
+        layout: layout of the rows over ranks.
         reduce_op: sum or avg.
     """
 
@@ -240,7 +240,7 @@ class RowScatter:
         """Multiply the pieces of a plan, send each piece when it is computed, and sum up own rows.
 
         Args:
-            steps: of a plan; the `segment` of a piece is the last partition that may leave after it.
+            steps: steps of a plan; the `segment` of a piece is the last partition that may leave after it.
             multiply: writes the product of rows, given their number and where to.
             between: called when all parts for peers have left, and sums are still to be made: what it computes hides
                 them.

@@ -29,11 +29,11 @@ class LinearStyle:
     """Describes how a linear layer is divided among ranks.
 
     Args:
-        name: of the style.
-        is_column: its weight is cut along the outputs, otherwise along the inputs.
-        mesh: of one dimension, the ranks.
-        input_layout: of an input that is no DTensor.
-        output_layout: of the output.
+        name: name of the style.
+        is_column: whether the weight is divided along the outputs, otherwise along the inputs.
+        mesh: mesh of one dimension, with the ranks.
+        input_layout: layout of an input that is no DTensor.
+        output_layout: layout of the output.
         use_local_output: the output is no DTensor.
     """
 
@@ -82,9 +82,9 @@ class PreparedInput:
     """Describes a module whose input torch's `PrepareModuleInput` gathers.
 
     Args:
-        style: of torch.
+        style: torch's style object.
         mesh: the ranks.
-        key: of the hook in the module's `_forward_pre_hooks`.
+        key: key of the hook in the module's `_forward_pre_hooks`.
     """
 
     style: PrepareModuleInput
