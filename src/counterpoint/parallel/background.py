@@ -1,13 +1,15 @@
 """Start all_reduces of gradient buckets from a separate thread, so that a backward pass does not wait for launches.
 
-To launch a collective takes the host some 60 to 130 us in Python. In a backward pass that time delays the launches of
-matmuls, and where the host is the limit it is lost. Here the pass only records an event and hands the bucket over.
+In Python, the host needs 60 to 130 µs to launch a collective. In a backward pass this delays the launches of matmuls,
+and where the host is the bottleneck the time is lost. With this thread the backward pass only records an event and
+hands the bucket over.
 
-The thread also runs the callbacks of a call's future, and collectives that these make: after the call, and before the
-one that was handed over next. So their order is the same on all ranks.
+The thread also runs the callbacks of a call's future, and the collectives that these callbacks make: after the call,
+and before the next call that was handed over. So all ranks have the same order of collectives.
 
-With a single hardware queue (`CUDA_DEVICE_MAX_CONNECTIONS=1`) all streams run as issued, so all ranks have to issue the
-calls of all groups in one order, which a thread of its own would not keep: there the caller starts the calls.
+With a single hardware queue (`CUDA_DEVICE_MAX_CONNECTIONS=1`) the work of all streams runs in the order in which it was
+issued, so all ranks have to issue the calls of all groups in one order. A separate thread would not keep that order, so
+the caller then starts the calls itself.
 """
 
 from __future__ import annotations

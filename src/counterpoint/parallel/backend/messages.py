@@ -1,18 +1,19 @@
 """Exchange messages between two ranks through a connection of their own, opened at their first message.
 
-Each pair of ranks that exchanges messages has a communicator of its own, with nothing in it but mailboxes. So a group
-that sends no messages pays nothing, and memory goes to the pairs that do. Where a message cannot go through mailboxes,
-the pair has two groups of torch, one for each direction: torch's `batch_isend_irecv` tells groups of its own class
-alone what a batch is, and in one group of NCCL two ranks that both send first would wait for each other.
+Each pair of ranks that exchanges messages has a communicator of its own, with mailboxes only. So a group without
+messages needs no memory for them. If mailboxes cannot carry a message, the pair uses two of torch's groups, one for
+each direction: torch's `batch_isend_irecv` recognises batches only in its own class of groups, and in a single NCCL
+group two ranks that both send first would wait for each other.
 
-*How a pair meets.* Both ranks of a pair make a call for each message between them, so both come to open it, each at
-its own first one: there a rank waits for the other on the host, as NCCL's groups do. Unlike there, a rank that waits
-serves others: in a ring in which all send first, everybody waits for the next rank while the one before wants it. The
-group's store has a word for each rank: `away` (it is not waiting), `free` (it is), or the token of the pair that it is
-opening. Who waits for a peer tries to put one token in both words, each only in place of `free`, and takes the first
-back if the second is not to be had. Both ranks see the token in both words, and make the communicator. Nobody holds a
-word while waiting for another one, and whoever waits can be taken by any pair: so some pair can always go on, unless a
-rank makes no call at all. Before a rank goes on, it puts `away` in place of `free`, and so leaves nobody in the middle.
+*How a pair meets.* Both ranks of a pair make a call for each message between them, so each of them opens the pair at
+its own first call, where it waits for the other rank on the host, as in NCCL's groups. Unlike in those, a rank that
+waits also serves other ranks: in a ring in which all ranks send first, each waits for the next rank while the previous
+one wants it. The group's store has a word for each rank: `away` (the rank is not waiting), `free` (it is waiting), or
+the token of the pair that it is opening. A rank that waits for a peer tries to put one token in both ranks' words, each
+only in place of `free`, and takes the first back if it cannot set the second. Both ranks see the token in both words,
+and make the communicator. No rank holds a word while it waits for another word, and any pair can take a rank that
+waits: so some pair can always go on, unless a rank makes no call at all. Before a rank goes on, it puts `away` in place
+of `free`, so that no other rank takes it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from counterpoint.errors import Misconfigured, PeerTimeout, Unsupported
 from counterpoint.parallel.backend.inner import InnerGroup
 from counterpoint.parallel.options import BackendOptions
 
-c10d: Any = _distributed_c10d  # its stubs lack half of it
+c10d: Any = _distributed_c10d  # the type stubs lack half of its names
 _AWAY, _FREE = "away", "free"
 _BY_MAILBOX, _BY_TORCH = "mailbox", "torch"
 _PAUSE_S = 1e-3

@@ -25,7 +25,7 @@ from counterpoint.parallel.expert.options import Halves, TokenMechanism, finishe
 class Trip:
     """Sends the tokens of one dispatch to their experts and back, in four halves that the caller runs in order.
 
-    Nothing here leads back to the functions of autograd, so all dies with the graph.
+    A trip refers to no autograd function, so that it is freed with the graph.
     """
 
     def __init__(self, mechanism: TokenMechanism) -> None:

@@ -99,9 +99,9 @@ def no_room(rows: int, options: ExpertOptions) -> Misconfigured:
 class TokenMechanism(Protocol):
     """Moves tokens to their experts and back, by one mechanism; works on plain tensors, without autograd.
 
-    Every operation is a generator: up to its `yield` it begins the communication, `finished` runs the rest, which waits
-    for it: on a GPU the current stream waits, not the host. Second halves come in the order of the first ones of their
-    kind, not always at once: several dispatches and combines may be under way. All ranks make the same calls in the
+    Every operation is a generator: up to its `yield` it begins the communication; `finished` runs the rest, which waits
+    for the communication: on a GPU the current stream waits, not the host. Second halves run in the order of the first
+    halves of their kind, and several dispatches and combines may be under way. All ranks make the same calls in the
     same order.
 
     A token's sum is made in float32: `weight * row` of its choices in a fixed order, rounded once if they come from

@@ -1,21 +1,21 @@
-"""Move tokens in slabs: room for equally many rows for each rank, so that nobody counts before they travel.
+"""Move tokens in slabs, each with room for a fixed number of rows, so that no rank exchanges counts before rows.
 
-Each rank packs its rows by the rank that has their expert, and sends every other one a slab of `capacity_factor` times
-what an even routing has, by an all_to_all of even blocks. Sizes are fixed, so that a graph can be captured. Outputs of
-experts go back to the same place of the same slab, and the rank of the token weighs and adds them up, in the order of
-choices.
+Each rank packs its rows by the rank that has their expert, and sends every other rank a slab, with room for
+`capacity_factor` times the rows of an even routing, by an all_to_all of equal blocks. Sizes are fixed, so that a graph
+can be captured. Outputs of experts go back to the same place of the same slab, and the rank of the token multiplies
+them by their weights and adds them up, in the order of choices.
 
 A choice's place is its number among the choices of this rank for the same other rank, in the order of tokens, then of
 choices. Every rank sends every other a table of fixed size before any row: expert, weight and scale by place. So the
 receiver knows on its device which rows arrive, in whichever round.
 
-Rows beyond a slab go by `overflow`. `raise` and `drop` count them on the device; with `raise` the next dispatch,
-`check` or `close` waits until the calls before have told how many of any rank had no room, and raises on all ranks; a
-call in a capture does not look. A `second_round` loses nothing: the tables say how many rows the fullest slab lacks,
-and if it lacks some, a second all_to_all of that size follows when the dispatch is finished. For that the host waits in
-each dispatch until the tables have come; what was queued after its start goes on. A capture has no host: there one
-round has room for all rows, `world_size` times those of an even routing. `raise` and `drop` send `capacity_factor`
-times as many.
+Rows that do not fit a slab are treated as `overflow` says. `raise` and `drop` count them on the device; with `raise`,
+the next dispatch, `check` or `close` waits until earlier calls have told how many rows of any rank had no room, and
+raises on all ranks; a call in a capture does not look. A `second_round` loses no rows: the tables say how many rows the
+fullest slab lacks, and if this is not 0, a second all_to_all of that size follows when the dispatch is finished. For
+that, the host waits in each dispatch until the tables have arrived, while work that was queued after the start of the
+dispatch goes on. In a capture no host can wait: there one round has room for all rows, `world_size` times those of an
+even routing, while `raise` and `drop` send `capacity_factor` times those.
 """
 
 from __future__ import annotations

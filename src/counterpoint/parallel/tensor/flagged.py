@@ -149,20 +149,20 @@ def bind_flagged(
 
     Args:
         operation: `all_gather_matmul` or `matmul_reduce_scatter`.
-        tensors: by the names above, and `b`, `[K, N]`, rows or columns adjacent (a weight is `weight.t()`).
+        tensors: tensors by the names above, and `b`, `[K, N]`, rows or columns adjacent (a weight is `weight.t()`).
         layout: layout of the rows over ranks.
         words: address of the words of arrival.
-        error: address of a word that is 0. Polling ends after `max_spins` in vain: then it says for what
-            (`ShardedRows.missing`), and `out` is wrong.
+        error: address of a word that is 0. If `max_spins` polls were in vain, polling ends, `out` is wrong and the word
+            says which chunk was missing (`ShardedRows.missing`).
         stored: address of the counts of stored tiles, which are 0.
         bias: `[N]`.
         average: divide the sum by the number of ranks.
-        num_sms: programs, each of which takes an SM of its own; None: all SMs.
-        tiles: the tile.
+        num_sms: number of programs, each of which takes an SM of its own; None: all SMs.
+        tiles: sizes of the tile.
         max_spins: number of times that a word is polled at most.
 
     Returns:
-        A function that launches it; it may be called again, and captured in a CUDA graph.
+        A function that launches the matmul; it may be called again, and captured in a CUDA graph.
 
     Raises:
         Misconfigured: shapes, strides or dtypes do not fit.

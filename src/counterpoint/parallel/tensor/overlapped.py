@@ -89,9 +89,9 @@ class OwnSum:
     """Holds a part of this rank's own rows whose sums in a scatter are made at once.
 
     Args:
-        rows: which.
-        needed: partitions that have to be there, which are those of these rows and of all before them, of all peers.
-        complete: own rows from the first on whose sums are there then; 0: others are still missing.
+        rows: the rows of this part.
+        needed: number of partitions that must have arrived: from all peers, those of these and of all earlier rows.
+        complete: number of own rows, from the first on, whose sums exist then; 0: earlier rows are still missing.
     """
 
     rows: Part
