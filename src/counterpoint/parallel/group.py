@@ -8,8 +8,8 @@ has left, or with the process group. Each user has channels of its own, by name 
 waits for those of another. A group of backend `counterpoint` has a `RankGroup` of its own; all other process groups of
 the same ranks share one.
 
-*One order.* Ranks have to make symmetric memory in one order, on whatever channel. So a user takes the communicator
-from here at each call: what a thread of its own still has to start (`Background`) is started before that.
+*One order.* All ranks have to make symmetric memory in one order, on all channels together. So a user asks `RankGroup`
+for the communicator at each call: calls that a background thread still has to start (`Background`) are started first.
 
 *Equal on all ranks.* `route` depends on the operation, size, dtype and reduction of a call, on the tuning and on the
 crossovers, which all ranks have compared; never on this rank's memory, layout, thread or clock.
@@ -175,7 +175,8 @@ class RankGroup:
     def hold(self, user: object, memory: Any) -> None:
         """Keep symmetric memory until `user` leaves, so that all ranks free it together, whichever drops it before.
 
-        Where memory is free follows from what was freed: it may not be when this rank's garbage is collected.
+        Free memory has to follow from the same calls on all ranks, so it must not depend on when this rank's garbage is
+        collected.
         """
         self._users[self._number_of(user)].memory.append(memory)
 

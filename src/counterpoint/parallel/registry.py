@@ -17,8 +17,8 @@ Value = TypeVar("Value")
 class Registry(Generic[Value]):
     """Keeps values by process group and key, and closes a group's values when torch destroys it.
 
-    torch calls nobody then, but it drops the group's store, which nothing else refers to. Should something hold the
-    store, values are closed when the next group comes.
+    torch calls nobody when it destroys a group, but it drops the group's store, to which nothing else refers. If
+    something else does hold the store, values are closed when the next group is made.
     """
 
     def __init__(self, close: Callable[[Value], None]) -> None:

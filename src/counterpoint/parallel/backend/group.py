@@ -1,17 +1,18 @@
 """Implement a torch process group: large collectives run by a `Communicator`, others by NCCL (gloo on CPUs).
 
-What decides is equal on all ranks (`_route`): operation, size, dtype and reduction of a call, options that they have
-compared, and whether all have left `symmetric_memory`. Never where a tensor lies, or how: a call with an output that is
-not contiguous writes a copy first. All collectives run on one channel, in the order of the program; asynchronous
-all_reduces (on CPUs, all asynchronous calls), and callbacks that make collectives, in a thread (`background.py`), which
-every later collective waits for.
+The route of a call (`_route`) depends only on what is equal on all ranks: operation, size, dtype and reduction of the
+call, options that the ranks have compared, and whether all ranks have left `symmetric_memory`. It never depends on
+where or how a tensor is stored: a call with an output that is not contiguous writes a copy first. All collectives run
+on one channel, in the order of the program. Asynchronous all_reduces (on CPUs, all asynchronous calls), and callbacks
+that make collectives, run in a thread (`background.py`), for which every later collective waits.
 
-The communicator is made at the first call that it takes; over several hosts it is that of `hosts.py`. Where the ranks
+The communicator is opened at the first call that it takes; over several hosts it is the one of `hosts.py`. If the ranks
 of a host cannot share memory, torch's own backends make all calls, and the report says why. Messages between two GPUs
-of a host go through mailboxes (`messages.py`), whatever their size: both ends decide alike.
+of a host go through mailboxes (`messages.py`), whatever their size, so that both ranks choose alike.
 
-No call may fall through to the base class: torch's trampoline would make it with the GIL held, and deadlock with
-gloo's threads, which need it to drop tensors (torch 2.11 to 2.13). So each is handed to an inner group.
+No call may reach the base class: torch's trampoline would make it while it holds the GIL, and deadlock with gloo's
+threads, which need the GIL to drop tensors (torch 2.11 to 2.13). So calls that are not ours are handed to an inner
+group.
 """
 
 from __future__ import annotations
@@ -137,7 +138,8 @@ class CounterpointGroup(dist.ProcessGroup):
     def take_buckets(self) -> None:
         """Take all_reduces and reduce_scatters from 4 MiB on, unless options give sizes. All ranks call this together.
 
-        Their buckets of gradients lie where peers write them, so that they take few SMs, and run beside matmuls.
+        Buckets of gradients then lie in symmetric memory, so that their reductions take few SMs and overlap with
+        matmuls.
         """
         self.rank_group.drain()  # earlier calls, made in callbacks, keep their routes
         self._has_symmetric_memory = True
@@ -444,8 +446,9 @@ class CounterpointGroup(dist.ProcessGroup):
     def _crossover(self, operation: str) -> int:
         """Return the bytes from which the communicator takes a call: the given size, else the one measured alone.
 
-        A group with symmetric memory has buckets of gradients there, which are reduced beside matmuls: their own time
-        matters less than the SMs that NCCL would take from those. So their size decides, where none is given.
+        In a group with symmetric memory, calls of the size of gradient buckets are reduced beside matmuls: their own
+        time matters less than the SMs that NCCL would take from those matmuls. So such a group takes reductions from a
+        bucket's size on, if no size is given.
         """
         measured = (self._crossovers or {}).get(operation, 0)
         given = operation in (self._options.crossover_bytes or {})
@@ -455,8 +458,8 @@ class CounterpointGroup(dist.ProcessGroup):
     def _agree(self, device: torch.device) -> None:
         """Read the tuning and the crossovers, and check that all ranks have equal options that decide a call's route.
 
-        All ranks call it together. An operation that was not measured beside NCCL is left to it, unless its size is
-        given; else the communicator takes a call of a byte or more from its crossover on.
+        All ranks call this together. An operation that was not measured beside NCCL is left to NCCL, unless its size is
+        given; otherwise the communicator takes calls of at least the crossover, and at least one byte.
         """
         with self._agreeing:
             if self._crossovers is not None:

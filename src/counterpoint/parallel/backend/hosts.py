@@ -1,7 +1,8 @@
 """Run large collectives of a group over several hosts: zero-SM inside each host, by torch's backends between hosts.
 
-The ranks of a host come one after the other, the same number on each. Two more groups of torch's own backends are made
-for each rank, which nothing else uses: that of its host, and that of the ranks with its index on all hosts (its rail).
+The ranks of a host have consecutive numbers, the same count on each host. For each rank two more groups of torch's own
+backends are made, which nothing else uses: one of the ranks of its host, and one of the ranks with its index on all
+hosts (its rail).
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ def grid_of_hosts(hosts: list[str]) -> Grid:
 def crossovers_over_hosts(found: Mapping[str, int], given: Mapping[str, int] | None, grid: Grid) -> dict[str, int]:
     """Return by operation the bytes from which the communicator takes a call; sizes in `given` are of whole calls.
 
-    Those `found` in the profile were measured inside a host: each call inside has to be as large as that. An
-    all_reduce and a broadcast have the whole array inside each host, other collectives the blocks of one host at a
+    The sizes `found` in the profile were measured inside a host, so each call inside a host has to be as large. An
+    all_reduce or a broadcast has the whole array inside each host, other collectives have the blocks of one host at a
     time.
     """
     per_host = [name for name in _HOST_BY_HOST if name not in (given or {})]

@@ -21,8 +21,8 @@ _CREATE_WRAPPER: Any = distributed_c10d._create_process_group_wrapper  # it comp
 class InnerGroup:
     """Holds a process group of torch's own backends; after `register`, torch finds it by name.
 
-    Where torch would compare the calls of all ranks, so do these backends, and `why_alone` says why: all calls have to
-    be theirs then.
+    If torch is set to compare the calls of all ranks, these backends do so, too, and `why_alone` says why: then they
+    have to make all calls.
 
     Args:
         options: what torch hands to a backend: store, rank, size, timeout, name and ranks.

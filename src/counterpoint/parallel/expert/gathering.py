@@ -1,9 +1,9 @@
 """Move tokens by gathering all of them on every rank: without counts, without waits of the host, in CUDA graphs, too.
 
-Every rank gets the tokens, ids and weights of all ranks, and takes the rows of its experts as each rank's tokens come.
-It adds up the outputs of its experts for each token, weighted, and sends each rank its sums as they are made; every
-rank adds up the sums for its tokens in the order of ranks, in float32. All this is copied by copy engines; on the
-caller's stream are only the kernels that take rows and add them up.
+Every rank gets the tokens, ids and weights of all ranks, and copies the rows that its experts need as each rank's
+tokens arrive. It adds up the weighted outputs of its experts for each token, and sends each rank its sums as they are
+made; every rank then adds up the sums for its tokens in the order of ranks, in float32. Copy engines do all the
+sending; the caller's stream runs only the kernels that copy rows and add them up.
 """
 
 from __future__ import annotations

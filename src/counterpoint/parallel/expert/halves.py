@@ -1,13 +1,14 @@
 """Record the derivatives of a dispatch and a combine in halves, so that a caller can compute between two halves.
 
-Each half is an autograd function of its own: the first begins communication, the second waits for it. Autograd runs
-nodes in the reverse order of their making, so the derivative of a second half, which begins communication backward,
-comes before the derivative of all that was computed between the halves, and the derivative of the first half, which
-waits, comes after it: what was hidden forward is hidden backward. Between the halves a tensor without elements stands
+Each half is an autograd function of its own: the first half begins communication, the second half waits for it.
+Autograd runs nodes in the reverse order of their making. So the derivative of a second half, which begins communication
+backward, runs before the derivatives of all that was computed between the halves, and the derivative of the first half,
+which waits, runs after them: what was hidden forward is hidden backward, too. Between the halves an empty tensor stands
 for the communication.
 
-The derivative of a dispatch is a combine that is not weighted. That of a combine spreads the derivatives of sums to the
-rows; those of the weights go back while those of the experts are made, and are waited for where tokens' are.
+The derivative of a dispatch is a combine without weights. The derivative of a combine sends the derivatives of the sums
+to the rows; the derivatives of the weights go back while those of the experts are computed, and are waited for together
+with the derivatives of the tokens.
 """
 
 from __future__ import annotations

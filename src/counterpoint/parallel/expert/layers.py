@@ -1,11 +1,11 @@
 """Run the experts of a rank, and a layer of experts that overlaps dispatch and combine with matmuls.
 
-Weight gradients may be delayed: autograd runs nodes in the reverse order of their making, so that `delayed` makes a
-node for the weight before the rows arrive. The matmul's own node then returns only the gradient of its rows, and that
-of the weight is computed after the backward communication of these rows has started.
+Weight gradients may be delayed. Autograd runs nodes in the reverse order of their making, so `delayed` makes a node for
+the weight before the rows arrive. The node of the matmul then returns only the gradient of its rows, and the weight's
+gradient is computed after the backward communication of these rows has started.
 
-Rows past the last offset may be many times the rows before it, and the host does not know how many: `swiglu` is a
-kernel that reads the offset and skips them, as grouped matmuls do.
+There may be many times more rows past the last offset than before it, and the host does not know how many. So `swiglu`
+is a kernel that reads the offset and skips those rows, as grouped matmuls do.
 """
 
 from __future__ import annotations

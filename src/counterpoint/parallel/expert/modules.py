@@ -1,9 +1,9 @@
 """Run the experts of a model of `transformers` by a `Dispatcher`, after its expert-parallel plan was applied.
 
-A module whose style is exactly that of `transformers` gets another `forward`. Its style cannot be asked, but leaves a
-closure that holds what the plan said: `expert_style` looks inside, and a text says what is not exactly as known.
-Parameters stay where they are: each call takes this rank's part of the DTensors that the module then has. Layers of one
-shape share a dispatcher.
+A module whose style is exactly one of `transformers` gets another `forward`. A style cannot be queried, but it leaves a
+closure that holds what the plan said: `expert_style` looks inside it, and returns a text for anything that it does not
+know exactly. Parameters stay where they are: each call takes this rank's part of the DTensors that the module has at
+that time. Layers of one shape share a dispatcher.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class OverlappedExperts:
     def _mechanism(self, x: Tensor, top_k: int) -> ExpertChoice | None:
         """Return the mechanism by the options, else by the tuning; None: `transformers` runs the experts.
 
-        A tuning knows the largest call of all ranks, so that they choose alike.
+        A tuning is asked with the size of the largest call of any rank, so that all ranks choose alike.
         """
         asked, choice, ranks = self.dispatchers.options.mechanism, None, self.style.mesh.size()
         if self._tuning is not None and asked == "auto":

@@ -1,8 +1,8 @@
 """Gather several modules ahead by FSDP2's explicit prefetching, in the order in which the modules were seen to run.
 
-FSDP2 gathers one module ahead by itself, and more if it has lists of them. The order of registration is a guess at the
-order of the passes, so it is not used: the first forward pass runs as it would without prefetching, its gathers come in
-the order of the modules, and when the first gradients are scattered that pass is over and the lists are set.
+FSDP2 gathers one module ahead by itself, and more if it has lists of modules. The order of registration is only a guess
+at the order of the passes, so it is not used. Instead, the first forward pass runs without our prefetching, and its
+gathers show the order of the modules; when the first gradients are scattered, that pass is over, and the lists are set.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Hold whole parameters in slots of symmetric memory, into which FSDP2 gathers one module at a time.
 
-FSDP2 gathers a module into a buffer, shards in the order of ranks, and copies from there into tensors that it frees and
-allocates again. Here these tensors are made once, in a `ParameterSlot`, and peers write into them: nothing is copied
-out, and there is no buffer. Autograd keeps views of them from forward to backward, so a module's tensors never move;
-but a slot has many occupants, one after the other: as many slots are needed as modules are whole at the same time.
+FSDP2 gathers a module into a buffer, the shards in the order of ranks, and copies from the buffer into tensors that it
+frees and allocates again. With slots, these tensors are made once, in a `ParameterSlot`, and peers write into them:
+nothing is copied out, and there is no buffer. Autograd keeps views of the tensors from forward to backward, so a
+module's tensors never move; but modules occupy a slot one after the other, so that only as many slots are needed as
+modules are whole at the same time.
 
 *Order.* An occupant leaves its slot when FSDP2 frees its parameters; what is queued then on the current stream still
 reads them. The next occupant waits for that, on the stream on which it copies its own shards in, and its peers write

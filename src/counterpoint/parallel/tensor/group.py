@@ -1,8 +1,7 @@
 """Run the matmuls of one process group with their collectives, and count which mechanism ran each call.
 
-A call goes the way that was planned for its shape (`plans.py`): in pieces beside copy engines (`overlapped.py`), or by
-torch's own collective and one matmul. Where the ranks cannot share memory, all calls go torch's way, and the report
-says so.
+A call runs as planned for its shape (`plans.py`): in pieces beside copy engines (`overlapped.py`), or by torch's own
+collective and one matmul. If the ranks cannot share memory, torch runs all calls, and the report says so.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ class TensorGroup:
     def follow(self, tuning: FollowedTuning | None) -> None:
         """Let a tuning choose for later calls; None: built-in rules. All ranks call this, between two steps.
 
-        Without it the tuning that the variable COUNTERPOINT_TUNED names chooses.
+        Before the first call of this method, the tuning that the variable COUNTERPOINT_TUNED names chooses.
         """
         self._tuning, self._is_told = tuning, True
         self._routes.clear()
@@ -126,7 +125,7 @@ class TensorGroup:
     ) -> tuple[Tensor | None, list[Tensor]]:
         """Do `torch.ops.counterpoint.all_gather_matmul`, or, if `a_scale` is given, its float8 variant.
 
-        Callers get a copy of the gathered rows: symmetric memory has to be dropped in the same order on all ranks,
+        Callers get a copy of the gathered rows, because all ranks have to drop symmetric memory in the same order,
         which only the operations themselves can promise.
 
         Returns:

@@ -1,8 +1,9 @@
 """Run the linear layers of a tensor-parallel model by `torch.ops.counterpoint`, after `parallelize_module`.
 
-A layer whose style is torch's own, or of `transformers`, gets another `forward`, and its hooks rest. Parameters stay
-where they are: each call takes this rank's part of the DTensor that the layer then has. Column-wise layers of one
-module that get the same input share one gather of it, or one all-reduce of its derivative.
+A layer whose style is one of torch's own, or of `transformers`, gets another `forward`, and its hooks are switched off.
+Parameters stay where they are: each call takes this rank's part of the DTensor that the layer has at that time.
+Column-wise layers of one module that get the same input share one gather of the input, or one all-reduce of its
+derivative.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Overlap matmuls with the collective before or after them, by a pipeline for each on a communicator.
 
-`RowGather` pushes this rank's rows to the peers, while rows that have arrived are multiplied; own rows are read where
-they are. `RowScatter` pushes each part of a product as soon as it is computed, those for peers first; sums of own rows
-are made last, in the order of ranks, and rounded once. Both multiply in pieces of a plan (`multiply`), or by one matmul
-that polls (`multiply_flagged`; see `flagged.py`), on GPUs only.
+`RowGather` pushes this rank's rows to the peers while it multiplies rows that have arrived; it reads its own rows in
+place. `RowScatter` pushes each part of a product as soon as it is computed, the parts for peers first; the sums of its
+own rows are made last, in the order of ranks, and rounded once. Both multiply in the pieces of a plan (`multiply`), or,
+on GPUs only, by one matmul that polls (`multiply_flagged`; see `flagged.py`).
 
 Rows are counted as in `pair/sharded_rows.py`, whose layout says in which chunks they leave; ranks have equally many.
 """

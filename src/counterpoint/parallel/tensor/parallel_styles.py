@@ -1,7 +1,7 @@
 """Recognise how a module was made tensor parallel: by a style of torch's `parallelize_module` or of `transformers`.
 
-Neither can be asked, but both leave hooks that are closures of theirs: they hold the style. This file is the only one
-that looks inside. What is not exactly theirs is not taken: a text says what it is.
+Neither style can be queried, but both leave hooks that are closures, which hold the style. This file is the only one
+that looks inside them. A hook that is not exactly one of theirs is not taken: a text says what it is.
 """
 
 from __future__ import annotations

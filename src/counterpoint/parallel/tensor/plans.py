@@ -1,8 +1,8 @@
 """Plan the matmuls of a process group, once for each shape, from measurements on its GPUs, equally on all ranks.
 
-A matmul is measured once for each `[k, n]` and dtype, by its rows, in the first forward call that has it: a curve then
-serves all numbers of rows. Nothing is measured in a backward. What one needs and does not know is estimated there, and
-measured in the next forward call.
+A matmul is measured once for each `[k, n]` and dtype, at several numbers of rows, in the first forward call that has
+it: the curve then serves all numbers of rows. Nothing is measured in a backward: a matmul that a backward needs and
+that was not measured is estimated, and measured in the next forward call.
 """
 
 from __future__ import annotations
