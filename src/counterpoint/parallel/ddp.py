@@ -199,8 +199,8 @@ hook.__annotations__ |= {"bucket": GradBucket, "return": torch.futures.Future[Te
 class SymmetricBuckets:
     """Lets a DDP model put its buckets in symmetric memory when it makes them anew, before its second or third step.
 
-    DDP makes them anew in the order in which gradients became ready, unless it has unused parameters. All ranks make
-    this together.
+    DDP makes its buckets anew in the order in which gradients became ready, unless it has unused parameters. All ranks
+    construct this together.
 
     Args:
         model: the model.

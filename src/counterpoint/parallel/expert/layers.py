@@ -201,9 +201,9 @@ def overlapped_moe(
 ) -> Tensor:
     """Run a layer of experts in parts: dispatch of one part, combine of another and experts of a third overlap.
 
-    Half of the shared expert lies beside the first dispatch, half beside the last combine. Backward does the same the
-    other way round, and the experts' weight gradients lie beside the communication of the rows' derivatives. All ranks
-    of the dispatcher's group call it with the same `parts`.
+    Half of the shared expert runs during the first dispatch, the other half during the last combine. Backward mirrors
+    this, and the experts' weight gradients are computed during the communication of the rows' derivatives. All ranks of
+    the dispatcher's group call this with the same `parts`.
 
     Args:
         x: this rank's tokens `[tokens, hidden]`.

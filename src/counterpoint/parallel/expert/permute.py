@@ -6,8 +6,8 @@
 - `weight_grads`: the derivative of the weights of these sums.
 - `narrowed`: tokens in float8, with a scale for each; `permute` makes them wide again.
 
-They record no derivatives: that of `permute` is `combine` of the rows' gradients; those of `combine` are `permute` of
-the sums' gradients, with the same weights, and `weight_grads`.
+These functions record no derivatives. The derivative of `permute` is `combine` of the rows' gradients; the derivatives
+of `combine` are `permute` of the sums' gradients, with the same weights, and `weight_grads`.
 
 On CUDA these are Triton kernels (`kernels.py`), elsewhere operations of torch, with the same results bit for bit but
 for `weight_grads`, which adds in another order. Tokens are `[tokens, hidden]`, the elements of a token adjacent; rows
@@ -39,8 +39,9 @@ E4M3 = (8, 9)  # compute capability from which Triton supports float8_e4m3fn; fl
 class Assignment:
     """Says which row of this rank's experts each choice of some tokens gets.
 
-    Rows are ordered by expert, then token, then choice. An expert's rows are followed by padding up to a multiple of
-    `pad_multiple`, one without rows has none. Choices for which no row is left have none: `missing` tells.
+    Rows are ordered by expert, then token, then choice. Padding after the rows of an expert fills them up to a multiple
+    of `pad_multiple`; an expert without rows has no padding. Choices for which no row is left get none: `missing` says
+    how many rows are lacking.
     """
 
     offsets: Tensor  # int32 [experts]: the end of each expert's rows, as torch's grouped_mm takes it

@@ -2,9 +2,9 @@
 
 torch calls `allocate` for the output of an all-gather, copies this rank's shards into it, gathers, and copies the
 parameters out. It calls `allocate` for the input of a reduce-scatter, copies the gradients into it, calls `allocate`
-for the output, and scatters. `placeholders.py` says what these buffers are replaced by, `slots.py` where parameters
-lie. Where FSDP2's copies have to stay, the output of a gather is a real buffer in symmetric memory, in which torch
-gathers in place; gradients are scattered from a real buffer, which need not be symmetric.
+for the output, and scatters. `placeholders.py` replaces these buffers, and `slots.py` says where parameters lie. If
+FSDP2's copies have to stay, the output of a gather is a real buffer in symmetric memory, in which torch gathers in
+place, and gradients are scattered from a real buffer, which need not be symmetric.
 
 Streams and lifetimes on a GPU, read in torch 2.11 and 2.13 (`_fsdp_collectives.py`, `_fsdp_param_group.py`):
 

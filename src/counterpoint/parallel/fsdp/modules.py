@@ -1,11 +1,11 @@
 """Look inside FSDP2: which modules gather together, over which ranks, how many bytes, and into which tensors.
 
 torch's hooks (`set_custom_all_gather`, `set_custom_reduce_scatter`) are public, but not for modules whose parameters
-lie on several meshes (from torch 2.12 on, a group of parameters for each), and a module cannot be asked for its process
-groups, nor where its whole parameters are to lie. This file is the only one that looks inside FSDP2, at names that are
-the same in torch 2.11 and 2.13 but for one (`_fsdp_param_group`, then `_fsdp_param_groups`), and that changes something
-there: the hooks of each group, the flat tensors of whole parameters, one function, and what a pass that an exception
-ended has left. Where a name is missing it says so, whatever the version.
+lie on several meshes (from torch 2.12 on, with a parameter group for each mesh), and a module has no public way to tell
+its process groups, or to be told where its whole parameters lie. This file is the only one that looks inside FSDP2. It
+uses names that are the same in torch 2.11 and 2.13, except one (`_fsdp_param_group`, then `_fsdp_param_groups`). It
+changes the hooks of each group, the flat tensors of whole parameters, one function, and the state that an interrupted
+pass has left. If a name is missing it says so, whatever the version.
 """
 
 from __future__ import annotations

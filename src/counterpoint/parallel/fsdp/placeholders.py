@@ -1,8 +1,9 @@
 """Give FSDP2 tensors without memory as its buffers, so that its copies into or out of them are recorded, not made.
 
-FSDP2 asks its hooks for a buffer to gather into, and for one to scatter from; copies shards or gradients into it by one
-operation, calls the hook, and copies parameters out by another. Given a placeholder instead, the operation comes here:
-shards go to where the whole parameters are (`slots.py`), and gradients stay where autograd left them.
+FSDP2 asks its hooks for a buffer to gather into, and for one to scatter from. It copies shards or gradients into the
+buffer by one operation, calls the hook, and copies parameters out by another operation. With a placeholder as the
+buffer, these operations are dispatched to this file: shards go to where the whole parameters are (`slots.py`), and
+gradients stay where autograd left them.
 """
 
 from __future__ import annotations

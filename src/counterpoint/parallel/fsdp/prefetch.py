@@ -33,9 +33,9 @@ class PrefetchTargets:
 def prefetch_targets(order: Sequence[T], depth: int, *, parts: Mapping[T, Collection[object]]) -> list[PrefetchTargets]:
     """Return for each module of `order` the next `depth` modules in the forward and in the backward pass.
 
-    `order` is that in which forward passes begin; `parts` are the modules inside each. A module's backward pass begins
-    before those of the modules inside it, which come in reverse; so that order is the reverse of the one in which
-    forward passes end.
+    Forward passes begin in the order `order`; `parts` are the modules inside each module. A module's backward pass
+    begins before those of the modules inside it, which begin in reverse order. So backward passes begin in the reverse
+    of the order in which forward passes end.
     """
     ended: list[int] = []
     running: list[int] = []

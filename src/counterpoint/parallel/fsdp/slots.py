@@ -11,10 +11,10 @@ reads them. The next occupant waits for that, on the stream on which it copies i
 behind their own waits: the call has a handshake.
 
 *Which slot.* The order of the model says which modules may share a slot (`assign_slots`). FSDP2 runs modules in an
-order that is not known before, nearly always that of the model; where it is not, a module allocates another slot when
-it is first gathered. If it later finds an occupant in its slot (modules are gathered in another order, or kept), it
-moves, unless autograd has views of its tensors: then its gather is made when FSDP2 needs it, not before. An occupant
-whose parameters are only kept for its next call leaves, and has to be gathered again then.
+order that is not known beforehand, but nearly always the order of the model; if it differs, a module allocates another
+slot when it is first gathered. If a module later finds another occupant in its slot (since modules are gathered in
+another order, or kept), it moves, unless autograd has views of its tensors: then its gather is made only when FSDP2
+needs it. An occupant whose parameters are only kept for its next call leaves, and is gathered again for that call.
 """
 
 from __future__ import annotations

@@ -4,14 +4,14 @@
 - `matmul_reduce_scatter`: tiles of peers come first and are counted, so that a stream wait releases each chunk's copy;
   own tiles come last, and add what peers have sent.
 
-`ShardedRows` says whose rows are where, and is all that the order of tiles follows from. The words of `words` and
-`stored` are 32 bits wide; that of a peer's chunk is at `4 * word(peer, chunk)`, as `CudaWork` has them.
-The matmuls set no word back: the stream does after them, by waits that reset (`collectives/cuda/lower.py`).
+`ShardedRows` says which rank has which rows, and determines the order of tiles. The words at `words` and `stored` are
+32 bits wide; the word of a peer's chunk is at `4 * word(peer, chunk)`, as in `CudaWork`. The matmuls do not set words
+back: after them the stream does, by waits that reset (`collectives/cuda/lower.py`).
 
-Copies that a matmul polls for are issued before it, on another stream. A matmul must be bound before any kernel of
-this process polls: compiling and loading may wait for the device, and the device for what comes later. One that polls
-may hold all SMs until a peer's has come as far, so that ranks launch them in the same order. What is bound keeps its
-tensors; words are the caller's to keep.
+Copies for which a matmul polls are issued before it, on another stream. A matmul must be bound before any kernel of
+this process polls: compiling and loading may wait for the device, and so for a kernel that polls for work that is not
+issued yet. A matmul that polls may hold all SMs until the matmul of a peer has come as far, so all ranks launch them in
+the same order. A bound matmul keeps its tensors alive; the caller keeps the words alive.
 """
 
 from __future__ import annotations

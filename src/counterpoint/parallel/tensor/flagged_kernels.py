@@ -1,13 +1,13 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-incomplete-defs
 """Define Triton matmuls that poll words in memory; `flagged.py` imports this file when it binds one.
 
-A program takes every `num_programs`-th tile of C, in the order of the table of runs: `flagged.py` puts those first
-whose rows are there first. A run is of rows that arrive together, and no tile spans two of them.
+A program takes every `num_programs`-th tile of C, in the order of the table of runs, in which `flagged.py` puts those
+runs first whose rows arrive first. A run consists of rows that arrive together, and no tile spans two runs.
 
-Who polls reads with acquire at system scope, by one thread; a block barrier hands that on to the others; a proxy fence
-hands it on to TMA, which loads through another proxy than the one that has seen the word. What a program stores for a
-copy engine is stored by plain stores, then counted with release at system scope. Who polls in vain writes 1 plus the
-place of its word at `error`, if it is the first.
+One thread polls, by reads with acquire at system scope; a block barrier passes the order on to the other threads, and a
+proxy fence passes it on to TMA, which loads through another proxy than the one that has read the word. Results that a
+copy engine sends are written by plain stores, then counted with release at system scope. A program whose polling times
+out writes 1 plus the index of its word at `error`, unless another program has done so before.
 """
 
 import triton

@@ -1,13 +1,14 @@
 """Find collectives beside matmuls in graphs of torch.compile, and replace both by `torch.ops.counterpoint`.
 
-An all_gather is fused with every matmul whose rows it gathers: q, k and v, or gate and up, are one operation, which
-returns the gathered rows, too, where something else uses them. A reduce_scatter or an all_reduce is fused with the
-matmul whose product it reduces, or with several whose products are added up before (the backward of q, k and v): their
-rows and weights are put behind one another, so that one matmul has the sum. Products that are added up only after
-an all_reduce of each are added up before one.
+An all_gather is fused with every matmul whose rows it gathers: q, k and v, or gate and up, become one operation, which
+also returns the gathered rows if other nodes use them. A reduce_scatter or an all_reduce is fused with the matmul whose
+product it reduces, or with several matmuls whose products are added up before it (the backward of q, k and v): their
+rows and weights are concatenated along K, so that one matmul computes the sum. Products that are added up after an
+all_reduce of each are added up first, and reduced once.
 
-Between the two may be what leaves rows in their order: reshapes and copies, the splitting and joining by which torch
-gathers along another dimension than the first, and, behind a gather, a cast that does not make it larger.
+Between a collective and a matmul there may be nodes that keep rows in their order: reshapes and copies, the splitting
+and joining by which torch gathers along another dimension than the first, and, after a gather, a cast to a dtype that
+is not larger.
 """
 
 from __future__ import annotations
