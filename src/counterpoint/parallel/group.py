@@ -242,7 +242,7 @@ class RankGroup:
 
     @property
     def is_open(self) -> bool:
-        """Return whether there is a communicator."""
+        """Return whether the communicator is open."""
         return self._communicator is not None
 
     @property

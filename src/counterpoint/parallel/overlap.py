@@ -54,7 +54,7 @@ def overlap(
     options: OverlapOptions | DdpOptions | None = None,
     tuned: Tuned | str | Path | None = None,
 ) -> Overlap | OverlappedDdp:
-    """Put collectives that overlap under a model of FSDP2, DDP, tensor or expert parallelism. All ranks call it.
+    """Make the collectives of an FSDP2, DDP, tensor-parallel or expert-parallel model overlap. All ranks call this.
 
     It takes every FSDP2 module of `model`, after the last `fully_shard`, or the buckets of a `DistributedDataParallel`,
     right after that was made; every linear layer of torch's `parallelize_module`, or of a `tp_plan` of `transformers`;

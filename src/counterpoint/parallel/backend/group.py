@@ -129,7 +129,7 @@ class CounterpointGroup(dist.ProcessGroup):
         return open_communicator(self.inner, self._on_hosts(), device, options)
 
     def _on_hosts(self) -> Grid:
-        """Return which ranks are on which host; raise `Unsupported` if hosts are irregular. All ranks call it first."""
+        """Return the grid of hosts; raise `Unsupported` if it is irregular. All ranks make the first call together."""
         if self._hosts is None:
             self.inner.register()
             self._hosts = grid_of_group(self.inner.group, self._options.ranks_per_host)

@@ -26,7 +26,7 @@ _HOST_BY_HOST = ("all_gather", "reduce_scatter", "all_to_all")
 
 
 def grid_of_group(group: Any, ranks_per_host: int | None) -> Grid:
-    """Return on which hosts the ranks of a torch process group lie. All ranks call it together.
+    """Return the grid of hosts and local ranks of a torch process group. All ranks call this together.
 
     `ranks_per_host` ranks count as a host; None: those of one machine do.
 

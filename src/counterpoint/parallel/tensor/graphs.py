@@ -1,4 +1,4 @@
-"""Find collectives beside matmuls in graphs of torch.compile, and replace both by `torch.ops.counterpoint`.
+"""Find collectives next to matmuls in graphs of torch.compile, and replace both by `torch.ops.counterpoint`.
 
 An all_gather is fused with every matmul whose rows it gathers: q, k and v, or gate and up, become one operation, which
 also returns the gathered rows if other nodes use them. A reduce_scatter or an all_reduce is fused with the matmul whose
