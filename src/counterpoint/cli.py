@@ -18,7 +18,7 @@ from counterpoint.errors import CounterpointError, printable
 from counterpoint.version import VERSION
 
 MAX_MESSAGE = 2000  # characters
-UsageError: tuple[type[Exception], ...] = typer.BadParameter.__bases__  # of typer's own click, or the installed one
+UsageError: tuple[type[Exception], ...] = typer.BadParameter.__bases__  # the base classes of typer's errors of usage
 
 app = typer.Typer(
     add_completion=False,
@@ -38,7 +38,7 @@ def main() -> None:
         finally:
             if sys.stdout is not None:
                 sys.stdout.flush()
-    except ReaderGone:  # a reader that ends early, such as `head`, ends us without a word, as it does other programs
+    except ReaderGone:  # the reader of our output has ended, such as `head`: end by SIGPIPE, without a message
         end_by_sigpipe()
     except CounterpointError as error:
         _end(str(error))

@@ -1,4 +1,4 @@
-"""Be `counterpoint.parallel.ddp`, whose public name this is."""
+"""Publish `counterpoint.parallel.ddp` under its public name, `counterpoint.ddp`."""
 
 import sys
 

@@ -8,7 +8,7 @@ from functools import partial
 
 
 class CounterpointError(Exception):
-    """Is the base of every error that counterpoint raises on purpose; the command line prints it and exits with 2."""
+    """Is the base class of all errors that counterpoint raises on purpose; the command line then exits with code 2."""
 
 
 class Unsupported(CounterpointError):
@@ -49,7 +49,7 @@ class Misconfigured(CounterpointError, ValueError):
 
 
 class NoSuchValue(Misconfigured):
-    """Says that a value can never be one of its option or field, whatever else is given."""
+    """Says that an option or field can never have the given value, whatever the other options are."""
 
 
 class BadTrace(CounterpointError):
@@ -70,7 +70,7 @@ class BadTrace(CounterpointError):
 
 @contextmanager
 def needs_triton(what: str) -> Iterator[None]:
-    """Raise `Unsupported` for imports inside that fail: `what`, in the plural, needs Triton."""
+    """Raise `Unsupported` if an import in the `with` block fails: its text says that `what`, a plural, needs Triton."""
     try:
         yield
     except ImportError as error:

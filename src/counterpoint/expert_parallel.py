@@ -1,4 +1,4 @@
-"""Be `counterpoint.parallel.expert`, whose public name this is."""
+"""Publish `counterpoint.parallel.expert` under its public name, `counterpoint.expert_parallel`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Start processes that are ranks, watch them, leave none behind, and report in one error why a rank ended. No torch.
+"""Start and watch the processes of ranks, leave none running, and say in one error why a rank ended. No torch.
 
 `measurement/launch.py` starts each rank itself, by torchrun's environment: its agent would import torch once more
 (seconds), restart and rendezvous are not wanted, and the parent of a rank is the only one who learns by which signal it
@@ -34,7 +34,7 @@ Progress = Callable[[int, int, str], None]  # parts done, parts in all, what run
 Processes = Sequence[subprocess.Popen[bytes]]
 
 PARENT_VARIABLE = "COUNTERPOINT_PARENT_PID"  # tells a rank who started it; not set under torchrun
-DEFAULTS = {  # of every rank; what the user has set wins
+DEFAULTS = {  # environment of every rank, unless the user has set a variable
     "NCCL_NVLS_ENABLE": "0",  # NVLink multicast stays off
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NVSHMEM_DISABLE_NVLS": "1",
@@ -51,7 +51,7 @@ SILENT = "did not answer (stopped, or in a driver call)"
 REPEATED = "PeerFailed"  # raised by a rank that repeats what another one told it
 _LOST = re.compile(r"[Cc]onnection (closed|reset)")  # by a peer, as gloo says
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')  # as faulthandler writes it
-_LAUNCHER = re.compile("/counterpoint/(rehearsal|tuning/script)/")  # at the root of every stack of a script
+_LAUNCHER = re.compile("/counterpoint/(rehearsal|tuning/script)/")  # our launchers, at the root of every stack
 
 
 @contextmanager
@@ -81,7 +81,7 @@ def reserved_port() -> Iterator[int]:
 def started(
     command: Sequence[str], logs: Iterable[Path], environments: Iterable[Mapping[str, str]]
 ) -> Iterator[Processes]:
-    """Yield processes of a command, one for each log and environment; all that they started dies when the block ends.
+    """Yield processes that run `command`, one for each log and environment; kill them and their children at the end.
 
     Each process has a session of its own: Ctrl-C reaches the parent alone, which then kills all of them. Raises OSError
     if the program is not there.
@@ -103,9 +103,9 @@ def started(
     finally:
         for process in processes:
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # not reaped yet, so its number is still its own
+                os.killpg(process.pid, signal.SIGKILL)  # the process is not reaped yet, so no other process has its pid
         for process in processes:
-            with suppress(subprocess.TimeoutExpired):  # stuck in the kernel, where it dies when that lets go
+            with suppress(subprocess.TimeoutExpired):  # it is stuck in the kernel, and dies when it leaves that
                 process.wait(timeout=REAP_S)
 
 
@@ -121,7 +121,7 @@ def watch(
     """Return when all processes have exited with 0.
 
     Args:
-        processes: of `started`.
+        processes: processes that `started` has yielded.
         progress: called again and again; returns another value after progress.
         timeout_s: longest time without progress.
         startup_s: added to it before the first progress.
@@ -130,7 +130,7 @@ def watch(
     """
     seen, last = progress(), time.monotonic() + startup_s
     while True:
-        codes = [exit_code(process) for process in processes]  # before the progress: none can come after
+        codes = [exit_code(process) for process in processes]  # read before the progress: after an exit there is none
         if (now := progress()) != seen:
             seen, last = now, time.monotonic()
         if any(codes):
@@ -152,14 +152,14 @@ def exit_code(process: subprocess.Popen[bytes]) -> int | None:
 
 
 def wait_for_all(processes: Processes, seconds: float) -> None:
-    """Wait until all processes have ended, or as many seconds have passed."""
+    """Wait until all processes have ended, or for at most `seconds`."""
     until = time.monotonic() + seconds
     while time.monotonic() < until and any(exit_code(process) is None for process in processes):
         time.sleep(POLL_S)
 
 
 def abort(pids: Iterable[int]) -> None:
-    """Have processes write their stacks, as faulthandler does at SIGABRT, without a dump of their memory."""
+    """Send SIGABRT to processes, at which faulthandler writes their stacks, and suppress their core dumps."""
     for pid in pids:
         with suppress(ProcessLookupError):
             resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0))
@@ -168,7 +168,7 @@ def abort(pids: Iterable[int]) -> None:
 
 def die_with_parent() -> None:
     """Have the kernel kill this process when its parent dies; call it first, before torch is imported."""
-    # no code of this process has to run for it: it works in the middle of a collective and when the parent got SIGKILL
+    # the kernel does it, so it works in the middle of a collective, and when the parent got SIGKILL
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         error = ctypes.get_errno()
@@ -179,7 +179,7 @@ def die_with_parent() -> None:
 
 
 def write_whole(path: Path, record: Record) -> None:
-    """Write a record as JSON, whole or not at all."""
+    """Write a record as JSON to a new file, then rename it, so that a reader finds the whole file or none."""
     path.parent.mkdir(exist_ok=True)
     part = path.with_suffix(".part")
     part.write_bytes(msgspec.json.encode(record))
@@ -187,17 +187,17 @@ def write_whole(path: Path, record: Record) -> None:
 
 
 def failure_file(errors: Path, rank: int) -> Path:
-    """Return where a rank says why it failed, a `RankFailure`."""
+    """Return the path of the file to which a rank writes why it failed, as a `RankFailure`."""
     return errors / f"rank{rank}.json"
 
 
 @contextmanager
 def leaving_word(errors: Path, rank: int, at: Callable[[], str | None]) -> Iterator[None]:
-    """End this rank with exit code 1 after an exception inside, and say why, and `at` which step or part, in a file."""
+    """If the block raises, write the error, with the step or part that `at` names, to a file, and exit with code 1."""
     try:
         yield
     except Exception as error:
-        if not isinstance(error.__cause__, SystemExit):  # of which Python prints no traceback either
+        if not isinstance(error.__cause__, SystemExit):  # Python prints no traceback of a SystemExit either
             traceback.print_exc()  # into the log
         text = " ".join(str(error).split())[:1000]
         failure = RankFailure(rank=rank, kind=type(error).__name__, text=text, scenario=at())
@@ -208,14 +208,14 @@ def leaving_word(errors: Path, rank: int, at: Callable[[], str | None]) -> Itera
 
 
 def read_failure(errors: Path, rank: int) -> RankFailure | None:
-    """Return why a rank failed; None if it has not said, or was killed while it did."""
+    """Return why a rank failed; None if it wrote no reason, or was killed while it wrote."""
     with suppress(OSError, msgspec.DecodeError):
         return msgspec.json.decode(failure_file(errors, rank).read_bytes(), type=RankFailure)
     return None
 
 
 def tail(log: Path) -> str:
-    """Return the end of a log; empty where there is none."""
+    """Return the last 64 KiB of a log as text; "" if there is no such file."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
@@ -226,7 +226,7 @@ def tail(log: Path) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Remains:
-    """Holds what a rank left: exit status (negative: a signal; None: it runs), its failure, the end of its log."""
+    """Holds a rank's exit code (negative: a signal; None: it still runs), its failure and the end of its log."""
 
     rank: int
     code: int | None
@@ -235,13 +235,13 @@ class Remains:
 
     @property
     def follows(self) -> bool:
-        """Return whether the rank failed because it lost another one, or repeats what that one told it."""
+        """Return whether the rank failed only as a consequence: it lost another rank, or repeats that rank's error."""
         failed = self.failure
         return failed is not None and (failed.kind == REPEATED or _LOST.search(failed.text) is not None)
 
 
 def died(ranks: Sequence[Remains], *, during: str, logs: str, log: str | None = None) -> CounterpointError:
-    """Return the error to raise when a rank has ended badly: the cause, not what followed on other ranks.
+    """Return the error to raise when a rank has ended badly: the cause, not its consequences on other ranks.
 
     One of our own exceptions comes first, then a signal, then other exceptions, then a rank that left only its log. A
     rank that lost its connection to another one, or repeats what that told it, comes after that one. `logs` is the
@@ -270,7 +270,7 @@ def died(ranks: Sequence[Remains], *, during: str, logs: str, log: str | None = 
 
 
 def hung(ranks: Sequence[Remains], *, reason: str, logs: str) -> PeerTimeout:
-    """Return the error to raise when no progress has come in time, with where up to four ranks stand.
+    """Return the error to raise when no progress has come in time; it says in which function up to four ranks are.
 
     Those come first that did not answer: the likely cause. The logs end with the stacks of `abort`.
     """
@@ -289,10 +289,10 @@ def _at(failure: RankFailure, during: str) -> str:
 
 
 def _where(rank: Remains) -> str:
-    """Return in words the innermost stack frame of the rank's main thread in counterpoint, or else at all."""
+    """Return in words where the rank's main thread is: its innermost frame in counterpoint, or in any file."""
     if rank.code is not None and rank.code >= 0:
         return "had ended"
-    threads = rank.log.rpartition("Fatal Python error")[2]  # the main one, which gets the signal, comes last
+    threads = rank.log.rpartition("Fatal Python error")[2]  # the main thread, which gets the signal, comes last
     frames = [match.groupdict() for match in _FRAME.finditer(threads.rpartition("Current thread")[2])]
     if not frames:
         return SILENT

@@ -1,4 +1,4 @@
-"""Read a small text file that a user names: it may be anything, and what is wrong with it is said in one line."""
+"""Read a small text file that a user names; if it cannot be read, the error says why in one line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from counterpoint.errors import Misconfigured, printable
 
-DESCRIPTORS = ("/dev/fd/", "/proc/self/fd/", "/dev/stdin")  # a shell's `<(...)` and `-` have a writer at their end
+DESCRIPTORS = ("/dev/fd/", "/proc/self/fd/", "/dev/stdin")  # pipes of a shell's `<(...)` and `-`, which have a writer
 
 
 def read_text(path: Path, *, limit: int, advice: str) -> str:
@@ -18,7 +18,7 @@ def read_text(path: Path, *, limit: int, advice: str) -> str:
     Args:
         path: a file; of pipes and devices only those that are open already, since others may never end.
         limit: bytes that it may have.
-        advice: what to give instead, for messages.
+        advice: what the user should give instead; it goes into error messages.
 
     Raises:
         Misconfigured: it cannot be read, is too large or no UTF-8.
@@ -42,7 +42,7 @@ def read_text(path: Path, *, limit: int, advice: str) -> str:
 
 
 def parse_toml(text: str, name: str, advice: str) -> dict[str, Any]:
-    """Return the tables of a file's text; `name` and `advice` are for messages.
+    """Return the tables of TOML text; `name` and `advice` go into the error message.
 
     Raises:
         Misconfigured: it is no TOML.
@@ -53,7 +53,7 @@ def parse_toml(text: str, name: str, advice: str) -> dict[str, Any]:
         why = "tables and arrays are nested too deep"
     except tomllib.TOMLDecodeError as error:
         why = f"not TOML: {printable(str(error), 200)}"
-    except ValueError:  # of int()
+    except ValueError:  # int() raises it
         why = "a number has thousands of digits"
     raise Misconfigured(f"{name}: {why}; {advice}")
 

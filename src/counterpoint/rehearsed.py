@@ -21,24 +21,24 @@ def is_rehearsal() -> bool:
 
 
 def local_rank() -> str:
-    """Return this rank's number on its host, empty if no launcher says it; in a rehearsal LOCAL_RANK is its GPU's."""
+    """Return this rank's number on its host, "" if not set; in a rehearsal LOCAL_RANK itself is an index of a GPU."""
     return os.environ.get(_LOCAL_RANK) or os.environ.get("LOCAL_RANK", "")
 
 
 def host_id() -> str:
-    """Return what two processes have in common if they are on one host; a rehearsal divides its ranks among hosts."""
+    """Return a text that is equal in all processes of one host; in a rehearsal, of one pretended host."""
     boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else platform.node()
     return f"{boot}, rehearsed host {os.environ[_HOST]}" if is_rehearsal() else boot
 
 
 def rank_variables(rank: int, *, ranks_per_host: int, gpus: Sequence[str]) -> dict[str, str]:
-    """Return the variables that make a process a rank of a rehearsal; set them before torch is imported.
+    """Return the environment variables that make a process a rank of a rehearsal; set them before torch is imported.
 
     NCCL refuses two ranks of one host on one GPU, so it takes each rank for a host of its own and sends over loopback.
 
     Args:
         rank: number of the rank.
-        ranks_per_host: so many consecutive ranks count as one host.
+        ranks_per_host: number of consecutive ranks that count as one host.
         gpus: entries of CUDA_VISIBLE_DEVICES that the ranks are dealt out to in turn; empty: the ranks run on CPUs.
     """
     host, local = divmod(rank, ranks_per_host)

@@ -1,4 +1,4 @@
-"""Be `counterpoint.parallel.tensor`, whose public name this is."""
+"""Publish `counterpoint.parallel.tensor` under its public name, `counterpoint.tensor_parallel`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Register backend `counterpoint` with torch.distributed; import it for that.
+"""Register backend `counterpoint` with torch.distributed when this module is imported.
 
 import counterpoint.torch_backend
 torch.distributed.init_process_group("counterpoint")

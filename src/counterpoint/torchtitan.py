@@ -1,4 +1,6 @@
-"""Put counterpoint under a training of torchtitan, by its overrides. It needs no torchtitan to be imported.
+"""Run torchtitan's token dispatcher and parallel linear layers by counterpoint, through torchtitan's overrides.
+
+This module can be imported where torchtitan is not installed. torchtitan takes it by these options:
 
 --override.imports counterpoint.torchtitan.token_dispatcher
 --override.imports 'counterpoint.torchtitan.token_dispatcher={"mechanism": "gather", "max_tokens": 8192}'
@@ -25,14 +27,14 @@ _MODELS = "torchtitan.models.common"
 
 
 def token_dispatcher(cfg: Any, *, hidden: int | None = None, max_tokens: int | None = None, **options: Any) -> Any:
-    """Return the configuration of a token dispatcher whose tokens travel by `counterpoint.expert_parallel`.
+    """Return the configuration of a token dispatcher that sends tokens by `counterpoint.expert_parallel`.
 
     Args:
-        cfg: of torchtitan's `AllToAllTokenDispatcher`, or of a subclass such as the one that pads rows for float8.
+        cfg: configuration of torchtitan's `AllToAllTokenDispatcher`, or of a subclass, as the one that pads for float8.
         hidden: elements of a token; with `max_tokens`, buffers are made when the model is parallelized.
         max_tokens: most tokens that a rank dispatches at once, else all ranks raise; None: as many as any rank has at
             the first dispatch.
-        options: of `ExpertOptions`; `wire_dtype` by its name, as "float8_e4m3fn".
+        options: fields of `ExpertOptions`; `wire_dtype` by its name, as "float8_e4m3fn".
     """
     if isinstance(name := options.get("wire_dtype"), str):
         options["wire_dtype"] = getattr(torch, name, name)
@@ -43,12 +45,12 @@ def token_dispatcher(cfg: Any, *, hidden: int | None = None, max_tokens: int | N
 
 
 def column_parallel_linear(cfg: Any) -> Any:
-    """Return the configuration of a column-parallel linear layer whose rows are gathered beside its matmul."""
+    """Return the configuration of a column-parallel linear layer that gathers rows while its matmul runs."""
     return _replaced(cfg, ColumnLinear, {})
 
 
 def row_parallel_linear(cfg: Any) -> Any:
-    """Return the configuration of a row-parallel linear layer whose sums travel beside its matmul."""
+    """Return the configuration of a row-parallel linear layer that sums products over ranks while its matmul runs."""
     return _replaced(cfg, RowLinear, {})
 
 
@@ -59,7 +61,7 @@ def _replaced(cfg: Any, mixin: type, more: dict[str, Any]) -> Any:
 
 @cache
 def _class_of(base: Any, mixin: type, names: tuple[str, ...]) -> Any:
-    """Return a subclass of a configurable class of torchtitan with a mixin before it, and more fields in its `Config`.
+    """Return a subclass of `mixin` and a configurable class of torchtitan; its `Config` has the fields `names`, too.
 
     torchtitan lets `Config.build` make the class in which the `Config` was defined.
     """
@@ -72,7 +74,7 @@ def _class_of(base: Any, mixin: type, names: tuple[str, ...]) -> Any:
 
 
 def _register() -> None:
-    """Tell torchtitan what each function replaces; an older one has no parallel linear layers."""
+    """Tell torchtitan which of its classes each function replaces; old versions lack the parallel linear layers."""
     override = importlib.import_module("torchtitan.config").override
     for module, name, factory, what, exact in (
         ("token_dispatcher", "AllToAllTokenDispatcher", token_dispatcher, "Tokens travel by copy engines.", False),

@@ -21,12 +21,12 @@ SLOWING = {  # reason of NVML: what lowers the clocks
 }
 SETTING = {"clocks_setting": "clocks set by an administrator", "sync_boost": "sync boost group"}
 INNOCENT = {"gpu_idle": "idle", "sw_power_cap": "at the power cap"}
-LOW_POWER = 0.99  # of the default limit: below, somebody lowered it
+LOW_POWER = 0.99  # share of the default power limit: below it, somebody has lowered the limit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuRule:
-    """Describes one thing that may be wrong with one GPU."""
+    """Describes one fault to look for on each GPU: how to find it, what it does to a job, and its remedy."""
 
     name: str
     known_by: str  # the attribute that is None where NVML does not say
@@ -38,7 +38,7 @@ class GpuRule:
 
 
 def check_gpus(readings: Readings) -> list[Check]:
-    """Return the check of how many GPUs there are, then one for every rule."""
+    """Return the check of the number of GPUs, then the check of each rule."""
     return [_count(readings), *(_check(readings, rule) for rule in GPU_RULES)]
 
 

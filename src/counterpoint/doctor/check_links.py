@@ -9,13 +9,13 @@ from counterpoint.doctor.readings import Bandwidth, GpuReading, PairRate, RdmaPo
 from counterpoint.doctor.verdict import and_so_on, fine, not_seen, problem, warning
 from counterpoint.records.machine import Check
 
-MIN_COPY_ENGINES = 2  # one each way
-SLOW_PAIR, BROKEN_PAIR = 0.9, 0.5  # of the best pair
-SLOW_ROTATION = 0.7  # of the best pair: 390 of 393 GB/s on 8 × H200
+MIN_COPY_ENGINES = 2  # one for each direction
+SLOW_PAIR, BROKEN_PAIR = 0.9, 0.5  # rates as shares of the best pair's rate
+SLOW_ROTATION = 0.7  # share of the best pair's rate; 8 × H200 reach 390 of 393 GB/s
 MAX_LINK_ERRORS = 1000
 MAX_PCIE_REPLAYS = 1000
 BUSY_PERCENT = 50
-MIN_ROCE_MTU = 4200  # bytes on the interface, for packets of 4096 bytes with their headers
+MIN_ROCE_MTU = 4200  # bytes: packets of 4096 bytes with their headers
 _PEER_MODULES = ("nvidia_peermem", "nv_peer_mem")
 
 
@@ -41,7 +41,7 @@ def peer_access(readings: Readings) -> Check:
 
 
 def copy_engines(readings: Readings) -> Check:
-    """Check that there are engines that move memory while SMs compute."""
+    """Check that each GPU has a copy engine for each direction, which moves memory while SMs compute."""
     if not readings.devices:
         return not_seen("copy_engines", readings.why_no_device())
     counts = [device.copy_engines for device in readings.devices]
@@ -137,7 +137,7 @@ def _link_errors(gpu: GpuReading) -> str | None:
 
 
 def pcie(readings: Readings) -> Check:
-    """Check lanes, replays and, on a busy GPU, the generation (an idle GPU may lower it)."""
+    """Check PCIe lanes, replays (packets sent again) and, on a busy GPU, the generation: an idle GPU may lower it."""
     found = readings.gpus
     if not found or all(gpu.pcie_width is None for gpu in found):
         return not_seen("pcie", readings.unavailable.get("nvml", "NVML does not say"))
@@ -167,7 +167,7 @@ def _pcie_faults(gpu: GpuReading) -> list[str]:
 
 
 def bandwidth(readings: Readings) -> Check:
-    """Check the rates of random pairs of GPUs, and of all GPUs at once, against that of the best pair."""
+    """Check the copy rates of random pairs of GPUs, and of all GPUs at once, against the rate of the best pair."""
     found = readings.bandwidth
     if found is None or not found.pairs:
         return not_seen("bandwidth", readings.unavailable.get("bandwidth", "no pair was measured"))
@@ -207,7 +207,7 @@ def _rdma(readings: Readings) -> tuple[RdmaPort, ...]:
 
 
 def nics(readings: Readings) -> Check:
-    """Check for ports that are down, slow or of other firmware for their kind, and for RoCE of low MTU."""
+    """Check for network ports that are down, slower or of other firmware than like ports, and for RoCE with low MTU."""
     ports = _rdma(readings)
     if not ports:
         return _no_nics(readings)
@@ -250,10 +250,10 @@ def _no_nics(readings: Readings) -> Check:
 
 
 def _odd_ones(alike: list[RdmaPort]) -> list[str]:
-    """Return a text for each port that is down, slower or of other firmware than other ports on its kind of board."""
+    """Return a text for each port that is down, slower or of other firmware than ports on the same kind of board."""
     up = [port for port in alike if port.state == "ACTIVE"]
     if not up:
-        return []  # a kind of port that this machine does not use
+        return []  # this machine does not use ports of this kind
     faults = [f"{port.device}: port {port.port} is {port.state}" for port in alike if port.state != "ACTIVE"]
     rates, firmwares = Counter(port.rate_gbit_per_s for port in up), Counter(port.firmware for port in alike)
     fastest = max((rate for rate in rates if rate is not None), default=0.0)

@@ -45,7 +45,7 @@ def driver(readings: Readings) -> Check:
     gpus = readings.gpus
     if readings.cuda is None:
         reason = readings.unavailable.get("cuda", "CUDA was not asked")
-        if not gpus or "cuda" in readings.failed:  # then `answers.cuda` says it
+        if not gpus or "cuda" in readings.failed:  # then the check `answers.cuda` reports it
             return not_seen("driver", reason)
         return problem(
             "driver", f"NVML shows {len(gpus)} GPUs and CUDA cannot be asked: {reason}",
@@ -66,7 +66,7 @@ def driver(readings: Readings) -> Check:
 
 
 def _numbers(text: str | None) -> tuple[int, ...]:
-    """Return the major and minor number of a version: (2, 11) of 2.11.0+cu130; () if it has none."""
+    """Return the major and minor number of a version, as (2, 11) for 2.11.0+cu130; () if it has none."""
     found = re.match(r"(\d{1,6})\.(\d{1,6})", text or "")
     return () if found is None else (int(found[1]), int(found[2]))
 
@@ -122,7 +122,7 @@ def torch(readings: Readings) -> Check:
 
 
 def torch_runtime(readings: Readings) -> Check:
-    """Check that an imported torch has the devices of the driver and the NCCL of check `nccl` (`--device-checks`)."""
+    """Check that an imported torch shows the driver's devices and loads the NCCL of check `nccl`."""
     found = readings.torch_runtime
     if found is None:
         return not_seen("torch_runtime", readings.unavailable.get("torch", "not asked for (--device-checks)"))
@@ -144,7 +144,7 @@ def torch_runtime(readings: Readings) -> Check:
 
 
 def multicast(readings: Readings) -> Check:
-    """Report NVLink multicast: NCCL takes fewer SMs with it, counterpoint does without, so it is never a fault."""
+    """Report NVLink multicast, never as a fault: NCCL needs fewer SMs with it, and counterpoint does not use it."""
     if not readings.devices:
         return not_seen("multicast", readings.why_no_device())
     offered = all(device.multicast for device in readings.devices)
@@ -161,13 +161,13 @@ SOFTWARE_CHECKS = (driver, nccl, torch, multicast)
 
 
 class Rule(NamedTuple):
-    """Describes one variable and when its value hurts."""
+    """Describes one environment variable, and which of its values hurt overlap."""
 
     variable: str
     hurts: Callable[[str, Profile], bool]
     means: str
     fix: str = "unset it"
-    breaks: bool = False  # a problem, not a warning
+    breaks: bool = False  # whether a value that hurts is a problem; otherwise a warning
 
 
 def _on(value: str, profile: Profile) -> bool:
@@ -260,7 +260,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def environment(readings: Readings, profile: Profile) -> list[Check]:
-    """Return a check named `environment.NAME` for every variable that hurts; if none does, one named `environment`."""
+    """Return a check `environment.NAME` for every variable whose value hurts; if none does, one named `environment`."""
     conf = readings.system.nccl_conf if readings.system else {}
     values = conf | readings.environment
     found = []

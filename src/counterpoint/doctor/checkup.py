@@ -24,8 +24,8 @@ from counterpoint.machine.profile import Profile, shipped_profile
 from counterpoint.records import Record
 from counterpoint.records.machine import Check, Checkup
 
-_VARIABLES = ("CUDA_", "NCCL_", "NVSHMEM_", "PYTORCH_", "TORCH_")  # the environment that matters starts with these
-_NOT_FOR_PROBES = ("CUDA_LAUNCH_BLOCKING",)  # probes would run slower with it; it has a check of its own
+_VARIABLES = ("CUDA_", "NCCL_", "NVSHMEM_", "PYTORCH_", "TORCH_")  # prefixes of the variables that are read
+_NOT_FOR_PROBES = ("CUDA_LAUNCH_BLOCKING",)  # it would make probes slower, and a check of its own reports it
 _NO_GPU = "no GPU whose figures could be looked up"
 
 R = TypeVar("R", bound=Record)
@@ -33,7 +33,7 @@ R = TypeVar("R", bound=Record)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Probing:
-    """Runs probes, and collects the reasons why some of them gave no reading."""
+    """Runs probes, and keeps the reason for each probe that gave no reading."""
 
     limit_s: float
     tell: Callable[[str], None]
@@ -46,7 +46,7 @@ class _Probing:
         if answer.output is not None:
             try:
                 return msgspec.json.decode(answer.output, type=kind)
-            except msgspec.DecodeError as error:  # something ended the process, or its answer cannot be
+            except msgspec.DecodeError as error:  # the process was ended while it wrote, or wrote no valid answer
                 self.unavailable[probe] = f"the probe's answer is not a reading: {error}"
                 self.failed.append(probe)
                 return None
@@ -62,7 +62,7 @@ def collect_readings(
     limit_s: float = 60.0,
     tell: Callable[[str], None] = lambda what: None,
 ) -> Readings:
-    """Return all readings of this machine; NVML is asked first, so that it does not list our own processes.
+    """Return all readings of this machine; NVML is asked first, so that its list of processes has none of ours.
 
     Args:
         bandwidth: measure copies between GPUs; takes some seconds and 512 MiB of memory on each.
@@ -95,7 +95,7 @@ def collect_readings(
 
 
 def examine(readings: Readings, *, torch: bool = False, profile: Profile | None = None) -> Checkup:
-    """Return all checks of one machine, `torch_runtime` only if `torch`; profile None: the one shipped for its GPU."""
+    """Return all checks of a machine, with `torch_runtime` if `torch`; profile None: the one that ships for its GPU."""
     names = [seen.name for seen in readings.gpus or readings.devices]
     known = profile or shipped_profile(names[0] if names else None)
     checks = [check(readings) for check in (*LINK_CHECKS, *SOFTWARE_CHECKS)]
@@ -110,11 +110,11 @@ def examine(readings: Readings, *, torch: bool = False, profile: Profile | None 
 
 
 def _profile(profile: Profile) -> Check:
-    """Return a check that says which figures of the profile were measured on this kind of GPU, and when."""
+    """Return a check that says which of the profile's figures were measured on this kind of GPU, and when."""
     return fine("profile", str(profile), digest=profile.digest)
 
 
 def exit_code(checks: tuple[Check, ...], *, strict: bool = False) -> int:
-    """Return 1 if there is a problem (or, when strict, a warning), else 0; checks without readings do not count."""
+    """Return exit code 1 if any check is a problem (if `strict`, also for a warning), else 0; `not_seen` is none."""
     wrong = {"problem", "warning"} if strict else {"problem"}
     return int(any(check.status in wrong for check in checks))

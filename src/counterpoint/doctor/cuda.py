@@ -27,7 +27,7 @@ _COPIES_AT_ONCE = 4  # per GPU, so that those launched first still run when the 
 
 
 def read_cuda() -> Cuda:
-    """Read every device that this process may use, and which of them cannot map the memory of which others."""
+    """Read every device that this process may use, and the ordered pairs of devices without peer access."""
     driver = Driver()
     version = driver.version()
     devices = range(driver.device_count())
@@ -91,10 +91,10 @@ def _prepare(driver: Driver, device: int) -> _CopyDevice:
     driver.use(context)
     return _CopyDevice(
         context=context,
-        stream=driver.get(c_void_p, "cuStreamCreate", c_uint(1)),  # it does not wait for the default stream
+        stream=driver.get(c_void_p, "cuStreamCreate", c_uint(1)),  # 1: the stream does not wait for the default stream
         source=driver.get(c_uint64, "cuMemAlloc_v2", c_size_t(SIZE_BYTES)),
         target=driver.get(c_uint64, "cuMemAlloc_v2", c_size_t(SIZE_BYTES)),
-        start=driver.get(c_void_p, "cuEventCreate", c_uint(0)),  # it records a time
+        start=driver.get(c_void_p, "cuEventCreate", c_uint(0)),  # 0: the event records a time
         end=driver.get(c_void_p, "cuEventCreate", c_uint(0)),
     )
 
@@ -116,7 +116,7 @@ def _rotate(driver: Driver, gpus: list[_CopyDevice], shift: int) -> PairRate:
 
 
 def _rates(driver: Driver, gpus: list[_CopyDevice], pairs: list[tuple[int, int]], copies: int) -> list[float]:
-    """Return the GB/s of each (source, target) while all of them copy at once, each pushed by its source."""
+    """Return the GB/s of each (source, target) while all of them copy at once; the source's copy engine pushes."""
     times: list[list[float]] = [[] for _ in pairs]
     for round_ in range(_WARM_UPS + _ROUNDS):
         for source, target in pairs:
@@ -132,7 +132,7 @@ def _rates(driver: Driver, gpus: list[_CopyDevice], pairs: list[tuple[int, int]]
 
 
 def _push(driver: Driver, source: _CopyDevice, target: _CopyDevice, copies: int) -> None:
-    """Queue copies from one GPU to another, between the two events of the source."""
+    """Queue `copies` copies from one GPU to another, between the two events of the source."""
     driver.use(source.context)
     stream = c_void_p(source.stream)
     driver.call("cuEventRecord", c_void_p(source.start), stream)

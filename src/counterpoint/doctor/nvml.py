@@ -37,8 +37,8 @@ _PEER_STATUS = {
     5: "not_supported",
 }
 _MAX_LINKS = 18
-_MOST_GPUS = 1024  # more is no answer, and asking all of them would take days
-_ABSENT = (4, 9, 12, 13)  # error codes: no permission, driver, library or function: nothing is broken
+_MOST_GPUS = 1024  # a larger number is an error, and asking all would take days
+_ABSENT = (4, 9, 12, 13)  # error codes: no permission, no driver, no library, no function; nothing is broken
 _FIELD_REPLAY, _FIELD_RECOVERY, _FIELD_CRC, _FIELD_SPEED = 161, 162, 163, 164
 _UNCORRECTED, _VOLATILE = 1, 0
 _CLOCK_SM = 1
@@ -46,7 +46,7 @@ _PEER_READ = 0
 
 
 def read_nvml() -> Nvml:
-    """Read every GPU, lost ones last; raise `ProbeUnavailable` without NVML, `ProbeFailed` if it fails."""
+    """Read every GPU, lost ones last; raise `ProbeUnavailable` if there is no NVML, `ProbeFailed` if it fails."""
     try:
         ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -86,7 +86,7 @@ def _text(value: object) -> str:
 
 def _asking(nvml: Any, handle: Any) -> Callable[..., Any]:
     def ask(name: str, *arguments: object) -> Any:
-        """Return the answer of NVML's function; None if driver, GPU or nvidia-ml-py lacks it, or text is not UTF-8."""
+        """Return the answer of an NVML function; None if driver, GPU or nvidia-ml-py lack it, or text is not UTF-8."""
         try:
             return getattr(nvml, name)(handle, *arguments)
         except (nvml.NVMLError, AttributeError, UnicodeDecodeError):
@@ -156,7 +156,7 @@ def _link(nvml: Any, ask: Callable[..., Any], link: int, active: bool) -> NvLink
 
 
 def _field(nvml: Any, value: Any) -> int | None:
-    """Return a field's value; its type says which member of the union holds it."""
+    """Return a field's value, read from the member of the union that its type names."""
     members = {0: "dVal", 1: "uiVal", 2: "ulVal", 3: "ullVal", 4: "sllVal", 5: "siVal", 6: "usVal"}
     if value.nvmlReturn != nvml.NVML_SUCCESS or value.valueType not in members:
         return None
@@ -164,7 +164,7 @@ def _field(nvml: Any, value: Any) -> int | None:
 
 
 def _fabric(nvml: Any, handle: Any) -> str | None:
-    """Return the state of the NVSwitch fabric; None without one, or with a driver before 535."""
+    """Return the state of the NVSwitch fabric; None if there is none, or with a driver before 535."""
     try:
         info = nvml.c_nvmlGpuFabricInfoV_t()
         nvml.nvmlDeviceGetGpuFabricInfoV(handle, ctypes.byref(info))

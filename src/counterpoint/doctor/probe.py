@@ -42,7 +42,7 @@ class Answer:
 
     output: bytes | None
     reason: str | None = None
-    failed: bool = False  # it hung or crashed, or what it asked failed
+    failed: bool = False  # the child hung or crashed, or a function that it called failed
 
 
 def ask_probe(probe: str, *, limit_s: float, without: Sequence[str] = ()) -> Answer:
@@ -50,12 +50,12 @@ def ask_probe(probe: str, *, limit_s: float, without: Sequence[str] = ()) -> Ans
     environment = {name: value for name, value in os.environ.items() if name not in without}
     above = environment.get("PYTHONPATH")
     environment["PYTHONPATH"] = os.pathsep.join([str(_PACKAGE_ROOT), *([above] if above else [])])
-    environment["PYTHONSAFEPATH"] = "1"  # the folder that the user stands in is not a place for modules
+    environment["PYTHONSAFEPATH"] = "1"  # do not import modules from the user's current folder
     return run_child([sys.executable, "-m", "counterpoint.doctor.probe", probe], limit_s=limit_s, env=environment)
 
 
 def run_child(command: Sequence[str], *, limit_s: float, env: Mapping[str, str] | None = None) -> Answer:
-    """Return the output of `command` within `limit_s` seconds, or why it failed; never raise because of it.
+    """Return the output of `command`, or why there is none in `limit_s` seconds; never raise because of the command.
 
     Its output goes to files: a process stuck in the kernel cannot be killed, and would keep a pipe open for ever.
     """

@@ -1,4 +1,4 @@
-"""Hold the readings of a machine, before anything is judged. Unknown is None, never a guess.
+"""Define the records of a machine's readings, before any check judges them; an unknown value is None, never a guess.
 
 A probe runs in a child process and prints one of these as JSON, or raises `ProbeUnavailable`; `checkup.examine` turns
 all of them into checks.
@@ -12,7 +12,7 @@ from counterpoint.records import Record
 
 
 class NvLink(Record, frozen=True, kw_only=True):
-    """Describes one link of one GPU, as NVML sees it. Error counters count since the driver was loaded."""
+    """Describes one NVLink of one GPU, as NVML sees it. Error counters count since the driver was loaded."""
 
     active: bool
     speed_mb_per_s: int | None = None
@@ -53,7 +53,7 @@ class GpuReading(Record, frozen=True, kw_only=True):
 
 
 class Nvml(Record, frozen=True, kw_only=True):
-    """Holds all GPUs of the machine, and why NVML denies peer access where it does."""
+    """Holds NVML's readings of all GPUs, and the reasons that NVML gives where it denies peer access."""
 
     driver: str | None = None
     gpus: tuple[GpuReading, ...] = ()
@@ -61,7 +61,7 @@ class Nvml(Record, frozen=True, kw_only=True):
 
 
 class CudaDevice(Record, frozen=True, kw_only=True):
-    """Describes one device, as the CUDA driver shows it to this process."""
+    """Describes one GPU, as the CUDA driver shows it to this process."""
 
     name: str
     num_sms: int
@@ -89,7 +89,7 @@ class Nccl(Record, frozen=True, kw_only=True):
 
 
 class Software(Record, frozen=True, kw_only=True):
-    """Describes torch as its files do, without importing it."""
+    """Describes the installed torch, as read from its files without importing it."""
 
     torch: str | None = None
     torch_cuda: str | None = None  # the CUDA it was built with; None for a CPU or ROCm build
@@ -128,7 +128,7 @@ class NetPort(Record, frozen=True, kw_only=True):
 
 
 class System(Record, frozen=True, kw_only=True):
-    """Holds the readings of /sys, /proc and /etc."""
+    """Holds what /sys, /proc and /etc say about drivers, PCI and network ports."""
 
     modules: tuple[str, ...] | None = None
     open_driver: bool | None = None  # the open kernel module of NVIDIA
@@ -136,11 +136,11 @@ class System(Record, frozen=True, kw_only=True):
     acs_redirects: tuple[str, ...] | None = None  # PCI bridges that send peer traffic up to the root
     rdma: tuple[RdmaPort, ...] | None = None
     net: tuple[NetPort, ...] | None = None
-    nccl_conf: dict[str, str] = msgspec.field(default_factory=dict)  # /etc/nccl.conf, below the environment
+    nccl_conf: dict[str, str] = msgspec.field(default_factory=dict)  # /etc/nccl.conf, which the environment overrides
 
 
 class PairRate(Record, frozen=True, kw_only=True):
-    """Holds the rate at which a copy engine of one GPU pushes to another."""
+    """Holds the rate in GB/s at which a copy engine of one GPU pushes to another GPU."""
 
     source: int
     target: int
@@ -148,14 +148,14 @@ class PairRate(Record, frozen=True, kw_only=True):
 
 
 class Bandwidth(Record, frozen=True, kw_only=True):
-    """Holds median rates between GPUs: pairs alone, then all GPUs in a rotation at once; indices are CUDA's."""
+    """Holds median GB/s between GPUs: of pairs alone, then of all GPUs at once in a rotation; indices are CUDA's."""
 
     pairs: tuple[PairRate, ...]
-    rotation: tuple[PairRate, ...] = ()  # of the slowest GPU of every rotation: `target - source` is its shift
+    rotation: tuple[PairRate, ...] = ()  # for each rotation, its slowest GPU; `target - source` is its shift
 
 
 class Readings(Record, frozen=True, kw_only=True):
-    """Holds all that was read. A part that is None is in `unavailable` with the reason."""
+    """Holds all readings of a machine; `unavailable` has the reason for each part that is None."""
 
     host: str
     nvml: Nvml | None = None
@@ -171,12 +171,12 @@ class Readings(Record, frozen=True, kw_only=True):
 
     @property
     def gpus(self) -> tuple[GpuReading, ...]:
-        """Return the GPUs that answered NVML; none if NVML could not be asked."""
+        """Return the GPUs that answered NVML; () if NVML could not be asked."""
         return tuple(gpu for gpu in self.nvml.gpus if gpu.lost is None) if self.nvml else ()
 
     @property
     def devices(self) -> tuple[CudaDevice, ...]:
-        """Return the devices that CUDA shows; none if CUDA could not be asked."""
+        """Return the devices that CUDA shows; () if CUDA could not be asked."""
         return self.cuda.devices if self.cuda else ()
 
     @property

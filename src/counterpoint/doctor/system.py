@@ -153,7 +153,7 @@ def _port(device: Path, port: Path) -> RdmaPort:
 
 
 def _net(folder: Path) -> list[NetPort]:
-    """Read the interfaces with hardware behind them: no bridges, tunnels or loopback."""
+    """Return the network interfaces that have hardware: no bridges, tunnels or loopback."""
     ports = []
     for interface in _list(folder):
         if _is_there(interface / "device"):
@@ -197,7 +197,7 @@ def _whole(path: Path) -> str:
 
 
 def read_nccl() -> Nccl:
-    """Load the libnccl that torch would find: preloaded, on its RPATH, or the loader's; `ProbeUnavailable` if none."""
+    """Load libnccl as torch finds it (LD_PRELOAD, RPATH, loader's path); raise `ProbeUnavailable` if none loads."""
     for path, found_by in _candidates():
         try:
             library = ctypes.CDLL(path)
@@ -224,7 +224,7 @@ def _candidates() -> Iterator[tuple[str, str]]:
 
 
 def nccl_version(code: int) -> tuple[int, int, int]:
-    """Decode NCCL_VERSION_CODE: 22809 is 2.28.9; up to 2.8 it had one digit for the minor version."""
+    """Return (major, minor, patch) of an NCCL_VERSION_CODE: 22809 is 2.28.9; until 2.8 it had fewer digits."""
     if code < 10000:
         return code // 1000, code % 1000 // 100, code % 100
     return code // 10000, code % 10000 // 100, code % 100

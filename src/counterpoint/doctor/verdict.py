@@ -18,12 +18,12 @@ def fine(name: str, seen: str, means: str = "", **values: Value) -> Check:
 
 
 def warning(name: str, seen: str, *, means: str, fix: str, **values: Value) -> Check:
-    """Return a check that found a fault which may cost overlap, or hides one."""
+    """Return a check that found a fault which may reduce overlap, or may hide another fault."""
     return _check(name, "warning", seen, means, fix, values)
 
 
 def problem(name: str, seen: str, *, means: str, fix: str, **values: Value) -> Check:
-    """Return a check that found a fault which costs overlap, or breaks it."""
+    """Return a check that found a fault which reduces or prevents overlap."""
     return _check(name, "problem", seen, means, fix, values)
 
 

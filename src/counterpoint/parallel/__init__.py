@@ -1,4 +1,4 @@
-"""Put zero-SM collectives under torch's own parallelism.
+"""Run the collectives of torch's FSDP2, DDP, tensor and expert parallelism without SMs, by copy engines.
 
 - `overlap.py`: the one line for FSDP2 (`fsdp/`), DDP (`ddp.py`), tensor (`tensor/`) and expert parallelism (`expert/`).
 - `tensor/`: matmuls of tensor parallelism, `torch.ops.counterpoint`.
@@ -8,7 +8,7 @@
 - `group.py`: the communicator that all users of the same ranks share, and what decides about their calls.
 - `options.py`: the options of all of them; `report.py`: which modules and calls run how, and why.
 - `background.py`: the thread that launches reductions of gradient buckets; `work.py`: a call that was started.
-- `arguments.py`: the arguments that torch gives to both.
+- `arguments.py`: the arguments that torch gives to its process groups and to FSDP2's hooks.
 - `call_memory.py`: symmetric memory of single calls; `uncompiled.py`: functions that torch.compile leaves out;
   `sums.py`: adds up what the ranks sent.
 """

@@ -14,12 +14,12 @@ _INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64)
 
 
 def num_bytes_of(tensor: Tensor) -> int:
-    """Return the size of a tensor, of a sparse one as if it were dense: `nbytes` has none."""
+    """Return the bytes of a tensor; a sparse one, which has no `nbytes`, counts as if it were dense."""
     return tensor.numel() * tensor.element_size()
 
 
 def call_options(kind: Any, given: Any, name: str, value: Any, timeout: Any) -> Any:
-    """Return the options of a call, of which torch takes one alone, too."""
+    """Return the options of a call as an object of class `kind`; torch may give a single option instead."""
     if isinstance(given, kind):
         return given
     options = kind()
@@ -30,7 +30,7 @@ def call_options(kind: Any, given: Any, name: str, value: Any, timeout: Any) -> 
 
 
 def op_and_factor(op: Any) -> tuple[str, float]:
-    """Return the name that a communicator has for torch's reduction, and the factor of PREMUL_SUM.
+    """Return a communicator's name for a reduction of torch, and the factor of a PREMUL_SUM (otherwise 1).
 
     A PREMUL_SUM by a tensor, which no communicator has, is called `premul_sum by a tensor`.
     """
@@ -41,7 +41,7 @@ def op_and_factor(op: Any) -> tuple[str, float]:
         return op.name.lower(), 1.0
     kind: Any
     factor: Any
-    kind, factor = op.__getstate__()  # what it is pickled as: the only way to the factor in torch 2.11
+    kind, factor = op.__getstate__()  # its pickled state: the only access to the factor in torch 2.11
     name = kind.name.lower()
     if name != "premul_sum" or isinstance(factor, float):
         return name, factor if isinstance(factor, float) else 1.0
@@ -49,7 +49,7 @@ def op_and_factor(op: Any) -> tuple[str, float]:
 
 
 def reduces(op: str, dtype: torch.dtype) -> bool:
-    """Return whether a communicator has this reduction, by its name in `op_and_factor`."""
+    """Return whether a communicator can do the reduction `op`, a name of `op_and_factor`, in this dtype."""
     if op == "premul_sum":
         return dtype in _FLOATS
     known = any(op == one for _, one in _REDUCTIONS)

@@ -1,13 +1,15 @@
-"""Start reductions of gradient buckets from a thread of its own, so that a backward pass does not wait for launches.
+"""Start all_reduces of gradient buckets from a separate thread, so that a backward pass does not wait for launches.
 
-To launch a collective takes the host some 60 to 130 us in Python. In a backward pass that time delays the launches of
-matmuls, and where the host is the limit it is lost. Here the pass only records an event and hands the bucket over.
+In Python, the host needs 60 to 130 µs to launch a collective. In a backward pass this delays the launches of matmuls,
+and where the host is the bottleneck the time is lost. With this thread the backward pass only records an event and
+hands the bucket over.
 
-The thread also runs the callbacks of a call's future, and collectives that these make: after the call, and before the
-one that was handed over next. So their order is the same on all ranks.
+The thread also runs the callbacks of a call's future, and the collectives that these callbacks make: after the call,
+and before the next call that was handed over. So all ranks have the same order of collectives.
 
-With a single hardware queue (`CUDA_DEVICE_MAX_CONNECTIONS=1`) all streams run as issued, so all ranks have to issue the
-calls of all groups in one order, which a thread of its own would not keep: there the caller starts the calls.
+With a single hardware queue (`CUDA_DEVICE_MAX_CONNECTIONS=1`) the work of all streams runs in the order in which it was
+issued, so all ranks have to issue the calls of all groups in one order. A separate thread would not keep that order, so
+the caller then starts the calls itself.
 """
 
 from __future__ import annotations
@@ -29,24 +31,24 @@ from counterpoint.collectives.work import Work
 from counterpoint.errors import Misconfigured, PeerTimeout
 
 PIECE_BYTES = 1 << 28
-"""Largest part of a bucket that is reduced at once: staging and landing are as large, and stay.
+"""Limits the bytes of a bucket that are reduced at once: staging and landing get that size, and keep it.
 
 Before its first step DDP has one bucket, of all gradients.
 """
 Run: TypeAlias = Callable[[int], object]
-"""Queues work on the current stream, with calls of the communicator on the channel that it is given."""
+"""Queues work on the current stream; its calls of the communicator use the channel that is its argument."""
 _PAUSE_S = 1e-3
 
 
 def pieces(values: Tensor) -> Sequence[Tensor]:
-    """Return a flat tensor in pieces of up to `PIECE_BYTES`."""
+    """Return a flat tensor as parts of at most `PIECE_BYTES` bytes each."""
     return (values,) if values.nbytes <= PIECE_BYTES else values.split(PIECE_BYTES // values.itemsize)
 
 
 def all_reduce_in_pieces(
     communicator: AnyCommunicator, values: Tensor, op: str, factor: float, channel: int, *, async_op: bool = False
 ) -> list[Work]:
-    """Do `Communicator.all_reduce` of a flat tensor, in pieces of up to `PIECE_BYTES`; return the works, if any."""
+    """Reduce a flat tensor by `Communicator.all_reduce`, at most `PIECE_BYTES` at a time; return the works, if any."""
     works = [
         communicator.all_reduce(piece, op, factor=factor, channel=channel, async_op=async_op)
         for piece in pieces(values)
@@ -55,7 +57,7 @@ def all_reduce_in_pieces(
 
 
 class BackgroundCall:
-    """Represents a call that the thread starts; see `Work`.
+    """Represents a call that the background thread starts, with the methods of `Work`.
 
     `future` gets `value` when the call has ended; on a GPU already when it is queued, and streams that wait for the
     future wait for the call.
@@ -70,7 +72,7 @@ class BackgroundCall:
         self.captured = False
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Let the current stream wait for the call (on a CPU, this thread); with `timeout_s` the host waits, too.
+        """Let the current stream (on a CPU, this thread) wait for the call; with `timeout_s` the host waits, too.
 
         Returns:
             True.
@@ -109,17 +111,17 @@ class BackgroundCall:
 
 
 class _Starter(threading.Thread):
-    """Represents the thread that starts the calls of one `Background`, which it does not keep alive."""
+    """Represents the thread that starts the calls of one `Background`; it does not keep the `Background` alive."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(name="counterpoint-buckets", daemon=True)
         self._device = device
         self.items: queue.SimpleQueue[BackgroundCall | threading.Event | None] = queue.SimpleQueue()
         self.done = 0  # number of calls that it has started, with their callbacks
-        self._waits_for: _Starter | None = None  # what a callback in this thread waits for
+        self._waits_for: _Starter | None = None  # the thread for which a callback in this thread waits
 
     def run(self) -> None:
-        """Start the calls handed over, until None comes."""
+        """Start the calls that were handed over, until a None is handed over."""
         current: Any = None
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
@@ -132,16 +134,16 @@ class _Starter(threading.Thread):
                 current = item.stream
             _run(item)
             self.done += 1
-            del item  # it keeps tensors alive
+            del item  # the variable would keep the call's tensors alive
 
     @contextmanager
     def waited_for(self) -> Iterator[None]:
-        """Let the caller wait for this thread; raise Misconfigured if this thread waits for the caller, a callback."""
+        """Let the caller wait for this thread; raise Misconfigured if the two would wait for each other."""
         here, behind = threading.current_thread(), self
         if not isinstance(here, _Starter):
             yield
             return
-        here._waits_for = self  # before the look: of two that wait for each other the later one sees it
+        here._waits_for = self  # set before looking: of two threads that wait for each other, the later one sees it
         try:
             while behind is not here:
                 if behind._waits_for is None:
@@ -157,7 +159,7 @@ class _Starter(threading.Thread):
 
 
 class Background:
-    """Starts work on a communicator in the order in which it was handed over, on any of its channels.
+    """Starts calls of a communicator, on any of its channels, in the order in which they were handed over.
 
     Nothing else may use the communicator's channels before `drain` has returned.
 
@@ -170,14 +172,14 @@ class Background:
         self._on_gpu = self._device.type == "cuda"
         self._streams: dict[int, Any] = {}  # by channel
         self._by_caller = self._on_gpu and hardware_queues() == 1
-        self._current: dict[int, Any] = {}  # torch's streams by handle: to ask torch for one takes longer
+        self._current: dict[int, Any] = {}  # torch's streams by handle, which is faster than asking torch
         self._lock, self._handed = threading.Lock(), 0
         self.thread = _Starter(self._device)
         self.thread.start()
         self._close = weakref.finalize(self, self.thread.items.put, None)  # None ends the thread
 
     def start(self, run: Run, channel: int, value: Any) -> BackgroundCall:
-        """Hand `run` over, behind the current stream.
+        """Hand `run` to the thread, to be queued behind the present work of the current stream.
 
         In a graph capture its work is queued at once, and so is that of a callback in the thread, and all of it if CUDA
         has one hardware queue.
@@ -185,7 +187,7 @@ class Background:
         Args:
             run: queues the work.
             channel: channel of its calls, equal on all ranks; a bucket that keeps its channel repeats prepared calls.
-            value: what the future gets.
+            value: value that the future gets.
 
         Returns:
             The call.
@@ -211,7 +213,7 @@ class Background:
         return torch.futures.Future(devices=devices)
 
     def is_this_thread(self) -> bool:
-        """Return whether the caller is a callback in the thread."""
+        """Return whether the caller runs in the background thread, as callbacks do."""
         return threading.current_thread() is self.thread
 
     def _stream(self, channel: int) -> Any:
@@ -227,7 +229,7 @@ class Background:
         return stream
 
     def drain(self) -> None:
-        """Return when all that was handed over is queued (on a CPU: has ended), and its callbacks have run.
+        """Return when all calls handed over are queued (on a CPU: have ended), and their callbacks have run.
 
         In the thread itself this returns at once: what was handed over comes after the callback there. `Misconfigured`
         is raised in a callback of another group that callbacks here wait for.
@@ -245,7 +247,7 @@ class Background:
         self.abort()
 
     def abort(self) -> None:
-        """Let the thread end after the calls that were handed over, without waiting; the communicator fails them."""
+        """Let the thread end after the calls handed over, without waiting; the communicator makes these calls fail."""
         self._close()
 
 

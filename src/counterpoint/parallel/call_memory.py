@@ -1,4 +1,4 @@
-"""Make symmetric memory for single calls, eager or in graph captures."""
+"""Allocate symmetric memory for single calls, eager or in graph captures."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ _MOST_WASTE = 2  # memory that is kept may be at most this many times as large a
 
 
 class CallMemory:
-    """Makes symmetric memory for single calls.
+    """Allocates symmetric memory for single calls of a communicator.
 
-    What `empty` has made is kept and handed out again once it was given back: a call begins with a handshake there,
-    behind the last one that used it, and eager calls and those in graph captures use the same memory. To make and free
-    memory for each call would save the handshake, and cost the host a quarter of its calls in a layer of experts.
-    `shared` makes new memory for each call instead, and tells peers at once when it is free, but for calls in captures,
-    which all share what is kept: a graph would tell peers at every replay.
+    A tensor of `empty` is kept, and handed out again after it was given back: a call begins with a handshake on its
+    memory, behind the last call that used it, and eager calls and those in graph captures use the same memory. Fresh
+    memory for each call would save the handshake, but cost the host a quarter of its calls in a layer of experts.
+    `shared` does make fresh memory for each call, and tells peers at once when it is free; calls in captures all share
+    one tensor, since a graph would tell peers at every replay.
 
     Args:
-        communicator: whose calls they are.
+        communicator: the communicator whose calls use the memory.
     """
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator, self._device = communicator, communicator.device
         self._on_gpu = self._device.type == "cuda"
-        self._free: list[tuple[Tensor, int]] = []  # with the stream that used it last
-        self._lent: dict[int, Tensor] = {}  # by address
-        self._shared: dict[str, Tensor] = {}  # by role
+        self._free: list[tuple[Tensor, int]] = []  # each with the stream that used it last
+        self._lent: dict[int, Tensor] = {}  # tensors handed out, by address
+        self._shared: dict[str, Tensor] = {}  # tensors for captures, by role
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised tensor that peers may write; all ranks ask for equal sizes in one order."""
+        """Return an uninitialised tensor that peers may write; all ranks must ask for equal sizes in the same order."""
         num_bytes = math.prod(shape) * dtype.itemsize
         if not num_bytes:
             return self._communicator.empty(*shape, dtype=dtype, early_release=True)
@@ -52,19 +52,19 @@ class CallMemory:
         return found[:num_bytes].view(dtype).view(shape)
 
     def give_back(self, tensor: Tensor) -> None:
-        """Say that the work queued so far is the last that uses a tensor of `empty`."""
+        """Allow `empty` to hand out one of its tensors again, once the work that is queued now has run."""
         found = self._lent.pop(tensor.data_ptr(), None)
         if found is not None:
             self._free.append((found, self._stream() if self._on_gpu else 0))
 
     def forget(self) -> None:
-        """Drop all memory that was given back: the communicator ends, and says so where more is asked for."""
+        """Drop all memory that was given back, because the communicator ends."""
         self._free.clear()
 
     def _wait_for(self, stream: int) -> None:
-        """Let the current stream wait for the last user of a tensor; a capture waits for nothing outside of it."""
+        """Let the current stream wait for the stream that last used a tensor; in a graph capture do nothing."""
         if stream != self._stream() and not self.is_capturing():
-            # torch takes the handle 0, which is the default stream's, for none, and would make a new stream
+            # torch takes handle 0, the default stream's, for "no handle", and would make a new stream
             last = (
                 torch.cuda.ExternalStream(stream, self._device) if stream else torch.cuda.default_stream(self._device)
             )
@@ -74,7 +74,7 @@ class CallMemory:
         return int(raw_stream()(self._device.index))
 
     def shared(self, role: str, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised tensor that peers may write; in captures, one for all calls in a role."""
+        """Return an uninitialised tensor that peers may write; in captures all calls with one `role` share a tensor."""
         if not self.is_capturing():
             return self._communicator.empty(*shape, dtype=dtype, early_release=True)
         num_bytes, kept = math.prod(shape) * dtype.itemsize, self._shared.get(role)

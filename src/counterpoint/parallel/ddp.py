@@ -1,4 +1,4 @@
-"""Run DDP's gradient buckets through a `Communicator`: by one line, or as a communication hook.
+"""Run the all_reduces of DDP's gradient buckets by a `Communicator`: by one line, or as a communication hook.
 
     model = DistributedDataParallel(model, bucket_cap_mb=100)
     overlapped = counterpoint.overlap(model)
@@ -32,8 +32,8 @@ from counterpoint.records.tuning import Tuned
 Future: TypeAlias = "torch.futures.Future[Tensor]"
 
 _BLOCK = 256  # elements that share a scale in float8
-_LARGEST = 448.0  # of float8_e4m3fn
-_TRIES = 8  # forward passes after which buckets that DDP has not rebuilt stay where they are
+_LARGEST = 448.0  # the largest number of float8_e4m3fn
+_TRIES = 8  # forward passes to wait for DDP to rebuild its buckets; after these they stay where they are
 
 
 class HookState:
@@ -66,7 +66,7 @@ class HookState:
         if dist.get_world_size(self.group) < 2:
             raise Unsupported("DDP of one rank: there is nothing to reduce")
         self.ranks = rank_group(self.group)
-        # a bucket in one chunk: what runs beside matmuls need not be early
+        # a bucket in one chunk: beside matmuls an early first chunk gains nothing
         self.ranks.join(self, options.communicator, chunk_bytes=2 * PIECE_BYTES)
         try:
             self.communicator = self.ranks.open(device)
@@ -80,7 +80,7 @@ class HookState:
         self._is_on = True
 
     def report(self) -> Report:
-        """Return the buckets that the hook has reduced so far, and how."""
+        """Return a report of the buckets that the hook has reduced so far, and how."""
         wire = f"sent as {dtype_name(self._wire)}" if self._wire is not None else ""
         row = ModuleRow(
             name="(model)",
@@ -93,12 +93,12 @@ class HookState:
         return Report(modules=(row,), calls=self._counts.rows(), tuned=str(self._tuning or ""))
 
     def close(self) -> None:
-        """Let torch reduce later buckets, and close the communicator unless others use it. All ranks call it."""
+        """Let torch reduce later buckets, and close the communicator unless it has other users. All ranks call this."""
         self._is_on = False
         self.ranks.leave(self)
 
     def average(self, bucket: Tensor, number: int) -> Future:
-        """Replace a flat bucket by its average over all ranks, behind the current stream; return a future of it."""
+        """Average a flat bucket over all ranks in place, behind the current stream; return a future of the bucket."""
         if not self._is_on:
             self._counts.add("all_reduce", bucket.nbytes, "torch", "restore() was called")
             return _averaged_by_torch(bucket, self.group)
@@ -114,7 +114,7 @@ class HookState:
         self._counts.add("all_reduce", bucket.nbytes, "hosts" if over_hosts else "zero_sm", why)
         self._num_bytes += bucket.nbytes
         run = {None: self._average, torch.bfloat16: self._average_as_bfloat16}.get(wire, self._average_as_float8)
-        # By its number a bucket keeps its channel, whose prepared calls are then repeated; not by where it lies, since
+        # A bucket's channel follows from its number, so that prepared calls are repeated, not from its address, since
         # under torch's `Join` a rank without inputs has buckets of zeros in plain memory.
         channels = CHANNELS["buckets" if self.communicator.channels > 1 else "calls"]
         channel = channels[number % len(channels)]
@@ -139,9 +139,9 @@ class HookState:
             self._average_piece_as_float8(piece, channel)
 
     def _average_piece_as_float8(self, values: Tensor, channel: int) -> None:
-        """Exchange quantised blocks, add them up in float32, and gather the averages as bfloat16."""
+        """Average a piece over all ranks in place: exchange float8 blocks, sum in float32, gather bfloat16 averages."""
         communicator, ranks = self.communicator, self.communicator.world_size
-        blocks = -(-values.numel() // (ranks * _BLOCK))  # of each rank
+        blocks = -(-values.numel() // (ranks * _BLOCK))  # for each rank
         padded = torch.zeros(ranks, blocks, _BLOCK, dtype=torch.float32, device=values.device)
         padded.view(-1)[: values.numel()].copy_(values)
         scales = padded.abs().amax(dim=2, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / _LARGEST
@@ -159,7 +159,7 @@ class HookState:
         values.copy_(whole.view(-1)[: values.numel()])
 
     def _left_why(self, bucket: Tensor) -> str:
-        """Return why the tuning leaves a bucket of this size to torch; empty if it does not."""
+        """Return why the tuning leaves a bucket of this size to torch; "" if it does not."""
         if self._tuning is None or self._wire is not None:
             return ""
         dtype = dtype_name(bucket.dtype)
@@ -193,14 +193,14 @@ def hook(state: HookState, bucket: GradBucket) -> Future:
     return state.average(bucket.buffer(), bucket.index())
 
 
-hook.__annotations__ |= {"bucket": GradBucket, "return": torch.futures.Future[Tensor]}  # DDP compares them, not text
+hook.__annotations__ |= {"bucket": GradBucket, "return": torch.futures.Future[Tensor]}  # DDP compares types, not text
 
 
 class SymmetricBuckets:
-    """Lets a DDP model make its buckets in symmetric memory when it makes them anew, before its second or third step.
+    """Lets a DDP model put its buckets in symmetric memory when it makes them anew, before its second or third step.
 
-    DDP makes them anew in the order in which gradients became ready, unless it has unused parameters. All ranks make
-    this together.
+    DDP makes its buckets anew in the order in which gradients became ready, unless it has unused parameters. All ranks
+    construct this together.
 
     Args:
         model: the model.
@@ -220,7 +220,7 @@ class SymmetricBuckets:
             ]
 
     def remove(self) -> None:
-        """Leave later buckets in plain memory."""
+        """Leave buckets that are made later in plain memory."""
         while self._pre_hooks:
             self._pre_hooks.pop().remove()
 
@@ -235,12 +235,12 @@ class SymmetricBuckets:
 
 
 class OverlappedDdp:
-    """Reports the replaced collectives of a DDP model, and gives buckets back to torch by `restore`, or after `with`.
+    """Reports a DDP model's replaced collectives; `restore`, or the end of a `with` block, gives them back to torch.
 
     Args:
         model: no backward pass was run yet, and it has no hook.
         options: None: the defaults.
-        tuned: as in `overlap`.
+        tuned: tuning, as for `overlap`.
 
     Raises:
         Unsupported: the ranks cannot share memory, or there is one alone.
@@ -280,7 +280,7 @@ class OverlappedDdp:
         return str(self.report())
 
     def report(self) -> Report:
-        """Return the buckets that the hook has reduced so far, and how."""
+        """Return a report of the buckets that the hook has reduced so far, and how."""
         return self._state.report()
 
     def check(self) -> None:
@@ -290,7 +290,7 @@ class OverlappedDdp:
     def restore(self) -> None:
         """Let torch reduce all later buckets, and close the communicator. All ranks call it, between two steps.
 
-        DDP keeps the hook for good, which from then on only calls torch.
+        DDP cannot remove the hook, which from then on only calls torch.
         """
         self._limit.close()
         self._buckets.remove()

@@ -25,14 +25,14 @@ from counterpoint.version import VERSION
 
 VARIABLE = "COUNTERPOINT_TUNED"
 OFF = "off"
-"""The name in place of a file that says: follow none."""
+"""Stands in place of a file's name to say that no tuning is followed."""
 _GEMM_SMS = "gemm_sms"
-_AXES = 4  # of a mesh, at most: replicated, sharded, tensor and expert parallel
+_AXES = 4  # most axes of a mesh: replicated, sharded, tensor and expert parallel
 
 
 @dataclass(frozen=True, kw_only=True)
 class TunedCall:
-    """Holds a tuning's choice for a call.
+    """Holds a tuning's choice for one call.
 
     Args:
         mechanism: without its knobs.
@@ -46,11 +46,11 @@ class TunedCall:
 
 
 class FollowedTuning:
-    """Answers by the choices of a tuning how calls run, and remembers which of them were asked for.
+    """Chooses how calls run by the choices of a tuning, and remembers which of them were used.
 
     Args:
         choices: those that count here.
-        name: of the file, in reports.
+        name: name of the file, for reports.
     """
 
     def __init__(self, choices: Choices, name: str) -> None:
@@ -58,7 +58,7 @@ class FollowedTuning:
         self._followed: set[TunedPair] = set()
         self._known: dict[Any, TunedCall | None] = {}
         self._gemm_sms = "it is applied by counterpoint.overlap(model, tuned=...), to all matmuls"  # why it is not
-        self._limit = ""  # what is limited
+        self._limit = ""  # text of the limit that is applied
 
     def find(
         self,
@@ -82,11 +82,11 @@ class FollowedTuning:
         return self._known[key]
 
     def names(self, operation: str) -> bool:
-        """Return whether any choice is of this operation."""
+        """Return whether the tuning has a choice for this operation."""
         return any(pair.operation == operation for pair in self.choices.pairs)
 
     def limit_gemms(self, undo: ExitStack, device_type: str) -> None:
-        """Limit the SMs of this thread's GEMMs until `undo` ends, if all choices that name a limit agree."""
+        """Limit the SMs of this thread's GEMMs until `undo` is closed, if all choices that name a limit agree."""
         knobs = [knob for pair in self.choices.pairs for knob in mechanism_knobs(pair)]
         asked = sorted({value for key, _, value in (knob.partition("=") for knob in knobs) if key == _GEMM_SMS})
         if not asked:
@@ -115,7 +115,7 @@ class FollowedTuning:
         return TunedCall(mechanism=mechanism_base(pair), stays=stays_with_torch(pair), why=why)
 
     def _knob_text(self, knob: str) -> str:
-        """Return why a knob of a choice is not applied; empty if it is."""
+        """Return why a knob of a choice is not applied; "" if it is applied."""
         if knob.startswith(f"{_GEMM_SMS}="):
             why_not = self._gemm_sms
         elif (setting := _setting(knob)) is None:
@@ -129,7 +129,7 @@ class FollowedTuning:
 
 
 def _setting(knob: str) -> tuple[str, str] | None:
-    """Return the variable by which later process groups have a knob, and its value; None: there is none."""
+    """Return the environment variable that sets a knob for later process groups, and its value; None if none does."""
     if knob == "priority=high":
         return "TORCH_NCCL_HIGH_PRIORITY", "1"
     key, _, value = knob.partition("=")
@@ -139,12 +139,12 @@ def _setting(knob: str) -> tuple[str, str] | None:
 def follow_together(
     tuned: Tuned | str | Path | None, groups: Iterable[Any], *, device_type: str
 ) -> FollowedTuning | None:
-    """Return the tuning that calls follow; None: none is named. All ranks of all groups call it.
+    """Return the tuning that calls follow; None if none is named. All ranks of all groups call this.
 
     Args:
         tuned: a tuning, the path of its file, or `off`; None: what COUNTERPOINT_TUNED names.
         groups: process groups of this rank whose ranks decide together: those of all axes of a mesh.
-        device_type: of their calls, cuda or cpu.
+        device_type: type of the device of the groups' calls, cuda or cpu.
 
     Raises:
         Misconfigured: the file cannot be read, a choice is not possible, or ranks follow different ones; on all ranks.
@@ -169,7 +169,7 @@ def follow_together(
 
 
 def _agree(groups: Iterable[Any], said: str) -> None:
-    """Compare the texts of all ranks.
+    """Compare the text `said` of all ranks of all groups.
 
     What differs in one group has to reach ranks that are in other groups only, so it is passed on, axis by axis. The
     order of groups is the same on all ranks, so that no two of them wait for each other.
@@ -194,7 +194,7 @@ def _agree(groups: Iterable[Any], said: str) -> None:
 
 
 def _read(tuned: Tuned | str | Path | None) -> tuple[Tuned, str] | None:
-    """Return the tuning and its name; None: none is named."""
+    """Return the tuning and its name; None if none is named."""
     if isinstance(tuned, Tuned):
         return tuned, "tuning"
     named = os.environ.get(VARIABLE) if tuned is None else str(tuned)
@@ -204,7 +204,7 @@ def _read(tuned: Tuned | str | Path | None) -> tuple[Tuned, str] | None:
 
 
 def this_machine(device_type: str) -> Environment:
-    """Return this machine's description, with which a tuning is compared."""
+    """Return the description of this machine, to compare it with the one that a tuning was made on."""
     on_gpu = device_type == "cuda"
     return Environment(
         device=device_type,

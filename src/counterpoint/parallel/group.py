@@ -8,8 +8,8 @@ has left, or with the process group. Each user has channels of its own, by name 
 waits for those of another. A group of backend `counterpoint` has a `RankGroup` of its own; all other process groups of
 the same ranks share one.
 
-*One order.* Ranks have to make symmetric memory in one order, on whatever channel. So a user takes the communicator
-from here at each call: what a thread of its own still has to start (`Background`) is started before that.
+*One order.* All ranks have to make symmetric memory in one order, on all channels together. So a user asks `RankGroup`
+for the communicator at each call: calls that a background thread still has to start (`Background`) are started first.
 
 *Equal on all ranks.* `route` depends on the operation, size, dtype and reduction of a call, on the tuning and on the
 crossovers, which all ranks have compared; never on this rank's memory, layout, thread or clock.
@@ -42,29 +42,29 @@ from counterpoint.parallel.registry import Registry
 from counterpoint.parallel.report import RoutedPath
 
 CHANNELS: Mapping[str, tuple[int, ...]] = {
-    "calls": (0,),  # of a process group: torch's run in order; over several hosts there is no other channel
-    "gather": (1,),  # FSDP2's parameters
-    "scatter": (2,),  # and gradients
-    "buckets": (1, 2),  # DDP's: its models are no FSDP2's
-    "matmuls": (3, 4),  # rows gathered, and products scattered
-    "tokens": (5, 6, 7, 8, 9),  # two dispatches, two combines, and what is small
+    "calls": (0,),  # calls of a process group: they run in order, and over several hosts on this channel only
+    "gather": (1,),  # all-gathers of FSDP2
+    "scatter": (2,),  # reduce_scatters of FSDP2
+    "buckets": (1, 2),  # DDP's buckets; a DDP model has no FSDP2 modules, so they share channels
+    "matmuls": (3, 4),  # gathered rows, scattered products
+    "tokens": (5, 6, 7, 8, 9),  # two dispatches, two combines, and small messages
 }
 """Names the channels of each user of a communicator."""
 NUM_CHANNELS = 1 + max(map(max, CHANNELS.values()))
-_MOST_ROUTES = 4096  # that are kept
+_MOST_ROUTES = 4096  # number of routes that are kept
 Open: TypeAlias = Callable[[Any, Any, CommunicatorOptions], AnyCommunicator]
 """Opens a communicator, given the process group, the device and the options."""
 
 
 class Route(NamedTuple):
-    """Names the path that runs the calls of one kind, and why; `torch`: the process group makes them."""
+    """Names the path that runs calls of one kind, and the reason; path `torch`: the process group itself runs them."""
 
     path: RoutedPath
     why: str
 
     @property
     def torch_why(self) -> str:
-        """Return why the process group makes these calls; empty if it does not."""
+        """Return why the process group itself runs these calls; "" if it does not."""
         return self.why if self.path == "torch" else ""
 
 
@@ -73,21 +73,21 @@ def _open_on_one_host(group: Any, device: Any, options: CommunicatorOptions) -> 
 
 
 class _User(NamedTuple):
-    """Holds a user of a communicator, and symmetric memory that is kept for it."""
+    """Holds one user of a communicator, and the symmetric memory that stays allocated for this user."""
 
     alive: Callable[[], object]
     memory: list[Any]
 
 
 class PartitionedCalls:
-    """Lends the channels of a pair in alternation to calls in partitions, of which two may be under way at once."""
+    """Alternates between the two channels of a pair, so that two partitioned calls can be under way at once."""
 
     def __init__(self) -> None:
-        self._open: dict[int, PartitionedWork] = {}  # by channel
-        self._latest: dict[tuple[int, ...], int] = {}  # by pair, which one had the last call
+        self._open: dict[int, PartitionedWork] = {}  # calls under way, by channel
+        self._latest: dict[tuple[int, ...], int] = {}  # channel of the latest call, by pair
 
     def channel(self, pair: tuple[int, ...]) -> int:
-        """Return the channel of the next call; a call that is still under way there is finished."""
+        """Return the channel for the next call, after finishing the call that may still be under way on it."""
         self._latest[pair] = 1 - self._latest.get(pair, 1)
         channel = pair[self._latest[pair]]
         if channel in self._open:
@@ -95,23 +95,23 @@ class PartitionedCalls:
         return channel
 
     def begin(self, channel: int, work: PartitionedWork) -> PartitionedWork:
-        """Note a call that is under way, and return it."""
+        """Record that a call is under way, and return its work."""
         self._open[channel] = work
         return work
 
     def finish(self, work: PartitionedWork) -> None:
-        """End a call, whose channel is then free."""
+        """Finish a call, and free its channel."""
         work.finish()
         self._open = {channel: one for channel, one in self._open.items() if one is not work}
 
 
 class RankGroup:
-    """Holds one communicator of the ranks of a process group, its users, and the routes of their calls.
+    """Holds the communicator of a process group's ranks, the users of the communicator, and the routes of calls.
 
     Args:
         group: process group of torch's own backends.
         ranks: its ranks, counted in the job, in the order of the group.
-        options: of the communicator; None: as its users say.
+        options: options of the communicator; None: as its users say.
         opened: opens the communicator.
     """
 
@@ -127,23 +127,23 @@ class RankGroup:
         self.rank: int = group.rank()
         self.world_size = len(self.ranks)
         self.why_not = "one rank" if self.world_size == 1 else ""
-        """Says why there is no communicator; empty if there may be one."""
+        """Says why these ranks have no communicator; "" if they may have one."""
         self.has_ended = False
         self.tuning: FollowedTuning | None = None
         self._of_group, self._opened = options, opened
         self._options, self._is_given = options or CommunicatorOptions(), options is not None
         self._users: dict[int, _User] = {}
-        self._joined = 0  # users so far, of which each has a number, equal on all ranks
+        self._joined = 0  # number of users so far: each user has a number that is equal on all ranks
         self._communicator: AnyCommunicator | None = None
-        self._closed: AnyCommunicator | None = None  # the one before
+        self._closed: AnyCommunicator | None = None  # the communicator that was closed last
         self._background: Background | None = None
         self._memory: CallMemory | None = None
         self.partitioned = PartitionedCalls()
         self._routes: dict[Any, Route] = {}
-        self._opening = threading.RLock()  # one thread opens what all use
+        self._opening = threading.RLock()  # held by the one thread that opens the communicator
 
     def join(self, user: object, options: CommunicatorOptions | None = None, **defaults: Any) -> None:
-        """Let `user` use the communicator until `leave`. All ranks call it together.
+        """Register `user` as a user of the communicator until `leave`. All ranks call this together.
 
         Users that were dropped without `leave`, on all ranks, leave here.
 
@@ -158,7 +158,7 @@ class RankGroup:
         differ = options is not None and options != self._options
         if self._users:
             if differ:
-                gc.collect()  # what was dropped may be in cycles
+                gc.collect()  # dropped users may be in reference cycles
             self._forget_dropped()
         if options is not None:
             if differ and (self._is_given or self._communicator is not None):
@@ -173,14 +173,15 @@ class RankGroup:
         self._joined += 1
 
     def hold(self, user: object, memory: Any) -> None:
-        """Keep symmetric memory until `user` leaves, so that it is free on all ranks at once, whoever drops it before.
+        """Keep symmetric memory until `user` leaves, so that all ranks free it together, whichever drops it before.
 
-        Where memory is free follows from what was freed: it may not be when this rank's garbage is collected.
+        Free memory has to follow from the same calls on all ranks, so it must not depend on when this rank's garbage is
+        collected.
         """
         self._users[self._number_of(user)].memory.append(memory)
 
     def leave(self, user: object) -> None:
-        """End the use by `user`: the last one closes the communicator. All ranks call it."""
+        """End the use by `user`; the last user to leave closes the communicator. All ranks call this."""
         number = self._number_of(user)
         if number >= 0:
             self._remove([number], "close")
@@ -190,7 +191,7 @@ class RankGroup:
         return next((number for number, one in self._users.items() if one.alive() is user), -1)
 
     def _forget_dropped(self) -> None:
-        """Remove the users that were dropped on all ranks: each collects its garbage when it likes."""
+        """Remove the users that all ranks have dropped; each rank collects its garbage at a time of its own."""
         dropped = [number for number, one in self._users.items() if one.alive() is None]
         everywhere = set(dropped).intersection(*gather_values(self.group, dropped))
         if everywhere:
@@ -202,11 +203,11 @@ class RankGroup:
         if not self._users:
             self._options, self._is_given = self._of_group or CommunicatorOptions(), self._of_group is not None
             if not self.has_ended and self.world_size > 1:
-                self.why_not = ""  # it may have been for options of theirs
+                self.why_not = ""  # the reason may come from the options of dropped users
             self.close(how)
 
     def open(self, device: Any = None) -> AnyCommunicator:
-        """Return the communicator, made at the first call, by all ranks together.
+        """Return the communicator, which all ranks open together at the first call.
 
         Args:
             device: `torch.device` of the tensors; None: the current GPU if the group has NCCL, else the CPU.
@@ -221,14 +222,14 @@ class RankGroup:
                 options = replace(self._options, channels=NUM_CHANNELS)
                 try:
                     self._communicator = self._opened(self.group, device, options)
-                    self._memory = None  # of one that was closed
+                    self._memory = None  # it belongs to a closed communicator
                 except Unsupported as error:
                     self.why_not = str(error)
                     raise
             return self._communicator
 
     def open_one_host(self, device: Any = None) -> Communicator:
-        """Do `open`, for users whose ranks have to be on one host."""
+        """Return the communicator as `open` does, for users whose ranks must be on one host."""
         found = self.open(device)
         if isinstance(found, HierarchicalCommunicator):
             raise Unsupported(f"ranks {list(self.ranks)} are on several hosts")
@@ -236,17 +237,17 @@ class RankGroup:
 
     @property
     def options(self) -> CommunicatorOptions:
-        """Return the options of the communicator, as they are now."""
+        """Return the present options of the communicator."""
         return self._options
 
     @property
     def is_open(self) -> bool:
-        """Return whether there is a communicator."""
+        """Return whether the communicator is open."""
         return self._communicator is not None
 
     @property
     def communicator(self) -> Any:
-        """Return the communicator, behind all that a thread has still to start on it; None if there was none yet.
+        """Return the communicator after its thread has started all pending calls; None if none was opened yet.
 
         One that was closed says so in its calls.
         """
@@ -256,13 +257,13 @@ class RankGroup:
 
     @property
     def memory(self) -> CallMemory:
-        """Return symmetric memory for single calls of the communicator, which is open."""
+        """Return the `CallMemory` of the communicator, which must be open."""
         if self._memory is None:
             self._memory = CallMemory(self.communicator)
         return self._memory
 
     def background(self) -> Background:
-        """Return the thread that starts calls on the communicator, which is open."""
+        """Return the thread that starts calls on the communicator, which must be open."""
         with self._opening:
             if self._background is None:
                 assert self._communicator is not None
@@ -270,7 +271,7 @@ class RankGroup:
             return self._background
 
     def drain(self) -> None:
-        """Return when all that the thread was given is queued (on a CPU: has ended)."""
+        """Return when all calls given to the background thread are queued (on a CPU: have ended)."""
         if self._background is not None:
             self._background.drain()
 
@@ -296,13 +297,13 @@ class RankGroup:
         if memory is not None:
             memory.forget()
         ends: list[Any] = [one for one in (background, communicator) if one is not None]
-        # on a CPU the communicator fails what the thread runs, so it comes first
+        # on a CPU, or to abort, the communicator comes first: it makes the thread's calls fail
         waits = how == "close" and communicator is not None and communicator.device.type == "cuda"
         for one in ends if waits else ends[::-1]:
             getattr(one, how)()
 
     def end(self, how: Literal["close", "abort"] = "close", why: str = "the group was destroyed") -> None:
-        """Close the communicator, or abort it, for good."""
+        """Close or abort the communicator for good: it cannot be opened again."""
         self.why_not, self.has_ended = why, True
         self.close(how)
 
@@ -312,7 +313,7 @@ class RankGroup:
         self.decide_anew()
 
     def decide_anew(self) -> None:
-        """Forget all routes, since reasons for torch have changed. All ranks call it, at one place in their calls."""
+        """Forget all routes, because reasons to use torch have changed. All ranks call this at the same point."""
         self._routes.clear()
 
     def route(
@@ -323,7 +324,7 @@ class RankGroup:
         Args:
             operation: PyTorch's name.
             num_bytes: size of the full array.
-            of_call: what else decides, such as the dtype: equal on all ranks.
+            of_call: other properties that decide, such as the dtype, equal on all ranks.
             why_torch: returns why torch makes a call, empty if it does not: asked once, with operation, size,
                 `of_call`, and whether the tuning chose the communicator; None: it makes none.
         """
@@ -373,7 +374,7 @@ def ranks_of(group: Any) -> tuple[int, ...]:
 
 
 def torch_group(group: Any) -> Any:
-    """Return the process group of torch's own backend: the inner one of a group of backend `counterpoint`."""
+    """Return the process group of torch's own backend; for a group of backend `counterpoint`, its inner group."""
     inner = getattr(group, "inner", None)
     if inner is None:
         return group

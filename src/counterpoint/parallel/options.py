@@ -62,13 +62,13 @@ class BackendOptions:
 
     def __post_init__(self) -> None:
         _refuse_mailboxes(self.communicator)
-        CommunicatorOptions(mailbox_bytes=self.mailbox_bytes)  # raises if it cannot be one
+        CommunicatorOptions(mailbox_bytes=self.mailbox_bytes)  # raises if the size is not allowed
         if self.ranks_per_host is not None and self.ranks_per_host < 1:
             raise Misconfigured(f"ranks_per_host={self.ranks_per_host}: give 1 or more, or None")
 
     @property
     def _timeout(self) -> timedelta:
-        """Return the timeout, which torch's meshes read here."""
+        """Return the timeout, under the name by which torch's device meshes read it."""
         return timedelta(seconds=(self.communicator or CommunicatorOptions()).timeout_s)
 
 
@@ -220,7 +220,7 @@ class DdpOptions:
 
 
 def _refuse_mailboxes(options: CommunicatorOptions | None) -> None:
-    """Raise for options of a communicator that have no effect here: channels are lent by name, messages have their own.
+    """Raise if a communicator's options set `channels` or `mailbox_bytes`, which have no effect here.
 
     Raises:
         Misconfigured: `channels` or `mailbox_bytes` is given.

@@ -54,7 +54,7 @@ def overlap(
     options: OverlapOptions | DdpOptions | None = None,
     tuned: Tuned | str | Path | None = None,
 ) -> Overlap | OverlappedDdp:
-    """Put collectives that overlap under a model of FSDP2, DDP, tensor or expert parallelism. All ranks call it.
+    """Make the collectives of an FSDP2, DDP, tensor-parallel or expert-parallel model overlap. All ranks call this.
 
     It takes every FSDP2 module of `model`, after the last `fully_shard`, or the buckets of a `DistributedDataParallel`,
     right after that was made; every linear layer of torch's `parallelize_module`, or of a `tp_plan` of `transformers`;
@@ -66,7 +66,7 @@ def overlap(
     Args:
         model: `fully_shard` or `parallelize_module` was called on it, or on parts of it; or a
             `DistributedDataParallel`; or `transformers` has made it with a `tp_plan` or `ep_size`.
-        options: of FSDP2; `DdpOptions` for DDP; None: the defaults.
+        options: options of FSDP2; `DdpOptions` for DDP; None: the defaults.
         tuned: what `counterpoint tune` chose, or its file, equal on all ranks; calls for which it has no choice run by
             built-in rules. `off`: none; None: the file that the variable COUNTERPOINT_TUNED names.
 
@@ -94,7 +94,7 @@ def overlap(
 
 
 def _overlap_modules(model: nn.Module, options: OverlapOptions, tuned: Tuned | str | Path | None) -> Overlap:
-    """Replace the collectives of each kind of parallelism in a model; undo all if one cannot be replaced."""
+    """Replace the collectives of each kind of parallelism in a model; if one cannot be replaced, undo all."""
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
     from counterpoint.parallel.expert.modules import OverlappedExpertParallel, expert_groups
@@ -117,7 +117,7 @@ def _overlap_modules(model: nn.Module, options: OverlapOptions, tuned: Tuned | s
         if tuning is not None:
             tuning.limit_gemms(undo, device_type)
         if tensor.is_empty and expert.is_empty and not modules:
-            sharded_modules(model)  # raises: there is nothing of any kind
+            sharded_modules(model)  # raises, as the model has no parallelism of any kind
         shards = OverlappedShards(model, modules, options, tuning)
         undo.callback(shards.restore)
         parts = [part for part in (shards, tensor, expert) if not part.is_empty]
@@ -127,7 +127,7 @@ def _overlap_modules(model: nn.Module, options: OverlapOptions, tuned: Tuned | s
 
 
 class Overlap:
-    """Reports the replaced collectives, and puts torch's back: by `restore`, or at the end of a `with` block."""
+    """Reports the replaced collectives; `restore`, or the end of a `with` block, puts torch's own back."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class Overlap:
         return str(self.report())
 
     def report(self) -> Report:
-        """Return the FSDP2 modules with their traffic so far, and the modules of tensor and expert parallelism."""
+        """Return a report: the FSDP2 modules with their traffic so far, and the tensor and expert parallel modules."""
         reports = [part.report() for part in self._parts]
         return Report(
             modules=tuple(row for report in reports for row in report.modules),
@@ -184,7 +184,7 @@ class Overlap:
 
 
 def _device_type(model: nn.Module, modules: Sequence[ShardedModule]) -> str:
-    """Return where a model runs, cuda or cpu; its parameters may still be on the meta device."""
+    """Return the type of device that a model runs on, cuda or cpu; its parameters may still be on the meta device."""
     import torch
 
     if modules:

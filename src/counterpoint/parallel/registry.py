@@ -1,4 +1,4 @@
-"""Keep values of a process group, one for each key, and close them with the group."""
+"""Keep values of process groups by key, and close them when torch destroys their group."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Value = TypeVar("Value")
 class Registry(Generic[Value]):
     """Keeps values by process group and key, and closes a group's values when torch destroys it.
 
-    torch calls nobody then, but it drops the group's store, which nothing else refers to. Should something hold the
-    store, values are closed when the next group comes.
+    torch calls nobody when it destroys a group, but it drops the group's store, to which nothing else refers. If
+    something else does hold the store, values are closed when the next group is made.
     """
 
     def __init__(self, close: Callable[[Value], None]) -> None:
@@ -26,7 +26,7 @@ class Registry(Generic[Value]):
         self._made: dict[Any, dict[Hashable, Value]] = {}
 
     def get(self, group: Any, make: Callable[[], Value], key: Hashable = None) -> Value:
-        """Return the value of a group and a key, made at first; raise `Misconfigured` if torch has no such group."""
+        """Return the value of a group and key, made at the first call; raise `Misconfigured` for an unknown group."""
         groups: dict[Any, tuple[str, Any]] = c10d._world.pg_map
         if group not in groups:
             raise Misconfigured(f"{group} was destroyed, or torch never made it: give a process group that there is")
@@ -41,7 +41,7 @@ class Registry(Generic[Value]):
         return values[key]
 
     def close(self, group: Any) -> None:
-        """Close the values of a group, and forget them: the last one first."""
+        """Close all values of a group, the last one first, and forget them."""
         with ExitStack() as stack:
             for value in self._made.pop(group, {}).values():
                 stack.callback(self._close, value)

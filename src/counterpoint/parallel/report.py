@@ -13,11 +13,11 @@ from typing import Literal, TypeAlias
 from counterpoint.errors import NoEffect
 from counterpoint.records import Record
 
-_SIZES = {20: "below 1 MiB", 24: "1 to 16 MiB", 28: "16 to 256 MiB", 64: "256 MiB and more"}  # by bits of the size
+_SIZES = {20: "below 1 MiB", 24: "1 to 16 MiB", 28: "16 to 256 MiB", 64: "256 MiB and more"}  # by the bits of a size
 _SIZE_OF_BITS = tuple(next(name for most, name in _SIZES.items() if bits <= most) for bits in range(65))
 
 RoutedPath: TypeAlias = Literal["zero_sm", "hosts", "serial", "cuts", "flagged", "gather", "slabs", "torch"]
-"""Names what runs a call.
+"""Names the mechanism that runs a call.
 
 `zero_sm` are copy engines (on CPUs, threads of this package), `hosts` the same inside of several hosts and torch
 between them, `torch` the process group's own backend. Matmuls of tensor parallelism have `serial`, `cuts` and `flagged`
@@ -27,7 +27,7 @@ ModuleKind: TypeAlias = Literal["fsdp2", "ddp", "tensor", "expert", "compiled"]
 
 
 class CallRow(Record, frozen=True, kw_only=True):
-    """Counts the calls of one operation and class of sizes on one path, and says why that path."""
+    """Counts the calls of one operation and class of sizes that took one path, and says why they took it."""
 
     operation: str
     size_class: str
@@ -67,20 +67,20 @@ class Traffic(Record, frozen=True, kw_only=True):
 
 
 class ModuleRow(Record, frozen=True, kw_only=True):
-    """Reports one module.
+    """Reports how one module runs.
 
     Args:
-        name: in the model; of compiled collectives, the graph.
-        kind: of parallelism.
+        name: name of the module in the model; for compiled collectives, the name of the graph.
+        kind: kind of parallelism.
         ranks: ranks among which it is divided, counted in the job.
         replicas: number of copies of the shards (HSDP); torch adds their gradients up.
         style: its place in the plan of the model, such as `ColwiseParallel`, or the number of experts.
-        runs: what runs it in the place of torch; empty: torch does.
+        runs: what runs the module instead of torch; empty: torch runs it.
         shared_with: modules with which it shares the communication.
-        traffic: what its collectives have moved, of FSDP2 and DDP.
+        traffic: what the module's collectives have moved, for FSDP2 and DDP.
         torch_why: why torch runs it; with `runs`: why torch ran the latest call that it did run.
-        choice: what the tuning chose for it, and why; empty: nothing.
-        gather_bytes: of FSDP2, size of its whole parameters in the dtype in which they are gathered.
+        choice: what the tuning chose for the module, and why; empty: nothing.
+        gather_bytes: for FSDP2, bytes of the module's whole parameters in the dtype in which they are gathered.
     """
 
     name: str
@@ -96,7 +96,7 @@ class ModuleRow(Record, frozen=True, kw_only=True):
     gather_bytes: int = 0
 
     def moved(self, operation: str) -> Traffic:
-        """Return the traffic of a collective of FSDP2."""
+        """Return the `Traffic` of one collective of an FSDP2 module; without calls if torch runs that collective."""
         left = Traffic(operation=operation, torch_why=self.torch_why)
         return next((one for one in self.traffic if one.operation == operation), left)
 
@@ -110,11 +110,11 @@ class ModuleRow(Record, frozen=True, kw_only=True):
 
 
 class Report(Record, frozen=True, kw_only=True):
-    """Reports modules, calls, and the tuning that is followed. Prints as tables.
+    """Reports how modules and calls run, and which tuning they follow; printing it shows tables.
 
     Args:
         modules: those of FSDP2 first, then of DDP, tensor and expert parallelism, each in the order of the model.
-        calls: of the operations and groups concerned, most calls first.
+        calls: counts of the calls of all operations and groups in the report, most calls first.
         tuned: the file that is followed, and how many of its choices so far; empty: none is named.
         notes: lines about the whole model, such as what became of `prefetch`.
         cached_graphs: graphs of torch.compile that were taken from its cache, with the collectives that they have.
@@ -128,7 +128,7 @@ class Report(Record, frozen=True, kw_only=True):
 
     @property
     def taken(self) -> int:
-        """Return how many modules and calls torch does not run."""
+        """Return the number of modules and calls that counterpoint runs instead of torch."""
         return sum(bool(row.runs) for row in self.modules) + sum(row.calls for row in self.calls if row.path != "torch")
 
     def of_kind(self, kind: ModuleKind) -> tuple[ModuleRow, ...]:
@@ -136,7 +136,7 @@ class Report(Record, frozen=True, kw_only=True):
         return tuple(row for row in self.modules if row.kind == kind)
 
     def require(self) -> Report:
-        """Return this report; raise `NoEffect`, with all reasons, if torch runs all of it."""
+        """Return this report; raise `NoEffect`, with all reasons, if torch runs everything."""
         if not self.taken and not self.cached_graphs:
             reasons = [f"{row.name}: {row.torch_why}" for row in self.modules if row.torch_why]
             reasons += [f"{r.calls} {r.operation} {r.size_class} by torch ({r.why})" for r in self.calls]
@@ -157,7 +157,7 @@ class Report(Record, frozen=True, kw_only=True):
 
 
 def _module_table(rows: Sequence[ModuleRow]) -> list[str]:
-    """Return a line for each module of one kind, below a line of names."""
+    """Return a table of the modules of one kind: a line of column names, then a line for each module."""
     if not rows:
         return []
     operations = ["all_gather", "reduce_scatter"] if rows[0].kind == "fsdp2" else []
@@ -173,7 +173,7 @@ def _module_table(rows: Sequence[ModuleRow]) -> list[str]:
 
 
 class CallCounts:
-    """Counts the calls of one group, or of one layer."""
+    """Counts the calls of one group or one layer, by operation, size, path and reason."""
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[str, int, RoutedPath, str]] = Counter()
@@ -183,7 +183,7 @@ class CallCounts:
         self._counts[operation, num_bytes.bit_length(), path, why] += 1
 
     def rows(self) -> tuple[CallRow, ...]:
-        """Return the counts so far, most calls first."""
+        """Return a row for each operation, class of sizes, path and reason, most calls first."""
         total: Counter[tuple[str, str, RoutedPath, str]] = Counter()
         for (operation, bits, path, why), calls in self._counts.items():
             total[operation, _SIZE_OF_BITS[bits], path, why] += calls
@@ -194,11 +194,11 @@ class CallCounts:
 
 
 def together(rows: Iterable[CallRow]) -> tuple[CallRow, ...]:
-    """Return the rows of several groups as one list, most calls first."""
+    """Return the rows of several groups in one list, most calls first."""
     return tuple(sorted(rows, key=lambda row: -row.calls))
 
 
 def aligned_rows(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return a line for each row, with the columns below one another."""
+    """Return a line of text for each row, with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -1,4 +1,4 @@
-"""Add up partial products of all ranks: in the order of ranks, in float32 for narrow dtypes, rounded once."""
+"""Add up the partial products of all ranks in the order of ranks: narrow dtypes in float32, rounded once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from counterpoint.collectives.submit.tensors import dtype_name, reduction_of
 
 
 def add_up(parts: Tensor, out: Tensor, op: str) -> None:
-    """Write the sum, or with `avg` the mean, of `parts` to `out`.
+    """Write the sum of `parts` over ranks, or with `avg` the mean, to `out`.
 
     Args:
         parts: `[world_size, rows, n]`, the rows of each rank contiguous.
@@ -46,7 +46,7 @@ def _bound(
     stream: int,
     index: int,
 ) -> Callable[[], Any]:
-    """Return the launch of a sum of `count` sources, `stride` bytes apart."""
+    """Return a function that launches the sum of `count` sources, which lie `stride` bytes apart."""
     sources = tuple(range(first, first + count * stride, stride))
     sms = torch.cuda.get_device_properties(index).multi_processor_count
     return bind(

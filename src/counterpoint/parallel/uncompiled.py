@@ -11,7 +11,7 @@ from torch._C._dynamo import eval_frame
 
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 AnyClass = TypeVar("AnyClass", bound=type)
-# as torch.compiler.disable, which would load the compiler
+# does what torch.compiler.disable does, without loading the compiler
 _SKIP: Any = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
 
 
@@ -22,7 +22,7 @@ def uncompiled(function: AnyFunction) -> AnyFunction:
 
 
 def never_compiled(kind: AnyClass) -> AnyClass:
-    """Return a class whose methods torch's compiler never compiles: it is on when compiled DDP calls them."""
+    """Make torch's compiler skip all methods of a class, even where compiled DDP calls them; return the class."""
     for member in vars(kind).values():
         if isinstance(member, FunctionType):
             eval_frame.set_code_exec_strategy(member.__code__, _SKIP)

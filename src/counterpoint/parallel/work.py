@@ -1,4 +1,4 @@
-"""Hand calls of a communicator to torch, as torch's `Work` and futures: for the backend and for FSDP2's hooks."""
+"""Wrap calls of a communicator as torch's `Work` and futures, for the backend and for FSDP2's hooks."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ class StartedWork(TorchWork):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Let the current stream wait for the call (on a CPU, this thread); raise its error."""
-        seconds = timeout.total_seconds() if timeout else None  # torch's default is zero, for none
+        seconds = timeout.total_seconds() if timeout else None  # torch passes zero where no timeout is given
         for work in self.works:
             work.wait(seconds or None)
         self.was_waited_for = True
         return True
 
     def synchronize(self) -> None:
-        """Do as `wait`."""
+        """Let the current stream (on a CPU, this thread) wait for the call, as `wait` does."""
         self.wait()
 
     def block_current_stream(self) -> None:
-        """Do as `wait`: on a GPU only the stream waits."""
+        """Let the current stream wait for the call, as `wait` does; on a GPU the host does not wait."""
         self.wait()
 
     def is_started(self) -> bool:
-        """Return whether the call is under way or has ended: no thread has still to start it."""
+        """Return whether the call is under way or has ended, so that no thread has still to start it."""
         return self._future is None or not self.works or self._future.done()
 
     def is_completed(self) -> bool:
@@ -67,14 +67,14 @@ class StartedWork(TorchWork):
         return self._outputs
 
     def get_future(self) -> Any:
-        """Return a future of the output tensors; on a GPU it completes at once, and its streams wait."""
+        """Return a future of the outputs; on a GPU it is done at once, and streams that wait for it wait for them."""
         if self._future is None:
             on_gpu = any(tensor.is_cuda for tensor in self._outputs)
             self._future = self._future_in_stream() if on_gpu else self._future_by_thread()
         return self._future
 
     def _future_in_stream(self) -> Any:
-        """Return a future completed under the stream that runs the call, whose events tell others when it has ended."""
+        """Return a future that is done, with its CUDA event on the stream that runs the call, for which others wait."""
         device = self._outputs[0].device
         future: Any = torch.futures.Future(devices=[device])
         ended = getattr(self.works[0], "ended", None) if len(self.works) == 1 else None
@@ -82,7 +82,7 @@ class StartedWork(TorchWork):
             with torch.cuda.stream(_stream(ended.stream, device)):
                 future.set_result(self._outputs)
             return future
-        for work in self.works:  # none: the current stream runs it
+        for work in self.works:  # empty if the current stream runs the call
             work.wait()
         future.set_result(self._outputs)
         return future
@@ -106,7 +106,7 @@ class StartedWork(TorchWork):
 
 
 def together(started: list[StartedWork]) -> StartedWork:
-    """Return one work for several calls."""
+    """Return one work that stands for several calls."""
     works = [work for one in started for work in one.works]
     return StartedWork(works, [tensor for one in started for tensor in one.result()])
 

@@ -1,4 +1,4 @@
-"""Rehearse a script: start its ranks on the GPUs that are there, wait, and say what differed. No torch.
+"""Rehearse a script: start its ranks on this machine's GPUs, wait, and report differences between ranks. No torch.
 
 Each rank counts as a host of its own for NCCL, which refuses two ranks of one host on one GPU (`rehearsed.py`).
 """
@@ -33,7 +33,7 @@ from counterpoint.tuning.script.launch import (
 )
 
 TIMEOUT_S = 600.0
-BYTES_PER_RANK = 1 << 30  # of CUDA, cuBLAS and NCCL: 8 ranks of a tiny FSDP2 model took 10.3 GiB of an H200
+BYTES_PER_RANK = 1 << 30  # memory of CUDA, cuBLAS and NCCL: 8 ranks of a tiny FSDP2 model took 10.3 GiB of an H200
 _MOST_RANKS = 64
 _Value = TypeVar("_Value", int, str)
 
@@ -51,7 +51,7 @@ def rehearse(
     Values, order, graphs, memory and errors are those of as many GPUs; times are not, since ranks share a GPU.
 
     Args:
-        command: what starts the script: "torchrun --nproc-per-node 8 train.py".
+        command: command that starts the script: "torchrun --nproc-per-node 8 train.py".
         device: cuda, or cpu, where ranks see no GPU; None: cuda if there is a GPU.
         hosts: among how many hosts the ranks are counted, in equal parts, in order.
         timeout_s: longest time in which no rank prints anything or ends a step; five minutes more at the start.
@@ -83,7 +83,7 @@ def rehearse(
                 run,
                 REHEARSED,
                 folder=folder,
-                variables={  # torchrun sets as many threads, with a warning
+                variables={  # torchrun would set 1, too, but with a warning
                     "OMP_NUM_THREADS": "1",
                     **os.environ,
                     **run.variables,
@@ -100,7 +100,7 @@ def rehearse(
 
 
 def _echoed(log: BinaryIO, *, echo: bool) -> int:
-    """Read what has come in a log since the last call, print it if that is wanted, and return the log's size."""
+    """Read the new part of a log, print it if `echo`, and return the number of bytes read so far."""
     text = log.read()
     if echo:
         sys.stdout.buffer.write(text)
@@ -125,7 +125,7 @@ def _ranks_of(run: RunCommand) -> int:
 
 
 def _gpus(device: str | None, world_size: int) -> tuple[str, ...]:
-    """Return the names of the GPUs to share, none for CPUs; raise `Unsupported` without one, or without memory."""
+    """Return the names of the GPUs that ranks share, () on CPUs; raise `Unsupported` without a GPU or enough memory."""
     if device not in (None, "cuda", "cpu"):
         raise Misconfigured(f"--device {device}: choose cuda or cpu")
     if device == "cpu":
@@ -185,7 +185,7 @@ def _rehearsal(
 
 
 def _texts(ranks: Sequence[RankReport]) -> dict[str, dict[int, str]]:
-    """Return by name what each rank reports; empty where it reports nothing of that name."""
+    """Return, by name of a report and by rank, the text that the rank reports; "" if it has no such report."""
     names = dict.fromkeys(name for each in ranks for name in each.reports)
     return {name: {each.rank: each.reports.get(name, "") for each in ranks} for name in names}
 
@@ -206,7 +206,7 @@ def _different_counts(ranks: Sequence[RankReport]) -> Iterator[str]:
 
 
 def _by_value(values: Mapping[int, _Value]) -> dict[_Value, list[int]]:
-    """Return which ranks have which value."""
+    """Return, for each value, the ranks that have it."""
     ranks: defaultdict[_Value, list[int]] = defaultdict(list)
     for rank, value in values.items():
         ranks[value].append(rank)

@@ -1,4 +1,4 @@
-"""Keep what a script makes of counterpoint and of torch's process groups, to report at its end what they did."""
+"""Record what a script does with counterpoint and with torch's process groups, for the report at its end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from counterpoint.tuning.script.steps import answering_overlap
 
 
 class Witness:
-    """Sees each model that is overlapped, each group of backend `counterpoint`, each dispatcher and torch's groups.
+    """Records each overlapped model, each group of backend `counterpoint`, each dispatcher, and torch's process groups.
 
     Args:
         rank: number of this rank.
@@ -24,21 +24,21 @@ class Witness:
 
     def __init__(self, rank: int) -> None:
         self._rank, self.steps = rank, 0
-        self._reporting: dict[str, Any] = {}  # by name: has `report`
+        self._reporting: dict[str, Any] = {}  # by name: an object with a method `report`
         self._texts: dict[str, str] = {}
         self._calls: dict[str, int] = {}
-        self._ended: dict[str, int] = {}  # calls of groups before torch was last initialised
+        self._ended: dict[str, int] = {}  # number of calls by group, before torch was last initialised
         self._members: dict[str, tuple[int, ...]] = {}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Note what is made and destroyed inside, and what is left at the end."""
+        """Record the objects that the block makes and destroys, and at its end the reports of those that are left."""
         destroy = dist.destroy_process_group
 
         def destroying(group: Any = None) -> None:
             self._note()
             if group in (None, dist.group.WORLD):
-                self._ended = dict(self._calls)  # names of groups may come again
+                self._ended = dict(self._calls)  # a later group may have the same name
             destroy(group)
 
         modules: Any = (dist, dist.distributed_c10d)
@@ -53,7 +53,7 @@ class Witness:
                     module.destroy_process_group = destroy
 
     def report(self) -> RankReport:
-        """Return what was noted so far."""
+        """Return a report of all that was recorded so far."""
         peak = torch.cuda.max_memory_reserved() if torch.cuda.is_initialized() else 0
         return RankReport(
             rank=self._rank,
@@ -65,7 +65,7 @@ class Witness:
         )
 
     def _is_within_another(self, text: str) -> bool:
-        """Return whether a longer report holds this one, as that of `overlap` does those of its dispatchers."""
+        """Return whether a longer report contains this text, as `overlap`'s contains those of its dispatchers."""
         return any(text in other and len(text) < len(other) for other in self._texts.values())
 
     def _overlapped(self, overlap: Callable[..., Any], model: Any, **options: Any) -> Any:
@@ -75,7 +75,7 @@ class Witness:
 
     @contextmanager
     def _making(self, kind: Any) -> Iterator[None]:
-        """Keep every object of a class that is made inside."""
+        """Record every object of class `kind` that is made in the block."""
         begin, witness = kind.__init__, self
 
         def beginning(made: Any, *args: Any, **keywords: Any) -> None:
@@ -93,13 +93,13 @@ class Witness:
         self._reporting[f"{name} #{again + 1}" if again else name] = made
 
     def _note(self) -> None:
-        """Note what everything reports, and how many collectives each group of torch has made so far."""
+        """Save the current report of every recorded object, and each process group's number of collectives so far."""
         for name, made in self._reporting.items():
-            with suppress(KeyError, RuntimeError, ValueError):  # of a group that is destroyed: its last report stays
+            with suppress(KeyError, RuntimeError, ValueError):  # the group is destroyed: keep its last report
                 self._texts[name] = str(made.report())
         groups: Any = dist.distributed_c10d._world.pg_map if dist.is_initialized() else ()
         for group in groups:
-            with suppress(RuntimeError):  # no backend counts: nothing was called yet
+            with suppress(RuntimeError):  # raised where no backend counts, before the first call
                 name = str(group.group_name)
                 self._calls[name] = self._ended.get(name, 0) + int(group._get_sequence_number_for_group())
                 self._members[name] = tuple(dist.get_process_group_ranks(group))

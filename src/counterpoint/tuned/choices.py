@@ -23,11 +23,11 @@ from counterpoint.records.tuning import LEAVE, StepPair, Tuned, TunedPair
 Field = Literal["device", "gpu", "torch", "nccl", "counterpoint"]
 
 COLLECTIVE_MECHANISMS = ("nccl", "nccl_zero_cta", "gloo", "zero_sm")
-"""Bases of the mechanisms of pairs whose compute does not depend on the collective."""
+"""Lists the bases (the part before `+`) of mechanisms of pairs whose compute does not depend on the collective."""
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send_recv")
-"""The operations of pairs whose compute does not depend on the collective."""
+"""Lists the operations of pairs whose compute does not depend on the collective."""
 EXCHANGE = "exchange"
-"""The operation of tokens that travel to their experts and back."""
+"""Names the operation that sends tokens to their experts and back."""
 KNOBS: Mapping[str, str] = {
     "priority": "high|default|low|NUMBER",
     "green": "COMPUTE_SMS",
@@ -43,8 +43,8 @@ KNOBS: Mapping[str, str] = {
 }
 """Every knob that may follow the base of a mechanism, and its allowed values in words; "" for one without a value."""
 FARTHEST = 2.0
-"""A pair stands for calls of up to so many times its size, and down to as small a part."""
-_STOCK = (LEAVE, "nccl", "nccl_zero_cta", "gloo", "torch")  # bases that torch runs
+"""Limits how far sizes may differ: the choice for a pair holds for calls of half to twice its size."""
+_STOCK = (LEAVE, "nccl", "nccl_zero_cta", "gloo", "torch")  # bases of mechanisms that torch itself runs
 _NUMBERS = {"NUMBER": "-?[0-9]{1,9}"} | dict.fromkeys(("N", "COMPUTE_SMS", "BYTES"), "[0-9]{1,9}")
 _MATMUL = re.compile(r"gemm (\d{1,9})x(\d{1,9})x(\d{1,9})")
 
@@ -60,18 +60,18 @@ def mechanism_knobs(pair: TunedPair) -> tuple[str, ...]:
 
 
 def stays_with_torch(pair: TunedPair) -> bool:
-    """Return whether torch runs this pair by its own collective."""
+    """Return whether the choice leaves this pair's collective to torch."""
     return mechanism_base(pair) in _STOCK
 
 
 def matmul_workload(rows: int, columns: int, k: int) -> str:
-    """Return the name of a matmul, as `StepPair.compute` has it."""
+    """Return the name of the matmul `[rows, k] @ [k, columns]`, in the form of `StepPair.compute`."""
     return f"gemm {rows}x{columns}x{k}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class MachineDifference:
-    """Says in what this machine differs from the one on which a tuning was made, and which choices that takes away."""
+    """Names one difference between this machine and the one that a tuning was made on, and the choices it voids."""
 
     field: Field
     made: str
@@ -84,7 +84,7 @@ class MachineDifference:
 
 
 class Choices:
-    """Holds the choices of a tuning that count on one machine.
+    """Holds those choices of a tuning that are valid on this machine.
 
     Args:
         tuning: the content of a file.
@@ -110,18 +110,18 @@ class Choices:
         compute: str | None = None,
         where: Sequence[str] = (),
     ) -> TunedPair | None:
-        """Return the choice for a call; None: the tuning has none, and built-in rules decide.
+        """Return the tuning's choice for a call; None if it has none, so that built-in rules decide.
 
         A pair that names the module comes before all others, whatever its size. Of the others the nearest in size
         decides, up to a factor of 2. Where several are equally near, such as one beside each of several matmuls, the
         mechanism counts whose times have the least sum over all of them.
 
         Args:
-            operation: as `StepPair.operation`.
-            ranks: of the call.
-            bytes_per_rank: of the full array, over the ranks.
-            dtype: of what is communicated; None: any.
-            compute: of a dependent matmul, `matmul_workload`, of which no size may be farther either; None: any.
+            operation: name of the operation, as in `StepPair.operation`.
+            ranks: number of ranks of the call.
+            bytes_per_rank: bytes of the full array, divided by the number of ranks.
+            dtype: dtype of the communicated tensor; None: any.
+            compute: `matmul_workload` of a dependent matmul, whose sizes have to be as near; None: any.
             where: names of the module; empty: not known.
         """
         of_call = [pair for pair in self.pairs if (pair.operation, pair.ranks) == (operation, ranks)]
@@ -134,9 +134,9 @@ class Choices:
 
 
 def _fastest(pairs: Sequence[TunedPair]) -> TunedPair | None:
-    """Return the pair whose mechanism takes the least time for all of these pairs; None for no pair.
+    """Return the pair whose mechanism has the least total time over all `pairs`; None if there are no pairs.
 
-    If each costs the others more than it saves, all are left.
+    If no mechanism saves time in total, the returned choice is `leave`.
     """
 
     def step_us(mechanism: str) -> float:
@@ -150,14 +150,14 @@ def _fastest(pairs: Sequence[TunedPair]) -> TunedPair | None:
 
 
 def _us(pair: TunedPair, mechanism: str) -> float:
-    """Return the µs of a pair by a mechanism; what was not tried, or is marked, takes for ever."""
+    """Return the µs of a pair with a mechanism; infinity if the mechanism was not tried, or its row is marked."""
     times = {each.mechanism: each.us for each in pair.tried if each.marked is None}
     times |= {pair.mechanism: pair.us, pair.stock: pair.stock_us, LEAVE: pair.stock_us}
     return times.get(mechanism, inf)
 
 
 def _distance(pair: StepPair, bytes_per_rank: float, compute: str | None) -> float:
-    """Return how far a pair is from a call: the largest difference of a size, in powers of two."""
+    """Return the distance between a pair and a call: the logarithm to base 2 of the largest ratio of their sizes."""
     far = _powers_of_two(pair.bytes_per_rank, bytes_per_rank)
     ours, theirs = (_MATMUL.fullmatch(name or "") for name in (pair.compute, compute))
     if compute is None or (ours is None and theirs is None):
@@ -190,11 +190,11 @@ _TAKEN: Mapping[Field, tuple[str, Callable[[TunedPair], bool]]] = {
     ),
     "counterpoint": ("", lambda pair: False),
 }
-"""By what differs: the choices that do not count then, in words and one by one."""
+"""Maps each field in which machines can differ to the choices that then do not count: in words, and as a test."""
 
 
 def _differences(made: Environment, here: Environment) -> Iterable[MachineDifference]:
-    """Yield all in which two machines differ; of another kind of device or GPU only that, since nothing else counts."""
+    """Yield the differences between two machines; stop after one of device or GPU, which voids all choices."""
     for field, (ignored, _) in _TAKEN.items():
         there, now = getattr(made, field), getattr(here, field)
         if there != now:
@@ -204,7 +204,7 @@ def _differences(made: Environment, here: Environment) -> Iterable[MachineDiffer
 
 
 def check_choices(tuning: Tuned) -> None:
-    """Raise Misconfigured, with what is allowed, for an operation, dtype, mechanism or knob that there is not."""
+    """Raise Misconfigured, with the allowed values, for an unknown operation, dtype, mechanism or knob."""
     for pair in tuning.pair:
         allowed: tuple[str, ...] = COLLECTIVE_MECHANISMS
         if _is_dependent(pair):
@@ -229,7 +229,7 @@ def _check(what: str, given: str, allowed: Sequence[str]) -> None:
 
 
 def _is_knob(knob: str) -> bool:
-    """Return whether a knob is known, and its value one that it can have."""
+    """Return whether a knob is known and has a value that it allows."""
     key, equals, value = knob.partition("=")
     if key not in KNOBS or bool(equals) != bool(KNOBS[key]):
         return False

@@ -1,4 +1,4 @@
-"""Read and write `counterpoint.toml`: what `counterpoint tune` chose; docs/reference/tune.md describes it."""
+"""Read and write `counterpoint.toml`, the choices of `counterpoint tune`; docs/reference/tune.md describes the file."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from counterpoint.records.tuning import TUNING_SCHEMA, Tuned
 from counterpoint.tuned.choices import check_choices
 
 MAX_BYTES = 1 << 22
-_TUNED = msgspec.json.Decoder(Tuned)  # msgspec learns its fields here: it crashes where two threads do so at once
+_TUNED = msgspec.json.Decoder(Tuned)  # made on import: msgspec crashes if two threads do it at once
 
 
 def read_tuned(path: str | Path) -> Tuned:
-    """Return the tuning in a file; raise Misconfigured, with the field and what is allowed, if it is none."""
+    """Return the tuning in a file; if it is not valid, raise Misconfigured with the field and its allowed values."""
     text = read_text(Path(path), limit=MAX_BYTES, advice="give a file that `counterpoint tune` wrote")
     return parse_tuned(text, printable(str(path)))
 
 
 def parse_tuned(text: str, name: str = "the text") -> Tuned:
-    """Return the tuning in the text of a file, which errors call by its name.
+    """Return the tuning in the text of a file; error messages call the file `name`.
 
     Raises:
         Misconfigured: it is no TOML, or a field is missing, unknown or has a value that is not allowed.
@@ -44,7 +44,7 @@ def parse_tuned(text: str, name: str = "the text") -> Tuned:
 
 
 def tuned_toml(tuning: Tuned) -> str:
-    """Return the file of a tuning, which `parse_tuned` reads as the same tuning; defaults and None are left out."""
+    """Return a tuning as TOML text that `parse_tuned` reads back unchanged; defaults and None are left out."""
     fields = _without_none({"schema": TUNING_SCHEMA} | msgspec.to_builtins(tuning))
     made, step, pairs = fields.pop("made"), fields.pop("step", None), fields.pop("pair", [])
     tables = [toml_table(None, fields), toml_table("[made]", made)]
@@ -54,12 +54,12 @@ def tuned_toml(tuning: Tuned) -> str:
 
 
 def tuned_digest(tuning: Tuned) -> str:
-    """Return a hash of all choices and of the machine that they are for, 16 hexadecimal digits."""
+    """Return a hash, 16 hexadecimal digits, of all choices and of the machine that they were made for."""
     return blake2b(msgspec.json.encode(tuning, order="deterministic"), digest_size=8).hexdigest()
 
 
 def _without_none(value: Any) -> Any:
-    """Return nested mappings and lists without the entries that are None, which TOML cannot say."""
+    """Return nested mappings and lists without their entries that are None, for which TOML has no value."""
     if isinstance(value, dict):
         return {key: _without_none(each) for key, each in value.items() if each is not None}
     return [_without_none(each) for each in value] if isinstance(value, list) else value

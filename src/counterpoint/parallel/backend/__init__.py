@@ -1,4 +1,4 @@
-"""Be a backend of torch.distributed; users import `counterpoint.torch_backend`, which registers it.
+"""Implement a backend of torch.distributed; users import `counterpoint.torch_backend`, which registers it.
 
 - `registration.py`: tells torch the name; loads the rest when a group is made.
 - `group.py`: the process group: which calls a `Communicator` takes, and that all others go to torch's own backends.

@@ -1,17 +1,18 @@
-"""Be a torch process group: large collectives through a `Communicator`, the others through NCCL (gloo on CPUs).
+"""Implement a torch process group: large collectives run by a `Communicator`, others by NCCL (gloo on CPUs).
 
-What decides is equal on all ranks (`_route`): operation, size, dtype and reduction of a call, options that they have
-compared, and whether all have left `symmetric_memory`. Never where a tensor lies, or how: a call with an output that is
-not contiguous writes a copy first. All collectives run on one channel, in the order of the program; asynchronous
-all_reduces (on CPUs, all asynchronous calls), and callbacks that make collectives, in a thread (`background.py`), which
-every later collective waits for.
+The route of a call (`_route`) depends only on what is equal on all ranks: operation, size, dtype and reduction of the
+call, options that the ranks have compared, and whether all ranks have left `symmetric_memory`. It never depends on
+where or how a tensor is stored: a call with an output that is not contiguous writes a copy first. All collectives run
+on one channel, in the order of the program. Asynchronous all_reduces (on CPUs, all asynchronous calls), and callbacks
+that make collectives, run in a thread (`background.py`), for which every later collective waits.
 
-The communicator is made at the first call that it takes; over several hosts it is that of `hosts.py`. Where the ranks
+The communicator is opened at the first call that it takes; over several hosts it is the one of `hosts.py`. If the ranks
 of a host cannot share memory, torch's own backends make all calls, and the report says why. Messages between two GPUs
-of a host go through mailboxes (`messages.py`), whatever their size: both ends decide alike.
+of a host go through mailboxes (`messages.py`), whatever their size, so that both ranks choose alike.
 
-No call may fall through to the base class: torch's trampoline would make it with the GIL held, and deadlock with
-gloo's threads, which need it to drop tensors (torch 2.11 to 2.13). So each is handed to an inner group.
+No call may reach the base class: torch's trampoline would make it while it holds the GIL, and deadlock with gloo's
+threads, which need the GIL to drop tensors (torch 2.11 to 2.13). So calls that are not ours are handed to an inner
+group.
 """
 
 from __future__ import annotations
@@ -53,16 +54,16 @@ from counterpoint.parallel.report import CallCounts, Report
 from counterpoint.parallel.uncompiled import never_compiled
 from counterpoint.parallel.work import StartedWork, together
 
-c10d: Any = _distributed_c10d  # its stubs lack half of it
+c10d: Any = _distributed_c10d  # the type stubs lack half of its names
 (_CHANNEL,) = CHANNELS["calls"]
 _NEVER = 1 << 62
-_BUCKET_BYTES = 1 << 22  # from this size on reductions are taken by a group with symmetric memory: see `_crossover`
+_BUCKET_BYTES = 1 << 22  # a group with symmetric memory takes reductions from this size on: see `_crossover`
 Start: TypeAlias = Callable[[Tensor, bool], Sequence[Work | None]]
-"""Starts a call that writes a contiguous tensor, asynchronously or on the current stream; returns its works."""
+"""Starts a call that writes a contiguous tensor, asynchronously or on the current stream; returns the call's works."""
 
 
 def _left_to_torch(name: str) -> Any:
-    """Return a method that makes the same call of the inner group, and is not counted."""
+    """Return a method `name` that makes the same call of the inner group, without counting it in the report."""
 
     def call(self: CounterpointGroup, *args: Any, **keywords: Any) -> Any:
         return getattr(self.by_torch, name)(*args, **keywords)
@@ -73,7 +74,7 @@ def _left_to_torch(name: str) -> Any:
 
 @never_compiled
 class CounterpointGroup(dist.ProcessGroup):
-    """Is a process group whose large collectives take no SM.
+    """Is a process group that runs large collectives without SMs.
 
     Args:
         options: what torch hands to a backend: store, rank, size, timeout and ranks.
@@ -93,9 +94,9 @@ class CounterpointGroup(dist.ProcessGroup):
             )
         self._options = backend_options or BackendOptions()
         self.inner = InnerGroup(options, self._options.nccl)
-        for device, (kind, backend) in self.inner.backends.items():  # who asks for a device's backend gets torch's own
+        for device, (kind, backend) in self.inner.backends.items():  # torch's own backend is found by device
             self._register_backend(torch.device(device), kind, backend)
-        self._device_type = next(iter(self.inner.backends))  # of the tensors that the communicator takes
+        self._device_type = next(iter(self.inner.backends))  # device of the tensors that the communicator takes
         self.rank_group = RankGroup(
             self.inner.group, self.inner.ranks, options=self._options.communicator, opened=self._opened
         )
@@ -103,56 +104,57 @@ class CounterpointGroup(dist.ProcessGroup):
         self.rank_group.join(self, timeout_s=options.timeout.total_seconds())
         self.counts = CallCounts()
         self._hosts: Grid | None = None
-        self._crossovers: dict[str, int] | None = None  # once the ranks have agreed on what decides
+        self._crossovers: dict[str, int] | None = None  # None until all ranks have agreed on their options
         self._has_symmetric_memory = False
         self._coalescing = False
         self._coalesced: list[StartedWork] = []  # messages of the batch that `_start_coalescing` began
         self._pairs = MessagePairs(self.inner, self._options, timeout_s=self.rank_group.options.timeout_s)
         self._running: deque[StartedWork] = deque()  # kept alive until they have ended, whoever drops them
-        self._keeping = threading.Lock()  # of `_running`: callbacks make calls in the background's thread
-        self._agreeing = threading.Lock()  # one thread compares what decides
+        self._keeping = threading.Lock()  # guards `_running`, since callbacks make calls in the background thread
+        self._agreeing = threading.Lock()  # held by the one thread that compares options
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        """Return the name of the backend."""
+        """Return the backend's name, `counterpoint`."""
         return NAME
 
     def report(self) -> Report:
-        """Return which calls went which way, and why."""
+        """Return a report: how many calls took each path, and why."""
         return Report(calls=self.counts.rows(), tuned=str(self.rank_group.tuning or ""))
 
     def _opened(self, group: Any, device: torch.device | None, options: CommunicatorOptions) -> AnyCommunicator:
-        """Open the communicator of this group, over one host or several."""
+        """Return a new communicator of this group, over one host or several."""
         if device is None:
             on_gpu = self._device_type == "cuda"
             device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         return open_communicator(self.inner, self._on_hosts(), device, options)
 
     def _on_hosts(self) -> Grid:
-        """Return how the ranks lie on hosts, found at the first call, by all together; raise `Unsupported` if oddly."""
+        """Return the grid of hosts; raise `Unsupported` if it is irregular. All ranks make the first call together."""
         if self._hosts is None:
             self.inner.register()
             self._hosts = grid_of_group(self.inner.group, self._options.ranks_per_host)
         return self._hosts
 
     def take_buckets(self) -> None:
-        """Take reductions from 4 MiB on from now on, unless the options say otherwise. All ranks call it together.
+        """Take all_reduces and reduce_scatters from 4 MiB on, unless options give sizes. All ranks call this together.
 
-        Their buckets of gradients lie where peers write them, so that they take few SMs, and run beside matmuls.
+        Buckets of gradients then lie in symmetric memory, so that their reductions take few SMs and overlap with
+        matmuls.
         """
-        self.rank_group.drain()  # calls in callbacks of earlier ones decide as before
+        self.rank_group.drain()  # earlier calls, made in callbacks, keep their routes
         self._has_symmetric_memory = True
         self.rank_group.decide_anew()
 
     @property
     def by_torch(self) -> Any:
-        """Return the inner group, for a call behind the calls of callbacks: so calls have one order on all ranks."""
+        """Return the inner group once pending callbacks have made their calls: so calls have one order on all ranks."""
         if self.rank_group.has_ended:
-            return EndedGroup()  # a callback, whose call no other rank may make
+            return EndedGroup()  # for a late callback, whose call other ranks may never make
         self.rank_group.drain()
         return self.inner.group
 
     def close(self, how: Literal["close", "abort"] = "close") -> None:
-        """Close the communicator, or abort it; torch's own backends are not touched."""
+        """Close the communicator, or abort it; leave torch's own backends as they are."""
         self.rank_group.end(how, "the group is shut down")
         self._running.clear()
         self._pairs.end(how)
@@ -164,14 +166,14 @@ class CounterpointGroup(dist.ProcessGroup):
         self.inner.end("shutdown")
 
     def abort(self) -> None:
-        """End the group without waiting for calls under way, and fail calls that have not started."""
+        """End the group without waiting for calls under way; calls that have not started fail."""
         self.close("abort")
         self.inner.end("abort")
 
     # calls that a communicator may take
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None, *, op: Any = None) -> Any:  # type: ignore[override]
-        """Reduce a tensor over all ranks, in place; as for torch, `opts` may be the reduction alone."""
+        """Reduce a tensor over all ranks, in place; as in torch, `opts` may be the reduction alone."""
         opts = call_options(c10d.AllreduceOptions, opts, "reduceOp", op, timeout)
         tensors = tensors if isinstance(tensors, list) else [tensors]
         op, factor = op_and_factor(opts.reduceOp)
@@ -181,7 +183,7 @@ class CounterpointGroup(dist.ProcessGroup):
         return self._all_reduce(taken, tensors[0], opts, op, factor, in_background=True)
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None, *, root: Any = None) -> Any:  # type: ignore[override]
-        """Send the root's tensor to all ranks; as for torch, `opts` may be the root alone."""
+        """Send the root's tensor to all ranks; as in torch, `opts` may be the root alone."""
         opts = call_options(c10d.BroadcastOptions, opts, "rootRank", root, timeout)
         tensors = tensors if isinstance(tensors, list) else [tensors]
         taken = self._take("broadcast", tensors, sum(map(num_bytes_of, tensors)))
@@ -195,7 +197,7 @@ class CounterpointGroup(dist.ProcessGroup):
         )
 
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        """Gather every rank's tensor in one."""
+        """Gather every rank's tensor into the one tensor `output`."""
         opts = opts or c10d.AllgatherOptions()
         taken = self._take("all_gather", [output], output.nbytes)
         if taken is None:
@@ -207,7 +209,7 @@ class CounterpointGroup(dist.ProcessGroup):
         )
 
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        """Reduce a tensor over all ranks, a block on each."""
+        """Reduce a tensor over all ranks; each rank gets one block of the result."""
         opts = opts or c10d.ReduceScatterOptions()
         op, factor = op_and_factor(opts.reduceOp)
         taken = self._take("reduce_scatter", [output], input.nbytes, op)
@@ -224,7 +226,7 @@ class CounterpointGroup(dist.ProcessGroup):
     def alltoall_base(
         self, output: Tensor, input: Tensor, output_splits: Any, input_splits: Any, opts: Any = None
     ) -> Any:
-        """Send block r to rank r; with split sizes, which other ranks do not know, torch's own backend does it."""
+        """Send block r of `input` to rank r; calls with split sizes, which other ranks do not know, go to torch."""
         opts = opts or c10d.AllToAllOptions()
         if output_splits or input_splits:
             self._left("all_to_all", input.nbytes, "split sizes")
@@ -239,7 +241,7 @@ class CounterpointGroup(dist.ProcessGroup):
             lambda target, async_op: [taken.all_to_all(target, input, channel=_CHANNEL, async_op=async_op)],
         )
 
-    # their names since torch 2.13
+    # the names of these methods since torch 2.13
     all_gather_single: Any = _allgather_base
     reduce_scatter_single: Any = _reduce_scatter_base
     all_to_all_single: Any = alltoall_base
@@ -247,7 +249,7 @@ class CounterpointGroup(dist.ProcessGroup):
     # messages
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Any:
-        """Send a tensor to rank `dst`; through a mailbox this begins before the receive is posted."""
+        """Send a tensor to rank `dst`; through a mailbox the transfer begins before `dst` posts its receive."""
         return self._message("send", tensors, dst, tag)
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Any:
@@ -255,12 +257,12 @@ class CounterpointGroup(dist.ProcessGroup):
         return self._message("recv", tensors, src, tag)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Any:
-        """Receive the tensor that any rank sends; NCCL cannot."""
+        """Receive a tensor that any rank may send, by torch's own backend; NCCL does not support that."""
         self._left("recv", tensors[0].nbytes, "from any rank")
         return self.inner.group.recv_anysource(tensors, tag)
 
     def _message(self, operation: str, tensors: list[Tensor], peer: int, tag: int) -> Any:
-        """Start a message on its line; within a batch of torch's, torch's own backend makes its messages."""
+        """Start a message through the pair of this rank and `peer`; without one, by torch's own backend."""
         by_inner = getattr(self.inner.group, operation)  # raises once the group has ended
         pair = self._pair(operation, tensors[0], peer, tag)
         if pair is None:
@@ -274,7 +276,7 @@ class CounterpointGroup(dist.ProcessGroup):
         return started
 
     def _pair(self, operation: str, tensor: Tensor, peer: int, tag: int) -> MessagePair | None:
-        """Return the pair that takes a message, equal on both ranks; None: the inner group takes it. Count it."""
+        """Return the pair that carries a message, the same on both ranks; None: the inner group does. Count it."""
         why = self._pairs.why_torch(peer, tensor, tag)
         found = why if why is not None else self._pairs.by_mailbox(peer, tensor.device)
         if not isinstance(found, str):
@@ -285,7 +287,7 @@ class CounterpointGroup(dist.ProcessGroup):
             return None
         return self._pairs.by_torch(peer, tensor.device)
 
-    # several calls at once; functional collectives, and DTensor with them, make even one call in this way
+    # several calls at once; functional collectives and DTensor make even a single call in this way
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
         """Reduce each tensor over all ranks, in place."""
@@ -294,42 +296,42 @@ class CounterpointGroup(dist.ProcessGroup):
         if not self._takes_all("all_reduce", tensors, tensors, op):
             return self.by_torch.allreduce_coalesced(tensors, opts)
         by_size = sorted(range(len(tensors)), key=lambda number: tensors[number].numel())
-        once = {tensors[number].data_ptr(): number for number in by_size}  # of several at one place the largest
+        once = {tensors[number].data_ptr(): number for number in by_size}  # of several at one address, the largest
         works = []
         for tensor in [one if once[one.data_ptr()] == number else one.clone() for number, one in enumerate(tensors)]:
             taken = self._take("all_reduce", [tensor], tensor.nbytes, op)
-            assert taken is not None  # `_takes_all`
+            assert taken is not None  # `_takes_all` has asked for all of them
             works.append(self._all_reduce(taken, tensor, opts, op, factor))
         return together(works)
 
     def allgather_into_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
-        """Gather every rank's tensor in one, for each pair of an output and an input."""
+        """Gather every rank's tensor into one, for each pair of an output and an input."""
         opts = opts or c10d.AllgatherOptions()
         if not self._takes_all("all_gather", outputs, outputs):
             return self.by_torch.allgather_into_tensor_coalesced(outputs, inputs, opts)
         return together([self._allgather_base(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
 
     def reduce_scatter_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
-        """Reduce each input over all ranks, a block on each."""
+        """Reduce each input over all ranks; each rank gets one block of each result."""
         opts = opts or c10d.ReduceScatterOptions()
         if not self._takes_all("reduce_scatter", outputs, inputs, op_and_factor(opts.reduceOp)[0]):
             return self.by_torch.reduce_scatter_tensor_coalesced(outputs, inputs, opts)
         return together([self._reduce_scatter_base(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
 
-    # their names since torch 2.13
+    # the names of these methods since torch 2.13
     all_gather_single_coalesced: Any = allgather_into_tensor_coalesced
     reduce_scatter_single_coalesced: Any = reduce_scatter_tensor_coalesced
 
-    # calls that it leaves to torch
+    # calls that always go to torch
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set how long a rank waits for another, in the communicators, too; over hosts: of the ranks of this one."""
+        """Set how long a rank waits for another; over several hosts, communicators apply it inside this host only."""
         self.rank_group.set_timeout(timeout.total_seconds())
         self._pairs.set_timeout(timeout.total_seconds())
         self.inner.group.set_timeout(timeout)
 
     def barrier(self, *args: Any, **keywords: Any) -> Any:
-        """Wait for all ranks, and as in torch's own backends for all earlier calls."""
+        """Wait until all ranks are here and, as in torch's own backends, all earlier calls have ended."""
         self.rank_group.drain()
         with self._keeping:
             earlier = [work for work in self._running if work.is_started()]
@@ -353,12 +355,12 @@ class CounterpointGroup(dist.ProcessGroup):
     _enable_collectives_timing = _left_to_torch("_enable_collectives_timing")
 
     def _start_coalescing(self, device: torch.device) -> None:
-        """Begin a batch of calls, which go to torch except messages: `_end_coalescing` returns one work for all."""
+        """Begin a batch of calls; all but messages go to torch, and `_end_coalescing` returns one work for all."""
         self._coalescing = True
         self.by_torch._start_coalescing(device)
 
     def _end_coalescing(self, device: torch.device) -> Any:
-        """End the batch that `_start_coalescing` began, and return its work."""
+        """End the batch that `_start_coalescing` began, and return one work for its calls."""
         self._coalescing = False
         by_torch, messages = self.inner.group._end_coalescing(device), self._coalesced
         self._coalesced = []
@@ -369,10 +371,10 @@ class CounterpointGroup(dist.ProcessGroup):
             works.append(TorchWork("coalesced calls", [by_torch]))
         return StartedWork(works, [tensor for message in messages for tensor in message.result()])
 
-    # what decides
+    # which route a call takes
 
     def _take(self, operation: str, outputs: Sequence[Tensor], num_bytes: int, op: str = "") -> AnyCommunicator | None:
-        """Return the communicator if it takes this call; None if torch makes it. Count the call."""
+        """Return the communicator if it runs this call, None if torch does; count the call in the report."""
         route = self._route(operation, outputs, num_bytes, op)
         if route.path == "torch":
             self._left(operation, num_bytes, route.why)
@@ -386,11 +388,11 @@ class CounterpointGroup(dist.ProcessGroup):
         return communicator
 
     def _left(self, operation: str, num_bytes: int, why: str) -> None:
-        """Count a call that torch makes."""
+        """Count a call that torch runs."""
         self.counts.add(operation, num_bytes, "torch", why)
 
     def _takes_all(self, operation: str, outputs: list[Tensor], full: list[Tensor], op: str = "") -> bool:
-        """Return whether the communicator takes all of these calls, whose whole arrays are `full`; if not, count."""
+        """Return whether the communicator runs all of these calls, of full arrays `full`; if not, count them."""
         whys = [
             self._route(operation, [one], num_bytes_of(its), op).torch_why
             for one, its in zip(outputs, full, strict=True)
@@ -402,7 +404,7 @@ class CounterpointGroup(dist.ProcessGroup):
         return False
 
     def _route(self, operation: str, outputs: Sequence[Tensor], num_bytes: int, op: str) -> Route:
-        """Return the route of a call, equal on all ranks; if it is not torch's, the communicator is open."""
+        """Return the route of a call, the same on all ranks; unless it is torch's, the communicator is then open."""
         ranks = self.rank_group
         why = ranks.why_not or self._why_not_these(outputs)
         if not why and self._crossovers is None:
@@ -423,7 +425,7 @@ class CounterpointGroup(dist.ProcessGroup):
         return route
 
     def _why_left(self, operation: str, num_bytes: int, dtype: torch.dtype, op: str, chosen: bool) -> str:
-        """Return why torch makes the calls of a kind, given what all ranks pass alike; empty if it does not."""
+        """Return why torch runs calls of this kind, from arguments that are equal on all ranks; "" if it does not."""
         if not chosen and num_bytes < self._crossover(operation):
             return "below the crossover"
         if op and not reduces(op, dtype):
@@ -434,7 +436,7 @@ class CounterpointGroup(dist.ProcessGroup):
         return ""
 
     def _why_not_these(self, outputs: Sequence[Tensor]) -> str:
-        """Return why no communicator takes these tensors, in whichever call; empty if one may."""
+        """Return why no communicator can take these tensors, whatever the call; "" if one can."""
         if len(outputs) != 1:
             return "several tensors" if outputs else "no tensor"
         if outputs[0].device.type != self._device_type:
@@ -442,10 +444,11 @@ class CounterpointGroup(dist.ProcessGroup):
         return "sparse" if outputs[0].layout is not torch.strided else ""
 
     def _crossover(self, operation: str) -> int:
-        """Return the size from which the communicator takes a call: as given, else as measured alone.
+        """Return the bytes from which the communicator takes a call: the given size, else the one measured alone.
 
-        A group with symmetric memory has buckets of gradients there, which are reduced beside matmuls: their own time
-        matters less than the SMs that NCCL would take from those. So their size decides, where none is given.
+        In a group with symmetric memory, calls of the size of gradient buckets are reduced beside matmuls: their own
+        time matters less than the SMs that NCCL would take from those matmuls. So such a group takes reductions from a
+        bucket's size on, if no size is given.
         """
         measured = (self._crossovers or {}).get(operation, 0)
         given = operation in (self._options.crossover_bytes or {})
@@ -453,10 +456,10 @@ class CounterpointGroup(dist.ProcessGroup):
         return min(measured, _BUCKET_BYTES) if may_be_bucket else measured
 
     def _agree(self, device: torch.device) -> None:
-        """Read the tuning and the crossovers, and compare all options that decide which way a call goes.
+        """Read the tuning and the crossovers, and check that all ranks have equal options that decide a call's route.
 
-        All ranks call it together. An operation that was not measured beside NCCL is left to it, unless its size is
-        given; else the communicator takes a call of a byte or more from its crossover on.
+        All ranks call this together. An operation that was not measured beside NCCL is left to NCCL, unless its size is
+        given; otherwise the communicator takes calls of at least the crossover, and at least one byte.
         """
         with self._agreeing:
             if self._crossovers is not None:
@@ -484,7 +487,7 @@ class CounterpointGroup(dist.ProcessGroup):
         *,
         in_background: bool = False,
     ) -> StartedWork:
-        """Start an all_reduce by the communicator that takes it."""
+        """Start an all_reduce by the communicator `taken`, and return its work."""
         return self._started(
             opts,
             tensor,
@@ -495,9 +498,9 @@ class CounterpointGroup(dist.ProcessGroup):
         )
 
     def _started(self, opts: Any, output: Tensor, start: Start, *, in_background: bool = False) -> StartedWork:
-        """Start a call, on the current stream unless it is asynchronous, and keep its work until it has ended."""
-        # which thread starts it does not change its place in the order of calls, so it may depend on the layout here;
-        # on a CPU it runs the callbacks of all of them, whose calls have their place, too
+        """Start a call, on the current stream unless it is asynchronous, and hold its work until it has ended."""
+        # a call's order does not depend on the thread that starts it, so the choice may depend on the layout here;
+        # on a CPU the thread runs the callbacks of all calls, and their calls have to be in order, too
         if opts.asyncOp and (in_background or self._device_type == "cpu" or not output.is_contiguous()):
             call = self.rank_group.background().start(lambda _channel: _write(output, start), _CHANNEL, [output])
             return self._kept(StartedWork([call], [output], call.future))
@@ -518,7 +521,7 @@ class CounterpointGroup(dist.ProcessGroup):
 
 
 def _write(output: Tensor, start: Start) -> None:
-    """Run a call on the current stream: on its output, or if that is not contiguous on a copy that is copied back."""
+    """Run a call on the current stream; if its output is not contiguous, run it on a copy, and copy that back."""
     target = output.contiguous()
     start(target, False)
     if target is not output:
@@ -526,7 +529,7 @@ def _write(output: Tensor, start: Start) -> None:
 
 
 def report(group: Any = None) -> Report:
-    """Return which calls of a group went which way, and why.
+    """Return a report of a group's calls: how many took each path, and why.
 
     Args:
         group: a group of backend `counterpoint`; None: the default one.
@@ -538,7 +541,7 @@ def report(group: Any = None) -> Report:
 
 
 def group_of_backend(group: Any = None) -> CounterpointGroup:
-    """Return `group` (None: the default one); raise `Misconfigured` if it is another backend's or not this rank's."""
+    """Return `group`, or the default one; raise `Misconfigured` if its backend is another or it lacks this rank."""
     group = group if group is not None else dist.group.WORLD
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise Misconfigured("this rank is not in the group; ask one of its ranks")

@@ -1,7 +1,8 @@
-"""Take large collectives of a group over several hosts: zero-SM inside each host, torch's own backends between them.
+"""Run large collectives of a group over several hosts: zero-SM inside each host, by torch's backends between hosts.
 
-The ranks of a host come one after the other, the same number on each. Two more groups of torch's own backends are made
-for each rank, which nothing else uses: that of its host, and that of the ranks with its index on all hosts (its rail).
+The ranks of a host have consecutive numbers, the same count on each host. For each rank two more groups of torch's own
+backends are made, which nothing else uses: one of the ranks of its host, and one of the ranks with its index on all
+hosts (its rail).
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from counterpoint.parallel.backend.inner import InnerGroup
 from counterpoint.parallel.background import PIECE_BYTES
 
 _HOST_BY_HOST = ("all_gather", "reduce_scatter", "all_to_all")
-"""Names the collectives whose calls inside a host are of the blocks of one host each, not of the whole array."""
+"""Lists the collectives that run inside a host on the blocks of one host at a time, not on the whole array."""
 
 
 def grid_of_group(group: Any, ranks_per_host: int | None) -> Grid:
-    """Return on which hosts the ranks of a torch process group lie. All ranks call it together.
+    """Return the grid of hosts and local ranks of a torch process group. All ranks call this together.
 
     `ranks_per_host` ranks count as a host; None: those of one machine do.
 
@@ -45,7 +46,7 @@ def grid_of_group(group: Any, ranks_per_host: int | None) -> Grid:
 
 
 def grid_of_hosts(hosts: list[str]) -> Grid:
-    """Return the grid that ranks on these hosts make; raise `Unsupported` if they make none, as `grid_of_group`."""
+    """Return the grid of hosts and local ranks, given each rank's host; raise `Unsupported` as `grid_of_group` does."""
     local = hosts.count(hosts[0])
     for rank, host in enumerate(hosts):
         if hosts.count(host) != local:
@@ -67,10 +68,10 @@ def grid_of_hosts(hosts: list[str]) -> Grid:
 
 
 def crossovers_over_hosts(found: Mapping[str, int], given: Mapping[str, int] | None, grid: Grid) -> dict[str, int]:
-    """Return by operation the size from which calls are taken; sizes in `given` count for the whole call.
+    """Return by operation the bytes from which the communicator takes a call; sizes in `given` are of whole calls.
 
-    Those `found` in the profile were measured inside a host: each call inside has to be as large as that. An
-    all_reduce and a broadcast have the whole array inside each host, other collectives the blocks of one host at a
+    The sizes `found` in the profile were measured inside a host, so each call inside a host has to be as large. An
+    all_reduce or a broadcast has the whole array inside each host, other collectives have the blocks of one host at a
     time.
     """
     per_host = [name for name in _HOST_BY_HOST if name not in (given or {})]
@@ -78,7 +79,7 @@ def crossovers_over_hosts(found: Mapping[str, int], given: Mapping[str, int] | N
 
 
 def landing_bytes(grid: Grid, operation: str, num_bytes: int) -> int:
-    """Return how much of the output of a call of `num_bytes` has to land elsewhere at once, in plain memory."""
+    """Return how many bytes of a call's output, if in plain memory, have to land elsewhere at once."""
     if operation == "all_reduce":
         return min(num_bytes, PIECE_BYTES)
     if operation == "reduce_scatter":
@@ -100,14 +101,14 @@ def open_communicator(inner: InnerGroup, grid: Grid, device: Any, options: Commu
 
 
 class HostsCommunicator(HierarchicalCommunicator):
-    """Runs collectives over several hosts, and owns the groups that it uses. All ranks of `inner` make it together."""
+    """Runs collectives over several hosts, and owns the groups that it uses. All ranks of `inner` make one together."""
 
     def __init__(self, inner: InnerGroup, grid: Grid, device: Any, options: CommunicatorOptions) -> None:
         rank = inner.group.rank()
         host, index = divmod(rank, grid.local)
         local = inner.part(f"host{host}", list(grid.members("inside", rank)))
         rail = inner.part(f"rail{index}", list(grid.members("between", rank)))
-        self._groups = [local, rail]  # replaced, never changed
+        self._groups = [local, rail]  # the list is replaced as a whole, never changed
         for group in self._groups:
             group.register()
         try:
@@ -125,12 +126,12 @@ class HostsCommunicator(HierarchicalCommunicator):
         self._drop_groups()
 
     def abort(self) -> None:
-        """End the groups, and with them the calls under way; then abort this communicator."""
+        """Abort the groups, which ends the calls under way, then abort this communicator."""
         self._abort_groups()
         super().abort()
 
     def _release_peers(self) -> None:
-        """Give an error to the ranks that wait for this one: on other hosts, too, since its connections end."""
+        """Make the ranks that wait for this one fail, also on other hosts, since its connections end."""
         super()._release_peers()
         self._abort_groups()
 
@@ -140,7 +141,7 @@ class HostsCommunicator(HierarchicalCommunicator):
         self._drop_groups()
 
     def _drop_groups(self) -> None:
-        """Drop the groups; gloo's connections end with the last reference."""
+        """Drop the groups; gloo's connections end when the last reference to them is gone."""
         groups, self._groups, self._group = self._groups, [], None  # at once: the thread of calls drops them, too
         for group in groups:
             group.unregister()

@@ -13,16 +13,16 @@ from torch.distributed import distributed_c10d
 
 from counterpoint.errors import Misconfigured
 
-c10d: Any = _distributed_c10d  # its stubs lack half of it
+c10d: Any = _distributed_c10d  # the type stubs lack half of its names
 _WORLD: Any = distributed_c10d._world
-_CREATE_WRAPPER: Any = distributed_c10d._create_process_group_wrapper  # compares the calls of all ranks
+_CREATE_WRAPPER: Any = distributed_c10d._create_process_group_wrapper  # it compares the calls of all ranks
 
 
 class InnerGroup:
-    """Holds a process group of torch's own backends, which torch knows by name once `register` was called.
+    """Holds a process group of torch's own backends; after `register`, torch finds it by name.
 
-    Where torch would compare the calls of all ranks, so do these backends, and `why_alone` says why: all calls have to
-    be theirs then.
+    If torch is set to compare the calls of all ranks, these backends do so, too, and `why_alone` says why: then they
+    have to make all calls.
 
     Args:
         options: what torch hands to a backend: store, rank, size, timeout, name and ranks.
@@ -43,7 +43,7 @@ class InnerGroup:
     ) -> None:
         everyone = list(range(options.group_size)) if ranks is None else ranks
         rank, size = everyone.index(options.group_rank), len(everyone)
-        known: list[int] = list(options.global_ranks_in_group)  # empty: those of the default group
+        known: list[int] = list(options.global_ranks_in_group)  # empty: the ranks of the default group
         self.options, self._nccl = options, nccl
         self.ranks = tuple(known[one] if known else one for one in everyone)
         self.name = f"{options.group_id}:{name}"
@@ -58,11 +58,11 @@ class InnerGroup:
         self._is_registered = False
 
     def part(self, name: str, ranks: list[int], *, with_nccl: bool = True) -> InnerGroup:
-        """Return a group of some ranks of the one that `options` describe; these ranks call it together."""
+        """Return a group of some ranks of the group that `options` describe; these ranks call this together."""
         return InnerGroup(self.options, self._nccl, name=name, ranks=ranks, with_nccl=with_nccl)
 
     def _backends(self, options: Any, nccl: Any, rank: int, size: int) -> Mapping[str, tuple[Any, Any]]:
-        """Return the backend and its kind for each type of device, the default one first."""
+        """Return a backend and its kind for each type of device, the default device first."""
         found: dict[str, tuple[Any, Any]] = {}
         kinds = dist.ProcessGroup.BackendType
         if self._with_nccl and torch.cuda.is_available() and dist.is_nccl_available():
@@ -83,7 +83,7 @@ class InnerGroup:
         return found
 
     def register(self) -> None:
-        """Enter the group in torch's tables, where symmetric memory and calls of `torch.distributed` look for it."""
+        """Enter the group in torch's tables, where symmetric memory and the calls of `torch.distributed` look it up."""
         if self._is_registered:
             return
         self._is_registered = True
@@ -97,7 +97,7 @@ class InnerGroup:
         c10d._register_process_group(self.name, self.group)
 
     def unregister(self) -> None:
-        """Take the group out of torch's tables again, unless torch has emptied them."""
+        """Remove the group from torch's tables, unless torch has emptied them."""
         if not self._is_registered:
             return
         self._is_registered = False
@@ -114,19 +114,19 @@ class InnerGroup:
             c10d._unregister_process_group(self.name)
 
     def end(self, how: Literal["shutdown", "abort"]) -> None:
-        """Shut the group down, or abort it; its calls raise from then on, as gloo's alone would not."""
+        """Shut the group down, or abort it; later calls of it raise, which gloo alone would not make sure of."""
         group, self.group = self.group, EndedGroup()
         getattr(group, how)()
 
 
 class EndedGroup:
-    """Stands where a group was that has ended."""
+    """Stands in place of a group that has ended."""
 
     def shutdown(self) -> None:
-        """Do nothing: it has ended."""
+        """Do nothing, since the group has ended."""
 
     def abort(self) -> None:
-        """Do nothing: it has ended."""
+        """Do nothing, since the group has ended."""
 
     def __getattr__(self, name: str) -> Any:
         raise Misconfigured(f"{name} on a process group that was destroyed or aborted; make a new one")

@@ -1,18 +1,19 @@
-"""Send and receive between two ranks of a group on lines of their own, opened at the first message between them.
+"""Exchange messages between two ranks through a connection of their own, opened at their first message.
 
-Each pair of ranks that exchanges messages has a communicator of its own, with nothing in it but mailboxes. So a group
-that sends no messages pays nothing, and memory goes to the pairs that do. Where a message cannot go through mailboxes,
-the pair has two groups of torch, one for each direction: torch's `batch_isend_irecv` tells groups of its own class
-alone what a batch is, and in one group of NCCL two ranks that both send first would wait for each other.
+Each pair of ranks that exchanges messages has a communicator of its own, with mailboxes only. So a group without
+messages needs no memory for them. If mailboxes cannot carry a message, the pair uses two of torch's groups, one for
+each direction: torch's `batch_isend_irecv` recognises batches only in its own class of groups, and in a single NCCL
+group two ranks that both send first would wait for each other.
 
-*How a pair meets.* Both ranks of a pair make a call for each message between them, so both come to open it, each at
-its own first one: there a rank waits for the other on the host, as NCCL's groups do. Unlike there, a rank that waits
-serves others: in a ring in which all send first, everybody waits for the next rank while the one before wants it. The
-group's store has a word for each rank: `away` (it is not waiting), `free` (it is), or the token of the pair that it is
-opening. Who waits for a peer tries to put one token in both words, each only in place of `free`, and takes the first
-back if the second is not to be had. Both ranks see the token in both words, and make the communicator. Nobody holds a
-word while waiting for another one, and whoever waits can be taken by any pair: so some pair can always go on, unless a
-rank makes no call at all. Before a rank goes on, it puts `away` in place of `free`, and so leaves nobody in the middle.
+*How a pair meets.* Both ranks of a pair make a call for each message between them, so each of them opens the pair at
+its own first call, where it waits for the other rank on the host, as in NCCL's groups. Unlike in those, a rank that
+waits also serves other ranks: in a ring in which all ranks send first, each waits for the next rank while the previous
+one wants it. The group's store has a word for each rank: `away` (the rank is not waiting), `free` (it is waiting), or
+the token of the pair that it is opening. A rank that waits for a peer tries to put one token in both ranks' words, each
+only in place of `free`, and takes the first back if it cannot set the second. Both ranks see the token in both words,
+and make the communicator. No rank holds a word while it waits for another word, and any pair can take a rank that
+waits: so some pair can always go on, unless a rank makes no call at all. Before a rank goes on, it puts `away` in place
+of `free`, so that no other rank takes it.
 """
 
 from __future__ import annotations
@@ -37,30 +38,30 @@ from counterpoint.errors import Misconfigured, PeerTimeout, Unsupported
 from counterpoint.parallel.backend.inner import InnerGroup
 from counterpoint.parallel.options import BackendOptions
 
-c10d: Any = _distributed_c10d  # its stubs lack half of it
+c10d: Any = _distributed_c10d  # the type stubs lack half of its names
 _AWAY, _FREE = "away", "free"
 _BY_MAILBOX, _BY_TORCH = "mailbox", "torch"
 _PAUSE_S = 1e-3
 
 
 class MessagePair(Protocol):
-    """Exchanges messages with one other rank, or with this one; each call returns a work of ours or of torch."""
+    """Exchanges messages with one other rank, or with this rank itself; calls return a work of ours or of torch."""
 
     def send(self, tensor: Tensor) -> Any:
-        """Start a send, behind the current stream."""
+        """Start a send, behind the work of the current stream."""
 
     def recv(self, tensor: Tensor) -> Any:
-        """Start a receive, behind the current stream."""
+        """Start a receive, behind the work of the current stream."""
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Set how many seconds a rank waits for the other, from now on."""
+        """Set how many seconds a rank waits for the other one, from now on."""
 
     def end(self, how: Literal["close", "abort"]) -> None:
-        """Free the pair's memory after messages under way, or abort it."""
+        """Free the pair's memory: `close` after messages under way have ended, `abort` at once."""
 
 
 class MailboxPair:
-    """Exchanges messages through mailboxes: a send begins before the receive is posted. See `MessagePair`."""
+    """Exchanges messages through mailboxes: a send begins before its receive is posted. See `MessagePair`."""
 
     def __init__(self, group: InnerGroup, communicator: Communicator) -> None:
         self._group, self._communicator = group, communicator
@@ -79,13 +80,13 @@ class MailboxPair:
         self._communicator.set_timeout(timeout_s)
 
     def end(self, how: Literal["close", "abort"]) -> None:
-        """Close the communicator, which waits for messages under way, or abort it."""
+        """Close the communicator after messages under way have ended, or abort it."""
         getattr(self._communicator, how)()
         self._group.unregister()
 
 
 class TorchPair:
-    """Exchanges messages by torch's backend, each direction in a group of its own. See `MessagePair`.
+    """Exchanges messages by torch's own backend, with one group for each direction. See `MessagePair`.
 
     Args:
         going: the group of messages to the other rank.
@@ -110,16 +111,16 @@ class TorchPair:
             line.group.set_timeout(timedelta(seconds=timeout_s))
 
     def end(self, how: Literal["close", "abort"]) -> None:
-        """Shut the groups down, or abort them."""
+        """Shut down or abort the groups of both directions."""
         for line in (self._going, self._coming):
             line.end("shutdown" if how == "close" else how)
 
 
 class SelfWork(HostWork):
-    """Represents one end of a message of a rank to itself. See `Work`.
+    """Represents one end, the send or the receive, of a message of a rank to itself. See `Work`.
 
     Args:
-        tensor: what is sent, or receives.
+        tensor: tensor that is sent, or that receives.
         timeout_s: seconds that `wait` waits for the other end.
     """
 
@@ -129,17 +130,17 @@ class SelfWork(HostWork):
         self.record()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the other end was called; on a GPU the current stream waits for the copy. See `Work.wait`."""
+        """Wait until the other end was called; on a GPU the current stream then waits for the copy. See `Work.wait`."""
         super().wait(timeout_s or self._timeout_s)
         self.join()
         return True
 
     def record(self) -> None:
-        """Record an event behind the work on the current stream."""
+        """Record an event on the current stream, behind this end's work."""
         self._point = torch.cuda.current_stream().record_event() if self.tensor.is_cuda else None
 
     def join(self) -> None:
-        """Let the current stream wait for the recorded event, and use the tensor."""
+        """Let the current stream wait for the recorded event, and mark the tensor as used on it."""
         if self._point is not None:
             stream = torch.cuda.current_stream()
             stream.wait_event(self._point)
@@ -147,7 +148,7 @@ class SelfWork(HostWork):
 
 
 class SelfPair:
-    """Copies messages of this rank to itself: the n-th receive gets the n-th send. See `MessagePair`."""
+    """Copies messages of this rank to itself: the n-th receive gets the tensor of the n-th send. See `MessagePair`."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -162,7 +163,7 @@ class SelfPair:
         return sent
 
     def recv(self, tensor: Tensor) -> SelfWork:
-        """Receive the message that was sent, or will be. See `MessagePair.recv`."""
+        """Receive the message that this rank has sent to itself, or will send. See `MessagePair.recv`."""
         wanted = SelfWork(tensor, self._timeout_s)
         self._add(self._wanted, wanted)
         return wanted
@@ -172,7 +173,7 @@ class SelfPair:
         self._timeout_s = timeout_s
 
     def end(self, how: Literal["close", "abort"]) -> None:
-        """Forget messages that were not received."""
+        """Drop the messages that were not received."""
         self._sent.clear()
 
     def _add(self, to: deque[SelfWork], work: SelfWork) -> None:
@@ -189,15 +190,15 @@ class SelfPair:
 
 
 class MessagePairs:
-    """Holds the pairs of one rank of a group.
+    """Holds this rank's connections to other ranks of a group, one `MessagePair` for each peer and mechanism.
 
     Args:
         inner: torch's own backends for the group.
-        options: of the group: `mailbox_bytes` and `ranks_per_host`.
+        options: options of the group, of which `mailbox_bytes` and `ranks_per_host` count.
         timeout_s: seconds that a rank waits for another.
     """
 
-    device_type = "cuda"  # of tensors that go on lines of their own
+    device_type = "cuda"  # device of the tensors for which a pair has groups of its own
 
     def __init__(self, inner: InnerGroup, options: BackendOptions, *, timeout_s: float) -> None:
         self._inner, self._rank = inner, inner.options.group_rank
@@ -208,10 +209,10 @@ class MessagePairs:
         self._decides = f"mailbox_bytes={options.mailbox_bytes}, ranks_per_host={options.ranks_per_host}"
         self._store.set(_options_of(self._rank), self._decides)
         self._agreed = set[int]()
-        self._lock = threading.Lock()  # one thread at a time opens pairs
+        self._lock = threading.Lock()  # held by the one thread that opens pairs
 
     def why_torch(self, peer: int, tensor: Tensor, tag: int) -> str | None:
-        """Return why torch takes a message, equal on both ranks; None if the two may have mailboxes."""
+        """Return why torch carries a message, the same text on both ranks; None if mailboxes may carry it."""
         if tensor.device.type != self.device_type:
             return f"tensors on {tensor.device.type}"
         if peer not in self._agreed:
@@ -225,7 +226,7 @@ class MessagePairs:
         return "a tag" if tag else None
 
     def _agree(self, peer: int) -> None:
-        """Raise Misconfigured, on both ranks, if the options that decide differ between this rank and `peer`."""
+        """Raise Misconfigured, on both ranks, if this rank and `peer` have different options for messages."""
         theirs = self._store.get(_options_of(peer)).decode()
         if theirs != self._decides:
             raise Misconfigured(
@@ -235,11 +236,11 @@ class MessagePairs:
         self._agreed.add(peer)
 
     def by_mailbox(self, peer: int, device: torch.device) -> MessagePair | str:
-        """Return the pair of this rank and `peer` that has mailboxes, opened at the first call, or why it has none."""
+        """Return the pair with mailboxes to `peer`, opened at the first call, or a text that says why there is none."""
         return self._found(peer, _BY_MAILBOX, device)
 
     def by_torch(self, peer: int, device: torch.device) -> MessagePair:
-        """Return the pair of this rank and `peer` whose messages torch sends, opened at the first call."""
+        """Return the pair whose messages with `peer` torch carries, opened at the first call."""
         found = self._found(peer, _BY_TORCH, device)
         assert not isinstance(found, str)
         return found
@@ -265,14 +266,14 @@ class MessagePairs:
                 pair.set_timeout(timeout_s)
 
     def end(self, how: Literal["close", "abort"]) -> None:
-        """Close or abort all communicators."""
+        """Close or abort all pairs."""
         while self._known:
             pair = self._known.popitem()[1]
             if not isinstance(pair, str):
                 pair.end(how)
 
     def _open(self, peer: int, way: str, device: torch.device) -> None:
-        """Wait until the pair with `peer` is open; meanwhile open the pairs that other ranks want with this rank."""
+        """Wait until the pair with `peer` is open; meanwhile open the pairs for which other ranks want this rank."""
         mine, deadline = self._word(self._rank), time.monotonic() + self._options.timeout_s
         self._store.set(mine, _FREE)
         try:
@@ -293,13 +294,13 @@ class MessagePairs:
                         ranks=(peer,),
                     )
                 else:
-                    time.sleep(_PAUSE_S * (1 + random.random()))  # not all try at once again
+                    time.sleep(_PAUSE_S * (1 + random.random()))  # random: not all ranks try again at once
         except BaseException:
             self._store.set(mine, _AWAY)
             raise
 
     def _claimed(self, peer: int, way: str) -> str:
-        """Return the token of the pair with `peer` if it could be put in both words, else `free`."""
+        """Return the token of the pair with `peer` if both ranks' words in the store could be set to it, or `free`."""
         low, high = sorted((self._rank, peer))
         token = f"{low}-{high} {way} by {self._rank}"
         if self._store.compare_set(self._word(low), _FREE, token).decode() != token:
@@ -310,12 +311,12 @@ class MessagePairs:
         return token
 
     def _is_whole(self, token: str) -> bool:
-        """Return whether both words have the token; if not, its owner is about to put it in the second, or back."""
+        """Return whether both ranks' words have the token; if not, its owner will set the second or clear the first."""
         words = [self._word(rank) for rank in _ranks_of(token)]
         return all(self._store.check([word]) and self._store.get(word).decode() == token for word in words)
 
     def _meet(self, token: str, device: torch.device) -> None:
-        """Make the pair that a token names; both ranks are here."""
+        """Make the pair that a token names; its two ranks call this together."""
         ranks, way = _ranks_of(token), token.split()[1]
         peer = ranks[0] if ranks[1] == self._rank else ranks[1]
         with _own_stream(device):
@@ -323,7 +324,7 @@ class MessagePairs:
         self._known[peer, way] = made
 
     def _mailboxes(self, ranks: tuple[int, int], device: torch.device) -> MailboxPair | str:
-        """Make a communicator of two ranks; return why if they cannot have one."""
+        """Return a pair with mailboxes, on a new communicator of two ranks; if that is unsupported, return why."""
         group = self._inner.part(f"pair {ranks[0]} {ranks[1]}", list(ranks), with_nccl=False)
         group.register()
         try:
@@ -333,7 +334,7 @@ class MessagePairs:
             return str(error)
 
     def _lines(self, ranks: tuple[int, int], peer: int, device: torch.device) -> TorchPair:
-        """Make the groups of two directions, and connect each by a message: NCCL's ranks wait for each other there."""
+        """Return a pair of torch's groups, one for each direction, each connected now by a first message."""
         lines = {}
         for source in ranks:
             line = lines[source] = self._inner.part(f"line from {source} of {ranks[0]} {ranks[1]}", list(ranks))
@@ -348,7 +349,7 @@ class MessagePairs:
 
 
 def _own_stream(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context whose current stream is a new one: work on the caller's stream may wait for other ranks."""
+    """Return a context with a new current stream, because work on the caller's stream may wait for other ranks."""
     return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
 
 

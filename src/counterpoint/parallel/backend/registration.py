@@ -12,7 +12,7 @@ from counterpoint.parallel.backend import NAME
 
 
 def register() -> None:
-    """Register the backend; do nothing where torch was built without torch.distributed. Twice is once."""
+    """Register the backend, if torch has torch.distributed; a second call has no effect."""
     import torch  # here: torch may not be installed, and it is half imported when it calls this
     import torch.distributed as dist
 
@@ -22,7 +22,7 @@ def register() -> None:
 
 
 def _group(options: Any, backend_options: Any) -> Any:
-    """Return a new process group, as torch asks a backend for it."""
+    """Return a new process group, by the signature that torch expects of a backend."""
     from counterpoint.parallel.backend.group import CounterpointGroup
 
     return CounterpointGroup(options, backend_options)

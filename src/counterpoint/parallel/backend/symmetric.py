@@ -1,4 +1,4 @@
-"""Put the tensors of unmodified code in symmetric memory, so that the backend's calls with them are in place."""
+"""Put the tensors of unmodified code in symmetric memory, so that the backend's calls run in place on them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from counterpoint.parallel.ddp import SymmetricBuckets
 
 @contextmanager
 def symmetric_memory(group: Any = None) -> Iterator[None]:
-    """Let CUDA tensors that this thread makes inside lie where peers write them, so that calls with them are in place.
+    """Put CUDA tensors that this thread makes in the block in symmetric memory, so that calls run in place on them.
 
         with counterpoint.symmetric_memory():
             model = DistributedDataParallel(model)

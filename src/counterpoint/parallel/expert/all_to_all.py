@@ -1,7 +1,7 @@
-"""Move tokens by torch's all_to_all_single, whose sizes the host waits for: the reference, and the mechanism `torch`.
+"""Move tokens by torch's all_to_all_single, after exchanging counts on the host: mechanism `torch`, the reference.
 
-Each rank sends a row for each choice, in the order of experts, and gets as many back, which it weighs and adds up in
-the order of choices. It works between any ranks, and cannot be captured in a graph.
+Each rank sends one row for each choice, in the order of experts, and gets as many rows back, which it multiplies by
+their weights and adds up in the order of choices. This works between any ranks, but cannot be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from counterpoint.parallel.expert.permute import Assignment, assign, combine, na
 from counterpoint.parallel.options import ExpertOptions
 from counterpoint.parallel.report import RoutedPath
 
-_DYING_S = 1.0  # from the end of a process's connections, of which torch hears, to its own
+_DYING_S = 1.0  # seconds in which a process may still end after its connections, whose end torch reports
 
 
 @dataclass(frozen=True)
 class _Route:
-    """Holds where rows go: of this rank's choices, and at this rank's experts."""
+    """Holds where the rows of this rank's choices go, and where arriving rows go among this rank's experts."""
 
     weights: Tensor
-    sending: Assignment  # of choices, by the experts of all ranks
-    sent: list[int]  # rows for each rank
-    received: list[int]  # rows of each rank
-    arriving: Assignment  # of rows in the order in which they arrive, one choice each
+    sending: Assignment  # assigns choices to the experts of all ranks
+    sent: list[int]  # number of rows sent to each rank
+    received: list[int]  # number of rows received from each rank
+    arriving: Assignment  # assigns arriving rows, each with one choice, to this rank's experts
     dtype: torch.dtype
 
 
 class AllToAll(TokenMechanism):
-    """Moves tokens by torch's all_to_all_single; all ranks make it together."""
+    """Moves tokens by torch's all_to_all_single; all ranks construct it together."""
 
     name: RoutedPath = "torch"
 
@@ -52,7 +52,7 @@ class AllToAll(TokenMechanism):
         self._group, self._layout, self._options = group, layout, options
         cards = gather_values(group, ProcessCard.of_this_process())
         self._watchdog: Watchdog | None = None
-        if why_not(cards) is None:  # else there are processes that this one cannot see
+        if why_not(cards) is None:  # otherwise some ranks' processes are invisible from here
             pids = [card.pid for card in cards]
             timeout_s = (options.communicator or CommunicatorOptions()).timeout_s
             self._watchdog = Watchdog((), rank=layout.rank, pids=pids, timeout_s=timeout_s)
@@ -60,7 +60,7 @@ class AllToAll(TokenMechanism):
         self._dropped = 0
 
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor) -> Halves[tuple[Tensor, Tensor, _Route]]:
-        """Exchange counts, for which the host waits, and send a row for each choice."""
+        """Exchange counts, for which the host waits, then send one row for each choice to the rank of its expert."""
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             raise Unsupported("mechanism 'torch' in a graph capture: the host waits for counts; take 'gather'")
         layout, narrow = self._layout, self._options.wire_dtype
@@ -89,9 +89,9 @@ class AllToAll(TokenMechanism):
         return self._permuted(received, route, *scales), arriving.offsets, route
 
     def combine(self, rows: Tensor, route: _Route, *, weighted: bool) -> Halves[tuple[Tensor, Tensor | None]]:
-        """Send each row back to the rank of its token, and add up the rows of each token."""
-        call = self._exchange(combine(rows, route.arriving), route.received, route.sent)  # one choice each
-        del rows  # nobody needs their memory while they travel
+        """Send each expert's output row back to the rank of its token, and add up the rows of each token."""
+        call = self._exchange(combine(rows, route.arriving), route.received, route.sent)  # each row has one choice
+        del rows  # frees their memory while they travel
         yield
         back, capacity = self._waited(*call), route.sending.capacity
         if len(back) < capacity:
@@ -100,7 +100,7 @@ class AllToAll(TokenMechanism):
         return sums, back if weighted else None
 
     def spread(self, grads: Tensor, route: _Route, saved: Tensor | None) -> Halves[tuple[Tensor, Any]]:
-        """Send the derivative of each row, times its weight; derivatives of weights need only the token's rank."""
+        """Send each row's derivative times its weight to the rank of its expert; derivatives of weights stay local."""
         rows = permute(grads, route.sending, weights=route.weights, zero_tail=False)[: sum(route.sent)]
         call = self._exchange(rows, route.sent, route.received)
         yield
@@ -115,15 +115,15 @@ class AllToAll(TokenMechanism):
         return weight_grads(rows, grads, route.sending)
 
     def dropped(self) -> int:
-        """Return how many rows had no room so far."""
+        """Return how many rows had no room so far; mechanism `torch` counts them on the host."""
         return self._dropped
 
     def _counts(self, sending: Assignment, tokens: int) -> list[list[list[int]]]:
-        """Return of each rank the rows for each expert of each rank; all ranks raise if one has too many tokens."""
+        """Return counts `[source rank][rank][expert]` of rows; all ranks raise if one rank has too many tokens."""
         layout = self._layout
         mine = sending.offsets.diff(prepend=sending.offsets.new_zeros(1)).view(layout.world_size, -1)
         if tokens > layout.max_tokens:
-            mine.fill_(-tokens)  # no count
+            mine.fill_(-tokens)  # negative, so no count: an error mark
         everyone = mine.new_empty(layout.world_size, *mine.shape)
         with self._named():
             torch_function("all_gather")(everyone.view(-1), mine.view(-1), group=self._group)
@@ -134,12 +134,12 @@ class AllToAll(TokenMechanism):
         return chosen
 
     def _permuted(self, rows: Tensor, route: _Route, scales: Tensor | None = None) -> Tensor:
-        """Return rows that arrived in the order of experts."""
+        """Return arrived rows, put in the order of experts."""
         out = rows.new_empty(route.arriving.capacity, rows.shape[1], dtype=route.dtype)
         return permute(rows, route.arriving, weights=scales, out=out, zero_tail=self._options.zero_tail)
 
     def _check_room(self, chosen: list[list[list[int]]], block: int) -> None:
-        """Raise, on all ranks together, if the experts of one have not enough room and that is asked for."""
+        """Raise on all ranks together if the experts of any rank lack room and `overflow` is `raise`."""
         pad, capacity = self._options.pad_multiple, self._layout.capacity(block, self._options)
         rows = [
             sum(-(-sum(counts) // pad) * pad for counts in zip(*(source[rank] for source in chosen), strict=True))
@@ -149,7 +149,7 @@ class AllToAll(TokenMechanism):
             raise no_room(max(rows) - capacity, self._options)
 
     def _exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> tuple[Tensor, Any]:
-        """Begin to exchange rows, this many with each rank; return where they arrive, and the call."""
+        """Start to exchange `sent` and `received` rows with each rank; return the output tensor and torch's work."""
         out = rows.new_empty(sum(received), rows.shape[1])
         width = rows.shape[1] * rows.element_size()
         with self._named():
@@ -164,14 +164,14 @@ class AllToAll(TokenMechanism):
         return out, work
 
     def _waited(self, rows: Tensor, work: Any) -> Tensor:
-        """Return rows that have arrived."""
+        """Wait for an exchange, and return its rows."""
         with self._named():
             work.wait()
         return rows
 
     @contextmanager
     def _named(self) -> Iterator[None]:
-        """Name the ranks that died, where a call of torch fails, whose error names none."""
+        """If a call of torch fails in the block, raise an error that names the ranks that died: torch's names none."""
         try:
             yield
         except RuntimeError as error:

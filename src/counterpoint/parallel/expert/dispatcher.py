@@ -1,4 +1,4 @@
-"""Carry tokens to their experts, and the outputs of these back: `Dispatcher`, for users."""
+"""Define `Dispatcher`, by which users send tokens to their experts and the experts' outputs back."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ from counterpoint.parallel.report import CallCounts, Report
 from counterpoint.parallel.uncompiled import uncompiled
 
 _MECHANISMS: dict[str, type[GatherAll | Slabs]] = {"gather": GatherAll, "slabs": Slabs}
-_AUTOMATIC: tuple[Literal["torch", "gather"], ...] = ("torch", "gather")  # others are to be measured before
-_DTYPES = torch.bfloat16, torch.float16, torch.float32, torch.float64  # of tokens: sums are made in floats
-_ALIGNMENT = 16  # bytes of a token: a chunk of whole tokens is then one that copies and sums take
+_AUTOMATIC: tuple[Literal["torch", "gather"], ...] = ("torch", "gather")  # other mechanisms have not been measured yet
+_DTYPES = torch.bfloat16, torch.float16, torch.float32, torch.float64  # of tokens: only floats can be summed
+_ALIGNMENT = 16  # bytes that a token's size must be a multiple of, so that chunks of whole tokens suit copies and sums
 
 
 def most_tokens(x: Tensor, group: Any) -> int:
-    """Return the most tokens of any rank, but 1 at least; all ranks call it, and the host waits."""
+    """Return the largest number of tokens of any rank, at least 1; all ranks call this, and the host waits."""
     most = torch.tensor(len(x), device=x.device)
     dist.all_reduce(most, dist.ReduceOp.MAX, group)
     return max(int(most), 1)
 
 
 class Handle:
-    """Stands for a dispatch and its combine: a caller holds it from the first half to the last."""
+    """Identifies one dispatch and its combine: a caller passes it from each half to the next."""
 
     def __init__(self, mechanism: TokenMechanism, tokens: int, dtype: torch.dtype) -> None:
         self.tokens, self.dtype = tokens, dtype
         self._rows = 0
         self._trip = Trip(mechanism)
-        self._half: str = "start_dispatch"  # the last one that was called
-        self._under_way: Tensor | None = None  # stands for the tokens and their weights, then for the sums
+        self._half: str = "start_dispatch"  # the half that was called last
+        self._under_way: Tensor | None = None  # stands for tokens and weights, later for the sums, in autograd
 
     def _advance(self, after: str, half: str) -> Tensor:
-        """Return the trip under way; raise unless `after` was the last half."""
+        """Return the trip that is under way; raise unless `after` was the half before `half`."""
         if self._half != after or self._under_way is None:
             raise Misconfigured(f"{half} after {self._half}: call it once, after {after}")
         self._half = half
@@ -56,7 +56,7 @@ class Handle:
 
 
 class Dispatcher:
-    """Carries the tokens of one process group to their experts, and the outputs of these back.
+    """Sends tokens of one process group to their experts, and the experts' outputs back.
 
     All ranks make it together and make the same calls in the same order, forward and backward, each with as many tokens
     as it has. Second halves come in the order of the first ones.
@@ -97,18 +97,18 @@ class Dispatcher:
             hidden=hidden,
         )
         self._counts = CallCounts()
-        self._ranks: RankGroup | None = None  # whose communicator it uses
+        self._ranks: RankGroup | None = None  # the ranks whose communicator it uses
         self._mechanism: TokenMechanism | None = None
         self._why = ""
 
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Handle]:
-        """Send tokens to their experts.
+        """Send tokens to their experts, and return the rows of this rank's experts.
 
         Args:
             x: `[tokens, hidden]`, at most `max_tokens`; how many may differ between ranks.
             ids: experts of each token, `[tokens, top_k]` of int32 or int64; -1, as any number that is no expert, is
                 none.
-            weights: of each choice, `[tokens, top_k]`, by which `combine` multiplies what the expert made.
+            weights: weight of each choice, `[tokens, top_k]`, by which `combine` multiplies the expert's output.
 
         Returns:
             The rows of this rank's experts, `[capacity, hidden]`, by expert, then by rank, token and choice; int32
@@ -122,12 +122,12 @@ class Dispatcher:
         return *self.finish_dispatch(handle), handle
 
     def combine(self, rows: Tensor, handle: Handle) -> Tensor:
-        """Return the sum over each token's choices of weight times row, `[tokens, hidden]`, made in float32."""
+        """Return each token's sum of weight times row over its choices, `[tokens, hidden]`, made in float32."""
         return self.finish_combine(self.start_combine(rows, handle))
 
     @uncompiled
     def start_dispatch(self, x: Tensor, ids: Tensor, weights: Tensor) -> Handle:
-        """Begin a `dispatch`; matmuls between its halves run at the same time."""
+        """Start a `dispatch`; matmuls run at the same time until `finish_dispatch`."""
         self._check_tokens(x, ids, weights)
         mechanism = self._opened(x)
         handle = Handle(mechanism, len(x), x.dtype)
@@ -137,7 +137,7 @@ class Dispatcher:
 
     @uncompiled
     def finish_dispatch(self, handle: Handle) -> tuple[Tensor, Tensor]:
-        """Return rows and offsets, as `dispatch` does."""
+        """Finish a `dispatch`; return its rows and offsets."""
         under_way = handle._advance("start_dispatch", "finish_dispatch")
         rows, offsets = handle._trip.finish_dispatch(under_way)
         handle._rows = len(rows)
@@ -145,7 +145,7 @@ class Dispatcher:
 
     @uncompiled
     def start_combine(self, rows: Tensor, handle: Handle) -> Handle:
-        """Begin a `combine`; matmuls between its halves run at the same time."""
+        """Start a `combine`; matmuls run at the same time until `finish_combine`."""
         under_way = handle._advance("finish_dispatch", "start_combine")
         wanted = handle._rows, self.layout.hidden
         if rows.shape != wanted or rows.dtype != handle.dtype:
@@ -159,24 +159,24 @@ class Dispatcher:
 
     @uncompiled
     def finish_combine(self, handle: Handle) -> Tensor:
-        """Return the sums, as `combine` does."""
+        """Finish a `combine`; return its sums, `[tokens, hidden]`."""
         under_way = handle._advance("start_combine", "finish_combine")
         handle._under_way = None
         return handle._trip.finish_combine(under_way)
 
     def report(self) -> Report:
-        """Return which calls went which way, and why."""
+        """Return a report: how many calls took each path, and why."""
         return Report(calls=self._counts.rows())
 
     def dropped(self) -> int:
-        """Return how many choices this rank found no room for so far; on a GPU this waits for the device.
+        """Return the number of choices that had no room on this rank so far; on a GPU this waits for the device.
 
         With `slabs` these are choices of its own tokens, else rows of its experts, with padding.
         """
         return 0 if self._mechanism is None else self._mechanism.dropped()
 
     def check(self) -> None:
-        """Raise the error that ended communication, or of choices that had no room; all ranks call it.
+        """Raise the error that ended communication, or the error of choices without room; all ranks call this.
 
         With `overflow="raise"` this waits for the device; an error of choices without room is raised once.
         """
@@ -184,7 +184,7 @@ class Dispatcher:
             self._mechanism.check()
 
     def close(self) -> None:
-        """Leave the communicator, which ends unless others use it; all ranks call it. A later call opens another."""
+        """Leave the communicator; without other users it is closed. All ranks call this; a later call opens another."""
         mechanism, self._mechanism = self._mechanism, None
         ranks, self._ranks = self._ranks, None
         if ranks is not None:
@@ -213,13 +213,13 @@ class Dispatcher:
         self._counts.add(operation, tensor.nbytes, self._mechanism.name, self._why)
 
     def _opened(self, x: Tensor) -> TokenMechanism:
-        """Return the mechanism, made at the first call, by all ranks together."""
+        """Return the mechanism that moves the tokens; all ranks make it together at the first call."""
         if self._mechanism is None:
             self._mechanism, self._why = self._made(x)
         return self._mechanism
 
     def _made(self, x: Tensor) -> tuple[TokenMechanism, str]:
-        """Return the mechanism that is asked for, or predicted to be the fastest, and why."""
+        """Return a new mechanism, the one that options name or the fastest by prediction, and why."""
         asked, group = self.options.mechanism, torch_group(self.group)
         if x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise Unsupported("the first dispatch in a graph capture: make the same call once before, on all ranks")
@@ -246,7 +246,7 @@ class Dispatcher:
         return _MECHANISMS[name](ranks, self.layout, self.options), why
 
     def _chosen(self, communicator: Communicator, x: Tensor) -> tuple[str, str]:
-        """Return the mechanism with the least predicted time, equal on all ranks, and why."""
+        """Return the name of the mechanism with the least predicted time, the same on all ranks, and why."""
         layout, on_gpu = self.layout, x.device.type == "cuda"
         if layout.world_size == 1:
             return "gather", "one rank"
@@ -260,7 +260,7 @@ class Dispatcher:
                 element_bytes=x.element_size(),
                 beside_us=self.options.beside_us,
             ),
-            communicator.profile if on_gpu else default_profile(),  # CPUs rehearse
+            communicator.profile if on_gpu else default_profile(),  # CPUs use the default profile, to rehearse GPUs
             offered=_AUTOMATIC,
         )
         return plan.mechanism, plan.why

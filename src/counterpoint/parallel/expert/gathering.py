@@ -1,9 +1,9 @@
-"""Move tokens by gathering them on all ranks: nobody counts, the host waits for nothing, a graph can be captured.
+"""Move tokens by gathering all of them on every rank: without counts, without waits of the host, in CUDA graphs, too.
 
-Every rank gets the tokens, ids and weights of all ranks, and takes the rows of its experts as each rank's tokens come.
-It adds up the outputs of its experts for each token, weighted, and sends each rank its sums as they are made; every
-rank adds up the sums for its tokens in the order of ranks, in float32. All this is copied by copy engines; on the
-caller's stream are only the kernels that take rows and add them up.
+Every rank gets the tokens, ids and weights of all ranks, and copies the rows that its experts need as each rank's
+tokens arrive. It adds up the weighted outputs of its experts for each token, and sends each rank its sums as they are
+made; every rank then adds up the sums for its tokens in the order of ranks, in float32. Copy engines do all the
+sending; the caller's stream runs only the kernels that copy rows and add them up.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TOKENS, _SUMS, _SMALL = CHANNELS["tokens"][:2], CHANNELS["tokens"][2:4], CHANNE
 
 @dataclass(frozen=True)
 class _Gathered:
-    """Holds this rank's tokens, all ranks' tokens `[world_size * block, hidden]`, and the call that gathers them."""
+    """Holds this rank's tokens, all ranks' tokens `[world_size * block, hidden]`, and the gather's work."""
 
     own: Tensor
     blocks: Tensor
@@ -37,17 +37,17 @@ class _Gathered:
 
 @dataclass(frozen=True)
 class _Route:
-    """Holds where the tokens of all ranks go, `block` of each rank, of which this rank has `tokens`."""
+    """Holds where all ranks' tokens go: each rank has `block` places, of which this rank uses `tokens`."""
 
     tokens: int
     block: int
     dtype: torch.dtype
-    parts: list[Assignment]  # of the tokens of each rank; that of this rank writes the padding
-    weights: tuple[Tensor, ...]  # of the choices of each rank
+    parts: list[Assignment]  # one for each rank's tokens; this rank's also writes the padding
+    weights: tuple[Tensor, ...]  # weights of each rank's choices
 
 
 class GatherAll(OwnCommunication):
-    """Moves tokens by all_gathers, and sums by all_to_alls of even blocks."""
+    """Moves tokens by all_gathers, and the sums of experts' outputs by all_to_alls of equal blocks."""
 
     name: RoutedPath = "gather"
 
@@ -56,7 +56,7 @@ class GatherAll(OwnCommunication):
         self._may_lack_room = options.capacity_factor is not None and options.overflow != "second_round"
 
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor) -> Halves[tuple[Tensor, Tensor, _Route]]:
-        """Gather tokens, ids and weights; take the rows of this rank's experts by the ids of all ranks."""
+        """Gather tokens, ids and weights of all ranks; copy the rows that this rank's experts need."""
         self._admit(len(x))
         options, layout, tokens, dtype = self._options, self._layout, len(x), x.dtype
         if self._may_lack_room and not self._memory.is_capturing():
@@ -77,7 +77,7 @@ class GatherAll(OwnCommunication):
         arriving = self._gather(x, block)
         yield
         table_work.wait()
-        choices = table.clone()  # until derivatives are made, which is too long for memory that ranks share
+        choices = table.clone()  # kept until derivatives are made, which is too long for shared memory
         self._memory.give_back(table)
         all_ids = choices.view(-1, choices.shape[2])[:, :top_k]
         assignment = assign(
@@ -97,7 +97,7 @@ class GatherAll(OwnCommunication):
         return self._permuted(arriving, route, factors), assignment.offsets, route
 
     def combine(self, rows: Tensor, route: _Route, *, weighted: bool) -> Halves[tuple[Tensor, Tensor | None]]:
-        """Add up the outputs of this rank's experts for each token, send each rank its sums, and add these up."""
+        """Sum the outputs of this rank's experts for each token, send sums to the tokens' ranks, add them up there."""
         layout, block, n, saved = self._layout, route.block, self._layout.world_size, rows if weighted else None
         arriving = self._memory.empty(n, block, layout.hidden, dtype=rows.dtype)
         leaving = rows.new_empty(n * block, layout.hidden)
@@ -105,7 +105,7 @@ class GatherAll(OwnCommunication):
         call = self._communicator.partitioned_all_to_all(arriving, leaving, chunk_rows=block, channel=channel)
         work = self._ranks.partitioned.begin(channel, call)
         sums = [*leaving.view(n, block, layout.hidden).unbind()]
-        sums[layout.rank] = arriving[layout.rank]  # which no peer writes
+        sums[layout.rank] = arriving[layout.rank]  # no peer writes this rank's own part
         for index, rank in enumerate([one.peer for one in work.sent] + [layout.rank]):
             combine(rows, route.parts[rank], weights=route.weights[rank] if weighted else None, out=sums[rank])
             if rank != layout.rank:
@@ -123,7 +123,7 @@ class GatherAll(OwnCommunication):
     def spread(
         self, grads: Tensor, route: _Route, saved: Tensor | None
     ) -> Halves[tuple[Tensor, Halves[Tensor] | None]]:
-        """Gather the derivatives of the sums, and take the rows of this rank's experts."""
+        """Gather the derivatives of the sums, and copy the rows that this rank's experts need."""
         arriving = self._gather(grads, route.block)
         yield
         if saved is None:
@@ -135,7 +135,7 @@ class GatherAll(OwnCommunication):
         return rows, weights
 
     def _weights_grad(self, dots: Tensor, route: _Route) -> Halves[Tensor]:
-        """Send each rank the products of rows and derivatives, of which each choice has one on one rank."""
+        """Send each rank its derivatives of weights, the products of rows and gradients; one rank has each choice's."""
         out = dots.new_empty(route.block, dots.shape[1])
         work: Any = self._communicator.reduce_scatter(out, dots, channel=_SMALL, async_op=True)
         yield
@@ -143,7 +143,7 @@ class GatherAll(OwnCommunication):
         return out[: route.tokens]
 
     def _gather(self, tokens: Tensor, block: int) -> _Gathered:
-        """Begin to gather a block of tokens of each rank; nobody reads the rest of a block that is not full."""
+        """Start to gather a block of tokens of each rank; if a rank has fewer, nobody reads the rest of its block."""
         layout = self._layout
         blocks = self._memory.empty(layout.world_size * block, layout.hidden, dtype=tokens.dtype)
         own = tokens
@@ -162,12 +162,12 @@ class GatherAll(OwnCommunication):
         saved: Tensor | None = None,
         dots: Tensor | None = None,
     ) -> Tensor:
-        """Return the rows of this rank's experts, taken from its own tokens and each rank's as they come; end the call.
+        """Return the rows of this rank's experts, copied from each rank's tokens as they arrive; end the gather.
 
         Args:
             arriving: the tokens.
-            route: where they go.
-            weights: by which each row is multiplied, of each rank.
+            route: where the tokens go.
+            weights: for each rank, the weights by which its rows are multiplied.
             saved: rows whose products with the tokens are written to `dots`.
             dots: `[world_size * block, top_k]`.
         """
@@ -189,7 +189,7 @@ class GatherAll(OwnCommunication):
         return rows
 
     def _note_room(self, ids: Tensor, assignment: Assignment) -> None:
-        """Count the rows for which there is no room; every rank knows the ids of all, and so who has none."""
+        """Count the rows without room; every rank knows all ranks' ids, so it also knows which rank lacks room."""
         options, layout = self._options, self._layout
         self._overflow.add(assignment.missing)
         if options.overflow == "drop":

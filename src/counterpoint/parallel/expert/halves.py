@@ -1,13 +1,14 @@
-"""Record the derivatives of a dispatch and a combine in halves, between which a caller computes.
+"""Record the derivatives of a dispatch and a combine in halves, so that a caller can compute between two halves.
 
-Each half is an autograd function of its own: the first begins communication, the second waits for it. Autograd runs
-nodes in the reverse order of their making, so the derivative of a second half, which begins communication backward,
-comes before the derivative of all that was computed between the halves, and the derivative of the first half, which
-waits, comes after it: what was hidden forward is hidden backward. Between the halves a tensor without elements stands
+Each half is an autograd function of its own: the first half begins communication, the second half waits for it.
+Autograd runs nodes in the reverse order of their making. So the derivative of a second half, which begins communication
+backward, runs before the derivatives of all that was computed between the halves, and the derivative of the first half,
+which waits, runs after them: what was hidden forward is hidden backward, too. Between the halves an empty tensor stands
 for the communication.
 
-The derivative of a dispatch is a combine that is not weighted. That of a combine spreads the derivatives of sums to the
-rows; those of the weights go back while those of the experts are made, and are waited for where tokens' are.
+The derivative of a dispatch is a combine without weights. The derivative of a combine sends the derivatives of the sums
+to the rows; the derivatives of the weights go back while those of the experts are computed, and are waited for together
+with the derivatives of the tokens.
 """
 
 from __future__ import annotations
@@ -23,38 +24,38 @@ from counterpoint.parallel.expert.options import Halves, TokenMechanism, finishe
 
 
 class Trip:
-    """Carries the tokens of one dispatch there and back, by four halves that the caller runs in order.
+    """Sends the tokens of one dispatch to their experts and back, in four halves that the caller runs in order.
 
-    Nothing here leads back to the functions of autograd, so all dies with the graph.
+    A trip refers to no autograd function, so that it is freed with the graph.
     """
 
     def __init__(self, mechanism: TokenMechanism) -> None:
         self.mechanism = mechanism
         self.route: Any = None
-        self._forward: Any = None  # begun: the dispatch, then the combine
-        self._backward: Any = None  # begun: the spread, then the combine
+        self._forward: Any = None  # the operation whose first half has run: the dispatch, then the combine
+        self._backward: Any = None  # the derivative whose first half has run: the spread, then the combine
         self._weights_grad: Halves[Tensor] | None = None
         self._needs_x = self._needs_weights = False
         self._weights_dtype = torch.float32
 
     def start_dispatch(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """Begin to send tokens to their experts; return the tensor that stands for them, and for their weights."""
+        """Start to send tokens to their experts; return the empty tensor that stands for them in autograd."""
         self._needs_x, self._needs_weights, self._weights_dtype = x.requires_grad, weights.requires_grad, weights.dtype
         under_way: Tensor = _run(self._start_dispatch, self._finish_tokens_grad, x, ids, weights)
         return under_way
 
     def finish_dispatch(self, dispatched: Tensor) -> tuple[Tensor, Tensor]:
-        """Return rows and offsets."""
+        """Finish the dispatch; return rows and offsets."""
         rows, offsets = _run(self._finish_dispatch, self._start_tokens_grad, dispatched)
         return rows, offsets
 
     def start_combine(self, rows: Tensor, dispatched: Tensor) -> Tensor:
-        """Begin to send the outputs of experts back; return the tensor that stands for the sums."""
+        """Start to send experts' outputs back; return an empty tensor that stands for the sums in autograd."""
         under_way: Tensor = _run(self._start_combine, self._finish_rows_grad, rows, dispatched)
         return under_way
 
     def finish_combine(self, combined: Tensor) -> Tensor:
-        """Return the sums."""
+        """Finish the combine; return the sums."""
         sums: Tensor = _run(self._finish_combine, self._start_rows_grad, combined)
         return sums
 
@@ -105,13 +106,13 @@ class Trip:
 
 
 def _run(half: Callable[..., Any], derivative: Callable[..., Any], *inputs: Tensor) -> Any:
-    """Run a half; without derivatives to come without autograd, whose `apply` costs the host 10 µs."""
+    """Run a half; if no derivative is needed, run it without autograd, whose `apply` costs the host 10 µs."""
     function: Any = _Half
     return function.apply(half, derivative, *inputs) if torch.is_grad_enabled() else half(*inputs)[0]
 
 
 class _Half(torch.autograd.Function):
-    """Runs a half of a trip, and its derivative backward."""
+    """Runs one half of a trip forward, and the derivative of this half backward."""
 
     @staticmethod
     def forward(ctx: Any, half: Callable[..., Any], derivative: Callable[..., Any], *inputs: Tensor) -> Any:

@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-incomplete-defs
 # mypy: disable-error-code="assignment, var-annotated"
-"""Define the Triton kernels of the room, which `permute.triton_kernels` imports at the first launch.
+"""Define the Triton kernels of expert parallelism; `permute.triton_kernels` imports this file at the first launch.
 
 Assigning takes three: `count` the choices of each expert in each block of choices, `scan` each expert's counts, and
 `place` every choice. All of it is in the order of choices, so that no row depends on which program was first.
@@ -18,7 +18,7 @@ NONE = tl.constexpr(-1)
 
 @triton.jit
 def _local(ids, stride, first_expert, at, choices, EXPERTS: tl.constexpr, TOP_K: tl.constexpr):
-    """Return the experts of this rank that choices are for; -1 for others, and past the last choice."""
+    """Return the local index of each choice's expert; -1 for experts of other ranks and past the last choice."""
     places = ids + at // TOP_K * stride + at % TOP_K
     chosen = tl.load(places, mask=at < choices, other=-1) - first_expert
     return tl.where((at < choices) & (chosen >= 0) & (chosen < EXPERTS), chosen, NONE).to(tl.int32)
@@ -27,7 +27,7 @@ def _local(ids, stride, first_expert, at, choices, EXPERTS: tl.constexpr, TOP_K:
 @triton.jit(do_not_specialize=["stride", "first_expert", "choices", "blocks", "capacity"])
 def count(ids, stride, first_expert, choices, counts, blocks, sources, capacity, EXPERTS: tl.constexpr,
           BINS: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Count the choices of each expert in a block of them, and say of all rows that they have no source."""
+    """Count how often a block of choices names each expert, and set the sources of all rows to -1, for none."""
     block, lanes, bins = tl.program_id(0), tl.arange(0, BLOCK), tl.arange(0, BINS)
     experts = _local(ids, stride, first_expert, block * BLOCK + lanes, choices, EXPERTS, TOP_K)
     found = tl.histogram(experts, BINS, mask=experts >= 0)
@@ -38,7 +38,7 @@ def count(ids, stride, first_expert, choices, counts, blocks, sources, capacity,
 
 @triton.jit(do_not_specialize=["blocks"])
 def scan(counts, totals, blocks, WIDTH: tl.constexpr):
-    """Replace an expert's counts by the sums of earlier counts, and keep the total."""
+    """Replace one expert's counts by block with their exclusive prefix sums, and store the total."""
     counts += tl.program_id(0) * blocks
     before = 0
     for start in range(0, blocks, WIDTH):
@@ -53,7 +53,7 @@ def scan(counts, totals, blocks, WIDTH: tl.constexpr):
 def place(ids, stride, first_expert, choices, counts, totals, blocks, slots, sources, offsets, missing, capacity,
           pad_multiple, EXPERTS: tl.constexpr, BINS: tl.constexpr, TOP_K: tl.constexpr,
           BLOCK: tl.constexpr):  # fmt: skip
-    """Give every choice of a block its row: after the experts before, the blocks before and the choices before."""
+    """Give every choice of a block its row: after the rows of earlier experts, earlier blocks and earlier choices."""
     block, lanes, bins = tl.program_id(0), tl.arange(0, BLOCK), tl.arange(0, BINS)
     total = tl.load(totals + bins, mask=bins < EXPERTS, other=0)
     padded = (total + pad_multiple - 1) // pad_multiple * pad_multiple
@@ -74,20 +74,20 @@ def place(ids, stride, first_expert, choices, counts, totals, blocks, slots, sou
 
 @triton.jit
 def _columns(block, HIDDEN: tl.constexpr, BLOCK: tl.constexpr):
-    """Return columns of a block, and which of them there are."""
+    """Return the columns of a block, and a mask of those below `HIDDEN`."""
     columns = block * BLOCK + tl.arange(0, BLOCK)
     return columns, columns < HIDDEN
 
 
 @triton.jit
 def _wide(values):
-    """Return values in the dtype of sums."""
+    """Return values in the dtype in which sums are made: float64 for float64, else float32."""
     return values if values.dtype == tl.float64 else values.to(tl.float32)
 
 
 @triton.jit
 def _zero(rows, sources, first, end, HIDDEN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Write zeros to the rows that have no source."""
+    """Write zeros to those of `ROWS` rows from `first` on that have no source."""
     lines = first + tl.arange(0, ROWS)
     unused = tl.load(sources + lines, mask=lines < end, other=0) < 0
     if tl.max(unused.to(tl.int32)) > 0:
@@ -104,14 +104,14 @@ def _zero(rows, sources, first, end, HIDDEN: tl.constexpr, ROWS: tl.constexpr, B
 def permute(tokens, token_stride, slots, weights, weight_stride, choice_stride, rows, sources, offsets, token_programs,
             experts, capacity, TOP_K: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ZERO_TAIL: tl.constexpr,
             ZERO_ROWS: tl.constexpr, ZERO_BLOCK: tl.constexpr):  # fmt: skip
-    """Copy a token to the rows of its choices; programs after these see to `ZERO_ROWS` rows each that have none."""
+    """Copy a token to the rows of its choices; extra programs write zeros to unused rows, `ZERO_ROWS` rows each."""
     blocks: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
     program = tl.program_id(0)
     if program < token_programs:
         token = program // blocks
         columns, mask = _columns(program % blocks, HIDDEN, BLOCK)
         chosen, factors, last = (), (), -1
-        for choice in tl.static_range(TOP_K):  # all before the first store, which later loads could not overtake
+        for choice in tl.static_range(TOP_K):  # load all before the first store: later loads could not overtake it
             slot = tl.load(slots + token * TOP_K + choice)
             last = tl.maximum(last, slot)
             chosen += (slot,)
@@ -138,7 +138,7 @@ def permute(tokens, token_stride, slots, weights, weight_stride, choice_stride, 
 @triton.jit(do_not_specialize_on_alignment=["slots", "weights"])
 def combine(rows, slots, weights, weight_stride, choice_stride, sums, sum_stride, TOP_K: tl.constexpr,
             HIDDEN: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Add up a block of the rows of a token, in the order of its choices."""
+    """Sum one block of elements over the rows of a token, in the order of its choices, times the weights if given."""
     blocks: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
     token = tl.program_id(0) // blocks
     columns, mask = _columns(tl.program_id(0) % blocks, HIDDEN, BLOCK)
@@ -158,7 +158,7 @@ def combine(rows, slots, weights, weight_stride, choice_stride, sums, sum_stride
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def weight_grads(rows, grads, grad_stride, slots, out, TOP_K: tl.constexpr, CHOICES: tl.constexpr,
                  HIDDEN: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Multiply all rows of a token by the gradient of its sum; `CHOICES` is `TOP_K`, made a power of two."""
+    """Store the dot products of a token's rows with the gradient of its sum; `CHOICES` >= `TOP_K` is a power of 2."""
     token = tl.program_id(0)
     choices = tl.arange(0, CHOICES)
     slot = tl.load(slots + token * TOP_K + choices, mask=choices < TOP_K, other=-1)
@@ -166,7 +166,7 @@ def weight_grads(rows, grads, grad_stride, slots, out, TOP_K: tl.constexpr, CHOI
     lines = rows + tl.maximum(slot, 0).to(tl.int64)[:, None] * HIDDEN
     gradients = (
         grads + token.to(tl.int64) * grad_stride + tl.zeros([CHOICES, 1], tl.int32)
-    )  # read as rows are: no barrier
+    )  # broadcast to the shape of rows, which avoids a barrier
     total = tl.zeros([CHOICES, BLOCK], out.dtype.element_ty)
     blocks: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
     for block in tl.static_range(blocks):
@@ -181,7 +181,7 @@ def weight_grads(rows, grads, grad_stride, slots, out, TOP_K: tl.constexpr, CHOI
 def pack(ids, compact, ends, weights, scales, choices, first, room, width, local_experts, entries, slots, table,
          N: tl.constexpr, BINS: tl.constexpr, TOP_K: tl.constexpr, HEAD: tl.constexpr, SECOND: tl.constexpr,
          LACKING: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Enter each choice of a block in the table of its rank; the first program writes the heads of the tables."""
+    """Write each choice of a block to the table of its expert's rank; the first program writes the tables' heads."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = at < choices
     row = tl.load(compact + at, mask=mask, other=NONE)
@@ -212,7 +212,7 @@ def pack(ids, compact, ends, weights, scales, choices, first, room, width, local
 
 @triton.jit
 def _part(x, start, HIDDEN: tl.constexpr, BLOCK: tl.constexpr):
-    """Return columns of a token, which of them there are, and their values in float32."""
+    """Return columns of a token from `start` on, a mask of those below `HIDDEN`, and their values in float32."""
     columns = start + tl.arange(0, BLOCK)
     mask = columns < HIDDEN
     return columns, mask, tl.load(x + columns, mask=mask, other=0).to(tl.float32)
@@ -220,7 +220,7 @@ def _part(x, start, HIDDEN: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def narrow(x, values, scales, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, LARGEST: tl.constexpr):
-    """Divide a token by its scale, which makes its largest element `LARGEST`."""
+    """Divide a token by its scale, such that its largest magnitude becomes `LARGEST`."""
     token = tl.program_id(0).to(tl.int64)
     source, target = x + token * HIDDEN, values + token * HIDDEN
     columns, mask, part = _part(source, 0, HIDDEN, BLOCK)
@@ -237,7 +237,7 @@ def narrow(x, values, scales, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, LARGEST
 
 @triton.jit
 def _tile(tile, end, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return rows, columns and mask of a tile."""
+    """Return the row numbers, the column numbers and the mask of a tile."""
     across: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
     rows = (tile // across * ROWS + tl.arange(0, ROWS))[:, None]
     columns = (tile % across * COLUMNS + tl.arange(0, COLUMNS))[None, :]
@@ -246,7 +246,7 @@ def _tile(tile, end, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.conste
 
 @triton.jit
 def _gate_up(gate_up, rows, columns, mask, WIDTH: tl.constexpr):
-    """Return gate, its sigmoid, and up."""
+    """Return the gate, the sigmoid of the gate, and up, in float32 or float64."""
     places = gate_up + rows * (2 * WIDTH) + columns
     gate, up = tl.load(places, mask=mask, other=0), tl.load(places + WIDTH, mask=mask, other=0)
     if gate_up.dtype.element_ty != tl.float64:
@@ -256,7 +256,7 @@ def _gate_up(gate_up, rows, columns, mask, WIDTH: tl.constexpr):
 
 @triton.jit(do_not_specialize=["experts"])
 def swiglu(gate_up, out, offsets, experts, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Compute silu(gate) * up."""
+    """Compute `silu(gate) * up` for the rows before the last offset."""
     across: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
     end = tl.load(offsets + experts - 1)
     for tile in range(tl.program_id(0), tl.cdiv(end, ROWS) * across, tl.num_programs(0)):
@@ -269,7 +269,7 @@ def swiglu(gate_up, out, offsets, experts, WIDTH: tl.constexpr, ROWS: tl.constex
 def swiglu_backward(
     gate_up, grads, out, offsets, experts, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Compute the derivatives of gate and up."""
+    """Compute the derivatives of gate and up, for the rows before the last offset."""
     across: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
     end = tl.load(offsets + experts - 1)
     for tile in range(tl.program_id(0), tl.cdiv(end, ROWS) * across, tl.num_programs(0)):

@@ -1,11 +1,11 @@
-"""Run the experts of a rank, and a layer of experts whose dispatch and combine overlap with matmuls.
+"""Run the experts of a rank, and a layer of experts that overlaps dispatch and combine with matmuls.
 
-Weight gradients may be delayed: autograd runs nodes in the reverse order of their making, so that `delayed` makes a
-node for the weight before the rows arrive. The matmul's own node then returns only the gradient of its rows, and that
-of the weight is computed after the backward communication of these rows has started.
+Weight gradients may be delayed. Autograd runs nodes in the reverse order of their making, so `delayed` makes a node for
+the weight before the rows arrive. The node of the matmul then returns only the gradient of its rows, and the weight's
+gradient is computed after the backward communication of these rows has started.
 
-Rows past the last offset may be many times the rows before it, and the host does not know how many: `swiglu` is a
-kernel that reads the offset and skips them, as grouped matmuls do.
+There may be many times more rows past the last offset than before it, and the host does not know how many. So `swiglu`
+is a kernel that reads the offset and skips those rows, as grouped matmuls do.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ if TYPE_CHECKING:
     from counterpoint.parallel.expert.dispatcher import Dispatcher
 
 Experts = Callable[[Tensor, Tensor], Tensor]  # `[capacity, hidden]` of rows that lie by expert, and their offsets
-ALIGNMENT = 16  # bytes of a row: torch's grouped kernels take multiples of it
-ROWS, COLUMNS = 8, 256  # of a tile of `swiglu`: each of 128 threads has two loads of 16 bytes of gate and up in flight
-PROGRAMS = 64  # for each SM, several times what it holds: whoever is done first takes more
+ALIGNMENT = 16  # torch's grouped kernels take rows whose bytes are a multiple of this
+ROWS, COLUMNS = 8, 256  # tile of `swiglu`: each of 128 threads has two 16-byte loads of gate and up in flight
+PROGRAMS = 64  # programs for each SM, several times what it holds, so that a fast one takes more
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DelayedWeight:
-    """Stands for a weight in one call of `grouped_matmul`, which leaves the weight's gradient for later.
+    """Stands for a weight in one call of `grouped_matmul`, whose backward leaves the weight's gradient for later.
 
     Args:
         weight: without a gradient.
         place: an empty tensor, of the node that will compute the gradient.
-        products: what that node finds: rows, gradients of the outputs, and offsets.
+        products: operands that the node finds: rows, gradients of the outputs, and offsets.
     """
 
     weight: Tensor
@@ -121,7 +121,7 @@ def swiglu(gate_up: Tensor, offsets: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ExpertWeights:
-    """Computes experts: down(gate(gate_up(row))).
+    """Computes a rank's experts: `down(gate(gate_up(row)))` for each row, with the weights of the row's expert.
 
     Args:
         gate_up: `[experts, 2 * ffn, hidden]`, both behind one another.
@@ -134,13 +134,13 @@ class ExpertWeights:
     gate: Callable[[Tensor], Tensor] | None = None
 
     def __call__(self, rows: Tensor, offsets: Tensor) -> Tensor:
-        """Return `[capacity, hidden]` of rows that lie by expert."""
+        """Return the experts' outputs `[capacity, hidden]` for rows that are sorted by expert."""
         gate_up = grouped_matmul(rows, self.gate_up, offsets)
         inner = swiglu(gate_up, offsets) if self.gate is None else self.gate(gate_up)
         return grouped_matmul(inner, self.down, offsets)
 
     def delayed(self, calls: int) -> tuple[ExpertWeights, ...]:
-        """Return stand-ins of these weights, one for each of several calls: see the function `delayed`."""
+        """Return stand-ins of these weights, one for each of `calls` calls; see the function `delayed`."""
         if isinstance(self.gate_up, DelayedWeight) or isinstance(self.down, DelayedWeight):
             raise Misconfigured("these weights are delayed already: call delayed() of the weights that they stand for")
         pairs = zip(delayed(self.gate_up, calls), delayed(self.down, calls), strict=True)
@@ -151,11 +151,11 @@ class LocalExperts(nn.Module):
     """Holds the experts of this rank: gated feed-forward layers, as three-dimensional weights.
 
     Args:
-        experts: of this rank.
+        experts: number of experts of this rank.
         hidden: width of the model.
         ffn: width inside an expert.
         gate: makes `[rows, ffn]` of `[rows, 2 * ffn]`, each row by itself; None: `swiglu`.
-        dtype: of the weights.
+        dtype: dtype of the weights.
     """
 
     def __init__(
@@ -175,16 +175,16 @@ class LocalExperts(nn.Module):
             self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weights as `nn.Linear` draws them."""
+        """Draw random weights, as `nn.Linear` does."""
         for weight in (self.gate_up, self.down):
             nn.init.uniform_(weight, -(weight.shape[-1] ** -0.5), weight.shape[-1] ** -0.5)
 
     def weights(self) -> ExpertWeights:
-        """Return the weights as they are now: FSDP2 puts whole ones in the place of shards."""
+        """Return the weights as they are now: FSDP2 replaces shards by whole weights while the module runs."""
         return ExpertWeights(gate_up=self.gate_up, down=self.down, gate=self.gate)
 
     def forward(self, rows: Tensor, offsets: Tensor) -> Tensor:
-        """Return `[capacity, hidden]` of rows that lie by expert, whose ends are `offsets`."""
+        """Return the experts' outputs `[capacity, hidden]`; rows are sorted by expert, and `offsets` are their ends."""
         return self.weights()(rows, offsets)
 
 
@@ -201,14 +201,14 @@ def overlapped_moe(
 ) -> Tensor:
     """Run a layer of experts in parts: dispatch of one part, combine of another and experts of a third overlap.
 
-    Half of the shared expert lies beside the first dispatch, half beside the last combine. Backward does the same the
-    other way round, and the experts' weight gradients lie beside the communication of the rows' derivatives. All ranks
-    of the dispatcher's group call it with the same `parts`.
+    Half of the shared expert runs during the first dispatch, the other half during the last combine. Backward mirrors
+    this, and the experts' weight gradients are computed during the communication of the rows' derivatives. All ranks of
+    the dispatcher's group call this with the same `parts`.
 
     Args:
         x: this rank's tokens `[tokens, hidden]`.
-        ids: their experts `[tokens, top_k]`, -1 for none.
-        weights: of these choices `[tokens, top_k]`.
+        ids: experts of the tokens, `[tokens, top_k]`, -1 for none.
+        weights: weights of these choices, `[tokens, top_k]`.
         experts: of this rank. Weight gradients of another function of rows and offsets are not delayed, nor of experts
             on which `fully_shard` was called: call it on the module that calls this.
         dispatcher: brings tokens to experts and back.
@@ -247,7 +247,7 @@ def overlapped_moe(
 
 
 def _calls(experts: LocalExperts | ExpertWeights | Experts, parts: int) -> Sequence[Experts]:
-    """Return the function that runs the experts of each part."""
+    """Return, for each part, the function that runs the experts on it."""
     if isinstance(experts, LocalExperts) and not isinstance(experts, FSDPModule):
         experts = experts.weights()
     if isinstance(experts, ExpertWeights) and torch.is_grad_enabled():
@@ -256,12 +256,12 @@ def _calls(experts: LocalExperts | ExpertWeights | Experts, parts: int) -> Seque
 
 
 def _even(total: int, parts: int) -> list[int]:
-    """Return sizes that differ by one at most."""
+    """Return `parts` sizes that add up to `total` and differ by one at most."""
     return [total // parts + (part < total % parts) for part in range(parts)]
 
 
 class _GroupedMatmul(torch.autograd.Function):
-    """Multiplies; backward leaves the operands of a delayed weight's gradient in `products`, if these are given.
+    """Does `grouped_matmul` with derivatives; a delayed weight's backward leaves its operands in `products`.
 
     `place` is what the weight's gradient goes to: the weight, or the empty tensor that stands for a delayed one.
     """
@@ -301,14 +301,14 @@ class _DelayedGradient(torch.autograd.Function):
     def backward(ctx: Any, *places: Tensor | None) -> tuple[Tensor | None, None]:
         total = None
         for place, products in zip(places, ctx.products, strict=True):
-            if place is not None:  # otherwise what may lie there is of an earlier pass
+            if place is not None:  # otherwise its products may be those of an earlier pass
                 product = _of_weight(*products.pop())
                 total = product if total is None else total.add_(product)
         return total, None
 
 
 def _forward(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """Multiply rows by `weight[expert].T`."""
+    """Return each expert's rows times `weight[expert].T`."""
     if _is_fast(rows, *weight.shape[1:]):
         return functional.grouped_mm(rows, weight.transpose(1, 2), offs=offsets)
     out = rows.new_zeros(len(rows), weight.shape[1])
@@ -328,7 +328,7 @@ def _of_weight(rows: Tensor, grads: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _is_fast(rows: Tensor, *widths: int) -> bool:
-    """Return whether torch's grouped kernels take rows and weights of these widths."""
+    """Return whether torch's grouped kernels support these rows, and weights of these widths."""
     is_aligned = all(width * rows.itemsize % ALIGNMENT == 0 for width in widths)
     return rows.is_cuda and rows.dtype == torch.bfloat16 and is_aligned and len(rows) > 0
 
@@ -382,7 +382,7 @@ def _activated(gate_up: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _launch(name: str, *tensors: Tensor, like: Tensor, offsets: Tensor) -> None:
-    """Launch a kernel for the tiles of rows of `like`, `[rows, width]`."""
+    """Launch a Triton kernel over tiles of the rows of `like`, `[rows, width]`."""
     if not like.numel():
         return
     rows, width = like.shape

@@ -1,9 +1,9 @@
-"""Run the experts of a model of `transformers` by a `Dispatcher`, after its plan for expert parallelism was applied.
+"""Run the experts of a model of `transformers` by a `Dispatcher`, after its expert-parallel plan was applied.
 
-A module whose style is exactly that of `transformers` gets another `forward`. Its style cannot be asked, but leaves a
-closure that holds what the plan said: `expert_style` looks inside, and a text says what is not exactly as known.
-Parameters stay where they are: each call takes this rank's part of the DTensors that the module then has. Layers of one
-shape share a dispatcher.
+A module whose style is exactly one of `transformers` gets another `forward`. A style cannot be queried, but it leaves a
+closure that holds what the plan said: `expert_style` looks inside it, and returns a text for anything that it does not
+know exactly. Parameters stay where they are: each call takes this rank's part of the DTensors that the module has at
+that time. Layers of one shape share a dispatcher.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from counterpoint.parallel.uncompiled import uncompiled
 from counterpoint.records.tuning import LEAVE
 from counterpoint.tuned.choices import EXCHANGE
 
-_PARTS = 2  # into which tokens are cut
+_PARTS = 2  # number of parts into which a rank's tokens are cut
 
 _MODULE = "transformers.distributed.expert_parallel"
 _FORWARD = (_MODULE, "EpDispatchExpertsParallel.install_forward.<locals>.ep_forward")
 _GATE = ("transformers.integrations.moe", "_default_apply_gate")
-_IMPLEMENTATIONS = ("AutoEP", "AllToAllEP")  # those that exchange tokens
+_IMPLEMENTATIONS = ("AutoEP", "AllToAllEP")  # the implementations that exchange tokens
 _MATMULS = (None, "eager", "grouped_mm", "batched_mm")  # ways to compute experts; others are kernels that a user chose
 _WEIGHTS = ("gate_up_proj", "down_proj")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ExpertStyle:
-    """Describes how the experts of a module are spread over ranks.
+    """Describes how the experts of one module are spread over ranks.
 
     Args:
-        name: of what brings the tokens, in `transformers`.
-        mesh: of one dimension, the ranks among which the experts are divided.
-        batch_mesh: of one dimension, ranks that have the same tokens.
-        experts: of all ranks.
-        has_swiglu: between the matmuls is `silu(gate) * up`; otherwise what the module's `_apply_gate` does.
+        name: name, in `transformers`, of the code that brings the tokens.
+        mesh: mesh of one dimension: the ranks among which the experts are divided.
+        batch_mesh: mesh of one dimension: ranks that have the same tokens.
+        experts: number of experts of all ranks.
+        has_swiglu: whether the gate is `silu(gate) * up`; otherwise it is the module's `_apply_gate`.
         is_summed_in_evaluation: without derivatives nothing is exchanged: each rank runs its experts on all tokens.
     """
 
@@ -60,19 +60,19 @@ class ExpertStyle:
     has_swiglu: bool
     is_summed_in_evaluation: bool
 
-    def __deepcopy__(self, _: Any) -> ExpertStyle:  # a copy of the model lies on the same meshes, which have no copies
+    def __deepcopy__(self, _: Any) -> ExpertStyle:  # a copied model keeps the same meshes, which cannot be copied
         return self
 
 
 class Dispatchers:
-    """Makes dispatchers, one for each shape of a layer and group of ranks, and closes them."""
+    """Makes one dispatcher for each shape of a layer and group of ranks, and closes them all."""
 
     def __init__(self, options: ExpertOptions) -> None:
         self.options, self.parts = options, options.parts or _PARTS
         self._made: dict[Any, Dispatcher] = {}
-        self._most: dict[Any, int] = {}  # tokens of a rank, by shape and group
+        self._most: dict[Any, int] = {}  # most tokens of any rank, by shape and group
 
-    def __deepcopy__(self, _: Any) -> Dispatchers:  # a copy of a layer communicates by the same ones
+    def __deepcopy__(self, _: Any) -> Dispatchers:  # a copied layer keeps the same dispatchers
         return self
 
     def all(self) -> tuple[Dispatcher, ...]:
@@ -80,14 +80,14 @@ class Dispatchers:
         return tuple(self._made.values())
 
     def most_tokens(self, style: ExpertStyle, x: Tensor, top_k: int) -> int:
-        """Return the most tokens of a rank in a call of layers of this shape; at first all ranks call it together."""
+        """Return the most tokens of any rank in a call of layers of this shape; at first all ranks call it together."""
         key = style.mesh.get_group().group_name, style.experts, top_k, x.shape[1]
         if key not in self._most:
             self._most[key] = self.options.max_tokens or most_tokens(x, style.mesh.get_group())
         return self._most[key]
 
     def of(self, style: ExpertStyle, x: Tensor, top_k: int, mechanism: ExpertChoice) -> Dispatcher:
-        """Return the dispatcher for these tokens; at first all ranks make it together."""
+        """Return the dispatcher for tokens of this shape; all ranks make the first call together."""
         key = style.mesh.get_group().group_name, style.experts, top_k, x.shape[1], mechanism
         if key not in self._made:
             self._made[key] = Dispatcher(
@@ -101,14 +101,14 @@ class Dispatchers:
         return self._made[key]
 
     def close(self) -> None:
-        """Close them all; all ranks call it."""
-        with ExitStack() as each:  # one that raises keeps no other open
+        """Close all dispatchers; all ranks call this."""
+        with ExitStack() as each:  # closes the others if one raises
             while self._made:
                 each.callback(self._made.popitem()[1].close)
 
 
 class OverlappedExperts:
-    """Runs the experts of one module, from its making until `undo`."""
+    """Runs the experts of one module by a dispatcher, from its construction until `undo`."""
 
     def __init__(
         self,
@@ -126,12 +126,12 @@ class OverlappedExperts:
         module.forward = self.forward
 
     def undo(self) -> None:
-        """Put the `forward` of before back."""
+        """Restore the module's own `forward`."""
         self.module.forward = self._stock
 
     @uncompiled
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Run all ranks' experts on this rank's tokens; return the weighted sums, as the module's `forward`."""
+        """Run all ranks' experts on this rank's tokens; return the weighted sums, as the module's `forward` does."""
         x, ids, weights = _local(hidden_states), _local(top_k_index), _local(top_k_weights)
         if why := self._unfit(x):
             self.torch_why = why
@@ -140,7 +140,7 @@ class OverlappedExperts:
         if mechanism is None:
             return self._stock(hidden_states, top_k_index, top_k_weights)
         tokens, batch = len(x), self.style.batch_mesh
-        if batch.size() > 1:  # its ranks have the same tokens: each sends a part of them
+        if batch.size() > 1:  # ranks of this mesh have the same tokens, so each sends a part
             x, ids, weights = (
                 DTensor.from_local(one, batch, [Replicate()], run_check=False)
                 .redistribute(placements=[Shard(0)])
@@ -159,7 +159,7 @@ class OverlappedExperts:
         return out
 
     def report(self) -> ModuleRow:
-        """Return the row of this module: the mechanism that runs its experts, and why."""
+        """Return this module's row of the report: the mechanism that runs its experts, and why."""
         return ModuleRow(
             name=self.name,
             kind="expert",
@@ -171,9 +171,9 @@ class OverlappedExperts:
         )
 
     def _mechanism(self, x: Tensor, top_k: int) -> ExpertChoice | None:
-        """Return how tokens travel, by the options or else by the tuning; None: as without `overlap`.
+        """Return the mechanism by the options, else by the tuning; None: `transformers` runs the experts.
 
-        A tuning knows the largest call of all ranks, so that they choose alike.
+        A tuning is asked with the size of the largest call of any rank, so that all ranks choose alike.
         """
         asked, choice, ranks = self.dispatchers.options.mechanism, None, self.style.mesh.size()
         if self._tuning is not None and asked == "auto":
@@ -195,7 +195,7 @@ class OverlappedExperts:
         return cast("ExpertChoice", choice.mechanism)
 
     def _unfit(self, x: Tensor) -> str:
-        """Return why a call is left to `transformers`, on all ranks alike; empty if it is not."""
+        """Return why `transformers` runs this call, the same text on all ranks; "" if it does not."""
         module: Any = self.module
         if self.style.is_summed_in_evaluation and not (torch.is_grad_enabled() and x.requires_grad):
             return "without derivatives nothing is exchanged"
@@ -207,7 +207,7 @@ class OverlappedExperts:
 
 
 class OverlappedExpertParallel:
-    """Runs the experts of a model, reports them, and gives them back to `transformers` by `restore`.
+    """Runs the experts of a model by dispatchers, reports them, and gives them back to `transformers` by `restore`.
 
     Args:
         model: `transformers` has made it with `ep_size`.
@@ -247,16 +247,16 @@ class OverlappedExpertParallel:
 
     @property
     def has_effect(self) -> bool:
-        """Return whether anything was replaced."""
+        """Return whether any module was replaced."""
         return bool(self._experts)
 
     def first_left(self) -> str:
-        """Return a module that was not replaced, and why."""
+        """Return whether any module was replaced."""
         name, why = next(iter(self._left.items()))
         return f"{name}: {why}"
 
     def report(self) -> Report:
-        """Return every module of expert parallelism, and the mechanism that runs it."""
+        """Return a report of the modules with expert parallelism, and of the mechanism that runs each."""
         left = (ModuleRow(name=name, kind="expert", torch_why=why) for name, why in self._left.items())
         calls = together(row for one in self._dispatchers.all() for row in one.report().calls)
         return Report(modules=(*(one.report() for one in self._experts.values()), *left), calls=calls)
@@ -274,7 +274,7 @@ class OverlappedExpertParallel:
 
 
 def expert_style(module: nn.Module) -> ExpertStyle | str | None:
-    """Return how a module's experts are spread; a text if they cannot be taken; None if they are not spread."""
+    """Return how a module's experts are spread; a text why they cannot be taken; None if they are not spread."""
     forward = vars(module).get("forward")
     if not is_function(forward, _FORWARD):
         return None
@@ -303,7 +303,7 @@ def _has_swiglu(module: nn.Module) -> bool:
 
 
 def _unfit(module: nn.Module) -> str:
-    """Return why experts cannot be computed by two grouped matmuls with a gate between; empty if they can."""
+    """Return why two grouped matmuls with a gate between them cannot compute the experts; "" if they can."""
     kind: Any = module
     odd = {"a bias": kind.has_bias, "transposed weights": kind.is_transposed, "a norm": kind.has_post_expert_norm}
     for name, is_there in odd.items():
@@ -323,13 +323,13 @@ def _unfit(module: nn.Module) -> str:
 
 
 def expert_groups(model: nn.Module) -> list[Any]:
-    """Return the process groups among which experts of a model are divided."""
+    """Return the process groups over which a model's experts are divided."""
     styles = map(expert_style, model.modules())
     return [style.mesh.get_group() for style in styles if isinstance(style, ExpertStyle) and style.mesh.size() > 1]
 
 
 def _left_why(style: ExpertStyle, *, is_asked: bool) -> str:
-    """Return why experts are left to `transformers`; empty if they are not."""
+    """Return why the experts are left to `transformers`; "" if they are not."""
     if style.mesh.size() == 1:
         return "one rank has nothing to communicate"
     if style.mesh.device_type != "cpu" and not is_asked:
@@ -338,6 +338,6 @@ def _left_why(style: ExpertStyle, *, is_asked: bool) -> str:
 
 
 def _local(x: Any) -> Tensor:
-    """Return this rank's part."""
+    """Return this rank's part of a DTensor; any other tensor as it is."""
     part: Tensor = x.to_local() if isinstance(x, DTensor) else x
     return part

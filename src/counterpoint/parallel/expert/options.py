@@ -1,4 +1,4 @@
-"""Define the sizes of a dispatcher, and the interface of mechanisms that carry tokens to their experts."""
+"""Define the sizes of a dispatcher, and the interface of the mechanisms that move tokens to their experts."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from counterpoint.parallel.options import ExpertOptions
 from counterpoint.parallel.report import RoutedPath
 
 T = TypeVar("T")
-Halves: TypeAlias = Generator[None, None, T]  # an operation in two halves, of which the first one ends with `yield`
+Halves: TypeAlias = Generator[None, None, T]  # an operation in two halves: the first ends with `yield`
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertLayout:
-    """Describes which experts are where, and the largest call.
+    """Says which rank has which experts, and how many tokens the largest call may have.
 
     Args:
-        rank: of this process.
+        rank: number of this rank.
         world_size: number of ranks.
-        experts: of all ranks, divided evenly: those of rank r begin at `r * experts / world_size`.
+        experts: number of experts of all ranks, divided evenly: rank r's begin at `r * experts / world_size`.
         top_k: choices of a token.
         max_tokens: most tokens that a rank dispatches at once.
         hidden: elements of a token.
@@ -56,32 +56,32 @@ class ExpertLayout:
 
     @cached_property
     def local_experts(self) -> int:
-        """Return the number of experts of a rank."""
+        """Return the number of experts on each rank."""
         return self.experts // self.world_size
 
     @cached_property
     def first_expert(self) -> int:
-        """Return the number of this rank's first expert."""
+        """Return the index, among all experts, of this rank's first expert."""
         return self.rank * self.local_experts
 
     def block(self, tokens: int, options: ExpertOptions) -> int:
-        """Return the most tokens of any rank in a call in which this one has `tokens`."""
+        """Return the most tokens of any rank in a call in which this rank has `tokens`."""
         return max(tokens, 1) if options.equal_tokens else self.max_tokens
 
     def capacity(self, tokens: int, options: ExpertOptions) -> int:
-        """Return how many rows this rank's experts have room for, if each rank dispatches `tokens` at most."""
+        """Return the number of rows for which this rank's experts have room, if each rank has at most `tokens`."""
         rows = self.world_size * tokens * self.top_k
         if options.capacity_factor is not None and options.overflow != "second_round":
             rows = min(rows, math.ceil(options.capacity_factor * tokens * self.top_k))
         return self.padded(rows, options.pad_multiple)
 
     def padded(self, rows: int, pad_multiple: int) -> int:
-        """Return the room for these rows, where each expert's begin at a multiple of `pad_multiple`."""
+        """Return the number of rows with padding, where each expert's rows begin at a multiple of `pad_multiple`."""
         return -(-(rows + self.local_experts * (pad_multiple - 1)) // pad_multiple) * pad_multiple
 
 
 def too_many(rank: int, tokens: int, layout: ExpertLayout) -> Misconfigured:
-    """Return the error of a call in which a rank has more tokens than were agreed on."""
+    """Return the error of a call in which `rank` has more tokens than `max_tokens`."""
     return Misconfigured(
         f"rank {rank} dispatches {tokens} tokens at once, more than max_tokens={layout.max_tokens}: give a larger one "
         "(without one the first call of a layer decides, and its parts have a part of it each)"
@@ -89,7 +89,7 @@ def too_many(rank: int, tokens: int, layout: ExpertLayout) -> Misconfigured:
 
 
 def no_room(rows: int, options: ExpertOptions) -> Misconfigured:
-    """Return the error of a call in which the experts of a rank had not enough room."""
+    """Return the error of a call in which the experts of a rank lack room for `rows`."""
     return Misconfigured(
         f"no room for {rows} rows of a rank's experts with capacity_factor={options.capacity_factor}: "
         "give a larger one, or overflow='drop'"
@@ -97,11 +97,11 @@ def no_room(rows: int, options: ExpertOptions) -> Misconfigured:
 
 
 class TokenMechanism(Protocol):
-    """Moves tokens in one of several ways; it works on plain tensors and knows nothing of autograd.
+    """Moves tokens to their experts and back, by one mechanism; works on plain tensors, without autograd.
 
-    Every operation is a generator: up to its `yield` it begins the communication, `finished` runs the rest, which waits
-    for it: on a GPU the current stream waits, not the host. Second halves come in the order of the first ones of their
-    kind, not always at once: several dispatches and combines may be under way. All ranks make the same calls in the
+    Every operation is a generator: up to its `yield` it begins the communication; `finished` runs the rest, which waits
+    for the communication: on a GPU the current stream waits, not the host. Second halves run in the order of the first
+    halves of their kind, and several dispatches and combines may be under way. All ranks make the same calls in the
     same order.
 
     A token's sum is made in float32: `weight * row` of its choices in a fixed order, rounded once if they come from
@@ -136,15 +136,15 @@ class TokenMechanism(Protocol):
         """
 
     def dropped(self) -> int:
-        """Return how many choices this rank found no room for so far; this waits for the device."""
+        """Return the number of choices that had no room on this rank so far; this waits for the device."""
 
     def check(self) -> None:
-        """Raise the error that ended its communication, or that of choices without room; all ranks call it."""
-        return  # torch has a watchdog of its own
+        """Raise the error that ended communication, or the error of choices without room; all ranks call this."""
+        return  # nothing to raise: torch has its own watchdog
 
     def close(self) -> None:
-        """Raise the error of choices without room, if it was not told yet. All ranks call it."""
-        return  # a process group is its maker's
+        """Raise the error of choices without room, unless it was raised before. All ranks call this."""
+        return  # nothing to close: who made the process group closes it
 
 
 def finished(operation: Halves[T]) -> T:
@@ -158,12 +158,12 @@ def finished(operation: Halves[T]) -> T:
 
 
 class OwnCommunication:
-    """Holds the ranks of a mechanism, whose communicator it uses, and counts choices without room.
+    """Holds the communicator that a mechanism uses, and counts choices without room.
 
     Args:
-        ranks: whose communicator is open; its user leaves it after `close`.
-        layout: which experts are where.
-        options: of the dispatcher.
+        ranks: ranks, with an open communicator; its user leaves it after `close`.
+        layout: which rank has which experts.
+        options: options of the dispatcher.
     """
 
     def __init__(self, ranks: RankGroup, layout: ExpertLayout, options: ExpertOptions) -> None:
@@ -181,37 +181,37 @@ class OwnCommunication:
         return self._ranks.memory
 
     def _admit(self, tokens: int) -> None:
-        """Raise if this rank has more tokens than were agreed on: its peers hear of that in their calls."""
+        """Raise if this rank has more tokens than `max_tokens`; its peers get that error in their own calls."""
         if tokens > self._layout.max_tokens:
             raise self._communicator.give_up(too_many(self._layout.rank, tokens, self._layout))
 
     def check(self) -> None:
-        """Raise as `TokenMechanism.check`; choices without room are told once."""
+        """Raise as `TokenMechanism.check` does; the error of choices without room is raised once."""
         self._ranks.check()
         self._overflow.check_all()
 
     def close(self) -> None:
-        """Close as `TokenMechanism.close`."""
+        """Raise as `TokenMechanism.close` does."""
         self._overflow.check_all()
 
 
 class RoomCheck:
-    """Counts choices without room on the device; the host, which has to raise, waits for calls before the last one."""
+    """Counts choices without room on the device; to raise, the host waits for all calls but the last one."""
 
     def __init__(self, device: torch.device, layout: ExpertLayout, options: ExpertOptions) -> None:
         on_gpu = device.type == "cuda"
         self._options = options
         self._total = torch.zeros(1, dtype=torch.int64, device=device)
-        self._most = torch.zeros(layout.world_size, dtype=torch.int64, device=device)  # of each rank, since it was told
+        self._most = torch.zeros(layout.world_size, dtype=torch.int64, device=device)  # by rank, since the last error
         self._copy = torch.zeros_like(self._most, device="cpu", pin_memory=True) if on_gpu else self._most
         self._copied = torch.cuda.Event() if on_gpu else None
 
     def add(self, choices: Tensor) -> None:
-        """Count choices of this rank."""
+        """Add this rank's choices without room to the count."""
         self._total += choices
 
     def note(self, choices: Tensor) -> None:
-        """Note the choices of each rank that had no room in a call, for a later check."""
+        """Record, for a later check, how many choices of each rank had no room in a call."""
         if self._options.overflow != "raise":
             return
         torch.maximum(self._most, choices, out=self._most)
@@ -221,13 +221,13 @@ class RoomCheck:
             self._copied.record()
 
     def check(self) -> None:
-        """Raise if a call outside of graphs had not enough room: on all ranks, as the host waits for the last one."""
+        """Raise if an eager call lacked room, on all ranks alike; the host waits for the last recorded call."""
         if self._copied is not None and self._options.overflow == "raise":
             self._copied.synchronize()
         self._tell(self._copy)
 
     def check_all(self) -> None:
-        """Raise if any call, eager or in a graph, lacked room for its tokens; waits for replays of graphs."""
+        """Raise if any call, eager or in a graph, lacked room; this waits for replays of graphs."""
         self._tell(self._most)
 
     def total(self) -> int:
@@ -235,7 +235,7 @@ class RoomCheck:
         return int(self._total)
 
     def _tell(self, noted: Tensor) -> None:
-        """Raise if something is noted, and forget it: it is told once."""
+        """Raise if choices without room were recorded, and forget them, so that the error is raised once."""
         if self._options.overflow == "raise" and (most := int(noted.max())):
             self._most.zero_()
             self._copy.zero_()

@@ -1,4 +1,4 @@
-"""Move rows between the order of tokens and the order of this rank's experts. No rank talks to another here.
+"""Move rows between the order of tokens and the order of this rank's experts, without communication.
 
 - `assign`: where each choice of a token goes, computed on the device: nothing waits for the host, shapes depend on
   sizes alone, and a CUDA graph can capture it.
@@ -6,8 +6,8 @@
 - `weight_grads`: the derivative of the weights of these sums.
 - `narrowed`: tokens in float8, with a scale for each; `permute` makes them wide again.
 
-They record no derivatives: that of `permute` is `combine` of the rows' gradients; those of `combine` are `permute` of
-the sums' gradients, with the same weights, and `weight_grads`.
+These functions record no derivatives. The derivative of `permute` is `combine` of the rows' gradients; the derivatives
+of `combine` are `permute` of the sums' gradients, with the same weights, and `weight_grads`.
 
 On CUDA these are Triton kernels (`kernels.py`), elsewhere operations of torch, with the same results bit for bit but
 for `weight_grads`, which adds in another order. Tokens are `[tokens, hidden]`, the elements of a token adjacent; rows
@@ -26,21 +26,22 @@ from torch import Tensor
 
 from counterpoint.errors import Misconfigured, Unsupported, needs_triton
 
-CHOICES = 128  # whose rows a program finds: it compares each with all before
-SCANNED = 1024  # counts that a program adds up at a time
-BLOCK_BYTES = 4096  # of a token, which a program of 128 threads has in flight: two loads of 16 bytes each
-DOTS = 4096  # products of rows and a gradient that a program has at a time
-ZERO_ROWS, ZERO_COLUMNS = 32, 256  # that a program zeroes at a time
-ELEMENTS = 8192  # of a token that 8 warps make narrow at once; beyond, a program reads its token twice
-E4M3 = (8, 9)  # compute capability from which Triton has float8_e4m3fn; float8_e5m2 it has for all
+CHOICES = 128  # choices that a program assigns: it compares each with all earlier ones
+SCANNED = 1024  # counts that a program sums at a time
+BLOCK_BYTES = 4096  # bytes of a token that a program of 128 threads has in flight: two 16-byte loads each
+DOTS = 4096  # products of row elements and gradients that a program holds at a time
+ZERO_ROWS, ZERO_COLUMNS = 32, 256  # size of the block that a program zeroes at a time
+ELEMENTS = 8192  # elements of a token that 8 warps convert at once; longer tokens are read twice
+E4M3 = (8, 9)  # compute capability from which Triton supports float8_e4m3fn; float8_e5m2 needs none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assignment:
-    """Says where each choice of some tokens goes among the experts of this rank.
+    """Says which row of this rank's experts each choice of some tokens gets.
 
-    Rows are ordered by expert, then token, then choice. An expert's rows are followed by padding up to a multiple of
-    `pad_multiple`, one without rows has none. Choices for which no row is left have none: `missing` tells.
+    Rows are ordered by expert, then token, then choice. Padding after the rows of an expert fills them up to a multiple
+    of `pad_multiple`; an expert without rows has no padding. Choices for which no row is left get none: `missing` says
+    how many rows are lacking.
     """
 
     offsets: Tensor  # int32 [experts]: the end of each expert's rows, as torch's grouped_mm takes it
@@ -51,16 +52,16 @@ class Assignment:
 
     @property
     def capacity(self) -> int:
-        """Return how many rows there are in all, used or not."""
+        """Return the number of rows, used or not."""
         return self.sources.shape[0]
 
     @property
     def top_k(self) -> int:
-        """Return how many choices a token has."""
+        """Return the number of choices of each token."""
         return self.slots.shape[1]
 
     def of_tokens(self, begin: int, end: int, *, pads: bool = True) -> Assignment:
-        """Return the assignment of a part of the tokens, whose rows stay where they are.
+        """Return the assignment of tokens `begin` to `end` alone; their rows stay where they are.
 
         So tokens can be permuted as they arrive, `permute(x[begin:end], assignment.of_tokens(begin, end), out=rows)`,
         and sums computed for some tokens first. `sources` still counts all tokens. One of the parts `pads` the rows.
@@ -69,21 +70,21 @@ class Assignment:
 
 
 def bounded(ids: Tensor, experts: int) -> Tensor:
-    """Return ids that int32 can hold: of int64 each that is no expert is -1 or `experts`, however large it was."""
+    """Return ids that fit int32: an int64 id that names no expert becomes -1 or `experts`."""
     return ids if ids.dtype == torch.int32 else ids.clamp(-1, experts)
 
 
 def assign(ids: Tensor, *, first_expert: int, num_experts: int, capacity: int, pad_multiple: int = 1) -> Assignment:
-    """Give each choice of an expert of this rank a row.
+    """Give each choice of this rank's experts a row.
 
     Args:
         ids: the experts that tokens chose, int32 or int64 [tokens, top_k]; those of other ranks, or none (-1), get no
             row here.
         first_expert: the first expert of this rank.
-        num_experts: how many this rank has.
+        num_experts: number of experts of this rank.
         capacity: how many rows there are, a multiple of `pad_multiple`; `len(ids) * min(top_k, num_experts)` is always
             enough if no token chooses an expert twice (and `num_experts * (pad_multiple - 1)` for the padding).
-        pad_multiple: of which an expert's rows are a multiple.
+        pad_multiple: number that the rows of each expert, with padding, are a multiple of.
 
     Returns:
         The assignment; equal ids have equal assignments.
@@ -109,12 +110,12 @@ def permute(
     out: Tensor | None = None,
     zero_tail: bool = True,
 ) -> Tensor:
-    """Copy tokens into the order of experts; padding is 0.
+    """Copy tokens into rows in the order of experts; padding rows become 0.
 
     Args:
-        tokens: which are copied.
-        assignment: where each goes.
-        weights: by which each copy is multiplied, in float32, and then rounded.
+        tokens: tokens to copy.
+        assignment: where each token goes.
+        weights: factors of the copies, `[tokens, top_k]`; products are made in float32 and then rounded.
         out: rows of any floating dtype: written to and returned; None: new ones like `tokens`. Tokens in float8 come
             out wide if it is wide; their scales, `[tokens, 1]` expanded, are weights.
         zero_tail: also write zeros past `offsets[-1]`. It takes as long as copying as many rows, so give False for
@@ -136,9 +137,9 @@ def combine(
     """Add up the rows of each token, in the order of its choices, in float32; the sum is rounded once.
 
     Args:
-        rows: which are added up; without a choice they are not read.
+        rows: rows to add up; rows without a choice are not read.
         assignment: where the rows of each token are.
-        weights: by which each row is multiplied, in float32.
+        weights: factors of the rows, `[tokens, top_k]`, in float32.
         out: sums of any floating dtype: written to and returned; None: new ones like `rows`.
 
     Returns:
@@ -155,8 +156,8 @@ def weight_grads(rows: Tensor, grads: Tensor, assignment: Assignment, *, out: Te
     """Return the gradients of the weights of `combine`: each choice's row times the gradient of its token's sum.
 
     Args:
-        rows: which `combine` added up.
-        grads: of the sums, `[tokens, hidden]`.
+        rows: rows that `combine` added up.
+        grads: gradients of the sums, `[tokens, hidden]`.
         assignment: where the rows of each token are.
         out: contiguous, written to and returned; None: a new tensor.
 
@@ -188,7 +189,7 @@ def narrowed(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def on_gpu(tensor: Tensor) -> bool:
-    """Return whether kernels of Triton take a tensor."""
+    """Return whether Triton's kernels handle this tensor."""
     return tensor.is_cuda
 
 
@@ -205,7 +206,7 @@ def triton_kernels() -> Any:
 
 
 def _check(assignment: Assignment, weights: Tensor | None, *tensors: tuple[str, Tensor, bool]) -> None:
-    """Raise unless all tensors fit: each has a name, and is rows (True) or tokens; all are as wide as the first one."""
+    """Raise unless all tensors fit: each comes with its name, and True for rows, False for tokens; widths are equal."""
     hidden = tensors[0][1].shape[-1]
     for what, tensor, is_rows in tensors:
         shape = (assignment.sources if is_rows else assignment.slots).shape[0], hidden
@@ -221,7 +222,7 @@ def _check(assignment: Assignment, weights: Tensor | None, *tensors: tuple[str, 
         )
 
 
-@lru_cache(maxsize=64)  # it is asked for at every call
+@lru_cache(maxsize=64)  # cached, since every call asks
 def _check_e4m3(device: torch.device) -> None:
     gpu = torch.cuda.get_device_properties(device)
     if (gpu.major, gpu.minor) < E4M3:
@@ -232,7 +233,7 @@ def _check_e4m3(device: torch.device) -> None:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of sums."""
+    """Return the dtype in which sums of this dtype are made."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -242,7 +243,7 @@ def _torch_assign(ids: Tensor, first_expert: int, num_experts: int, capacity: in
     experts, order = torch.where(here, flat, num_experts).sort(stable=True)
     counts = torch.bincount(experts, minlength=num_experts + 1)
     padded = (counts + pad_multiple - 1) // pad_multiple * pad_multiple
-    before = (padded.cumsum(0) - padded) - (counts.cumsum(0) - counts)  # padding of experts before
+    before = (padded.cumsum(0) - padded) - (counts.cumsum(0) - counts)  # padding of earlier experts
     rows = torch.arange(len(flat), device=ids.device) + before[experts]
     has_row = (experts < num_experts) & (rows < capacity)
     slots, sources = ids.new_full((len(flat),), -1, dtype=torch.int32), ids.new_full((capacity,), -1, dtype=torch.int32)
@@ -308,7 +309,7 @@ def _power_of_two(least: int) -> int:
 
 
 def _block(hidden: int, itemsize: int) -> int:
-    """Return how many elements of a token a program takes: a power of two with little beyond the last one."""
+    """Return the elements of a token that one program handles: a power of two that exceeds `hidden` by little."""
     block = min(_power_of_two(hidden), BLOCK_BYTES // itemsize)
     while block > 256 and -hidden % block > hidden // 4:
         block //= 2

@@ -1,21 +1,21 @@
-"""Move tokens in slabs: room for equally many rows for each rank, so that nobody counts before they travel.
+"""Move tokens in slabs, each with room for a fixed number of rows, so that no rank exchanges counts before rows.
 
-Each rank packs its rows by the rank that has their expert, and sends every other one a slab of `capacity_factor` times
-what an even routing has, by an all_to_all of even blocks. Sizes are fixed, so that a graph can be captured. Outputs of
-experts go back to the same place of the same slab, and the rank of the token weighs and adds them up, in the order of
-choices.
+Each rank packs its rows by the rank that has their expert, and sends every other rank a slab, with room for
+`capacity_factor` times the rows of an even routing, by an all_to_all of equal blocks. Sizes are fixed, so that a graph
+can be captured. Outputs of experts go back to the same place of the same slab, and the rank of the token multiplies
+them by their weights and adds them up, in the order of choices.
 
 A choice's place is its number among the choices of this rank for the same other rank, in the order of tokens, then of
 choices. Every rank sends every other a table of fixed size before any row: expert, weight and scale by place. So the
 receiver knows on its device which rows arrive, in whichever round.
 
-Rows beyond a slab go by `overflow`. `raise` and `drop` count them on the device; with `raise` the next dispatch,
-`check` or `close` waits until the calls before have told how many of any rank had no room, and raises on all ranks; a
-call in a capture does not look. A `second_round` loses nothing: the tables say how many rows the fullest slab lacks,
-and if it lacks some, a second all_to_all of that size follows when the dispatch is finished. For that the host waits in
-each dispatch until the tables have come; what was queued after its start goes on. A capture has no host: there one
-round has room for all rows, `world_size` times those of an even routing. `raise` and `drop` send `capacity_factor`
-times as many.
+Rows that do not fit a slab are treated as `overflow` says. `raise` and `drop` count them on the device; with `raise`,
+the next dispatch, `check` or `close` waits until earlier calls have told how many rows of any rank had no room, and
+raises on all ranks; a call in a capture does not look. A `second_round` loses no rows: the tables say how many rows the
+fullest slab lacks, and if this is not 0, a second all_to_all of that size follows when the dispatch is finished. For
+that, the host waits in each dispatch until the tables have arrived, while work that was queued after the start of the
+dispatch goes on. In a capture no host can wait: there one round has room for all rows, `world_size` times those of an
+even routing, while `raise` and `drop` send `capacity_factor` times those.
 """
 
 from __future__ import annotations
@@ -44,50 +44,50 @@ from counterpoint.parallel.options import ExpertOptions
 from counterpoint.parallel.report import RoutedPath
 
 OUT, BACK, SMALL = CHANNELS["tokens"][::2]
-DEFAULT_FACTOR = 1.25  # room in a first round, if a second one takes the rest
-HEAD = 2  # numbers at the front of each row of a table
-SECOND, LACKING = 0, 1  # of them: rows of the fullest slab for a second round, choices without room
-CHOICES = 256  # of a program of the kernel
-_STEP = 64  # rows: second rounds have a multiple, so that memory is used again
+DEFAULT_FACTOR = 1.25  # capacity factor of the first round, if a second round sends the rest
+HEAD = 2  # numbers at the front of each table
+SECOND, LACKING = 0, 1  # places in the head: rows of a second round, choices without room
+CHOICES = 256  # choices that one program of the kernel handles
+_STEP = 64  # rows of a second round are a multiple of this, so that memory is reused
 _NONE = -1
 
 
 @dataclass(frozen=True)
 class SlabExchange:
-    """Holds the blocks that arrive from all ranks; this rank's own is there already."""
+    """Holds the blocks that arrive from all ranks; this rank's own block is in place from the start."""
 
     arriving: Tensor
     work: Any
 
     def wait(self) -> Tensor:
-        """Return the blocks that have arrived."""
+        """Wait for the blocks of all ranks, and return them."""
         self.work.wait()
         return self.arriving
 
 
 @dataclass(frozen=True)
 class SlabRound:
-    """Describes rows that travel together: an equal number of places for each rank."""
+    """Describes one round of rows: each rank sends each other rank an equal number of rows."""
 
     places: slice
-    choices: Assignment  # of this rank, to the rows that it sends
-    arriving: Assignment  # of rows that arrive, to those of this rank's experts
+    choices: Assignment  # assigns this rank's choices to the rows that it sends
+    arriving: Assignment  # assigns arriving rows to the rows of this rank's experts
 
 
 @dataclass(frozen=True)
 class TokenRoute:
-    """Holds where the rows of one dispatch go."""
+    """Holds where the rows of one dispatch go, and where their outputs return to."""
 
     dtype: torch.dtype
     weights: Tensor  # [tokens, top_k]
-    entries: Tensor  # [tokens, top_k] in the tables
+    entries: Tensor  # [tokens, top_k], each choice's place in the tables
     arriving_weights: Tensor  # [world_size, room]
     rounds: list[SlabRound]
-    returning: Assignment  # of choices, to the rows that come back, of all rounds one after the other
+    returning: Assignment  # assigns choices to the rows that come back, the rounds in order
 
 
 class Slabs(OwnCommunication):
-    """Moves tokens in slabs."""
+    """Moves tokens by all_to_alls of slabs, blocks of a fixed number of rows for each rank."""
 
     name: RoutedPath = "slabs"
 
@@ -97,7 +97,7 @@ class Slabs(OwnCommunication):
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor) -> Halves[tuple[Tensor, Tensor, TokenRoute]]:
-        """Send tables and slabs, and a second round, if one is needed; put the rows in the order of experts."""
+        """Send tables and slabs, then a second round if rows are left; put arriving rows in the order of experts."""
         self._admit(len(x))
         if not self._memory.is_capturing():
             self._overflow.check()
@@ -144,7 +144,7 @@ class Slabs(OwnCommunication):
         return self._unpacked(exchanges, route, factors), arriving.offsets, route
 
     def combine(self, rows: Tensor, route: TokenRoute, *, weighted: bool) -> Halves[tuple[Tensor, Tensor | None]]:
-        """Put each row in its place of the slabs, send these back, and add up the rows of each token."""
+        """Put each expert's output in its row of the slabs, send the slabs back, and add up the rows of each token."""
         exchanges = [self._exchange(combine(rows, one.arriving), BACK) for one in route.rounds]
         saved = rows if weighted else None
         del rows
@@ -159,7 +159,7 @@ class Slabs(OwnCommunication):
     def spread(
         self, grads: Tensor, route: TokenRoute, saved: Tensor | None
     ) -> Halves[tuple[Tensor, Halves[Tensor] | None]]:
-        """Send the derivative of each row's sum, and put them in the order of experts, times the weights."""
+        """Send each sum's derivative to its experts; return the rows' derivatives, times weights, in expert order."""
         exchanges = [self._send(grads, one.choices) for one in route.rounds]
         yield
         if saved is None:
@@ -171,7 +171,7 @@ class Slabs(OwnCommunication):
         return rows, weights
 
     def _weights_grad(self, dots: Tensor, route: TokenRoute) -> Halves[Tensor]:
-        """Send the products of rows and derivatives, `[world_size, room]`, to the ranks of their tokens."""
+        """Send the derivatives of weights, `[world_size, room]`, to the ranks of their tokens."""
         exchange = self._exchange(dots, SMALL)
         yield
         values = exchange.wait().flatten()[route.entries.clamp(min=0)]
@@ -179,7 +179,7 @@ class Slabs(OwnCommunication):
         return torch.where(route.entries >= 0, values, 0)
 
     def _sizes(self, block: int) -> tuple[int, int]:
-        """Return how many rows travel first for each rank, and for how many its table has room."""
+        """Return how many rows the first round sends to each rank, and how many choices each table has room for."""
         layout, options = self._layout, self._options
         most, even = block * layout.top_k, block * layout.top_k / layout.world_size
         if options.overflow == "second_round" and self._memory.is_capturing():
@@ -190,7 +190,7 @@ class Slabs(OwnCommunication):
         return first, most if options.overflow == "second_round" else first
 
     def _heads(self, tables: SlabExchange) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Begin to copy the heads of the tables to the host, when they come; on CPUs they are read where they are."""
+        """Start to copy the tables' heads to the host after they arrive; on CPUs return a view of them."""
         if self._side is None:
             return tables.arriving[:, :HEAD], None
         heads = torch.empty(self._layout.world_size, HEAD, dtype=torch.int32, pin_memory=True)
@@ -204,7 +204,7 @@ class Slabs(OwnCommunication):
 
     @staticmethod
     def _second(tables: SlabExchange, heads: Tensor, copied: torch.cuda.Event | None) -> int:
-        """Return how many rows the fullest slab of any rank lacks, which is equal on all ranks; the host waits."""
+        """Return how many rows the second round sends to each rank, equal on all ranks; the host waits."""
         if copied is not None:
             copied.synchronize()
         else:
@@ -212,7 +212,7 @@ class Slabs(OwnCommunication):
         return int(heads[:, SECOND].max())
 
     def _exchange(self, leaving: Tensor, channel: int) -> SlabExchange:
-        """Begin to send each rank its block of a tensor; this rank's own is copied now, as that needs an SM."""
+        """Start to send each rank its block of `leaving`; copy this rank's own block now, by a kernel."""
         arriving = self._memory.empty(*leaving.shape, dtype=leaving.dtype)
         n, me = self._layout.world_size, self._layout.rank
         arriving.view(n, -1)[me].copy_(leaving.view(n, -1)[me])
@@ -220,7 +220,7 @@ class Slabs(OwnCommunication):
         return SlabExchange(arriving, work)
 
     def _send(self, tokens: Tensor, choices: Assignment) -> SlabExchange:
-        """Begin to send the rows of a round."""
+        """Start to send the rows of one round."""
         return self._exchange(permute(tokens, choices, zero_tail=False), OUT)
 
     def _unpacked(
@@ -231,11 +231,11 @@ class Slabs(OwnCommunication):
         saved: Tensor | None = None,
         dots: Tensor | None = None,
     ) -> Tensor:
-        """Return the rows of this rank's experts when they have arrived, each times its weight.
+        """Return the rows of this rank's experts when they have arrived, in expert order, times the weights if given.
 
         Args:
-            exchanges: of each round.
-            route: where they go.
+            exchanges: the exchange of each round.
+            route: where the rows go.
             weights: `[world_size, room]`.
             saved: rows whose products with the arriving ones are written to `dots`.
             dots: `[world_size, room]`.
@@ -255,7 +255,7 @@ class Slabs(OwnCommunication):
 
 @dataclass(frozen=True, kw_only=True)
 class Packing:
-    """Says where this rank's choices go: int32, `[tokens, top_k]`, where -1 is nowhere."""
+    """Says where each of this rank's choices goes: int32 `[tokens, top_k]`, -1 for choices that are not sent."""
 
     room: int
     entries: Tensor  # of choices in the tables: rank * room + place
@@ -263,7 +263,7 @@ class Packing:
     table: Tensor  # `[world_size, HEAD + parts * room]`, for each rank; -1 where there is no choice
 
     def of_places(self, begin: int, rows: int) -> Tensor:
-        """Return the slots of choices in a round of `rows` for each rank, whose places begin at `begin`."""
+        """Return the slots of choices in a round that sends each rank places `begin` to `begin + rows`; -1 for none."""
         places = self.entries % self.room - begin
         is_here = (self.entries >= 0) & (places >= 0) & (places < rows)
         return torch.where(is_here, self.entries // self.room * rows + places, _NONE)
@@ -272,13 +272,13 @@ class Packing:
 def pack(
     ids: Tensor, weights: Tensor, scales: Tensor | None, layout: ExpertLayout, *, first: int, room: int
 ) -> Packing:
-    """Sort choices by the rank that has their expert, with a table for each rank; nothing here waits for the device.
+    """Sort choices by the rank of their expert, and fill a table for each rank; the host does not wait.
 
     Args:
         ids: int32 `[tokens, top_k]`; -1 is none.
         weights: float32 `[tokens, top_k]`.
         scales: float32 `[tokens, 1]`, if tokens travel in another dtype.
-        layout: which experts are where.
+        layout: which rank has which experts.
         first: places of each rank that travel at once.
         room: places of each rank that its table has.
 
@@ -339,7 +339,7 @@ def _triton_pack(
 
 
 def as_assignment(slots: Tensor, rows: int) -> Assignment:
-    """Return the assignment of choices to slots, int32 `[tokens, top_k]` (-1: none), among `rows`.
+    """Return the assignment of choices to `rows`, given their slots, int32 `[tokens, top_k]` (-1: none).
 
     Rows without a choice are left as they are, whatever `sources` holds: nobody reads them.
     """

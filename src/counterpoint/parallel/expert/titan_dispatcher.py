@@ -1,4 +1,4 @@
-"""Run torchtitan's expert parallelism by a `Dispatcher`: mixed into the token dispatcher that it replaces.
+"""Run torchtitan's expert parallelism by a `Dispatcher`, through a mixin for torchtitan's token dispatcher.
 
 `counterpoint.torchtitan` puts it there; nothing here imports torchtitan. Suffixes of names are torchtitan's: T tokens,
 D hidden, K choices, E experts, R rows of this rank's experts, e these experts.
@@ -18,19 +18,19 @@ from counterpoint.parallel.options import ExpertOptions
 from counterpoint.parallel.registry import Registry
 from counterpoint.parallel.uncompiled import uncompiled
 
-_ROW = 4  # float32 elements of which a row is a multiple: 16 bytes
+_ROW = 4  # rows have a multiple of this many float32 elements: 16 bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoutedTokens:
-    """Holds the state of a `dispatch` that `combine` needs."""
+    """Holds what `combine` needs from its `dispatch`: the dispatcher and the handle."""
 
     dispatcher: Dispatcher
     handle: Handle
 
 
 class TokenDispatching:
-    """Replaces `dispatch` and `combine` of a token dispatcher, where experts are divided among ranks.
+    """Replaces `dispatch` and `combine` of torchtitan's token dispatcher, if experts are divided among ranks.
 
     All layers of a group with the same sizes and options have one dispatcher, which is closed with the group. It is
     made by `init_buffer` where the override gives `hidden` and `max_tokens`; else by the first dispatch, for as many
@@ -49,7 +49,7 @@ class TokenDispatching:
         self._scores_first: bool = getattr(config, "score_before_experts", False)
 
     def init_buffer(self) -> None:
-        """Make the dispatcher, if its sizes are known, so that no dispatch in a graph capture has to."""
+        """Make the dispatcher now if its sizes are known, so that a dispatch in a graph capture need not make it."""
         if self.ep_mesh is not None and self._hidden is not None and self._max_tokens is not None:
             self._dispatcher(self._hidden, self._max_tokens, self._options)
 
@@ -61,7 +61,7 @@ class TokenDispatching:
         topk_expert_ids_TK: Tensor,  # noqa: N803
         num_local_tokens_per_expert_E: Tensor,  # noqa: N803
     ) -> tuple[Tensor, Tensor, Any]:
-        """Send tokens to their experts.
+        """Send tokens to their experts, and return the rows of this rank's experts.
 
         Args:
             x_TD: this rank's tokens.
@@ -89,14 +89,14 @@ class TokenDispatching:
 
     @uncompiled
     def combine(self, routed_output_RD: Tensor, metadata: Any, x_TD: Tensor) -> Tensor:  # noqa: N803
-        """Return the sum of expert outputs over each token's choices, `[T, D]`, weighted unless rows were weighted."""
+        """Return each token's sum of its experts' outputs, `[T, D]`, weighted unless the rows were weighted before."""
         if not isinstance(metadata, RoutedTokens):
             whole: Tensor = super().combine(routed_output_RD, metadata, x_TD)  # type: ignore[misc]
             return whole
         return metadata.dispatcher.combine(routed_output_RD, metadata.handle)
 
     def _scores_of_rows(self, scores: Tensor, ids: Tensor, max_tokens: int) -> Tensor:
-        """Return the score of each row, `[R, 1]`: scores and ids travel as tokens do, and a row's expert tells which.
+        """Return the score of each row, `[R, 1]`: scores and ids travel like tokens, and a row's expert selects one.
 
         Float32 holds every number of an expert below 2^24.
         """

@@ -1,6 +1,6 @@
 """Run FSDP2's collectives through a `Communicator`; users call `counterpoint.parallel.overlap`.
 
-- `module_choice.py`: puts hooks on modules, as a tuning chose, and takes them off.
+- `module_choice.py`: puts our hooks on modules, by the choices of a tuning, and takes them off.
 - `hooks.py`: torch's two hooks, and the communicators of all groups.
 - `placeholders.py`: tensors without memory that FSDP2 takes for its buffers.
 - `slots.py`: symmetric memory of whole parameters, and which modules share it.

@@ -1,10 +1,10 @@
-"""Define FSDP2's two hooks, and the work that torch waits for, by calls of a `Communicator`.
+"""Implement FSDP2's two hooks and the work objects that torch waits for, by calls of a `Communicator`.
 
 torch calls `allocate` for the output of an all-gather, copies this rank's shards into it, gathers, and copies the
 parameters out. It calls `allocate` for the input of a reduce-scatter, copies the gradients into it, calls `allocate`
-for the output, and scatters. `placeholders.py` says what these buffers are replaced by, `slots.py` where parameters
-lie. Where FSDP2's copies have to stay, the output of a gather is a real buffer in symmetric memory, in which torch
-gathers in place; gradients are scattered from a real buffer, which need not be symmetric.
+for the output, and scatters. `placeholders.py` replaces these buffers, and `slots.py` says where parameters lie. If
+FSDP2's copies have to stay, the output of a gather is a real buffer in symmetric memory, in which torch gathers in
+place, and gradients are scattered from a real buffer, which need not be symmetric.
 
 Streams and lifetimes on a GPU, read in torch 2.11 and 2.13 (`_fsdp_collectives.py`, `_fsdp_param_group.py`):
 
@@ -47,20 +47,20 @@ from counterpoint.parallel.group import CHANNELS, RankGroup, rank_group, ranks_o
 from counterpoint.parallel.report import Traffic
 from counterpoint.parallel.work import StartedWork
 
-STAGING_BYTES = 1 << 27  # a smaller slice costs a round trip, some 30 us of a call that computation hides
+STAGING_BYTES = 1 << 27  # with less, a large array comes in more slices, each a round trip of some 30 µs
 (_GATHER,), (_SCATTER,) = CHANNELS["gather"], CHANNELS["scatter"]
 
 
 class ShardGroups:
-    """Holds the `RankGroup` of each set of ranks over which FSDP2 shards, with an open communicator.
+    """Holds a `RankGroup`, with an open communicator, for each set of ranks over which FSDP2 shards.
 
     All ranks of a group open theirs together. Ranks that are in several groups do so in the same order, that of the
     ranks' numbers, so that no two ranks wait for each other.
 
     Args:
         groups: process groups.
-        device: of the parameters.
-        options: of the communicators; None: see `OverlapOptions`.
+        device: device of the parameters.
+        options: options of the communicators; None: see `OverlapOptions`.
 
     Raises:
         Unsupported: the ranks of a group cannot share memory.
@@ -102,7 +102,7 @@ class ShardGroups:
         return known
 
     def all(self) -> tuple[RankGroup, ...]:
-        """Return each of them once."""
+        """Return every `RankGroup` once."""
         return tuple(self._by_ranks.values())
 
     def check(self) -> None:
@@ -111,13 +111,13 @@ class ShardGroups:
             one.check()
 
     def close(self) -> None:
-        """Leave all communicators; one without another user is closed."""
+        """Leave all communicators; those without other users are closed."""
         for one in self._by_ranks.values():
             one.leave(self)
 
 
 class GatherHook(AllGather):
-    """Gathers the parameters of one module, as torch's `AllGather` does.
+    """Gathers the parameters of one module, in the place of torch's `AllGather`.
 
     Peers send shards into the whole `parameters`; if that is None, into a buffer out of which FSDP2 copies them.
     `prefetch` learns the order of gathers; None: FSDP2 prefetches as it does by itself.
@@ -135,11 +135,11 @@ class GatherHook(AllGather):
         self.parameters, self._prefetch = parameters, prefetch
         self._placeholder: GatherPlaceholder | None = None
         self._calls = 0
-        self._latest: tuple[int, torch.dtype, bool] = (0, torch.float32, True)  # bytes, dtype, in place
-        self._made: tuple[Communicator | None, int] = None, 0  # maker and address of the latest buffer
+        self._latest: tuple[int, torch.dtype, bool] = (0, torch.float32, True)  # bytes, dtype, whether in place
+        self._made: tuple[Communicator | None, int] = None, 0  # communicator and address of the latest buffer
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a tensor for FSDP2 to gather all ranks' shards into: a placeholder, or symmetric memory."""
+        """Return the output tensor of the next gather: a placeholder without memory, or symmetric memory."""
         if self.parameters is not None:
             placeholder = self._placeholder
             if placeholder is None or placeholder.shape != tuple(size) or placeholder.dtype != dtype:
@@ -157,7 +157,7 @@ class GatherHook(AllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
     ) -> TorchWork | None:
-        """Gather as `all_gather_into_tensor` does, into the output of `allocate`, from this rank's part of it.
+        """Gather all ranks' shards, as `all_gather_into_tensor` does, into the tensor that `allocate` has returned.
 
         Returns:
             The work that FSDP2 waits for before it reads; None if the current stream has it, as without `async_op`.
@@ -176,7 +176,7 @@ class GatherHook(AllGather):
         return None if work is None else StartedWork([work], [])
 
     def traffic(self) -> Traffic:
-        """Return the number of calls so far, and the bytes of the latest one."""
+        """Return the number of gathers so far, and the bytes and dtype of the latest one."""
         num_bytes, dtype, in_place = self._latest
         direct = self.parameters is not None
         if self.parameters is not None and self.parameters.layout:
@@ -191,13 +191,13 @@ class GatherHook(AllGather):
         )
 
     def restore(self) -> None:
-        """Give FSDP2 memory of its own for whole parameters; call it between two steps, while they are sharded."""
+        """Let FSDP2 allocate the whole parameters again; call this between two steps, while they are sharded."""
         if self.parameters is not None:
             self.parameters.restore()
 
 
 class ScatterHook(ReduceScatter):
-    """Reduces and scatters the gradients of one module over `ranks` ranks, as torch's `ReduceScatter` does.
+    """Reduces and scatters the gradients of one module over `ranks` ranks, in the place of torch's `ReduceScatter`.
 
     With `direct`, gradients are sent from where they are; else from a buffer into which FSDP2 has copied them.
     `prefetch` learns that the forward pass is over; None: FSDP2 prefetches as it does by itself.
@@ -213,7 +213,7 @@ class ScatterHook(ReduceScatter):
     ) -> None:
         self._groups, self._prefetch = groups, prefetch
         self._ranks, self._direct = ranks, direct
-        self._input_numel = 0  # of the input whose output has not been asked for yet
+        self._input_numel = 0  # elements of the input whose output FSDP2 has not asked for yet; 0: none
         self._calls = 0
         self._was_direct = False
         self._latest: tuple[int, torch.dtype] = (0, torch.float32)
@@ -221,7 +221,7 @@ class ScatterHook(ReduceScatter):
         self._op_name, self._factor = "", 1.0
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return plain memory of the current stream for the output; for the input, asked for first, a placeholder."""
+        """Return a placeholder for the input, which FSDP2 asks for first, and plain memory for the output."""
         numel, input_numel = int(size[0]), self._input_numel
         self._input_numel = 0
         if not self._direct or input_numel == self._ranks * numel:
@@ -232,7 +232,7 @@ class ScatterHook(ReduceScatter):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
     ) -> TorchWork | None:
-        """Reduce and scatter as `reduce_scatter_tensor` does, between tensors of `allocate`; a sum is rounded once.
+        """Reduce and scatter, as `reduce_scatter_tensor` does, between tensors of `allocate`; round each sum once.
 
         Returns:
             The work that FSDP2 waits for before it reads; None if the current stream has it, as without `async_op`.
@@ -265,7 +265,7 @@ class ScatterHook(ReduceScatter):
         return None if work is None else StartedWork([work], [])
 
     def traffic(self) -> Traffic:
-        """Return the number of calls so far, and the bytes of the latest one."""
+        """Return the number of scatters so far, and the bytes and dtype of the latest one."""
         numel, dtype = self._latest
         op = f"{self._op_name} {self._factor:g}" if self._op_name == "premul_sum" else self._op_name
         return Traffic(

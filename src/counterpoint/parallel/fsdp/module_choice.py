@@ -1,4 +1,4 @@
-"""Put our hooks on FSDP2 modules, where their size and a tuning allow it, and take them off again."""
+"""Put our hooks on FSDP2 modules, if their size and a tuning allow it, and take them off again."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from counterpoint.parallel.report import ModuleRow, Report, Traffic
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleChoice:
-    """Holds the tuning's choices for the two collectives of an FSDP2 module; None: built-in rules decide."""
+    """Holds a tuning's choices for the gather and the scatter of an FSDP2 module; None: built-in rules decide."""
 
     gather: TunedCall | None = None
     scatter: TunedCall | None = None
 
     @classmethod
     def of(cls, module: ShardedModule, tuning: FollowedTuning | None) -> ModuleChoice:
-        """Return the choices of a module that is sharded."""
+        """Return the tuning's choices for a module that is sharded."""
         if tuning is None:
             return cls()
         ranks, where = len(module.ranks), module.names
@@ -50,34 +50,34 @@ class ModuleChoice:
 
     @property
     def takes_gather(self) -> bool:
-        """Return whether our gather takes the place of torch's."""
+        """Return whether our all-gather replaces torch's."""
         return self.gather is None or not self.gather.stays
 
     @property
     def takes_scatter(self) -> bool:
-        """Return whether our reduce_scatter takes the place of torch's."""
+        """Return whether our reduce_scatter replaces torch's."""
         return self.scatter is None or not self.scatter.stays
 
     def reasons(self) -> dict[str, str]:
-        """Return why, by the name of each collective for which something was chosen."""
+        """Return the tuning's reasons by name of the collective, for each collective for which it has a choice."""
         named = (("all_gather", self.gather), ("reduce_scatter", self.scatter))
         return {name: call.why for name, call in named if call is not None}
 
     def torch_why(self) -> str:
-        """Return why torch's own collectives both stay; empty if they do not."""
+        """Return why torch's own collectives both stay; "" if one of them is replaced."""
         if self.takes_gather or self.takes_scatter:
             return ""
         return "; ".join(dict.fromkeys(self.reasons().values()))
 
 
 class HookedModule:
-    """Sets counterpoint's hooks on one module, as its choice takes them; `undo` puts back the ones of before.
+    """Sets our hooks on one module, for the collectives that its choice replaces; `undo` restores the earlier hooks.
 
     Args:
         module: the module.
-        groups: of all modules.
-        choice: of the tuning.
-        parameters: where peers write its whole parameters; None: FSDP2 copies them out of a buffer.
+        groups: communicators of all modules' groups.
+        choice: the tuning's choices for this module.
+        parameters: memory where peers write its whole parameters; None: FSDP2 copies them out of a buffer.
         copied_why: says why it does; empty: it does not.
         direct: gradients are sent from where they are.
         prefetch: learns the order of modules; None: FSDP2 prefetches as it does by itself.
@@ -105,7 +105,7 @@ class HookedModule:
         set_hooks(module, self._gather or self._before[0], self._scatter or self._before[1])
 
     def traffic(self) -> tuple[Traffic, Traffic]:
-        """Return the traffic of gathers and of scatters."""
+        """Return the traffic of the module's gathers and of its scatters."""
         named = (("all_gather", self._gather), ("reduce_scatter", self._scatter))
         gather, scatter = (
             Traffic(operation=name, torch_why="as tuned") if hook is None else hook.traffic() for name, hook in named
@@ -113,7 +113,7 @@ class HookedModule:
         return gather, scatter
 
     def undo(self) -> None:
-        """Put back the hooks of before, and FSDP2's own memory for whole parameters."""
+        """Restore the earlier hooks, and let FSDP2 allocate the whole parameters again."""
         self._module.module.reshard()
         if self._gather is not None:
             self._gather.restore()
@@ -125,8 +125,8 @@ class OverlappedShards:
 
     Args:
         model: the model.
-        modules: its modules of FSDP2; none: nothing is done.
-        options: which of them are taken, and how.
+        modules: the model's FSDP2 modules; none: nothing is done.
+        options: options that say which modules are taken, and how.
         tuning: chooses for the collectives of each; None: nothing does.
 
     Raises:
@@ -164,7 +164,7 @@ class OverlappedShards:
         self._refusals = [module.register_forward_pre_hook(refuse, prepend=True) for module in self._outermost]
 
     def _hook(self, modules: Sequence[ShardedModule], groups: ShardGroups, *, direct: bool) -> None:
-        """Set the hooks that the choices take on these modules."""
+        """Set hooks on these modules, for the collectives that their choices replace."""
         copied = {module: copied_why(module) if direct else "direct=False" for module in modules}
         in_place = [one for one, why in copied.items() if self._choices[one].takes_gather and not why]
         parameters = _whole_parameters(in_place, groups, ahead=self._prefetch.depth if self._prefetch else 1)
@@ -186,16 +186,16 @@ class OverlappedShards:
 
     @property
     def has_effect(self) -> bool:
-        """Return whether anything was replaced, or left to torch as the tuning says."""
+        """Return whether any collective was replaced, or left to torch because the tuning says so."""
         return bool(self._hooked) or any(choice.torch_why() for choice in self._choices.values())
 
     def first_left(self) -> str:
-        """Return a module that was not replaced, and why."""
+        """Return the name of a module whose collectives were not replaced, and why."""
         module, why = next(iter(self._torch_why.items()))
         return f"{module.name}: {why}"
 
     def report(self) -> Report:
-        """Return every module, and the traffic of its hooks."""
+        """Return a report of every module, with the traffic of its hooks."""
         return Report(modules=tuple(map(self._reported, self._torch_why)), notes=tuple(self._notes()))
 
     def check(self) -> None:
@@ -204,12 +204,12 @@ class OverlappedShards:
             self._groups.check()
 
     def reset_iter_state(self) -> None:
-        """Discard a forward or backward pass that an exception ended."""
+        """Discard an interrupted forward or backward pass, so that the step can begin anew."""
         for module in self._outermost:
             discard_pass(module)
 
     def restore(self) -> None:
-        """Put torch's own collectives back, and leave the communicators. All ranks call it, once."""
+        """Restore torch's own collectives, and leave the communicators. All ranks call this, once."""
         if self._groups is None:
             return
         if any(map(is_unfinished, self._outermost)):
@@ -257,9 +257,9 @@ class OverlappedShards:
 def _whole_parameters(
     modules: Sequence[ShardedModule], groups: ShardGroups, *, ahead: int
 ) -> dict[ShardedModule, ModuleParameters]:
-    """Return whole parameters for each module; the modules of one set of ranks share its slots.
+    """Return the whole parameters of each module; modules that shard over the same ranks share slots.
 
-    So many modules may be gathered `ahead` of the one that runs.
+    `ahead` is the number of modules that may be gathered ahead of the one that runs.
     """
     made: dict[ShardedModule, ModuleParameters] = {}
     for group in groups.all():
@@ -270,7 +270,7 @@ def _whole_parameters(
 
 
 def why_not_taken(module: ShardedModule, limit_bytes: int | None) -> str:
-    """Return why torch's own collectives stay under this module; empty if ours take their place."""
+    """Return why torch's own collectives stay under this module; "" if ours replace them."""
     if module.shard_group is None:
         return "it is replicated, not sharded"
     if not module.groups:
@@ -281,7 +281,7 @@ def why_not_taken(module: ShardedModule, limit_bytes: int | None) -> str:
 
 
 def check_unchanged(module: ShardedModule) -> None:
-    """Raise Misconfigured if the collectives of this module were replaced already."""
+    """Raise Misconfigured if the collectives of this module were replaced before."""
     for hook in present_hooks(module):
         if isinstance(hook, GatherHook | ScatterHook):
             raise Misconfigured(f"{module.name} is overlapped already: call restore() of the first overlap() before")

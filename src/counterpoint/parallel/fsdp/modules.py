@@ -1,11 +1,11 @@
 """Look inside FSDP2: which modules gather together, over which ranks, how many bytes, and into which tensors.
 
 torch's hooks (`set_custom_all_gather`, `set_custom_reduce_scatter`) are public, but not for modules whose parameters
-lie on several meshes (from torch 2.12 on, a group of parameters for each), and a module cannot be asked for its process
-groups, nor where its whole parameters are to lie. This file is the only one that looks inside FSDP2, at names that are
-the same in torch 2.11 and 2.13 but for one (`_fsdp_param_group`, then `_fsdp_param_groups`), and that changes something
-there: the hooks of each group, the flat tensors of whole parameters, one function, and what a pass that an exception
-ended has left. Where a name is missing it says so, whatever the version.
+lie on several meshes (from torch 2.12 on, with a parameter group for each mesh), and a module has no public way to tell
+its process groups, or to be told where its whole parameters lie. This file is the only one that looks inside FSDP2. It
+uses names that are the same in torch 2.11 and 2.13, except one (`_fsdp_param_group`, then `_fsdp_param_groups`). It
+changes the hooks of each group, the flat tensors of whole parameters, one function, and the state that an interrupted
+pass has left. If a name is missing it says so, whatever the version.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ShardedModule:
     device: torch.device  # where they are gathered
     shard_group: ProcessGroup | None  # ranks over which it gathers and scatters; None if it only replicates
     post_forward_group: ProcessGroup | None = None
-    """The smaller one over which it gathers again in the backward pass (`reshard_after_forward` is a number)."""
+    """Holds the smaller group that gathers again in the backward pass, where `reshard_after_forward` is a number."""
     replicate_group: ProcessGroup | None = None  # ranks that have copies of the shards
     gather_bytes: int = 0  # of the whole gathered parameters, in the dtype in which they are gathered
     replicas: int = 1  # how many copies of the shards there are; their all-reduce (HSDP) is torch's
@@ -50,37 +50,37 @@ class ShardedModule:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return its name in the model, or several."""
+        """Return the names in the model of the modules that were given to `fully_shard` together."""
         return tuple(self.name.partition(" (group ")[0].split(", "))
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Return the ranks over which it is sharded, counted in the job."""
+        """Return the ranks, counted in the job, over which the module is sharded."""
         import torch.distributed as dist
 
         return () if self.shard_group is None else tuple(dist.get_process_group_ranks(self.shard_group))
 
     @property
     def parts(self) -> tuple[nn.Module, ...]:
-        """Return the modules inside it, itself first."""
+        """Return the module and all modules inside it, itself first."""
         return tuple(cast("nn.Module", self.module).modules())
 
     @property
     def groups(self) -> tuple[ProcessGroup, ...]:
-        """Return the process groups of more than one rank, in which something is communicated."""
+        """Return the process groups of more than one rank in which this module communicates."""
         both = (self.shard_group, self.post_forward_group)
         return tuple(group for group in both if group is not None and group.size() > 1)
 
     @property
     def replicating(self) -> tuple[ProcessGroup, ...]:
-        """Return the process group of ranks that have equal shards, if there is more than one rank."""
+        """Return the process group of the ranks with equal shards; () if there is one such rank."""
         group = self.replicate_group
         return () if group is None or group.size() == 1 else (group,)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GatheredParameter:
-    """Describes one parameter as it is gathered."""
+    """Describes one parameter in its gathered form."""
 
     num_bytes: int  # size of all ranks' shares, padded
     dtype: torch.dtype  # in which it is gathered
@@ -88,7 +88,7 @@ class GatheredParameter:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleCall:
-    """Describes a collective of a module."""
+    """Describes one collective of a module: PyTorch's name, size and dtype."""
 
     operation: str  # PyTorch's name
     num_bytes: int  # of the whole array
@@ -127,7 +127,7 @@ def sharded_modules(model: nn.Module) -> tuple[ShardedModule, ...]:
 
 
 def gather_group(module: ShardedModule) -> ProcessGroup | None:
-    """Return the process group of the next all-gather, which is another one between forward and backward pass."""
+    """Return the process group of the next all-gather, which differs between forward and backward pass."""
     if module.post_forward_group is None:
         return module.shard_group
     group: ProcessGroup = inside(module.parameters, "_all_gather_process_group")
@@ -135,29 +135,29 @@ def gather_group(module: ShardedModule) -> ProcessGroup | None:
 
 
 def present_hooks(module: ShardedModule) -> tuple[AllGather, ReduceScatter]:
-    """Return the all-gather and the reduce-scatter that are in use now."""
+    """Return the all-gather and the reduce-scatter objects that FSDP2 uses for a module now."""
     return inside(module.parameters, "_all_gather_comm"), inside(module.parameters, "_reduce_scatter_comm")
 
 
 def set_hooks(module: ShardedModule, all_gather: AllGather, reduce_scatter: ReduceScatter) -> None:
-    """Set a module's two hooks, as torch's `set_custom_*` do, which raise for a module with several groups."""
+    """Set a module's two hooks directly: torch's `set_custom_*` raise for a module with several parameter groups."""
     module.parameters._all_gather_comm, module.parameters._reduce_scatter_comm = all_gather, reduce_scatter
 
 
 def is_prefetching(module: ShardedModule) -> bool:
-    """Return whether FSDP2 has a list of modules to gather ahead of this one."""
+    """Return whether FSDP2 has an explicit list of modules to gather ahead of this one."""
     state = inside(module.module, "_get_fsdp_state")()
     return bool(inside(state, "_states_to_forward_prefetch") or inside(state, "_states_to_backward_prefetch"))
 
 
 def unmanaged_bytes(model: nn.Module, modules: Sequence[ShardedModule]) -> int:
-    """Return the bytes of parameters that are in no FSDP2 module: ignored ones, or parts that were not sharded."""
+    """Return the bytes of the parameters that no FSDP2 module manages: ignored ones, or those of unsharded parts."""
     managed = {id(inside(one, "sharded_param")) for module in modules for one in module.parameters.fsdp_params}
     return sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in managed)
 
 
 def parameter_groups(state: Any) -> tuple[FSDPParamGroup, ...]:
-    """Return FSDP2's groups of parameters of a module, one for each mesh; none, if all belong to modules inside it."""
+    """Return FSDP2's parameter groups of a module, one for each mesh; () if all parameters belong to inner modules."""
     if hasattr(state, "_fsdp_param_groups"):
         return tuple(state._fsdp_param_groups)
     only = inside(state, "_fsdp_param_group")
@@ -175,7 +175,7 @@ def _described(
             "out offload_policy"
         )
     mesh = inside(parameters, "mesh_info")
-    shard_group = getattr(mesh, "shard_process_group", None)  # replicate() has none
+    shard_group = getattr(mesh, "shard_process_group", None)  # `replicate()` makes a mesh without this attribute
     smaller = getattr(inside(parameters, "post_forward_mesh_info"), "shard_process_group", None)
     return ShardedModule(
         name=_name(parameters, names) + which,
@@ -203,7 +203,7 @@ def gathered_parameters(module: ShardedModule) -> tuple[GatheredParameter, ...]:
 
 
 def calls_of(module: ShardedModule) -> tuple[ModuleCall, ModuleCall]:
-    """Return the gather of the parameters, and the reduce_scatter of the gradients, of a module that is sharded."""
+    """Return the all-gather of the parameters and the reduce_scatter of the gradients of a sharded module."""
     from counterpoint.collectives.submit.tensors import dtype_name
 
     gathered = gathered_parameters(module)
@@ -218,7 +218,7 @@ def calls_of(module: ShardedModule) -> tuple[ModuleCall, ModuleCall]:
 
 
 def copied_why(module: ShardedModule) -> str:
-    """Return why FSDP2 has to copy gathered parameters to their place; empty if peers can write them there."""
+    """Return why FSDP2 must copy gathered parameters out of a buffer; "" if peers can write them in place."""
     if module.post_forward_group is not None:
         return "its parameters are gathered again over fewer ranks"
     for parameter in inside(module.parameters, "fsdp_params"):
@@ -230,7 +230,7 @@ def copied_why(module: ShardedModule) -> str:
 
 
 def is_done(module: ShardedModule) -> bool:
-    """Return whether the module's backward pass is over and it was not called since.
+    """Return whether the module's backward pass is over, and no later call of the module has begun.
 
     Then its whole parameters, if they are kept, are kept for the next call and not in use.
     """
@@ -238,7 +238,7 @@ def is_done(module: ShardedModule) -> bool:
 
 
 def install_parameters(module: ShardedModule, outputs: Sequence[Tensor]) -> None:
-    """Let FSDP2 use `outputs` as the module's whole parameters from now on; only while it is sharded.
+    """Make FSDP2 use `outputs` as the module's whole parameters; call this only while it is sharded.
 
     They are flat tensors, in the order of `gathered_parameters`.
     """
@@ -247,7 +247,7 @@ def install_parameters(module: ShardedModule, outputs: Sequence[Tensor]) -> None
 
 
 def restore_parameters(module: ShardedModule) -> None:
-    """Let FSDP2 make the tensors of whole parameters by itself again; only while the module is sharded."""
+    """Let FSDP2 allocate tensors of whole parameters again; call this only while the module is sharded."""
     assert module.shard_group is not None
     for parameter in inside(module.parameters, "fsdp_params"):
         numel = inside(parameter, "padded_sharded_param_size").numel()
@@ -259,12 +259,12 @@ def restore_parameters(module: ShardedModule) -> None:
 
 
 def shards(module: ShardedModule) -> list[Tensor]:
-    """Return this rank's parts of the parameters as they are stored, flat and padded."""
+    """Return this rank's stored shards of the parameters, flat and padded."""
     return [parameter._sharded_param_data for parameter in module.parameters.fsdp_params]
 
 
 def skip_shard_cast(module: ShardedModule, skip: bool = True) -> None:
-    """Keep FSDP2 from copying the shards, cast to the gathered dtype, before it asks for a buffer; or let it again.
+    """Stop FSDP2 from casting and copying shards before it asks for a buffer; `skip=False` lets it do so again.
 
     There is no hook for that, so a function of torch is replaced; for all other modules it does what it did.
     """
@@ -273,7 +273,7 @@ def skip_shard_cast(module: ShardedModule, skip: bool = True) -> None:
 
 
 class _AllGatherInputs:
-    """Replaces FSDP2's function that casts shards to the gathered dtype; it gets the parameters of one module."""
+    """Replaces the function by which FSDP2 casts one module's shards to the gathered dtype."""
 
     NAME = "_get_param_all_gather_inputs"
 
@@ -282,7 +282,7 @@ class _AllGatherInputs:
 
     @classmethod
     def install(cls) -> None:
-        """Replace the function, once for all modules."""
+        """Replace FSDP2's function, once for all modules."""
         from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
         present = inside(_fsdp_collectives, cls.NAME)
@@ -296,7 +296,7 @@ class _AllGatherInputs:
 
 
 def _replace_unsharded(parameter: FSDPParam, outputs: list[Tensor]) -> None:
-    """Make FSDP2's whole parameter a view of `outputs`.
+    """Make FSDP2's whole parameter a view of `outputs`, while it stays the same tensor object.
 
     It stays the same tensor object, for a graph may refer to it: its gradient is accumulated there, and what is saved
     for backward without a view is read there.
@@ -312,12 +312,12 @@ def _replace_unsharded(parameter: FSDPParam, outputs: list[Tensor]) -> None:
 
 
 def _local(parameter: Any) -> Any:
-    """Return this rank's local tensor of a DTensor, or the parameter itself if it is none."""
+    """Return this rank's local tensor of a DTensor; any other parameter as it is."""
     return getattr(parameter, "_local_tensor", parameter)
 
 
 def _sizes(parameters: FSDPParamGroup) -> Iterator[tuple[int, torch.dtype]]:
-    """Yield the bytes of this rank's part of each parameter, padded as it is sent, and the dtype."""
+    """Yield, for each parameter, the bytes of this rank's padded part, and the dtype in which it is sent."""
     policy = inside(parameters, "mp_policy").param_dtype
     for parameter in inside(parameters, "fsdp_params"):
         own = inside(parameter, "sharded_param").dtype
@@ -326,7 +326,7 @@ def _sizes(parameters: FSDPParamGroup) -> Iterator[tuple[int, torch.dtype]]:
 
 
 def inside(owner: Any, name: str) -> Any:
-    """Return an attribute of FSDP2's objects that is not public; raise `Unsupported` if this torch lacks it."""
+    """Return a private attribute of an FSDP2 object; raise `Unsupported` if this torch lacks the attribute."""
     if not hasattr(owner, name):
         raise Unsupported(
             f"FSDP2 of {_torch()} has no {type(owner).__name__}.{name}: this counterpoint knows torch 2.11 to 2.13; "
@@ -345,7 +345,7 @@ def _torch() -> str:
 
 
 def outermost(model: nn.Module) -> list[nn.Module]:
-    """Return the FSDP2 modules of `model` that are inside no other: its forward pass begins with one of them."""
+    """Return the FSDP2 modules of `model` that are inside no other one: a forward pass begins with one of them."""
     from torch.distributed.fsdp import FSDPModule
 
     if isinstance(model, FSDPModule):
@@ -354,7 +354,7 @@ def outermost(model: nn.Module) -> list[nn.Module]:
 
 
 def is_unfinished(module: nn.Module) -> bool:
-    """Return whether a backward pass over this FSDP2 module began, no longer runs and did not end."""
+    """Return whether a backward pass over this FSDP2 module was interrupted: it began, and neither runs nor ended."""
     import torch
 
     context = inside(inside(module, "_get_fsdp_state")(), "_state_ctx")
@@ -362,7 +362,7 @@ def is_unfinished(module: nn.Module) -> bool:
 
 
 def refuse_unfinished(module: nn.Module, *_: object) -> None:
-    """Refuse a forward pass after a backward pass that did not end.
+    """Raise in a forward pass that follows an interrupted backward pass.
 
     FSDP2 would believe that its modules are still in that pass: it neither gathers them nor reduces their gradients.
 
@@ -378,7 +378,7 @@ def refuse_unfinished(module: nn.Module, *_: object) -> None:
 
 
 def discard_pass(module: nn.Module) -> None:
-    """Discard the state that an unfinished pass has left in an outermost FSDP2 module, without communication.
+    """Discard what an interrupted pass has left in an outermost FSDP2 module, without communication.
 
     That is: gradients that are not reduced yet, whole parameters, and modules gathered ahead. torch 2.13 has
     `reset_iter_state`; but it keeps gradients of whole parameters, to which the next pass would add.
@@ -396,7 +396,7 @@ def discard_pass(module: nn.Module) -> None:
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
         group._partial_reduce_output = None
-        group._training_state = TrainingState.POST_BACKWARD  # nothing is left to reduce
+        group._training_state = TrainingState.POST_BACKWARD  # so that FSDP2 reduces nothing
     for one in context.all_states:
         inside(one, "_modules_to_run_forward").clear()
     context.iter_forward_root = None

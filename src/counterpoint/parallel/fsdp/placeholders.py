@@ -1,8 +1,9 @@
-"""Give FSDP2 tensors without memory as its buffers: its copies in or out are recorded, not made.
+"""Give FSDP2 tensors without memory as its buffers, so that its copies into or out of them are recorded, not made.
 
-FSDP2 asks its hooks for a buffer to gather into, and for one to scatter from; copies shards or gradients into it by one
-operation, calls the hook, and copies parameters out by another. Given a placeholder instead, the operation comes here:
-shards go to where the whole parameters are (`slots.py`), and gradients stay where autograd left them.
+FSDP2 asks its hooks for a buffer to gather into, and for one to scatter from. It copies shards or gradients into the
+buffer by one operation, calls the hook, and copies parameters out by another operation. With a placeholder as the
+buffer, these operations are dispatched to this file: shards go to where the whole parameters are (`slots.py`), and
+gradients stay where autograd left them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _WIDENED = (torch.bfloat16, torch.float16)  # sent as they are where FSDP2 wants
 
 
 class GatherPlaceholder(Tensor):
-    """Stands for the buffer of one module's all-gathers."""
+    """Stands in place of the buffer of one module's all-gathers, without memory."""
 
     parameters: ModuleParameters
     _other_shapes: dict[tuple[int, ...], GatherPlaceholder]
@@ -40,7 +41,7 @@ class GatherPlaceholder(Tensor):
         dtype: torch.dtype,
         device: torch.device,
     ) -> GatherPlaceholder:
-        """Make a tensor of this shape without memory."""
+        """Return a new placeholder of this shape, without memory."""
         made: GatherPlaceholder = Tensor._make_wrapper_subclass(cls, tuple(size), dtype=dtype, device=device)
         made.parameters, made._other_shapes = parameters, {}
         return made
@@ -63,7 +64,7 @@ class GatherPlaceholder(Tensor):
         )
 
     def view(self, *size: Any) -> GatherPlaceholder:
-        """Return the placeholder of this buffer in another shape, which is made once."""
+        """Return the placeholder of this buffer with another shape; each shape is made once."""
         other = self._other_shapes.get(size)
         if other is None:
             shape = _known_size(self, size)
@@ -73,7 +74,7 @@ class GatherPlaceholder(Tensor):
 
 
 class ScatterSource:
-    """Holds the input of a reduce-scatter: gradients where they are, or a buffer that they are copied into.
+    """Holds the input of a reduce-scatter: the gradients where autograd left them, or a buffer with copies of them.
 
     The buffer, of `numel` elements, is made only if the placeholder is used for anything but the scatter.
     """
@@ -86,7 +87,7 @@ class ScatterSource:
         self._copied: TensorList | None = None
 
     def accept(self, gradients: Sequence[Tensor]) -> None:
-        """Keep the gradients to send them from where they are; copy them if that is not possible."""
+        """Hold the gradients, to send them from where they are; if that is not possible, copy them into the buffer."""
         first = gradients[0].dtype
         sent = first == self.dtype or (first in _WIDENED and self.dtype == torch.float32)
         for one in gradients:
@@ -98,11 +99,11 @@ class ScatterSource:
         self.gradients = TensorList.checked(gradients, shape_key=(first, self.device, self._shapes))
 
     def shares(self) -> tuple[int, ...]:
-        """Return the elements of each gradient that one rank gets: a share of dim 0, rounded up."""
+        """Return, for each gradient, the number of elements that one rank gets: its share of dim 0, rounded up."""
         return _shares(self._shapes, self.ranks)
 
     def buffer(self) -> Tensor:
-        """Return all gradients in one tensor, as FSDP2 would have copied them."""
+        """Return one tensor with all gradients, in the layout of FSDP2's own buffer."""
         if self._buffer is None:
             self._buffer = torch.empty(self.numel, dtype=self.dtype, device=self.device)
             if self.gradients is not None:  # copied on the scatter's stream, while the compute stream goes on:
@@ -111,20 +112,20 @@ class ScatterSource:
         return self._buffer
 
     def copy(self, gradients: Sequence[Tensor]) -> None:
-        """Copy the gradients into the buffer as FSDP2 does it."""
+        """Copy the gradients into the buffer, by FSDP2's own operation."""
         self.gradients = None
         rows = self.buffer().view(self.ranks, -1)
         torch.ops.fsdp.chunk_cat(gradients, dim=0, num_chunks=self.ranks, out=rows)
 
 
 class ScatterPlaceholder(Tensor):
-    """Stands for the buffer of one reduce-scatter, or for a view of it."""
+    """Stands in place of the buffer of one reduce-scatter, or of a view of it, without memory."""
 
     source: ScatterSource
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __new__(cls, source: ScatterSource, size: Sequence[int]) -> ScatterPlaceholder:
-        """Make a tensor of this shape without memory."""
+        """Return a new placeholder of this shape, without memory."""
         made: ScatterPlaceholder = Tensor._make_wrapper_subclass(
             cls, tuple(size), dtype=source.dtype, device=source.device
         )
@@ -142,7 +143,7 @@ class ScatterPlaceholder(Tensor):
         return function(*tree_map(_buffer, args), **tree_map(_buffer, named))
 
     def view(self, *size: Any) -> Any:
-        """Return a placeholder of another shape, or, as another dtype, a view of the real buffer."""
+        """Return a placeholder with another shape, or, for another dtype, a view of the real buffer."""
         if isinstance(size[0], torch.dtype):
             return _buffer(self).view(*size)
         return ScatterPlaceholder(self.source, _known_size(self, size))
@@ -154,7 +155,7 @@ def _shares(shapes: tuple[torch.Size, ...], ranks: int) -> tuple[int, ...]:
 
 
 def _known_size(tensor: Tensor, size: tuple[Any, ...]) -> list[int]:
-    """Return `size`, as `Tensor.view` takes it, with its -1 replaced by the length that it stands for."""
+    """Return `size`, in a form that `Tensor.view` takes, with -1 replaced by the length that it stands for."""
     lengths = list(size[0]) if isinstance(size[0], Sequence) else list(size)
     known = math.prod(length for length in lengths if length >= 0)
     return [length if length >= 0 else tensor.numel() // max(1, known) for length in lengths]

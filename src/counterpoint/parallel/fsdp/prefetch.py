@@ -1,8 +1,8 @@
-"""Gather several modules ahead by FSDP2's explicit prefetching, in the order in which modules were seen to run.
+"""Gather several modules ahead by FSDP2's explicit prefetching, in the order in which the modules were seen to run.
 
-FSDP2 gathers one module ahead by itself, and more if it has lists of them. The order of registration is a guess at the
-order of the passes, so it is not used: the first forward pass runs as it would without prefetching, its gathers come in
-the order of the modules, and when the first gradients are scattered that pass is over and the lists are set.
+FSDP2 gathers one module ahead by itself, and more if it has lists of modules. The order of registration is only a guess
+at the order of the passes, so it is not used. Instead, the first forward pass runs without our prefetching, and its
+gathers show the order of the modules; when the first gradients are scattered, that pass is over, and the lists are set.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class PrefetchTargets:
-    """Names, by number, the modules to gather ahead when `module` runs in the forward and in the backward pass."""
+    """Lists the modules, by number, that are gathered ahead when `module` runs in the forward or the backward pass."""
 
     module: int
     forward: tuple[int, ...]
@@ -33,9 +33,9 @@ class PrefetchTargets:
 def prefetch_targets(order: Sequence[T], depth: int, *, parts: Mapping[T, Collection[object]]) -> list[PrefetchTargets]:
     """Return for each module of `order` the next `depth` modules in the forward and in the backward pass.
 
-    `order` is that in which forward passes begin; `parts` are the modules inside each. A module's backward pass begins
-    before those of the modules inside it, which come in reverse; so that order is the reverse of the one in which
-    forward passes end.
+    Forward passes begin in the order `order`; `parts` are the modules inside each module. A module's backward pass
+    begins before those of the modules inside it, which begin in reverse order. So backward passes begin in the reverse
+    of the order in which forward passes end.
     """
     ended: list[int] = []
     running: list[int] = []
@@ -57,7 +57,7 @@ def prefetch_targets(order: Sequence[T], depth: int, *, parts: Mapping[T, Collec
 
 
 class Prefetch:
-    """Learns the order of the modules, then sets FSDP2's lists to `depth` modules ahead.
+    """Learns in which order modules run, then tells FSDP2 to gather `depth` modules ahead.
 
     The hooks of the modules call `gathered` and `scattered`. `Misconfigured` is raised if a module has lists already.
     """
@@ -73,12 +73,12 @@ class Prefetch:
         self._is_set = False
 
     def gathered(self, module: ShardedModule) -> None:
-        """Record that this module is being gathered, which tells its place in the order."""
+        """Record that this module is being gathered, by which the order of modules is learnt."""
         if not self._is_set:
             self._order.setdefault(module.module, module)
 
     def scattered(self) -> None:
-        """Set FSDP2's lists at the first scatter of gradients: then the forward pass is over."""
+        """Set FSDP2's prefetch lists at the first scatter of gradients, when the forward pass is over."""
         if self._is_set:
             return
         self._is_set = True
@@ -90,7 +90,7 @@ class Prefetch:
             module.set_modules_to_backward_prefetch([order[number] for number in targets.backward])
 
     def undo(self) -> None:
-        """Clear FSDP2's lists, so that it prefetches as it does by itself."""
+        """Clear FSDP2's prefetch lists, so that it uses its own rule again."""
         if self._is_set:
             for module in self._order:
                 module.set_modules_to_forward_prefetch([])

@@ -1,19 +1,20 @@
-"""Hold whole parameters: FSDP2's modules gather into slots of symmetric memory, one module at a time in each.
+"""Hold whole parameters in slots of symmetric memory, into which FSDP2 gathers one module at a time.
 
-FSDP2 gathers a module into a buffer, shards in the order of ranks, and copies from there into tensors that it frees and
-allocates again. Here these tensors are made once, in a `ParameterSlot`, and peers write into them: nothing is copied
-out, and there is no buffer. Autograd keeps views of them from forward to backward, so a module's tensors never move;
-but a slot has many occupants, one after the other: as many slots are needed as modules are whole at the same time.
+FSDP2 gathers a module into a buffer, the shards in the order of ranks, and copies from the buffer into tensors that it
+frees and allocates again. With slots, these tensors are made once, in a `ParameterSlot`, and peers write into them:
+nothing is copied out, and there is no buffer. Autograd keeps views of the tensors from forward to backward, so a
+module's tensors never move; but modules occupy a slot one after the other, so that only as many slots are needed as
+modules are whole at the same time.
 
 *Order.* An occupant leaves its slot when FSDP2 frees its parameters; what is queued then on the current stream still
 reads them. The next occupant waits for that, on the stream on which it copies its own shards in, and its peers write
 behind their own waits: the call has a handshake.
 
 *Which slot.* The order of the model says which modules may share a slot (`assign_slots`). FSDP2 runs modules in an
-order that is not known before, nearly always that of the model; where it is not, a module allocates another slot when
-it is first gathered. If it later finds an occupant in its slot (modules are gathered in another order, or kept), it
-moves, unless autograd has views of its tensors: then its gather is made when FSDP2 needs it, not before. An occupant
-whose parameters are only kept for its next call leaves, and has to be gathered again then.
+order that is not known beforehand, but nearly always the order of the model; if it differs, a module allocates another
+slot when it is first gathered. If a module later finds another occupant in its slot (since modules are gathered in
+another order, or kept), it moves, unless autograd has views of its tensors: then its gather is made only when FSDP2
+needs it. An occupant whose parameters are only kept for its next call leaves, and is gathered again for that call.
 """
 
 from __future__ import annotations
@@ -46,19 +47,19 @@ from counterpoint.parallel.group import CHANNELS, RankGroup
 
 (_CHANNEL,) = CHANNELS["gather"]
 NO_TENSORS = TensorList((), key=())
-_ALIGNMENT = 512  # bytes, as of torch's allocator: where a parameter begins
+_ALIGNMENT = 512  # bytes that a parameter's address is a multiple of, as in torch's allocator
 
 
 @dataclass(frozen=True, slots=True)
 class Lifetime:
-    """Says how long a module's whole parameters are in use, counted in modules of the model's order."""
+    """Says how long a module's whole parameters are in use: from which to which module, in the model's order."""
 
     num_bytes: int  # size of its whole parameters
-    span: tuple[int, int]  # first and last module that computes meanwhile
+    span: tuple[int, int]  # first and last module that computes while this one is whole
 
 
 def assign_slots(modules: Sequence[Lifetime], *, ahead: int) -> list[int]:
-    """Return the number of each module's slot: modules that are whole at one time have different slots.
+    """Return the slot number of each module; modules that are whole at the same time get different slots.
 
     Of the possible slots, the one that has to grow least is chosen. Modules are in the order of the model; `ahead`
     of them are gathered before they compute.
@@ -76,7 +77,7 @@ def assign_slots(modules: Sequence[Lifetime], *, ahead: int) -> list[int]:
 
 
 def lifetimes(modules: Sequence[ShardedModule], sizes: Sequence[int]) -> list[Lifetime]:
-    """Return how long each module is whole: while inner modules compute, or to the end if it stays after forward.
+    """Return how long each module is whole: while inner modules compute, or to the end if it is kept after forward.
 
     Groups of parameters of one module are whole together.
     """
@@ -97,11 +98,11 @@ class ParameterSlot:
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
         self.occupant: ModuleParameters | None = None
-        self.freed: Any = None  # event behind the last use by the occupant before
+        self.freed: Any = None  # event behind the last occupant's last use
 
 
 class ParameterSlots:
-    """Allocates the slots of one set of ranks for a user of their communicator, and chooses one for each module.
+    """Allocates the slots for one set of ranks, as a user of their communicator, and assigns one to each module.
 
     The modules that share them are in the order of the model; `ahead` are gathered ahead of the one that computes.
     """
@@ -119,12 +120,12 @@ class ParameterSlots:
         self._by_age: list[ParameterSlot] = []  # all slots, the one that was freed longest ago first
 
     def free_slot(self, module: ShardedModule, num_bytes: int) -> ParameterSlot:
-        """Return a slot without an occupant, and not freed so lately that its last occupant still computes.
+        """Return a slot without an occupant whose last occupant was not freed so lately that it may still compute.
 
         It is the assigned one if that is free; else another one, or a new one.
         """
         number = self._assigned[module]
-        if number not in self._made:  # the module may have another dtype by now than when slots were assigned
+        if number not in self._made:  # made late: the module may have another dtype now than when slots were assigned
             self._made[number] = self._new(max(self._sizes[number], num_bytes))
             return self._made[number]
         lately = self._by_age[len(self._by_age) - self._ahead :]
@@ -134,7 +135,7 @@ class ParameterSlots:
         return self._new(num_bytes)
 
     def note_freed(self, slot: ParameterSlot) -> None:
-        """Record that the occupant of this slot has just left it."""
+        """Record that the occupant of this slot has just left."""
         self._by_age.remove(slot)
         self._by_age.append(slot)
 
@@ -146,7 +147,7 @@ class ParameterSlots:
 
 
 class ModuleParameters:
-    """Holds one module's whole parameters: their slot, and the tensors there."""
+    """Holds the whole parameters of one module: their slot, and the tensors in it."""
 
     def __init__(self, module: ShardedModule, slots: ParameterSlots) -> None:
         self._module, self._slots, self._group = module, slots, slots.group
@@ -154,22 +155,22 @@ class ModuleParameters:
         self._device = torch.get_device_module(module.device)
         self.layout: tuple[GatheredParameter, ...] = ()
         self.slot: ParameterSlot | None = None
-        self._whole = self._own = NO_TENSORS  # FSDP2's tensors of whole parameters, and this rank's shares of them
-        self._references = 0  # to their storages, while autograd has no views
-        self._reading = False  # whether FSDP2 uses them
-        self.is_allocated = False  # whether FSDP2 believes their storages allocated
-        self._is_late = False  # the latest gather waits until the slot is free
-        self._work: Work | None = None  # of the latest gather
-        # events are recorded again and again: what waits for one has been queued before it is recorded anew
+        self._whole = self._own = NO_TENSORS  # FSDP2's whole parameters, and this rank's parts of them
+        self._references = 0  # references to their storages while autograd has no views
+        self._reading = False  # whether FSDP2 uses the parameters now
+        self.is_allocated = False  # whether FSDP2 believes that their storages are allocated
+        self._is_late = False  # whether the latest gather has to wait until the slot is free
+        self._work: Work | None = None  # work of the latest gather
+        # events are reused: what waits for an earlier record was queued before the next record
         self._sent, self._freed = self._device.Event(), self._device.Event()  # behind a gather without a work, a use
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of all whole parameters."""
+        """Return the bytes of all whole parameters of the module."""
         return sum(one.num_bytes for one in self.layout)
 
     def copy_in(self) -> None:
-        """Copy this rank's shards to their places on the current stream, in the dtype in which they are gathered.
+        """Copy this rank's shards into the slot on the current stream, in the dtype in which they are gathered.
 
         If another module is in the slot and this one cannot move, the copy is made in `read`.
         """
@@ -190,7 +191,7 @@ class ModuleParameters:
         torch._foreach_copy_(self._own.tensors, shards(self._module))
 
     def gather(self, *, async_op: bool) -> Work | None:
-        """Gather all ranks' shards to their places, on the current stream, or with `async_op` behind it."""
+        """Gather all ranks' shards into the slot: on the current stream, or asynchronously behind its present work."""
         if self._is_late:
             return None
         communicator: Communicator = self._group.communicator
@@ -201,7 +202,7 @@ class ModuleParameters:
         return work
 
     def read(self) -> None:
-        """Let FSDP2 use the parameters from here on, on the current stream, which has waited for the gather.
+        """Let FSDP2 read the parameters on the current stream, which has waited for the gather.
 
         Unsupported is raised if another module is in use in the same slot.
         """
@@ -211,7 +212,7 @@ class ModuleParameters:
         self._reading = True
 
     def free(self) -> None:
-        """Leave the slot: FSDP2 uses the parameters no more, once the work on the current stream has run."""
+        """Leave the slot: FSDP2 will not use the parameters once the work queued on the current stream has run."""
         if self._reading and self.slot is not None:
             self._reading = self.is_allocated = False
             self._freed.record()
@@ -219,7 +220,7 @@ class ModuleParameters:
             self._slots.note_freed(self.slot)
 
     def restore(self) -> None:
-        """Let FSDP2 make tensors of its own again; call it between two steps."""
+        """Let FSDP2 allocate its own tensors again; call this between two steps."""
         self.free()
         skip_shard_cast(self._module, False)
         if self.slot is not None:
@@ -232,7 +233,7 @@ class ModuleParameters:
         other = None if self.slot is None else self.slot.occupant
         if self.slot is not None and other is not None and other is not self:
             if other._reading and is_done(other._module):
-                other._module.module.reshard()  # kept for its next call, before which it is gathered again
+                other._module.module.reshard()  # it was kept for its next call, and is gathered again before that
             if other._reading:
                 raise Unsupported(
                     f"{self._module.name} and {other._module.name} are in use at the same time, and were not when "
@@ -240,7 +241,7 @@ class ModuleParameters:
                     "them; or, if an exception ended a pass before, call reset_iter_state() of what overlap() "
                     "returned, on all ranks, and begin the step anew"
                 )
-            other._wait_for_gather()  # made for nothing, or too early
+            other._wait_for_gather()  # that gather was made in vain, or too early
             self.slot.occupant = None
         self.copy_in()
 
@@ -248,10 +249,10 @@ class ModuleParameters:
         if self._work is not None:
             self._work.wait()
         else:
-            self._device.current_stream().wait_event(self._sent)  # never recorded: nothing to wait for
+            self._device.current_stream().wait_event(self._sent)  # if the event was never recorded, this does not wait
 
     def _allocate(self) -> ParameterSlot:
-        """Make the tensors in a free slot, and let FSDP2 use them from now on."""
+        """Make the module's tensors in a free slot, and let FSDP2 use them from now on."""
         self.layout, start = gathered_parameters(self._module), 0
         slot = self._slots.free_slot(self._module, sum(_aligned(one.num_bytes) for one in self.layout))
         rank, whole, own = self._group.rank, list[Tensor](), list[Tensor]()
@@ -262,14 +263,14 @@ class ModuleParameters:
                 own.append(part[rank * share : (rank + 1) * share].view(one.dtype))
                 start += _aligned(one.num_bytes)
             install_parameters(self._module, whole)
-        # these tensors never move, so a call with these lists is found again by the lists themselves
+        # these tensors never move, so the same lists find the prepared call again
         self._whole, self._own = TensorList(whole, key=object()), TensorList(own, key=object())
         skip_shard_cast(self._module)
         self.slot, self._references = slot, self._storage_references()
         return slot
 
     def _is_viewed(self) -> bool:
-        """Return whether autograd has views of the tensors on any rank; all call it: garbage dies when it likes."""
+        """Return whether autograd holds views of the tensors on any rank; all ranks call this, so that they agree."""
         return any(gather_values(self._module.groups[0], self._storage_references() > self._references))
 
     def _storage_references(self) -> int:
@@ -278,7 +279,7 @@ class ModuleParameters:
 
 
 class _WholeParameter(Tensor):
-    """Represents a gathered parameter, flat; FSDP2 believes that it frees and allocates the storage, which stays."""
+    """Represents a flat gathered parameter; its storage stays, while FSDP2 believes that it frees and allocates it."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     _storage: _PermanentStorage
@@ -288,7 +289,7 @@ class _WholeParameter(Tensor):
 
 
 class _PermanentStorage:
-    """Represents a storage that is always there; FSDP2 resizes it to 0 when it no longer uses the parameters."""
+    """Represents a storage that is never freed; FSDP2's resize to 0 says that the parameters are no longer in use."""
 
     __slots__ = ("_num_bytes", "_parameters")
 
@@ -305,7 +306,7 @@ class _PermanentStorage:
 
 
 def _whole_parameter(part: Tensor, parameter: GatheredParameter, parameters: ModuleParameters) -> Tensor:
-    """Return `part` as a tensor with a storage of its own, as FSDP2 expects of a parameter."""
+    """Return `part` as a tensor with a storage of its own, which FSDP2 expects of a parameter."""
     alone: Tensor = from_dlpack(part.view(parameter.dtype))
     whole = alone.as_subclass(_WholeParameter)
     whole._storage = _PermanentStorage(parameter.num_bytes, parameters)

@@ -1,7 +1,7 @@
-"""Run matmuls of tensor parallelism that do not wait for their communication. Public as `counterpoint.tensor_parallel`.
+"""Run matmuls of tensor parallelism while their communication runs. Public as `counterpoint.tensor_parallel`.
 
 - `operations.py`: `torch.ops.counterpoint`, with fake tensors and derivatives.
-- `group.py`: runs them for one process group, each call as `plans.py` planned its shape, and counts which way it went.
+- `group.py`: runs them for one process group, each call as `plans.py` planned its shape, and counts calls by path.
 - `overlapped.py`: matmuls beside the communication, in pieces or by polling.
 - `flagged.py`: binds one matmul that polls for its rows, and counts what may leave; `flagged_kernels.py`: in Triton.
 - `linear.py`: linear layers of these operations, and torchtitan's; `modules.py`: puts them under a model that

@@ -31,7 +31,7 @@ _InferenceAware: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass
 
 
 def fuse_compiled(groups: Sequence[ProcessGroup | DeviceMesh] | None = None) -> FusedCompilations:
-    """Fuse matmuls with their collectives in all that torch.compile compiles from now on. All ranks call it.
+    """Fuse matmuls with their collectives in all graphs that torch.compile compiles from now on. All ranks call this.
 
     What was compiled before stays as it is.
 
@@ -49,7 +49,7 @@ def fuse_compiled(groups: Sequence[ProcessGroup | DeviceMesh] | None = None) -> 
 
 
 class FusedCompilations:
-    """Reports the fused matmuls, and takes the pass out of inductor: by `remove`, or at the end of a `with` block."""
+    """Reports the fused matmuls; `remove`, or the end of a `with` block, takes the pass out of inductor."""
 
     def __init__(self, groups: frozenset[str] | None) -> None:
         before = config.post_grad_custom_pre_pass
@@ -71,7 +71,7 @@ class FusedCompilations:
         return str(self.report())
 
     def report(self) -> Report:
-        """Return the collectives of all graphs that were compiled so far; `runs` says how many matmuls have each.
+        """Return a report of the collectives of all compiled graphs; `runs` says how many matmuls each is fused with.
 
         Graphs that came from inductor's cache on disk are as they were fused when they were compiled: a note counts
         them, and their collectives are not listed.
@@ -83,14 +83,14 @@ class FusedCompilations:
         return Report(modules=rows, notes=tuple(notes), cached_graphs=cached)
 
     def remove(self) -> None:
-        """Fuse nothing from now on; graphs that are compiled stay as they are."""
+        """Take the pass out of inductor; graphs that are compiled already stay fused."""
         self._pass.is_on = False
-        if config.post_grad_custom_pre_pass is self._pass:  # else another pass was put around it
+        if config.post_grad_custom_pre_pass is self._pass:  # otherwise another pass was put around this one
             config.post_grad_custom_pre_pass = self._before
 
 
 class _FusingPass(_InferenceAware):  # type: ignore[misc]
-    """Runs the passes that were set before, then fuses."""
+    """Runs the inductor pass that was set before, then fuses matmuls with their collectives."""
 
     def __init__(self, before: tuple[Any, ...], groups: frozenset[str] | None) -> None:
         self.before, self.groups = before, groups
@@ -122,7 +122,7 @@ class _FusingPass(_InferenceAware):  # type: ignore[misc]
         ]
 
     def uuid(self) -> Any:
-        """Return the key of this pass in inductor's cache; None if a pass set before is not to be cached."""
+        """Return this pass's key in inductor's cache; None if an earlier pass forbids caching."""
         before = [one.uuid() if isinstance(one, CustomGraphPass) else None for one in self.before]
         if not all(before):
             return None
@@ -140,5 +140,5 @@ def _name_of(group: ProcessGroup | DeviceMesh) -> str:
 
 
 def _cache_hits() -> int:
-    """Return how many graphs inductor took from its cache; autograd's cache counts the graphs that it bundles."""
+    """Return the number of graphs that came from inductor's cache; autograd's cache counts the graphs it bundles."""
     return max(counters["inductor"]["fxgraph_cache_hit"], counters["aot_autograd"]["autograd_cache_hit"])

@@ -1,17 +1,17 @@
-"""Bind matmuls that poll: their tiles are taken in the order in which rows arrive, and no barrier is needed.
+"""Bind matmuls that poll flags in memory, and compute tiles in the order in which rows arrive, without a barrier.
 
 - `all_gather_matmul`: a tile begins when the word of the chunk that its rows are in says that they have arrived.
 - `matmul_reduce_scatter`: tiles of peers come first and are counted, so that a stream wait releases each chunk's copy;
   own tiles come last, and add what peers have sent.
 
-`ShardedRows` says whose rows are where, and is all that the order of tiles follows from. The words of `words` and
-`stored` are 32 bits wide; that of a peer's chunk is at `4 * word(peer, chunk)`, as `CudaWork` has them.
-The matmuls set no word back: the stream does after them, by waits that reset (`collectives/cuda/lower.py`).
+`ShardedRows` says which rank has which rows, and determines the order of tiles. The words at `words` and `stored` are
+32 bits wide; the word of a peer's chunk is at `4 * word(peer, chunk)`, as in `CudaWork`. The matmuls do not set words
+back: after them the stream does, by waits that reset (`collectives/cuda/lower.py`).
 
-Copies that a matmul polls for are issued before it, on another stream. A matmul must be bound before any kernel of
-this process polls: compiling and loading may wait for the device, and the device for what comes later. One that polls
-may hold all SMs until a peer's has come as far, so that ranks launch them in the same order. What is bound keeps its
-tensors; words are the caller's to keep.
+Copies for which a matmul polls are issued before it, on another stream. A matmul must be bound before any kernel of
+this process polls: compiling and loading may wait for the device, and so for a kernel that polls for work that is not
+issued yet. A matmul that polls may hold all SMs until the matmul of a peer has come as far, so all ranks launch them in
+the same order. A bound matmul keeps its tensors alive; the caller keeps the words alive.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from counterpoint.errors import Misconfigured, Unsupported, needs_triton
 from counterpoint.pair.arrivals import TensorOperation
 from counterpoint.pair.sharded_rows import ShardedRows
 
-MAX_SPINS = 1 << 30  # of a microsecond or less each: the watchdog is to give up first
-HOPPER = 9  # compute capability
-TMA_BYTES = 16  # what addresses and strides must be multiples of
-_MAX_LAYOUTS = 1024  # whose tables are kept
-_CAPTURED: set[torch.Tensor] = set()  # tables that CUDA graphs read, which nothing tells when they end
+MAX_SPINS = 1 << 30  # polls of at most a microsecond each, more than the watchdog waits
+HOPPER = 9  # major compute capability
+TMA_BYTES = 16  # addresses and strides must be multiples of this
+_MAX_LAYOUTS = 1024  # number of layouts whose tables are kept
+_CAPTURED: set[torch.Tensor] = set()  # tables that CUDA graphs may still read: nothing tells when a graph is gone
 TYPES = (torch.bfloat16, torch.float16)
-_ROWS: dict[TensorOperation, tuple[str, ...]] = {  # tensors whose rows are multiplied
+_ROWS: dict[TensorOperation, tuple[str, ...]] = {  # by operation, the tensors whose rows are multiplied
     "all_gather_matmul": ("own", "gathered"),
     "matmul_reduce_scatter": ("a",),
 }
@@ -42,7 +42,7 @@ _ROWS: dict[TensorOperation, tuple[str, ...]] = {  # tensors whose rows are mult
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MatmulTiles:
-    """Holds the tile of a matmul: `rows` and `columns` of C, `depth` of K at a time; all of them powers of two.
+    """Holds a matmul's tile sizes: `rows` and `columns` of C, `depth` of K at a time; all of them powers of two.
 
     `group` tiles of rows share the columns of B in the cache. What Hopper holds: `rows * columns` of 32,768 with 8
     warps; `stages * depth * (rows + columns)` elements in 227 KiB of shared memory.
@@ -68,7 +68,7 @@ DEFAULT_TILES = MatmulTiles()
 
 
 class TileRun(NamedTuple):
-    """Describes rows that arrive together and are adjacent in source and target; tiles are counted in rows of tiles."""
+    """Describes rows that arrive together and lie together in source and target; `begin` and `end` count tiles."""
 
     begin: int
     end: int
@@ -81,7 +81,7 @@ class TileRun(NamedTuple):
 
 @functools.lru_cache(maxsize=_MAX_LAYOUTS)
 def tile_runs(layout: ShardedRows, operation: TensorOperation, tile_rows: int) -> tuple[TileRun, ...]:
-    """Return the rows of C in the order in which their tiles are taken.
+    """Return runs of rows of C, in the order in which the matmul computes their tiles.
 
     all_gather_matmul: own rows first (source: the shard), then those of rank - 1, rank - 2, ... (source: the gathered
     matrix). matmul_reduce_scatter: rows for rank + 1, rank + 2, ..., own last (target: the shard). All else is rows of
@@ -113,7 +113,7 @@ def tile_runs(layout: ShardedRows, operation: TensorOperation, tile_rows: int) -
 
 
 def stored_tiles(layout: ShardedRows, columns: int, tiles: MatmulTiles = DEFAULT_TILES) -> dict[tuple[int, int], int]:
-    """Return by peer and chunk the count in `stored` at which a chunk of `partial`, `columns` wide, may be sent."""
+    """Return, by (peer, chunk), the count in `stored` at which that chunk of `partial`, `columns` wide, may be sent."""
     counts: Counter[tuple[int, int]] = Counter()
     for run in tile_runs(layout, "matmul_reduce_scatter", tiles.rows):
         if run.peer != layout.rank:
@@ -149,20 +149,20 @@ def bind_flagged(
 
     Args:
         operation: `all_gather_matmul` or `matmul_reduce_scatter`.
-        tensors: by the names above, and `b`, `[K, N]`, rows or columns adjacent (a weight is `weight.t()`).
-        layout: whose rows are where.
+        tensors: tensors by the names above, and `b`, `[K, N]`, rows or columns adjacent (a weight is `weight.t()`).
+        layout: layout of the rows over ranks.
         words: address of the words of arrival.
-        error: address of a word that is 0. Polling ends after `max_spins` in vain: then it says for what
-            (`ShardedRows.missing`), and `out` is wrong.
+        error: address of a word that is 0. If `max_spins` polls were in vain, polling ends, `out` is wrong and the word
+            says which chunk was missing (`ShardedRows.missing`).
         stored: address of the counts of stored tiles, which are 0.
         bias: `[N]`.
         average: divide the sum by the number of ranks.
-        num_sms: programs, each of which takes an SM of its own; None: all SMs.
-        tiles: the tile.
-        max_spins: how often a word is polled.
+        num_sms: number of programs, each of which takes an SM of its own; None: all SMs.
+        tiles: sizes of the tile.
+        max_spins: number of times that a word is polled at most.
 
     Returns:
-        A function that launches it; it may be called again, and captured in a CUDA graph.
+        A function that launches the matmul; it may be called again, and captured in a CUDA graph.
 
     Raises:
         Misconfigured: shapes, strides or dtypes do not fit.
@@ -194,7 +194,7 @@ def bind_flagged(
         else:
             table.record_stream(torch.cuda.current_stream(b.device))
         properties = torch.cuda.get_device_properties(b.device)
-        num_sms = min(num_sms or programs, properties.multi_processor_count)  # all have to run at once
+        num_sms = min(num_sms or programs, properties.multi_processor_count)  # all programs have to run at once
         if properties.major < HOPPER:
             raise Unsupported(f"{properties.name}: matmuls that poll need Hopper or newer, for its proxy fence")
     transposed = b.stride(1) != 1
@@ -202,7 +202,7 @@ def bind_flagged(
     operands = {name: (tensors[name], rows) for name in _ROWS[operation]}
     operands["b"] = (b.t(), across[::-1]) if transposed else (b, across)
     if "own" in operands and not layout.shard(layout.rank):
-        operands["own"] = operands["gathered"]  # there is no descriptor of no rows
+        operands["own"] = operands["gathered"]  # a tensor without rows has no descriptor, so give another
     tma = all(_fits_tma(tensor) for tensor, _ in operands.values())
     values: dict[str, Any] = {
         **tensors,
@@ -235,12 +235,12 @@ def bind_flagged(
     if knobs.runtime.interpret:
         return functools.partial(kernel[grid], *arguments)
     compiled = kernel.warmup(*arguments, grid=grid, num_warps=tiles.warps, num_stages=tiles.stages)
-    return functools.partial(compiled[grid], *arguments)  # [grid] loads it
+    return functools.partial(compiled[grid], *arguments)  # indexing by the grid loads the kernel
 
 
 @functools.lru_cache(maxsize=_MAX_LAYOUTS)
 def _table(layout: ShardedRows, operation: TensorOperation, tile_rows: int, device: torch.device) -> torch.Tensor:
-    """Return the runs where the kernel reads them; the host waits for the copy, so that any stream may use it."""
+    """Return the table of runs on the device; the host waits for the copy, so that any stream may use the table."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise Misconfigured(f"{layout} is new in a CUDA graph capture: bind the matmul once before the capture")
     rows = [(*run, 0) for run in tile_runs(layout, operation, tile_rows)]
@@ -248,7 +248,7 @@ def _table(layout: ShardedRows, operation: TensorOperation, tile_rows: int, devi
 
 
 def _check(operation: TensorOperation, tensors: Mapping[str, torch.Tensor], layout: ShardedRows) -> None:
-    """Raise if a tensor has not the shape, strides or dtype that a matmul needs."""
+    """Raise if a tensor has not the shape, strides or dtype that the matmul needs."""
     b = tensors["b"]
     (depth, columns), shard = b.shape, layout.shard(layout.rank)
     shapes = {
@@ -271,5 +271,5 @@ def _check(operation: TensorOperation, tensors: Mapping[str, torch.Tensor], layo
 
 
 def _fits_tma(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor descriptor can hold it."""
+    """Return whether a TMA tensor descriptor can describe this tensor."""
     return not (tensor.data_ptr() % TMA_BYTES or tensor.stride(0) * tensor.itemsize % TMA_BYTES)

@@ -1,13 +1,13 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-incomplete-defs
-"""Define Triton matmuls that poll words in memory. They need Triton, so `flagged.py` imports them when it binds one.
+"""Define Triton matmuls that poll words in memory; `flagged.py` imports this file when it binds one.
 
-A program takes every `num_programs`-th tile of C, in the order of the table of runs: `flagged.py` puts those first
-whose rows are there first. A run is of rows that arrive together, and no tile spans two of them.
+A program takes every `num_programs`-th tile of C, in the order of the table of runs, in which `flagged.py` puts those
+runs first whose rows arrive first. A run consists of rows that arrive together, and no tile spans two runs.
 
-Who polls reads with acquire at system scope, by one thread; a block barrier hands that on to the others; a proxy fence
-hands it on to TMA, which loads through another proxy than the one that has seen the word. What a program stores for a
-copy engine is stored by plain stores, then counted with release at system scope. Who polls in vain writes 1 plus the
-place of its word at `error`, if it is the first.
+One thread polls, by reads with acquire at system scope; a block barrier passes the order on to the other threads, and a
+proxy fence passes it on to TMA, which loads through another proxy than the one that has read the word. Results that a
+copy engine sends are written by plain stores, then counted with release at system scope. A program whose polling times
+out writes 1 plus the index of its word at `error`, unless another program has done so before.
 """
 
 import triton
@@ -18,7 +18,7 @@ COLUMNS = tl.constexpr(8)  # of the table: begin and end in tiles of rows, sourc
 
 @triton.jit
 def _place(tile, row_tiles, column_tiles, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
-    """Return row and column of a tile of a run: down `GROUP` tiles of rows, then on to the next column."""
+    """Return first row and column of a tile: tiles go down a group of `GROUP` tiles of rows, then one column on."""
     group = tile // (GROUP * column_tiles)
     height = min(row_tiles - group * GROUP, GROUP)
     tile -= group * GROUP * column_tiles
@@ -27,7 +27,7 @@ def _place(tile, row_tiles, column_tiles, BLOCK_M: tl.constexpr, BLOCK_N: tl.con
 
 @triton.jit
 def _operand(source, stride, row, end, column, width, ROWS: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr):
-    """Return a block of an operand; 0 outside of it. `source` is a tensor descriptor if `TMA`, else a pointer."""
+    """Return a block of an operand, 0 out of bounds; `source` is a tensor descriptor if `TMA`, else a pointer."""
     if TMA:
         block = source.load([row, column])
     else:
@@ -40,7 +40,7 @@ def _operand(source, stride, row, end, column, width, ROWS: tl.constexpr, WIDTH:
 @triton.jit
 def _product(a, a_stride, row, end, b, b_stride, column, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
              BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
-    """Return a tile of A @ B in float32. `TRANSPOSED`: B is kept as [N, K]."""
+    """Return a tile of A @ B in float32; with `TRANSPOSED`, B is stored as [N, K]."""
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(0, K, BLOCK_K):
         left = _operand(a, a_stride, row, end, k, K, BLOCK_M, BLOCK_K, TMA)
@@ -54,7 +54,7 @@ def _product(a, a_stride, row, end, b, b_stride, column, N, K, BLOCK_M: tl.const
 
 @triton.jit
 def _store(target, stride, row, end, column, N, values, bias):
-    """Store a tile plus the bias of its columns, but for rows that belong to the next run."""
+    """Store a tile plus the bias of its columns, except rows from `end` on, which belong to the next run."""
     rows, columns = row + tl.arange(0, values.shape[0]), column + tl.arange(0, values.shape[1])
     if bias is not None:
         values += tl.load(bias + columns, mask=columns < N, other=0).to(tl.float32)[None, :]
@@ -64,14 +64,14 @@ def _store(target, stride, row, end, column, N, values, bias):
 
 @triton.jit
 def _wait(words, word, error, patience, COMPILED: tl.constexpr):
-    """Poll until a word is 1 or more, at most `patience` times; return the patience for the next word."""
+    """Poll until a word is at least 1, at most `patience` times; return the polls allowed for the next word."""
     pointer = (words + word * 4).to(tl.pointer_type(tl.int32))
     value = tl.atomic_add(pointer, 0, sem="acquire", scope="sys")
     left = patience
     while (value < 1) & (left > 0):
         value = tl.atomic_add(pointer, 0, sem="acquire", scope="sys")
         left -= 1
-    if value < 1:  # go on with what is there, and wait for nothing more: the kernel has to end
+    if value < 1:  # go on with wrong data, and poll no more: the kernel has to end
         tl.atomic_cas(error.to(tl.pointer_type(tl.int32)), 0, word + 1, sem="relaxed", scope="sys")
         patience = 0
     tl.debug_barrier()
@@ -88,7 +88,7 @@ def all_gather_matmul(own, own_stride, gathered, gathered_stride, b, b_stride, b
                       BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
                       TRANSPOSED: tl.constexpr, TMA: tl.constexpr,
                       COMPILED: tl.constexpr):  # fmt: skip
-    """Compute out = gathered @ B, with this rank's rows from `own`, and each peer's when its word has come."""
+    """Compute out = gathered @ B: own rows from `own`, each peer's chunk once its word says that it has arrived."""
     column_tiles = tl.cdiv(N, BLOCK_N)
     run, seen = 0, -1
     end = tl.load(table + 1)
@@ -115,14 +115,14 @@ def all_gather_matmul(own, own_stride, gathered, gathered_stride, b, b_stride, b
 
 @triton.jit
 def _halves(values):
-    """Return the left and the right half of a tile."""
+    """Return the left half and the right half of a tile's columns."""
     return tl.split(tl.permute(tl.reshape(values, (values.shape[0], 2, values.shape[1] // 2)), (0, 2, 1)))
 
 
 @triton.jit
 def _store_sum(total, staged, slot_rows, row, end, column, N, out, out_stride, bias, rank, world_size,
                AVERAGE: tl.constexpr):  # fmt: skip
-    """Store a tile plus the tiles that peers have staged for it, added up first in float32, rank after rank."""
+    """Store a tile plus the tiles that peers have staged for it, which are summed first, in float32, in rank order."""
     rows, columns = row + tl.arange(0, total.shape[0]), column + tl.arange(0, total.shape[1])
     mask = (rows < end)[:, None] & (columns < N)[None, :]
     peers = tl.zeros(total.shape, tl.float32)
@@ -142,7 +142,7 @@ def matmul_reduce_scatter(a, a_stride, b, b_stride, bias, partial, partial_strid
                           BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
                           TRANSPOSED: tl.constexpr, TMA: tl.constexpr,
                           COMPILED: tl.constexpr, AVERAGE: tl.constexpr):  # fmt: skip
-    """Compute A @ B: peers' rows into `partial`, counted in `stored`; own rows plus staged rows into `out`."""
+    """Compute A @ B: peers' rows go to `partial`, counted in `stored`; own rows plus staged rows go to `out`."""
     column_tiles = tl.cdiv(N, BLOCK_N)
     run, seen = 0, -1
     end = tl.load(table + 1)
@@ -167,7 +167,7 @@ def matmul_reduce_scatter(a, a_stride, b, b_stride, bias, partial, partial_strid
                     if other != rank:
                         patience = _wait(words, chunk * world_size + other, error, patience, COMPILED)
                 seen = chunk
-            left, right = _halves(total)  # a quarter at a time takes fewer registers
+            left, right = _halves(total)  # quarters of a tile need fewer registers
             for half in tl.static_range(2):
                 quarters = _halves(right if half else left)
                 for quarter in tl.static_range(2):

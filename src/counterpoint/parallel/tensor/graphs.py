@@ -1,13 +1,14 @@
-"""Find collectives beside matmuls in graphs of torch.compile, and replace both by `torch.ops.counterpoint`.
+"""Find collectives next to matmuls in graphs of torch.compile, and replace both by `torch.ops.counterpoint`.
 
-An all_gather is fused with every matmul whose rows it gathers: q, k and v, or gate and up, are one operation, which
-returns the gathered rows, too, where something else uses them. A reduce_scatter or an all_reduce is fused with the
-matmul whose product it reduces, or with several whose products are added up before (the backward of q, k and v): their
-rows and weights are put behind one another, so that one matmul has the sum. Products that are added up only after
-an all_reduce of each are added up before one.
+An all_gather is fused with every matmul whose rows it gathers: q, k and v, or gate and up, become one operation, which
+also returns the gathered rows if other nodes use them. A reduce_scatter or an all_reduce is fused with the matmul whose
+product it reduces, or with several matmuls whose products are added up before it (the backward of q, k and v): their
+rows and weights are concatenated along K, so that one matmul computes the sum. Products that are added up after an
+all_reduce of each are added up first, and reduced once.
 
-Between the two may be what leaves rows in their order: reshapes and copies, the splitting and joining by which torch
-gathers along another dimension than the first, and, behind a gather, a cast that does not make it larger.
+Between a collective and a matmul there may be nodes that keep rows in their order: reshapes and copies, the splitting
+and joining by which torch gathers along another dimension than the first, and, after a gather, a cast to a dtype that
+is not larger.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _WAIT = c10d.wait_tensor.default
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoundCollective:
-    """Describes a collective of a graph: with how many matmuls it was fused, or why with none.
+    """Describes a collective of a graph: how many matmuls it was fused with, or why none.
 
     Args:
         collective: `all_gather`, `reduce_scatter` or `all_reduce`.
@@ -72,10 +73,10 @@ class FoundCollective:
 
 
 def fuse(graph: Graph, groups: frozenset[str] | None = None) -> list[FoundCollective]:
-    """Replace all matmuls and collectives that can be fused, in place.
+    """Replace all matmuls and collectives of a graph that can be fused, in place.
 
     Args:
-        graph: as inductor has it after autograd: functional, with fake tensors as `meta["val"]` of its nodes.
+        graph: inductor's graph after autograd: functional, with fake tensors as `meta["val"]` of its nodes.
         groups: names of the process groups whose collectives may be fused; None: all.
 
     Returns:
@@ -120,7 +121,7 @@ def _check_group(group: Any, groups: frozenset[str] | None) -> None:
 
 
 def _wait_of(collective: Node) -> Node:
-    """Return the one node that waits for a collective."""
+    """Return the only node that waits for a collective."""
     waits = [user for user in collective.users if user.target is _WAIT]
     if len(waits) != 1:
         raise LeftToTorch("it is waited for several times" if waits else "it is waited for in another graph")
@@ -136,7 +137,7 @@ def _check_no_write_between(first: Node, second: Node, writes: dict[Node, int]) 
 
 
 def _fuse_gather(gather: Node, given: dict[str, Any], writes: dict[Node, int]) -> int:
-    """Fuse a gather with the matmuls of its rows, and return how many."""
+    """Fuse a gather with the matmuls of its rows, and return the number of these matmuls."""
     whole, dim, casts = _gathered_rows(gather, given["group_size"])
     if dim == fake(whole).dim() - 1:
         raise LeftToTorch("it gathers along the last dimension, over which a matmul sums")
@@ -172,7 +173,7 @@ def _fuse_gather(gather: Node, given: dict[str, Any], writes: dict[Node, int]) -
 
 
 def _gathered_rows(gather: Node, world_size: int) -> tuple[Node, int, list[Any]]:
-    """Return the node with the gathered rows in order, the dimension of the gather, and the casts on the way."""
+    """Return the node of the gathered rows in rank order, the dimension of the gather, and the casts on the way."""
     whole, dim, casts = _wait_of(gather), 0, []
     ends = users_of_parts(whole)
     for end in ends:
@@ -189,7 +190,7 @@ def _gathered_rows(gather: Node, world_size: int) -> tuple[Node, int, list[Any]]
 
 
 def _matmuls_of_rows(gather: Node, whole: Node, writes: dict[Node, int]) -> tuple[list[Matmul], list[str]]:
-    """Return the matmuls of the gathered rows, and for each other use of them why it is none that can be fused."""
+    """Return the matmuls of the gathered rows that can be fused, and a reason for each other use of the rows."""
     depends = dependants(gather)
     matmuls: list[Matmul] = []
     reasons: dict[str, None] = {}
@@ -210,7 +211,7 @@ def _matmuls_of_rows(gather: Node, whole: Node, writes: dict[Node, int]) -> tupl
 
 
 def _users_of_rows(whole: Node) -> Iterator[tuple[Node, Node]]:
-    """Yield each user of the rows of `whole`, however they are shaped: the rows, and their user."""
+    """Yield pairs of a node and its user: the rows of `whole`, in any shape, and a node that uses them."""
     shaped = [whole]
     for rows in shaped:
         for user in rows.users:
@@ -221,7 +222,7 @@ def _users_of_rows(whole: Node) -> Iterator[tuple[Node, Node]]:
 
 
 def _matmul_of_rows(rows: Node, user: Node) -> Matmul:
-    """Return the matmul of these rows that `user` is; raise `LeftToTorch` if it is none."""
+    """Return `user` as a matmul of these rows; raise `LeftToTorch` if it is no such matmul."""
     matmul = Matmul.of(user)
     if matmul is not None and matmul.rows is rows:
         return matmul
@@ -238,7 +239,7 @@ def _matmul_of_rows(rows: Node, user: Node) -> Matmul:
 
 
 def _gather_and_multiply(shard: Node, matmuls: Sequence[Matmul], dim: int, group: str, *, is_needed: bool) -> Node:
-    """Add the operation, which returns the gathered rows if they are needed; biases, if all have one."""
+    """Add the fused node: it returns the gathered rows if `is_needed`, and adds biases if all matmuls have one."""
     graph = shard.graph
     weights = [matmul.weight() for matmul in matmuls]
     biases = [matmul.bias for matmul in matmuls]
@@ -258,7 +259,7 @@ def _gather_and_multiply(shard: Node, matmuls: Sequence[Matmul], dim: int, group
 
 
 def _fuse_reduction(reduction: Node, given: dict[str, Any], writes: dict[Node, int]) -> int:
-    """Fuse a reduction with the matmuls whose products it reduces, and return how many."""
+    """Fuse a reduction with the matmuls whose products it reduces, and return the number of these matmuls."""
     operation, group = given["reduce_op"], given["group_name"]
     if operation not in ("sum", "avg"):
         raise LeftToTorch(f"it reduces by {operation}; sum and avg can be fused")
@@ -285,7 +286,7 @@ def _fuse_reduction(reduction: Node, given: dict[str, Any], writes: dict[Node, i
 
 
 def _total_and_dim(given: dict[str, Any]) -> tuple[Node, int | None]:
-    """Return the reduced tensor before it was put in the order of ranks, and the dimension to scatter, if any."""
+    """Return the reduced tensor before torch put it in rank order, and the dimension to scatter, if there is one."""
     total = given["input"]
     _check_one_user(total, len(total.users))
     if "group_size" not in given:
@@ -300,7 +301,7 @@ def _total_and_dim(given: dict[str, Any]) -> tuple[Node, int | None]:
 
 
 def _summed_matmuls(total: Any) -> Iterator[Matmul]:
-    """Yield the matmuls of which `total` is the sum; raise `LeftToTorch` if it is something else."""
+    """Yield the matmuls whose sum is `total`; raise `LeftToTorch` if `total` is something else."""
     matmul = Matmul.of(total)
     terms: list[Any] = []
     if matmul is not None:
@@ -326,7 +327,7 @@ def _check_one_user(node: Node, users: int) -> None:
 
 
 def _behind_one_another(matmuls: Sequence[Matmul], total: Node) -> tuple[Node, Node]:
-    """Return rows, shaped as the total, and a weight, of which one matmul has the sum of several."""
+    """Return rows, shaped as `total`, and a weight, both concatenated along K: their product is the sum of all."""
     graph = total.graph
     rows, weights = [], []
     for matmul in matmuls:
@@ -345,7 +346,7 @@ def _behind_one_another(matmuls: Sequence[Matmul], total: Node) -> tuple[Node, N
 def _multiply_and_reduce(
     rows: Node, weight: Node, bias: Node | None, operation: str, dim: int | None, group: str
 ) -> Node:
-    """Add the operation."""
+    """Add the fused node of a matmul and its reduction, and return it."""
     operands = (rows, weight) if bias is None else (rows, weight, bias)
     if dim is None:
         target = ours.matmul_all_reduce.default if bias is None else ours.linear_all_reduce.default
@@ -357,7 +358,7 @@ def _multiply_and_reduce(
 def _multiply_scaled_and_scatter(
     matmuls: Sequence[Matmul], total: Node, operation: str, dim: int | None, group: str
 ) -> Node:
-    """Add the operation of float8 tensors."""
+    """Add the fused node of a float8 matmul and its reduce_scatter, and return it."""
     if dim is None:
         raise LeftToTorch("there is no float8 matmul with an all_reduce")
     if len(matmuls) > 1:
@@ -373,7 +374,7 @@ def _multiply_scaled_and_scatter(
 
 
 def _add_before_all_reduce(node: Node, groups: frozenset[str] | None) -> None:
-    """Add two matmuls' products before their all_reduce, where a node adds two all_reduces of products."""
+    """If a node adds two all_reduces of products, add the products first and reduce their sum once."""
     if not is_sum_of_equals(node):
         return
     waits: list[Any] = list(node.args)

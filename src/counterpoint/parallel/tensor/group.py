@@ -1,8 +1,7 @@
-"""Run the matmuls of one process group with their collectives, and count which way each call went.
+"""Run the matmuls of one process group with their collectives, and count which mechanism ran each call.
 
-A call goes the way that was planned for its shape (`plans.py`): in pieces beside copy engines (`overlapped.py`), or by
-torch's own collective and one matmul. Where the ranks cannot share memory, all calls go torch's way, and the report
-says so.
+A call runs as planned for its shape (`plans.py`): in pieces beside copy engines (`overlapped.py`), or by torch's own
+collective and one matmul. If the ranks cannot share memory, torch runs all calls, and the report says so.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ from counterpoint.parallel.tensor.plans import MatmulShape, Plans, asked_mechani
 
 ReturnRows = Literal["no", "copy", "symmetric"]  # memory in which gathered rows are returned
 _c10d: Any = distributed_c10d
-_WORDS = 1 << 12  # of 32 bits, for matmuls that poll: a count for each partition
-_MAX_ROUTES = 1024  # shapes whose plans are held
-_NO_ERROR = torch.zeros(1, dtype=torch.int32)  # a group that is made while a graph is traced could make a fake one only
-_ALIGNMENT = 16  # bytes of a row: a partition of whole rows then cuts no element
+_WORDS = 1 << 12  # number of 32-bit words for polling matmuls: a count for each partition
+_MAX_ROUTES = 1024  # number of shapes whose plans are kept
+_NO_ERROR = torch.zeros(1, dtype=torch.int32)  # made here: a group made while a graph is traced would get a fake one
+_ALIGNMENT = 16  # rows whose bytes are a multiple of this can be sent as whole rows, without cutting an element
 
 
 class _Route(NamedTuple):
-    """Holds the plan of all calls of one shape, and the size and path that reports count."""
+    """Holds the plan for all calls of one shape, and the size and path under which reports count them."""
 
     plan: MatmulPlan | None
     steps: Steps | None
@@ -53,11 +52,11 @@ class _Route(NamedTuple):
 
 
 class TensorGroup:
-    """Runs the operations of one process group; its communicator is made at the first call that it may take.
+    """Runs the matmul operations of one process group; its communicator is opened at the first call that may use it.
 
     Args:
         group: the process group.
-        options: what decides, and the options of the communicator; None: the defaults.
+        options: options of the operations and of the communicator; None: the defaults.
     """
 
     def __init__(self, group: Any, options: TensorOptions | None = None) -> None:
@@ -65,29 +64,29 @@ class TensorGroup:
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.options = options or TensorOptions()
         self._counts = CallCounts()
-        self._ranks: RankGroup | None = None  # once its communicator is open
+        self._ranks: RankGroup | None = None  # set while the communicator is open
         self._plans: Plans | None = None
         self._tuning: FollowedTuning | None = None
-        self._is_told = False  # which tuning to follow
-        self._is_agreed = False  # how calls are chosen
+        self._is_told = False  # whether `follow` has named the tuning
+        self._is_agreed = False  # whether all ranks have compared their options
         self._routes: dict[Hashable, _Route] = {}
         self._words, self._error = torch.empty(0, dtype=torch.int32), _NO_ERROR
         self._why_not = "one rank" if self.world_size == 1 else None
 
     @property
     def _communicator(self) -> Communicator | None:
-        """Return the ranks' communicator; None before the first call that it may take."""
+        """Return the ranks' communicator; None until the first call that may use it."""
         found: Communicator | None = None if self._ranks is None else self._ranks.communicator
         return found
 
     def report(self) -> Report:
-        """Return which calls went which way, and why."""
+        """Return a report: how many calls took each path, and why."""
         return Report(calls=self._counts.rows(), tuned=str(self._tuning or ""))
 
     def follow(self, tuning: FollowedTuning | None) -> None:
-        """Let a tuning choose for later calls, between two steps; None: the built-in rules. All ranks call it.
+        """Let a tuning choose for later calls; None: built-in rules. All ranks call this, between two steps.
 
-        Without it the tuning that the variable COUNTERPOINT_TUNED names chooses.
+        Before the first call of this method, the tuning that the variable COUNTERPOINT_TUNED names chooses.
         """
         self._tuning, self._is_told = tuning, True
         self._routes.clear()
@@ -100,13 +99,13 @@ class TensorGroup:
         self._is_told = False
 
     def check(self) -> None:
-        """Raise the error that ended the communicator, or of a matmul that polled in vain, if there was one."""
+        """Raise the error that ended the communicator, or that of a matmul whose polling timed out, if there is one."""
         if self._ranks is not None:
             self._ranks.check()
         self._raise_missing()
 
     def close(self) -> None:
-        """Leave the communicator, which ends unless others use it; all ranks call it. Later calls go torch's way."""
+        """Leave the communicator (the last user closes it), so that later calls go to torch. All ranks call this."""
         ranks, self._ranks = self._ranks, None
         self._why_not = "the group is closed"
         self._routes.clear()
@@ -124,9 +123,9 @@ class TensorGroup:
         return_rows: ReturnRows = "no",
         a_scale: Tensor | None = None,
     ) -> tuple[Tensor | None, list[Tensor]]:
-        """Do `torch.ops.counterpoint.all_gather_matmul`, or its float8 sister with `a_scale`.
+        """Do `torch.ops.counterpoint.all_gather_matmul`, or, if `a_scale` is given, its float8 variant.
 
-        Callers get a copy of the gathered rows: symmetric memory has to be dropped in the same order on all ranks,
+        Callers get a copy of the gathered rows, because all ranks have to drop symmetric memory in the same order,
         which only the operations themselves can promise.
 
         Returns:
@@ -179,7 +178,7 @@ class TensorGroup:
     ) -> tuple[Tensor | None, list[Tensor]]:
         """Return the derivatives of `a_shard` and of the weights.
 
-        The rows come beside the matmuls of the first; what peers give to their sums comes beside those of the others.
+        Rows are gathered during the matmuls of the first; peers' parts of the sums arrive during those of the weights.
         """
         flat = [_flat(grad) for grad in grads]
         planned = None
@@ -221,7 +220,7 @@ class TensorGroup:
     def _grad_of_rows(
         self, weights: Sequence[Tensor], grads: Sequence[Tensor], grad_gathered: Tensor | None, dim: int
     ) -> Tensor:
-        """Return the derivative of this rank's rows by torch."""
+        """Return the derivative of this rank's rows, computed by torch."""
         total = grad_gathered
         for grad, weight in zip(grads, weights, strict=True):
             total = grad @ weight.t() if total is None else total + grad @ weight.t()
@@ -231,7 +230,7 @@ class TensorGroup:
     def matmul_reduce_scatter(
         self, a: Tensor, weight: Weight, reduce_op: str, scatter_dim: int, *, a_scale: Tensor | None = None
     ) -> Tensor:
-        """Do `torch.ops.counterpoint.matmul_reduce_scatter`, or its float8 sister with `a_scale`."""
+        """Do `torch.ops.counterpoint.matmul_reduce_scatter`, or, if `a_scale` is given, its float8 variant."""
         _check(a, scatter_dim, [weight], reduce_op)
         if a.shape[scatter_dim] % self.world_size:
             raise Misconfigured(
@@ -267,7 +266,7 @@ class TensorGroup:
     def matmul_reduce_scatter_backward(
         self, grad: Tensor, a: Tensor, b: Tensor, reduce_op: str, scatter_dim: int, *, needs_a: bool, needs_b: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the derivatives of `a` and `b`."""
+        """Return the derivatives of `a` and `b` of a `matmul_reduce_scatter`, given `grad` of its result."""
         if reduce_op == "avg":
             grad = grad / self.world_size
         weights = [Weight(matrix=b.t())] if needs_a else []
@@ -278,7 +277,7 @@ class TensorGroup:
         return products[0] if needs_a else None, grad_b
 
     def matmul_all_reduce(self, a: Tensor, weight: Weight, reduce_op: str) -> Tensor:
-        """Do `torch.ops.counterpoint.matmul_all_reduce`."""
+        """Do `torch.ops.counterpoint.matmul_all_reduce`, and return the sum on every rank."""
         _check(a, 0, [weight], reduce_op)
         flat, columns = _flat(a), weight.columns
         planned = None
@@ -311,7 +310,7 @@ class TensorGroup:
             gather.copy_to(out)
         return out.view(*a.shape[:-1], columns)
 
-    # what decides
+    # which mechanism runs a call
 
     def _planned(
         self,
@@ -325,16 +324,16 @@ class TensorGroup:
         name: str | None = None,
         may_poll: bool = False,
     ) -> tuple[Communicator, MatmulPlan, Steps] | None:
-        """Return how to run a call beside its communication; None if torch makes it. Count the call.
+        """Return the communicator, plan and steps of a call; None if torch makes it. Count the call in the report.
 
         Args:
-            operation: what is planned.
+            operation: operation that is planned.
             rows: left-hand side of the matmul, this rank's of an all_gather, those for all ranks of a reduce_scatter.
             dim: dimension of `rows` that is gathered or scattered.
-            columns: of each product.
-            product_dtype: of a product that is scattered; None: that of `rows`.
+            columns: number of columns of each product.
+            product_dtype: dtype of a product that is scattered; None: that of `rows`.
             k: elements of each sum; None: those of `rows`.
-            name: of the operation in the report; None: `operation`.
+            name: name of the operation in the report; None: `operation`.
             may_poll: whether a matmul that polls does all that the call needs.
         """
         if self._error.item():
@@ -350,7 +349,7 @@ class TensorGroup:
                 layout=ShardedRows(
                     rows=(math.prod(rows.shape[dim:-1]) // (1 if gathers else self.world_size),) * self.world_size,
                     rank=self.rank,
-                    batch=math.prod(rows.shape[:dim]) or 1,  # nothing is multiplied then
+                    batch=math.prod(rows.shape[:dim]) or 1,  # 1 for an empty batch, in which nothing is multiplied
                 ),
                 k=k or rows.shape[-1],
                 columns=columns,
@@ -374,7 +373,7 @@ class TensorGroup:
         return communicator, plan, steps
 
     def _route(self, shape: MatmulShape, rows: Tensor) -> _Route:
-        """Return how calls of this shape run; without a plan if torch makes them without one."""
+        """Return the route of calls of this shape; its plan is None if torch runs them."""
         why = self._why_not or self._why_torch(rows, shape)
         if why is None:
             try:
@@ -405,7 +404,7 @@ class TensorGroup:
         return why if asked == "torch" else None
 
     def _opened(self, device: torch.device) -> Communicator:
-        """Return the communicator, made at the first call, by all ranks together; raise if they cannot have one."""
+        """Return the communicator, which all ranks open together at the first call; raise if they cannot have one."""
         if self._ranks is None:
             ranks = rank_group(self.group)
             ranks.join(self, self.options.communicator)
@@ -420,11 +419,11 @@ class TensorGroup:
             self._words = torch.zeros(_WORDS, dtype=torch.int32, device=device)
             self._error = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
             if device.type == "cuda":
-                torch.cuda.current_stream(device).synchronize()  # other streams read them, too
+                torch.cuda.current_stream(device).synchronize()  # other streams read these words, too
         return self._ranks.open_one_host(device)
 
     def _raise_missing(self) -> None:
-        """Raise `PeerTimeout` if a matmul has polled in vain: its kernel writes the word on the host itself."""
+        """Raise `PeerTimeout` if a matmul's polling timed out: its kernel then writes a word in the host's memory."""
         missing = ShardedRows(rows=(1,) * self.world_size).missing(int(self._error))
         if missing is not None:
             peer, chunk = missing
@@ -439,38 +438,38 @@ class TensorGroup:
         return Plans(torch_group(self.group), profile, self.options, self._tuning)
 
     def _empty(self, role: Literal["gathered", "staging"], *shape: int, dtype: torch.dtype) -> Tensor:
-        """Return symmetric memory for one operation."""
+        """Return symmetric memory for one operation, in the given role."""
         assert self._ranks is not None
         return self._ranks.memory.shared(role, *shape, dtype=dtype)
 
     # by torch's own collectives
 
     def _gathered(self, shard: Tensor, dim: int) -> Tensor:
-        """Return all ranks' shards behind one another along `dim`."""
+        """Return all ranks' shards, concatenated along `dim`, by torch's all_gather."""
         shard = shard.contiguous()
         stacked = shard.new_empty(self.world_size, *shard.shape)
         torch_function("all_gather")(flat_bytes(stacked), flat_bytes(shard), group=self.group)
         return stacked.movedim(0, dim).flatten(dim, dim + 1)
 
     def _scattered(self, whole: Tensor, reduce_op: str, dim: int) -> Tensor:
-        """Return this rank's part along `dim` of the sum of all ranks' tensors."""
+        """Return this rank's part along `dim` of the sum or average of all ranks' tensors, by torch's collective."""
         parts = whole.unflatten(dim, (self.world_size, -1)).movedim(dim, 0).contiguous()
         out = torch.empty_like(parts[0])
         torch_function("reduce_scatter")(out.view(-1), parts.view(-1), group=self.group)
         return self._averaged(out, reduce_op)
 
     def _averaged(self, total: Tensor, reduce_op: str) -> Tensor:
-        """Return the average or sum that `reduce_op` names, given a sum over ranks; gloo has sums only."""
+        """Return the sum or average that `reduce_op` names, given the sum over ranks: gloo computes sums only."""
         return total if reduce_op == "sum" else total.div_(self.world_size)
 
 
 def _grads_of_weights(rows: Tensor, grads: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
-    """Return the derivative of each weight, by which all `rows` were multiplied."""
+    """Return the derivative of each weight, given the gradients of the products `rows @ weight`."""
     return [grad_of_weight(rows, grad, weight) for grad, weight in zip(grads, weights, strict=True)]
 
 
 def _product(rows: Tensor, weight: Weight, row_scale: Tensor | None) -> Tensor:
-    """Return `rows @ weight`."""
+    """Return `rows @ weight`, with the scales of float8 rows."""
     out = rows.new_empty(*rows.shape[:-1], weight.columns, dtype=weight.product_dtype(rows))
     weight.multiply(rows.flatten(0, -2), out.view(-1, weight.columns), row_scale)
     return out
@@ -483,17 +482,17 @@ def _resized(tensor: Tensor, dim: int, factor: float) -> tuple[int, ...]:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Return the rows of a tensor as a matrix."""
+    """Return a tensor as a matrix of its rows."""
     return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
 def _flat_scale(scale: Tensor) -> Tensor:
-    """Return one scale, or the scales of all rows as a column."""
+    """Return a single scale as it is, or the scales of all rows as a column."""
     return scale if scale.numel() == 1 else scale.reshape(-1, 1)
 
 
 def _part(scale: Tensor, place: slice) -> Tensor:
-    """Return the scales of rows, where cuBLAS can read them: it wants them aligned to 16 bytes."""
+    """Return the scales of some rows in memory that is aligned to 16 bytes, which cuBLAS needs."""
     if scale.numel() == 1:
         return scale
     part = scale[place]
@@ -501,7 +500,7 @@ def _part(scale: Tensor, place: slice) -> Tensor:
 
 
 def _check(rows: Tensor, dim: int, weights: Sequence[Weight], reduce_op: str = "sum") -> None:
-    """Raise if rows do not fit a dimension of rows, weights that they are multiplied by, or the reduction."""
+    """Raise if the rows do not fit the dimension, the weights or the reduction."""
     if rows.dim() < 2:
         raise Misconfigured(f"a tensor of shape {tuple(rows.shape)}: give rows of two dimensions or more")
     if not 0 <= dim < rows.dim() - 1:
@@ -523,10 +522,10 @@ _GROUPS: Registry[TensorGroup] = Registry(TensorGroup.close)
 
 
 def tensor_group(name: str, options: TensorOptions | None = None) -> TensorGroup:
-    """Return the `TensorGroup` of the process group of this name, until it is destroyed.
+    """Return the `TensorGroup` of the process group of this name, until the process group is destroyed.
 
     Args:
-        name: of the group.
+        name: name of the process group.
         options: begin it anew with these; None: as it is, or the defaults.
 
     Raises:

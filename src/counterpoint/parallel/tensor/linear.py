@@ -1,4 +1,4 @@
-"""Run linear layers of tensor parallelism on local tensors, with derivatives: `torch.nn.functional.linear`, and more.
+"""Run linear layers of tensor parallelism on local tensors, with derivatives.
 
 `x` has this rank's rows or columns, `[..., in]`; a weight is this rank's part, `[out, in]`, of a column-wise layer its
 rows, of a row-wise one its columns; a bias is `[out]` or None, and equal on all ranks in a row-wise layer. `dim`, never
@@ -31,7 +31,7 @@ def all_gather_linear(
     *,
     return_gathered: bool = False,
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """Apply column-wise layers to all ranks' rows: one gather serves all of them.
+    """Apply column-wise layers to all ranks' rows, which one gather brings to this rank.
 
     The derivative of the gathered rows is added up over ranks.
 
@@ -52,13 +52,13 @@ def all_gather_linear(
 
 
 def replicated_rows(x_shard: Tensor, gathered: Tensor, dim: int, rank: int) -> Tensor:
-    """Return `gathered`, whose derivative is taken as equal on all ranks: rank `rank` keeps its own part."""
+    """Return `gathered`, whose derivative counts as equal on all ranks: rank `rank` takes its own part of it."""
     rows: Tensor = _apply(_ReplicatedRows, x_shard, gathered.detach(), dim, rank)
     return rows
 
 
 def linear_reduce_scatter(x: Tensor, weight: Tensor, bias: Bias, dim: int, group: str) -> Tensor:
-    """Apply a row-wise layer, add up all ranks' products, and return this rank's rows; the bias is added once."""
+    """Apply a row-wise layer, sum the products over ranks, and return this rank's rows; the bias is added once."""
     x, (weight,), (bias,) = _autocast(x, [weight], [bias])
     run = torch.ops.counterpoint.matmul_reduce_scatter if _is_traced() else operations.eager_matmul_reduce_scatter
     out: Tensor = run(x, weight.t(), "sum", dim, group)
@@ -66,7 +66,7 @@ def linear_reduce_scatter(x: Tensor, weight: Tensor, bias: Bias, dim: int, group
 
 
 def linear_all_reduce(x: Tensor, weight: Tensor, bias: Bias, group: str) -> Tensor:
-    """Apply a row-wise layer, and add up all ranks' products on every rank.
+    """Apply a row-wise layer, and return the sum of all ranks' products on every rank.
 
     The bias is added once.
 
@@ -80,7 +80,7 @@ def linear_all_reduce(x: Tensor, weight: Tensor, bias: Bias, group: str) -> Tens
 
 
 def replicated_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Bias], group: str) -> list[Tensor]:
-    """Apply column-wise layers to an input that is equal on all ranks; one all-reduce makes its derivative so, too."""
+    """Apply column-wise layers to an input that is equal on all ranks; one all-reduce makes its derivative equal."""
     x, weights, biases = _autocast(x, weights, biases)
     return list(_apply(_ReplicatedLinear, x, group, len(weights), *weights, *biases))
 
@@ -100,7 +100,7 @@ def _autocast(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Bias]) -> A
 
 
 def _is_traced() -> bool:
-    """Return whether a compiler or a dispatch mode, such as fake tensors, sees operations."""
+    """Return whether a compiler, or a dispatch mode such as that of fake tensors, traces operations now."""
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
@@ -138,7 +138,7 @@ class _ReplicatedRows(torch.autograd.Function):
 
 
 class _SumOfDerivatives(torch.autograd.Function):
-    """Passes a tensor on; its derivative is the sum of all ranks'."""
+    """Returns its input; the derivative is summed over all ranks."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: str) -> Tensor:
@@ -151,7 +151,7 @@ class _SumOfDerivatives(torch.autograd.Function):
 
 
 class _ReplicatedLinear(torch.autograd.Function):
-    """Applies layers to one input: `apply(x, group, number of layers, *weights, *biases)`."""
+    """Applies several layers to one input: `apply(x, group, number of layers, *weights, *biases)`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str, count: int, *parameters: Any) -> tuple[Tensor, ...]:
@@ -178,18 +178,18 @@ class _ReplicatedLinear(torch.autograd.Function):
         return grad_x, None, None, *of_weights, *of_biases
 
 
-# layers of torchtitan, mixed into those that they replace by `counterpoint.torchtitan`
+# mixins by which `counterpoint.torchtitan` replaces torchtitan's layers
 
 
 class _DividedLinear:
-    """Replaces the forward of a layer whose weight is divided among ranks: communication comes with its matmuls."""
+    """Replaces `forward` of a layer whose weight is divided among ranks, so that communication overlaps its matmul."""
 
     _flatten_weight_and_bias: Any
     _unflatten_output: Any
-    _product: Any  # of input, weight and bias, given the group and whether its ranks divide the rows
+    _product: Any  # called with input, weight, bias, the group, and whether its ranks divide the rows
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the layer's output; with sequence parallelism each rank has its own rows outside the layer."""
+        """Return the layer's output; with sequence parallelism, input or output has this rank's rows only."""
         from torchtitan.distributed.spmd_types import spmd_dense_sp_enabled, spmd_mesh_group
 
         group = spmd_mesh_group("tp")
@@ -203,7 +203,7 @@ class _DividedLinear:
 
 
 class ColumnLinear(_DividedLinear):
-    """Returns this rank's columns for all rows: its gather, or the sum of its derivative, comes with matmuls."""
+    """Computes this rank's columns for all rows; the gather, or the sum of derivatives, overlaps with matmuls."""
 
     @staticmethod
     def _product(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, has_own_rows: bool) -> Tensor:
@@ -213,7 +213,7 @@ class ColumnLinear(_DividedLinear):
 
 
 class RowLinear(_DividedLinear):
-    """Returns the sums of all ranks, added up as their products are made: for this rank's rows, or for all."""
+    """Computes the sum of all ranks' products, for this rank's rows or for all rows, while the products are made."""
 
     @staticmethod
     def _product(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, has_own_rows: bool) -> Tensor:

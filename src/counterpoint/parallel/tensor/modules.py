@@ -1,8 +1,9 @@
 """Run the linear layers of a tensor-parallel model by `torch.ops.counterpoint`, after `parallelize_module`.
 
-A layer whose style is torch's own, or of `transformers`, gets another `forward`, and its hooks rest. Parameters stay
-where they are: each call takes this rank's part of the DTensor that the layer then has. Column-wise layers of one
-module that get the same input share one gather of it, or one all-reduce of its derivative.
+A layer whose style is one of torch's own, or of `transformers`, gets another `forward`, and its hooks are switched off.
+Parameters stay where they are: each call takes this rank's part of the DTensor that the layer has at that time.
+Column-wise layers of one module that get the same input share one gather of the input, or one all-reduce of its
+derivative.
 """
 
 from __future__ import annotations
@@ -43,22 +44,22 @@ from counterpoint.parallel.tensor.parallel_styles import (
 
 
 class OverlappedLinear:
-    """Runs one linear layer of tensor parallelism, from its making until `undo`."""
+    """Runs one linear layer of tensor parallelism, from its construction until `undo`."""
 
     def __init__(self, name: str, module: nn.Module, style: LinearStyle) -> None:
         self.name, self.module, self.style = name, module, style
         self.group: str = style.mesh.get_group().group_name
         self.inputs = SameInput([self])
         self.torch_why = ""
-        self.is_held = False  # by a handle, which can undo it
-        self._stock: Callable[[Any], Any] | None = vars(module).get("forward")  # of transformers
-        self._hooks = [(hooks, key, hooks[key]) for hooks, key in own_hooks(module)]  # before the layer, and after
+        self.is_held = False  # whether a handle of `overlap` can undo it
+        self._stock: Callable[[Any], Any] | None = vars(module).get("forward")  # the one that transformers has set
+        self._hooks = [(hooks, key, hooks[key]) for hooks, key in own_hooks(module)]  # before the layer, after it
         for hooks, key, _ in self._hooks:
             hooks[key] = _rest
         module.forward = self.forward
 
     def undo(self) -> None:
-        """Put the hooks and `forward` of before back."""
+        """Restore the module's earlier hooks and `forward`."""
         for hooks, key, hook in self._hooks:
             hooks[key] = hook
         del self.module.forward
@@ -66,14 +67,14 @@ class OverlappedLinear:
             self.module.forward = self._stock
 
     def forward(self, x: Tensor) -> Any:
-        """Return the layer's output, as the module with torch's hooks does."""
+        """Return the layer's output, equal to that of the module with torch's hooks."""
         if x.dim() < 2:
             return self._by_torch(x, "its input has one dimension")
         return self._column_wise(x) if self.style.is_column else self._row_wise(x)
 
     @property
     def weight(self) -> Any:
-        """Return the weight as it is now: FSDP2 puts whole ones in the place of shards."""
+        """Return the weight as it is now: FSDP2 replaces shards by whole weights while the module runs."""
         return self.module.weight
 
     def parameters(self) -> tuple[Tensor, Tensor | None]:
@@ -82,7 +83,7 @@ class OverlappedLinear:
         return self.weight.to_local(), None if bias is None else bias.to_local()
 
     def report(self) -> ModuleRow:
-        """Return the row of this layer: the mechanism that runs it, and why."""
+        """Return this layer's row of the report: the mechanism that runs it, and why."""
         style, inputs = self.style, self.inputs
         if style.is_column:
             is_gathered = inputs.gathered_by or isinstance(style.input_layout, Shard)
@@ -100,7 +101,7 @@ class OverlappedLinear:
         )
 
     def misplaced(self) -> str:
-        """Return an error text about the placement of the weight; empty if it is where the style put it."""
+        """Return an error text if the weight is not placed where the style put it; "" if it is."""
         weight = self.weight
         if isinstance(weight, DTensor) and weight.placements == (Shard(self.style.weight_dim),):
             return ""
@@ -143,7 +144,7 @@ class OverlappedLinear:
         return self._placed(out, layout)
 
     def _placed(self, out: Tensor, layout: Placement) -> Tensor:
-        """Return an output in the layout that the style asks for."""
+        """Return an output in the layout that the style asks for, given its present layout."""
         style = self.style
         wanted = layout if style.output_layout == Shard(-1) else style.output_layout
         if wanted == layout and style.use_local_output:
@@ -154,7 +155,7 @@ class OverlappedLinear:
         return placed.to_local() if style.use_local_output else placed
 
     def _by_torch(self, x: Tensor, why: str) -> Any:
-        """Run the module as it was."""
+        """Run the module with torch's own hooks and `forward`, and record the reason."""
         self.torch_why = why
         if self._stock is not None:
             return self._stock(x)
@@ -164,7 +165,7 @@ class OverlappedLinear:
 
 
 class SameInput:
-    """Computes column-wise layers of one module together, as long as they get one input."""
+    """Computes several column-wise layers of one module together, as long as they get the same input."""
 
     def __init__(self, layers: Sequence[OverlappedLinear], gathered_by: str = "") -> None:
         self.layers, self.gathered_by = list(layers), gathered_by
@@ -175,12 +176,12 @@ class SameInput:
         self._outs: dict[str, Tensor] = {}
 
     def computed(self, x: Tensor, outs: Sequence[Tensor]) -> None:
-        """Hold the outputs of all layers, until the layers ask for them with the input that they were computed from."""
+        """Keep the outputs of all layers until each layer asks for its own, given the input of that computation."""
         self._x, self._seen = x, _state(x)
         self._outs = dict(zip([layer.name for layer in self.layers], outs, strict=True))
 
     def output(self, layer: OverlappedLinear, x: Tensor) -> Tensor | None:
-        """Return the output of a layer, once; None if it was not computed from this input."""
+        """Return the output of a layer, at most once; None if it was not computed from this input."""
         if x is not self._x or _state(x) != self._seen:
             return None
         out = self._outs.pop(layer.name, None)
@@ -189,13 +190,13 @@ class SameInput:
         return out
 
     def end(self, _: nn.Module, inputs: Any, result: Any) -> None:
-        """Drop outputs that no layer asked for: a hook after the forward of the module to which the layers belong."""
+        """Drop outputs that no layer asked for; this is a forward hook of the module to which the layers belong."""
         if result is None:  # an exception ended it, such as the one by which a recomputation stops early
             self._outs = {}
         self.part()
 
     def part(self) -> None:
-        """Compute layers apart from now on that did not ask for their output: they have another input, or none."""
+        """Compute layers that did not ask for their output separately from now on: they get another input, or none."""
         others = [layer for layer in self.layers if layer.name in self._outs]
         if others:
             self.layers = [layer for layer in self.layers if layer not in others]
@@ -204,7 +205,7 @@ class SameInput:
 
 
 class SharedGather(PrepareModuleInput):
-    """Prepares a module's inputs as torch's style does; but the gather comes with the products of the children."""
+    """Prepares a module's inputs as torch's style does; a gather runs together with the children's matmuls."""
 
     def __init__(self, module: nn.Module, prepared: PreparedInput, inputs: SameInput) -> None:
         vars(self).update(vars(prepared.style))
@@ -216,11 +217,11 @@ class SharedGather(PrepareModuleInput):
         module._forward_pre_hooks[prepared.key] = self.prepare
 
     def undo(self) -> None:
-        """Put torch's hook back."""
+        """Restore torch's hook."""
         self.module._forward_pre_hooks[self._prepared.key] = self._hook
 
     def prepare(self, _: nn.Module, inputs: Any, keywords: Any = None) -> Any:
-        """Return the input as torch's hook prepares it."""
+        """Return a module's input as torch's hook prepares it; a gather also computes the children's outputs."""
         mesh = self._prepared.mesh
         if self.with_kwargs:
             return super()._prepare_input_kwarg_fn(inputs, keywords, mesh)  # type: ignore[no-untyped-call]
@@ -264,7 +265,7 @@ class OverlappedTensorParallel:
 
     Args:
         model: `parallelize_module` was called on it or on parts of it, or `transformers` has made it with a `tp_plan`.
-        options: of the operations; None: those that their process groups have.
+        options: options of the operations; None: those that their process groups have.
 
     Raises:
         Misconfigured: the model is overlapped already.
@@ -299,16 +300,16 @@ class OverlappedTensorParallel:
 
     @property
     def has_effect(self) -> bool:
-        """Return whether anything was replaced."""
+        """Return whether any layer was replaced."""
         return bool(self._linears)
 
     def first_left(self) -> str:
-        """Return a module that was not replaced, and why."""
+        """Return the name of a module that was not replaced, and why."""
         module, why = next(iter(self._left.items()))
         return f"{self._names[module]}: {why}"
 
     def report(self) -> Report:
-        """Return every module of tensor parallelism, and the mechanism that runs it."""
+        """Return a report of every tensor-parallel module, and of the mechanism that runs it."""
         rows = [self._reported(module, name) for module, name in self._names.items()]
         calls = together(row for group in self._groups for row in tensor_group(group).report().calls)
         return Report(modules=tuple(row for row in rows if row is not None), calls=calls)
@@ -319,7 +320,7 @@ class OverlappedTensorParallel:
         return tuple(tensor_group(name).group for name in self._groups)
 
     def follow(self, tuning: FollowedTuning | None) -> None:
-        """Let a tuning choose for the calls of these modules until `restore`; None: none. All ranks call it."""
+        """Let a tuning choose for calls of these modules until `restore`; None: built-in rules. All ranks call this."""
         self._tuned = [tensor_group(name) for name in self._groups]
         for group in self._tuned:
             group.follow(tuning)
@@ -347,7 +348,7 @@ class OverlappedTensorParallel:
                 raise Misconfigured(f"{name} is overlapped already: call restore() of the first overlap() before")
 
     def _share(self, parent: nn.Module, name: str) -> None:
-        """Let column-wise layers of one module share communication."""
+        """Let the column-wise layers of one module share a gather, or the all-reduce of a derivative."""
         children = [self._linears[child] for child in parent.children() if child in self._linears]
         columns = [one for one in children if one.style.is_column and not isinstance(one.module, FSDPModule)]
         prepared = prepared_input(parent)
@@ -390,7 +391,7 @@ class OverlappedTensorParallel:
 
 
 def overlapped_linear(module: nn.Module, name: str = "") -> OverlappedLinear | str | None:
-    """Let our operations run a layer; return a text if they cannot; None if it is not tensor parallel."""
+    """Make our operations run a layer; return a text why they cannot, or None if it is not tensor parallel."""
     made = _present(module)
     if made is not None:
         made.name = name
@@ -404,7 +405,7 @@ def overlapped_linear(module: nn.Module, name: str = "") -> OverlappedLinear | s
 
 
 class Colwise(ColwiseParallel):
-    """Is torch's `ColwiseParallel` of a linear layer, whose gather comes with its matmul.
+    """Is torch's `ColwiseParallel` of a linear layer, but with the gather fused with the layer's matmul.
 
     parallelize_module(block, mesh, {"ffn.up": Colwise(), "ffn.down": Rowwise()})
 
@@ -416,7 +417,7 @@ class Colwise(ColwiseParallel):
 
 
 class Rowwise(RowwiseParallel):
-    """Is torch's `RowwiseParallel` of a linear layer, whose reduction comes with its matmul."""
+    """Is torch's `RowwiseParallel` of a linear layer, but with the reduction fused with the layer's matmul."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return _overlapped(super()._apply(module, device_mesh), device_mesh, type(self).__name__)
@@ -435,27 +436,27 @@ def _present(module: nn.Module) -> OverlappedLinear | None:
 
 
 def _state(x: Tensor) -> tuple[bool, int]:
-    """Return whether gradients are on, and the input's version; 0 where a compiler or inference has none."""
+    """Return whether gradients are on, and the input's version counter; 0 in a compiler or for inference tensors."""
     has_version = not torch.compiler.is_compiling() and not x.is_inference()
     return torch.is_grad_enabled(), x._version if has_version else 0
 
 
 def _rest(*_: object) -> None:
-    """Do nothing, in the place of a hook."""
+    """Do nothing; stands in place of a hook that is switched off."""
 
 
 def _layout(x: Tensor, local: Placement) -> Placement:
-    """Return how an input lies; `local` says it of one that is no DTensor."""
+    """Return the placement of an input; `local` is that of one that is no DTensor."""
     return x.placements[0] if isinstance(x, DTensor) else local
 
 
 def _local(x: Any) -> Tensor:
-    """Return this rank's part."""
+    """Return this rank's part of a DTensor; any other tensor as it is."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 
 def _unfit(x: Tensor, layout: Placement, layers: Sequence[OverlappedLinear]) -> str:
-    """Return why an input cannot be gathered for these layers, or be used as it is; empty if it can."""
+    """Return why an input cannot be gathered for these layers, or be used as it is; "" if it can."""
     for layer in layers:
         if why := layer.misplaced():
             return why
@@ -469,7 +470,7 @@ def _unfit(x: Tensor, layout: Placement, layers: Sequence[OverlappedLinear]) -> 
 
 
 def _uncut(x: Tensor, layout: Placement, ranks: int) -> str:
-    """Return why a dimension of rows cannot be in equal parts; empty if it can, or nothing is cut."""
+    """Return why a sharded dimension cannot be divided into equal parts; "" if it can, or nothing is sharded."""
     if not isinstance(layout, Shard):
         return ""
     dim = layout.dim % x.dim()

@@ -1,4 +1,4 @@
-"""Read the nodes of a graph that inductor has after autograd: arguments by name, matmuls, parts put together."""
+"""Read nodes of inductor's graphs (after autograd): arguments by name, matmuls, and parts that are joined again."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ MATMULS: dict[Any, tuple[str, str, str]] = {  # names of rows, weight and bias
 
 
 class LeftToTorch(Exception):
-    """Says why a collective is not fused."""
+    """Says why a collective is left to torch instead of being fused."""
 
 
 @dataclass(frozen=True, eq=False)
 class Matmul:
-    """Holds the operands of a matmul whose weight is one matrix.
+    """Holds the operands of a matmul whose right-hand side is one matrix, not a batch of several.
 
     Args:
         node: the matmul.
-        given: its arguments by name.
+        given: the node's arguments by name.
         rows: `[m, k]`, or `[batch, m, k]`.
         matrix: `[k, n]`, or `[1, k, n]`.
         bias: `[n]`.
@@ -50,7 +50,7 @@ class Matmul:
 
     @classmethod
     def of(cls, node: Node) -> Matmul | None:
-        """Return the matmul that a node is, None if it is none.
+        """Return a node as a `Matmul`; None if the node is no matmul.
 
         Raises:
             LeftToTorch: it is one that cannot be fused.
@@ -73,18 +73,18 @@ class Matmul:
 
     @property
     def row_scale(self) -> Node | None:
-        """Return the scale of float8 rows."""
+        """Return the node of the scale of float8 rows, if the matmul has one."""
         return self.given.get("scale_a")
 
     @property
     def other_operands(self) -> list[Node]:
-        """Return all operands but the rows."""
+        """Return all operands of the matmul except the rows."""
         operands = [value for value in self.given.values() if isinstance(value, Node)]
         operands.remove(self.rows)
         return operands
 
     def weight(self) -> Node:
-        """Return the matrix, with two dimensions."""
+        """Return the right-hand matrix, with two dimensions."""
         if fake(self.matrix).dim() == 2:
             return self.matrix
         return call(self.node.graph, aten.reshape.default, self.matrix, [size(self.matrix, -2), size(self.matrix, -1)])
@@ -92,7 +92,7 @@ class Matmul:
 
 @dataclass(frozen=True, kw_only=True)
 class SplitAndJoined:
-    """Describes parts of `source`, split along `split_dim`, that were put together along `dim`, and casts of parts."""
+    """Describes parts of `source`, split along `split_dim`, that were joined along `dim`, and casts of the parts."""
 
     source: Node
     split_dim: int
@@ -120,7 +120,7 @@ def split_and_joined(node: Node, count: int) -> SplitAndJoined | None:
 
 
 def _part(node: Any) -> tuple[Node, int, int] | None:
-    """Return of which node this is a part, along which dimension, and its number; None if it is no part."""
+    """Return the node that `node` is a part of, the dimension that was split and the part's number; None for others."""
     if node.target is operator.getitem and node.args[0].target in _SPLITS:
         given, index = arguments(node.args[0]), node.args[1]
     elif node.target is aten.slice.Tensor:
@@ -135,13 +135,13 @@ def _part(node: Any) -> tuple[Node, int, int] | None:
 
 
 def users_of_parts(whole: Node) -> set[Node]:
-    """Return the users of a node, and of the parts into which it is split."""
+    """Return the users of a node, and the users of the parts into which it is split."""
     parts = dependants(whole, through=(*_SPLITS, aten.slice.Tensor, operator.getitem, REINTERPRET))
     return {user for part in (whole, *parts) for user in part.users} - parts
 
 
 def dependants(start: Node, through: Collection[Any] | None = None) -> set[Node]:
-    """Return all nodes that depend on a node, or only the nodes that depend on it through nodes with these targets."""
+    """Return all nodes that depend on `start`; with `through`, only by way of nodes that have these targets."""
     found: set[Node] = set()
     waiting = [start]
     while waiting:
@@ -153,7 +153,7 @@ def dependants(start: Node, through: Collection[Any] | None = None) -> set[Node]
 
 
 def writes_before(graph: Graph) -> dict[Node, int]:
-    """Return for each node how many operations before it write to their arguments."""
+    """Return, for each node, the number of earlier operations that write to their arguments."""
     found, count = {}, 0
     for node in graph.nodes:
         found[node] = count
@@ -163,7 +163,7 @@ def writes_before(graph: Graph) -> dict[Node, int]:
 
 
 def is_as_wide(node: Node, other: Node) -> bool:
-    """Return whether the last dimensions of two nodes are of one size: reshapes between them keep rows whole."""
+    """Return whether two nodes have last dimensions of equal size, so that reshapes between them keep rows whole."""
     shape, other_shape = fake(node).shape, fake(other).shape
     return len(shape) > 0 and len(other_shape) > 0 and is_true(shape[-1] == other_shape[-1])
 
@@ -182,12 +182,12 @@ def is_sum_of_equals(node: Node) -> bool:
 
 
 def is_cast_to_no_more(node: Any) -> bool:
-    """Return whether a node casts to a dtype that needs no more bytes."""
+    """Return whether a node casts to a dtype of equal or smaller size."""
     return node.target is REINTERPRET or (node.target is CONVERT and fake(node).itemsize <= fake(node.args[0]).itemsize)
 
 
 def _is_same_matrix_for_all(node: Any) -> bool:
-    """Return whether a node gives a matrix more leading dimensions, and nothing else."""
+    """Return whether a node only adds leading dimensions, for a batch, to a matrix."""
     if node.target not in (aten.expand.default, *SAME_ROWS):
         return False
     before, after = fake(node.args[0]).shape[-2:], fake(node).shape[-2:]
@@ -195,7 +195,7 @@ def _is_same_matrix_for_all(node: Any) -> bool:
 
 
 def leading_sizes(node: Any) -> list[Any]:
-    """Return all sizes but the last of a node that is to be replaced, as arguments of a reshape."""
+    """Return all sizes but the last of a node that will be replaced, as arguments of a reshape."""
     while is_sum_of_equals(node):
         node = node.args[0]
     if node.target in RESHAPES:
@@ -207,13 +207,13 @@ def leading_sizes(node: Any) -> list[Any]:
 
 
 def size(node: Node, dim: int) -> Any:
-    """Return a size of a node, as an argument; it may be known only when the graph runs."""
+    """Return a node's size in a dimension, as a graph argument: a number, or a node if only the run tells it."""
     known = fake(node).shape[dim]
     return known if isinstance(known, int) else call(node.graph, aten.sym_size.int, node, dim)
 
 
 def is_true(condition: Any) -> bool:
-    """Return whether a comparison of sizes is true whatever the unknown ones will be."""
+    """Return whether a condition on sizes is true for all values of the unknown sizes."""
     return bool(statically_known_true(condition))
 
 
@@ -225,7 +225,7 @@ def arguments(node: Any) -> dict[str, Any]:
 
 
 def call(graph: Graph, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
-    """Add a call to the graph, with its fake result."""
+    """Add a call to the graph, with its fake result as metadata, and return its node."""
     node = graph.call_function(target, args, kwargs)
     fake_args, fake_kwargs = torch.fx.node.map_arg((args, kwargs), lambda argument: argument.meta["val"])
     node.meta["val"] = target(*fake_args, **fake_kwargs)

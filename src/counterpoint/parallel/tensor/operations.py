@@ -41,13 +41,13 @@ def _operation(schema: str, fake: Callable[..., Any]) -> Callable[[F], F]:
 
 
 def _derive(names: Sequence[str], save: Callable[..., None], backward: Callable[..., Any]) -> None:
-    """Register the derivatives of operations."""
+    """Register how operations save tensors for backward, and their backward function."""
     for name in names:
         torch.library.register_autograd(f"counterpoint::{name}", backward, setup_context=save, lib=_LIBRARY)
 
 
 def _eager(function: Callable[..., Tensor], save: Callable[..., None], backward: Callable[..., Any]) -> Any:
-    """Return a function with derivatives, which costs the host a fraction of an operation."""
+    """Return `function` with derivatives by autograd alone, which costs the host a fraction of an operation's time."""
 
     class Eager(torch.autograd.Function):
         @staticmethod
@@ -83,7 +83,7 @@ def _fake_products(
 def all_gather_matmul(
     a_shard: Tensor, weights: Sequence[Tensor], gather_dim: int, group_name: str, *, return_gathered: bool = True
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """Multiply all ranks' rows by each of this rank's weights: rows that have arrived, while others are under way.
+    """Multiply all ranks' rows by each of this rank's weights, and start with rows that have arrived.
 
     Args:
         a_shard: this rank's `[..., k]`, equal in shape and dtype on all ranks.
@@ -116,7 +116,7 @@ def all_gather_linear(
     group_name: str,
     return_gathered: bool,
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """Do `all_gather_matmul`, and add to each product its bias `[n]`; there may be none at all."""
+    """Do `all_gather_matmul`, and add its bias `[n]` to each product; `biases` may be empty."""
     pairs = zip(weights, _for_each(biases, len(weights)), strict=True)
     given = [Weight(matrix=matrix, bias=bias) for matrix, bias in pairs]
     rows: ReturnRows = "copy" if return_gathered else "no"
@@ -144,7 +144,7 @@ def all_gather_matmul_backward(
     needs_a: bool,
     needs_weights: bool,
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """Return the derivatives of `a_shard` and of the weights, given `grads` of the products and gathered rows."""
+    """Return the derivatives of `a_shard` and of the weights, given those of the products and the gathered rows."""
     return tensor_group(group_name).all_gather_matmul_backward(
         a_shard, weights, grads, grad_gathered, gather_dim, needs_a=needs_a, needs_weights=needs_weights
     )
@@ -163,7 +163,7 @@ def save_for_gather(ctx: Any, inputs: Any, output: Any, keyword_only_inputs: Any
 def gather_derivatives(
     run: Callable[..., Any], ctx: Any, grad_gathered: Tensor | None, grads: Sequence[Any], needs_weights: bool
 ) -> tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]:
-    """Return the derivatives of rows, weights and biases; `run`: `all_gather_matmul_backward`, or its operation."""
+    """Return the derivatives of rows, weights and biases; `run` is `all_gather_matmul_backward` or its operation."""
     a_shard, *weights = ctx.saved_tensors
     used = [index for index, grad in enumerate(grads) if grad is not None]
     grad_a, of_used = run(
@@ -209,7 +209,7 @@ def _fake_scatter(a: Any, b: Any, *where: Any) -> Any:
     _fake_scatter,
 )
 def matmul_reduce_scatter(a: Tensor, b: Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> Tensor:
-    """Multiply, add up all ranks' products, and keep this rank's rows: products leave while others are computed.
+    """Multiply, sum the products over ranks, and keep this rank's rows; products leave while others are computed.
 
     Args:
         a: this rank's `[..., k]`, equal in shape and dtype on all ranks.
@@ -234,7 +234,7 @@ def matmul_reduce_scatter(a: Tensor, b: Tensor, reduce_op: str, scatter_dim: int
 def linear_reduce_scatter(
     a: Tensor, b: Tensor, bias: Tensor, reduce_op: str, scatter_dim: int, group_name: str
 ) -> Tensor:
-    """Do `matmul_reduce_scatter`; each rank adds its own bias `[n]` to its product: they need not be equal."""
+    """Do `matmul_reduce_scatter`, and add to each rank's product its own bias `[n]`, which may differ between ranks."""
     return tensor_group(group_name).matmul_reduce_scatter(a, Weight(matrix=b, bias=bias), reduce_op, scatter_dim)
 
 
@@ -258,7 +258,7 @@ def matmul_reduce_scatter_backward(
     needs_a: bool,
     needs_b: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the derivatives of `a` and `b` from that of the result: one gather of `grad` serves both."""
+    """Return the derivatives of `a` and `b`, given that of the result; one gather of `grad` serves both."""
     return tensor_group(group_name).matmul_reduce_scatter_backward(
         grad, a, b, reduce_op, scatter_dim, needs_a=needs_a, needs_b=needs_b
     )
@@ -303,7 +303,7 @@ def _fake_all_reduce(a: Any, b: Any, *_: Any) -> Any:
 
 @_operation("matmul_all_reduce(Tensor a, Tensor b, str reduce_op, str group_name) -> Tensor", _fake_all_reduce)
 def matmul_all_reduce(a: Tensor, b: Tensor, reduce_op: str, group_name: str) -> Tensor:
-    """Do `matmul_reduce_scatter`, but return all rows of the sum, `[..., n]`, on every rank; nothing has to divide.
+    """Do `matmul_reduce_scatter`, but return all rows of the sum on every rank; no size need divide by the ranks.
 
     Its derivative takes that of the result as equal on all ranks, as tensor parallelism has it (Megatron-LM's `g`), so
     it communicates nothing.
@@ -321,7 +321,7 @@ def matmul_all_reduce(a: Tensor, b: Tensor, reduce_op: str, group_name: str) -> 
     "linear_all_reduce(Tensor a, Tensor b, Tensor bias, str reduce_op, str group_name) -> Tensor", _fake_all_reduce
 )
 def linear_all_reduce(a: Tensor, b: Tensor, bias: Tensor, reduce_op: str, group_name: str) -> Tensor:
-    """Do `matmul_all_reduce`; each rank adds its own bias `[n]` to its product: they need not be equal."""
+    """Do `matmul_all_reduce`, and add to each rank's product its own bias `[n]`, which may differ between ranks."""
     return tensor_group(group_name).matmul_all_reduce(a, Weight(matrix=b, bias=bias), reduce_op)
 
 
@@ -367,7 +367,7 @@ def all_gather_scaled_matmul(
     out_dtypes: Sequence[torch.dtype | None],
     use_fast_accum: Sequence[bool],
 ) -> tuple[Tensor, list[Tensor]]:
-    """Do `all_gather_matmul` of float8 rows and weights, as `torch._scaled_mm` multiplies them.
+    """Do `all_gather_matmul` for float8 rows and weights, multiplied as by `torch._scaled_mm`.
 
     Args:
         a_shard: this rank's float8 `[..., k]`.
@@ -430,7 +430,7 @@ def scaled_matmul_reduce_scatter(
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
 ) -> Tensor:
-    """Do `matmul_reduce_scatter` of float8 tensors, as `torch._scaled_mm` multiplies them.
+    """Do `matmul_reduce_scatter` for float8 tensors, multiplied as by `torch._scaled_mm`.
 
     The arguments are those of `torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter`, where a compiler may have made
     rows of `a` flat.
@@ -468,19 +468,19 @@ def scaled_matmul_reduce_scatter(
 
 
 def sum_of_ranks(tensor: Tensor, group_name: str) -> Tensor:
-    """Return the sum of all ranks' tensors, by torch."""
+    """Return the sum of all ranks' tensors, computed by torch's all_reduce."""
     functional = torch.ops._c10d_functional
     total: Tensor = functional.wait_tensor(functional.all_reduce(tensor.contiguous(), "sum", group_name))
     return total
 
 
 def _sum_of_rows(grad: Tensor) -> Tensor:
-    """Return the derivative of a bias that was added to rows."""
+    """Return the derivative of a bias, given that of the rows to which it was added."""
     return grad.flatten(0, -2).sum(dim=0)
 
 
 def _for_each(values: Sequence[Any] | None, count: int) -> list[Any]:
-    """Return one value for each weight: the given values, or None for each."""
+    """Return a list with one value for each weight: the given values, or None for each."""
     found = [None] * count if not values else list(values)
     if len(found) != count:
         raise Misconfigured(f"{len(found)} values for {count} weights: give one for each, or none")
@@ -488,7 +488,7 @@ def _for_each(values: Sequence[Any] | None, count: int) -> list[Any]:
 
 
 def _dtype(given: torch.dtype | int | None) -> torch.dtype | None:
-    """Return a dtype, of which torch's dispatcher gives the number where it is in a list."""
+    """Return a dtype; in lists, torch's dispatcher gives its number instead."""
     if isinstance(given, int):
         found: torch.dtype = torch.ops.aten.empty.memory_format([0], dtype=given, device="cpu").dtype
         return found

@@ -1,9 +1,9 @@
-"""Overlap matmuls with the communication that they depend on: two pipelines on a communicator, as torch has them.
+"""Overlap matmuls with the collective before or after them, by a pipeline for each on a communicator.
 
-`RowGather` pushes this rank's rows to the peers, while rows that have arrived are multiplied; own rows are read where
-they are. `RowScatter` pushes each part of a product as soon as it is computed, those for peers first; sums of own rows
-are made last, in the order of ranks, and rounded once. Both multiply in pieces of a plan (`multiply`), or by one matmul
-that polls (`multiply_flagged`; see `flagged.py`), on GPUs only.
+`RowGather` pushes this rank's rows to the peers while it multiplies rows that have arrived; it reads its own rows in
+place. `RowScatter` pushes each part of a product as soon as it is computed, the parts for peers first; the sums of its
+own rows are made last, in the order of ranks, and rounded once. Both multiply in the pieces of a plan (`multiply`), or,
+on GPUs only, by one matmul that polls (`multiply_flagged`; see `flagged.py`).
 
 Rows are counted as in `pair/sharded_rows.py`, whose layout says in which chunks they leave; ranks have equally many.
 """
@@ -24,18 +24,18 @@ from counterpoint.parallel.group import CHANNELS
 from counterpoint.parallel.sums import add_up
 from counterpoint.parallel.tensor.flagged import bind_flagged, stored_tiles
 
-GATHER, SCATTER = CHANNELS["matmuls"]  # both may be under way at once
+GATHER, SCATTER = CHANNELS["matmuls"]  # one channel each, so that both can be under way at once
 
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """Holds the right-hand side of a matmul, which is whole on this rank.
+    """Holds the right-hand side of a matmul, whole on this rank, with its bias and its scales.
 
     Args:
         matrix: `[k, n]`, of any strides that `torch.mm` takes.
         bias: `[n]`, added to every row; None: none.
-        scale: of a float8 matrix, as `torch._scaled_mm` takes it; None: plain tensors are multiplied.
-        result_scale: as `torch._scaled_mm` takes it.
+        scale: scale of a float8 matrix, as `torch._scaled_mm` takes it; None: the matrix is not float8.
+        result_scale: scale of the result, as `torch._scaled_mm` takes it.
         out_dtype: dtype of the product; None: that of the rows.
         use_fast_accum: as `torch._scaled_mm` takes it.
     """
@@ -49,7 +49,7 @@ class Weight:
 
     @property
     def columns(self) -> int:
-        """Return the number of columns of the product."""
+        """Return the number of columns of the matrix, and so of the product."""
         return int(self.matrix.shape[1])
 
     def product_dtype(self, rows: Tensor) -> torch.dtype:
@@ -62,7 +62,7 @@ class Weight:
         Args:
             rows: `[m, k]`.
             out: `[m, n]`.
-            row_scale: of float8 rows: one value, or `[m, 1]`.
+            row_scale: scale of float8 rows: one value, or `[m, 1]`.
         """
         if self.scale is None:
             if self.bias is None:
@@ -76,7 +76,7 @@ class Weight:
 
 
 def grad_of_weight(rows: Tensor, grad: Tensor, matrix: Tensor) -> Tensor:
-    """Return the derivative of a matrix by which `rows` were multiplied, in memory as the matrix is.
+    """Return the derivative of a matrix by which `rows` were multiplied, in the matrix's memory layout.
 
     The matrix of a linear layer is a transposed view: so is the derivative, or autograd would copy it.
     """
@@ -86,12 +86,12 @@ def grad_of_weight(rows: Tensor, grad: Tensor, matrix: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnSum:
-    """Holds own rows of a scatter that are added up together.
+    """Holds a part of this rank's own rows whose sums in a scatter are made at once.
 
     Args:
-        rows: which.
-        needed: partitions that have to be there, which are those of these rows and of all before them, of all peers.
-        complete: own rows from the first on whose sums are there then; 0: others are still missing.
+        rows: the rows of this part.
+        needed: number of partitions that must have arrived: from all peers, those of these and of all earlier rows.
+        complete: number of own rows, from the first on, whose sums exist then; 0: earlier rows are still missing.
     """
 
     rows: Part
@@ -101,10 +101,10 @@ class OwnSum:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Steps:
-    """Holds the pieces of a plan in the form in which every call runs them.
+    """Holds the pieces of a plan, in the form that every call runs.
 
     Args:
-        layout: of the rows.
+        layout: layout of the rows over ranks.
         pieces: the `segment` of each piece, and its rows.
         sums: own rows in the order in which a scatter multiplies them.
     """
@@ -115,27 +115,27 @@ class Steps:
 
     @classmethod
     def of(cls, pieces: Sequence[Piece], layout: ShardedRows) -> Steps:
-        """Return the steps of pieces."""
+        """Return a plan's pieces as steps."""
         made = tuple((piece.segment, layout.parts(piece.slabs)) for piece in pieces)
         chunks, complete, sums = len(layout.chunks(layout.rank)), 0, []
         for part in (part for _, parts in made for part in parts):
             if part.own is not None:
                 follows = part.own.start == complete
                 complete = part.own.stop if follows else complete
-                last = -(-part.own.stop // layout.most_sent)  # chunks of the last peer, whose partitions come last
+                last = -(-part.own.stop // layout.most_sent)  # chunks of the last peer: its partitions come last
                 needed = (layout.world_size - 2) * chunks + last
                 sums.append(OwnSum(rows=part, needed=needed, complete=complete if follows else 0))
         return cls(layout=layout, pieces=made, sums=tuple(sums))
 
 
 class RowGather:
-    """Gathers rows in a `with` block, in which they are multiplied: by pieces of a plan, or by matmuls that poll.
+    """Gathers rows in a `with` block that multiplies them as they arrive: in pieces of a plan, or by matmuls that poll.
 
     Args:
-        communicator: of the ranks; its channel `GATHER` is used.
+        communicator: communicator of the ranks, of which channel `GATHER` is used.
         shard: this rank's rows, `[batch, rows, k]`, contiguous.
         gathered: `[batch, world_size * rows, k]`, of the communicator's `empty`.
-        layout: of the rows.
+        layout: layout of the rows over ranks.
         chunk_rows: rows of a partition; None: those of the layout.
         supplied: the shard is written; False: the block writes it, and lets partitions of `work` leave.
     """
@@ -163,7 +163,7 @@ class RowGather:
         self.work.finish()
 
     def multiply(self, steps: Steps, multiply: Callable[[slice, Tensor], None]) -> None:
-        """Call `multiply` with each piece's rows, by number and value, when they are there.
+        """Call `multiply` with each piece's row numbers and rows, when these rows have arrived.
 
         The `segment` of a piece is the number of partitions that have to be there.
         """
@@ -173,11 +173,11 @@ class RowGather:
                 multiply(part.whole, self.whole[part.whole] if part.own is None else self.own[part.own])
 
     def multiply_flagged(self, weights: Sequence[Weight], products: Sequence[Tensor], error: Tensor) -> None:
-        """Run one matmul for each weight, which takes its tiles in the order in which rows arrive.
+        """Run one matmul for each weight; it computes tiles in the order in which rows arrive.
 
         Args:
-            weights: by which all rows are multiplied.
-            products: of each weight, `[batch * world_size * rows, n]`.
+            weights: right-hand sides, by each of which all rows are multiplied.
+            products: output for each weight, `[batch * world_size * rows, n]`.
             error: int32, 0, where a matmul says for what it has polled in vain.
         """
         assert isinstance(self.work, CudaWork)
@@ -189,7 +189,7 @@ class RowGather:
             )()  # fmt: skip
 
     def copy_to(self, target: Tensor) -> None:
-        """Copy all rows to `target`, `[batch, world_size * rows, k]`; it may be `gathered`, which lacks own rows."""
+        """Copy all rows to `target`, `[batch, world_size * rows, k]`; if it is `gathered`, only own rows are copied."""
         self.work.arrived(len(self.work.received))
         rank, world_size = self.layout.rank, self.layout.world_size
         shape = self.layout.batch, world_size, self.layout.rows[rank], target.shape[-1]
@@ -202,13 +202,13 @@ class RowGather:
 
 
 class RowScatter:
-    """Scatters the rows of a product in a `with` block, which multiplies, and adds up this rank's rows as they arrive.
+    """Scatters the rows of a product in a `with` block that multiplies, and sums up this rank's rows as they arrive.
 
     Args:
-        communicator: of the ranks; its channel `SCATTER` is used.
+        communicator: communicator of the ranks, of which channel `SCATTER` is used.
         staging: where the ranks' products for this rank arrive, `[world_size, batch, rows, n]`, of its `empty`.
         out: this rank's sums, `[batch, rows, n]`.
-        layout: of the rows.
+        layout: layout of the rows over ranks.
         reduce_op: sum or avg.
     """
 
@@ -237,16 +237,16 @@ class RowScatter:
         between: Callable[[], None] | None = None,
         summed: Callable[[int], None] | None = None,
     ) -> None:
-        """Multiply pieces, let each leave when it is computed, and add up.
+        """Multiply the pieces of a plan, send each piece when it is computed, and sum up own rows.
 
         Args:
-            steps: of a plan; the `segment` of a piece is the last partition that may leave after it.
+            steps: steps of a plan; the `segment` of a piece is the last partition that may leave after it.
             multiply: writes the product of rows, given their number and where to.
             between: called when all parts for peers have left, and sums are still to be made: what it computes hides
                 them.
             summed: called with the number of own rows, from the first on, whose sums are there.
         """
-        work, mine = self.work, self.blocks[self.layout.rank]  # its place among the blocks, which no peer writes
+        work, mine = self.work, self.blocks[self.layout.rank]  # this rank's block, which no peer writes
 
         def sum_up(one: OwnSum) -> None:
             work.arrived(one.needed)
@@ -263,12 +263,12 @@ class RowScatter:
             between()
         for index, one in enumerate(steps.sums):
             multiply(one.rows.whole, mine[one.rows.own])
-            if index:  # one behind: the GPU is busy until the peers' blocks have come
+            if index:  # one piece behind, so that the GPU is busy until peers' blocks come
                 sum_up(steps.sums[index - 1])
         sum_up(steps.sums[-1])
 
     def multiply_flagged(self, a: Tensor, matrix: Tensor, stored: Tensor, error: Tensor) -> None:
-        """Let one matmul make peers' rows first, whose partitions leave when their last tile is stored, and add up.
+        """Run one matmul that computes peers' rows first; send each partition after its last tile, and sum own rows.
 
         Args:
             a: `[batch * world_size * rows, k]`.

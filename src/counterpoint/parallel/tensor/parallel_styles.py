@@ -1,7 +1,7 @@
-"""Recognise how a module was made tensor parallel: by the styles of torch's `parallelize_module`, or of `transformers`.
+"""Recognise how a module was made tensor parallel: by a style of torch's `parallelize_module` or of `transformers`.
 
-Neither can be asked, but both leave hooks that are closures of theirs: they hold the style. This file is the only one
-that looks inside. What is not exactly theirs is not taken: a text says what it is.
+Neither style can be queried, but both leave hooks that are closures, which hold the style. This file is the only one
+that looks inside them. A hook that is not exactly one of theirs is not taken: a text says what it is.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _TRANSFORMERS = ("transformers.distributed.tensor_parallel", "TensorParallelLaye
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LinearStyle:
-    """Describes how a linear layer is tensor parallel.
+    """Describes how a linear layer is divided among ranks.
 
     Args:
-        name: of the style.
-        is_column: its weight is cut along the outputs, otherwise along the inputs.
-        mesh: of one dimension, the ranks.
-        input_layout: of an input that is no DTensor.
-        output_layout: of the output.
+        name: name of the style.
+        is_column: whether the weight is divided along the outputs, otherwise along the inputs.
+        mesh: mesh of one dimension, with the ranks.
+        input_layout: layout of an input that is no DTensor.
+        output_layout: layout of the output.
         use_local_output: the output is no DTensor.
     """
 
@@ -44,17 +44,17 @@ class LinearStyle:
     output_layout: Placement
     use_local_output: bool
 
-    def __deepcopy__(self, _: Any) -> LinearStyle:  # a copy of the model lies on the same mesh, which has no copies
+    def __deepcopy__(self, _: Any) -> LinearStyle:  # a copied model keeps the same mesh, which cannot be copied
         return self
 
     @property
     def weight_dim(self) -> int:
-        """Return the dimension along which the weight is cut."""
+        """Return the dimension of the weight that is divided among ranks."""
         return 0 if self.is_column else 1
 
 
 def linear_style(module: nn.Module) -> LinearStyle | str | None:
-    """Return the style of a linear layer; a text if it is one that cannot be taken; None if it is none at all."""
+    """Return the style of a linear layer; a text why it cannot be taken; None if it is not tensor parallel."""
     forward = vars(module).get("forward")
     found: LinearStyle | str | None
     if is_function(forward, _TRANSFORMERS):
@@ -71,7 +71,7 @@ def linear_style(module: nn.Module) -> LinearStyle | str | None:
 
 
 def own_hooks(module: nn.Module) -> Iterator[tuple[dict[int, Hook], int]]:
-    """Yield where the hooks of torch's `distribute_module` stand: a dictionary of the module, and the key."""
+    """Yield where hooks of torch's `distribute_module` are stored: a dictionary of the module, and the key."""
     hooks: dict[int, Hook]
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         yield from ((hooks, key) for key, hook in hooks.items() if is_function(hook, _DISTRIBUTED))
@@ -82,9 +82,9 @@ class PreparedInput:
     """Describes a module whose input torch's `PrepareModuleInput` gathers.
 
     Args:
-        style: of torch.
+        style: torch's style object.
         mesh: the ranks.
-        key: of the hook in the module's `_forward_pre_hooks`.
+        key: key of the hook in the module's `_forward_pre_hooks`.
     """
 
     style: PrepareModuleInput
@@ -96,7 +96,7 @@ class PreparedInput:
 
 
 def prepared_input(module: nn.Module) -> PreparedInput | str | None:
-    """Return how the input of a module is gathered; a text if it cannot be taken; None if nothing is gathered."""
+    """Return how a module's input is gathered; a text why it cannot be taken; None if nothing is gathered."""
     for key, hook in module._forward_pre_hooks.items():
         if not is_function(hook, _PREPARED):
             continue
@@ -115,7 +115,7 @@ def prepared_input(module: nn.Module) -> PreparedInput | str | None:
 
 
 def is_gather(layout: Placement | None, desired: Placement | None) -> bool:
-    """Return whether a tensor has to be gathered."""
+    """Return whether a change from `layout` to `desired` is a gather."""
     return isinstance(layout, Shard) and isinstance(desired, Replicate)
 
 
@@ -145,7 +145,7 @@ def _style_of_torch(module: nn.Module) -> LinearStyle | str | None:
         functions = [one.get("input_fn") or one.get("output_fn") for one in own]
         return f"its style is not torch's: {', '.join(map(_named, functions))}"
     if isinstance(module, FSDPModule) or module.weight.device_mesh.ndim > 1 or not hooks:
-        return None  # only FSDP2's, as far as can be seen
+        return None  # as far as can be seen, all hooks are FSDP2's
     return f"its style is not torch's: {', '.join(map(_named, hooks))}"
 
 
@@ -167,7 +167,7 @@ def _style_of_transformers(closure: dict[str, Any]) -> LinearStyle | str | None:
 
 
 def _unfit(module: nn.Module, style: LinearStyle) -> str:
-    """Return why our operations cannot run a linear layer; empty if they can."""
+    """Return why our operations cannot run a linear layer; "" if they can."""
     weight: Any = module.weight
     if style.mesh.ndim != 1:
         return f"its mesh has {style.mesh.ndim} dimensions"
@@ -182,7 +182,7 @@ def _unfit(module: nn.Module, style: LinearStyle) -> str:
 
 
 def is_function(function: Any, known: tuple[str, str]) -> bool:
-    """Return whether a function is the one of this module and qualified name."""
+    """Return whether a function has this module name and qualified name."""
     return (getattr(function, "__module__", ""), getattr(function, "__qualname__", "")) == known
 
 
@@ -193,7 +193,7 @@ def closure_of(function: Any) -> dict[str, Any]:
 
 
 def _calls(partial: Any, function: Hook) -> bool:
-    """Return whether `partial` is a `functools.partial` of a function."""
+    """Return whether `partial` is a `functools.partial` of `function`."""
     return getattr(partial, "func", None) is function
 
 
@@ -207,5 +207,5 @@ def _named(function: Any) -> str:
 
 
 def ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
-    """Return the ranks of a mesh of one dimension, counted in the job."""
+    """Return the ranks, counted in the job, of a mesh of one dimension."""
     return tuple(dist.get_process_group_ranks(mesh.get_group()))

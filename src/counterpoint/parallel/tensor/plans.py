@@ -1,8 +1,8 @@
-"""Plan the matmuls of a process group once for each shape, by measurements here, equally on all ranks.
+"""Plan the matmuls of a process group, once for each shape, from measurements on its GPUs, equally on all ranks.
 
-A matmul is measured once for each `[k, n]` and dtype, by its rows, in the first forward call that has it: a curve then
-serves all numbers of rows. Nothing is measured in a backward. What one needs and does not know is estimated there, and
-measured in the next forward call.
+A matmul is measured once for each `[k, n]` and dtype, at several numbers of rows, in the first forward call that has
+it: the curve then serves all numbers of rows. Nothing is measured in a backward: a matmul that a backward needs and
+that was not measured is estimated, and measured in the next forward call.
 """
 
 from __future__ import annotations
@@ -35,30 +35,30 @@ from counterpoint.tuned.choices import matmul_workload
 
 T = TypeVar("T")
 POLLING_DTYPES = tuple(map(dtype_name, TYPES))
-_POINTS, _REPEATS = 64, 5  # of a curve that is measured: with half of the points cuts miss where waves begin
-_TILE = 128  # rows: points are at multiples
-_MAX_CURVES = 1024  # that one group keeps
+_POINTS, _REPEATS = 64, 5  # of a measured curve; with half of the points, cuts miss where waves begin
+_TILE = 128  # points are at multiples of this many rows
+_MAX_CURVES = 1024  # number of curves that one group keeps
 _HOST_LAUNCHES: dict[MatmulMechanism, int] = {"torch": 10, "serial": 20, "cuts": 20, "flagged": 20}
-"""The host's time for a call, in launches of a matmul by torch, as measured by benchmarks/tensor_host.py."""
+"""Holds the host's time for a call, as a multiple of the launch of a matmul (benchmarks/tensor_host.py measured it)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MatmulShape:
-    """Describes the shape of a call, equal on all ranks."""
+    """Describes the shape of a call: operation, layout and sizes, equal on all ranks."""
 
     operation: TensorOperation
-    layout: ShardedRows  # chunks are not chosen yet
+    layout: ShardedRows  # without its chunks, which the plan chooses
     k: int
-    columns: tuple[int, ...]  # of each weight
-    dtype: str  # of the operands, torch's name
+    columns: tuple[int, ...]  # columns of each weight
+    dtype: str  # torch's name of the operands' dtype
     may_poll: bool  # whether a matmul that polls does all that the call needs
-    num_bytes: int  # of the whole array that is communicated
+    num_bytes: int  # bytes of the whole array that is communicated
 
 
 def asked_mechanism(
     shape: MatmulShape, options: TensorOptions, tuning: FollowedTuning | None
 ) -> tuple[TensorChoice, str]:
-    """Return the mechanism that options, or else a tuning, ask for, and why; `auto`: the fastest by prediction."""
+    """Return the mechanism that the options, or else a tuning, ask for (`auto`: the fastest by prediction), and why."""
     asked = options.mechanism
     if asked != "auto" or tuning is None:
         return asked, f"asked for {asked}"
@@ -76,18 +76,18 @@ def asked_mechanism(
 
 
 class Plans:
-    """Plans the calls of one group; all ranks ask for equal shapes in one order."""
+    """Plans the calls of one group; all ranks ask for the same shapes in the same order."""
 
     def __init__(
         self, group: Any, profile: Profile, options: TensorOptions, tuning: FollowedTuning | None = None
     ) -> None:
         self._group, self._profile, self._options, self._tuning = group, profile, options, tuning
-        self._measured: dict[Hashable, Any] = {}  # curves and factors, by what they are of
-        self.estimated: dict[MatmulShape, torch.device] = {}  # planned in a backward, without measurements
+        self._measured: dict[Hashable, Any] = {}  # curves and factors, by kind and shape of matmul
+        self.estimated: dict[MatmulShape, torch.device] = {}  # shapes planned in a backward, without measurements
         self._host_us: dict[MatmulMechanism, float] | None = None
 
     def get(self, shape: MatmulShape, device: torch.device) -> tuple[MatmulPlan, Steps]:
-        """Return the plan of a call on this rank, and its pieces as calls run them.
+        """Return this rank's plan of a call, and its pieces in the form that calls run.
 
         Raises:
             Unsupported: nothing is known of such matmuls, or they cannot be measured in a graph capture.
@@ -105,7 +105,7 @@ class Plans:
         return plan, Steps.of(plan.pieces, replace(layout, chunk_rows=task.chunk_rows))
 
     def catch_up(self) -> bool:
-        """Measure the matmuls that a backward has estimated, unless this is one; return whether plans may change."""
+        """Measure the matmuls that a backward has estimated, but not in a backward; return whether plans may change."""
         if not self.estimated or not _may_measure():
             return False
         shapes, self.estimated = self.estimated, {}
@@ -135,9 +135,9 @@ class Plans:
     def _flagged_factor(
         self, shape: MatmulShape, task: ShardedMatmul, asked: TensorChoice, device: torch.device
     ) -> float | None:
-        """Return the speed of the matmuls that poll over that of cuBLAS, by the slowest rank; None: not on all.
+        """Return cuBLAS' time over that of the polling matmuls, on the slowest rank; None if not every rank can poll.
 
-        With `auto` it is measured only where a matmul as fast as cuBLAS would be the choice: its kernel is compiled.
+        With `auto` it is measured only if a polling matmul as fast as cuBLAS would be chosen: its kernel is compiled.
         """
         if not shape.may_poll or device.type != "cuda" or shape.dtype not in POLLING_DTYPES:
             return None
@@ -181,7 +181,7 @@ class Plans:
         return RowCurve(n=columns, k=shape.k, dtype=shape.dtype, points=points + beyond)
 
     def _once(self, key: Hashable, measure: Callable[[], T], shape: MatmulShape, device: torch.device) -> T | None:
-        """Return a measurement, made now or before; None in a backward, after which `catch_up` makes it.
+        """Return a measurement, made now or earlier; None in a backward, after which `catch_up` makes it.
 
         Raises:
             Unsupported: a graph is captured, in which nothing can be measured.
@@ -200,7 +200,7 @@ class Plans:
 
 
 def _may_measure() -> bool:
-    """Return whether this is neither in a backward nor in a graph capture, which all ranks answer alike."""
+    """Return whether matmuls may be measured now: not in a backward or graph capture, on all ranks alike."""
     in_backward = torch._C._current_graph_task_id() != -1
     return not in_backward and not torch.cuda.is_current_stream_capturing()
 
@@ -209,9 +209,9 @@ def _may_measure() -> bool:
 def _flagged_us(
     rows: int, columns: int, k: int, dtype: str, operation: TensorOperation, device: torch.device
 ) -> tuple[float, float]:
-    """Return the µs of a matmul by cuBLAS and by polling, of which all rows are this rank's own.
+    """Return the median µs of a matmul by cuBLAS and by polling, where all rows are this rank's own.
 
-    They take turns on the current stream, as the clock of a GPU changes with what it has just done; medians.
+    The two alternate on the current stream, because a GPU's clock depends on the work just before.
 
     Raises:
         Unsupported: such matmuls do not run here.
@@ -231,7 +231,7 @@ def _flagged_us(
 
 @lru_cache(maxsize=256)
 def _measured(rows: int, columns: int, k: int, dtype: str, device: torch.device) -> tuple[tuple[int, float], ...]:
-    """Return the µs of a matmul at some numbers of rows, up to `rows`: medians, on the current stream."""
+    """Return the median µs of a matmul at several numbers of rows, up to `rows`, on the current stream."""
     step = -(-rows // _POINTS // _TILE) * _TILE
     counts = [*range(step, rows, step), rows]
     with torch.cuda.device(device):
@@ -243,7 +243,7 @@ def _measured(rows: int, columns: int, k: int, dtype: str, device: torch.device)
 
 
 def _launch_us(device: torch.device) -> float:
-    """Return the µs that this thread needs to launch a matmul: the median of some, which take the GPU no time."""
+    """Return the median µs that this thread needs to launch a matmul that is so small that the GPU is not the limit."""
     a, times = torch.zeros(16, 16, device=device, dtype=torch.bfloat16), []
     out = torch.empty_like(a)
     for _ in range(100):
@@ -254,17 +254,17 @@ def _launch_us(device: torch.device) -> float:
 
 
 def _median_us(launches: Sequence[Callable[[], object]]) -> list[float]:
-    """Return the median µs of each of these launches, one behind the other on the current stream, in changing order."""
+    """Return the median µs of each of these launches; they run one after the other, in changing order."""
     times: list[list[float]] = [[] for _ in launches]
     events = [torch.cuda.Event(enable_timing=True) for _ in range(len(launches) + 1)]
     for repeat in range(_REPEATS + 1):
         order = random.Random(repeat).sample(range(len(launches)), len(launches))
-        torch.cuda._sleep(4_000_000)  # the host is ahead when the first one begins
+        torch.cuda._sleep(4_000_000)  # gives the host a lead before the first launch begins
         events[0].record()
         for index, event in zip(order, events[1:], strict=True):
             launches[index]()
             event.record()
-        events[-1].synchronize()  # not the device: another stream may wait for a peer
+        events[-1].synchronize()  # the whole device may include another stream that waits for a peer
         if repeat:
             for index, (first, last) in zip(order, pairwise(events), strict=True):
                 times[index].append(1000.0 * first.elapsed_time(last))
