@@ -136,7 +136,7 @@ def test_a_rank_that_ends_badly_is_named(tmp_path: Path, name: str, kind: type[E
 @pytest.mark.parametrize("name", ["rank1: kill 9", "all: raise RuntimeError", "rank0: hang", "rank1: stop"])
 def test_no_rank_is_left(tmp_path: Path, name: str) -> None:
     """When the error is raised, both ranks are gone."""
-    ending(tmp_path, name, timeout_s=QUIET_S)
+    ending(tmp_path, "ok", name, timeout_s=QUIET_S)
     assert [len(pids(tmp_path)), *map(runs, pids(tmp_path))] == [2, False, False]
 
 
