@@ -80,7 +80,7 @@ class Ranks:
         answers: dict[Connection, Answer] = {}
         failed: list[str] = []
         while len(answers) < self.world_size:
-            ready = wait([pipe for pipe in self.pipes if pipe not in answers], SOON_S if failed else HANG_S)
+            ready = wait([pipe for pipe in self.pipes if pipe not in answers], 30.0 if failed else HANG_S)
             for pipe in (one for one in self.pipes if one in ready):
                 answers[pipe] = answer = _received(pipe)
                 if answer is not None and not answer[0]:
