@@ -101,10 +101,8 @@ def beside_calls(session: Session, rounds: int) -> list[float]:
             communicator.all_reduce(total)
             gpu.synchronize()
             sums.append(total.mean().item())
-        sent = [
-            torch.full((10,), float(rank)),
-            torch.full((10,), float(rank + 100)),
-        ]  # alive until they were read
+        # alive until they were read
+        sent = [torch.full((10,), float(rank)), torch.full((10,), float(rank + 100))]
         for tensor in sent:
             communicator.send(tensor, (rank + 1) % n)
         communicator.recv(last, (rank - 1) % n)

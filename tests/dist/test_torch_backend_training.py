@@ -86,9 +86,8 @@ def _batch(seed: int, *shape: int) -> torch.Tensor:
 def sequence_parallel(_: Session) -> Found:
     """Two blocks with tensor and sequence parallelism over one axis of a mesh."""
     shape = (dist.get_world_size() // 2, 2)
-    override: Any = {
-        "ours": ("counterpoint", taking())
-    }  # names of their own: DTensor's caches take equal meshes for one
+    # names of their own: DTensor's caches take equal meshes for one
+    override: Any = {"ours": ("counterpoint", taking())}
     ours = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "ours"), backend_override=override)["ours"]
     gloo = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "gloo"))["gloo"]
     found = [_steps(_in_sequence(mesh), lambda step: _batch(step, 2, 8, 32)) for mesh in (ours, gloo)]

@@ -394,9 +394,7 @@ def replay_table(diagnosis: Diagnosis) -> Table | None:
             Column("replay", of=lambda case: case.name),
             Column("", of=bar, is_bar=True, optional=True),
             Column("step", say.milliseconds, lambda case: case.step_us),
-            Column(
-                "speed-up", say.factor, lambda case: replay.replayed_us / case.step_us if case.step_us > 0 else None
-            ),
+            Column("speed-up", say.factor, speed_up),
         ),
         rows=[unchanged, *replay.what_if],
         notes=[error, *filter(None, [replayed_waits(replay)])],

@@ -6,10 +6,12 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, geometric_mean
+from typing import TypeVar
 
 from counterpoint.records.measurement import BlockRow, Measurement, Row
 
 SUMMARY_SCHEMA = "counterpoint.measurement-summary/1"
+T = TypeVar("T")
 
 
 def summary(measurement: Measurement, out: str | None) -> dict[str, object]:
@@ -53,10 +55,7 @@ class MechanismSummary:
 
 def mechanism_summaries(rows: Sequence[Row]) -> list[MechanismSummary]:
     """Return a summary of every mechanism, the one that hides most first."""
-    by_mechanism: dict[str, list[Row]] = {}
-    for row in rows:
-        by_mechanism.setdefault(row.mechanism, []).append(row)
-    found = [_summarize(mechanism, of) for mechanism, of in by_mechanism.items()]
+    found = [_summarize(mechanism, of) for mechanism, of in grouped(rows, lambda row: row.mechanism).items()]
     return sorted(found, key=lambda it: -math.inf if it.hidden is None else it.hidden, reverse=True)
 
 
@@ -124,13 +123,17 @@ def mean_hidden(rows: Sequence[Row], of: Callable[[Row], str]) -> dict[str, dict
     return {mechanism: {key: fmean(values) for key, values in by.items()} for mechanism, by in found.items()}
 
 
+def grouped(rows: Iterable[T], of: Callable[[T], str]) -> dict[str, list[T]]:
+    """Return the rows by key `of(row)`, in the order in which they were measured."""
+    found: dict[str, list[T]] = {}
+    for each in rows:
+        found.setdefault(of(each), []).append(each)
+    return found
+
+
 def by_matmul(blocks: Iterable[BlockRow]) -> dict[str, list[BlockRow]]:
     """Return the rows of each dependent matmul, in the order in which they were measured."""
-    found: dict[str, list[BlockRow]] = {}
-    for block in blocks:
-        if block.can_hide is not None:
-            found.setdefault(block.what, []).append(block)
-    return found
+    return grouped((block for block in blocks if block.can_hide is not None), lambda block: block.what)
 
 
 def times_of_torch(block: BlockRow, blocks: Iterable[BlockRow]) -> float | None:

@@ -21,6 +21,7 @@ from counterpoint.rendering import table as tables
 from counterpoint.rendering.environment import environment_table, machine_line
 from counterpoint.rendering.measurement_summary import (
     by_matmul,
+    grouped,
     matmul_summaries,
     mean_hidden,
     mechanism_summaries,
@@ -84,7 +85,7 @@ def where_table(measurement: Measurement) -> Table:
 
 def detail_tables(measurement: Measurement) -> list[Table]:
     """Return a table for each pair and each matmul, and one for all building blocks."""
-    pairs = _grouped(measurement.rows, lambda each: each.scenario)
+    pairs = grouped(measurement.rows, lambda each: each.scenario)
     found = [*map(_pair, pairs.values()), *map(_matmul, by_matmul(measurement.blocks).values())]
     blocks = [block for block in measurement.blocks if block.can_hide is None]
     return [*found, _blocks(blocks)] if blocks else found
@@ -101,14 +102,6 @@ def summary_tables(measurement: Measurement) -> list[Table]:
         found += _means(rows, "order", lambda each: _order(each.order))
     if reasons := [f"{mechanism}: {reason}" for mechanism, reason in measurement.unavailable.items()]:
         found.append(Table(title="Not measured", notes=reasons))
-    return found
-
-
-def _grouped(rows: Iterable[T], of: Callable[[T], str]) -> dict[str, list[T]]:
-    """Return the rows by key `of(row)`, in the order in which they were measured."""
-    found: dict[str, list[T]] = {}
-    for each in rows:
-        found.setdefault(of(each), []).append(each)
     return found
 
 

@@ -103,9 +103,8 @@ def find_suspected_waits(a: Analysis) -> Iterator[Finding]:
     job, w, unrecorded, steps = a.job, a.waits, a.unrecorded, a.job.num_steps
     rows = np.flatnonzero((w.step >= 0) & (unrecorded.excess_us > 0))
     exposed = float(np.nansum(unrecorded.exposed_us[rows])) / len(job.ranks) / steps
-    cost = a.saved_us.get(
-        NO_SUSPECTED_WAITING, exposed
-    )  # may exceed the exposed time, where other collectives queue up behind the waiting one
+    # may exceed the exposed time, where other collectives queue up behind the waiting one
+    cost = a.saved_us.get(NO_SUSPECTED_WAITING, exposed)
     if not len(rows) or cost < _LEAST_SUSPECTED_SHARE * a.step_us:
         return
     by_op: dict[str, list[float]] = defaultdict(list)

@@ -52,9 +52,8 @@ def find_copies(a: Analysis) -> Iterator[Finding]:
                  - (rank.compute | rank.comm).within(job.step_start[:, c], job.step_end[:, c]))  # fmt: skip
         exposed += float(alone.sum()) / (steps * ranks)
     launched = min(float(np.isfinite(at).mean()) if len(at) else 0.0 for at in job.launch)
-    cost = min(
-        a.saved_us.get("no copies", exposed) if launched >= _LAUNCHED_SHARE else exposed, whole
-    )  # idle time is counted separately
+    # idle time is counted separately
+    cost = min(a.saved_us.get("no copies", exposed) if launched >= _LAUNCHED_SHARE else exposed, whole)
     if min(cost, exposed) < _LEAST_SHARE * step:
         return
     kinds = _kinds(job, busy)

@@ -164,9 +164,8 @@ def weight_grads(rows, grads, grad_stride, slots, out, TOP_K: tl.constexpr, CHOI
     slot = tl.load(slots + token * TOP_K + choices, mask=choices < TOP_K, other=-1)
     here = slot >= 0
     lines = rows + tl.maximum(slot, 0).to(tl.int64)[:, None] * HIDDEN
-    gradients = (
-        grads + token.to(tl.int64) * grad_stride + tl.zeros([CHOICES, 1], tl.int32)
-    )  # broadcast to the shape of rows, which avoids a barrier
+    # broadcast to the shape of rows, which avoids a barrier
+    gradients = grads + token.to(tl.int64) * grad_stride + tl.zeros([CHOICES, 1], tl.int32)
     total = tl.zeros([CHOICES, BLOCK], out.dtype.element_ty)
     blocks: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
     for block in tl.static_range(blocks):

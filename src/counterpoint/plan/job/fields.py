@@ -39,7 +39,6 @@ STEP = re.compile(r"\.\w+|\[\d+\]")  # of a path of msgspec, such as $.levels[1]
 
 R = TypeVar("R", bound=Record)
 Table = Mapping[str, Any]
-Bounded = inspect.IntType | inspect.FloatType
 type_info = cache(inspect.type_info)  # takes a millisecond each time
 
 
@@ -102,10 +101,8 @@ def _in_our_words(where: str, value: Any, kind: inspect.Type, path: str) -> Misc
         value = value[int(step[1:-1]) if step[0] == "[" else step[1:]]
         kind, where = _inside(kind, step), where + step
     if isinstance(kind, inspect.DictType) and isinstance(value, Mapping) and "..." in path:
-        where, kind = (
-            f"{where}.{'.'.join(map(str, value))}",
-            kind.value_type,
-        )  # msgspec does not say which of these the value should have been
+        # msgspec does not say which of these the value should have been
+        where, kind = f"{where}.{'.'.join(map(str, value))}", kind.value_type
         value = next(iter(value.values())) if len(value) == 1 else value
     record = next((each for each in _members(kind) if isinstance(each, inspect.StructType)), None)
     if record is None or not isinstance(value, Mapping):
