@@ -5,6 +5,8 @@ Torch computes on the host, so that after each call the host waits for the strea
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -12,7 +14,7 @@ from counterpoint.collectives.communicator import Communicator
 from counterpoint.measurement.session import Session
 from tests.dist.fsdp_programs import mapped_bytes
 from tests.support.fsdp_training import Case, beside_stock
-from tests.support.ranks import TIMEOUT_S
+from tests.support.ranks import TIMEOUT_S, end_operations
 from tests.support.software_gpu import SoftwareGpu
 
 
@@ -52,9 +54,12 @@ class OnSoftwareGpu(Communicator):
         return work
 
 
-def on_software_gpu() -> Any:
-    """Let `overlap` open communicators of GPUs that are made of threads."""
-    return patch("counterpoint.parallel.group.Communicator", OnSoftwareGpu)
+@contextmanager
+def on_software_gpu() -> Iterator[None]:
+    """Let `overlap` open communicators of GPUs that are made of threads; one that a test left open on CPUs ends."""
+    end_operations()
+    with patch("counterpoint.parallel.group.Communicator", OnSoftwareGpu):
+        yield
 
 
 def beside_stock_on_software_gpu(session: Session, case: Case) -> tuple[list[str], list[str]]:

@@ -115,7 +115,7 @@ def test_a_step_describes_no_gather_and_plans_no_scatter_again(two_ranks: Ranks)
     ("gpu", "rest"),
     [
         (True, ["cuda/transport.py", "cuda/queues.py", "cuda/call.py", "cuda/driver.py"]),
-        (False, ["cpu/transport.py", "cpu/channel.py"]),
+        (False, ["cpu/transport.py", "cpu/call.py"]),
     ],
     ids=["gpu", "cpu"],
 )

@@ -140,9 +140,10 @@ def error_of(call: Callable[[], object]) -> str:
     return "nothing"
 
 
-def end_operations(_: object) -> None:
-    """Close tensor groups and dispatchers of groups that stay: each uses the communicator of its ranks until then."""
-    for module, name in (("tensor.group", "_GROUPS"), ("expert.titan_dispatcher", "_DISPATCHERS")):
+def end_operations(_: object = None) -> None:
+    """Close the tensor groups, dispatchers and communicators of process groups that stay, on all ranks together."""
+    registries = {"tensor.group": "_GROUPS", "expert.titan_dispatcher": "_DISPATCHERS", "group": "_GROUPS"}
+    for module, name in registries.items():
         registry: Any = getattr(sys.modules.get(f"counterpoint.parallel.{module}"), name, None)
         if registry is not None:
             for group in list(registry._made):
