@@ -32,19 +32,16 @@ class Bar(Record, frozen=True, kw_only=True):
 
 
 class StepInterval(Record, frozen=True, kw_only=True):
-    """Holds the interval in which the step time lies with probability `level`, from errors on measured steps.
-
-    The measured steps equal the job in the features `alike`; they may differ from it in the features `differ`.
-    """
+    """Holds the interval in which the step time lies with probability `level`, from errors on measured steps."""
 
     level: float
-    errors_within: float  # share of the measured errors inside; above `level` where no step is like the job
+    seen: float  # of measured steps alike, the fraction that lay in the interval that the other sources gave
     low_us: float
+    usual_us: float  # median
     high_us: float
-    alike: tuple[str, ...]
-    differ: tuple[str, ...]
-    rows: int
-    sources: tuple[str, ...]
+    rows: int  # number of measured steps
+    sources: tuple[str, ...]  # who measured them, the most similar first
+    alike: float  # number of sources, each counted by how similar its steps are
     slowest_us: float  # part of `high_us`: what the slowest of more ranks is expected to add
 
 

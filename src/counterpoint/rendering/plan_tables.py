@@ -166,15 +166,10 @@ def confidence_lines(found: Prediction) -> list[str]:
     lines = [f"error of the model: {found.validated}"]
     if found.interval is not None:
         each = found.interval
-        alike = (
-            f"with the same {', '.join(each.alike)}"
-            if each.alike
-            else f"of any kind, {say.percent(each.errors_within)} of them within: none are like it"
-        )
-        other = f"; {', '.join(each.differ)} may differ" if each.alike and each.differ else ""
         wider = f"; {say.tenth_milliseconds(each.slowest_us)} ms of it for the slowest rank" if each.slowest_us else ""
         lines.append(
-            f"interval: errors of {each.rows} measured steps of {len(each.sources)} sources {alike}{other}{wider}"
+            f"interval: errors of {each.rows:,} measured steps of {len(each.sources)} sources, {each.alike:.1f} of "
+            f"them alike; with its source left out, {say.percent(each.seen)} of steps like it lay within{wider}"
         )
     if found.fits_source:
         lines.append(f"P(fits): {found.fits_source}")
