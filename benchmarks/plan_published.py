@@ -15,7 +15,8 @@ Rows are files, `benchmarks/published/*.toml`, one for each source:
 What a source leaves open is set by what its software did at that time, for all of its rows alike
 (`docs/results/planner.md`). The measurements of this project on H200 are read from results/, by functions below.
 Of Ampere `matmul` and `memory` are fitted to the rows marked so. The half of all files whose names have an even crc32
-chose the clocks of `CLOCKED`, with rows of these GPUs, and what norms of operators take, with rows that have them; the
+chose the clocks of `CLOCKED`, with rows of these GPUs, what norms of operators take, with rows that have them, and
+the rate of grouped products (`GROUPED`), with rows that have experts; the
 clock of Hopper and what the host takes are also from floors of 2 and 4 x H200 and steps of 2 x H200.
 The rows of the others calibrate the intervals of a step (`plan_coverage.py`):
 
@@ -188,8 +189,9 @@ def read_source(path: Path) -> tuple[Row, ...] | tuple[MemoryRow, ...]:
 
 
 def is_chosen_with(stem: str, job: Job) -> bool:
-    """Whether a constant was chosen with a file's rows: the clock of its GPU, or what norms of operators take."""
-    return is_of_choosing_half(stem) and (job.cluster.gpu.name in CLOCKED or not job.training.fused_norms)
+    """Whether a constant was chosen with a file's rows: the clock of its GPU, what norms take, or grouped products."""
+    clocked = job.cluster.gpu.name in CLOCKED or not job.training.fused_norms
+    return is_of_choosing_half(stem) and (clocked or job.model.experts is not None)
 
 
 def is_of_choosing_half(stem: str) -> bool:

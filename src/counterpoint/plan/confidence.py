@@ -160,7 +160,8 @@ def _collectives(job: Job) -> str:
         "tp in pieces": job.parallel.pieces_tp,
         f"experts by {job.parallel.expert_exchange}": job.parallel.ep > 1
         and job.parallel.expert_exchange != "all_to_all",
-        "experts of two halves": job.parallel.ep > 1 and job.parallel.overlap_ep,
+        "experts of two halves": job.parallel.ep > 1 and job.parallel.overlap_ep in (True, "halves"),
+        "experts beside a micro-batch": job.parallel.ep > 1 and job.parallel.overlap_ep == "micro_batches",
     }
     return _listed([job.mechanism, *axes, *_true(more), *waiting])
 

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import tomllib
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from counterpoint.machine.profile import default_profile
 from counterpoint.pair.together import disturbance
+from counterpoint.plan.job.cluster import Cluster, find_gpu
+from counterpoint.plan.job.job import job_toml, parse_job
 from counterpoint.plan.job.model import Experts, Model
 from counterpoint.plan.job.parallel import Parallel, Training
+from counterpoint.plan.network.estimate import CollectiveTimes, MeshTimes
+from counterpoint.plan.network.protocols import all_levels, network_of
 from counterpoint.plan.step.data_parallel import overlapped_in_pieces_us
 from counterpoint.plan.step.exchanges import Exchange, layer_exchanges, stage_exchanges
 
@@ -108,8 +115,43 @@ def test_halves_send_as_much_in_twice_as_many_parts(how: Any) -> None:
     assert [(2 * each.count, 2 * each.ffn, each.num_bytes) for each in whole] == [
         (each.count, each.ffn, 2 * each.num_bytes) for each in halves
     ]
-    assert {each.halves for each in whole} == {False}
-    assert {each.halves for each in halves} == {True}
+    assert {each.beside for each in whole} == {""}
+    assert {each.beside for each in halves} == {"experts"}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "most", "per_token"), [(1, None, 8), (4, None, 8), (4, 1, 8), (8, 4, 8), (4, None, 1)]
+)
+def test_a_token_goes_once_to_each_node(nodes: int, most: int | None, per_token: int) -> None:
+    """Over the NIC for each node with an expert of it, over NVLink for each rank with one; the slower one counts."""
+    experts = Experts(count=256, per_token=per_token, width=1024)
+    parallel = Parallel(dp=8 * nodes, ep=8 * nodes, expert_exchange="by_node", expert_nodes=most)
+    gpu, levels = find_gpu("H100"), all_levels("h100-ndr-400")
+    times = MeshTimes(CollectiveTimes(network_of(Cluster(gpu=gpu, levels=levels))), parallel)
+    sent, _ = layer_exchanges(LLAMA, parallel, Training(sequence=8192, global_batch=128, micro_batch=2), experts)
+    reached = min(nodes, most or nodes)
+    # of 10^4 tokens whose experts are drawn: the nodes and ranks of each
+    ranks = np.random.default_rng(1).integers(0, 8 * reached, size=(10_000, per_token))
+    on_ranks, on_nodes = (np.mean([len({*row}) for row in drawn]) for drawn in (ranks, ranks // 8))
+    near = times.between(8, 1, "all_to_all", round(ARRAY * on_ranks))
+    far = times.find("ep", "all_to_all", round(ARRAY * on_nodes)).us if nodes > 1 else 0.0
+    assert sent.us(times) / sent.count == pytest.approx(max(near, far), rel=0.02)
+    every = msgspec.structs.replace(sent, per_token=0)
+    assert sent.us(times) <= every.us(times) * 1.0001
+
+
+def test_software_says_how_tokens_go_where_the_job_does_not() -> None:
+    tables: dict[str, Any] = {
+        "model": {"name": "deepseek-v3"}, "training": {"sequence": 4096, "global_batch": 64},
+        "parallel": {"dp": 64, "ep": 64}, "cluster": {"gpu": "H100", "network": "h100-ndr-400"},
+    }  # fmt: skip
+    named = {name: parse_job({**tables, "software": {"name": name}}) for name in ("DeepSeek", "AutoModel", "Megatron")}
+    ways = {name: job.parallel.expert_exchange for name, job in named.items()}
+    assert ways == {"DeepSeek": "by_node", "AutoModel": "by_node", "Megatron": "all_to_all"}
+    given = {**tables["parallel"], "expert_exchange": "all_to_all"}
+    said = parse_job({**tables, "software": {"name": "DeepSeek"}, "parallel": given})
+    assert said.parallel.expert_exchange == "all_to_all"
+    assert parse_job(tomllib.loads(job_toml(said))) == said
 
 
 @pytest.mark.parametrize(("sequence", "operations"), [(True, ["send_recv"]), (False, ["send_recv", "all_gather"])])

@@ -93,7 +93,7 @@ latency_us = 2
         (changed("zero = 3", "zero = 4"), "parallel.zero = 4: give one of 0, 1, 2, 3"),
         (
             changed("dp = 8", 'dp = 8\nexpert_exchange = "push"'),
-            'parallel.expert_exchange = "push": give one of all_to_all, gather, slabs',
+            'parallel.expert_exchange = "push": give one of all_to_all, by_node, gather, slabs',
         ),
         ('model = "llama3-8b"', "there is no table [training]"),
         (

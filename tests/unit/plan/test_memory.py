@@ -10,7 +10,7 @@ import pytest
 from counterpoint.plan.compute.layers import LocalShape
 from counterpoint.plan.compute.memory import activation_bytes, memory
 from counterpoint.plan.job.cluster import Cluster, find_gpu
-from counterpoint.plan.job.job import Job
+from counterpoint.plan.job.job import Job, parse_job
 from counterpoint.plan.job.model import Experts, Model, find_model
 from counterpoint.plan.job.parallel import Compression, Parallel, Training
 from counterpoint.plan.network.protocols import levels
@@ -53,6 +53,25 @@ def test_zero_shards_what_it_says(zero: Any, bytes_each: float) -> None:
     found = memory(job("llama3-8b", gpus=8, batch=8, dp=8, zero=zero))
     held = found.gib["parameters"] + found.gib["gradients"] + found.gib["optimizer"]
     assert held * 2**30 / 8.03e9 == pytest.approx(bytes_each, rel=0.002)
+
+
+def test_states_in_bf16_take_a_third() -> None:
+    """Two moments of two bytes and no float32 copy; published jobs that ran so are not called impossible."""
+    given = {"model": {"name": "deepseek-v3", "mtp": 0}, "cluster": {"gpu": "H100", "network": "h100-ndr-400"}}
+    parallel = {"dp": 64, "pp": 4, "ep": 64, "zero": 2, "stage_layers": [16, 15, 15, 15]}
+    whole, half = (
+        memory(
+            parse_job(
+                given
+                | {"parallel": parallel}
+                | {"training": {"sequence": 4096, "global_batch": 512, "recompute": "full", "optimizer": optimizer}}
+            )
+        )
+        for optimizer in ("adam", "adam_bf16")
+    )
+    assert half.gib["optimizer"] == pytest.approx(whole.gib["optimizer"] / 3)
+    assert half.gib["parameters"] == whole.gib["parameters"]
+    assert half.fits
 
 
 def test_a_70b_model_does_not_fit_whole() -> None:

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from counterpoint.errors import Misconfigured
 from counterpoint.machine.profile import default_profile
+from counterpoint.plan.compute.layers import LocalShape, MatmulOp, layer_work
+from counterpoint.plan.compute.roofline import GROUPED, GpuRates, cost
 from counterpoint.plan.job.cluster import Cluster, find_gpu
 from counterpoint.plan.job.job import Job, Ranks
 from counterpoint.plan.job.model import Experts, Model, find_model
@@ -57,8 +59,8 @@ def jobs(draw: st.DrawFn) -> dict[str, Any]:
     found["pieces_tp"] = found["tp"] > 1 and draw(st.booleans())
     if found["trained"] is SPARSE:
         found["ep"] = draw(st.sampled_from([n for n in (1, 2, 4) if found["dp"] * found["cp"] % n == 0]))
-        found["expert_exchange"] = draw(st.sampled_from(["all_to_all", "gather", "slabs"]))
-        found["overlap_ep"] = draw(st.booleans())
+        found["expert_exchange"] = draw(st.sampled_from(["all_to_all", "by_node", "gather", "slabs"]))
+        found["overlap_ep"] = draw(st.sampled_from([False, True, "halves", "micro_batches"]))
     return found
 
 
@@ -272,6 +274,31 @@ def test_tokens_travel_beside_the_experts_of_the_other_half() -> None:
     assert ideal.parts["expert_us"] < halves.parts["expert_us"] < 0.8 * whole.parts["expert_us"]
     assert serial.parts["expert_us"] == pytest.approx(serial.comm_us["ep"])
     assert halves.parts["matmul_us"] >= whole.parts["matmul_us"]
+
+
+def test_tokens_travel_beside_another_micro_batch() -> None:
+    """All of the way is hidden where compute is longer and nothing is disturbed; "halves" is what true means."""
+    whole, ideal, serial, halves, true = (
+        of_experts(overlap_ep=overlap, mechanism=name)
+        for overlap, name in (
+            (False, "ideal"), ("micro_batches", "ideal"), ("micro_batches", "serial"), ("halves", "ideal"),
+            (True, "ideal"),
+        )
+    )  # fmt: skip
+    assert ideal.parts["expert_us"] == pytest.approx(0.0, abs=1e-6)
+    assert serial.parts["expert_us"] == pytest.approx(whole.parts["expert_us"])
+    assert ideal.comm_us["ep"] == whole.comm_us["ep"]
+    assert ideal.step_us < true.step_us == halves.step_us
+
+
+def test_grouped_products_are_slower_than_dense_ones() -> None:
+    """By the same factor, be the model's experts many or few."""
+    dense, grouped = (MatmulOp(name="x", m=4096, n=4096, k=4096, batch=4, grouped=each) for each in (False, True))
+    rates = GpuRates.of(find_gpu("H100"), "bf16")
+    assert cost(dense, rates).math_us == pytest.approx(GROUPED * cost(grouped, rates).math_us)
+    routed = layer_work(FINE, LocalShape.of(Parallel(dp=8, ep=8), Training(sequence=512, global_batch=8)), FINE.experts)
+    names = {op.name for op in routed.forward if isinstance(op, MatmulOp) and op.grouped}
+    assert names == {"gate and up", "ffn out"}
 
 
 def test_one_sort_less_where_all_tokens_are_gathered() -> None:

@@ -67,6 +67,7 @@ class MatmulOp(Record, frozen=True, kw_only=True):
     element_bytes: int = 2
     weight_gradient: bool = False
     fp8: bool = False  # operands are in fp8; the result has two bytes per element
+    grouped: bool = False  # one kernel multiplies each expert's rows, whose number the host does not know
 
     @property
     def kernels(self) -> int:
@@ -196,7 +197,7 @@ class LocalShape(Record, frozen=True, kw_only=True):
             ep=parallel.ep,
             experts_whole=parallel.experts_cut < parallel.tp,
             exchange=parallel.expert_exchange if parallel.ep > 1 else "all_to_all",
-            halves=2 if parallel.ep > 1 and parallel.overlap_ep else 1,
+            halves=2 if parallel.ep > 1 and parallel.overlap_ep in (True, "halves") else 1,
             sequence=parallel.sequence,
             flash=training.flash_attention,
             flash_version=training.flash_version,
@@ -218,7 +219,7 @@ class LocalShape(Record, frozen=True, kw_only=True):
 
         Sizes are fixed where no host waits to know how many come, and every choice of every rank may be of this one's.
         """
-        return experts.imbalance if self.exchange == "all_to_all" else float(self.ep)
+        return experts.imbalance if self.exchange in ("all_to_all", "by_node") else float(self.ep)
 
     @property
     def tokens_between(self) -> int:
@@ -276,7 +277,8 @@ def _linear(
 
     def product(part: str, m: int, n: int, k: int, weight: bool = False) -> MatmulOp:
         return MatmulOp(
-            name=f"{name}{part}", m=m, n=n, k=k, batch=batch, element_bytes=size, weight_gradient=weight, fp8=fp8
+            name=f"{name}{part}", m=m, n=n, k=k, batch=batch, element_bytes=size, weight_gradient=weight, fp8=fp8,
+            grouped=batch > 1,
         )  # fmt: skip
 
     def cast(elements: float, *, of_norm: bool = False) -> tuple[MemoryBoundOp, ...]:

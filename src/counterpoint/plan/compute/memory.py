@@ -48,7 +48,7 @@ from counterpoint.records import Record
 
 GIB = 2.0**30
 RESERVED_GIB = 4.0
-STATE_BYTES = {"adam": 12, "adam8bit": 6, "sgd": 8}  # bytes per parameter: float32 copy and moments
+STATE_BYTES = {"adam": 12, "adam8bit": 6, "sgd": 8, "adam_bf16": 4}  # per parameter: float32 copy and moments
 
 
 class Memory(Record, frozen=True, kw_only=True):
@@ -123,7 +123,8 @@ def sharded_parameters(job: Job, stage: StagePart) -> float:
 
 def _state_bytes(training: Training) -> int:
     """Return the bytes of the optimizer's states per parameter; fp32 parameters need no master copy."""
-    return STATE_BYTES[training.optimizer] - (4 if training.precision == "fp32" else 0)
+    copy = 4 if training.precision == "fp32" and training.optimizer != "adam_bf16" else 0
+    return STATE_BYTES[training.optimizer] - copy
 
 
 def _same_in_every_stage(job: Job, stage: StagePart) -> dict[str, float]:
@@ -201,7 +202,8 @@ def _under_way(model: Model, experts: Experts, local: LocalShape, capacity_facto
     """Return the bytes of the fixed buffers that carry tokens to experts and back; all layers share them."""
     mean = float(local.tokens_between) * experts.per_token
     rows = {
-        "all_to_all": 0.0,  # counted as activations, no larger than those that an expert keeps
+        "all_to_all": 0.0,
+        "by_node": 0.0,  # counted as activations, no larger than those that an expert keeps
         "gather": 2.0 * local.ep * local.tokens_between,  # tokens of all ranks, and their sums
         "slabs": 2 * mean * capacity_factor,  # rows sent, and rows received
     }

@@ -22,6 +22,7 @@ from counterpoint.plan.compute.layers import FlashAttentionOp, MemoryBoundOp, Op
 from counterpoint.plan.job.cluster import ClusterGpu
 from counterpoint.records import Record
 
+GROUPED = 0.7  # part of a dense product's rate that grouped products of experts reach: chosen with public sources
 LOWEST = 0.3  # fraction of the highest clock or power: roughly the least that drivers allow
 MIN_DYNAMIC = 0.01  # least dynamic power, as a fraction of the power limit without static power
 
@@ -123,6 +124,7 @@ def cost(operation: Operation, rates: GpuRates) -> Cost:
     else:
         # tensor cores take more elements of k at once in fp8: the rest of a tile takes as long as in bf16
         depth, reached = (rates.peak / rates.fp8_peak, rates.efficiency.fp8) if operation.fp8 else (1.0, 1.0)
+        reached *= GROUPED if operation.grouped else 1.0
         math_us = matmul_math_us(
             operation.m, operation.n, operation.k * depth, batch=operation.batch, peak=rates.peak * reached,
             sms=rates.sms, bandwidth=rates.bandwidth, known=rates.efficiency,

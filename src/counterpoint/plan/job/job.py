@@ -41,6 +41,7 @@ from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import replace
 
 from counterpoint.errors import Misconfigured, printable
 from counterpoint.machine.profile import Disturbance, Profile
@@ -49,7 +50,7 @@ from counterpoint.plan.job.cluster import GPUS, Cluster
 from counterpoint.plan.job.cluster_table import OF_GPUS, ClusterTable
 from counterpoint.plan.job.fields import Factor, JobRecord, Name, Table, Text, check_known, parse_record
 from counterpoint.plan.job.model import Model, find_model, known_models
-from counterpoint.plan.job.parallel import Compression, Parallel, Training, check_division, on_gpus
+from counterpoint.plan.job.parallel import Compression, ExpertExchange, Parallel, Training, check_division, on_gpus
 from counterpoint.plan.job.run import Run
 from counterpoint.plan.network.protocols import SUFFIX
 from counterpoint.read_file import parse_toml, read_text
@@ -59,6 +60,7 @@ from counterpoint.records.toml import toml_table
 MAX_BYTES = 1 << 18
 ADVICE = "give a job as TOML, such as those of examples/plan"
 OVERLAPPED = ("dp", "tp", "ep")  # axes whose collectives may run beside compute; contexts' are waited for
+BY_NODE = ("deepseek", "automodel")  # software that sends a token once to each node: DeepEP, HybridEP
 MAX_LINE = 2000  # characters
 MAX_DEPTH = 8  # of tables and arrays in each other
 
@@ -82,6 +84,11 @@ class Software(JobRecord, frozen=True, kw_only=True):
         """Return the year with which the version begins; None if it begins otherwise."""
         found = re.match(r"(?:20)?([1-4]\d)[.\-]?(?:0\d|1[0-2])\b", self.version)
         return 2000 + int(found[1]) if found else None
+
+    @property
+    def expert_exchange(self) -> ExpertExchange:
+        """Return how this software's tokens get to their experts where a job does not say it."""
+        return "by_node" if self.name.casefold() in BY_NODE else "all_to_all"
 
 
 class OverlapTable(JobRecord, frozen=True, kw_only=True):
@@ -198,6 +205,8 @@ def parse_job(tables: Table, *, nodes: int | None = None, batch_grows: bool = Fa
     read = {name: parse_record(name, table, RECORDS[name]) for name, table in tables.items() if name != "model"}
     training, machines = read.pop("training"), read.pop("cluster")
     parallel, overlap = read.pop("parallel", Parallel()), read.pop("overlap", OverlapTable())
+    if "expert_exchange" not in tables.get("parallel", {}):
+        parallel = replace(parallel, expert_exchange=read.get("software", Software()).expert_exchange)
     if nodes is None:
         cluster = machines.cluster(parallel.world_size)
     else:
@@ -240,6 +249,8 @@ def job_toml(job: Job) -> str:
     if known_models().get(job.model.name) == job.model:
         tables["model"] = {"name": job.model.name}
     tables["cluster"] = _cluster_fields(job.cluster)
+    if job.software.expert_exchange != "all_to_all":  # left out, it would be that of the software
+        tables.setdefault("parallel", {})["expert_exchange"] = job.parallel.expert_exchange
     overlap = {name: tables.pop(name) for name in ("mechanism",) if name in tables} | tables.pop("mechanisms", {})
     if overlap:
         tables["overlap"] = overlap

@@ -17,7 +17,7 @@ from counterpoint.records import Record
 MAX_PARTS = 128  # stages of a pipeline, and parts of one: following the slots of more takes minutes
 MAX_TOKENS = 10**12  # of a step
 RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act"]
-ExpertExchange = Literal["all_to_all", "gather", "slabs"]
+ExpertExchange = Literal["all_to_all", "by_node", "gather", "slabs"]
 CORE_ONLY: tuple[RecomputeModule, ...] = ("core_attn",)
 
 
@@ -34,11 +34,14 @@ class Parallel(JobRecord, frozen=True, kw_only=True):
     ep: Degree = 1  # ranks that share the experts of a layer; taken from dp · cp
     # 1: experts are not cut, and ep takes ranks of tp, too; None: tp cuts them as it cuts every matrix
     expert_tp: Literal[1] | None = None
-    # with ep, how tokens get to their experts: sent by counts that are exchanged first; all gathered; or in slabs of
-    # equal size for each pair of ranks
+    # with ep, how tokens get to their experts: sent by counts that are exchanged first; once to each node and from
+    # there over NVLink (DeepEP, HybridEP); all gathered; or in slabs of equal size for each pair of ranks
     expert_exchange: ExpertExchange = "all_to_all"
     capacity_factor: Annotated[float, Meta(ge=0.1, le=1024)] = 1.25  # of a slab, over the mean of what it holds
-    overlap_ep: bool = False  # with ep, half of the tokens travel beside the experts of the other half
+    expert_nodes: Degree | None = None  # by_node: most nodes with experts of one token (node-limited routing)
+    # with ep, tokens travel beside the experts of the other half of them (true, "halves"), or beside all compute of
+    # another micro-batch (DualPipe, Megatron-Core's overlap_moe_expert_parallel_comm)
+    overlap_ep: bool | Literal["halves", "micro_batches"] = False
     zero: Literal[0, 1, 2, 3] = 0  # sharded over dp: 1: optimizer states, 2: gradients, too, 3: parameters, too (FSDP)
     shard: Degree | None = None  # with zero, ranks over which is sharded (HSDP); None: all of dp
     reshard_after_forward: bool = True  # with zero 3, parameters are gathered again in backward
@@ -107,7 +110,8 @@ class Training(JobRecord, frozen=True, kw_only=True):
     # with recompute = "full", a layer is computed again up to the last input that backward needs, not to its end: what
     # torch's checkpoint does since 2.1 without use_reentrant; Megatron-LM's does not
     early_stop: bool = False
-    optimizer: Literal["adam", "adam8bit", "sgd"] = "adam"  # decides on the bytes of its states and on its traffic
+    # decides on the bytes of its states and on its traffic; adam_bf16: parameters and moments in bf16, no float32 copy
+    optimizer: Literal["adam", "adam8bit", "sgd", "adam_bf16"] = "adam"
     grad_bytes: Literal[2, 4] = 4  # of a gradient element while it is accumulated and reduced
     flash_attention: bool = True  # attention's scores never go to memory
     flash_version: Literal[1, 2, 3] = 3  # of FlashAttention, or what is as fast: cuDNN's is as 3 on Hopper

@@ -246,6 +246,16 @@ class MeshTimes:
         members = at.members(1) if cluster.levels[0].kind != "network" else 1.0
         return int(members) if members == int(members) else 1
 
+    def reached(self, axis: Axis) -> tuple[int, int]:
+        """Return the nodes over which a group of this axis lies, and its ranks in each; one node without a network."""
+        cluster, ranks = self._times.network.cluster, self.groups[axis].ranks
+        nodes = 1 if cluster.levels[0].kind == "network" else int(reach(self.groups[axis], cluster).units[1])
+        return nodes, -(-ranks // nodes)
+
+    def find_in_node(self, axis: Axis, operation: str, num_bytes: float) -> float:
+        """Return the µs of one collective among the ranks of a group of this axis that share a node."""
+        return self.between(self.reached(axis)[1], self.groups[axis].stride, operation, round(num_bytes))
+
     def between(self, ranks: int, stride: int, operation: str, num_bytes: float) -> float:
         """Return the µs of one collective in a group of `ranks` ranks, `stride` apart, that need not be an axis."""
         return self._times.find(operation, num_bytes, Group(ranks=ranks, stride=stride)).us

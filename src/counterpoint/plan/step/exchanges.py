@@ -8,6 +8,7 @@ A = micro_batch · sequence / cp · hidden · bytes of an element; blocks are at
                   (into latent attention: of the latents instead of A)                                 arXiv 2405.04434
     cp            all_gather of keys and values  all_gather, reduce_scatter                            arXiv 2407.21783
     ep            all_to_all of the tokens' activations, there and back, both ways                     arXiv 2006.16668
+    ep, by node   as ep, but each token once to each node that has an expert of it                     DeepEP
     ep, gather    all_gather A, ids, weights;    all_gather A; reduce_scatter A and the gradients      Megatron-LM's
                   reduce_scatter A               of weights                                            `allgather`
     pp            send_recv of A / tp per stage; without sequence parallelism gathered again over tp   arXiv 2104.04473
@@ -23,9 +24,10 @@ With `Parallel.expert_tp` = 1 every rank of tp sends its own tokens to whole exp
 unless there are shared experts, which tp cuts.
 
 Tokens that are gathered are as many whatever the router chose: A of all ranks of ep, against A · per_token · imbalance
-that are sent. Exact pushes send as many bytes as all_to_all. Slabs hold `capacity_factor` times the mean; what one does
-not hold goes in a further round, so the busiest rank decides on their number. With `Parallel.overlap_ep` each of these
-comes twice, of half the tokens.
+that are sent. By node, a token goes over the NIC once for each node that has an expert of it, of n nodes on average
+n (1 - (1 - 1/n)^per_token), at most `expert_nodes`, and at the same time over NVLink once to each rank with one. Slabs
+hold `capacity_factor` times the mean; what one does not hold goes in a further round, so the busiest rank decides on
+their number. With `Parallel.overlap_ep` = "halves" each of these comes twice, of half the tokens.
 
 With `Parallel.pieces_tp` collectives with a product before or after them run beside it, in pieces, and the input is
 gathered again during the product of its gradient. Products of experts are not cut.
@@ -34,6 +36,7 @@ gathered again during the product of its gradient. Products of experts are not c
 from __future__ import annotations
 
 from math import ceil
+from typing import Literal
 
 from msgspec.structs import replace
 
@@ -60,11 +63,27 @@ class Exchange(Record, frozen=True, kw_only=True):
     backward: bool = False  # they belong to backward
     during_dw: bool = False  # they run during the products for the weights' gradients
     product: tuple[int, int] | None = None  # n and k of the product that they run beside, in pieces
-    halves: bool = False  # they come in pairs, one of which runs beside the experts
+    # what they run beside: of a pair of halves one runs beside the experts; or all beside another micro-batch
+    beside: Literal["", "experts", "micro_batch"] = ""
+    per_token: int = 0  # by node: experts of a token; 0: every choice is sent by itself
+    most_nodes: int | None = None  # by node: most nodes with experts of a token
 
     def us(self, times: MeshTimes) -> float:
         """Return the µs of all `count` collectives."""
-        return self.count * times.find(self.axis, self.operation, self.num_bytes).us
+        if self.per_token == 0:
+            return self.count * times.find(self.axis, self.operation, self.num_bytes).us
+        nodes, ranks = times.reached(self.axis)
+        chosen, copy = min(nodes, self.most_nodes or nodes), self.num_bytes / self.per_token
+        alone_us = times.find_in_node(self.axis, self.operation, copy * _distinct(chosen * ranks, self.per_token))
+        if nodes > 1:
+            once = round(copy * _distinct(chosen, self.per_token))
+            alone_us = max(alone_us, times.find(self.axis, self.operation, once).us)
+        return self.count * alone_us
+
+
+def _distinct(count: int, draws: int) -> float:
+    """Return how many of `count` places are drawn at least once, on average."""
+    return count * (1.0 - (1.0 - 1.0 / count) ** draws)
 
 
 def layer_exchanges(
@@ -183,8 +202,10 @@ def _experts(model: Model, parallel: Parallel, experts: Experts, local: LocalSha
         found = _sent_tokens(model, parallel, experts, local)
     if not parallel.overlap_ep:
         return found
+    if parallel.overlap_ep == "micro_batches":
+        return tuple(replace(each, beside="micro_batch") for each in found)
     return tuple(
-        replace(each, num_bytes=-(-each.num_bytes // 2), count=2 * each.count, ffn=2 * each.ffn, halves=True)
+        replace(each, num_bytes=-(-each.num_bytes // 2), count=2 * each.count, ffn=2 * each.ffn, beside="experts")
         for each in found
     )
 
@@ -195,11 +216,12 @@ def _sent_tokens(model: Model, parallel: Parallel, experts: Experts, local: Loca
     num_bytes = round(sent * experts.imbalance)
     if parallel.expert_exchange == "slabs":
         num_bytes, rounds = round(sent * parallel.capacity_factor), ceil(experts.imbalance / parallel.capacity_factor)
-    both = 2 * rounds
-    return (
-        Exchange(axis="ep", operation="all_to_all", num_bytes=num_bytes, count=both, ffn=both),
-        Exchange(axis="ep", operation="all_to_all", num_bytes=num_bytes, count=both, backward=True),
-    )
+    both, per_token = 2 * rounds, experts.per_token if parallel.expert_exchange == "by_node" else 0
+    forward = Exchange(
+        axis="ep", operation="all_to_all", num_bytes=num_bytes, count=both, ffn=both,
+        per_token=per_token, most_nodes=parallel.expert_nodes,
+    )  # fmt: skip
+    return forward, replace(forward, ffn=0, backward=True)
 
 
 def _gathered_tokens(model: Model, parallel: Parallel, experts: Experts, local: LocalShape) -> tuple[Exchange, ...]:

@@ -4,7 +4,8 @@ forward   = compute + every exchange                            activations are 
             those in pieces beside a product count what the product takes longer (`pieces.py`)
 backward  = compute + recomputed + exchanges; those `during_dw` run together with the weight gradients' products:
             exposed = together(dW, exchanges) - dW              (`pair/together.py`)
-halves    of exchanges with experts (`overlap_ep`): one is exposed, one runs together with the products of experts
+experts   `overlap_ep` = "halves": one half of an exchange is exposed, one runs together with the products of experts;
+            "micro_batches": it runs together with all compute of the layer, which is that of another micro-batch
 recomputed: selective: the chosen modules, a whole feed-forward block with its exchanges; full: forward again, with its
             exchanges, in all layers of a part or the first few of them, up to the last product or its input
 zero 3    + copies, and the exposed part of gathering parameters and scattering gradients (`data_parallel.py`)
@@ -199,15 +200,15 @@ def layer_time(job: Job, rates: GpuRates, prices: MeshTimes, experts: Experts | 
     back = _compute(backward, rates)
     weight_us = _weight_us(work.backward, rates)
     experts_us, experts_back_us = _experts_us(work, rates)
-    late = _exposed(job, rates, prices, sent_back, weight_us, experts_back_us)
-    for name, us in _exposed(job, rates, prices, repeated, 0.0, experts_us).items():
-        late[name] = late.get(name, 0.0) + us
     recompute_us = _compute(again, rates).total_us
+    late = _exposed(job, rates, prices, sent_back, weight_us, experts_back_us, back.total_us)
+    for name, us in _exposed(job, rates, prices, repeated, 0.0, experts_us, recompute_us).items():
+        late[name] = late.get(name, 0.0) + us
     comm_us: dict[str, float] = {}
     for exchange in (*exchanges, *repeated):
         comm_us[exchange.axis] = comm_us.get(exchange.axis, 0.0) + exchange.us(prices)
     return MicroBatchTime(
-        forward=forward.plus(TimeByPart(**_exposed(job, rates, prices, sent, 0.0, experts_us))),
+        forward=forward.plus(TimeByPart(**_exposed(job, rates, prices, sent, 0.0, experts_us, forward.total_us))),
         backward=back.plus(TimeByPart(recompute_us=recompute_us, **late)),
         weight_us=weight_us,
         launch_us=(
@@ -314,16 +315,19 @@ def _exposed(
     exchanges: Iterable[Exchange],
     weight_us: float,
     experts_us: float,
+    compute_us: float,
 ) -> dict[str, float]:
     """Return exposed µs by part; exchanges during weight gradients divide theirs in proportion to their time alone."""
     exposed: dict[str, float] = {}
-    during_dw, halves = [], []
+    during_dw, halves, others = [], [], []
     for exchange in exchanges:
         name = EXPOSED[exchange.axis]
         if exchange.during_dw:
             during_dw.append(exchange)
-        elif exchange.halves:
+        elif exchange.beside == "experts":
             halves.append((exchange.operation, exchange.us(prices) / 2))
+        elif exchange.beside == "micro_batch":
+            others.append((exchange.operation, exchange.us(prices)))
         elif exchange.product is not None:
             us = _beside_product_us(job, prices, exchange, exchange.product)
             exposed[name] = exposed.get(name, 0.0) + us
@@ -336,6 +340,9 @@ def _exposed(
             part = us / sum(alone for _, alone in comms)
             name = EXPOSED[exchange.axis]
             exposed[name] = exposed.get(name, 0.0) + (both - weight_us) * part
+    if others:
+        both = kept_us(compute_us, others, job.disturbance_of("ep"), persistent=rates.efficiency.persistent)
+        exposed["expert_us"] = both - compute_us
     if halves:  # the first half's dispatch and the second half's combine overlap nothing
         both = kept_us(experts_us, halves, job.disturbance_of("ep"), persistent=rates.efficiency.persistent)
         exposed["expert_us"] = sum(us for _, us in halves) + both - experts_us

@@ -60,6 +60,7 @@ OPTIMIZER_BYTES = {  # read and written per parameter: update; then norm 4, unsc
     "adam": 28 + 22,  # gradient, master, two moments read, three of them written: float32
     "adam8bit": 16 + 22,
     "sgd": 20 + 22,
+    "adam_bf16": 14 + 12,  # everything in two bytes, no master
 }
 QUANTILES = 2048  # of the distribution of the slowest rank
 CAST_HALF_GRADIENTS = 6  # where gradients are kept in two bytes, they are copied to float32 first
