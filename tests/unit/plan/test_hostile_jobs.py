@@ -18,12 +18,10 @@ from counterpoint.cli import main
 from counterpoint.errors import Misconfigured
 from counterpoint.plan.answer import answer
 from counterpoint.plan.job.cluster import ClusterGpu, Level
-from counterpoint.plan.job.cluster_table import ClusterTable
 from counterpoint.plan.job.fields import JobRecord
-from counterpoint.plan.job.job import OverlapTable, Ranks, Software, parse_job, read_tables
+from counterpoint.plan.job.job import ClusterTable, OverlapTable, Ranks, Run, Software, parse_job, read_tables
 from counterpoint.plan.job.model import Experts, LatentAttention, Model
 from counterpoint.plan.job.parallel import Compression, Parallel, Training
-from counterpoint.plan.job.run import Run
 
 TABLES = tomllib.loads("""
 model = { layers = 4, hidden = 256, heads = 4, vocab = 1000, experts = { count = 4, per_token = 2, width = 512 } }

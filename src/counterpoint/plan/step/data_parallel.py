@@ -112,11 +112,7 @@ def layer_collectives(
 ) -> tuple[list[CollectiveTime], list[CollectiveTime]]:
     """Return the forward and the backward collectives that zero 3 runs for a layer, or for embedding and head.
 
-    Args:
-        job: the job.
-        prices: times of its collectives.
-        count: parameters that are gathered at once.
-        element: bytes of one while it is gathered.
+    `count` parameters are gathered at once, in `element` bytes each.
     """
 
     def alone_us(axis: Axis, operation: str, num_bytes: float) -> float:
@@ -132,12 +128,7 @@ def layer_copies_us(job: Job, rates: GpuRates, count: ParameterCount, element: i
     Whole layers are copied out of the gathered buffer, and gradients into the one that is reduced, unless the mechanism
     sends every byte to where it belongs. The own shard is cast to the dtype in which it is gathered (and copied from
     there into the buffer), and its gradients back to float32.
-
-    Args:
-        job: the job.
-        rates: rates of its GPU.
-        count: parameters of the layer.
-        element: bytes of one while it is gathered.
+    A parameter has `element` bytes while it is gathered.
     """
     made, gradient = job.training.element_bytes, job.training.grad_bytes
     shard = count.total / (job.parallel.dp * job.parallel.cp)

@@ -79,12 +79,7 @@ class StageTimes(Record, frozen=True, kw_only=True):
 def in_flight(name: ScheduleName, stages: int, micro_batches: int, virtual: int = 1, *, stage: int = 0) -> float:
     """Return how many micro-batches' activations a stage holds at once, in units of a whole stage.
 
-    Args:
-        name: the schedule.
-        stages: number of stages of the pipeline.
-        micro_batches: number of micro-batches of one step.
-        virtual: parts per stage.
-        stage: which stage; the first holds most.
+    `virtual` is the number of parts per stage; of all stages, the first holds most.
     """
     if name == "gpipe":
         return float(micro_batches)
@@ -94,14 +89,7 @@ def in_flight(name: ScheduleName, stages: int, micro_batches: int, virtual: int 
 
 
 def orders(name: ScheduleName, stages: int, micro_batches: int, virtual: int = 1) -> tuple[tuple[Slot, ...], ...]:
-    """Return the operations of every stage in order; interleaved needs `micro_batches` to be a multiple of `stages`.
-
-    Args:
-        name: the schedule.
-        stages: number of stages of the pipeline.
-        micro_batches: number of micro-batches of one step.
-        virtual: parts per stage.
-    """
+    """Return the operations of every stage in order; interleaved needs `micro_batches` to be a multiple of `stages`."""
     positive("stages", stages)
     positive("micro_batches", micro_batches)
     if name == "interleaved":
