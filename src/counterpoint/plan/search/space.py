@@ -226,13 +226,7 @@ def _module_sets(job: Job) -> list[tuple[RecomputeModule, ...]]:
 def divided(job: Job, division: Division, *, pieces_tp: bool) -> Job:
     """Return the job with this division, its stages as even as possible, nothing sharded or recomputed.
 
-    Args:
-        job: the job.
-        division: its degrees.
-        pieces_tp: where there is tensor parallelism, it is in pieces.
-
-    Raises:
-        Misconfigured: the model or the batch cannot be divided so.
+    With `pieces_tp`, tensor parallelism is in pieces. Raise Misconfigured if model or batch cannot be divided so.
     """
     degrees = division._asdict()
     del degrees["micro_batch"]

@@ -195,15 +195,7 @@ def layer_times(job: Job, rates: GpuRates, prices: MeshTimes) -> LayerTimes:
 
 
 def part_time(job: Job, rates: GpuRates, prices: MeshTimes, part: StagePart, layers: LayerTimes) -> MicroBatchTime:
-    """Return the time of one micro-batch in a part of a stage: its layers, its ends, and what zero 3 adds.
-
-    Args:
-        job: the job.
-        rates: rates of its GPU.
-        prices: times of its collectives.
-        part: its layers, and whether it has embedding or head.
-        layers: times of one layer of each kind; those of multi-token prediction are as those with experts.
-    """
+    """Return the time of one micro-batch in a part of a stage: its layers, its ends, and what zero 3 adds."""
     found = layers.of_part(part, job.training.recomputed_layers(part.layers))
     found = _with_ends(found, job, rates, part, layers)
     if job.parallel.zero == 3 and job.parallel.dp * job.parallel.cp > 1:
@@ -212,14 +204,7 @@ def part_time(job: Job, rates: GpuRates, prices: MeshTimes, part: StagePart, lay
 
 
 def layer_time(job: Job, rates: GpuRates, prices: MeshTimes, experts: Experts | None = None) -> MicroBatchTime:
-    """Return the time of one micro-batch in one layer.
-
-    Args:
-        job: the job.
-        rates: rates of its GPU.
-        prices: times of its collectives.
-        experts: experts of the layer; None: a dense layer.
-    """
+    """Return the time of one micro-batch in one layer, which without `experts` is a dense one."""
     model, parallel, training = job.model, job.parallel, job.training
     work = layer_work(model, LocalShape.of(parallel, training), experts)
     exchanges = layer_exchanges(model, parallel, training, experts)

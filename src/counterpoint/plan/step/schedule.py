@@ -177,13 +177,8 @@ def least_of_any_stages_us(
     Stage s with layers of x_s and ends of e_s cannot end before before_s + micro_batches · (x_s + e_s), where
     before_s = sum of (x / virtual + 2 · send_us) of the stages before it. Within a time T it has room for
     x_s = (T - before_s) / micro_batches - e_s, or for none. The least T with room for all layers is found by halving.
-
-    Args:
-        layers_us: of all layers for one micro-batch.
-        ends_us: by stage, of what it runs besides layers.
-        micro_batches: number of micro-batches of one step.
-        virtual: parts of a stage; the first of them is no shorter than its others.
-        send_us: of one send.
+    `layers_us` and, by stage, `ends_us` are for one micro-batch; the first of a stage's `virtual` parts is no shorter
+    than its others.
     """
 
     def room_us(within_us: float) -> float:
