@@ -27,9 +27,10 @@ recursive doubling; NCCL's src/graph/tuning.cc for steps of ring and tree; NCCL 
 channel at once (NCCL_MAX_DEV_WORK_P2P_PER_BATCH).
 
 In NCCL's own model the time of each candidate, an algorithm with a protocol, is a line over the bytes S, latency +
-rate · S, and NCCL takes the lowest line. The time predicted is that of the network's figures, fitted ones where something was
-measured, and jumps where NCCL changes its choice. It would fall there if NCCL changed too late. Such a fall was never
-measured and is not modelled: the prediction is never less than what a former choice cost at the last of its sizes.
+rate · S, and NCCL takes the lowest line. The time predicted is that of the network's figures, fitted ones where
+something was measured, and jumps where NCCL changes its choice. It would fall there if NCCL changed too late. Such a
+fall was never measured and is not modelled: the prediction is never less than what a former choice cost at the last of
+its sizes.
 
 Where figures were fitted, NCCL's choice is that on the links that were measured, for each size, also where a job has
 other links: at which size NCCL changes there was not measured. So more bandwidth or less latency never takes longer.
