@@ -70,7 +70,7 @@ class Ranks(JobRecord, frozen=True, kw_only=True):
     jitter: Annotated[float, Meta(ge=0, le=10)] = 0.0
 
 
-class Software(JobRecord, frozen=True, kw_only=True):
+class TrainingSoftware(JobRecord, frozen=True, kw_only=True):
     """Names the training software of a job: no figure depends on it, only which measured steps are alike."""
 
     name: Name = "unknown"  # Megatron, FSDP2, DeepSpeed, MaxText, nanotron, ...
@@ -223,7 +223,7 @@ class Job(Record, frozen=True, kw_only=True):
     mechanisms: dict[str, str] = msgspec.field(default_factory=dict)  # of axes in OVERLAPPED that have another one
     compression: Compression | None = None  # of gradients; None: sent whole
     ranks: Ranks = Ranks()  # how much they differ in speed
-    software: Software = Software()
+    software: TrainingSoftware = TrainingSoftware()
     run: Run | None = None  # the training that the step is one of; None: only the step is asked for
 
     def __post_init__(self) -> None:
@@ -260,7 +260,7 @@ class Job(Record, frozen=True, kw_only=True):
 
 RECORDS: dict[str, type[Any]] = {  # of the tables of a job's file
     "model": Model, "training": Training, "parallel": Parallel, "cluster": ClusterTable, "overlap": OverlapTable,
-    "compression": Compression, "ranks": Ranks, "software": Software, "run": Run,
+    "compression": Compression, "ranks": Ranks, "software": TrainingSoftware, "run": Run,
 }  # fmt: skip
 
 
