@@ -25,7 +25,7 @@ from counterpoint.measurement.api import count_ranks, measure_parts
 from counterpoint.measurement.suites import GEMM, LOADS, pairs_of
 from counterpoint.pair.together import REDUCTIONS
 from counterpoint.records.measurement import Block, Scenario
-from counterpoint.rendering.measurement_text import markdown
+from counterpoint.rendering.measurement_tables import markdown
 
 __all__ = [
     "BUDGET",

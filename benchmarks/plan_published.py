@@ -56,7 +56,7 @@ from counterpoint.plan.confidence import (
 )
 from counterpoint.plan.job.cluster import Cluster, Level, find_gpu
 from counterpoint.plan.job.fields import parse_record
-from counterpoint.plan.job.job import RECORDS, Job, Software, parse_job, read_tables
+from counterpoint.plan.job.job import RECORDS, Job, TrainingSoftware, parse_job, read_tables
 from counterpoint.plan.job.model import Model, model_flops
 from counterpoint.plan.job.parallel import Parallel, Training
 from counterpoint.plan.network.estimate import CollectiveTimes
@@ -66,7 +66,7 @@ from counterpoint.records import Record
 
 ROOT = Path(__file__).resolve().parents[1]
 PUBLISHED = ROOT / "benchmarks" / "published"
-SOFTWARE = Software(name="FSDP2", version="2026-11")
+SOFTWARE = TrainingSoftware(name="FSDP2", version="2026-11")
 OWN = "this project"  # the source of rows that are not public
 COLUMNS = ("group", "row", "published", "unit", "predicted", "error", "exposed", "bubble")
 GROUP_COLUMNS = ("source", "rows", "mean", "bias", "worst")

@@ -137,7 +137,7 @@ def _summary(record: dict[str, Any]) -> dict[str, Any]:
     import msgspec
 
     from counterpoint.records.measurement import Measurement
-    from counterpoint.rendering.measurement_summary import summary
+    from counterpoint.rendering.measurement_tables import summary
 
     return short | {"summary": msgspec.to_builtins(summary(msgspec.convert(record, Measurement), None))}
 

@@ -33,10 +33,9 @@ from scipy.optimize import least_squares
 
 from counterpoint.errors import Misconfigured, printable
 from counterpoint.plan.job.cluster import Cluster
-from counterpoint.plan.network.algorithms import ALGORITHMS, own_share, schedule
+from counterpoint.plan.network.algorithms import ALGORITHMS, own_share, schedule, shared_gb_per_s
 from counterpoint.plan.network.estimate import estimate
 from counterpoint.plan.network.group import Group, reach
-from counterpoint.plan.network.nccl_choice import shared_gb_per_s
 from counterpoint.plan.network.nccl_tests import Measured
 from counterpoint.plan.network.protocols import (
     OPERATIONS,

@@ -91,7 +91,7 @@ def test_results_that_cannot_be_printed_are_an_error(monkeypatch: pytest.MonkeyP
     def full(*arguments: object) -> None:
         raise CounterpointError("cannot write to standard output: No space left on device")
 
-    monkeypatch.setattr("counterpoint.rendering.measurement_text.render", full)
+    monkeypatch.setattr("counterpoint.rendering.measurement_tables.render", full)
     with pytest.raises(CounterpointError, match=r"No space left on device; the results are in .*x.json"):
         run(monkeypatch, "--out", tmp_path / "x.json")
 

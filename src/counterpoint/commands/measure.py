@@ -84,7 +84,7 @@ def _write(measured: Measurement, out: Path | None, table: Path | None, html: Pa
             text = text.replace(first_key, b"\n" + first_key)
         write_file(out, text + b"\n")
     if table is not None:
-        from counterpoint.rendering.measurement_text import markdown
+        from counterpoint.rendering.measurement_tables import markdown
 
         write_file(table, markdown(measured).encode())
     if html is not None:
@@ -97,10 +97,10 @@ def _write(measured: Measurement, out: Path | None, table: Path | None, html: Pa
 def _print(measured: Measurement, out: Path | None, wrote: Sequence[Path | None], *, quiet: bool) -> None:
     import msgspec
 
-    from counterpoint.rendering.measurement_summary import summary
+    from counterpoint.rendering.measurement_tables import summary
 
     if not quiet:
-        from counterpoint.rendering.measurement_text import render
+        from counterpoint.rendering.measurement_tables import render
 
         show(lambda console: render(measured, console), wrote, in_a_file=IN_A_FILE)
     print(msgspec.json.encode(summary(measured, None if out is None else str(out))).decode(), flush=True)

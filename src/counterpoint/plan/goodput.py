@@ -19,9 +19,8 @@ from math import expm1, inf, sqrt
 
 from counterpoint.errors import Misconfigured
 from counterpoint.plan.compute.memory import STATE_BYTES
-from counterpoint.plan.job.job import Job
+from counterpoint.plan.job.job import Job, Run
 from counterpoint.plan.job.parallel import Parallel, deal_layers, part_parameters, whole_stage
-from counterpoint.plan.job.run import Run
 from counterpoint.records import Record
 from counterpoint.records.prediction import RunLoss, TrainingRun
 

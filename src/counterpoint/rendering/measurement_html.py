@@ -11,8 +11,14 @@ from statistics import fmean
 from counterpoint.records.measurement import Measurement, Row
 from counterpoint.rendering import formatting as say
 from counterpoint.rendering.figures import Axis, Figure, Look, Marks, Panel, Symbol
-from counterpoint.rendering.measurement_summary import mechanism_summaries
-from counterpoint.rendering.measurement_text import ORDERS, detail_tables, scope, summary_tables, where_table
+from counterpoint.rendering.measurement_tables import (
+    ORDERS,
+    detail_tables,
+    mechanism_summaries,
+    scope,
+    summary_tables,
+    where_table,
+)
 from counterpoint.rendering.safe_html import Page, clean, write_page
 from counterpoint.rendering.table import Table
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from counterpoint.errors import printable
+from counterpoint.records.measurement import Environment
 from counterpoint.rendering.figures import Figure
 
 UNKNOWN = "–"
@@ -133,6 +134,28 @@ class Table:
         """Return the texts of all rows, one per column; in a short row, empty texts come before the last."""
         found = [[text for *_, text in self.cells(each)] for each in self.filled()]
         return [[*texts[:-1], *[""] * (len(self.columns) - len(texts)), texts[-1]] for texts in found]
+
+
+def machine_line(where: Environment) -> str:
+    """Return GPUs and versions in one line: `8 × NVIDIA H200 · torch 2.11.0 · NCCL 2.28.9`."""
+    nccl = [f"NCCL {where.nccl}"] if where.nccl else []
+    return " · ".join([f"{where.world_size} × {where.gpu or where.device}", f"torch {where.torch}", *nccl])
+
+
+def environment_table(title: str, where: Environment, unit: str = "", **more: str) -> Table:
+    """Return a table of the known properties of the machine and the call, and of `more` by name."""
+    versions = {"driver": where.driver, "torch": where.torch, "NCCL": where.nccl, "counterpoint": where.counterpoint}
+    facts = {
+        "device": f"{where.world_size} × {where.gpu or where.device}",
+        "software": ", ".join(f"{name} {version}" for name, version in versions.items() if version),
+        "commit": (where.commit or "")[:12],
+        "command": " ".join(where.command),
+        "date": where.date,
+        **more,
+        "variables": " ".join(f"{name}={value}" for name, value in sorted(where.variables.items())),
+    }
+    rows = [row(name, value) for name, value in facts.items() if value]
+    return Table(title=title, unit=unit, columns=(Column(""), Column("", limit=600)), rows=rows)
 
 
 def markdown(table: Table) -> str:

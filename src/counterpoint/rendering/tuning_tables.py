@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 from counterpoint.records.tuning import StepTuning, StepVariant, Tried, Tuned, TunedPair
 from counterpoint.rendering import formatting as say
-from counterpoint.rendering.environment import environment_table, machine_line
 from counterpoint.rendering.safe_html import Page, write_page
-from counterpoint.rendering.table import BarPart, Column, LengthBar, Table
+from counterpoint.rendering.table import BarPart, Column, LengthBar, Table, environment_table, machine_line
 
 if TYPE_CHECKING:
     from rich.console import Console

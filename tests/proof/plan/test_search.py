@@ -24,6 +24,8 @@ from counterpoint.plan.network.estimate import CollectiveTimes, MeshTimes
 from counterpoint.plan.network.protocols import levels, network_of
 from counterpoint.plan.search.search import search
 from counterpoint.plan.search.space import (
+    balanced,
+    balanced_job,
     check_fixed,
     divided,
     divisions,
@@ -34,7 +36,6 @@ from counterpoint.plan.search.space import (
     sharded,
     shardings,
 )
-from counterpoint.plan.search.stages import balanced, balanced_job
 from counterpoint.plan.step.layer_time import end_us, layer_times
 from counterpoint.plan.step.step import predict_step
 

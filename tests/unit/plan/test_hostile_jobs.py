@@ -18,12 +18,10 @@ from counterpoint.cli import main
 from counterpoint.errors import Misconfigured
 from counterpoint.plan.answer import answer
 from counterpoint.plan.job.cluster import ClusterGpu, Level
-from counterpoint.plan.job.cluster_table import ClusterTable
 from counterpoint.plan.job.fields import JobRecord
-from counterpoint.plan.job.job import OverlapTable, Ranks, Software, parse_job, read_tables
+from counterpoint.plan.job.job import ClusterTable, OverlapTable, Ranks, Run, TrainingSoftware, parse_job, read_tables
 from counterpoint.plan.job.model import Experts, LatentAttention, Model
 from counterpoint.plan.job.parallel import Compression, Parallel, Training
-from counterpoint.plan.job.run import Run
 
 TABLES = tomllib.loads("""
 model = { layers = 4, hidden = 256, heads = 4, vocab = 1000, experts = { count = 4, per_token = 2, width = 512 } }
@@ -54,7 +52,7 @@ PLACES: dict[type[JobRecord], tuple[str | int, ...]] = {
     Compression: ("compression",),
     Ranks: ("ranks",),
     Run: ("run",),
-    Software: ("software",),
+    TrainingSoftware: ("software",),
 }
 NUMBERS: list[Any] = [math.nan, math.inf, -math.inf, -1, -0.5, 0, 1, 3, 0.5, 2**31, 2**63, 10**4000, 1e300, 5e-324]
 OTHERS: list[Any] = [True, "", "x", "\x1b[2J", "x" * 100_000, [], [[1]], {}, {"x": {"y": 1}}, date(2020, 1, 1)]

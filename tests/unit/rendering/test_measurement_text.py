@@ -9,13 +9,14 @@ import pytest
 from rich.console import Console
 
 from counterpoint.records.measurement import Measurement, Usage
-from counterpoint.rendering.measurement_summary import (
+from counterpoint.rendering.measurement_tables import (
+    markdown,
     matmul_summaries,
     mean_hidden,
     mechanism_summaries,
+    render,
     summary,
 )
-from counterpoint.rendering.measurement_text import markdown, render
 from tests.support import example_measurement as measured
 
 

@@ -260,17 +260,9 @@ def _linear(
     fp8: bool = True,
     normed: bool = False,
 ) -> LayerWork:
-    """Return the operations of a linear layer: one product forward, two backward.
+    """Return the operations of a linear layer: `batch` products [m, k] x [k, n] forward, twice as many backward.
 
-    Args:
-        name: of the product.
-        local: tokens of the rank.
-        n: columns of the weight.
-        k: its rows.
-        m: rows of the input; None: all tokens.
-        batch: products of this shape.
-        fp8: whether it is in fp8 where the job is.
-        normed: whether a norm writes its input.
+    Without `m`, all tokens are its input, which a norm writes if `normed`; `fp8`: it is in fp8 where the job is.
     """
     rows, size = local.tokens if m is None else m, local.element_bytes
     fp8 = fp8 and bool(local.fp8)

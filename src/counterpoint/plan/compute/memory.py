@@ -224,12 +224,7 @@ def activation_bytes(
 ) -> float:
     """Return the bytes of activations that one layer keeps for one micro-batch on one rank.
 
-    Args:
-        model: widths.
-        local: the part of the micro-batch that the rank works on.
-        recompute: what backward computes again.
-        experts: experts of the layer; None: a dense layer.
-        modules: what selective recomputation computes again.
+    Backward computes `recompute` again; where that is selective, `modules`. Without `experts` the layer is dense.
     """
     dropped = modules if recompute == "selective" else ()
     size, wide = local.element_bytes, float(local.tokens_between) * model.hidden

@@ -4,9 +4,7 @@ fields.py    records of tables of a file, and what is said of a field that is wr
 model.py     `Model`, `find_model` for those with a name (models.toml), parameters and FLOP
 parallel.py  `Parallel`, `Training`, `Compression`; how layers are divided among the stages of a pipeline
 cluster.py   `Cluster`: a GPU, by name or by its figures, and the levels of network above it
-run.py       `Run`: the whole training, its failures and prices
-cluster_table.py  the table of a cluster in a job's file, and clusters of other sizes
-job.py       `Job`, which joins them, and the reader of its TOML file
+job.py       `Job`, which joins them, and the reader of its TOML file; `Run`, the whole training
 changes.py   changes of a job by flags and fields, and sweeps over their values
 foreign/     readers of config.json of Hugging Face and of the arguments that Megatron-LM prints
 """

@@ -17,9 +17,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from counterpoint.errors import Misconfigured, NoSuchValue, printable
-from counterpoint.plan.job.cluster_table import OF_GPUS, with_gpus
 from counterpoint.plan.job.fields import Table, parse_record, read_value
-from counterpoint.plan.job.job import RECORDS, Job, parse_job
+from counterpoint.plan.job.job import OF_GPUS, RECORDS, Job, parse_job, with_gpus
 from counterpoint.plan.job.model import divides
 from counterpoint.plan.job.parallel import Parallel, on_gpus
 

@@ -37,7 +37,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -46,13 +46,11 @@ from msgspec.structs import replace
 from counterpoint.errors import Misconfigured, printable
 from counterpoint.machine.profile import Disturbance, Profile
 from counterpoint.pair.together import disturbance
-from counterpoint.plan.job.cluster import GPUS, Cluster
-from counterpoint.plan.job.cluster_table import OF_GPUS, ClusterTable
-from counterpoint.plan.job.fields import Factor, JobRecord, Name, Table, Text, check_known, parse_record
+from counterpoint.plan.job.cluster import GPUS, Cluster, ClusterGpu, Level, find_gpu
+from counterpoint.plan.job.fields import Count, Factor, JobRecord, Name, Rate, Table, Text, check_known, parse_record
 from counterpoint.plan.job.model import Model, find_model, known_models
 from counterpoint.plan.job.parallel import Compression, ExpertExchange, Parallel, Training, check_division, on_gpus
-from counterpoint.plan.job.run import Run
-from counterpoint.plan.network.protocols import SUFFIX
+from counterpoint.plan.network.protocols import SUFFIX, all_levels, levels, own_file, read_network
 from counterpoint.read_file import parse_toml, read_text
 from counterpoint.records import Record
 from counterpoint.records.toml import toml_table
@@ -73,7 +71,7 @@ class Ranks(JobRecord, frozen=True, kw_only=True):
     jitter: Annotated[float, Meta(ge=0, le=10)] = 0.0
 
 
-class Software(JobRecord, frozen=True, kw_only=True):
+class TrainingSoftware(JobRecord, frozen=True, kw_only=True):
     """Names the training software of a job: no figure depends on it, only which measured steps are alike."""
 
     name: Name = "unknown"  # Megatron, FSDP2, DeepSpeed, MaxText, nanotron, ...
@@ -91,6 +89,32 @@ class Software(JobRecord, frozen=True, kw_only=True):
         return "by_node" if self.name.casefold() in BY_NODE else "all_to_all"
 
 
+Tokens = Annotated[float, Meta(ge=1, le=1e16)]  # the largest trainings have some 10^13
+Hours = Annotated[float, Meta(ge=1e-2, le=1e9)]
+
+
+class Run(JobRecord, frozen=True, kw_only=True):
+    """Describes the training to which a job's step belongs. Checkpoints are written if machines fail, or if asked."""
+
+    tokens: Tokens | None = None  # that are trained on; the last step is a whole one
+    steps: Annotated[int, Meta(ge=1, le=1_000_000_000)] | None = None  # instead of tokens
+    price_per_gpu_hour: Annotated[float, Meta(ge=0, le=1e6)] | None = None  # in any currency
+    gpu_mtbf_hours: Hours | None = None  # mean time between failures that one GPU causes; None: none
+    node_mtbf_hours: Hours | None = None  # that a node causes, besides those of its GPUs; None: none
+    restart_minutes: Annotated[float, Meta(ge=0, le=1e6)] = 10.0  # from a failure until training goes on
+    checkpoint_minutes: Annotated[float, Meta(ge=1e-3, le=1e7)] | Literal["optimal"] = "optimal"  # of work between two
+    checkpoint_seconds: Annotated[float, Meta(ge=0, le=1e6)] | None = None  # that training waits; None: size / storage
+    checkpoint_gb: Rate | None = None  # of all ranks together; None: parameters and states of the optimizer
+    storage_gb_per_s: Rate = 100.0  # at which all ranks together write: assumed
+
+    def __post_init__(self) -> None:
+        if (self.tokens is None) == (self.steps is None):
+            given = "both" if self.steps is not None else "neither"
+            raise Misconfigured(f"run.tokens and run.steps: {given} given; give one of them")
+        if self.checkpoint_seconds is not None and self.checkpoint_gb is not None:
+            raise Misconfigured("run.checkpoint_seconds with run.checkpoint_gb: both say how long one takes; give one")
+
+
 class OverlapTable(JobRecord, frozen=True, kw_only=True):
     """Holds the table [overlap] of a job's file: the mechanism by which collectives overlap with compute."""
 
@@ -98,6 +122,100 @@ class OverlapTable(JobRecord, frozen=True, kw_only=True):
     dp: Name | None = None  # of one axis, where it has another mechanism
     tp: Name | None = None
     ep: Name | None = None
+
+
+OF_GPUS = ("clock_ghz", "power_watts", "machine")  # fields of a GPU that the table [cluster] may have, too
+
+
+class ClusterTable(JobRecord, frozen=True, kw_only=True):
+    """Holds the fields of the table [cluster] in a job's file."""
+
+    gpu: Name | ClusterGpu
+    gpus: Count | None = None  # None: as many as the job has ranks, or the levels hold
+    network: Text | None = None
+    levels: tuple[Level, ...] | None = None  # instead of a network, inside out
+    fits: Text = ""  # file of a network of one's own, whose fitted protocols count for `levels`
+    clock_ghz: Rate | None = None
+    power_watts: Rate | None = None
+    machine: Text = ""
+    nic_gbit: Rate | None = None  # Gb/s of one GPU's NIC, instead of the network's
+    nics: Annotated[int, Meta(ge=1, le=1024)] | None = None  # of a node; the network has one for each GPU
+    failed_nics: Annotated[int, Meta(ge=0, le=1023)] | None = None  # that one node has lost, for which all others wait
+    oversubscription: Factor | None = None  # of the topmost level that the job crosses
+
+    def __post_init__(self) -> None:
+        if (self.network is None) == (self.levels is None):
+            raise Misconfigured("cluster: give either network, a name, or levels, inside out")
+        if self.network is not None and self.fits:
+            raise Misconfigured("cluster.fits with cluster.network: it is for levels; name its file as network instead")
+
+    def cluster(self, ranks: int) -> Cluster:
+        """Return the cluster without NIC settings (`linked` applies those); without `gpus` it has `ranks` GPUs."""
+        gpu = self.gpu if isinstance(self.gpu, ClusterGpu) else find_gpu(self.gpu)
+        gpu = replace(gpu, **{name: value for name in OF_GPUS if (value := getattr(self, name))})
+        if self.network is not None:
+            found = levels(self.network, self.gpus or ranks)
+            return Cluster(gpu=gpu, levels=found, network=self.network, fits=own_file(self.network))
+        if self.fits:
+            try:
+                read_network(self.fits)
+            except Misconfigured as error:
+                raise Misconfigured(f"cluster.fits = {error}") from None
+        written = Cluster(gpu=gpu, levels=self.levels or (), fits=self.fits)
+        if self.gpus not in (None, written.num_gpus):
+            raise Misconfigured(
+                f"cluster.gpus = {self.gpus} with levels whose last holds {written.num_gpus} GPUs: leave it out"
+            )
+        return written
+
+    def on_nodes(self, nodes: int) -> tuple[int, Cluster]:
+        """Return the number of GPUs of `nodes` nodes, and the cluster with them."""
+        alone = replace(self, gpus=None)
+        if self.network is None:
+            written = alone.cluster(1)
+            gpus = nodes * written.gpus_per_node
+            return gpus, with_gpus(written, gpus)
+        gpus = nodes * all_levels(self.network)[0].size
+        return gpus, alone.cluster(gpus)
+
+    def linked(self, cluster: Cluster, ranks: int) -> Cluster:
+        """Return the cluster with `nic_gbit`, `nics`, `failed_nics` and `oversubscription` applied.
+
+        All levels of a named network are written out, also those above the job, so that it can grow afterwards.
+
+        Raises:
+            Misconfigured: the job uses no network between nodes.
+        """
+        changes = (self.nic_gbit, self.nics, self.failed_nics, self.oversubscription)
+        if changes == (None, None, None, None):
+            return cluster
+        top = cluster.level_of(ranks)
+        if cluster.levels[top].kind != "network":
+            raise Misconfigured(
+                f"cluster.nic_gbit, nics, failed_nics, oversubscription: all ranks are below one "
+                f"{cluster.levels[top].name}: give nodes, or a job that has more ranks, first"
+            )
+        whole = cluster.levels if cluster.network is None else all_levels(cluster.network)
+        whole = whole if whole[-1].size >= cluster.num_gpus else cluster.levels
+        changed = [self._linked(each, cluster.gpus_per_node) if each.kind == "network" else each for each in whole]
+        if self.oversubscription is not None:
+            changed[top] = replace(changed[top], oversubscription=self.oversubscription)
+        return replace(cluster, levels=tuple(changed), network=None)
+
+    def _linked(self, level: Level, gpus_per_node: int) -> Level:
+        rate = level.gb_per_s if self.nic_gbit is None else self.nic_gbit / 8
+        part = 1.0 if self.nics is None else self.nics / gpus_per_node
+        lost = level.failed_nics if self.failed_nics is None else self.failed_nics
+        return replace(level, gb_per_s=rate * part, failed_nics=lost)
+
+
+def with_gpus(cluster: Cluster, gpus: int) -> Cluster:
+    """Return the cluster with `gpus` GPUs: a named network is rebuilt; of explicit levels only the last may grow."""
+    if cluster.network is not None:
+        return replace(cluster, levels=levels(cluster.network, gpus))
+    *below, last = cluster.levels
+    unit = below[-1].size if below else 1
+    return replace(cluster, levels=(*below, replace(last, size=max(last.size, -(-gpus // unit) * unit))))
 
 
 class Job(Record, frozen=True, kw_only=True):
@@ -111,7 +229,7 @@ class Job(Record, frozen=True, kw_only=True):
     mechanisms: dict[str, str] = msgspec.field(default_factory=dict)  # of axes in OVERLAPPED that have another one
     compression: Compression | None = None  # of gradients; None: sent whole
     ranks: Ranks = Ranks()  # how much they differ in speed
-    software: Software = Software()
+    software: TrainingSoftware = TrainingSoftware()
     run: Run | None = None  # the training that the step is one of; None: only the step is asked for
 
     def __post_init__(self) -> None:
@@ -148,7 +266,7 @@ class Job(Record, frozen=True, kw_only=True):
 
 RECORDS: dict[str, type[Any]] = {  # of the tables of a job's file
     "model": Model, "training": Training, "parallel": Parallel, "cluster": ClusterTable, "overlap": OverlapTable,
-    "compression": Compression, "ranks": Ranks, "software": Software, "run": Run,
+    "compression": Compression, "ranks": Ranks, "software": TrainingSoftware, "run": Run,
 }  # fmt: skip
 
 
@@ -206,7 +324,7 @@ def parse_job(tables: Table, *, nodes: int | None = None, batch_grows: bool = Fa
     training, machines = read.pop("training"), read.pop("cluster")
     parallel, overlap = read.pop("parallel", Parallel()), read.pop("overlap", OverlapTable())
     if "expert_exchange" not in tables.get("parallel", {}):
-        parallel = replace(parallel, expert_exchange=read.get("software", Software()).expert_exchange)
+        parallel = replace(parallel, expert_exchange=read.get("software", TrainingSoftware()).expert_exchange)
     if nodes is None:
         cluster = machines.cluster(parallel.world_size)
     else:

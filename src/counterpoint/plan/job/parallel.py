@@ -192,12 +192,6 @@ class Compression(JobRecord, frozen=True, kw_only=True):
 def on_gpus(parallel: Parallel, training: Training, gpus: int, *, batch_grows: bool) -> tuple[Parallel, Training]:
     """Return degrees and batch of a job on `gpus` GPUs, with dp adjusted; the global batch is kept, or grows with dp.
 
-    Args:
-        parallel: degrees of the job.
-        training: its batch.
-        gpus: number of GPUs.
-        batch_grows: the batch grows with the replicas (weak scaling); False: it stays (strong scaling).
-
     Raises:
         Misconfigured: a replica does not divide the GPUs, or the replicas do not divide the batch that grows.
     """

@@ -2,7 +2,7 @@
 
     T = base + (H^j + X^j)^(1/j) + O + fill · √(base · X)      H hops, X links, O the own shard (`protocols.py`)
 
-Each protocol has the figures of the network at hand, fitted ones where something was measured; `nccl_choice.py` says
+Each protocol has the figures of the network at hand, fitted ones where something was measured; `algorithms.py` says
 which one NCCL takes. `algorithm` asks for the time of another algorithm, whether or not NCCL offers it.
 """
 
@@ -11,9 +11,17 @@ from __future__ import annotations
 from counterpoint.errors import Misconfigured, printable
 from counterpoint.machine.bus_bandwidth import bus_factor
 from counterpoint.plan.job.parallel import Parallel
-from counterpoint.plan.network.algorithms import ALGORITHMS, nccl_algorithms, schedule
+from counterpoint.plan.network.algorithms import (
+    ALGORITHMS,
+    Candidate,
+    Links,
+    candidates,
+    group_gb_per_s,
+    nccl_algorithms,
+    nccl_choice,
+    schedule,
+)
 from counterpoint.plan.network.group import Axis, Group, axes, reach
-from counterpoint.plan.network.nccl_choice import Candidate, Links, candidates, group_gb_per_s, nccl_choice
 from counterpoint.plan.network.protocols import OPERATIONS, Network
 from counterpoint.records import Record
 

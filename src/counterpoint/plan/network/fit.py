@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from counterpoint.errors import Misconfigured, printable
 from counterpoint.machine.gpus import find_gpu as find_sheet
 from counterpoint.plan.job.cluster import Cluster, find_gpu
+from counterpoint.plan.network.algorithms import shared_gb_per_s
 from counterpoint.plan.network.estimate import estimate
 from counterpoint.plan.network.group import Group, reach
-from counterpoint.plan.network.nccl_choice import shared_gb_per_s
 from counterpoint.plan.network.nccl_tests import Measured, NcclTestsRun, read_nccl_tests
 from counterpoint.plan.network.protocols import (
     OPERATIONS,

@@ -4,9 +4,9 @@
     time of a level = bytes that its busiest GPU sends there / GB/s of one GPU
 
 Hosts are taken as listed, in tree order, and in tree order with the hosts of a group kept together (`Topology.packed`).
-From the cheapest of these orders, ranks of two hosts and whole hosts are swapped while that lowers C. Of orders that
-cost the same, rings and groups that follow the tree win: over leaves A, B, A, B a ring runs A, A, B, B. Every cost that
-is told is exact: groups are counted, not expanded.
+From the cheapest of these orders, ranks of two hosts and whole hosts are swapped while that lowers C, for at most
+`MAX_WORK`. Of orders that cost the same, rings and groups that follow the tree win: over leaves A, B, A, B a ring runs
+A, A, B, B. Every cost that is told is exact: groups are counted, not expanded.
 """
 
 from __future__ import annotations
@@ -18,17 +18,21 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from counterpoint.errors import Misconfigured
-from counterpoint.plan.placement.swaps import swapped
 from counterpoint.plan.placement.topology import Topology
 from counterpoint.plan.placement.traffic import AxisTraffic, RankTraffic
 from counterpoint.records import Record
 from counterpoint.records.prediction import LevelLoad, RankOrder
 
 I64 = NDArray[np.int64]
+F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
 RANDOM_ORDERS = 5  # number of random orders whose mean is reported as "random"
 CYCLES = 3  # of swapping ranks, then hosts
 MAX_SWAPPED = 4_096  # ranks, and hosts: a matrix of each two is made
+MAX_WORK = 1.3e9  # pairs that are tried, half of them in the first cycle: some 20 s of CPU for 4,096 ranks
+BINS_OF_A_PAIR = 800  # in a sum over bins that takes as long as one pair
+ROWS = 128  # of a matrix that are held in the cache
+WORTH = 1e-6  # fraction of a vertex's mean cost: smaller gains are float32 rounding errors
 
 
 class Placement(Record, frozen=True, kw_only=True):
@@ -104,17 +108,77 @@ def _improved(traffic: RankTraffic, topology: Topology, slots: I64) -> tuple[I64
     free = np.setdiff1d(np.arange(size), slots)
     hosts, done = np.concatenate([slots, free]) // topology.gpus, []  # a row for each rank, then one for each free slot
     matrix = traffic.between(np.arange(traffic.world_size), size) if size <= MAX_SWAPPED else None
+    work = MAX_WORK
     for _ in range(CYCLES):
         ranks_swapped = 0
+        work /= 2
         if matrix is not None:
-            hosts, ranks_swapped = swapped(matrix, hosts, topology.host_distance)
+            hosts, ranks_swapped = _swapped(matrix, hosts, topology.host_distance, work=work)
         apart = traffic.between(hosts[: traffic.world_size], count)
-        to, hosts_swapped = swapped(apart, np.arange(count), topology.host_distance)
+        to, hosts_swapped = _swapped(apart, np.arange(count), topology.host_distance, work=work)
         hosts = to[hosts]
         done.append(f"{ranks_swapped} swaps of ranks, {hosts_swapped} of hosts")
         if not hosts_swapped:
             break
     return _seated(hosts[: traffic.world_size], topology.gpus), "; ".join(done)
+
+
+def _swapped(matrix: F64, bins: I64, distance: F32, *, work: float) -> tuple[I64, int]:
+    """Return the bins after swapping two vertices at a time while that lowers Σ D · M, and the number of swaps.
+
+    With E[i, j] = Σ_k M(i, k) · D(bin of j, bin of k), what i would cost in the place of j, their swap changes the sum
+    by E[i, j] - E[i, i] + E[j, i] - E[j, j] + M(i, j) · (2 D(i, j) - D(i, i) - D(j, j)); the last term, because E sees
+    the other at its old place. A round looks at all pairs, and makes as many of the best swaps as lower the sum
+    together, no bin twice: the local search of quadratic assignment (Koopmans and Beckmann 1957).
+
+    Args:
+        matrix: M, `[vertices, vertices]`, symmetric, with a diagonal of 0.
+        bins: `[vertices]`, the bin of each vertex; bins keep their sizes.
+        distance: D, `[bins, bins]`, symmetric, its diagonal the distance inside a bin.
+        work: most pairs that are tried, at least those of two rounds.
+    """
+    traffic, swaps = (matrix / (matrix.max(initial=0.0) or 1.0)).astype(np.float32), 0
+    cost = _cost(traffic, bins, distance)
+    for _ in range(max(2, int(work / (matrix.size * (1 + len(distance) / BINS_OF_A_PAIR))))):
+        first, second = _best_swaps(traffic, bins, distance, worth=WORTH * cost / len(bins))
+        while len(first):
+            trial = bins.copy()
+            trial[first], trial[second] = bins[second], bins[first]
+            if (found := _cost(traffic, trial, distance)) < cost * (1 - WORTH / len(bins)):
+                break
+            first, second = first[: len(first) // 2], second[: len(second) // 2]
+        else:
+            break
+        bins, cost, swaps = trial, found, swaps + len(first)
+    return bins, swaps
+
+
+def _cost(traffic: F32, bins: I64, distance: F32) -> float:
+    """Return Σ D · M over all pairs of vertices."""
+    return float(np.einsum("ij,ij->", traffic, distance[np.ix_(bins, bins)], dtype=np.float64) / 2)
+
+
+def _best_swaps(traffic: F32, bins: I64, distance: F32, *, worth: float) -> tuple[I64, I64]:
+    """Return two arrays of vertices to swap pairwise: the best pair first, no bin twice."""
+    count, inside = len(bins), np.diag(distance)
+    apart = 2 * distance - inside - inside[:, None]
+    moved = traffic @ distance[bins]
+    moved -= moved[np.arange(count), bins][:, None]  # E[i, j] - E[i, i], for each bin of j
+    to = np.ascontiguousarray(moved.T)
+    partner, gain = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.float32)
+    for rows in np.split(np.arange(count), np.arange(ROWS, count, ROWS)):
+        change = moved[rows][:, bins]
+        change += to[bins[rows]]
+        change += traffic[rows] * apart[bins[rows]][:, bins]
+        partner[rows] = change.argmin(axis=1)
+        gain[rows] = change[np.arange(len(rows)), partner[rows]]
+    keep, used = [], np.zeros(len(distance), dtype=bool)
+    for i in np.argsort(gain, kind="stable"):
+        here, there = bins[i], bins[partner[i]]
+        if gain[i] < -worth and not used[here] and not used[there]:
+            used[here] = used[there] = True
+            keep.append(i)
+    return np.array(keep, dtype=np.int64), partner[keep]
 
 
 def _seated(hosts: I64, gpus: int) -> I64:

@@ -26,8 +26,7 @@ from counterpoint.plan.answer import outcome
 from counterpoint.plan.compute.memory import least_gib, least_totals, stage_totals
 from counterpoint.plan.compute.roofline import GpuRates
 from counterpoint.plan.confidence import too_close
-from counterpoint.plan.job.cluster_table import with_gpus
-from counterpoint.plan.job.job import Job
+from counterpoint.plan.job.job import Job, with_gpus
 from counterpoint.plan.job.parallel import CORE_ONLY, deal_layers
 from counterpoint.plan.network.estimate import CollectiveTimes, MeshTimes
 from counterpoint.plan.network.protocols import network_of
@@ -39,9 +38,11 @@ from counterpoint.plan.search.space import (
     Pipeline,
     Recomputation,
     Sharding,
+    balanced_job,
     check_fixed,
     divided,
     divisions,
+    least_of_balanced_us,
     piped,
     pipelines,
     recomputations,
@@ -49,7 +50,6 @@ from counterpoint.plan.search.space import (
     sharded,
     shardings,
 )
-from counterpoint.plan.search.stages import balanced_job, least_of_balanced_us
 from counterpoint.plan.step.layer_time import LayerTimes, end_us, layer_times
 from counterpoint.plan.step.step import (
     PredictedStep,
@@ -132,13 +132,7 @@ def search_each(
 ) -> tuple[SearchResult, ...]:
     """Return the result of `search` for each number of GPUs; one without any way has the reason and no choices.
 
-    Args:
-        job: as `search` takes it.
-        counts: numbers of GPUs; None: as `search` takes it.
-        best: as `search` takes it.
-        fixed: as `search` takes it.
-        progress: as `search` takes it.
-        anchor: as `search` takes it.
+    All other arguments are those of `search`.
 
     Raises:
         Misconfigured: there is no result for any number of GPUs; the reason is that of the first.

@@ -1,4 +1,4 @@
-"""List the ways to divide a job: the axes of a search, their values, and the values that the user fixed.
+"""List the ways to divide a job: the axes of a search, their values, those that the user fixed, layers dealt unevenly.
 
 | axis | values |
 |---|---|
@@ -10,7 +10,7 @@
 | micro_batch | divisors of a replica's samples, up to 64 |
 | schedule | 1f1b, interleaved, the job's own; others where they are fixed |
 | virtual | with interleaved, divisors of the layers of a stage above 1 |
-| stage_layers | equal; ends (`ends_count`); balanced (`stages.py`): the first two where they divide the layers |
+| stage_layers | equal; ends (`ends_count`); balanced (`balanced_job`): the first two where they divide the layers |
 | zero, shard | 0 to 3; shards over all replicas, or over those of a unit of the network, such as a node |
 | recompute | none; every set of modules; full; full of the fewest layers of each part that fits |
 
@@ -19,7 +19,8 @@ A value that is fixed is taken even where the list does not have it, such as tp 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import heapq
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import combinations, product
 from typing import Any, NamedTuple, get_type_hints
@@ -28,9 +29,13 @@ import msgspec
 from msgspec.structs import replace
 
 from counterpoint.errors import Misconfigured, printable
+from counterpoint.plan.compute.roofline import GpuRates
 from counterpoint.plan.job.fields import parse_record, read_value
 from counterpoint.plan.job.job import Job
 from counterpoint.plan.job.parallel import CORE_ONLY, MAX_PARTS, Parallel, RecomputeModule, Training
+from counterpoint.plan.network.estimate import MeshTimes
+from counterpoint.plan.step.layer_time import LayerTimes, end_us
+from counterpoint.plan.step.step import least_dealt_us, least_division_us
 from counterpoint.records import Record
 
 MAX_MICRO_BATCH = 64
@@ -221,13 +226,7 @@ def _module_sets(job: Job) -> list[tuple[RecomputeModule, ...]]:
 def divided(job: Job, division: Division, *, pieces_tp: bool) -> Job:
     """Return the job with this division, its stages as even as possible, nothing sharded or recomputed.
 
-    Args:
-        job: the job.
-        division: its degrees.
-        pieces_tp: where there is tensor parallelism, it is in pieces.
-
-    Raises:
-        Misconfigured: the model or the batch cannot be divided so.
+    With `pieces_tp`, tensor parallelism is in pieces. Raise Misconfigured if model or batch cannot be divided so.
     """
     degrees = division._asdict()
     del degrees["micro_batch"]
@@ -274,6 +273,80 @@ def _recomputing(training: Training, again: Recomputation) -> Training:
         training, recompute=again.recompute, recompute_modules=again.modules, recompute_method=again.method,
         recompute_num_layers=again.num_layers,
     )  # fmt: skip
+
+
+def balanced(layers: int, layer_us: float, ends_us: Sequence[float], room: Sequence[int]) -> tuple[int, ...] | None:
+    """Return the layers of each stage so that the busiest has least to do; None if there is no room for all of them.
+
+    Layers go one by one to the stage that has least to do with one more, of those that have room; of equal stages the
+    later one is taken, which has fewer micro-batches in flight. Where all layers take equally long, no other way to
+    deal them has a shorter busiest stage (`tests/proof/plan/test_search.py` tries all); where only some have experts,
+    the mean of all stands for each. `ends_us` has by stage the time of what it runs besides layers, `room` the most
+    layers that it can have.
+    """
+    if sum(room) < layers:
+        return None
+    # no stage ends with less than its share of all layers and the least end, so it has at least these
+    level_us = layers * layer_us / len(ends_us) + min(ends_us)
+    found = [min(max(int((level_us - end_us) / layer_us), 0), most) for end_us, most in zip(ends_us, room, strict=True)]
+    waiting = [
+        (end_us + (found[stage] + 1) * layer_us, -stage)
+        for stage, end_us in enumerate(ends_us)
+        if found[stage] < room[stage]
+    ]
+    heapq.heapify(waiting)
+    for _ in range(layers - sum(found)):
+        stage = -waiting[0][1]
+        found[stage] += 1
+        if found[stage] < room[stage]:
+            heapq.heapreplace(waiting, (ends_us[stage] + (found[stage] + 1) * layer_us, -stage))
+        else:
+            heapq.heappop(waiting)
+    return tuple(found)
+
+
+def balanced_job(
+    job: Job, layer_us: float, ends_us: tuple[float, float], totals: Callable[[Job], list[float]]
+) -> Job | None:
+    """Return the job with balanced stages that fit in memory; None if no way to deal its layers fits.
+
+    A stage that does not fit with n layers fits with n - 1 or fewer only, so its room shrinks until all of them fit.
+    `ends_us` has the times of embedding and of head; `totals` returns the GiB of every stage of a job.
+    """
+    ends, virtual = _ends(job, ends_us), job.parallel.virtual
+    room = [job.model.layers] * job.parallel.pp
+    while (each := balanced(job.model.layers, layer_us, ends, room)) is not None:
+        found = replace(job, parallel=replace(job.parallel, ends_count=False, stage_layers=_parts(each, virtual)))
+        full = [stage for stage, gib in enumerate(totals(found)) if gib > job.cluster.gpu.memory_gib]
+        if not full:
+            return found
+        for stage in full:
+            room[stage] = max(each[stage] - 1, 0)
+        if any(each[stage] == 0 for stage in full):
+            return None
+    return None
+
+
+def least_of_balanced_us(job: Job, rates: GpuRates, mesh: MeshTimes, layers: LayerTimes) -> float:
+    """Return a lower bound of the step µs, however layers are dealt, for a job without zero and recomputation."""
+    if 0 < job.model.expert_layers < job.model.layers:  # unequal layers can be dealt more evenly than equal ones
+        return least_division_us(job, rates, mesh, layers)
+    model, ends_us, layer_us = job.model, _ends(job, end_us(job, rates, layers)), layers.mean_us(job.model)
+    each = balanced(model.layers, layer_us, ends_us, [model.layers] * len(ends_us)) or ()
+    return least_dealt_us(job, rates, mesh, layers, each, ends_us)
+
+
+def _ends(job: Job, ends_us: tuple[float, float]) -> list[float]:
+    """Return the µs that each stage spends on embedding or head, besides its layers."""
+    found = [0.0] * job.parallel.pp
+    found[0] += ends_us[0]
+    found[-1] += ends_us[1]
+    return found
+
+
+def _parts(stages: Sequence[int], virtual: int) -> tuple[int, ...]:
+    """Return the layers of each part, in the model's order; the first parts of a stage have one more if needed."""
+    return tuple(layers // virtual + (turn < layers % virtual) for turn in range(virtual) for layers in stages)
 
 
 @cache

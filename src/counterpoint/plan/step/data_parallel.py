@@ -87,16 +87,9 @@ def overlapped_in_pieces_us(
 ) -> float:
     """Return the µs of compute and collectives in equal pieces; a piece's collectives overlap a neighbour's compute.
 
-    Args:
-        compute_us: compute alone, of all pieces.
-        comms: collectives of all pieces.
-        pieces: number of layers, or of buckets, the last of which is a part of one: in whole ones, time would fall
-            where more bytes begin another bucket.
-        mechanism: how much collectives and compute slow each other down.
-        persistent: whether matmuls hold their SMs to their end.
-
-    Returns:
-        µs, at most those of all collectives after all compute.
+    It is at most the time of all collectives after all compute. `compute_us` is compute alone and `comms` are the
+    collectives of all pieces: layers, or buckets, the last of which is a part of one; in whole ones, time would fall
+    where more bytes begin another bucket. `persistent` says whether matmuls hold their SMs to their end.
     """
     parts = tuple((name, us / pieces) for name, us in comms)
     alone = sum(us for _, us in parts)
@@ -112,11 +105,7 @@ def layer_collectives(
 ) -> tuple[list[CollectiveTime], list[CollectiveTime]]:
     """Return the forward and the backward collectives that zero 3 runs for a layer, or for embedding and head.
 
-    Args:
-        job: the job.
-        prices: times of its collectives.
-        count: parameters that are gathered at once.
-        element: bytes of one while it is gathered.
+    `count` parameters are gathered at once, in `element` bytes each.
     """
 
     def alone_us(axis: Axis, operation: str, num_bytes: float) -> float:
@@ -132,12 +121,7 @@ def layer_copies_us(job: Job, rates: GpuRates, count: ParameterCount, element: i
     Whole layers are copied out of the gathered buffer, and gradients into the one that is reduced, unless the mechanism
     sends every byte to where it belongs. The own shard is cast to the dtype in which it is gathered (and copied from
     there into the buffer), and its gradients back to float32.
-
-    Args:
-        job: the job.
-        rates: rates of its GPU.
-        count: parameters of the layer.
-        element: bytes of one while it is gathered.
+    A parameter has `element` bytes while it is gathered.
     """
     made, gradient = job.training.element_bytes, job.training.grad_bytes
     shard = count.total / (job.parallel.dp * job.parallel.cp)
@@ -188,15 +172,9 @@ def replica_exchange(
 ) -> CommTime:  # fmt: skip
     """Return the time of the replicas' collectives, zero 0 to 2: gradients after backward, parameters before forward.
 
-    Args:
-        job: the job.
-        rates: rates of its GPU.
-        prices: times of its collectives.
-        count: parameters of the stage that ends last.
-        forward_us: forward of one micro-batch on that stage's GPU.
-        backward_us: backward of one micro-batch on that stage's GPU.
-        host_us: what its host takes longer. It may hide what either direction sends: in shares, a kernel that takes
-            longer could move it to where it hides more.
+    The stage that ends last has `count` parameters, and takes `forward_us` and `backward_us` for one micro-batch on its
+    GPU. Its host takes `host_us` longer, which may hide what either direction sends: in shares, a kernel that takes
+    longer could move it to where it hides more.
     """
     _check_whole(job)
     if job.training.local_steps > 1:
@@ -291,14 +269,8 @@ def compress(
     The time is that of memory at `gpu.memory_gb_per_s`, or of powersgd's matrix products at the peak of `precision` if
     that is longer: a lower bound, since thin matrices reach neither.
 
-    Args:
-        how: the method.
-        shapes: (rows, columns) of every gradient on this rank; a vector is (N, 1).
-        ranks: number of ranks that reduce together.
-        in_node: how many of them are in one node.
-        element_bytes: of a gradient element.
-        gpu: the GPU, for its memory bandwidth and peak.
-        precision: of powersgd's products.
+    `shapes` has (rows, columns) of every gradient on this rank; a vector is (N, 1). `ranks` reduce together, `in_node`
+    of them in one node; `precision` is that of powersgd's products.
     """
     whole = float(_elements(shapes) * element_bytes)
     sent, encoding, decoding = _compressed_bytes(how, shapes, (ranks, in_node), element_bytes)

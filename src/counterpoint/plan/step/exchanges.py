@@ -91,11 +91,7 @@ def layer_exchanges(
 ) -> tuple[Exchange, ...]:
     """Return the exchanges of one layer for one micro-batch; recomputation repeats those of forward.
 
-    Args:
-        model: widths.
-        parallel: degrees.
-        training: batch and precision.
-        experts: experts of the layer; None: a dense layer.
+    `experts` are those of the layer; None: a dense layer.
     """
     local = LocalShape.of(parallel, training)
     return (

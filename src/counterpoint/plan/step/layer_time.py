@@ -1,7 +1,7 @@
 """Predict one layer, and one part of a stage, on one rank: compute by kind, communication alone and exposed.
 
 forward   = compute + every exchange                            activations are needed before anything can go on
-            those in pieces beside a product count what the product takes longer (`pieces.py`)
+            those in pieces beside a product count what the product takes longer (`pieces_us`)
 backward  = compute + recomputed + exchanges; those `during_dw` run together with the weight gradients' products:
             exposed = together(dW, exchanges) - dW              (`pair/together.py`)
 experts   `overlap_ep` = "halves": one half of an exchange is exposed, one runs together with the products of experts;
@@ -16,10 +16,16 @@ host      + what the host takes longer to launch all kernels and collectives of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 
 import msgspec
 from msgspec.structs import astuple, replace
 
+from counterpoint.errors import Misconfigured, Unsupported
+from counterpoint.pair.arrivals import ShardedMatmul, TensorOperation
+from counterpoint.pair.curves import estimated_curve
+from counterpoint.pair.cuts import cut
+from counterpoint.pair.matmul_choice import with_best_chunks
 from counterpoint.pair.together import kept_us
 from counterpoint.plan.compute.layers import (
     FlashAttentionOp,
@@ -34,17 +40,42 @@ from counterpoint.plan.compute.layers import (
     mtp_work,
 )
 from counterpoint.plan.compute.roofline import GpuRates, cost, host_us
+from counterpoint.plan.job.cluster import plan_profile
 from counterpoint.plan.job.job import Job
 from counterpoint.plan.job.model import Experts, Model, ParameterCount, layer_parameters
 from counterpoint.plan.job.parallel import StagePart, part_parameters
 from counterpoint.plan.network.estimate import MeshTimes
 from counterpoint.plan.step.data_parallel import layer_collectives, layer_copies_us, overlapped_in_pieces_us
 from counterpoint.plan.step.exchanges import Exchange, layer_exchanges
-from counterpoint.plan.step.pieces import DTYPES, pieces_us
 from counterpoint.records import Record
 
 LAST_PRODUCT = "ffn out"  # of a dense layer: backward needs its input, and nothing behind it
 EXPOSED = {"tp": "tensor_us", "cp": "context_us", "ep": "expert_us"}
+
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "float8_e4m3fn", "fp32": "float32"}  # of operands, by precision
+
+
+@lru_cache(maxsize=4096)
+def pieces_us(
+    operation: TensorOperation, columns: int, depth: int, dtype: str, rows: int, ranks: int, gpu: tuple[str, str]
+) -> float:
+    """Return the µs that a product with communication in pieces takes beyond the product alone (`pair/cuts.py`).
+
+    Both are by an estimated curve of the product, with `rows` of all ranks, `columns`, and `depth` elements in each
+    sum; `gpu` has its name, and the file of its profile as `ClusterGpu.machine` has it.
+
+    Raises:
+        Misconfigured: the GPU's data sheet is not known.
+    """
+    profile = plan_profile(*gpu)
+    try:
+        curve = estimated_curve(columns, depth, dtype, rows, profile)
+    except Unsupported as error:
+        raise Misconfigured(f"parallel.pieces_tp: {error}; leave it out") from None
+    shares = tuple(rows // ranks + (rank < rows % ranks) for rank in range(ranks))
+    task = with_best_chunks(ShardedMatmul(operation=operation, curves=(curve,), shard_rows=shares), profile)
+    return max(0.0, cut(task, 0, profile).us - curve.us(rows))
 
 
 class TimeByPart(Record, frozen=True, kw_only=True):
@@ -165,15 +196,7 @@ def layer_times(job: Job, rates: GpuRates, prices: MeshTimes) -> LayerTimes:
 
 
 def part_time(job: Job, rates: GpuRates, prices: MeshTimes, part: StagePart, layers: LayerTimes) -> MicroBatchTime:
-    """Return the time of one micro-batch in a part of a stage: its layers, its ends, and what zero 3 adds.
-
-    Args:
-        job: the job.
-        rates: rates of its GPU.
-        prices: times of its collectives.
-        part: its layers, and whether it has embedding or head.
-        layers: times of one layer of each kind; those of multi-token prediction are as those with experts.
-    """
+    """Return the time of one micro-batch in a part of a stage: its layers, its ends, and what zero 3 adds."""
     found = layers.of_part(part, job.training.recomputed_layers(part.layers))
     found = _with_ends(found, job, rates, part, layers)
     if job.parallel.zero == 3 and job.parallel.dp * job.parallel.cp > 1:
@@ -182,14 +205,7 @@ def part_time(job: Job, rates: GpuRates, prices: MeshTimes, part: StagePart, lay
 
 
 def layer_time(job: Job, rates: GpuRates, prices: MeshTimes, experts: Experts | None = None) -> MicroBatchTime:
-    """Return the time of one micro-batch in one layer.
-
-    Args:
-        job: the job.
-        rates: rates of its GPU.
-        prices: times of its collectives.
-        experts: experts of the layer; None: a dense layer.
-    """
+    """Return the time of one micro-batch in one layer, which without `experts` is a dense one."""
     model, parallel, training = job.model, job.parallel, job.training
     work = layer_work(model, LocalShape.of(parallel, training), experts)
     exchanges = layer_exchanges(model, parallel, training, experts)

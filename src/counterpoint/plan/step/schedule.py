@@ -79,12 +79,7 @@ class StageTimes(Record, frozen=True, kw_only=True):
 def in_flight(name: ScheduleName, stages: int, micro_batches: int, virtual: int = 1, *, stage: int = 0) -> float:
     """Return how many micro-batches' activations a stage holds at once, in units of a whole stage.
 
-    Args:
-        name: the schedule.
-        stages: number of stages of the pipeline.
-        micro_batches: number of micro-batches of one step.
-        virtual: parts per stage.
-        stage: which stage; the first holds most.
+    `virtual` is the number of parts per stage; of all stages, the first holds most.
     """
     if name == "gpipe":
         return float(micro_batches)
@@ -94,14 +89,7 @@ def in_flight(name: ScheduleName, stages: int, micro_batches: int, virtual: int 
 
 
 def orders(name: ScheduleName, stages: int, micro_batches: int, virtual: int = 1) -> tuple[tuple[Slot, ...], ...]:
-    """Return the operations of every stage in order; interleaved needs `micro_batches` to be a multiple of `stages`.
-
-    Args:
-        name: the schedule.
-        stages: number of stages of the pipeline.
-        micro_batches: number of micro-batches of one step.
-        virtual: parts per stage.
-    """
+    """Return the operations of every stage in order; interleaved needs `micro_batches` to be a multiple of `stages`."""
     positive("stages", stages)
     positive("micro_batches", micro_batches)
     if name == "interleaved":
@@ -189,13 +177,8 @@ def least_of_any_stages_us(
     Stage s with layers of x_s and ends of e_s cannot end before before_s + micro_batches · (x_s + e_s), where
     before_s = sum of (x / virtual + 2 · send_us) of the stages before it. Within a time T it has room for
     x_s = (T - before_s) / micro_batches - e_s, or for none. The least T with room for all layers is found by halving.
-
-    Args:
-        layers_us: of all layers for one micro-batch.
-        ends_us: by stage, of what it runs besides layers.
-        micro_batches: number of micro-batches of one step.
-        virtual: parts of a stage; the first of them is no shorter than its others.
-        send_us: of one send.
+    `layers_us` and, by stage, `ends_us` are for one micro-batch; the first of a stage's `virtual` parts is no shorter
+    than its others.
     """
 
     def room_us(within_us: float) -> float:

@@ -115,14 +115,7 @@ def predict_step(job: Job, *, prices: CollectiveTimes | None = None, rates: GpuR
 
 
 def least_step_us(job: Job, rates: GpuRates, mesh: MeshTimes, layers: LayerTimes) -> float:
-    """Return a lower bound of the µs of `predict_step`, without simulating the pipeline.
-
-    Args:
-        job: the job.
-        rates: rates of its GPU.
-        mesh: times of its collectives.
-        layers: times of its layers.
-    """
+    """Return a lower bound of the µs of `predict_step`, without simulating the pipeline."""
     return sum(_timed(job, rates, mesh, layers, least_pipeline_us).parts.values())
 
 
@@ -130,13 +123,7 @@ def least_division_us(job: Job, rates: GpuRates, mesh: MeshTimes, layers: LayerT
     """Return a lower bound of the step µs of all jobs with these degrees, whatever pipeline, zero and recomputation.
 
     The busiest stage does the mean of all stages, or more: of the layers without what zero adds, and of both ends. The
-    slowest of all ranks takes longer by its part of the layers' compute.
-
-    Args:
-        job: a job without zero and recomputation.
-        rates: rates of its GPU.
-        mesh: times of its collectives.
-        layers: times of its layers.
+    slowest of all ranks takes longer by its part of the layers' compute. `job` is without zero and recomputation.
     """
     whole = StagePart(
         layers=job.model.layers, routed=job.model.expert_layers, embedding=True, head=True, mtp=job.model.mtp
@@ -146,14 +133,7 @@ def least_division_us(job: Job, rates: GpuRates, mesh: MeshTimes, layers: LayerT
 
 
 def least_stages_us(job: Job, rates: GpuRates, mesh: MeshTimes, layers: LayerTimes) -> float:
-    """Return a lower bound of the step µs of all jobs with this job's pipeline, whatever zero and recomputation.
-
-    Args:
-        job: a job without zero and recomputation.
-        rates: rates of its GPU.
-        mesh: times of its collectives.
-        layers: times of its layers.
-    """
+    """Return a lower bound of the step µs of all jobs with this pipeline; `job` has neither zero nor recomputation."""
     stages, micro = deal_layers(job.model, job.parallel), job.training.micro_batches(job.parallel)
     times = _stage_times(job, mesh, stages, _part_times(job, rates, mesh, stages, layers), least_pipeline_us)
     return least_pipeline_us(job.parallel.schedule, times, micro) + _least_stragglers_us(job, layers)
@@ -164,13 +144,8 @@ def least_dealt_us(
 ) -> float:
     """Return a lower bound of the step µs of all jobs with this job's schedule, however layers are dealt.
 
-    Args:
-        job: a job without zero and recomputation.
-        rates: rates of its GPU.
-        mesh: times of its collectives.
-        layers: times of its layers.
-        stages: the layers of each stage, dealt so that the busiest has least to do.
-        ends_us: by stage, the time of what it runs besides layers.
+    `job` is without zero and recomputation, `stages` has the layers of each stage, dealt so that the busiest has least
+    to do, and `ends_us` by stage the time of what it runs besides layers.
     """
     parallel, micro, layer_us = job.parallel, job.training.micro_batches(job.parallel), layers.mean_us(job.model)
     least_us = micro * max(count * layer_us + us for count, us in zip(stages, ends_us, strict=True))
