@@ -1,6 +1,6 @@
 """Start and watch the processes of ranks, leave none running, and say in one error why a rank ended. No torch.
 
-`measurement/launch.py` starts each rank itself, by torchrun's environment: its agent would import torch once more
+`measurement/api.py` starts each rank itself, by torchrun's environment: its agent would import torch once more
 (seconds), restart and rendezvous are not wanted, and the parent of a rank is the only one who learns by which signal it
 died. `tuning/script/launch.py` starts the launcher that a user names, whose processes are the ranks.
 """

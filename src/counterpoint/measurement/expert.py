@@ -23,14 +23,13 @@ from counterpoint.controls.observe import communicates, sides_of_all
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.machine.gpus import peak_tflops
 from counterpoint.measurement.collective import relative_error
-from counterpoint.measurement.dependent import ExpertLayer, TokenExchange, find_exchange
 from counterpoint.measurement.gpu_usage import Observed, device_state
 from counterpoint.measurement.mechanisms import joined
 from counterpoint.measurement.open_mechanisms import FORCED, Checked, open_checked
-from counterpoint.measurement.rows import Experiment, Samples, SamplesOf, comm_time, row, time_of, why_late
+from counterpoint.measurement.rounds import Experiment, Samples, SamplesOf, comm_time, row, time_of, why_late
 from counterpoint.measurement.session import Session
 from counterpoint.measurement.trial import Case, Trial
-from counterpoint.measurement.workloads import find_workload, prepare
+from counterpoint.measurement.workloads import ExpertLayer, TokenExchange, find_exchange, find_workload, prepare
 from counterpoint.parallel.expert import permute as routing
 from counterpoint.parallel.expert.dispatcher import Dispatcher
 from counterpoint.parallel.expert.layers import ExpertWeights

@@ -16,9 +16,8 @@ import msgspec
 
 from counterpoint.collectives.program.operations import BY_TORCH, OPERATIONS, measured_by
 from counterpoint.errors import Misconfigured, printable
-from counterpoint.measurement.dependent import EXPERT_LAYERS, ROUTINGS
 from counterpoint.measurement.mechanisms import BASES, find_mechanism
-from counterpoint.measurement.workloads import llama_layer
+from counterpoint.measurement.workloads import EXPERT_LAYERS, ROUTINGS, llama_layer
 from counterpoint.pair.together import REDUCTIONS
 from counterpoint.records.measurement import Block, Scenario
 

@@ -30,8 +30,7 @@ from msgspec.structs import replace
 from counterpoint.collectives.program.operations import measured_by
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.machine.profile import Profile
-from counterpoint.measurement.dependent import is_dependent, is_exchange
-from counterpoint.measurement.dtypes import MEASURABLE, measured_dtype
+from counterpoint.measurement.workloads import MEASURABLE, is_dependent, is_exchange, measured_dtype
 from counterpoint.pair.expert_choice import EXCHANGE_MECHANISMS
 from counterpoint.pair.matmul_choice import MATMUL_MECHANISMS
 from counterpoint.records.measurement import LEGS, Block, BlockRow, Measurement, Row, Scenario, Timing

@@ -1,7 +1,7 @@
 """Run trials in interleaved rounds, and turn the samples of all ranks into rows of a measurement.
 
 Each kind of part is a generator of experiments (pairs.py, alone.py, tensor.py, expert.py). It prepares and checks what
-is to be timed, and holds it open until the rounds have been played and the rows made (parts.py).
+is to be timed, and holds it open until the rounds have been played and the rows made (worker.py).
 """
 
 from __future__ import annotations
