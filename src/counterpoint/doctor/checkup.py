@@ -17,12 +17,11 @@ from counterpoint.doctor.check_gpus import check_gpus
 from counterpoint.doctor.check_links import LINK_CHECKS
 from counterpoint.doctor.check_software import SOFTWARE_CHECKS, answers, environment, torch_runtime
 from counterpoint.doctor.probe import ask_probe
-from counterpoint.doctor.readings import Bandwidth, Cuda, Nccl, Nvml, Readings, TorchRuntime
+from counterpoint.doctor.readings import Bandwidth, Cuda, Nccl, Nvml, Readings, TorchRuntime, fine, not_seen
 from counterpoint.doctor.system import read_software, read_system
-from counterpoint.doctor.verdict import fine, not_seen
 from counterpoint.machine.profile import Profile, shipped_profile
 from counterpoint.records import Record
-from counterpoint.records.machine import Check, Checkup
+from counterpoint.records.doctor import Check, Checkup
 
 _VARIABLES = ("CUDA_", "NCCL_", "NVSHMEM_", "PYTORCH_", "TORCH_")  # prefixes of the variables that are read
 _NOT_FOR_PROBES = ("CUDA_LAUNCH_BLOCKING",)  # it would make probes slower, and a check of its own reports it

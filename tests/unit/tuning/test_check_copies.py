@@ -13,7 +13,7 @@ from rich.console import Console
 import counterpoint
 from counterpoint.diagnosis.reading.digest import RankDigest
 from counterpoint.errors import BadTrace
-from counterpoint.records.effect import CommCalls, Effect
+from counterpoint.records.doctor import CommCalls, Effect
 from counterpoint.rendering.effect_terminal import MAX_RANKS, render_effect
 from counterpoint.trace.timeline import DEVICE_BITS, CollectiveInfo, Device, Kind
 from counterpoint.tuning.check.api import find_effect

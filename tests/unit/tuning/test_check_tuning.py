@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from counterpoint.errors import BadTrace, Misconfigured
-from counterpoint.records.effect import Effect, KnobEffect
+from counterpoint.records.doctor import Effect, KnobEffect
 from counterpoint.records.tuning import LEAVE, Tried, TunedPair
 from counterpoint.rendering.effect_terminal import render_effect
 from counterpoint.trace.timeline import CollectiveInfo, Device, HostKind, Kind

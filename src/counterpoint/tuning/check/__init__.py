@@ -4,5 +4,5 @@ api.py      `check`: what all ranks show, knob by knob
 knobs.py    what one rank's trace says about one knob
 calls.py    which calls a trace holds: of each pair of a tuning, by copy engines, by NCCL
 
-The record is in `records/effect.py`.
+The record is in `records/doctor.py`.
 """

@@ -18,7 +18,7 @@ from counterpoint.diagnosis.reading.digest import RankDigest
 from counterpoint.diagnosis.reading.traced_job import gpus_of, missing_ranks, numbered, world_size_of
 from counterpoint.errors import BadTrace
 from counterpoint.records.diagnosis import ranks_in_words
-from counterpoint.records.effect import Effect, KnobEffect, KnobState, RankEffect
+from counterpoint.records.doctor import Effect, KnobEffect, KnobState, RankEffect
 from counterpoint.records.measurement import Environment
 from counterpoint.records.tuning import Tuned, TunedPair
 from counterpoint.tuned.choices import Choices, mechanism_base, mechanism_knobs

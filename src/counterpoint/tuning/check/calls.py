@@ -19,7 +19,7 @@ import numpy as np
 from counterpoint.diagnosis.reading.digest import RankDigest
 from counterpoint.diagnosis.reading.intervals import Intervals
 from counterpoint.pair.arrivals import TensorOperation
-from counterpoint.records.effect import CommCalls, RankEffect
+from counterpoint.records.doctor import CommCalls, RankEffect
 from counterpoint.records.tuning import TunedPair
 from counterpoint.trace.classify import collective_op, is_nccl
 from counterpoint.trace.timeline import I64, Bools, Kind

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from counterpoint.diagnosis.reading.digest import RankDigest
-from counterpoint.records.effect import KnobState, RankEffect
+from counterpoint.records.doctor import KnobState, RankEffect
 from counterpoint.records.tuning import TunedPair
 from counterpoint.trace.classify import is_gemm_kernel
 from counterpoint.trace.timeline import I32, I64, Kind
