@@ -2,7 +2,7 @@
 
 `measurement/api.py` starts each rank itself, by torchrun's environment: its agent would import torch once more
 (seconds), restart and rendezvous are not wanted, and the parent of a rank is the only one who learns by which signal it
-died. `tuning/script/launch.py` starts the launcher that a user names, whose processes are the ranks.
+died. `tuning/script_launch.py` starts the launcher that a user names, whose processes are the ranks.
 """
 
 from __future__ import annotations

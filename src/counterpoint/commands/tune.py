@@ -108,7 +108,7 @@ def tune(
                 timeout_s=timeout, progress=tell,
             )  # fmt: skip
         else:
-            from counterpoint.tuning.script.api import tune_script
+            from counterpoint.tuning.script import tune_script
 
             tuned = tune_script(
                 run or "", device=device, profile=profile, budget_s=budget, rounds=rounds, timeout_s=timeout,

@@ -21,7 +21,7 @@ from counterpoint.records.diagnosis import ranks_in_words
 from counterpoint.records.rehearsal import RankReport, Rehearsal, RehearsalReport
 from counterpoint.rehearsal.rank import REPORT, TASK_VARIABLE, RehearsalTask
 from counterpoint.rehearsed import visible_devices
-from counterpoint.tuning.script.launch import (
+from counterpoint.tuning.script_launch import (
     ALIVE,
     LOG,
     REHEARSED,

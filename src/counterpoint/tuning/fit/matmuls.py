@@ -30,7 +30,7 @@ from counterpoint.pair.curves import Curves, curves_from
 from counterpoint.pair.sm_split import SmLayout, SmSplit
 from counterpoint.pair.together import REDUCTIONS, Pair, reduced_us
 from counterpoint.records.measurement import BlockRow, Measurement, Row
-from counterpoint.tuning.fit.fitted import (
+from counterpoint.tuning.fit import (
     Fitted,
     beside,
     comm_kept,

@@ -35,7 +35,7 @@ from counterpoint.tuning.api import pairs_of, tune
 from counterpoint.tuning.decide import SIGMAS
 from counterpoint.tuning.exporters import variables_of
 from counterpoint.tuning.pairs import depends
-from counterpoint.tuning.script.launch import (
+from counterpoint.tuning.script_launch import (
     TIMEOUT_S,
     RunCommand,
     ScriptResult,

@@ -25,7 +25,7 @@ import counterpoint
 from counterpoint.errors import Misconfigured
 from counterpoint.monitoring.recording import Recording
 from counterpoint.processes import write_whole
-from counterpoint.tuning.script.launch import (
+from counterpoint.tuning.script_launch import (
     ALIVE,
     RESULT,
     OverlapCalls,

@@ -1,7 +1,7 @@
 """Start a training script under its own launcher, with a program of counterpoint in between, and watch its ranks.
 
     torchrun --nproc-per-node 2 train.py --lr 1
-    torchrun --nproc-per-node 2 -m counterpoint.tuning.script.rank train.py --lr 1
+    torchrun --nproc-per-node 2 -m counterpoint.tuning.script_rank train.py --lr 1
 
 The parent writes a `ScriptTask` into a folder and names its file in the environment; rank 0 writes a `ScriptResult`
 beside it, and a rank that fails a `RankFailure` into `errors/`. No torch.
@@ -54,7 +54,7 @@ PROCESSES = "processes"  # folder of files by rank, each with the number of its 
 STACKS = "stacks{}.log"  # by rank: the stacks of its threads, written if the rank is told to end
 _ENDED = re.compile(r"^\s*rank\s*:\s*(\d+) .*\n\s*exitcode\s*:\s*(-?\d+) ", re.MULTILINE)  # its last words
 
-SCRIPT = "counterpoint.tuning.script.rank"
+SCRIPT = "counterpoint.tuning.script_rank"
 REHEARSED = "counterpoint.rehearsal.rank"
 _ALLOWED = (
     "write 'torchrun [options] train.py [arguments]', 'python -m torch.distributed.run [options] train.py ...' or "
