@@ -93,7 +93,7 @@ class Nccl(Record, frozen=True, kw_only=True):
     has_window_register: bool
 
 
-class Software(Record, frozen=True, kw_only=True):
+class InstalledTorch(Record, frozen=True, kw_only=True):
     """Describes the installed torch, as read from its files without importing it."""
 
     torch: str | None = None
@@ -166,7 +166,7 @@ class Readings(Record, frozen=True, kw_only=True):
     nvml: Nvml | None = None
     cuda: Cuda | None = None
     nccl: Nccl | None = None
-    software: Software | None = None
+    software: InstalledTorch | None = None
     torch_runtime: TorchRuntime | None = None
     system: System | None = None
     bandwidth: Bandwidth | None = None

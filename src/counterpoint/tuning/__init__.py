@@ -2,7 +2,7 @@
 
 api.py            `counterpoint.tune`
 pairs.py          the pairs of a step from a file, which are refused, and how one runs where nothing is chosen
-from_trace.py     the pairs of a step from its traces, with the tokens that go to experts (traced_exchanges.py)
+from_trace.py     the pairs of a step from its traces
 predictions.py    what the model expects of each mechanism
 experiment.py     which mechanisms are measured, in which order, and the times that count
 decide.py         how sure times are, and which mechanism is chosen
