@@ -63,11 +63,9 @@ def collect_readings(
 ) -> Readings:
     """Return all readings of this machine; NVML is asked first, so that its list of processes has none of ours.
 
-    Args:
-        bandwidth: measure copies between GPUs; takes some seconds and 512 MiB of memory on each.
-        torch: import torch in a child process, too.
-        limit_s: seconds that each child process may take.
-        tell: called before each probe, with a text such as "asking nvml".
+    With `bandwidth`, copies between GPUs are measured, which takes some seconds and 512 MiB of memory on each; with
+    `torch`, torch is imported in a child process, too. Each child may take `limit_s` seconds; before each, `tell` gets
+    a text such as "asking nvml".
     """
     probing = _Probing(limit_s=limit_s, tell=tell)
     nvml, cuda, nccl = probing.ask("nvml", Nvml), probing.ask("cuda", Cuda), probing.ask("nccl", Nccl)

@@ -112,26 +112,15 @@ def measure_parts(
     budget_s: float | None = None,
     progress: Progress | None = None,
 ) -> Measurement:
-    """Measure scenarios and building blocks in the given order; only `measure` and `tune` start ranks, both by this.
+    """Return what `measure` returns, for scenarios and building blocks of different names, in the given order.
 
-    Args:
-        suite: what the parts are called together.
-        parts: their names differ.
-        device: as of `measure`.
-        world_size: ranks, by `count_ranks`.
-        rounds: as of `measure`.
-        timeout_s: as of `measure`.
-        budget_s: seconds from now after which nothing more is measured; what is then missing has no rows.
-            None: everything is measured.
-        progress: as of `measure`.
-
-    Returns:
-        As `measure`.
+    Only `measure` and `tune` start ranks, both by this function; its other arguments are those of `measure`, and
+    `world_size` is by `count_ranks`. After `budget_s` seconds nothing more is measured, and what is then missing has no
+    rows; None: everything is measured.
 
     Raises:
         Misconfigured: `rounds` or `timeout_s` is not allowed.
-        Unsupported: as of `measure`.
-        PeerTimeout: as of `measure`.
+        Unsupported: as of `measure`, which also raises what `launch` does.
     """
     until_s = None if budget_s is None else time.monotonic() + budget_s
     _require_torch()
@@ -255,15 +244,9 @@ def launch(
 ) -> None:
     """Run all scenarios of `plan`, whose results file exists and is empty; return when all ranks have ended well.
 
-    Call it from a thread that lives until it returns: the kernel kills the ranks when that thread ends.
-
-    Args:
-        plan: what to measure; its `errors` folder is made if it is missing.
-        folder: gets plan.json and rank<N>.log with all that the ranks print.
-        timeout_s: longest time without a finished scenario.
-        startup_s: added to it before the first one.
-        progress: called as (scenarios done, in all, what runs now).
-        module: what `python -m` starts; it takes the path of plan.json.
+    Call it from a thread that lives until it returns: the kernel kills the ranks when that thread ends. `folder` gets
+    plan.json and rank<N>.log with all that the ranks print. `startup_s` is added to `timeout_s`, the longest time
+    without a finished scenario, before the first one. `module` is what `python -m` starts.
 
     Raises:
         Misconfigured: a rank raised it; the text is the rank's. `Unsupported` likewise.

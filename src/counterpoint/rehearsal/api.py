@@ -39,12 +39,7 @@ _Value = TypeVar("_Value", int, str)
 
 
 def rehearse(
-    command: str,
-    *,
-    device: str | None = None,
-    hosts: int = 1,
-    timeout_s: float = TIMEOUT_S,
-    echo: bool = False,
+    command: str, *, device: str | None = None, hosts: int = 1, timeout_s: float = TIMEOUT_S, echo: bool = False
 ) -> Rehearsal:
     """Run an unmodified script with all its ranks on the GPUs of this machine, one of which is enough.
 

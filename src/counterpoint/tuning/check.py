@@ -58,17 +58,9 @@ def check(
 def find_effect(
     digests: list[RankDigest], tuned: Tuned | None = None, files: Sequence[str] = (), notes: Sequence[str] = ()
 ) -> Effect:
-    """Return whether these ranks used copy engines, or whether each choice of `tuned` took effect on them.
+    """Return whether these ranks used copy engines, or each choice of `tuned` took effect; `check` from digests.
 
-    Args:
-        digests: one per rank, in any order.
-        tuned: as of `check`.
-        files: the names of their traces.
-        notes: notes on the input files, to be put before those on the ranks.
-
-    Raises:
-        BadTrace: ranks of different jobs, or a trace that cannot show copies.
-        Misconfigured: a pair has a mechanism that there is not.
+    `files` are the names of their traces; `notes`, on the input, come before those on the ranks.
     """
     said = list(notes)
     digests = numbered(digests, said)

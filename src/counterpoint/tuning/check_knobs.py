@@ -214,13 +214,9 @@ def copies_seen(ranks: Sequence[RankEffect]) -> Sight:
 
 
 def sight_of(digest: RankDigest, pair: TunedPair, calls: PairCalls | None, knob: str) -> Sight:
-    """Return whether a rank's trace proves that one knob of a pair took effect.
+    """Return whether a rank's trace proves that a knob (the base of the pair's mechanism, or `max_ctas=8`) worked.
 
-    Args:
-        digest: of the rank.
-        pair: of the tuning.
-        calls: of the pair on this rank; None: the choice does not count on this machine.
-        knob: the base of the pair's mechanism, or one of its knobs: `max_ctas=8`.
+    `calls` are those of the pair on this rank; None: the choice does not count on this machine.
     """
     if calls is None:
         return Sight(

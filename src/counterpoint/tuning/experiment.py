@@ -93,13 +93,9 @@ def _calls(pairs: Sequence[StepPair]) -> int:
 
 
 def shortlist(pair: StepPair, profile: Profile, *, device: str = "cuda", most: int = MOST) -> Predicted:
-    """Return stock and the mechanisms with the least predicted time; stock comes first, then the fastest.
+    """Return stock and up to `most` mechanisms with the least predicted time; stock comes first, then the fastest.
 
-    Args:
-        pair: of a step.
-        profile: figures of the machine; on CPUs, which have none, all that runs there is returned.
-        device: cuda or cpu.
-        most: mechanisms besides stock.
+    On CPUs, of which `profile` has no figures, all mechanisms that run there are returned.
     """
     stock = stock_of(pair, device)
     try:

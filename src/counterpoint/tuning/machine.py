@@ -43,11 +43,7 @@ FITS: dict[str, Callable[[Measurement, Profile], Fitted]] = {
 
 
 def tune_machine(
-    *,
-    device: str = "cuda",
-    world_size: int | None = None,
-    timeout_s: float = 120.0,
-    progress: Progress | None = None,
+    *, device: str = "cuda", world_size: int | None = None, timeout_s: float = 120.0, progress: Progress | None = None
 ) -> Profile:
     """Measure this machine's GPUs (with gloo its CPUs) for up to two minutes, and return their profile.
 
