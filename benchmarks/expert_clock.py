@@ -22,8 +22,8 @@ from counterpoint.errors import Unsupported
 from counterpoint.machine.gpus import find_gpu
 from counterpoint.machine.matmul import matmul_math_us
 from counterpoint.machine.profile import Profile, shipped_profile
-from counterpoint.measurement.dependent import EXPERT_LAYERS, ExpertLayer
 from counterpoint.measurement.suites import EXPERT_TOKENS
+from counterpoint.measurement.workloads import EXPERT_LAYERS, ExpertLayer
 from counterpoint.pair.expert_choice import EXCHANGE_MECHANISMS, ExpertExchange, ExpertPlan, choose_expert
 
 __all__ = ["experts_us"]

@@ -26,7 +26,7 @@ from counterpoint.machine.profile import Profile, profile_of
 from counterpoint.pair.sm_split import SmLayout
 from counterpoint.pair.together import NEED_SMS, REDUCTIONS, Model, Pair, model_for, together_us
 from counterpoint.records.measurement import Measurement, Row
-from counterpoint.tuning.fit.fitted import pair_of
+from counterpoint.tuning.fit import pair_of
 
 ROOT = Path(__file__).resolve().parents[1]
 MECHANISMS = ("nccl", "nccl_zero_cta", "zero_sm")

@@ -25,7 +25,7 @@ from counterpoint.machine.profile import default_profile
 from counterpoint.pair.choice import choose_gemm_sms
 from counterpoint.pair.sm_split import SmLayout
 from counterpoint.records.measurement import Measurement, Row
-from counterpoint.tuning.fit.fitted import pair_of
+from counterpoint.tuning.fit import pair_of
 
 ROOT = Path(__file__).resolve().parents[1]
 NOISE = 0.01  # times this close are the same

@@ -32,8 +32,8 @@ from counterpoint.pair.curves import Curves, curves_from
 from counterpoint.pair.sm_split import SmLayout, SmSplit
 from counterpoint.pair.together import kept_us
 from counterpoint.records.measurement import BlockRow, Measurement, Row, Timing
+from counterpoint.tuning.fit import alone, mean_us, pair_of, sheet_of
 from counterpoint.tuning.fit.collectives import TimedCall, predicted_us
-from counterpoint.tuning.fit.fitted import alone, mean_us, pair_of, sheet_of
 from counterpoint.tuning.fit.matmuls import predicted_us as gemm_us
 from counterpoint.tuning.fit.matmuls import summed_us
 from counterpoint.tuning.machine import fit_profile

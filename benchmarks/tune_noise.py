@@ -69,7 +69,7 @@ class NoisyPair:
 
 
 def tried(name: str, times: Sequence[float]) -> Tried:
-    """What a measurement says of times of one rank: `measurement.rows.timing` without torch."""
+    """What a measurement says of times of one rank: `measurement.rounds.timing` without torch."""
     deciles = quantiles(times, n=10, method="inclusive")
     p10, p50, p90 = deciles[0], deciles[4], deciles[8]
     time = Timing(us=p50, p10_us=p10, p90_us=p90, rank=0, per_rank_us=(p50,), runs=len(times))

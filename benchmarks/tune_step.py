@@ -29,7 +29,7 @@ from tables import print_table
 from counterpoint.records.tuning import LEAVE, Tuned, TunedPair
 from counterpoint.tuned.file import tuned_toml
 from counterpoint.tuning.exporters import variables_of
-from counterpoint.tuning.script.api import (
+from counterpoint.tuning.script import (
     Choice,
     ScriptComparison,
     StepTimes,
@@ -39,7 +39,7 @@ from counterpoint.tuning.script.api import (
     sigma_of_median,
     tune_script,
 )
-from counterpoint.tuning.script.launch import ScriptVariant, parse_command
+from counterpoint.tuning.script_launch import ScriptVariant, parse_command
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 MODELS = {  # script, and its arguments on GPUs

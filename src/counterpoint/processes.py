@@ -1,8 +1,8 @@
 """Start and watch the processes of ranks, leave none running, and say in one error why a rank ended. No torch.
 
-`measurement/launch.py` starts each rank itself, by torchrun's environment: its agent would import torch once more
+`measurement/api.py` starts each rank itself, by torchrun's environment: its agent would import torch once more
 (seconds), restart and rendezvous are not wanted, and the parent of a rank is the only one who learns by which signal it
-died. `tuning/script/launch.py` starts the launcher that a user names, whose processes are the ranks.
+died. `tuning/script_launch.py` starts the launcher that a user names, whose processes are the ranks.
 """
 
 from __future__ import annotations
@@ -91,12 +91,7 @@ def started(
         for path, environment in zip(logs, environments, strict=True):
             with path.open("wb") as log:
                 process = subprocess.Popen(
-                    command,
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=True,
+                    command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
                 )
             processes.append(process)
         yield processes
@@ -118,15 +113,11 @@ def watch(
     died: Callable[[], CounterpointError],
     hung: Callable[[], CounterpointError],
 ) -> None:
-    """Return when all processes have exited with 0.
+    """Return when all processes, which `started` has yielded, have exited with 0.
 
-    Args:
-        processes: processes that `started` has yielded.
-        progress: called again and again; returns another value after progress.
-        timeout_s: longest time without progress.
-        startup_s: added to it before the first progress.
-        died: returns the error to raise once a process has exited with another code; the others had a second to end.
-        hung: returns the error to raise when no progress has come in time; the processes still run.
+    `progress` is called again and again, and returns another value after progress. After `timeout_s` seconds without
+    progress (`startup_s` more before the first) the error that `hung` returns is raised, while the processes still run;
+    once one has exited with another code, that of `died`, and the others had a second to end.
     """
     seen, last = progress(), time.monotonic() + startup_s
     while True:

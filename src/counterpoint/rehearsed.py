@@ -35,11 +35,7 @@ def rank_variables(rank: int, *, ranks_per_host: int, gpus: Sequence[str]) -> di
     """Return the environment variables that make a process a rank of a rehearsal; set them before torch is imported.
 
     NCCL refuses two ranks of one host on one GPU, so it takes each rank for a host of its own and sends over loopback.
-
-    Args:
-        rank: number of the rank.
-        ranks_per_host: number of consecutive ranks that count as one host.
-        gpus: entries of CUDA_VISIBLE_DEVICES that the ranks are dealt out to in turn; empty: the ranks run on CPUs.
+    `gpus` are entries of CUDA_VISIBLE_DEVICES that the ranks are dealt out to in turn; empty: the ranks run on CPUs.
     """
     host, local = divmod(rank, ranks_per_host)
     place = {_HOST: str(host), _LOCAL_RANK: str(local), "LOCAL_WORLD_SIZE": str(ranks_per_host)}

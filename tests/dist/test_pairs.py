@@ -19,8 +19,8 @@ from counterpoint.errors import CounterpointError
 from counterpoint.measurement.collective import Comm, WrongResult, allocate, collectives, elements_of
 from counterpoint.measurement.mechanisms import Mechanism
 from counterpoint.measurement.pairs import Calibration
-from counterpoint.measurement.parts import measure_part
 from counterpoint.measurement.session import Session
+from counterpoint.measurement.worker import measure_part
 from counterpoint.parallel.tensor.overlapped import Weight
 from counterpoint.records.measurement import Block, Outcome, Plan, Scenario
 from tests.support.ranks import Ranks

@@ -11,8 +11,8 @@ import torch
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.program.operations import OPERATIONS
 from counterpoint.measurement.pairs import Calibration
-from counterpoint.measurement.parts import measure_part
 from counterpoint.measurement.session import Session
+from counterpoint.measurement.worker import measure_part
 from counterpoint.records.measurement import Block, Outcome, Plan
 from tests.support.ranks import Ranks
 from tests.support.shift import SHIFT

@@ -27,7 +27,7 @@ from counterpoint.measurement.session import Session
 from counterpoint.monitoring import beside
 from counterpoint.monitoring.api import TrainingWatch
 from counterpoint.monitoring.exporters import JsonLines, Prometheus
-from counterpoint.records.watch import WatchedStep
+from counterpoint.records.diagnosis import WatchedStep
 from counterpoint.rehearsed import rank_variables
 from tests.support.ranks import Ranks
 

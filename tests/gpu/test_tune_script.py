@@ -10,8 +10,8 @@ import pytest
 
 from counterpoint.tuned.file import read_tuned
 from counterpoint.tuning.from_trace import pairs_of_traces
-from counterpoint.tuning.script.api import difference
-from counterpoint.tuning.script.launch import ScriptResult, ScriptTask, ScriptVariant, launch_script, parse_command
+from counterpoint.tuning.script import difference
+from counterpoint.tuning.script_launch import ScriptResult, ScriptTask, ScriptVariant, launch_script, parse_command
 
 pytestmark = pytest.mark.own_gpus("it measures times")
 

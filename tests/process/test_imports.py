@@ -30,8 +30,8 @@ STATEMENTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "the report as a page": ("import counterpoint.rendering.diagnosis_html", ("polars",)),
     "the report for Perfetto": ("import counterpoint.rendering.diagnosis_perfetto", ("polars",)),
     "the process beside a training": ("import counterpoint.monitoring.beside", ("torch", "polars", "plotly")),
-    "a rank that is to die with its launcher": ("import counterpoint.tuning.script.rank", ("torch",)),
-    "the proof from traces": ("import counterpoint.tuning.check.api", ("torch", "polars")),
+    "a rank that is to die with its launcher": ("import counterpoint.tuning.script_rank", ("torch",)),
+    "the proof from traces": ("import counterpoint.tuning.check", ("torch", "polars")),
     "data frames": ("import counterpoint.diagnosis.frames", ("polars",)),
 }
 

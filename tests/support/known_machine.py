@@ -26,9 +26,9 @@ from counterpoint.pair.curves import Curves, curves_from
 from counterpoint.pair.sm_split import SmLayout, SmSplit
 from counterpoint.pair.together import REDUCTIONS, overlap, pair_class, steps_of
 from counterpoint.records.measurement import Block, BlockRow, Environment, Measurement, Order, Row, Scenario, Timing
+from counterpoint.tuning.fit import pair_of
 from counterpoint.tuning.fit.collectives import TimedCall
 from counterpoint.tuning.fit.collectives import predicted_us as clock_us
-from counterpoint.tuning.fit.fitted import pair_of
 from counterpoint.tuning.fit.matmuls import predicted_us as gemm_us
 from counterpoint.tuning.fit.matmuls import summed_us
 

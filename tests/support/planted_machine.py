@@ -1,6 +1,6 @@
 """A machine whose optimum is known: planted times, noise, clocks that drift, knobs that do nothing.
 
-Its rounds are those of `measurement/rows.py`, so that what a decision is made from has the same form and errors.
+Its rounds are those of `measurement/rounds.py`, so that what a decision is made from has the same form and errors.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, cast
 import msgspec
 
 from counterpoint.measurement.gpu_usage import Observed
-from counterpoint.measurement.rows import Samples, compute_time, play_rounds, row, time_of
+from counterpoint.measurement.rounds import Samples, compute_time, play_rounds, row, time_of
 from counterpoint.measurement.trial import Trial
 from counterpoint.records.measurement import Block, BlockRow, Measurement, Order, Row, Scenario
 from tests.support import fake_worker

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
     from counterpoint.diagnosis.api import Result
     from counterpoint.diagnosis.reading.engine import Engine
-    from counterpoint.records.comparison import Comparison
-    from counterpoint.records.diagnosis import Diagnosis
+    from counterpoint.records.diagnosis import Comparison, Diagnosis
     from counterpoint.trace.source import Limits
 
 

@@ -74,7 +74,7 @@ def _check(given: list[str], json: str | None, *, quiet: bool) -> None:
     if not traces:
         raise Misconfigured("--check with a tuning alone; give traces of two steps, too: --check traces/")
     from counterpoint.tuned.file import read_tuned
-    from counterpoint.tuning.check.api import check
+    from counterpoint.tuning.check import check
 
     with progress(quiet, "looking for traces") as tell:
         effect = check(traces, read_tuned(tunings[0]) if tunings else None, progress=tell)

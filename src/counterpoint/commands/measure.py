@@ -9,15 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from counterpoint.commands.interruption import adding, ending_cleanly
-from counterpoint.commands.terminal import (
-    check_outputs,
-    json_file,
-    progress,
-    show,
-    write_file,
-    write_json,
-    writing,
-)
+from counterpoint.commands.terminal import check_outputs, json_file, progress, show, write_file, write_json, writing
 from counterpoint.errors import Misconfigured
 from counterpoint.rendering.files import is_stream
 
@@ -29,10 +21,7 @@ IN_A_FILE = 140  # what nobody folds: mechanisms with three controls keep their 
 
 
 def measure(
-    suite: Annotated[
-        str,
-        typer.Argument(help="quick, pairs, conccl, resource-aware, forum, tensor, expert, machine."),
-    ],
+    suite: Annotated[str, typer.Argument(help="quick, pairs, conccl, resource-aware, forum, tensor, expert, machine.")],
     mechanism: Annotated[
         list[str] | None, typer.Option(help="Only this mechanism, as in nccl+max_ctas=8; may be repeated.")
     ] = None,

@@ -9,15 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from counterpoint.commands.interruption import adding, ending_cleanly
-from counterpoint.commands.terminal import (
-    check_outputs,
-    json_file,
-    progress,
-    show,
-    write_file,
-    write_json,
-    writing,
-)
+from counterpoint.commands.terminal import check_outputs, json_file, progress, show, write_file, write_json, writing
 from counterpoint.errors import Misconfigured
 from counterpoint.rendering.files import is_stream
 
@@ -51,10 +43,7 @@ def tune(
     machine: Annotated[
         bool, typer.Option("--machine", help="Measure this machine into a profile instead: up to two minutes.")
     ] = False,
-    to: Annotated[
-        str | None,
-        typer.Option(help="Write a tuning for others: env, megatron-yaml, python."),
-    ] = None,
+    to: Annotated[str | None, typer.Option(help="Write a tuning for others: env, megatron-yaml, python.")] = None,
     profile: Annotated[
         Path | None,
         typer.Option(help="Figures of this machine; by default COUNTERPOINT_PROFILE, or those that are shipped."),
@@ -108,7 +97,7 @@ def tune(
                 timeout_s=timeout, progress=tell,
             )  # fmt: skip
         else:
-            from counterpoint.tuning.script.api import tune_script
+            from counterpoint.tuning.script import tune_script
 
             tuned = tune_script(
                 run or "", device=device, profile=profile, budget_s=budget, rounds=rounds, timeout_s=timeout,

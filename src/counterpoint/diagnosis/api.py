@@ -21,8 +21,7 @@ from counterpoint.diagnosis.reading.engine import Engine, digest_all
 from counterpoint.diagnosis.reading.host_names import CATEGORIES
 from counterpoint.diagnosis.reading.traced_job import TracedJob, assemble
 from counterpoint.errors import BadTrace
-from counterpoint.records.comparison import Comparison
-from counterpoint.records.diagnosis import Diagnosis, Source, TimelineLane
+from counterpoint.records.diagnosis import Comparison, Diagnosis, Source, TimelineLane
 from counterpoint.trace.source import Limits, TraceFile, find_traces, recordings
 from counterpoint.trace.timeline import F64, I64, Kind
 

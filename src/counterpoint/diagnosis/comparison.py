@@ -10,8 +10,15 @@ from pathlib import Path
 import msgspec
 
 from counterpoint.errors import BadTrace
-from counterpoint.records.comparison import Change, Comparison, FindingChange, KernelChange
-from counterpoint.records.diagnosis import SCHEMA, Diagnosis, KernelComparison
+from counterpoint.records.diagnosis import (
+    SCHEMA,
+    Change,
+    Comparison,
+    Diagnosis,
+    FindingChange,
+    KernelChange,
+    KernelComparison,
+)
 
 _LEAST_US = 5.0  # a smaller time would print as 0.00 ms
 _SLOWER = 1.05

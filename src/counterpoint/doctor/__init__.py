@@ -1,6 +1,6 @@
 """Read a machine and judge its readings: which settings prevent overlap, their meaning and their remedy.
 
-checkup.py collects the readings (the records of readings.py) and runs all checks on them. probe.py runs cuda.py (CUDA
-and links), nvml.py and system.py (torch, NCCL) in child processes; system.py also reads /sys. check_gpus.py,
-check_links.py and check_software.py are functions of `Readings`; verdict.py makes their records.
+checkup.py collects the readings and runs all checks on them. probe.py runs read_gpus.py (NVML, CUDA, rates of copies)
+and system.py (torch, NCCL) in child processes; system.py also reads /sys. check_gpus.py, check_links.py and
+check_software.py are functions of `Readings`; readings.py defines these records, and makes the records of checks.
 """

@@ -9,9 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from counterpoint.doctor.readings import GpuReading, Readings
-from counterpoint.doctor.verdict import and_so_on, fine, not_seen, problem, warning
-from counterpoint.records.machine import Check
+from counterpoint.doctor.readings import GpuReading, Readings, and_so_on, fine, not_seen, problem, warning
+from counterpoint.records.doctor import Check
 
 SLOWING = {  # reason of NVML: what lowers the clocks
     "hw_slowdown": "hardware slowdown",

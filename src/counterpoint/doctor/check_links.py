@@ -5,9 +5,19 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from statistics import median
 
-from counterpoint.doctor.readings import Bandwidth, GpuReading, PairRate, RdmaPort, Readings
-from counterpoint.doctor.verdict import and_so_on, fine, not_seen, problem, warning
-from counterpoint.records.machine import Check
+from counterpoint.doctor.readings import (
+    Bandwidth,
+    GpuReading,
+    PairRate,
+    RdmaPort,
+    Readings,
+    and_so_on,
+    fine,
+    not_seen,
+    problem,
+    warning,
+)
+from counterpoint.records.doctor import Check
 
 MIN_COPY_ENGINES = 2  # one for each direction
 SLOW_PAIR, BROKEN_PAIR = 0.9, 0.5  # rates as shares of the best pair's rate

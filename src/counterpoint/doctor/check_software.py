@@ -9,10 +9,9 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-from counterpoint.doctor.readings import Readings
-from counterpoint.doctor.verdict import and_so_on, fine, not_seen, problem, warning
+from counterpoint.doctor.readings import Readings, and_so_on, fine, not_seen, problem, warning
 from counterpoint.machine.profile import Profile
-from counterpoint.records.machine import Check
+from counterpoint.records.doctor import Check
 
 NEEDED_TORCH = (2, 11)
 NCCL_FEATURES = {  # feature: first version that has it (NCCL release notes)

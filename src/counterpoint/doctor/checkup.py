@@ -17,12 +17,11 @@ from counterpoint.doctor.check_gpus import check_gpus
 from counterpoint.doctor.check_links import LINK_CHECKS
 from counterpoint.doctor.check_software import SOFTWARE_CHECKS, answers, environment, torch_runtime
 from counterpoint.doctor.probe import ask_probe
-from counterpoint.doctor.readings import Bandwidth, Cuda, Nccl, Nvml, Readings, TorchRuntime
+from counterpoint.doctor.readings import Bandwidth, Cuda, Nccl, Nvml, Readings, TorchRuntime, fine, not_seen
 from counterpoint.doctor.system import read_software, read_system
-from counterpoint.doctor.verdict import fine, not_seen
 from counterpoint.machine.profile import Profile, shipped_profile
 from counterpoint.records import Record
-from counterpoint.records.machine import Check, Checkup
+from counterpoint.records.doctor import Check, Checkup
 
 _VARIABLES = ("CUDA_", "NCCL_", "NVSHMEM_", "PYTORCH_", "TORCH_")  # prefixes of the variables that are read
 _NOT_FOR_PROBES = ("CUDA_LAUNCH_BLOCKING",)  # it would make probes slower, and a check of its own reports it
@@ -64,11 +63,9 @@ def collect_readings(
 ) -> Readings:
     """Return all readings of this machine; NVML is asked first, so that its list of processes has none of ours.
 
-    Args:
-        bandwidth: measure copies between GPUs; takes some seconds and 512 MiB of memory on each.
-        torch: import torch in a child process, too.
-        limit_s: seconds that each child process may take.
-        tell: called before each probe, with a text such as "asking nvml".
+    With `bandwidth`, copies between GPUs are measured, which takes some seconds and 512 MiB of memory on each; with
+    `torch`, torch is imported in a child process, too. Each child may take `limit_s` seconds; before each, `tell` gets
+    a text such as "asking nvml".
     """
     probing = _Probing(limit_s=limit_s, tell=tell)
     nvml, cuda, nccl = probing.ask("nvml", Nvml), probing.ask("cuda", Cuda), probing.ask("nccl", Nccl)

@@ -16,8 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from counterpoint.doctor.cuda import measure_bandwidth, read_cuda
-from counterpoint.doctor.nvml import read_nvml
+from counterpoint.doctor.read_gpus import measure_bandwidth, read_cuda, read_nvml
 from counterpoint.doctor.system import read_nccl, read_torch_runtime
 from counterpoint.errors import printable
 from counterpoint.machine.driver import ProbeFailed, ProbeUnavailable

@@ -1,14 +1,19 @@
-"""Define the records of a machine's readings, before any check judges them; an unknown value is None, never a guess.
+"""Define the records of a machine's readings, and make the records of checks; an unknown value is None, never a guess.
 
-A probe runs in a child process and prints one of these as JSON, or raises `ProbeUnavailable`; `checkup.examine` turns
-all of them into checks.
+A probe runs in a child process and prints a reading as JSON, or raises `ProbeUnavailable`; `checkup.examine` turns all
+of them into checks. Texts from outside become safe to print where `fine`, `warning`, `problem` and `not_seen` use them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
 import msgspec
 
+from counterpoint.errors import printable
 from counterpoint.records import Record
+from counterpoint.records.doctor import Check
 
 
 class NvLink(Record, frozen=True, kw_only=True):
@@ -88,7 +93,7 @@ class Nccl(Record, frozen=True, kw_only=True):
     has_window_register: bool
 
 
-class Software(Record, frozen=True, kw_only=True):
+class InstalledTorch(Record, frozen=True, kw_only=True):
     """Describes the installed torch, as read from its files without importing it."""
 
     torch: str | None = None
@@ -161,7 +166,7 @@ class Readings(Record, frozen=True, kw_only=True):
     nvml: Nvml | None = None
     cuda: Cuda | None = None
     nccl: Nccl | None = None
-    software: Software | None = None
+    software: InstalledTorch | None = None
     torch_runtime: TorchRuntime | None = None
     system: System | None = None
     bandwidth: Bandwidth | None = None
@@ -187,3 +192,48 @@ class Readings(Record, frozen=True, kw_only=True):
     def why_no_device(self) -> str:
         """Return the reason why `devices` is empty."""
         return self.unavailable.get("cuda", "CUDA shows no device to this process")
+
+
+Value = int | float | str | None
+_LIMIT = 600
+
+
+def fine(name: str, seen: str, means: str = "", **values: Value) -> Check:
+    """Return a check that found nothing in the way of overlap."""
+    return _check(name, "ok", seen, means, "", values)
+
+
+def warning(name: str, seen: str, *, means: str, fix: str, **values: Value) -> Check:
+    """Return a check that found a fault which may reduce overlap, or may hide another fault."""
+    return _check(name, "warning", seen, means, fix, values)
+
+
+def problem(name: str, seen: str, *, means: str, fix: str, **values: Value) -> Check:
+    """Return a check that found a fault which reduces or prevents overlap."""
+    return _check(name, "problem", seen, means, fix, values)
+
+
+def not_seen(name: str, why: str) -> Check:
+    """Return a check that could not be made, with the reason."""
+    return _check(name, "not_seen", why, "", "", {})
+
+
+def and_so_on(items: Iterable[str], most: int = 8) -> str:
+    """Join at most `most` of the items, and say how many more there are."""
+    every = list(items)
+    return "; ".join(every[:most]) + (f"; and {len(every) - most} more" if len(every) > most else "")
+
+
+Status = Literal["ok", "warning", "problem", "not_seen"]
+
+
+def _check(name: str, status: Status, seen: str, means: str, fix: str, values: Mapping[str, Value]) -> Check:
+    safe = {key: printable(value, _LIMIT) if isinstance(value, str) else value for key, value in values.items()}
+    return Check(
+        name=printable(name, 80),
+        status=status,
+        seen=printable(seen, _LIMIT),
+        means=printable(means, _LIMIT),
+        fix=printable(fix, _LIMIT),
+        values=safe,
+    )

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from counterpoint.doctor.readings import Nccl, NetPort, RdmaPort, Software, System, TorchRuntime
+from counterpoint.doctor.readings import InstalledTorch, Nccl, NetPort, RdmaPort, System, TorchRuntime
 from counterpoint.machine.driver import ProbeUnavailable
 
 _MAX_BYTES = 64 << 10
@@ -169,19 +169,19 @@ def _net(folder: Path) -> list[NetPort]:
     return ports
 
 
-def read_software() -> Software:
+def read_software() -> InstalledTorch:
     """Read from its files which torch the running Python has; do not import it."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
-        return Software()
+        return InstalledTorch()
     return read_torch_files(Path(spec.origin).parent)
 
 
-def read_torch_files(folder: Path) -> Software:
+def read_torch_files(folder: Path) -> InstalledTorch:
     """Read the folder of torch: `version.py`, and the files that hold the features we use."""
     assigned = dict(_ASSIGNED.findall(_whole(folder / "version.py")))
     features = {name: mark in _whole(folder / path) for name, (path, mark) in _FEATURES.items()}
-    return Software(
+    return InstalledTorch(
         torch=assigned.get("__version__"),
         torch_cuda=assigned.get("cuda"),
         torch_hip=assigned.get("hip"),

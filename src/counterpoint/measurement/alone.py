@@ -30,7 +30,7 @@ from counterpoint.measurement.collective import elements_of, memory_bytes
 from counterpoint.measurement.gpu_usage import observe, observe_compute
 from counterpoint.measurement.mechanisms import Mechanism, find_mechanism
 from counterpoint.measurement.open_mechanisms import offered, open_all
-from counterpoint.measurement.rows import Experiment, SamplesOf, comm_time, compute_time, time_of, why_late
+from counterpoint.measurement.rounds import Experiment, SamplesOf, comm_time, compute_time, time_of, why_late
 from counterpoint.measurement.session import Session
 from counterpoint.measurement.trial import Trial
 from counterpoint.measurement.workloads import find_workload, prepare

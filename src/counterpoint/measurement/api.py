@@ -1,4 +1,8 @@
-"""Define `counterpoint.measure`, which runs in the parent process of the ranks and imports no torch."""
+"""Define `counterpoint.measure`: start one process per rank, merge their results, report in one error why ranks ended.
+
+No torch. Ranks get torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT), so that `torchrun
+--nproc-per-node 8 -m counterpoint.measurement.worker plan.json` starts the same program.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +18,26 @@ import msgspec
 from counterpoint.errors import CounterpointError, Misconfigured, Unsupported
 from counterpoint.machine.driver import visible_gpus
 from counterpoint.machine.gpus import find_gpu
-from counterpoint.measurement.launch import STARTUP_S, launch, read_outcomes
 from counterpoint.measurement.suites import SMS, parts_of
-from counterpoint.processes import Progress, run_folder
+from counterpoint.processes import (
+    DEFAULTS,
+    PARENT_VARIABLE,
+    SETTLE_S,
+    Processes,
+    Progress,
+    Remains,
+    abort,
+    died,
+    exit_code,
+    hung,
+    read_failure,
+    reserved_port,
+    run_folder,
+    started,
+    tail,
+    wait_for_all,
+    watch,
+)
 from counterpoint.records.measurement import Block, Measurement, Outcome, Plan, Scenario
 
 MIN_ROUNDS = 5  # two are dropped, and a median needs three
@@ -91,26 +112,15 @@ def measure_parts(
     budget_s: float | None = None,
     progress: Progress | None = None,
 ) -> Measurement:
-    """Measure scenarios and building blocks in the given order; only `measure` and `tune` start ranks, both by this.
+    """Return what `measure` returns, for scenarios and building blocks of different names, in the given order.
 
-    Args:
-        suite: what the parts are called together.
-        parts: their names differ.
-        device: as of `measure`.
-        world_size: ranks, by `count_ranks`.
-        rounds: as of `measure`.
-        timeout_s: as of `measure`.
-        budget_s: seconds from now after which nothing more is measured; what is then missing has no rows.
-            None: everything is measured.
-        progress: as of `measure`.
-
-    Returns:
-        As `measure`.
+    Only `measure` and `tune` start ranks, both by this function; its other arguments are those of `measure`, and
+    `world_size` is by `count_ranks`. After `budget_s` seconds nothing more is measured, and what is then missing has no
+    rows; None: everything is measured.
 
     Raises:
         Misconfigured: `rounds` or `timeout_s` is not allowed.
-        Unsupported: as of `measure`.
-        PeerTimeout: as of `measure`.
+        Unsupported: as of `measure`, which also raises what `launch` does.
     """
     until_s = None if budget_s is None else time.monotonic() + budget_s
     _require_torch()
@@ -216,3 +226,119 @@ def _unavailable(plan: Plan, outcomes: Sequence[Outcome]) -> dict[str, str]:
         else "; ".join(f"{', '.join(dict.fromkeys(of))}: {reason}" for reason, of in reasons.items())
         for name, reasons in found.items()
     }
+
+
+WORKER = "counterpoint.measurement.worker"
+STARTUP_S = 60.0  # torch's import, CUDA's and NCCL's start, on top of the timeout
+VARIABLES = ("NCCL_", "CUDA_", "TORCH_", "NVSHMEM_", "PYTORCH_", "OMP_")  # prefixes of variables that change results
+
+
+def launch(
+    plan: Plan,
+    *,
+    folder: Path,
+    timeout_s: float,
+    startup_s: float = STARTUP_S,
+    progress: Progress | None = None,
+    module: str = WORKER,
+) -> None:
+    """Run all scenarios of `plan`, whose results file exists and is empty; return when all ranks have ended well.
+
+    Call it from a thread that lives until it returns: the kernel kills the ranks when that thread ends. `folder` gets
+    plan.json and rank<N>.log with all that the ranks print. `startup_s` is added to `timeout_s`, the longest time
+    without a finished scenario, before the first one. `module` is what `python -m` starts.
+
+    Raises:
+        Misconfigured: a rank raised it; the text is the rank's. `Unsupported` likewise.
+        PeerTimeout: ranks died, raised something else or stopped making progress; names them and their logs.
+    """
+    plan_file = folder / "plan.json"
+    plan_file.write_bytes(msgspec.json.encode(plan))
+    Path(plan.errors).mkdir(exist_ok=True)
+    command = [sys.executable, "-P", "-X", "faulthandler", "-m", module, str(plan_file)]
+    logs = [folder / f"rank{rank}.log" for rank in range(plan.world_size)]
+    with (
+        reserved_port() as port,
+        started(command, logs, [_environment(rank, plan.world_size, port) for rank in range(plan.world_size)]) as ranks,
+    ):
+        watch(
+            ranks,
+            progress=_Results(plan, progress or (lambda done, total, what: None)).size,
+            timeout_s=timeout_s,
+            startup_s=startup_s,
+            died=lambda: died(_remains(ranks, plan, folder), during=_during(plan), logs=str(folder)),
+            hung=lambda: _hung(ranks, plan, folder, timeout_s),
+        )
+
+
+def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    threads = max(1, len(os.sched_getaffinity(0)) // world_size)
+    place = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": world_size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        PARENT_VARIABLE: os.getpid(),
+    }
+    return {"OMP_NUM_THREADS": str(threads), **DEFAULTS, **os.environ, **{key: str(it) for key, it in place.items()}}
+
+
+def read_outcomes(path: Path) -> tuple[Outcome, ...]:
+    """Return the outcomes in complete lines, in the order measured; raise Misconfigured if the file is gone."""
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        raise Misconfigured(f"{path} was taken away while it was needed; start again") from None
+    return tuple(msgspec.json.decode(line, type=Outcome) for line in text[: text.rfind(b"\n") + 1].splitlines())
+
+
+class _Results:
+    """Watches the results file of a plan grow, and reports the finished parts."""
+
+    def __init__(self, plan: Plan, tell: Progress) -> None:
+        self._plan, self._tell = plan, tell
+        self._size: int | None = -1
+
+    def size(self) -> int | None:
+        """Return the file's size; None if it was deleted, which `read_outcomes` then reports."""
+        results = Path(self._plan.results)
+        try:
+            size = results.stat().st_size
+        except FileNotFoundError:
+            size = None
+        if size != self._size:
+            self._size = size
+            self._tell(len(read_outcomes(results)), len(self._plan.parts), _next(self._plan) or "")
+        return size
+
+
+def _hung(ranks: Processes, plan: Plan, folder: Path, timeout_s: float) -> CounterpointError:
+    """Return the error for a hang, after each rank has written its stack to its log."""
+    abort(process.pid for process in ranks if exit_code(process) is None)
+    wait_for_all(ranks, SETTLE_S)
+    reason = f"no progress for {timeout_s:g} s {_during(plan)}"
+    return hung(_remains(ranks, plan, folder), reason=reason, logs=str(folder))
+
+
+def _remains(ranks: Processes, plan: Plan, folder: Path) -> list[Remains]:
+    return [
+        Remains(
+            rank=rank,
+            code=exit_code(process),
+            failure=read_failure(Path(plan.errors), rank),
+            log=tail(folder / f"rank{rank}.log"),
+        )
+        for rank, process in enumerate(ranks)
+    ]
+
+
+def _next(plan: Plan) -> str | None:
+    """Return the part being measured, by name: the first in the plan without a result; None after the last one."""
+    done = {outcome.scenario for outcome in read_outcomes(Path(plan.results))}
+    return next((part.name for part in plan.parts if part.name not in done), None)
+
+
+def _during(plan: Plan) -> str:
+    return "after the last scenario" if (name := _next(plan)) is None else f"in scenario {name!r}"

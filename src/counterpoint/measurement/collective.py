@@ -142,16 +142,10 @@ def allocate(
     seed: int,
     empty: Callable[[int], Tensor],
 ) -> Buffers:
-    """Return the buffers of one collective, with random data that differs on each rank.
+    """Return the buffers of one collective, whose full array has `numel` elements (from `elements_of`).
 
-    Args:
-        collective: PyTorch's name.
-        numel: elements of the full array, from `elements_of`.
-        dtype: of the elements.
-        rank: of this process.
-        world_size: ranks that take part.
-        seed: of the data.
-        empty: allocates so many elements: plain memory, or memory registered with a process group.
+    They hold random data that differs on each rank. `empty` allocates so many elements: plain memory, or memory
+    registered with a process group.
     """
     call = find(collective, world_size, numel * dtype.itemsize)
     recv = empty(call.output_bytes(rank) // dtype.itemsize)

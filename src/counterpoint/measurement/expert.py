@@ -23,14 +23,13 @@ from counterpoint.controls.observe import communicates, sides_of_all
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.machine.gpus import peak_tflops
 from counterpoint.measurement.collective import relative_error
-from counterpoint.measurement.dependent import ExpertLayer, TokenExchange, find_exchange
 from counterpoint.measurement.gpu_usage import Observed, device_state
 from counterpoint.measurement.mechanisms import joined
 from counterpoint.measurement.open_mechanisms import FORCED, Checked, open_checked
-from counterpoint.measurement.rows import Experiment, Samples, SamplesOf, comm_time, row, time_of, why_late
+from counterpoint.measurement.rounds import Experiment, Samples, SamplesOf, comm_time, row, time_of, why_late
 from counterpoint.measurement.session import Session
 from counterpoint.measurement.trial import Case, Trial
-from counterpoint.measurement.workloads import find_workload, prepare
+from counterpoint.measurement.workloads import ExpertLayer, TokenExchange, find_exchange, find_workload, prepare
 from counterpoint.parallel.expert import permute as routing
 from counterpoint.parallel.expert.dispatcher import Dispatcher
 from counterpoint.parallel.expert.layers import ExpertWeights
@@ -46,14 +45,11 @@ _SCALES = 128  # number of different expert factors, exact in bfloat16, so that 
 
 
 def routed(way: str, tokens: int, layer: ExpertLayer, generator: torch.Generator) -> Tensor:
-    """Return random experts for each token, int64 `[tokens, top_k]`, without repetition in a row.
+    """Return random experts for each token, int64 `[tokens, top_k]` on the generator's device, none twice in a row.
 
-    Args:
-        way: `uniform`; `zipf`, the i-th expert being wanted 1 / i times as much as the first, and experts lying in a
-            random order on the ranks, the same everywhere; or `one-hot`, all tokens going to the first experts.
-        tokens: of this rank.
-        layer: number of experts, and choices of a token.
-        generator: of random numbers; its device is that of the result.
+    By `zipf` the i-th expert is wanted 1 / i times as much as the first, and experts lie in a random order on the
+    ranks, the same everywhere; by `one-hot` all tokens go to the first experts; by `uniform` experts are wanted
+    equally.
     """
     if way == "one-hot":
         return torch.arange(layer.top_k, device=generator.device).repeat(tokens, 1)
@@ -242,11 +238,7 @@ class _Leg:
 
 
 def _of_leg(
-    session: Session,
-    exchange: TokenExchange,
-    legs: Sequence[_Leg],
-    seen: Sequence[Observed],
-    works: Sequence[_Work],
+    session: Session, exchange: TokenExchange, legs: Sequence[_Leg], seen: Sequence[Observed], works: Sequence[_Work]
 ) -> Experiment:
     """Return the experiment of one leg alone, and together with each work."""
     cases: tuple[Case, ...] = ("serial", "together")

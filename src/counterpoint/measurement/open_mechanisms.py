@@ -82,16 +82,8 @@ def open_mechanism(
 ) -> Iterator[Opened]:
     """Yield a mechanism with process group, buffers and lanes, valid inside the context. All ranks enter together.
 
-    Args:
-        session: this rank.
-        mechanism: the mechanism to open.
-        collective: PyTorch's name of the collective that it runs.
-        numel: elements of the full array.
-        stock: streams and computation of the pair; its `comm` is replaced.
-        shared: buffers by kind of memory, which mechanisms share; missing ones are added.
-
-    Yields:
-        The mechanism, ready to run.
+    `stock` has the streams and the computation of the pair, and its `comm` is replaced. Mechanisms share the buffers in
+    `shared`, by kind of memory; missing ones are added.
 
     Raises:
         Unsupported: the mechanism cannot run here.
@@ -227,19 +219,11 @@ def open_checked(
     *,
     allowed: str,
 ) -> list[Checked[C]]:
-    """Open each mechanism that can run, and check its first result. All ranks call it together.
+    """Return the mechanisms that can run, opened, with what was wrong on any rank. All ranks call it together.
 
-    Args:
-        session: this rank.
-        names: the mechanisms.
-        open_caller: returns what runs calls by a mechanism; the caller of this function closes it.
-        first: runs a call, and returns its result.
-        errors: the relative error of a result on this rank, and the error that is allowed.
-        unavailable: gets the reason of each mechanism that cannot run.
-        allowed: in words, twice which error is allowed.
-
-    Returns:
-        The mechanisms that ran, with what was wrong on any rank.
+    `open_caller` returns what runs calls by a mechanism, which the caller of this function closes; `first` runs a call
+    and returns its result, and `errors` the relative error of a result on this rank and the error that is allowed
+    (twice that which `allowed` names). `unavailable` gets the reason of each mechanism that cannot run.
     """
     checked: list[Checked[C]] = []
     for name in names:

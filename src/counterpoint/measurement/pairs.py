@@ -17,7 +17,7 @@ from counterpoint.measurement.collective import elements_of, memory_bytes
 from counterpoint.measurement.gpu_usage import Observed, device_state, observe
 from counterpoint.measurement.mechanisms import Mechanism, find_mechanism
 from counterpoint.measurement.open_mechanisms import Opened, memory_of, offered, open_all, open_mechanism
-from counterpoint.measurement.rows import Experiment, SamplesOf, comm_time, compute_time, play_rounds, row, time_of
+from counterpoint.measurement.rounds import Experiment, SamplesOf, comm_time, compute_time, play_rounds, row, time_of
 from counterpoint.measurement.session import Session
 from counterpoint.measurement.trial import Case, Trial
 from counterpoint.measurement.workloads import Workload, find_workload, prepare

@@ -17,8 +17,8 @@ from counterpoint.collectives.host.group import check_agreement, gather_values, 
 from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.controls.control import Control, Lanes
 from counterpoint.errors import Misconfigured, Unsupported, printable
-from counterpoint.measurement.dtypes import MEASURABLE, measured_dtype
 from counterpoint.measurement.trial import CpuStage, CudaStage
+from counterpoint.measurement.workloads import MEASURABLE, measured_dtype
 
 T = TypeVar("T")
 

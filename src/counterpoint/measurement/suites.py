@@ -16,9 +16,8 @@ import msgspec
 
 from counterpoint.collectives.program.operations import BY_TORCH, OPERATIONS, measured_by
 from counterpoint.errors import Misconfigured, printable
-from counterpoint.measurement.dependent import EXPERT_LAYERS, ROUTINGS
 from counterpoint.measurement.mechanisms import BASES, find_mechanism
-from counterpoint.measurement.workloads import llama_layer
+from counterpoint.measurement.workloads import EXPERT_LAYERS, ROUTINGS, llama_layer
 from counterpoint.pair.together import REDUCTIONS
 from counterpoint.records.measurement import Block, Scenario
 
@@ -228,14 +227,10 @@ SUITES = (*PAIRS, "tensor", "expert", "machine")
 def parts_of(
     suite: str, *, device: str, world_size: int = 2, mechanisms: Sequence[str] | None = None, num_sms: int = SMS
 ) -> tuple[Scenario | Block, ...]:
-    """Return the pairs and building blocks of a named suite.
+    """Return the pairs and building blocks of a named suite, with the given mechanisms, or those of the suite.
 
-    Args:
-        suite: its name.
-        device: cuda or cpu.
-        world_size: ranks, among which the layers of `tensor` and `expert` are divided.
-        mechanisms: the mechanisms to measure; None: the mechanisms of the suite.
-        num_sms: SMs of the GPU, which `machine` divides.
+    The layers of `tensor` and `expert` are divided among `world_size` ranks; `machine` divides the `num_sms` of the
+    GPU.
 
     Raises:
         Misconfigured: there is no such suite or mechanism, or the suite takes none.

@@ -21,12 +21,12 @@ from counterpoint.errors import Misconfigured
 from counterpoint.machine.bus_bandwidth import bus_gb_per_s
 from counterpoint.machine.profile import profile_of
 from counterpoint.measurement.collective import Comm, allocate, relative_error
-from counterpoint.measurement.dependent import DependentMatmul, find_dependent
 from counterpoint.measurement.mechanisms import joined
 from counterpoint.measurement.open_mechanisms import Checked, open_checked
-from counterpoint.measurement.rows import Experiment, SamplesOf, comm_time, compute_time, time_of, why_late
+from counterpoint.measurement.rounds import Experiment, SamplesOf, comm_time, compute_time, time_of, why_late
 from counterpoint.measurement.session import Session
 from counterpoint.measurement.trial import Trial
+from counterpoint.measurement.workloads import DependentMatmul, find_dependent
 from counterpoint.pair.arrivals import ShardedMatmul, hiding_of
 from counterpoint.pair.curves import RowCurve
 from counterpoint.parallel.options import TensorOptions

@@ -69,16 +69,10 @@ class CudaStage:
         self._delay = _CopyDelay(HEAD_START_US, device, group)
 
     def run(self, lanes: Lanes, case: Case, *, host_waits: bool = False) -> Trial:
-        """Run one trial and return its times once the device is idle; all ranks call it with the same case.
+        """Return the times of one trial once the device is idle; all ranks call it with the same case.
 
-        Args:
-            lanes: both sides.
-            case: which of them run, and in which order.
-            host_waits: the host waits for the device within `lanes.comm`. What it queues after that comes late because
-                the collective is made so, which the times show, and does not make the trial late.
-
-        Returns:
-            When each side began and ended.
+        `host_waits` says that the host waits for the device within `lanes.comm`. What it queues after that comes late
+        because the collective is made so, which the times show, and does not make the trial late.
         """
         streams = {"compute": lanes.compute_stream, "comm": lanes.comm_stream}
         launches = {"compute": lanes.compute, "comm": lanes.comm}

@@ -14,6 +14,8 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Generator
+from contextlib import closing
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -22,12 +24,15 @@ import msgspec
 
 import counterpoint
 from counterpoint.errors import Misconfigured, Unsupported
-from counterpoint.measurement.launch import VARIABLES
+from counterpoint.measurement.api import VARIABLES
+from counterpoint.measurement.workloads import is_dependent, is_exchange
 from counterpoint.processes import die_with_parent, leaving_word
-from counterpoint.records.measurement import Block, Environment, Outcome, Plan
+from counterpoint.records.measurement import Block, BlockRow, Environment, Outcome, Plan, Row, Scenario
 from counterpoint.rehearsed import NO_TIMES, is_rehearsal
 
 if TYPE_CHECKING:
+    from counterpoint.measurement.pairs import Calibration
+    from counterpoint.measurement.rounds import Experiment
     from counterpoint.measurement.session import Session
 
 
@@ -71,7 +76,6 @@ class Worker:
     def _measure(self, session: Session) -> None:
         """Measure all parts of the plan."""
         from counterpoint.measurement.pairs import Calibration
-        from counterpoint.measurement.parts import measure_part
         from counterpoint.measurement.session import NotEnoughMemory
 
         results = Path(self.plan.results)
@@ -138,6 +142,61 @@ def _commit() -> str | None:
     except (OSError, subprocess.TimeoutExpired):  # no git here
         return None
     return done.stdout.strip() or None
+
+
+def measure_part(session: Session, part: Scenario | Block, plan: Plan, calibration: Calibration) -> Outcome:
+    """Return all rows of a part, or why it has none. All ranks call it with the same arguments.
+
+    `calibration` is what scenarios of the same dtypes share.
+
+    Raises:
+        Misconfigured: there is no such workload, collective or mechanism, or ranks cannot share it.
+        NotEnoughMemory: it needs more memory than is free on a rank.
+        Unsupported: no mechanism can run here.
+        WrongResult: a collective delivers wrong data.
+    """
+    from counterpoint.measurement.rounds import play_rounds
+
+    unavailable: dict[str, str] = {}
+    rows: list[Row | BlockRow] = []
+    with closing(_experiments(session, part, plan, calibration, unavailable)) as experiments:
+        for experiment in experiments:
+            samples = play_rounds(
+                session, experiment.trials, rounds=plan.rounds, dropped=plan.dropped_rounds, seed=plan.seed
+            )
+            rows += experiment.rows(samples)
+            del experiment, samples  # the operands of one are given back before the next is prepared
+    session.give_memory_back()
+    return Outcome(
+        scenario=part.name,
+        rows=tuple(row for row in rows if isinstance(row, Row)),
+        blocks=tuple(row for row in rows if isinstance(row, BlockRow)),
+        unavailable=unavailable,
+    )
+
+
+def _experiments(
+    session: Session, part: Scenario | Block, plan: Plan, calibration: Calibration, unavailable: dict[str, str]
+) -> Generator[Experiment, None, None]:
+    """Yield the experiments of a part, by its kind; reasons why mechanisms cannot run go to `unavailable`."""
+    from counterpoint.measurement.alone import collective_alone, compute_alone, cost, is_cost
+    from counterpoint.measurement.collective import collectives
+    from counterpoint.measurement.expert import exchange
+    from counterpoint.measurement.pairs import pair
+    from counterpoint.measurement.tensor import dependent_matmul
+
+    if isinstance(part, Scenario):
+        yield from pair(session, part, plan, calibration, unavailable)
+        return
+    if is_dependent(part.what):
+        kind = dependent_matmul
+    elif is_exchange(part.what):
+        kind = exchange
+    elif is_cost(part.what):
+        kind = cost
+    else:
+        kind = collective_alone if part.what in collectives() else compute_alone
+    yield from kind(session, part, plan, unavailable)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from counterpoint.errors import CounterpointError, Misconfigured, printable
 from counterpoint.monitoring import beside
 from counterpoint.monitoring.optimizer_steps import OptimizerSteps
 from counterpoint.monitoring.recording import OtherProfilers, Recording
-from counterpoint.records.watch import WatchedStep
+from counterpoint.records.diagnosis import WatchedStep
 from counterpoint.rehearsed import local_rank
 
 Exporter = Callable[[WatchedStep], None]

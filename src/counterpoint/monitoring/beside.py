@@ -23,8 +23,7 @@ from counterpoint.diagnosis.reading.engine import digest_file
 from counterpoint.errors import BadTrace, CounterpointError, printable
 from counterpoint.records import Record
 from counterpoint.records.causes import IDLE_CAUSES
-from counterpoint.records.diagnosis import Diagnosis, IdleCause, Straggler
-from counterpoint.records.watch import WatchedStep
+from counterpoint.records.diagnosis import Diagnosis, IdleCause, Straggler, WatchedStep
 from counterpoint.rehearsed import NO_TIMES, is_rehearsal
 from counterpoint.trace.source import Limits, TraceFile, rank_from_name
 

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from counterpoint.errors import Unsupported
-from counterpoint.records.watch import WatchedStep
+from counterpoint.records.diagnosis import WatchedStep
 
 
 def numbers(record: WatchedStep) -> dict[str, float]:

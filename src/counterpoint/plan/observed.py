@@ -24,7 +24,7 @@ from counterpoint.plan.confidence import job_features, measured_errors
 from counterpoint.plan.job.job import Job
 from counterpoint.plan.job.parallel import CORE_ONLY
 from counterpoint.plan.step.step import PredictedStep, predict_step
-from counterpoint.records.prediction import Cause, ObservedStep, StepInterval
+from counterpoint.records.prediction import ObservedStep, StepCause, StepInterval
 
 UNITS = {"us": 1.0, "ms": 1e3, "s": 1e6, "min": 60e6}
 LEAST = 0.005  # a cause that changes the step by less is left out
@@ -96,7 +96,7 @@ class Anchor(NamedTuple):
             causes=tuple(sorted(self._causes(slower), key=lambda cause: -abs(cause.us))),
         )
 
-    def _causes(self, slower: bool) -> Iterator[Cause]:
+    def _causes(self, slower: bool) -> Iterator[StepCause]:
         """Yield what would make the job slower, or faster, than it says; each by itself."""
         for name, change, tell in SLOWER if slower else FASTER:
             try:
@@ -104,7 +104,7 @@ class Anchor(NamedTuple):
             except Misconfigured:
                 continue  # the job cannot be so
             if abs(us) > LEAST * self.predicted_us and (us > 0) == slower:
-                yield Cause(name=name, us=us, tell=tell)
+                yield StepCause(name=name, us=us, tell=tell)
 
 
 def _training(**fields: object) -> Change:

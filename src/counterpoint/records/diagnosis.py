@@ -342,3 +342,76 @@ class Diagnosis(Record, frozen=True, kw_only=True):
         )
         table = f"<table><tr><th>cost of step time</th><th>what to do</th></tr>{rows}</table>" if rows else ""
         return f"<p><b>{escape(self.verdict)}</b></p>{table}"
+
+
+COMPARISON_SCHEMA = "counterpoint.comparison/1"
+
+
+class Change(Record, frozen=True, kw_only=True):
+    """Holds one time (µs) of the earlier run and of this run; None: the run does not have it, which counts as 0."""
+
+    name: str
+    before_us: float | None
+    now_us: float | None
+    change_us: float
+
+
+class FindingChange(Change, frozen=True, kw_only=True):
+    """Holds the cost of one finding in the earlier run and in this run; None: not found. `name` is its title."""
+
+    kind: str
+    rank: int | None
+
+
+class KernelChange(Change, frozen=True, kw_only=True):
+    """Holds the mean µs of a kernel in both runs, over kinds that both have; `change_us` is the change per step."""
+
+    slowdown: float
+
+
+class Comparison(Record, frozen=True, kw_only=True):
+    """Compares a run with an earlier run; every list has the largest growth first.
+
+    `parts` add up to `step`: compute, exposed communication, copies, idle.
+    """
+
+    schema: str = COMPARISON_SCHEMA
+    verdict: str
+    before: tuple[str, ...]  # files of the earlier run
+    now: tuple[str, ...]
+    notes: tuple[str, ...]  # why the two runs may not be comparable
+    step: Change
+    hidden_before: float | None
+    hidden_now: float | None
+    parts: tuple[Change, ...]
+    findings: tuple[FindingChange, ...]
+    idle: tuple[Change, ...]  # by cause
+    exposed: tuple[Change, ...]  # by operation
+    late: tuple[Change, ...]  # by rank: how long the others stood still for it
+    kernels: tuple[KernelChange, ...]  # that became slower by name
+
+
+WATCH_SCHEMA = "counterpoint.watch/1"
+
+
+class WatchedStep(Record, frozen=True, kw_only=True):
+    """Sums up the diagnosis of the steps that end with `step`; `line` is the line in the log."""
+
+    schema: str = WATCH_SCHEMA
+    step: int
+    unix_s: float
+    line: str
+    verdict: str
+    ranks: tuple[int, ...]  # those that were read
+    world_size: int
+    step_us: float
+    usual_us: float | None = None  # mean time of the unrecorded steps since the recording before
+    hidden: float | None  # share of the communication that is hidden; null: no communication was seen
+    exposed_comm_us: float
+    idle_us: float
+    late_rank: int | None  # the rank that makes the others wait longest
+    late_us: float | None
+    late_cause: StragglerCause | None
+    late_detail: str | None
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...]

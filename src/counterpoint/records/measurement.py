@@ -45,8 +45,8 @@ class Scenario(Record, frozen=True, kw_only=True, tag=True):
     ratio: float | None = None  # wanted T_c / T_g, for the fastest mechanism alone
     mechanisms: tuple[str, ...]  # "nccl", "nccl+priority=high", "nccl+max_ctas=8+gemm_sms=124"
     orders: tuple[Order, ...] = ("together", "comm_first", "compute_first")
-    dtype: str | None = None  # of the collective, by torch's name; None: that of measurement/dtypes.py
-    compute_dtype: str | None = None  # of the workload; None: that of measurement/dtypes.py, whatever `dtype` is
+    dtype: str | None = None  # of the collective, by torch's name; None: that of measurement/workloads.py
+    compute_dtype: str | None = None  # of the workload; None: that of measurement/workloads.py, whatever `dtype` is
 
 
 class BlockRow(Record, frozen=True, kw_only=True):

@@ -45,7 +45,7 @@ class StepInterval(Record, frozen=True, kw_only=True):
     slowest_us: float  # part of `high_us`: what the slowest of more ranks is expected to add
 
 
-class Cause(Record, frozen=True, kw_only=True):
+class StepCause(Record, frozen=True, kw_only=True):
     """Says what may be otherwise than the job says, by how many µs that changes the predicted step, how to tell."""
 
     name: str
@@ -60,7 +60,7 @@ class ObservedStep(Record, frozen=True, kw_only=True):
     predicted_us: float
     usual_us: float  # median of such runs
     faster_than: float  # fraction of such runs
-    causes: tuple[Cause, ...]  # the largest first; each by itself
+    causes: tuple[StepCause, ...]  # the largest first; each by itself
 
 
 class RatioError(Record, frozen=True, kw_only=True):

@@ -21,7 +21,7 @@ from counterpoint.records.diagnosis import ranks_in_words
 from counterpoint.records.rehearsal import RankReport, Rehearsal, RehearsalReport
 from counterpoint.rehearsal.rank import REPORT, TASK_VARIABLE, RehearsalTask
 from counterpoint.rehearsed import visible_devices
-from counterpoint.tuning.script.launch import (
+from counterpoint.tuning.script_launch import (
     ALIVE,
     LOG,
     REHEARSED,
@@ -39,12 +39,7 @@ _Value = TypeVar("_Value", int, str)
 
 
 def rehearse(
-    command: str,
-    *,
-    device: str | None = None,
-    hosts: int = 1,
-    timeout_s: float = TIMEOUT_S,
-    echo: bool = False,
+    command: str, *, device: str | None = None, hosts: int = 1, timeout_s: float = TIMEOUT_S, echo: bool = False
 ) -> Rehearsal:
     """Run an unmodified script with all its ranks on the GPUs of this machine, one of which is enough.
 

@@ -16,8 +16,8 @@ from counterpoint.errors import Misconfigured
 from counterpoint.processes import leaving_word, write_whole
 from counterpoint.records import Record
 from counterpoint.rehearsed import rank_variables
-from counterpoint.tuning.script.launch import ALIVE, ERRORS
-from counterpoint.tuning.script.rank import begin, run_script
+from counterpoint.tuning.script_launch import ALIVE, ERRORS
+from counterpoint.tuning.script_rank import begin, run_script
 
 TASK_VARIABLE = "COUNTERPOINT_REHEARSAL_TASK"  # names the file of the task
 REPORT = "reports/rank{}.json"  # a `RankReport`, in the folder of the task

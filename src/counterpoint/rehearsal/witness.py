@@ -12,7 +12,7 @@ import torch.distributed as dist
 from counterpoint.parallel.backend.group import CounterpointGroup
 from counterpoint.parallel.expert.dispatcher import Dispatcher
 from counterpoint.records.rehearsal import RankReport
-from counterpoint.tuning.script.steps import answering_overlap
+from counterpoint.tuning.script_steps import answering_overlap
 
 
 class Witness:

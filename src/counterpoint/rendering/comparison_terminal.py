@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 from rich.console import Console
 
-from counterpoint.records.comparison import Change, Comparison, KernelChange
+from counterpoint.records.diagnosis import Change, Comparison, KernelChange
 from counterpoint.rendering import formatting as say
 from counterpoint.rendering.table import Column, Table
 from counterpoint.rendering.terminal import line, print_tables

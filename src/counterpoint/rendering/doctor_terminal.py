@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 from rich.text import Text
 
-from counterpoint.records.machine import Check, Checkup
+from counterpoint.records.doctor import Check, Checkup
 from counterpoint.rendering.terminal import QUIET, line, text
 
 STYLES = {"problem": "bold red", "warning": "yellow", "ok": "green", "not_seen": QUIET}

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from counterpoint.records.diagnosis import ranks_in_words
-from counterpoint.records.effect import CommCalls, Effect, KnobEffect, RankEffect
+from counterpoint.records.doctor import CommCalls, Effect, KnobEffect, RankEffect
 from counterpoint.rendering import formatting as say
 from counterpoint.rendering.table import Column, Table, row
 from counterpoint.rendering.terminal import QUIET, heading, line, print_tables, text

@@ -184,10 +184,7 @@ _TAKEN: Mapping[Field, tuple[str, Callable[[TunedPair], bool]]] = {
         "choices of dependent matmuls and of gemm_sms",
         lambda pair: _is_dependent(pair) or "gemm_sms" in pair.mechanism,
     ),
-    "nccl": (
-        "choices of NCCL's settings",
-        lambda pair: pair.mechanism.startswith("nccl") and pair.mechanism != "nccl",
-    ),
+    "nccl": ("choices of NCCL's settings", lambda pair: pair.mechanism.startswith("nccl") and pair.mechanism != "nccl"),
     "counterpoint": ("", lambda pair: False),
 }
 """Maps each field in which machines can differ to the choices that then do not count: in words, and as a test."""

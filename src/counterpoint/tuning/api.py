@@ -13,7 +13,7 @@ from counterpoint.errors import Misconfigured
 from counterpoint.machine.driver import visible_gpus
 from counterpoint.machine.profile import Profile, profile_of
 from counterpoint.measurement.api import count_ranks, measure_parts
-from counterpoint.measurement.dtypes import MEASURABLE, OF_DEVICE
+from counterpoint.measurement.workloads import MEASURABLE, OF_DEVICE
 from counterpoint.processes import Progress
 from counterpoint.records.measurement import Measurement
 from counterpoint.records.tuning import StepPair, Tuned, TunedPair, as_sentence

@@ -123,21 +123,12 @@ def sigmas_of_proof(runs: int, candidates: int) -> float:
 
 
 def decide(
-    pair: StepPair,
-    tried: Sequence[Tried],
-    *,
-    stock: str,
-    compute_us: float | None = None,
-    comm_us: float | None = None,
+    pair: StepPair, tried: Sequence[Tried], *, stock: str, compute_us: float | None = None, comm_us: float | None = None
 ) -> TunedPair:
     """Return a pair with the mechanism chosen for it, and the reason.
 
-    Args:
-        pair: of a step.
-        tried: what was measured of it, stock among it.
-        stock: the mechanism that runs where nothing is chosen.
-        compute_us: the computation alone.
-        comm_us: the communication alone, by the fastest mechanism.
+    `tried` has what was measured of it, with `stock`, the mechanism that runs where nothing is chosen; `compute_us` and
+    `comm_us` (by the fastest mechanism) are the times of each side alone.
     """
     base = next((each for each in tried if each.mechanism == stock), None)
     if base is None:

@@ -30,8 +30,7 @@ from msgspec.structs import replace
 from counterpoint.collectives.program.operations import measured_by
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.machine.profile import Profile
-from counterpoint.measurement.dependent import is_dependent, is_exchange
-from counterpoint.measurement.dtypes import MEASURABLE, measured_dtype
+from counterpoint.measurement.workloads import MEASURABLE, is_dependent, is_exchange, measured_dtype
 from counterpoint.pair.expert_choice import EXCHANGE_MECHANISMS
 from counterpoint.pair.matmul_choice import MATMUL_MECHANISMS
 from counterpoint.records.measurement import LEGS, Block, BlockRow, Measurement, Row, Scenario, Timing
@@ -94,13 +93,9 @@ def _calls(pairs: Sequence[StepPair]) -> int:
 
 
 def shortlist(pair: StepPair, profile: Profile, *, device: str = "cuda", most: int = MOST) -> Predicted:
-    """Return stock and the mechanisms with the least predicted time; stock comes first, then the fastest.
+    """Return stock and up to `most` mechanisms with the least predicted time; stock comes first, then the fastest.
 
-    Args:
-        pair: of a step.
-        profile: figures of the machine; on CPUs, which have none, all that runs there is returned.
-        device: cuda or cpu.
-        most: mechanisms besides stock.
+    On CPUs, of which `profile` has no figures, all mechanisms that run there are returned.
     """
     stock = stock_of(pair, device)
     try:

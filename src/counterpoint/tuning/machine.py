@@ -24,8 +24,8 @@ from counterpoint.machine.profile import Profile, parse_profile, profile_of
 from counterpoint.measurement import api
 from counterpoint.processes import Progress
 from counterpoint.records.measurement import Environment, Measurement
+from counterpoint.tuning.fit import Fitted
 from counterpoint.tuning.fit.collectives import fit_nccl, fit_nccl_rates, fit_rates
-from counterpoint.tuning.fit.fitted import Fitted
 from counterpoint.tuning.fit.matmuls import fit_contention, fit_efficiency, fit_mechanisms, fit_sums
 
 SUITE = "machine"
@@ -43,11 +43,7 @@ FITS: dict[str, Callable[[Measurement, Profile], Fitted]] = {
 
 
 def tune_machine(
-    *,
-    device: str = "cuda",
-    world_size: int | None = None,
-    timeout_s: float = 120.0,
-    progress: Progress | None = None,
+    *, device: str = "cuda", world_size: int | None = None, timeout_s: float = 120.0, progress: Progress | None = None
 ) -> Profile:
     """Measure this machine's GPUs (with gloo its CPUs) for up to two minutes, and return their profile.
 

@@ -13,9 +13,14 @@ from msgspec import Meta
 
 from counterpoint.collectives.program.operations import measured_by
 from counterpoint.errors import Misconfigured, printable
-from counterpoint.measurement.dependent import find_dependent, find_exchange, is_dependent, is_exchange
-from counterpoint.measurement.dtypes import measured_dtype
-from counterpoint.measurement.workloads import find_workload
+from counterpoint.measurement.workloads import (
+    find_dependent,
+    find_exchange,
+    find_workload,
+    is_dependent,
+    is_exchange,
+    measured_dtype,
+)
 from counterpoint.pair.choice import ORDERS
 from counterpoint.pair.curves import DTYPES
 from counterpoint.read_file import parse_toml, read_text

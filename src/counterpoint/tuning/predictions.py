@@ -27,8 +27,14 @@ from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.machine.bus_bandwidth import bus_factor
 from counterpoint.machine.gpus import find_gpu
 from counterpoint.machine.profile import Profile, Rates
-from counterpoint.measurement.dependent import find_dependent, find_exchange, is_dependent
-from counterpoint.measurement.workloads import ComputeOperation, Workload, find_workload
+from counterpoint.measurement.workloads import (
+    ComputeOperation,
+    Workload,
+    find_dependent,
+    find_exchange,
+    find_workload,
+    is_dependent,
+)
 from counterpoint.pair.arrivals import ShardedMatmul
 from counterpoint.pair.choice import FREE_SMS, candidates_for, predict
 from counterpoint.pair.curves import DTYPES, CommCurve, CommPoint, Curves, GemmCurve, comm_key, estimated_curve

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from counterpoint.records.machine import Checkup
+from counterpoint.records.doctor import Checkup
 from tests.support.command import COUNTERPOINT, counterpoint, program
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from counterpoint.records.effect import Effect
+from counterpoint.records.doctor import Effect
 from tests.support.command import COUNTERPOINT, ROOT, Ended, counterpoint, program
 from tests.support.kineto_trace import copy, event, header, kernel, training, write, write_job
 

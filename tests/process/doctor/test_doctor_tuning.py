@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from counterpoint.records.effect import Effect
+from counterpoint.records.doctor import Effect
 from counterpoint.records.tuning import LEAVE, TunedPair
 from counterpoint.tuned.file import tuned_toml
 from tests.process.doctor.test_doctor_check import STOCK, by_copies, check

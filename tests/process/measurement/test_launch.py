@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from counterpoint.errors import CounterpointError, Misconfigured, PeerTimeout, Unsupported
-from counterpoint.measurement.launch import launch, read_outcomes
+from counterpoint.measurement.api import launch, read_outcomes
 from counterpoint.records.measurement import Plan, Scenario
 from tests.support.command import HANG_S
 from tests.support.ranks import SOON_S

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from counterpoint.monitoring import beside
+from counterpoint.records.diagnosis import WatchedStep
 from counterpoint.records.hang import Hang
-from counterpoint.records.watch import WatchedStep
 from tests.support.command import HANG_S, counterpoint
 from tests.support.flight_dump import call, dump, write
 

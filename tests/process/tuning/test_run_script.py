@@ -13,8 +13,8 @@ from counterpoint.errors import CounterpointError, Misconfigured, PeerTimeout
 from counterpoint.records.tuning import Tuned, TunedPair
 from counterpoint.tuned.file import read_tuned, tuned_toml
 from counterpoint.tuning.from_trace import pairs_of_traces
-from counterpoint.tuning.script.api import ScriptComparison
-from counterpoint.tuning.script.launch import ScriptResult, ScriptTask, ScriptVariant, launch_script, parse_command
+from counterpoint.tuning.script import ScriptComparison
+from counterpoint.tuning.script_launch import ScriptResult, ScriptTask, ScriptVariant, launch_script, parse_command
 from tests.support.command import HANG_S, Ended, counterpoint
 from tests.support.example_tuned import example_tuned
 from tests.support.kineto_trace import annotation, header, launched, metadata, op, write

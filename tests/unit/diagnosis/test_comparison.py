@@ -12,8 +12,7 @@ from rich.console import Console
 
 from counterpoint.diagnosis.comparison import compare, is_diagnosis, read_diagnosis
 from counterpoint.errors import BadTrace
-from counterpoint.records.comparison import Comparison
-from counterpoint.records.diagnosis import Diagnosis, Idle, IdleCause
+from counterpoint.records.diagnosis import Comparison, Diagnosis, Idle, IdleCause
 from counterpoint.rendering.comparison_terminal import render_comparison
 from tests.support import example_diagnosis as example
 

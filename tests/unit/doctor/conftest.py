@@ -11,6 +11,7 @@ from counterpoint.doctor.readings import (
     Cuda,
     CudaDevice,
     GpuReading,
+    InstalledTorch,
     Nccl,
     NetPort,
     NvLink,
@@ -18,7 +19,6 @@ from counterpoint.doctor.readings import (
     PairRate,
     RdmaPort,
     Readings,
-    Software,
     System,
     TorchRuntime,
 )
@@ -93,7 +93,7 @@ def healthy() -> Readings:
             version=(2, 28, 9),
             has_window_register=True,
         ),
-        software=Software(torch="2.11.0+cu130", torch_cuda="13.0", features={"symmetric_memory": True}),
+        software=InstalledTorch(torch="2.11.0+cu130", torch_cuda="13.0", features={"symmetric_memory": True}),
         torch_runtime=TorchRuntime(
             device_count=GPUS, nccl_version=(2, 28, 9), nccl_path="/site/nvidia/nccl/lib/libnccl.so.2"
         ),

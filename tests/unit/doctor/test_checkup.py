@@ -10,7 +10,7 @@ import pytest
 
 from counterpoint.doctor.checkup import examine, exit_code
 from counterpoint.doctor.readings import NvLink, PairRate, Readings
-from counterpoint.records.machine import Check, Checkup
+from counterpoint.records.doctor import Check, Checkup
 
 replace = msgspec.structs.replace
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from counterpoint.doctor.checkup import examine
 from counterpoint.doctor.readings import Readings
 from counterpoint.machine.profile import default_profile
-from counterpoint.records.machine import Check, Checkup
+from counterpoint.records.doctor import Check, Checkup
 from counterpoint.rendering.doctor_terminal import render_checkup, verdict
 
 

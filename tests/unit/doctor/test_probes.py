@@ -14,9 +14,8 @@ import pytest
 
 from counterpoint.doctor import checkup
 from counterpoint.doctor.checkup import collect_readings
-from counterpoint.doctor.cuda import MAX_PAIRS, choose_pairs
-from counterpoint.doctor.nvml import CLOCK_REASONS, read_nvml
 from counterpoint.doctor.probe import Answer
+from counterpoint.doctor.read_gpus import CLOCK_REASONS, MAX_PAIRS, choose_pairs, read_nvml
 from counterpoint.doctor.readings import Cuda, NvLink, Readings
 from counterpoint.doctor.system import nccl_version, read_torch_files
 from counterpoint.machine.driver import Driver, ProbeFailed, ProbeUnavailable

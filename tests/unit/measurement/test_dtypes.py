@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from counterpoint.errors import Misconfigured
-from counterpoint.measurement.dtypes import measured_dtype
 from counterpoint.measurement.session import Session
+from counterpoint.measurement.workloads import measured_dtype
 
 
 @pytest.mark.parametrize(

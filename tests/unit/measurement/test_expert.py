@@ -9,9 +9,9 @@ import torch
 
 from counterpoint.errors import Misconfigured
 from counterpoint.measurement import expert
-from counterpoint.measurement.dependent import EXPERT_LAYERS, ROUTINGS, ExpertLayer, TokenExchange, find_exchange
 from counterpoint.measurement.expert import SampleTokens, expert_scales, routed
 from counterpoint.measurement.open_mechanisms import Checked
+from counterpoint.measurement.workloads import EXPERT_LAYERS, ROUTINGS, ExpertLayer, TokenExchange, find_exchange
 from counterpoint.records.measurement import Launched
 
 QWEN = EXPERT_LAYERS["qwen3-30b-a3b"]

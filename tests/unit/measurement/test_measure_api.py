@@ -13,7 +13,7 @@ import pytest
 import counterpoint
 from counterpoint.errors import CounterpointError, Misconfigured, PeerTimeout, Unsupported
 from counterpoint.measurement import api
-from counterpoint.measurement.launch import STARTUP_S
+from counterpoint.measurement.api import STARTUP_S
 from counterpoint.records.measurement import Outcome, Plan, Scenario
 from tests.support import fake_worker
 

@@ -10,10 +10,9 @@ import pytest
 
 from counterpoint.errors import Misconfigured
 from counterpoint.measurement.collective import collectives
-from counterpoint.measurement.dependent import DependentMatmul, find_dependent, find_exchange
 from counterpoint.measurement.mechanisms import find_mechanism
 from counterpoint.measurement.suites import SUITES, capped, few_sms, parts_of
-from counterpoint.measurement.workloads import find_workload
+from counterpoint.measurement.workloads import DependentMatmul, find_dependent, find_exchange, find_workload
 from counterpoint.records.measurement import Block, Scenario
 
 

@@ -15,8 +15,7 @@ from counterpoint.diagnosis.reading.engine import Engine, digest_file
 from counterpoint.errors import BadTrace, Misconfigured
 from counterpoint.monitoring.beside import put, wait_for, watched_step
 from counterpoint.monitoring.exporters import JsonLines, Prometheus, TensorBoard, numbers
-from counterpoint.records.diagnosis import Diagnosis, Finding
-from counterpoint.records.watch import WatchedStep
+from counterpoint.records.diagnosis import Diagnosis, Finding, WatchedStep
 from counterpoint.trace.source import Limits, TraceFile
 from counterpoint.trace.timeline import HostKind
 from tests.support.job_builder import Rank, comm, digested, host, op, rank

@@ -9,7 +9,7 @@ import pytest
 
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.rehearsal import api
-from counterpoint.tuning.script.launch import parse_command
+from counterpoint.tuning.script_launch import parse_command
 
 GIB = 1 << 30
 

@@ -10,7 +10,7 @@ import pytest
 from counterpoint.collectives.cuda.device import CudaCard, why_not
 from counterpoint.errors import Misconfigured
 from counterpoint.rehearsed import host_id, is_rehearsal, local_rank, rank_variables, visible_devices
-from counterpoint.tuning.script.launch import parse_command
+from counterpoint.tuning.script_launch import parse_command
 
 
 def as_rank(monkeypatch: pytest.MonkeyPatch, rank: int, ranks_per_host: int, gpus: tuple[str, ...] = ("0",)) -> None:

@@ -13,11 +13,10 @@ from rich.console import Console
 import counterpoint
 from counterpoint.diagnosis.reading.digest import RankDigest
 from counterpoint.errors import BadTrace
-from counterpoint.records.effect import CommCalls, Effect
+from counterpoint.records.doctor import CommCalls, Effect
 from counterpoint.rendering.effect_terminal import MAX_RANKS, render_effect
 from counterpoint.trace.timeline import DEVICE_BITS, CollectiveInfo, Device, Kind
-from counterpoint.tuning.check.api import find_effect
-from counterpoint.tuning.check.calls import SUM_KERNEL
+from counterpoint.tuning.check import SUM_KERNEL, find_effect
 from tests.support.job_builder import Op, comm, digested, op, rank
 
 PEER, OWN = "Memcpy PtoP (Device -> Device)", "Memcpy DtoD (Device -> Device)"

@@ -12,12 +12,12 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from counterpoint.errors import BadTrace, Misconfigured
-from counterpoint.records.effect import Effect, KnobEffect
+from counterpoint.records.doctor import Effect, KnobEffect
 from counterpoint.records.tuning import LEAVE, Tried, TunedPair
 from counterpoint.rendering.effect_terminal import render_effect
 from counterpoint.trace.timeline import CollectiveInfo, Device, HostKind, Kind
 from counterpoint.tuned.choices import KNOBS
-from counterpoint.tuning.check.api import find_effect
+from counterpoint.tuning.check import find_effect
 from tests.support.example_tuned import HOSTILE, example_tuned, tuned_pair
 from tests.support.job_builder import COMM_STREAM, COMPUTE_STREAM, Host, Op, comm, digested, host, op, rank
 

@@ -8,7 +8,7 @@ from statistics import fmean, pstdev
 import numpy as np
 import pytest
 
-from counterpoint.measurement.rows import timing
+from counterpoint.measurement.rounds import timing
 from counterpoint.records.tuning import LEAVE, StepPair, Tried
 from counterpoint.tuning.decide import RoundMean, RoundTimes, apart, decide, sigmas_of_proof, standard_error
 from counterpoint.tuning.experiment import against_stock

@@ -13,8 +13,8 @@ from msgspec.structs import replace
 from counterpoint.errors import Misconfigured
 from counterpoint.machine.profile import Profile, default_profile, parse_profile, profile_json
 from counterpoint.records.measurement import Measurement
+from counterpoint.tuning.fit import alone
 from counterpoint.tuning.fit.collectives import ALWAYS, crossover_bytes
-from counterpoint.tuning.fit.fitted import alone
 from counterpoint.tuning.machine import fit_profile
 from tests.support.known_machine import KnownMachine
 

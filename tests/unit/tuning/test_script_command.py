@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from counterpoint.errors import Misconfigured
-from counterpoint.tuning.script.launch import SCRIPT, parse_command
+from counterpoint.tuning.script_launch import SCRIPT, parse_command
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from msgspec.structs import replace
 
 from counterpoint.records.tuning import LEAVE, Tuned
 from counterpoint.tuned.file import read_tuned
-from counterpoint.tuning.script.api import Choice, chosen, confirm, difference, falsified, name_of
-from counterpoint.tuning.script.launch import ScriptVariant
+from counterpoint.tuning.script import Choice, chosen, confirm, difference, falsified, name_of
+from counterpoint.tuning.script_launch import ScriptVariant
 from tests.support.example_tuned import example_tuned
 
 ROUNDS = 7

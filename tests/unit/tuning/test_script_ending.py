@@ -8,7 +8,7 @@ import pytest
 
 from counterpoint.processes import failure_file, write_whole
 from counterpoint.records.measurement import RankFailure
-from counterpoint.tuning.script.launch import ERRORS, LOG, _died
+from counterpoint.tuning.script_launch import ERRORS, LOG, _died
 
 LOST = "[pair.cc:553] Connection closed by peer [127.0.0.1]:31910. This is typically caused by a remote worker crashing"
 TORCHRUN = """

@@ -14,9 +14,9 @@ from torch import nn
 import counterpoint
 from counterpoint.errors import Misconfigured
 from counterpoint.monitoring.optimizer_steps import OptimizerSteps
-from counterpoint.tuning.script import steps as script_steps
-from counterpoint.tuning.script.launch import RESULT, ScriptResult, ScriptTask, ScriptVariant
-from counterpoint.tuning.script.steps import ScriptFinished, ScriptSteps, SwitchedOverlap
+from counterpoint.tuning import script_steps
+from counterpoint.tuning.script_launch import RESULT, ScriptResult, ScriptTask, ScriptVariant
+from counterpoint.tuning.script_steps import ScriptFinished, ScriptSteps, SwitchedOverlap
 
 STOCK, TUNED = ScriptVariant(name="stock", file=None), ScriptVariant(name="tuned", file="a.toml")
 

@@ -33,7 +33,7 @@ from counterpoint.machine.bus_bandwidth import bus_factor
 from counterpoint.machine.profile import Profile, Rates
 from counterpoint.pair.sm_split import SmSplit
 from counterpoint.records.measurement import BlockRow, Measurement
-from counterpoint.tuning.fit.fitted import Fitted, alone
+from counterpoint.tuning.fit import Fitted, alone
 from counterpoint.tuning.pairs import STOCK
 
 ALWAYS = 1 << 50  # bytes: a crossover that no array reaches

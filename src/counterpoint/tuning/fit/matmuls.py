@@ -30,7 +30,7 @@ from counterpoint.pair.curves import Curves, curves_from
 from counterpoint.pair.sm_split import SmLayout, SmSplit
 from counterpoint.pair.together import REDUCTIONS, Pair, reduced_us
 from counterpoint.records.measurement import BlockRow, Measurement, Row
-from counterpoint.tuning.fit.fitted import (
+from counterpoint.tuning.fit import (
     Fitted,
     beside,
     comm_kept,
@@ -56,11 +56,7 @@ _PASSES = 10  # at most; three are usual
 
 
 def fit_efficiency(measured: Measurement, known: Profile) -> Fitted:
-    """Return `efficiency`, as far as its fields were measured.
-
-    Raises:
-        Misconfigured: none was.
-    """
+    """Return `efficiency`, as far as its fields were measured; raise Misconfigured if none was."""
     rows, sheet = stock_rows(measured), find_gpu(measured.environment.gpu)
     figures: dict[str, Any] = {field: rows[what].time.us for what, field in _HOST.items() if what in rows}
     if sheet is not None and sheet.memory_gb_per_s is not None:

@@ -1,7 +1,7 @@
 """Run trials in interleaved rounds, and turn the samples of all ranks into rows of a measurement.
 
 Each kind of part is a generator of experiments (pairs.py, alone.py, tensor.py, expert.py). It prepares and checks what
-is to be timed, and holds it open until the rounds have been played and the rows made (parts.py).
+is to be timed, and holds it open until the rounds have been played and the rows made (worker.py).
 """
 
 from __future__ import annotations
@@ -41,26 +41,13 @@ class Experiment:
 
 
 def play_rounds(
-    session: Session,
-    trials: Mapping[Key, Callable[[], Trial]],
-    *,
-    rounds: int,
-    dropped: int,
-    seed: int,
+    session: Session, trials: Mapping[Key, Callable[[], Trial]], *, rounds: int, dropped: int, seed: int
 ) -> dict[Key, Samples]:
-    """Run every trial once per round, in a new random order, so that drifting clocks affect all trials alike.
+    """Return the trials of all ranks by key, each run once per round; those of the first `dropped` rounds are not kept.
 
-    A trial in which any rank queued too slowly does not count on any, as long as three others remain.
-
-    Args:
-        session: this rank; all ranks call it with the same arguments.
-        trials: what runs one trial, by its key.
-        rounds: how often each runs.
-        dropped: the first rounds, which are not kept.
-        seed: of the orders.
-
-    Returns:
-        The trials of all ranks in all rounds but the dropped ones, by key.
+    Each round has a new random order, by `seed`, so that drifting clocks affect all trials alike. A trial in which any
+    rank queued too slowly does not count on any, as long as three others remain. All ranks call it with the same
+    arguments.
     """
     kept: dict[Key, list[Trial]] = {key: [] for key in trials}
     order = list(trials)
@@ -98,11 +85,9 @@ def why_late(*found: Samples) -> str | None:
 
 
 def timing(per_rank: Sequence[Sequence[float]], counts: Sequence[bool] | None = None) -> Timing:
-    """Return the median, 10th and 90th percentile in µs of the rank with the largest median.
+    """Return the median, 10th and 90th percentile of the rank with the largest median, from the µs [rank][round].
 
-    Args:
-        per_rank: the µs of each rank in each round.
-        counts: for each round whether it counts; None: all do.
+    `counts` says for each round whether it counts; None: all do.
     """
     slowest = np.max(per_rank, axis=0).round(3).tolist()
     counts = counts or [True] * len(slowest)
@@ -156,17 +141,9 @@ def row(
 ) -> Row:
     """Return one row of the result, for one mechanism and order.
 
-    Args:
-        scenario: what was asked.
-        mechanism: its name.
-        order: the launch order.
-        size_bytes: of the full array, as it was run.
-        flops: of the computation.
-        peak_tflops: the device's dense peak, for MFU; None if unknown.
-        samples: by (mechanism, case); the computation without any control is (`""`, `compute_alone`).
-        best: the fastest mechanism alone and its time in µs.
-        observed: what the profiler showed.
-        device: clocks and power.
+    `samples` are by (mechanism, case), and the computation without any control is (`""`, `compute_alone`). `best` is
+    the fastest mechanism alone and its time in µs, `size_bytes` the full array as it was run, and `peak_tflops` the
+    device's dense peak, for MFU; None if unknown.
     """
     together = samples[mechanism, order]
     compute_alone = time_of(samples["", "compute_alone"], compute_time)

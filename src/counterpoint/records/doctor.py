@@ -1,16 +1,42 @@
-"""Define the record that `doctor --check` prints: whether copy engines moved the communication, or a tuning worked.
+"""Define the records of `counterpoint doctor`: its checks of a machine, and what `--check` proves from traces.
 
-`Effect` is the contract `counterpoint.effect/1`: keys may be added, never renamed. Times are µs, sizes
-bytes. What is not known is `null`.
+`Checkup` is the contract `counterpoint.doctor/1`, `Effect` is `counterpoint.effect/1`: keys may be added, never
+renamed. Times are µs, sizes bytes. What is not known is `null`.
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
+import msgspec
+
 from counterpoint.records import Record
 
-SCHEMA = "counterpoint.effect/1"
+CHECKUP_SCHEMA = "counterpoint.doctor/1"
+
+
+class Check(Record, frozen=True, kw_only=True):
+    """Holds the result of one check of the machine."""
+
+    name: str  # "peer_access"
+    status: Literal["ok", "warning", "problem", "not_seen"]
+    seen: str
+    means: str = ""  # what the result means for overlap
+    fix: str = ""  # what to do, with the command or variable
+    values: dict[str, int | float | str | None] = msgspec.field(default_factory=dict)
+
+
+class Checkup(Record, frozen=True, kw_only=True):
+    """Holds all checks of one machine."""
+
+    schema: str = CHECKUP_SCHEMA
+    host: str
+    gpus: tuple[str, ...]
+    driver: str | None
+    checks: tuple[Check, ...]
+
+
+EFFECT_SCHEMA = "counterpoint.effect/1"
 
 KnobState = Literal["took_effect", "no_effect", "not_seen"]
 
@@ -59,7 +85,7 @@ class KnobEffect(Record, frozen=True, kw_only=True):
 class Effect(Record, frozen=True, kw_only=True):
     """Holds the whole answer of `doctor --check`."""
 
-    schema: str = SCHEMA
+    schema: str = EFFECT_SCHEMA
     files: tuple[str, ...]
     world_size: int
     ranks: tuple[int, ...]

@@ -11,20 +11,24 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
+import numpy as np
 from msgspec.structs import replace
 
 from counterpoint.diagnosis.api import read_ranks
 from counterpoint.diagnosis.reading.digest import RankDigest
+from counterpoint.diagnosis.reading.intervals import Intervals
 from counterpoint.diagnosis.reading.traced_job import gpus_of, missing_ranks, numbered, world_size_of
 from counterpoint.errors import BadTrace
 from counterpoint.records.diagnosis import ranks_in_words
-from counterpoint.records.effect import Effect, KnobEffect, KnobState, RankEffect
+from counterpoint.records.doctor import CommCalls, Effect, KnobEffect, KnobState, RankEffect
 from counterpoint.records.measurement import Environment
 from counterpoint.records.tuning import Tuned, TunedPair
+from counterpoint.trace.classify import collective_op, is_nccl
+from counterpoint.trace.timeline import Bools, Kind
 from counterpoint.tuned.choices import Choices, mechanism_base, mechanism_knobs
-from counterpoint.tuning.check.calls import PairCalls, alike_pairs, calls_of_pairs, communication_of
-from counterpoint.tuning.check.knobs import Sight, copies_seen, sight_of
+from counterpoint.tuning.check_knobs import PairCalls, Sight, alike_pairs, calls_of_pairs, copies_seen, sight_of
 
+SUM_KERNEL = "combine"  # collectives/cuda/sum_kernel.py
 _STATES: tuple[KnobState, ...] = ("no_effect", "took_effect", "not_seen")  # the first of these on any rank counts
 _NAME = "name the modules of each pair in `where`, if their calls should differ"
 
@@ -54,17 +58,9 @@ def check(
 def find_effect(
     digests: list[RankDigest], tuned: Tuned | None = None, files: Sequence[str] = (), notes: Sequence[str] = ()
 ) -> Effect:
-    """Return whether these ranks used copy engines, or whether each choice of `tuned` took effect on them.
+    """Return whether these ranks used copy engines, or each choice of `tuned` took effect; `check` from digests.
 
-    Args:
-        digests: one per rank, in any order.
-        tuned: as of `check`.
-        files: the names of their traces.
-        notes: notes on the input files, to be put before those on the ranks.
-
-    Raises:
-        BadTrace: ranks of different jobs, or a trace that cannot show copies.
-        Misconfigured: a pair has a mechanism that there is not.
+    `files` are the names of their traces; `notes`, on the input, come before those on the ranks.
     """
     said = list(notes)
     digests = numbered(digests, said)
@@ -109,6 +105,53 @@ def _check_shows_copies(digest: RankDigest) -> None:
             "program's own; give traces of a job with one process for each GPU",
             path=digest.path,
         )
+
+
+def communication_of(digest: RankDigest) -> RankEffect:
+    """Return how much a rank communicated by copy engines, and by which other means."""
+    gpu = digest.gpu
+    between = np.array([collective_op(name) == "peer_copy" for name in digest.names], bool)[gpu.name]
+    copies = between & (gpu.kind == Kind.COMM) & (gpu.collective < 0)
+    sums = np.array([name == SUM_KERNEL for name in digest.names], bool)[gpu.name]
+    within = np.array(["DtoD" in name for name in digest.names], bool)[gpu.name] & (gpu.kind == Kind.MEMCPY)
+    within &= np.isin(gpu.stream, gpu.stream[copies])
+    return RankEffect(
+        rank=digest.rank,
+        copies=int(copies.sum()),
+        copied_bytes=_bytes(digest, copies),
+        copies_us=_busy_us(digest, copies),
+        own_copies=int(within.sum()),
+        own_copied_bytes=_bytes(digest, within),
+        own_copies_us=_busy_us(digest, within),
+        sums=int(sums.sum()),
+        sums_us=_busy_us(digest, sums),
+        calls=_calls(digest, copies),
+        communication_us=_busy_us(digest, gpu.kind == Kind.COMM),
+    )
+
+
+def _calls(digest: RankDigest, copies: Bools) -> tuple[CommCalls, ...]:
+    """Return the collectives that are no copies by engines, summed by who ran them and operation, longest first."""
+    comm, found = digest.comm, defaultdict[tuple[bool, str], list[float]](list)
+    for row in np.flatnonzero(~copies[comm.first]).tolist():
+        name = digest.names[digest.gpu.name[comm.first[row]]]
+        by_nccl = is_nccl(name) or collective_op(name) == "peer_copy"
+        found[by_nccl, comm.op[row]].append(float(comm.end[row] - comm.start[row]))
+    rows = [
+        CommCalls(by="nccl" if by_nccl else "other", operation=op, calls=len(us), us=sum(us))
+        for (by_nccl, op), us in found.items()
+    ]
+    return tuple(sorted(rows, key=lambda row: (-row.us, row.operation)))
+
+
+def _bytes(digest: RankDigest, rows: Bools) -> int | None:
+    sizes = digest.gpu.bytes[rows]
+    return None if (sizes < 0).any() else int(sizes.sum())
+
+
+def _busy_us(digest: RankDigest, rows: Bools) -> float:
+    running = Intervals.union(digest.gpu.start[rows], digest.gpu.end[rows])
+    return float((running.end - running.start).sum())
 
 
 def _copies(per_rank: Sequence[RankEffect], notes: list[str]) -> KnobEffect:

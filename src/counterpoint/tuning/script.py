@@ -35,7 +35,7 @@ from counterpoint.tuning.api import pairs_of, tune
 from counterpoint.tuning.decide import SIGMAS
 from counterpoint.tuning.exporters import variables_of
 from counterpoint.tuning.pairs import depends
-from counterpoint.tuning.script.launch import (
+from counterpoint.tuning.script_launch import (
     TIMEOUT_S,
     RunCommand,
     ScriptResult,
@@ -128,13 +128,9 @@ def record_script(command: RunCommand, folder: Path, *, timeout_s: float = TIMEO
 class ScriptComparison:
     """Runs a script's steps by each variant, all in one process or each in its own.
 
-    Args:
-        command: that starts the script.
-        folder: for files of the runs.
-        recorded: what a run before has found out about the script.
-        sets_variables: some choices are variables of the environment, which a process cannot change.
-        budget_s: seconds for all rounds of a comparison, of which there are five at least; three in processes apart.
-        timeout_s: longest time without a step.
+    `recorded` is what a run before has found out about the script; with `sets_variables` some choices are variables of
+    the environment, which a process cannot change. `budget_s` is for all rounds of a comparison, of which there are
+    five at least; three in processes apart.
     """
 
     def __init__(
@@ -239,10 +235,7 @@ def name_of(tuned: Tuned, choice: Choice) -> str:
 def falsified(tuned: Tuned, times: StepTimes, without: Mapping[Choice, str]) -> dict[Choice, str]:
     """Return the choices that whole steps show to be slower, each with a sentence that gives the figures.
 
-    Args:
-        tuned: the choices of the variant `tuned`.
-        times: of `stock`, `tuned` and the variants of `without`.
-        without: by choice, the name of the variant in which it is left to torch.
+    `times` are of `stock`, `tuned` and the variants that `without` names by the choice that they leave to torch.
     """
     found = {}
     for choice, name in without.items():
@@ -276,11 +269,8 @@ def take_back(tuned: Tuned, why: Mapping[Choice, str]) -> Tuned:
 def confirm(tuned: Tuned, compare: Compare, *, folder: Path, most_left_out: int = LEFT_OUT) -> Tuned:
     """Return the tuning with the choices that whole steps confirm, and `step`; without choices nothing is run.
 
-    Args:
-        tuned: what was chosen for the pairs of the script.
-        compare: runs the script's steps; the last round's results are those of `step`.
-        folder: for the files that the variants follow.
-        most_left_out: choices without which steps are run, too; 0 where a variant costs much.
+    `compare` runs the script's steps, and the last round's results are those of `step`; `folder` gets the files that
+    the variants follow. Of `most_left_out` choices steps without each are run, too: 0 where a variant costs much.
     """
     rows: list[StepVariant] = []
     said: list[str] = []

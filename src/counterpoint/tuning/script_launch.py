@@ -1,7 +1,7 @@
 """Start a training script under its own launcher, with a program of counterpoint in between, and watch its ranks.
 
     torchrun --nproc-per-node 2 train.py --lr 1
-    torchrun --nproc-per-node 2 -m counterpoint.tuning.script.rank train.py --lr 1
+    torchrun --nproc-per-node 2 -m counterpoint.tuning.script_rank train.py --lr 1
 
 The parent writes a `ScriptTask` into a folder and names its file in the environment; rank 0 writes a `ScriptResult`
 beside it, and a rank that fails a `RankFailure` into `errors/`. No torch.
@@ -54,7 +54,7 @@ PROCESSES = "processes"  # folder of files by rank, each with the number of its 
 STACKS = "stacks{}.log"  # by rank: the stacks of its threads, written if the rank is told to end
 _ENDED = re.compile(r"^\s*rank\s*:\s*(\d+) .*\n\s*exitcode\s*:\s*(-?\d+) ", re.MULTILINE)  # its last words
 
-SCRIPT = "counterpoint.tuning.script.rank"
+SCRIPT = "counterpoint.tuning.script_rank"
 REHEARSED = "counterpoint.rehearsal.rank"
 _ALLOWED = (
     "write 'torchrun [options] train.py [arguments]', 'python -m torch.distributed.run [options] train.py ...' or "
@@ -110,21 +110,13 @@ class ScriptResult(Record, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class RunCommand:
-    """Holds a command that starts a script on several ranks, split at the script.
+    """Holds a command that starts a script on several ranks, split at the script."""
 
-    Args:
-        launcher: what starts the script on each rank, with its options: `torchrun --nproc-per-node 2`.
-        options: those of torchrun, by name with hyphens: {"--nproc-per-node": "2"}.
-        script: the script, or `-m` and the module, and its arguments.
-        variables: of the environment, as written before the command.
-        given_as: what the user wrote it behind, for errors.
-    """
-
-    launcher: tuple[str, ...]
-    options: dict[str, str]
-    script: tuple[str, ...]
-    variables: dict[str, str] = field(default_factory=dict)
-    given_as: str = "--run"
+    launcher: tuple[str, ...]  # what starts the script on each rank, with its options: torchrun --nproc-per-node 2
+    options: dict[str, str]  # those of torchrun, by name with hyphens: {"--nproc-per-node": "2"}
+    script: tuple[str, ...]  # the script, or `-m` and the module, and its arguments
+    variables: dict[str, str] = field(default_factory=dict)  # of the environment, as written before the command
+    given_as: str = "--run"  # what the user wrote it behind, for errors
 
     def arguments(self, program: str) -> tuple[str, ...]:
         """Return the command that runs the script through a module of counterpoint."""
@@ -200,16 +192,10 @@ def _torchrun(said: str, words: Sequence[str], at: int) -> tuple[int, dict[str, 
 def launch_script(
     command: RunCommand, task: ScriptTask, *, variables: Mapping[str, str], timeout_s: float = TIMEOUT_S
 ) -> ScriptResult:
-    """Run the script until its task is done, and return the ranks' results.
+    """Return what rank 0 wrote after the script has run until its task is done; the task's folder gets the log.
 
-    Args:
-        command: that starts the script.
-        task: whose folder exists; it gets the log.
-        variables: of the environment, beside those of this process and of the command.
-        timeout_s: longest time without a finished step; the first one has five minutes more.
-
-    Returns:
-        What rank 0 wrote.
+    `variables` come on top of the environment of this process and of the command. `timeout_s` is the longest time
+    without a finished step; the first one has five minutes more.
 
     Raises:
         Misconfigured: the program of the command is not there, or the script ended too early.
@@ -244,16 +230,10 @@ def run_ranks(
     progress: Callable[[], object],
     lacking: str,
 ) -> None:
-    """Run a script to its end, each rank through a program of counterpoint, whose output is kept in a folder.
+    """Run a script to its end, each rank through the module `program`; `folder` gets the log and what the ranks leave.
 
-    Args:
-        command: that starts the script.
-        program: module that `python -m` starts on each rank.
-        folder: gets the log, and what the ranks leave.
-        variables: of the environment, beside those of this process and of the command.
-        timeout_s: longest time without progress; up to the first progress there are five minutes more.
-        progress: called again and again; returns something else after progress.
-        lacking: says what has not happened for `timeout_s`.
+    `progress` is called again and again, and returns something else after progress. After `timeout_s` seconds without
+    progress, and five minutes more at the start, `lacking` says what has not happened.
 
     Raises:
         Misconfigured: the program of the command is not there.

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from counterpoint.measurement.gpu_usage import Observed
-from counterpoint.measurement.rows import play_rounds, row, time_of, timing, why_late
+from counterpoint.measurement.rounds import play_rounds, row, time_of, timing, why_late
 from counterpoint.measurement.trial import Trial
 from counterpoint.pair.together import overlap, pair_class
 from counterpoint.records.measurement import Row, Scenario

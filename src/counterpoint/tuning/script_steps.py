@@ -25,14 +25,7 @@ import counterpoint
 from counterpoint.errors import Misconfigured
 from counterpoint.monitoring.recording import Recording
 from counterpoint.processes import write_whole
-from counterpoint.tuning.script.launch import (
-    ALIVE,
-    RESULT,
-    OverlapCalls,
-    ScriptResult,
-    ScriptTask,
-    ScriptVariant,
-)
+from counterpoint.tuning.script_launch import ALIVE, RESULT, OverlapCalls, ScriptResult, ScriptTask, ScriptVariant
 
 STOCK = ScriptVariant(name="stock", file=None)
 _KEY = "counterpoint/tuning"  # in the process group's store
@@ -46,10 +39,7 @@ class ScriptFinished(BaseException):
 class SwitchedOverlap:
     """Replaces the object that `counterpoint.overlap` returns, and changes the model's communication between steps.
 
-    Args:
-        overlap: the function itself.
-        model: the model.
-        options: keyword arguments of the script's call; `tuned` is replaced by that of the variant.
+    `options` are those of the script's call; `tuned` among them is replaced by that of the variant.
     """
 
     def __init__(self, overlap: Callable[..., Any], model: nn.Module, options: dict[str, Any]) -> None:
@@ -117,12 +107,7 @@ def answering_overlap(answer: Callable[..., Any]) -> Iterator[None]:
 
 
 class ScriptSteps:
-    """Carries out a task at the end of each step of a script, where `advance` is called.
-
-    Args:
-        task: the task.
-        rank: of this process, as its launcher numbers it.
-    """
+    """Carries out a task at the end of each step of a script, where `advance` is called; `rank` is the launcher's."""
 
     def __init__(self, task: ScriptTask, rank: int) -> None:
         self.task, self.folder, self.rank = task, Path(task.folder), rank

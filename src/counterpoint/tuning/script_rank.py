@@ -1,4 +1,4 @@
-"""Run an unchanged training script on one rank: `torchrun ... -m counterpoint.tuning.script.rank train.py arguments`.
+"""Run an unchanged training script on one rank: `torchrun ... -m counterpoint.tuning.script_rank train.py arguments`.
 
 The variable COUNTERPOINT_TUNING_TASK names what to do meanwhile (`steps.py`). A rank that fails says why in a
 `RankFailure` of the task's folder, and ends with exit code 1.
@@ -16,7 +16,7 @@ import msgspec
 
 from counterpoint.errors import Misconfigured
 from counterpoint.processes import die_with_parent, leaving_word
-from counterpoint.tuning.script.launch import ERRORS, PROCESSES, STACKS, TASK_VARIABLE, ScriptTask
+from counterpoint.tuning.script_launch import ERRORS, PROCESSES, STACKS, TASK_VARIABLE, ScriptTask
 
 
 def main() -> None:
@@ -27,7 +27,7 @@ def main() -> None:
     folder, rank = Path(task.folder), int(os.environ.get("RANK", "0"))
     begin(folder, rank)
     from counterpoint.monitoring.optimizer_steps import OptimizerSteps
-    from counterpoint.tuning.script.steps import ScriptFinished, ScriptSteps
+    from counterpoint.tuning.script_steps import ScriptFinished, ScriptSteps
 
     steps = ScriptSteps(task, rank)
     counted = OptimizerSteps(steps.advance)
