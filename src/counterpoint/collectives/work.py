@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from counterpoint.collectives.program.partitions import BlockPartition
+from counterpoint.collectives.program.steps import BlockPartition
 from counterpoint.errors import Misconfigured, PeerTimeout
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from counterpoint.collectives.memory.pool import Location
+from counterpoint.collectives.memory import Location
 from counterpoint.collectives.program.steps import Copy, Tuning
 from counterpoint.collectives.submit import request
 from counterpoint.collectives.submit.submission import NOWHERE, Programs, Submission

@@ -14,7 +14,7 @@ from counterpoint.collectives.cuda.driver import load_driver
 from counterpoint.collectives.cuda.lower import ReduceLaunch
 from counterpoint.collectives.cuda.sums import bind
 from counterpoint.collectives.host.group import gather_values
-from counterpoint.collectives.memory.pool import SymmetricMemory
+from counterpoint.collectives.memory import SymmetricMemory
 from counterpoint.collectives.program.reductions import Reduction
 from counterpoint.errors import Unsupported
 from counterpoint.rehearsed import host_id

@@ -25,8 +25,8 @@ from torch.distributed import distributed_c10d
 from counterpoint.collectives.cuda.driver import EventPool, in_context
 from counterpoint.collectives.cuda.lower import WORD_BYTES
 from counterpoint.collectives.host.announce import Announcer
-from counterpoint.collectives.host.shared_status import MAX_CHUNKS, MAX_EARLY_BLOCKS
-from counterpoint.collectives.memory.pool import Location, SymmetricMemory
+from counterpoint.collectives.host.shared_memory import MAX_CHUNKS
+from counterpoint.collectives.memory import MAX_EARLY_BLOCKS, Location, SymmetricMemory
 from counterpoint.collectives.program.steps import flag_words
 from counterpoint.collectives.submit.submission import Submission
 from counterpoint.errors import Misconfigured, Unsupported

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from counterpoint.collectives.host.shared_status import CLOSED, DEPTH, FAILED, RUNNING, RankStatus
+from counterpoint.collectives.host.shared_memory import CLOSED, DEPTH, FAILED, RUNNING, RankStatus
 from counterpoint.errors import CounterpointError, Misconfigured, PeerTimeout
 
 MISMATCH_AFTER_S = 2.0

@@ -12,9 +12,8 @@ from hashlib import blake2b
 from itertools import accumulate
 from typing import Any, Literal, TypeAlias
 
-from counterpoint.collectives.host.shared_status import MAX_CHUNKS
-from counterpoint.collectives.memory.early_release import EarlyUse
-from counterpoint.collectives.memory.pool import Location
+from counterpoint.collectives.host.shared_memory import MAX_CHUNKS
+from counterpoint.collectives.memory import EarlyUse, Location
 from counterpoint.collectives.program import operations
 from counterpoint.collectives.program.calls import ALIGNMENT, Buffer, Call, Own
 from counterpoint.collectives.program.coalesced import Parts, TensorAddresses, TensorLayout

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias
 
 from counterpoint.collectives.host.watchdog import CurrentCall, Failure, Watchdog
-from counterpoint.collectives.memory.early_release import EarlyPool, EarlyUse
-from counterpoint.collectives.memory.pool import Location, Pool
+from counterpoint.collectives.memory import EarlyPool, EarlyUse, Location, Pool
 from counterpoint.collectives.program.calls import Buffer, Call, Own
 from counterpoint.collectives.program.coalesced import TensorAddresses, TensorLayout, place_on_tensors
 from counterpoint.collectives.program.messages import Message

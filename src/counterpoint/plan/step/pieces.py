@@ -1,6 +1,6 @@
 """Predict the cost of tensor-parallel communication that runs in pieces beside its matrix product.
 
-exposed = end of the pieces (`pair/cuts.py`) - the product alone, both by an estimated curve of the product
+exposed = end of the pieces (`pair/matmul_choice.py`) - the product alone, both by an estimated curve of the product
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from functools import lru_cache
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.pair.arrivals import ShardedMatmul, TensorOperation
 from counterpoint.pair.curves import estimated_curve
-from counterpoint.pair.cuts import cut
-from counterpoint.pair.matmul_choice import with_best_chunks
+from counterpoint.pair.matmul_choice import cut, with_best_chunks
 from counterpoint.plan.job.cluster import plan_profile
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "float8_e4m3fn", "fp32": "float32"}  # of operands, by precision
@@ -21,7 +20,7 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "float8_e4m3fn", "fp32":
 def pieces_us(
     operation: TensorOperation, columns: int, depth: int, dtype: str, rows: int, ranks: int, gpu: tuple[str, str]
 ) -> float:
-    """Return the µs that a product with communication in pieces takes beyond the product alone (`pair/cuts.py`).
+    """Return the µs that a product with communication in pieces takes beyond the product alone.
 
     Args:
         operation: what comes first.
