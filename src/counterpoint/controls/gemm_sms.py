@@ -131,12 +131,9 @@ def _handle_target(handle: int, num_sms: int) -> Iterator[None]:
 
 @contextmanager
 def _carveout(num_sms: int) -> Iterator[None]:
-    """Set torch's private SM carve-out, the only limit for cuBLASLt; where torch has none, `verify` says so."""
+    """Set torch's private SM carve-out, the only limit for cuBLASLt, and restore the old one at the end."""
     import torch
 
-    if not hasattr(torch._C, "_set_sm_carveout_experimental"):
-        yield
-        return
     old = torch._C._get_sm_carveout_experimental()
     total = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
     torch._C._set_sm_carveout_experimental(max(0, total - num_sms))

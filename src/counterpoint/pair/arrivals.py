@@ -12,7 +12,7 @@ docs/design/tensor.md has the equations and what they leave out.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple, TypeAlias
@@ -114,22 +114,16 @@ class ShardedRows:
         row -= sum(self.rows[: self.rank])
         return batch * self.rows[self.rank] + row if 0 <= row < self.rows[self.rank] else None
 
-    def apart(self, slabs: Iterable[Slab]) -> Iterator[Slab]:
-        """Yield the slabs, cut where rows of this rank begin or end."""
+    def parts(self, slabs: Iterable[Slab]) -> tuple[Part, ...]:
+        """Return the rows of slabs as parts, each of which has only rows of this rank or none."""
         own = self.slabs(self.rank, range(self.shard(self.rank)))
         bounds = [bound for start, rows in own for bound in (start, start + rows)]
+        found = []
         for start, rows in slabs:
             end = start + rows
             for low, high in pairwise([start, *(bound for bound in bounds if start < bound < end), end]):
-                yield Slab(low, high - low)
-
-    def parts(self, slabs: Iterable[Slab]) -> tuple[Part, ...]:
-        """Return the rows of slabs as parts, each of which has only rows of this rank or none."""
-        found = []
-        for slab in self.apart(slabs):
-            at = self.own(slab)
-            whole = slice(slab.start, slab.start + slab.rows)
-            found.append(Part(whole, None if at is None else slice(at, at + slab.rows)))
+                at = self.own(Slab(low, high - low))
+                found.append(Part(slice(low, high), None if at is None else slice(at, at + high - low)))
         return tuple(found)
 
     def word(self, peer: int, chunk: int) -> int:

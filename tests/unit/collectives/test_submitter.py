@@ -207,6 +207,14 @@ def test_split_sizes_are_told_each_time(ranks: Ranks) -> None:
     assert [job.row for job in ranks.transport.accepted] == [(4, 12)] * 3
 
 
+def test_the_factor_is_part_of_what_ranks_compare(ranks: Ranks) -> None:
+    """Two of them are two calls."""
+    for factor in (2.0, 3.0):
+        ranks.start("all_reduce", WHOLE, WHOLE, 0, "premul_sum", factor)
+    two, three = ranks.transport.accepted
+    assert two.text != three.text
+
+
 def test_a_number_is_no_reduction_although_torch_says_that_it_equals_one() -> None:
     """ReduceOp.SUM == 0, and they would be the same key: by their names they are not."""
     torchs, number = [dist.ReduceOp.SUM, 0], [reduction_name(op) for op in (dist.ReduceOp.SUM, 0)]

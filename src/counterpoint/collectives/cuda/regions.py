@@ -39,11 +39,7 @@ _POOLS: list[Any] = []  # torch's memory pools, which live as long as the proces
 
 
 class NumberedStore(c10d.Store):  # type: ignore[misc]
-    """Passes keys on to a store, and renumbers torch's meetings in the keys from 0, in the order of their first use.
-
-    Args:
-        store: gets the keys.
-    """
+    """Passes keys on to a store, and renumbers torch's meetings in the keys from 0, in the order of their first use."""
 
     def __init__(self, store: Any) -> None:
         super().__init__()
@@ -78,9 +74,6 @@ class Meeting:
     """Replaces a process group where torch exchanges symmetric memory: the same ranks, with a `NumberedStore`.
 
     All ranks of the group make it together; if they make several, they make them in the same order.
-
-    Args:
-        group: torch process group.
     """
 
     def __init__(self, group: Any) -> None:
@@ -390,9 +383,7 @@ def allocation_trace(device: int) -> Iterator[Callable[[], list[dict[str, Any]]]
 def living_segments(snapshot: list[dict[str, Any]], trace: list[dict[str, Any]]) -> list[tuple[int, int]]:
     """Return the segments (address, bytes) that hold a tensor, in the order in which these tensors were made.
 
-    Args:
-        snapshot: segments of a pool that splits none, in any order.
-        trace: records of the allocator; a tensor whose record is lost, as a user may limit them, comes first.
+    The pool of the `snapshot` splits no segment. Tensors whose record the `trace` lost come first.
     """
     made = {int(one["addr"]): at for at, one in enumerate(trace) if one["action"] == "alloc"}
     living = [one for one in snapshot if any(block["state"] == "active_allocated" for block in one["blocks"])]

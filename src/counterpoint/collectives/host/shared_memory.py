@@ -208,23 +208,21 @@ class SharedMemory:
     def create(self, num_bytes: int) -> int:
         """Return the number of a new region of zeros, backed by memory at once; raise `Unsupported` if it is short."""
         with self._lock:
-            return self._create(num_bytes)
-
-    def _create(self, num_bytes: int) -> int:
-        region = next((number for number in range(MAX_REGIONS) if number not in self._own), None)
-        held = sum(mapping.num_bytes for _, mapping in self._own.values())
-        if region is None or held + num_bytes > self.max_bytes:
-            raise Unsupported(
-                f"{num_bytes} bytes of shared memory, with {held} in use in {len(self._own)} regions; allowed are "
-                f"{self.max_bytes} in {MAX_REGIONS}: drop tensors that are no longer used, or give a larger max_bytes"
-            )
-        fd, mapping = _new_file(self._names[self.rank], num_bytes)
-        self._own[region] = fd, mapping
-        self.created += 1
-        shown = self.statuses[self.rank].regions[region]
-        shown.fd, shown.num_bytes = fd, num_bytes
-        shown.serial = self.created  # last: who sees it sees the others
-        return region
+            region = next((number for number in range(MAX_REGIONS) if number not in self._own), None)
+            held = sum(mapping.num_bytes for _, mapping in self._own.values())
+            if region is None or held + num_bytes > self.max_bytes:
+                raise Unsupported(
+                    f"{num_bytes} bytes of shared memory, with {held} in use in {len(self._own)} regions; allowed are "
+                    f"{self.max_bytes} in {MAX_REGIONS}: drop tensors that are no longer used, or give a larger "
+                    "max_bytes"
+                )
+            fd, mapping = _new_file(self._names[self.rank], num_bytes)
+            self._own[region] = fd, mapping
+            self.created += 1
+            shown = self.statuses[self.rank].regions[region]
+            shown.fd, shown.num_bytes = fd, num_bytes
+            shown.serial = self.created  # last: who sees it sees the others
+            return region
 
     def release(self, region: int) -> None:
         """Remove a region from the status; its memory is freed when no process maps it any more."""

@@ -295,21 +295,13 @@ class BlockPartition:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Partitions:
-    """Holds the steps of a program by partition, in the order in which partitions leave and arrive.
+    """Holds the steps of a program by partition, in the order in which partitions leave and arrive."""
 
-    Args:
-        begin: steps before the first push: `release` without early release, and the waits until peers are ready.
-        sent: partitions of the input.
-        sends: steps that push each of them; they may run when the caller has written the partition.
-        received: partitions of the output.
-        receives: the wait for each of them, after which the caller may read it.
-    """
-
-    begin: tuple[Step, ...]
-    sent: tuple[BlockPartition, ...]
-    sends: tuple[tuple[Step, ...], ...]
-    received: tuple[BlockPartition, ...]
-    receives: tuple[tuple[Step, ...], ...]
+    begin: tuple[Step, ...]  # before the first push: `release` without early release, and waits until peers are ready
+    sent: tuple[BlockPartition, ...]  # partitions of the input
+    sends: tuple[tuple[Step, ...], ...]  # push each of them; they may run when the caller has written the partition
+    received: tuple[BlockPartition, ...]  # partitions of the output
+    receives: tuple[tuple[Step, ...], ...]  # wait for each of them, after which the caller may read it
 
     @property
     def steps(self) -> tuple[Step, ...]:
