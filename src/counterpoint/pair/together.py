@@ -208,13 +208,8 @@ def play(
     a kernel whose blocks do not all fit works through its tiles on the SMs left; its other blocks join when the
     collective ends.
 
-    Args:
-        kernels: in stream order, each with its time alone.
-        comm_us: the collective alone.
-        compute_at_us: when the first kernel may start.
-        comm_at_us: when the collective may start.
-        comm_first: the collective takes its SMs before the first kernel; otherwise a kernel that leaves none delays it.
-        shares: SMs of each side, and what contention costs.
+    The kernels, in stream order, may start at `compute_at_us`, the collective at `comm_at_us`. With `comm_first` it
+    takes its SMs before the first kernel; otherwise a kernel that leaves none delays it.
     """
     now, left_us = compute_at_us, comm_us - max(0.0, compute_at_us - comm_at_us)
     resident = shares.fits or comm_first

@@ -28,7 +28,7 @@ class Noted:
     def __init__(self) -> None:
         self.epoch, self.early = 0, SimpleNamespace(use=lambda at: None)
         self.accepted: list[Submission] = []
-        self.device, self.programs = CPU, Programs(0, self)
+        self.device, self.programs = CPU, Programs(0, self.tuning)
         self.started: list[tuple[Submission, int]] = []
         self.kept: list[tuple[Any, ...]] = []
         self.symmetric: dict[int, Location] = {}  # address: where that is

@@ -44,7 +44,7 @@ class CpuTransport:
         if options.reserve_bytes:
             self.pool.reserve()
         self._chunk_bytes, self._staging_bytes = options.chunk_bytes or CHUNK_BYTES, options.staging_bytes
-        self.programs = Programs(memory.rank, self)
+        self.programs = Programs(memory.rank, self.tuning)
         waiter = PeerWaiter(watchdog, self.failure)
         self._channels = [
             Channel(memory, waiter, index, failure=self.failure, programs=self.programs, before_step=before_step)

@@ -235,10 +235,7 @@ class CudaWork:
 
     @in_context
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Let the current stream wait for the call's end; the host waits only with `timeout_s`, for at most that long.
-
-        Returns:
-            True.
+        """Return True when the current stream waits for the call's end; the host waits only with `timeout_s`, so long.
 
         Raises:
             PeerTimeout: `timeout_s` has passed, or the communicator has failed as a rank died or did not come in time.

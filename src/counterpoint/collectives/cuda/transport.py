@@ -187,7 +187,7 @@ class CudaTransport:
         flags = FlagLayout(memory, options.channels, 0 if mailbox is None else mailbox.slots)
         meeting = Announcer(waiter, options.channels, steps=STEPS)
         self._growth = Growth(gpu, memory, events, meeting, max_bytes=options.max_bytes)
-        self.programs = Programs(memory.rank, self)
+        self.programs = Programs(memory.rank, self.tuning)
         self.context = CudaContext(
             gpu=gpu, memory=memory, events=events, order=order, flags=flags, watchdog=watchdog, waiter=waiter,
             failure=self.failure, growth=self._growth, programs=self.programs, options=options,

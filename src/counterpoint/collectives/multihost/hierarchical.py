@@ -85,12 +85,9 @@ class HierarchicalCommunicator(EvenCollectives):
     def of_mesh(
         cls, mesh: Any, *, timeout_s: float = 600.0, slice_bytes: int | None = None
     ) -> HierarchicalCommunicator:
-        """Make a communicator from a torch DeviceMesh of two axes, the hosts first.
+        """Return this rank's communicator of a torch DeviceMesh of two axes, the hosts first.
 
         A rank waits `timeout_s` seconds for another of its host before it fails; `slice_bytes` is as in the class.
-
-        Returns:
-            The communicator of this rank.
 
         Raises:
             Misconfigured: the mesh does not have two axes.
@@ -234,10 +231,7 @@ class StreamWork:
     keep: tuple[Any, ...]
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Let the current stream wait for the call's end; the host waits only with `timeout_s`, for at most that long.
-
-        Returns:
-            True.
+        """Return True when the current stream waits for the call's end; the host waits only with `timeout_s`, so long.
 
         Raises:
             PeerTimeout: `timeout_s` has passed.
