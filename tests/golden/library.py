@@ -25,7 +25,6 @@ from counterpoint.collectives.cuda.lower import (
     Addresses,
     CopyAsync,
     DriverCall,
-    EventRecord,
     MemoryOperations,
     ReduceLaunch,
     lower,
@@ -206,7 +205,7 @@ def _driver_call(call: DriverCall) -> list[Any]:
         case ReduceLaunch():
             return ["reduce", call.lane, call.sources, call.target, call.num_bytes]
         case _:
-            return ["record" if isinstance(call, EventRecord) else "await", call.lane, call.event]
+            return ["record" if isinstance(call, RecordEvent) else "await", call.lane, call.event]
 
 
 # tables

@@ -20,14 +20,12 @@ from weakref import WeakKeyDictionary
 from counterpoint.collectives.cuda.lower import (
     CopyAsync,
     DriverCall,
-    EventRecord,
     MemoryOperations,
     ReduceLaunch,
-    StreamWait,
     awaited,
 )
 from counterpoint.collectives.memory import Location, NotReusable
-from counterpoint.collectives.program.steps import COPY, REDUCE
+from counterpoint.collectives.program.steps import COPY, REDUCE, AwaitEvent, RecordEvent
 from counterpoint.errors import CounterpointError, Misconfigured, Unsupported
 from counterpoint.machine.driver import call_bindings
 
@@ -196,7 +194,7 @@ class Executor:
         streams = {COPY: self.driver.CUstream(stream)}
         if any(call.lane == REDUCE for call in calls):
             streams[REDUCE] = self.reduce_stream
-        events = {call.event: self.events.take() for call in calls if isinstance(call, EventRecord)}
+        events = {call.event: self.events.take() for call in calls if isinstance(call, RecordEvent)}
         made = [self._issue(call, streams, events, reduction) for call in calls]
         return Bound(made, partial(self.events.give_back, tuple(events.values())))
 
@@ -252,9 +250,9 @@ class Executor:
                 return driver.cuMemcpyDtoDAsync, (where, what, num_bytes, stream)
             case MemoryOperations(operations):
                 return driver.cuStreamBatchMemOp, (stream, len(operations), self._parameters(call), 0)
-            case EventRecord(event):
+            case RecordEvent(event):
                 return driver.cuEventRecord, (events[event], stream)
-            case StreamWait(event):
+            case AwaitEvent(event):
                 return driver.cuStreamWaitEvent, (stream, events[event], 0)
             case ReduceLaunch():
                 if reduction is None:

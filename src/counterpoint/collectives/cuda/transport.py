@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -303,13 +303,11 @@ class CudaTransport:
         handle = gpu.current_stream() if stream is None else int(stream.cuda_stream)
         context.order.used(at, handle, gpu.capture_of(context.events.handles[handle]))
 
-    @contextmanager
-    def memory_pool(self) -> Iterator[None]:
+    def memory_pool(self) -> AbstractContextManager[None]:
         """Put CUDA tensors made by this thread in the `with` block into symmetric memory; ranks leave it together."""
         memory = self.context.memory
         assert isinstance(memory, CudaMemory), "stand-ins have no pools of torch"
-        with torch_pool(memory, self.context.growth):
-            yield
+        return torch_pool(memory, self.context.growth)
 
     def close(self) -> None:
         """Wait until the calls under way end or fail, then free streams and memory. Do nothing in a forked child."""
