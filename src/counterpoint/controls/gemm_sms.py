@@ -102,11 +102,7 @@ class GemmSmFit(Control):
     def verify(self, seen: Observation) -> Evidence:
         """Check that the GEMMs have equal grids with and without the control."""
         now, before, grids = _grids(seen)
-        return self.evidence(
-            asked="all SMs: the rule found no limit that pays",
-            seen=grids,
-            took_effect=now == before,
-        )
+        return self.evidence(asked="all SMs: the rule found no limit that pays", seen=grids, took_effect=now == before)
 
 
 def _grids(seen: Observation) -> tuple[list[int], list[int], str]:

@@ -17,13 +17,7 @@ from itertools import count
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
-from counterpoint.collectives.cuda.lower import (
-    CopyAsync,
-    DriverCall,
-    MemoryOperations,
-    ReduceLaunch,
-    awaited,
-)
+from counterpoint.collectives.cuda.lower import CopyAsync, DriverCall, MemoryOperations, ReduceLaunch, awaited
 from counterpoint.collectives.memory import Location, NotReusable
 from counterpoint.collectives.program.steps import COPY, REDUCE, AwaitEvent, RecordEvent
 from counterpoint.errors import CounterpointError, Misconfigured, Unsupported

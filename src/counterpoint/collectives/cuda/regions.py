@@ -304,13 +304,7 @@ class Growth:
     """
 
     def __init__(
-        self,
-        gpu: Any,
-        memory: SymmetricMemory,
-        events: EventPool,
-        announcer: Announcer,
-        *,
-        max_bytes: int | None,
+        self, gpu: Any, memory: SymmetricMemory, events: EventPool, announcer: Announcer, *, max_bytes: int | None
     ) -> None:
         self._gpu, self._memory, self._events, self._announcer = gpu, memory, events, announcer
         self._max_bytes, self._bytes, self._count = max_bytes, 0, 0
