@@ -24,7 +24,7 @@ from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.cuda.transport import CudaTransport
 from counterpoint.collectives.host.shared_memory import SharedMemory
 from counterpoint.collectives.host.watchdog import Watchdog
-from counterpoint.collectives.memory.pool import Location
+from counterpoint.collectives.memory import Location
 from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.collectives.submit.request import message
 from counterpoint.collectives.submit.submitter import Submitter

@@ -14,7 +14,7 @@ from counterpoint.collectives.cuda.driver import BindReduction, Bound, Executor,
 from counterpoint.collectives.cuda.lower import Addresses, DriverCall, lower
 from counterpoint.collectives.cuda.regions import CudaMemory
 from counterpoint.collectives.cuda.sums import bind
-from counterpoint.collectives.memory.pool import Location
+from counterpoint.collectives.memory import Location
 from counterpoint.collectives.program.calls import Call
 from counterpoint.collectives.program.operations import plan
 from counterpoint.collectives.program.reductions import Reduction

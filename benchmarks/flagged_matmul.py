@@ -27,7 +27,7 @@ from provenance import gpu_provenance, write_result
 from tables import print_table
 
 from counterpoint.collectives.cuda.driver import Executor
-from counterpoint.pair.sharded_rows import ShardedRows
+from counterpoint.pair.arrivals import ShardedRows
 from counterpoint.parallel.tensor.flagged import (
     MatmulTiles,
     TileRun,

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.cuda.lower import ReduceLaunch
-from counterpoint.collectives.memory.pool import Location
+from counterpoint.collectives.memory import Location
 from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.collectives.program.reductions import Reduction
 from counterpoint.errors import Unsupported

@@ -19,9 +19,9 @@ import counterpoint.parallel.tensor.operations  # noqa: F401 - registers them
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.machine.profile import Profile
 from counterpoint.measurement.session import Session
-from counterpoint.pair import cuts as pair_cuts
+from counterpoint.pair import matmul_choice
 from counterpoint.pair.arrivals import ShardedMatmul
-from counterpoint.pair.cuts import Cuts, RowAxis
+from counterpoint.pair.matmul_choice import Cuts, RowAxis
 from counterpoint.parallel import group as rank_groups
 from counterpoint.parallel.options import TensorOptions
 from counterpoint.parallel.tensor import group as group_of_ranks
@@ -89,7 +89,7 @@ def cut_anywhere(seed: int) -> Any:
 
     def anywhere(task: ShardedMatmul, rank: int, profile: Profile) -> Cuts:
         chip = msgspec.structs.replace(profile.chip, matmul_tile=(draw.choice([1, 2, 3, 5]), 1))
-        with patch.object(pair_cuts, "MAX_CELLS", task.rows):
+        with patch.object(matmul_choice, "MAX_CELLS", task.rows):
             axis = RowAxis(task, rank, msgspec.structs.replace(profile, chip=chip))
         inside = range(1, len(axis.cells))
         bounds = sorted(draw.sample(inside, min(len(inside), draw.randint(0, 6))))

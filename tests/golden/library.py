@@ -25,7 +25,6 @@ from counterpoint.collectives.cuda.lower import (
     Addresses,
     CopyAsync,
     DriverCall,
-    EventRecord,
     MemoryOperations,
     ReduceLaunch,
     lower,
@@ -50,7 +49,7 @@ from counterpoint.collectives.program.steps import (
     Step,
     Tuning,
 )
-from counterpoint.machine.bus_bandwidth import bus_factor
+from counterpoint.machine.gpus import bus_factor
 from counterpoint.machine.profile import Contention, default_profile
 from counterpoint.measurement.workloads import find_workload
 from counterpoint.pair.choice import choose_gemm_sms, choose_split
@@ -206,7 +205,7 @@ def _driver_call(call: DriverCall) -> list[Any]:
         case ReduceLaunch():
             return ["reduce", call.lane, call.sources, call.target, call.num_bytes]
         case _:
-            return ["record" if isinstance(call, EventRecord) else "await", call.lane, call.event]
+            return ["record" if isinstance(call, RecordEvent) else "await", call.lane, call.event]
 
 
 # tables

@@ -16,14 +16,12 @@ from counterpoint.collectives.cuda.lower import (
     Addresses,
     CopyAsync,
     DriverCall,
-    EventRecord,
     MemoryOperations,
     ReduceLaunch,
-    StreamWait,
     lower,
 )
 from counterpoint.collectives.program.calls import Call
-from counterpoint.collectives.program.steps import Program
+from counterpoint.collectives.program.steps import AwaitEvent, Program, RecordEvent
 
 __all__ = ["Deadlock", "Machine", "expected", "filled"]
 
@@ -147,9 +145,9 @@ class Machine:
                     if operation.kind == "write":
                         self.store(operation.address, operation.value.to_bytes(4, "little"))
                     yield True
-            case EventRecord(event):
+            case RecordEvent(event):
                 events.add((rank, number, event))
-            case StreamWait(event):
+            case AwaitEvent(event):
                 while (rank, number, event) not in events:
                     yield False
 

@@ -9,11 +9,10 @@ from typing import Any, Literal
 from counterpoint.collectives.cuda.lower import (
     CopyAsync,
     DriverCall,
-    EventRecord,
     MemoryOperation,
     MemoryOperations,
-    StreamWait,
 )
+from counterpoint.collectives.program.steps import AwaitEvent, RecordEvent
 
 __all__ = ["FakeDriver"]
 
@@ -75,10 +74,10 @@ class FakeDriver:
                     found.append(MemoryOperations(tuple(map(_operation, parameters)), lanes[stream]))
                 case "cuEventRecord":
                     event, stream = arguments
-                    found.append(EventRecord(events.setdefault(event, len(events)), lanes[stream]))
+                    found.append(RecordEvent(events.setdefault(event, len(events)), lanes[stream]))
                 case "cuStreamWaitEvent":
                     stream, event, _ = arguments
-                    found.append(StreamWait(events[event], lanes[stream]))
+                    found.append(AwaitEvent(events[event], lanes[stream]))
         return found
 
 

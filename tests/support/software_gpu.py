@@ -24,7 +24,7 @@ import torch.distributed as dist
 from counterpoint.collectives.cpu.call import combine
 from counterpoint.collectives.cuda.lower import ReduceLaunch
 from counterpoint.collectives.host.shared_memory import ProcessCard, SharedMemory
-from counterpoint.collectives.memory.pool import Location
+from counterpoint.collectives.memory import Location
 from counterpoint.collectives.program.reductions import Reduction
 
 __all__ = ["SoftwareDriver", "SoftwareGpu"]

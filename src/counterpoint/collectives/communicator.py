@@ -196,22 +196,13 @@ class Communicator(EvenCollectives):
         options = options or CommunicatorOptions()
         self.profile = device_profile(group, device, options.profile)
         self._transport = open_transport(
-            group,
-            device,
-            options,
-            profile=self.profile,
-            before_step=before_step,
-            names=names,
+            group, device, options, profile=self.profile, before_step=before_step, names=names
         )
         self.rank, self.world_size = membership(group)
         self.channels = options.channels
         self.device: torch.device = self._transport.device
         self._submit = Submitter(
-            self._transport,
-            rank=self.rank,
-            world_size=self.world_size,
-            channels=options.channels,
-            debug=options.debug,
+            self._transport, rank=self.rank, world_size=self.world_size, channels=options.channels, debug=options.debug
         ).submit
         self._send_or_recv = request.send_recv if self._transport.mailbox_channel is None else request.message
         self._dropped = weakref.finalize(self, self._transport.abort)  # runs in any thread: may not wait for peers
@@ -341,14 +332,7 @@ class Communicator(EvenCollectives):
         return self._submit(request.reduce_scatter_coalesced, *both, channel, async_op, op, factor)
 
     def partitioned_all_gather(
-        self,
-        output: Tensor,
-        input: Tensor,
-        *,
-        dim: int = 0,
-        chunk_rows: int,
-        supplied: bool = True,
-        channel: int = 0,
+        self, output: Tensor, input: Tensor, *, dim: int = 0, chunk_rows: int, supplied: bool = True, channel: int = 0
     ) -> PartitionedWork:
         """Gather the ranks' inputs along a dimension; the caller can use rows of `output` before all have arrived.
 

@@ -76,16 +76,7 @@ def open_transport(
 ) -> Transport:
     """Return the transport that runs the calls of this rank; all ranks of the group call this together.
 
-    Args:
-        group: torch process group; None: the default one.
-        device: as in `Communicator`.
-        options: options of the communicator.
-        profile: measured figures of the machine.
-        before_step: on CPUs, called before every step of a program.
-        names: numbers by which errors call the ranks; None: their ranks in the group.
-
-    Returns:
-        The transport for this kind of device.
+    The arguments mean what they mean for `Communicator`; `profile` has the measured figures of the machine.
 
     Raises:
         Unsupported: the ranks of this group cannot share memory; the message says why.

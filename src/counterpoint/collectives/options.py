@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from counterpoint.collectives.program.calls import ALIGNMENT
 from counterpoint.collectives.program.messages import SLOTS
@@ -68,10 +67,6 @@ class CommunicatorOptions:
                 f"mailbox_bytes={self.mailbox_bytes}: give a positive multiple of {SLOTS * ALIGNMENT}, or None"
             )
         Tuning(chunk_bytes=self.chunk_bytes, staging_bytes=self.staging_bytes)  # raises if it cannot be one
-
-    def of_communicator(self) -> dict[str, Any]:
-        """Return the options of this class by name, without those that a subclass adds."""
-        return {name: getattr(self, name) for name in CommunicatorOptions.__dataclass_fields__}
 
     def shared(self, *, on_gpu: bool, profile: Profile) -> dict[str, object]:
         """Return the options that must be equal on all ranks: they shape programs, and on GPUs memory regions."""

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from counterpoint.collectives.program.partitions import BlockPartition
+from counterpoint.collectives.program.steps import BlockPartition
 from counterpoint.errors import Misconfigured, PeerTimeout
 
 
@@ -96,10 +96,7 @@ class TorchWork:
         self._error: BaseException | None = None
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for the call as torch does: on CUDA the current stream waits, and the host does not.
-
-        Returns:
-            True.
+        """Return True when the call has been waited for: on CUDA the current stream waits, and the host does not.
 
         Raises:
             Misconfigured: `timeout_s` was given; a work of torch has only the timeout of its process group.

@@ -102,11 +102,7 @@ class GemmSmFit(Control):
     def verify(self, seen: Observation) -> Evidence:
         """Check that the GEMMs have equal grids with and without the control."""
         now, before, grids = _grids(seen)
-        return self.evidence(
-            asked="all SMs: the rule found no limit that pays",
-            seen=grids,
-            took_effect=now == before,
-        )
+        return self.evidence(asked="all SMs: the rule found no limit that pays", seen=grids, took_effect=now == before)
 
 
 def _grids(seen: Observation) -> tuple[list[int], list[int], str]:
@@ -131,12 +127,9 @@ def _handle_target(handle: int, num_sms: int) -> Iterator[None]:
 
 @contextmanager
 def _carveout(num_sms: int) -> Iterator[None]:
-    """Set torch's private SM carve-out, the only limit for cuBLASLt; where torch has none, `verify` says so."""
+    """Set torch's private SM carve-out, the only limit for cuBLASLt, and restore the old one at the end."""
     import torch
 
-    if not hasattr(torch._C, "_set_sm_carveout_experimental"):
-        yield
-        return
     old = torch._C._get_sm_carveout_experimental()
     total = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
     torch._C._set_sm_carveout_experimental(max(0, total - num_sms))

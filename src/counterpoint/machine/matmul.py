@@ -21,17 +21,10 @@ SUM_BYTES = 8  # of an element in float32, written and read again
 def matmul_math_us(
     m: int, n: int, k: float, *, batch: int = 1, peak: float, sms: int, bandwidth: float, known: Efficiency
 ) -> float:
-    """Return the µs that the arithmetic of a matrix product takes with the fastest tile size.
+    """Return the µs that the arithmetic of `batch` products x[m, k] @ w[k, n] takes with the fastest tile size.
 
-    Args:
-        m: rows of the product.
-        n: columns of the product.
-        k: elements of each sum.
-        batch: products of this shape.
-        peak: FLOP per µs, of the data sheet.
-        sms: streaming multiprocessors.
-        bandwidth: bytes per µs that streaming kernels reach.
-        known: what the GPU reaches.
+    `peak` is in FLOP per µs, of the data sheet; `bandwidth` in bytes per µs, that streaming kernels reach; `known` is
+    what the GPU reaches.
     """
     per_sm = peak * known.matmul / sms
     sums_us = SUM_BYTES * batch * m * n / bandwidth

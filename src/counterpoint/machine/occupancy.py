@@ -51,11 +51,7 @@ class Footprint:
 def blocks_per_sm(*, threads: int, regs_per_thread: int, smem_bytes: int, sm: SmLimits) -> int:
     """Return how many blocks of a kernel fit on one SM at once, at least 1, since the kernel did run.
 
-    Args:
-        threads: per block.
-        regs_per_thread: as the profiler reports; 0 if unknown (then registers do not limit).
-        smem_bytes: static + dynamic shared memory per block.
-        sm: limits of the device's SMs.
+    With `regs_per_thread` 0, unknown, registers do not limit; `smem_bytes` are static + dynamic, of a block.
     """
     warps = -(-max(threads, 1) // 32)
     limits = [sm.blocks, sm.threads // (warps * 32)]

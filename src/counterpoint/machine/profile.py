@@ -277,14 +277,10 @@ def read_profile(path: Path) -> Profile:
 
 
 def parse_profile(content: bytes, name: str) -> Profile:
-    """Return the profile in a file's content; figures that the content lacks are those shipped for its GPU.
-
-    Args:
-        content: JSON.
-        name: of the file, for the error.
+    """Return the profile in a file's JSON; figures that it lacks are those shipped for its GPU.
 
     Raises:
-        Misconfigured: it is no profile; says which field and what is allowed.
+        Misconfigured: it is no profile; the text has the `name` of the file, the field and what is allowed.
     """
     if len(content) > MAX_BYTES:
         raise Misconfigured(f"{name}: larger than {MAX_BYTES} bytes; a profile has some kilobytes")
@@ -330,12 +326,9 @@ _NAMED, _PROFILE = msgspec.json.Decoder(_Named), msgspec.json.Decoder(Profile)
 
 
 def _completed(content: bytes, default: Profile | None, own_gpu: str = "") -> Profile:
-    """Return the profile in a file's content; figures that the content lacks are taken from `default`.
+    """Return the profile in a file's JSON; figures that it lacks are taken from `default` (None: it is complete).
 
-    Args:
-        content: JSON.
-        default: what stands in; None: the file is complete.
-        own_gpu: how the file's GPU is called where `default` has figures of it.
+    `own_gpu` is how the file's GPU is called where `default` has figures of it.
 
     Raises:
         ValidationError: it is no profile.

@@ -140,11 +140,8 @@ def kept_us(compute_us: float, comms: Sequence[tuple[str, float]], kept: Disturb
     measured over launch orders: held = 1 - hidden / hidden of side by side. It is 0 where GEMMs are not persistent:
     before Hopper their blocks come and go with every wave, and a collective gets in.
 
-    Args:
-        compute_us: compute alone.
-        comms: collectives by PyTorch's name, each with its µs alone.
-        kept: figures of the collectives' mechanism.
-        persistent: whether GEMMs hold their SMs to their end (Hopper and later).
+    `comms` are the collectives by PyTorch's name, each with its µs alone; `persistent` says whether GEMMs hold their
+    SMs to their end (Hopper and later).
     """
     comm_us = sum(us for _, us in comms)
     serial = compute_us + comm_us
@@ -211,13 +208,8 @@ def play(
     a kernel whose blocks do not all fit works through its tiles on the SMs left; its other blocks join when the
     collective ends.
 
-    Args:
-        kernels: in stream order, each with its time alone.
-        comm_us: the collective alone.
-        compute_at_us: when the first kernel may start.
-        comm_at_us: when the collective may start.
-        comm_first: the collective takes its SMs before the first kernel; otherwise a kernel that leaves none delays it.
-        shares: SMs of each side, and what contention costs.
+    The kernels, in stream order, may start at `compute_at_us`, the collective at `comm_at_us`. With `comm_first` it
+    takes its SMs before the first kernel; otherwise a kernel that leaves none delays it.
     """
     now, left_us = compute_at_us, comm_us - max(0.0, compute_at_us - comm_at_us)
     resident = shares.fits or comm_first
@@ -291,14 +283,7 @@ def gemm_kernels(
 
 
 def sm_shares(kernels: Sequence[GemmKernel], num_ctas: int, layout: SmLayout, known: Contention) -> SmShares:
-    """Return how many SMs each side gets while kernels and a collective run, and how much each slows down.
-
-    Args:
-        kernels: the GEMMs.
-        num_ctas: CTAs of the collective.
-        layout: SMs of the GPU.
-        known: cluster size of the CTAs, and the part of its speed that each side loses.
-    """
+    """Return how many SMs each side gets while kernels and a collective run, and how much each slows down."""
     cluster = known.comm_cluster
     waiting = (layout.waiting_ctas(gemm_sms=one.num_sms, num_ctas=num_ctas, comm_cluster=cluster) for one in kernels)
     return SmShares(

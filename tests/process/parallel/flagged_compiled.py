@@ -17,7 +17,7 @@ import torch
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
-from counterpoint.pair.sharded_rows import ShardedRows
+from counterpoint.pair.arrivals import ShardedRows
 from counterpoint.parallel.tensor.flagged import MatmulTiles, bind_flagged
 from tests.process.parallel.offline_compiler import OfflineDriver, spilled_bytes
 

@@ -23,7 +23,7 @@ from unittest.mock import patch
 import torch
 from triton.runtime.interpreter import InterpreterBuilder
 
-from counterpoint.pair.sharded_rows import ShardedRows
+from counterpoint.pair.arrivals import ShardedRows
 from counterpoint.parallel.tensor.flagged import (
     MatmulTiles,
     bind_flagged,

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import _SymmetricMemory
 
 from counterpoint.collectives.cuda.device import CudaCard, prepare_process, why_not
 from counterpoint.collectives.cuda.regions import CudaMemory, _addresses, _Region, living_segments
-from counterpoint.collectives.memory.pool import Location
+from counterpoint.collectives.memory import Location
 from counterpoint.errors import Misconfigured, Unsupported
 
 

@@ -9,9 +9,7 @@ import pytest
 import torch
 
 from counterpoint.collectives.host.shared_memory import SharedMemory
-from counterpoint.collectives.host.shared_status import MAX_EARLY_BLOCKS
-from counterpoint.collectives.memory.early_release import EarlyBlock, EarlyPool
-from counterpoint.collectives.memory.pool import BLOCK_BYTES, Location, NotReusable
+from counterpoint.collectives.memory import BLOCK_BYTES, MAX_EARLY_BLOCKS, EarlyBlock, EarlyPool, Location, NotReusable
 from counterpoint.errors import Unsupported
 
 

@@ -14,16 +14,14 @@ from counterpoint.collectives.cuda.lower import (
     MAX_OPERATIONS,
     Addresses,
     CopyAsync,
-    EventRecord,
     MemoryOperation,
     MemoryOperations,
     ReduceLaunch,
-    StreamWait,
     awaited,
     lower,
 )
 from counterpoint.collectives.program.operations import all_gather, all_reduce, barrier, plan, plan_all
-from counterpoint.collectives.program.steps import Batch, Flag, Program, Signal, Tuning, Wait
+from counterpoint.collectives.program.steps import AwaitEvent, Batch, Flag, Program, RecordEvent, Signal, Tuning, Wait
 from counterpoint.errors import Misconfigured
 from tests.support.cases import NAMES, case
 from tests.support.driver_replay import Deadlock, Machine, expected, filled
@@ -184,9 +182,9 @@ def test_events_keep_their_lanes() -> None:
     call, tuning = case("reduce_scatter, chunks", 3)
     recorded: dict[int, int] = {}
     for lowered in lower(plan(call, 0, tuning), _addresses(3)):
-        if isinstance(lowered, EventRecord):
+        if isinstance(lowered, RecordEvent):
             recorded[lowered.event] = lowered.lane
-        elif isinstance(lowered, StreamWait):
+        elif isinstance(lowered, AwaitEvent):
             assert recorded[lowered.event] != lowered.lane
     assert recorded
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from counterpoint.collectives.host.shared_memory import SharedMemory
-from counterpoint.collectives.memory.pool import BLOCK_BYTES, Location, Pool, next_region_bytes
+from counterpoint.collectives.memory import BLOCK_BYTES, Location, Pool, next_region_bytes
 
 REGION = 16 * BLOCK_BYTES
 

@@ -12,7 +12,6 @@ from counterpoint.collectives.program import operations
 from counterpoint.collectives.program.calls import Call, Own, Span
 from counterpoint.collectives.program.direct import chunked
 from counterpoint.collectives.program.operations import plan, plan_all
-from counterpoint.collectives.program.partitions import partitions
 from counterpoint.collectives.program.steps import (
     Batch,
     Copy,
@@ -22,6 +21,7 @@ from counterpoint.collectives.program.steps import (
     Wait,
     flag_word,
     merge_batches,
+    partitions,
 )
 from counterpoint.errors import Misconfigured
 from tests.support.cases import NAMES, case

@@ -13,7 +13,7 @@ import pytest
 
 from counterpoint.collectives.host import shared_memory
 from counterpoint.collectives.host.shared_memory import ProcessCard, SharedMemory, why_not
-from counterpoint.collectives.memory.pool import Location
+from counterpoint.collectives.memory import Location
 from counterpoint.errors import Misconfigured, Unsupported
 
 Pair = tuple[SharedMemory, SharedMemory]

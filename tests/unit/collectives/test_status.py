@@ -7,7 +7,7 @@ from typing import Literal
 
 import pytest
 
-from counterpoint.collectives.host.shared_status import MAX_CHUNKS, flag_index, new_status, status_type
+from counterpoint.collectives.host.shared_memory import MAX_CHUNKS, flag_index, new_status, status_type
 from counterpoint.collectives.program.steps import Flag, Symmetric, flag_words
 
 KINDS: tuple[Literal["ready", "turn"], ...] = ("ready", "turn")

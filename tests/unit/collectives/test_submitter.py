@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from counterpoint.collectives.memory.pool import Location
+from counterpoint.collectives.memory import Location
 from counterpoint.collectives.program.steps import Copy, Tuning
 from counterpoint.collectives.submit import request
 from counterpoint.collectives.submit.submission import NOWHERE, Programs, Submission
@@ -28,7 +28,7 @@ class Noted:
     def __init__(self) -> None:
         self.epoch, self.early = 0, SimpleNamespace(use=lambda at: None)
         self.accepted: list[Submission] = []
-        self.device, self.programs = CPU, Programs(0, self)
+        self.device, self.programs = CPU, Programs(0, self.tuning)
         self.started: list[tuple[Submission, int]] = []
         self.kept: list[tuple[Any, ...]] = []
         self.symmetric: dict[int, Location] = {}  # address: where that is
@@ -205,6 +205,14 @@ def test_split_sizes_are_told_each_time(ranks: Ranks) -> None:
     for sizes in ([1, 3], (1, 3), (1, 3)):
         ranks.start(request.uneven_all_to_all, output, input, False, sizes, sizes)
     assert [job.row for job in ranks.transport.accepted] == [(4, 12)] * 3
+
+
+def test_the_factor_is_part_of_what_ranks_compare(ranks: Ranks) -> None:
+    """Two of them are two calls."""
+    for factor in (2.0, 3.0):
+        ranks.start("all_reduce", WHOLE, WHOLE, 0, "premul_sum", factor)
+    two, three = ranks.transport.accepted
+    assert two.text != three.text
 
 
 def test_a_number_is_no_reduction_although_torch_says_that_it_equals_one() -> None:

@@ -11,7 +11,6 @@ import torch
 from counterpoint.collectives.submit.tensors import (
     block_bytes,
     check,
-    described,
     overlap,
     overlap_elsewhere,
     reduction_of,
@@ -88,12 +87,6 @@ def test_overlap_is_by_bytes(one: Any, other: Any, expected: bool) -> None:
 def test_reductions_of_torch_are_known() -> None:
     """By their names."""
     assert reduction_of(torch.distributed.ReduceOp.AVG, 1.0, FOUR) == reduction_of("avg", 1.0, FOUR)
-
-
-def test_the_factor_is_part_of_what_ranks_compare() -> None:
-    """Two of them are two calls."""
-    two, three = (described(FOUR, reduction_of("premul_sum", factor, FOUR)) for factor in (2.0, 3.0))
-    assert two != three
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from counterpoint.collectives.host.shared_status import CLOSED, FAILED
+from counterpoint.collectives.host.shared_memory import CLOSED, FAILED
 from counterpoint.collectives.host.watchdog import MISMATCH_AFTER_S, CurrentCall, PeerStatus, verdict
 from counterpoint.errors import Misconfigured, PeerTimeout
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from counterpoint.machine.bus_bandwidth import bus_factor, bus_gb_per_s
+from counterpoint.machine.gpus import bus_factor, bus_gb_per_s
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,11 @@ from hypothesis import strategies as st
 
 from counterpoint.collectives.program.clock import simulate
 from counterpoint.collectives.program.operations import all_gather, all_to_all, plan_all
-from counterpoint.collectives.program.partitions import partitions
-from counterpoint.collectives.program.steps import Tuning
+from counterpoint.collectives.program.steps import Tuning, partitions
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.machine.profile import default_profile
-from counterpoint.pair.arrivals import ShardedMatmul, TensorOperation, hiding, hiding_of, nccl_us, segments_of
+from counterpoint.pair.arrivals import ShardedMatmul, Slab, TensorOperation, hiding, hiding_of, nccl_us, segments_of
 from counterpoint.pair.curves import RowCurve, estimated_curve
-from counterpoint.pair.sharded_rows import Slab
 from counterpoint.plan.compute.layers import MatmulOp
 from counterpoint.plan.compute.roofline import GpuRates, cost
 from counterpoint.plan.job.cluster import find_gpu

@@ -12,12 +12,20 @@ from hypothesis import strategies as st
 
 from counterpoint.errors import Misconfigured
 from counterpoint.machine.profile import Profile, default_profile
-from counterpoint.pair import cuts, matmul_choice
-from counterpoint.pair.arrivals import ShardedMatmul, TensorOperation, segments_of
+from counterpoint.pair import matmul_choice
+from counterpoint.pair.arrivals import ShardedMatmul, Slab, TensorOperation, segments_of
 from counterpoint.pair.curves import RowCurve, estimated_curve
-from counterpoint.pair.cuts import MAX_CELLS, WORTH, Piece, RowAxis, cut
-from counterpoint.pair.matmul_choice import MatmulMechanism, MatmulPlan, choose_matmul, with_best_chunks
-from counterpoint.pair.sharded_rows import Slab
+from counterpoint.pair.matmul_choice import (
+    MAX_CELLS,
+    WORTH,
+    MatmulMechanism,
+    MatmulPlan,
+    Piece,
+    RowAxis,
+    choose_matmul,
+    cut,
+    with_best_chunks,
+)
 
 H200 = default_profile()
 OPERATIONS: tuple[TensorOperation, ...] = ("all_gather_matmul", "matmul_reduce_scatter")
@@ -253,7 +261,7 @@ def test_a_cut_has_to_be_worth_it(operation: TensorOperation, monkeypatch: pytes
     """A millisecond is not cut once more for a microsecond."""
     task = task_of(operation, 8192, 8192, 7168, ranks=2)
     found = cut(task, 0)
-    monkeypatch.setattr(cuts, "WORTH", 0.0)
+    monkeypatch.setattr(matmul_choice, "WORTH", 0.0)
     best = cut(task, 0)
     assert (len(found.pieces), len(best.pieces)) == (2, 3)
     assert best.us < found.us < 1.005 * best.us

@@ -11,11 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from counterpoint.collectives.program.operations import all_gather, all_to_all, plan
-from counterpoint.collectives.program.partitions import BlockPartition, partitions
-from counterpoint.collectives.program.steps import Flag, Tuning, flag_word
+from counterpoint.collectives.program.steps import BlockPartition, Flag, Tuning, flag_word, partitions
 from counterpoint.errors import Misconfigured, Unsupported
-from counterpoint.pair.arrivals import TensorOperation
-from counterpoint.pair.sharded_rows import ShardedRows
+from counterpoint.pair.arrivals import ShardedRows, TensorOperation
 from counterpoint.parallel.tensor.flagged import (
     MatmulTiles,
     bind_flagged,

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from counterpoint.errors import PeerTimeout
-from counterpoint.pair.sharded_rows import ShardedRows
+from counterpoint.pair.arrivals import ShardedRows
 from counterpoint.parallel.tensor.group import TensorGroup
 from counterpoint.parallel.tensor.overlapped import Weight
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from counterpoint.machine.profile import default_profile
+from counterpoint.pair.arrivals import ShardedRows
 from counterpoint.pair.matmul_choice import MatmulPlan
-from counterpoint.pair.sharded_rows import ShardedRows
 from counterpoint.parallel.options import TensorChoice, TensorOptions
 from counterpoint.parallel.tensor import plans
 from counterpoint.parallel.tensor.plans import MatmulShape, Plans

@@ -1,7 +1,7 @@
 """Run the calls of one channel on CPUs, in two threads: one for each lane (`COPY` and `REDUCE`).
 
 Instead of a GPU's copy engines and stream memory operations this uses `memmove`, stores and polling. The order in which
-peers see stores is described in host/shared_status.py. Of a call in partitions the channel's thread pushes supplied
+peers see stores is described in host/shared_memory.py. Of a call in partitions the channel's thread pushes supplied
 partitions, and the caller waits for arrivals.
 """
 
@@ -15,20 +15,18 @@ from queue import SimpleQueue
 from typing import Any, TypeAlias
 
 from counterpoint.collectives.host.announce import Announcer
-from counterpoint.collectives.host.shared_memory import SharedMemory
-from counterpoint.collectives.host.shared_status import flag_index
+from counterpoint.collectives.host.shared_memory import SharedMemory, flag_index
 from counterpoint.collectives.host.watchdog import Failure, PeerWaiter, mismatch
-from counterpoint.collectives.memory.early_release import EarlyUse
-from counterpoint.collectives.memory.pool import GrowableRegion, Location
+from counterpoint.collectives.memory import EarlyUse, GrowableRegion, Location
 from counterpoint.collectives.program.calls import Buffer, Span
 from counterpoint.collectives.program.operations import most_staging_bytes
-from counterpoint.collectives.program.partitions import BlockPartition, partitions
 from counterpoint.collectives.program.reductions import DTYPES, Reduction
 from counterpoint.collectives.program.steps import (
     COPY,
     REDUCE,
     AwaitEvent,
     Batch,
+    BlockPartition,
     Copy,
     Flag,
     LocalCopy,
@@ -38,6 +36,7 @@ from counterpoint.collectives.program.steps import (
     Signal,
     Step,
     flag_word,
+    partitions,
 )
 from counterpoint.collectives.submit.submission import Programs, Submission, UnevenSplits
 from counterpoint.collectives.work import HostWork

@@ -9,11 +9,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from counterpoint.collectives.cpu.call import BeforeStep, Channel, CpuCall
-from counterpoint.collectives.host.shared_memory import SharedMemory
-from counterpoint.collectives.host.shared_status import MAX_CHUNKS
+from counterpoint.collectives.host.shared_memory import MAX_CHUNKS, SharedMemory
 from counterpoint.collectives.host.watchdog import Failure, PeerWaiter, Watchdog
-from counterpoint.collectives.memory.early_release import EarlyBlock, EarlyPool
-from counterpoint.collectives.memory.pool import Location, Pool
+from counterpoint.collectives.memory import EarlyBlock, EarlyPool, Location, Pool
 from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.collectives.program.calls import Call
 from counterpoint.collectives.program.steps import COPY, Flag, Tuning, flag_word
@@ -46,7 +44,7 @@ class CpuTransport:
         if options.reserve_bytes:
             self.pool.reserve()
         self._chunk_bytes, self._staging_bytes = options.chunk_bytes or CHUNK_BYTES, options.staging_bytes
-        self.programs = Programs(memory.rank, self)
+        self.programs = Programs(memory.rank, self.tuning)
         waiter = PeerWaiter(watchdog, self.failure)
         self._channels = [
             Channel(memory, waiter, index, failure=self.failure, programs=self.programs, before_step=before_step)

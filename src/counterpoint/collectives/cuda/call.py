@@ -17,18 +17,17 @@ from counterpoint.collectives.cuda.driver import (
     EventPool,
     Executor,
     Graph,
+    StreamOrder,
     StreamPoint,
     in_context,
 )
 from counterpoint.collectives.cuda.lower import WORD_BYTES, DriverCall, MemoryOperation, MemoryOperations
-from counterpoint.collectives.cuda.order import StreamOrder
 from counterpoint.collectives.cuda.regions import FlagLayout, Growth
-from counterpoint.collectives.host.shared_status import RankStatus
+from counterpoint.collectives.host.shared_memory import RankStatus
 from counterpoint.collectives.host.watchdog import CurrentCall, Failure, PeerWaiter, Watchdog
-from counterpoint.collectives.memory.pool import SymmetricMemory
+from counterpoint.collectives.memory import SymmetricMemory
 from counterpoint.collectives.options import CommunicatorOptions
-from counterpoint.collectives.program.partitions import BlockPartition, Partitions
-from counterpoint.collectives.program.steps import COPY, Program, Step, merge_batches
+from counterpoint.collectives.program.steps import COPY, BlockPartition, Partitions, Program, Step, merge_batches
 from counterpoint.collectives.submit.submission import Programs, Submission
 from counterpoint.errors import PeerTimeout
 
@@ -236,10 +235,7 @@ class CudaWork:
 
     @in_context
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Let the current stream wait for the call's end; the host waits only with `timeout_s`, for at most that long.
-
-        Returns:
-            True.
+        """Return True when the current stream waits for the call's end; the host waits only with `timeout_s`, so long.
 
         Raises:
             PeerTimeout: `timeout_s` has passed, or the communicator has failed as a rank died or did not come in time.

@@ -14,7 +14,7 @@ from counterpoint.collectives.cuda.driver import load_driver
 from counterpoint.collectives.cuda.lower import ReduceLaunch
 from counterpoint.collectives.cuda.sums import bind
 from counterpoint.collectives.host.group import gather_values
-from counterpoint.collectives.memory.pool import SymmetricMemory
+from counterpoint.collectives.memory import SymmetricMemory
 from counterpoint.collectives.program.reductions import Reduction
 from counterpoint.errors import Unsupported
 from counterpoint.rehearsed import host_id
@@ -91,12 +91,9 @@ def _uuid(device: int) -> str:
 def _lacking(device: int) -> str | None:
     """Return why torch has no usable symmetric memory in this process; None if it has."""
     try:
-        from torch._C._distributed_c10d import _SymmetricMemory
+        from torch._C._distributed_c10d import _SymmetricMemory  # noqa: F401
     except ImportError:
         return "this torch has no symmetric memory; install torch >= 2.11 with CUDA"
-    missing = [name for name in ("empty_strided_p2p", "rendezvous") if not hasattr(_SymmetricMemory, name)]
-    if missing:
-        return f"torch's symmetric memory has no {missing[0]}; use torch 2.11 to 2.13"
     try:
         prepare_process(device)
     except Unsupported as error:
@@ -118,8 +115,6 @@ def prepare_process(device: int) -> None:
 
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    if not hasattr(_SymmetricMemory, "set_backend"):
-        return  # this torch has no other backend
     current = _SymmetricMemory.get_backend(torch.device("cuda", device))
     if current == _BACKEND:
         return

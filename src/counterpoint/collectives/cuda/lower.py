@@ -127,23 +127,8 @@ class ReduceLaunch:
     lane: int
 
 
-@dataclass(frozen=True, slots=True)
-class EventRecord:
-    """Stands for one `cuEventRecord` of the event with the number `event`."""
-
-    event: int
-    lane: int
-
-
-@dataclass(frozen=True, slots=True)
-class StreamWait:
-    """Stands for one `cuStreamWaitEvent`, for the event with the number `event`."""
-
-    event: int
-    lane: int
-
-
-DriverCall: TypeAlias = CopyAsync | MemoryOperations | ReduceLaunch | EventRecord | StreamWait
+DriverCall: TypeAlias = CopyAsync | MemoryOperations | ReduceLaunch | RecordEvent | AwaitEvent
+"""Types the calls of a program; the steps on events stand for one `cuEventRecord` and one `cuStreamWaitEvent`."""
 
 
 def lower(program: Program, addresses: Addresses, steps: Iterable[Step] | None = None) -> tuple[DriverCall, ...]:
@@ -183,10 +168,8 @@ def _calls(step: Step, program: Program, addresses: Addresses) -> Iterator[Drive
         case Reduce(sources, target, lane):
             where = addresses.span(me, target, me)
             yield ReduceLaunch(tuple(addresses.span(me, s, me) for s in sources), where, target.num_bytes, lane)
-        case RecordEvent(event, lane):
-            yield EventRecord(event, lane)
-        case AwaitEvent(event, lane):
-            yield StreamWait(event, lane)
+        case RecordEvent() | AwaitEvent():
+            yield step
 
 
 def _operations(

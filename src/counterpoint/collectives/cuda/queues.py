@@ -42,12 +42,11 @@ from counterpoint.collectives.cuda.call import STEPS, CudaContext, CudaWork, Pre
 from counterpoint.collectives.cuda.driver import BindReduction, Executor, StreamPoint, hardware_queues
 from counterpoint.collectives.cuda.lower import WORD_BYTES, Addresses, CopyAsync, DriverCall, lower
 from counterpoint.collectives.host.announce import Announcer
-from counterpoint.collectives.host.shared_status import RankStatus
-from counterpoint.collectives.memory.pool import GrowableRegion, Location
+from counterpoint.collectives.host.shared_memory import RankStatus
+from counterpoint.collectives.memory import GrowableRegion, Location
 from counterpoint.collectives.program.messages import Mailbox, message_program
 from counterpoint.collectives.program.operations import has_equal_outputs, most_staging_bytes
-from counterpoint.collectives.program.partitions import partitions
-from counterpoint.collectives.program.steps import COPY, Copy, Program
+from counterpoint.collectives.program.steps import COPY, Copy, Program, partitions
 from counterpoint.collectives.submit.submission import NOWHERE, Submission, UnevenSplits, unfinished
 from counterpoint.errors import Misconfigured
 

@@ -25,8 +25,8 @@ from torch.distributed import distributed_c10d
 from counterpoint.collectives.cuda.driver import EventPool, in_context
 from counterpoint.collectives.cuda.lower import WORD_BYTES
 from counterpoint.collectives.host.announce import Announcer
-from counterpoint.collectives.host.shared_status import MAX_CHUNKS, MAX_EARLY_BLOCKS
-from counterpoint.collectives.memory.pool import Location, SymmetricMemory
+from counterpoint.collectives.host.shared_memory import MAX_CHUNKS
+from counterpoint.collectives.memory import MAX_EARLY_BLOCKS, Location, SymmetricMemory
 from counterpoint.collectives.program.steps import flag_words
 from counterpoint.collectives.submit.submission import Submission
 from counterpoint.errors import Misconfigured, Unsupported
@@ -39,11 +39,7 @@ _POOLS: list[Any] = []  # torch's memory pools, which live as long as the proces
 
 
 class NumberedStore(c10d.Store):  # type: ignore[misc]
-    """Passes keys on to a store, and renumbers torch's meetings in the keys from 0, in the order of their first use.
-
-    Args:
-        store: gets the keys.
-    """
+    """Passes keys on to a store, and renumbers torch's meetings in the keys from 0, in the order of their first use."""
 
     def __init__(self, store: Any) -> None:
         super().__init__()
@@ -78,9 +74,6 @@ class Meeting:
     """Replaces a process group where torch exchanges symmetric memory: the same ranks, with a `NumberedStore`.
 
     All ranks of the group make it together; if they make several, they make them in the same order.
-
-    Args:
-        group: torch process group.
     """
 
     def __init__(self, group: Any) -> None:
@@ -311,13 +304,7 @@ class Growth:
     """
 
     def __init__(
-        self,
-        gpu: Any,
-        memory: SymmetricMemory,
-        events: EventPool,
-        announcer: Announcer,
-        *,
-        max_bytes: int | None,
+        self, gpu: Any, memory: SymmetricMemory, events: EventPool, announcer: Announcer, *, max_bytes: int | None
     ) -> None:
         self._gpu, self._memory, self._events, self._announcer = gpu, memory, events, announcer
         self._max_bytes, self._bytes, self._count = max_bytes, 0, 0
@@ -390,9 +377,7 @@ def allocation_trace(device: int) -> Iterator[Callable[[], list[dict[str, Any]]]
 def living_segments(snapshot: list[dict[str, Any]], trace: list[dict[str, Any]]) -> list[tuple[int, int]]:
     """Return the segments (address, bytes) that hold a tensor, in the order in which these tensors were made.
 
-    Args:
-        snapshot: segments of a pool that splits none, in any order.
-        trace: records of the allocator; a tensor whose record is lost, as a user may limit them, comes first.
+    The pool of the `snapshot` splits no segment. Tensors whose record the `trace` lost come first.
     """
     made = {int(one["addr"]): at for at, one in enumerate(trace) if one["action"] == "alloc"}
     living = [one for one in snapshot if any(block["state"] == "active_allocated" for block in one["blocks"])]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from counterpoint.collectives.cuda.lower import ReduceLaunch
@@ -105,21 +106,9 @@ def with_types(constants: dict[str, Any]) -> dict[str, Any]:
 
 
 def bind(call: ReduceLaunch, reduction: Reduction, *, stream: int, device_sms: int) -> Callable[[], None]:
-    """Compile the kernel for `call` (which takes a second the first time) and bind its launch to a stream.
+    """Return a function that launches the kernel for `call` on the stream with the handle `stream`.
 
-    The kernel reads every source once, and has written the target when it ends.
-
-    Args:
-        call: sources and target.
-        reduction: how values are combined.
-        stream: handle of the CUDA stream.
-        device_sms: number of SMs of this GPU.
-
-    Returns:
-        A function that launches the kernel.
-
-    Raises:
-        Unsupported: Triton is not installed.
+    The kernel is compiled now, which takes a second the first time; `Unsupported` is raised without Triton.
     """
     with needs_triton("reductions on a GPU"):
         from counterpoint.collectives.cuda.sum_kernel import combine
@@ -127,10 +116,5 @@ def bind(call: ReduceLaunch, reduction: Reduction, *, stream: int, device_sms: i
     constants, grid = with_types(launch.constants), (launch.num_programs, 1, 1)
     options = {"num_warps": launch.num_warps, "enable_fp_fusion": False}  # a fused premul_sum would round differently
     compiled = combine.warmup(*launch.arguments, **constants, grid=grid, **options)
-    run = compiled[grid]
     arguments = (*launch.arguments, *(constants[name] for name in combine.arg_names[len(launch.arguments) :]))
-
-    def start() -> None:
-        run(*arguments, stream=stream)
-
-    return start
+    return partial(compiled[grid], *arguments, stream=stream)

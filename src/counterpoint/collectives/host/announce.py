@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from counterpoint.collectives.host.shared_status import DEPTH, RankStatus
+from counterpoint.collectives.host.shared_memory import DEPTH, RankStatus
 from counterpoint.collectives.host.watchdog import PeerWaiter, mismatch
 from counterpoint.collectives.submit.submission import Submission
 

@@ -82,20 +82,10 @@ def torch_function(operation: str) -> Any:
 def start_by_torch(
     call: Call, output: Any, input: Any, *, group: Any, op: str = "sum", async_op: bool = True
 ) -> list[Any]:
-    """Start `call` by torch.distributed; the caller has to wait for all returned works.
+    """Return the works of `call`, started by torch.distributed: any number of them, none without `async_op`.
 
-    A collective for which torch has no function is sent block by block, in one batch.
-
-    Args:
-        call: collective among the group's ranks.
-        output: flat, contiguous tensor.
-        input: flat, contiguous tensor; None if the collective has one tensor.
-        group: torch process group.
-        op: how values are combined, if the call reduces: sum, avg, max or min.
-        async_op: False: run it (on CUDA: on the current stream) before this returns.
-
-    Returns:
-        Torch's works, any number of them; empty without `async_op`.
+    The tensors are flat and contiguous; `input` is None if the collective has one tensor, `op` sum, avg, max or min. A
+    collective for which torch has no function is sent block by block, in one batch.
     """
     import torch.distributed as dist
 

@@ -4,6 +4,15 @@ A region is a `memfd`: nothing appears in a file system, so nothing is left behi
 open it through `/proc/<pid>/fd/<fd>`, which the kernel allows only to processes of the same user. They learn pid and
 descriptor from the process group, and from statuses opened that way; a secret name that only the group knows proves
 that it is the right file. Sizes are sealed, so no process can shrink a file that another has mapped.
+
+A rank's status lies in such memory, too: flags, its current calls, its regions, and its failure if any. Only its owner
+writes it, except for its flags: word (kind, p) is set to 1 by rank p, and reset to 0 by the owner.
+
+*Order.* Everything here relies on x86-64's total store order: stores of one core are seen by the others in the order in
+which they were made, and an aligned store or load of up to 8 bytes happens at once. ctypes fields of 4 and 8 bytes are
+aligned and moved by one instruction; glibc's memmove ends its non-temporal stores with a fence; and neither CPython nor
+the interpreter's lock moves a store across a call. So bytes first, flag second is enough for the writer; flag first,
+bytes second for the reader.
 """
 
 from __future__ import annotations
@@ -19,13 +28,98 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from counterpoint.collectives.host.shared_status import MAX_REGIONS, RankStatus, new_status, status_type
-from counterpoint.collectives.memory.pool import Location
+from counterpoint.collectives.memory import MAX_EARLY_BLOCKS, MAX_EARLY_REGIONS, Location
+from counterpoint.collectives.program.steps import Flag, flag_word, flag_words
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.rehearsed import host_id
+
+RUNNING, CLOSED, FAILED = 0, 1, 2  # states of a communicator on one rank
+DEPTH = 64  # records that a line keeps of its latest calls: one rank may be this many calls ahead of another
+MAX_CHUNKS = 16  # most chunks of one block, each with an `arrived` flag
+MAX_REGIONS = 256
+_TEXT_BYTES, _REASON_BYTES = 160, 384
+
+RankStatus = Any
+"""Types an instance of `status_type`, or a part of one; ctypes makes the class, so type checkers see no fields."""
+
+
+class SharedRegion(ctypes.Structure):
+    """Describes a region's memory file: its owner's descriptor and size. `serial` is written last; 0: no region."""
+
+    _fields_ = (("fd", ctypes.c_int32), ("num_bytes", ctypes.c_uint64), ("serial", ctypes.c_uint64))
+
+
+@lru_cache(maxsize=64)
+def status_type(world_size: int, channels: int) -> type[ctypes.Structure]:
+    """Return the ctypes class of a rank's status.
+
+    `channels[c].lines[p]` counts the calls that the owner made with rank p alone, `lines[world_size]` those of all; a
+    line has the number of its latest call, and records of the last `DEPTH`. `staging` counts how often the channel's
+    staging was replaced. `early[b]` are the flag words of early-release block b, `early_regions[k]` is the k-th region
+    of such blocks, -1 before there is one.
+    """
+    half = flag_words(world_size, max_chunks=MAX_CHUNKS)
+
+    class CallRecord(ctypes.Structure):
+        _fields_ = (
+            ("number", ctypes.c_uint64),
+            ("step", ctypes.c_uint32),
+            ("steps", ctypes.c_uint32),  # step == steps: it has ended
+            ("output_offset", ctypes.c_uint64),
+            ("output_region", ctypes.c_int32),
+            ("text", ctypes.c_char * _TEXT_BYTES),  # the call in words; if ranks differ, their calls do not match
+            ("row", ctypes.c_uint64 * world_size),  # bytes for each rank, where they differ
+        )
+
+    class Line(ctypes.Structure):
+        _fields_ = (("latest", ctypes.c_uint64), ("records", CallRecord * DEPTH))
+
+    class ChannelStatus(ctypes.Structure):
+        _fields_ = (
+            ("words", ctypes.c_uint32 * (2 * half)),
+            ("staging_region", ctypes.c_int32),
+            ("staging", ctypes.c_uint32),
+            ("line", ctypes.c_uint32),  # index of the line of the call that runs, or ran last
+            ("lines", Line * (world_size + 1)),
+        )
+
+    class Whole(ctypes.Structure):
+        _fields_ = (
+            ("state", ctypes.c_uint32),
+            ("culprits", ctypes.c_uint8 * world_size),  # 1 for each rank because of which it failed
+            ("reason", ctypes.c_char * _REASON_BYTES),
+            ("regions", SharedRegion * MAX_REGIONS),
+            ("channels", ChannelStatus * channels),
+            ("early", (ctypes.c_uint32 * half) * MAX_EARLY_BLOCKS),
+            ("early_regions", ctypes.c_int32 * MAX_EARLY_REGIONS),
+        )
+
+    return Whole
+
+
+def flag_index(flag: Flag, world_size: int) -> int:
+    """Return the index of a flag among a channel's words: flags of output come first, then those of staging."""
+    half: Literal[0, 1] = 0 if flag.buffer == "output" else 1
+    return half * flag_words(world_size, max_chunks=MAX_CHUNKS) + flag_word(flag, world_size)
+
+
+def new_status(kind: type[ctypes.Structure], buffer: Any, world_size: int, channels: int) -> RankStatus:
+    """Return a rank's status in fresh memory, with every flag as it is between calls.
+
+    Staging and early-release blocks are empty, so every peer may push there: their `ready` flags are 1.
+    """
+    status: RankStatus = kind.from_buffer(buffer)
+    for peer in range(world_size):
+        for channel in range(channels):
+            status.channels[channel].words[flag_index(Flag("staging", "ready", peer), world_size)] = 1
+        for words in status.early:
+            words[flag_word(Flag("output", "ready", peer), world_size)] = 1
+    status.early_regions[:] = [-1] * MAX_EARLY_REGIONS
+    return status
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,23 +208,21 @@ class SharedMemory:
     def create(self, num_bytes: int) -> int:
         """Return the number of a new region of zeros, backed by memory at once; raise `Unsupported` if it is short."""
         with self._lock:
-            return self._create(num_bytes)
-
-    def _create(self, num_bytes: int) -> int:
-        region = next((number for number in range(MAX_REGIONS) if number not in self._own), None)
-        held = sum(mapping.num_bytes for _, mapping in self._own.values())
-        if region is None or held + num_bytes > self.max_bytes:
-            raise Unsupported(
-                f"{num_bytes} bytes of shared memory, with {held} in use in {len(self._own)} regions; allowed are "
-                f"{self.max_bytes} in {MAX_REGIONS}: drop tensors that are no longer used, or give a larger max_bytes"
-            )
-        fd, mapping = _new_file(self._names[self.rank], num_bytes)
-        self._own[region] = fd, mapping
-        self.created += 1
-        shown = self.statuses[self.rank].regions[region]
-        shown.fd, shown.num_bytes = fd, num_bytes
-        shown.serial = self.created  # last: who sees it sees the others
-        return region
+            region = next((number for number in range(MAX_REGIONS) if number not in self._own), None)
+            held = sum(mapping.num_bytes for _, mapping in self._own.values())
+            if region is None or held + num_bytes > self.max_bytes:
+                raise Unsupported(
+                    f"{num_bytes} bytes of shared memory, with {held} in use in {len(self._own)} regions; allowed are "
+                    f"{self.max_bytes} in {MAX_REGIONS}: drop tensors that are no longer used, or give a larger "
+                    "max_bytes"
+                )
+            fd, mapping = _new_file(self._names[self.rank], num_bytes)
+            self._own[region] = fd, mapping
+            self.created += 1
+            shown = self.statuses[self.rank].regions[region]
+            shown.fd, shown.num_bytes = fd, num_bytes
+            shown.serial = self.created  # last: who sees it sees the others
+            return region
 
     def release(self, region: int) -> None:
         """Remove a region from the status; its memory is freed when no process maps it any more."""

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from counterpoint.collectives.host.shared_status import CLOSED, DEPTH, FAILED, RUNNING, RankStatus
+from counterpoint.collectives.host.shared_memory import CLOSED, DEPTH, FAILED, RUNNING, RankStatus
 from counterpoint.errors import CounterpointError, Misconfigured, PeerTimeout
 
 MISMATCH_AFTER_S = 2.0
@@ -59,14 +59,9 @@ class PeerStatus:
 def verdict(
     current: CurrentCall, peers: Sequence[PeerStatus], *, waiting_for: int, waited_s: float, timeout_s: float
 ) -> CounterpointError | None:
-    """Return why this rank's wait for the rank `waiting_for` will not end; None while it may end.
+    """Return why this rank's wait in the call `current` for the rank `waiting_for` will not end; None while it may.
 
-    Args:
-        current: the call of this rank.
-        peers: statuses of all ranks of that call except this one.
-        waiting_for: the rank whose flag this rank waits for.
-        waited_s: seconds waited so far.
-        timeout_s: seconds allowed.
+    `peers` are the statuses of all ranks of that call except this one; `waited_s` of `timeout_s` seconds have passed.
     """
     for peer in peers:
         if peer.same is not None and peer.same != current.text:

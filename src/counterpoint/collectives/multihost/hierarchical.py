@@ -85,12 +85,9 @@ class HierarchicalCommunicator(EvenCollectives):
     def of_mesh(
         cls, mesh: Any, *, timeout_s: float = 600.0, slice_bytes: int | None = None
     ) -> HierarchicalCommunicator:
-        """Make a communicator from a torch DeviceMesh of two axes, the hosts first.
+        """Return this rank's communicator of a torch DeviceMesh of two axes, the hosts first.
 
         A rank waits `timeout_s` seconds for another of its host before it fails; `slice_bytes` is as in the class.
-
-        Returns:
-            The communicator of this rank.
 
         Raises:
             Misconfigured: the mesh does not have two axes.
@@ -196,9 +193,9 @@ class HierarchicalCommunicator(EvenCollectives):
             error = run()
             if error is not None:
                 raise error
-            ended = StreamEnd(torch.cuda.Event(), stream=self._stream.cuda_stream, captured=captured)
-            ended.event.record(self._stream)
-        return StreamWork(self, text, ended, keep)
+            ended = torch.cuda.Event()
+            ended.record(self._stream)
+        return StreamWork(self, text, ended, captured, keep)
 
     def _carry_out(self, text: str, run: Callable[[], None]) -> BaseException | None:
         """Run a call unless an earlier one failed; return the error that ended this communicator, or None."""
@@ -223,29 +220,18 @@ class HierarchicalCommunicator(EvenCollectives):
 AnyCommunicator: TypeAlias = Communicator | HierarchicalCommunicator
 
 
-@dataclass(frozen=True, slots=True)
-class StreamEnd:
-    """Marks the end of a call on a GPU's stream; `captured` says that the call is in a CUDA graph."""
-
-    event: Any
-    stream: int  # handle
-    captured: bool
-
-
+@dataclass
 class StreamWork:
     """Represents a call over several hosts on a stream of a GPU; keeps its tensors alive until `wait`. See `Work`."""
 
-    def __init__(
-        self, communicator: HierarchicalCommunicator, text: str, ended: StreamEnd, keep: tuple[Any, ...]
-    ) -> None:
-        self._communicator, self._text = communicator, text
-        self.ended, self.keep = ended, keep
+    communicator: HierarchicalCommunicator
+    text: str
+    ended: Any  # torch.cuda.Event
+    captured: bool  # the call is in a CUDA graph
+    keep: tuple[Any, ...]
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Let the current stream wait for the call's end; the host waits only with `timeout_s`, for at most that long.
-
-        Returns:
-            True.
+        """Return True when the current stream waits for the call's end; the host waits only with `timeout_s`, so long.
 
         Raises:
             PeerTimeout: `timeout_s` has passed.
@@ -253,26 +239,26 @@ class StreamWork:
         """
         import torch
 
-        self._communicator.check()
-        if timeout_s is not None and not self.ended.captured:
+        self.communicator.check()
+        if timeout_s is not None and not self.captured:
             deadline = time.monotonic() + timeout_s
-            while not self.ended.event.query():
+            while not self.ended.query():
                 if time.monotonic() > deadline:
-                    raise PeerTimeout(f"{self._text} has not ended within {timeout_s:g} s; wait again, or longer")
+                    raise PeerTimeout(f"{self.text} has not ended within {timeout_s:g} s; wait again, or longer")
                 time.sleep(_PAUSE_S)
-            self._communicator.check()
-        torch.cuda.current_stream(self._communicator.device).wait_event(self.ended.event)
+            self.communicator.check()
+        torch.cuda.current_stream(self.communicator.device).wait_event(self.ended)
         self.keep = ()  # this stream now waits for the end, so later users of the memory on it do, too
         return True
 
     def is_completed(self) -> bool:
         """Return whether the call has ended, with or without an error; always False if it was captured in a graph."""
-        return not self.ended.captured and bool(self.ended.event.query())
+        return not self.captured and bool(self.ended.query())
 
     def exception(self) -> BaseException | None:
         """Return the error that ended the communicator; None if there is none."""
         try:
-            self._communicator.check()
+            self.communicator.check()
         except CounterpointError as error:
             return error
         return None

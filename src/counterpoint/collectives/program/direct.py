@@ -216,12 +216,7 @@ class LinkTurns:
     def of(cls, call: Call, rank: int, tuning: Tuning, *, buffer: Symmetric, chunks: Sequence[Span]) -> LinkTurns:
         """Return the turns that `tuning` asks for; none with two ranks, or if ranks push different sizes.
 
-        Args:
-            call: the collective.
-            rank: this rank.
-            tuning: gives `turn_bytes`.
-            buffer: buffer that ranks push to.
-            chunks: chunks that go to each peer, none larger than the one before.
+        Each peer gets the `chunks`, none of them larger than the one before.
         """
         sizes = {size for source, row in enumerate(call.sizes) for target, size in enumerate(row) if source != target}
         alike = len(sizes) == 1 and call.world_size > 2 and call.layout.all_send

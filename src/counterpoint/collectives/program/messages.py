@@ -40,18 +40,12 @@ SLOTS = 4
 class Mailbox:
     """Says how the mailboxes of a group are laid out; equal on all ranks.
 
-    Args:
-        world_size: number of ranks.
-        slot_bytes: size of a slot, the largest piece of a message.
-        slots: slots for each other rank.
-
-    Raises:
-        Misconfigured: a slot has no bytes, or no whole elements of every dtype.
+    `Misconfigured` is raised if a slot has no bytes, or no whole elements of every dtype.
     """
 
     world_size: int
-    slot_bytes: int
-    slots: int = SLOTS
+    slot_bytes: int  # size of a slot, the largest piece of a message
+    slots: int = SLOTS  # for each other rank
 
     def __post_init__(self) -> None:
         if self.slots < 1 or self.slot_bytes < 1 or self.slot_bytes % ALIGNMENT:

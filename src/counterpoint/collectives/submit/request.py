@@ -12,9 +12,8 @@ from hashlib import blake2b
 from itertools import accumulate
 from typing import Any, Literal, TypeAlias
 
-from counterpoint.collectives.host.shared_status import MAX_CHUNKS
-from counterpoint.collectives.memory.early_release import EarlyUse
-from counterpoint.collectives.memory.pool import Location
+from counterpoint.collectives.host.shared_memory import MAX_CHUNKS
+from counterpoint.collectives.memory import EarlyUse, Location
 from counterpoint.collectives.program import operations
 from counterpoint.collectives.program.calls import ALIGNMENT, Buffer, Call, Own
 from counterpoint.collectives.program.coalesced import Parts, TensorAddresses, TensorLayout
@@ -455,18 +454,7 @@ def _partitioned_block(ranks: RankContext, output: Any, input: Any, operation: s
 
 
 def _partitioned_layout(buffer: Buffer, tensor: Any, dim: int, share: int, count: int) -> TensorLayout:
-    """Return where the ranks' shares of a buffer lie, if they are cut along dimension `dim` of its tensor.
-
-    Args:
-        buffer: whose layout is returned; it has `count` shares.
-        tensor: tells the dimensions.
-        dim: dimension along which shares lie behind one another.
-        share: bytes of a share.
-        count: number of ranks.
-
-    Raises:
-        Misconfigured: the tensor has no such dimension.
-    """
+    """Return where `count` shares of `share` bytes lie in a buffer that is cut along `dim`; raise if it has none."""
     if not 0 <= dim < tensor.dim():
         raise Misconfigured(f"dim={dim} of a tensor of {tensor.dim()} dimensions: give one of them")
     batch = int(tensor.shape[:dim].numel())

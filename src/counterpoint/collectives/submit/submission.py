@@ -7,14 +7,13 @@ A `Submission` holds a text that all ranks compare, the rank's program, and wher
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias
 
 from counterpoint.collectives.host.watchdog import CurrentCall, Failure, Watchdog
-from counterpoint.collectives.memory.early_release import EarlyPool, EarlyUse
-from counterpoint.collectives.memory.pool import Location, Pool
+from counterpoint.collectives.memory import EarlyPool, EarlyUse, Location, Pool
 from counterpoint.collectives.program.calls import Buffer, Call, Own
 from counterpoint.collectives.program.coalesced import TensorAddresses, TensorLayout, place_on_tensors
 from counterpoint.collectives.program.messages import Message
@@ -98,18 +97,11 @@ def unfinished(current: CurrentCall) -> Misconfigured:
 _MOST_PROGRAMS = 1024
 
 
-class Tuner(Protocol):
-    """Chooses the tuning of programs for one kind of device."""
-
-    def tuning(self, call: Call, *, early_release: bool) -> Tuning:
-        """Return the tuning for `call`, which must be the same on all ranks for equal arguments."""
-
-
 class Programs:
-    """Plans and caches the programs of one rank, with the tuning that `tuner` chooses."""
+    """Plans and caches the programs of one rank; `choose_tuning(call, early_release=...)` is the same on all ranks."""
 
-    def __init__(self, rank: int, tuner: Tuner) -> None:
-        self._rank, self._tuner = rank, tuner
+    def __init__(self, rank: int, choose_tuning: Callable[..., Tuning]) -> None:
+        self._rank, self._choose_tuning = rank, choose_tuning
         self._known: dict[tuple[Call, bool, TensorLayout, Tuning | None], Program] = {}
 
     def get(
@@ -117,19 +109,19 @@ class Programs:
     ) -> Program:
         """Return this rank's program for a call; for several tensors `layout` says where each lies in the buffers.
 
-        `tuning` None is what the tuner chooses.
+        `tuning` None is what `choose_tuning` returns.
         """
         key = call, early_release, layout, tuning
         program = self._known.get(key)
         if program is None:
             if len(self._known) >= _MOST_PROGRAMS:
                 self._known.clear()
-            program = plan(call, self._rank, tuning or self._tuner.tuning(call, early_release=early_release))
+            program = plan(call, self._rank, tuning or self._choose_tuning(call, early_release=early_release))
             program = self._known[key] = place_on_tensors(program, layout) if layout else program
         return program
 
 
-class Transport(Tuner, Protocol):
+class Transport(Protocol):
     """Runs the calls of one communicator on its device."""
 
     device: Any

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 from counterpoint.collectives.submit.request import BuildSubmission, RankContext
@@ -20,13 +20,6 @@ from counterpoint.collectives.work import Work
 from counterpoint.errors import Misconfigured
 
 _MOST_KNOWN = 1024  # submissions that are cached
-
-
-@dataclass(slots=True)
-class _Counter:
-    """Counts the calls with one set of peers on one channel."""
-
-    latest: int = 0
 
 
 class Submitter:
@@ -39,25 +32,16 @@ class Submitter:
         )
         self._channels = channels
         self._known: dict[Hashable, Submission] = {}
-        self._counters: dict[tuple[int, int], _Counter] = {}
+        self._latest: dict[tuple[int, int], int] = {}  # number of the latest call, by channel and line
         self._lock = threading.Lock()  # the order of numbers is the order of the queue
 
     def submit(
         self, build: BuildSubmission, output: Any, input: Any, channel: int, async_op: bool, *options: Any
     ) -> Work | None:
-        """Number a call and queue it; raise if its tensors or options do not fit, or the communicator has failed.
+        """Return a call's `Work` with `async_op` (`PartitionedWork` if in partitions); else None, when it has ended.
 
-        Args:
-            build: the function of `request.py` that describes the operation.
-            output: tensor, `TensorList` or None.
-            input: tensor, `TensorList` or None.
-            channel: channel that runs the call.
-            async_op: return the call's `Work` at once.
-            options: further arguments of `build`.
-
-        Returns:
-            The call's `Work` with `async_op` (`PartitionedWork` of one in partitions); else None, when the output may
-            be read.
+        The call, which the function `build` of `request.py` describes, is numbered and queued. An error is raised if
+        its tensors or options do not fit, or the communicator has failed.
         """
         sent = input
         try:
@@ -70,12 +54,10 @@ class Submitter:
             if key is not None and sent is input and not submission.row:
                 self._remember(key, submission)
         line = submission.channel, submission.line
-        counter = self._counters.get(line)
-        if counter is None:
-            counter = self._counters.setdefault(line, _Counter())
         with self._lock:
-            work = cast("Work | None", self._transport.start(submission, counter.latest + 1, (sent, output)))
-            counter.latest += 1
+            number = self._latest.get(line, 0) + 1
+            work = cast("Work | None", self._transport.start(submission, number, (sent, output)))
+            self._latest[line] = number
         if work is None or async_op:
             return work
         work.wait()

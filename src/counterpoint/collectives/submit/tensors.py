@@ -258,10 +258,9 @@ def reduction_name(op: Any) -> str:
     return op if isinstance(op, str) else str(getattr(op, "name", op)).lower()
 
 
-def described(tensor: Any, reduction: Reduction | None = None) -> str:
-    """Return a tensor's size, dtype and reduction in words, which are equal on all ranks."""
-    how = "" if reduction is None else f", {reduction.op} {reduction.factor!r}"
-    return f"{tensor.nbytes} bytes of {dtype_name(tensor.dtype)}{how}"
+def described(tensor: Any) -> str:
+    """Return a tensor's size and dtype in words, which are equal on all ranks."""
+    return f"{tensor.nbytes} bytes of {dtype_name(tensor.dtype)}"
 
 
 @lru_cache(maxsize=64)

@@ -25,8 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from counterpoint.errors import Misconfigured, Unsupported, needs_triton
-from counterpoint.pair.arrivals import TensorOperation
-from counterpoint.pair.sharded_rows import ShardedRows
+from counterpoint.pair.arrivals import ShardedRows, TensorOperation
 
 MAX_SPINS = 1 << 30  # polls of at most a microsecond each, more than the watchdog waits
 HOPPER = 9  # major compute capability

@@ -21,9 +21,8 @@ from counterpoint.collectives.host.group import check_agreement, torch_function
 from counterpoint.collectives.submit.tensors import dtype_name, flat_bytes
 from counterpoint.errors import Misconfigured, PeerTimeout, Unsupported
 from counterpoint.machine.profile import default_profile
-from counterpoint.pair.arrivals import TensorOperation
+from counterpoint.pair.arrivals import ShardedRows, TensorOperation
 from counterpoint.pair.matmul_choice import MatmulPlan
-from counterpoint.pair.sharded_rows import ShardedRows
 from counterpoint.parallel.follow_tuning import FollowedTuning, follow_together
 from counterpoint.parallel.group import RankGroup, rank_group, torch_group
 from counterpoint.parallel.options import TensorOptions

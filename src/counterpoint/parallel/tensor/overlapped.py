@@ -5,7 +5,7 @@ place. `RowScatter` pushes each part of a product as soon as it is computed, the
 own rows are made last, in the order of ranks, and rounded once. Both multiply in the pieces of a plan (`multiply`), or,
 on GPUs only, by one matmul that polls (`multiply_flagged`; see `flagged.py`).
 
-Rows are counted as in `pair/sharded_rows.py`, whose layout says in which chunks they leave; ranks have equally many.
+Rows are counted as in `pair/arrivals.py`, whose layout says in which chunks they leave; ranks have equally many.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.cuda.call import CudaWork
-from counterpoint.pair.cuts import Piece
-from counterpoint.pair.sharded_rows import Part, ShardedRows
+from counterpoint.pair.arrivals import Part, ShardedRows
+from counterpoint.pair.matmul_choice import Piece
 from counterpoint.parallel.group import CHANNELS
 from counterpoint.parallel.sums import add_up
 from counterpoint.parallel.tensor.flagged import bind_flagged, stored_tiles

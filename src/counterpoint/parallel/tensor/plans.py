@@ -22,11 +22,9 @@ from counterpoint.collectives.host.group import gather_values
 from counterpoint.collectives.submit.tensors import dtype_name
 from counterpoint.errors import Unsupported
 from counterpoint.machine.profile import Profile
-from counterpoint.pair.arrivals import ShardedMatmul, TensorOperation
+from counterpoint.pair.arrivals import ShardedMatmul, ShardedRows, TensorOperation
 from counterpoint.pair.curves import DTYPES, RowCurve, estimated_curve
-from counterpoint.pair.cuts import RowAxis, cut
-from counterpoint.pair.matmul_choice import MatmulMechanism, MatmulPlan, choose_matmul, with_best_chunks
-from counterpoint.pair.sharded_rows import ShardedRows
+from counterpoint.pair.matmul_choice import MatmulMechanism, MatmulPlan, RowAxis, choose_matmul, cut, with_best_chunks
 from counterpoint.parallel.follow_tuning import FollowedTuning
 from counterpoint.parallel.options import TensorChoice, TensorOptions
 from counterpoint.parallel.tensor.flagged import TYPES, bind_flagged

@@ -24,8 +24,7 @@ from msgspec.structs import astuple, replace
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.pair.arrivals import ShardedMatmul, TensorOperation
 from counterpoint.pair.curves import estimated_curve
-from counterpoint.pair.cuts import cut
-from counterpoint.pair.matmul_choice import with_best_chunks
+from counterpoint.pair.matmul_choice import cut, with_best_chunks
 from counterpoint.pair.together import kept_us
 from counterpoint.plan.compute.layers import (
     FlashAttentionOp,
@@ -60,7 +59,7 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "float8_e4m3fn", "fp32":
 def pieces_us(
     operation: TensorOperation, columns: int, depth: int, dtype: str, rows: int, ranks: int, gpu: tuple[str, str]
 ) -> float:
-    """Return the µs that a product with communication in pieces takes beyond the product alone (`pair/cuts.py`).
+    """Return the µs that a product with communication in pieces takes beyond the product alone (`pair/matmul_choice.py`).
 
     Both are by an estimated curve of the product, with `rows` of all ranks, `columns`, and `depth` elements in each
     sum; `gpu` has its name, and the file of its profile as `ClusterGpu.machine` has it.
