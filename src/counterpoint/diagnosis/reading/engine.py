@@ -76,11 +76,11 @@ def digest_all(
     workers = engine.workers or len(os.sched_getaffinity(0))
     small = sum(f.path.stat().st_size for f in files) < _SMALL_BYTES and engine.workers is None
     if min(workers, len(files)) == 1 or small:
-        return _in_turn(files, limits, min(workers, 2), tell)
+        return _in_turn(files, limits, tell)
     return _in_processes(files, limits, min(workers, len(files)), tell)
 
 
-def _in_turn(files: list[TraceFile], limits: Limits, workers: int, tell: Progress) -> list[RankDigest]:
+def _in_turn(files: list[TraceFile], limits: Limits, tell: Progress) -> list[RankDigest]:
     found: list[RankDigest] = []
     for done, file in enumerate(files):
         tell(done, len(files), f"reading {file.label}")
@@ -88,7 +88,6 @@ def _in_turn(files: list[TraceFile], limits: Limits, workers: int, tell: Progres
             timelines = read_kineto(
                 file,
                 limits,
-                processes=workers,
                 progress=lambda events, at=done: tell(at, len(files), f"{events:,} events"),  # type: ignore[misc]
             )
             tell(done, len(files), "digesting")
