@@ -16,9 +16,8 @@ from counterpoint.diagnosis.analysis.analysis import Analysis
 from counterpoint.diagnosis.comparison import compare, is_diagnosis, read_diagnosis
 from counterpoint.diagnosis.findings.findings import find_findings, verdict
 from counterpoint.diagnosis.findings.imbalance import notes_on_gpus
-from counterpoint.diagnosis.reading.digest import RankDigest
-from counterpoint.diagnosis.reading.engine import Engine, digest_all
-from counterpoint.diagnosis.reading.host_names import CATEGORIES
+from counterpoint.diagnosis.reading.digest import Engine, RankDigest, digest_all
+from counterpoint.diagnosis.reading.host_threads import CATEGORIES
 from counterpoint.diagnosis.reading.traced_job import TracedJob, assemble
 from counterpoint.errors import BadTrace
 from counterpoint.records.comparison import Comparison

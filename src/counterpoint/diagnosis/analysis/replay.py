@@ -41,10 +41,9 @@ from counterpoint.diagnosis.analysis.replay_graph import (
     without_contention,
 )
 from counterpoint.diagnosis.analysis.simulation import simulate, simulate_all
-from counterpoint.diagnosis.analysis.vendor import TracedStack
 from counterpoint.diagnosis.analysis.zero_sm import fsdp2_copies, without_fsdp2_copies, zero_sm
 from counterpoint.diagnosis.reading.gaps import STALL_US
-from counterpoint.diagnosis.reading.traced_job import TracedJob
+from counterpoint.diagnosis.reading.traced_job import TracedJob, TracedStack
 from counterpoint.records.diagnosis import Replay, WhatIfStep
 from counterpoint.trace.timeline import F64, I64, ROUNDED_US, Bools, Kind
 

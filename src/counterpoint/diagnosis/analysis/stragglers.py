@@ -23,7 +23,7 @@ import numpy as np
 from counterpoint.diagnosis.analysis.accounts import Activity, Waits
 from counterpoint.diagnosis.analysis.idle import time_in
 from counterpoint.diagnosis.analysis.parallel_groups import parallels
-from counterpoint.diagnosis.reading.host_names import CATEGORIES
+from counterpoint.diagnosis.reading.host_threads import CATEGORIES
 from counterpoint.diagnosis.reading.intervals import Intervals
 from counterpoint.diagnosis.reading.modules import PHASES, Places, in_words, module_of
 from counterpoint.diagnosis.reading.traced_job import TracedJob
