@@ -14,15 +14,14 @@ import numpy as np
 
 from counterpoint.plan.confidence import LEVEL, CalibrationRow, MeasuredErrors, MemoryNeed
 
-COLUMNS = ("class", "rows", "sources", "covered", "above", "below", "mean width", "median")
+COLUMNS = ("steps", "rows", "sources", "covered", "above", "below", "mean width", "median", "loss")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Covered:
-    """A row, with the interval of a step that takes 1 without it; `alike` names the class."""
+    """A row, with the interval of a step that takes 1 without it."""
 
     row: CalibrationRow
-    alike: str
     low: float
     high: float
 
@@ -31,6 +30,13 @@ class Covered:
         """-1: measured below the interval, 0: in it, 1: above."""
         measured = math.exp(self.row.error)
         return (measured > self.high) - (measured < self.low)
+
+    @property
+    def loss(self) -> float:
+        """Mean pinball loss of both ends, of the logarithm: what LOST and its like were chosen by."""
+        tail, error = (1 - LEVEL) / 2, self.row.error
+        low, high = error - math.log(self.low), error - math.log(self.high)
+        return (max(tail * low, (tail - 1) * low) + max((1 - tail) * high, -tail * high)) / 2
 
 
 def left_out(rows: Sequence[CalibrationRow], group: Callable[[CalibrationRow], str]) -> list[Covered]:
@@ -41,15 +47,8 @@ def left_out(rows: Sequence[CalibrationRow], group: Callable[[CalibrationRow], s
         for row in rows:
             if group(row) == left:
                 interval = rest.interval(row.features, 1.0, row.slowest)
-                found.append(
-                    Covered(row=row, alike=class_name(interval.alike), low=interval.low_us, high=interval.high_us)
-                )
+                found.append(Covered(row=row, low=interval.low_us, high=interval.high_us))
     return found
-
-
-def class_name(alike: Sequence[str]) -> str:
-    """The features that the class holds equal, in one word where these are all or none."""
-    return f"{len(alike)} features: {', '.join(alike[:6])}{', ...' if len(alike) > 6 else ''}" if alike else "all rows"
 
 
 def line(name: str, found: Sequence[Covered]) -> list[str]:
@@ -59,6 +58,7 @@ def line(name: str, found: Sequence[Covered]) -> list[str]:
     return [
         name, str(len(found)), str(len({each.row.source for each in found})), f"{places.count(0) / len(found):.0%}",
         str(places.count(1)), str(places.count(-1)), f"{fmean(widths):.1%}", f"{median(widths):.1%}",
+        f"{fmean(each.loss for each in found):.4f}",
     ]  # fmt: skip
 
 
@@ -68,16 +68,14 @@ def gpu_of(row: CalibrationRow) -> str:
 
 
 def coverage(rows: Sequence[CalibrationRow], own: str) -> list[list[str]]:
-    """Lines by class, source and GPU, and in total, of each source left out; one of each GPU left out.
+    """Lines by source and GPU, and in total, of each source left out; one of each GPU left out.
 
     The last line is of public rows: those of sources that are not `own`.
     """
     found = left_out(rows, lambda row: row.source)
     gpus = left_out(rows, lambda row: row.features["GPU"])
-    names = sorted({each.alike for each in found}, key=len, reverse=True)
-    lines = [line(name, [each for each in found if each.alike == name]) for name in names]
     sources = dict.fromkeys(row.source for row in rows)
-    lines += [line(f"source: {name}", [each for each in found if each.row.source == name]) for name in sources]
+    lines = [line(f"source: {name}", [each for each in found if each.row.source == name]) for name in sources]
     kinds = sorted({gpu_of(each.row) for each in found})
     lines += [line(f"GPU: {kind}", [each for each in found if gpu_of(each.row) == kind]) for kind in kinds]
     lines.append(line("all, each GPU left out", gpus))
@@ -88,7 +86,7 @@ def coverage(rows: Sequence[CalibrationRow], own: str) -> list[list[str]]:
 
 def coverage_summary(public: Sequence[str]) -> str:
     """The last line of `coverage` as a sentence."""
-    _, count, sources, covered, _, _, width, middle = public
+    _, count, sources, covered, _, _, width, middle, _ = public
     return (
         f"intervals of {LEVEL:.0%} cover {covered} of {count} public steps of {sources} sources, each predicted "
         f"without its own source; mean width {width}, median {middle} of the step"

@@ -38,7 +38,7 @@ from zlib import crc32
 
 import msgspec
 from plan_coverage import COLUMNS as COVERAGE_COLUMNS
-from plan_coverage import Ran, coverage, coverage_summary, memory_need
+from plan_coverage import Ran, coverage, coverage_summary, left_out, memory_need
 from provenance import provenance, read_result, write_result
 from tables import print_table
 
@@ -55,7 +55,7 @@ from counterpoint.plan.confidence import (
 )
 from counterpoint.plan.job.cluster import Cluster, Level, find_gpu
 from counterpoint.plan.job.fields import parse_record
-from counterpoint.plan.job.job import RECORDS, Job, parse_job, read_tables
+from counterpoint.plan.job.job import RECORDS, Job, Software, parse_job, read_tables
 from counterpoint.plan.job.model import Model, model_flops
 from counterpoint.plan.job.parallel import Parallel, Training
 from counterpoint.plan.network.estimate import CollectiveTimes
@@ -65,6 +65,7 @@ from counterpoint.records import Record
 
 ROOT = Path(__file__).resolve().parents[1]
 PUBLISHED = ROOT / "benchmarks" / "published"
+SOFTWARE = Software(name="FSDP2", version="2026-11")
 OWN = "this project"  # the source of rows that are not public
 COLUMNS = ("group", "row", "published", "unit", "predicted", "error", "exposed", "bubble")
 GROUP_COLUMNS = ("source", "rows", "mean", "bias", "worst")
@@ -258,7 +259,7 @@ def fsdp_step(group: str, name: str, model: Model, ranks: int, tokens: int, time
         job = Job(
             model=model, parallel=Parallel(dp=dp, zero=3 if dp > 1 else 0),
             training=Training(sequence=tokens, global_batch=dp, grad_bytes=2, fused_kernels=False),
-            cluster=cluster("H200", "nvlink-h100", 8), mechanism=mechanism,
+            cluster=cluster("H200", "nvlink-h100", 8), mechanism=mechanism, software=SOFTWARE,
         )  # fmt: skip
         found.append(
             Row(source=OWN, group=group, name=f"{name}{tokens} tokens, {kind}", job=job, published=times[kind],
@@ -306,6 +307,7 @@ def whole_steps() -> list[Row]:
             read=lambda job, found: found.step_us / 1e3,
             job=Job(
                 model=model, parallel=Parallel(dp=ranks, zero=3), cluster=cluster("H200", "nvlink-h100", 8),
+                software=SOFTWARE,
                 training=Training(sequence=4096, global_batch=ranks, grad_bytes=4, fused_kernels=False),
             ),
         )
@@ -426,6 +428,9 @@ def calibration(predicted: Iterable[tuple[Row, PredictedStep]]) -> MeasuredError
         Ran(source=row.source, ran=row.fitted, room=math.log(need.available_gib / need.total_gib))
         for row in published()[1] for need in [memory(row.job)]
     ]  # fmt: skip
+    seen = [each.row for each in left_out(steps, lambda row: row.source) if each.place == 0]
+    inside = {(row.source, row.name) for row in seen}
+    steps = [msgspec.structs.replace(row, seen=(row.source, row.name) in inside) for row in steps]
     return MeasuredErrors(steps, memory_need(fits))
 
 

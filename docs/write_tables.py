@@ -432,7 +432,7 @@ def intervals() -> list[str]:
     """Return how often an interval of 80 % covers a step of a source that it was not calibrated on."""
     rows = [row for row in result("plan-published.json")["coverage"] if row[0].startswith(("GPU", "all,", "public"))]
     rows = [[spaced(cell) for cell in row] for row in rows if int(row[1]) >= 40]
-    columns = ["steps", "number", "sources", "covered", "measured above", "below", "mean width", "median width"]
+    columns = ["steps", "number", "sources", "covered", "measured above", "below", "mean width", "median width", "loss"]
     return lines(columns, rows)
 
 

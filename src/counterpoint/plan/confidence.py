@@ -3,30 +3,37 @@
 A row is a published or measured step with its features and its error, ln(measured / predicted). Rows to which a
 constant was fitted are left out. `benchmarks/plan_published.py --calibrate` writes them to `measured_steps.json`.
 
-class       the rows that equal the job in the features of one rung of LADDER, from all features down to none. The first
-            rung is taken whose rows are of two sources and bound the interval; what it holds equal is printed. On the
-            last rung are all rows, none like the job: the interval then has UNLIKE_LEVEL of their errors within
-weights     a source with n rows in the class counts as min(n, MOST_OF_SOURCE) of them, so that none drowns the others
-interval    split conformal prediction: an end is the quantile of the errors and of one more, which may be anything. Of
-            n rows of equal weight that is the ceil(q · (n + 1))-th smallest, and a new row of the class that is
-            exchangeable with them lies within with the stated probability at least. The predicted time is always within
-widened     where the rows have other ranks, the upper end gets what the slowest of the job's ranks is expected to add
-ratio       two ways to run a model on as many GPUs: |difference of their errors|, the same quantile over pairs of rows
-            of one series. What two predictions share cancels, so this is narrower than an interval
+    error of a step = middle + effect of its source + the rest
+
+source      who measured: software, cluster and way of timing are shared by its rows, so their errors are alike. The
+            effect of a source that was not measured is a draw of the effects of those that were
+alike       a row counts exp(-sum of LOST over the features that differ from the job's); a source counts as its most
+            similar row does, times n / (n + HALF) of its n similar rows, so that none drowns the others
+middle      the mean of the sources' medians, with a source of error 0 that counts PRIOR
+deviation   between sources: of their medians; within: the median absolute deviation in a source. The source of error 0
+            has BETWEEN and WITHIN, so that the interval is wide where few sources are alike
+interval    middle ± deviation at LEVEL of Student's t with as many degrees of freedom as sources count: symmetric in
+            the logarithm, so old slow runs do not make it one-sided. The predicted time is always within
+seen        of the rows, by the same weights, the fraction that lay in the interval of the other sources' rows
+widened     as far as rows have other ranks, the upper end gets what the slowest of the job's ranks is expected to add
+ratio       two ways to run a model on as many GPUs: |difference of their errors|, the conformal quantile over pairs of
+            rows of one series. What two predictions share cancels, so this is narrower than an interval
 memory      P(ln(needed / predicted) <= ln(available / predicted)), normal; its mean and deviation explain best which
             published configurations ran and which had too little (probit regression); without any, MEMORY_SPREAD
+
+LOST, HALF, PRIOR, BETWEEN and WITHIN were chosen by the pinball loss of both ends, with whole sources left out.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, cached_property
 from itertools import combinations
 from pathlib import Path
 from statistics import NormalDist, fmean
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 import numpy as np
@@ -42,9 +49,9 @@ from counterpoint.records import Record
 from counterpoint.records.prediction import RatioError, StepInterval
 
 LEVEL = 0.8  # probability of an interval: P10 to P90
-UNLIKE_LEVEL = 0.95  # of all rows' errors where none is like the job: such a step is off by more than those measured
-MOST_OF_SOURCE = 8.0  # most weight of one source, in rows
+MOST_OF_SOURCE = 8.0  # most weight of one source in the error of ratios, in rows
 LIKE_IT = 3  # rows alike in all features that "validated" needs
+LEAST_SEEN = 0.7  # of the rows alike, the least fraction in intervals of other sources that "validated" needs
 MEMORY_SPREAD = 0.15  # assumed standard deviation of ln(needed / predicted GiB)
 REMEDY = "benchmarks/plan_published.py --calibrate writes it"
 FILE = Path(__file__).with_name("measured_steps.json")
@@ -54,16 +61,19 @@ TOKENS = (1024, 4096, 16384, 65536)
 SIXTEEN_BIT = ("bf16", "fp16")
 
 FEATURES = (
-    "GPU", "ranks", "network", "tokens", "precision", "recomputation", "sharding", "experts", "axes", "kernels",
-    "collectives", "other",
+    "GPU", "generation", "ranks", "network", "tokens", "precision", "recomputation", "sharding", "experts", "axes",
+    "kernels", "collectives", "other", "software", "year",
 )  # fmt: skip
-LADDER: tuple[tuple[str, ...], ...] = (
-    FEATURES,
-    ("GPU", "network", "precision", "sharding", "experts"),
-    ("GPU", "precision", "experts"),
-    ("GPU", "experts"),
-    (),
-)
+LOST: Mapping[str, float] = {  # a row whose feature differs counts exp(-this) as much
+    "GPU": 0.3, "generation": 1.5, "network": 0.3, "precision": 0.5, "sharding": 0.5, "experts": 1.0, "kernels": 0.5,
+    "other": 0.5, "software": 0.3,
+}  # fmt: skip
+YEAR_LOST = 0.1  # as in LOST, for each year of difference
+HALF = 2.0  # similar rows of a source that make it count half
+MOST_EFFECT = 0.3  # a source that is further off counts as if it were so far off
+PRIOR, BETWEEN, WITHIN = 0.3, 0.15, 0.08  # of a source of error 0: its weight, and both deviations
+UNKNOWN = "unknown"  # software and year that a job does not name; they count as alike
+GENERATIONS = {"A": "Ampere", "H": "Hopper", "B": "Blackwell", "L": "Ada", "M": "CDNA"}  # by a GPU's first letter
 
 Text = Annotated[str, Meta(min_length=1, max_length=200)]
 Error = Annotated[float, Meta(ge=-3, le=3)]
@@ -77,6 +87,7 @@ class _RowFigures(Record, frozen=True, kw_only=True, forbid_unknown_fields=True)
     series: Text  # rows of one series run one model on the same number of GPUs in different ways
     error: Error  # ln(measured / predicted) of the step's time
     slowest: Annotated[float, Meta(ge=0, le=1)] = 0.0  # delay by the slowest rank, as a fraction of the step
+    seen: bool = False  # whether it lies in the interval of the other sources' rows
 
 
 class CalibrationRow(_RowFigures, frozen=True, kw_only=True):
@@ -110,10 +121,11 @@ class _File(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def job_features(job: Job) -> dict[str, str]:
-    """Return the features by which a job is matched with measured steps, in words; `LADDER` names them."""
+    """Return the features by which a job is matched with measured steps, in words; `FEATURES` names them."""
     parallel, training = job.parallel, job.training
     return {
         "GPU": job.cluster.gpu.name,
+        "generation": GENERATIONS.get(job.cluster.gpu.name.removeprefix("G")[:1], "other"),
         "ranks": _band(parallel.world_size, RANKS),
         "network": "between nodes" if parallel.world_size > job.cluster.gpus_per_node else "inside a node",
         "tokens": _band(-(-training.micro_batch * training.sequence // parallel.cp), TOKENS),
@@ -125,6 +137,8 @@ def job_features(job: Job) -> dict[str, str]:
         "kernels": _kernels(training),
         "collectives": _collectives(job),
         "other": _unusual(job),
+        "software": job.software.name.casefold(),
+        "year": str(job.software.year or UNKNOWN),
     }
 
 
@@ -208,59 +222,86 @@ def conformal_quantile(errors: np.ndarray, weights: np.ndarray, level: float) ->
     return float(errors[order[index]]) if index < len(order) else math.inf
 
 
-class AlikeRows:
-    """Holds the measured rows that equal a job in the features `equal`."""
+def weighted_median(values: np.ndarray, weights: np.ndarray) -> float:
+    """Return the smallest value up to which half of the weight is reached."""
+    order = np.argsort(values, kind="stable")
+    reached = np.cumsum(weights[order])
+    return float(values[order[int(np.searchsorted(reached, reached[-1] / 2))]])
 
-    def __init__(self, equal: tuple[str, ...], rows: Sequence[CalibrationRow]) -> None:
-        self.equal, self.errors = equal, np.array([row.error for row in rows])
-        self.sources = tuple(dict.fromkeys(row.source for row in rows))
-        self._weights = source_weights([row.source for row in rows])
 
-    def ends(self, level: float) -> tuple[float, float]:
-        """Return the interval's lower and upper end as ln(measured / predicted); infinite where rows are too few."""
-        tail = (1.0 + self.within(level)) / 2.0
-        return (
-            -conformal_quantile(-self.errors, self._weights, tail),
-            conformal_quantile(self.errors, self._weights, tail),
-        )
+def student_factor(freedom: float) -> float:
+    """Return the quantile of Student's t at the ends of LEVEL over the normal one (Abramowitz and Stegun 26.7.5)."""
+    z = NormalDist().inv_cdf((1 + LEVEL) / 2)
+    return 1 + (z**2 + 1) / (4 * freedom) + (5 * z**4 + 16 * z**2 + 3) / (96 * freedom**2)
 
-    def within(self, level: float) -> float:
-        """Return the fraction of errors that the interval must cover: above `level` where no row is like the job."""
-        return level if self.equal else max(level, UNLIKE_LEVEL)
 
-    @property
-    def mean_and_worst(self) -> str:
-        """Return the mean and the worst error of the predicted time, as text."""
-        off = [abs(math.expm1(-error)) for error in self.errors]
-        return f"mean {fmean(off):.1%}, worst {max(off):.1%}"
+class Likely(NamedTuple):
+    """Describes the errors, ln(measured / predicted), that are likely for one job if its source was not measured."""
+
+    errors: NormalDist  # with the quantiles of Student's t at both ends of an interval of LEVEL
+    seen: float  # fraction of similar rows that lay in the interval of the other sources' rows
+    same_ranks: float  # share of the weight of rows with about as many ranks
+    sources: Mapping[str, tuple[float, float]]  # weight and median error, the largest weight first
 
 
 class MeasuredErrors:
-    """Holds the measured rows by class; `measured_errors` returns those of the package."""
+    """Holds the measured rows, with their features as numbers; `measured_errors` returns those of the package."""
 
     def __init__(self, rows: Sequence[CalibrationRow], memory: MemoryNeed | None = None) -> None:
         self.rows, self.memory = tuple(rows), memory
-        self._classes: dict[tuple[int, tuple[str, ...]], list[CalibrationRow]] = defaultdict(list)
-        for row in self.rows:
-            self._classes[_key(0, row.features)].append(row)
-        for found in [*self._classes.values()]:
-            for rung in range(1, len(LADDER)):
-                self._classes[_key(rung, found[0].features)].extend(found)
+        self._errors = np.array([row.error for row in rows])
+        self._seen = np.array([row.seen for row in rows], dtype=float)
+        self._values = {name: np.array([row.features[name] for row in rows]) for name in FEATURES}
+        self._of_source: dict[str, list[int]] = defaultdict(list)
+        for place, row in enumerate(rows):
+            self._of_source[row.source].append(place)
+        self._likely: dict[tuple[str, ...], Likely] = {}
 
-    def classes(self, features: Mapping[str, str]) -> Iterator[AlikeRows]:
-        """Yield the non-empty classes of rows for a job, from the most similar rows to all rows."""
-        for rung, names in enumerate(LADDER):
-            if found := self._classes.get(_key(rung, features)):
-                yield AlikeRows(names, found)
+    def likely(self, features: Mapping[str, str]) -> Likely:
+        """Return the distribution of the error of a job with these features; Misconfigured without two sources."""
+        key = tuple(features[name] for name in FEATURES)
+        if key not in self._likely:
+            self._likely[key] = self._find_likely(features)
+        return self._likely[key]
 
-    def alike(self, features: Mapping[str, str], level: float = LEVEL) -> AlikeRows:
-        """Return the most similar class that has two sources and finite interval ends; Misconfigured if none has."""
-        for rows in self.classes(features):
-            if len(rows.sources) > 1 and all(map(math.isfinite, rows.ends(level))):
-                return rows
-        raise Misconfigured(
-            f"{len(self.rows)} measured steps bound no interval of {level:.0%}: give more, of two sources or more"
+    def _find_likely(self, features: Mapping[str, str]) -> Likely:
+        if len(self._of_source) < 2:
+            raise Misconfigured(f"{len(self.rows)} measured steps bound no interval: give more, of two sources or more")
+        alike = np.exp(-self._lost(features))
+        same_ranks = self._values["ranks"] == features["ranks"]
+        table = []
+        for places in self._of_source.values():
+            weights, errors = alike[places], self._errors[places]
+            middle = weighted_median(errors, weights)
+            count = weights.sum() ** 2 / (weights**2).sum()
+            within = weighted_median(np.abs(errors - middle), weights) / NormalDist().inv_cdf(0.75)
+            seen, same = (float(weights @ each[places] / weights.sum()) for each in (self._seen, same_ranks))
+            table.append((weights.max() * count / (count + HALF), middle, within, seen, same))
+        weights, middles, within, seen, same = np.array(table).T
+        total = weights.sum() + PRIOR
+        middles = np.clip(middles, -MOST_EFFECT, MOST_EFFECT)
+        middle = weights @ middles / total
+        between = (weights @ (middles - middle) ** 2 + PRIOR * BETWEEN**2) / total
+        inside = (weights @ within**2 + PRIOR * WITHIN**2) / total
+        spread = math.sqrt(between * (1.0 + 1.0 / total) + inside)
+        order = sorted(zip(self._of_source, weights.tolist(), middles.tolist(), strict=True), key=lambda each: -each[1])
+        return Likely(
+            errors=NormalDist(float(middle), spread * student_factor(float(total))),
+            seen=float(weights @ seen / weights.sum()),
+            same_ranks=float(weights @ same / weights.sum()),
+            sources={name: (weight, error) for name, weight, error in order},
         )
+
+    def _lost(self, features: Mapping[str, str]) -> np.ndarray:
+        """Return the similarity that each row lacks."""
+        lost = np.zeros(len(self.rows))
+        for name, each in LOST.items():
+            if features[name] != UNKNOWN:
+                lost += each * ((self._values[name] != features[name]) & (self._values[name] != UNKNOWN))
+        if features["year"] != UNKNOWN:
+            years = np.array([int(features["year"] if year == UNKNOWN else year) for year in self._values["year"]])
+            lost += YEAR_LOST * np.abs(years - int(features["year"]))
+        return lost
 
     def interval(self, features: Mapping[str, str], step_us: float, slowest_us: float = 0.0) -> StepInterval:
         """Return the interval around a predicted step time.
@@ -268,42 +309,52 @@ class MeasuredErrors:
         Args:
             features: of its job.
             step_us: the predicted time.
-            slowest_us: what its slowest rank is expected to add; counts where the rows have other ranks.
+            slowest_us: what its slowest rank is expected to add; counts as far as rows have other ranks.
         """
-        rows = self.alike(features)
-        low, high = rows.ends(LEVEL)
-        wider = 0.0 if "ranks" in rows.equal else slowest_us
+        found = self.likely(features)
+        low, middle, high = (found.errors.inv_cdf(p) for p in ((1 - LEVEL) / 2, 0.5, (1 + LEVEL) / 2))
+        wider = (1.0 - found.same_ranks) * slowest_us
         return StepInterval(
             level=LEVEL,
-            errors_within=rows.within(LEVEL),
+            seen=found.seen,
             low_us=step_us * math.exp(min(low, 0.0)),
+            usual_us=step_us * math.exp(middle),
             high_us=step_us * math.exp(max(high, 0.0)) + wider,
-            alike=rows.equal,
-            differ=tuple(name for name in FEATURES if name not in rows.equal),
-            rows=len(rows.errors),
-            sources=rows.sources,
+            rows=len(self.rows),
+            sources=tuple(found.sources),
+            alike=sum(weight for weight, _ in found.sources.values()),
             slowest_us=wider,
         )
 
     def validated(self, features: Mapping[str, str]) -> str:
         """Return one line: the error of rows equal in all features, or "not validated" and how the closest differ."""
-        values = _key(0, features)[1]
-        closest = min(  # of all that have the same GPU, where there are any
-            (key for key in self._classes if key[0] == 0),
-            key=lambda key: (key[1][0] != values[0], sum(map(str.__ne__, key[1], values))),
-        )
-        rows = AlikeRows(FEATURES, self._classes[closest])
-        measured = f"{len(rows.errors)} measured step{'' if len(rows.errors) == 1 else 's'} of {_listed(rows.sources)}"
+        found = self.likely(features)
+        unlike = {  # of software and year that are not named, nobody can say that they differ
+            name: self._values[name] != features[name] for name in FEATURES if features[name] != UNKNOWN
+        }
+        count = np.sum([*unlike.values()], axis=0) + len(FEATURES) * unlike["GPU"]
+        closest = self.rows[int(np.argmin(count))]
+        rows = [row for row, each in zip(self.rows, count, strict=True) if each == 0] or [
+            row for row in self.rows if row.features == closest.features
+        ]
+        off = [abs(math.expm1(-row.error)) for row in rows]
+        error = f"mean {fmean(off):.1%}, worst {max(off):.1%}"
+        names = _listed(dict.fromkeys(row.source for row in rows))
+        measured = f"{len(rows)} measured step{'' if len(rows) == 1 else 's'} of {names}"
         differs = [
-            f"{name}: {mine}, not {theirs}"
-            for name, mine, theirs in zip(FEATURES, values, closest[1], strict=True)
-            if mine != theirs
+            f"{name}: {features[name]}, not {closest.features[name]}"
+            for name in unlike
+            if unlike[name][self.rows.index(closest)]
         ]
         if differs:
-            return f"not validated: {'; '.join(differs)}; closest: {measured}: {rows.mean_and_worst}"
-        if len(rows.errors) < LIKE_IT:
-            return f"not validated: only {measured} like it: {rows.mean_and_worst}"
-        return f"validated: {rows.mean_and_worst} on {measured}, alike in all {len(FEATURES)} features"
+            return f"not validated: {'; '.join(differs)}; closest: {measured}: {error}"
+        if len(rows) < LIKE_IT:
+            return f"not validated: only {measured} like it: {error}"
+        if found.seen < LEAST_SEEN:
+            return (
+                f"not validated: of unseen sources {found.seen:.0%} lay in their intervals; {measured} like it: {error}"
+            )
+        return f"validated: {error} on {measured}, alike in all {len(unlike)} features"
 
     @cached_property
     def comparisons(self) -> RatioError | None:
@@ -339,10 +390,6 @@ class MeasuredErrors:
         )
 
 
-def _key(rung: int, features: Mapping[str, str]) -> tuple[int, tuple[str, ...]]:
-    return rung, tuple(features[name] for name in LADDER[rung])
-
-
 def read_rows(path: Path) -> MeasuredErrors:
     """Return the measured rows in a file; raise Misconfigured, with the field and what is allowed, if it is invalid."""
     name = printable(str(path))
@@ -361,6 +408,8 @@ def read_rows(path: Path) -> MeasuredErrors:
         raise Misconfigured(f"{name}: other features than {_listed(FEATURES)}; {REMEDY}")
     if not found.steps or max(row.features for row in found.steps) >= len(found.features):
         raise Misconfigured(f"{name}: no steps, or one whose features are not in the file; {REMEDY}")
+    if odd := [each["year"] for each in found.features if each["year"] != UNKNOWN and not each["year"].isdecimal()]:
+        raise Misconfigured(f"{name}: year = {odd[0]!r}: give a number or {UNKNOWN}; {REMEDY}")
     rows = (CalibrationRow(**asdict(row) | {"features": found.features[row.features]}) for row in found.steps)
     return MeasuredErrors(tuple(rows), found.memory)
 

@@ -12,7 +12,7 @@ from counterpoint.errors import Misconfigured, printable
 from counterpoint.plan.answer import AXES, PARTS
 from counterpoint.plan.compute.layers import LocalShape, layer_work
 from counterpoint.plan.compute.roofline import GpuRates, cost
-from counterpoint.plan.confidence import MOST_OF_SOURCE, fits_in_memory, job_features, measured_errors, step_interval
+from counterpoint.plan.confidence import LEVEL, fits_in_memory, job_features, measured_errors, step_interval
 from counterpoint.plan.job.job import OVERLAPPED, Job
 from counterpoint.plan.job.model import model_flops
 from counterpoint.plan.network.estimate import CollectiveTimes
@@ -144,22 +144,18 @@ def _ideal(job: Job, found: PredictedStep) -> list[str]:
 
 
 def _interval(job: Job, found: PredictedStep) -> list[str]:
-    interval, known, features = step_interval(job, found), measured_errors(), job_features(job)
-    low, high = (math.expm1(end) for end in known.alike(features).ends(interval.level))
-    same = {name: "the same" if name in interval.alike else "may differ" for name in features}
+    interval, features = step_interval(job, found), job_features(job)
+    likely = measured_errors().likely(features)
+    low, middle, high = (math.expm1(likely.errors.inv_cdf(p)) for p in ((1 - LEVEL) / 2, 0.5, (1 + LEVEL) / 2))
     return [
         f"interval = {_ms(interval.low_us)} to {_ms(interval.high_us)}: {interval.level:.0%} of such steps",
-        f"  {interval.rows} measured steps: {interval.errors_within:.0%} were off by {low:+.1%} to {high:+.1%}; "
-        "0 is always within",
-        f"  {MOST_OF_SOURCE:g} of a source count at most; one step more, which may be anything, counts as well",
-        f"  sources: {'; '.join(interval.sources)}; no constant was fitted to these steps",
-        *(f"  {said:10} {name}: {features[name]}" for name, said in same.items()),
+        f"  measured / predicted - 1: {low:+.1%} to {high:+.1%}, {middle:+.1%} in the middle; 0 is always within",
+        f"  from {interval.rows} measured steps, to which no constant was fitted; of those like it, with their source "
+        f"left out, {interval.seen:.0%} lay within",
+        *(f"  {name:14} {value}" for name, value in features.items()),
         *([f"  the slowest of the ranks: + {_ms(interval.slowest_us)}"] if interval.slowest_us else []),
-        "  classes, of which the first is taken that bounds an interval:",
-        *(
-            f"    {', '.join(rows.equal) or 'all rows'}: {len(rows.errors)} steps of {len(rows.sources)} sources"
-            for rows in known.classes(features)
-        ),
+        "  sources, with how similar their steps are (at most 1) and the median of measured / predicted - 1:",
+        *(f"    {weight:4.2f}  {math.expm1(error):+6.1%}  {name}" for name, (weight, error) in likely.sources.items()),
         "  rows: plan/measured_steps.json, formulas: plan/confidence.py",
     ]
 

@@ -32,20 +32,35 @@ class Bar(Record, frozen=True, kw_only=True):
 
 
 class StepInterval(Record, frozen=True, kw_only=True):
-    """Holds the interval in which the step time lies with probability `level`, from errors on measured steps.
-
-    The measured steps equal the job in the features `alike`; they may differ from it in the features `differ`.
-    """
+    """Holds the interval in which the step time lies with probability `level`, from errors on measured steps."""
 
     level: float
-    errors_within: float  # share of the measured errors inside; above `level` where no step is like the job
+    seen: float  # of measured steps alike, the fraction that lay in the interval that the other sources gave
     low_us: float
+    usual_us: float  # median
     high_us: float
-    alike: tuple[str, ...]
-    differ: tuple[str, ...]
-    rows: int
-    sources: tuple[str, ...]
+    rows: int  # number of measured steps
+    sources: tuple[str, ...]  # who measured them, the most similar first
+    alike: float  # number of sources, each counted by how similar its steps are
     slowest_us: float  # part of `high_us`: what the slowest of more ranks is expected to add
+
+
+class Cause(Record, frozen=True, kw_only=True):
+    """Says what may be otherwise than the job says, by how many µs that changes the predicted step, how to tell."""
+
+    name: str
+    us: float
+    tell: str
+
+
+class ObservedStep(Record, frozen=True, kw_only=True):
+    """Compares an observed step with the usual ones of its job; `causes` are what may be otherwise than it says."""
+
+    step_us: float
+    predicted_us: float
+    usual_us: float  # median of such runs
+    faster_than: float  # fraction of such runs
+    causes: tuple[Cause, ...]  # the largest first; each by itself
 
 
 class RatioError(Record, frozen=True, kw_only=True):
@@ -198,6 +213,7 @@ class Prediction(Record, frozen=True, kw_only=True):
     verdict: str
     validated: str
     interval: StepInterval | None = None
+    observed: ObservedStep | None = None  # all times are then shifted to it
     comparisons: RatioError | None = None
     notes: tuple[str, ...]
     job: dict[str, Any]

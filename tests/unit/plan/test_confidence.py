@@ -1,4 +1,4 @@
-"""How sure a prediction is: conformal quantiles, classes of resemblance, "validated", memory, a hostile data file."""
+"""How sure a prediction is: effects of sources, similar rows, "validated", memory, a hostile data file."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from plan_coverage import COLUMNS, Ran, left_out, line, memory_need
 from counterpoint.errors import Misconfigured
 from counterpoint.plan.answer import answer, curve
 from counterpoint.plan.confidence import (
+    FEATURES,
     FILE,
-    LADDER,
+    LEAST_SEEN,
     LIKE_IT,
     MOST_OF_SOURCE,
-    AlikeRows,
     CalibrationRow,
     MeasuredErrors,
     MemoryNeed,
@@ -67,7 +67,7 @@ def rows(
     """Rows of one source that are like `job()`."""
     like = features or like_it()
     return [
-        CalibrationRow(source=source, name=f"{source} {number}", series=series, features=like, error=error)
+        CalibrationRow(source=source, name=f"{source} {number}", series=series, features=like, error=error, seen=True)
         for number, error in enumerate(errors)
     ]
 
@@ -93,94 +93,102 @@ def test_a_weighted_quantile_is_the_brute_force_one() -> None:
         assert conformal_quantile(errors, weights, level) == (enough[0] if enough else math.inf)
 
 
-def test_intervals_cover_what_they_say() -> None:
-    """Skewed errors of many sources with fixed seeds: 80 % of new rows, neither less nor many more."""
-    random = np.random.default_rng(3)
-    inside = []
-    for _ in range(1500):
-        errors = random.gamma(2.0, 0.05, size=49) - 0.05
-        known = [msgspec.structs.replace(one, source=f"source {i}") for i, one in enumerate(rows([*errors[:-1]], ""))]
-        low, high = AlikeRows(LADDER[0], known).ends(0.8)
-        inside.append(low <= errors[-1] <= high)
-    assert 0.79 <= fmean(inside) <= 0.85
+def of_sources(effects: Sequence[float], within: float, seed: int, count: int = 6) -> list[CalibrationRow]:
+    """Rows of sources with these effects, each row with an error of its own on top."""
+    random = np.random.default_rng(seed)
+    return [
+        row
+        for place, effect in enumerate(effects)
+        for row in rows([float(e) for e in effect + random.normal(0.0, within, count)], f"source {place}")
+    ]
 
 
-def test_a_higher_level_is_never_narrower() -> None:
-    random = np.random.default_rng(4)
-    found = MeasuredErrors([row for name in "ab" for row in rows([float(e) for e in random.normal(size=60)], name)])
-    ends = [found.alike(like_it(), level).ends(level) for level in (0.1, 0.3, 0.5, 0.7, 0.8)]
-    lows, highs = zip(*ends, strict=True)
-    assert (sorted(lows, reverse=True), sorted(highs)) == ([*lows], [*highs])
-    assert ends[0][0] > ends[-1][0]
-    assert ends[0][1] < ends[-1][1]
+@pytest.mark.parametrize(("between", "within"), [(0.12, 0.04), (0.2, 0.05), (0.05, 0.1), (0.08, 0.08)])
+def test_intervals_cover_steps_of_sources_that_nobody_has_seen(between: float, within: float) -> None:
+    """80 % of new sources' steps, neither less nor many more, whether sources differ or the steps in them."""
+    random, inside = np.random.default_rng(3), []
+    for seed in range(400):
+        effects = random.normal(0.0, between, size=13)
+        found = MeasuredErrors(of_sources([*effects[:-1]], within, seed)).interval(like_it(), 1.0)
+        measured = math.exp(effects[-1] + random.normal(0.0, within))
+        inside.append(found.low_us <= measured <= found.high_us)
+    assert 0.76 <= fmean(inside) <= 0.9
 
 
-def test_no_source_drowns_the_others() -> None:
-    """500 rows without an error beside 8 of 30 % count as 8: the interval reaches 30 %."""
+def test_many_rows_of_one_source_do_not_make_it_sure() -> None:
+    """Two sources that are off by 20 % in each direction: 500 rows of one of them narrow nothing."""
+    few, many = (
+        MeasuredErrors(rows([0.2] * count, "one") + rows([-0.2] * 9, "two")).interval(like_it(), 1.0)
+        for count in (9, 500)
+    )
+    assert many.low_us < 0.8
+    assert many.high_us - many.low_us > 0.95 * (few.high_us - few.low_us)
     assert sum(source_weights(["one"] * 500 + ["two"] * 3)) == pytest.approx(MOST_OF_SOURCE + 3)
-    known = MeasuredErrors(rows([0.0] * 500, "one") + rows([0.3] * 8, "two"))
-    assert known.alike(like_it()).ends(0.8)[1] == 0.3
+
+
+def test_old_slow_runs_do_not_make_an_interval_one_sided() -> None:
+    """Its ends are as far from its middle, in the logarithm, be the sources slow or not."""
+    found = MeasuredErrors(of_sources([0.1, 0.25, 0.2, 0.3, 0.0], 0.02, 1)).interval(like_it(), 1.0)
+    assert found.high_us / found.usual_us == pytest.approx(found.usual_us / found.low_us)
+    assert 1.0 < found.usual_us < math.exp(0.2)
 
 
 def test_one_source_bounds_no_interval() -> None:
     """Be its rows as many as they may: others could be off otherwise."""
-    with pytest.raises(Misconfigured, match="500 measured steps bound no interval of 80%"):
-        MeasuredErrors(rows([0.1] * 500)).interval(job_features(job()), 1.0)
-    with pytest.raises(Misconfigured, match="of two sources or more"):
-        MeasuredErrors(rows([0.1] * 500)).alike(job_features(job()), 0.1)
+    with pytest.raises(Misconfigured, match=r"500 measured steps bound no interval: .* of two sources or more"):
+        MeasuredErrors(rows([0.1] * 500)).interval(like_it(), 1.0)
 
 
-def test_each_rung_asks_for_less_than_the_one_before() -> None:
-    """From all features down to none."""
-    assert {*LADDER[0]} == job_features(job()).keys()
-    assert LADDER[-1] == ()
-    assert all({*below} < {*above} for above, below in itertools.pairwise(LADDER))
+@pytest.mark.parametrize("feature", ["generation", "experts", "precision", "kernels", "software"])
+def test_similar_sources_count_more(feature: str) -> None:
+    """What is usual moves to the source that is alike, and less is sure without one."""
+    other = {**like_it(), "software": "one", feature: "other"}
+    known = MeasuredErrors(rows([0.15] * 9, "alike", {**like_it(), "software": "one"}) + rows([-0.15] * 9, "b", other))
+    found = known.likely({**like_it(), "software": "one"})
+    assert [*found.sources] == ["alike", "b"]
+    assert found.errors.mean > 0.0
+    unlike = known.likely({**dict.fromkeys(FEATURES, "nobody's"), "year": "unknown"})
+    assert unlike.errors.stdev > found.errors.stdev
+    assert sum(weight for weight, _ in unlike.sources.values()) < sum(weight for weight, _ in found.sources.values())
 
 
-@pytest.mark.parametrize("rung", range(len(LADDER)))
-def test_the_first_rung_with_enough_rows_is_taken(rung: int) -> None:
-    """Rows that equal the job in this rung's features and in no other; those of the rung above are too few."""
-    like = job_features(job())
-    close = {name: value if name in LADDER[rung] else "else" for name, value in like.items()}
-    closer = {name: value if name in LADDER[max(rung - 1, 0)] else "else" for name, value in like.items()}
-    far = dict.fromkeys(like, "other")
-    enough = [row for source in "abcde" for row in rows([0.01] * 9, source, close)]
-    too_few = rows([0.2] * 2, "one", closer) + rows([0.2] * 2, "two", closer) if rung else []
-    found = MeasuredErrors(enough + too_few + (rows([0.5] * 99, "three", far) if rung < len(LADDER) - 1 else []))
-    interval = found.interval(like, 100.0)
-    assert (interval.alike, interval.rows) == (LADDER[rung], len(enough) + len(too_few))
-    assert {*interval.alike} | {*interval.differ} == {*like}
-
-
-def test_an_interval_of_rows_that_are_unlike_is_wide() -> None:
-    """95 of 100 errors within, where 80 would be between ends less far apart."""
-    errors = np.random.default_rng(8).normal(0.0, 0.1, size=(8, 8))
-    other = dict.fromkeys(like_it(), "other")
-    everything = [row for source, own in enumerate(errors) for row in rows([*map(float, own)], str(source), other)]
-    like, unlike = (MeasuredErrors(everything).interval(each, 1.0) for each in (other, like_it()))
-    assert (like.errors_within, unlike.errors_within, like.level, unlike.level) == (0.8, 0.95, 0.8, 0.8)
-    assert unlike.low_us < like.low_us < 1.0 < like.high_us < unlike.high_us
+def test_software_that_is_not_named_is_like_any() -> None:
+    """And a year counts by its distance."""
+    old, new = ({**like_it(), "software": "one", "year": year} for year in ("2021", "2026"))
+    known = MeasuredErrors(rows([0.2] * 5, "old", old) + rows([-0.2] * 5, "new", new))
+    usual = [known.likely({**new, "year": year}).errors.mean for year in ("2021", "2023", "unknown", "2026")]
+    assert usual == sorted(usual, reverse=True)
+    weights = known.likely(like_it()).sources
+    assert weights["old"][0] == weights["new"][0]
 
 
 def test_the_prediction_is_within_its_interval() -> None:
-    """Also where every row was slower; that end is then the prediction."""
-    found = MeasuredErrors(rows([0.1, 0.2] * 5, "one") + rows([0.1, 0.2] * 5, "two"))
-    interval = found.interval(job_features(job()), 100.0)
-    assert interval.low_us == 100.0
-    assert interval.high_us == pytest.approx(100.0 * math.exp(0.2))
+    """Also where every row was much slower; that end is then the prediction."""
+    found = MeasuredErrors([row for name in "abcdefgh" for row in rows([0.3] * 60, name)])
+    interval = found.interval(like_it(), 100.0)
+    assert interval.low_us == 100.0 < interval.usual_us < interval.high_us
 
 
 def test_other_ranks_widen_the_interval_by_the_slowest() -> None:
     """Where rows have as many ranks, that is in their errors already."""
-    like = job_features(job())
+    like = like_it()
     same, other = (
         MeasuredErrors(rows([0.1] * 9, "one", features) + rows([0.1] * 9, "two", features))
-        for features in (like, {**like, "ranks": "1", "axes": "else"})
+        for features in (like, {**like, "ranks": "1"})
     )
     found = [each.interval(like, 100.0, 3.0) for each in (same, other)]
     assert [each.slowest_us for each in found] == [0.0, 3.0]
     assert found[1].high_us - found[0].high_us == pytest.approx(3.0)
     assert found[1].low_us == found[0].low_us
+
+
+def test_few_seen_rows_validate_nothing() -> None:
+    """Rows alike in every feature do not validate where intervals of other sources held too few of them."""
+    known = [msgspec.structs.replace(row, seen=place % 2 == 0) for place, row in enumerate(rows([0.1] * 8))]
+    found = MeasuredErrors([*known, *rows([0.1], "far", {**like_it(), "GPU": "A100", "generation": "Ampere"})])
+    assert found.likely(like_it()).seen < LEAST_SEEN
+    assert found.validated(like_it()).startswith("not validated: of unseen sources 5")
+    assert found.interval(like_it(), 1.0).seen == found.likely(like_it()).seen
 
 
 def test_ways_to_experts_are_features() -> None:
@@ -202,7 +210,8 @@ def test_ways_to_experts_are_features() -> None:
 @pytest.mark.parametrize(
     ("feature", "changes"),
     [
-        ("GPU", {"cluster": {"gpu": "A100", "network": "a100-hdr-200"}}),
+        ("GPU", {"cluster": {"gpu": "H200", "network": "h100-ndr-400"}}),
+        ("generation", {"cluster": {"gpu": "A100", "network": "a100-hdr-200"}}),
         ("ranks", {"parallel": {"dp": 512}, "training": {"global_batch": 512}}),
         ("network", {"cluster": {"gpu": "H100", "network": "nvlink-h100"}, "parallel": {"dp": 4}}),
         ("tokens", {"training": {"micro_batch": 2}}),
@@ -222,6 +231,8 @@ def test_ways_to_experts_are_features() -> None:
         ("collectives", {"overlap": {"tp": "zero_sm"}}),
         ("collectives", {"parallel": {"overlap_tp": False}}),
         ("collectives", {"parallel": {"pieces_tp": True}}),
+        ("software", {"software": {"name": "Megatron"}}),
+        ("year", {"software": {"version": "25.07"}}),
         ("other", {"training": {"local_steps": 4}}),
         ("other", {"training": {"asynchronous": True}}),
         ("other", {"compression": {"method": "powersgd"}, "parallel": {"zero": 0}}),
@@ -238,7 +249,9 @@ def test_ways_to_experts_are_features() -> None:
 )
 def test_validated_looks_at_every_feature(feature: str, changes: dict[str, Any]) -> None:
     """One that differs is named, with what was measured instead."""
-    known = MeasuredErrors(rows([0.1] * LIKE_IT))
+    known = MeasuredErrors(
+        rows([0.1] * LIKE_IT) + rows([0.1], "far", dict.fromkeys(FEATURES, "else") | {"year": "2020"})
+    )
     assert known.validated(job_features(job())).startswith(
         "validated: mean 9.5%, worst 9.5% on 3 measured steps of one"
     )
@@ -261,7 +274,7 @@ def test_the_closest_have_the_same_gpu_where_any_have() -> None:
 
 def test_too_few_rows_validate_nothing() -> None:
     """Two, though alike in all features; both precisions of two bytes are alike."""
-    known = MeasuredErrors(rows([0.1] * (LIKE_IT - 1)))
+    known = MeasuredErrors(rows([0.1] * (LIKE_IT - 1)) + rows([0.1], "far", {**like_it(), "GPU": "else"}))
     said = [known.validated(job_features(job(training={"precision": each}))) for each in ("bf16", "fp16")]
     assert said == ["not validated: only 2 measured steps of one like it: mean 9.5%, worst 9.5%"] * 2
 
@@ -350,7 +363,7 @@ ROW: dict[str, Any] = {
         ([{**ROW, "features": -1}], "Expected `int` >= 0"),
         (
             b'{"written_by": "x", "features": [{"GPU": "x"}], "steps": [], "memory": null}',
-            "other features than GPU, ranks",
+            "other features than GPU, generation",
         ),
         (b'{"written_by": "x", "features": [], "steps": [], "memory": {"mean": 9}}', "`float` <= 3"),
         (b" " * (1 << 22) + b"{}", "larger than"),
@@ -359,7 +372,7 @@ ROW: dict[str, Any] = {
 def test_a_broken_data_file_is_one_line(tmp_path: Path, content: bytes | list[object], says: str) -> None:
     """What is wrong, and which command writes the file."""
     path = tmp_path / "rows.json"
-    document = {"written_by": "x", "features": [dict.fromkeys(LADDER[0], "x")], "steps": content, "memory": None}
+    document = {"written_by": "x", "features": [dict.fromkeys(FEATURES, "x")], "steps": content, "memory": None}
     path.write_bytes(content if isinstance(content, bytes) else msgspec.json.encode(document))
     with pytest.raises(Misconfigured) as raised:
         read_rows(path)
@@ -393,9 +406,9 @@ def test_rows_go_to_a_file_and_back(tmp_path: Path) -> None:
 def test_the_rows_of_the_package_bound_an_interval_of_any_job() -> None:
     """Even of one that nobody measured."""
     known = read_rows(FILE)
-    interval = known.interval(dict.fromkeys(LADDER[0], "nobody's"), 100.0)
-    assert (interval.alike, interval.rows) == ((), len(known.rows))
-    assert interval.low_us < interval.high_us < math.inf
+    unlike = known.interval({**dict.fromkeys(FEATURES, "nobody's"), "year": "unknown"}, 100.0)
+    assert unlike.rows == len(known.rows)
+    assert unlike.low_us < 85.0 < 120.0 < unlike.high_us < math.inf
 
 
 def test_a_source_is_predicted_without_its_own_rows() -> None:

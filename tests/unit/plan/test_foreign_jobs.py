@@ -405,6 +405,7 @@ def test_every_table_of_a_job_is_written(written: Any) -> None:
         "model": {"name": "deepseek-v3", "mtp": 0}, "training": {"sequence": 4096, "global_batch": 64},
         "parallel": {"dp": 8}, "cluster": MACHINES, "overlap": {"mechanism": "zero_sm", "dp": "nccl"},
         "compression": {"method": "topk"}, "ranks": {"slow": 1.5}, "run": {"tokens": 1e12},
+        "software": {"name": "FSDP2", "version": "2.11"},
     }  # fmt: skip
     assert set(tables) == set(RECORDS)
     found = parse_job(tables)

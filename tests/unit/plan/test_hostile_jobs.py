@@ -20,7 +20,7 @@ from counterpoint.plan.answer import answer
 from counterpoint.plan.job.cluster import ClusterGpu, Level
 from counterpoint.plan.job.cluster_table import ClusterTable
 from counterpoint.plan.job.fields import JobRecord
-from counterpoint.plan.job.job import OverlapTable, Ranks, parse_job, read_tables
+from counterpoint.plan.job.job import OverlapTable, Ranks, Software, parse_job, read_tables
 from counterpoint.plan.job.model import Experts, LatentAttention, Model
 from counterpoint.plan.job.parallel import Compression, Parallel, Training
 from counterpoint.plan.job.run import Run
@@ -38,6 +38,7 @@ compression = { method = "topk" }
 overlap = { mechanism = "zero_sm" }
 ranks = { slow = 1.5 }
 run = { steps = 100, gpu_mtbf_hours = 1e5 }
+software = { name = "Megatron" }
 """)
 MLA = {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
 PLACES: dict[type[JobRecord], tuple[str | int, ...]] = {
@@ -53,6 +54,7 @@ PLACES: dict[type[JobRecord], tuple[str | int, ...]] = {
     Compression: ("compression",),
     Ranks: ("ranks",),
     Run: ("run",),
+    Software: ("software",),
 }
 NUMBERS: list[Any] = [math.nan, math.inf, -math.inf, -1, -0.5, 0, 1, 3, 0.5, 2**31, 2**63, 10**4000, 1e300, 5e-324]
 OTHERS: list[Any] = [True, "", "x", "\x1b[2J", "x" * 100_000, [], [[1]], {}, {"x": {"y": 1}}, date(2020, 1, 1)]

@@ -21,6 +21,9 @@
     dp = "nccl"                  # of one axis, dp, tp or ep, if it has another mechanism
     [ranks]
     slow = 1.2
+    [software]                   # whose measured steps are most like it; left out: anyone's
+    name = "Megatron"            # Megatron, FSDP2, DeepSpeed, MaxText, nanotron, ...
+    version = "2026-05"          # its date, or a version that begins with its year, as 25.07
     [run]                        # how long, what fails, what it costs: days and goodput
     tokens = 15e12
     gpu_mtbf_hours = 50000
@@ -31,6 +34,7 @@ record has is an error that names it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -43,7 +47,7 @@ from counterpoint.machine.profile import Disturbance, Profile
 from counterpoint.pair.together import disturbance
 from counterpoint.plan.job.cluster import GPUS, Cluster
 from counterpoint.plan.job.cluster_table import OF_GPUS, ClusterTable
-from counterpoint.plan.job.fields import Factor, JobRecord, Name, Table, check_known, parse_record
+from counterpoint.plan.job.fields import Factor, JobRecord, Name, Table, Text, check_known, parse_record
 from counterpoint.plan.job.model import Model, find_model, known_models
 from counterpoint.plan.job.parallel import Compression, Parallel, Training, check_division, on_gpus
 from counterpoint.plan.job.run import Run
@@ -67,6 +71,19 @@ class Ranks(JobRecord, frozen=True, kw_only=True):
     jitter: Annotated[float, Meta(ge=0, le=10)] = 0.0
 
 
+class Software(JobRecord, frozen=True, kw_only=True):
+    """Names the training software of a job: no figure depends on it, only which measured steps are alike."""
+
+    name: Name = "unknown"  # Megatron, FSDP2, DeepSpeed, MaxText, nanotron, ...
+    version: Text = ""  # its date, or a version that begins with its year, as 25.07
+
+    @property
+    def year(self) -> int | None:
+        """Return the year with which the version begins; None if it begins otherwise."""
+        found = re.match(r"(?:20)?([1-4]\d)[.\-]?(?:0\d|1[0-2])\b", self.version)
+        return 2000 + int(found[1]) if found else None
+
+
 class OverlapTable(JobRecord, frozen=True, kw_only=True):
     """Holds the table [overlap] of a job's file: the mechanism by which collectives overlap with compute."""
 
@@ -87,6 +104,7 @@ class Job(Record, frozen=True, kw_only=True):
     mechanisms: dict[str, str] = msgspec.field(default_factory=dict)  # of axes in OVERLAPPED that have another one
     compression: Compression | None = None  # of gradients; None: sent whole
     ranks: Ranks = Ranks()  # how much they differ in speed
+    software: Software = Software()
     run: Run | None = None  # the training that the step is one of; None: only the step is asked for
 
     def __post_init__(self) -> None:
@@ -123,7 +141,7 @@ class Job(Record, frozen=True, kw_only=True):
 
 RECORDS: dict[str, type[Any]] = {  # of the tables of a job's file
     "model": Model, "training": Training, "parallel": Parallel, "cluster": ClusterTable, "overlap": OverlapTable,
-    "compression": Compression, "ranks": Ranks, "run": Run,
+    "compression": Compression, "ranks": Ranks, "software": Software, "run": Run,
 }  # fmt: skip
 
 
