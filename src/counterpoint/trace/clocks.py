@@ -111,9 +111,7 @@ def _polish(local: F64, pivot: float) -> tuple[F64, F64, F64]:
     residual = local
     for sweep in range(_SWEEPS):
         corrected = local - shift - slope * (local - pivot)
-        residual = corrected - np.nanmedian(corrected, axis=1, keepdims=True)
-        step = np.nanmedian(residual, axis=0)
-        step -= step[0]
+        residual, step = _apart(corrected)
         shift = shift + step
         if sweep >= 2 and len(local) >= 8:
             tilt = _slopes(local - pivot, residual)
@@ -129,13 +127,18 @@ def _polish(local: F64, pivot: float) -> tuple[F64, F64, F64]:
     slope[~seen] = 0.0
     corrected = local - slope * (local - pivot)
     for _ in range(_SWEEPS):
-        residual = corrected - shift - np.nanmedian(corrected - shift, axis=1, keepdims=True)
-        step = np.nanmedian(residual, axis=0)
-        step -= step[0]
+        residual, step = _apart(corrected - shift)
         shift = shift + step
         if float(np.abs(step).max(initial=0.0)) < 1e-3:
             break
     return residual, shift, slope
+
+
+def _apart(end: F64) -> tuple[F64, F64]:
+    """Return how far each rank's ends are from the median of their collective, and each rank's median of that (µs)."""
+    residual = end - np.nanmedian(end, axis=1, keepdims=True)
+    step = np.nanmedian(residual, axis=0)
+    return residual, step - step[0]
 
 
 def _steady(x: F64, y: F64, slope: float) -> bool:

@@ -123,16 +123,15 @@ def _folder_of(file: TraceFile) -> str:
 
 def _turn(files: Sequence[TraceFile]) -> Callable[[TraceFile], str]:
     """Return a function that names a file's recording: `recording N` for file N, by time, of the same worker."""
+    stated = [(file, _WORKER.match(re.split(r"[/\\!]", file.label)[-1])) for file in files]
     times: dict[str, list[int]] = {}
-    for file in files:
-        if found := _WORKER.match(re.split(r"[/\\!]", file.label)[-1]):
+    for _, found in stated:
+        if found:
             times.setdefault(found.group(1), []).append(int(found.group(2)))
-
-    def turn(file: TraceFile) -> str:
-        found = _WORKER.match(re.split(r"[/\\!]", file.label)[-1])
-        return f"recording {sorted(times[found.group(1)]).index(int(found.group(2)))}" if found else ""
-
-    return turn
+    turns = {
+        file: f"recording {sorted(times[found.group(1)]).index(int(found.group(2)))}" for file, found in stated if found
+    }
+    return lambda file: turns.get(file, "")
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

@@ -355,7 +355,8 @@ def collective_kinds(job: TracedJob, w: Waits, every: tuple[Collective, ...]) ->
 
 def most_stated(job: TracedJob, column: str) -> I64:
     """Return, for each collective, the largest value of a `CommRows` column over its ranks; -1 if no rank states it."""
-    return stated(job, column).max(axis=1, initial=-1)
+    most: I64 = stated(job, column).max(axis=1, initial=-1)
+    return most
 
 
 def stated(job: TracedJob, column: str) -> I64:

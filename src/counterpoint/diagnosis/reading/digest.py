@@ -109,10 +109,10 @@ def digest(timeline: Timeline) -> RankDigest:
 def _waits(timeline: Timeline) -> HostWaits:
     host, names = timeline.host, timeline.names
     blocking = np.array([n.endswith(_BLOCKING[:1]) or n in _BLOCKING for n in names], bool)
-    rows = np.flatnonzero((host.kind == HostKind.RUNTIME) & blocking[host.name]) if len(names) else np.empty(0, int)
+    rows = np.flatnonzero((host.kind == HostKind.RUNTIME) & blocking[host.name])
     at, stream, waited = _stream_waits(timeline)
     waits = np.array([n.endswith("StreamWaitEvent") for n in names], bool)
-    calls = np.flatnonzero((host.kind == HostKind.RUNTIME) & waits[host.name]) if len(names) else np.empty(0, int)
+    calls = np.flatnonzero((host.kind == HostKind.RUNTIME) & waits[host.name])
     return HostWaits(
         start=host.start[rows], end=host.end[rows], wait_call=host.start[calls],
         stream_wait_at=at, stream_wait_stream=stream, stream_wait_for=waited,

@@ -321,7 +321,7 @@ def _set_up(timeline: Timeline) -> list[_SetUp]:
         is_it = np.array([says(name, *patterns) for name in timeline.names], bool)
         if COMPILATION in patterns:  # a range of capture may also have the name of a compilation
             is_it &= ~np.array([says(name, CAPTURE) for name in timeline.names], bool)
-        rows = np.flatnonzero(is_it[host.name] & (host.kind != HostKind.SYNC)) if len(is_it) else np.empty(0, np.int64)
+        rows = np.flatnonzero(is_it[host.name] & (host.kind != HostKind.SYNC))
         if not len(rows):
             continue
         start, end = _from_begin_to_end(timeline, rows)
