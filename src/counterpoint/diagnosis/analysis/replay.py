@@ -97,7 +97,9 @@ def replay(
         what_if["no straggler"] = _no_straggler(graph, typical, hosts)
     if alone_us is not None:
         what_if["no contention"] = without_contention(graph, alone_us)
-    late = _suspected(graph, suspected_us) if suspected_us is not None else np.zeros(len(graph.row))
+    late: F64 = np.zeros(len(graph.row))
+    if suspected_us is not None:
+        late = np.minimum(of_operations(graph, suspected_us, 0.0), graph.duration)
     if late.any():
         what_if[NO_SUSPECTED_WAITING] = changed(
             graph, duration=graph.duration - late, transfer=graph.transfer - np.minimum(late, graph.transfer)
@@ -167,11 +169,6 @@ def _communication(graph: ReplayGraph, factor: float, waiting: F64) -> ReplayGra
         duration=(graph.duration - waiting) * scale + waiting,
         transfer=(graph.transfer - in_transfer) * scale + in_transfer,
     )
-
-
-def _suspected(graph: ReplayGraph, suspected_us: Sequence[F64]) -> F64:
-    waiting: F64 = np.minimum(of_operations(graph, suspected_us, 0.0), graph.duration)
-    return waiting
 
 
 def _of_hosts(graph: ReplayGraph, job: TracedJob, ends: F64, hosts: Sequence[I64]) -> dict[str, ReplayGraph]:

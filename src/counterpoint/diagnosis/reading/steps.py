@@ -333,9 +333,7 @@ def _set_up(timeline: Timeline) -> list[_SetUp]:
 
 def _share(found: _SetUp, steps: StepWindows) -> F64:
     """Return the share (0 to 1) of each step that this set-up work takes."""
-    length = np.maximum(steps.end - steps.start, 1e-3)
-    share: F64 = found.ranges.within(steps.start, steps.end) / length
-    return share
+    return found.ranges.within(steps.start, steps.end) / np.maximum(steps.end - steps.start, 1e-3)
 
 
 def _without_set_up(steps: StepWindows, set_up: list[_SetUp]) -> StepWindows:
@@ -350,10 +348,8 @@ def _without_set_up(steps: StepWindows, set_up: list[_SetUp]) -> StepWindows:
         if not unusual.any():
             continue
         inside = found.ranges & Intervals.union(steps.start[unusual], steps.end[unusual])
-        spent, total = (
-            found.ranges.within(steps.start, steps.end)[unusual].sum(),
-            (steps.end - steps.start)[unusual].sum(),
-        )
+        spent = found.ranges.within(steps.start, steps.end)[unusual].sum()
+        total = (steps.end - steps.start)[unusual].sum()
         which = ", ".join(name for name, odd in zip(steps.names, unusual.tolist(), strict=True) if odd)
         which = "the recording" if steps.found_by == "whole" else which[:120]
         notes.append(
