@@ -5,7 +5,7 @@ and `json.load` of the same file, for generated traces of 1.3 M events: a job wh
 host-bound and has Python stacks, and the first one again by gzip; HolisticTraceAnalysis' load of the first file
 (`pip install traceinsight`, in an environment of its own, with each of its two recommended parsers; the faster one
 counts, and its imports are not counted); a diagnosis of eight ranks of 40 MB each, and of 256 ranks of 24 500 events
-each. Other work on the machine spoils the ratios: two processes of ours need two cores, `json.load` needs one. Prints
+each. Other work on the machine spoils the ratios: our processes for several ranks need as many cores. Prints
 a table and writes results/trace-load.json.
 
     python benchmarks/trace_load.py            # about 10 minutes, after a first download

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from counterpoint.diagnosis.api import Result
-    from counterpoint.diagnosis.reading.engine import Engine
+    from counterpoint.diagnosis.reading.digest import Engine
     from counterpoint.records.diagnosis import Comparison, Diagnosis
     from counterpoint.trace.source import Limits
 
@@ -46,8 +46,8 @@ def diagnose(
 ) -> None:
     """Why does my step wait? Diagnose the traces of one or all ranks of a job; needs no GPU and no torch."""
     from counterpoint.diagnosis import api
-    from counterpoint.diagnosis.gate import check_gate, parse_gate
-    from counterpoint.diagnosis.reading.engine import Engine
+    from counterpoint.diagnosis.comparison import check_gate, parse_gate
+    from counterpoint.diagnosis.reading.digest import Engine
     from counterpoint.trace.flight_recorder import find_dumps
     from counterpoint.trace.source import Limits
 
@@ -109,7 +109,7 @@ def _refuse_with_dumps(*options: object) -> None:
 def _hang(dumps: list[Path], json: str | None, json_path: Path | None, *, quiet: bool) -> None:
     """Say who is missing in a hang."""
     from counterpoint.diagnosis.hang import diagnose_hang
-    from counterpoint.rendering.hang_terminal import render_hang
+    from counterpoint.rendering.diagnosis_terminal import render_hang
 
     hang = diagnose_hang(dumps)
     if json is not None:

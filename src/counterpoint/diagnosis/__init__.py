@@ -1,6 +1,6 @@
 """Find out from the traces of one job where the time of a step goes, which operations wait or slow down, and why.
 
 `counterpoint.diagnose` is api.py: it reads the ranks (reading/), analyses the job that they make (analysis/), and says
-what to act on (findings/). comparison.py compares two diagnoses and gate.py checks one in CI; frames.py turns one into
-tables. hang.py finds which ranks are missing in flight-recorder dumps.
+what to act on (findings/). comparison.py compares two diagnoses and checks one in CI; frames.py turns one into tables.
+hang.py finds which ranks are missing in flight-recorder dumps.
 """

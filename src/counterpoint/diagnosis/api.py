@@ -16,9 +16,8 @@ from counterpoint.diagnosis.analysis.analysis import Analysis
 from counterpoint.diagnosis.comparison import compare, is_diagnosis, read_diagnosis
 from counterpoint.diagnosis.findings.findings import find_findings, verdict
 from counterpoint.diagnosis.findings.imbalance import notes_on_gpus
-from counterpoint.diagnosis.reading.digest import RankDigest
-from counterpoint.diagnosis.reading.engine import Engine, digest_all
-from counterpoint.diagnosis.reading.host_names import CATEGORIES
+from counterpoint.diagnosis.reading.digest import Engine, RankDigest, digest_all
+from counterpoint.diagnosis.reading.host_threads import CATEGORIES
 from counterpoint.diagnosis.reading.traced_job import TracedJob, assemble
 from counterpoint.errors import BadTrace
 from counterpoint.records.diagnosis import Comparison, Diagnosis, Source, TimelineLane
@@ -234,22 +233,17 @@ def _communication(a: Analysis, column: int, by_stream: bool) -> list[TimelineLa
     every = np.flatnonzero(joined.row[:, column] >= 0)
     stream = np.zeros(len(joined), np.int64)
     stream[every] = job.digests[column].comm.stream[joined.row[every, column]]
-    parts = _streams(job, column, every, stream, by_stream)
-    return [lane for name, rows in parts for lane in _communication_of(a, column, rows, name)]
-
-
-def _communication_of(a: Analysis, column: int, rows: I64, stream: str | None) -> list[TimelineLane]:
-    job, joined, waits = a.job, a.job.joined, a.waits
-    start, end = joined.start[rows, column], joined.end[rows, column]
-    arrived = start + np.maximum(waits.wait[rows, column], 0.0)
-    labels = [f"{joined.op[j]} #{joined.index[j]} (group {joined.group[j]})" for j in rows.tolist()]
-    waited = [
-        f"waiting for rank {job.ranks[int(waits.last_column[j])]}: {joined.op[j]} #{joined.index[j]}" for j in rows
-    ]
-    return [
-        *_lane(job, column, "communication", arrived, end, labels, stream),
-        *_lane(job, column, "wait", start, arrived, waited, stream),
-    ]
+    lanes = []
+    for name, rows in _streams(job, column, every, stream, by_stream):
+        start, end = joined.start[rows, column], joined.end[rows, column]
+        arrived = start + np.maximum(a.waits.wait[rows, column], 0.0)
+        calls = [f"{joined.op[j]} #{joined.index[j]}" for j in rows.tolist()]
+        labels = [f"{call} (group {joined.group[j]})" for call, j in zip(calls, rows.tolist(), strict=True)]
+        last = a.waits.last_column[rows].tolist()
+        waited = [f"waiting for rank {job.ranks[c]}: {call}" for call, c in zip(calls, last, strict=True)]
+        lanes += _lane(job, column, "communication", arrived, end, labels, name)
+        lanes += _lane(job, column, "wait", start, arrived, waited, name)
+    return lanes
 
 
 def _lane(

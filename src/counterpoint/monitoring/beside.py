@@ -18,8 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from counterpoint.diagnosis.reading.digest import RankDigest, pack_digest, unpack_digest
-from counterpoint.diagnosis.reading.engine import digest_file
+from counterpoint.diagnosis.reading.digest import RankDigest, digest_file, pack_digest, unpack_digest
 from counterpoint.errors import BadTrace, CounterpointError, printable
 from counterpoint.records import Record
 from counterpoint.records.causes import IDLE_CAUSES

@@ -54,14 +54,13 @@ def write_perfetto(path: Path, diagnosis: Diagnosis, lanes: Sequence[TimelineLan
 
 
 def _events(diagnosis: Diagnosis, lanes: Sequence[TimelineLane]) -> Iterator[Event]:
-    findings = [_mark(number, finding, diagnosis) for number, finding in enumerate(diagnosis.findings, start=1)]
+    marks = [_marks(number, finding, diagnosis) for number, finding in enumerate(diagnosis.findings, start=1)]
     steps = [
         _slice(printable(step.name), JOB, STEPS, step.start_us, step.duration_us, "step") | {"args": {}}
         for step in diagnosis.steps
     ]
-    yield from _threads(JOB, "counterpoint", -1, {"findings": findings, "steps": steps})
-    for number, finding in enumerate(diagnosis.findings, start=1):
-        yield _instant(number, finding, diagnosis)
+    yield from _threads(JOB, "counterpoint", -1, {"findings": [over for over, _ in marks], "steps": steps})
+    yield from (begin for _, begin in marks)
     by_rank: dict[int, dict[str, list[TimelineLane]]] = {rank: {} for rank in diagnosis.ranks}
     for lane in lanes:
         by_rank.setdefault(lane.rank, {}).setdefault(lane.stream or lane.name, []).append(lane)
@@ -123,33 +122,22 @@ def _slice(name: str, pid: int, tid: int, start_us: float, duration_us: float, c
     return {"ph": "X", "name": name, "cat": category, "pid": pid, "tid": tid, **times}
 
 
-def _mark(number: int, finding: Finding, diagnosis: Diagnosis) -> Event:
-    """Return a slice on the findings' track, over the time range of a finding or over all steps."""
-    start, end = _range(finding, diagnosis)
-    name = f"{number}. {printable(finding.title)}"
-    return _slice(name, JOB, FINDINGS, start, max(0.0, end - start), "finding") | {"args": _facts(finding)}
+def _marks(number: int, finding: Finding, diagnosis: Diagnosis) -> tuple[Event, Event]:
+    """Return a slice on the findings' track, and an instant mark where it begins, on its rank or on the whole job.
 
-
-def _instant(number: int, finding: Finding, diagnosis: Diagnosis) -> Event:
-    """Return an instant mark where a finding begins, on its rank or on the whole job."""
-    start, _ = _range(finding, diagnosis)
-    scope, pid, tid = ("g", JOB, FINDINGS) if finding.rank is None else ("p", finding.rank, 0)
-    name = f"{number}. {printable(finding.title)}"
-    instant = {"ph": "i", "s": scope, "name": name, "cat": "finding", "pid": pid, "tid": tid, "ts": start}
-    return {**instant, "args": _facts(finding)}
-
-
-def _range(finding: Finding, diagnosis: Diagnosis) -> tuple[float, float]:
+    The slice covers the time range of the finding, or all steps.
+    """
     start, end = finding.start_us, finding.end_us
     if start is None or end is None:
         start = min((step.start_us for step in diagnosis.steps), default=0.0)
         end = max((step.start_us + step.duration_us for step in diagnosis.steps), default=start)
-    return start, end
-
-
-def _facts(finding: Finding) -> Event:
+    scope, pid, tid = ("g", JOB, FINDINGS) if finding.rank is None else ("p", finding.rank, 0)
+    name = f"{number}. {printable(finding.title)}"
     fields = msgspec.to_builtins(finding).items()
-    return {key: printable(value, 2000) if isinstance(value, str) else value for key, value in fields}
+    facts = {key: printable(value, 2000) if isinstance(value, str) else value for key, value in fields}
+    over = _slice(name, JOB, FINDINGS, start, max(0.0, end - start), "finding")
+    begin = {"ph": "i", "s": scope, "name": name, "cat": "finding", "pid": pid, "tid": tid, "ts": start}
+    return over | {"args": facts}, begin | {"args": facts}
 
 
 def _spans(lane: TimelineLane) -> Iterator[Event]:

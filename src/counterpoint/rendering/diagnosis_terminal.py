@@ -1,4 +1,4 @@
-"""Print a diagnosis on a terminal: time by kind, and at the end, where one looks first, the verdict and the remedies.
+"""Print a diagnosis on a terminal (time by kind, then verdict and remedies), or a hang (the missing ranks first).
 
 Names come from traces, maybe hostile: they are printed as `rich.text.Text`, never as markup, with control characters
 escaped. Everything is readable at 80 columns, without colour, and piped.
@@ -14,15 +14,18 @@ from rich.text import Text
 
 from counterpoint.errors import printable
 from counterpoint.records.diagnosis import Diagnosis, Finding
+from counterpoint.records.hang import GroupState, Hang
 from counterpoint.rendering import formatting as say
 from counterpoint.rendering.diagnosis_tables import budget_table, notes, verbose_tables
-from counterpoint.rendering.table import Table
+from counterpoint.rendering.table import Column, Table
 from counterpoint.rendering.terminal import QUIET, below, heading, line, print_tables, text
 
 MAX_FINDINGS = 3  # findings shown without `verbose`
 SHORT_LINES = 2
 MAX_RANKS = 16
 SEVERITY_STYLE = {"high": "bold red", "medium": "yellow", "low": QUIET}
+MAX_GROUPS = 4
+MAX_RANKS_OF_HANG = 32
 
 
 def render(diagnosis: Diagnosis, console: Console, *, verbose: bool = False) -> None:
@@ -71,3 +74,41 @@ def _findings(findings: Sequence[Finding], console: Console, *, verbose: bool) -
 def _first_sentence(advice: str) -> str:
     """Return advice up to the end of its first sentence."""
     return re.split(r"(?<=[a-z0-9)])\. (?=[A-Z])", advice, maxsplit=1)[0]
+
+
+def render_hang(hang: Hang, console: Console) -> None:
+    """Print the verdict, the stuck groups and the notes."""
+    line(console, hang.verdict, "bold")
+    stuck = [group for group in hang.groups if group.stuck is not None]
+    notes = [f"and {len(stuck) - MAX_GROUPS} more groups that wait"] if len(stuck) > MAX_GROUPS else []
+    notes += hang.notes
+    if hang.missing_dumps:
+        shown = ", ".join(map(str, hang.missing_dumps[:MAX_RANKS_OF_HANG])) + " …" * (
+            len(hang.missing_dumps) > MAX_RANKS_OF_HANG
+        )
+        notes.append(f"No dump of rank {shown}.")
+    print_tables([*map(_stuck_group, stuck[:MAX_GROUPS]), Table(title="Notes", notes=notes)], console)
+
+
+def _stuck_group(group: GroupState) -> Table:
+    assert group.stuck is not None
+    missing, waiting = set(group.missing), set(group.waiting)
+
+    def place(rank: int) -> str:
+        return "not entered" if rank in missing else "waits" if rank in waiting else "done"
+
+    return Table(
+        title=f"Group {group.name}" + (f" ({group.description})" if group.description else ""),
+        unit=f"{len(group.ranks)} ranks; stuck in {group.stuck.operation} #{group.stuck.seq}",
+        columns=(
+            Column("rank", say.count, lambda state: state.rank),
+            Column("here", of=lambda state: place(state.rank)),
+            Column("scheduled", say.count, lambda state: state.scheduled),
+            Column("started", say.count, lambda state: state.started),
+            Column("completed", say.count, lambda state: state.completed),
+            Column("last call", of=lambda state: state.last_operation, limit=40),
+            Column("called in", of=lambda state: state.last_frame, limit=60),
+        ),
+        rows=sorted(group.states, key=lambda state: state.rank not in missing),
+        most=MAX_RANKS_OF_HANG,
+    )

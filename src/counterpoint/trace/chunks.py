@@ -38,8 +38,6 @@ class EventRuns(Generic[E]):
         label: name of the file in errors.
         event: the msgspec type of one event.
         lenient: decoder for lists in which an event is not of that type; raises if it cannot read them either.
-        begins_at: byte offset in the file of the event at which the stream begins; None: the file's beginning.
-        open_ended: whether the stream ends after an event before the end of the file.
 
     Raises:
         BadTrace: the file is truncated, malformed or no trace, or an event cannot be read; with the byte offset.
@@ -52,14 +50,11 @@ class EventRuns(Generic[E]):
         event: type[E],
         *,
         lenient: Callable[[bytes], list[E]] | None = None,
-        begins_at: int | None = None,
-        open_ended: bool = False,
     ) -> None:
         self._stream, self._label = stream, label
         self._strict = msgspec.json.Decoder(list[event], strict=False).decode  # type: ignore[valid-type]
         self._lenient = lenient
-        self._offset = begins_at or 0  # of the first byte of the buffer in the file
-        self._headless, self._open_ended = begins_at is not None, open_ended
+        self._offset = 0  # of the first byte of the buffer in the file
         self._bare = False  # whether the file is the array alone, without an object around it
         self.header: dict[str, Any] = {}
 
@@ -72,8 +67,8 @@ class EventRuns(Generic[E]):
         return self._run_offset + _element(run, index)
 
     def __iter__(self) -> Iterator[tuple[bytes, list[E]]]:
-        buffer, eof = (self._stream.read(BLOCK_BYTES) or b"", False) if self._headless else self._read_header()
-        while buffer or not (eof and self._open_ended):
+        buffer, eof = self._read_header()
+        while True:
             cut = 0 if eof else _last_boundary(buffer)
             events = self._try(buffer[:cut]) if cut else None
             if events is None:

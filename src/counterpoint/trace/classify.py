@@ -116,19 +116,13 @@ def is_multi_tensor(name: str) -> bool:
 
 
 @lru_cache(maxsize=_REMEMBERED)
-def kernel_kind(name: str, *, has_collective: bool = False) -> Kind:
-    """Return COMM for a kernel with collective metadata or the name of a communication kernel, else COMPUTE."""
-    return Kind.COMM if has_collective or _communicates(name) else Kind.COMPUTE
-
-
-def _communicates(name: str) -> bool:
-    if not _WORDS.search(name):
-        return False
-    symbol = _symbol(name)
-    if _LOCAL_SYMBOL.search(symbol):
-        return False
+def kernel_kind(name: str) -> Kind:
+    """Return COMM for the name of a communication kernel, else COMPUTE."""
+    if not _WORDS.search(name) or _LOCAL_SYMBOL.search(symbol := _symbol(name)):
+        return Kind.COMPUTE
     pplx = "pplx::" in name and _PPLX_KERNEL.search(symbol)
-    return bool(_CCL.search(symbol) or _COMM_SYMBOL.search(symbol) or "mscclpp" in name or pplx)
+    communicates = _CCL.search(symbol) or _COMM_SYMBOL.search(symbol) or "mscclpp" in name or pplx
+    return Kind.COMM if communicates else Kind.COMPUTE
 
 
 def _symbol(name: str) -> str:

@@ -22,13 +22,11 @@ class Clocks:
     """Holds the clock of each rank: own clock = reference clock + offset + drift * (reference clock - pivot).
 
     offset and uncertainty in µs at the pivot; NaN if no collective connects a rank to the reference (the lowest rank).
-    `spread` is the median deviation of a rank's ends from the others' after alignment.
     """
 
     offset: F64
     drift: F64
     uncertainty: F64
-    spread: F64
     pivot: float
 
     def corrected(self, rank_index: int, at: F64) -> F64:
@@ -47,10 +45,10 @@ def align_clocks(end: F64) -> Clocks:
     known = np.isfinite(offset)
     usable = end[:, known]
     usable = usable[np.isfinite(usable).sum(axis=1) >= 2]
-    drift, uncertainty, spread = np.zeros(ranks), np.full(ranks, np.nan), np.full(ranks, np.nan)
+    drift, uncertainty = np.zeros(ranks), np.full(ranks, np.nan)
     uncertainty[0] = 0.0
     if not len(usable):
-        return Clocks(offset=offset, drift=drift, uncertainty=uncertainty, spread=spread, pivot=0.0)
+        return Clocks(offset=offset, drift=drift, uncertainty=uncertainty, pivot=0.0)
     local = usable - offset[known]
     pivot = float(np.nanmedian(local))
     residual, shift, slope = _polish(local, pivot)
@@ -60,10 +58,9 @@ def align_clocks(end: F64) -> Clocks:
     error[0] = 0.0
     total = offset[known] + shift - shift[0]
     common = _one_per_host(total, slope, _RESOLUTION_US + 3 * error)
-    error = np.maximum(error, np.abs(total - common))
-    total = common
-    offset[known], drift[known], uncertainty[known], spread[known] = total, slope, error, deviation
-    return Clocks(offset=offset, drift=drift, uncertainty=uncertainty, spread=spread, pivot=pivot)
+    offset[known], drift[known] = common, slope
+    uncertainty[known] = np.maximum(error, np.abs(total - common))
+    return Clocks(offset=offset, drift=drift, uncertainty=uncertainty, pivot=pivot)
 
 
 def _one_per_host(offset: F64, slope: F64, resolution: F64) -> F64:
@@ -114,9 +111,7 @@ def _polish(local: F64, pivot: float) -> tuple[F64, F64, F64]:
     residual = local
     for sweep in range(_SWEEPS):
         corrected = local - shift - slope * (local - pivot)
-        residual = corrected - np.nanmedian(corrected, axis=1, keepdims=True)
-        step = np.nanmedian(residual, axis=0)
-        step -= step[0]
+        residual, step = _apart(corrected)
         shift = shift + step
         if sweep >= 2 and len(local) >= 8:
             tilt = _slopes(local - pivot, residual)
@@ -132,13 +127,18 @@ def _polish(local: F64, pivot: float) -> tuple[F64, F64, F64]:
     slope[~seen] = 0.0
     corrected = local - slope * (local - pivot)
     for _ in range(_SWEEPS):
-        residual = corrected - shift - np.nanmedian(corrected - shift, axis=1, keepdims=True)
-        step = np.nanmedian(residual, axis=0)
-        step -= step[0]
+        residual, step = _apart(corrected - shift)
         shift = shift + step
         if float(np.abs(step).max(initial=0.0)) < 1e-3:
             break
     return residual, shift, slope
+
+
+def _apart(end: F64) -> tuple[F64, F64]:
+    """Return how far each rank's ends are from the median of their collective, and each rank's median of that (µs)."""
+    residual = end - np.nanmedian(end, axis=1, keepdims=True)
+    step = np.nanmedian(residual, axis=0)
+    return residual, step - step[0]
 
 
 def _steady(x: F64, y: F64, slope: float) -> bool:

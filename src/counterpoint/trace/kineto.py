@@ -2,21 +2,16 @@
 
 Events are decoded by type, a block at a time, and put into columns at once, so memory grows with the columns, not with
 the text. Old and new spellings are read alike (`Kernel`/`kernel`, `external id`/`External id`, stream in the tid). For
-a rank without a GPU (Gloo), or whose GPU was not recorded, operations of the host take the place of GPU operations. A
-large file can be read by two processes at once, half each; if it is compressed, one decompresses and the other reads.
+a rank without a GPU (Gloo), or whose GPU was not recorded, operations of the host take the place of GPU operations.
 """
 
 from __future__ import annotations
 
 import gc
-import pickle
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -26,7 +21,7 @@ from counterpoint.trace import classify
 from counterpoint.trace.chunks import EventRuns
 from counterpoint.trace.kineto_columns import PARAM_COMMS, Columns, KinetoEvent, absorb
 from counterpoint.trace.kineto_processes import find_processes
-from counterpoint.trace.source import Limits, TraceFile, compression, open_bytes, rank_from_name
+from counterpoint.trace.source import Limits, TraceFile, open_bytes, rank_from_name
 from counterpoint.trace.timeline import (
     DEVICE_BITS,
     CollectiveInfo,
@@ -41,16 +36,12 @@ from counterpoint.trace.timeline import (
     sorted_host,
 )
 
-_LARGE_BYTES = 64 << 20  # uncompressed: a smaller file is read faster by one process
-_LARGE_PACKED_BYTES = 6 << 20  # compressed: a smaller file is read faster by one process
-_FIRST_SHARE = 0.55  # of a large file, read by this process: the other process has to start first
 _DEVICE_WAITS = ("event_wait", "event_record")  # MTIA: a stream's waiting for events, or recording them, is not work
 _COPIES = ("Memcpy", "Memset", "CopyHost", "CopyDevice", "FillBuffer", "dma_request")
 _USES_GPU = re.compile(
     r"^(cuda|hip|cu(?=[A-Z]))\w*(Launch|Memcpy|Memset)|^(nccl|rccl|hccl|xccl):|^aten::_?(cudnn|miopen)_|^runFunction\b"
 )
 _NOT_RECORDED = ("GPU activity was not recorded: operations of the host stand for it in the accounts",)
-_EVENT = re.compile(rb"\}\s*,\s*(\{\s*\"(?:ph|name|cat)\"\s*:)")
 
 
 def read_kineto(
@@ -58,7 +49,6 @@ def read_kineto(
     limits: Limits | None = None,
     *,
     progress: Callable[[int], None] | None = None,
-    processes: int = 1,
 ) -> list[Timeline]:
     """Return the timeline of the file's rank, or one per rank if a tool merged several processes into the file.
 
@@ -68,46 +58,21 @@ def read_kineto(
         file: the file to read.
         limits: caps on what it may expand to.
         progress: called with the number of events read so far, a few times a second.
-        processes: 2: a large file is read by two processes.
     """
-    limits = limits or Limits()
-    read = read_by_two_processes(file, limits, progress) if processes > 1 else None
-    columns, header = read or read_events(file, limits, progress=progress)
+    columns, header = _read_events(file, limits or Limits(), progress)
     return _timelines(file, header, columns)
 
 
-def read_events(
-    file: TraceFile,
-    limits: Limits,
-    *,
-    begin: int | None = None,
-    stop: int | None = None,
-    unpacked: IO[bytes] | None = None,
-    progress: Callable[[int], None] | None = None,
+def _read_events(
+    file: TraceFile, limits: Limits, progress: Callable[[int], None] | None
 ) -> tuple[Columns, dict[str, Any]]:
-    """Return the events of a file as columns, and the other keys of the file.
-
-    Args:
-        file: the file to read.
-        limits: caps on what it may expand to.
-        begin: byte offset of the first event to read; None: the file's beginning.
-        stop: byte before which reading stops; None: the file's end.
-        unpacked: a stream of the decompressed file, where another process decompresses it.
-        progress: called with the number of events read so far.
-    """
+    """Return the events of a file as columns, and the other keys of the file."""
     columns = Columns()
     collecting = gc.isenabled()
     gc.disable()  # millions of short-lived structs, which cannot form cycles, are decoded
     try:
-        with open_bytes(file, limits, begin=begin or 0, stop=stop, unpacked=unpacked) as stream:
-            runs = EventRuns(
-                stream,
-                file.label,
-                KinetoEvent,
-                lenient=columns.decode_loosely,
-                begins_at=begin,
-                open_ended=stop is not None,
-            )
+        with open_bytes(file, limits) as stream:
+            runs = EventRuns(stream, file.label, KinetoEvent, lenient=columns.decode_loosely)
             for run, events in runs:
                 absorb(columns, runs, run, events)
                 if progress:
@@ -116,53 +81,6 @@ def read_events(
         if collecting:
             gc.enable()
     return columns, runs.header
-
-
-def read_by_two_processes(
-    file: TraceFile, limits: Limits, progress: Callable[[int], None] | None
-) -> tuple[Columns, dict[str, Any]] | None:
-    """Return the result of `read_events`, read by two processes in parallel; None if this fails for any reason.
-
-    If the file is compressed, the other process decompresses it, else it reads the second half. That begins at a guess:
-    a place in the middle that looks like the beginning of an event. Reading proves the guess: JSON is read from left to
-    right, so if the first half decodes as whole events up to there, an event begins there. If it does not, or if either
-    process finds damage, the caller has to read the file in one go, which also raises the proper error.
-    """
-    size, plain = file.path.stat().st_size, compression(file.path) is None
-    if not (_LARGE_BYTES if plain else _LARGE_PACKED_BYTES) <= size <= limits.trace_bytes:
-        return None
-    middle = _middle(file, size) if plain else None
-    if plain and middle is None:
-        return None
-    what = ["kineto", str(file.path), file.label, str(middle)] if plain else ["source", str(file.path)]
-    command = [sys.executable, "-m", f"counterpoint.trace.{what[0]}", *what[1:]]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, pipesize=1 << 20) as other:
-        try:
-            assert other.stdout is not None
-            unpacked = None if plain else other.stdout
-            columns, header = read_events(file, limits, stop=middle, unpacked=unpacked, progress=progress)
-            message = other.stdout.read() if plain else b""
-        except BaseException as error:
-            other.kill()
-            if isinstance(error, BadTrace):
-                return None
-            raise
-    if other.returncode != 0:
-        return None
-    if plain:
-        later, trailer = pickle.loads(message)  # written by our own process, never taken from the trace
-        columns.extend(later)
-        header |= trailer
-    return columns, header
-
-
-def _middle(file: TraceFile, size: int) -> int | None:
-    """Guess the byte offset of an event near the middle of an uncompressed file; None if no event is found."""
-    middle = int(size * _FIRST_SHARE)
-    with file.path.open("rb") as raw:
-        raw.seek(middle)
-        found = _EVENT.search(raw.read(1 << 20))
-    return middle + found.start(1) if found else None
 
 
 def _timelines(file: TraceFile, header: dict[str, Any], columns: Columns) -> list[Timeline]:
@@ -447,9 +365,3 @@ def _nearest_info(
 
 def _run_as(op: str) -> str:
     return "all_reduce" if op == "reduce_scatter" else op
-
-
-if __name__ == "__main__":  # the process that reads the second half; the first process raises errors
-    path, label, begin = sys.argv[1:]
-    trace = TraceFile(path=Path(path), label=label, format="kineto")
-    pickle.dump(read_events(trace, Limits(), begin=int(begin)), sys.stdout.buffer)

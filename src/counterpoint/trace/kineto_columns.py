@@ -217,35 +217,6 @@ class Columns:
         if self.matmul_types.setdefault(shape, types) != types:
             self.matmul_types[shape] = b""
 
-    def extend(self, later: Columns) -> None:
-        """Append the columns of a later part of the same file; convert their indices to indices into these tables."""
-        moved = {
-            "name": _renumbered(self.names, later.names),
-            "shape": _renumbered(self.shapes, later.shapes),
-            "grid": _renumbered(self.grids, later.grids),
-            "thread": _renumbered(self.threads, later.threads),
-            "lane": _renumbered(self.lanes, later.lanes),
-        }
-        moved["block"] = moved["grid"]
-        for shape, types in later.matmul_types.items():
-            self.note_types(int(moved["shape"][shape]), types)
-        before, shift = len(self.infos), float((later.base_us or 0) - (self.base_us or 0))
-        for mine, theirs in ((self.gpu, later.gpu), (self.host, later.host), (self.streamed, later.streamed)):
-            for name, parts in theirs.items():
-                for part in parts:
-                    if name in moved:
-                        part = moved[name][part]
-                    elif name == "info":
-                        part = np.where(part >= 0, part + before, part)
-                    elif name == "start":
-                        part = part + shift
-                    mine.setdefault(name, []).append(part)
-        self.infos += later.infos
-        self.count += later.count
-        self.odd += later.odd
-        self.unknown += later.unknown
-        self.comm_rank = later.comm_rank if self.comm_rank is None else self.comm_rank
-
 
 def _args_of(raw: msgspec.Raw, odd: Counter[str]) -> EventArgs | None:
     """Return an event's arguments without those of a wrong type; `"0x0"` and `7.0` count as integers."""
@@ -280,11 +251,6 @@ def _number(text: bytes) -> bytes:
     if found := _WHOLE.fullmatch(text):
         return found.group(1)
     return text
-
-
-def _renumbered(table: Intern[Any], other: Intern[Any]) -> Any:
-    """Return the indices in `table` of the keys of `other`, in the order of `other`; add missing keys to `table`."""
-    return np.array([table[key] for key in other], np.int32)
 
 
 def absorb(columns: Columns, runs: EventRuns[KinetoEvent], run: bytes, events: list[KinetoEvent]) -> None:

@@ -16,8 +16,7 @@ import numpy.typing as npt
 
 from counterpoint.trace.classify import kernel_kind, memcpy_kind
 from counterpoint.trace.nsys_nvtx import NcclCalls, NvtxRanges, innermost, nccl_calls, one_per_kernel, read_nvtx
-from counterpoint.trace.nsys_ranks import RankId, device_of, find_ranks, utc_ns
-from counterpoint.trace.nsys_tables import MAX_ROWS, Export, look_up, open_export
+from counterpoint.trace.nsys_tables import MAX_ROWS, Export, RankId, device_of, find_ranks, look_up, open_export, utc_ns
 from counterpoint.trace.timeline import (
     F64,
     I32,

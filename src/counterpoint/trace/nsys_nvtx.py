@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from counterpoint.trace.classify import normal_op
-from counterpoint.trace.nsys_tables import MAX_TEXT, OPEN_END, Export, look_up, text_or_unknown
+from counterpoint.trace.nsys_tables import MAX_TEXT, OPEN_END, Export, NcclCommunicator, look_up, text_or_unknown
 from counterpoint.trace.timeline import I32, I64, U8, CollectiveInfo, HostKind, Intern
 
 _TABLE = "NVTX_EVENTS"
@@ -44,16 +44,6 @@ class NvtxRanges:
     shape: I32  # into the shapes; -1: not recorded
     nests: U8  # 1: push/pop range; those of one thread nest
     row: I64  # row of the NVTX table
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NcclCommunicator:
-    """Holds the facts that NCCL recorded when a process joined a communicator."""
-
-    process: int  # globalPid
-    device: int
-    rank: int
-    num_ranks: int
 
 
 @dataclass(slots=True)

@@ -123,16 +123,15 @@ def _folder_of(file: TraceFile) -> str:
 
 def _turn(files: Sequence[TraceFile]) -> Callable[[TraceFile], str]:
     """Return a function that names a file's recording: `recording N` for file N, by time, of the same worker."""
+    stated = [(file, _WORKER.match(re.split(r"[/\\!]", file.label)[-1])) for file in files]
     times: dict[str, list[int]] = {}
-    for file in files:
-        if found := _WORKER.match(re.split(r"[/\\!]", file.label)[-1]):
+    for _, found in stated:
+        if found:
             times.setdefault(found.group(1), []).append(int(found.group(2)))
-
-    def turn(file: TraceFile) -> str:
-        found = _WORKER.match(re.split(r"[/\\!]", file.label)[-1])
-        return f"recording {sorted(times[found.group(1)]).index(int(found.group(2)))}" if found else ""
-
-    return turn
+    turns = {
+        file: f"recording {sorted(times[found.group(1)]).index(int(found.group(2)))}" for file, found in stated if found
+    }
+    return lambda file: turns.get(file, "")
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
@@ -323,12 +322,10 @@ def _no_trace(path: Path, label: str, head: bytes) -> BadTrace:
 class _Capped(io.RawIOBase):
     """Reads from a stream; raises `BadTrace` with the offset for damage and for more bytes than the limit."""
 
-    def __init__(self, stream: BinaryIO, label: str, limit: int, *, stop: int | None = None) -> None:
-        self._stream, self._label, self._limit, self._stop, self._count = stream, label, limit, stop, 0
+    def __init__(self, stream: BinaryIO, label: str, limit: int) -> None:
+        self._stream, self._label, self._limit, self._count = stream, label, limit, 0
 
     def read(self, size: int = -1) -> bytes:
-        if self._stop is not None:
-            size = min(size, self._stop - self._count) if size >= 0 else self._stop - self._count
         try:
             block = self._stream.read(size)
         except EOFError:
@@ -355,27 +352,16 @@ class _Capped(io.RawIOBase):
         super().close()
 
 
-def open_bytes(
-    file: TraceFile, limits: Limits, *, begin: int = 0, stop: int | None = None, unpacked: IO[bytes] | None = None
-) -> io.RawIOBase:
+def open_bytes(file: TraceFile, limits: Limits) -> io.RawIOBase:
     """Return the decompressed bytes of a trace, in order, never more than `limits` allows.
-
-    Args:
-        file: the file to read.
-        limits: caps on what it may expand to.
-        begin: byte offset of the first byte.
-        stop: byte before which to end; None: the file's end.
-        unpacked: a stream of the decompressed file, where another process decompresses it.
 
     Raises:
         BadTrace: the file cannot be opened; on a cluster every worker needs it under the same path.
     """
     try:
         how = compression(file.path)
-        if unpacked is not None:
-            stream: Any = unpacked
-        elif how == "gzip":
-            stream = gzip.GzipFile(file.path)
+        if how == "gzip":
+            stream: Any = gzip.GzipFile(file.path)
         elif how == "zstd":
             stream = _open_zstd(file.path, file.label)
         else:
@@ -383,13 +369,11 @@ def open_bytes(
         limit = limits.allow(file.path.stat().st_size) if how else limits.trace_bytes
     except OSError as error:
         _raise_unreadable(error, file.label)
-    if begin:
-        stream.seek(begin)
-    return _Capped(stream, file.label, limit, stop=None if stop is None else stop - begin)
+    return _Capped(stream, file.label, limit)
 
 
 def compression(path: Path) -> str | None:
-    """Return the compression of a file, `gzip` or `zstd`; None for none, so that reading can start in the middle."""
+    """Return the compression of a file, `gzip` or `zstd`; None for none."""
     with path.open("rb") as raw:
         return _compression(raw.read(4))
 
@@ -427,9 +411,3 @@ def _zstd_errors() -> tuple[type[Exception], ...]:
     """Return the exception types that the loaded zstd module raises for damage; empty if none is loaded."""
     module = sys.modules.get("compression.zstd") or sys.modules.get("zstandard")
     return (module.ZstdError,) if module else ()
-
-
-if __name__ == "__main__":  # runs as the process that decompresses a trace; the calling process counts the bytes
-    packed = TraceFile(path=Path(sys.argv[1]), label=sys.argv[1], format="kineto")
-    with open_bytes(packed, Limits(trace_bytes=1 << 62, ratio=1 << 62)) as decompressed:
-        shutil.copyfileobj(decompressed, sys.stdout.buffer, 1 << 18)

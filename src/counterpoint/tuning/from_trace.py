@@ -32,7 +32,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from counterpoint.diagnosis.analysis.launch_order import find_blocked
+from counterpoint.diagnosis.analysis.kernels import find_blocked
 from counterpoint.diagnosis.api import read_ranks
 from counterpoint.diagnosis.reading.digest import RankDigest, matrix_product
 from counterpoint.diagnosis.reading.intervals import Intervals

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from counterpoint.diagnosis.api import diagnose
-from counterpoint.diagnosis.reading.engine import Engine
+from counterpoint.diagnosis.reading.digest import Engine
 from counterpoint.records.diagnosis import Diagnosis, Finding, KernelComparison
 
 SAMPLES = Path(__file__).parents[3] / "samples"

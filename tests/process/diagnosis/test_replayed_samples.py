@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from counterpoint.diagnosis.analysis.replay import replay
-from counterpoint.diagnosis.reading.engine import Engine, digest_all
+from counterpoint.diagnosis.reading.digest import Engine, digest_all
 from counterpoint.diagnosis.reading.traced_job import TracedJob, assemble
 from counterpoint.records.diagnosis import Replay
 from counterpoint.trace.source import Limits, find_traces

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from counterpoint.diagnosis.api import diagnose
-from counterpoint.diagnosis.reading import engine as engines
-from counterpoint.diagnosis.reading.engine import Engine, digest_all
+from counterpoint.diagnosis.reading import digest as digests
+from counterpoint.diagnosis.reading.digest import Engine, digest_all
 from counterpoint.errors import BadTrace, CounterpointError, Misconfigured, Unsupported
 from counterpoint.trace.source import Limits, TraceFile
 from tests.support import kineto_trace as kt
@@ -98,7 +98,7 @@ def test_a_plain_script_may_call_it(tmp_path: Path) -> None:
     """Without `if __name__ == "__main__":` the reader processes do not run the script again."""
     script = tmp_path / "script.py"
     script.write_text(
-        "import sys, counterpoint\nfrom counterpoint.diagnosis.reading.engine import Engine\n"
+        "import sys, counterpoint\nfrom counterpoint.diagnosis.reading.digest import Engine\n"
         "print(counterpoint.diagnose(sys.argv[1], engine=Engine(workers=2)).diagnosis.ranks)\n"
     )
     job = kt.write_job(tmp_path / "job", ranks=3)
@@ -111,7 +111,7 @@ def test_an_interrupt_ends_readers_without_a_word(tmp_path: Path) -> None:
     endless(tmp_path, 2)
     script = (
         "import sys; from pathlib import Path\n"
-        "from counterpoint.diagnosis.reading.engine import *; from counterpoint.trace.source import *\n"
+        "from counterpoint.diagnosis.reading.digest import *; from counterpoint.trace.source import *\n"
         "files = [TraceFile(path=p, label='x', format='kineto') for p in Path(sys.argv[1]).iterdir()]\n"
         "try: digest_all(files, Limits(), Engine(workers=2))\n"
         "except KeyboardInterrupt: print('interrupted')"
@@ -141,7 +141,7 @@ def test_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_small_jobs_are_read_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Starting processes costs more than reading a few MB."""
-    monkeypatch.setattr(engines, "_in_processes", None)
+    monkeypatch.setattr(digests, "_in_processes", None)
     assert diagnose(kt.write_job(tmp_path)).diagnosis.ranks == (0, 1)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from counterpoint.diagnosis.api import diagnose
-from counterpoint.diagnosis.reading.engine import Engine
+from counterpoint.diagnosis.reading.digest import Engine
 from counterpoint.records.diagnosis import Diagnosis
 from tests.support.job_generator import Fault, JobPlan, Truth, varied, write_job
 

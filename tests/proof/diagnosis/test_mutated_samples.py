@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from counterpoint.diagnosis.api import diagnose
-from counterpoint.diagnosis.reading.engine import Engine
+from counterpoint.diagnosis.reading.digest import Engine
 from counterpoint.records.diagnosis import Diagnosis
 
 SAMPLES = Path(__file__).parents[3] / "samples"

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from counterpoint.diagnosis.analysis.analysis import Analysis
-from counterpoint.diagnosis.analysis.vendor import traced_stack
 from counterpoint.diagnosis.api import diagnose_digests
 from counterpoint.diagnosis.findings.communication import find_exposed
 from counterpoint.diagnosis.findings.findings import verdict
-from counterpoint.diagnosis.reading.traced_job import assemble
+from counterpoint.diagnosis.reading.traced_job import assemble, traced_stack
 from counterpoint.records.causes import IDLE_CAUSES, Cause
 from counterpoint.records.diagnosis import Diagnosis, Finding
 from counterpoint.rendering.diagnosis_tables import idle_sentence

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from counterpoint.diagnosis.api import diagnose_digests
-from counterpoint.diagnosis.gate import check_gate, parse_gate
+from counterpoint.diagnosis.comparison import check_gate, parse_gate
 from counterpoint.errors import Misconfigured
 from counterpoint.records.diagnosis import Diagnosis
 from tests.support.job_builder import comm, job, op, rank

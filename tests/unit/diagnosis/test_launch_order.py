@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from counterpoint.diagnosis.analysis import launch_order
-from counterpoint.diagnosis.analysis.launch_order import Blocked, find_blocked
+from counterpoint.diagnosis.analysis import kernels
+from counterpoint.diagnosis.analysis.kernels import Blocked, find_blocked
 from tests.support.job_builder import Host, Op, Rank, comm, host, job, op, rank
 
 GATHER_US = 300.0
@@ -55,7 +55,7 @@ def test_collectives_looked_at_in_turn_are_told_as_those_at_once(monkeypatch: py
     parts += [holder(10_010, 11_010, launch=10_000.0), gather(10_300, 10_020)]
     at_once = blocked(*parts)
     assert [b.row for b in at_once] == [0, 1]
-    monkeypatch.setattr(launch_order, "_PAIRS", 1)
+    monkeypatch.setattr(kernels, "_PAIRS", 1)
     assert blocked(*parts) == at_once
 
 

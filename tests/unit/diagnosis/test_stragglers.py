@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from counterpoint.diagnosis.analysis.analysis import Analysis
-from counterpoint.diagnosis.analysis.vendor import TracedStack
 from counterpoint.diagnosis.findings.advice import advise_straggler
-from counterpoint.diagnosis.reading.traced_job import TracedJob
+from counterpoint.diagnosis.reading.traced_job import TracedJob, TracedStack
 from counterpoint.records.diagnosis import Straggler
 from counterpoint.trace.timeline import CollectiveInfo, HostKind, Kind
 from tests.support.job_builder import Host, Op, Rank, host, job, op, rank

@@ -13,8 +13,8 @@ from counterpoint.collectives.program.clock import simulate
 from counterpoint.collectives.program.operations import even_call, plan_all
 from counterpoint.collectives.program.tuning import best_tuning
 from counterpoint.diagnosis.analysis.replay import NO_FSDP2_COPIES, ZERO_SM, replay
-from counterpoint.diagnosis.analysis.vendor import traced_stack
 from counterpoint.diagnosis.api import diagnose_digests
+from counterpoint.diagnosis.reading.traced_job import traced_stack
 from counterpoint.machine import profile
 from counterpoint.machine.profile import default_profile
 from counterpoint.records.diagnosis import Replay

@@ -10,8 +10,7 @@ import pytest
 
 import counterpoint
 from counterpoint.diagnosis.api import diagnose_digests
-from counterpoint.diagnosis.reading.digest import pack_digest, unpack_digest
-from counterpoint.diagnosis.reading.engine import Engine, digest_file
+from counterpoint.diagnosis.reading.digest import Engine, digest_file, pack_digest, unpack_digest
 from counterpoint.errors import BadTrace, Misconfigured
 from counterpoint.monitoring.beside import put, wait_for, watched_step
 from counterpoint.monitoring.exporters import JsonLines, Prometheus, TensorBoard, numbers

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from counterpoint.diagnosis.api import diagnose
-from counterpoint.diagnosis.reading.engine import Engine
+from counterpoint.diagnosis.reading.digest import Engine
 from counterpoint.records.diagnosis import Diagnosis, TimelineLane
 from counterpoint.rendering.diagnosis_perfetto import JOB, MOST_BESIDE, write_perfetto
 from tests.support import example_diagnosis as example

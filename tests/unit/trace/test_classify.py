@@ -148,11 +148,6 @@ def test_compute_that_sounds_like_communication(name: str) -> None:
     assert kernel_kind(name) is Kind.COMPUTE
 
 
-def test_the_profilers_word_outweighs_the_name() -> None:
-    """A kernel that carries collective metadata is communication, whatever it is called."""
-    assert kernel_kind("triton_my_all_reduce", has_collective=True) is Kind.COMM
-
-
 @pytest.mark.parametrize(
     ("name", "kind"),
     [

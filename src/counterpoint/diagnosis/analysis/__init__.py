@@ -1,7 +1,7 @@
 """Compute from a job where its time goes and why: this package returns numbers; findings/ puts them into words.
 
 analysis.py names every result. accounts.py splits the time of each rank and of each collective; parallel_groups.py says
-which parallelism a collective serves, vendor.py whose GPUs and software the trace shows. kernels.py, launch_order.py,
-stragglers.py, experts.py, idle.py and unrecorded.py find what holds ranks up. replay.py plays the steps again without
-each cause (replay_graph.py, simulation.py), and with copy engines (zero_sm.py).
+which parallelism a collective serves. kernels.py, stragglers.py, experts.py, idle.py and unrecorded.py find what holds
+ranks up. replay.py plays the steps again without each cause (replay_graph.py, simulation.py), and with copy engines
+(zero_sm.py).
 """

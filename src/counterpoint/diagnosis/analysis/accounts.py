@@ -354,11 +354,17 @@ def collective_kinds(job: TracedJob, w: Waits, every: tuple[Collective, ...]) ->
 
 def most_stated(job: TracedJob, column: str) -> I64:
     """Return, for each collective, the largest value of a `CommRows` column over its ranks; -1 if no rank states it."""
-    most = np.full(len(job.joined), -1, np.int64)
+    most: I64 = stated(job, column).max(axis=1, initial=-1)
+    return most
+
+
+def stated(job: TracedJob, column: str) -> I64:
+    """Return a `CommRows` column for every collective and rank, [J, R]; -1: not stated, or the rank took no part."""
+    found = np.full(job.joined.row.shape, -1, np.int64)
     for c, d in enumerate(job.digests):
         took = np.flatnonzero(job.joined.row[:, c] >= 0)
-        most[took] = np.maximum(most[took], getattr(d.comm, column)[job.joined.row[took, c]])
-    return most
+        found[took, c] = getattr(d.comm, column)[job.joined.row[took, c]]
+    return found
 
 
 def link_of_group(job: TracedJob, members: tuple[int, ...] | None) -> float | None:

@@ -18,13 +18,11 @@ from counterpoint.diagnosis.analysis.experts import (
     expert_waits,
 )
 from counterpoint.diagnosis.analysis.idle import RankIdle, hosts_known, idle_of_ranks, summarise_idle
-from counterpoint.diagnosis.analysis.kernels import KernelSet, compare_overlap
-from counterpoint.diagnosis.analysis.launch_order import Blocked, find_blocked
+from counterpoint.diagnosis.analysis.kernels import Blocked, KernelSet, compare_overlap, find_blocked
 from counterpoint.diagnosis.analysis.replay import replay
 from counterpoint.diagnosis.analysis.stragglers import find_delays, find_stragglers
 from counterpoint.diagnosis.analysis.unrecorded import Unrecorded, find_unrecorded
-from counterpoint.diagnosis.analysis.vendor import TracedStack, traced_stack
-from counterpoint.diagnosis.reading.traced_job import TracedJob
+from counterpoint.diagnosis.reading.traced_job import TracedJob, TracedStack, traced_stack
 from counterpoint.records.diagnosis import (
     Account,
     Collective,

@@ -19,7 +19,7 @@ from itertools import pairwise
 import msgspec
 import numpy as np
 
-from counterpoint.diagnosis.analysis.accounts import Activity, Waits
+from counterpoint.diagnosis.analysis.accounts import Activity, Waits, stated
 from counterpoint.diagnosis.analysis.parallel_groups import parallels
 from counterpoint.diagnosis.reading.traced_job import TracedJob
 from counterpoint.records.diagnosis import Straggler
@@ -246,12 +246,8 @@ def _by_name(job: TracedJob) -> np.ndarray[tuple[int], np.dtype[np.str_]]:
 
 def _stated(job: TracedJob, column: str) -> F64:
     """Return a column of bytes of `CommRows` for every joined collective and rank; NaN: not stated, or took no part."""
-    found = np.full(job.joined.row.shape, np.nan)
-    for c, d in enumerate(job.digests):
-        took = np.flatnonzero(job.joined.row[:, c] >= 0)
-        value = getattr(d.comm, column)[job.joined.row[took, c]]
-        found[took, c] = np.where(value >= 0, value, np.nan)
-    return found
+    found = stated(job, column)
+    return np.where(found >= 0, found, np.nan)
 
 
 def _uneven(shares: F64) -> Bools:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from counterpoint.diagnosis.reading.gaps import STALL_US
-from counterpoint.diagnosis.reading.host_names import CATEGORIES
+from counterpoint.diagnosis.reading.gaps import STALL_US, Gaps, Pauses
+from counterpoint.diagnosis.reading.host_threads import CATEGORIES
 from counterpoint.diagnosis.reading.intervals import Intervals
 from counterpoint.diagnosis.reading.modules import PHASES, module_of
 from counterpoint.diagnosis.reading.traced_job import TracedJob
@@ -52,10 +52,15 @@ def idle_of_ranks(job: TracedJob, per_rank: tuple[RankAccount, ...]) -> tuple[Ra
 
 def time_in(job: TracedJob, column: int, steps: I64) -> F64:
     """Return, for each row of a rank's `Gaps`, its µs that lie in these steps."""
-    gaps = job.digests[column].gaps
-    start, end = job.on_job_clock(column, gaps.start), job.on_job_clock(column, gaps.end)
-    inside = Intervals.union(job.step_start[steps, column], job.step_end[steps, column]).within(start, end)
-    return np.asarray(gaps.time * np.minimum(inside / np.maximum(end - start, 1e-9), 1.0))
+    within = Intervals.union(job.step_start[steps, column], job.step_end[steps, column])
+    return _share_inside(job, column, job.digests[column].gaps, within)
+
+
+def _share_inside(job: TracedJob, column: int, table: Gaps | Pauses, within: Intervals) -> F64:
+    """Return, for each row of a rank's gaps or pauses, its µs that lie in these intervals."""
+    start, end = job.on_job_clock(column, table.start), job.on_job_clock(column, table.end)
+    inside = within.within(start, end)
+    return np.asarray(table.time * np.minimum(inside / np.maximum(end - start, 1e-9), 1.0))
 
 
 def summarise_idle(job: TracedJob, idle: tuple[RankIdle, ...], columns: list[int] | None = None) -> Idle:
@@ -126,17 +131,10 @@ def most_time(times: dict[str, float], scale: float) -> tuple[HostTime, ...]:
     return tuple(HostTime(name=name, us=us * scale) for name, us in best)
 
 
-def _launches(job: TracedJob, column: int) -> tuple[F64, F64]:
-    """Return start and end of each host call of a rank that launched GPU work in the steps, each call once."""
-    gpu, at = job.digests[column].gpu, job.launch[column]
-    rows = np.flatnonzero((at >= job.step_start[0, column]) & (at < job.step_end[-1, column]))
-    at, first = np.unique(at[rows], return_index=True)
-    return at, at + (gpu.launch_end - gpu.launch_start)[rows[first]]
-
-
 def _launching(job: TracedJob, column: int) -> tuple[float, float, float]:
     """Return launches per step, mean µs between launches (without stalls) and mean µs of a kernel; NaN: unknown."""
-    gpu, (start, _) = job.digests[column].gpu, _launches(job, column)
+    gpu, at = job.digests[column].gpu, job.launch[column]
+    start = np.unique(at[(at >= job.step_start[0, column]) & (at < job.step_end[-1, column])])  # each call once
     if not len(start):
         return np.nan, np.nan, np.nan
     between = np.diff(start)
@@ -167,10 +165,7 @@ class HostPauses:
 
 def _time_paused(job: TracedJob, column: int) -> F64:
     """Return, for each row of a rank's `Pauses`, its µs that lie in the steps."""
-    pauses = job.digests[column].gaps.pauses
-    start, end = job.on_job_clock(column, pauses.start), job.on_job_clock(column, pauses.end)
-    inside = job.steps_of(column).within(start, end)
-    return np.asarray(pauses.time * np.minimum(inside / np.maximum(end - start, 1e-9), 1.0))
+    return _share_inside(job, column, job.digests[column].gaps.pauses, job.steps_of(column))
 
 
 def _some_host_pauses(job: TracedJob, columns: list[int], category: int) -> float:

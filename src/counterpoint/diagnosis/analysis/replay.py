@@ -41,10 +41,9 @@ from counterpoint.diagnosis.analysis.replay_graph import (
     without_contention,
 )
 from counterpoint.diagnosis.analysis.simulation import simulate, simulate_all
-from counterpoint.diagnosis.analysis.vendor import TracedStack
 from counterpoint.diagnosis.analysis.zero_sm import fsdp2_copies, without_fsdp2_copies, zero_sm
 from counterpoint.diagnosis.reading.gaps import STALL_US
-from counterpoint.diagnosis.reading.traced_job import TracedJob
+from counterpoint.diagnosis.reading.traced_job import TracedJob, TracedStack
 from counterpoint.records.diagnosis import Replay, WhatIfStep
 from counterpoint.trace.timeline import F64, I64, ROUNDED_US, Bools, Kind
 
@@ -98,7 +97,9 @@ def replay(
         what_if["no straggler"] = _no_straggler(graph, typical, hosts)
     if alone_us is not None:
         what_if["no contention"] = without_contention(graph, alone_us)
-    late = _suspected(graph, suspected_us) if suspected_us is not None else np.zeros(len(graph.row))
+    late: F64 = np.zeros(len(graph.row))
+    if suspected_us is not None:
+        late = np.minimum(of_operations(graph, suspected_us, 0.0), graph.duration)
     if late.any():
         what_if[NO_SUSPECTED_WAITING] = changed(
             graph, duration=graph.duration - late, transfer=graph.transfer - np.minimum(late, graph.transfer)
@@ -168,11 +169,6 @@ def _communication(graph: ReplayGraph, factor: float, waiting: F64) -> ReplayGra
         duration=(graph.duration - waiting) * scale + waiting,
         transfer=(graph.transfer - in_transfer) * scale + in_transfer,
     )
-
-
-def _suspected(graph: ReplayGraph, suspected_us: Sequence[F64]) -> F64:
-    waiting: F64 = np.minimum(of_operations(graph, suspected_us, 0.0), graph.duration)
-    return waiting
 
 
 def _of_hosts(graph: ReplayGraph, job: TracedJob, ends: F64, hosts: Sequence[I64]) -> dict[str, ReplayGraph]:

@@ -23,7 +23,7 @@ import numpy as np
 from counterpoint.diagnosis.analysis.accounts import Activity, Waits
 from counterpoint.diagnosis.analysis.idle import time_in
 from counterpoint.diagnosis.analysis.parallel_groups import parallels
-from counterpoint.diagnosis.reading.host_names import CATEGORIES
+from counterpoint.diagnosis.reading.host_threads import CATEGORIES
 from counterpoint.diagnosis.reading.intervals import Intervals
 from counterpoint.diagnosis.reading.modules import PHASES, Places, in_words, module_of
 from counterpoint.diagnosis.reading.traced_job import TracedJob
@@ -208,7 +208,7 @@ def _explain(
     elif excess.memcpy >= max(excess.compute, _EXPLAINED_SHARE * shown):
         found = _copy_cause(excess.memcpy, shown)
     else:
-        found = _compute_cause(_compare_kernels(job, column, late, steps), excess.compute, shown)
+        found = _compute_cause(job, column, late, steps, excess.compute, shown)
     duration = float((job.step_end - job.step_start).mean(axis=1).sum())
     if found.cause == "unknown" and felt < _LEAST_SHARE_UNEXPLAINED * duration:
         return None
@@ -341,103 +341,67 @@ def _copy_cause(copies_us: float, felt: float) -> _Why:
     return _Why(cause="late_input", detail="memcpy", evidence=evidence)
 
 
-def _compute_cause(diff: _KernelDifference, compute_us: float, felt: float) -> _Why:
-    """Return the cause: different, slower or additional kernels, or unknown if these do not explain the delay."""
-    where = in_words(diff.phase, diff.module).replace(", in", ", mostly in", 1)
-    late = f"it computes {compute_us / 1e3:.2f} ms longer than the typical rank{where}"
-    enough = _EXPLAINED_SHARE * felt
-    cause: StragglerCause = "unknown"
-    evidence = f"{late}, but its kernels are as many and as fast as those of rank {diff.peer}"
-    if diff.other_share >= 0.1 and diff.extra_us > enough:
-        cause = "more_work"
-        evidence = (
-            f"{late}: {diff.other_share:.0%} of its kernels differ in grid or shapes from rank {diff.peer}'s, "
-            f"{diff.extra_us / 1e3:+.2f} ms of kernels (such as {diff.example})"
-        )
-    elif diff.ratio > 1.02 and diff.slower_us > enough and diff.slowest:
-        cause = "slow_kernel"
-        evidence = (
-            f"{late}: {diff.slowest} takes {diff.slowest_ratio:.2f} x as long as on rank {diff.peer}, in equal grids "
-            f"and shapes, and all its other kernels {diff.other_ratio:.2f} x: its work differs, not the GPU"
-        )
-    elif diff.ratio > 1.02 and diff.slower_us > enough:
-        cause = "slow_kernels"
-        evidence = (
-            f"{late}: the same kernels take {diff.ratio:.2f} x as long as on rank {diff.peer} "
-            f"({diff.matched} of {diff.count} kernels compared, worst {diff.example})"
-        )
-    elif diff.extra_us > max(enough, 0.5 * compute_us):
-        cause = "more_work"
-        evidence = f"{late}: {diff.extra_us / 1e3:.2f} ms of kernels that rank {diff.peer} lacks"
-    detail = diff.slowest if cause == "slow_kernel" else diff.example if cause != "unknown" else None
-    return _Why(cause=cause, detail=detail, evidence=evidence, phase=diff.phase, module=diff.module)
+def _compute_cause(job: TracedJob, column: int, late: I64, steps: I64, compute_us: float, felt: float) -> _Why:
+    """Return the cause: different, slower or additional kernels, or unknown if these do not explain the delay.
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _KernelDifference:
-    """Compares the compute kernels of a late rank with those of a peer, in some steps.
-
-    A signature is name, grid, block and input shapes. ratio: time of kernels that both ran, mean by mean, weighted by
-    the late rank's counts; slower_us: the time that this ratio costs; slowest: the name that alone is slower, with its
-    ratio and that of all others, None: several are; other_share: share of the late rank's kernels
-    without a match on the peer; extra_us: kernel time beyond the peer's from unmatched signatures and higher counts.
+    The kernels of a rank in some steps are compared, by name, grid, block and input shapes, with those of the peer that
+    has the median kernel time. Times of kernels that both ran are compared mean by mean, weighted by the rank's counts.
     """
-
-    peer: int
-    count: int
-    matched: int
-    ratio: float
-    slower_us: float
-    slowest: str | None
-    slowest_ratio: float
-    other_ratio: float
-    other_share: float
-    extra_us: float
-    example: str | None
-    phase: str | None  # phase with most of the longer time, and its module
-    module: str | None
-
-
-def _compare_kernels(job: TracedJob, column: int, late: I64, steps: I64) -> _KernelDifference:
-    """Compare a rank's compute kernels in some steps with those of the peer that has the median kernel time."""
     mine = _signatures(job, column, steps)
     others_of = {c: _signatures(job, c, steps) for c in range(len(job.ranks)) if c not in late}
     by_time = sorted(others_of, key=lambda c: sum(float(v.sum()) for v in others_of[c].values()))
-    peer = by_time[(len(by_time) - 1) // 2]
-    theirs = others_of[peer]
+    peer_column = by_time[(len(by_time) - 1) // 2]
+    peer, theirs = job.ranks[peer_column], others_of[peer_column]
     both = mine.keys() & theirs.keys()
-    matched = sum(min(len(mine[s]), len(theirs[s])) for s in both)
-    count = sum(map(len, mine.values()))
+    matched, count = sum(min(len(mine[s]), len(theirs[s])) for s in both), sum(map(len, mine.values()))
     expected = sum(float(np.mean(theirs[s])) * len(mine[s]) for s in both)
     measured = sum(float(np.mean(mine[s])) * len(mine[s]) for s in both)
-    slowest, slowest_ratio, other_ratio = _slowest(mine, theirs)
+    ratio, other_share = measured / expected if expected > 0 else 1.0, 1 - matched / count if count else 0.0
     others = {s: v for s, v in mine.items() if s not in theirs}
     lacking = {s: v for s, v in theirs.items() if s not in mine}
-    extra = sum(float(v.sum()) for v in others.values()) - sum(float(v.sum()) for v in lacking.values())
-    surplus = sum(
+    extra_us = sum(float(v.sum()) for v in others.values()) - sum(float(v.sum()) for v in lacking.values())
+    extra_us += sum(
         float(mine[s].sum()) * (1 - len(theirs[s]) / len(mine[s])) for s in both if len(mine[s]) > len(theirs[s])
     )
+    example = None
     if others:
-        worst = max(others, key=lambda s: float(others[s].sum()))
+        example = max(others, key=lambda s: float(others[s].sum()))[0][:120]
     elif both:
-        worst = max(both, key=lambda s: (float(np.mean(mine[s])) - float(np.mean(theirs[s]))) * len(mine[s]))
+        longer = {s: (float(np.mean(mine[s])) - float(np.mean(theirs[s]))) * len(mine[s]) for s in both}
+        example = max(both, key=lambda s: longer[s])[0][:120]
+    places = zip(*(_by_place(job, c, steps) for c in (column, peer_column)), strict=True)
+    phase, module = (_mostly(*of_both) for of_both in places)
+    where = in_words(phase, module).replace(", in", ", mostly in", 1)
+    text = f"it computes {compute_us / 1e3:.2f} ms longer than the typical rank{where}"
+    enough = _EXPLAINED_SHARE * felt
+    slower = ratio > 1.02 and measured - expected > enough
+    slowest, slowest_ratio, other_ratio = _slowest(mine, theirs)
+    cause: StragglerCause = "unknown"
+    if other_share >= 0.1 and extra_us > enough:
+        cause = "more_work"
+        text += (
+            f": {other_share:.0%} of its kernels differ in grid or shapes from rank {peer}'s, "
+            f"{extra_us / 1e3:+.2f} ms of kernels (such as {example})"
+        )
+    elif slower and slowest:
+        cause, example = "slow_kernel", slowest
+        text += (
+            f": {slowest} takes {slowest_ratio:.2f} x as long as on rank {peer}, in equal grids "
+            f"and shapes, and all its other kernels {other_ratio:.2f} x: its work differs, not the GPU"
+        )
+    elif slower:
+        cause = "slow_kernels"
+        text += (
+            f": the same kernels take {ratio:.2f} x as long as on rank {peer} "
+            f"({matched} of {count} kernels compared, worst {example})"
+        )
+    elif extra_us > max(enough, 0.5 * compute_us):
+        cause = "more_work"
+        text += f": {extra_us / 1e3:.2f} ms of kernels that rank {peer} lacks"
     else:
-        worst = None
-    return _KernelDifference(
-        peer=job.ranks[peer],
-        count=count,
-        matched=matched,
-        ratio=measured / expected if expected > 0 else 1.0,
-        other_share=1 - matched / count if count else 0.0,
-        slower_us=measured - expected,
-        slowest=slowest,
-        slowest_ratio=slowest_ratio,
-        other_ratio=other_ratio,
-        extra_us=extra + surplus,
-        example=worst[0][:120] if worst else None,
-        phase=_mostly(*(_by_place(job, c, steps)[0] for c in (column, peer))),
-        module=_mostly(*(_by_place(job, c, steps)[1] for c in (column, peer))),
-    )
+        example = None
+        text += f", but its kernels are as many and as fast as those of rank {peer}"
+    return _Why(cause=cause, detail=example, evidence=text, phase=phase, module=module)
 
 
 def _slowest(mine: _Signatures, theirs: _Signatures) -> tuple[str | None, float, float]:

@@ -12,8 +12,13 @@ from counterpoint.diagnosis.analysis.accounts import Waits
 from counterpoint.diagnosis.analysis.analysis import Analysis
 from counterpoint.diagnosis.analysis.replay import NO_SUSPECTED_WAITING
 from counterpoint.diagnosis.analysis.unrecorded import Unrecorded
-from counterpoint.diagnosis.findings.advice import advise_exposed, no_sm_collectives
-from counterpoint.diagnosis.findings.words import counted, in_parentheses, saves_otherwise
+from counterpoint.diagnosis.findings.advice import (
+    advise_exposed,
+    counted,
+    in_parentheses,
+    no_sm_collectives,
+    saves_otherwise,
+)
 from counterpoint.records.diagnosis import Account, Collective, Finding, ranks_in_words
 from counterpoint.trace.timeline import F64, I64, Bools
 

@@ -14,9 +14,10 @@ from counterpoint.diagnosis.findings.advice import (
     advise_kernel,
     advise_launch_order,
     advise_straggler,
+    counted,
     no_sm_collectives,
+    short_name,
 )
-from counterpoint.diagnosis.findings.words import counted, short_name
 from counterpoint.records.causes import KERNEL_CAUSES, STRAGGLER_CAUSES
 from counterpoint.records.diagnosis import Finding, KernelComparison, Straggler, ranks_in_words
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from counterpoint.diagnosis.analysis.accounts import Activity
 from counterpoint.diagnosis.analysis.analysis import Analysis
-from counterpoint.diagnosis.findings.words import saves_otherwise
+from counterpoint.diagnosis.findings.advice import saves_otherwise
 from counterpoint.diagnosis.reading.intervals import Intervals
 from counterpoint.diagnosis.reading.traced_job import TracedJob
 from counterpoint.records.causes import IDLE_CAUSES

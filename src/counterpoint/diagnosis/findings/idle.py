@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from counterpoint.diagnosis.analysis.analysis import Analysis
 from counterpoint.diagnosis.analysis.idle import LONG_US, STALLS, HostPauses, long_pauses, share_out, summarise_idle
-from counterpoint.diagnosis.findings.advice import advise_idle
-from counterpoint.diagnosis.findings.words import short_name
+from counterpoint.diagnosis.findings.advice import advise_idle, short_name
 from counterpoint.diagnosis.reading.traced_job import TracedJob
 from counterpoint.records.causes import IDLE_CAUSES
 from counterpoint.records.diagnosis import Finding, HostTime, Idle, IdleCause, ranks_in_words

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from counterpoint.diagnosis.reading import host_names
+from counterpoint.diagnosis.reading.host_threads import ALLOCATION, CAPTURE, COMPILATION, CUDA_START, says
 from counterpoint.diagnosis.reading.intervals import Intervals
 from counterpoint.diagnosis.reading.repetition import repeated_steps
 from counterpoint.records.diagnosis import WHOLE_TRACE
@@ -313,15 +313,15 @@ def _set_up(timeline: Timeline) -> list[_SetUp]:
     host = timeline.host
     found = []
     for label, patterns, share, first_only in (
-        ("graph capture", (host_names.CAPTURE,), _SET_UP_SHARE, False),
-        ("compilation", (host_names.COMPILATION,), _SET_UP_SHARE, False),
-        ("start-up (memory, streams and modules made)", (host_names.CUDA_START, host_names.ALLOCATION), _START_UP_SHARE,
+        ("graph capture", (CAPTURE,), _SET_UP_SHARE, False),
+        ("compilation", (COMPILATION,), _SET_UP_SHARE, False),
+        ("start-up (memory, streams and modules made)", (CUDA_START, ALLOCATION), _START_UP_SHARE,
          True),
     ):  # fmt: skip
-        is_it = np.array([host_names.says(name, *patterns) for name in timeline.names], bool)
-        if host_names.COMPILATION in patterns:  # a range of capture may also have the name of a compilation
-            is_it &= ~np.array([host_names.says(name, host_names.CAPTURE) for name in timeline.names], bool)
-        rows = np.flatnonzero(is_it[host.name] & (host.kind != HostKind.SYNC)) if len(is_it) else np.empty(0, np.int64)
+        is_it = np.array([says(name, *patterns) for name in timeline.names], bool)
+        if COMPILATION in patterns:  # a range of capture may also have the name of a compilation
+            is_it &= ~np.array([says(name, CAPTURE) for name in timeline.names], bool)
+        rows = np.flatnonzero(is_it[host.name] & (host.kind != HostKind.SYNC))
         if not len(rows):
             continue
         start, end = _from_begin_to_end(timeline, rows)
@@ -333,9 +333,7 @@ def _set_up(timeline: Timeline) -> list[_SetUp]:
 
 def _share(found: _SetUp, steps: StepWindows) -> F64:
     """Return the share (0 to 1) of each step that this set-up work takes."""
-    length = np.maximum(steps.end - steps.start, 1e-3)
-    share: F64 = found.ranges.within(steps.start, steps.end) / length
-    return share
+    return found.ranges.within(steps.start, steps.end) / np.maximum(steps.end - steps.start, 1e-3)
 
 
 def _without_set_up(steps: StepWindows, set_up: list[_SetUp]) -> StepWindows:
@@ -350,10 +348,8 @@ def _without_set_up(steps: StepWindows, set_up: list[_SetUp]) -> StepWindows:
         if not unusual.any():
             continue
         inside = found.ranges & Intervals.union(steps.start[unusual], steps.end[unusual])
-        spent, total = (
-            found.ranges.within(steps.start, steps.end)[unusual].sum(),
-            (steps.end - steps.start)[unusual].sum(),
-        )
+        spent = found.ranges.within(steps.start, steps.end)[unusual].sum()
+        total = (steps.end - steps.start)[unusual].sum()
         which = ", ".join(name for name, odd in zip(steps.names, unusual.tolist(), strict=True) if odd)
         which = "the recording" if steps.found_by == "whole" else which[:120]
         notes.append(

@@ -1,6 +1,7 @@
 """Join the digests of all ranks into one job on one clock, the input of every analysis.
 
-Ranks that cannot belong to one run are refused, in checks before and after their clocks are aligned.
+Ranks that cannot belong to one run are refused, in checks before and after their clocks are aligned. `TracedStack` says
+whose GPUs, collectives and framework the job shows, so that advice names only settings that they have.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from counterpoint.diagnosis.reading.intervals import Intervals
 from counterpoint.diagnosis.reading.join import LOOSE_ENDS, Joined, join
 from counterpoint.errors import BadTrace
 from counterpoint.records.diagnosis import WHOLE_TRACE, ranks_in_words
+from counterpoint.trace.classify import is_nccl
 from counterpoint.trace.clocks import Clocks, align_clocks
 from counterpoint.trace.timeline import F64, I64, Bools, Kind, device_of
 
@@ -27,6 +29,12 @@ _LATE_THREAD_US = 50_000.0  # so late may a thread that waits for a core end a c
 _CONTEXT_SHARE = 0.02  # of the compute of a process's busiest GPU: a GPU with less has only a context
 _TORCH = re.compile(r"\b(at|c10|c10d|aten|torch|autograd)::|^triton_|^nvjet|\.py\(|^nn\.Module|ProfilerStep|torch")
 _FEW = 4  # with fewer collectives, the checks accept everything
+_AMD = re.compile(r"AMD|Radeon|Instinct|\bMI\d{2,3}|gfx\d", re.IGNORECASE)
+_NVIDIA = re.compile(r"NVIDIA|Tesla|GeForce|Quadro|\b(?:GB?|[ABHVPTL])\d{2,3}\b", re.IGNORECASE)
+_AMD_NAMES = re.compile(r"^hip[A-Z]|^Cijk_")
+_NVIDIA_NAMES = re.compile(r"^cuda[A-Z]|^cu[A-Z]|cublas|cudnn|nvjet|cutlass|sm\d{2,3}_")
+_FSDP = re.compile(r"fsdp|fully_shard", re.IGNORECASE)
+_FSDP2 = re.compile(r"^FSDP::|^fsdp::|chunk_cat_cuda_kernel")  # ranges, operators and a kernel that FSDP1 lacks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -371,3 +379,49 @@ def _check_clocks(digests: list[RankDigest], joined: Joined, clocks: Clocks) -> 
 
 def _different(digests: list[RankDigest], column: int, what: str) -> BadTrace:
     return BadTrace(f"ranks of different runs: {what}; give the traces of one run", path=digests[column].path)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TracedStack:
+    """Holds which hardware and software a trace shows; False and None: not seen."""
+
+    vendor: str | None  # nvidia | amd | cpu
+    nccl: bool  # kernels of NCCL or RCCL
+    fsdp: bool
+    fsdp2: bool
+
+    @property
+    def nvidia_nccl(self) -> bool:
+        """Return whether NCCL's own knobs apply: RCCL and gloo do not have them."""
+        return self.nccl and self.vendor == "nvidia"
+
+    @property
+    def overlaps(self) -> bool:
+        """Return whether `counterpoint.overlap(model)` can replace the collectives."""
+        return self.fsdp2 and self.nvidia_nccl
+
+
+def traced_stack(job: TracedJob) -> TracedStack:
+    """Return the hardware and software that the traces of a job show."""
+    digests = job.digests
+    names = {name for d in digests for name in d.names}
+    device = next((d.device.name for d in digests if d.device.name), "") or ""
+    communication = {d.names[i] for d in digests for i in set(d.gpu.name[d.gpu.kind == Kind.COMM].tolist())}
+    return TracedStack(
+        vendor=_vendor(device, names),
+        nccl=any(map(is_nccl, communication)) and device != "cpu",
+        fsdp=any(map(_FSDP.search, names)),
+        fsdp2=any(map(_FSDP2.search, names)),
+    )
+
+
+def _vendor(device: str, names: set[str]) -> str | None:
+    if device == "cpu":
+        return "cpu"
+    if _AMD.search(device):
+        return "amd"
+    if _NVIDIA.search(device):
+        return "nvidia"
+    if any(map(_AMD_NAMES.search, names)):
+        return "amd"
+    return "nvidia" if any(map(_NVIDIA_NAMES.search, names)) else None

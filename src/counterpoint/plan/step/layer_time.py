@@ -59,7 +59,7 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "float8_e4m3fn", "fp32":
 def pieces_us(
     operation: TensorOperation, columns: int, depth: int, dtype: str, rows: int, ranks: int, gpu: tuple[str, str]
 ) -> float:
-    """Return the µs that a product with communication in pieces takes beyond the product alone (`pair/matmul_choice.py`).
+    """Return the µs that a product with communication in pieces takes beyond the product alone.
 
     Both are by an estimated curve of the product, with `rows` of all ranks, `columns`, and `depth` elements in each
     sum; `gpu` has its name, and the file of its profile as `ClusterGpu.machine` has it.
