@@ -14,11 +14,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.errors import Misconfigured, Unsupported
-from counterpoint.parallel.arguments import op_and_factor
 from counterpoint.parallel.fsdp.hooks import GatherHook
 from counterpoint.parallel.fsdp.modules import sharded_modules
 from counterpoint.parallel.options import OverlapOptions
 from counterpoint.parallel.overlap import overlap
+from counterpoint.parallel.torch_calls import op_and_factor
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from counterpoint.parallel.follow_tuning import FollowedTuning
 from counterpoint.parallel.options import ExpertChoice, ExpertOptions
 from counterpoint.parallel.report import ModuleRow, Report, together
 from counterpoint.parallel.tensor.parallel_styles import closure_of, is_function, ranks_of
-from counterpoint.parallel.uncompiled import uncompiled
+from counterpoint.parallel.torch_calls import uncompiled
 from counterpoint.records.tuning import LEAVE
 from counterpoint.tuned.choices import EXCHANGE
 

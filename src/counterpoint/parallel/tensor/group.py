@@ -25,9 +25,8 @@ from counterpoint.pair.arrivals import TensorOperation
 from counterpoint.pair.matmul_choice import MatmulPlan
 from counterpoint.pair.sharded_rows import ShardedRows
 from counterpoint.parallel.follow_tuning import FollowedTuning, follow_together
-from counterpoint.parallel.group import RankGroup, rank_group, torch_group
+from counterpoint.parallel.group import RankGroup, Registry, rank_group, torch_group
 from counterpoint.parallel.options import TensorOptions
-from counterpoint.parallel.registry import Registry
 from counterpoint.parallel.report import CallCounts, Report, RoutedPath
 from counterpoint.parallel.tensor.flagged import MAX_SPINS
 from counterpoint.parallel.tensor.overlapped import RowGather, RowScatter, Steps, Weight, grad_of_weight
