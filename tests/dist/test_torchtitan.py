@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from counterpoint import torchtitan as dispatching
 from counterpoint.measurement.session import Session
+from counterpoint.parallel.expert import titan_dispatcher as dispatching
 from tests.support import toy_torchtitan as toy
 from tests.support.ranks import Ranks
 

@@ -142,9 +142,9 @@ def error_of(call: Callable[[], object]) -> str:
 
 def end_operations(_: object = None) -> None:
     """Close the tensor groups, dispatchers and communicators of process groups that stay, on all ranks together."""
-    registries = {"parallel.tensor.group": "_GROUPS", "torchtitan": "_DISPATCHERS", "parallel.group": "_GROUPS"}
+    registries = {"tensor.group": "_GROUPS", "expert.titan_dispatcher": "_DISPATCHERS", "group": "_GROUPS"}
     for module, name in registries.items():
-        registry: Any = getattr(sys.modules.get(f"counterpoint.{module}"), name, None)
+        registry: Any = getattr(sys.modules.get(f"counterpoint.parallel.{module}"), name, None)
         if registry is not None:
             for group in list(registry._made):
                 registry.close(group)

@@ -5,7 +5,7 @@
   all_to_all_single, the reference; `gathering.py`, all tokens to all ranks; `slabs.py`, equally many rows to each rank.
 - `permute.py`: between the order of tokens and that of this rank's experts; `kernels.py`: the room's Triton kernels.
 - `layers.py`: experts as grouped matmuls, and a layer of them in parts.
-- `modules.py`: puts them under a model of `transformers`.
+- `modules.py`: puts them under a model of `transformers`; `titan_dispatcher.py`: under torchtitan's dispatcher.
 """
 
 from counterpoint.parallel.expert.dispatcher import Dispatcher, Handle
