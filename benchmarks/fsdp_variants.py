@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from counterpoint.parallel.fsdp.hooks import GatherHook
+from counterpoint.parallel.fsdp.hooks import GatherHook, prefetch_targets
 from counterpoint.parallel.fsdp.modules import present_hooks, sharded_modules
-from counterpoint.parallel.fsdp.prefetch import prefetch_targets
 from counterpoint.parallel.options import OverlapOptions
 from counterpoint.parallel.overlap import Overlap, overlap
 

@@ -7,8 +7,7 @@
 - `backend/`: a backend of torch.distributed, for everything else.
 - `group.py`: the communicator that all users of the same ranks share, and what decides about their calls.
 - `options.py`: the options of all of them; `report.py`: which modules and calls run how, and why.
-- `background.py`: the thread that launches reductions of gradient buckets; `work.py`: a call that was started.
-- `arguments.py`: the arguments that torch gives to its process groups and to FSDP2's hooks.
-- `call_memory.py`: symmetric memory of single calls; `uncompiled.py`: functions that torch.compile leaves out;
-  `sums.py`: adds up what the ranks sent.
+- `background.py`: the thread that launches reductions of gradient buckets.
+- `call_memory.py`: symmetric memory of single calls; `sums.py`: adds up what the ranks sent.
+- `torch_calls.py`: what torch gives to its process groups and to FSDP2's hooks, and what it gets from them.
 """

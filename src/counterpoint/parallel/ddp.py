@@ -107,13 +107,13 @@ class HookState:
             self._counts.add("all_reduce", bucket.nbytes, "torch", left_why)
             return _averaged_by_torch(bucket, torch_group(self.group))
         values = torch.view_as_real(bucket).view(-1) if bucket.is_complex() else bucket
-        wire = self._wire if self._wire is not None and values.dtype.itemsize > self._wire.itemsize else None
-        in_place = wire is not None or self.communicator.is_symmetric(values)
+        is_narrowed = self._wire is not None and values.dtype.itemsize > self._wire.itemsize
+        in_place = is_narrowed or self.communicator.is_symmetric(values)
         over_hosts = isinstance(self.communicator, HierarchicalCommunicator)
         why = "in place" if in_place else "copied from its landing"
         self._counts.add("all_reduce", bucket.nbytes, "hosts" if over_hosts else "zero_sm", why)
         self._num_bytes += bucket.nbytes
-        run = {None: self._average, torch.bfloat16: self._average_as_bfloat16}.get(wire, self._average_as_float8)
+        run = self._average_narrowed if is_narrowed else self._average
         # A bucket's channel follows from its number, so that prepared calls are repeated, not from its address, since
         # under torch's `Join` a rank without inputs has buckets of zeros in plain memory.
         channels = CHANNELS["buckets" if self.communicator.channels > 1 else "calls"]
@@ -124,21 +124,18 @@ class HookState:
     def _average(self, values: Tensor, channel: int) -> None:
         all_reduce_in_pieces(self.communicator, values, "avg", 1.0, channel)
 
-    def _average_as_bfloat16(self, values: Tensor, channel: int) -> None:
+    def _average_narrowed(self, values: Tensor, channel: int) -> None:
+        average = self._average_as_bfloat16 if self._wire == torch.bfloat16 else self._average_as_float8
         for piece in pieces(values):
-            self._average_piece_as_bfloat16(piece, channel)
+            average(piece, channel)
 
-    def _average_piece_as_bfloat16(self, values: Tensor, channel: int) -> None:
+    def _average_as_bfloat16(self, values: Tensor, channel: int) -> None:
         wire = self.communicator.empty(values.numel(), dtype=torch.bfloat16)
         wire.copy_(values)
         self.communicator.all_reduce(wire, "avg", channel=channel)
         values.copy_(wire)
 
     def _average_as_float8(self, values: Tensor, channel: int) -> None:
-        for piece in pieces(values):
-            self._average_piece_as_float8(piece, channel)
-
-    def _average_piece_as_float8(self, values: Tensor, channel: int) -> None:
         """Average a piece over all ranks in place: exchange float8 blocks, sum in float32, gather bfloat16 averages."""
         communicator, ranks = self.communicator, self.communicator.world_size
         blocks = -(-values.numel() // (ranks * _BLOCK))  # for each rank

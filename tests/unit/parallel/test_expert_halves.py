@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from counterpoint.errors import Unsupported
-from counterpoint.parallel.expert.halves import Trip
+from counterpoint.parallel.expert.dispatcher import Trip
 from counterpoint.parallel.expert.options import Halves
 from counterpoint.parallel.report import RoutedPath
 

@@ -10,15 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import _make_nccl_premul_sum
-from torch.distributed.fsdp import FSDPModule
 
 from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.errors import Misconfigured, Unsupported
-from counterpoint.parallel.arguments import op_and_factor
 from counterpoint.parallel.fsdp.hooks import GatherHook
 from counterpoint.parallel.fsdp.modules import sharded_modules
 from counterpoint.parallel.options import OverlapOptions
-from counterpoint.parallel.overlap import overlap
+from counterpoint.parallel.torch_calls import op_and_factor
 
 
 @pytest.mark.parametrize(
@@ -35,14 +33,6 @@ def test_options_that_mean_nothing_are_refused(options: dict[str, Any], said: st
         OverlapOptions(**options)
 
 
-@pytest.mark.parametrize("hook", ["all_gather", "reduce_scatter"])
-def test_a_torch_without_hooks_is_named(monkeypatch: pytest.MonkeyPatch, hook: str) -> None:
-    """Before anything is changed."""
-    monkeypatch.delattr(FSDPModule, f"set_custom_{hook}")
-    with pytest.raises(Unsupported, match=f"has no FSDPModule.set_custom_{hook}; use torch 2.11"):
-        overlap(nn.Linear(2, 2))
-
-
 class Sharded(nn.Linear):
     """A module that says of itself what FSDP2 says of its own."""
 
@@ -55,8 +45,6 @@ class Sharded(nn.Linear):
 def pretended(monkeypatch: pytest.MonkeyPatch, **state: Any) -> nn.Module:
     """A model that passes for one of FSDP2, with that state."""
     monkeypatch.setattr("torch.distributed.fsdp.FSDPModule", Sharded)
-    for hook in ("set_custom_all_gather", "set_custom_reduce_scatter"):
-        monkeypatch.setattr(Sharded, hook, None, raising=False)
     model = Sharded(2, 2)
     model.state = SimpleNamespace(**state)
     return model

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from counterpoint.parallel.fsdp.prefetch import PrefetchTargets, prefetch_targets
+from counterpoint.parallel.fsdp.hooks import PrefetchTargets, prefetch_targets
 
 Path = tuple[int, ...]
 """A module of a tree: the numbers of the children on the way to it."""

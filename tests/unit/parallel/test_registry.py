@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from counterpoint.errors import Misconfigured
-from counterpoint.parallel.registry import Registry
+from counterpoint.parallel.group import Registry
 
 
 class Kept:

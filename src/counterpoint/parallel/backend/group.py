@@ -36,7 +36,6 @@ from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.collectives.program.operations import crossovers
 from counterpoint.collectives.work import TorchWork, Work
 from counterpoint.errors import Misconfigured, Unsupported
-from counterpoint.parallel.arguments import call_options, num_bytes_of, op_and_factor, reduces
 from counterpoint.parallel.backend import NAME
 from counterpoint.parallel.backend.hosts import (
     crossovers_over_hosts,
@@ -51,8 +50,15 @@ from counterpoint.parallel.follow_tuning import follow_together
 from counterpoint.parallel.group import CHANNELS, RankGroup, Route
 from counterpoint.parallel.options import BackendOptions
 from counterpoint.parallel.report import CallCounts, Report
-from counterpoint.parallel.uncompiled import never_compiled
-from counterpoint.parallel.work import StartedWork, together
+from counterpoint.parallel.torch_calls import (
+    StartedWork,
+    call_options,
+    never_compiled,
+    num_bytes_of,
+    op_and_factor,
+    reduces,
+    together,
+)
 
 c10d: Any = _distributed_c10d  # the type stubs lack half of its names
 (_CHANNEL,) = CHANNELS["calls"]

@@ -274,7 +274,7 @@ class MessagePairs:
 
     def _open(self, peer: int, way: str, device: torch.device) -> None:
         """Wait until the pair with `peer` is open; meanwhile open the pairs for which other ranks want this rank."""
-        mine, deadline = self._word(self._rank), time.monotonic() + self._options.timeout_s
+        mine, deadline = str(self._rank), time.monotonic() + self._options.timeout_s
         self._store.set(mine, _FREE)
         try:
             while True:
@@ -303,16 +303,16 @@ class MessagePairs:
         """Return the token of the pair with `peer` if both ranks' words in the store could be set to it, or `free`."""
         low, high = sorted((self._rank, peer))
         token = f"{low}-{high} {way} by {self._rank}"
-        if self._store.compare_set(self._word(low), _FREE, token).decode() != token:
+        if self._store.compare_set(str(low), _FREE, token).decode() != token:
             return _FREE
-        if self._store.compare_set(self._word(high), _FREE, token).decode() != token:
-            self._store.set(self._word(low), _FREE)
+        if self._store.compare_set(str(high), _FREE, token).decode() != token:
+            self._store.set(str(low), _FREE)
             return _FREE
         return token
 
     def _is_whole(self, token: str) -> bool:
         """Return whether both ranks' words have the token; if not, its owner will set the second or clear the first."""
-        words = [self._word(rank) for rank in _ranks_of(token)]
+        words = map(str, _ranks_of(token))
         return all(self._store.check([word]) and self._store.get(word).decode() == token for word in words)
 
     def _meet(self, token: str, device: torch.device) -> None:
@@ -342,10 +342,6 @@ class MessagePairs:
             call = line.group.send if source == self._rank else line.group.recv
             call([word], ranks.index(peer), 0).wait()
         return TorchPair(lines[self._rank], lines[peer], ranks.index(peer))
-
-    @staticmethod
-    def _word(rank: int) -> str:
-        return f"{rank}"
 
 
 def _own_stream(device: torch.device) -> AbstractContextManager[Any]:

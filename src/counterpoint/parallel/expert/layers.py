@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from counterpoint.errors import Misconfigured
 from counterpoint.parallel.expert.permute import on_gpu, triton_kernels
-from counterpoint.parallel.uncompiled import uncompiled
+from counterpoint.parallel.torch_calls import uncompiled
 
 if TYPE_CHECKING:
     from counterpoint.parallel.expert.dispatcher import Dispatcher

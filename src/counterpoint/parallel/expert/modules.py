@@ -23,10 +23,11 @@ from counterpoint.errors import Misconfigured
 from counterpoint.parallel.expert.dispatcher import Dispatcher, most_tokens
 from counterpoint.parallel.expert.layers import ExpertWeights, overlapped_moe
 from counterpoint.parallel.follow_tuning import FollowedTuning
+from counterpoint.parallel.group import ranks_of
 from counterpoint.parallel.options import ExpertChoice, ExpertOptions
 from counterpoint.parallel.report import ModuleRow, Report, together
-from counterpoint.parallel.tensor.parallel_styles import closure_of, is_function, ranks_of
-from counterpoint.parallel.uncompiled import uncompiled
+from counterpoint.parallel.tensor.parallel_styles import closure_of, is_function, local_part
+from counterpoint.parallel.torch_calls import uncompiled
 from counterpoint.records.tuning import LEAVE
 from counterpoint.tuned.choices import EXCHANGE
 
@@ -132,7 +133,7 @@ class OverlappedExperts:
     @uncompiled
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Run all ranks' experts on this rank's tokens; return the weighted sums, as the module's `forward` does."""
-        x, ids, weights = _local(hidden_states), _local(top_k_index), _local(top_k_weights)
+        x, ids, weights = local_part(hidden_states), local_part(top_k_index), local_part(top_k_weights)
         if why := self._unfit(x):
             self.torch_why = why
             return self._stock(hidden_states, top_k_index, top_k_weights)
@@ -149,7 +150,7 @@ class OverlappedExperts:
             )
         module: Any = self.module
         gate = None if self.style.has_swiglu else module._apply_gate
-        experts = ExpertWeights(gate_up=_local(module.gate_up_proj), down=_local(module.down_proj), gate=gate)
+        experts = ExpertWeights(gate_up=local_part(module.gate_up_proj), down=local_part(module.down_proj), gate=gate)
         dispatcher = self.dispatchers.of(self.style, x, ids.shape[1], mechanism)
         out = overlapped_moe(x, ids, weights, experts, dispatcher, parts=self.dispatchers.parts)
         if batch.size() > 1:
@@ -164,7 +165,7 @@ class OverlappedExperts:
             name=self.name,
             kind="expert",
             style=f"{self.style.name}, {self.style.experts} experts",
-            ranks=ranks_of(self.style.mesh),
+            ranks=ranks_of(self.style.mesh.get_group()),
             runs=f"in {self.dispatchers.parts} parts",
             choice=self.choice,
             torch_why=self.torch_why,
@@ -251,7 +252,7 @@ class OverlappedExpertParallel:
         return bool(self._experts)
 
     def first_left(self) -> str:
-        """Return whether any module was replaced."""
+        """Return the name of a module that was not replaced, and why."""
         name, why = next(iter(self._left.items()))
         return f"{name}: {why}"
 
@@ -335,9 +336,3 @@ def _left_why(style: ExpertStyle, *, is_asked: bool) -> str:
     if style.mesh.device_type != "cpu" and not is_asked:
         return "not measured on GPUs yet: there give OverlapOptions(expert_parallel=ExpertOptions())"
     return ""
-
-
-def _local(x: Any) -> Tensor:
-    """Return this rank's part of a DTensor; any other tensor as it is."""
-    part: Tensor = x.to_local() if isinstance(x, DTensor) else x
-    return part

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from counterpoint.parallel.expert.dispatcher import Dispatcher, Handle, most_tokens
+from counterpoint.parallel.group import Registry
 from counterpoint.parallel.options import ExpertOptions
-from counterpoint.parallel.registry import Registry
-from counterpoint.parallel.uncompiled import uncompiled
+from counterpoint.parallel.torch_calls import uncompiled
 
 _ROW = 4  # rows have a multiple of this many float32 elements: 16 bytes
 

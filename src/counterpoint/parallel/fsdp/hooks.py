@@ -25,29 +25,30 @@ Streams and lifetimes on a GPU, read in torch 2.11 and 2.13 (`_fsdp_collectives.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import Work as TorchWork
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.collectives.submit.tensors import TensorList, dtype_name
 from counterpoint.errors import Misconfigured, Unsupported
-from counterpoint.parallel.arguments import op_and_factor
-from counterpoint.parallel.fsdp.modules import ShardedModule, gather_group
+from counterpoint.parallel.fsdp.modules import ShardedModule, gather_group, is_prefetching
 from counterpoint.parallel.fsdp.placeholders import GatherPlaceholder, ScatterPlaceholder, ScatterSource
-from counterpoint.parallel.fsdp.prefetch import Prefetch
 from counterpoint.parallel.fsdp.slots import ModuleParameters
 from counterpoint.parallel.group import CHANNELS, RankGroup, rank_group, ranks_of
 from counterpoint.parallel.report import Traffic
-from counterpoint.parallel.work import StartedWork
+from counterpoint.parallel.torch_calls import StartedWork, op_and_factor
 
 STAGING_BYTES = 1 << 27  # with less, a large array comes in more slices, each a round trip of some 30 µs
+T = TypeVar("T")
 (_GATHER,), (_SCATTER,) = CHANNELS["gather"], CHANNELS["scatter"]
 
 
@@ -276,3 +277,89 @@ class ScatterHook(ReduceScatter):
             op=op,
             how="direct" if self._was_direct else "in place",
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefetchTargets:
+    """Lists the modules, by number, that are gathered ahead when `module` runs in the forward or the backward pass."""
+
+    module: int
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+
+
+def prefetch_targets(order: Sequence[T], depth: int, *, parts: Mapping[T, Collection[object]]) -> list[PrefetchTargets]:
+    """Return for each module of `order` the next `depth` modules in the forward and in the backward pass.
+
+    Forward passes begin in the order `order`; `parts` are the modules inside each module. A module's backward pass
+    begins before those of the modules inside it, which begin in reverse order. So backward passes begin in the reverse
+    of the order in which forward passes end.
+    """
+    ended: list[int] = []
+    running: list[int] = []
+    for number, module in enumerate(order):
+        while running and module not in parts[order[running[-1]]]:
+            ended.append(running.pop())
+        running.append(number)
+    backward = [*running, *reversed(ended)]
+    place = {number: position for position, number in enumerate(backward)}
+    count = len(order)
+    return [
+        PrefetchTargets(
+            module=number,
+            forward=tuple(range(number + 1, min(number + 1 + depth, count))),
+            backward=tuple(backward[place[number] + 1 : place[number] + 1 + depth]),
+        )
+        for number in range(count)
+    ]
+
+
+class Prefetch:
+    """Learns in which order modules run, then tells FSDP2 to gather `depth` modules ahead.
+
+    FSDP2 gathers one module ahead by itself, and more if it has lists of modules. The order of registration is only a
+    guess at the order of the passes. So the first forward pass runs without our prefetching, and its gathers show the
+    order; when the first gradients are scattered, that pass is over, and the lists are set.
+
+    The hooks of the modules call `gathered` and `scattered`. `Misconfigured` is raised if a module has lists already.
+    """
+
+    def __init__(self, depth: int, modules: Sequence[ShardedModule]) -> None:
+        for module in modules:
+            if is_prefetching(module):
+                raise Misconfigured(
+                    f"prefetch={depth}, and {module.name} has modules to prefetch already; leave out one of the two"
+                )
+        self.depth, self._expected = depth, len({module.module for module in modules})
+        self._order: dict[FSDPModule, ShardedModule] = {}  # FSDP2 gathers all groups of one together
+        self._is_set = False
+
+    def gathered(self, module: ShardedModule) -> None:
+        """Record that this module is being gathered, by which the order of modules is learnt."""
+        if not self._is_set:
+            self._order.setdefault(module.module, module)
+
+    def scattered(self) -> None:
+        """Set FSDP2's prefetch lists at the first scatter of gradients, when the forward pass is over."""
+        if self._is_set:
+            return
+        self._is_set = True
+        order = list(self._order)
+        parts = {module: set(sharded.parts[1:]) for module, sharded in self._order.items()}
+        for targets in prefetch_targets(order, self.depth, parts=parts):
+            module = order[targets.module]
+            module.set_modules_to_forward_prefetch([order[number] for number in targets.forward])
+            module.set_modules_to_backward_prefetch([order[number] for number in targets.backward])
+
+    def undo(self) -> None:
+        """Clear FSDP2's prefetch lists, so that it uses its own rule again."""
+        if self._is_set:
+            for module in self._order:
+                module.set_modules_to_forward_prefetch([])
+                module.set_modules_to_backward_prefetch([])
+        self._is_set = True
+
+    def __str__(self) -> str:
+        if not self._is_set:
+            return f"{self.depth} ahead from the first reduce_scatter on: until then the order is learned"
+        return f"{self.depth} ahead, {len(self._order)} of {self._expected} modules, in the order in which they ran"

@@ -10,7 +10,7 @@ from torch import nn
 
 from counterpoint.errors import Misconfigured
 from counterpoint.parallel.follow_tuning import FollowedTuning, TunedCall
-from counterpoint.parallel.fsdp.hooks import GatherHook, ScatterHook, ShardGroups
+from counterpoint.parallel.fsdp.hooks import GatherHook, Prefetch, ScatterHook, ShardGroups
 from counterpoint.parallel.fsdp.modules import (
     ShardedModule,
     calls_of,
@@ -23,7 +23,6 @@ from counterpoint.parallel.fsdp.modules import (
     set_hooks,
     unmanaged_bytes,
 )
-from counterpoint.parallel.fsdp.prefetch import Prefetch
 from counterpoint.parallel.fsdp.slots import ModuleParameters, ParameterSlots
 from counterpoint.parallel.options import OverlapOptions
 from counterpoint.parallel.report import ModuleRow, Report, Traffic

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from counterpoint.errors import Misconfigured, Unsupported
 
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-
-
-HOOKS = ("all_gather", "reduce_scatter")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -78,16 +75,14 @@ class ShardedModule:
         return () if group is None or group.size() == 1 else (group,)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GatheredParameter:
+class GatheredParameter(NamedTuple):
     """Describes one parameter in its gathered form."""
 
     num_bytes: int  # size of all ranks' shares, padded
     dtype: torch.dtype  # in which it is gathered
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModuleCall:
+class ModuleCall(NamedTuple):
     """Describes one collective of a module: PyTorch's name, size and dtype."""
 
     operation: str  # PyTorch's name
@@ -100,13 +95,10 @@ def sharded_modules(model: nn.Module) -> tuple[ShardedModule, ...]:
 
     Raises:
         Misconfigured: there is none, or FSDP1 wraps a part of the model.
-        Unsupported: this torch has no such hooks; CPU offload.
+        Unsupported: this torch looks different inside; CPU offload.
     """
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-    missing = [f"FSDPModule.set_custom_{hook}" for hook in HOOKS if not hasattr(FSDPModule, f"set_custom_{hook}")]
-    if missing:
-        raise Unsupported(f"{_torch()} has no {', '.join(missing)}; use torch 2.11 or newer")
     found: dict[int, ShardedModule] = {}
     names = {module: path or "(root)" for path, module in model.named_modules()}
     for module, name in names.items():
@@ -199,7 +191,7 @@ def gathered_parameters(module: ShardedModule) -> tuple[GatheredParameter, ...]:
     """Return the parameters of a module that is sharded, in the order in which FSDP2 gathers them."""
     assert module.shard_group is not None
     ranks = module.shard_group.size()
-    return tuple(GatheredParameter(num_bytes=ranks * size, dtype=dtype) for size, dtype in _sizes(module.parameters))
+    return tuple(GatheredParameter(ranks * size, dtype) for size, dtype in _sizes(module.parameters))
 
 
 def calls_of(module: ShardedModule) -> tuple[ModuleCall, ModuleCall]:
@@ -212,8 +204,8 @@ def calls_of(module: ShardedModule) -> tuple[ModuleCall, ModuleCall]:
     num_bytes = sum(one.num_bytes for one in gathered)
     scattered_bytes = sum(one.num_bytes // one.dtype.itemsize for one in gathered) * reduced.itemsize
     return (
-        ModuleCall(operation="all_gather", num_bytes=num_bytes, dtype=dtype_name(dtype)),
-        ModuleCall(operation="reduce_scatter", num_bytes=scattered_bytes, dtype=dtype_name(reduced)),
+        ModuleCall("all_gather", num_bytes, dtype_name(dtype)),
+        ModuleCall("reduce_scatter", scattered_bytes, dtype_name(reduced)),
     )
 
 
@@ -328,17 +320,13 @@ def _sizes(parameters: FSDPParamGroup) -> Iterator[tuple[int, torch.dtype]]:
 def inside(owner: Any, name: str) -> Any:
     """Return a private attribute of an FSDP2 object; raise `Unsupported` if this torch lacks the attribute."""
     if not hasattr(owner, name):
+        import torch
+
         raise Unsupported(
-            f"FSDP2 of {_torch()} has no {type(owner).__name__}.{name}: this counterpoint knows torch 2.11 to 2.13; "
-            "use one of these, or a newer counterpoint"
+            f"FSDP2 of torch {torch.__version__} has no {type(owner).__name__}.{name}: this counterpoint knows "
+            "torch 2.11 to 2.13; use one of these, or a newer counterpoint"
         )
     return getattr(owner, name)
-
-
-def _torch() -> str:
-    import torch
-
-    return f"torch {torch.__version__}"
 
 
 # FSDP2 cannot go on by itself after a pass that an exception ended: it would lose gradients in silence.

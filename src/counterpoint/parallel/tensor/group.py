@@ -24,9 +24,8 @@ from counterpoint.machine.profile import default_profile
 from counterpoint.pair.arrivals import ShardedRows, TensorOperation
 from counterpoint.pair.matmul_choice import MatmulPlan
 from counterpoint.parallel.follow_tuning import FollowedTuning, follow_together
-from counterpoint.parallel.group import RankGroup, rank_group, torch_group
+from counterpoint.parallel.group import RankGroup, Registry, rank_group, torch_group
 from counterpoint.parallel.options import TensorOptions
-from counterpoint.parallel.registry import Registry
 from counterpoint.parallel.report import CallCounts, Report, RoutedPath
 from counterpoint.parallel.tensor.flagged import MAX_SPINS
 from counterpoint.parallel.tensor.overlapped import RowGather, RowScatter, Steps, Weight, grad_of_weight

@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.parallel.follow_tuning import FollowedTuning
+from counterpoint.parallel.group import ranks_of
 from counterpoint.parallel.options import TensorOptions
 from counterpoint.parallel.report import ModuleRow, Report, together
 from counterpoint.parallel.tensor.group import TensorGroup, tensor_group
@@ -37,9 +38,9 @@ from counterpoint.parallel.tensor.parallel_styles import (
     PreparedInput,
     is_gather,
     linear_style,
+    local_part,
     own_hooks,
     prepared_input,
-    ranks_of,
 )
 
 
@@ -94,7 +95,7 @@ class OverlappedLinear:
             name=self.name,
             kind="tensor",
             style=style.name,
-            ranks=ranks_of(style.mesh),
+            ranks=ranks_of(style.mesh.get_group()),
             runs=operation,
             shared_with=tuple(one.name for one in inputs.layers if one is not self),
             torch_why=self.torch_why,
@@ -119,7 +120,7 @@ class OverlappedLinear:
                 return self._by_torch(x, why)
             weights, biases = zip(*(layer.parameters() for layer in together), strict=True)
             if isinstance(layout, Shard):
-                _, outs = all_gather_linear(_local(x), weights, biases, layout.dim % x.dim(), self.group)
+                _, outs = all_gather_linear(local_part(x), weights, biases, layout.dim % x.dim(), self.group)
             else:
                 outs = replicated_linear(x, weights, biases, self.group)
             self.inputs.computed(x, outs)
@@ -138,9 +139,9 @@ class OverlappedLinear:
             columns = columns.redistribute(placements=(last,))
         weight, bias = self.parameters()
         if isinstance(layout, Shard):
-            out = linear_reduce_scatter(_local(columns), weight, bias, layout.dim, self.group)
+            out = linear_reduce_scatter(local_part(columns), weight, bias, layout.dim, self.group)
         else:
-            out = linear_all_reduce(_local(columns), weight, bias, self.group)
+            out = linear_all_reduce(local_part(columns), weight, bias, self.group)
         return self._placed(out, layout)
 
     def _placed(self, out: Tensor, layout: Placement) -> Tensor:
@@ -210,7 +211,7 @@ class SharedGather(PrepareModuleInput):
     def __init__(self, module: nn.Module, prepared: PreparedInput, inputs: SameInput) -> None:
         vars(self).update(vars(prepared.style))
         self.module, self.inputs = module, inputs
-        self.ranks = ranks_of(prepared.mesh)
+        self.ranks = ranks_of(prepared.mesh.get_group())
         self.torch_why = ""
         self._prepared, self._rank = prepared, prepared.mesh.get_local_rank()
         self._hook = module._forward_pre_hooks[prepared.key]
@@ -236,7 +237,7 @@ class SharedGather(PrepareModuleInput):
         if why := self._unfit(input, layout):
             self.torch_why = why
             return by_torch(input, mesh, input_layout, desired_layout)
-        layers, x = self.inputs.layers, _local(input)
+        layers, x = self.inputs.layers, local_part(input)
         weights, biases = zip(*(layer.parameters() for layer in layers), strict=True)
         dim, group = layout.dim % x.dim(), layers[0].group
         gathered, outs = all_gather_linear(x, weights, biases, dim, group, return_gathered=True)
@@ -448,11 +449,6 @@ def _rest(*_: object) -> None:
 def _layout(x: Tensor, local: Placement) -> Placement:
     """Return the placement of an input; `local` is that of one that is no DTensor."""
     return x.placements[0] if isinstance(x, DTensor) else local
-
-
-def _local(x: Any) -> Tensor:
-    """Return this rank's part of a DTensor; any other tensor as it is."""
-    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def _unfit(x: Tensor, layout: Placement, layers: Sequence[OverlappedLinear]) -> str:

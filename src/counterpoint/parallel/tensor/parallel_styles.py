@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -206,6 +205,7 @@ def _named(function: Any) -> str:
     return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__qualname__)}"
 
 
-def ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
-    """Return the ranks, counted in the job, of a mesh of one dimension."""
-    return tuple(dist.get_process_group_ranks(mesh.get_group()))
+def local_part(x: Any) -> Tensor:
+    """Return this rank's part of a DTensor; any other tensor as it is."""
+    part: Tensor = x.to_local() if isinstance(x, DTensor) else x
+    return part

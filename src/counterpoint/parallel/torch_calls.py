@@ -1,18 +1,40 @@
-"""Wrap calls of a communicator as torch's `Work` and futures, for the backend and for FSDP2's hooks."""
+"""Read the arguments of torch's calls, return our works as torch's `Work`, and keep functions out of its compiler."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from functools import lru_cache
-from typing import Any
+from types import FunctionType
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Work as TorchWork
+from torch._C._dynamo import eval_frame
 
 from counterpoint.collectives.work import Work
-from counterpoint.parallel.uncompiled import never_compiled
+
+AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
+AnyClass = TypeVar("AnyClass", bound=type)
+# does what torch.compiler.disable does, without loading the compiler
+_SKIP: Any = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+
+
+def uncompiled(function: AnyFunction) -> AnyFunction:
+    """Return a function at which a graph of torch.compile ends, so that its host code runs at every call."""
+    disabled: AnyFunction = torch.compiler.disable(function)
+    return disabled
+
+
+def never_compiled(kind: AnyClass) -> AnyClass:
+    """Make torch's compiler skip all methods of a class, even where compiled DDP calls them; return the class."""
+    for member in vars(kind).values():
+        if isinstance(member, FunctionType):
+            eval_frame.set_code_exec_strategy(member.__code__, _SKIP)
+    return kind
 
 
 @never_compiled
@@ -114,3 +136,51 @@ def together(started: list[StartedWork]) -> StartedWork:
 @lru_cache(maxsize=64)
 def _stream(handle: int, device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.ExternalStream(handle, device)
+
+
+_REDUCTIONS = tuple((getattr(dist.ReduceOp, name.upper()), name) for name in ("sum", "avg", "max", "min"))
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64)
+
+
+def num_bytes_of(tensor: Tensor) -> int:
+    """Return the bytes of a tensor; a sparse one, which has no `nbytes`, counts as if it were dense."""
+    return tensor.numel() * tensor.element_size()
+
+
+def call_options(kind: Any, given: Any, name: str, value: Any, timeout: Any) -> Any:
+    """Return the options of a call as an object of class `kind`; torch may give a single option instead."""
+    if isinstance(given, kind):
+        return given
+    options = kind()
+    for key, one in ((name, given if value is None else value), ("timeout", timeout)):
+        if one is not None:
+            setattr(options, key, one)
+    return options
+
+
+def op_and_factor(op: Any) -> tuple[str, float]:
+    """Return a communicator's name for a reduction of torch, and the factor of a PREMUL_SUM (otherwise 1).
+
+    A PREMUL_SUM by a tensor, which no communicator has, is called `premul_sum by a tensor`.
+    """
+    for known, name in _REDUCTIONS:
+        if op == known:
+            return name, 1.0
+    if isinstance(op, dist.ReduceOp.RedOpType):
+        return op.name.lower(), 1.0
+    kind: Any
+    factor: Any
+    kind, factor = op.__getstate__()  # its pickled state: the only access to the factor in torch 2.11
+    name = kind.name.lower()
+    if name != "premul_sum" or isinstance(factor, float):
+        return name, factor if isinstance(factor, float) else 1.0
+    return f"{name} by a tensor", 1.0
+
+
+def reduces(op: str, dtype: torch.dtype) -> bool:
+    """Return whether a communicator can do the reduction `op`, a name of `op_and_factor`, in this dtype."""
+    if op == "premul_sum":
+        return dtype in _FLOATS
+    known = any(op == one for _, one in _REDUCTIONS)
+    return known and (dtype in _FLOATS or (dtype in _INTEGERS and op != "avg"))
