@@ -657,10 +657,7 @@ def channels_do_not_wait(session: Session) -> bool:
 def groups_at_once(session: Session) -> list[float]:
     """Sums over two communicators of everyone and one of ranks 0 and 2, started in another order on every rank."""
     some = dist.new_group([0, 2])
-    communicators = [
-        Communicator(options=PATIENT),
-        Communicator(options=PATIENT),
-    ]
+    communicators = [Communicator(options=PATIENT), Communicator(options=PATIENT)]
     if session.rank in (0, 2):
         communicators.append(Communicator(some, options=PATIENT))
     tensors = [torch.full((1000,), float(session.rank + 1)) for _ in communicators]

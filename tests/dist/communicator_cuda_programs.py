@@ -161,10 +161,7 @@ def _copies_kept() -> Iterator[None]:
 
         return made
 
-    with (
-        patch.object(submitter, "sendable", keeping(sendable)),
-        patch.object(submitter, "copied", keeping(copied)),
-    ):
+    with patch.object(submitter, "sendable", keeping(sendable)), patch.object(submitter, "copied", keeping(copied)):
         yield
 
 

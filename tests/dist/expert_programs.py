@@ -452,10 +452,7 @@ def misused(session: Session) -> list[str]:
             error_of(lambda: made.dispatch(x.int(), ids, weights)),
         ]
         rows, _, handle = made.dispatch(x, ids, weights)
-        said += [
-            error_of(lambda: made.finish_dispatch(handle)),
-            error_of(lambda: made.combine(rows[1:], handle)),
-        ]
+        said += [error_of(lambda: made.finish_dispatch(handle)), error_of(lambda: made.combine(rows[1:], handle))]
         rows, _, handle = made.dispatch(x, ids, weights)
         said.append(error_of(lambda: made.combine(rows.double(), handle)))
         rows, _, handle = made.dispatch(x, ids, weights)

@@ -301,9 +301,7 @@ def stressed(session: Session, seed: int, steps: int) -> Seen:
         max_tokens=2 * max(LENGTHS) // TENSOR,
         hidden=SHAPE.hidden,
         options=ExpertOptions(
-            mechanism=draw.choice(("gather", "slabs")),
-            equal_tokens=draw.random() < 0.5,
-            communicator=PATIENT,
+            mechanism=draw.choice(("gather", "slabs")), equal_tokens=draw.random() < 0.5, communicator=PATIENT
         ),
     )
     model = made(seed, meshes, by_counterpoint(dispatcher, parts), torch.float32)
@@ -311,11 +309,7 @@ def stressed(session: Session, seed: int, steps: int) -> Seen:
     options = BackendOptions(crossover_bytes=taken, communicator=PATIENT)
     everyone = dist.new_group(backend="counterpoint", pg_options=options)
     matmuls = TensorOptions(mechanism=draw.choice(("cuts", "cuts", "serial", "auto")), communicator=PATIENT)
-    options_of_model = OverlapOptions(
-        tensor_parallel=matmuls,
-        prefetch=draw.choice((None, 1, 2)),
-        communicator=PATIENT,
-    )
+    options_of_model = OverlapOptions(tensor_parallel=matmuls, prefetch=draw.choice((None, 1, 2)), communicator=PATIENT)
     with cut_anywhere(seed + session.rank), overlap(model, options=options_of_model) as handle:
         calls = Calls(everyone, seed, device)
         ours = trained(model, seed, steps, calls, meshes.dense, handle.check)

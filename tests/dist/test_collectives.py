@@ -21,14 +21,7 @@ def test_random_collectives_on_three_ranks(three_ranks: Ranks, seed: int) -> Non
     assert three_ranks.run(programs.random_collectives, seed, 600, 1 << 18) == [600] * 3
 
 
-@pytest.mark.parametrize(
-    ("world_size", "count"),
-    [
-        (1, 200),
-        (4, 200),
-        *((5, 100), (6, 80), (7, 60), (8, 60)),
-    ],
-)
+@pytest.mark.parametrize(("world_size", "count"), [(1, 200), (4, 200), *((5, 100), (6, 80), (7, 60), (8, 60))])
 def test_random_collectives_on_more_and_fewer_ranks(world_size: int, count: int) -> None:
     """The same on other numbers of ranks, one alone among them."""
     assert run_once(world_size, programs.random_collectives, 4, count, 1 << 18) == [count] * world_size

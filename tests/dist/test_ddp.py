@@ -181,10 +181,7 @@ def test_the_hook_by_itself(two_ranks: Ranks) -> None:
     ("what", "message"),
     [
         ("options", "Misconfigured: options of type OverlapOptions for DDP: give counterpoint.ddp.DdpOptions"),
-        (
-            "wire",
-            "Misconfigured: wire_dtype=torch.int8: allowed are None, torch.bfloat16, torch.float8_e4m3fn",
-        ),
+        ("wire", "Misconfigured: wire_dtype=torch.int8: allowed are None, torch.bfloat16, torch.float8_e4m3fn"),
         ("twice", "Misconfigured: DDP takes no hook now"),
     ],
 )

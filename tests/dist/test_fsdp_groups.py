@@ -29,12 +29,7 @@ def reported(session: Session, case: Case) -> list[tuple[str, tuple[int, ...], b
     with overlap(made, options=case.options) as handle:
         losses_and_gradients(made, session, [ALL] * 2, PREPARED["as they come"])
         return [
-            (
-                one.name,
-                one.ranks,
-                one.moved("all_gather").how == "direct",
-                one.moved("reduce_scatter").how == "direct",
-            )
+            (one.name, one.ranks, one.moved("all_gather").how == "direct", one.moved("reduce_scatter").how == "direct")
             for one in handle.report().modules[:2]
         ]
 

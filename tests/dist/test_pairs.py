@@ -111,13 +111,7 @@ def fail_on(session: Session, rank: int) -> str:
 def scenario(session: Session, asked: Scenario, rounds: int) -> Outcome | str:
     """One measured scenario, or the text of what it raised."""
     plan = Plan(
-        suite="test",
-        device="cpu",
-        world_size=session.world_size,
-        parts=(asked,),
-        rounds=rounds,
-        results="",
-        errors="",
+        suite="test", device="cpu", world_size=session.world_size, parts=(asked,), rounds=rounds, results="", errors=""
     )
     try:
         return measure_part(session, asked, plan, Calibration())
@@ -202,8 +196,7 @@ def test_a_collective_that_does_nothing_is_seen(two_ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "first", "second"),
-    [("compute_first", "compute", "comm"), ("comm_first", "comm", "compute")],
+    ("what", "first", "second"), [("compute_first", "compute", "comm"), ("comm_first", "comm", "compute")]
 )
 def test_the_second_side_starts_later_and_beside_the_first(
     two_ranks: Ranks, what: str, first: str, second: str
@@ -235,18 +228,11 @@ def test_ranks_that_differ_are_told_apart(two_ranks: Ranks) -> None:
 
 def test_one_rank_that_fails_stops_all(two_ranks: Ranks) -> None:
     """The failing rank raises its own error, the other says that another could not go on."""
-    assert two_ranks.run(fail_on, 1) == [
-        "PeerFailed: rank 1: no room",
-        "ValueError: no room",
-    ]
+    assert two_ranks.run(fail_on, 1) == ["PeerFailed: rank 1: no room", "ValueError: no room"]
 
 
 SMALL = Scenario(
-    name="small",
-    workload="gemm 256x256x256*8",
-    collective="all_gather",
-    size_bytes=1 << 20,
-    mechanisms=("gloo",),
+    name="small", workload="gemm 256x256x256*8", collective="all_gather", size_bytes=1 << 20, mechanisms=("gloo",)
 )
 
 

@@ -255,11 +255,7 @@ def test_futures_complete_and_chain(four_ranks: Ranks) -> None:
         ("aaaa", "zero_sm", "copied from its landing"),
         ("abcd", "torch", "one rank on each host"),
         ("aaab", "torch", "3 ranks on the host of rank 0, 1 on that of rank 3; start as many on every host"),
-        (
-            "abab",
-            "torch",
-            "ranks 0, 2 are on one host, and others between them are not; number the ranks host by host",
-        ),
+        ("abab", "torch", "ranks 0, 2 are on one host, and others between them are not; number the ranks host by host"),
     ],
 )
 def test_hosts_are_found(four_ranks: Ranks, names: str, path: str, why: str) -> None:

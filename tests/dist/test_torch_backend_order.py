@@ -49,10 +49,7 @@ def messages_with(_: Session, name: str) -> str:
     rank = dist.get_rank()
     given: Any = {"mailbox_bytes": {"mailbox_bytes": 1 << 20 if rank else 1 << 16}, "ranks_per_host": {}}[name]
     given = given or {"ranks_per_host": 1 + rank, "mailbox_bytes": 1 << 16}
-    with on_software_gpus(backend.BackendOptions(**given, communicator=PATIENT)) as (
-        group,
-        _gpu,
-    ):
+    with on_software_gpus(backend.BackendOptions(**given, communicator=PATIENT)) as (group, _gpu):
         peer = {"group_dst": 1} if rank == 0 else {"group_src": 0}
         return error_of(lambda: (dist.send if rank == 0 else dist.recv)(torch.ones(3), group=group, **peer))
 
@@ -256,8 +253,7 @@ def opened_by_two_threads(_: Session, rounds: int) -> set[float]:
     sums = set[float]()
     for _round in range(rounds):
         group = dist.new_group(
-            backend="counterpoint",
-            pg_options=backend.BackendOptions(crossover_bytes=EVERYTHING, communicator=PATIENT),
+            backend="counterpoint", pg_options=backend.BackendOptions(crossover_bytes=EVERYTHING, communicator=PATIENT)
         )
         start = threading.Barrier(2)
 
@@ -279,8 +275,7 @@ def opened_by_two_threads(_: Session, rounds: int) -> set[float]:
 def ended_before_a_callback(_: Session) -> str:
     """What is said to a call in a callback on rank 0, whose group ends before rank 1 has made any of the two."""
     group: Any = dist.new_group(
-        backend="counterpoint",
-        pg_options=backend.BackendOptions(crossover_bytes=EVERYTHING, communicator=PATIENT),
+        backend="counterpoint", pg_options=backend.BackendOptions(crossover_bytes=EVERYTHING, communicator=PATIENT)
     )
     dist.all_reduce(torch.ones(1000), group=group)
     said = "no callback"

@@ -28,10 +28,7 @@ class FakeDriver:
     CUevent_flags = SimpleNamespace(CU_EVENT_DISABLE_TIMING=2)
     CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2)
     CUgraphInstantiate_flags = SimpleNamespace(CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY=8)
-    CUstreamBatchMemOpType = SimpleNamespace(
-        CU_STREAM_MEM_OP_WAIT_VALUE_32=1,
-        CU_STREAM_MEM_OP_WRITE_VALUE_32=2,
-    )
+    CUstreamBatchMemOpType = SimpleNamespace(CU_STREAM_MEM_OP_WAIT_VALUE_32=1, CU_STREAM_MEM_OP_WRITE_VALUE_32=2)
 
     def __init__(self) -> None:
         self.log: list[tuple[Any, ...]] = []

@@ -24,11 +24,7 @@ import torch
 from triton.runtime.interpreter import InterpreterBuilder
 
 from counterpoint.pair.sharded_rows import ShardedRows
-from counterpoint.parallel.tensor.flagged import (
-    MatmulTiles,
-    bind_flagged,
-    stored_tiles,
-)
+from counterpoint.parallel.tensor.flagged import MatmulTiles, bind_flagged, stored_tiles
 
 TILES = MatmulTiles(rows=16, columns=16, depth=16, group=2)
 NAN = float("nan")

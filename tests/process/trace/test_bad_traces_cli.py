@@ -50,11 +50,7 @@ def test_a_worker_process_reports_like_its_parent(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "middle",
-    [
-        bytes(1 << 20),
-        b" " * (1 << 20),
-        b'{"ph": "X", "cat": "kernel", "name": "k", "ts": 1, "dur": 1},\n' * (1 << 14),
-    ],
+    [bytes(1 << 20), b" " * (1 << 20), b'{"ph": "X", "cat": "kernel", "name": "k", "ts": 1, "dur": 1},\n' * (1 << 14)],
     ids=["zeros", "spaces", "events"],
 )
 def test_a_bomb_costs_little(middle: bytes, tmp_path: Path) -> None:

@@ -77,12 +77,7 @@ def test_every_interleaving_of_three_ranks_is_right(name: str) -> None:
         *((name, 2) for name in ("broadcast", "scatter", "gather", "send_recv", "barrier")),
         *(
             (name, 1)
-            for name in (
-                "broadcast, relayed",
-                "all_gather, own block left",
-                "all_to_all, own block left",
-                "all_reduce",
-            )
+            for name in ("broadcast, relayed", "all_gather, own block left", "all_to_all, own block left", "all_reduce")
         ),
     ],
 )

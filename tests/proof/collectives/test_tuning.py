@@ -8,11 +8,7 @@ import pytest
 
 from counterpoint.collectives.program.calls import Call
 from counterpoint.collectives.program.clock import simulate
-from counterpoint.collectives.program.operations import (
-    all_reduce,
-    plan_all,
-    reduce_scatter,
-)
+from counterpoint.collectives.program.operations import all_reduce, plan_all, reduce_scatter
 from counterpoint.collectives.program.steps import Tuning
 from counterpoint.collectives.program.tuning import best_tuning
 from counterpoint.machine.bus_bandwidth import bus_gb_per_s

@@ -11,9 +11,7 @@ import pytest
 
 from counterpoint.errors import BadTrace
 from counterpoint.trace.nsys import read_nsys
-from tests.support.nsys_export import (
-    NsysExport,
-)
+from tests.support.nsys_export import NsysExport
 
 GEMM, ALL_GATHER = "nvjet_tst_128x256", "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 
