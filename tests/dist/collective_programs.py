@@ -77,7 +77,6 @@ class Draws:
         self.rank, self.n = communicator.rank, communicator.world_size
 
     def start(self) -> Case:
-        """Draws one and starts it on a drawn channel."""
         name = self.random.choice([name for name in OPERATIONS if self.n > 1 or name != "send_recv"])
         self.options: dict[str, Any] = {"channel": self.random.randrange(self.comm.channels), "async_op": True}
         dtype = self.random.choice(SUMMED if name in REDUCTIONS else DTYPES)
@@ -88,7 +87,6 @@ class Draws:
         return Case(f"{name} of {numel} {dtype}", work, output, wanted)
 
     def inputs(self, dtype: Any, numel: int) -> list[Any]:
-        """Random bits (numbers where they are added up), of every rank."""
         state = torch.Generator().manual_seed(self.random.getrandbits(40))
         if dtype in FLOATS:
             return [torch.randn(numel, generator=state).to(dtype) for _ in range(self.n)]
@@ -280,7 +278,6 @@ def delays(seed: int, rank: int) -> Callable[[Program, Step], None]:
 
 
 def all_right(draws: Any, count: int) -> int:
-    """Checks `count` collectives, up to four of them under way, in any order; how many came out right."""
     under_way, right = list[Case](), 0
     for _ in range(count):
         under_way.append(draws.start())
@@ -616,13 +613,11 @@ def forks(session: Session, how: str, device: Any = None) -> tuple[bool, float]:
 
 
 def repr_with(session: Session, profile: Profile | None) -> str:
-    """Return what a communicator says of itself."""
     with Communicator(options=CommunicatorOptions(profile=profile)) as communicator:
         return repr(communicator)
 
 
 def called_after_closing(session: Session) -> str:
-    """What is said to who goes on."""
     communicator = Communicator()
     communicator.close()
     communicator.close()  # once is enough, twice does no harm
@@ -760,7 +755,6 @@ def same_place(session: Session) -> list[int]:
 
 
 def _mapped() -> Iterator[int]:
-    """Sizes of the shared memory that this process has mapped."""
     for line in _lines_of_maps():
         low, high = (int(address, 16) for address in line.split()[0].split("-"))
         yield high - low
@@ -786,7 +780,6 @@ def _lines_of_maps() -> set[str]:
 
 
 def _open_inodes() -> set[int]:
-    """Inodes of the library's files that this process holds open."""
     links = [link for link in Path("/proc/self/fd").iterdir() if "counterpoint" in str(_target(link))]
     return {link.stat().st_ino for link in links}
 

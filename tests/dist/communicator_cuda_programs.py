@@ -492,7 +492,6 @@ def growth_alone(session: Session) -> tuple[str, tuple[int, ...]]:
 
 
 def left_behind(session: Session) -> list[str]:
-    """Threads that live on after a communicator was closed, but for those of streams, which are used again."""
     before, gpu = set(threading.enumerate()), SoftwareGpu()
     with Communicator(device=gpu, options=PATIENT) as communicator:
         tensor = communicator.empty(1000).fill_(1)
@@ -564,7 +563,6 @@ def cache_of_two_in_captures(session: Session, captures: int) -> tuple[int, int]
 
 
 def in_a_new_thread(action: Callable[[], object]) -> str:
-    """What is said to `action` in a thread that has no context yet, as autograd's has none."""
     told = list[str]()
     thread = threading.Thread(target=lambda: told.append(said(action)[0]))
     thread.start()

@@ -11,7 +11,6 @@ from tests.support.ranks import Ranks, end_operations
 
 @pytest.fixture(scope="session")
 def two_ranks() -> Iterator[Ranks]:
-    """Two gloo ranks, started once for the whole run."""
     yield from _ranks(2)
 
 

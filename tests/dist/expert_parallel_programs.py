@@ -184,7 +184,6 @@ def _trained(model: Any, spread: Spread) -> dict[str, Tensor]:
 
 
 def whole(x: Any) -> Tensor:
-    """All ranks' parts of a tensor."""
     if x is None:
         return torch.zeros(0)
     part: Tensor = x.full_tensor() if isinstance(x, DTensor) else x
@@ -264,7 +263,6 @@ def beside_one_process(session: Session, name: str) -> tuple[float, Report | Non
 
 
 def _steps(model: Llama, ranks: list[int], ep: int) -> dict[str, Tensor]:
-    """Train on the texts of some ranks; return the mean loss and all gradients of each step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     table = rotary_table(LENGTH, SHAPE.head_dim, torch.device("cpu"))
     found = {}
@@ -290,7 +288,6 @@ def _steps(model: Llama, ranks: list[int], ep: int) -> dict[str, Tensor]:
 
 
 def _of_all(name: str, x: Tensor, ep: int) -> Tensor:
-    """Return a parameter or its gradient, of all experts."""
     part = whole(x)
     if ".experts." not in name or ep == 1:
         return part
@@ -306,7 +303,6 @@ def _group_of_experts(ep: int) -> dist.ProcessGroup:
 
 
 def _every_expert(x: Tensor, ids: Tensor, weights: Tensor, experts: Any, shared: nn.Module | None) -> Tensor:
-    """Every expert for every token, times its weight: the definition."""
     gate, up = torch.einsum("th,efh->tef", x, experts.gate_up).chunk(2, dim=-1)
     every = torch.einsum("tef,ehf->teh", torch.nn.functional.silu(gate) * up, experts.down)
     chosen = every.gather(1, ids[..., None].expand(-1, -1, x.shape[1]))

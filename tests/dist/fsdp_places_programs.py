@@ -39,8 +39,6 @@ class Layer(nn.Module):
 
 
 class Affine(nn.Module):
-    """Of whose parameters autograd saves one, and nothing of the other; views of neither."""
-
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.randn(WIDTH))
@@ -88,7 +86,6 @@ class Case:
 
 
 def model(case: Case = Case()) -> Any:  # nobody changes it
-    """Sharded, the same weights every time."""
     torch.manual_seed(3)
     made, options = Model(case.kind), dict[str, Any]()
     if case.mesh is not None:
@@ -190,7 +187,6 @@ def viewed_on_one(session: Session, orders: str) -> list[int]:
 
 
 def different(got: list[Any], expected: list[Any]) -> list[int]:
-    """Which losses and gradients are not equal bit by bit."""
     pairs = enumerate(zip(got, expected, strict=True))
     return [at for at, (one, other) in pairs if not torch.equal(torch.as_tensor(one), torch.as_tensor(other))]
 
@@ -206,7 +202,6 @@ def places(session: Session, case: Case) -> list[int]:
 
 
 def homes(handle: Overlap) -> list[Any]:
-    """Of all modules."""
     return [hooked._gather.parameters for hooked in handle._shards._hooked.values() if hooked._gather is not None]
 
 

@@ -48,7 +48,6 @@ def mapped_bytes(session: Session, steps: int) -> list[int]:
 
 
 def forks(session: Session) -> bool:
-    """Whether children of every rank end well, between two steps and with the handle in hand, and the next step."""
     model = sharded(Case())
     with overlap(model, options=OverlapOptions(communicator=PATIENT)) as handle:
         for step in range(2):
@@ -113,14 +112,12 @@ def _gathers(handle: Overlap) -> list[int]:
 
 
 def closed_by_itself(session: Session) -> bool:
-    """Whether the model goes on without the handle."""
     model = sharded(Case())
     overlap(model)
     return bool(model(*batch(session, 0)).isfinite())
 
 
 def named(session: Session) -> list[str]:
-    """Names in the report, if some modules are sharded together."""
     with overlap(sharded(Case(grouped=True))) as handle:
         return [module.name for module in handle.report().modules]
 
@@ -233,7 +230,6 @@ REFUSED: dict[str, Callable[[Any], object]] = {
 
 
 def refused(session: Session, name: str) -> str:
-    """What is said to that."""
     try:
         REFUSED[name](sharded(Case()))
     except CounterpointError as error:

@@ -63,12 +63,10 @@ def on_software_gpu() -> Iterator[None]:
 
 
 def beside_stock_on_software_gpu(session: Session, case: Case) -> tuple[list[str], list[str]]:
-    """As `beside_stock`."""
     with on_software_gpu():
         return beside_stock(session, case)
 
 
 def mapped_bytes_on_software_gpu(session: Session, steps: int) -> list[int]:
-    """As `mapped_bytes`."""
     with on_software_gpu():
         return mapped_bytes(session, steps)

@@ -85,8 +85,6 @@ class RoutedFeedForward(nn.Module):
 
 
 class Meshes:
-    """The ranks, as each kind of parallelism sees them."""
-
     def __init__(self, device: str) -> None:
         n = dist.get_world_size()
         self.dense = init_device_mesh(device, (n // TENSOR, TENSOR), mesh_dim_names=("data", "tensor"))
@@ -186,7 +184,6 @@ class Calls:
             self.end(0)
 
     def everyone(self, size: int, salt: int) -> tuple[Tensor, Tensor]:
-        """What this rank gives, and what all do."""
         all_of_them = torch.stack([self.given(rank, size, salt) for rank in range(self.n)])
         return all_of_them[self.rank].to(self.device, copy=True), all_of_them
 
@@ -267,13 +264,10 @@ def trained(
 
 
 def _own(tensors: list[Any]) -> Tensor:
-    """This rank's shards of all of them, in one."""
     return torch.cat([one.to_local().flatten() for one in tensors])
 
 
 def by_counterpoint(dispatcher: Dispatcher, parts: int) -> Route:
-    """The way of tokens by a dispatcher."""
-
     def route(x: Tensor, ids: Tensor, weights: Tensor, experts: Any, shared: nn.Module | None) -> Tensor:
         return overlapped_moe(x, ids, weights, experts, dispatcher, parts=parts, shared=shared)
 
@@ -328,5 +322,4 @@ def stressed(session: Session, seed: int, steps: int) -> Seen:
 
 
 def largest(found: list[Tensor], exact: list[Tensor]) -> float:
-    """Return the largest error of any value, relative to the largest of its tensor."""
     return max(float((one - wanted).abs().max() / wanted.abs().max()) for one, wanted in zip(found, exact, strict=True))

@@ -84,7 +84,6 @@ def on_software_gpu(rank: int) -> Any:
 
 
 def cut_anywhere(seed: int) -> Any:
-    """Calls in pieces are cut anywhere, at random."""
     draw = random.Random(seed)
 
     def anywhere(task: ShardedMatmul, rank: int, profile: Profile) -> Cuts:
@@ -109,7 +108,6 @@ def opened(session: Session, seed: int, gpu: bool = False) -> Iterator[tuple[Ten
 
 
 def rows_of_all(own: torch.Tensor, dim: int) -> torch.Tensor:
-    """Gather by torch."""
     found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(found, own.contiguous())
     return torch.cat(found, dim=dim)
@@ -327,7 +325,6 @@ def killed(session: Session, name_of_call: str) -> str:
 
 
 def shapes_that_do_not_fit(session: Session) -> list[str]:
-    """The errors of wrong calls."""
     name = dist.group.WORLD.group_name  # type: ignore[union-attr]
     a, b = torch.zeros(3, 8), torch.zeros(8, 16)
     return [
@@ -341,7 +338,6 @@ def shapes_that_do_not_fit(session: Session) -> list[str]:
 
 
 def operands_that_do_not_fit(session: Session, operands: str) -> list[str]:
-    """The errors of all operations, with rows of one dimension, or with integers."""
     name = dist.group.WORLD.group_name  # type: ignore[union-attr]
     a, b = torch.zeros(4, 8), torch.zeros(8, 16)
     a, b = (a[0], b) if operands == "row" else (a.int(), b.int())
@@ -362,7 +358,6 @@ def options_that_differ(session: Session) -> str:
 
 
 def ended_with_its_group(session: Session) -> tuple[bool, bool]:
-    """Whether a group has a communicator after a call, and after torch has destroyed it."""
     ours: Any = dist.new_group()
     group = tensor_group(ours.group_name, TensorOptions(mechanism="cuts", communicator=PATIENT))
     OPS.all_gather_matmul(torch.zeros(4, 8), [torch.zeros(8, 16)], 0, ours.group_name)
@@ -396,7 +391,6 @@ def empty(_: Session, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 def left_to_torch(session: Session) -> list[tuple[str, str, str]]:
-    """What the report says of calls that torch makes."""
     name = dist.group.WORLD.group_name  # type: ignore[union-attr]
     group = tensor_group(name, TensorOptions())
     n = group.world_size
@@ -409,7 +403,6 @@ def left_to_torch(session: Session) -> list[tuple[str, str, str]]:
 
 
 def reported(session: Session) -> str:
-    """The table of a group that was asked for pieces."""
     with opened(session, 3) as (group, _, name):
         OPS.all_gather_matmul(torch.randn(64, 32), [torch.randn(32, 16)], 0, name)
         return str(group.report())

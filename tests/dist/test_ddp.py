@@ -22,8 +22,6 @@ STEPS = 5
 
 
 class Branches(torch.nn.Module):
-    """Two branches, of which a step may use one; with parameters of two dtypes."""
-
     def __init__(self, *, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.first = torch.nn.Linear(48, 96).to(dtype)
@@ -93,7 +91,6 @@ def averages(_: Session, wire: torch.dtype | None, numel: int) -> tuple[float, f
 
 
 def by_hook(_: Session) -> str:
-    """`register_comm_hook` as torch documents it."""
     state = HookState(options=DdpOptions(communicator=PATIENT))
     ddp = DistributedDataParallel(torch.nn.Linear(8, 8))
     ddp.register_comm_hook(state, hook)
@@ -104,7 +101,6 @@ def by_hook(_: Session) -> str:
 
 
 def refused(_: Session, what: str) -> str:
-    """The error of something that cannot be."""
     ddp = DistributedDataParallel(torch.nn.Linear(8, 8))
     handle: Any = None
     try:

@@ -11,12 +11,10 @@ from tests.support.ranks import Ranks, run_once
 
 
 def test_restore_gives_torch_back(two_ranks: Ranks) -> None:
-    """In, out and in again is stock in every bit; after the last restore our hooks see no call."""
     assert two_ranks.run(programs.restored) == [[]] * 2
 
 
 def test_the_handle_need_not_be_kept(two_ranks: Ranks) -> None:
-    """The model keeps its communicators."""
     assert two_ranks.run(programs.closed_by_itself) == [True] * 2
 
 
@@ -36,7 +34,6 @@ def test_prefetch_follows_the_order_that_was_seen(two_ranks: Ranks) -> None:
 
 
 def test_modules_sharded_together_are_one(two_ranks: Ranks) -> None:
-    """By all their names."""
     names = ["(root)", "layers.0", "layers.1", "layers.2", "norm, head"]
     assert two_ranks.run(programs.named) == [names, names]
 
@@ -47,24 +44,20 @@ def test_what_was_not_sharded_is_told(two_ranks: Ranks) -> None:
 
 
 def test_older_torch_is_read_the_same(two_ranks: Ranks) -> None:
-    """torch 2.11 has the one group of parameters by another name than 2.13."""
     assert two_ranks.run(programs.as_in_torch_2_11) == [True] * 2
 
 
 def test_a_forked_child_leaves_the_model_alone(two_ranks: Ranks) -> None:
-    """It ends as Python programs do, through every `with`; training goes on."""
     assert two_ranks.run(programs.forks) == [True] * 2
 
 
 def test_memory_does_not_grow(two_ranks: Ranks) -> None:
-    """1,000 steps map no more shared memory than the first 100 did."""
     for seen in two_ranks.run(programs.mapped_bytes, 1000):
         assert seen == [seen[0]] * 10
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_killed_rank_ends_training(where: str) -> None:
-    """The other is told which rank died: by the error that comes through torch's hooks and autograd, and on asking."""
     assert run_once(2, programs.one_is_killed, where) == [["(1,) soon"] * 2, -signal.SIGKILL]
 
 
@@ -90,6 +83,5 @@ def test_a_killed_rank_ends_training(where: str) -> None:
     ],
 )
 def test_what_cannot_work_is_refused(two_ranks: Ranks, name: str, said: str) -> None:
-    """Each on both ranks, with what came and what to do."""
     for text in two_ranks.run(programs.refused, name):
         assert text.startswith(said), text

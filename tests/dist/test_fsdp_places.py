@@ -44,13 +44,11 @@ def test_there_are_as_many_places_as_are_gathered_at_once(two_ranks: Ranks, ahea
 
 
 def test_a_model_may_be_cast_before_it_runs(two_ranks: Ranks) -> None:
-    """Places are as large as parameters are when they are gathered first."""
     assert two_ranks.run(programs.cast_before_the_first_step) == [[], []]
 
 
 @pytest.mark.needs("torch-2.13")
 def test_parameters_of_several_dtypes_are_gathered_as_they_are(two_ranks: Ranks) -> None:
-    """bfloat16 and int32 (which torch 2.11 refuses) beside float32, of sizes that ranks cannot share equally."""
     assert two_ranks.run(programs.mixed_dtypes) == [[True, True]] * 2
 
 

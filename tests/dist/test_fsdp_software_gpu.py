@@ -18,7 +18,6 @@ def test_training_is_that_of_stock(two_ranks: Ranks, case: Case) -> None:
 
 
 def test_hybrid_sharding_is_that_of_stock(four_ranks: Ranks) -> None:
-    """Two communicators of two ranks each."""
     assert four_ranks.run(software.beside_stock_on_software_gpu, Case(policy=BF16, mesh=(2, 2))) == [([], [])] * 4
 
 
@@ -30,6 +29,5 @@ def test_two_groups_of_one_rank_gather_in_place(four_ranks: Ranks) -> None:
 
 
 def test_memory_does_not_grow(two_ranks: Ranks) -> None:
-    """300 steps need no more symmetric memory than 30."""
     for seen in two_ranks.run(software.mapped_bytes_on_software_gpu, 300):
         assert seen == [seen[0]] * 10

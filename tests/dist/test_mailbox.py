@@ -26,7 +26,6 @@ DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.int64)
 
 
 def content(line: tuple[int, int], number: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """What the n-th message of a line holds."""
     start = 31 * line[0] + 17 * line[1] + 7 * number
     return ((torch.arange(numel) + start) % 120).to(dtype)
 
@@ -114,7 +113,6 @@ def beside_calls(session: Session, rounds: int) -> list[float]:
 
 
 def captured(session: Session) -> list[float]:
-    """What kernels saw of messages between two captured ranks, replayed three times."""
     gpu, seen = SoftwareGpu(), list[float]()
     with Communicator(device=gpu, options=CommunicatorOptions(timeout_s=TIMEOUT_S, mailbox_bytes=ROOM)) as communicator:
         rank, stream = communicator.rank, gpu.new_stream()
@@ -200,7 +198,6 @@ def test_messages_in_any_order_arrive(three_ranks: Ranks, seed: int) -> None:
 
 
 def test_sends_run_ahead_of_the_receives(two_ranks: Ranks) -> None:
-    """200 on both sides before the first receive: nothing waits on the host."""
     assert two_ranks.run(far_ahead, 200) == [[float(k) for k in range(200)]] * 2
 
 
@@ -217,7 +214,6 @@ def test_messages_can_be_captured(two_ranks: Ranks) -> None:
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize(("what", "theirs"), [("size", "8000 bytes of float32"), ("dtype", "400 bytes of int32")])
 def test_a_message_that_does_not_fit_is_named(two_ranks: Ranks, what: str, theirs: str, first: int) -> None:
-    """Whoever comes last says what both ranks have called; the other learns it from there."""
     told = two_ranks.run(different, what, first)
     mismatch = next(text for text in told if text.startswith("Misconfigured"))
     assert "message of 400 bytes of float32 from rank 0 to rank 1" in mismatch

@@ -38,8 +38,6 @@ HIDDEN, MOST = 16, 12
 
 @dataclass(frozen=True)
 class Routing:
-    """Tokens of this rank, with their experts and weights."""
-
     x: Tensor
     ids: Tensor
     weights: Tensor
@@ -137,7 +135,6 @@ def host_waits(gpu: SoftwareGpu) -> Iterator[None]:
 
 
 def on_software_gpus(session: Session, seed: int, calls: int) -> list[str]:
-    """Return what differs from mechanism `torch` where streams are threads."""
     draw, different = random.Random(seed), list[str]()
     gpu = SoftwareGpu(delays(seed, session.rank))
     gpu.use(gpu.new_stream())
@@ -169,7 +166,6 @@ def on_software_gpus(session: Session, seed: int, calls: int) -> list[str]:
 
 
 def two_under_way(session: Session, mechanism: Any) -> list[bool]:
-    """Return whether two half-batches in turns give what they give one after the other."""
     draw = random.Random(7)
     experts, top_k = 2 * session.world_size, 2
     cases = [routing(draw, session.rank, experts, top_k, torch.float32, MOST // 2) for _ in range(2)]
@@ -219,7 +215,6 @@ def overflown(session: Session, mechanism: Any, overflow: Any) -> tuple[list[str
 
 
 def killed(session: Session, mechanism: Any) -> str:
-    """Rank 1 dies after a first call; return what rank 0 is told."""
     dispatcher = opened(session, 4, 2, ExpertOptions(mechanism=mechanism, communicator=PATIENT))
     case = routing(random.Random(1), session.rank, 4, 2, torch.float32, MOST)
     run(dispatcher, case)
@@ -248,12 +243,10 @@ def test_random_routings_of_two_ranks(two_ranks: Ranks, mechanism: str) -> None:
 
 
 def test_slabs_in_a_capture(three_ranks: Ranks) -> None:
-    """With its memory, which is used again, and both rounds always."""
     assert three_ranks.run(compared, 3, 40, "slabs", True) == [[]] * 3
 
 
 def test_streams(two_ranks: Ranks) -> None:
-    """On software GPUs, whose copies linger."""
     assert two_ranks.run(on_software_gpus, 4, 30) == [[]] * 2
 
 
@@ -277,7 +270,6 @@ def test_no_room_raises_at_the_next_call_and_at_the_end(two_ranks: Ranks, mechan
 
 @MECHANISMS
 def test_choices_without_room_are_dropped_and_counted(two_ranks: Ranks, mechanism: str) -> None:
-    """The first one has room; three calls are counted."""
     first, second = two_ranks.run(overflown, mechanism, "drop")
     assert first == (["nothing"] * 3, 33, [True] + [False] * 11)
     assert second == (["nothing"] * 3, 0, [False] * 12)
@@ -285,7 +277,6 @@ def test_choices_without_room_are_dropped_and_counted(two_ranks: Ranks, mechanis
 
 @MECHANISMS
 def test_a_second_round_loses_nothing(two_ranks: Ranks, mechanism: str) -> None:
-    """It takes what had no room in the first."""
     first, second = two_ranks.run(overflown, mechanism, "second_round")
     assert first == (["nothing"] * 3, 0, [True] * 12)
     assert second == (["nothing"] * 3, 0, [False] * 12)
@@ -293,7 +284,6 @@ def test_a_second_round_loses_nothing(two_ranks: Ranks, mechanism: str) -> None:
 
 @MECHANISMS
 def test_a_killed_rank_is_named(mechanism: str) -> None:
-    """Its peer gets an error instead of waiting for ever."""
     said, killed_seen = run_once(2, killed, mechanism)
     assert killed_seen == -signal.SIGKILL
     assert "rank 1" in said

@@ -86,7 +86,6 @@ def slow_pair(session: Session, what: str, compute_s: float, comm_s: float) -> d
 
 
 def agree(session: Session, values: tuple[str, ...]) -> str:
-    """What `agree` says if rank r holds values[r]."""
     try:
         session.check_agreement("the flavour", values[session.rank])
     except CounterpointError as error:
@@ -95,8 +94,6 @@ def agree(session: Session, values: tuple[str, ...]) -> str:
 
 
 def fail_on(session: Session, rank: int) -> str:
-    """What `together` raises on each rank if one of them fails."""
-
     def action() -> int:
         if session.rank == rank:
             raise ValueError("no room")
@@ -120,7 +117,6 @@ def scenario(session: Session, asked: Scenario, rounds: int) -> Outcome | str:
 
 
 def block(session: Session, asked: Block) -> Outcome | str:
-    """Measured building blocks, or the text of what they raised."""
     plan = Plan(suite="t", device="cpu", world_size=2, parts=(), rounds=5, results="", errors="")
     try:
         return measure_part(session, asked, plan, Calibration())
@@ -172,26 +168,22 @@ SUMS = ("all_reduce", "reduce_scatter")
 
 
 def test_the_pool_is_a_group(two_ranks: Ranks) -> None:
-    """Both processes take part."""
     assert two_ranks.run(ranks_seen) == [2, 2]
 
 
 @pytest.mark.parametrize("collective", collectives())
 @pytest.mark.parametrize("size_bytes", [1 << 10, 3 << 20])
 def test_a_correct_collective_passes_its_check(three_ranks: Ranks, collective: str, size_bytes: int) -> None:
-    """The data that `check` expects is what gloo delivers, in one chunk and in several."""
     assert three_ranks.run(check_is_quiet, collective, size_bytes) == [""] * 3
 
 
 @pytest.mark.parametrize("collective", [*(name for name in collectives() if name not in SUMS), *SUMS])
 def test_one_wrong_element_is_seen(two_ranks: Ranks, collective: str) -> None:
-    """The rank whose last element is off says so; the other does not."""
     said = two_ranks.run(check_a_wrong_one, collective)
     assert (said[0], "wrong" in said[1]) == ("", True)
 
 
 def test_a_collective_that_does_nothing_is_seen(two_ranks: Ranks) -> None:
-    """What a former run left in the buffer does not pass for a result."""
     assert all("wrong data" in text for text in two_ranks.run(check_a_missing_write))
 
 
@@ -201,33 +193,28 @@ def test_a_collective_that_does_nothing_is_seen(two_ranks: Ranks) -> None:
 def test_the_second_side_starts_later_and_beside_the_first(
     two_ranks: Ranks, what: str, first: str, second: str
 ) -> None:
-    """The head start is real, and the second side starts before the end of the first, in most trials."""
     trials = [trial for _ in range(7) for trial in two_ranks.run(slow_pair, what, 0.05, 0.05)]
     head = statistics.median(trial[f"{second}_start"] - trial[f"{first}_start"] for trial in trials)
     assert 1500 < head < 30_000 < min(trial[f"{first}_end"] for trial in trials)
 
 
 def test_serial_is_one_after_the_other(two_ranks: Ranks) -> None:
-    """The collective starts when the computation has ended."""
     for trial in two_ranks.run(slow_pair, "serial", 0.03, 0.01):
         assert trial["comm_start"] >= trial["compute_end"]
 
 
 def test_alone_runs_one_side(two_ranks: Ranks) -> None:
-    """Nothing of the other side is in the trial."""
     assert all(
         set(trial) == {"comm_start", "comm_end", "late"} for trial in two_ranks.run(slow_pair, "comm_alone", 0.01, 0.01)
     )
 
 
 def test_ranks_that_differ_are_told_apart(two_ranks: Ranks) -> None:
-    """Every rank raises, and the text names both values."""
     said = two_ranks.run(agree, ("sweet", "sour"))
     assert [("sweet" in text, "sour" in text) for text in said] == [(True, True)] * 2
 
 
 def test_one_rank_that_fails_stops_all(two_ranks: Ranks) -> None:
-    """The failing rank raises its own error, the other says that another could not go on."""
     assert two_ranks.run(fail_on, 1) == ["PeerFailed: rank 1: no room", "ValueError: no room"]
 
 
@@ -238,7 +225,6 @@ SMALL = Scenario(
 
 @pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"])
 def test_programs_are_a_mechanism(two_ranks: Ranks, collective: str) -> None:
-    """Measured beside gloo in the same rounds, every element of its result checked before."""
     both = msgspec.structs.replace(SMALL, collective=collective, mechanisms=("gloo", "zero_sm"), orders=("together",))
     found = two_ranks.run(scenario, both, 5)[0]
     assert isinstance(found, Outcome), found
@@ -255,7 +241,6 @@ def test_a_collective_that_programs_do_not_offer_says_so(two_ranks: Ranks) -> No
 
 @pytest.fixture(scope="module")
 def outcome(two_ranks: Ranks) -> Outcome:
-    """A small scenario, measured by both ranks: they return the same."""
     first, second = two_ranks.run(scenario, SMALL, 8)
     assert isinstance(first, Outcome), first
     assert first == second
@@ -263,23 +248,19 @@ def outcome(two_ranks: Ranks) -> Outcome:
 
 
 def test_a_scenario_has_a_row_per_order(outcome: Outcome) -> None:
-    """All three launch orders of the one mechanism."""
     assert [row.order for row in outcome.rows] == ["together", "comm_first", "compute_first"]
 
 
 def test_both_is_at_least_as_long_as_its_sides(outcome: Outcome) -> None:
-    """T covers what each side took beside the other."""
     for row in outcome.rows:
         assert row.together.us >= 0.999 * max(row.compute_together.p10_us, row.comm_together.p10_us)
 
 
 def test_head_starts_are_measured(outcome: Outcome) -> None:
-    """None for `together`; at least what the delay sleeps for the others."""
     assert [row.head_start_us >= 1500 for row in outcome.rows] == [False, True, True]
 
 
 def test_hidden_is_what_the_formula_says(outcome: Outcome) -> None:
-    """Recomputed from the times of the row itself."""
     row = outcome.rows[0]
     serial = row.compute_alone.us + row.best_comm_alone_us
     assert row.hidden == pytest.approx(
@@ -302,7 +283,6 @@ def test_hidden_is_what_the_formula_says(outcome: Outcome) -> None:
 def test_what_cannot_be_measured_is_refused_on_every_rank(
     two_ranks: Ranks, change: dict[str, object], kind: str, said: str
 ) -> None:
-    """One clear line each, and the pool still works afterwards: nobody hangs."""
     texts = two_ranks.run(scenario, msgspec.structs.replace(SMALL, **change), 3)
     assert [str(text).startswith(kind) and said in text for text in texts] == [True, True]
     assert two_ranks.run(ranks_seen) == [2, 2]
@@ -310,7 +290,6 @@ def test_what_cannot_be_measured_is_refused_on_every_rank(
 
 @pytest.mark.parametrize("program", [scenario_that_rank_1_does_not_offer, block_not_offered])
 def test_what_one_rank_does_not_offer_is_left_out_on_all(two_ranks: Ranks, program: Callable[..., Outcome]) -> None:
-    """No rows but the reason, on both ranks, and nobody waits in a collective for the other."""
     asked = SMALL if program is scenario_that_rank_1_does_not_offer else BLOCK
     found = two_ranks.run(program, asked)
     assert [(one.rows, one.blocks, one.unavailable) for one in found] == [((), (), {"gloo": "rank 1 is too old"})] * 2
@@ -320,14 +299,12 @@ BLOCK = Block(name="b", what="all_reduce", mechanisms=("gloo",), sizes_bytes=(1 
 
 
 def test_a_collective_alone_by_size(two_ranks: Ranks) -> None:
-    """A row per size, with the bandwidth that nccl-tests would say."""
     rows = two_ranks.run(block, BLOCK)[0].blocks
     assert [row.size_bytes for row in rows] == [1 << 12, 1 << 14]
     assert [row.gb_per_s for row in rows] == pytest.approx([row.size_bytes / row.time.us / 1e3 for row in rows])
 
 
 def test_a_setting_that_cannot_work_here_is_named(two_ranks: Ranks) -> None:
-    """The others are measured."""
     asked = Block(name="b", what="gemm 64x64x64", mechanisms=("stock", "gemm_sms=8"))
     found = two_ranks.run(block, asked)[0]
     assert ([row.mechanism for row in found.blocks], list(found.unavailable)) == (["stock"], ["gemm_sms=8"])
@@ -343,7 +320,6 @@ def matmul(what: str, *mechanisms: str) -> Block:
 
 @pytest.mark.parametrize("what", MATMULS)
 def test_a_matmul_and_its_collective_by_every_mechanism(two_ranks: Ranks, what: str) -> None:
-    """Each runs as it was asked to."""
     found = two_ranks.run(block, matmul(what, *WAYS))[0]
     assert isinstance(found, Outcome), found
     rows = {row.mechanism: row for row in found.blocks}
@@ -391,14 +367,12 @@ def test_matmuls_that_cannot_be_measured_are_refused(two_ranks: Ranks, what: str
 
 
 def test_a_block_beyond_memory_is_refused(two_ranks: Ranks) -> None:
-    """As a pair is: in one line, on every rank."""
     asked = Block(name="b", what="all_gather", mechanisms=("gloo",), sizes_bytes=(1 << 50,))
     assert all("are free; choose a smaller size" in text for text in two_ranks.run(block, asked))
 
 
 @pytest.mark.parametrize("what", ["launch kernel", "launch collective", "lasting gemm 64x64x64"])
 def test_costs_of_a_machine_are_measured(two_ranks: Ranks, what: str) -> None:
-    """One row with a time, the same on both ranks; of a GEMM with its rate."""
     found = two_ranks.run(block, Block(name=what, what=what, mechanisms=("stock",)))
     assert found[0] == found[1]
     (row,) = found[0].blocks
@@ -407,6 +381,5 @@ def test_costs_of_a_machine_are_measured(two_ranks: Ranks, what: str) -> None:
 
 
 def test_the_sum_kernel_is_not_measured_on_cpus(two_ranks: Ranks) -> None:
-    """It says so instead of timing something else."""
     found = two_ranks.run(block, Block(name="sum", what="sum 4096", mechanisms=("stock",)))[0]
     assert (found.blocks, found.unavailable) == ((), {"stock": "the sum kernel runs on GPUs"})

@@ -114,7 +114,6 @@ def scattered(session: Session, seed: int, calls: int) -> None:
 
 
 def mixed_up(session: Session) -> list[str]:
-    """Return the errors of calls that do not fit."""
     found = []
     with Communicator() as communicator:
         n = communicator.world_size
@@ -140,7 +139,6 @@ def mixed_up(session: Session) -> list[str]:
 
 
 def left_unfinished(session: Session) -> str:
-    """Return the error of the second call where rank 1 drops the first without supplying its input."""
     communicator = Communicator(options=CommunicatorOptions(timeout_s=2.0))
     n = communicator.world_size
     work: PartitionedWork = communicator.partitioned_all_to_all(
@@ -333,18 +331,15 @@ def behind_another(session: Session, on_gpu: bool) -> tuple[str, bool]:
 
 @pytest.mark.parametrize("program", [gathered, scattered], ids=["all_gather", "all_to_all"])
 def test_random_calls_of_three_ranks(three_ranks: Ranks, program: object) -> None:
-    """Forty calls of random shapes, batches, chunks and delays."""
     three_ranks.run(program, 1, 40)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("program", [gathered, scattered], ids=["all_gather", "all_to_all"])
 def test_random_calls_of_two_ranks(two_ranks: Ranks, program: object) -> None:
-    """Forty calls of random shapes, batches, chunks and delays."""
     two_ranks.run(program, 2, 40)  # type: ignore[arg-type]
 
 
 def test_calls_that_do_not_fit_raise(two_ranks: Ranks) -> None:
-    """Each says what is allowed."""
     found = two_ranks.run(mixed_up)[0]
     said = ("has to be a tensor of empty()", "give one or more", "give one of them", "multiple of 16 bytes",
             "give a contiguous one", "are allowed")  # fmt: skip
@@ -352,12 +347,10 @@ def test_calls_that_do_not_fit_raise(two_ranks: Ranks) -> None:
 
 
 def test_a_rank_that_never_supplies_is_named(two_ranks: Ranks) -> None:
-    """Its peer gets an error that names it, instead of waiting for ever."""
     assert "rank 1" in two_ranks.run(left_unfinished)[0]
 
 
 def test_a_wait_that_fails_ends_the_communicator(two_ranks: Ranks) -> None:
-    """Peers hear why, and not that it was closed, if its rank closes it then."""
     first, second = two_ranks.run(unsupplied)[0]
     assert "rank 1" in first
     assert second == first
@@ -370,7 +363,6 @@ def test_streams_wait_for_arrivals(three_ranks: Ranks, early: bool) -> None:
 
 
 def test_a_captured_call_is_replayed(two_ranks: Ranks) -> None:
-    """Three replays of a graph in which both kinds are under way at once."""
     assert two_ranks.run(captured) == [[]] * 2
 
 
@@ -381,6 +373,5 @@ def test_a_kernel_polls_arrivals_and_counts_what_may_leave(three_ranks: Ranks) -
 
 @pytest.mark.parametrize("on_gpu", [False, True], ids=["cpu", "gpu"])
 def test_a_call_behind_one_that_is_not_finished_is_refused(two_ranks: Ranks, on_gpu: bool) -> None:
-    """The error says what to do, and the call is right after that."""
     for said, is_right in two_ranks.run(behind_another, on_gpu):
         assert ("finish it first" in said, is_right) == (True, True), said

@@ -53,8 +53,6 @@ STEPS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One way of tensor parallelism."""
-
     sequence: bool = True  # sequence parallel
     bias: bool = False
     keywords: bool = False  # the attention gets its input by keyword
@@ -91,8 +89,6 @@ CASES = {
 
 
 class ByKeyword(nn.Module):
-    """Hands its input on by its name."""
-
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
@@ -167,7 +163,6 @@ def mesh_of(case: Case) -> DeviceMesh:
 
 
 def sharded(case: Case, mesh: DeviceMesh) -> Any:
-    """The model as it is trained without counterpoint."""
     model: Any = parallel(case, mesh)
     if case.sharded:
         for layer in model.layers:
@@ -177,8 +172,6 @@ def sharded(case: Case, mesh: DeviceMesh) -> Any:
 
 
 class _Checkpointed(nn.Module):
-    """Recomputes a layer in the backward pass."""
-
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.layer = layer
@@ -223,7 +216,6 @@ def _whole(tensor: Tensor | None) -> Tensor:
 
 
 def largest_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Of any tensor, relative to its largest value."""
     assert found.keys() == expected.keys()
     return max(float((found[name] - one).abs().max() / one.abs().max()) for name, one in expected.items())
 
@@ -239,7 +231,6 @@ def reported(handle: Overlap | None) -> Report:
 
 
 def calls(rows: Sequence[CallRow]) -> dict[str, int]:
-    """How often each operation ran."""
     counts: Counter[str] = Counter()
     for row in rows:
         counts[row.operation] += row.calls
@@ -369,7 +360,6 @@ def odd_values(model: nn.Module, dtensors: bool) -> dict[str, Tensor]:
 
 
 def odd(_: Session, dtensors: bool, in_place: bool) -> tuple[float, float, dict[str, tuple[str, ...]]]:
-    """How far values are from stock, in the first call and in the second, and which layers then share."""
     rows = Shard(1)
     styles = (
         ColwiseParallel(input_layouts=rows, use_local_output=not dtensors),
@@ -403,8 +393,6 @@ def copied(_: Session) -> tuple[bool, bool]:
 
 
 class _Stranger(ParallelStyle):
-    """Spreads a layer by hooks of its own."""
-
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def split(_: str, module: nn.Module, mesh: DeviceMesh) -> None:
             for name, parameter in list(module.named_parameters()):
@@ -483,7 +471,6 @@ def uneven(_: Session) -> tuple[float, str]:
 
 
 def transformers_model(folder: str, dtype: torch.dtype) -> Any:
-    """A small Llama of `transformers`, cut by its own plan."""
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.distributed import DistributedConfig
 
@@ -513,7 +500,6 @@ def transformers_model(folder: str, dtype: torch.dtype) -> Any:
 
 
 def with_transformers(_: Session, folder: str) -> tuple[float, dict[str, int], Report]:
-    """As `beside_stock`, of a model of `transformers`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # its own
         model = transformers_model(folder, torch.float64)
@@ -583,7 +569,6 @@ def test_fsdp2_on_the_other_axis_is_overlapped_too(four_ranks: Ranks, name: str)
 @pytest.mark.parametrize("mechanism", ["torch", "serial", "cuts"])
 @pytest.mark.parametrize("name", ["bias", "replicated"])
 def test_float32_is_as_exact_as_torch(two_ranks: Ranks, name: str, mechanism: str) -> None:
-    """Each way in which the operations can run; sums have another order."""
     for ours, torchs, paths in two_ranks.run(errors, name, mechanism):
         assert ours <= 2 * torchs
         assert paths == {mechanism} or mechanism == "cuts"

@@ -23,12 +23,10 @@ def test_the_groups_own_calls_take_one_option_and_sparse_tensors(three_ranks: Ra
 
 
 def test_a_barrier_waits_for_earlier_calls(four_ranks: Ranks) -> None:
-    """As torch's own does: nobody has to wait for each."""
     assert four_ranks.run(programs.barrier_after_calls) == [True] * 4
 
 
 def test_torch_compares_calls_if_it_is_told_to(two_ranks: Ranks) -> None:
-    """TORCH_DISTRIBUTED_DEBUG=DETAIL: a mismatch is an error on both ranks, not a hang."""
     for message, why in two_ranks.run(programs.compared_calls):
         assert message.startswith("Detected mismatch between collectives on ranks"), message
         assert why == "TORCH_DISTRIBUTED_DEBUG=DETAIL"
@@ -50,7 +48,6 @@ def test_ddp_trains_as_with_gloo(two_ranks: Ranks) -> None:
 
 
 def test_ddp_of_four_is_as_exact_as_with_gloo(four_ranks: Ranks) -> None:
-    """Sums of four come in another order: at most twice gloo's error against float64."""
     for ours, gloo, taken in four_ranks.run(programs.ddp_errors):
         assert ours <= 2 * gloo
         assert taken >= 4

@@ -40,14 +40,12 @@ def made(**options: Any) -> Any:
 
 
 def groups() -> tuple[Any, Any]:
-    """A group of two hosts, and one of gloo; made once."""
     if not _GROUPS:
         _GROUPS["ours"], _GROUPS["gloo"] = made(), dist.new_group(backend="gloo")
     return _GROUPS["ours"], _GROUPS["gloo"]
 
 
 def random_calls(_: Session, seed: int, count: int) -> tuple[int, int]:
-    """Random calls of both groups with equal tensors; how many were equal, and how many ours took."""
     return programs.compared(*groups(), seed, count)
 
 
@@ -79,7 +77,6 @@ def errors_of_scaled_sums(_: Session) -> list[tuple[float, float]]:
 
 
 def ddp_errors(_: Session) -> tuple[float, float, int]:
-    """Largest error of losses and parameters of DDP against float64: ours and gloo's; how many calls ours took."""
     return programs.errors_of_ddp(*groups())
 
 
@@ -118,7 +115,6 @@ def on_hosts(_: Session, names: str) -> tuple[list[float], set[tuple[str, str]]]
 
 
 def counted(_: Session, ranks_per_host: int | None) -> set[tuple[str, str]]:
-    """The paths and reasons of an all_reduce with so many ranks on a host."""
     ours = made(ranks_per_host=ranks_per_host)
     dist.all_reduce(torch.ones(8), group=ours)
     rows = ours.report().calls
@@ -194,7 +190,6 @@ def _ended_under_way(how: str, everyone: bool) -> tuple[str, float]:
 
 
 def die(_: Session) -> tuple[str, float]:
-    """Rank 3 does; the error of the others, and after how many seconds they heard it."""
     ours = made()
     dist.all_reduce(torch.ones(8), group=ours)
     if dist.get_rank() == 3:
@@ -226,13 +221,11 @@ def test_the_report_names_the_way_over_hosts(four_ranks: Ranks) -> None:
 
 
 def test_means_and_scaled_sums_are_right(four_ranks: Ranks) -> None:
-    """At most twice the error of gloo's sum in the same dtype."""
     for found in four_ranks.run(errors_of_scaled_sums):
         assert all(ours <= 2 * theirs for ours, theirs in found)
 
 
 def test_ddp_trains_as_with_gloo(four_ranks: Ranks) -> None:
-    """Sums of four come in another order: at most twice gloo's error against float64."""
     for ours, gloo, taken in four_ranks.run(ddp_errors):
         assert 0 < ours <= 2 * gloo
         assert taken >= 4
@@ -272,7 +265,6 @@ def test_ranks_of_a_host_can_be_given(four_ranks: Ranks, ranks_per_host: int | N
 
 
 def test_groups_that_are_destroyed_leave_no_thread(four_ranks: Ranks) -> None:
-    """Neither of ours nor of gloo's."""
     assert max(four_ranks.run(made_and_destroyed, 20)) <= 0
 
 
@@ -297,7 +289,6 @@ def test_a_group_may_end_while_a_call_of_all_ranks_is_under_way(four_ranks: Rank
 
 
 def test_a_rank_that_dies_is_an_error_on_all_others() -> None:
-    """On its host and on the other one, in every later call, too."""
     found = run_once(4, die)
     assert found[3] == -9
     for said, seconds in found[:3]:

@@ -133,11 +133,9 @@ class _Bucket:
         self._number, self._values = number, values
 
     def index(self) -> int:
-        """As torch's."""
         return self._number
 
     def buffer(self) -> torch.Tensor:
-        """As torch's."""
         return self._values
 
 
@@ -345,7 +343,6 @@ DIFFER = [
 def test_options_that_differ_are_told_to_all(
     two_ranks: Ranks, first: dict[str, Any], second: dict[str, Any], name: str
 ) -> None:
-    """At the first call, before anybody waits for the other; only what differs is named."""
     for said in two_ranks.run(called_with, (first, second)):
         assert said.startswith("Misconfigured"), said
         assert [other for *_, other in DIFFER if other in said] == [name], said
@@ -373,7 +370,6 @@ def test_uneven_inputs_with_buckets_in_symmetric_memory(two_ranks: Ranks) -> Non
 
 
 def test_a_hook_on_uneven_inputs_has_the_channels_of_its_buckets(two_ranks: Ranks) -> None:
-    """Of `overlap`: wherever the buckets lie on a rank."""
     first, second = two_ranks.run(channels_of_buckets)
     assert first == second == [*CHANNELS["buckets"]] * 2
 
@@ -386,7 +382,6 @@ def test_the_layout_of_one_rank_decides_nothing(two_ranks: Ranks, operation: str
 
 
 def test_large_calls_go_in_pieces_wherever_they_lie(two_ranks: Ranks) -> None:
-    """As all ranks cut them, blocking or not."""
     assert two_ranks.run(in_pieces) == [[3, 3, 3]] * 2
 
 
@@ -402,7 +397,6 @@ def test_a_tensor_that_comes_twice_on_one_rank_decides_nothing(two_ranks: Ranks)
 
 
 def test_two_threads_may_use_a_group_first_at_the_same_time(two_ranks: Ranks) -> None:
-    """One of them opens it, whichever on each rank."""
     assert two_ranks.run(opened_by_two_threads, 10) == [{2.0}] * 2
 
 
@@ -420,5 +414,4 @@ def test_powersgd_trains_as_on_gloo(two_ranks: Ranks) -> None:
 
 
 def test_a_barrier_waits_for_calls_that_nobody_has_waited_for(two_ranks: Ranks) -> None:
-    """Their tensors live as long; those of a thread, too."""
     assert two_ranks.run(waited_for_by_a_barrier) == [3] * 2

@@ -41,7 +41,6 @@ Found = tuple[list[float], list[float], dict[str, int]]
 
 
 def taking() -> backend.BackendOptions:
-    """Options of a group that takes every call that it can."""
     return backend.BackendOptions(crossover_bytes=EVERYTHING, communicator=PATIENT)
 
 
@@ -66,7 +65,6 @@ class Block(nn.Module):
 
 
 def _steps(model: nn.Module, batch: Callable[[int], torch.Tensor]) -> list[float]:
-    """Losses of three steps, and the sum of all parameters after them."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for step in range(3):
@@ -293,7 +291,6 @@ def test_data_parallel_in_every_way(two_ranks: Ranks, how: str) -> None:
 
 
 def test_functional_collectives_in_a_full_graph(two_ranks: Ranks) -> None:
-    """Once eager, once compiled: every call of both is taken."""
     expected = {"all_gather": 2, "all_reduce": 2, "reduce_scatter": 2}
     assert two_ranks.run(full_graph) == [(True, expected)] * 2
 

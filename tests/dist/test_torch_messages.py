@@ -19,7 +19,6 @@ def test_a_ring_in_which_all_begin_alike(three_ranks: Ranks, first: str) -> None
 
 @pytest.mark.parametrize("first", ["sends", "receives"])
 def test_a_ring_without_mailboxes(three_ranks: Ranks, first: str) -> None:
-    """Ranks open lines of torch in a circle, too; how NCCL takes that, tests/gpu/test_messages.py shows."""
     wanted = [[10.0 * number + (rank - 1) % 3 for number in range(4)] for rank in range(3)]
     assert three_ranks.run(programs.ring, first, 4, None) == [(seen, 0) for seen in wanted]
 
@@ -37,7 +36,6 @@ def test_a_receive_from_the_rank_itself_has_its_timeout(two_ranks: Ranks) -> Non
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_unmatched_orders(four_ranks: Ranks, seed: int) -> None:
-    """Every rank meets the others in an order of its own, too."""
     assert sum(four_ranks.run(programs.unmatched, seed, 150)) == 300
 
 

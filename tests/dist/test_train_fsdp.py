@@ -70,12 +70,10 @@ def stock(traces: Path) -> str:
 
 
 def test_the_speed_is_printed(stock: str) -> None:
-    """The script prints loss and tokens per second."""
     assert re.search(r"step +6  loss \d\.\d+  [\d,]+ tokens/s", stock)
 
 
 def test_overlap_does_not_change_the_loss(stock: str, two_ranks: Ranks) -> None:
-    """The loss after six steps is the same to the last digit printed."""
     overlapped = two_ranks.run(printed, "train_fsdp.py", "--steps", "6", "--overlap")
     assert LOSSES.findall(overlapped[0]) == LOSSES.findall(stock) != []
 

@@ -53,7 +53,6 @@ def random_calls(session: Session, seed: int, count: int) -> tuple[int, int]:
 
 
 def compared(ours: Any, gloo: Any, seed: int, count: int) -> tuple[int, int]:
-    """`random_calls` of these groups."""
     chance, rank, size = random.Random(seed), dist.get_rank(), dist.get_world_size()
     numbers = torch.Generator().manual_seed(1000 * seed + rank)
     before = ours.report().taken
@@ -181,7 +180,6 @@ def compared_calls(_: Session) -> tuple[str, str]:
 
 
 def futures(_: Session) -> list[float]:
-    """A call's future, and what is chained to it."""
     ours, _gloo = groups()
     work = dist.all_reduce(torch.ones(100), group=ours, async_op=True)
     chained = work.get_future().then(lambda done: done.value()[0] / dist.get_world_size())
@@ -241,7 +239,6 @@ def trained(
 
 
 def ddp_errors(_: Session) -> tuple[float, float, int]:
-    """What `errors_of_ddp` gives of the ranks of one host."""
     return errors_of_ddp(*groups())
 
 
@@ -349,7 +346,6 @@ def _ended_with(future: Any) -> str:
 
 
 def refused(_: Session, what: str) -> str:
-    """The error of something that cannot be."""
     try:
         if what == "other options":
             others: Any = dist.ProcessGroupGloo

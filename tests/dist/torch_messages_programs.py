@@ -84,7 +84,6 @@ def ring(_: Session, first: str, rounds: int, mailbox_bytes: int | None = ROOM) 
 
 
 def unmatched(_: Session, seed: int, count: int, queues: str = "32") -> int:
-    """Messages over all lines, every rank in an order of its own; how many of this rank's came out right."""
     shared, mine = random.Random(seed), random.Random(f"{seed} {dist.get_rank()}")
     with on_software_gpus() as (group, gpu), patch.dict(os.environ, {"CUDA_DEVICE_MAX_CONNECTIONS": queues}):
         rank, right = dist.get_rank(), 0
@@ -109,7 +108,6 @@ def unmatched(_: Session, seed: int, count: int, queues: str = "32") -> int:
 
 
 def to_itself(_: Session, first: str) -> list[float]:
-    """What a rank receives from itself, the n-th message sent for the n-th one received, whichever comes first."""
     with on_software_gpus() as (group, _gpu):
         rank = dist.get_rank()
         sent, received = [torch.full((5,), 10.0 * rank + n) for n in range(3)], [torch.zeros(5) for _ in range(3)]

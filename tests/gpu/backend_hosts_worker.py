@@ -115,7 +115,6 @@ def in_symmetric_memory(ours: Any) -> str:
 
 
 def timed(group: Any, call: Callable[[Any], object]) -> float:
-    """Best ms of a call of the group."""
     best = float("inf")
     for _ in range(5):
         dist.barrier()

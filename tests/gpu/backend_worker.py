@@ -34,8 +34,6 @@ Seen = dict[str, str]
 
 
 class Rank:
-    """This rank's device, and the groups of both backends."""
-
     def __init__(self, device: torch.device, other: str) -> None:
         self.device, self.other = device, other
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -48,7 +46,6 @@ class Rank:
         return made.float().to(self.device)
 
     def losses(self, model: nn.Module, forward: Callable[[int], torch.Tensor]) -> list[float]:
-        """Losses of six steps."""
         optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
         for step in range(6):
             loss = forward(step)
@@ -179,7 +176,6 @@ def compiled(one: Rank) -> Seen:
 
 
 def captured(one: Rank) -> Seen:
-    """A CUDA graph of an all_reduce, replayed three times."""
     if one.device.type != "cuda":
         return {"value": "as it should be"}
     tensor, stream = torch.ones(1 << 20, device=one.device), torch.cuda.Stream()

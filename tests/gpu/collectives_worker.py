@@ -50,7 +50,6 @@ class World:
         return torch.randint(0, 100, (numel,), device=self.device, generator=generator).to(kind)
 
     def place(self, data: torch.Tensor, skew: int) -> torch.Tensor:
-        """A copy of `data`, `skew` bytes after an aligned address, as bytes."""
         room = torch.empty(data.nbytes + MAX_SKEW, dtype=torch.uint8, device=self.device)
         room[skew : skew + data.nbytes] = data.view(torch.uint8)
         return room[skew : skew + data.nbytes]

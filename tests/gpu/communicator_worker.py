@@ -257,7 +257,6 @@ def killed(device: torch.device, rank: int) -> dict[str, str]:
 
 
 def main(folder: Path, what: str) -> None:
-    """Runs what `what` names: `live` or `kill`."""
     if what == "live":
         run_scenarios(folder, {name: partial(scenario, own_gpu()) for name, scenario in LIVE.items()})
     else:

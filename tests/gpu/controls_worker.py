@@ -30,8 +30,6 @@ SHARD = 64 << 20  # bf16 elements of one rank: 128 MiB
 
 
 def quietly(launch: Callable[[], object]) -> Callable[[], None]:
-    """`launch` without its result."""
-
     def launched() -> None:
         launch()
 

@@ -31,7 +31,6 @@ SYNCS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize
 
 
 def dispatcher(mechanism: ExpertChoice, *, equal_tokens: bool = False) -> Dispatcher:
-    """Of all ranks."""
     options = ExpertOptions(
         mechanism=mechanism, equal_tokens=equal_tokens, communicator=CommunicatorOptions(timeout_s=60)
     )
@@ -120,7 +119,6 @@ def replayed(step: Callable[[], Sequence[Tensor]], inputs: Sequence[Tensor], nam
 
 
 def doubled(made: Dispatcher, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """Sums of experts that double their rows."""
     rows, _, handle = made.dispatch(x, ids, weights)
     return made.combine(rows * 2, handle)
 
@@ -155,7 +153,6 @@ COPIED: Found = {}  # by mechanism: whether `profiled` saw copies to peers
 
 
 def profiled() -> Found:
-    """Kernels of NCCL, and calls in which the host waits, of each mechanism."""
     found: Found = {}
     for mechanism in MECHANISMS:
         say(mechanism, "profiled")

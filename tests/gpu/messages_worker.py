@@ -266,7 +266,6 @@ def killed(device: torch.device, rank: int) -> dict[str, str]:
 
 
 def main(folder: Path, what: str) -> None:
-    """Runs what `what` names: `live` or `kill`."""
     if what == "live":
         scenarios = {name: partial(scenario, own_gpu()) for name, scenario in LIVE.items()}
         run_scenarios(folder, scenarios, each_s=EACH_S)

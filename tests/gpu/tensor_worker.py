@@ -38,7 +38,6 @@ def random_shapes() -> Found:
 
 
 def scaled() -> Found:
-    """Float8, one scale and one for each row."""
     session: Any = SimpleNamespace(rank=dist.get_rank())
     return {"scaled": str(programs.scaled(session, 4))}
 
@@ -55,7 +54,6 @@ def operands(m: int, n: int, k: int, seed: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def calls_of(group: TensorGroup, shard: torch.Tensor, rows: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
-    """The results of all three operations."""
     name = name_of_world()
     assert tensor_group(name) is group
     gathered, (product,) = OPS.all_gather_matmul(shard, [b], 0, name)

@@ -34,13 +34,11 @@ def rows(measured: Measurement, mechanism: str, collective: str = "all_gather") 
 
 @pytest.mark.gpu(2)
 def test_nothing_is_marked(measured: Measurement) -> None:
-    """Every control took effect, and the host kept up."""
     assert [row.marked for row in measured.rows if row.marked] == []
 
 
 @pytest.mark.gpu(2)
 def test_every_control_has_evidence(measured: Measurement) -> None:
-    """What was seen is written down for each."""
     for row in rows(measured, "nccl+max_ctas=8+gemm_sms=124"):
         assert [(proof.control, proof.took_effect) for proof in row.evidence] == [
             ("max_ctas=8", True),
@@ -50,7 +48,6 @@ def test_every_control_has_evidence(measured: Measurement) -> None:
 
 @pytest.mark.gpu(2)
 def test_ctas_are_those_that_ran(measured: Measurement) -> None:
-    """8 when limited, none for copies, more by default."""
     ctas = {name: {row.usage.comm_ctas for row in rows(measured, name) if row.usage} for name in MECHANISMS}
     assert ctas["nccl+max_ctas=8+gemm_sms=124"] == {8}
     assert ctas["nccl_zero_cta"] == ctas["zero_sm"] == {0}
@@ -59,7 +56,6 @@ def test_ctas_are_those_that_ran(measured: Measurement) -> None:
 
 @pytest.mark.gpu(2)
 def test_sums_are_not_offered_by_copies(measured: Measurement) -> None:
-    """An all_reduce by copy engines is named as not measured, and has no rows."""
     assert "all_reduce" in measured.unavailable["nccl_zero_cta"]
     assert rows(measured, "nccl_zero_cta", "all_reduce") == []
 
@@ -106,14 +102,12 @@ dist.destroy_process_group()
 
 @pytest.mark.gpu(1)
 def test_a_trial_waits_until_its_buffers_are_put_back() -> None:
-    """What the host queued before a trial, however long it takes, is done when both sides are released."""
     done = subprocess.run([sys.executable, "-c", PUT_BACK], capture_output=True, text=True, check=False, timeout=100)
     assert (done.stdout, done.returncode) == ("1.0 False\n", 0), done.stderr
 
 
 @pytest.fixture(scope="module")
 def matmuls(tmp_path_factory: pytest.TempPathFactory) -> Measurement:
-    """The suite `tensor`, once, by every mechanism."""
     out = tmp_path_factory.mktemp("measure") / "tensor.json"
     command = [sys.executable, "-m", "counterpoint", "measure", "tensor", "--nproc", "2", "--rounds", "6"]
     done = subprocess.run(
@@ -125,7 +119,6 @@ def matmuls(tmp_path_factory: pytest.TempPathFactory) -> Measurement:
 
 @pytest.mark.gpu(2)
 def test_matmuls_run_as_they_were_asked_to(matmuls: Measurement) -> None:
-    """No result is wrong; only where no cut helps, `cuts` is in one piece."""
     marks = {(row.mechanism, row.marked) for row in matmuls.blocks if row.marked}
     assert [(name, why) for name, why in marks if name != "cuts" or not str(why).startswith("ran as serial")] == []
     assert matmuls.unavailable == {}

@@ -18,7 +18,6 @@ PREDICTED = re.compile(r"([\d.]+)% off")
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Profile:
-    """The profile of this machine, measured once."""
     out: Path = tmp_path_factory.mktemp("machine") / "profile.json"
     command = [sys.executable, "-m", "counterpoint", "tune", "--machine", "--nproc", "2", "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400, start_new_session=True)
@@ -28,7 +27,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Profile:
 
 @pytest.mark.gpu(2)
 def test_every_group_but_the_chip_is_measured(found: Profile) -> None:
-    """Nothing was left out."""
     assert found.left_out == {}
     assert [group for group in GROUPS if found.measured_on[group] != found.gpu] == ["chip"]
 

@@ -25,7 +25,6 @@ def example(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ScriptResult]:
-    """Two steps of FSDP2 by NCCL."""
     folder = tmp_path_factory.mktemp("recorded")
     return folder, launch_script(parse_command(example("fsdp")), ScriptTask(folder=str(folder)), variables={})
 

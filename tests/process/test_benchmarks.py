@@ -37,20 +37,17 @@ def result(folder: Path, script: str, *arguments: str, ranks: int = 0) -> Any:
 
 
 def test_the_memory_of_children_counts() -> None:
-    """The peak covers the whole tree: a child that holds 150 MB while its parent holds little."""
     child = "import time; held = bytearray(b'x') * 150_000_000; time.sleep(0.3)"
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], check=True)"
     assert run([sys.executable, "-c", parent]).peak_mb > 155
 
 
 def test_a_command_that_fails_is_not_a_result() -> None:
-    """A non-zero exit raises with what the command said."""
     with pytest.raises(RuntimeError, match="exit 3\nno such luck"):
         run([sys.executable, "-c", "import sys; print('no such luck', file=sys.stderr); sys.exit(3)"])
 
 
 def test_trace_load_runs(tmp_path: Path) -> None:
-    """The benchmark in small: traces, both measurements of ours, the table."""
     ours = f"{sys.executable} -c 'from counterpoint.cli import main; main()' diagnose"
     command = [sys.executable, "benchmarks/trace_load.py", "--quick", "--cache", tmp_path, "--ours", ours]
     done = program(command, folder=ROOT)
@@ -79,14 +76,12 @@ def test_hsdp_runs(tmp_path: Path) -> None:
 
 
 def test_random_collectives_run(tmp_path: Path) -> None:
-    """Beside gloo: all operations that were drawn have every bit right."""
     found = result(tmp_path, "collectives_random.py", "--count", "150", "--max-bytes", "65536", ranks=2)
     counts = [int(row[1]) for row in found["rows"]]
     assert (found["mismatches"], sum(counts), min(counts) > 0) == ([], 150, True)
 
 
 def test_backend_hosts_runs(tmp_path: Path) -> None:
-    """Halves of four ranks as hosts: all operations go over hosts, and are right, or it would have ended."""
     found = result(tmp_path, "backend_hosts.py", "--mib", "0.1", "--rounds", "1", "--steps", "1", ranks=4)
     assert [(row["operation"], row["path"]) for row in found["rows"]] == [(name, "hosts") for name in OPERATIONS]
 
@@ -108,7 +103,6 @@ def test_tensor_block_runs(tmp_path: Path) -> None:
 
 
 def test_expert_permute_runs(tmp_path: Path) -> None:
-    """Every operation is right, and has a time beside torch's."""
     asked = ("--shapes", "tiny", "--routings", "uniform", "zipf", "--rounds", "2")
     rows = result(tmp_path, "expert_permute.py", *asked)["rows"]
     assert len({(row["operation"], row["routing"]) for row in rows}) == len(rows) == 16
@@ -116,7 +110,6 @@ def test_expert_permute_runs(tmp_path: Path) -> None:
 
 
 def test_tensor_host_runs(tmp_path: Path) -> None:
-    """Every call by every mechanism, in launches of the same mechanism's matmul."""
     asked = ("--rows", "64", "--size", "32", "--rounds", "1", "--calls", "2")
     rows = result(tmp_path, "tensor_host.py", *asked, ranks=2)["rows"]
     assert len({(row["call"], row["mechanism"]) for row in rows}) == len(rows) == 21
@@ -125,7 +118,6 @@ def test_tensor_host_runs(tmp_path: Path) -> None:
 
 
 def test_expert_host_runs(tmp_path: Path) -> None:
-    """Every variant beside plain torch, in the same run."""
     asked = ("--tokens", "16", "--hidden", "32", "--rounds", "1", "--calls", "2", "--mechanisms", "gather")
     rows = result(tmp_path, "expert_host.py", *asked, ranks=2)["rows"]
     names = ("all_to_all_single", "experts", "gather", "gather, 2 parts")

@@ -47,8 +47,6 @@ NOT_RUN = {  # pages: how many blocks are not run; each says why beside it
 
 
 class Blocks(NamedTuple):
-    """What a page runs."""
-
     commands: str
     program: str
     ranks: int
@@ -76,7 +74,6 @@ def blocks(page: str) -> Blocks:
 
 
 def run(folder: Path, *command: str) -> None:
-    """Run a command where a reader would, and fail with all that it printed."""
     for name in ("examples", "samples"):
         (folder / name).symlink_to(ROOT / name)
     here = {
@@ -104,7 +101,6 @@ def test_commands_are_fenced_as_bash(page: str) -> None:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page).commands])
 def test_the_commands_of_a_page_run(page: str, tmp_path: Path) -> None:
-    """In the order of the page; `doctor` may find a problem of this machine."""
     run(tmp_path, "bash", "-e", "-c", f"{SETUP}\n{blocks(page).commands}")
 
 

@@ -66,5 +66,4 @@ NAMES = list(_cases(2))
 
 
 def case(name: str, world_size: int) -> tuple[Call, Tuning]:
-    """The call of that name, for a group of `world_size`."""
     return _cases(world_size)[name]

@@ -36,8 +36,6 @@ class Deadlock(AssertionError):
 
 
 class Machine:
-    """All ranks' buffers for `programs`, at fake addresses."""
-
     def __init__(self, programs: Sequence[Program], *, early_release: bool = False) -> None:
         self.programs, self.early_release = programs, early_release
         self.memory: dict[int, Bytes] = {}
@@ -88,7 +86,6 @@ class Machine:
         )
 
     def calls(self, rank: int) -> tuple[tuple[DriverCall, ...], tuple[DriverCall, ...]]:
-        """What `rank` does before and after its output is read."""
         program, addresses, early = self.programs[rank], self.addresses(rank), self.early_release
         before = lower(program, addresses, program.cycle(early_release=early))
         return before, lower(program, addresses, program.release if early else ())
@@ -160,7 +157,6 @@ def _once(what: Callable[[int, int], None], number: int, rank: int) -> Iterator[
 
 
 def _added(arrays: Sequence[Bytes]) -> Bytes:
-    """Their sum, modulo 256."""
     total: Bytes = np.add.reduce(arrays, dtype=np.uint8)
     return total
 

@@ -19,7 +19,6 @@ HOSTILE = "</script><script>alert(1)</script>\x1b[31m"
 
 
 def bare() -> Prediction:
-    """Nothing but the step."""
     return Prediction(
         model="small",
         gpu="H100",

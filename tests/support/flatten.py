@@ -46,7 +46,6 @@ LEVELS: tuple[Level, ...] = ("inside", "between", "here")
 
 
 def phases_all(call: Call, grid: Grid, *, slice_bytes: int | None = None) -> tuple[tuple[Phase, ...], ...]:
-    """Return the phases of every rank."""
     return tuple(phases(call, grid, rank, slice_bytes=slice_bytes) for rank in range(grid.world_size))
 
 
@@ -139,13 +138,11 @@ class _Translation:
                 return replace(step, event=_EVENTS * (self.number + 1) + 1 + event, lane=lane)
 
     def operation(self, operation: Signal | Wait) -> Signal | Wait:
-        """Return a signal or wait of the phase as one of the whole program."""
         if isinstance(operation, Signal):
             return Signal(self.members[operation.peer], self.flag(operation.flag))
         return Wait(self.flag(operation.flag), None if operation.brings is None else self.span(operation.brings))
 
     def flag(self, flag: Flag) -> Flag:
-        """Return a flag of the phase as one of the whole program."""
         return replace(flag, peer=self.members[flag.peer])
 
     def span(self, span: Span, phase: Phase | None = None) -> Span:

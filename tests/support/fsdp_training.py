@@ -82,7 +82,6 @@ def compiled_with_hooks(layer: Any) -> Any:
 
 
 def compiled_as_a_whole(layer: Any) -> Any:
-    """One graph, and FSDP2's hooks around it."""
     return torch.compile(layer, backend="aot_eager", fullgraph=True)
 
 
@@ -124,7 +123,6 @@ CASES = {
 
 
 def sharded(case: Case) -> Any:
-    """The model of the case; the same weights every time."""
     torch.manual_seed(7)
     with torch.device("meta" if case.meta else case.device):
         model = Llama(SHAPE).to(case.dtype)
@@ -150,7 +148,6 @@ def filled(model: Any, case: Case) -> None:
 
 
 def batch(session: Session, step: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of this rank and step."""
     state = torch.Generator().manual_seed(1000 * step + session.rank)
     text = torch.randint(SHAPE.vocabulary, (2, TOKENS + 1), generator=state)
     text = text.to(session.device)
@@ -182,7 +179,6 @@ def _whole(tensor: Any) -> Tensor:
 
 @contextmanager
 def overlapped(case: Case) -> Iterator[tuple[Any, Overlap]]:
-    """A sharded model with our collectives, and the handle."""
     model = sharded(case)
     if case.prepare is not None:
         case.prepare(model)
@@ -193,13 +189,11 @@ def overlapped(case: Case) -> Iterator[tuple[Any, Overlap]]:
 
 
 def differences(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
-    """Names of what is not equal bit by bit."""
     assert one.keys() == other.keys()
     return [name for name in one if not torch.equal(one[name], other[name])]
 
 
 def stock_trained(session: Session, case: Case) -> dict[str, Tensor]:
-    """What training gives with torch's collectives."""
     model = sharded(case)
     for prepare in filter(None, [case.stock or case.prepare]):
         prepare(model)
@@ -288,7 +282,6 @@ def premultiplied(session: Session) -> list[str]:
 
 
 def fsdp_modules(model: Any) -> list[Any]:
-    """All FSDP2 modules of the model."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 

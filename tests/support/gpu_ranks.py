@@ -38,12 +38,10 @@ NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "1", "TORCH_SYM
 
 
 def ranks_per_gpu() -> int:
-    """How many ranks share a GPU, as `--ranks-per-gpu` says."""
     return int(os.environ.get("COUNTERPOINT_TEST_RANKS_PER_GPU", "1"))
 
 
 def are_shared() -> bool:
-    """Whether ranks share GPUs."""
     return ranks_per_gpu() > 1
 
 
@@ -70,7 +68,6 @@ def torchrun(ranks: int, script: str, *arguments: str) -> list[str]:
 
 
 def place_of(rank: int, world_size: int) -> dict[str, str]:
-    """The variables that give a rank its GPU."""
     if not are_shared():
         return {"LOCAL_RANK": str(rank)}
     import torch
@@ -81,8 +78,6 @@ def place_of(rank: int, world_size: int) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How the ranks ended, and what they printed."""
-
     codes: list[int]
     logs: list[str]
 
@@ -138,7 +133,6 @@ def _words(arguments: Sequence[str | Path]) -> list[str]:
 
 
 def own_gpu() -> Any:
-    """The GPU of a rank that `run_ranks` has started."""
     import torch
 
     return torch.device("cuda", int(os.environ["LOCAL_RANK"]))

@@ -35,7 +35,6 @@ class Group:
         self.at_rest = set(self.words)
 
     def call(self, programs: Sequence[Program], inputs: Sequence[bytes]) -> list[bytes]:
-        """The outputs of all ranks."""
         for program, data in zip(programs, inputs, strict=True):
             call, rank = program.call, program.rank
             self.memory[rank, "input"] = bytearray(data)

@@ -43,8 +43,6 @@ H200 = Device(
 
 @dataclass(frozen=True, kw_only=True)
 class Op:
-    """One GPU operation."""
-
     name: str
     start: float
     end: float
@@ -64,8 +62,6 @@ class Op:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """One host range."""
-
     name: str
     start: float
     end: float
@@ -75,8 +71,6 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """What one trace holds; `rank` numbers it."""
-
     ops: tuple[Op, ...]
     hosts: tuple[Host, ...] = ()
     steps: tuple[tuple[float, float], ...] = ()  # ProfilerStep ranges on the host
@@ -117,7 +111,6 @@ def launched(o: Op) -> float:
 
 
 def job(*ranks: Rank) -> TracedJob:
-    """All ranks, read, digested and joined."""
     return assemble([digested(r, number, len(ranks)) for number, r in enumerate(ranks)])
 
 

@@ -101,7 +101,6 @@ class _Rank:
         self.host += us
 
     def kernel(self, name: str, us: float, *, grid: int = 512, dims: tuple[int, int, int] | None = None) -> None:
-        """One compute kernel on the compute stream, launched by an operation."""
         us *= max(0.8, self.random.gauss(1.0, self.plan.jitter))
         for fault in self.faults("slow", "work", "work_shapes"):
             us *= fault.factor
@@ -124,7 +123,6 @@ class _Rank:
         self.events.append(event(category, name, start, us, pid=self.rank, tid=stream, **facts))
 
     def lose_time(self, *kinds: str) -> None:
-        """What a planted fault does to the host."""
         for fault in self.faults(*kinds):
             if fault.kind == "allocator":
                 for _ in range(10):
@@ -255,5 +253,4 @@ def write_job(plan: JobPlan, folder: Path) -> Truth:
 
 
 def varied(plan: JobPlan, **changes: Any) -> JobPlan:
-    """The same plan with something else."""
     return replace(plan, **changes)

@@ -59,7 +59,6 @@ def copy(name: str, ts: Time, dur: Time, *, stream: int = 7, correlation: int | 
 
 
 def runtime(name: str, ts: Time, dur: Time, *, correlation: int, external: int | None = None, tid: Any = PID) -> Event:
-    """A call into the CUDA runtime, or the driver (`cuLaunchKernelEx`)."""
     cat = "cuda_driver" if name.startswith("cu") and not name.startswith("cuda") else "cuda_runtime"
     return event(cat, name, ts, dur, tid=tid, External_id=external, cbid=211, correlation=correlation)
 

@@ -36,7 +36,6 @@ class Mutant:
 
 
 def mutants(program: Program) -> Iterator[Mutant]:
-    """All mutants of `program`, batches taken apart."""
     for part in PARTS:
         steps = _single(getattr(program, part))
         for index, step in enumerate(steps):

@@ -52,7 +52,6 @@ _INIT, _COLL = 16777218, 16777220  # NCCL's schemas
 
 
 def pid(number: int) -> int:
-    """globalPid of process `number`."""
     return 1 << 48 | number << 24
 
 
@@ -64,7 +63,6 @@ class NsysExport:
         self.strings: dict[str, int] = {}
 
     def text(self, value: str) -> int:
-        """Id of a string."""
         return self.strings.setdefault(value, len(self.strings) + 1)
 
     def add(self, table: str, **values: Any) -> None:

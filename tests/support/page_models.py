@@ -29,7 +29,6 @@ FFN_PLAN: dict[str, ParallelStyle] = {
 
 
 def start(backend: str = "gloo") -> None:
-    """Begin the default group, if it has not begun."""
     if not dist.is_initialized():
         dist.init_process_group(backend)
 

@@ -76,8 +76,6 @@ class Capture:
 
 
 class Event:
-    """Marks a place: `passed` belongs to the last record."""
-
     def __init__(self) -> None:
         self.passed = threading.Event()
         self.passed.set()  # one that was never recorded has passed
@@ -147,7 +145,6 @@ class SoftwareDriver:
         return found
 
     def has_context(self) -> bool:
-        """Whether a context is current in this thread."""
         return bool(self._contexts)
 
     def cuCtxGetCurrent(self) -> tuple[int, int]:
@@ -170,8 +167,6 @@ class SoftwareDriver:
         return SimpleNamespace(waitValue=both, writeValue=both)
 
     def enqueue(self, stream: int, name: str, action: Action) -> None:
-        """`action` as a kernel of that name."""
-
         def run() -> None:
             if self.before is not None:
                 self.before(name)
@@ -386,16 +381,13 @@ class SoftwareGpu:
         return lambda: self.driver.enqueue(stream, "reduce", run)
 
     def enter_thread(self) -> None:
-        """Gives this thread the context."""
         self.driver.cuCtxSetCurrent(self.context)
 
     def is_current(self) -> bool:
-        """Whether this thread has the context."""
         return self.driver.has_context()
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Lends this thread the context."""
         self.driver.cuCtxPushCurrent(self.context)
         try:
             yield
@@ -403,11 +395,9 @@ class SoftwareGpu:
             self.driver.cuCtxPopCurrent()
 
     def relaxed(self) -> nullcontext[None]:
-        """It forbids nothing."""
         return nullcontext()
 
     def beside_capture(self) -> nullcontext[None]:
-        """Its memory needs no stream."""
         return nullcontext()
 
     def new_stream(self) -> int:
@@ -425,7 +415,6 @@ class SoftwareGpu:
         self.driver.enqueue(self.current_stream(), "kernel", action)
 
     def synchronize(self) -> None:
-        """Waits for the current stream."""
         done = threading.Event()
         self.driver.streams[self.current_stream()].put(done.set)
         done.wait()

@@ -58,7 +58,6 @@ class Action:
 
     @property
     def rank(self) -> int:
-        """Return the rank that performs this action."""
         return self.program.rank
 
 
@@ -86,7 +85,6 @@ class ProofReport:
 
     @property
     def ok(self) -> bool:
-        """Return whether no violation was found."""
         return not self.violations
 
 
@@ -122,7 +120,6 @@ class CallSequence:
         }
 
     def violation(self, lane: Lane, action: Action, kind: str, reason: str) -> Violation:
-        """Return a violation by an action of a lane."""
         rank, number = lane
         return Violation(
             kind=kind, rank=rank, lane=number, round=action.round, step=describe(action.what), reason=reason
@@ -184,7 +181,6 @@ def _nonsense(step: Step, program: Program, recorded: set[int]) -> str | None:
 
 
 def describe(what: What | Flag) -> str:
-    """Return an action or a flag in words."""
     match what:
         case Flag():
             return f"{what.buffer} {what.kind}[{what.peer}, {what.chunk}]"
@@ -211,7 +207,6 @@ class Access:
         return mine.offset < yours.offset + yours.num_bytes and yours.offset < mine.offset + mine.num_bytes
 
     def covers(self, other: Access) -> bool:
-        """Return whether every byte of `other`, in the same buffer, is also in this access."""
         mine, yours = self.span, other.span
         return mine.offset <= yours.offset and yours.offset + yours.num_bytes <= mine.offset + mine.num_bytes
 
@@ -277,7 +272,6 @@ def performed(memory: Memory, action: Action) -> tuple[Memory, str | None]:
 
 
 def _combined(column: Sequence[Value]) -> Value:
-    """Return the origins of all combined values, in order; None if one of the values was not written."""
     return None if None in column else tuple(part for value in column if value is not None for part in value)
 
 

@@ -59,7 +59,6 @@ def reinterpreted(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def linear(x: Tensor, w: Tensor) -> Tensor:
-    """Multiply rows by a weight, as a layer does."""
     return (x.reshape(-1, x.shape[-1]) @ w).reshape(*x.shape[:-1], w.shape[-1])
 
 
@@ -408,7 +407,6 @@ def fused(case: Case, rank: int) -> Fused:
 
 
 def operations_of(graph: Graph) -> Counter[str]:
-    """Count a graph's nodes by `namespace::name`, of the two namespaces that matter."""
     names = (str(node.target).partition(".") for node in graph.nodes if node.op == "call_function")
     return Counter(
         f"{space}::{rest.partition('.')[0]}"

@@ -46,7 +46,6 @@ def combined(rows: list[torch.Tensor], reduction: Reduction) -> torch.Tensor:
 
 
 def run(case: dict[str, Any]) -> str:
-    """`equal`, or what was not."""
     reduction = Reduction(
         op=case["op"], dtype=case["dtype"], factor=case.get("factor", 1.0), num_sms=case.get("num_sms"),
         result=case.get("result", ""),

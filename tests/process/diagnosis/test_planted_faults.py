@@ -36,7 +36,6 @@ def slowest_matmul() -> KernelComparison:
 
 
 def test_planted_stall_is_found() -> None:
-    """Rank, cause and operation as planted, and nobody else."""
     planted = provenance("fsdp-host-stall")["planted"]
     found = [(s.rank, s.cause, s.detail) for s in diagnosis("fsdp-host-stall").stragglers]
     assert found == [(planted["rank"], planted["expected_cause"], planted["named_operation"])]
@@ -49,14 +48,12 @@ def test_delay_is_the_plant_less_what_was_queued() -> None:
 
 
 def test_stall_is_located_in_its_step() -> None:
-    """The range to look at begins in the step in which it was planted."""
     d, step = diagnosis("fsdp-host-stall"), diagnosis("fsdp-host-stall").steps[0]
     assert step.start_us <= (d.stragglers[0].start_us or -1.0) < step.start_us + step.duration_us
 
 
 @pytest.mark.parametrize("name", ["fsdp-healthy", "tail-effect"])
 def test_no_straggler_where_none_was_planted(name: str) -> None:
-    """No false alarm."""
     assert diagnosis(name).stragglers == ()
 
 
@@ -72,13 +69,11 @@ def test_no_ctas_avoid_the_second_wave() -> None:
 
 
 def test_launch_order_is_found() -> None:
-    """With compute first the gather waits for the matmul; the finding names it."""
     assert "nvjet" in finding("tail-effect", "launch_order").evidence
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_replay_reproduces_the_step(name: str) -> None:
-    """To within 3 %."""
     played = diagnosis(name).replay
     assert played is not None
     assert abs(played.error) <= 0.03

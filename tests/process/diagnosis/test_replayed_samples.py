@@ -17,7 +17,6 @@ SAMPLES = Path(__file__).parents[3] / "samples"
 
 
 def step_us(played: Replay | None, name: str) -> float:
-    """What the step would take."""
     assert played is not None
     return {w.name: w.step_us for w in played.what_if}[name]
 

@@ -36,7 +36,6 @@ def compiled_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **constan
 
 
 def calls(case: dict[str, Any], tokens: int) -> None:
-    """One call of everything."""
     top_k, hidden, capacity = case["top_k"], case["hidden"], tokens * case["top_k"]
     x = torch.empty(tokens, hidden, dtype=getattr(torch, case["dtype"]))
     weights = torch.empty(tokens, top_k) if case["weighted"] else None

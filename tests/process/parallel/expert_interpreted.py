@@ -28,8 +28,6 @@ from tests.support.routing import routing
 
 @dataclass
 class Case:
-    """What a call is made of."""
-
     run: str
     kind: str = "random"
     tokens: int = 14
@@ -85,7 +83,6 @@ def differing(pairs: dict[str, tuple[Tensor, Tensor]]) -> str:
 
 
 def assigns(case: Case) -> str:
-    """Every tensor of the assignment."""
     wanted = case.assigned()
     with by_kernels():
         got = case.assigned()

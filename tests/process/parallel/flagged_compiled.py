@@ -55,7 +55,6 @@ def bind(case: dict[str, Any], layout: ShardedRows) -> None:
 
 
 def compiled(case: dict[str, Any]) -> dict[str, Any]:
-    """What the code of a kernel is like."""
     bound.clear()
     for layout in LAYOUTS:
         bind(case, layout)

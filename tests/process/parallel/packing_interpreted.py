@@ -35,7 +35,6 @@ def packed(
     room: int = 9,
     scaled: bool = False,
 ) -> str:
-    """Every tensor of the packing."""
     dice = torch.Generator().manual_seed(tokens)
     ids = routing(kind, tokens, top_k, local * ranks).int()
     weights = torch.rand(ids.shape, generator=dice)

@@ -11,7 +11,6 @@ from tests.support.chromium import Chromium
 
 @pytest.fixture(scope="session")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
-    """One headless Chromium for all tests."""
     chromium = Chromium("chromium", tmp_path_factory.mktemp("chromium"))
     try:
         yield chromium

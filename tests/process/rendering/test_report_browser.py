@@ -71,7 +71,6 @@ def test_timeline_draws_every_kind_of_lane(browser: Chromium, opened: Page) -> N
 
 
 def test_timeline_takes_the_colours_of_the_dark_page(browser: Chromium, pages: dict[str, Path]) -> None:
-    """Also when the scheme changes while the page is open."""
     page = browser.open(pages["training"])
     light = browser.evaluate(page, "getComputedStyle(document.documentElement).getPropertyValue('--compute')")
     scheme = {"name": "prefers-color-scheme", "value": "dark"}

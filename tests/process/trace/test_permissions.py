@@ -14,7 +14,6 @@ from tests.support.command import program
 @pytest.mark.needs("root")  # who alone can become nobody
 @pytest.mark.parametrize("what", ["folder", "folder/rank0.json"])
 def test_no_permission_as_another_user(what: str, tmp_path: Path) -> None:
-    """A folder or file that its owner keeps to himself."""
     kt.write(tmp_path / "folder" / "rank0.json", kt.training())
     (tmp_path / what).chmod(0)
     script = (

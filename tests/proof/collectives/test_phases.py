@@ -63,7 +63,6 @@ def later(span: Span) -> Span:
 
 
 def wrong_phases(found: Sequence[Phase]) -> Iterator[tuple[str, tuple[Phase, ...]]]:
-    """One thing wrong with the phases of a rank."""
     for number, phase in enumerate(found):
         changed = [replace(phase, after=tuple(a for a in phase.after if a != gone)) for gone in phase.after]
         if phase.call.operation != "barrier":

@@ -206,7 +206,6 @@ def test_clock_of_one_rank_keeps_the_transfers(change: str, rank: int) -> None:
 
 @pytest.mark.parametrize("change", ["ahead", "fast"])
 def test_clock_of_one_rank_raises_no_alarm(change: str) -> None:
-    """The healthy sample stays healthy."""
     assert suspects(damaged(HEALTHY, change, 3)) == []
 
 
@@ -216,43 +215,36 @@ def test_shift_is_found() -> None:
 
 
 def test_shift_is_noted() -> None:
-    """The note says whose clock was corrected."""
     assert any(note.startswith("clock of rank 3 is") for note in damaged(HEALTHY, "ahead", 3).notes)
 
 
 @pytest.mark.parametrize("number", DELETED)
 def test_deleted_collective_shifts_nothing(number: str) -> None:
-    """Whichever collective one trace lacks, no other one's transfer moves by 2 %."""
     assert worst_transfer_error(damaged(STALL, number, 2), original(STALL)) < 0.02
 
 
 @pytest.mark.parametrize("number", DELETED)
 def test_deleted_collective_keeps_the_verdict(number: str) -> None:
-    """Same rank, cause and operation."""
     assert suspects(damaged(STALL, number, 2)) == PLANTED
 
 
 def test_deleted_collective_is_noted() -> None:
-    """The note names the rank."""
     assert any(note.startswith("rank 2: its trace lacks 1 collectives") for note in damaged(STALL, "13", 2).notes)
 
 
 @pytest.mark.parametrize("look", [name for name in LOOKS if name != "gpu_only"])
 def test_other_profilers_give_the_same_verdict(look: str) -> None:
-    """Less metadata, other names: same rank, cause and operation."""
     assert suspects(damaged(STALL, look)) == PLANTED
 
 
 @pytest.mark.parametrize("look", LOOKS)
 @pytest.mark.parametrize("sample", [STALL, "tail-effect"])
 def test_other_profilers_give_the_same_transfers(sample: str, look: str) -> None:
-    """Within 2 % for every large collective."""
     assert worst_transfer_error(damaged(sample, look), original(sample)) < 0.02
 
 
 @pytest.mark.parametrize("look", ["without_metadata", "without_profiler_step"])
 def test_other_profilers_raise_no_alarm(look: str) -> None:
-    """The healthy sample stays healthy."""
     assert suspects(damaged(HEALTHY, look)) == []
 
 

@@ -24,7 +24,6 @@ from tests.support import kineto_trace as kt
 
 
 def fixed(examples: int) -> settings:
-    """The same examples in every run, however slow the machine."""
     slow = [HealthCheck.too_slow]
     return settings(max_examples=examples, derandomize=True, database=None, deadline=None, suppress_health_check=slow)
 
@@ -63,7 +62,6 @@ TOKENS = [
 
 @pytest.fixture(autouse=True, scope="module")
 def small_blocks() -> Iterator[None]:
-    """Blocks of 300 bytes, so that every trace is read in many."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunks, "BLOCK_BYTES", 300)
         yield
@@ -115,14 +113,12 @@ def survives(content: bytes) -> None:
 @fixed(1500)
 @given(damaged())
 def test_damaged_traces(content: bytes) -> None:
-    """No other exception than BadTrace, whatever was changed."""
     survives(content)
 
 
 @fixed(200)
 @given(damaged(), st.data())
 def test_damaged_compressed_traces(content: bytes, data: st.DataObject) -> None:
-    """Nor if the compressed bytes are changed, too."""
     packed = bytearray(gzip.compress(content, mtime=0))
     for _ in range(data.draw(st.integers(0, 2))):
         packed[data.draw(st.integers(0, len(packed) - 1))] ^= data.draw(st.integers(1, 255))
