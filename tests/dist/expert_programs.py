@@ -422,8 +422,7 @@ def killed(session: Session, name: str, half: str) -> str:
                 x, weights, _ = case.part(layout.rank)
                 made.start_dispatch(x, case.ids(layout.rank), weights)
             os.kill(os.getpid(), signal.SIGKILL)
-        said = error_of(lambda: run(made, case))
-        return said
+        return error_of(lambda: run(made, case))
 
 
 def misused(session: Session) -> list[str]:

@@ -31,23 +31,6 @@ from tests.dist.communicator_cuda_programs import delays
 from tests.support.ranks import PATIENT, error_of
 from tests.support.software_gpu import SoftwareDriver, SoftwareGpu
 
-__all__ = [
-    "all_reduced",
-    "biased",
-    "bounded",
-    "cut_anywhere",
-    "empty",
-    "ended_with_its_group",
-    "gathered",
-    "killed",
-    "left_to_torch",
-    "operands_that_do_not_fit",
-    "options_that_differ",
-    "reported",
-    "scaled",
-    "scattered",
-    "shapes_that_do_not_fit",
-]
 OPS = torch.ops.counterpoint
 MACHINE_EPSILON = torch.finfo(torch.bfloat16).eps
 

@@ -14,22 +14,15 @@ ALL = ("torch", "gather", "slabs")
 MECHANISMS = pytest.mark.parametrize("name", ALL)
 
 
-def test_random_routings_of_four_ranks(four_ranks: Ranks) -> None:
-    """Experts and ranks without tokens, one expert for all, the same expert twice, float32 and bfloat16."""
-    four_ranks.run(programs.random_routings, 1, 2, 10, ALL)
-
-
-def test_random_routings_of_three_ranks(three_ranks: Ranks) -> None:
-    three_ranks.run(programs.random_routings, 2, 3, 10, ALL)
-
-
-def test_random_routings_on_software_gpus(three_ranks: Ranks) -> None:
-    three_ranks.run(programs.random_routings, 3, 2, 10, ("torch", "gather"), True)
-
-
 @pytest.mark.parametrize("seed", range(10, 20))
-def test_many_random_routings(four_ranks: Ranks, seed: int) -> None:
+def test_random_routings_of_four_ranks(four_ranks: Ranks, seed: int) -> None:
+    """Experts and ranks without tokens, one expert for all, the same expert twice, float32 and bfloat16."""
     four_ranks.run(programs.random_routings, seed, 10, 20, ALL)
+
+
+@pytest.mark.parametrize(("names", "gpu"), [(ALL, False), (("torch", "gather"), True)], ids=["CPUs", "software GPUs"])
+def test_random_routings_of_three_ranks(three_ranks: Ranks, names: tuple[str, ...], gpu: bool) -> None:
+    three_ranks.run(programs.random_routings, 2, 3, 10, names, gpu)
 
 
 @MECHANISMS
@@ -87,7 +80,7 @@ def test_what_had_no_room_is_told_whatever_came_after(two_ranks: Ranks, name: st
     assert all(text.startswith("Misconfigured: no room for") for text in said), said
 
 
-@pytest.mark.parametrize("name", ["torch", "gather", "slabs"])
+@MECHANISMS
 @pytest.mark.parametrize("calls_before", [0, 2])
 def test_more_tokens_than_agreed_on_raise_on_all_ranks(two_ranks: Ranks, name: str, calls_before: int) -> None:
     said = two_ranks.run(programs.more_tokens, name, calls_before)
@@ -111,7 +104,7 @@ def test_options_that_differ_are_named_on_all_ranks(two_ranks: Ranks, first: Any
     )
 
 
-@pytest.mark.parametrize("name", ["torch", "gather", "slabs"])
+@MECHANISMS
 def test_an_id_of_no_expert_is_none_however_large(two_ranks: Ranks, name: str) -> None:
     assert two_ranks.run(programs.ids_of_no_expert, name) == [[[1.0, 0.0]] * 8] * 2
 
@@ -122,7 +115,7 @@ def test_one_rank(two_ranks: Ranks, name: str) -> None:
 
 
 @pytest.mark.parametrize("half", ["start", "finish"])
-@pytest.mark.parametrize("name", ["gather", "auto"])
+@pytest.mark.parametrize("name", ["gather", "slabs", "auto"])
 def test_a_rank_that_dies_is_named(name: str, half: str) -> None:
     *said, code = run_once(3, programs.killed, name, half)
     assert code == -signal.SIGKILL

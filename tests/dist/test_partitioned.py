@@ -21,18 +21,6 @@ from tests.dist.communicator_cuda_programs import delays, view
 from tests.support.ranks import PATIENT, TIMEOUT_S, Ranks
 from tests.support.software_gpu import SoftwareGpu
 
-__all__ = [
-    "behind_another",
-    "captured",
-    "counted",
-    "gathered",
-    "in_stream_order",
-    "left_unfinished",
-    "mixed_up",
-    "scattered",
-    "unsupplied",
-]
-
 
 def rows_of(partition: Any, chunk_rows: int, rows: int) -> slice:
     """Rows of a partition within a rank's flat block."""

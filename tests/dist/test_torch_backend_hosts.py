@@ -8,7 +8,6 @@ import os
 import signal
 import threading
 import time
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,35 +17,22 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import counterpoint.torch_backend as backend
 from counterpoint.measurement.session import Session
 from counterpoint.parallel import ddp
 from counterpoint.parallel.backend import hosts
 from tests.dist import torch_backend_programs as programs
-from tests.support.ranks import PATIENT, SOON_S, TIMEOUT_S, Ranks, error_of, run_once
+from tests.support.ranks import SOON_S, Ranks, error_of, run_once
 
-_GROUPS: dict[str, Any] = {}
 _PREMUL_SUM: Any = vars(dist)["_make_nccl_premul_sum"]  # without a stub
 
 
 def made(**options: Any) -> Any:
     """A group of two hosts that takes every call that it can, unless the options say something else."""
-    given = {"crossover_bytes": programs.EVERYTHING, "ranks_per_host": 2, **options}
-    return dist.new_group(
-        backend="counterpoint",
-        pg_options=backend.BackendOptions(**given, communicator=PATIENT),
-        timeout=timedelta(seconds=TIMEOUT_S),
-    )
+    return programs.made(**{"ranks_per_host": 2, **options})
 
 
 def groups() -> tuple[Any, Any]:
-    if not _GROUPS:
-        _GROUPS["ours"], _GROUPS["gloo"] = made(), dist.new_group(backend="gloo")
-    return _GROUPS["ours"], _GROUPS["gloo"]
-
-
-def random_calls(_: Session, seed: int, count: int) -> tuple[int, int]:
-    return programs.compared(*groups(), seed, count)
+    return programs.groups(2)
 
 
 def paths(_: Session) -> list[tuple[str, str, str]]:
@@ -76,10 +62,6 @@ def errors_of_scaled_sums(_: Session) -> list[tuple[float, float]]:
     return found
 
 
-def ddp_errors(_: Session) -> tuple[float, float, int]:
-    return programs.errors_of_ddp(*groups())
-
-
 def ddp_hook_errors(_: Session) -> tuple[float, float, int]:
     """The same with the hook of `counterpoint.parallel.ddp`; how many bytes it has reduced."""
     ours, gloo = groups()
@@ -91,14 +73,6 @@ def ddp_hook_errors(_: Session) -> tuple[float, float, int]:
     hooked = programs.trained(copy.deepcopy(model), ours, lambda made: made.register_comm_hook(state, ddp.hook))
     mine, theirs = (max(abs(a - b) for a, b in zip(losses, exact, strict=True)) for losses in (hooked, plain))
     return mine, theirs, state.report().taken
-
-
-def futures(_: Session) -> list[float]:
-    """A call's future, and what is chained to it."""
-    work = dist.all_reduce(torch.ones(100), group=groups()[0], async_op=True)
-    chained = work.get_future().then(lambda done: done.value()[0] / dist.get_world_size())
-    value: list[float] = chained.wait()[:2].tolist()
-    return value
 
 
 def on_hosts(_: Session, names: str) -> tuple[list[float], set[tuple[str, str]]]:
@@ -203,12 +177,6 @@ def die(_: Session) -> tuple[str, float]:
     return said, seconds
 
 
-def test_random_calls_are_those_of_gloo(four_ranks: Ranks) -> None:
-    """Every bit, for every operation and dtype, waited for at once or later."""
-    for count, taken in four_ranks.run(random_calls, 6, 120):
-        assert 0.5 * count < taken < 0.95 * count
-
-
 def test_the_report_names_the_way_over_hosts(four_ranks: Ranks) -> None:
     """Of each operation; calls with split sizes and lists go to torch."""
     for rows in four_ranks.run(paths):
@@ -225,20 +193,10 @@ def test_means_and_scaled_sums_are_right(four_ranks: Ranks) -> None:
         assert all(ours <= 2 * theirs for ours, theirs in found)
 
 
-def test_ddp_trains_as_with_gloo(four_ranks: Ranks) -> None:
-    for ours, gloo, taken in four_ranks.run(ddp_errors):
-        assert 0 < ours <= 2 * gloo
-        assert taken >= 4
-
-
 def test_the_hook_of_ddp_works_over_hosts(four_ranks: Ranks) -> None:
     for ours, gloo, taken in four_ranks.run(ddp_hook_errors):
         assert 0 < ours <= 2 * gloo
         assert taken > 1
-
-
-def test_futures_complete_and_chain(four_ranks: Ranks) -> None:
-    assert four_ranks.run(futures) == [[1.0, 1.0]] * 4
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from counterpoint.parallel.expert import titan_dispatcher as dispatching
 from tests.support import toy_torchtitan as toy
 from tests.support.ranks import Ranks
 
-__all__ = ["ended", "linears", "routed"]
 HIDDEN, EXPERTS, TOP_K = 16, 8, 3
 
 

@@ -17,8 +17,6 @@ from counterpoint.records.measurement import Block, Outcome, Plan
 from tests.support.ranks import Ranks
 from tests.support.shift import SHIFT
 
-__all__ = ["by_name", "measured", "shifted"]
-
 
 @contextmanager
 def registered() -> Iterator[None]:

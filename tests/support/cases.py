@@ -16,8 +16,6 @@ from counterpoint.collectives.program.operations import (
 )
 from counterpoint.collectives.program.steps import Tuning
 
-__all__ = ["NAMES", "case"]
-
 PLAIN = Tuning()
 CHUNKS = Tuning(chunk_bytes=16, relay_bytes=1)
 TOGETHER = Tuning(arrivals="together")

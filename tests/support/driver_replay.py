@@ -25,8 +25,6 @@ from counterpoint.collectives.cuda.lower import (
 from counterpoint.collectives.program.calls import Call
 from counterpoint.collectives.program.steps import Program
 
-__all__ = ["Deadlock", "Machine", "expected", "filled"]
-
 GAP = 64  # bytes between two buffers: an address that is off by a little belongs to nobody
 Bytes = npt.NDArray[np.uint8]
 

@@ -25,8 +25,6 @@ from tests.support.symbolic import (
     performed,
 )
 
-__all__ = ["explore"]
-
 
 @dataclass(frozen=True, slots=True)
 class _State:

@@ -15,8 +15,6 @@ from counterpoint.collectives.cuda.lower import (
     StreamWait,
 )
 
-__all__ = ["FakeDriver"]
-
 KINDS: dict[int, Literal["wait", "write"]] = {1: "wait", 2: "write"}
 
 

@@ -22,18 +22,6 @@ import pytest
 import counterpoint
 from counterpoint.rehearsed import rank_variables, visible_devices
 
-__all__ = [
-    "Ended",
-    "are_shared",
-    "free_bytes",
-    "own_gpu",
-    "run_ranks",
-    "run_scenarios",
-    "scenario_results",
-    "torchrun",
-    "world_size_here",
-]
-
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 
 

@@ -20,8 +20,6 @@ from counterpoint.collectives.program.steps import (
     Wait,
 )
 
-__all__ = ["Group", "reference"]
-
 
 class Group:
     """Ranks with their memory, which call after call is made on."""

@@ -19,21 +19,6 @@ from counterpoint.diagnosis.reading.digest import RankDigest, digest
 from counterpoint.diagnosis.reading.traced_job import TracedJob, assemble
 from counterpoint.trace.timeline import CollectiveInfo, Device, GpuOps, HostKind, HostOps, Kind, Timeline
 
-__all__ = [
-    "COMM_STREAM",
-    "COMPUTE_STREAM",
-    "H200",
-    "Host",
-    "Op",
-    "Rank",
-    "comm",
-    "host",
-    "job",
-    "op",
-    "rank",
-    "timeline",
-]
-
 COMPUTE_STREAM, COMM_STREAM = 7, 20
 LATENCY_US = 10.0
 H200 = Device(

@@ -16,8 +16,6 @@ from typing import Any
 
 from tests.support.kineto_trace import event, metadata
 
-__all__ = ["Fault", "JobPlan", "Truth", "varied", "write_job"]
-
 COMPUTE, COMM, COPY = 7, 20, 24
 _LATENCY_US = 5.0
 _GPU = {"ddp": ("Tesla V100-SXM2-32GB", 80), "fsdp": ("NVIDIA A100-SXM4-80GB", 108), "copies": ("NVIDIA H200", 132)}

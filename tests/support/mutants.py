@@ -20,8 +20,6 @@ from counterpoint.collectives.program.steps import (
     Wait,
 )
 
-__all__ = ["Mutant", "mutants"]
-
 PARTS = ("release", "steps", "finish")
 
 

@@ -27,8 +27,6 @@ from counterpoint.collectives.host.shared_memory import ProcessCard, SharedMemor
 from counterpoint.collectives.memory.pool import Location
 from counterpoint.collectives.program.reductions import Reduction
 
-__all__ = ["SoftwareDriver", "SoftwareGpu"]
-
 Action = Callable[[], object]
 Before = Callable[[str], None]
 NOT_READY, INVALID, INVALID_CONTEXT, CAPTURE_UNSUPPORTED = 600, 1, 201, 900
