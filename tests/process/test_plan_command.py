@@ -177,13 +177,27 @@ def test_a_page_of_a_trace(tmp_path: Path) -> None:
         (["--from-trace", TRACE, "--recorded-on", "token-ring"], "token-ring"),
         (["--recorded-on", "nvlink-h100"], "--recorded-on is about --from-trace"),
         ([], "there is nothing to plan"),
-        ([EXAMPLE, "--from-trace", TRACE], "a job with --from-trace"),
+        ([EXAMPLE, "--from-trace", TRACE, "--observed", "9s"], "either it or --from-trace"),
+        (["--observed", "9s"], "--observed is the step of a job"),
+        ([EXAMPLE, "--observed", "9"], "--observed 9: give a time with its unit, as in 9.2s or 850ms"),
+        ([EXAMPLE, "--observed", "9s", "--explain", "step"], "give it, or --observed, not both"),
     ],
 )
 def test_what_a_trace_cannot_answer(arguments: list[str | Path], said: str) -> None:
     done = run(*arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert said in done.stderr
+
+
+def test_an_observed_step_is_judged_and_shifts_what_ifs() -> None:
+    """Be it given or that of traces."""
+    given = json.loads(run(EXAMPLE, "--observed", "45s", "--json", "-").stdout)
+    many = EXAMPLE.with_name("llama3-70b-64-gpus.toml")
+    traced = json.loads(run(many, "--from-trace", TRACE, "--nodes", "16", "--json", "-").stdout)
+    assert given["step_us"] == given["observed"]["step_us"] == pytest.approx(45e6)
+    assert traced["observed"]["step_us"] < 1e6
+    assert traced["step_us"] < traced["observed"]["step_us"]
+    assert traced["interval"]["low_us"] < traced["step_us"] < traced["interval"]["high_us"]
 
 
 TOPOLOGY = """SwitchName=leaf1 Nodes=n[1-4]

@@ -16,6 +16,7 @@ from counterpoint.plan.job.changes import build_job, swept
 
 if TYPE_CHECKING:
     from counterpoint.plan.job.job import Job
+    from counterpoint.plan.observed import Anchor
     from counterpoint.records.prediction import Prediction, SearchResult
 
 
@@ -31,7 +32,11 @@ def plan(
         ),
     ] = None,
     from_trace: Annotated[
-        Path | None, typer.Option(help="Start from traces of all ranks of a real job, as diagnose reads them.")
+        Path | None,
+        typer.Option(help="Start from traces of all ranks, as diagnose reads them; with a job, they are --observed."),
+    ] = None,
+    observed: Annotated[
+        str | None, typer.Option(help="Judge a step that the job took, as 9.2s, and shift what-ifs by its error.")
     ] = None,
     recorded_on: Annotated[
         str | None, typer.Option(help="Name the network that --from-trace was recorded on; one node needs none.")
@@ -101,6 +106,7 @@ def plan(
     flags = {"gpu": gpu, "network": network, "nodes": nodes, "weak_nodes": weak_nodes, "mechanism": mechanism}
     asked = _changes(set_ or [], {name: value for name, value in flags.items() if value is not None})
     others = {"--json": json, "--html": html, "--search": search or None, "--sweep": sweep, "--topology": topology}
+    others |= {"--observed": observed, "--from-trace": from_trace}
     _check_explain(explain, _named(others))
     json_path = json_file(json)
     check_outputs(html, json_path, csv, winner)
@@ -110,23 +116,25 @@ def plan(
         given = {
             "a job": job, "--from-trace": from_trace, "--recorded-on": recorded_on, "--set": set_, "--sweep": sweep,
             "--search": search or None, "--explain": explain, "--topology": topology, "--html": html,
-            "--write-job": write_job,
+            "--write-job": write_job, "--observed": observed,
         }  # fmt: skip
         _fit(fit, ranks, asked, _named(given), write_network, json, json_path)
         return
     _check_fit(ranks, write_network)
-    if from_trace is not None:
+    if observed is not None and (job is None or from_trace is not None):
+        raise Misconfigured("--observed is the step of a job: give it with a job, and either it or --from-trace")
+    if from_trace is not None and job is None:
         given = {
-            "a job": job, "--sweep": sweep, "--search": search or None, "--explain": explain, "--topology": topology,
+            "--sweep": sweep, "--search": search or None, "--explain": explain, "--topology": topology,
             "--write-job": write_job,
         }  # fmt: skip
         found = _from_trace(from_trace, recorded_on, asked, _named(given))
     elif recorded_on is not None:
-        raise Misconfigured("--recorded-on is about --from-trace: give both, or a network in the job")
+        raise Misconfigured("--recorded-on is about --from-trace without a job: give both, or a network in the job")
     elif job is None:
         raise Misconfigured("there is nothing to plan: give a job, such as those of examples/plan, or --from-trace")
     else:
-        request = _Request(job, asked)
+        request = _Request(job, asked, _observed_us(observed, from_trace))
         if write_job is not None:
             request.write_job(write_job)
         if explain is not None:
@@ -136,6 +144,18 @@ def plan(
         if topology is not None:
             found = request.placed(found, topology, topology_name, hosts, launch_files)
     _write(found, html, json, json_path)
+
+
+def _observed_us(text: str | None, traces: Path | None) -> float | None:
+    """Return the µs of the step that a job took, from --observed or the traces; None without both."""
+    if traces is None:
+        from counterpoint.plan.observed import read_duration
+
+        return None if text is None else read_duration(text)
+    from counterpoint.diagnosis.api import diagnose
+    from counterpoint.plan.from_trace import measured_step
+
+    return measured_step(diagnose(str(traces)).diagnosis).step_us
 
 
 def _named(given: Mapping[str, object]) -> list[str]:
@@ -222,8 +242,8 @@ class _Looking(NamedTuple):
     csv: Path | None
     winner: Path | None
 
-    def results(self, job: Job) -> tuple[SearchResult, ...]:
-        """Search, and write the files that were asked for."""
+    def results(self, job: Job, anchor: Anchor | None) -> tuple[SearchResult, ...]:
+        """Search, and write the files that were asked for; `anchor` is the job's observed step."""
         from counterpoint.plan.job.job import job_toml
         from counterpoint.plan.search.search import chosen_job, search_each
         from counterpoint.plan.search.space import read_fixed
@@ -237,7 +257,9 @@ class _Looking(NamedTuple):
             def told(done: int, total: int, fastest_us: float | None) -> None:
                 tell(done, total, "search" if fastest_us is None else f"search: {fastest_us / 1e3:,.1f} ms so far")
 
-            found = search_each(job, counts, best=self.top or BEST, fixed=read_fixed(self.fix), progress=told)
+            found = search_each(
+                job, counts, best=self.top or BEST, fixed=read_fixed(self.fix), progress=told, anchor=anchor
+            )
         if self.csv is not None:
             write_file(self.csv, search_csv(found).encode())
         if self.winner is not None:
@@ -267,12 +289,14 @@ def _numbers(flag: str, text: str) -> list[int | None]:
 class _Request:
     """Holds the job read from a file, with all changes that were asked for."""
 
-    def __init__(self, path: Path, changes: dict[str, str]) -> None:
+    def __init__(self, path: Path, changes: dict[str, str], observed_us: float | None) -> None:
         from counterpoint.plan.job.foreign.read_job_file import read_job_file
+        from counterpoint.plan.observed import Anchor
 
         self.changes = changes
         self.tables, self.notes = read_job_file(path, changes)
         self.job = build_job(self.tables, changes)
+        self.anchor = None if observed_us is None else Anchor.of(build_job(self.tables, {}), observed_us)
 
     def write_job(self, path: Path) -> None:
         from counterpoint.plan.job.job import job_toml
@@ -289,16 +313,16 @@ class _Request:
 
         from counterpoint.plan.answer import answer, curve
 
-        found = answer(self.job, asked=self.changes, detailed=detailed)
+        found = answer(self.job, asked=self.changes, detailed=detailed, anchor=self.anchor)
         curves = list(found.curves)
         for text in sweeps:
             name, values = _assignment("--sweep", text)
             each = [value.strip() for value in values.split(",")]
-            curves.append(curve(name, swept(self.tables, self.changes, name, each)))
+            curves.append(curve(name, swept(self.tables, self.changes, name, each), self.anchor))
         found = replace(found, curves=tuple(curves), notes=found.notes + self.notes)
         if looking is None:
             return found
-        results = looking.results(self.job)
+        results = looking.results(self.job, self.anchor)
         return replace(found, search=results[0] if len(results) == 1 else None, searches=results[1:] and results)
 
     def placed(

@@ -16,6 +16,7 @@ from counterpoint.plan.goodput import training_run
 from counterpoint.plan.job.changes import NODES, SAME_GPUS, on_nodes
 from counterpoint.plan.job.cluster import Level
 from counterpoint.plan.job.job import Job
+from counterpoint.plan.observed import Anchor
 from counterpoint.plan.step.schedule import scheduled
 from counterpoint.plan.step.step import PredictedStep, predict_step
 from counterpoint.records.prediction import (
@@ -24,6 +25,7 @@ from counterpoint.records.prediction import (
     PlacementResult,
     PlanOutcome,
     Prediction,
+    StepInterval,
     TimePart,
 )
 
@@ -64,19 +66,43 @@ MAX_BARS = 8000  # at most, in one timeline
 SHOWN_ROUNDS = 4  # rounds shown in a timeline; a round is as many micro-batches as there are stages
 
 
-def answer(job: Job, *, asked: Mapping[str, str] | None = None, detailed: bool = False) -> Prediction:
-    """Return the printable prediction of a job; `asked` is its request, `detailed` adds timeline, curves, gains."""
+def answer(
+    job: Job, *, asked: Mapping[str, str] | None = None, detailed: bool = False, anchor: Anchor | None = None
+) -> Prediction:
+    """Return the printable prediction of a job.
+
+    Args:
+        job: the job.
+        asked: the changes that were asked for.
+        detailed: add timeline, curves and sensitivities.
+        anchor: the observed step of the job before the changes, by which all times are shifted.
+    """
     step = predict_step(job)
-    found = _prediction(job, step, asked or {})
+    found = _prediction(job, step, asked or {}, anchor)
     if not detailed:
         return found
-    return replace(found, timeline=_timeline(job, step), curves=scaling(job), sensitivities=sensitivities(job))
+    return replace(
+        found,
+        timeline=_timeline(job, step, found.step_us / step.step_us),
+        curves=scaling(job, anchor),
+        sensitivities=sensitivities(job, anchor),
+    )
 
 
-def _prediction(job: Job, found: PredictedStep, asked: Mapping[str, str]) -> Prediction:
+def _anchored(job: Job, found: PredictedStep, anchor: Anchor | None) -> tuple[PredictedStep, StepInterval]:
+    """Return a predicted step and its interval, both shifted by an observed step if there is one."""
+    interval = step_interval(job, found)
+    if anchor is None:
+        return found, interval
+    shifted = anchor.shifted(found)
+    return shifted, anchor.interval(job, shifted, interval)
+
+
+def _prediction(job: Job, found: PredictedStep, asked: Mapping[str, str], anchor: Anchor | None) -> Prediction:
+    found, interval = _anchored(job, found, anchor)
     tables = msgspec.json.decode(msgspec.json.encode(job))
     del tables["cluster"]["network"]  # the levels say all that was predicted from
-    memory, known, interval = found.memory, measured_errors(), step_interval(job, found)
+    memory, known = found.memory, measured_errors()
     return Prediction(
         model=job.model.name,
         gpu=job.cluster.gpu.name,
@@ -107,6 +133,7 @@ def _prediction(job: Job, found: PredictedStep, asked: Mapping[str, str]) -> Pre
         verdict=memory.verdict,
         validated=known.validated(job_features(job)),
         interval=interval,
+        observed=None if anchor is None else anchor.verdict(),
         comparisons=known.comparisons,
         notes=found.notes,
         run=training_run(job, found.step_us, (interval.low_us, interval.high_us)),
@@ -115,18 +142,19 @@ def _prediction(job: Job, found: PredictedStep, asked: Mapping[str, str]) -> Pre
     )
 
 
-def outcome(job: Job, found: PredictedStep, **named: Any) -> PlanOutcome:
+def outcome(job: Job, found: PredictedStep, anchor: Anchor | None = None, **named: Any) -> PlanOutcome:
     """Return the summary of a predicted step for its job: step time, throughput, memory and the like.
 
     Args:
         job: the job.
         found: its step.
+        anchor: an observed step, as `answer` takes it.
         named: what tells it from others, `label` or `settings` and `too_close`.
 
     Raises:
         Misconfigured: the training would never end.
     """
-    interval = step_interval(job, found)
+    found, interval = _anchored(job, found, anchor)
     return PlanOutcome(
         gpus=job.parallel.world_size,
         step_us=found.step_us,
@@ -143,24 +171,24 @@ def outcome(job: Job, found: PredictedStep, **named: Any) -> PlanOutcome:
     )
 
 
-def curve(name: str, jobs: Iterable[tuple[str, Job | Misconfigured]]) -> Curve:
+def curve(name: str, jobs: Iterable[tuple[str, Job | Misconfigured]], anchor: Anchor | None = None) -> Curve:
     """Return the curve over the values and jobs from `swept`; for an impossible job it has the reason instead."""
-    points = tuple(_point(label, job) for label, job in jobs)
+    points = tuple(_point(label, job, anchor) for label, job in jobs)
     if all(point.why_not for point in points):
         raise Misconfigured(f"{name}: no value can be: {points[0].why_not}")
     return Curve(name=name, means=CURVES.get(name, ""), points=points)
 
 
-def _point(label: str, job: Job | Misconfigured) -> PlanOutcome:
+def _point(label: str, job: Job | Misconfigured, anchor: Anchor | None) -> PlanOutcome:
     try:
         if isinstance(job, Misconfigured):
             raise job
-        return outcome(job, predict_step(job), label=label)
+        return outcome(job, predict_step(job), anchor, label=label)
     except Misconfigured as error:
         return PlanOutcome(label=label, why_not=str(error))
 
 
-def scaling(job: Job) -> tuple[Curve, ...]:
+def scaling(job: Job, anchor: Anchor | None = None) -> tuple[Curve, ...]:
     """Return strong- and weak-scaling curves on 1/4 to 4 times the nodes, where the job can be divided that way."""
     nodes = max(1, job.parallel.world_size // job.cluster.gpus_per_node)
     counts = sorted({max(1, nodes // 4), max(1, nodes // 2), nodes, 2 * nodes, 4 * nodes})
@@ -169,14 +197,14 @@ def scaling(job: Job) -> tuple[Curve, ...]:
         points = []
         for count in counts:
             with suppress(Misconfigured):
-                points.append(_point(str(count), on_nodes(job, count, batch_grows=name == "weak_nodes")))
+                points.append(_point(str(count), on_nodes(job, count, batch_grows=name == "weak_nodes"), anchor))
         points = [point for point in points if not point.why_not]
         if len(points) > 1:
             found.append(Curve(name=name, means=CURVES[name], points=tuple(points)))
     return tuple(found)
 
 
-def sensitivities(job: Job) -> tuple[PlanOutcome, ...]:
+def sensitivities(job: Job, anchor: Anchor | None = None) -> tuple[PlanOutcome, ...]:
     """Return the step with one resource twice as fast or one cost removed, each in turn; the largest gain first."""
     now_us, gpu = predict_step(job).step_us, job.cluster.gpu
 
@@ -198,7 +226,7 @@ def sensitivities(job: Job) -> tuple[PlanOutcome, ...]:
     steps = {label: predict_step(other) for label, other in others.items()}
     changed = [label for label, step in steps.items() if step.step_us != now_us]
     return tuple(
-        outcome(others[label], steps[label], label=label)
+        outcome(others[label], steps[label], anchor, label=label)
         for label in sorted(changed, key=lambda label: steps[label].step_us)
     )
 
@@ -213,13 +241,13 @@ def _with_levels(job: Job, change: Callable[[Level], dict[str, float]]) -> Job:
     return replace(job, cluster=replace(job.cluster, levels=levels))
 
 
-def _timeline(job: Job, found: PredictedStep) -> tuple[Bar, ...]:
-    """Return the bars of all stages for a few micro-batches: enough to show the pipeline fill, run and drain."""
+def _timeline(job: Job, found: PredictedStep, factor: float) -> tuple[Bar, ...]:
+    """Return the bars of all stages for a few micro-batches, all times multiplied by `factor`."""
     bars = scheduled(job.parallel.schedule, found.times, min(found.micro_batches, SHOWN_ROUNDS * job.parallel.pp))
     return tuple(
         Bar(
             stage=bar.stage, kind=bar.slot.kind, micro=bar.slot.micro, part=bar.slot.part,
-            start_us=bar.start_us, end_us=bar.end_us,
+            start_us=factor * bar.start_us, end_us=factor * bar.end_us,
         )
         for bar in sorted(bars, key=lambda bar: bar.start_us)[:MAX_BARS]
     )  # fmt: skip

@@ -45,6 +45,24 @@ class StepInterval(Record, frozen=True, kw_only=True):
     slowest_us: float  # part of `high_us`: what the slowest of more ranks is expected to add
 
 
+class Cause(Record, frozen=True, kw_only=True):
+    """Says what may be otherwise than the job says, by how many µs that changes the predicted step, how to tell."""
+
+    name: str
+    us: float
+    tell: str
+
+
+class ObservedStep(Record, frozen=True, kw_only=True):
+    """Compares an observed step with the usual ones of its job; `causes` are what may be otherwise than it says."""
+
+    step_us: float
+    predicted_us: float
+    usual_us: float  # median of such runs
+    faster_than: float  # fraction of such runs
+    causes: tuple[Cause, ...]  # the largest first; each by itself
+
+
 class RatioError(Record, frozen=True, kw_only=True):
     """Says how far off a predicted ratio of two step times is: with probability `level`, by at most `factor`."""
 
@@ -195,6 +213,7 @@ class Prediction(Record, frozen=True, kw_only=True):
     verdict: str
     validated: str
     interval: StepInterval | None = None
+    observed: ObservedStep | None = None  # all times are then shifted to it
     comparisons: RatioError | None = None
     notes: tuple[str, ...]
     job: dict[str, Any]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from counterpoint.records.prediction import (
     Curve,
     FitError,
+    ObservedStep,
     PlacementResult,
     PlanOutcome,
     Prediction,
@@ -76,7 +77,7 @@ def render_network_fit(errors: Sequence[FitError], host_bound: int, path: str | 
 
 def tables(found: Prediction, figures: Mapping[str, Figure] | None = None) -> list[Table]:
     """Return all tables in reading order; `figures`: an HTML page's figures by curve name, or `timeline`."""
-    made = [_parts(found)]
+    made = [*([_observed(found.observed)] if found.observed else []), _parts(found)]
     if found.run is not None:
         made.append(_run(found.run))
     if found.timeline:
@@ -129,6 +130,24 @@ def _parts(found: Prediction) -> Table:
     )
 
 
+def _observed(found: ObservedStep) -> Table:
+    """Return the table of what may make an observed step slower or faster than usual; its unit is the verdict."""
+    change = found.step_us / found.usual_us - 1.0
+    which = "slower" if change > 0 else "faster"
+    return Table(
+        title=f"Why it may be {which} than usual",
+        unit=f"observed {say.tenth_milliseconds(found.step_us)} ms: {say.percent(abs(change))} {which} than the usual "
+        f"{say.tenth_milliseconds(found.usual_us)} ms, and faster than {round(10 * found.faster_than)} of 10 such runs",
+        columns=(
+            Column("if", of=lambda cause: cause.name),
+            Column("change", say.change, lambda cause: cause.us / found.predicted_us),
+            Column("tell it by", of=lambda cause: cause.tell),
+        ),
+        rows=found.causes,
+        notes=["each by itself, as a change of the predicted step; all times below are shifted to the observed step"],
+    )
+
+
 def _bar(share: float, look: str) -> LengthBar:
     return LengthBar([BarPart(look=look, share=share)])
 
@@ -138,7 +157,7 @@ def headline(found: Prediction) -> str:
     exposed = say.percent(found.exposed_comm_us / found.step_us)
     mfu = "" if found.mfu is None else f"MFU {say.percent(found.mfu, digits=1)}, "
     sure = ""
-    if found.interval is not None:
+    if found.interval is not None and found.interval.low_us < found.interval.high_us:
         ends = say.interval(found.interval.low_us, found.interval.high_us)
         sure = f" ({ends} with {say.percent(found.interval.level)} probability)"
     return (

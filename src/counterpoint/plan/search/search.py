@@ -31,6 +31,7 @@ from counterpoint.plan.job.job import Job
 from counterpoint.plan.job.parallel import CORE_ONLY, deal_layers
 from counterpoint.plan.network.estimate import CollectiveTimes, MeshTimes
 from counterpoint.plan.network.protocols import network_of
+from counterpoint.plan.observed import Anchor
 from counterpoint.plan.search.space import (
     AXES,
     Division,
@@ -98,6 +99,7 @@ def search(
     fixed: Mapping[str, tuple[Any, ...]] | None = None,
     gpus: int | None = None,
     progress: Progress | None = None,
+    anchor: Anchor | None = None,
 ) -> SearchResult:
     """Return the `best` fastest ways to divide this job's model and batch on GPUs of its kind.
 
@@ -107,6 +109,7 @@ def search(
         fixed: values of axes, by field or its last word: only these are tried.
         gpus: how many GPUs; None: the job's ranks, or the whole cluster for a job that is not divided at all.
         progress: called now and then.
+        anchor: the job's observed step, by which all times are shifted.
 
     Raises:
         Misconfigured: nothing fits, or a fixed value cannot be.
@@ -115,7 +118,7 @@ def search(
         raise Misconfigured(f"{best} ways: give 1 or more")
     ranks = job.parallel.world_size
     gpus = gpus or (ranks if ranks > 1 else job.cluster.num_gpus)
-    return _Search(job, gpus, check_fixed(fixed or {}), best, progress).result()
+    return _Search(job, gpus, check_fixed(fixed or {}), best, progress, anchor).result()
 
 
 def search_each(
@@ -125,6 +128,7 @@ def search_each(
     best: int = 10,
     fixed: Mapping[str, tuple[Any, ...]] | None = None,
     progress: Progress | None = None,
+    anchor: Anchor | None = None,
 ) -> tuple[SearchResult, ...]:
     """Return the result of `search` for each number of GPUs; one without any way has the reason and no choices.
 
@@ -134,6 +138,7 @@ def search_each(
         best: as `search` takes it.
         fixed: as `search` takes it.
         progress: as `search` takes it.
+        anchor: as `search` takes it.
 
     Raises:
         Misconfigured: there is no result for any number of GPUs; the reason is that of the first.
@@ -141,7 +146,7 @@ def search_each(
     found = []
     for gpus in counts:
         try:
-            found.append(search(job, best=best, fixed=fixed, gpus=gpus, progress=progress))
+            found.append(search(job, best=best, fixed=fixed, gpus=gpus, progress=progress, anchor=anchor))
         except Misconfigured as error:
             found.append(SearchResult(gpus=gpus or 0, why_not=str(error)))
     if not any(each.choices for each in found):
@@ -171,9 +176,11 @@ def _on_gpus(job: Job, gpus: int) -> Job:
 class _Search:
     """Holds the open nodes of one search, and counts those it has visited."""
 
-    def __init__(self, job: Job, gpus: int, fixed: Fixed, best: int, progress: Progress | None) -> None:
+    def __init__(
+        self, job: Job, gpus: int, fixed: Fixed, best: int, progress: Progress | None, anchor: Anchor | None
+    ) -> None:
         self.pieces_tp, self.job = job.parallel.pieces_tp, _on_gpus(job, gpus)
-        self.gpus, self.fixed, self.best, self.progress = gpus, fixed, best, progress
+        self.gpus, self.fixed, self.best, self.progress, self.anchor = gpus, fixed, best, progress, anchor
         self.rates = GpuRates.of(job.cluster.gpu, job.training.precision)
         self.prices = CollectiveTimes(network_of(self.job.cluster))
         self.again = recomputations(job, fixed)
@@ -190,6 +197,7 @@ class _Search:
         total, done = len(self.open), 0
         opened = (self._open_division, self._open_pipeline, self._open_recomputation, self._answer)
         choices: list[PlanOutcome] = []
+        fastest_us = None
         families = set()
         while self.open and len(choices) < self.best:
             _, _, node = heapq.heappop(self.open)
@@ -197,7 +205,8 @@ class _Search:
                 continue  # the same way with another recomputation was faster
             if node.step is not None:
                 families.add(node.family)
-                choices.append(_choice(node.job, node.step, choices[0].step_us if choices else None))
+                choices.append(_choice(node.job, node.step, fastest_us, self.anchor))
+                fastest_us = fastest_us or node.step.step_us
             else:
                 done += node.decided == 1
                 opened[node.decided - 1](node)
@@ -338,10 +347,10 @@ class _Search:
         self._push(step.step_us, node._replace(step=step))
 
 
-def _choice(job: Job, step: PredictedStep, fastest_us: float | None) -> PlanOutcome:
+def _choice(job: Job, step: PredictedStep, fastest_us: float | None, anchor: Anchor | None) -> PlanOutcome:
     settings = {field: getattr(getattr(job, field.split(".")[0]), name) for name, field in AXES.items()}
     settings |= {"parallel.ends_count": job.parallel.ends_count, "parallel.pieces_tp": job.parallel.pieces_tp}
     if job.training.recompute != "selective":
         settings["training.recompute_modules"] = None
     close = fastest_us is not None and too_close(step.step_us, fastest_us)
-    return outcome(replace(job, run=None), step, settings=settings, too_close=close)
+    return outcome(replace(job, run=None), step, anchor, settings=settings, too_close=close)
