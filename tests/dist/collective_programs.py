@@ -1,7 +1,5 @@
 """What ranks run to test collectives: random ones beside what must come out, and ranks that fail in every way."""
 
-from __future__ import annotations
-
 import atexit
 import gc
 import multiprocessing

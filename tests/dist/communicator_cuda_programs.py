@@ -1,7 +1,5 @@
 """What ranks run to test the communicator of GPUs where there are none: everything but the GPU is real."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import os

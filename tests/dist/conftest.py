@@ -1,7 +1,5 @@
 """Pools of ranks: one for each world size, started when a test first asks for it and used by all."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """What ranks run to test layers of experts: a small model beside stock and beside all of it on one rank."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 import warnings

@@ -1,7 +1,5 @@
 """What ranks do with a dispatcher of expert parallelism: each function runs on every rank."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 import os

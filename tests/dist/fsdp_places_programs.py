@@ -1,7 +1,5 @@
 """What ranks run to test where parameters are gathered to: layers of one size, called in any order, beside stock."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """What ranks run to test the handle of `overlap`: taking it back, what it refuses, deaths, memory."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

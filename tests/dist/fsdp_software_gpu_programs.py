@@ -3,8 +3,6 @@
 Torch computes on the host, so that after each call the host waits for the stream that stands in for FSDP2's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

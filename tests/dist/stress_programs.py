@@ -5,8 +5,6 @@ over 2, experts over 4, of which FSDP2 shards each over 2. Meanwhile the backend
 in hooks of layers, forward and backward, and waited for somewhere else. What comes when is drawn, equally on all ranks.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """What ranks do with `torch.ops.counterpoint`: each function runs on every rank."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

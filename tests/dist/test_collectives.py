@@ -1,7 +1,5 @@
 """Collectives between real processes: random ones with delays at random steps, beside gloo, and their memory."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

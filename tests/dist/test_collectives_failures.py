@@ -1,7 +1,5 @@
 """No rank hangs in silence: ranks that die, stay away, close, fail or call something else are named to the others."""
 
-from __future__ import annotations
-
 import signal
 
 import msgspec

@@ -1,7 +1,5 @@
 """The communicator of GPUs between real processes, on software GPUs: threads for streams, shared memory for theirs."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest

@@ -1,7 +1,5 @@
 """DDP's buckets through a communicator, beside DDP's own all_reduce."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tokens to their experts and back between processes: every row, sum and derivative is right, however they go."""
 
-from __future__ import annotations
-
 import signal
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Layers of experts in parts, by themselves and under models of `transformers`, beside stock."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """FSDP2 with zero-SM collectives beside stock FSDP2, between real processes: every way to train gives the same bits."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Exceptions in a pass that the caller catches: the next step says how to start again, and then has right gradients."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Modules whose parameters lie on several meshes, beside stock FSDP2: ours communicate for each group of them."""
 
-from __future__ import annotations
-
 import pytest
 from torch.distributed.tensor import Shard
 

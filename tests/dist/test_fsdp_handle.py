@@ -1,7 +1,5 @@
 """What `overlap` returns and refuses; ranks that die; memory."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest

@@ -1,7 +1,5 @@
 """Modules that share the places to which their parameters are gathered, in orders that they were not given them for."""
 
-from __future__ import annotations
-
 import pytest
 
 from counterpoint.parallel.options import OverlapOptions

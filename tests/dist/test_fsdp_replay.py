@@ -1,7 +1,5 @@
 """A step does again only what can have changed since the last one."""
 
-from __future__ import annotations
-
 import sys
 from contextlib import nullcontext
 from pathlib import Path

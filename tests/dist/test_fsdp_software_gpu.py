@@ -1,7 +1,5 @@
 """FSDP2 on the communicator of GPUs without one: pools, early releases, streams and graphs in FSDP2's own order."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.dist import fsdp_software_gpu_programs as software

@@ -1,7 +1,5 @@
 """Collectives over several hosts, run as groups of one host, beside gloo over all ranks."""
 
-from __future__ import annotations
-
 import gc
 import os
 import random

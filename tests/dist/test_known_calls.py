@@ -1,7 +1,5 @@
 """A call of a GPU's communicator that comes again is not worked out anew, and notices what has changed meanwhile."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

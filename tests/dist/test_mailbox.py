@@ -1,7 +1,5 @@
 """Messages through mailboxes between real processes, on software GPUs."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

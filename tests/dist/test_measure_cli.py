@@ -1,7 +1,5 @@
 """`counterpoint measure` for real: two ranks with gloo, from the command line to the files; every way to stop it."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

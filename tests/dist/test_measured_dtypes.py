@@ -1,7 +1,5 @@
 """Pairs are measured in their own dtypes: real ranks over gloo and threads."""
 
-from __future__ import annotations
-
 import pytest
 
 from counterpoint.measurement.api import measure_parts

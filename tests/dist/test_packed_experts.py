@@ -1,7 +1,5 @@
 """Tokens in slabs come and go as with torch's all_to_all_single, bit by bit."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Real ranks over gloo: collectives are checked, trials keep their order, scenarios give sane rows."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import statistics

@@ -1,7 +1,5 @@
 """Calls in partitions between processes: what has arrived is right when it is said to have arrived."""
 
-from __future__ import annotations
-
 import ctypes
 import random
 import time

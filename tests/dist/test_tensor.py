@@ -1,7 +1,5 @@
 """`torch.ops.counterpoint` between processes: every piece is right, wherever it is cut, and so are derivatives."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest

@@ -1,7 +1,5 @@
 """Graphs of torch.compile give with fused matmuls what they gave before, and nothing of torch's collectives is left."""
 
-from __future__ import annotations
-
 import importlib
 import warnings
 from collections import Counter

@@ -1,7 +1,5 @@
 """`overlap` of a tensor-parallel model, beside torch's own run of it."""
 
-from __future__ import annotations
-
 import copy
 import sys
 import warnings

@@ -1,7 +1,5 @@
 """Backend `counterpoint` under torch's own calls, beside gloo."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.dist import torch_backend_programs as programs

@@ -1,7 +1,5 @@
 """Groups of backend `counterpoint` end cleanly or say who did what: killed ranks, other calls, `abort`, `destroy`."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -1,7 +1,5 @@
 """Backend `counterpoint` over two hosts of two ranks, which are halves of this machine, beside gloo."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import os

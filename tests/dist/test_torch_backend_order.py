@@ -1,7 +1,5 @@
 """Which way a call of backend `counterpoint` goes, and in which order calls come: the same on all ranks."""
 
-from __future__ import annotations
-
 import copy
 import threading
 import time

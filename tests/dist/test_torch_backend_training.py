@@ -3,8 +3,6 @@
 Sums of two ranks have one order: losses, gradients and parameters are those of gloo, bit by bit.
 """
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable

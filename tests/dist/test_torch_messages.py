@@ -1,7 +1,5 @@
 """Messages of backend `counterpoint` under torch's own calls, through mailboxes on software GPUs."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest

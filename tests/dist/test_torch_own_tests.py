@@ -3,8 +3,6 @@
 `benchmarks/torch_tests.py` runs all of them, and those of a checkout of pytorch; these are few, and fast.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

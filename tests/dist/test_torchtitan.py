@@ -1,7 +1,5 @@
 """Overrides of torchtitan between processes: results and derivatives are those of one process with all of it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

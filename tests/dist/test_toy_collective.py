@@ -1,7 +1,5 @@
 """A collective that is one row of `OPERATIONS` and one program runs between processes, and the others run by name."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

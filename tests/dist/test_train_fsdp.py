@@ -1,7 +1,5 @@
 """examples/train_*.py, as docs/tutorial.md runs one: two ranks on a CPU, with torch's collectives and with ours."""
 
-from __future__ import annotations
-
 import io
 import os
 import sys

@@ -1,7 +1,5 @@
 """A machine without GPUs is measured into a profile: real ranks over gloo and threads."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

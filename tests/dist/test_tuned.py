@@ -1,7 +1,5 @@
 """Models and groups that follow a tuning: FSDP2, DDP, tensor and expert parallelism, the backend."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

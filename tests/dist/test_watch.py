@@ -1,7 +1,5 @@
 """`counterpoint.watch` beside trainings of four gloo ranks."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

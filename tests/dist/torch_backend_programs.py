@@ -1,7 +1,5 @@
 """What ranks run to test backend `counterpoint`: torch's own calls, beside the same of a gloo group."""
 
-from __future__ import annotations
-
 import copy
 import datetime
 import functools

@@ -3,8 +3,6 @@
 Tensors are on the CPU, where software GPUs have theirs, so gloo's groups give the same answers.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """What ranks run to test models and groups that follow a tuning."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 Started by path with RANK, WORLD_SIZE and a folder, for the rendezvous and what came out.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -3,8 +3,6 @@
 Started by path with RANK, WORLD_SIZE and an argument: a folder for the rendezvous and the answers.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 import sys

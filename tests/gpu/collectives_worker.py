@@ -3,8 +3,6 @@
 Started by path with RANK, WORLD_SIZE and the arguments: a folder for the rendezvous, the file for rank 0's answer.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import sys

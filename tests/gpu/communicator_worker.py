@@ -3,8 +3,6 @@
 Started by path with RANK, WORLD_SIZE and the arguments: a folder for the rendezvous, what to run (`live` or `kill`).
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal

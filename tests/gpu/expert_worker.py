@@ -3,8 +3,6 @@
 python expert_worker.py FOLDER [SCENARIO ...]    with RANK and WORLD_SIZE; writes FOLDER/found<rank>.json
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Sequence

@@ -3,8 +3,6 @@
 python tensor_worker.py FOLDER    with RANK and WORLD_SIZE; writes FOLDER/found<rank>.json
 """
 
-from __future__ import annotations
-
 import random
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Backend `counterpoint` and DDP on all GPUs of this machine (2 to 8), beside NCCL."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

@@ -1,7 +1,5 @@
 """Backend `counterpoint` on 4 to 8 GPUs, two hosts of half of them: NCCL may take neither NVLink nor shared memory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

@@ -4,8 +4,6 @@ As many processes as there are GPUs run all scenarios of collectives_worker.py o
 what they saw.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

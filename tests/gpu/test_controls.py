@@ -3,8 +3,6 @@
 Two processes run all scenarios of controls_worker.py once; each test asserts one claim about what they saw.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What doctor reads by itself, against what torch says of the same machine; and faults planted on GPUs."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

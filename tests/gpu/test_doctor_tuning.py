@@ -1,7 +1,5 @@
 """`doctor --check counterpoint.toml` on traces of a training: choices that were followed, and some that were not."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Dispatchers of expert parallelism on all GPUs of this machine (2 to 8): what only GPUs can show."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

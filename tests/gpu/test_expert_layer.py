@@ -1,7 +1,5 @@
 """benchmarks/expert_layer.py on two GPUs: what a trace shows of how tokens travel to their experts."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

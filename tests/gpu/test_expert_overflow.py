@@ -1,7 +1,5 @@
 """What had no room on a GPU is told to the host, eager calls and replays of graphs alike, and once."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

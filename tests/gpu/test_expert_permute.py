@@ -1,7 +1,5 @@
 """Rows of experts on a GPU have the bits that they have on the CPU, in eager mode and in graphs."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

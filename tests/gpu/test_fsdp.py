@@ -4,8 +4,6 @@ Two processes run all of fsdp_worker.py once; each test asserts one claim about 
 one order, so results are the same bits, but for what two runs of stock do not reproduce themselves.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`counterpoint measure` on two GPUs: the command as a user runs it, and what its rows must show."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -4,8 +4,6 @@ The kernel used here writes down on which SM each of its blocks ran, and from wh
 per process, so that everything interposed runs in a process of its own: this file, started as a script.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

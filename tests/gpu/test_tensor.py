@@ -1,7 +1,5 @@
 """torch.ops.counterpoint on all GPUs of this machine (2 to 8): what only GPUs can show."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

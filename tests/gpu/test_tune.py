@@ -1,7 +1,5 @@
 """`counterpoint tune pairs.toml` on two GPUs: every kind of pair is measured within the budget, and decided."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`counterpoint tune --machine` on two GPUs: every group is measured, and predicts what it was fitted to."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`counterpoint tune --run` on two GPUs: what is recorded, switched between steps, and confirmed."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -5,8 +5,6 @@
 Rank 0 prints a JSON object for each program: the losses of both, and how many calls counterpoint took.
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import json

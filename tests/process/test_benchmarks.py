@@ -1,7 +1,5 @@
 """The benchmarks' own machinery that starts processes: peak memory, failures, a run in small."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -8,8 +8,6 @@ Blocks fenced as `bash` run in the order of their page, in a folder that has thi
 - `<!-- ranks: N -->`: the program of the page is one of N ranks.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """What starts the processes of the tests on GPUs, without GPUs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What an import leaves out: each statement runs in an interpreter of its own, which says what it has loaded."""
 
-from __future__ import annotations
-
 import os
 import sys
 from subprocess import CompletedProcess

@@ -1,7 +1,5 @@
 """`counterpoint plan`: parse, call, print."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

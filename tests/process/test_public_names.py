@@ -1,7 +1,5 @@
 """What `import counterpoint` offers: names that stay what they are, whatever else was imported."""
 
-from __future__ import annotations
-
 import pkgutil
 from importlib import import_module
 from types import ModuleType

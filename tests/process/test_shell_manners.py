@@ -1,7 +1,5 @@
 """What a shell user expects of output: `| head -1`, `>(...)`, devices, pipes and links, by real processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """`counterpoint tune` as a command, with gloo on CPUs: the file, the JSON, and errors that leave nothing behind."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

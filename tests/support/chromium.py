@@ -1,7 +1,5 @@
 """Headless Chromium over its debugging pipe: opens a page and reports all it complained about and asked for."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import json

@@ -3,8 +3,6 @@
 It is finer than the checker's: a wait and its reset are two actions, and a copy or a reduction is done in pieces.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise

@@ -1,7 +1,5 @@
 """A diagnosis as a training job would give it, one with hostile names, an empty one."""
 
-from __future__ import annotations
-
 import random
 
 import msgspec

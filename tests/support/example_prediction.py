@@ -1,7 +1,5 @@
 """Predictions for the tests of the report: usual, of one stage, hostile."""
 
-from __future__ import annotations
-
 import msgspec
 
 from counterpoint.records.prediction import (

@@ -1,7 +1,5 @@
 """A tuning with every kind of choice, for tests."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from msgspec.structs import replace

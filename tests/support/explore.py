@@ -4,8 +4,6 @@ A state is how far each lane is, which copies and reductions are under way, whic
 memory. A copy takes two moves, its begin and its end, so that others may touch its bytes in between.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Stands in for `cuda.bindings.driver`: writes down what is called, and can be told to refuse."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Literal

@@ -5,8 +5,6 @@ own: it begins when every rank of the rail has made the call, moves the data, an
 arrived. All phases inside a host use the same flags and staging in turn, as on one channel of a communicator.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Builds dumps of NCCL's flight recorder: say what matters of a call, the rest is that of a plain one."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path

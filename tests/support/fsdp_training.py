@@ -1,7 +1,5 @@
 """What ranks run to test FSDP2 with zero-SM collectives: a small Llama trained by torch's collectives and by ours."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

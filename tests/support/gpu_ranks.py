@@ -1,7 +1,5 @@
 """Processes of a worker, one for each GPU, or several under --ranks-per-gpu: started together, none left behind."""
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import shlex

@@ -1,7 +1,5 @@
 """Runs the programs of all ranks on bytes, in an order that a seed chooses; and what torch's operations give."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

@@ -7,8 +7,6 @@ All times in µs on one clock. An operation is launched `latency` before it begi
 are given in any order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any

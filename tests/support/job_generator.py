@@ -5,8 +5,6 @@ Three kinds of jobs: `ddp` on V100 (old kernel names, whole µs, no metadata, no
 (metadata, ProfilerStep) and `copies` on H200 (gathers by peer copies, scatters by kernels).
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

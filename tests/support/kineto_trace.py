@@ -4,8 +4,6 @@ Events are plain dictionaries, made by one function per kind; `text` spells them
 write, `write` puts them in a file of a rank. A time may be a `Decimal` where the file's digits matter.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import gzip
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Programs with one thing wrong: what a checker has to catch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any

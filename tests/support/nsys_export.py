@@ -1,7 +1,5 @@
 """Builds small Nsight Systems SQLite exports: say the values that matter, the rest are those of a plain kernel."""
 
-from __future__ import annotations
-
 import sqlite3
 import struct
 from collections.abc import Iterable

@@ -3,8 +3,6 @@
 A page names them in a comment that its readers do not see (tests/process/test_docs_run.py).
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

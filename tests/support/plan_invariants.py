@@ -1,7 +1,5 @@
 """What holds for every job whatever the constants are, as a table of functions that raise AssertionError."""
 
-from __future__ import annotations
-
 import math
 import tomllib
 from collections.abc import Callable

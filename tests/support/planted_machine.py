@@ -3,8 +3,6 @@
 Its rounds are those of `measurement/rows.py`, so that what a decision is made from has the same form and errors.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence

@@ -3,8 +3,6 @@
 All are forked from one process that has imported torch already, so that a rank costs no import.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import sys

@@ -1,7 +1,5 @@
 """Small graphs of collectives beside matmuls, as inductor has them, with what is to become of each."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from collections.abc import Callable

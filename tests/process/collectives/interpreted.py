@@ -3,8 +3,6 @@
 Started by path with the cases as JSON on standard input; writes for each whether it gave the bits of `reference`.
 """
 
-from __future__ import annotations
-
 import os
 
 os.environ["TRITON_INTERPRET"] = "1"

@@ -1,7 +1,5 @@
 """Ranks of two recordings put together are told apart from ranks of one."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

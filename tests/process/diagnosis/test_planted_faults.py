@@ -1,7 +1,5 @@
 """What was planted when the samples were recorded (provenance.json), against what the diagnosis says."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

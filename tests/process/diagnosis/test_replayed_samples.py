@@ -1,7 +1,5 @@
 """Samples of real runs, played again: the step comes out as measured, and what-ifs order as they must."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 

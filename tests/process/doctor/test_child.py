@@ -1,7 +1,5 @@
 """Children that hang, crash, or say why: always an answer, always in time."""
 
-from __future__ import annotations
-
 import sys
 import time
 from pathlib import Path

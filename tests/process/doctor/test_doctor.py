@@ -1,7 +1,5 @@
 """`counterpoint doctor` as a command: the JSON contract, files and streams, exit codes."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

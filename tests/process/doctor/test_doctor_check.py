@@ -1,7 +1,5 @@
 """`counterpoint doctor --check` as a command: its exit codes, its JSON, and what does not go with it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

@@ -1,7 +1,5 @@
 """`counterpoint doctor --check counterpoint.toml --check TRACES` as a command: exit codes, JSON, no-ops."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

@@ -1,7 +1,5 @@
 """The launcher with ranks that have no torch: every way to end, in seconds, in one line, without orphans."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """The process beside a training, and `counterpoint diagnose` of a hang, as they are started."""
 
-from __future__ import annotations
-
 import gzip
 import os
 import subprocess

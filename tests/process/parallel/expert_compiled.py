@@ -4,8 +4,6 @@ Started by path with the cases as JSON on standard input; writes for each, by ke
 spilled bytes, the instructions of memory in the order of the text, and how many kernels other numbers of tokens need.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

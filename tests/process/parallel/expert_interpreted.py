@@ -4,8 +4,6 @@ Started by path with the cases as JSON on standard input; writes for each `right
 cuts float32 off where a GPU rounds it to bfloat16, so that what is rounded there is float16 here, and float32.
 """
 
-from __future__ import annotations
-
 import os
 
 os.environ["TRITON_INTERPRET"] = "1"

@@ -4,8 +4,6 @@ Started by path with the cases as JSON on standard input; writes for each the in
 order of the text, the kinds of stores, shared memory, spilled bytes, and how many kernels other layouts need.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

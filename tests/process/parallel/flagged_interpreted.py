@@ -4,8 +4,6 @@ Started by path with the cases as JSON on standard input; writes for each `right
 multiplies bfloat16 as if it were integers, so all is float16 here.
 """
 
-from __future__ import annotations
-
 import os
 
 os.environ["TRITON_INTERPRET"] = "1"

@@ -1,7 +1,5 @@
 """Lets Triton compile for a GPU on a machine without one, and reads the result."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import tempfile

@@ -3,8 +3,6 @@
 Started by path with the cases as JSON on standard input; writes for each `right`, or what was not.
 """
 
-from __future__ import annotations
-
 import os
 
 os.environ["TRITON_INTERPRET"] = "1"

@@ -1,7 +1,5 @@
 """The kernel that packs rows by rank gives the bits of torch in Triton's interpreter, which runs once for all cases."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

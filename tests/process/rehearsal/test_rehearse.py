@@ -1,7 +1,5 @@
 """`counterpoint rehearse` with real ranks on CPUs: what a script does there, and how ranks that go wrong are named."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

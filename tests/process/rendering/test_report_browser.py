@@ -1,7 +1,5 @@
 """The page of a diagnosis in a real browser: its policy holds, its timeline moves, its labels are text."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """At the command line a bad trace is one line on stderr, exit code 2, and nothing written."""
 
-from __future__ import annotations
-
 import gzip
 import resource
 import subprocess

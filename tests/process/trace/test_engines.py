@@ -1,7 +1,5 @@
 """Who reads the ranks makes no difference: this process, two others, or a Dask cluster; nor to what goes wrong."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

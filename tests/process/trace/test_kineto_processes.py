@@ -1,7 +1,5 @@
 """A file read by two processes is read as by one, also where the guess of its middle is wrong or a half is bad."""
 
-from __future__ import annotations
-
 import gzip
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Traces that another user keeps to himself are refused in words."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Training scripts run for `tune --run`: what they give, and in one sentence why they failed."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The checkers: right programs pass, also mixed and back to back; wrong ones are named; both checkers say the same."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

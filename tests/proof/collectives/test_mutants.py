@@ -1,7 +1,5 @@
 """A checker that lets wrong programs pass proves nothing: every step is removed, changed, and swapped with the next."""
 
-from __future__ import annotations
-
 import pytest
 
 from counterpoint.collectives.program.operations import plan_all, reduce_scatter

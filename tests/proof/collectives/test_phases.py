@@ -1,7 +1,5 @@
 """Calls over several hosts are proved for whole grids, and every wrong one is caught."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The best tunings of a sweep of sizes."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

@@ -1,7 +1,5 @@
 """Made-up jobs of three kinds of machines with known truth: right rank, cause and transfer, no false alarm."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Each mutation decodes every rank, changes it, writes it anew and diagnoses the f
 its cause, and the transfer of every collective.
 """
 
-from __future__ import annotations
-
 import gzip
 import tempfile
 from collections.abc import Callable

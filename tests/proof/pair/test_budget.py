@@ -1,7 +1,5 @@
 """The rule against a machine whose truth is known: the best division, and what noise costs."""
 
-from __future__ import annotations
-
 from statistics import fmean
 
 import pytest

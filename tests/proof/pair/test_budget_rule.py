@@ -1,7 +1,5 @@
 """The judge of the rule: what is fitted, what is held out, and what counts as a hit."""
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess

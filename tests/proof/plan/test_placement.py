@@ -1,7 +1,5 @@
 """Placement: the cost is the formula, and the order found is as good as claimed."""
 
-from __future__ import annotations
-
 from itertools import combinations
 from typing import Any
 

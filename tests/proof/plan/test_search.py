@@ -1,7 +1,5 @@
 """A search over all divisions of a job: equal to trying every way, nothing slower than what was given, all counted."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Iterator
 from itertools import product

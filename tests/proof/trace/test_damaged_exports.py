@@ -1,7 +1,5 @@
 """Damage anywhere in an export of Nsight Systems is a BadTrace, never another exception."""
 
-from __future__ import annotations
-
 import sqlite3
 from contextlib import closing
 from pathlib import Path

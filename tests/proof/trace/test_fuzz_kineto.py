@@ -1,7 +1,5 @@
 """Whatever the bytes: a timeline or a BadTrace. Whatever the events: every one is counted and where it was."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import tempfile
