@@ -36,23 +36,14 @@ BY_GATHER = ExpertOptions(mechanism="gather")
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """How `transformers` spreads a model of experts.
+    """How `transformers` spreads a model of experts."""
 
-    Args:
-        kind: of the model.
-        sizes: keywords of its `DistributedConfig`.
-        options: of layers of experts.
-        checkpoint: activations are recomputed.
-        compiled: each layer is.
-        lengths: of the text in each step; the same on all ranks.
-    """
-
-    kind: str = "Qwen3Moe"
-    sizes: tuple[tuple[str, Any], ...] = (("ep_size", 2), ("fsdp_size", 2))
-    options: ExpertOptions | None = BY_GATHER
-    checkpoint: bool = False
-    compiled: bool = False
-    lengths: tuple[int, ...] = (LENGTH,) * STEPS
+    kind: str = "Qwen3Moe"  # of the model
+    sizes: tuple[tuple[str, Any], ...] = (("ep_size", 2), ("fsdp_size", 2))  # keywords of its `DistributedConfig`
+    options: ExpertOptions | None = BY_GATHER  # of layers of experts
+    checkpoint: bool = False  # activations are recomputed
+    compiled: bool = False  # each layer is
+    lengths: tuple[int, ...] = (LENGTH,) * STEPS  # of the text in each step; the same on all ranks
 
 
 SPREADS = {
@@ -198,25 +189,15 @@ def largest_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) ->
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How the model of examples/train_moe.py is spread and run.
+    """How the model of examples/train_moe.py is spread and run."""
 
-    Args:
-        ep: ranks among which experts are divided; FSDP2 shards them over the others.
-        ours: tokens travel by a dispatcher.
-        parts: of the tokens.
-        mechanism: of the dispatcher.
-        overlapped: FSDP2 communicates by ours.
-        graphed: without FSDP2, as CUDA graphs want it.
-        dtype: of the model. FSDP2 divides float64 twice where it has one rank.
-    """
-
-    ep: int = 2
-    ours: bool = True
-    parts: int = 2
-    mechanism: str = "gather"
-    overlapped: bool = True
-    graphed: bool = False
-    dtype: torch.dtype = torch.float64
+    ep: int = 2  # ranks among which experts are divided; FSDP2 shards them over the others
+    ours: bool = True  # tokens travel by a dispatcher
+    parts: int = 2  # of the tokens
+    mechanism: str = "gather"  # of the dispatcher
+    overlapped: bool = True  # FSDP2 communicates by ours
+    graphed: bool = False  # without FSDP2, as CUDA graphs want it
+    dtype: torch.dtype = torch.float64  # of the model. FSDP2 divides float64 twice where it has one rank
 
 
 LAYOUTS = {

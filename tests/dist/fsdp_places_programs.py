@@ -63,24 +63,16 @@ class Model(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """How layers are sharded and trained.
+    """How layers are sharded and trained."""
 
-    Args:
-        orders: of the layers in each step.
-        prepared: what is set before each step.
-        kind: of the layers.
-        whole: `fully_shard` is called on the model only, not on its layers.
-        mesh: sizes of two axes: biases are sharded over the second, weights over the first; None: one axis for all.
-        placement: of weights on a mesh of two axes.
-    """
-
-    orders: str = "the same"
-    prepared: str = "as they come"
+    orders: str = "the same"  # of the layers in each step
+    prepared: str = "as they come"  # what is set before each step
     options: OverlapOptions | None = None
-    kind: type[nn.Module] = Layer
-    whole: bool = False
+    kind: type[nn.Module] = Layer  # of the layers
+    whole: bool = False  # `fully_shard` is called on the model only, not on its layers
+    # sizes of two axes: biases are sharded over the second, weights over the first; None: one axis for all
     mesh: tuple[int, int] | None = None
-    placement: Any = None
+    placement: Any = None  # of weights on a mesh of two axes
 
 
 def model(case: Case = Case()) -> Any:  # nobody changes it

@@ -48,19 +48,12 @@ LENGTHS = (8, 16)
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What a run found.
+    """What a run found."""
 
-    Args:
-        error: of losses, gradients and parameters against a stock run in float64, relative to the largest.
-        stock: that of a stock run in the same dtype.
-        paths: by which tokens, matmuls and calls of the backend went.
-        copied: why FSDP2's modules were left, or copied.
-    """
-
-    error: float
-    stock: float
-    paths: list[set[str]]
-    copied: list[str]
+    error: float  # of losses, gradients and parameters against a stock run in float64, relative to the largest
+    stock: float  # that of a stock run in the same dtype
+    paths: list[set[str]]  # by which tokens, matmuls and calls of the backend went
+    copied: list[str]  # why FSDP2's modules were left, or copied
 
 
 class RoutedFeedForward(nn.Module):

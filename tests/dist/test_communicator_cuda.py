@@ -1,6 +1,7 @@
 """The communicator of GPUs between real processes, on software GPUs: threads for streams, shared memory for theirs."""
 
 import signal
+from typing import Any
 
 import pytest
 
@@ -63,9 +64,23 @@ def test_what_a_graph_cannot_hold_is_refused(two_ranks: Ranks) -> None:
         assert after == "[0.0, 1.0] in block 1"
 
 
-def test_captures_that_have_ended_are_forgotten(two_ranks: Ranks) -> None:
-    """At the first call of the next one: a channel keeps the end of calls in captures that still go on."""
-    assert two_ranks.run(programs.captured_again, 4) == [[[False, False, False, False, True]] * 2] * 2
+FOUND_BY_TWO: dict[str, tuple[Any, tuple[Any, ...], Any]] = {
+    "captures that have ended are forgotten": (programs.captured_again, (4,), [[False, False, False, False, True]] * 2),
+    "outputs that are not contiguous are refused": (collectives.outputs_that_cannot_be_written, (SoftwareGpu,), []),
+    "a call behind a long kernel is nobodys fault": (programs.a_long_kernel, (0.4, 1.0), ""),
+    "a call behind another has not begun": (programs.one_behind_the_other, (1.2, 0.8), ""),
+    "no elements need no memory": (programs.nothing, (), ((0, 5), "cpu", 0)),
+    "nothing is left running": (programs.left_behind, (), []),
+    "channels run at the same time": (programs.channels_at_once, (), (True, True)),
+    "what was prepared goes when there is too much of it": (programs.cache_of_two, (45,), (45, 2, 0, 2)),
+    "what was prepared in captures goes too": (programs.cache_of_two_in_captures, (4,), (20, 0)),
+    "threads without a context make every call": (programs.every_verb_in_a_new_thread, (), {}),
+}
+
+
+@pytest.mark.parametrize(("program", "arguments", "wanted"), FOUND_BY_TWO.values(), ids=FOUND_BY_TWO)
+def test_what_two_ranks_find(two_ranks: Ranks, program: Any, arguments: tuple[Any, ...], wanted: Any) -> None:
+    assert two_ranks.run(program, *arguments) == [wanted] * 2
 
 
 def test_a_tensor_that_dies_in_a_capture_gives_its_memory_back(two_ranks: Ranks) -> None:
@@ -76,10 +91,6 @@ def test_a_tensor_that_dies_in_a_capture_gives_its_memory_back(two_ranks: Ranks)
 @pytest.mark.parametrize("how", collectives.CHILDREN)
 def test_a_forked_child_leaves_the_communicator_alone(two_ranks: Ranks, how: str) -> None:
     assert two_ranks.run(collectives.forks, how, SoftwareGpu) == [(True, 16.0)] * 2
-
-
-def test_outputs_that_are_not_contiguous_are_refused(two_ranks: Ranks) -> None:
-    assert two_ranks.run(collectives.outputs_that_cannot_be_written, SoftwareGpu) == [[], []]
 
 
 def test_calls_that_cannot_be_made_are_refused(two_ranks: Ranks) -> None:
@@ -117,16 +128,6 @@ def test_a_rank_that_stays_away_is_named(three_ranks: Ranks) -> None:
     assert "waiting for rank 1 (has not come" in told[0][0]
 
 
-def test_a_call_behind_a_long_kernel_is_nobodys_fault(two_ranks: Ranks) -> None:
-    """The time-out counts from the moment when the stream comes to the call."""
-    assert two_ranks.run(programs.a_long_kernel, 0.4, 1.0) == [""] * 2
-
-
-def test_a_call_behind_another_has_not_begun(two_ranks: Ranks) -> None:
-    """Nor does the time-out count for it, although its own stream has come to it: each takes 0.8 s, both 1.6 s."""
-    assert two_ranks.run(programs.one_behind_the_other, 1.2, 0.8) == [""] * 2
-
-
 def test_a_rank_that_does_not_make_memory_is_named(two_ranks: Ranks) -> None:
     """Memory is made together; who waits for another in vain is told so."""
     (text, ranks), _ = two_ranks.run(programs.growth_alone)
@@ -138,17 +139,9 @@ def test_memory_can_be_reserved(two_ranks: Ranks) -> None:
         assert (before, after, "before_step on a GPU" in told) == (2, 2, True)
 
 
-def test_no_elements_need_no_memory(two_ranks: Ranks) -> None:
-    assert two_ranks.run(programs.nothing) == [((0, 5), "cpu", 0)] * 2
-
-
 @pytest.mark.parametrize("sum_sms", [None, 8])
 def test_sums_run_on_the_sms_they_were_given(two_ranks: Ranks, sum_sms: int | None) -> None:
     assert two_ranks.run(programs.sums_on, sum_sms) == [({sum_sms}, 3.0)] * 2
-
-
-def test_nothing_is_left_running(two_ranks: Ranks) -> None:
-    assert two_ranks.run(programs.left_behind) == [[]] * 2
 
 
 def test_an_abort_does_not_wait_for_a_peer(two_ranks: Ranks) -> None:
@@ -160,23 +153,6 @@ def test_an_abort_does_not_wait_for_a_peer(two_ranks: Ranks) -> None:
 def test_a_communicator_that_is_dropped_does_not_wait_for_a_peer(two_ranks: Ranks) -> None:
     told, _ = two_ranks.run(programs.ended_without_peers, "drop")[0]
     assert told == "Misconfigured: this communicator was closed; make a new one"
-
-
-def test_channels_run_at_the_same_time(two_ranks: Ranks) -> None:
-    assert two_ranks.run(programs.channels_at_once) == [(True, True)] * 2
-
-
-def test_what_was_prepared_goes_when_there_is_too_much_of_it(two_ranks: Ranks) -> None:
-    assert two_ranks.run(programs.cache_of_two, 45) == [(45, 2, 0, 2)] * 2
-
-
-def test_what_was_prepared_in_captures_goes_too(two_ranks: Ranks) -> None:
-    assert two_ranks.run(programs.cache_of_two_in_captures, 4) == [(20, 0)] * 2
-
-
-def test_threads_without_a_context_make_every_call(two_ranks: Ranks) -> None:
-    """As autograd's threads have none before their first kernel: no verb is refused by the driver."""
-    assert two_ranks.run(programs.every_verb_in_a_new_thread) == [{}] * 2
 
 
 @pytest.mark.parametrize(("share", "said"), [([None, None], ""), ([True, True], ""), ([True, None], "'share_gpu': ")])

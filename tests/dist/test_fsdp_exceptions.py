@@ -21,23 +21,14 @@ FAILING = 1  # the step with the exception
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One exception.
+    """One exception."""
 
-    Args:
-        where: `input`, `middle` or `output` of the layer: of its backward pass; `forward`: before it runs.
-        layer: its number.
-        microbatches: of every step; the exception is in the last.
-        checkpointed: activations of the layer are computed again.
-        whole: `fully_shard` is called on the model only, not on its layers.
-        held: the caller keeps the exception, and with it the graph.
-    """
-
-    where: str = "middle"
-    layer: int = 3
-    microbatches: int = 1
-    checkpointed: bool = False
-    whole: bool = False
-    held: bool = False
+    where: str = "middle"  # `input`, `middle` or `output` of the layer: of its backward pass; `forward`: before it runs
+    layer: int = 3  # its number
+    microbatches: int = 1  # of every step; the exception is in the last
+    checkpointed: bool = False  # activations of the layer are computed again
+    whole: bool = False  # `fully_shard` is called on the model only, not on its layers
+    held: bool = False  # the caller keeps the exception, and with it the graph
     options: OverlapOptions | None = None
 
 

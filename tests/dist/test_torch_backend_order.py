@@ -379,23 +379,23 @@ def test_the_layout_of_one_rank_decides_nothing(two_ranks: Ranks, operation: str
     assert two_ranks.run(strided_on_one, operation, async_op) == [(True, 1)] * 2
 
 
-def test_large_calls_go_in_pieces_wherever_they_lie(two_ranks: Ranks) -> None:
-    assert two_ranks.run(in_pieces) == [[3, 3, 3]] * 2
+FOUND_BY_TWO: dict[str, tuple[Any, tuple[Any, ...], Any]] = {
+    "large calls go in pieces wherever they lie": (in_pieces, (), [3, 3, 3]),
+    "a tensor that comes twice on one rank decides nothing": (repeated_on_one, (), [2.0, 2.0]),
+    "two threads may use a group first at the same time": (opened_by_two_threads, (10,), {2.0}),
+    "a barrier waits for calls that nobody has waited for": (waited_for_by_a_barrier, (), 3),
+}
+
+
+@pytest.mark.parametrize(("program", "arguments", "wanted"), FOUND_BY_TWO.values(), ids=FOUND_BY_TWO)
+def test_what_two_ranks_find(two_ranks: Ranks, program: Any, arguments: tuple[Any, ...], wanted: Any) -> None:
+    assert two_ranks.run(program, *arguments) == [wanted] * 2
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_calls_in_callbacks_have_one_order_with_those_that_torch_makes(two_ranks: Ranks, operation: str) -> None:
     """A rank whose callback is late does not let its next call go first."""
     assert two_ranks.run(called_in_callbacks, operation, 5) == [[202.0, 2.0] * 5] * 2
-
-
-def test_a_tensor_that_comes_twice_on_one_rank_decides_nothing(two_ranks: Ranks) -> None:
-    """It is reduced once, as by gloo, and all ranks make the same calls."""
-    assert two_ranks.run(repeated_on_one) == [[2.0, 2.0]] * 2
-
-
-def test_two_threads_may_use_a_group_first_at_the_same_time(two_ranks: Ranks) -> None:
-    assert two_ranks.run(opened_by_two_threads, 10) == [{2.0}] * 2
 
 
 def test_a_callback_of_a_group_that_has_ended_is_told(two_ranks: Ranks) -> None:
@@ -409,7 +409,3 @@ def test_powersgd_trains_as_on_gloo(two_ranks: Ranks) -> None:
     for ours, gloo, taken in two_ranks.run(powersgd):
         assert ours == pytest.approx(gloo, rel=1e-5)
         assert taken > 0
-
-
-def test_a_barrier_waits_for_calls_that_nobody_has_waited_for(two_ranks: Ranks) -> None:
-    assert two_ranks.run(waited_for_by_a_barrier) == [3] * 2

@@ -33,38 +33,25 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One way to train.
+    """One way to train."""
 
-    Args:
-        policy: of mixed precision: parameters, reduction.
-        mesh: sizes of its axes; two: replicated and sharded.
-        reshard: after forward.
-        microbatches: gradients are synchronised in the last of a step only.
-        checkpointed: activations are computed again.
-        compiled: compiles a layer; None: eager.
-        meta: parameters are made on the meta device and filled after overlap().
-        grouped: the last norm and the head are given to `fully_shard` together.
-        prepare: called with the sharded model before `overlap`.
-        stock: called with the model that keeps torch's collectives, in place of `prepare`.
-        device: of the model.
-        direct: hooks whose modules FSDP2 copies nothing for: gathers, and scatters.
-    """
-
+    # of mixed precision: parameters, reduction
     policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
-    mesh: tuple[int, ...] = (2,)
-    reshard: bool | int | None = None
-    microbatches: int = 1
-    checkpointed: bool = False
-    compiled: Callable[[Any], Any] | None = None
-    meta: bool = False
-    grouped: bool = False
+    mesh: tuple[int, ...] = (2,)  # sizes of its axes; two: replicated and sharded
+    reshard: bool | int | None = None  # after forward
+    microbatches: int = 1  # gradients are synchronised in the last of a step only
+    checkpointed: bool = False  # activations are computed again
+    compiled: Callable[[Any], Any] | None = None  # compiles a layer; None: eager
+    meta: bool = False  # parameters are made on the meta device and filled after overlap()
+    grouped: bool = False  # the last norm and the head are given to `fully_shard` together
     dtype: torch.dtype = torch.float32
     options: OverlapOptions | None = None
-    prepare: Callable[[Any], object] | None = None
+    prepare: Callable[[Any], object] | None = None  # called with the sharded model before `overlap`
+    # called with the model that keeps torch's collectives, in place of `prepare`
     stock: Callable[[Any], object] | None = None
     steps: int = 3
-    device: str = "cpu"
-    direct: tuple[bool, bool] = (True, True)
+    device: str = "cpu"  # of the model
+    direct: tuple[bool, bool] = (True, True)  # hooks whose modules FSDP2 copies nothing for: gathers, and scatters
 
 
 def separate_groups(model: Any) -> None:
