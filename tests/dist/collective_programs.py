@@ -27,7 +27,7 @@ from counterpoint.collectives.program.steps import Program, Step
 from counterpoint.errors import CounterpointError
 from counterpoint.machine.profile import Profile
 from counterpoint.measurement.session import Session
-from tests.support.ranks import PATIENT, TIMEOUT_S
+from tests.support.ranks import PATIENT, TIMEOUT_S, error_of
 
 DTYPES = (
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int8, torch.int16, torch.int32,
@@ -425,10 +425,7 @@ def one_has_a_fault(session: Session) -> str:
             raise OSError("the disk is on fire")
 
     with Communicator(before_step=fault, options=PATIENT) as communicator:
-        try:
-            communicator.all_reduce(torch.zeros(100))
-        except Exception as error:
-            text = f"{type(error).__name__}: {error}"
+        text = error_of(lambda: communicator.all_reduce(torch.zeros(100)))
         dist.barrier()
         return text
 
@@ -666,11 +663,8 @@ def groups_at_once(session: Session) -> list[float]:
 def outsider(session: Session) -> str:
     """What rank 1 is told about a group of rank 0 alone. Then it is gone: torch names further groups by how many a rank
     is in, which has to be the same on all ranks."""
-    alone, told = dist.new_group([0]), ""
-    try:
-        Communicator(alone).close()
-    except CounterpointError as error:
-        told = str(error)
+    alone = dist.new_group([0])
+    told = error_of(lambda: Communicator(alone).close())
     if session.rank == 0:
         dist.destroy_process_group(alone)
     return told

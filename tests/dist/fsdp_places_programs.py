@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from counterpoint.errors import Unsupported
 from counterpoint.measurement.session import Session
 from counterpoint.parallel.fsdp.slots import ModuleParameters
 from counterpoint.parallel.options import OverlapOptions
 from counterpoint.parallel.overlap import Overlap, overlap
+from tests.support.ranks import error_of
 
 Prepare = Callable[[Any, int], object]
 """The model and the number of the step."""
@@ -258,11 +258,7 @@ def in_use_at_once(session: Session) -> str:
     made = model()
     with overlap(made):
         losses_and_gradients(made, session, [ALL], _nothing)
-        try:
-            made(torch.ones(1, WIDTH), [0, (2, 0)])
-        except Unsupported as error:
-            return str(error)
-    return ""
+        return error_of(lambda: made(torch.ones(1, WIDTH), [0, (2, 0)]))
 
 
 def left_in_use(session: Session) -> list[int]:

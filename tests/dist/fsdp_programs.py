@@ -16,14 +16,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel, fully_shard
 
-from counterpoint.errors import CounterpointError, PeerTimeout, Unsupported
+from counterpoint.errors import PeerTimeout, Unsupported
 from counterpoint.measurement.session import Session
 from counterpoint.parallel.fsdp.modules import sharded_modules
 from counterpoint.parallel.options import OverlapOptions
 from counterpoint.parallel.overlap import Overlap, overlap
 from tests.dist.collective_programs import ended_as_python_does
 from tests.support.fsdp_training import Case, batch, differences, fsdp_modules, sharded, trained
-from tests.support.ranks import PATIENT, SOON_S
+from tests.support.ranks import PATIENT, SOON_S, error_of
 
 
 def mapped_bytes(session: Session, steps: int) -> list[int]:
@@ -228,8 +228,4 @@ REFUSED: dict[str, Callable[[Any], object]] = {
 
 
 def refused(session: Session, name: str) -> str:
-    try:
-        REFUSED[name](sharded(Case()))
-    except CounterpointError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
+    return error_of(lambda: REFUSED[name](sharded(Case())))

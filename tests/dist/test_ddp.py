@@ -142,22 +142,18 @@ def test_losses_are_those_of_ddp(two_ranks: Ranks, keywords: dict[str, Any], bot
         assert report.modules[0].runs.endswith("MB of buckets")
 
 
-@pytest.mark.parametrize("numel", [1, 1000, 4096, 100_003])
-def test_bfloat16_on_the_wire_is_as_exact_as_torchs_hook(two_ranks: Ranks, numel: int) -> None:
-    for ours, torchs in two_ranks.run(averages, torch.bfloat16, numel):
-        assert ours <= max(1.01 * torchs, 2**-8)
+MOST = {
+    None: lambda torchs: 4 * 2**-24,
+    torch.bfloat16: lambda torchs: max(1.01 * torchs, 2**-8),  # as torch's hook
+    torch.float8_e4m3fn: lambda torchs: 1 / 16 * 2,  # three bits of mantissa: half a unit is 1/16 of a value
+}
 
 
 @pytest.mark.parametrize("numel", [1, 1000, 4096, 100_003])
-def test_float8_on_the_wire_has_its_own_error(four_ranks: Ranks, numel: int) -> None:
-    """Three bits of mantissa: half a unit is 1/16 of a value; averages of four errors are smaller than the largest."""
-    for ours, _ in four_ranks.run(averages, torch.float8_e4m3fn, numel):
-        assert ours <= 1 / 16 * 2
-
-
-def test_sums_are_exact_without_a_wire_dtype(four_ranks: Ranks) -> None:
-    for ours, _ in four_ranks.run(averages, None, 100_003):
-        assert ours <= 4 * 2**-24
+@pytest.mark.parametrize("wire", MOST, ids=str)
+def test_averages_have_the_error_of_what_is_sent(four_ranks: Ranks, wire: torch.dtype | None, numel: int) -> None:
+    for ours, torchs in four_ranks.run(averages, wire, numel):
+        assert ours <= MOST[wire](torchs)
 
 
 def test_the_hook_by_itself(two_ranks: Ranks) -> None:

@@ -53,7 +53,7 @@ def test_parameters_of_several_dtypes_are_gathered_as_they_are(two_ranks: Ranks)
 def test_two_modules_in_use_at_one_place_are_an_error(two_ranks: Ranks) -> None:
     """Named, with what to do; not wrong numbers."""
     for said in two_ranks.run(programs.in_use_at_once):
-        assert said.startswith("layers.0 and layers.2 are in use at the same time")
+        assert said.startswith("Unsupported: layers.0 and layers.2 are in use at the same time")
         assert "use OverlapOptions(direct=False)" in said
 
 

@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.multihost.hierarchical import HierarchicalCommunicator
-from counterpoint.errors import CounterpointError
 from counterpoint.measurement.session import Session
 from tests.support.ranks import PATIENT, TIMEOUT_S, Ranks, error_of, run_once
 
@@ -178,24 +177,24 @@ def die_in_the_middle(session: Session) -> None:
 
 
 def said(session: Session, what: str) -> str:
+    return error_of(lambda: _wrong(session, what))
+
+
+def _wrong(session: Session, what: str) -> None:
     opened(2, 2).close()
     mesh = _GRIDS[2, 2]
-    try:
-        with Communicator(mesh.get_group(1), options=PATIENT) as inside:
-            if what == "no grid":  # the ranks of a host as if they were hosts
-                HierarchicalCommunicator(inside, mesh.get_group(1))
-            communicator = HierarchicalCommunicator(inside, mesh.get_group(0))
-            tensor = torch.zeros(8)
-            if what == "overlap":
-                communicator.all_to_all(tensor, tensor)
-            if what == "closed":
-                communicator.close()
-                communicator.barrier()
-            if what == "different calls":
-                communicator.all_reduce(tensor if session.rank % 2 else tensor[:4])
-    except CounterpointError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
+    with Communicator(mesh.get_group(1), options=PATIENT) as inside:
+        if what == "no grid":  # the ranks of a host as if they were hosts
+            HierarchicalCommunicator(inside, mesh.get_group(1))
+        communicator = HierarchicalCommunicator(inside, mesh.get_group(0))
+        tensor = torch.zeros(8)
+        if what == "overlap":
+            communicator.all_to_all(tensor, tensor)
+        if what == "closed":
+            communicator.close()
+            communicator.barrier()
+        if what == "different calls":
+            communicator.all_reduce(tensor if session.rank % 2 else tensor[:4])
 
 
 @pytest.mark.parametrize(("hosts", "local", "count"), [(2, 2, 300), (4, 1, 60), (1, 4, 60)])

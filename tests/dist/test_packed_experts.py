@@ -16,7 +16,6 @@ from torch import Tensor
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.cuda.call import CudaWork
 from counterpoint.collectives.options import CommunicatorOptions
-from counterpoint.errors import CounterpointError
 from counterpoint.measurement.session import Session
 from counterpoint.parallel.call_memory import CallMemory
 from counterpoint.parallel.expert.dispatcher import Dispatcher
@@ -24,7 +23,7 @@ from counterpoint.parallel.expert.slabs import Slabs
 from counterpoint.parallel.group import RankGroup
 from counterpoint.parallel.options import ExpertOptions
 from tests.dist.communicator_cuda_programs import delays
-from tests.support.ranks import PATIENT, Ranks
+from tests.support.ranks import PATIENT, Ranks, error_of
 from tests.support.software_gpu import SoftwareGpu
 
 HIDDEN, MOST = 16, 12
@@ -175,11 +174,7 @@ def overflown(session: Session, overflow: Any) -> tuple[list[str], int, list[boo
     said = []
     for call in (*[lambda: dispatcher.dispatch(x, ids, torch.ones(MOST, 1))] * 2, dispatcher.close):
         dropped = dispatcher.dropped()
-        try:
-            call()
-            said.append("nothing")
-        except CounterpointError as error:
-            said.append(str(error))
+        said.append(error_of(call))
     return said, dropped, (y == 1).all(1).tolist()
 
 
@@ -204,13 +199,12 @@ def test_no_room_raises_at_the_next_call_and_at_the_end(two_ranks: Ranks) -> Non
     assert (first[1], second[1]) == (22, 0)
 
 
-def test_choices_without_room_are_dropped_and_counted(two_ranks: Ranks) -> None:
-    first, second = two_ranks.run(overflown, "drop")
-    assert first == (["nothing"] * 3, 33, [True] + [False] * 11)
-    assert second == (["nothing"] * 3, 0, [False] * 12)
-
-
-def test_a_second_round_loses_nothing(two_ranks: Ranks) -> None:
-    first, second = two_ranks.run(overflown, "second_round")
-    assert first == (["nothing"] * 3, 0, [True] * 12)
+@pytest.mark.parametrize(
+    ("overflow", "dropped", "there"), [("drop", 33, [True] + [False] * 11), ("second_round", 0, [True] * 12)]
+)
+def test_choices_without_room_are_dropped_or_sent_later(
+    two_ranks: Ranks, overflow: str, dropped: int, there: list[bool]
+) -> None:
+    first, second = two_ranks.run(overflown, overflow)
+    assert first == (["nothing"] * 3, dropped, there)
     assert second == (["nothing"] * 3, 0, [False] * 12)

@@ -4,9 +4,7 @@ import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
 
 import msgspec
 import pytest
@@ -14,16 +12,14 @@ import torch
 import torch.distributed as dist
 
 from counterpoint.errors import CounterpointError
-from counterpoint.measurement.collective import Comm, WrongResult, allocate, collectives, elements_of
+from counterpoint.measurement.collective import Comm, allocate, collectives, elements_of
 from counterpoint.measurement.mechanisms import Mechanism
 from counterpoint.measurement.pairs import Calibration
 from counterpoint.measurement.parts import measure_part
 from counterpoint.measurement.session import Session
 from counterpoint.parallel.tensor.overlapped import Weight
 from counterpoint.records.measurement import Block, Outcome, Plan, Scenario
-from tests.support.ranks import Ranks
-
-T = TypeVar("T")
+from tests.support.ranks import Ranks, error_of
 
 
 def opened(session: Session, collective: str, size_bytes: int) -> Comm:
@@ -42,11 +38,7 @@ def opened(session: Session, collective: str, size_bytes: int) -> Comm:
 
 def check_is_quiet(session: Session, collective: str, size_bytes: int) -> str:
     """The check of a correct collective; its text if it complains."""
-    try:
-        opened(session, collective, size_bytes).check()
-    except WrongResult as error:
-        return str(error)
-    return ""
+    return error_of(opened(session, collective, size_bytes).check)
 
 
 def check_a_wrong_one(session: Session, collective: str) -> str:
@@ -67,13 +59,9 @@ def check_a_missing_write(session: Session) -> str:
     """The check of an all_gather that does nothing after a first good one."""
     comm = opened(session, "all_gather", 4096)
     comm.check()
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Comm, "launch", lambda comm: None)
-            comm.check()
-    except WrongResult as error:
-        return str(error)
-    return ""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Comm, "launch", lambda comm: None)
+        return error_of(comm.check)
 
 
 def slow_pair(session: Session, what: str, compute_s: float, comm_s: float) -> dict[str, float]:
@@ -84,38 +72,22 @@ def slow_pair(session: Session, what: str, compute_s: float, comm_s: float) -> d
 
 
 def agree(session: Session, values: tuple[str, ...]) -> str:
-    try:
-        session.check_agreement("the flavour", values[session.rank])
-    except CounterpointError as error:
-        return str(error)
-    return ""
+    return error_of(lambda: session.check_agreement("the flavour", values[session.rank]))
 
 
 def fail_on(session: Session, rank: int) -> str:
-    def action() -> int:
+    def action() -> None:
         if session.rank == rank:
             raise ValueError("no room")
-        return 1
 
-    try:
-        return str(session.raise_together(action))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
+    return error_of(lambda: session.raise_together(action))
 
 
-def scenario(session: Session, asked: Scenario, rounds: int) -> Outcome | str:
-    """One measured scenario, or the text of what it raised."""
+def measured(session: Session, asked: Scenario | Block, rounds: int = 5) -> Outcome | str:
+    """A measured scenario or its building blocks, or the text of what it raised."""
     plan = Plan(
         suite="test", device="cpu", world_size=session.world_size, parts=(asked,), rounds=rounds, results="", errors=""
     )
-    try:
-        return measure_part(session, asked, plan, Calibration())
-    except CounterpointError as error:
-        return f"{type(error).__name__}: {error}"
-
-
-def block(session: Session, asked: Block) -> Outcome | str:
-    plan = Plan(suite="t", device="cpu", world_size=2, parts=(), rounds=5, results="", errors="")
     try:
         return measure_part(session, asked, plan, Calibration())
     except CounterpointError as error:
@@ -133,26 +105,14 @@ def wrong_matmul(session: Session, asked: Block) -> Outcome | str:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Weight, "multiply", wrong)
-        return block(session, asked)
+        return measured(session, asked)
 
 
-def _old_on_rank_1(session: Session, action: Callable[[], T]) -> T:
-    """Runs `action` where no mechanism is available on rank 1."""
-    real = Mechanism.why_unavailable
-    if session.rank == 1:
-        Mechanism.why_unavailable = lambda self, collective: "rank 1 is too old"  # type: ignore[method-assign]
-    try:
-        return action()
-    finally:
-        Mechanism.why_unavailable = real  # type: ignore[method-assign]
-
-
-def scenario_that_rank_1_does_not_offer(session: Session, asked: Scenario) -> Outcome | str:
-    return _old_on_rank_1(session, lambda: scenario(session, asked, 5))
-
-
-def block_not_offered(session: Session, asked: Block) -> Outcome | str:
-    return _old_on_rank_1(session, lambda: block(session, asked))
+def not_offered_by_rank_1(session: Session, asked: Scenario | Block) -> Outcome | str:
+    with pytest.MonkeyPatch.context() as patch:
+        if session.rank == 1:
+            patch.setattr(Mechanism, "why_unavailable", lambda self, collective: "rank 1 is too old")
+        return measured(session, asked)
 
 
 def ranks_seen(session: Session) -> int:
@@ -162,23 +122,16 @@ def ranks_seen(session: Session) -> int:
     return int(ones)
 
 
-SUMS = ("all_reduce", "reduce_scatter")
-
-
-def test_the_pool_is_a_group(two_ranks: Ranks) -> None:
-    assert two_ranks.run(ranks_seen) == [2, 2]
-
-
 @pytest.mark.parametrize("collective", collectives())
 @pytest.mark.parametrize("size_bytes", [1 << 10, 3 << 20])
 def test_a_correct_collective_passes_its_check(three_ranks: Ranks, collective: str, size_bytes: int) -> None:
-    assert three_ranks.run(check_is_quiet, collective, size_bytes) == [""] * 3
+    assert three_ranks.run(check_is_quiet, collective, size_bytes) == ["nothing"] * 3
 
 
-@pytest.mark.parametrize("collective", [*(name for name in collectives() if name not in SUMS), *SUMS])
+@pytest.mark.parametrize("collective", collectives())
 def test_one_wrong_element_is_seen(two_ranks: Ranks, collective: str) -> None:
     said = two_ranks.run(check_a_wrong_one, collective)
-    assert (said[0], "wrong" in said[1]) == ("", True)
+    assert (said[0], "wrong" in said[1]) == ("nothing", True)
 
 
 def test_a_collective_that_does_nothing_is_seen(two_ranks: Ranks) -> None:
@@ -224,7 +177,7 @@ SMALL = Scenario(
 @pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"])
 def test_programs_are_a_mechanism(two_ranks: Ranks, collective: str) -> None:
     both = msgspec.structs.replace(SMALL, collective=collective, mechanisms=("gloo", "zero_sm"), orders=("together",))
-    found = two_ranks.run(scenario, both, 5)[0]
+    found = two_ranks.run(measured, both)[0]
     assert isinstance(found, Outcome), found
     assert [row.mechanism for row in found.rows] == ["gloo", "zero_sm"]
 
@@ -232,14 +185,14 @@ def test_programs_are_a_mechanism(two_ranks: Ranks, collective: str) -> None:
 def test_a_collective_that_programs_do_not_offer_says_so(two_ranks: Ranks) -> None:
     """The ring of send_recv is none of theirs yet."""
     asked = msgspec.structs.replace(SMALL, collective="send_recv", mechanisms=("zero_sm",))
-    found = two_ranks.run(scenario, asked, 5)[0]
+    found = two_ranks.run(measured, asked)[0]
     assert isinstance(found, Outcome), found
     assert (found.rows, "not send_recv" in found.unavailable["zero_sm"]) == ((), True)
 
 
 @pytest.fixture(scope="module")
 def outcome(two_ranks: Ranks) -> Outcome:
-    first, second = two_ranks.run(scenario, SMALL, 8)
+    first, second = two_ranks.run(measured, SMALL, 8)
     assert isinstance(first, Outcome), first
     assert first == second
     return first
@@ -281,30 +234,29 @@ def test_hidden_is_what_the_formula_says(outcome: Outcome) -> None:
 def test_what_cannot_be_measured_is_refused_on_every_rank(
     two_ranks: Ranks, change: dict[str, object], kind: str, said: str
 ) -> None:
-    texts = two_ranks.run(scenario, msgspec.structs.replace(SMALL, **change), 3)
+    texts = two_ranks.run(measured, msgspec.structs.replace(SMALL, **change), 3)
     assert [str(text).startswith(kind) and said in text for text in texts] == [True, True]
     assert two_ranks.run(ranks_seen) == [2, 2]
-
-
-@pytest.mark.parametrize("program", [scenario_that_rank_1_does_not_offer, block_not_offered])
-def test_what_one_rank_does_not_offer_is_left_out_on_all(two_ranks: Ranks, program: Callable[..., Outcome]) -> None:
-    asked = SMALL if program is scenario_that_rank_1_does_not_offer else BLOCK
-    found = two_ranks.run(program, asked)
-    assert [(one.rows, one.blocks, one.unavailable) for one in found] == [((), (), {"gloo": "rank 1 is too old"})] * 2
 
 
 BLOCK = Block(name="b", what="all_reduce", mechanisms=("gloo",), sizes_bytes=(1 << 12, 1 << 14))
 
 
+@pytest.mark.parametrize("asked", [SMALL, BLOCK], ids=["scenario", "block"])
+def test_what_one_rank_does_not_offer_is_left_out_on_all(two_ranks: Ranks, asked: Scenario | Block) -> None:
+    found = two_ranks.run(not_offered_by_rank_1, asked)
+    assert [(one.rows, one.blocks, one.unavailable) for one in found] == [((), (), {"gloo": "rank 1 is too old"})] * 2
+
+
 def test_a_collective_alone_by_size(two_ranks: Ranks) -> None:
-    rows = two_ranks.run(block, BLOCK)[0].blocks
+    rows = two_ranks.run(measured, BLOCK)[0].blocks
     assert [row.size_bytes for row in rows] == [1 << 12, 1 << 14]
     assert [row.gb_per_s for row in rows] == pytest.approx([row.size_bytes / row.time.us / 1e3 for row in rows])
 
 
 def test_a_setting_that_cannot_work_here_is_named(two_ranks: Ranks) -> None:
     asked = Block(name="b", what="gemm 64x64x64", mechanisms=("stock", "gemm_sms=8"))
-    found = two_ranks.run(block, asked)[0]
+    found = two_ranks.run(measured, asked)[0]
     assert ([row.mechanism for row in found.blocks], list(found.unavailable)) == (["stock"], ["gemm_sms=8"])
 
 
@@ -318,7 +270,7 @@ def matmul(what: str, *mechanisms: str) -> Block:
 
 @pytest.mark.parametrize("what", MATMULS)
 def test_a_matmul_and_its_collective_by_every_mechanism(two_ranks: Ranks, what: str) -> None:
-    found = two_ranks.run(block, matmul(what, *WAYS))[0]
+    found = two_ranks.run(measured, matmul(what, *WAYS))[0]
     assert isinstance(found, Outcome), found
     rows = {row.mechanism: row for row in found.blocks}
     assert list(rows) == ["matmul alone", "gloo alone", *WAYS]
@@ -328,7 +280,7 @@ def test_a_matmul_and_its_collective_by_every_mechanism(two_ranks: Ranks, what: 
 
 def test_a_matmul_is_compared_with_the_longer_of_its_parts(two_ranks: Ranks) -> None:
     """The parts alone are compared with nothing."""
-    alone, comm, row = two_ranks.run(block, matmul("all_gather_matmul 256x64x64", "torch"))[0].blocks
+    alone, comm, row = two_ranks.run(measured, matmul("all_gather_matmul 256x64x64", "torch"))[0].blocks
     assert (alone.over_longer, comm.over_longer) == (None, None)
     assert row.over_longer == pytest.approx(row.time.us / max(alone.time.us, comm.time.us) - 1)
     assert comm.gb_per_s == pytest.approx(256 * 64 * 4 / 2 / comm.time.us / 1e3)
@@ -336,10 +288,10 @@ def test_a_matmul_is_compared_with_the_longer_of_its_parts(two_ranks: Ranks) -> 
 
 def test_a_matmul_that_went_another_way_is_marked(two_ranks: Ranks) -> None:
     """Rows of 12 bytes are left to torch; a small matmul is not worth a cut. What chooses by itself may do both."""
-    odd = two_ranks.run(block, matmul("all_gather_matmul 64x8x3", "serial", "cuts", "auto"))[0].blocks[2:]
+    odd = two_ranks.run(measured, matmul("all_gather_matmul 64x8x3", "serial", "cuts", "auto"))[0].blocks[2:]
     said = "ran as torch: rows of 12 bytes, which is no multiple of 16"
     assert [(row.path, row.marked) for row in odd] == [("torch", said), ("torch", said), ("torch", None)]
-    (small,) = two_ranks.run(block, matmul("matmul_reduce_scatter 64x32x16", "cuts"))[0].blocks[2:]
+    (small,) = two_ranks.run(measured, matmul("matmul_reduce_scatter 64x32x16", "cuts"))[0].blocks[2:]
     assert (small.path, str(small.marked).startswith("ran as serial")) == ("serial", True)
 
 
@@ -352,26 +304,22 @@ def test_a_wrong_matmul_is_marked_on_all_ranks(two_ranks: Ranks, what: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("what", "said"),
+    ("asked", "said"),
     [
-        ("all_gather_matmul 63x8x8", "give a multiple of their number as M"),
-        ("matmul_reduce_scatter 900000x900000x900000", "are free; choose a smaller size"),
-        ("all_gather_matmul 8", "write one of: all_gather_matmul MxNxK"),
+        (matmul("all_gather_matmul 63x8x8", "torch"), "give a multiple of their number as M"),
+        (matmul("matmul_reduce_scatter 900000x900000x900000", "torch"), "are free; choose a smaller size"),
+        (matmul("all_gather_matmul 8", "torch"), "write one of: all_gather_matmul MxNxK"),
+        (msgspec.structs.replace(BLOCK, sizes_bytes=(1 << 50,)), "are free; choose a smaller size"),
     ],
 )
-def test_matmuls_that_cannot_be_measured_are_refused(two_ranks: Ranks, what: str, said: str) -> None:
+def test_blocks_that_cannot_be_measured_are_refused(two_ranks: Ranks, asked: Block, said: str) -> None:
     """In one line, on every rank."""
-    assert all(said in text for text in two_ranks.run(block, matmul(what, "torch")))
-
-
-def test_a_block_beyond_memory_is_refused(two_ranks: Ranks) -> None:
-    asked = Block(name="b", what="all_gather", mechanisms=("gloo",), sizes_bytes=(1 << 50,))
-    assert all("are free; choose a smaller size" in text for text in two_ranks.run(block, asked))
+    assert all(said in text for text in two_ranks.run(measured, asked))
 
 
 @pytest.mark.parametrize("what", ["launch kernel", "launch collective", "lasting gemm 64x64x64"])
 def test_costs_of_a_machine_are_measured(two_ranks: Ranks, what: str) -> None:
-    found = two_ranks.run(block, Block(name=what, what=what, mechanisms=("stock",)))
+    found = two_ranks.run(measured, Block(name=what, what=what, mechanisms=("stock",)))
     assert found[0] == found[1]
     (row,) = found[0].blocks
     assert row.time.p10_us <= row.time.us <= row.time.p90_us
@@ -379,5 +327,5 @@ def test_costs_of_a_machine_are_measured(two_ranks: Ranks, what: str) -> None:
 
 
 def test_the_sum_kernel_is_not_measured_on_cpus(two_ranks: Ranks) -> None:
-    found = two_ranks.run(block, Block(name="sum", what="sum 4096", mechanisms=("stock",)))[0]
+    found = two_ranks.run(measured, Block(name="sum", what="sum 4096", mechanisms=("stock",)))[0]
     assert (found.blocks, found.unavailable) == ((), {"stock": "the sum kernel runs on GPUs"})

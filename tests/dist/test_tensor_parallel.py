@@ -28,7 +28,6 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 from counterpoint import overlap, tensor_parallel
-from counterpoint.errors import CounterpointError, Misconfigured, Unsupported
 from counterpoint.measurement.session import Session
 from counterpoint.parallel.options import OverlapOptions
 from counterpoint.parallel.overlap import Overlap
@@ -42,7 +41,7 @@ from pathlib import Path
 import pytest
 from llama import Llama, Shape, rotary_table
 
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, error_of
 
 SHAPE = Shape(layers=2, hidden=64, ffn=96, heads=8, kv_heads=4, vocabulary=128)
 LENGTH = 16
@@ -254,11 +253,8 @@ def by_styles(_: Session) -> tuple[float, dict[str, int], str]:
     expected, model = trained(case, parallel(replace(case, styles=False), mesh)), parallel(case, mesh)
     group = tensor_group(mesh.get_group().group_name, tensor_parallel.TensorOptions())
     found = trained(case, model)
-    try:
-        parallelize_module(nn.Embedding(4, 4), mesh, tensor_parallel.Rowwise())
-    except Unsupported as error:
-        return largest_difference(found, expected), calls(group.report().calls), str(error)
-    return 0.0, {}, ""
+    said = error_of(lambda: parallelize_module(nn.Embedding(4, 4), mesh, tensor_parallel.Rowwise()))
+    return largest_difference(found, expected), calls(group.report().calls), said
 
 
 def copied_gradients(_: Session) -> list[str]:
@@ -299,10 +295,7 @@ def restored(_: Session) -> list[bool]:
     state, parameters = list(model.state_dict()), [id(one) for one in model.parameters()]
     handle = overlap(model)
     kept = [list(model.state_dict()) == state, [id(one) for one in model.parameters()] == parameters]
-    try:
-        overlap(model)
-    except Misconfigured as error:
-        kept.append("overlapped already" in str(error))
+    kept.append("overlapped already" in error_of(lambda: overlap(model)))
     handle.restore()
     handle.restore()
     kept += [
@@ -436,15 +429,8 @@ def strangers(_: Session) -> tuple[bool, dict[str, str], str, str]:
     with overlap(model) as handle:
         same = all(torch.equal(*pair) for pair in zip(run(model), expected, strict=True))
         why = {row.name: row.torch_why for row in reported(handle).modules}
-    return same, why, _refused(model[0:2]), _refused(nn.Sequential(nn.Linear(8, 8)))
-
-
-def _refused(model: nn.Module) -> str:
-    try:
-        overlap(model)
-    except CounterpointError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    left = error_of(lambda: overlap(model[0:2]))
+    return same, why, left, error_of(lambda: overlap(nn.Sequential(nn.Linear(8, 8))))
 
 
 def uneven(_: Session) -> tuple[float, str]:
@@ -581,7 +567,10 @@ def test_styles_work_by_themselves(two_ranks: Ranks) -> None:
     for difference, calls, refused in two_ranks.run(by_styles):
         assert difference < BITS
         assert calls == {"all_gather_matmul": 3 * (1 + 4), "matmul_reduce_scatter": 3 * (4 + 1)}
-        assert refused == "Rowwise: it is no nn.Linear, but Embedding; use torch's RowwiseParallel for this module"
+        assert (
+            refused
+            == "Unsupported: Rowwise: it is no nn.Linear, but Embedding; use torch's RowwiseParallel for this module"
+        )
 
 
 def test_the_report_names_every_module(two_ranks: Ranks) -> None:

@@ -23,7 +23,7 @@ from counterpoint.parallel.background import BackgroundCall
 from counterpoint.parallel.ddp import HookState, hook
 from counterpoint.parallel.group import CHANNELS
 from tests.dist.test_collectives_failures import SLOWER
-from tests.dist.torch_backend_programs import EVERYTHING, groups, newest
+from tests.dist.torch_backend_programs import EVERYTHING, groups, made, newest
 from tests.dist.torch_messages_programs import on_software_gpus
 from tests.support.ranks import PATIENT, TIMEOUT_S, Ranks, error_of
 
@@ -150,8 +150,8 @@ def channels_of_buckets(_: Session) -> list[int]:
 
     with patch.object(background.Background, "start", noted):
         for number in range(4):
-            made: Any = _Bucket(number, empty(1000, dtype=torch.float32).fill_(1))
-            hook(state, made).wait()
+            bucket: Any = _Bucket(number, empty(1000, dtype=torch.float32).fill_(1))
+            hook(state, bucket).wait()
     state.close()
     return seen
 
@@ -211,8 +211,7 @@ def in_pieces(_: Session) -> list[int]:
 
 def called_in_callbacks(_: Session, operation: str, rounds: int) -> list[float]:
     """Sums of calls that torch makes: in callbacks, which are late on rank 0, and right behind the call of these."""
-    options = backend.BackendOptions(crossover_bytes=EVERYTHING | {"broadcast": 100}, communicator=PATIENT)
-    group, sums = dist.new_group(backend="counterpoint", pg_options=options), list[float]()
+    group, sums = made(crossover_bytes=EVERYTHING | {"broadcast": 100}), list[float]()
 
     def by_torch(value: float) -> float:
         tensor = torch.full((1,), value if dist.get_rank() == 0 else 0.0)
@@ -248,9 +247,7 @@ def opened_by_two_threads(_: Session, rounds: int) -> set[float]:
     """Sums of the first calls of new groups, each made by two threads at the same time."""
     sums = set[float]()
     for _round in range(rounds):
-        group = dist.new_group(
-            backend="counterpoint", pg_options=backend.BackendOptions(crossover_bytes=EVERYTHING, communicator=PATIENT)
-        )
+        group = made()
         start = threading.Barrier(2)
 
         def call(group: Any = group, start: threading.Barrier = start) -> None:
@@ -270,9 +267,7 @@ def opened_by_two_threads(_: Session, rounds: int) -> set[float]:
 
 def ended_before_a_callback(_: Session) -> str:
     """What is said to a call in a callback on rank 0, whose group ends before rank 1 has made any of the two."""
-    group: Any = dist.new_group(
-        backend="counterpoint", pg_options=backend.BackendOptions(crossover_bytes=EVERYTHING, communicator=PATIENT)
-    )
+    group = made()
     dist.all_reduce(torch.ones(1000), group=group)
     said = "no callback"
     if dist.get_rank() == 0:

@@ -30,16 +30,11 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import counterpoint.torch_backend as backend
-from counterpoint.errors import CounterpointError
 from counterpoint.measurement.session import Session
-from tests.dist.torch_backend_programs import EVERYTHING, groups
-from tests.support.ranks import PATIENT, Ranks, run_once
+from tests.dist.torch_backend_programs import groups, taking
+from tests.support.ranks import Ranks, error_of, run_once
 
 Found = tuple[list[float], list[float], dict[str, int]]
-
-
-def taking() -> backend.BackendOptions:
-    return backend.BackendOptions(crossover_bytes=EVERYTHING, communicator=PATIENT)
 
 
 def taken(group: Any) -> dict[str, int]:
@@ -225,10 +220,7 @@ def part_of_the_ranks(_: Session) -> Any:
     rank, size = dist.get_rank(), dist.get_world_size()
     group = dist.new_group([0, size - 1], backend="counterpoint", pg_options=taking())
     if rank not in (0, size - 1):
-        try:
-            backend.report(group)
-        except CounterpointError as error:
-            return str(error)
+        return error_of(lambda: backend.report(group))
     tensor = torch.full((4,), float(rank + 1))
     dist.all_reduce(tensor, group=group)
     sent = torch.full((4,), float(rank))

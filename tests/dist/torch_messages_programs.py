@@ -28,7 +28,7 @@ from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.errors import CounterpointError
 from counterpoint.measurement.session import Session
 from counterpoint.parallel.backend import messages
-from tests.support.ranks import PATIENT, TIMEOUT_S
+from tests.support.ranks import PATIENT, TIMEOUT_S, error_of
 from tests.support.software_gpu import SoftwareGpu
 
 ROOM = 4096  # bytes of a mailbox: slots of 1 KiB
@@ -125,11 +125,7 @@ def one_to_itself(_: Session) -> str:
         backend.BackendOptions(mailbox_bytes=ROOM, communicator=CommunicatorOptions(timeout_s=0.2))
     ) as (group, _gpu):
         work: Any = dist.irecv(torch.zeros(3), group=group, group_src=dist.get_rank())
-        try:
-            work.wait()
-        except CounterpointError as error:
-            return str(error)
-        return "no error"
+        return error_of(work.wait)
 
 
 def with_few_queues(session: Session, queues: str) -> list[str]:
@@ -277,9 +273,6 @@ def aborted(_: Session) -> str:
         if dist.get_rank() == 0:
             work: Any = dist.irecv(torch.zeros(3), group=group, group_src=1)
             group.abort()
-            try:
-                work.wait()
-            except CounterpointError as error:
-                said = str(error)
+            said = error_of(work.wait)
         dist.barrier()
     return said

@@ -37,12 +37,9 @@ def wrong(seen: Seen, scenario: str) -> dict[str, set[str]]:
     return {case: said for case, said in of(seen, scenario).items() if said != {"equal"}}
 
 
-def test_every_operation_is_right(seen: Seen) -> None:
-    assert wrong(seen, "every_operation") == {}
-
-
-def test_every_reduction_is_right(seen: Seen) -> None:
-    assert wrong(seen, "every_reduction") == {}
+@pytest.mark.parametrize("scenario", ["every_operation", "every_reduction", "captured_by_the_caller"])
+def test_every_case_is_right(seen: Seen, scenario: str) -> None:
+    assert wrong(seen, scenario) == {}
 
 
 def test_movement_is_bit_equal_to_nccl(seen: Seen) -> None:
@@ -63,10 +60,6 @@ def test_all_gather_ends_before_a_resident_gemm(seen: Seen, how: str) -> None:
 @pytest.mark.own_gpus("a copy within a GPU may be a kernel")
 def test_no_kernel_and_no_local_copy(seen: Seen) -> None:
     assert of(seen, "no_kernel")["seen"] == {"Memcpy PtoP"}
-
-
-def test_it_can_be_captured(seen: Seen) -> None:
-    assert wrong(seen, "captured_by_the_caller") == {}
 
 
 def test_random_calls_are_right(seen: Seen) -> None:

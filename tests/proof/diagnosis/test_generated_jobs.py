@@ -2,6 +2,7 @@
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,13 +57,7 @@ def test_rank_and_cause_of_a_planted_fault(style: str, fault: str) -> None:
     planted, cause = FAULTS[fault]
     d, _ = run(JobPlan(style=style, faults=(planted,)))
     assert suspects(d) == [(3, cause)]
-
-
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("fault", DETAILS)
-def test_what_the_host_sat_in_is_named(style: str, fault: str) -> None:
-    d, _ = run(JobPlan(style=style, faults=(FAULTS[fault][0],)))
-    assert d.stragglers[0].detail == DETAILS[fault]
+    assert fault not in DETAILS or d.stragglers[0].detail == DETAILS[fault]
 
 
 @pytest.mark.parametrize("style", ["fsdp", "copies"])
@@ -87,19 +82,21 @@ def test_transfer_is_right(style: str, faulty: bool) -> None:
     assert transfer_error(d, truth) < TRANSFER_TOLERANCE
 
 
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("shift_us", [5_000.0, -5_000.0])
-@pytest.mark.parametrize("shifted", [0, 2, 3])
-def test_shifted_clock_changes_nothing(style: str, shift_us: float, shifted: int) -> None:
-    d, truth = run(JobPlan(style=style, faults=(SLOW,), shift_us={shifted: shift_us}))
-    assert (suspects(d), transfer_error(d, truth) < TRANSFER_TOLERANCE) == ([(3, "slow_kernels")], True)
+DAMAGE: list[dict[str, Any]] = [
+    *({"shift_us": {shifted: us}} for shifted in (0, 2, 3) for us in (5_000.0, -5_000.0)),
+    *({"steps": steps, "drift_ppm": {5: ppm}} for steps in (4, 8, 30) for ppm in (50.0, -50.0)),
+    {"lost": ((5, 3), (5, 4))},
+    {"lost": ((5, 2), (5, 6))},
+    {"lost": ((5, 2), (1, 6))},
+    {"lost": ((0, 3), (5, 3))},
+    {"lost": ((0, 1), (2, 5), (7, 6))},
+]
 
 
 @pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("drift_ppm", [50.0, -50.0])
-@pytest.mark.parametrize("steps", [4, 8, 30])
-def test_drifting_clock_changes_nothing(style: str, drift_ppm: float, steps: int) -> None:
-    d, truth = run(JobPlan(style=style, steps=steps, layers=6, faults=(SLOW,), drift_ppm={5: drift_ppm}))
+@pytest.mark.parametrize("damage", DAMAGE, ids=str)
+def test_clocks_that_are_off_and_lost_collectives_change_nothing(style: str, damage: dict[str, Any]) -> None:
+    d, truth = run(JobPlan(style=style, faults=(SLOW,), **damage))
     assert (suspects(d), transfer_error(d, truth) < TRANSFER_TOLERANCE) == ([(3, "slow_kernels")], True)
 
 
@@ -120,17 +117,6 @@ def test_deleted_collective_shifts_nothing(style: str, count: int) -> None:
         if suspects(d) != [(3, "slow_kernels")] or transfer_error(d, truth) >= TRANSFER_TOLERANCE:
             wrong.append(lost)
     assert wrong == []
-
-
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize(
-    "lost",
-    [((5, 3), (5, 4)), ((5, 2), (5, 6)), ((5, 2), (1, 6)), ((0, 3), (5, 3)), ((0, 1), (2, 5), (7, 6))],
-    ids=["neighbours", "two", "on_two_ranks", "same_on_two_ranks", "on_three_ranks"],
-)
-def test_several_deleted_collectives_shift_nothing(style: str, lost: tuple[tuple[int, int], ...]) -> None:
-    d, truth = run(JobPlan(style=style, faults=(SLOW,), lost=lost))
-    assert (suspects(d), transfer_error(d, truth) < TRANSFER_TOLERANCE) == ([(3, "slow_kernels")], True)
 
 
 def test_equal_collectives_of_which_every_rank_lacks_another() -> None:
@@ -220,6 +206,5 @@ def test_copies_that_wait_before_they_begin(fault: Fault, cause: str) -> None:
 
 
 def test_copies_that_wait_before_they_begin_raise_no_alarm() -> None:
-    """Ranks that launch ahead of what holds their copies are not late."""
     d, _ = run(JobPlan(style="copies", copies_wait="before"))
     assert d.stragglers == ()
