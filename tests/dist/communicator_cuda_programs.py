@@ -170,11 +170,7 @@ def view(tensor: Any) -> Any:
 
 
 def steps_in_stream_order(session: Session, early: bool, two_streams: bool, steps: int) -> tuple[int, int, int, bool]:
-    """Kernels that fill a shard, a gather, kernels that read: nothing waits on the host, and tensors die at once.
-
-    Returns:
-        (steps that read what they should not, regions, events made, graphs were replayed).
-    """
+    """Nothing waits on the host: (steps that read wrong data, regions, events made, graphs were replayed)."""
     gpu, wrong = SoftwareGpu(delays(1, session.rank)), list[int]()
     streams = [gpu.new_stream() for _ in range(2 if two_streams else 1)]
     with Communicator(device=gpu, options=PATIENT) as communicator:

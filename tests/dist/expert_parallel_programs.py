@@ -70,16 +70,9 @@ def transformers_model(spread: Spread, folder: str) -> Any:
 
     own = {"Qwen3Moe": {"num_experts": 8, "moe_intermediate_size": 24, "head_dim": 8, "norm_topk_prob": True}}
     config = getattr(transformers, f"{spread.kind}Config")(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCABULARY,
-        num_experts_per_tok=2,
-        use_cache=False,
-        **own.get(spread.kind, {"num_local_experts": 4}),
-    )
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=VOCABULARY, num_experts_per_tok=2, use_cache=False, **own.get(spread.kind, {"num_local_experts": 4}),
+    )  # fmt: skip
     kind = getattr(transformers, f"{spread.kind}ForCausalLM")
     if dist.get_rank() == 0:
         torch.manual_seed(3)

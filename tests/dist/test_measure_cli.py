@@ -93,13 +93,9 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     ranks_were_gone, left = gone(ranks), [*folder.iterdir(), *logs.iterdir()]
     finished = measure(*QUICK, "--out", out, "--html", folder / "x.html")
     return Story(
-        folder=folder,
-        ranks=ranks,
-        interrupted=subprocess.CompletedProcess([], first.returncode, stdout, stderr),
-        ranks_were_gone=ranks_were_gone,
-        left=left,
-        finished=finished,
-    )
+        folder=folder, ranks=ranks, interrupted=subprocess.CompletedProcess([], first.returncode, stdout, stderr),
+        ranks_were_gone=ranks_were_gone, left=left, finished=finished,
+    )  # fmt: skip
 
 
 def test_ctrl_c_ends_with_130_and_one_line(story: Story) -> None:

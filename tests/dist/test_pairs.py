@@ -25,14 +25,9 @@ from tests.support.ranks import Ranks, error_of
 def opened(session: Session, collective: str, size_bytes: int) -> Comm:
     numel = elements_of(size_bytes, session.dtype.itemsize, session.world_size)
     buffers = allocate(
-        collective,
-        numel=numel,
-        rank=session.rank,
-        world_size=session.world_size,
-        dtype=session.dtype,
-        seed=3,
+        collective, numel=numel, rank=session.rank, world_size=session.world_size, dtype=session.dtype, seed=3,
         empty=partial(torch.empty, dtype=session.dtype, device=session.device),
-    )
+    )  # fmt: skip
     return Comm(buffers=buffers, group=session.world)
 
 

@@ -459,16 +459,9 @@ def transformers_model(folder: str, dtype: torch.dtype) -> Any:
     from transformers.distributed import DistributedConfig
 
     config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        vocab_size=128,
-        attention_bias=True,
-        mlp_bias=True,
-        use_cache=False,
-    )
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4,
+        vocab_size=128, attention_bias=True, mlp_bias=True, use_cache=False,
+    )  # fmt: skip
     if dist.get_rank() == 0:
         torch.manual_seed(3)
         model = LlamaForCausalLM(config)

@@ -26,7 +26,6 @@ if not are_shared():
 
 
 def case_of(name: str, num_bytes: int, dtype: torch.dtype, group: Any) -> Case:
-    """An operation on this rank's GPU."""
     return Case(name, num_bytes, dtype, torch.device("cuda", torch.cuda.current_device()), group)
 
 

@@ -30,8 +30,6 @@ DTYPES = ("bfloat16", "float16", "float32", "float64", "int32", "uint8", "int64"
 
 
 class World:
-    """This rank, its rig, and inputs that every rank can make for every other."""
-
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.device = torch.device("cuda", torch.cuda.current_device())
@@ -279,13 +277,9 @@ def main(folder: Path, answer: Path) -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group(
-        "nccl",
-        init_method=f"file://{folder / 'rendezvous'}",
-        rank=rank,
-        world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=timedelta(seconds=40),
-        device_id=device,
-    )
+        "nccl", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timedelta(seconds=40), device_id=device,
+    )  # fmt: skip
     world = World()
     mine: dict[str, dict[str, str]] = {}
     for scenario in SCENARIOS:

@@ -229,7 +229,6 @@ LIVE: dict[str, Callable[[torch.device], dict[str, str]]] = {
 
 
 def killed(device: torch.device, rank: int) -> dict[str, str]:
-    """Rank 1 is killed at some time; what the others are told, and whether their GPUs are free then."""
     communicator = Communicator(device=device, options=CommunicatorOptions(timeout_s=TIMEOUT_S))
     shards = communicator.empty(communicator.world_size, 1 << 20)
     total = communicator.empty(1 << 20).zero_()

@@ -36,7 +36,6 @@ def dispatcher(mechanism: ExpertChoice, *, equal_tokens: bool = False) -> Dispat
 
 
 def given(seed: int, kind: str, tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, experts and weights of this rank."""
     torch.manual_seed(1000 * seed + dist.get_rank())
     x = torch.randn(tokens, HIDDEN, device="cuda", dtype=dtype)
     ids = routing(kind, tokens, TOP_K, EXPERTS, seed + dist.get_rank()).cuda()
@@ -122,7 +121,6 @@ def doubled(made: Dispatcher, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor
 
 
 def derived(run: Callable[..., Tensor], inputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
-    """What a function makes of inputs, and the derivatives of leaves."""
     y = run(*inputs)
     return [y.detach(), *torch.autograd.grad(y, leaves, torch.ones_like(y))]
 

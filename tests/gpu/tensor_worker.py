@@ -102,7 +102,6 @@ def delayed() -> Found:
 
 
 def captured() -> Found:
-    """A graph of all operations and their derivatives, replayed three times with other data."""
     name = name_of_world()
     tensor_group(name, TensorOptions(mechanism="cuts", measure=False))
     shard, rows, b = (one.requires_grad_() for one in operands(2048, 1024, 1024, 9))

@@ -49,7 +49,6 @@ def test_calls_can_be_captured(live: list[Seen]) -> None:
 
 
 def test_every_verb_works_in_a_thread_without_a_context(live: list[Seen]) -> None:
-    """Threads that have done nothing on a GPU, autograd's among them, on the first GPU as on the others."""
     assert of(live, "new threads", "told") == {""}
 
 

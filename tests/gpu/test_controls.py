@@ -38,7 +38,6 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
 
 
 def verified(ran: Ran, scenario: str, setting: str) -> Evidence:
-    """What the control of `setting` says about `scenario`."""
     (control,) = parse_mechanism(f"nccl+{setting}")[1]
     return control.verify(ran.seen[scenario])
 
@@ -91,7 +90,6 @@ def test_every_scenario_ran(ran: Ran) -> None:
 
 @pytest.mark.parametrize(("scenario", "setting"), TOOK_EFFECT)
 def test_control_takes_effect(ran: Ran, scenario: str, setting: str) -> None:
-    """What ran with the control is what was asked for and differs from what ran without it."""
     evidence = verified(ran, scenario, setting)
     assert evidence.took_effect, evidence
 

@@ -190,7 +190,6 @@ def test_only_the_compute_side_is_shaped() -> None:
 
 @pytest.fixture(scope="module")
 def interposed() -> dict[str, Any]:
-    """What a process of its own saw: see `watch_interposed`."""
     done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, check=False, timeout=180)
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout.splitlines()[-1]))
@@ -301,7 +300,6 @@ def microseconds(work: Callable[[], object]) -> float:
 
 
 def test_arguments_by_value_are_shaped(interposed: dict[str, Any]) -> None:
-    """cuLaunchKernel: three blocks on an SM inside the hook, more before and after."""
     assert (interposed["by_value"], interposed["before"] > 3, interposed["after"] > 3) == (3, True, True)
 
 

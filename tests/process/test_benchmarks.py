@@ -92,7 +92,6 @@ def test_a_killed_rank_of_ddp_is_named(tmp_path: Path) -> None:
 
 
 def test_tensor_block_runs(tmp_path: Path) -> None:
-    """Variants agree in loss and gradients, and only ours takes its calls."""
     asked = ["--model", "tiny", "--tokens", "32", "--rounds", "1", "--steps", "1", "--mechanism", "cuts"]
     found = result(tmp_path, "tensor_block.py", *asked, "--variants", "direct", "direct, torch's way", ranks=2)
     rows = {row["variant"]: row for row in found["rows"]}
@@ -203,7 +202,6 @@ def test_a_tensor_block_that_is_wrong_is_no_result(monkeypatch: pytest.MonkeyPat
     [("llama", 1), ("llama", 2), pytest.param("transformers", 1, marks=pytest.mark.needs("transformers"))],
 )
 def test_tensor_step_runs(tmp_path: Path, model: str, shards: int) -> None:
-    """Overlap has the loss and gradients of stock, and takes its calls: on two ranks, and on 2 x 2 beside FSDP2."""
     asked = ["--model", model, "--shape", "tiny", "--layers", "1", "--vocabulary", "512", "--tokens", "32"]
     asked += ["--rounds", "1", "--steps", "1", "--mechanism", "cuts", *(["--shards", "2"] if shards > 1 else [])]
     found = result(tmp_path, "tensor_step.py", *asked, ranks=2 * shards)
@@ -219,7 +217,6 @@ def test_tensor_step_runs(tmp_path: Path, model: str, shards: int) -> None:
 def test_a_tensor_step_that_is_wrong_is_no_result(
     monkeypatch: pytest.MonkeyPatch, loss: float, factor: float, said: str
 ) -> None:
-    """Neither gradients nor a loss that differ; those that do not are one."""
     bench = object.__new__(tensor_step.Bench)
     bench.models = {name: torch.nn.Linear(3, 3) for name in ("stock", "overlap")}
     bench.dtype, bench.device, bench.size, bench.outside_before = torch.float32, torch.device("cpu"), 1, None
@@ -287,13 +284,11 @@ def test_row_curves_are_measured_and_read(
 
 
 def test_tune_pairs_runs(tmp_path: Path) -> None:
-    """A line for each operation, whose pair was measured twice and chosen once."""
     rows = result(tmp_path, "tune_pairs.py", "--pairs", "2", "--rounds", "5")["rows"]
     assert [(row[0], row[1]) for row in rows] == [("all_gather", "1"), ("reduce_scatter", "1"), ("all", "2")]
 
 
 def test_tune_noise_runs(tmp_path: Path) -> None:
-    """A line for each noise and rule of the smallest file, and of all."""
     rows = result(tmp_path, "tune_noise.py", "results/forum-4xh200.json", "--draws", "2")["rows"]
     assert [(row[0], row[3]) for row in rows] == [("forum-4xh200", "9")] * 6 + [("all", "9")] * 6
 

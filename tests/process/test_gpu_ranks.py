@@ -16,7 +16,6 @@ def worker(folder: Path, text: str) -> Path:
 
 
 def test_every_rank_knows_its_number_and_multicast_is_off(tmp_path: Path) -> None:
-    """In the variables that NCCL, NVSHMEM and torch read."""
     names = ("RANK", "WORLD_SIZE", "NCCL_NVLS_ENABLE", "NVSHMEM_DISABLE_NVLS", "TORCH_SYMM_MEM_DISABLE_MULTICAST")
     ended = run_ranks(worker(tmp_path, SAYS), *names, folder=tmp_path, world_size=2, timeout_s=60)
     ended.well()

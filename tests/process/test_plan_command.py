@@ -38,7 +38,6 @@ def test_a_sweep_and_a_search_are_tables() -> None:
 
 
 def test_a_config_of_hugging_face_becomes_a_job(tmp_path: Path) -> None:
-    """With flags; what was read is said, and the job is written as TOML that plans the same."""
     config, written = tmp_path / "config.json", tmp_path / "job.toml"
     config.write_text(
         '{"model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, '
@@ -143,7 +142,6 @@ TRACE = Path(__file__).parents[2] / "samples" / "fsdp-healthy"
 
 
 def test_a_trace_as_it_was_measured() -> None:
-    """156.1 ms, as diagnose has it."""
     done = run("--from-trace", TRACE)
     assert done.stdout.startswith("trace on 8 × H200: 156.1 ms a step")
 
@@ -237,7 +235,6 @@ def test_a_page_with_a_placement(topology: Path, tmp_path: Path) -> None:
 
 
 def test_a_yaml_bomb_ends_in_one_line(tmp_path: Path) -> None:
-    """Aliases of aliases are refused before they are expanded: exit code 2, no traceback."""
     lines = ["- &a0 [lol]", *(f"- &a{k} [{', '.join(9 * [f'*a{k - 1}'])}]" for k in range(1, 10))]
     (tmp_path / "topology.yaml").write_text("\n".join(lines))
     done = run(*PIPELINE, "--topology", tmp_path / "topology.yaml")

@@ -35,14 +35,9 @@ each_verb = pytest.mark.parametrize("command", VERBS.values(), ids=VERBS)
 def run(command: tuple[str, ...], *more: object, stdout: int | None = subprocess.PIPE) -> tuple[int, str, str]:
     """Exit code (doctor's 1 for a machine with problems as 0), standard output and standard error."""
     done = subprocess.run(
-        [*command, *map(str, more)],
-        stdout=stdout,
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-        timeout=HANG_S,
+        [*command, *map(str, more)], stdout=stdout, stderr=subprocess.PIPE, text=True, check=False, timeout=HANG_S,
         cwd=ROOT,
-    )
+    )  # fmt: skip
     return 0 if "doctor" in command and done.returncode == 1 else done.returncode, done.stdout, done.stderr
 
 

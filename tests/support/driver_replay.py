@@ -60,7 +60,6 @@ class Machine:
         return address
 
     def view(self, address: int, num_bytes: int) -> Bytes:
-        """The bytes there; they must lie within one buffer."""
         base = max(start for start in self.memory if start <= address)
         assert address + num_bytes <= base + len(self.memory[base]), f"{num_bytes} bytes at {address:#x} lie nowhere"
         return self.memory[base][address - base : address - base + num_bytes]

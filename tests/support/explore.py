@@ -38,12 +38,7 @@ class _State:
 def explore(
     rounds: Sequence[Sequence[Program]], *, early_release: bool = False, max_states: int = 1_000_000
 ) -> ProofReport:
-    """Check as `check` does, by walking all interleavings; end at the first violation.
-
-    Raises:
-        Misconfigured: rounds have different numbers of ranks, or none.
-        CounterpointError: there are more than `max_states` states: nothing is proved.
-    """
+    """Check as `check` does, by walking all interleavings; end at the first violation."""
     search = _Search(CallSequence(rounds, early_release=early_release))
     search.found = search.rounds.malformed()
     start = _State(tuple(0 for _ in search.lanes), frozenset(), search.rounds.at_rest, {})
@@ -77,7 +72,6 @@ class _Search:
         self.found.append(self.rounds.violation(self.lanes[number], action, kind, reason))
 
     def successors(self, state: _State) -> Iterator[_State]:
-        """Yield all states that one move of one lane leads to."""
         for number, queue in enumerate(self.queues):
             at = state.position[number]
             if at == len(queue) or self.blocked(state, queue[at]):

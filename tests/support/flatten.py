@@ -50,17 +50,7 @@ def phases_all(call: Call, grid: Grid, *, slice_bytes: int | None = None) -> tup
 def flatten(
     call: Call, grid: Grid, made: Sequence[Sequence[Phase]], *, tuning: Tuning = DEFAULT
 ) -> tuple[Program, ...]:
-    """Return one program for each rank.
-
-    Args:
-        call: the collective of all ranks.
-        grid: on which hosts the ranks are.
-        made: the phases of every rank, as `phases_all` returns them.
-        tuning: tuning of the phases inside hosts.
-
-    Raises:
-        Misconfigured: the ranks of a group do not make the same calls.
-    """
+    """Return one program for each rank."""
     for rank in range(grid.world_size):
         for level in LEVELS:
             first = grid.members(level, rank)[0]
@@ -110,7 +100,6 @@ class _Translation:
         self.awaited = level == "here" or any(number in phase.after for phase in made[rank])
 
     def steps(self) -> Iterator[Step]:
-        """Yield waits for earlier phases, the steps of this one, and an event at its end if another phase awaits it."""
         for number in self.phase.after:
             yield AwaitEvent(_EVENTS * (number + 1), self.first_lane)
         if self.phase.level == "here":
@@ -121,7 +110,6 @@ class _Translation:
             yield RecordEvent(self.end, self.first_lane)
 
     def step(self, step: Step) -> Step:
-        """Return a step of the phase as a step of the whole program."""
         lane = self.first_lane + step.lane
         match step:
             case Copy(peer, source, target):

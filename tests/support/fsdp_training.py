@@ -243,7 +243,6 @@ def gathers_and_scatters(session: Session, case: Case) -> list[tuple[int, int, s
 
 
 def sizes(session: Session) -> list[tuple[int, int]]:
-    """Bytes that each module gathers: as foreseen, and as seen."""
     case = Case(policy=BF16)
     with overlapped(case) as (model, handle):
         model(*batch(session, 0))

@@ -109,7 +109,6 @@ class KnownMachine:
 
     @cached_property
     def _curves(self) -> Curves:
-        """What both sides cost alone, without noise."""
         quiet = KnownMachine(profile=self.profile)
         rows = tuple(quiet._blocks())
         products = {row.what: find_workload(row.what).products for row in rows if row.what.startswith("gemm ")}

@@ -23,8 +23,6 @@ PARTS = ("release", "steps", "finish")
 
 @dataclass(frozen=True)
 class Mutant:
-    """`program` with one step removed, changed, or swapped with the next."""
-
     kind: str  # remove | change | swap
     steps: tuple[Step, ...]  # the step, and what it was changed to or swapped with
     where: str
@@ -76,7 +74,6 @@ def _overlap(one: Span, other: Span) -> bool:
 
 
 def _single(steps: tuple[Step, ...]) -> list[Step]:
-    """Batches of one operation each."""
     single: list[Step] = []
     for step in steps:
         single += [Batch((op,), step.lane) for op in step.operations] if isinstance(step, Batch) else [step]
@@ -90,7 +87,6 @@ def _with(program: Program, part: str, steps: list[Step]) -> Program:
 
 
 def _changed(step: Step, world_size: int) -> Iterator[Step]:
-    """`step` with a wrong peer, offset, size or flag."""
     match step:
         case Copy(peer, source, target):
             yield replace(step, peer=(peer + 1) % world_size)

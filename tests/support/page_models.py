@@ -49,7 +49,6 @@ def rows() -> Tensor:
 
 
 def train(model: nn.Module, steps: int = 2) -> None:
-    """Train a small Llama for a few steps."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for _ in range(steps):
         tokens = torch.randint(SHAPE.vocabulary, (1, TOKENS))

@@ -30,7 +30,6 @@ def shift(call: Call, rank: int, tuning: Tuning) -> Program:
 
 
 def to_next(world_size: int, num_bytes: int, root: int) -> Sizes:
-    """Return the sizes of a shift."""
     ranks = range(world_size)
     return [[num_bytes if target == (source + 1) % world_size else 0 for target in ranks] for source in ranks]
 

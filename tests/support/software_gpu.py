@@ -334,12 +334,7 @@ class SoftwareMemory(SharedMemory):
 
 
 class SoftwareGpu:
-    """What stands in for `gpu.Gpu`; a thread has no context until it uses this GPU otherwise than by a communicator.
-
-    Args:
-        before: as of `SoftwareDriver`.
-        driver: makes its driver.
-    """
+    """What stands in for `gpu.Gpu`; a thread has no context until it uses this GPU otherwise than by a communicator."""
 
     context = 1
 

@@ -50,8 +50,6 @@ What: TypeAlias = Step | Signal | Wait | Fill | Consume
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """Represents one atomic action of a rank, with its round and program."""
-
     round: int
     program: Program
     what: What
@@ -63,8 +61,6 @@ class Action:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Violation:
-    """Describes one thing that can go wrong, and where."""
-
     kind: str  # deadlock | race | lost_signal | content | bounds | not_at_rest | malformed
     rank: int
     lane: int
@@ -149,7 +145,6 @@ class CallSequence:
         return found
 
     def stuck(self, position: dict[Lane, int]) -> list[Violation]:
-        """Return a deadlock violation for each lane that has not reached its end."""
         return [
             self.violation(lane, queue[position[lane]], "deadlock", "waits for ever")
             for lane, queue in self.lanes.items()
@@ -193,14 +188,11 @@ def describe(what: What | Flag) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Represents bytes of a rank that one action reads or writes."""
-
     rank: int
     span: Span
     write: bool
 
     def conflicts(self, other: Access) -> bool:
-        """Return whether the two accesses share bytes and at least one of them writes."""
         mine, yours = self.span, other.span
         if not (self.write or other.write) or (self.rank, mine.buffer) != (other.rank, yours.buffer):
             return False
@@ -307,7 +299,6 @@ def expected(call: Call, rank: int, round_: int) -> list[Value]:
 
 
 def _difference(memory: Memory, action: Action) -> str | None:
-    """Return in words the first byte of the output that is not as expected; None if all are."""
     want = expected(action.program.call, action.rank, action.round)
     have = _read(memory, action.rank, Span("output", 0, len(want)))
     for offset, (wanted, held) in enumerate(zip(want, have, strict=True)):

@@ -381,8 +381,6 @@ CASES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Fused:
-    """A case's graph before and after, and what was said of it."""
-
     before: GraphModule
     after: GraphModule
     found: list[FoundCollective]
@@ -390,7 +388,6 @@ class Fused:
 
 
 def fused(case: Case, rank: int) -> Fused:
-    """Trace a case, and fuse what can be."""
     mode: Literal["fake", "symbolic"] = "symbolic" if case.symbolic else "fake"
     before = make_fx(case.function, tracing_mode=mode)(*case.inputs(rank))
     for detach in before.graph.find_nodes(op="call_function", target=aten.detach.default):  # inductor has none

@@ -75,6 +75,5 @@ def test_accounts_add_up(name: str) -> None:
 
 
 def test_steps_are_as_long_as_their_host_says() -> None:
-    """Within 2 % of what the recorder's host clock measured."""
     host_us = 1e3 * provenance("fsdp-healthy")["host_step_ms"]["0"][0]
     assert diagnosis("fsdp-healthy").steps[0].duration_us == pytest.approx(host_us, rel=0.02)

@@ -40,7 +40,6 @@ def test_samples_are_reproduced_within_one_per_cent(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["fsdp-healthy", "tail-effect"])
 def test_faster_communication_never_makes_a_sample_slower(name: str) -> None:
-    """free < twice as fast < unchanged."""
     played = replay(sample(name))
     twice, free = step_us(played, "communication twice as fast"), step_us(played, "communication free")
     assert free < twice < replayed_us(played)

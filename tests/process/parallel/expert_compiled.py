@@ -28,7 +28,6 @@ really = JITFunction.run
 
 
 def compiled_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **constants: Any) -> None:
-    """Remember what would be launched now."""
     kernel = really(self, *arguments, grid=grid, warmup=True, **constants)
     found[self.fn.__name__].append(kernel)
 
@@ -49,7 +48,6 @@ def calls(case: dict[str, Any], tokens: int) -> None:
 
 
 def described(case: dict[str, Any]) -> dict[str, Any]:
-    """What the code of each kernel is like."""
     driver.set_active(OfflineDriver(case["capability"]))
     found.clear()
     for tokens in TOKENS:

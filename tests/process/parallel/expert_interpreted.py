@@ -73,7 +73,6 @@ def by_kernels(use: bool = True) -> Any:
 
 
 def differing(pairs: dict[str, tuple[Tensor, Tensor]]) -> str:
-    """`right` if the tensors of each pair have the same bits."""
     for what, (got, wanted) in pairs.items():
         if got.dtype != wanted.dtype or not torch.equal(got, wanted):
             return f"{what}: {got} instead of {wanted}"

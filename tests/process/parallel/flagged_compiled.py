@@ -69,7 +69,6 @@ def compiled(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def loaded(kernel: CompiledKernel, grid: tuple[int, int, int]) -> Callable[..., None]:
-    """Remember what would be loaded now."""
     bound.append(kernel)
     return lambda *arguments: None
 

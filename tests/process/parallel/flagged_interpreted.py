@@ -74,7 +74,6 @@ class Case:
         return torch.cat(found)
 
     def product(self) -> torch.Tensor:
-        """The whole product in float64, without the bias."""
         return self.a.double() @ self.b.double()
 
     def common(self) -> dict[str, Any]:
@@ -100,7 +99,6 @@ class Case:
         return bind_flagged("all_gather_matmul", tensors, self.layout, **self.common())
 
     def deliver(self, peer: int, chunk: int) -> None:
-        """Copy a chunk of a peer into `gathered`, then say so."""
         rows = self.place(peer)[list(self.layout.chunks(peer)[chunk])]
         self.gathered[rows] = self.a[rows]
         self.arrive(peer, chunk)

@@ -26,5 +26,4 @@ def interpreted(request: pytest.FixtureRequest) -> dict[int, str]:
 
 @pytest.mark.parametrize("index", range(len(CASES)), ids=[str(case) for case in CASES])
 def test_the_bits_of_torch(interpreted: dict[int, str], index: int) -> None:
-    """Where choices go, how many there are, and the tables."""
     assert interpreted[index] == "right"

@@ -63,7 +63,6 @@ def test_ranks_count_as_those_of_hosts(trained: tuple[int, Ended, Rehearsal]) ->
 
 
 def test_ranks_that_agree_are_told_once(trained: tuple[int, Ended, Rehearsal]) -> None:
-    """In the record, and behind what the ranks print."""
     _, ended, answer = trained
     assert (answer.differences, answer.missing_ranks) == ((), ())
     assert {report.ranks for report in answer.reports} == {(0, 1, 2, 3)}

@@ -29,7 +29,6 @@ def opened(browser: Chromium, pages: dict[str, Path]) -> Page:
 
 
 def timeline(browser: Chromium, page: Page) -> tuple[float, float]:
-    """Scroll the timeline into view; its left and top edge."""
     box = "document.getElementById('timeline')"
     browser.evaluate(page, f"{box}.scrollIntoView({{behavior: 'instant'}})")
     left, top = browser.evaluate(page, f"(r => [r.left, r.top])({box}.getBoundingClientRect())")

@@ -75,7 +75,6 @@ def test_a_limit_beyond_all_memory_is_one_line(limit: str, tmp_path: Path) -> No
 
 
 def test_missing_ranks_are_no_error(tmp_path: Path) -> None:
-    """A part of the ranks is diagnosed, and the summary says which are missing."""
     (kt.write_job(tmp_path, ranks=3) / "rank1.json").unlink()
     done = run(tmp_path)
     assert (done.returncode, "no trace of rank 1 (of 3 ranks)" in " ".join(done.stdout.split())) == (0, True), (

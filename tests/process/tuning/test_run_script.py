@@ -90,7 +90,6 @@ def test_a_script_that_hangs_is_killed(tmp_path: Path, launcher: str) -> None:
 
 
 def running_with(folder: Path) -> list[str]:
-    """Command lines of processes that name a folder."""
     lines = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
