@@ -37,16 +37,9 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SUMMED = (*FLOATS, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 WIDENED = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 MOVEMENT = (
-    "all_gather",
-    "all_gather_coalesced",
-    "all_to_all",
-    "uneven",
-    "broadcast",
-    "scatter",
-    "gather",
-    "send_recv",
+    "all_gather", "all_gather_coalesced", "all_to_all", "uneven", "broadcast", "scatter", "gather", "send_recv",
     "barrier",
-)
+)  # fmt: skip
 SENT_TO_ALL = ("all_gather", "all_to_all")  # these may release their outputs early
 REDUCTIONS = ("reduce_scatter", "reduce_scatter_coalesced", "all_reduce")
 OPERATIONS = (*MOVEMENT, *REDUCTIONS)

@@ -33,19 +33,11 @@ def test_the_error_of_a_rank_that_stayed_away_names_it(three_ranks: Ranks) -> No
 
 
 MISMATCHES = [
-    ("all_reduce", "all_gather"),
-    ("all_reduce", "all_reduce max"),
-    ("all_reduce", "shorter all_reduce"),
-    ("all_reduce", "int32 all_reduce"),
-    ("premul_sum 2", "premul_sum 3"),
-    ("broadcast", "broadcast of 1"),
-    ("barrier", "all_reduce"),
-    ("send", "send"),
-    ("send", "shorter recv"),
-    ("send", "all_gather"),
-    ("even all_to_all", "uneven all_to_all"),
-    ("all to rank 0", "all to rank 0"),
-]
+    ("all_reduce", "all_gather"), ("all_reduce", "all_reduce max"), ("all_reduce", "shorter all_reduce"),
+    ("all_reduce", "int32 all_reduce"), ("premul_sum 2", "premul_sum 3"), ("broadcast", "broadcast of 1"),
+    ("barrier", "all_reduce"), ("send", "send"), ("send", "shorter recv"), ("send", "all_gather"),
+    ("even all_to_all", "uneven all_to_all"), ("all to rank 0", "all to rank 0"),
+]  # fmt: skip
 ON_CPUS_ONLY = [names for names in MISMATCHES if names[1] in ("int32 all_reduce", "send", "shorter recv", names[0])]
 ON_GPUS = [names for names in MISMATCHES if names not in ON_CPUS_ONLY]
 

@@ -180,13 +180,9 @@ def test_a_killed_rank_ends_the_others(how: str, turn: int) -> None:
 
 
 MISMATCHES = [
-    ("all_reduce", "broadcast"),
-    ("all_reduce", "shorter all_reduce"),
-    ("all_reduce", "int32 all_reduce"),
-    ("all_reduce", "max all_reduce"),
-    ("all_reduce", "all_gather"),
-    ("asynchronous all_gather", "broadcast"),
-]
+    ("all_reduce", "broadcast"), ("all_reduce", "shorter all_reduce"), ("all_reduce", "int32 all_reduce"),
+    ("all_reduce", "max all_reduce"), ("all_reduce", "all_gather"), ("asynchronous all_gather", "broadcast"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("names", MISMATCHES * 4)

@@ -50,17 +50,10 @@ def test_every_interleaving_of_two_ranks_is_right(name: str, early_release: bool
 @pytest.mark.parametrize(
     "name",
     [
-        "all_gather",
-        "all_to_all",
-        "reduce_scatter",
-        "all_reduce",
-        "broadcast",
-        "scatter",
-        "gather",
-        "send_recv",
+        "all_gather", "all_to_all", "reduce_scatter", "all_reduce", "broadcast", "scatter", "gather", "send_recv",
         "barrier",
     ],
-)
+)  # fmt: skip
 def test_every_interleaving_of_three_ranks_is_right(name: str) -> None:
     assert explore([programs(name, 3)] * 2).violations == ()
 

@@ -31,31 +31,9 @@ SEEDS = [
     for layout in kt.LAYOUTS
 ] + [kt.text(kt.spelt_as_in_2020(kt.training(steps=1)))]
 TOKENS = [
-    b"{",
-    b"}",
-    b"[",
-    b"]",
-    b",",
-    b'"',
-    b"\\",
-    b":",
-    b"null",
-    b"-1",
-    b"1e308",
-    b"1e999",
-    b"9223372036854775808",
-    b"[]",
-    b"{}",
-    b'"traceEvents":[',
-    b"\xff",
-    b"\x00",
-    b"NaN",
-    b"}, {",
-    b"\\ud800",
-    b"0.1",
-    b'"7"',
-    b"true",
-]
+    b"{", b"}", b"[", b"]", b",", b'"', b"\\", b":", b"null", b"-1", b"1e308", b"1e999", b"9223372036854775808", b"[]",
+    b"{}", b'"traceEvents":[', b"\xff", b"\x00", b"NaN", b"}, {", b"\\ud800", b"0.1", b'"7"', b"true",
+]  # fmt: skip
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -133,23 +111,9 @@ json_values = st.recursive(
     max_leaves=6,
 )
 KEYS = [
-    "External id",
-    "correlation",
-    "device",
-    "stream",
-    "grid",
-    "block",
-    "Input Dims",
-    "Collective name",
-    "Seq",
-    "Comms Id",
-    "Process Group Ranks",
-    "dtype",
-    "Rank",
-    "bytes",
-    "wait_on_stream",
-    "Group size",
-]
+    "External id", "correlation", "device", "stream", "grid", "block", "Input Dims", "Collective name", "Seq",
+    "Comms Id", "Process Group Ranks", "dtype", "Rank", "bytes", "wait_on_stream", "Group size",
+]  # fmt: skip
 
 
 @fixed(400)
