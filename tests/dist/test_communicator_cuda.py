@@ -5,10 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.dist import collective_programs as collectives
 from tests.dist import communicator_cuda_programs as programs
 from tests.support.ranks import SOON_S, Ranks, run_once
-from tests.support.software_gpu import SoftwareGpu
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -66,7 +64,6 @@ def test_what_a_graph_cannot_hold_is_refused(two_ranks: Ranks) -> None:
 
 FOUND_BY_TWO: dict[str, tuple[Any, tuple[Any, ...], Any]] = {
     "captures that have ended are forgotten": (programs.captured_again, (4,), [[False, False, False, False, True]] * 2),
-    "outputs that are not contiguous are refused": (collectives.outputs_that_cannot_be_written, (SoftwareGpu,), []),
     "a call behind a long kernel is nobodys fault": (programs.a_long_kernel, (0.4, 1.0), ""),
     "a call behind another has not begun": (programs.one_behind_the_other, (1.2, 0.8), ""),
     "no elements need no memory": (programs.nothing, (), ((0, 5), "cpu", 0)),
@@ -86,11 +83,6 @@ def test_what_two_ranks_find(two_ranks: Ranks, program: Any, arguments: tuple[An
 def test_a_tensor_that_dies_in_a_capture_gives_its_memory_back(two_ranks: Ranks) -> None:
     """When the capture has ended, to other tensors: the graph does not use it."""
     assert [after - before for before, after in two_ranks.run(programs.died_in_a_capture)] == [1 << 20] * 2
-
-
-@pytest.mark.parametrize("how", collectives.CHILDREN)
-def test_a_forked_child_leaves_the_communicator_alone(two_ranks: Ranks, how: str) -> None:
-    assert two_ranks.run(collectives.forks, how, SoftwareGpu) == [(True, 16.0)] * 2
 
 
 def test_calls_that_cannot_be_made_are_refused(two_ranks: Ranks) -> None:

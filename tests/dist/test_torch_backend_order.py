@@ -23,7 +23,7 @@ from counterpoint.parallel.background import BackgroundCall
 from counterpoint.parallel.ddp import HookState, hook
 from counterpoint.parallel.group import CHANNELS
 from tests.dist.test_collectives_failures import SLOWER
-from tests.dist.torch_backend_programs import EVERYTHING, groups, made, newest
+from tests.dist.torch_backend_programs import EVERYTHING, drawn, groups, learned, made, newest
 from tests.dist.torch_messages_programs import on_software_gpus
 from tests.support.ranks import PATIENT, TIMEOUT_S, Ranks, error_of
 
@@ -114,16 +114,9 @@ def joined(_: Session) -> tuple[list[float], list[float], set[str]]:
 
 
 def _uneven(ddp: Any) -> list[float]:
-    optimizer, losses = torch.optim.SGD(ddp.parameters(), lr=0.1), []
+    rank = dist.get_rank()
     with Join([ddp]):
-        for step in range(2 + 2 * dist.get_rank()):
-            batch = torch.randn(4, 1024, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
-            loss = ddp(batch).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-    return losses
+        return learned(ddp, ((drawn(10 * step + rank, 4, 1024),) for step in range(2 + 2 * rank)))
 
 
 class _Bucket:
@@ -299,14 +292,7 @@ def powersgd(_: Session) -> tuple[list[float], list[float], int]:
         ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)
         state = powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=2, start_powerSGD_iter=2)
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-        optimizer, losses = torch.optim.SGD(ddp.parameters(), lr=0.1), []
-        for step in range(4):
-            loss = ddp(torch.randn(4, 64, generator=torch.Generator().manual_seed(step))).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        found.append(losses)
+        found.append(learned(ddp, ((drawn(step, 4, 64),) for step in range(4))))
     return found[0], found[1], ours.report().taken - before
 
 

@@ -4,7 +4,7 @@ import copy
 import datetime
 import functools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -203,6 +203,22 @@ def trained(
         losses.append(loss.item())
     losses.append(sum(p.double().sum().item() for p in model.parameters()))
     return losses
+
+
+def learned(model: Any, batches: Iterable[tuple[Any, ...]]) -> list[float]:
+    """Losses of a step of SGD for each batch."""
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for batch in batches:
+        loss = model(*batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def drawn(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def ddp_errors(_: Session, ranks_per_host: int | None) -> tuple[float, float, int]:
