@@ -1,6 +1,7 @@
 """DDP's buckets through a communicator, beside DDP's own all_reduce."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -142,7 +143,7 @@ def test_losses_are_those_of_ddp(two_ranks: Ranks, keywords: dict[str, Any], bot
         assert report.modules[0].runs.endswith("MB of buckets")
 
 
-MOST = {
+MOST: dict[torch.dtype | None, Callable[[float], float]] = {
     None: lambda torchs: 4 * 2**-24,
     torch.bfloat16: lambda torchs: max(1.01 * torchs, 2**-8),  # as torch's hook
     torch.float8_e4m3fn: lambda torchs: 1 / 16 * 2,  # three bits of mantissa: half a unit is 1/16 of a value

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -34,14 +35,10 @@ from counterpoint.parallel.overlap import Overlap
 from counterpoint.parallel.report import CallRow, Report
 from counterpoint.parallel.tensor import linear
 from counterpoint.parallel.tensor.group import tensor_group
+from tests.support.ranks import Ranks, error_of
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
-from pathlib import Path
-
-import pytest
 from llama import Llama, Shape, rotary_table
-
-from tests.support.ranks import Ranks, error_of
 
 SHAPE = Shape(layers=2, hidden=64, ffn=96, heads=8, kv_heads=4, vocabulary=128)
 LENGTH = 16

@@ -76,10 +76,7 @@ def test_a_pipeline_has_the_losses_of_gloo(three_ranks: Ranks, schedule: str) ->
 
 @pytest.mark.parametrize(
     ("after_one", "said"),
-    [
-        (True, "from rank 2 to rank 1 (call 2 on channel 2): rank 2 is dead"),
-        (False, "rank 2 sent nothing to rank 1"),
-    ],
+    [(True, "from rank 2 to rank 1 (call 2 on channel 2): rank 2 is dead"), (False, "rank 2 sent nothing to rank 1")],
 )
 def test_a_dead_peer_is_named_as_the_group_counts(after_one: bool, said: str) -> None:
     _, waiting, killed = run_once(3, programs.one_dies, after_one)

@@ -2,29 +2,25 @@
 
 import io
 import os
+import re
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 from unittest.mock import patch
 
+import pytest
 import torch
 
-from counterpoint.measurement.session import Session
-
-sys.path.append(str(Path(__file__).parents[2] / "examples"))
-import re
-import sys
-from pathlib import Path
-
-import pytest
-import train_fsdp
-import train_moe
-import train_tp
-
 import counterpoint
+from counterpoint.measurement.session import Session
 from counterpoint.tuning.from_trace import pairs_of_traces
 from tests.support.command import ROOT, program
 from tests.support.ranks import Ranks
+
+sys.path.append(str(ROOT / "examples"))
+import train_fsdp
+import train_moe
+import train_tp
 
 TRAINING = {
     "train_fsdp.py": (train_fsdp.arguments, train_fsdp.train),

@@ -96,32 +96,30 @@ def numbers(found: object) -> list[float]:
     return [found] if isinstance(found, int | float) else []
 
 
-def _rises(
-    job: Job, of: Measure, record: Record, name: str, values: Sequence[Any] = (), factors: Sequence[int] = ()
-) -> None:
+def _rises(job: Job, of: Measure, record: Record, name: str, values: Sequence[Any], are_factors: bool) -> None:
     now = getattr(getattr(job, record), name)
-    rising(*(of(changed(job, record, **{name: value})) for value in (*values, *(now * factor for factor in factors))))
+    rising(*(of(changed(job, record, **{name: now * value if are_factors else value})) for value in values))
 
 
-_RISING: dict[str, tuple[Measure, Record, str, dict[str, Sequence[Any]]]] = {
-    "fused_kernels_are_never_slower": (time_of, "training", "fused_kernels", {"values": (True, False)}),
-    "fused_accumulation_is_never_slower": (time_of, "training", "fused_accumulation", {"values": (True, False)}),
-    "recomputation_is_never_faster": (time_of, "training", "recompute", {"values": ("none", "selective", "full")}),
-    "recomputation_saves_memory": (memory_of, "training", "recompute", {"values": ("full", "selective", "none")}),
-    "flash_attention_saves_memory": (memory_of, "training", "flash_attention", {"values": (True, False)}),
-    "more_tokens_are_never_faster": (time_of, "training", "sequence", {"factors": (1, 2, 4)}),
-    "a_larger_batch_is_never_faster": (time_of, "training", "global_batch", {"factors": (1, 2, 3, 8)}),
-    "more_layers_are_never_faster": (time_of, "model", "layers", {"factors": (1, 2, 4)}),
-    "a_larger_vocabulary_is_never_faster": (time_of, "model", "vocab", {"factors": (1, 2, 4)}),
-    "overlap_of_tp_is_never_slower": (time_of, "parallel", "overlap_tp", {"values": (True, False)}),
-    "overlap_of_dp_is_never_slower": (time_of, "parallel", "overlap_dp", {"values": (True, False)}),
-    "overlap_of_pp_is_never_slower": (time_of, "parallel", "overlap_pp", {"values": (True, False)}),
-    "a_slower_rank_is_never_faster": (time_of, "ranks", "slow", {"values": (1.0, 1.1, 3.0)}),
-    "jitter_is_never_faster": (time_of, "ranks", "jitter", {"values": (0.0, 0.02, 0.5)}),
+_RISING: dict[str, tuple[Measure, Record, str, Sequence[Any], bool]] = {
+    "fused_kernels_are_never_slower": (time_of, "training", "fused_kernels", (True, False), False),
+    "fused_accumulation_is_never_slower": (time_of, "training", "fused_accumulation", (True, False), False),
+    "recomputation_is_never_faster": (time_of, "training", "recompute", ("none", "selective", "full"), False),
+    "recomputation_saves_memory": (memory_of, "training", "recompute", ("full", "selective", "none"), False),
+    "flash_attention_saves_memory": (memory_of, "training", "flash_attention", (True, False), False),
+    "more_tokens_are_never_faster": (time_of, "training", "sequence", (1, 2, 4), True),
+    "a_larger_batch_is_never_faster": (time_of, "training", "global_batch", (1, 2, 3, 8), True),
+    "more_layers_are_never_faster": (time_of, "model", "layers", (1, 2, 4), True),
+    "a_larger_vocabulary_is_never_faster": (time_of, "model", "vocab", (1, 2, 4), True),
+    "overlap_of_tp_is_never_slower": (time_of, "parallel", "overlap_tp", (True, False), False),
+    "overlap_of_dp_is_never_slower": (time_of, "parallel", "overlap_dp", (True, False), False),
+    "overlap_of_pp_is_never_slower": (time_of, "parallel", "overlap_pp", (True, False), False),
+    "a_slower_rank_is_never_faster": (time_of, "ranks", "slow", (1.0, 1.1, 3.0), False),
+    "jitter_is_never_faster": (time_of, "ranks", "jitter", (0.0, 0.02, 0.5), False),
 }
 INVARIANTS |= {
-    name: partial(_rises, of=of, record=record, name=field, **given)
-    for name, (of, record, field, given) in _RISING.items()
+    name: partial(_rises, of=of, record=record, name=field, values=values, are_factors=are_factors)
+    for name, (of, record, field, values, are_factors) in _RISING.items()
 }
 
 

@@ -75,13 +75,7 @@ def test_every_scenario_is_run(tmp_path: Path) -> None:
 def test_progress_is_told(tmp_path: Path) -> None:
     told: list[tuple[int, int, str]] = []
     plan = plan_of(tmp_path, "ok 1", "ok 2")
-    launch(
-        plan,
-        folder=tmp_path,
-        timeout_s=HANG_S,
-        module="tests.support.fake_worker",
-        progress=lambda *it: told.append(it),
-    )
+    launch(plan, folder=tmp_path, timeout_s=HANG_S, module=WORKER, progress=lambda *it: told.append(it))
     assert told[-1] == (2, 2, "")
 
 
