@@ -4,8 +4,6 @@
 and `--require=name,name` say that it has it: then such a skip, for whatever reason, is a failure.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shutil

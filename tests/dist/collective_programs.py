@@ -1,7 +1,5 @@
 """What ranks run to test collectives: random ones beside what must come out, and ranks that fail in every way."""
 
-from __future__ import annotations
-
 import atexit
 import gc
 import multiprocessing
@@ -29,7 +27,7 @@ from counterpoint.collectives.program.steps import Program, Step
 from counterpoint.errors import CounterpointError
 from counterpoint.machine.profile import Profile
 from counterpoint.measurement.session import Session
-from tests.support.ranks import PATIENT, TIMEOUT_S
+from tests.support.ranks import PATIENT, TIMEOUT_S, error_of
 
 DTYPES = (
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int8, torch.int16, torch.int32,
@@ -39,16 +37,9 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SUMMED = (*FLOATS, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 WIDENED = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 MOVEMENT = (
-    "all_gather",
-    "all_gather_coalesced",
-    "all_to_all",
-    "uneven",
-    "broadcast",
-    "scatter",
-    "gather",
-    "send_recv",
+    "all_gather", "all_gather_coalesced", "all_to_all", "uneven", "broadcast", "scatter", "gather", "send_recv",
     "barrier",
-)
+)  # fmt: skip
 SENT_TO_ALL = ("all_gather", "all_to_all")  # these may release their outputs early
 REDUCTIONS = ("reduce_scatter", "reduce_scatter_coalesced", "all_reduce")
 OPERATIONS = (*MOVEMENT, *REDUCTIONS)
@@ -77,7 +68,6 @@ class Draws:
         self.rank, self.n = communicator.rank, communicator.world_size
 
     def start(self) -> Case:
-        """Draws one and starts it on a drawn channel."""
         name = self.random.choice([name for name in OPERATIONS if self.n > 1 or name != "send_recv"])
         self.options: dict[str, Any] = {"channel": self.random.randrange(self.comm.channels), "async_op": True}
         dtype = self.random.choice(SUMMED if name in REDUCTIONS else DTYPES)
@@ -88,7 +78,6 @@ class Draws:
         return Case(f"{name} of {numel} {dtype}", work, output, wanted)
 
     def inputs(self, dtype: Any, numel: int) -> list[Any]:
-        """Random bits (numbers where they are added up), of every rank."""
         state = torch.Generator().manual_seed(self.random.getrandbits(40))
         if dtype in FLOATS:
             return [torch.randn(numel, generator=state).to(dtype) for _ in range(self.n)]
@@ -280,7 +269,6 @@ def delays(seed: int, rank: int) -> Callable[[Program, Step], None]:
 
 
 def all_right(draws: Any, count: int) -> int:
-    """Checks `count` collectives, up to four of them under way, in any order; how many came out right."""
     under_way, right = list[Case](), 0
     for _ in range(count):
         under_way.append(draws.start())
@@ -430,10 +418,7 @@ def one_has_a_fault(session: Session) -> str:
             raise OSError("the disk is on fire")
 
     with Communicator(before_step=fault, options=PATIENT) as communicator:
-        try:
-            communicator.all_reduce(torch.zeros(100))
-        except Exception as error:
-            text = f"{type(error).__name__}: {error}"
+        text = error_of(lambda: communicator.all_reduce(torch.zeros(100)))
         dist.barrier()
         return text
 
@@ -616,13 +601,11 @@ def forks(session: Session, how: str, device: Any = None) -> tuple[bool, float]:
 
 
 def repr_with(session: Session, profile: Profile | None) -> str:
-    """Return what a communicator says of itself."""
     with Communicator(options=CommunicatorOptions(profile=profile)) as communicator:
         return repr(communicator)
 
 
 def called_after_closing(session: Session) -> str:
-    """What is said to who goes on."""
     communicator = Communicator()
     communicator.close()
     communicator.close()  # once is enough, twice does no harm
@@ -657,10 +640,7 @@ def channels_do_not_wait(session: Session) -> bool:
 def groups_at_once(session: Session) -> list[float]:
     """Sums over two communicators of everyone and one of ranks 0 and 2, started in another order on every rank."""
     some = dist.new_group([0, 2])
-    communicators = [
-        Communicator(options=PATIENT),
-        Communicator(options=PATIENT),
-    ]
+    communicators = [Communicator(options=PATIENT), Communicator(options=PATIENT)]
     if session.rank in (0, 2):
         communicators.append(Communicator(some, options=PATIENT))
     tensors = [torch.full((1000,), float(session.rank + 1)) for _ in communicators]
@@ -676,11 +656,8 @@ def groups_at_once(session: Session) -> list[float]:
 def outsider(session: Session) -> str:
     """What rank 1 is told about a group of rank 0 alone. Then it is gone: torch names further groups by how many a rank
     is in, which has to be the same on all ranks."""
-    alone, told = dist.new_group([0]), ""
-    try:
-        Communicator(alone).close()
-    except CounterpointError as error:
-        told = str(error)
+    alone = dist.new_group([0])
+    told = error_of(lambda: Communicator(alone).close())
     if session.rank == 0:
         dist.destroy_process_group(alone)
     return told
@@ -763,7 +740,6 @@ def same_place(session: Session) -> list[int]:
 
 
 def _mapped() -> Iterator[int]:
-    """Sizes of the shared memory that this process has mapped."""
     for line in _lines_of_maps():
         low, high = (int(address, 16) for address in line.split()[0].split("-"))
         yield high - low
@@ -789,7 +765,6 @@ def _lines_of_maps() -> set[str]:
 
 
 def _open_inodes() -> set[int]:
-    """Inodes of the library's files that this process holds open."""
     links = [link for link in Path("/proc/self/fd").iterdir() if "counterpoint" in str(_target(link))]
     return {link.stat().st_ino for link in links}
 

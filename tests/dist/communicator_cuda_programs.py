@@ -1,7 +1,5 @@
 """What ranks run to test the communicator of GPUs where there are none: everything but the GPU is real."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import os
@@ -161,10 +159,7 @@ def _copies_kept() -> Iterator[None]:
 
         return made
 
-    with (
-        patch.object(submitter, "sendable", keeping(sendable)),
-        patch.object(submitter, "copied", keeping(copied)),
-    ):
+    with patch.object(submitter, "sendable", keeping(sendable)), patch.object(submitter, "copied", keeping(copied)):
         yield
 
 
@@ -175,11 +170,7 @@ def view(tensor: Any) -> Any:
 
 
 def steps_in_stream_order(session: Session, early: bool, two_streams: bool, steps: int) -> tuple[int, int, int, bool]:
-    """Kernels that fill a shard, a gather, kernels that read: nothing waits on the host, and tensors die at once.
-
-    Returns:
-        (steps that read what they should not, regions, events made, graphs were replayed).
-    """
+    """Nothing waits on the host: (steps that read wrong data, regions, events made, graphs were replayed)."""
     gpu, wrong = SoftwareGpu(delays(1, session.rank)), list[int]()
     streams = [gpu.new_stream() for _ in range(2 if two_streams else 1)]
     with Communicator(device=gpu, options=PATIENT) as communicator:
@@ -495,7 +486,6 @@ def growth_alone(session: Session) -> tuple[str, tuple[int, ...]]:
 
 
 def left_behind(session: Session) -> list[str]:
-    """Threads that live on after a communicator was closed, but for those of streams, which are used again."""
     before, gpu = set(threading.enumerate()), SoftwareGpu()
     with Communicator(device=gpu, options=PATIENT) as communicator:
         tensor = communicator.empty(1000).fill_(1)
@@ -567,7 +557,6 @@ def cache_of_two_in_captures(session: Session, captures: int) -> tuple[int, int]
 
 
 def in_a_new_thread(action: Callable[[], object]) -> str:
-    """What is said to `action` in a thread that has no context yet, as autograd's has none."""
     told = list[str]()
     thread = threading.Thread(target=lambda: told.append(said(action)[0]))
     thread.start()

@@ -1,7 +1,5 @@
 """Pools of ranks: one for each world size, started when a test first asks for it and used by all."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +9,6 @@ from tests.support.ranks import Ranks, end_operations
 
 @pytest.fixture(scope="session")
 def two_ranks() -> Iterator[Ranks]:
-    """Two gloo ranks, started once for the whole run."""
     yield from _ranks(2)
 
 

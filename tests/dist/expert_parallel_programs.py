@@ -1,7 +1,5 @@
 """What ranks run to test layers of experts: a small model beside stock and beside all of it on one rank."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 import warnings
@@ -38,23 +36,14 @@ BY_GATHER = ExpertOptions(mechanism="gather")
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """How `transformers` spreads a model of experts.
+    """How `transformers` spreads a model of experts."""
 
-    Args:
-        kind: of the model.
-        sizes: keywords of its `DistributedConfig`.
-        options: of layers of experts.
-        checkpoint: activations are recomputed.
-        compiled: each layer is.
-        lengths: of the text in each step; the same on all ranks.
-    """
-
-    kind: str = "Qwen3Moe"
-    sizes: tuple[tuple[str, Any], ...] = (("ep_size", 2), ("fsdp_size", 2))
-    options: ExpertOptions | None = BY_GATHER
-    checkpoint: bool = False
-    compiled: bool = False
-    lengths: tuple[int, ...] = (LENGTH,) * STEPS
+    kind: str = "Qwen3Moe"  # of the model
+    sizes: tuple[tuple[str, Any], ...] = (("ep_size", 2), ("fsdp_size", 2))  # keywords of its `DistributedConfig`
+    options: ExpertOptions | None = BY_GATHER  # of layers of experts
+    checkpoint: bool = False  # activations are recomputed
+    compiled: bool = False  # each layer is
+    lengths: tuple[int, ...] = (LENGTH,) * STEPS  # of the text in each step; the same on all ranks
 
 
 SPREADS = {
@@ -81,16 +70,9 @@ def transformers_model(spread: Spread, folder: str) -> Any:
 
     own = {"Qwen3Moe": {"num_experts": 8, "moe_intermediate_size": 24, "head_dim": 8, "norm_topk_prob": True}}
     config = getattr(transformers, f"{spread.kind}Config")(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCABULARY,
-        num_experts_per_tok=2,
-        use_cache=False,
-        **own.get(spread.kind, {"num_local_experts": 4}),
-    )
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=VOCABULARY, num_experts_per_tok=2, use_cache=False, **own.get(spread.kind, {"num_local_experts": 4}),
+    )  # fmt: skip
     kind = getattr(transformers, f"{spread.kind}ForCausalLM")
     if dist.get_rank() == 0:
         torch.manual_seed(3)
@@ -184,7 +166,6 @@ def _trained(model: Any, spread: Spread) -> dict[str, Tensor]:
 
 
 def whole(x: Any) -> Tensor:
-    """All ranks' parts of a tensor."""
     if x is None:
         return torch.zeros(0)
     part: Tensor = x.full_tensor() if isinstance(x, DTensor) else x
@@ -201,25 +182,15 @@ def largest_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) ->
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How the model of examples/train_moe.py is spread and run.
+    """How the model of examples/train_moe.py is spread and run."""
 
-    Args:
-        ep: ranks among which experts are divided; FSDP2 shards them over the others.
-        ours: tokens travel by a dispatcher.
-        parts: of the tokens.
-        mechanism: of the dispatcher.
-        overlapped: FSDP2 communicates by ours.
-        graphed: without FSDP2, as CUDA graphs want it.
-        dtype: of the model. FSDP2 divides float64 twice where it has one rank.
-    """
-
-    ep: int = 2
-    ours: bool = True
-    parts: int = 2
-    mechanism: str = "gather"
-    overlapped: bool = True
-    graphed: bool = False
-    dtype: torch.dtype = torch.float64
+    ep: int = 2  # ranks among which experts are divided; FSDP2 shards them over the others
+    ours: bool = True  # tokens travel by a dispatcher
+    parts: int = 2  # of the tokens
+    mechanism: str = "gather"  # of the dispatcher
+    overlapped: bool = True  # FSDP2 communicates by ours
+    graphed: bool = False  # without FSDP2, as CUDA graphs want it
+    dtype: torch.dtype = torch.float64  # of the model. FSDP2 divides float64 twice where it has one rank
 
 
 LAYOUTS = {
@@ -264,7 +235,6 @@ def beside_one_process(session: Session, name: str) -> tuple[float, Report | Non
 
 
 def _steps(model: Llama, ranks: list[int], ep: int) -> dict[str, Tensor]:
-    """Train on the texts of some ranks; return the mean loss and all gradients of each step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     table = rotary_table(LENGTH, SHAPE.head_dim, torch.device("cpu"))
     found = {}
@@ -290,7 +260,6 @@ def _steps(model: Llama, ranks: list[int], ep: int) -> dict[str, Tensor]:
 
 
 def _of_all(name: str, x: Tensor, ep: int) -> Tensor:
-    """Return a parameter or its gradient, of all experts."""
     part = whole(x)
     if ".experts." not in name or ep == 1:
         return part
@@ -306,7 +275,6 @@ def _group_of_experts(ep: int) -> dist.ProcessGroup:
 
 
 def _every_expert(x: Tensor, ids: Tensor, weights: Tensor, experts: Any, shared: nn.Module | None) -> Tensor:
-    """Every expert for every token, times its weight: the definition."""
     gate, up = torch.einsum("th,efh->tef", x, experts.gate_up).chunk(2, dim=-1)
     every = torch.einsum("tef,ehf->teh", torch.nn.functional.silu(gate) * up, experts.down)
     chosen = every.gather(1, ids[..., None].expand(-1, -1, x.shape[1]))

@@ -1,7 +1,5 @@
 """What ranks do with a dispatcher of expert parallelism: each function runs on every rank."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 import os
@@ -61,7 +59,6 @@ class Case:
 
     @property
     def factors(self) -> Tensor:
-        """What each expert multiplies its rows by; it is a power of two for none."""
         return 0.7 + 0.3 * torch.arange(self.layout.experts, dtype=torch.float32)
 
 
@@ -109,7 +106,6 @@ class Found:
 
 
 def run(made: Dispatcher, case: Case) -> Found:
-    """Forward and backward of a case on this rank."""
     x, weights, grad = case.part(made.layout.rank)
     x.requires_grad_()
     weights.requires_grad_()
@@ -133,7 +129,6 @@ def rows_wanted(case: Case) -> tuple[Tensor, list[int]]:
 
 
 def added(values: Tensor, ids: Tensor, layout: ExpertLayout, by: str) -> Tensor:
-    """Sums of `[tokens, top_k, hidden]` in float32: of each rank's choices first, or of all in their order."""
     total = torch.zeros(len(values), values.shape[2])
     groups = range(layout.world_size) if by == "ranks" else [None]
     for rank in groups:
@@ -294,8 +289,6 @@ def narrow(session: Session, name: str) -> Tensor:
 
 
 def replace_tokens(case: Case, tokens: list[Tensor]) -> Any:
-    """The same case with other tokens."""
-
     class Replaced(Case):
         def part(self, rank: int) -> tuple[Tensor, Tensor, Tensor]:
             return tokens[rank].to(case.dtype), *super().part(rank)[1:]
@@ -345,7 +338,6 @@ def first_of_two_has_no_room(session: Session, name: str, then: str) -> str:
 
 
 def more_tokens(session: Session, name: str, calls_before: int) -> str:
-    """Return what a call says in which the last rank has more tokens than were agreed on."""
     layout = layout_of(session)
     case = case_of(layout)
     more = replace(case, tokens=(*case.tokens[:-1], layout.max_tokens + 1))
@@ -375,7 +367,6 @@ def ids_of_no_expert(session: Session, name: str) -> list[list[float]]:
 
 
 def one_rank(session: Session, name: str) -> None:
-    """A group of one rank moves rows and no bytes."""
     group, _ = dist.new_subgroups(1)
     layout = ExpertLayout(rank=0, world_size=1, experts=4, top_k=2, max_tokens=5, hidden=8)
     case = Case(layout=layout, tokens=(5,), kinds=("distinct",), dtype=torch.float32, seed=session.rank)
@@ -393,8 +384,6 @@ def odd_tokens(session: Session) -> str:
 
 
 def no_shared_memory(session: Session) -> str:
-    """Where ranks cannot share memory torch moves the tokens, and the report says why."""
-
     def refused(*_: Any, **__: Any) -> None:
         raise Unsupported("ranks on two hosts")
 
@@ -405,7 +394,6 @@ def no_shared_memory(session: Session) -> str:
 
 
 def chosen(session: Session, max_tokens: int, hidden: int, beside_us: float) -> str:
-    """What `auto` takes, and why."""
     layout = layout_of(session, max_tokens=max_tokens, hidden=hidden, experts=128, top_k=8)
     with opened(layout, beside_us=beside_us, capacity_factor=0.01, overflow="drop") as made:
         case = replace(case_of(layout, "distinct"), tokens=(1,) * layout.world_size)
@@ -415,7 +403,6 @@ def chosen(session: Session, max_tokens: int, hidden: int, beside_us: float) -> 
 
 
 def reported(session: Session) -> str:
-    """The table of a few calls."""
     layout = layout_of(session)
     with opened(layout, mechanism="gather") as made:
         run(made, case_of(layout))
@@ -423,7 +410,6 @@ def reported(session: Session) -> str:
 
 
 def killed(session: Session, name: str, half: str) -> str:
-    """Return the error of a call where the last rank died before a half of its third one."""
     layout = layout_of(session)
     case = case_of(layout)
     with opened(layout, mechanism=name) as made:
@@ -434,12 +420,10 @@ def killed(session: Session, name: str, half: str) -> str:
                 x, weights, _ = case.part(layout.rank)
                 made.start_dispatch(x, case.ids(layout.rank), weights)
             os.kill(os.getpid(), signal.SIGKILL)
-        said = error_of(lambda: run(made, case))
-        return said
+        return error_of(lambda: run(made, case))
 
 
 def misused(session: Session) -> list[str]:
-    """What wrong calls say."""
     layout = layout_of(session)
     x, weights, _ = case_of(layout).part(0)
     ids = case_of(layout).ids(0)
@@ -452,10 +436,7 @@ def misused(session: Session) -> list[str]:
             error_of(lambda: made.dispatch(x.int(), ids, weights)),
         ]
         rows, _, handle = made.dispatch(x, ids, weights)
-        said += [
-            error_of(lambda: made.finish_dispatch(handle)),
-            error_of(lambda: made.combine(rows[1:], handle)),
-        ]
+        said += [error_of(lambda: made.finish_dispatch(handle)), error_of(lambda: made.combine(rows[1:], handle))]
         rows, _, handle = made.dispatch(x, ids, weights)
         said.append(error_of(lambda: made.combine(rows.double(), handle)))
         rows, _, handle = made.dispatch(x, ids, weights)
@@ -520,8 +501,6 @@ class OnlyFlags(SoftwareDriver):
 
 
 class FlagGpu(SoftwareGpu):
-    """Adds up nothing, either."""
-
     def bind_reduction(self, call: ReduceLaunch, stream: int, reduction: Reduction) -> Action:
         return lambda: self.driver.enqueue(stream, "reduce", lambda: None)
 

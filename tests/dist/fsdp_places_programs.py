@@ -1,7 +1,5 @@
 """What ranks run to test where parameters are gathered to: layers of one size, called in any order, beside stock."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,11 +10,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from counterpoint.errors import Unsupported
 from counterpoint.measurement.session import Session
 from counterpoint.parallel.fsdp.slots import ModuleParameters
 from counterpoint.parallel.options import OverlapOptions
 from counterpoint.parallel.overlap import Overlap, overlap
+from tests.support.ranks import error_of
 
 Prepare = Callable[[Any, int], object]
 """The model and the number of the step."""
@@ -39,8 +37,6 @@ class Layer(nn.Module):
 
 
 class Affine(nn.Module):
-    """Of whose parameters autograd saves one, and nothing of the other; views of neither."""
-
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.randn(WIDTH))
@@ -67,28 +63,19 @@ class Model(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """How layers are sharded and trained.
+    """How layers are sharded and trained."""
 
-    Args:
-        orders: of the layers in each step.
-        prepared: what is set before each step.
-        kind: of the layers.
-        whole: `fully_shard` is called on the model only, not on its layers.
-        mesh: sizes of two axes: biases are sharded over the second, weights over the first; None: one axis for all.
-        placement: of weights on a mesh of two axes.
-    """
-
-    orders: str = "the same"
-    prepared: str = "as they come"
+    orders: str = "the same"  # of the layers in each step
+    prepared: str = "as they come"  # what is set before each step
     options: OverlapOptions | None = None
-    kind: type[nn.Module] = Layer
-    whole: bool = False
+    kind: type[nn.Module] = Layer  # of the layers
+    whole: bool = False  # `fully_shard` is called on the model only, not on its layers
+    # sizes of two axes: biases are sharded over the second, weights over the first; None: one axis for all
     mesh: tuple[int, int] | None = None
-    placement: Any = None
+    placement: Any = None  # of weights on a mesh of two axes
 
 
 def model(case: Case = Case()) -> Any:  # nobody changes it
-    """Sharded, the same weights every time."""
     torch.manual_seed(3)
     made, options = Model(case.kind), dict[str, Any]()
     if case.mesh is not None:
@@ -190,7 +177,6 @@ def viewed_on_one(session: Session, orders: str) -> list[int]:
 
 
 def different(got: list[Any], expected: list[Any]) -> list[int]:
-    """Which losses and gradients are not equal bit by bit."""
     pairs = enumerate(zip(got, expected, strict=True))
     return [at for at, (one, other) in pairs if not torch.equal(torch.as_tensor(one), torch.as_tensor(other))]
 
@@ -206,7 +192,6 @@ def places(session: Session, case: Case) -> list[int]:
 
 
 def homes(handle: Overlap) -> list[Any]:
-    """Of all modules."""
     return [hooked._gather.parameters for hooked in handle._shards._hooked.values() if hooked._gather is not None]
 
 
@@ -273,11 +258,7 @@ def in_use_at_once(session: Session) -> str:
     made = model()
     with overlap(made):
         losses_and_gradients(made, session, [ALL], _nothing)
-        try:
-            made(torch.ones(1, WIDTH), [0, (2, 0)])
-        except Unsupported as error:
-            return str(error)
-    return ""
+        return error_of(lambda: made(torch.ones(1, WIDTH), [0, (2, 0)]))
 
 
 def left_in_use(session: Session) -> list[int]:

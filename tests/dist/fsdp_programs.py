@@ -1,7 +1,5 @@
 """What ranks run to test the handle of `overlap`: taking it back, what it refuses, deaths, memory."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal
@@ -18,14 +16,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel, fully_shard
 
-from counterpoint.errors import CounterpointError, PeerTimeout, Unsupported
+from counterpoint.errors import PeerTimeout, Unsupported
 from counterpoint.measurement.session import Session
 from counterpoint.parallel.fsdp.modules import sharded_modules
 from counterpoint.parallel.options import OverlapOptions
 from counterpoint.parallel.overlap import Overlap, overlap
 from tests.dist.collective_programs import ended_as_python_does
 from tests.support.fsdp_training import Case, batch, differences, fsdp_modules, sharded, trained
-from tests.support.ranks import PATIENT, SOON_S
+from tests.support.ranks import PATIENT, SOON_S, error_of
 
 
 def mapped_bytes(session: Session, steps: int) -> list[int]:
@@ -48,7 +46,6 @@ def mapped_bytes(session: Session, steps: int) -> list[int]:
 
 
 def forks(session: Session) -> bool:
-    """Whether children of every rank end well, between two steps and with the handle in hand, and the next step."""
     model = sharded(Case())
     with overlap(model, options=OverlapOptions(communicator=PATIENT)) as handle:
         for step in range(2):
@@ -113,14 +110,12 @@ def _gathers(handle: Overlap) -> list[int]:
 
 
 def closed_by_itself(session: Session) -> bool:
-    """Whether the model goes on without the handle."""
     model = sharded(Case())
     overlap(model)
     return bool(model(*batch(session, 0)).isfinite())
 
 
 def named(session: Session) -> list[str]:
-    """Names in the report, if some modules are sharded together."""
     with overlap(sharded(Case(grouped=True))) as handle:
         return [module.name for module in handle.report().modules]
 
@@ -233,9 +228,4 @@ REFUSED: dict[str, Callable[[Any], object]] = {
 
 
 def refused(session: Session, name: str) -> str:
-    """What is said to that."""
-    try:
-        REFUSED[name](sharded(Case()))
-    except CounterpointError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
+    return error_of(lambda: REFUSED[name](sharded(Case())))

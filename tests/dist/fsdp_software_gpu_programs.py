@@ -3,17 +3,13 @@
 Torch computes on the host, so that after each call the host waits for the stream that stands in for FSDP2's.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.measurement.session import Session
-from tests.dist.fsdp_programs import mapped_bytes
-from tests.support.fsdp_training import Case, beside_stock
 from tests.support.ranks import TIMEOUT_S, end_operations
 from tests.support.software_gpu import SoftwareGpu
 
@@ -62,13 +58,6 @@ def on_software_gpu() -> Iterator[None]:
         yield
 
 
-def beside_stock_on_software_gpu(session: Session, case: Case) -> tuple[list[str], list[str]]:
-    """As `beside_stock`."""
+def run_on_software_gpu(session: Session, program: Callable[..., Any], *arguments: Any) -> Any:
     with on_software_gpu():
-        return beside_stock(session, case)
-
-
-def mapped_bytes_on_software_gpu(session: Session, steps: int) -> list[int]:
-    """As `mapped_bytes`."""
-    with on_software_gpu():
-        return mapped_bytes(session, steps)
+        return program(session, *arguments)

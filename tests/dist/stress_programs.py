@@ -5,8 +5,6 @@ over 2, experts over 4, of which FSDP2 shards each over 2. Meanwhile the backend
 in hooks of layers, forward and backward, and waited for somewhere else. What comes when is drawn, equally on all ranks.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 from collections.abc import Callable, Sequence
@@ -50,19 +48,12 @@ LENGTHS = (8, 16)
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What a run found.
+    """What a run found."""
 
-    Args:
-        error: of losses, gradients and parameters against a stock run in float64, relative to the largest.
-        stock: that of a stock run in the same dtype.
-        paths: by which tokens, matmuls and calls of the backend went.
-        copied: why FSDP2's modules were left, or copied.
-    """
-
-    error: float
-    stock: float
-    paths: list[set[str]]
-    copied: list[str]
+    error: float  # of losses, gradients and parameters against a stock run in float64, relative to the largest
+    stock: float  # that of a stock run in the same dtype
+    paths: list[set[str]]  # by which tokens, matmuls and calls of the backend went
+    copied: list[str]  # why FSDP2's modules were left, or copied
 
 
 class RoutedFeedForward(nn.Module):
@@ -85,8 +76,6 @@ class RoutedFeedForward(nn.Module):
 
 
 class Meshes:
-    """The ranks, as each kind of parallelism sees them."""
-
     def __init__(self, device: str) -> None:
         n = dist.get_world_size()
         self.dense = init_device_mesh(device, (n // TENSOR, TENSOR), mesh_dim_names=("data", "tensor"))
@@ -186,7 +175,6 @@ class Calls:
             self.end(0)
 
     def everyone(self, size: int, salt: int) -> tuple[Tensor, Tensor]:
-        """What this rank gives, and what all do."""
         all_of_them = torch.stack([self.given(rank, size, salt) for rank in range(self.n)])
         return all_of_them[self.rank].to(self.device, copy=True), all_of_them
 
@@ -267,13 +255,10 @@ def trained(
 
 
 def _own(tensors: list[Any]) -> Tensor:
-    """This rank's shards of all of them, in one."""
     return torch.cat([one.to_local().flatten() for one in tensors])
 
 
 def by_counterpoint(dispatcher: Dispatcher, parts: int) -> Route:
-    """The way of tokens by a dispatcher."""
-
     def route(x: Tensor, ids: Tensor, weights: Tensor, experts: Any, shared: nn.Module | None) -> Tensor:
         return overlapped_moe(x, ids, weights, experts, dispatcher, parts=parts, shared=shared)
 
@@ -301,9 +286,7 @@ def stressed(session: Session, seed: int, steps: int) -> Seen:
         max_tokens=2 * max(LENGTHS) // TENSOR,
         hidden=SHAPE.hidden,
         options=ExpertOptions(
-            mechanism=draw.choice(("gather", "slabs")),
-            equal_tokens=draw.random() < 0.5,
-            communicator=PATIENT,
+            mechanism=draw.choice(("gather", "slabs")), equal_tokens=draw.random() < 0.5, communicator=PATIENT
         ),
     )
     model = made(seed, meshes, by_counterpoint(dispatcher, parts), torch.float32)
@@ -311,11 +294,7 @@ def stressed(session: Session, seed: int, steps: int) -> Seen:
     options = BackendOptions(crossover_bytes=taken, communicator=PATIENT)
     everyone = dist.new_group(backend="counterpoint", pg_options=options)
     matmuls = TensorOptions(mechanism=draw.choice(("cuts", "cuts", "serial", "auto")), communicator=PATIENT)
-    options_of_model = OverlapOptions(
-        tensor_parallel=matmuls,
-        prefetch=draw.choice((None, 1, 2)),
-        communicator=PATIENT,
-    )
+    options_of_model = OverlapOptions(tensor_parallel=matmuls, prefetch=draw.choice((None, 1, 2)), communicator=PATIENT)
     with cut_anywhere(seed + session.rank), overlap(model, options=options_of_model) as handle:
         calls = Calls(everyone, seed, device)
         ours = trained(model, seed, steps, calls, meshes.dense, handle.check)
@@ -334,5 +313,4 @@ def stressed(session: Session, seed: int, steps: int) -> Seen:
 
 
 def largest(found: list[Tensor], exact: list[Tensor]) -> float:
-    """Return the largest error of any value, relative to the largest of its tensor."""
     return max(float((one - wanted).abs().max() / wanted.abs().max()) for one, wanted in zip(found, exact, strict=True))

@@ -1,7 +1,5 @@
 """What ranks do with `torch.ops.counterpoint`: each function runs on every rank."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal
@@ -31,23 +29,6 @@ from tests.dist.communicator_cuda_programs import delays
 from tests.support.ranks import PATIENT, error_of
 from tests.support.software_gpu import SoftwareDriver, SoftwareGpu
 
-__all__ = [
-    "all_reduced",
-    "biased",
-    "bounded",
-    "cut_anywhere",
-    "empty",
-    "ended_with_its_group",
-    "gathered",
-    "killed",
-    "left_to_torch",
-    "operands_that_do_not_fit",
-    "options_that_differ",
-    "reported",
-    "scaled",
-    "scattered",
-    "shapes_that_do_not_fit",
-]
 OPS = torch.ops.counterpoint
 MACHINE_EPSILON = torch.finfo(torch.bfloat16).eps
 
@@ -84,7 +65,6 @@ def on_software_gpu(rank: int) -> Any:
 
 
 def cut_anywhere(seed: int) -> Any:
-    """Calls in pieces are cut anywhere, at random."""
     draw = random.Random(seed)
 
     def anywhere(task: ShardedMatmul, rank: int, profile: Profile) -> Cuts:
@@ -109,7 +89,6 @@ def opened(session: Session, seed: int, gpu: bool = False) -> Iterator[tuple[Ten
 
 
 def rows_of_all(own: torch.Tensor, dim: int) -> torch.Tensor:
-    """Gather by torch."""
     found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(found, own.contiguous())
     return torch.cat(found, dim=dim)
@@ -327,7 +306,6 @@ def killed(session: Session, name_of_call: str) -> str:
 
 
 def shapes_that_do_not_fit(session: Session) -> list[str]:
-    """The errors of wrong calls."""
     name = dist.group.WORLD.group_name  # type: ignore[union-attr]
     a, b = torch.zeros(3, 8), torch.zeros(8, 16)
     return [
@@ -341,7 +319,6 @@ def shapes_that_do_not_fit(session: Session) -> list[str]:
 
 
 def operands_that_do_not_fit(session: Session, operands: str) -> list[str]:
-    """The errors of all operations, with rows of one dimension, or with integers."""
     name = dist.group.WORLD.group_name  # type: ignore[union-attr]
     a, b = torch.zeros(4, 8), torch.zeros(8, 16)
     a, b = (a[0], b) if operands == "row" else (a.int(), b.int())
@@ -362,7 +339,6 @@ def options_that_differ(session: Session) -> str:
 
 
 def ended_with_its_group(session: Session) -> tuple[bool, bool]:
-    """Whether a group has a communicator after a call, and after torch has destroyed it."""
     ours: Any = dist.new_group()
     group = tensor_group(ours.group_name, TensorOptions(mechanism="cuts", communicator=PATIENT))
     OPS.all_gather_matmul(torch.zeros(4, 8), [torch.zeros(8, 16)], 0, ours.group_name)
@@ -396,7 +372,6 @@ def empty(_: Session, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 def left_to_torch(session: Session) -> list[tuple[str, str, str]]:
-    """What the report says of calls that torch makes."""
     name = dist.group.WORLD.group_name  # type: ignore[union-attr]
     group = tensor_group(name, TensorOptions())
     n = group.world_size
@@ -409,7 +384,6 @@ def left_to_torch(session: Session) -> list[tuple[str, str, str]]:
 
 
 def reported(session: Session) -> str:
-    """The table of a group that was asked for pieces."""
     with opened(session, 3) as (group, _, name):
         OPS.all_gather_matmul(torch.randn(64, 32), [torch.randn(32, 16)], 0, name)
         return str(group.report())

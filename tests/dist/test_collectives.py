@@ -1,7 +1,5 @@
 """Collectives between real processes: random ones with delays at random steps, beside gloo, and their memory."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -17,31 +15,20 @@ def test_random_collectives_on_two_ranks(two_ranks: Ranks, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", [2, 3])
 def test_random_collectives_on_three_ranks(three_ranks: Ranks, seed: int) -> None:
-    """The same where nothing is symmetric."""
     assert three_ranks.run(programs.random_collectives, seed, 600, 1 << 18) == [600] * 3
 
 
-@pytest.mark.parametrize(
-    ("world_size", "count"),
-    [
-        (1, 200),
-        (4, 200),
-        *((5, 100), (6, 80), (7, 60), (8, 60)),
-    ],
-)
+@pytest.mark.parametrize(("world_size", "count"), [(1, 200), (4, 200), *((5, 100), (6, 80), (7, 60), (8, 60))])
 def test_random_collectives_on_more_and_fewer_ranks(world_size: int, count: int) -> None:
-    """The same on other numbers of ranks, one alone among them."""
     assert run_once(world_size, programs.random_collectives, 4, count, 1 << 18) == [count] * world_size
 
 
 def test_large_blocks_are_cut_into_no_more_chunks_than_there_are_flags(two_ranks: Ranks) -> None:
-    """Chunks grow with the size."""
     assert two_ranks.run(programs.random_collectives, 6, 20, 1 << 23, 16) == [20] * 2
 
 
 @pytest.mark.parametrize("operation", ["all_gather", "all_to_all", "broadcast", "scatter", "gather"])
 def test_data_moves_as_with_gloo(three_ranks: Ranks, operation: str) -> None:
-    """Layouts are torch's, bit by bit."""
     assert three_ranks.run(programs.against_gloo, operation) == [True] * 3
 
 
@@ -54,23 +41,19 @@ def test_sums_are_no_worse_than_those_of_gloo(three_ranks: Ranks, operation: str
 
 
 def test_channels_run_at_the_same_time(two_ranks: Ranks) -> None:
-    """A call that waits for a rank holds up its channel only."""
     assert two_ranks.run(programs.channels_do_not_wait) == [True] * 2
 
 
 def test_communicators_run_at_the_same_time(three_ranks: Ranks) -> None:
-    """Three of them, over two groups, started in another order on every rank."""
     assert three_ranks.run(programs.groups_at_once) == [[6.0, 6.0, 4.0], [6.0, 6.0], [6.0, 6.0, 4.0]]
 
 
 def test_buffers_are_used_again(two_ranks: Ranks) -> None:
-    """1,000 steps map no more memory than the first 100 did."""
     for early, late in two_ranks.run(programs.steps_of_training, 1000):
         assert late == early
 
 
 def test_buffers_have_the_same_place_on_all_ranks(two_ranks: Ranks) -> None:
-    """Same order of making and dropping, same offsets."""
     first, second = two_ranks.run(programs.same_place)
     assert first == second
 
@@ -97,5 +80,4 @@ def test_what_cannot_be_released_early_is_refused(two_ranks: Ranks) -> None:
 
 
 def test_nothing_is_left_behind(two_ranks: Ranks) -> None:
-    """No mapping and no descriptor, once it is closed and its tensors are gone; until then these can be read."""
     assert two_ranks.run(programs.left_behind) == [(0, 0)] * 2

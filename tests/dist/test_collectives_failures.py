@@ -1,8 +1,7 @@
 """No rank hangs in silence: ranks that die, stay away, close, fail or call something else are named to the others."""
 
-from __future__ import annotations
-
 import signal
+from typing import Any
 
 import msgspec
 import pytest
@@ -19,7 +18,6 @@ SLOWER = msgspec.structs.replace(H200, rates=msgspec.structs.replace(H200.rates,
 @pytest.mark.parametrize("operation", ["all_reduce", "broadcast", "even all_to_all"])
 @pytest.mark.parametrize("at_step", [0, 1, 2, 3, 5, 8, 13, 34, 150])
 def test_a_killed_rank_ends_the_others(operation: str, at_step: int) -> None:
-    """At whatever step it dies, every other rank raises PeerTimeout, names it, and does so long before the time-out."""
     first, killed, last = run_once(3, programs.one_is_killed, operation, at_step)
     assert killed == -signal.SIGKILL
     for text, ranks, seconds in (first, last):
@@ -27,30 +25,16 @@ def test_a_killed_rank_ends_the_others(operation: str, at_step: int) -> None:
 
 
 def test_a_rank_that_stays_away_is_named(three_ranks: Ranks) -> None:
-    """The others give up at the time-out and say who did not come; that one is told so when it comes."""
-    told = three_ranks.run(programs.one_stays_away, 1)
-    assert ["waiting for rank 1 (has not come" in text for text, _, _ in told] == [True] * 3, told
-
-
-def test_the_error_of_a_rank_that_stayed_away_names_it(three_ranks: Ranks) -> None:
-    """As data, too, for whoever restarts it."""
-    assert [ranks for _, ranks, _ in three_ranks.run(programs.one_stays_away, 2)] == [(2,)] * 3
+    told = three_ranks.run(programs.one_stays_away, 2)
+    assert [("waiting for rank 2 (has not come" in text, ranks) for text, ranks, _ in told] == [(True, (2,))] * 3, told
 
 
 MISMATCHES = [
-    ("all_reduce", "all_gather"),
-    ("all_reduce", "all_reduce max"),
-    ("all_reduce", "shorter all_reduce"),
-    ("all_reduce", "int32 all_reduce"),
-    ("premul_sum 2", "premul_sum 3"),
-    ("broadcast", "broadcast of 1"),
-    ("barrier", "all_reduce"),
-    ("send", "send"),
-    ("send", "shorter recv"),
-    ("send", "all_gather"),
-    ("even all_to_all", "uneven all_to_all"),
-    ("all to rank 0", "all to rank 0"),
-]
+    ("all_reduce", "all_gather"), ("all_reduce", "all_reduce max"), ("all_reduce", "shorter all_reduce"),
+    ("all_reduce", "int32 all_reduce"), ("premul_sum 2", "premul_sum 3"), ("broadcast", "broadcast of 1"),
+    ("barrier", "all_reduce"), ("send", "send"), ("send", "shorter recv"), ("send", "all_gather"),
+    ("even all_to_all", "uneven all_to_all"), ("all to rank 0", "all to rank 0"),
+]  # fmt: skip
 ON_CPUS_ONLY = [names for names in MISMATCHES if names[1] in ("int32 all_reduce", "send", "shorter recv", names[0])]
 ON_GPUS = [names for names in MISMATCHES if names not in ON_CPUS_ONLY]
 
@@ -75,19 +59,16 @@ def test_debug_mode_tells_before_anything_was_written(two_ranks: Ranks) -> None:
 
 
 def test_matching_calls_are_not_told_anything(two_ranks: Ranks) -> None:
-    """The calls above, made by both ranks."""
     for name in ("all_reduce", "premul_sum 2", "all_gather", "broadcast of 1", "uneven all_to_all"):
         assert [text for text, _, _ in two_ranks.run(programs.call_each_its_own, (name, name), True)] == [""] * 2
 
 
 def test_a_closed_communicator_is_told(two_ranks: Ranks) -> None:
-    """To the rank that waits for it."""
     (text, ranks, seconds), _ = two_ranks.run(programs.one_closes)
     assert ("has closed its communicator" in text, ranks, seconds < SOON_S) == (True, (1,), True)
 
 
 def test_a_fault_of_one_rank_is_told_to_the_others(two_ranks: Ranks) -> None:
-    """It raises its own error, the others say what that was."""
     told = two_ranks.run(programs.one_has_a_fault)
     assert told[1] == "OSError: the disk is on fire"
     assert "PeerTimeout: all_reduce" in told[0]
@@ -117,7 +98,6 @@ def test_a_fault_of_one_rank_is_told_to_the_others(two_ranks: Ranks) -> None:
     ],
 )
 def test_options_that_cannot_work_are_refused(two_ranks: Ranks, options: list[dict[str, object]], said: str) -> None:
-    """On both ranks, before anything is shared; what may differ, may."""
     for text in two_ranks.run(programs.made_with, options):
         assert (text.startswith("Misconfigured"), said in text) == (bool(said), True), text
 
@@ -136,7 +116,6 @@ def test_a_communicator_says_what_was_not_measured(two_ranks: Ranks) -> None:
 
 
 def test_bad_arguments_are_refused_before_anything_is_sent(two_ranks: Ranks) -> None:
-    """Each with what is allowed; the communicator works on."""
     assert two_ranks.run(programs.bad_calls) == [[], []]
 
 
@@ -146,25 +125,26 @@ def test_staging_that_is_far_too_small_is_refused(two_ranks: Ranks) -> None:
     assert [(said in text, value) for text, value in two_ranks.run(programs.too_many_slices)] == [(True, 2.0)] * 2
 
 
+DEVICES = pytest.mark.parametrize("device", [None, SoftwareGpu], ids=["CPU", "software GPU"])
+
+
+@DEVICES
 @pytest.mark.parametrize("how", programs.CHILDREN)
-def test_a_forked_child_leaves_the_communicator_alone(two_ranks: Ranks, how: str) -> None:
-    """It ends as Python programs do, closes it, or calls it in vain; the ranks go on."""
-    assert two_ranks.run(programs.forks, how) == [(True, 16.0)] * 2
+def test_a_forked_child_leaves_the_communicator_alone(two_ranks: Ranks, how: str, device: Any) -> None:
+    assert two_ranks.run(programs.forks, how, device) == [(True, 16.0)] * 2
 
 
-def test_outputs_that_are_not_contiguous_are_refused(two_ranks: Ranks) -> None:
-    """In every operation, before anything is sent; the communicator works on."""
-    assert two_ranks.run(programs.outputs_that_cannot_be_written) == [[], []]
+@DEVICES
+def test_outputs_that_are_not_contiguous_are_refused(two_ranks: Ranks, device: Any) -> None:
+    assert two_ranks.run(programs.outputs_that_cannot_be_written, device) == [[], []]
 
 
 def test_split_sizes_that_do_not_match_are_told(two_ranks: Ranks) -> None:
-    """To the rank that expects others than it is sent, with both."""
     for text in two_ranks.run(programs.other_splits):
         assert "ranks send (4, 4) bytes to rank" in text, text
 
 
 def test_a_closed_communicator_says_so(two_ranks: Ranks) -> None:
-    """To who goes on calling it."""
     assert (
         two_ranks.run(programs.called_after_closing)
         == ["Misconfigured: this communicator was closed; make a new one"] * 2
@@ -172,11 +152,9 @@ def test_a_closed_communicator_says_so(two_ranks: Ranks) -> None:
 
 
 def test_a_wait_may_be_shorter_than_its_call(two_ranks: Ranks) -> None:
-    """It raises, and the call goes on and ends well."""
     (told, early, well), (_, _, too) = two_ranks.run(programs.an_impatient_wait)
     assert ("has not ended within 0.05 s" in told, early, well, too) == (True, False, True, True)
 
 
 def test_a_rank_outside_the_group_is_refused(two_ranks: Ranks) -> None:
-    """Only members make a communicator."""
     assert "not in the group" in two_ranks.run(programs.outsider)[1]

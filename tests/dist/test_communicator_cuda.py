@@ -1,15 +1,12 @@
 """The communicator of GPUs between real processes, on software GPUs: threads for streams, shared memory for theirs."""
 
-from __future__ import annotations
-
 import signal
+from typing import Any
 
 import pytest
 
-from tests.dist import collective_programs as collectives
 from tests.dist import communicator_cuda_programs as programs
 from tests.support.ranks import SOON_S, Ranks, run_once
-from tests.support.software_gpu import SoftwareGpu
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -20,13 +17,11 @@ def test_random_collectives_on_two_ranks(two_ranks: Ranks, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", [3, 4, 5])
 def test_random_collectives_on_three_ranks(three_ranks: Ranks, seed: int) -> None:
-    """The same where nothing is symmetric."""
     assert three_ranks.run(programs.random_collectives, seed, 200, 1 << 16) == [200] * 3
 
 
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_random_collectives_on_more_and_fewer_ranks(world_size: int) -> None:
-    """The same on other numbers of ranks, one alone among them."""
     assert run_once(world_size, programs.random_collectives, 6, 80, 1 << 14) == [80] * world_size
 
 
@@ -51,7 +46,6 @@ def test_nothing_grows_with_the_number_of_steps(two_ranks: Ranks, early: bool) -
 
 
 def test_what_comes_again_is_replayed(two_ranks: Ranks) -> None:
-    """As a graph, from the second time on."""
     assert [replayed for *_, replayed in two_ranks.run(programs.steps_in_stream_order, False, False, 20)] == [True] * 2
 
 
@@ -68,9 +62,22 @@ def test_what_a_graph_cannot_hold_is_refused(two_ranks: Ranks) -> None:
         assert after == "[0.0, 1.0] in block 1"
 
 
-def test_captures_that_have_ended_are_forgotten(two_ranks: Ranks) -> None:
-    """At the first call of the next one: a channel keeps the end of calls in captures that still go on."""
-    assert two_ranks.run(programs.captured_again, 4) == [[[False, False, False, False, True]] * 2] * 2
+FOUND_BY_TWO: dict[str, tuple[Any, tuple[Any, ...], Any]] = {
+    "captures that have ended are forgotten": (programs.captured_again, (4,), [[False, False, False, False, True]] * 2),
+    "a call behind a long kernel is nobodys fault": (programs.a_long_kernel, (0.4, 1.0), ""),
+    "a call behind another has not begun": (programs.one_behind_the_other, (1.2, 0.8), ""),
+    "no elements need no memory": (programs.nothing, (), ((0, 5), "cpu", 0)),
+    "nothing is left running": (programs.left_behind, (), []),
+    "channels run at the same time": (programs.channels_at_once, (), (True, True)),
+    "what was prepared goes when there is too much of it": (programs.cache_of_two, (45,), (45, 2, 0, 2)),
+    "what was prepared in captures goes too": (programs.cache_of_two_in_captures, (4,), (20, 0)),
+    "threads without a context make every call": (programs.every_verb_in_a_new_thread, (), {}),
+}
+
+
+@pytest.mark.parametrize(("program", "arguments", "wanted"), FOUND_BY_TWO.values(), ids=FOUND_BY_TWO)
+def test_what_two_ranks_find(two_ranks: Ranks, program: Any, arguments: tuple[Any, ...], wanted: Any) -> None:
+    assert two_ranks.run(program, *arguments) == [wanted] * 2
 
 
 def test_a_tensor_that_dies_in_a_capture_gives_its_memory_back(two_ranks: Ranks) -> None:
@@ -78,19 +85,7 @@ def test_a_tensor_that_dies_in_a_capture_gives_its_memory_back(two_ranks: Ranks)
     assert [after - before for before, after in two_ranks.run(programs.died_in_a_capture)] == [1 << 20] * 2
 
 
-@pytest.mark.parametrize("how", collectives.CHILDREN)
-def test_a_forked_child_leaves_the_communicator_alone(two_ranks: Ranks, how: str) -> None:
-    """It ends as Python programs do, closes it, or calls it in vain; the ranks go on."""
-    assert two_ranks.run(collectives.forks, how, SoftwareGpu) == [(True, 16.0)] * 2
-
-
-def test_outputs_that_are_not_contiguous_are_refused(two_ranks: Ranks) -> None:
-    """In every operation, before anything is queued; the communicator works on."""
-    assert two_ranks.run(collectives.outputs_that_cannot_be_written, SoftwareGpu) == [[], []]
-
-
 def test_calls_that_cannot_be_made_are_refused(two_ranks: Ranks) -> None:
-    """Before anything is sent, each with what to do instead; the communicator works on."""
     parts = ("use empty() for this one", "use empty() for this one", "tensor of empty() only", "not from empty()")
     for *told, after in two_ranks.run(programs.refused):
         assert [part in text for part, text in zip(parts, told, strict=True)] == [True] * 4, told
@@ -104,7 +99,6 @@ def test_a_gather_may_be_in_place_on_one_rank_only(four_ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_places_that_do_not_match_are_told_before_a_byte_is_written(two_ranks: Ranks, late: int) -> None:
-    """Whichever rank comes last: one says that the places differ, and no rank copies before it knows."""
     told = two_ranks.run(programs.other_places, late)
     assert [copies for _, copies, _ in told] == [0] * 2
     assert all(text and seconds < SOON_S for text, _, seconds in told), told
@@ -114,7 +108,6 @@ def test_places_that_do_not_match_are_told_before_a_byte_is_written(two_ranks: R
 @pytest.mark.parametrize("operation", ["all_reduce", "broadcast", "even all_to_all"])
 @pytest.mark.parametrize("at_action", [0, 1, 2, 5, 13, 60, 300])
 def test_a_killed_rank_ends_the_others(operation: str, at_action: int) -> None:
-    """At whatever action of its GPU it dies, every other rank raises PeerTimeout, names it, and does so soon."""
     first, killed, last = run_once(3, programs.one_is_killed, operation, at_action)
     assert killed == -signal.SIGKILL
     for text, ranks, seconds in (first, last):
@@ -122,20 +115,9 @@ def test_a_killed_rank_ends_the_others(operation: str, at_action: int) -> None:
 
 
 def test_a_rank_that_stays_away_is_named(three_ranks: Ranks) -> None:
-    """The others are let go at the time-out and say who did not come."""
     told = three_ranks.run(programs.one_stays_away, 0.5, 0.0)
     assert [ranks for _, ranks in (told[0], told[2])] == [(1,)] * 2, told
     assert "waiting for rank 1 (has not come" in told[0][0]
-
-
-def test_a_call_behind_a_long_kernel_is_nobodys_fault(two_ranks: Ranks) -> None:
-    """The time-out counts from the moment when the stream comes to the call."""
-    assert two_ranks.run(programs.a_long_kernel, 0.4, 1.0) == [""] * 2
-
-
-def test_a_call_behind_another_has_not_begun(two_ranks: Ranks) -> None:
-    """Nor does the time-out count for it, although its own stream has come to it: each takes 0.8 s, both 1.6 s."""
-    assert two_ranks.run(programs.one_behind_the_other, 1.2, 0.8) == [""] * 2
 
 
 def test_a_rank_that_does_not_make_memory_is_named(two_ranks: Ranks) -> None:
@@ -145,25 +127,13 @@ def test_a_rank_that_does_not_make_memory_is_named(two_ranks: Ranks) -> None:
 
 
 def test_memory_can_be_reserved(two_ranks: Ranks) -> None:
-    """Then tensors of so many bytes make no region; and what cannot take effect on a GPU is refused."""
     for before, after, told in two_ranks.run(programs.reserved):
         assert (before, after, "before_step on a GPU" in told) == (2, 2, True)
 
 
-def test_no_elements_need_no_memory(two_ranks: Ranks) -> None:
-    """No region is made for them; the tensor is where all others are."""
-    assert two_ranks.run(programs.nothing) == [((0, 5), "cpu", 0)] * 2
-
-
 @pytest.mark.parametrize("sum_sms", [None, 8])
 def test_sums_run_on_the_sms_they_were_given(two_ranks: Ranks, sum_sms: int | None) -> None:
-    """Or on all that are free."""
     assert two_ranks.run(programs.sums_on, sum_sms) == [({sum_sms}, 3.0)] * 2
-
-
-def test_nothing_is_left_running(two_ranks: Ranks) -> None:
-    """Closing ends every stream and thread that the communicator made, after the calls under way."""
-    assert two_ranks.run(programs.left_behind) == [[]] * 2
 
 
 def test_an_abort_does_not_wait_for_a_peer(two_ranks: Ranks) -> None:
@@ -173,33 +143,11 @@ def test_an_abort_does_not_wait_for_a_peer(two_ranks: Ranks) -> None:
 
 
 def test_a_communicator_that_is_dropped_does_not_wait_for_a_peer(two_ranks: Ranks) -> None:
-    """Garbage is collected in any thread."""
     told, _ = two_ranks.run(programs.ended_without_peers, "drop")[0]
     assert told == "Misconfigured: this communicator was closed; make a new one"
 
 
-def test_channels_run_at_the_same_time(two_ranks: Ranks) -> None:
-    """A call that waits for a rank holds up its channel only."""
-    assert two_ranks.run(programs.channels_at_once) == [(True, True)] * 2
-
-
-def test_what_was_prepared_goes_when_there_is_too_much_of_it(two_ranks: Ranks) -> None:
-    """Five programs in turn, each three times, where two are kept: all right, the others are given back."""
-    assert two_ranks.run(programs.cache_of_two, 45) == [(45, 2, 0, 2)] * 2
-
-
-def test_what_was_prepared_in_captures_goes_too(two_ranks: Ranks) -> None:
-    """Their graphs have copies, which are right when they are replayed."""
-    assert two_ranks.run(programs.cache_of_two_in_captures, 4) == [(20, 0)] * 2
-
-
-def test_threads_without_a_context_make_every_call(two_ranks: Ranks) -> None:
-    """As autograd's threads have none before their first kernel: no verb is refused by the driver."""
-    assert two_ranks.run(programs.every_verb_in_a_new_thread) == [{}] * 2
-
-
 @pytest.mark.parametrize(("share", "said"), [([None, None], ""), ([True, True], ""), ([True, None], "'share_gpu': ")])
 def test_ranks_agree_on_sharing_a_gpu(two_ranks: Ranks, share: list[bool | None], said: str) -> None:
-    """Otherwise all are refused before anything is opened."""
     for text in two_ranks.run(programs.sharing_a_gpu, share):
         assert (text.startswith("Misconfigured: the ranks do not match"), said in text) == (bool(said), True), text

@@ -1,8 +1,7 @@
 """DDP's buckets through a communicator, beside DDP's own all_reduce."""
 
-from __future__ import annotations
-
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,8 +21,6 @@ STEPS = 5
 
 
 class Branches(torch.nn.Module):
-    """Two branches, of which a step may use one; with parameters of two dtypes."""
-
     def __init__(self, *, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.first = torch.nn.Linear(48, 96).to(dtype)
@@ -93,7 +90,6 @@ def averages(_: Session, wire: torch.dtype | None, numel: int) -> tuple[float, f
 
 
 def by_hook(_: Session) -> str:
-    """`register_comm_hook` as torch documents it."""
     state = HookState(options=DdpOptions(communicator=PATIENT))
     ddp = DistributedDataParallel(torch.nn.Linear(8, 8))
     ddp.register_comm_hook(state, hook)
@@ -104,7 +100,6 @@ def by_hook(_: Session) -> str:
 
 
 def refused(_: Session, what: str) -> str:
-    """The error of something that cannot be."""
     ddp = DistributedDataParallel(torch.nn.Linear(8, 8))
     handle: Any = None
     try:
@@ -148,22 +143,18 @@ def test_losses_are_those_of_ddp(two_ranks: Ranks, keywords: dict[str, Any], bot
         assert report.modules[0].runs.endswith("MB of buckets")
 
 
-@pytest.mark.parametrize("numel", [1, 1000, 4096, 100_003])
-def test_bfloat16_on_the_wire_is_as_exact_as_torchs_hook(two_ranks: Ranks, numel: int) -> None:
-    for ours, torchs in two_ranks.run(averages, torch.bfloat16, numel):
-        assert ours <= max(1.01 * torchs, 2**-8)
+MOST: dict[torch.dtype | None, Callable[[float], float]] = {
+    None: lambda torchs: 4 * 2**-24,
+    torch.bfloat16: lambda torchs: max(1.01 * torchs, 2**-8),  # as torch's hook
+    torch.float8_e4m3fn: lambda torchs: 1 / 16 * 2,  # three bits of mantissa: half a unit is 1/16 of a value
+}
 
 
 @pytest.mark.parametrize("numel", [1, 1000, 4096, 100_003])
-def test_float8_on_the_wire_has_its_own_error(four_ranks: Ranks, numel: int) -> None:
-    """Three bits of mantissa: half a unit is 1/16 of a value; averages of four errors are smaller than the largest."""
-    for ours, _ in four_ranks.run(averages, torch.float8_e4m3fn, numel):
-        assert ours <= 1 / 16 * 2
-
-
-def test_sums_are_exact_without_a_wire_dtype(four_ranks: Ranks) -> None:
-    for ours, _ in four_ranks.run(averages, None, 100_003):
-        assert ours <= 4 * 2**-24
+@pytest.mark.parametrize("wire", MOST, ids=str)
+def test_averages_have_the_error_of_what_is_sent(four_ranks: Ranks, wire: torch.dtype | None, numel: int) -> None:
+    for ours, torchs in four_ranks.run(averages, wire, numel):
+        assert ours <= MOST[wire](torchs)
 
 
 def test_the_hook_by_itself(two_ranks: Ranks) -> None:
@@ -181,10 +172,7 @@ def test_the_hook_by_itself(two_ranks: Ranks) -> None:
     ("what", "message"),
     [
         ("options", "Misconfigured: options of type OverlapOptions for DDP: give counterpoint.ddp.DdpOptions"),
-        (
-            "wire",
-            "Misconfigured: wire_dtype=torch.int8: allowed are None, torch.bfloat16, torch.float8_e4m3fn",
-        ),
+        ("wire", "Misconfigured: wire_dtype=torch.int8: allowed are None, torch.bfloat16, torch.float8_e4m3fn"),
         ("twice", "Misconfigured: DDP takes no hook now"),
     ],
 )

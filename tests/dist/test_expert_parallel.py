@@ -1,7 +1,5 @@
 """Layers of experts in parts, by themselves and under models of `transformers`, beside stock."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -47,7 +45,6 @@ def test_experts_of_transformers(two_ranks: Ranks, name: str, tmp_path: Path) ->
 @pytest.mark.needs("transformers")
 @pytest.mark.parametrize("name", programs.SPREADS_OF_FOUR)
 def test_experts_of_transformers_beside_other_parallelism(four_ranks: Ranks, name: str, tmp_path: Path) -> None:
-    """FSDP2 of experts and dense parts on two meshes, and tensor parallelism: one line takes them all."""
     experts = "model.layers.0.mlp.experts"
     for difference, report in four_ranks.run(programs.with_transformers, name, str(tmp_path)):
         assert difference < SUMS

@@ -1,7 +1,5 @@
 """FSDP2 with zero-SM collectives beside stock FSDP2, between real processes: every way to train gives the same bits."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -52,17 +50,14 @@ def test_sizes_are_foreseen(two_ranks: Ranks) -> None:
 
 
 def test_premultiplied_sums_are_those_of_stock(two_ranks: Ranks) -> None:
-    """A gradient divide factor of 4 comes as PREMUL_SUM, and gives the bits of a division after the sum."""
     assert two_ranks.run(training.premultiplied) == [[]] * 2
 
 
 def test_asynchronous_gathers_are_waited_for(two_ranks: Ranks) -> None:
-    """With `unshard(async_op=True)` torch waits for our work before it copies out: the same bits."""
     assert two_ranks.run(training.unsharded_ahead) == [[]] * 2
 
 
 def test_checkpoints_are_those_of_stock(two_ranks: Ranks, tmp_path: Path) -> None:
-    """What an overlapped model has saved is, loaded by stock FSDP2, what stock has trained."""
     assert two_ranks.run(training.saved_and_loaded, str(tmp_path / "checkpoint")) == [[]] * 2
 
 
@@ -84,7 +79,6 @@ def test_large_modules_may_keep_torchs_collectives(two_ranks: Ranks) -> None:
 
 
 def test_evaluation_is_that_of_stock(two_ranks: Ranks) -> None:
-    """Without gradients and in inference mode, between steps of training."""
     for stock, ours in two_ranks.run(training.evaluated):
         assert stock == ours
 

@@ -1,7 +1,5 @@
 """Modules whose parameters lie on several meshes, beside stock FSDP2: ours communicate for each group of them."""
 
-from __future__ import annotations
-
 import pytest
 from torch.distributed.tensor import Shard
 
@@ -29,12 +27,7 @@ def reported(session: Session, case: Case) -> list[tuple[str, tuple[int, ...], b
     with overlap(made, options=case.options) as handle:
         losses_and_gradients(made, session, [ALL] * 2, PREPARED["as they come"])
         return [
-            (
-                one.name,
-                one.ranks,
-                one.moved("all_gather").how == "direct",
-                one.moved("reduce_scatter").how == "direct",
-            )
+            (one.name, one.ranks, one.moved("all_gather").how == "direct", one.moved("reduce_scatter").how == "direct")
             for one in handle.report().modules[:2]
         ]
 
@@ -49,7 +42,6 @@ def prefetched(session: Session) -> tuple[str, list[int]]:
 
 
 def restored(session: Session) -> list[bool]:
-    """Whether every group has torch's own collectives after `restore`."""
     made = model(TWO_MESHES)
     overlap(made).restore()
     groups = [group for layer in made.layers for group in layer._get_fsdp_state()._fsdp_param_groups]
@@ -63,7 +55,6 @@ WAYS = [*(("the same", prepared) for prepared in PREPARED), *((orders, "as they 
 
 @pytest.mark.parametrize(("orders", "prepared"), WAYS)
 def test_training_on_two_meshes_is_that_of_stock(four_ranks: Ranks, orders: str, prepared: str) -> None:
-    """Weights over one axis, biases over the other: the same bits."""
     assert four_ranks.run(beside_stock, Case(mesh=(2, 2), orders=orders, prepared=prepared)) == [[]] * 4
 
 
@@ -84,7 +75,6 @@ def test_a_group_may_be_sharded_along_another_axis(four_ranks: Ranks) -> None:
 
 
 def test_each_group_is_reported(four_ranks: Ranks) -> None:
-    """By its number and its own ranks; both gather and scatter without a copy."""
     for rank, rows in enumerate(four_ranks.run(reported, TWO_MESHES)):
         weights, biases = (rank % 2, rank % 2 + 2), (rank // 2 * 2, rank // 2 * 2 + 1)
         assert rows == [
@@ -94,14 +84,12 @@ def test_each_group_is_reported(four_ranks: Ranks) -> None:
 
 
 def test_a_group_of_one_rank_stays_with_torch(two_ranks: Ranks) -> None:
-    """It has nothing to gather; the other group is ours."""
     assert two_ranks.run(beside_stock, Case(mesh=(1, 2))) == [[], []]
     for rows in two_ranks.run(reported, Case(mesh=(1, 2))):
         assert [direct for _, _, direct, _ in rows] == [False, True]
 
 
 def test_modules_are_prefetched_once(four_ranks: Ranks) -> None:
-    """FSDP2 gathers all groups of a module that is named to it: each module is named once."""
     said = "prefetch: 2 ahead, 6 of 6 modules, in the order in which they ran"
     assert four_ranks.run(prefetched) == [(said, [2, 2, 2, 2, 1, 0])] * 4
 
@@ -112,5 +100,4 @@ def test_each_group_has_places_of_its_own(four_ranks: Ranks) -> None:
 
 
 def test_restore_gives_torch_back_in_each_group(four_ranks: Ranks) -> None:
-    """Both hooks of both groups of all layers."""
     assert four_ranks.run(restored) == [[True] * 24] * 4

@@ -1,23 +1,25 @@
 """What `overlap` returns and refuses; ranks that die; memory."""
 
-from __future__ import annotations
-
 import signal
+from typing import Any
 
 import pytest
 
 from tests.dist import fsdp_programs as programs
 from tests.support.ranks import Ranks, run_once
 
+FOUND_BY_TWO: dict[str, tuple[Any, tuple[Any, ...], Any]] = {
+    "restore gives torch back": (programs.restored, (), []),
+    "the handle need not be kept": (programs.closed_by_itself, (), True),
+    "what was not sharded is told": (programs.unmanaged, (), ("0.6 MB of parameters are in no FSDP2 module",)),
+    "older torch is read the same": (programs.as_in_torch_2_11, (), True),
+    "a forked child leaves the model alone": (programs.forks, (), True),
+}
 
-def test_restore_gives_torch_back(two_ranks: Ranks) -> None:
-    """In, out and in again is stock in every bit; after the last restore our hooks see no call."""
-    assert two_ranks.run(programs.restored) == [[]] * 2
 
-
-def test_the_handle_need_not_be_kept(two_ranks: Ranks) -> None:
-    """The model keeps its communicators."""
-    assert two_ranks.run(programs.closed_by_itself) == [True] * 2
+@pytest.mark.parametrize(("program", "arguments", "wanted"), FOUND_BY_TWO.values(), ids=FOUND_BY_TWO)
+def test_what_two_ranks_find(two_ranks: Ranks, program: Any, arguments: tuple[Any, ...], wanted: Any) -> None:
+    assert two_ranks.run(program, *arguments) == [wanted] * 2
 
 
 def test_prefetch_follows_the_order_that_was_seen(two_ranks: Ranks) -> None:
@@ -36,35 +38,17 @@ def test_prefetch_follows_the_order_that_was_seen(two_ranks: Ranks) -> None:
 
 
 def test_modules_sharded_together_are_one(two_ranks: Ranks) -> None:
-    """By all their names."""
     names = ["(root)", "layers.0", "layers.1", "layers.2", "norm, head"]
     assert two_ranks.run(programs.named) == [names, names]
 
 
-def test_what_was_not_sharded_is_told(two_ranks: Ranks) -> None:
-    """A layer of 4 x 4 weights and 4 biases that `fully_shard` was not called on."""
-    assert two_ranks.run(programs.unmanaged) == [("0.6 MB of parameters are in no FSDP2 module",)] * 2
-
-
-def test_older_torch_is_read_the_same(two_ranks: Ranks) -> None:
-    """torch 2.11 has the one group of parameters by another name than 2.13."""
-    assert two_ranks.run(programs.as_in_torch_2_11) == [True] * 2
-
-
-def test_a_forked_child_leaves_the_model_alone(two_ranks: Ranks) -> None:
-    """It ends as Python programs do, through every `with`; training goes on."""
-    assert two_ranks.run(programs.forks) == [True] * 2
-
-
 def test_memory_does_not_grow(two_ranks: Ranks) -> None:
-    """1,000 steps map no more shared memory than the first 100 did."""
     for seen in two_ranks.run(programs.mapped_bytes, 1000):
         assert seen == [seen[0]] * 10
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_killed_rank_ends_training(where: str) -> None:
-    """The other is told which rank died: by the error that comes through torch's hooks and autograd, and on asking."""
     assert run_once(2, programs.one_is_killed, where) == [["(1,) soon"] * 2, -signal.SIGKILL]
 
 
@@ -90,6 +74,5 @@ def test_a_killed_rank_ends_training(where: str) -> None:
     ],
 )
 def test_what_cannot_work_is_refused(two_ranks: Ranks, name: str, said: str) -> None:
-    """Each on both ranks, with what came and what to do."""
     for text in two_ranks.run(programs.refused, name):
         assert text.startswith(said), text

@@ -1,7 +1,5 @@
 """Modules that share the places to which their parameters are gathered, in orders that they were not given them for."""
 
-from __future__ import annotations
-
 import pytest
 
 from counterpoint.parallel.options import OverlapOptions
@@ -44,20 +42,18 @@ def test_there_are_as_many_places_as_are_gathered_at_once(two_ranks: Ranks, ahea
 
 
 def test_a_model_may_be_cast_before_it_runs(two_ranks: Ranks) -> None:
-    """Places are as large as parameters are when they are gathered first."""
     assert two_ranks.run(programs.cast_before_the_first_step) == [[], []]
 
 
 @pytest.mark.needs("torch-2.13")
 def test_parameters_of_several_dtypes_are_gathered_as_they_are(two_ranks: Ranks) -> None:
-    """bfloat16 and int32 (which torch 2.11 refuses) beside float32, of sizes that ranks cannot share equally."""
     assert two_ranks.run(programs.mixed_dtypes) == [[True, True]] * 2
 
 
 def test_two_modules_in_use_at_one_place_are_an_error(two_ranks: Ranks) -> None:
     """Named, with what to do; not wrong numbers."""
     for said in two_ranks.run(programs.in_use_at_once):
-        assert said.startswith("layers.0 and layers.2 are in use at the same time")
+        assert said.startswith("Unsupported: layers.0 and layers.2 are in use at the same time")
         assert "use OverlapOptions(direct=False)" in said
 
 

@@ -1,7 +1,5 @@
 """A step does again only what can have changed since the last one."""
 
-from __future__ import annotations
-
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -120,6 +118,5 @@ def test_a_step_describes_no_gather_and_plans_no_scatter_again(two_ranks: Ranks)
     ids=["gpu", "cpu"],
 )
 def test_a_gather_passes_few_files(two_ranks: Ranks, gpu: bool, rest: list[str]) -> None:
-    """From FSDP2's hook to the driver, or to the lane: the same ones at first and again."""
     for first, again in two_ranks.run(files_passed, gpu):
         assert first == again == [*FROM_THE_HOOK, *(f"collectives/{name}" for name in rest)]

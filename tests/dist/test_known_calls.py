@@ -1,7 +1,5 @@
 """A call of a GPU's communicator that comes again is not worked out anew, and notices what has changed meanwhile."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any
@@ -99,7 +97,6 @@ class Again:
         self.kept += [self.one, self.all]
 
     def step(self, number: int) -> bool:
-        """One call of all ranks, on some stream and channel."""
         self.options: dict[str, Any] = {"channel": self.dice.randrange(2), "async_op": self.dice.random() < 0.5}
         name = self.dice.choice(
             ("gather", "plain_gather", "early_gather", "scatter", "reduce", "exchange", "broadcast")
@@ -164,7 +161,6 @@ class Again:
 
 
 def random_calls_that_come_again(session: Session, seed: int, count: int) -> int:
-    """How many of `count` were right."""
     gpu, dice = SoftwareGpu(delays(seed, session.rank)), random.Random(seed)
     streams = [gpu.new_stream() for _ in range(2)]
     with Communicator(
@@ -180,8 +176,6 @@ def random_calls_that_come_again(session: Session, seed: int, count: int) -> int
 
 @pytest.mark.parametrize("seed", range(4))
 def test_calls_that_come_again_are_right(three_ranks: Ranks, seed: int) -> None:
-    """Few tensors and many calls, on any stream and channel, while memory grows and some ranks know a call others do
-    not."""
     assert three_ranks.run(random_calls_that_come_again, seed, 200) == [200] * 3
 
 
@@ -191,7 +185,6 @@ def test_a_known_call_notices_that_memory_was_replaced(two_ranks: Ranks) -> None
 
 
 def test_a_known_call_notices_how_its_block_rests(two_ranks: Ranks) -> None:
-    """The same addresses again: with the handshake after a call, without it after the release."""
     assert two_ranks.run(the_same_again_released_or_not) == [[True] * 18] * 2
 
 

@@ -1,7 +1,5 @@
 """`counterpoint measure` for real: two ranks with gloo, from the command line to the files; every way to stop it."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -95,23 +93,17 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     ranks_were_gone, left = gone(ranks), [*folder.iterdir(), *logs.iterdir()]
     finished = measure(*QUICK, "--out", out, "--html", folder / "x.html")
     return Story(
-        folder=folder,
-        ranks=ranks,
-        interrupted=subprocess.CompletedProcess([], first.returncode, stdout, stderr),
-        ranks_were_gone=ranks_were_gone,
-        left=left,
-        finished=finished,
-    )
+        folder=folder, ranks=ranks, interrupted=subprocess.CompletedProcess([], first.returncode, stdout, stderr),
+        ranks_were_gone=ranks_were_gone, left=left, finished=finished,
+    )  # fmt: skip
 
 
 def test_ctrl_c_ends_with_130_and_one_line(story: Story) -> None:
-    """And leaves no file."""
     line = story.interrupted.stderr
     assert (story.interrupted.returncode, line, story.left) == (130, "counterpoint: stopped by SIGINT\n", [])
 
 
 def test_ctrl_c_leaves_no_rank(story: Story) -> None:
-    """Two ranks ran, none does."""
     assert (len(story.ranks), story.ranks_were_gone) == (2, True)
 
 
@@ -121,7 +113,6 @@ def test_a_run_that_ends_well_says_so(story: Story) -> None:
 
 
 def test_every_pair_is_there_in_every_order(story: Story) -> None:
-    """Four pairs, three orders, one mechanism."""
     rows = {(row.scenario, row.order) for row in story.measurement.rows}
     assert (len(story.measurement.rows), len(rows)) == (12, 12)
 
@@ -135,7 +126,6 @@ def test_hidden_follows_from_the_times(story: Story) -> None:
 
 
 def test_the_ladder_is_printed(story: Story) -> None:
-    """Each pair has its rungs."""
     text = story.finished.stdout
     assert [text.count(rung) for rung in ("compute alone", "gloo alone", "0.00 serial", "1.00 ideal")] == [4] * 4
 
@@ -146,7 +136,6 @@ def test_the_last_line_is_json(story: Story) -> None:
 
 
 def test_files_lie_where_they_were_asked_for(story: Story) -> None:
-    """Results, table and plot."""
     assert sorted(path.name for path in story.folder.iterdir()) == ["x.html", "x.json", "x.md"]
 
 
@@ -185,7 +174,6 @@ def test_exchanges_are_measured_on_cpus(tmp_path: Path) -> None:
 
 
 def test_an_interrupt_before_the_first_pair_is_one_line(tmp_path: Path) -> None:
-    """As after it."""
     process = started(*QUICK, "--out", tmp_path / "x.json", logs=tmp_path)
     until = time.monotonic() + HANG_S
     while len(ranks_of(process.pid)) < 2 and time.monotonic() < until:

@@ -1,7 +1,5 @@
 """Pairs are measured in their own dtypes: real ranks over gloo and threads."""
 
-from __future__ import annotations
-
 import pytest
 
 from counterpoint.measurement.api import measure_parts
@@ -52,13 +50,11 @@ def measured_fixture() -> Measurement:
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair.operation} {pair.dtype}")
 def test_every_operation_is_measured_in_every_dtype(measured: Measurement, pair: StepPair) -> None:
-    """By both mechanisms, whose results are checked before they are timed."""
     tried = times_of(pair, measured).tried
     assert (len(tried), [each.marked for each in tried if each.marked]) == (2, [])
 
 
 def test_rows_say_their_dtypes(measured: Measurement) -> None:
-    """Those of computation and communication, which differ for a sum."""
     name = part_of(SUM, ()).name
     assert {(row.dtype, row.compute_dtype) for row in measured.rows if row.scenario == name} == {
         ("float32", "bfloat16")

@@ -1,10 +1,6 @@
 """Tokens in slabs come and go as with torch's all_to_all_single, bit by bit."""
 
-from __future__ import annotations
-
-import os
 import random
-import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -20,7 +16,6 @@ from torch import Tensor
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.cuda.call import CudaWork
 from counterpoint.collectives.options import CommunicatorOptions
-from counterpoint.errors import CounterpointError
 from counterpoint.measurement.session import Session
 from counterpoint.parallel.call_memory import CallMemory
 from counterpoint.parallel.expert.dispatcher import Dispatcher
@@ -28,18 +23,14 @@ from counterpoint.parallel.expert.slabs import Slabs
 from counterpoint.parallel.group import RankGroup
 from counterpoint.parallel.options import ExpertOptions
 from tests.dist.communicator_cuda_programs import delays
-from tests.support.ranks import PATIENT, Ranks, run_once
+from tests.support.ranks import PATIENT, Ranks, error_of
 from tests.support.software_gpu import SoftwareGpu
-
-__all__ = ["compared", "killed", "on_software_gpus", "overflown", "two_under_way"]
 
 HIDDEN, MOST = 16, 12
 
 
 @dataclass(frozen=True)
 class Routing:
-    """Tokens of this rank, with their experts and weights."""
-
     x: Tensor
     ids: Tensor
     weights: Tensor
@@ -82,7 +73,7 @@ def opened(session: Session, experts: int, top_k: int, options: ExpertOptions) -
     return Dispatcher(None, experts=experts, top_k=top_k, max_tokens=MOST, hidden=HIDDEN, options=options)
 
 
-def compared(session: Session, seed: int, calls: int, mechanism: Any, captured: bool = False) -> list[str]:
+def compared(session: Session, seed: int, calls: int, captured: bool = False) -> list[str]:
     """Return what differs from mechanism `torch`, in any bit; `captured`: with the memory and rounds of a capture."""
     draw, different = random.Random(seed), list[str]()
     n, me = session.world_size, session.rank
@@ -90,7 +81,7 @@ def compared(session: Session, seed: int, calls: int, mechanism: Any, captured: 
         experts, top_k = n * draw.randint(1, 3), draw.randint(1, 3)
         top_k = min(top_k, experts)
         options = ExpertOptions(
-            mechanism=mechanism,
+            mechanism="slabs",
             capacity_factor=draw.choice([None, None, 0.2, 1.0, 3.0]),
             pad_multiple=draw.choice([1, 1, 4]),
             wire_dtype=draw.choice([None, None, torch.float8_e4m3fn]),
@@ -111,7 +102,7 @@ def compared(session: Session, seed: int, calls: int, mechanism: Any, captured: 
                 if not torch.equal(one, other):
                     different.append(f"{name}: {one} is not {other}; {options}, {case}")
         assert both[0].dropped() == 0
-        assert {row.path for row in both[0].report().calls} == {mechanism}
+        assert {row.path for row in both[0].report().calls} == {"slabs"}
         for dispatcher in both:
             dispatcher.close()
         calls -= 10
@@ -137,7 +128,6 @@ def host_waits(gpu: SoftwareGpu) -> Iterator[None]:
 
 
 def on_software_gpus(session: Session, seed: int, calls: int) -> list[str]:
-    """Return what differs from mechanism `torch` where streams are threads."""
     draw, different = random.Random(seed), list[str]()
     gpu = SoftwareGpu(delays(seed, session.rank))
     gpu.use(gpu.new_stream())
@@ -168,40 +158,14 @@ def on_software_gpus(session: Session, seed: int, calls: int) -> list[str]:
     return different
 
 
-def two_under_way(session: Session, mechanism: Any) -> list[bool]:
-    """Return whether two half-batches in turns give what they give one after the other."""
-    draw = random.Random(7)
-    experts, top_k = 2 * session.world_size, 2
-    cases = [routing(draw, session.rank, experts, top_k, torch.float32, MOST // 2) for _ in range(2)]
-    dispatcher = opened(session, experts, top_k, ExpertOptions(mechanism=mechanism, communicator=PATIENT))
-    alone = [run(dispatcher, case) for case in cases]
-    xs = [case.x.clone().requires_grad_() for case in cases]
-    weights = [case.weights.clone().requires_grad_() for case in cases]
-    handles = [
-        dispatcher.start_dispatch(x, case.ids, weight) for x, case, weight in zip(xs, cases, weights, strict=True)
-    ]
-    rows = [dispatcher.finish_dispatch(handle)[0] for handle in handles]
-    for one, handle in zip(rows, handles, strict=True):
-        dispatcher.start_combine(torch.tanh(one) * 1.5, handle)
-    sums = [dispatcher.finish_combine(handle) for handle in handles]
-    torch.autograd.backward(sums, [case.grads for case in cases])
-    dispatcher.close()
-    return [
-        torch.equal(sums[index], alone[index][2])
-        and torch.equal(xs[index].grad, alone[index][3])  # type: ignore[arg-type]
-        and torch.equal(weights[index].grad, alone[index][4])  # type: ignore[arg-type]
-        for index in range(2)
-    ]
-
-
-def overflown(session: Session, mechanism: Any, overflow: Any) -> tuple[list[str], int, list[bool]]:
+def overflown(session: Session, overflow: Any) -> tuple[list[str], int, list[bool]]:
     """All choices of rank 0 are for one expert, with room for one row.
 
     Return the errors of the next call, of the one after it, and of `close`, how many choices were dropped, and of each
     token of this rank whether its sum is there.
     """
     n = session.world_size
-    options = ExpertOptions(mechanism=mechanism, overflow=overflow, capacity_factor=n / MOST, communicator=PATIENT)
+    options = ExpertOptions(mechanism="slabs", overflow=overflow, capacity_factor=n / MOST, communicator=PATIENT)
     dispatcher = opened(session, n, 1, options)
     x = torch.ones(MOST, HIDDEN)
     ids = torch.zeros(MOST, 1, dtype=torch.int32) if session.rank == 0 else torch.full((MOST, 1), -1)
@@ -210,63 +174,23 @@ def overflown(session: Session, mechanism: Any, overflow: Any) -> tuple[list[str
     said = []
     for call in (*[lambda: dispatcher.dispatch(x, ids, torch.ones(MOST, 1))] * 2, dispatcher.close):
         dropped = dispatcher.dropped()
-        try:
-            call()
-            said.append("nothing")
-        except CounterpointError as error:
-            said.append(str(error))
+        said.append(error_of(call))
     return said, dropped, (y == 1).all(1).tolist()
 
 
-def killed(session: Session, mechanism: Any) -> str:
-    """Rank 1 dies after a first call; return what rank 0 is told."""
-    dispatcher = opened(session, 4, 2, ExpertOptions(mechanism=mechanism, communicator=PATIENT))
-    case = routing(random.Random(1), session.rank, 4, 2, torch.float32, MOST)
-    run(dispatcher, case)
-    if session.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        run(dispatcher, case)
-        return "nothing"
-    except CounterpointError as error:
-        return str(error)
-
-
-MECHANISMS = pytest.mark.parametrize("mechanism", ["slabs"])
-
-
-@MECHANISMS
-def test_random_routings_of_three_ranks(three_ranks: Ranks, mechanism: str) -> None:
+@pytest.mark.parametrize("captured", [False, True])
+def test_random_routings(three_ranks: Ranks, captured: bool) -> None:
     """Ranks and experts without tokens, one expert for all, any room in the first round, float8, bfloat16."""
-    assert three_ranks.run(compared, 1, 60, mechanism) == [[]] * 3
-
-
-@MECHANISMS
-def test_random_routings_of_two_ranks(two_ranks: Ranks, mechanism: str) -> None:
-    """The same between two."""
-    assert two_ranks.run(compared, 2, 40, mechanism) == [[]] * 2
-
-
-def test_slabs_in_a_capture(three_ranks: Ranks) -> None:
-    """With its memory, which is used again, and both rounds always."""
-    assert three_ranks.run(compared, 3, 40, "slabs", True) == [[]] * 3
+    assert three_ranks.run(compared, 1, 60, captured) == [[]] * 3
 
 
 def test_streams(two_ranks: Ranks) -> None:
-    """On software GPUs, whose copies linger."""
     assert two_ranks.run(on_software_gpus, 4, 30) == [[]] * 2
 
 
-@MECHANISMS
-def test_two_half_batches_under_way(two_ranks: Ranks, mechanism: str) -> None:
-    """Second halves come in the order of the first ones."""
-    assert two_ranks.run(two_under_way, mechanism) == [[True] * 2] * 2
-
-
-@MECHANISMS
-def test_no_room_raises_at_the_next_call_and_at_the_end(two_ranks: Ranks, mechanism: str) -> None:
+def test_no_room_raises_at_the_next_call_and_at_the_end(two_ranks: Ranks) -> None:
     """On all ranks, also those whose own choices had room; it says what to give."""
-    first, second = two_ranks.run(overflown, mechanism, "raise")
+    first, second = two_ranks.run(overflown, "raise")
     for found in (first, second):
         following, after_it, end = found[0]
         assert all("no room for 11 rows" in said for said in (following, end))
@@ -275,25 +199,12 @@ def test_no_room_raises_at_the_next_call_and_at_the_end(two_ranks: Ranks, mechan
     assert (first[1], second[1]) == (22, 0)
 
 
-@MECHANISMS
-def test_choices_without_room_are_dropped_and_counted(two_ranks: Ranks, mechanism: str) -> None:
-    """The first one has room; three calls are counted."""
-    first, second = two_ranks.run(overflown, mechanism, "drop")
-    assert first == (["nothing"] * 3, 33, [True] + [False] * 11)
+@pytest.mark.parametrize(
+    ("overflow", "dropped", "there"), [("drop", 33, [True] + [False] * 11), ("second_round", 0, [True] * 12)]
+)
+def test_choices_without_room_are_dropped_or_sent_later(
+    two_ranks: Ranks, overflow: str, dropped: int, there: list[bool]
+) -> None:
+    first, second = two_ranks.run(overflown, overflow)
+    assert first == (["nothing"] * 3, dropped, there)
     assert second == (["nothing"] * 3, 0, [False] * 12)
-
-
-@MECHANISMS
-def test_a_second_round_loses_nothing(two_ranks: Ranks, mechanism: str) -> None:
-    """It takes what had no room in the first."""
-    first, second = two_ranks.run(overflown, mechanism, "second_round")
-    assert first == (["nothing"] * 3, 0, [True] * 12)
-    assert second == (["nothing"] * 3, 0, [False] * 12)
-
-
-@MECHANISMS
-def test_a_killed_rank_is_named(mechanism: str) -> None:
-    """Its peer gets an error instead of waiting for ever."""
-    said, killed_seen = run_once(2, killed, mechanism)
-    assert killed_seen == -signal.SIGKILL
-    assert "rank 1" in said

@@ -1,14 +1,10 @@
 """Real ranks over gloo: collectives are checked, trials keep their order, scenarios give sane rows."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
 
 import msgspec
 import pytest
@@ -16,39 +12,28 @@ import torch
 import torch.distributed as dist
 
 from counterpoint.errors import CounterpointError
-from counterpoint.measurement.collective import Comm, WrongResult, allocate, collectives, elements_of
+from counterpoint.measurement.collective import Comm, allocate, collectives, elements_of
 from counterpoint.measurement.mechanisms import Mechanism
 from counterpoint.measurement.pairs import Calibration
 from counterpoint.measurement.session import Session
 from counterpoint.measurement.worker import measure_part
 from counterpoint.parallel.tensor.overlapped import Weight
 from counterpoint.records.measurement import Block, Outcome, Plan, Scenario
-from tests.support.ranks import Ranks
-
-T = TypeVar("T")
+from tests.support.ranks import Ranks, error_of
 
 
 def opened(session: Session, collective: str, size_bytes: int) -> Comm:
     numel = elements_of(size_bytes, session.dtype.itemsize, session.world_size)
     buffers = allocate(
-        collective,
-        numel=numel,
-        rank=session.rank,
-        world_size=session.world_size,
-        dtype=session.dtype,
-        seed=3,
+        collective, numel=numel, rank=session.rank, world_size=session.world_size, dtype=session.dtype, seed=3,
         empty=partial(torch.empty, dtype=session.dtype, device=session.device),
-    )
+    )  # fmt: skip
     return Comm(buffers=buffers, group=session.world)
 
 
 def check_is_quiet(session: Session, collective: str, size_bytes: int) -> str:
     """The check of a correct collective; its text if it complains."""
-    try:
-        opened(session, collective, size_bytes).check()
-    except WrongResult as error:
-        return str(error)
-    return ""
+    return error_of(opened(session, collective, size_bytes).check)
 
 
 def check_a_wrong_one(session: Session, collective: str) -> str:
@@ -69,13 +54,9 @@ def check_a_missing_write(session: Session) -> str:
     """The check of an all_gather that does nothing after a first good one."""
     comm = opened(session, "all_gather", 4096)
     comm.check()
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Comm, "launch", lambda comm: None)
-            comm.check()
-    except WrongResult as error:
-        return str(error)
-    return ""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Comm, "launch", lambda comm: None)
+        return error_of(comm.check)
 
 
 def slow_pair(session: Session, what: str, compute_s: float, comm_s: float) -> dict[str, float]:
@@ -86,48 +67,22 @@ def slow_pair(session: Session, what: str, compute_s: float, comm_s: float) -> d
 
 
 def agree(session: Session, values: tuple[str, ...]) -> str:
-    """What `agree` says if rank r holds values[r]."""
-    try:
-        session.check_agreement("the flavour", values[session.rank])
-    except CounterpointError as error:
-        return str(error)
-    return ""
+    return error_of(lambda: session.check_agreement("the flavour", values[session.rank]))
 
 
 def fail_on(session: Session, rank: int) -> str:
-    """What `together` raises on each rank if one of them fails."""
-
-    def action() -> int:
+    def action() -> None:
         if session.rank == rank:
             raise ValueError("no room")
-        return 1
 
-    try:
-        return str(session.raise_together(action))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
+    return error_of(lambda: session.raise_together(action))
 
 
-def scenario(session: Session, asked: Scenario, rounds: int) -> Outcome | str:
-    """One measured scenario, or the text of what it raised."""
+def measured(session: Session, asked: Scenario | Block, rounds: int = 5) -> Outcome | str:
+    """A measured scenario or its building blocks, or the text of what it raised."""
     plan = Plan(
-        suite="test",
-        device="cpu",
-        world_size=session.world_size,
-        parts=(asked,),
-        rounds=rounds,
-        results="",
-        errors="",
+        suite="test", device="cpu", world_size=session.world_size, parts=(asked,), rounds=rounds, results="", errors=""
     )
-    try:
-        return measure_part(session, asked, plan, Calibration())
-    except CounterpointError as error:
-        return f"{type(error).__name__}: {error}"
-
-
-def block(session: Session, asked: Block) -> Outcome | str:
-    """Measured building blocks, or the text of what they raised."""
-    plan = Plan(suite="t", device="cpu", world_size=2, parts=(), rounds=5, results="", errors="")
     try:
         return measure_part(session, asked, plan, Calibration())
     except CounterpointError as error:
@@ -145,26 +100,14 @@ def wrong_matmul(session: Session, asked: Block) -> Outcome | str:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Weight, "multiply", wrong)
-        return block(session, asked)
+        return measured(session, asked)
 
 
-def _old_on_rank_1(session: Session, action: Callable[[], T]) -> T:
-    """Runs `action` where no mechanism is available on rank 1."""
-    real = Mechanism.why_unavailable
-    if session.rank == 1:
-        Mechanism.why_unavailable = lambda self, collective: "rank 1 is too old"  # type: ignore[method-assign]
-    try:
-        return action()
-    finally:
-        Mechanism.why_unavailable = real  # type: ignore[method-assign]
-
-
-def scenario_that_rank_1_does_not_offer(session: Session, asked: Scenario) -> Outcome | str:
-    return _old_on_rank_1(session, lambda: scenario(session, asked, 5))
-
-
-def block_not_offered(session: Session, asked: Block) -> Outcome | str:
-    return _old_on_rank_1(session, lambda: block(session, asked))
+def not_offered_by_rank_1(session: Session, asked: Scenario | Block) -> Outcome | str:
+    with pytest.MonkeyPatch.context() as patch:
+        if session.rank == 1:
+            patch.setattr(Mechanism, "why_unavailable", lambda self, collective: "rank 1 is too old")
+        return measured(session, asked)
 
 
 def ranks_seen(session: Session) -> int:
@@ -174,87 +117,62 @@ def ranks_seen(session: Session) -> int:
     return int(ones)
 
 
-SUMS = ("all_reduce", "reduce_scatter")
-
-
-def test_the_pool_is_a_group(two_ranks: Ranks) -> None:
-    """Both processes take part."""
-    assert two_ranks.run(ranks_seen) == [2, 2]
-
-
 @pytest.mark.parametrize("collective", collectives())
 @pytest.mark.parametrize("size_bytes", [1 << 10, 3 << 20])
 def test_a_correct_collective_passes_its_check(three_ranks: Ranks, collective: str, size_bytes: int) -> None:
-    """The data that `check` expects is what gloo delivers, in one chunk and in several."""
-    assert three_ranks.run(check_is_quiet, collective, size_bytes) == [""] * 3
+    assert three_ranks.run(check_is_quiet, collective, size_bytes) == ["nothing"] * 3
 
 
-@pytest.mark.parametrize("collective", [*(name for name in collectives() if name not in SUMS), *SUMS])
+@pytest.mark.parametrize("collective", collectives())
 def test_one_wrong_element_is_seen(two_ranks: Ranks, collective: str) -> None:
-    """The rank whose last element is off says so; the other does not."""
     said = two_ranks.run(check_a_wrong_one, collective)
-    assert (said[0], "wrong" in said[1]) == ("", True)
+    assert (said[0], "wrong" in said[1]) == ("nothing", True)
 
 
 def test_a_collective_that_does_nothing_is_seen(two_ranks: Ranks) -> None:
-    """What a former run left in the buffer does not pass for a result."""
     assert all("wrong data" in text for text in two_ranks.run(check_a_missing_write))
 
 
 @pytest.mark.parametrize(
-    ("what", "first", "second"),
-    [("compute_first", "compute", "comm"), ("comm_first", "comm", "compute")],
+    ("what", "first", "second"), [("compute_first", "compute", "comm"), ("comm_first", "comm", "compute")]
 )
 def test_the_second_side_starts_later_and_beside_the_first(
     two_ranks: Ranks, what: str, first: str, second: str
 ) -> None:
-    """The head start is real, and the second side starts before the end of the first, in most trials."""
     trials = [trial for _ in range(7) for trial in two_ranks.run(slow_pair, what, 0.05, 0.05)]
     head = statistics.median(trial[f"{second}_start"] - trial[f"{first}_start"] for trial in trials)
     assert 1500 < head < 30_000 < min(trial[f"{first}_end"] for trial in trials)
 
 
 def test_serial_is_one_after_the_other(two_ranks: Ranks) -> None:
-    """The collective starts when the computation has ended."""
     for trial in two_ranks.run(slow_pair, "serial", 0.03, 0.01):
         assert trial["comm_start"] >= trial["compute_end"]
 
 
 def test_alone_runs_one_side(two_ranks: Ranks) -> None:
-    """Nothing of the other side is in the trial."""
     assert all(
         set(trial) == {"comm_start", "comm_end", "late"} for trial in two_ranks.run(slow_pair, "comm_alone", 0.01, 0.01)
     )
 
 
 def test_ranks_that_differ_are_told_apart(two_ranks: Ranks) -> None:
-    """Every rank raises, and the text names both values."""
     said = two_ranks.run(agree, ("sweet", "sour"))
     assert [("sweet" in text, "sour" in text) for text in said] == [(True, True)] * 2
 
 
 def test_one_rank_that_fails_stops_all(two_ranks: Ranks) -> None:
-    """The failing rank raises its own error, the other says that another could not go on."""
-    assert two_ranks.run(fail_on, 1) == [
-        "PeerFailed: rank 1: no room",
-        "ValueError: no room",
-    ]
+    assert two_ranks.run(fail_on, 1) == ["PeerFailed: rank 1: no room", "ValueError: no room"]
 
 
 SMALL = Scenario(
-    name="small",
-    workload="gemm 256x256x256*8",
-    collective="all_gather",
-    size_bytes=1 << 20,
-    mechanisms=("gloo",),
+    name="small", workload="gemm 256x256x256*8", collective="all_gather", size_bytes=1 << 20, mechanisms=("gloo",)
 )
 
 
 @pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"])
 def test_programs_are_a_mechanism(two_ranks: Ranks, collective: str) -> None:
-    """Measured beside gloo in the same rounds, every element of its result checked before."""
     both = msgspec.structs.replace(SMALL, collective=collective, mechanisms=("gloo", "zero_sm"), orders=("together",))
-    found = two_ranks.run(scenario, both, 5)[0]
+    found = two_ranks.run(measured, both)[0]
     assert isinstance(found, Outcome), found
     assert [row.mechanism for row in found.rows] == ["gloo", "zero_sm"]
 
@@ -262,38 +180,33 @@ def test_programs_are_a_mechanism(two_ranks: Ranks, collective: str) -> None:
 def test_a_collective_that_programs_do_not_offer_says_so(two_ranks: Ranks) -> None:
     """The ring of send_recv is none of theirs yet."""
     asked = msgspec.structs.replace(SMALL, collective="send_recv", mechanisms=("zero_sm",))
-    found = two_ranks.run(scenario, asked, 5)[0]
+    found = two_ranks.run(measured, asked)[0]
     assert isinstance(found, Outcome), found
     assert (found.rows, "not send_recv" in found.unavailable["zero_sm"]) == ((), True)
 
 
 @pytest.fixture(scope="module")
 def outcome(two_ranks: Ranks) -> Outcome:
-    """A small scenario, measured by both ranks: they return the same."""
-    first, second = two_ranks.run(scenario, SMALL, 8)
+    first, second = two_ranks.run(measured, SMALL, 8)
     assert isinstance(first, Outcome), first
     assert first == second
     return first
 
 
 def test_a_scenario_has_a_row_per_order(outcome: Outcome) -> None:
-    """All three launch orders of the one mechanism."""
     assert [row.order for row in outcome.rows] == ["together", "comm_first", "compute_first"]
 
 
 def test_both_is_at_least_as_long_as_its_sides(outcome: Outcome) -> None:
-    """T covers what each side took beside the other."""
     for row in outcome.rows:
         assert row.together.us >= 0.999 * max(row.compute_together.p10_us, row.comm_together.p10_us)
 
 
 def test_head_starts_are_measured(outcome: Outcome) -> None:
-    """None for `together`; at least what the delay sleeps for the others."""
     assert [row.head_start_us >= 1500 for row in outcome.rows] == [False, True, True]
 
 
 def test_hidden_is_what_the_formula_says(outcome: Outcome) -> None:
-    """Recomputed from the times of the row itself."""
     row = outcome.rows[0]
     serial = row.compute_alone.us + row.best_comm_alone_us
     assert row.hidden == pytest.approx(
@@ -316,34 +229,29 @@ def test_hidden_is_what_the_formula_says(outcome: Outcome) -> None:
 def test_what_cannot_be_measured_is_refused_on_every_rank(
     two_ranks: Ranks, change: dict[str, object], kind: str, said: str
 ) -> None:
-    """One clear line each, and the pool still works afterwards: nobody hangs."""
-    texts = two_ranks.run(scenario, msgspec.structs.replace(SMALL, **change), 3)
+    texts = two_ranks.run(measured, msgspec.structs.replace(SMALL, **change), 3)
     assert [str(text).startswith(kind) and said in text for text in texts] == [True, True]
     assert two_ranks.run(ranks_seen) == [2, 2]
-
-
-@pytest.mark.parametrize("program", [scenario_that_rank_1_does_not_offer, block_not_offered])
-def test_what_one_rank_does_not_offer_is_left_out_on_all(two_ranks: Ranks, program: Callable[..., Outcome]) -> None:
-    """No rows but the reason, on both ranks, and nobody waits in a collective for the other."""
-    asked = SMALL if program is scenario_that_rank_1_does_not_offer else BLOCK
-    found = two_ranks.run(program, asked)
-    assert [(one.rows, one.blocks, one.unavailable) for one in found] == [((), (), {"gloo": "rank 1 is too old"})] * 2
 
 
 BLOCK = Block(name="b", what="all_reduce", mechanisms=("gloo",), sizes_bytes=(1 << 12, 1 << 14))
 
 
+@pytest.mark.parametrize("asked", [SMALL, BLOCK], ids=["scenario", "block"])
+def test_what_one_rank_does_not_offer_is_left_out_on_all(two_ranks: Ranks, asked: Scenario | Block) -> None:
+    found = two_ranks.run(not_offered_by_rank_1, asked)
+    assert [(one.rows, one.blocks, one.unavailable) for one in found] == [((), (), {"gloo": "rank 1 is too old"})] * 2
+
+
 def test_a_collective_alone_by_size(two_ranks: Ranks) -> None:
-    """A row per size, with the bandwidth that nccl-tests would say."""
-    rows = two_ranks.run(block, BLOCK)[0].blocks
+    rows = two_ranks.run(measured, BLOCK)[0].blocks
     assert [row.size_bytes for row in rows] == [1 << 12, 1 << 14]
     assert [row.gb_per_s for row in rows] == pytest.approx([row.size_bytes / row.time.us / 1e3 for row in rows])
 
 
 def test_a_setting_that_cannot_work_here_is_named(two_ranks: Ranks) -> None:
-    """The others are measured."""
     asked = Block(name="b", what="gemm 64x64x64", mechanisms=("stock", "gemm_sms=8"))
-    found = two_ranks.run(block, asked)[0]
+    found = two_ranks.run(measured, asked)[0]
     assert ([row.mechanism for row in found.blocks], list(found.unavailable)) == (["stock"], ["gemm_sms=8"])
 
 
@@ -357,8 +265,7 @@ def matmul(what: str, *mechanisms: str) -> Block:
 
 @pytest.mark.parametrize("what", MATMULS)
 def test_a_matmul_and_its_collective_by_every_mechanism(two_ranks: Ranks, what: str) -> None:
-    """Each runs as it was asked to."""
-    found = two_ranks.run(block, matmul(what, *WAYS))[0]
+    found = two_ranks.run(measured, matmul(what, *WAYS))[0]
     assert isinstance(found, Outcome), found
     rows = {row.mechanism: row for row in found.blocks}
     assert list(rows) == ["matmul alone", "gloo alone", *WAYS]
@@ -368,7 +275,7 @@ def test_a_matmul_and_its_collective_by_every_mechanism(two_ranks: Ranks, what: 
 
 def test_a_matmul_is_compared_with_the_longer_of_its_parts(two_ranks: Ranks) -> None:
     """The parts alone are compared with nothing."""
-    alone, comm, row = two_ranks.run(block, matmul("all_gather_matmul 256x64x64", "torch"))[0].blocks
+    alone, comm, row = two_ranks.run(measured, matmul("all_gather_matmul 256x64x64", "torch"))[0].blocks
     assert (alone.over_longer, comm.over_longer) == (None, None)
     assert row.over_longer == pytest.approx(row.time.us / max(alone.time.us, comm.time.us) - 1)
     assert comm.gb_per_s == pytest.approx(256 * 64 * 4 / 2 / comm.time.us / 1e3)
@@ -376,10 +283,10 @@ def test_a_matmul_is_compared_with_the_longer_of_its_parts(two_ranks: Ranks) -> 
 
 def test_a_matmul_that_went_another_way_is_marked(two_ranks: Ranks) -> None:
     """Rows of 12 bytes are left to torch; a small matmul is not worth a cut. What chooses by itself may do both."""
-    odd = two_ranks.run(block, matmul("all_gather_matmul 64x8x3", "serial", "cuts", "auto"))[0].blocks[2:]
+    odd = two_ranks.run(measured, matmul("all_gather_matmul 64x8x3", "serial", "cuts", "auto"))[0].blocks[2:]
     said = "ran as torch: rows of 12 bytes, which is no multiple of 16"
     assert [(row.path, row.marked) for row in odd] == [("torch", said), ("torch", said), ("torch", None)]
-    (small,) = two_ranks.run(block, matmul("matmul_reduce_scatter 64x32x16", "cuts"))[0].blocks[2:]
+    (small,) = two_ranks.run(measured, matmul("matmul_reduce_scatter 64x32x16", "cuts"))[0].blocks[2:]
     assert (small.path, str(small.marked).startswith("ran as serial")) == ("serial", True)
 
 
@@ -392,28 +299,22 @@ def test_a_wrong_matmul_is_marked_on_all_ranks(two_ranks: Ranks, what: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("what", "said"),
+    ("asked", "said"),
     [
-        ("all_gather_matmul 63x8x8", "give a multiple of their number as M"),
-        ("matmul_reduce_scatter 900000x900000x900000", "are free; choose a smaller size"),
-        ("all_gather_matmul 8", "write one of: all_gather_matmul MxNxK"),
+        (matmul("all_gather_matmul 63x8x8", "torch"), "give a multiple of their number as M"),
+        (matmul("matmul_reduce_scatter 900000x900000x900000", "torch"), "are free; choose a smaller size"),
+        (matmul("all_gather_matmul 8", "torch"), "write one of: all_gather_matmul MxNxK"),
+        (msgspec.structs.replace(BLOCK, sizes_bytes=(1 << 50,)), "are free; choose a smaller size"),
     ],
 )
-def test_matmuls_that_cannot_be_measured_are_refused(two_ranks: Ranks, what: str, said: str) -> None:
+def test_blocks_that_cannot_be_measured_are_refused(two_ranks: Ranks, asked: Block, said: str) -> None:
     """In one line, on every rank."""
-    assert all(said in text for text in two_ranks.run(block, matmul(what, "torch")))
-
-
-def test_a_block_beyond_memory_is_refused(two_ranks: Ranks) -> None:
-    """As a pair is: in one line, on every rank."""
-    asked = Block(name="b", what="all_gather", mechanisms=("gloo",), sizes_bytes=(1 << 50,))
-    assert all("are free; choose a smaller size" in text for text in two_ranks.run(block, asked))
+    assert all(said in text for text in two_ranks.run(measured, asked))
 
 
 @pytest.mark.parametrize("what", ["launch kernel", "launch collective", "lasting gemm 64x64x64"])
 def test_costs_of_a_machine_are_measured(two_ranks: Ranks, what: str) -> None:
-    """One row with a time, the same on both ranks; of a GEMM with its rate."""
-    found = two_ranks.run(block, Block(name=what, what=what, mechanisms=("stock",)))
+    found = two_ranks.run(measured, Block(name=what, what=what, mechanisms=("stock",)))
     assert found[0] == found[1]
     (row,) = found[0].blocks
     assert row.time.p10_us <= row.time.us <= row.time.p90_us
@@ -421,6 +322,5 @@ def test_costs_of_a_machine_are_measured(two_ranks: Ranks, what: str) -> None:
 
 
 def test_the_sum_kernel_is_not_measured_on_cpus(two_ranks: Ranks) -> None:
-    """It says so instead of timing something else."""
-    found = two_ranks.run(block, Block(name="sum", what="sum 4096", mechanisms=("stock",)))[0]
+    found = two_ranks.run(measured, Block(name="sum", what="sum 4096", mechanisms=("stock",)))[0]
     assert (found.blocks, found.unavailable) == ((), {"stock": "the sum kernel runs on GPUs"})

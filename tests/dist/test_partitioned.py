@@ -1,7 +1,5 @@
 """Calls in partitions between processes: what has arrived is right when it is said to have arrived."""
 
-from __future__ import annotations
-
 import ctypes
 import random
 import time
@@ -18,20 +16,8 @@ from counterpoint.collectives.work import PartitionedWork
 from counterpoint.errors import CounterpointError
 from counterpoint.measurement.session import Session
 from tests.dist.communicator_cuda_programs import delays, view
-from tests.support.ranks import PATIENT, TIMEOUT_S, Ranks
+from tests.support.ranks import PATIENT, TIMEOUT_S, Ranks, error_of
 from tests.support.software_gpu import SoftwareGpu
-
-__all__ = [
-    "behind_another",
-    "captured",
-    "counted",
-    "gathered",
-    "in_stream_order",
-    "left_unfinished",
-    "mixed_up",
-    "scattered",
-    "unsupplied",
-]
 
 
 def rows_of(partition: Any, chunk_rows: int, rows: int) -> slice:
@@ -114,8 +100,6 @@ def scattered(session: Session, seed: int, calls: int) -> None:
 
 
 def mixed_up(session: Session) -> list[str]:
-    """Return the errors of calls that do not fit."""
-    found = []
     with Communicator() as communicator:
         n = communicator.world_size
         input, output = torch.zeros(4, 8), communicator.empty(4 * n, 8)
@@ -131,16 +115,10 @@ def mixed_up(session: Session) -> list[str]:
                 communicator.empty(400 * n, 8), torch.zeros(400, 8), chunk_rows=1
             ),
         ]
-        for make in made:
-            try:
-                make()
-            except CounterpointError as error:
-                found.append(str(error))
-    return found
+        return [error_of(make) for make in made]
 
 
 def left_unfinished(session: Session) -> str:
-    """Return the error of the second call where rank 1 drops the first without supplying its input."""
     communicator = Communicator(options=CommunicatorOptions(timeout_s=2.0))
     n = communicator.world_size
     work: PartitionedWork = communicator.partitioned_all_to_all(
@@ -162,17 +140,13 @@ def left_unfinished(session: Session) -> str:
 
 def unsupplied(session: Session) -> list[str]:
     """What a wait for arrivals says where rank 1 supplies nothing, and what the communicator then says."""
-    said = []
+    said = list[str]()
     with Communicator(options=CommunicatorOptions(timeout_s=2.0)) as communicator:
         n = communicator.world_size
         work = communicator.partitioned_all_to_all(communicator.empty(n, 2, 8), torch.zeros(2 * n, 8), chunk_rows=2)
         if session.rank == 0:
             work.ready(len(work.sent))
-            for call in (partial(work.arrived, len(work.received)), communicator.check):
-                try:
-                    call()
-                except CounterpointError as error:
-                    said.append(str(error))
+            said = [error_of(call) for call in (partial(work.arrived, len(work.received)), communicator.check)]
         session.gather(0)
     return said
 
@@ -319,11 +293,7 @@ def behind_another(session: Session, on_gpu: bool) -> tuple[str, bool]:
         shard = torch.full((2, 8), float(me))
         rows, others = (communicator.empty(2 * n, 8, early_release=True) for _ in range(2))
         first = communicator.partitioned_all_gather(rows, shard, chunk_rows=2)
-        try:
-            communicator.all_gather(others, shard)
-            said = "nothing"
-        except CounterpointError as error:
-            said = str(error)
+        said = error_of(lambda: communicator.all_gather(others, shard))
         first.finish()
         communicator.all_gather(others, shard)
         if gpu is not None:
@@ -333,18 +303,10 @@ def behind_another(session: Session, on_gpu: bool) -> tuple[str, bool]:
 
 @pytest.mark.parametrize("program", [gathered, scattered], ids=["all_gather", "all_to_all"])
 def test_random_calls_of_three_ranks(three_ranks: Ranks, program: object) -> None:
-    """Forty calls of random shapes, batches, chunks and delays."""
     three_ranks.run(program, 1, 40)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("program", [gathered, scattered], ids=["all_gather", "all_to_all"])
-def test_random_calls_of_two_ranks(two_ranks: Ranks, program: object) -> None:
-    """Forty calls of random shapes, batches, chunks and delays."""
-    two_ranks.run(program, 2, 40)  # type: ignore[arg-type]
-
-
 def test_calls_that_do_not_fit_raise(two_ranks: Ranks) -> None:
-    """Each says what is allowed."""
     found = two_ranks.run(mixed_up)[0]
     said = ("has to be a tensor of empty()", "give one or more", "give one of them", "multiple of 16 bytes",
             "give a contiguous one", "are allowed")  # fmt: skip
@@ -352,12 +314,10 @@ def test_calls_that_do_not_fit_raise(two_ranks: Ranks) -> None:
 
 
 def test_a_rank_that_never_supplies_is_named(two_ranks: Ranks) -> None:
-    """Its peer gets an error that names it, instead of waiting for ever."""
     assert "rank 1" in two_ranks.run(left_unfinished)[0]
 
 
 def test_a_wait_that_fails_ends_the_communicator(two_ranks: Ranks) -> None:
-    """Peers hear why, and not that it was closed, if its rank closes it then."""
     first, second = two_ranks.run(unsupplied)[0]
     assert "rank 1" in first
     assert second == first
@@ -370,7 +330,6 @@ def test_streams_wait_for_arrivals(three_ranks: Ranks, early: bool) -> None:
 
 
 def test_a_captured_call_is_replayed(two_ranks: Ranks) -> None:
-    """Three replays of a graph in which both kinds are under way at once."""
     assert two_ranks.run(captured) == [[]] * 2
 
 
@@ -381,6 +340,5 @@ def test_a_kernel_polls_arrivals_and_counts_what_may_leave(three_ranks: Ranks) -
 
 @pytest.mark.parametrize("on_gpu", [False, True], ids=["cpu", "gpu"])
 def test_a_call_behind_one_that_is_not_finished_is_refused(two_ranks: Ranks, on_gpu: bool) -> None:
-    """The error says what to do, and the call is right after that."""
     for said, is_right in two_ranks.run(behind_another, on_gpu):
         assert ("finish it first" in said, is_right) == (True, True), said

@@ -1,7 +1,5 @@
 """FSDP2, tensor and expert parallelism, and the backend on the same 8 ranks: values are those of stock."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.dist import stress_programs

@@ -1,7 +1,5 @@
 """`torch.ops.counterpoint` between processes: every piece is right, wherever it is cut, and so are derivatives."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest
@@ -14,13 +12,11 @@ OPERATIONS = pytest.mark.parametrize("name", ["gathered", "scattered", "all_redu
 
 @OPERATIONS
 def test_random_calls_of_three_ranks(three_ranks: Ranks, name: str) -> None:
-    """Any shape, batch, number of weights, dtype; results and derivatives beside float64."""
     assert "cuts" in three_ranks.run(getattr(programs, name), 1, 30)[0]
 
 
 @OPERATIONS
 def test_random_calls_of_two_ranks(two_ranks: Ranks, name: str) -> None:
-    """The same with blocks that come in chunks."""
     assert "cuts" in two_ranks.run(getattr(programs, name), 2, 30)[0]
 
 
@@ -31,27 +27,23 @@ def test_random_calls_on_software_gpus(three_ranks: Ranks, name: str) -> None:
 
 
 def test_a_bias_of_each_rank_is_added_before_the_sum(two_ranks: Ranks) -> None:
-    """Results and all derivatives, also where the biases differ."""
     for paths in two_ranks.run(programs.biased, 5):
         assert "cuts" in paths
 
 
 @pytest.mark.needs("torch-2.13")
 def test_float8(two_ranks: Ranks) -> None:
-    """One scale, and one for each row, which torch 2.11 multiplies on GPUs only."""
     assert set(two_ranks.run(programs.scaled, 4)[0]) <= {"cuts", "serial"}
 
 
 @pytest.mark.parametrize("name", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
 def test_a_rank_that_dies_is_named(name: str) -> None:
-    """The others get an error soon, in which it stands."""
     *said, code = run_once(3, programs.killed, name)
     assert code == -signal.SIGKILL
     assert all(text.startswith("PeerTimeout") and "rank 2" in text for text in said), said
 
 
 def test_calls_that_do_not_fit_raise(two_ranks: Ranks) -> None:
-    """Each says what is allowed."""
     found = two_ranks.run(programs.shapes_that_do_not_fit)[0]
     said = ("give 0 to 0", "give a matrix [k, n]", "give a multiple", "allowed are 'sum' and 'avg'",
             "no process group 'nobody'", "dimension -2 of a tensor of shape (3, 8): give 0 to 0")  # fmt: skip
@@ -62,29 +54,24 @@ def test_calls_that_do_not_fit_raise(two_ranks: Ranks) -> None:
     ("operands", "words"), [("row", "give rows of two dimensions or more"), ("integers", "give floating-point numbers")]
 )
 def test_operands_that_do_not_fit_are_refused_by_all_operations(two_ranks: Ranks, operands: str, words: str) -> None:
-    """Alike, with what is allowed."""
     found = two_ranks.run(programs.operands_that_do_not_fit, operands)[0]
     assert [text.startswith("Misconfigured: ") and words in text for text in found] == [True] * 3, found
 
 
 def test_options_that_differ_are_named_on_all_ranks(two_ranks: Ranks) -> None:
-    """At the first call, before one rank goes another way than the other."""
     for text in two_ranks.run(programs.options_that_differ):
         assert text.startswith("Misconfigured: the ranks do not match: {'mechanism': 'torch'")
 
 
 def test_a_group_ends_when_torch_destroys_it(two_ranks: Ranks) -> None:
-    """Its communicator, threads and memory do."""
     assert two_ranks.run(programs.ended_with_its_group) == [(True, False)] * 2
 
 
 def test_plans_that_are_kept_are_bounded(two_ranks: Ranks) -> None:
-    """Texts of any length come by, each with its own."""
     assert two_ranks.run(programs.bounded) == [(2, 5)] * 2
 
 
 def test_small_and_odd_calls_are_left_to_torch(two_ranks: Ranks) -> None:
-    """The report says why."""
     found = two_ranks.run(programs.left_to_torch)[0]
     assert [path for _, path, _ in found] == ["torch"] * 3
     assert [
@@ -94,13 +81,11 @@ def test_small_and_odd_calls_are_left_to_torch(two_ranks: Ranks) -> None:
 
 @pytest.mark.parametrize(("batch", "rows"), [(0, 4), (2, 0)])
 def test_a_call_without_rows_has_a_product_without_rows(two_ranks: Ranks, batch: int, rows: int) -> None:
-    """Whichever dimension is empty; and derivatives."""
     gathered, scattered, reduced = (batch, 2 * rows, 8), (batch, rows // 2, 8), (batch, rows, 8)
     assert two_ranks.run(programs.empty, (batch, rows, 16)) == [[gathered, scattered, reduced, (batch, rows, 16)]] * 2
 
 
 def test_the_report_is_a_table(two_ranks: Ranks) -> None:
-    """A row for each kind of call."""
     assert "all_gather_matmul  below 1 MiB" in two_ranks.run(programs.reported)[0]
 
 

@@ -1,7 +1,5 @@
 """Graphs of torch.compile give with fused matmuls what they gave before, and nothing of torch's collectives is left."""
 
-from __future__ import annotations
-
 import importlib
 import warnings
 from collections import Counter
@@ -37,7 +35,6 @@ HIDDEN, HEADS, KV_HEADS, FFN = 32, 4, 2, 48
 
 
 def both_results(session: Session, name: str) -> list[tuple[Tensor, Tensor]]:
-    """Each result of a case's graph as it was, and with what was fused."""
     case = CASES[name]
     graphs = fused(case, session.rank)
     pairs = []
@@ -48,8 +45,6 @@ def both_results(session: Session, name: str) -> list[tuple[Tensor, Tensor]]:
 
 
 class Attention(nn.Module):
-    """Attention with fewer heads of keys than of queries."""
-
     def __init__(self, bias: bool) -> None:
         super().__init__()
         kv = HIDDEN // HEADS * KV_HEADS
@@ -99,8 +94,6 @@ def _plan(sequence: bool) -> dict[str, ParallelStyle]:
 
 
 class _Keep(CustomGraphPass):
-    """Keeps what is in the graphs after all of inductor's passes."""
-
     def __init__(self) -> None:
         self.counts: list[Counter[str]] = []
 

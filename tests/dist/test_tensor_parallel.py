@@ -1,7 +1,5 @@
 """`overlap` of a tensor-parallel model, beside torch's own run of it."""
 
-from __future__ import annotations
-
 import copy
 import sys
 import warnings
@@ -12,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -30,21 +29,16 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 from counterpoint import overlap, tensor_parallel
-from counterpoint.errors import CounterpointError, Misconfigured, Unsupported
 from counterpoint.measurement.session import Session
 from counterpoint.parallel.options import OverlapOptions
 from counterpoint.parallel.overlap import Overlap
 from counterpoint.parallel.report import CallRow, Report
 from counterpoint.parallel.tensor import linear
 from counterpoint.parallel.tensor.group import tensor_group
+from tests.support.ranks import Ranks, error_of
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
-from pathlib import Path
-
-import pytest
 from llama import Llama, Shape, rotary_table
-
-from tests.support.ranks import Ranks
 
 SHAPE = Shape(layers=2, hidden=64, ffn=96, heads=8, kv_heads=4, vocabulary=128)
 LENGTH = 16
@@ -53,8 +47,6 @@ STEPS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One way of tensor parallelism."""
-
     sequence: bool = True  # sequence parallel
     bias: bool = False
     keywords: bool = False  # the attention gets its input by keyword
@@ -91,8 +83,6 @@ CASES = {
 
 
 class ByKeyword(nn.Module):
-    """Hands its input on by its name."""
-
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
@@ -167,7 +157,6 @@ def mesh_of(case: Case) -> DeviceMesh:
 
 
 def sharded(case: Case, mesh: DeviceMesh) -> Any:
-    """The model as it is trained without counterpoint."""
     model: Any = parallel(case, mesh)
     if case.sharded:
         for layer in model.layers:
@@ -177,8 +166,6 @@ def sharded(case: Case, mesh: DeviceMesh) -> Any:
 
 
 class _Checkpointed(nn.Module):
-    """Recomputes a layer in the backward pass."""
-
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.layer = layer
@@ -223,7 +210,6 @@ def _whole(tensor: Tensor | None) -> Tensor:
 
 
 def largest_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Of any tensor, relative to its largest value."""
     assert found.keys() == expected.keys()
     return max(float((found[name] - one).abs().max() / one.abs().max()) for name, one in expected.items())
 
@@ -239,7 +225,6 @@ def reported(handle: Overlap | None) -> Report:
 
 
 def calls(rows: Sequence[CallRow]) -> dict[str, int]:
-    """How often each operation ran."""
     counts: Counter[str] = Counter()
     for row in rows:
         counts[row.operation] += row.calls
@@ -265,11 +250,8 @@ def by_styles(_: Session) -> tuple[float, dict[str, int], str]:
     expected, model = trained(case, parallel(replace(case, styles=False), mesh)), parallel(case, mesh)
     group = tensor_group(mesh.get_group().group_name, tensor_parallel.TensorOptions())
     found = trained(case, model)
-    try:
-        parallelize_module(nn.Embedding(4, 4), mesh, tensor_parallel.Rowwise())
-    except Unsupported as error:
-        return largest_difference(found, expected), calls(group.report().calls), str(error)
-    return 0.0, {}, ""
+    said = error_of(lambda: parallelize_module(nn.Embedding(4, 4), mesh, tensor_parallel.Rowwise()))
+    return largest_difference(found, expected), calls(group.report().calls), said
 
 
 def copied_gradients(_: Session) -> list[str]:
@@ -310,10 +292,7 @@ def restored(_: Session) -> list[bool]:
     state, parameters = list(model.state_dict()), [id(one) for one in model.parameters()]
     handle = overlap(model)
     kept = [list(model.state_dict()) == state, [id(one) for one in model.parameters()] == parameters]
-    try:
-        overlap(model)
-    except Misconfigured as error:
-        kept.append("overlapped already" in str(error))
+    kept.append("overlapped already" in error_of(lambda: overlap(model)))
     handle.restore()
     handle.restore()
     kept += [
@@ -369,7 +348,6 @@ def odd_values(model: nn.Module, dtensors: bool) -> dict[str, Tensor]:
 
 
 def odd(_: Session, dtensors: bool, in_place: bool) -> tuple[float, float, dict[str, tuple[str, ...]]]:
-    """How far values are from stock, in the first call and in the second, and which layers then share."""
     rows = Shard(1)
     styles = (
         ColwiseParallel(input_layouts=rows, use_local_output=not dtensors),
@@ -403,8 +381,6 @@ def copied(_: Session) -> tuple[bool, bool]:
 
 
 class _Stranger(ParallelStyle):
-    """Spreads a layer by hooks of its own."""
-
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def split(_: str, module: nn.Module, mesh: DeviceMesh) -> None:
             for name, parameter in list(module.named_parameters()):
@@ -450,15 +426,8 @@ def strangers(_: Session) -> tuple[bool, dict[str, str], str, str]:
     with overlap(model) as handle:
         same = all(torch.equal(*pair) for pair in zip(run(model), expected, strict=True))
         why = {row.name: row.torch_why for row in reported(handle).modules}
-    return same, why, _refused(model[0:2]), _refused(nn.Sequential(nn.Linear(8, 8)))
-
-
-def _refused(model: nn.Module) -> str:
-    try:
-        overlap(model)
-    except CounterpointError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    left = error_of(lambda: overlap(model[0:2]))
+    return same, why, left, error_of(lambda: overlap(nn.Sequential(nn.Linear(8, 8))))
 
 
 def uneven(_: Session) -> tuple[float, str]:
@@ -483,21 +452,13 @@ def uneven(_: Session) -> tuple[float, str]:
 
 
 def transformers_model(folder: str, dtype: torch.dtype) -> Any:
-    """A small Llama of `transformers`, cut by its own plan."""
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.distributed import DistributedConfig
 
     config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        vocab_size=128,
-        attention_bias=True,
-        mlp_bias=True,
-        use_cache=False,
-    )
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4,
+        vocab_size=128, attention_bias=True, mlp_bias=True, use_cache=False,
+    )  # fmt: skip
     if dist.get_rank() == 0:
         torch.manual_seed(3)
         model = LlamaForCausalLM(config)
@@ -513,7 +474,6 @@ def transformers_model(folder: str, dtype: torch.dtype) -> Any:
 
 
 def with_transformers(_: Session, folder: str) -> tuple[float, dict[str, int], Report]:
-    """As `beside_stock`, of a model of `transformers`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # its own
         model = transformers_model(folder, torch.float64)
@@ -583,7 +543,6 @@ def test_fsdp2_on_the_other_axis_is_overlapped_too(four_ranks: Ranks, name: str)
 @pytest.mark.parametrize("mechanism", ["torch", "serial", "cuts"])
 @pytest.mark.parametrize("name", ["bias", "replicated"])
 def test_float32_is_as_exact_as_torch(two_ranks: Ranks, name: str, mechanism: str) -> None:
-    """Each way in which the operations can run; sums have another order."""
     for ours, torchs, paths in two_ranks.run(errors, name, mechanism):
         assert ours <= 2 * torchs
         assert paths == {mechanism} or mechanism == "cuts"
@@ -598,7 +557,10 @@ def test_styles_work_by_themselves(two_ranks: Ranks) -> None:
     for difference, calls, refused in two_ranks.run(by_styles):
         assert difference < BITS
         assert calls == {"all_gather_matmul": 3 * (1 + 4), "matmul_reduce_scatter": 3 * (4 + 1)}
-        assert refused == "Rowwise: it is no nn.Linear, but Embedding; use torch's RowwiseParallel for this module"
+        assert (
+            refused
+            == "Unsupported: Rowwise: it is no nn.Linear, but Embedding; use torch's RowwiseParallel for this module"
+        )
 
 
 def test_the_report_names_every_module(two_ranks: Ranks) -> None:

@@ -1,16 +1,17 @@
 """Backend `counterpoint` under torch's own calls, beside gloo."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.dist import torch_backend_programs as programs
 from tests.support.ranks import Ranks
 
+HOSTS = pytest.mark.parametrize("ranks_per_host", [None, 2], ids=["one host", "two hosts"])
 
-def test_random_calls_are_those_of_gloo(four_ranks: Ranks) -> None:
+
+@HOSTS
+def test_random_calls_are_those_of_gloo(four_ranks: Ranks, ranks_per_host: int | None) -> None:
     """Every bit of integers in any dtype; most calls are taken, those with split sizes and lists are not."""
-    for count, taken in four_ranks.run(programs.random_calls, 5, 120):
+    for count, taken in four_ranks.run(programs.random_calls, ranks_per_host, 5, 120):
         assert 0.5 * count < taken < 0.95 * count
 
 
@@ -23,54 +24,25 @@ def test_the_groups_own_calls_take_one_option_and_sparse_tensors(three_ranks: Ra
 
 
 def test_a_barrier_waits_for_earlier_calls(four_ranks: Ranks) -> None:
-    """As torch's own does: nobody has to wait for each."""
     assert four_ranks.run(programs.barrier_after_calls) == [True] * 4
 
 
 def test_torch_compares_calls_if_it_is_told_to(two_ranks: Ranks) -> None:
-    """TORCH_DISTRIBUTED_DEBUG=DETAIL: a mismatch is an error on both ranks, not a hang."""
     for message, why in two_ranks.run(programs.compared_calls):
         assert message.startswith("Detected mismatch between collectives on ranks"), message
         assert why == "TORCH_DISTRIBUTED_DEBUG=DETAIL"
 
 
-def test_futures_complete_and_chain(two_ranks: Ranks) -> None:
-    assert two_ranks.run(programs.futures) == [[1.0, 1.0]] * 2
+@HOSTS
+def test_futures_complete_and_chain(four_ranks: Ranks, ranks_per_host: int | None) -> None:
+    assert four_ranks.run(programs.futures, ranks_per_host) == [[1.0, 1.0]] * 4
 
 
-def test_functional_collectives_eager_and_in_a_full_graph(two_ranks: Ranks) -> None:
-    assert two_ranks.run(programs.functional_calls) == [(True, 2)] * 2
-
-
-def test_ddp_trains_as_with_gloo(two_ranks: Ranks) -> None:
-    """Sums of two have one order: losses and parameters are equal bit by bit."""
-    for ours, gloo, taken in two_ranks.run(programs.ddp_losses):
-        assert ours == gloo
+@HOSTS
+def test_ddp_is_as_exact_as_with_gloo(four_ranks: Ranks, ranks_per_host: int | None) -> None:
+    for ours, gloo, taken in four_ranks.run(programs.ddp_errors, ranks_per_host):
+        assert 0 < ours <= 2 * gloo
         assert taken >= 4
-
-
-def test_ddp_of_four_is_as_exact_as_with_gloo(four_ranks: Ranks) -> None:
-    """Sums of four come in another order: at most twice gloo's error against float64."""
-    for ours, gloo, taken in four_ranks.run(programs.ddp_errors):
-        assert ours <= 2 * gloo
-        assert taken >= 4
-
-
-def test_tensor_parallel_on_an_axis_of_its_own(four_ranks: Ranks) -> None:
-    """`backend_override` of a mesh puts one axis on the backend."""
-    for ours, gloo, taken in four_ranks.run(programs.tensor_parallel):
-        assert ours == gloo
-        assert taken > 0
-
-
-def test_pipeline_of_stages(two_ranks: Ranks) -> None:
-    losses = two_ranks.run(programs.pipeline)
-    assert losses[0] is None
-    assert losses[1] is not None
-
-
-def test_groups_that_are_destroyed_leave_no_thread(two_ranks: Ranks) -> None:
-    assert max(two_ranks.run(programs.made_and_destroyed, 10)) <= 0
 
 
 def test_a_timeout_that_is_set_reaches_the_communicator(two_ranks: Ranks) -> None:
@@ -82,7 +54,8 @@ def test_a_timeout_that_is_set_reaches_the_communicator(two_ranks: Ranks) -> Non
 
 def test_an_abort_fails_buckets_that_wait(two_ranks: Ranks) -> None:
     """Those under way, and those that the thread has not started."""
-    assert two_ranks.run(programs.abort_with_buckets)[0] == ["Misconfigured"] * 5
+    said = two_ranks.run(programs.abort_with_buckets)[0]
+    assert [text.partition(":")[0] for text in said] == ["Misconfigured"] * 5
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Groups of backend `counterpoint` end cleanly or say who did what: killed ranks, other calls, `abort`, `destroy`."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os
@@ -47,7 +45,6 @@ def said(do: Callable[[], object]) -> tuple[str, float]:
 
 
 def started(group: Any, count: int) -> list[Any]:
-    """Calls under way."""
     return [dist.all_reduce(torch.ones(LARGE), group=group, async_op=True) for _ in range(count)]
 
 
@@ -174,7 +171,6 @@ def timeout_of_torch(_: Session, profile: str) -> tuple[str, float, int]:
 @pytest.mark.parametrize("how", ["in calls", "in futures", "before the first call"])
 @pytest.mark.parametrize("turn", range(20))
 def test_a_killed_rank_ends_the_others(how: str, turn: int) -> None:
-    """Each is told so long before the time-out, by us or by gloo, and can destroy the group after that."""
     first, killed, last = run_once(3, one_is_killed, how, 0.1 + 0.03 * turn)
     assert killed == -signal.SIGKILL
     expected = "RuntimeError" if how == "before the first call" else "PeerTimeout"
@@ -184,13 +180,9 @@ def test_a_killed_rank_ends_the_others(how: str, turn: int) -> None:
 
 
 MISMATCHES = [
-    ("all_reduce", "broadcast"),
-    ("all_reduce", "shorter all_reduce"),
-    ("all_reduce", "int32 all_reduce"),
-    ("all_reduce", "max all_reduce"),
-    ("all_reduce", "all_gather"),
-    ("asynchronous all_gather", "broadcast"),
-]
+    ("all_reduce", "broadcast"), ("all_reduce", "shorter all_reduce"), ("all_reduce", "int32 all_reduce"),
+    ("all_reduce", "max all_reduce"), ("all_reduce", "all_gather"), ("asynchronous all_gather", "broadcast"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("names", MISMATCHES * 4)
@@ -255,7 +247,6 @@ def test_destroy_with_work_under_way(two_ranks: Ranks, ranks: list[int], times: 
 @pytest.mark.parametrize("is_open", [True, False])
 @pytest.mark.parametrize("count", [20, 400])
 def test_groups_leave_nothing(two_ranks: Ranks, is_open: bool, count: int) -> None:
-    """Some with a communicator and some without, made and destroyed by the same processes."""
     for left in two_ranks.run(left_behind, count, is_open):
         kib = left.pop("kib")
         assert max(left.values()) <= 0, left

@@ -1,7 +1,5 @@
 """Which way a call of backend `counterpoint` goes, and in which order calls come: the same on all ranks."""
 
-from __future__ import annotations
-
 import copy
 import threading
 import time
@@ -25,7 +23,7 @@ from counterpoint.parallel.background import BackgroundCall
 from counterpoint.parallel.ddp import HookState, hook
 from counterpoint.parallel.group import CHANNELS
 from tests.dist.test_collectives_failures import SLOWER
-from tests.dist.torch_backend_programs import EVERYTHING, groups, newest
+from tests.dist.torch_backend_programs import EVERYTHING, drawn, groups, learned, made, newest
 from tests.dist.torch_messages_programs import on_software_gpus
 from tests.support.ranks import PATIENT, TIMEOUT_S, Ranks, error_of
 
@@ -49,10 +47,7 @@ def messages_with(_: Session, name: str) -> str:
     rank = dist.get_rank()
     given: Any = {"mailbox_bytes": {"mailbox_bytes": 1 << 20 if rank else 1 << 16}, "ranks_per_host": {}}[name]
     given = given or {"ranks_per_host": 1 + rank, "mailbox_bytes": 1 << 16}
-    with on_software_gpus(backend.BackendOptions(**given, communicator=PATIENT)) as (
-        group,
-        _gpu,
-    ):
+    with on_software_gpus(backend.BackendOptions(**given, communicator=PATIENT)) as (group, _gpu):
         peer = {"group_dst": 1} if rank == 0 else {"group_src": 0}
         return error_of(lambda: (dist.send if rank == 0 else dist.recv)(torch.ones(3), group=group, **peer))
 
@@ -119,16 +114,9 @@ def joined(_: Session) -> tuple[list[float], list[float], set[str]]:
 
 
 def _uneven(ddp: Any) -> list[float]:
-    optimizer, losses = torch.optim.SGD(ddp.parameters(), lr=0.1), []
+    rank = dist.get_rank()
     with Join([ddp]):
-        for step in range(2 + 2 * dist.get_rank()):
-            batch = torch.randn(4, 1024, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
-            loss = ddp(batch).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-    return losses
+        return learned(ddp, ((drawn(10 * step + rank, 4, 1024),) for step in range(2 + 2 * rank)))
 
 
 class _Bucket:
@@ -136,11 +124,9 @@ class _Bucket:
         self._number, self._values = number, values
 
     def index(self) -> int:
-        """As torch's."""
         return self._number
 
     def buffer(self) -> torch.Tensor:
-        """As torch's."""
         return self._values
 
 
@@ -157,8 +143,8 @@ def channels_of_buckets(_: Session) -> list[int]:
 
     with patch.object(background.Background, "start", noted):
         for number in range(4):
-            made: Any = _Bucket(number, empty(1000, dtype=torch.float32).fill_(1))
-            hook(state, made).wait()
+            bucket: Any = _Bucket(number, empty(1000, dtype=torch.float32).fill_(1))
+            hook(state, bucket).wait()
     state.close()
     return seen
 
@@ -218,8 +204,7 @@ def in_pieces(_: Session) -> list[int]:
 
 def called_in_callbacks(_: Session, operation: str, rounds: int) -> list[float]:
     """Sums of calls that torch makes: in callbacks, which are late on rank 0, and right behind the call of these."""
-    options = backend.BackendOptions(crossover_bytes=EVERYTHING | {"broadcast": 100}, communicator=PATIENT)
-    group, sums = dist.new_group(backend="counterpoint", pg_options=options), list[float]()
+    group, sums = made(crossover_bytes=EVERYTHING | {"broadcast": 100}), list[float]()
 
     def by_torch(value: float) -> float:
         tensor = torch.full((1,), value if dist.get_rank() == 0 else 0.0)
@@ -255,10 +240,7 @@ def opened_by_two_threads(_: Session, rounds: int) -> set[float]:
     """Sums of the first calls of new groups, each made by two threads at the same time."""
     sums = set[float]()
     for _round in range(rounds):
-        group = dist.new_group(
-            backend="counterpoint",
-            pg_options=backend.BackendOptions(crossover_bytes=EVERYTHING, communicator=PATIENT),
-        )
+        group = made()
         start = threading.Barrier(2)
 
         def call(group: Any = group, start: threading.Barrier = start) -> None:
@@ -278,10 +260,7 @@ def opened_by_two_threads(_: Session, rounds: int) -> set[float]:
 
 def ended_before_a_callback(_: Session) -> str:
     """What is said to a call in a callback on rank 0, whose group ends before rank 1 has made any of the two."""
-    group: Any = dist.new_group(
-        backend="counterpoint",
-        pg_options=backend.BackendOptions(crossover_bytes=EVERYTHING, communicator=PATIENT),
-    )
+    group = made()
     dist.all_reduce(torch.ones(1000), group=group)
     said = "no callback"
     if dist.get_rank() == 0:
@@ -313,14 +292,7 @@ def powersgd(_: Session) -> tuple[list[float], list[float], int]:
         ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)
         state = powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=2, start_powerSGD_iter=2)
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-        optimizer, losses = torch.optim.SGD(ddp.parameters(), lr=0.1), []
-        for step in range(4):
-            loss = ddp(torch.randn(4, 64, generator=torch.Generator().manual_seed(step))).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        found.append(losses)
+        found.append(learned(ddp, ((drawn(step, 4, 64),) for step in range(4))))
     return found[0], found[1], ours.report().taken - before
 
 
@@ -350,7 +322,6 @@ DIFFER = [
 def test_options_that_differ_are_told_to_all(
     two_ranks: Ranks, first: dict[str, Any], second: dict[str, Any], name: str
 ) -> None:
-    """At the first call, before anybody waits for the other; only what differs is named."""
     for said in two_ranks.run(called_with, (first, second)):
         assert said.startswith("Misconfigured"), said
         assert [other for *_, other in DIFFER if other in said] == [name], said
@@ -378,7 +349,6 @@ def test_uneven_inputs_with_buckets_in_symmetric_memory(two_ranks: Ranks) -> Non
 
 
 def test_a_hook_on_uneven_inputs_has_the_channels_of_its_buckets(two_ranks: Ranks) -> None:
-    """Of `overlap`: wherever the buckets lie on a rank."""
     first, second = two_ranks.run(channels_of_buckets)
     assert first == second == [*CHANNELS["buckets"]] * 2
 
@@ -390,25 +360,23 @@ def test_the_layout_of_one_rank_decides_nothing(two_ranks: Ranks, operation: str
     assert two_ranks.run(strided_on_one, operation, async_op) == [(True, 1)] * 2
 
 
-def test_large_calls_go_in_pieces_wherever_they_lie(two_ranks: Ranks) -> None:
-    """As all ranks cut them, blocking or not."""
-    assert two_ranks.run(in_pieces) == [[3, 3, 3]] * 2
+FOUND_BY_TWO: dict[str, tuple[Any, tuple[Any, ...], Any]] = {
+    "large calls go in pieces wherever they lie": (in_pieces, (), [3, 3, 3]),
+    "a tensor that comes twice on one rank decides nothing": (repeated_on_one, (), [2.0, 2.0]),
+    "two threads may use a group first at the same time": (opened_by_two_threads, (10,), {2.0}),
+    "a barrier waits for calls that nobody has waited for": (waited_for_by_a_barrier, (), 3),
+}
+
+
+@pytest.mark.parametrize(("program", "arguments", "wanted"), FOUND_BY_TWO.values(), ids=FOUND_BY_TWO)
+def test_what_two_ranks_find(two_ranks: Ranks, program: Any, arguments: tuple[Any, ...], wanted: Any) -> None:
+    assert two_ranks.run(program, *arguments) == [wanted] * 2
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_calls_in_callbacks_have_one_order_with_those_that_torch_makes(two_ranks: Ranks, operation: str) -> None:
     """A rank whose callback is late does not let its next call go first."""
     assert two_ranks.run(called_in_callbacks, operation, 5) == [[202.0, 2.0] * 5] * 2
-
-
-def test_a_tensor_that_comes_twice_on_one_rank_decides_nothing(two_ranks: Ranks) -> None:
-    """It is reduced once, as by gloo, and all ranks make the same calls."""
-    assert two_ranks.run(repeated_on_one) == [[2.0, 2.0]] * 2
-
-
-def test_two_threads_may_use_a_group_first_at_the_same_time(two_ranks: Ranks) -> None:
-    """One of them opens it, whichever on each rank."""
-    assert two_ranks.run(opened_by_two_threads, 10) == [{2.0}] * 2
 
 
 def test_a_callback_of_a_group_that_has_ended_is_told(two_ranks: Ranks) -> None:
@@ -422,8 +390,3 @@ def test_powersgd_trains_as_on_gloo(two_ranks: Ranks) -> None:
     for ours, gloo, taken in two_ranks.run(powersgd):
         assert ours == pytest.approx(gloo, rel=1e-5)
         assert taken > 0
-
-
-def test_a_barrier_waits_for_calls_that_nobody_has_waited_for(two_ranks: Ranks) -> None:
-    """Their tensors live as long; those of a thread, too."""
-    assert two_ranks.run(waited_for_by_a_barrier) == [3] * 2

@@ -3,8 +3,6 @@
 Sums of two ranks have one order: losses, gradients and parameters are those of gloo, bit by bit.
 """
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable
@@ -32,17 +30,11 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import counterpoint.torch_backend as backend
-from counterpoint.errors import CounterpointError
 from counterpoint.measurement.session import Session
-from tests.dist.torch_backend_programs import EVERYTHING, groups
-from tests.support.ranks import PATIENT, Ranks, run_once
+from tests.dist.torch_backend_programs import drawn, groups, learned, taking
+from tests.support.ranks import Ranks, error_of, run_once
 
 Found = tuple[list[float], list[float], dict[str, int]]
-
-
-def taking() -> backend.BackendOptions:
-    """Options of a group that takes every call that it can."""
-    return backend.BackendOptions(crossover_bytes=EVERYTHING, communicator=PATIENT)
 
 
 def taken(group: Any) -> dict[str, int]:
@@ -66,21 +58,9 @@ class Block(nn.Module):
 
 
 def _steps(model: nn.Module, batch: Callable[[int], torch.Tensor]) -> list[float]:
-    """Losses of three steps, and the sum of all parameters after them."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for step in range(3):
-        loss = model(batch(step)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = learned(model, ((batch(step),) for step in range(3)))
     whole = (p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters())
     return [*losses, sum(p.detach().double().sum().item() for p in whole)]
-
-
-def _batch(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def sequence_parallel(_: Session) -> Found:
@@ -90,7 +70,7 @@ def sequence_parallel(_: Session) -> Found:
     override: Any = {"ours": ("counterpoint", taking())}
     ours = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "ours"), backend_override=override)["ours"]
     gloo = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "gloo"))["gloo"]
-    found = [_steps(_in_sequence(mesh), lambda step: _batch(step, 2, 8, 32)) for mesh in (ours, gloo)]
+    found = [_steps(_in_sequence(mesh), lambda step: drawn(step, 2, 8, 32)) for mesh in (ours, gloo)]
     return found[0], found[1], taken(ours.get_group())
 
 
@@ -119,7 +99,7 @@ def hybrid_sharded(_: Session, axes: list[str]) -> Found:
         for block in model:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
-        found.append(_steps(model, lambda step: _batch(100 * step + dist.get_rank(), 4, 32)))
+        found.append(_steps(model, lambda step: drawn(100 * step + dist.get_rank(), 4, 32)))
     counts: dict[str, int] = {}
     for axis in axes:
         counts |= taken(ours.get_group(axis))
@@ -143,7 +123,7 @@ def _pipelined(name: str, group: Any) -> list[float]:
     kind = {"interleaved": ScheduleInterleaved1F1B, "zbv": ScheduleZBVZeroBubble}[name]
     schedule = kind(stages, n_microbatches=2 * size, loss_fn=nn.functional.mse_loss)
     losses: list[torch.Tensor] = []
-    batch = _batch(1, 4 * size, 16)
+    batch = drawn(1, 4 * size, 16)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's schedules of themselves
         schedule.step(
@@ -187,18 +167,11 @@ def _data_parallel(model: nn.Module, group: Any, how: str) -> list[float]:
     }.get(how, {})
     ddp = DistributedDataParallel(model, process_group=group, **options)
     called: Any = torch.compile(ddp, backend="aot_eager") if how == "compiled" else ddp
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    losses = []
     steps = 3 + 2 * rank if how == "uneven inputs" else 4
+    batches = ((drawn(10 * step + rank, 8, 16), how != "unused parameters" or step % 2 == 0) for step in range(steps))
     with warnings.catch_warnings(), Join([ddp], enable=how == "uneven inputs"):
         warnings.simplefilter("ignore")  # torch's compiler of itself
-        for step in range(steps):
-            all_of_it = how != "unused parameters" or step % 2 == 0
-            loss = called(_batch(10 * step + rank, 8, 16), all_of_it).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
+        losses = learned(called, batches)
     return [*losses, sum(p.detach().double().sum().item() for p in model.parameters())]
 
 
@@ -229,10 +202,7 @@ def part_of_the_ranks(_: Session) -> Any:
     rank, size = dist.get_rank(), dist.get_world_size()
     group = dist.new_group([0, size - 1], backend="counterpoint", pg_options=taking())
     if rank not in (0, size - 1):
-        try:
-            backend.report(group)
-        except CounterpointError as error:
-            return str(error)
+        return error_of(lambda: backend.report(group))
     tensor = torch.full((4,), float(rank + 1))
     dist.all_reduce(tensor, group=group)
     sent = torch.full((4,), float(rank))
@@ -293,7 +263,6 @@ def test_data_parallel_in_every_way(two_ranks: Ranks, how: str) -> None:
 
 
 def test_functional_collectives_in_a_full_graph(two_ranks: Ranks) -> None:
-    """Once eager, once compiled: every call of both is taken."""
     expected = {"all_gather": 2, "all_reduce": 2, "reduce_scatter": 2}
     assert two_ranks.run(full_graph) == [(True, expected)] * 2
 

@@ -3,8 +3,6 @@
 `benchmarks/torch_tests.py` runs all of them, and those of a checkout of pytorch; these are few, and fast.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 
@@ -19,27 +17,13 @@ class TestOwn(TestDistBackend, DistributedTest._DistTestBase):
         self._spawn_processes()
 """
 NAMES = (
-    "test_DistributedDataParallelCPU",
-    "test_all_gather",
-    "test_all_gather_coalesced_with_empty",
-    "test_all_gather_object_subgroup",
-    "test_all_reduce_coalesced_sum",
-    "test_all_reduce_complex_unsupported_ops",
-    "test_all_reduce_full_group_max",
-    "test_all_reduce_min",
-    "test_all_reduce_product",
-    "test_all_reduce_sum",
-    "test_all_reduce_sum_async",
-    "test_all_reduce_sum_complex",
-    "test_barrier_full_group",
-    "test_batch_isend_irecv_gloo_tags",
-    "test_broadcast",
-    "test_destroy_group",
-    "test_get_future",
-    "test_reduce_sum_twice",
-    "test_send_recv_any_source",
-    "test_sparse_all_reduce_sum",
-)
+    "test_DistributedDataParallelCPU", "test_all_gather", "test_all_gather_coalesced_with_empty",
+    "test_all_gather_object_subgroup", "test_all_reduce_coalesced_sum", "test_all_reduce_complex_unsupported_ops",
+    "test_all_reduce_full_group_max", "test_all_reduce_min", "test_all_reduce_product", "test_all_reduce_sum",
+    "test_all_reduce_sum_async", "test_all_reduce_sum_complex", "test_barrier_full_group",
+    "test_batch_isend_irecv_gloo_tags", "test_broadcast", "test_destroy_group", "test_get_future",
+    "test_reduce_sum_twice", "test_send_recv_any_source", "test_sparse_all_reduce_sum",
+)  # fmt: skip
 
 
 def test_torch_own_tests_pass(tmp_path: Path) -> None:

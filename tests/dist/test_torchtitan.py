@@ -1,7 +1,5 @@
 """Overrides of torchtitan between processes: results and derivatives are those of one process with all of it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -15,7 +13,6 @@ from counterpoint.parallel.expert import titan_dispatcher as dispatching
 from tests.support import toy_torchtitan as toy
 from tests.support.ranks import Ranks
 
-__all__ = ["ended", "linears", "routed"]
 HIDDEN, EXPERTS, TOP_K = 16, 8, 3
 
 
@@ -162,18 +159,15 @@ def test_buffers_are_made_when_meshes_are_wired(two_ranks: Ranks) -> None:
 
 
 def test_dispatchers_end_with_their_group(two_ranks: Ranks) -> None:
-    """Their threads and memory are given back when torch destroys it."""
     assert two_ranks.run(ended) == [(True, False)] * 2
 
 
 @pytest.mark.parametrize("scores_first", [False, True])
 def test_rows_are_padded_for_quantized_experts(two_ranks: Ranks, scores_first: bool) -> None:
-    """The numbers of rows that are returned have the padding in them."""
     two_ranks.run(routed, [6, 10], {"mechanism": "gather"}, "TorchAOTokenDispatcher", scores_first)
 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("sequence", [False, True])
 def test_linear_layers(two_ranks: Ranks, sequence: bool, bias: bool) -> None:
-    """With and without sequence parallelism, and two projections in one weight."""
     two_ranks.run(linears, sequence, bias)

@@ -1,7 +1,5 @@
 """A collective that is one row of `OPERATIONS` and one program runs between processes, and the others run by name."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,12 +15,9 @@ from counterpoint.records.measurement import Block, Outcome, Plan
 from tests.support.ranks import Ranks
 from tests.support.shift import SHIFT
 
-__all__ = ["by_name", "measured", "shifted"]
-
 
 @contextmanager
 def registered() -> Iterator[None]:
-    """Register the toy collective for a while."""
     OPERATIONS["shift"] = SHIFT
     try:
         yield
@@ -81,7 +76,6 @@ def test_a_toy_collective_runs_on_cpu_processes(three_ranks: Ranks, in_symmetric
 
 
 def test_a_toy_collective_is_measured(three_ranks: Ranks) -> None:
-    """Its result is right, and both mechanisms have a time and a bus bandwidth."""
     outcome = three_ranks.run(measured)[0]
     assert [(row.mechanism, row.time.us > 0, row.gb_per_s > 0) for row in outcome.blocks] == [
         ("gloo", True, True),
@@ -91,5 +85,4 @@ def test_a_toy_collective_is_measured(three_ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("name", ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"])
 def test_a_collective_by_its_name_is_the_same_as_its_method(three_ranks: Ranks, name: str) -> None:
-    """Bit for bit."""
     assert three_ranks.run(by_name, name) == [True] * 3

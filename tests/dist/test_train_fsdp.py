@@ -1,32 +1,26 @@
 """examples/train_*.py, as docs/tutorial.md runs one: two ranks on a CPU, with torch's collectives and with ours."""
 
-from __future__ import annotations
-
 import io
 import os
+import re
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 from unittest.mock import patch
 
+import pytest
 import torch
 
-from counterpoint.measurement.session import Session
-
-sys.path.append(str(Path(__file__).parents[2] / "examples"))
-import re
-import sys
-from pathlib import Path
-
-import pytest
-import train_fsdp
-import train_moe
-import train_tp
-
 import counterpoint
+from counterpoint.measurement.session import Session
 from counterpoint.tuning.from_trace import pairs_of_traces
 from tests.support.command import ROOT, program
 from tests.support.ranks import Ranks
+
+sys.path.append(str(ROOT / "examples"))
+import train_fsdp
+import train_moe
+import train_tp
 
 TRAINING = {
     "train_fsdp.py": (train_fsdp.arguments, train_fsdp.train),
@@ -70,12 +64,10 @@ def stock(traces: Path) -> str:
 
 
 def test_the_speed_is_printed(stock: str) -> None:
-    """The script prints loss and tokens per second."""
     assert re.search(r"step +6  loss \d\.\d+  [\d,]+ tokens/s", stock)
 
 
 def test_overlap_does_not_change_the_loss(stock: str, two_ranks: Ranks) -> None:
-    """The loss after six steps is the same to the last digit printed."""
     overlapped = two_ranks.run(printed, "train_fsdp.py", "--steps", "6", "--overlap")
     assert LOSSES.findall(overlapped[0]) == LOSSES.findall(stock) != []
 

@@ -1,7 +1,5 @@
 """A machine without GPUs is measured into a profile: real ranks over gloo and threads."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -28,12 +26,10 @@ def test_every_group_is_measured_or_says_why_not(found: Profile) -> None:
 
 
 def test_the_file_is_the_profile_of_a_cpu(found: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As communicators, `measure` and `doctor` look for it."""
     (tmp_path / "mine.json").write_bytes(profile_json(found))
     monkeypatch.setenv(VARIABLE, str(tmp_path / "mine.json"))
     assert profile_of(None) == found
 
 
 def test_a_communicator_goes_by_it(two_ranks: Ranks, found: Profile) -> None:
-    """And says so."""
     assert ["profile: measured on CPU" in text for text in two_ranks.run(programs.repr_with, found)] == [True, True]

@@ -1,7 +1,5 @@
 """Models and groups that follow a tuning: FSDP2, DDP, tensor and expert parallelism, the backend."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -36,7 +34,6 @@ def test_each_fsdp2_module_follows_its_choice(two_ranks: Ranks, case: Case, on_g
 
 
 def test_the_report_says_which_choice_a_module_follows(two_ranks: Ranks, tmp_path: Path) -> None:
-    """Why a module is left, in its row; all choices, below the table."""
     [(_, report), _] = two_ranks.run(programs.fsdp, "mixed", str(tmp_path))
     modules = {module.name: module for module in report.modules}
     file = str(tmp_path / "rank0.toml")
@@ -51,7 +48,6 @@ def test_the_report_says_which_choice_a_module_follows(two_ranks: Ranks, tmp_pat
 
 
 def test_a_model_that_is_left_as_a_whole_trains(two_ranks: Ranks, tmp_path: Path) -> None:
-    """No error: the file says so."""
     for wrong, report in two_ranks.run(programs.fsdp, "all left", str(tmp_path)):
         assert wrong == []
         assert all(not module.traffic and module.torch_why for module in report.modules)
@@ -76,7 +72,6 @@ def test_a_knob_of_nccl_is_left_to_torch_and_told(two_ranks: Ranks, tmp_path: Pa
 
 
 def test_modules_without_a_name_are_found_by_size(two_ranks: Ranks) -> None:
-    """The layers are more than twice as large as the root."""
     assert two_ranks.run(programs.by_size) == [[(True, True), *[(False, True)] * 3]] * 2
 
 
@@ -102,7 +97,6 @@ def test_ranks_that_share_no_group_with_the_odd_one_are_told_too(four_ranks: Ran
 
 
 def test_a_file_that_is_nowhere_is_an_error(two_ranks: Ranks, tmp_path: Path) -> None:
-    """Each rank names its own."""
     for rank, texts in enumerate(two_ranks.run(programs.disagreeing, "missing on all", str(tmp_path))):
         for text in texts:
             assert "No such file or directory" in text
@@ -181,7 +175,6 @@ def test_each_layer_of_experts_follows_its_choice(two_ranks: Ranks, tmp_path: Pa
 @pytest.mark.needs("transformers")
 @pytest.mark.parametrize(("factor", "found"), [(0.5, True), (2.0, True), (0.4, False), (2.1, False)])
 def test_layers_of_experts_are_found_by_size(two_ranks: Ranks, factor: float, found: bool, tmp_path: Path) -> None:
-    """That of a rank's tokens, once for each choice of an expert."""
     expected = ["gather by tuning: exchange says so" if found else ""] * 2
     assert two_ranks.run(programs.experts_by_size, factor, str(tmp_path)) == [expected] * 2
 
@@ -219,5 +212,4 @@ def test_check_asks_the_communicators_of_tensor_parallelism(two_ranks: Ranks) ->
 
 @pytest.mark.needs("transformers")
 def test_check_asks_the_communicators_of_dispatchers(two_ranks: Ranks, tmp_path: Path) -> None:
-    """The layers share one."""
     assert two_ranks.run(programs.checked_experts, str(tmp_path)) == [1, 1]

@@ -1,7 +1,5 @@
 """`counterpoint.watch` beside trainings of four gloo ranks."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re
@@ -37,8 +35,6 @@ STALL_S = 0.5  # far more than four ranks on two busy cores wait for each other
 
 
 class Lines(logging.Handler):
-    """Keeps what is logged."""
-
     def __init__(self) -> None:
         super().__init__()
         self.lines: list[str] = []
@@ -140,7 +136,6 @@ def exception(session: Session, folder: str, step: int) -> tuple[list[str], list
 
 
 def busy(session: Session) -> list[str]:
-    """Let every diagnosis take long; return what is logged."""
     command, beside.COMMAND = beside.COMMAND, (sys.executable, "-c", "import time; time.sleep(600)")
     watch = counterpoint.watch(every=10)
 
@@ -157,7 +152,6 @@ def busy(session: Session) -> list[str]:
 
 
 def broken(session: Session) -> list[str]:
-    """Let every diagnosis fail."""
     command, beside.COMMAND = beside.COMMAND, (sys.executable, "-c", "import sys; sys.exit('out of luck')")
     try:
         with Lines() as lines:
@@ -215,7 +209,6 @@ def test_a_planted_stall_stands_in_the_log(four_ranks: Ranks, tmp_path: Path) ->
 
 
 def test_a_given_folder_is_left_empty(four_ranks: Ranks, tmp_path: Path) -> None:
-    """Ranks of several hosts meet there."""
     answers = four_ranks.run(shared_folder, str(tmp_path), False)
     assert [re.match(r"step 10: \d", line) is not None for line in answers[0][0]] == [True]
     assert {tuple(left) for _, left in answers} == {()}
@@ -244,7 +237,6 @@ def test_one_diagnosis_at_a_time(four_ranks: Ranks) -> None:
 
 
 def test_a_failed_diagnosis_is_one_warning(four_ranks: Ranks) -> None:
-    """The training goes on."""
     assert four_ranks.run(broken) == [["step 10: not diagnosed: out of luck"], [], [], []]
 
 

@@ -1,43 +1,41 @@
 """What ranks run to test backend `counterpoint`: torch's own calls, beside the same of a gloo group."""
 
-from __future__ import annotations
-
 import copy
 import datetime
 import functools
-import gc
 import random
-import threading
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import counterpoint.torch_backend as backend
-from counterpoint.errors import CounterpointError
 from counterpoint.measurement.session import Session
 from counterpoint.parallel.background import all_reduce_in_pieces
-from tests.support.ranks import PATIENT
+from tests.support.ranks import PATIENT, TIMEOUT_S, error_of
 
 EVERYTHING = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"), 0)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64, torch.uint8)
-_GROUPS: dict[str, Any] = {}
 
 
-def groups() -> tuple[Any, Any]:
-    """A group of the backend that takes every call that it can, and one of gloo; made once, since torch keeps them."""
-    if not _GROUPS:
-        taking = backend.BackendOptions(crossover_bytes=EVERYTHING, communicator=PATIENT)
-        _GROUPS["ours"] = dist.new_group(backend="counterpoint", pg_options=taking)
-        _GROUPS["gloo"] = dist.new_group(backend="gloo")
-    return _GROUPS["ours"], _GROUPS["gloo"]
+def taking(**options: Any) -> backend.BackendOptions:
+    """Options of a group that takes every call that it can, unless `options` say something else."""
+    return backend.BackendOptions(**{"crossover_bytes": EVERYTHING, **options}, communicator=PATIENT)
+
+
+def made(**options: Any) -> Any:
+    """A new group with these options of `taking`."""
+    return dist.new_group(
+        backend="counterpoint", pg_options=taking(**options), timeout=datetime.timedelta(seconds=TIMEOUT_S)
+    )
+
+
+@functools.cache
+def groups(ranks_per_host: int | None = None) -> tuple[Any, Any]:
+    """A group of the backend, on hosts of so many ranks, and one of gloo; made once, since torch keeps them."""
+    return made(ranks_per_host=ranks_per_host), dist.new_group(backend="gloo")
 
 
 def newest(*names: str) -> Callable[..., Any]:
@@ -46,18 +44,13 @@ def newest(*names: str) -> Callable[..., Any]:
     return found
 
 
-def random_calls(session: Session, seed: int, count: int) -> tuple[int, int]:
+def random_calls(_: Session, ranks_per_host: int | None, seed: int, count: int) -> tuple[int, int]:
     """Random calls of both groups with equal tensors; how many were equal, and how many ours took."""
-    del session
-    return compared(*groups(), seed, count)
-
-
-def compared(ours: Any, gloo: Any, seed: int, count: int) -> tuple[int, int]:
-    """`random_calls` of these groups."""
+    ours, gloo = groups(ranks_per_host)
     chance, rank, size = random.Random(seed), dist.get_rank(), dist.get_world_size()
     numbers = torch.Generator().manual_seed(1000 * seed + rank)
     before = ours.report().taken
-    for _ in range(count):
+    for _number in range(count):
         dtype, blocks = chance.choice(DTYPES), chance.choice((1, 3, 17, 1000))
         full = torch.randint(0, 5, (size * blocks,), generator=numbers).to(dtype)
         call = chance.choice(CALLS)
@@ -167,8 +160,7 @@ def compared_calls(_: Session) -> tuple[str, str]:
     level = dist.get_debug_level()  # type: ignore[attr-defined]
     dist.set_debug_level(dist.DebugLevel.DETAIL)  # type: ignore[attr-defined]
     try:
-        taking = backend.BackendOptions(crossover_bytes=EVERYTHING, communicator=PATIENT)
-        ours: Any = dist.new_group(backend="counterpoint", pg_options=taking)
+        ours = made()
     finally:
         dist.set_debug_level(level)  # type: ignore[attr-defined]
     dist.all_reduce(torch.ones(4), group=ours)
@@ -180,39 +172,12 @@ def compared_calls(_: Session) -> tuple[str, str]:
     return message, ours.report().calls[0].why
 
 
-def futures(_: Session) -> list[float]:
-    """A call's future, and what is chained to it."""
-    ours, _gloo = groups()
+def futures(_: Session, ranks_per_host: int | None) -> list[float]:
+    ours, _gloo = groups(ranks_per_host)
     work = dist.all_reduce(torch.ones(100), group=ours, async_op=True)
     chained = work.get_future().then(lambda done: done.value()[0] / dist.get_world_size())
     value: list[float] = chained.wait()[:2].tolist()
     return value
-
-
-def functional_calls(_: Session) -> tuple[bool, int]:
-    """Eager and compiled in one graph: whether both are right, and how many calls ours took."""
-    ours, _gloo = groups()
-    before, size = ours.report().taken, dist.get_world_size()
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        reduced: torch.Tensor = functional.all_reduce(x * 2, "sum", ours)
-        return reduced + 1
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's compiler of itself
-        compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-        right = all(torch.equal(f(torch.ones(64)), torch.full((64,), 2.0 * size + 1)) for f in (step, compiled))
-    return right, ours.report().taken - before
-
-
-def ddp_losses(_: Session) -> tuple[list[float], list[float], int]:
-    """Training by DDP on both groups, with `no_sync` and buckets that are rebuilt; how many calls ours took."""
-    ours, gloo = groups()
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 8))
-    before = ours.report().taken
-    found = [trained(copy.deepcopy(model), group) for group in (ours, gloo)]
-    return found[0], found[1], ours.report().taken - before
 
 
 def trained(
@@ -240,13 +205,25 @@ def trained(
     return losses
 
 
-def ddp_errors(_: Session) -> tuple[float, float, int]:
-    """What `errors_of_ddp` gives of the ranks of one host."""
-    return errors_of_ddp(*groups())
+def learned(model: Any, batches: Iterable[tuple[Any, ...]]) -> list[float]:
+    """Losses of a step of SGD for each batch."""
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for batch in batches:
+        loss = model(*batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
 
 
-def errors_of_ddp(ours: Any, gloo: Any) -> tuple[float, float, int]:
+def drawn(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def ddp_errors(_: Session, ranks_per_host: int | None) -> tuple[float, float, int]:
     """Largest error of losses and parameters of DDP against float64: ours and gloo's; how many calls ours took."""
+    ours, gloo = groups(ranks_per_host)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 8))
     before = ours.report().taken
@@ -256,56 +233,6 @@ def errors_of_ddp(ours: Any, gloo: Any) -> tuple[float, float, int]:
     return mine, theirs, ours.report().taken - before
 
 
-def tensor_parallel(_: Session) -> tuple[list[float], list[float], int]:
-    """A block split over an axis of a mesh with its own backend, and over gloo's: losses, and calls that ours took."""
-    taking = backend.BackendOptions(crossover_bytes=EVERYTHING, communicator=PATIENT)
-    shape = (dist.get_world_size() // 2, 2)
-    override: Any = {"by_ours": ("counterpoint", taking)}  # names of their own: DTensor takes equal meshes for one
-    ours = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "by_ours"), backend_override=override)["by_ours"]
-    gloo = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "by_gloo"))["by_gloo"]
-    torch.manual_seed(0)
-    block = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 32))
-    found = []
-    for mesh in (ours, gloo):
-        model = parallelize_module(copy.deepcopy(block), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-        batch = torch.randn(8, 32, generator=torch.Generator().manual_seed(1))
-        losses = []
-        for _step in range(3):
-            loss = model(batch).square().mean()
-            loss.backward()
-            losses.append(loss.item())
-        found.append(losses)
-    return found[0], found[1], backend.report(ours.get_group()).taken
-
-
-def pipeline(_: Session) -> float | None:
-    """1F1B of as many stages as ranks: the last one's loss."""
-    ours, _gloo = groups()
-    rank, size = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(rank)
-    stage = PipelineStage(torch.nn.Linear(16, 16), rank, size, torch.device("cpu"), group=ours)
-    schedule = Schedule1F1B(stage, n_microbatches=2 * size, loss_fn=torch.nn.functional.mse_loss)
-    losses: list[torch.Tensor] = []
-    batch = torch.randn(4 * size, 16, generator=torch.Generator().manual_seed(1))
-    if rank == 0:
-        schedule.step(batch)
-    else:
-        schedule.step(target=batch if rank == size - 1 else None, losses=losses)
-    return sum(loss.item() for loss in losses) if losses else None
-
-
-def made_and_destroyed(_: Session, count: int) -> int:
-    """How many threads `count` groups with communicators leave."""
-    gc.collect()
-    before = threading.active_count()
-    for _time in range(count):
-        group = dist.new_group(backend="counterpoint", pg_options=backend.BackendOptions(crossover_bytes=EVERYTHING))
-        dist.all_reduce(torch.ones(10), group=group)
-        assert backend.report(group).require().taken == 1
-        dist.destroy_process_group(group)
-    return threading.active_count() - before
-
-
 def shorter_timeout(_: Session) -> str:
     """The error of a rank that waits in vain, after the group's timeout was set."""
     group = dist.new_group(backend="counterpoint", pg_options=backend.BackendOptions(crossover_bytes=EVERYTHING))
@@ -313,10 +240,7 @@ def shorter_timeout(_: Session) -> str:
     group.set_timeout(datetime.timedelta(seconds=1))
     text = "came not"
     if dist.get_rank() == 0:
-        try:
-            dist.all_reduce(torch.ones(10), group=group)
-        except CounterpointError as error:
-            text = f"{type(error).__name__}: {error}"
+        text = error_of(lambda: dist.all_reduce(torch.ones(10), group=group))
     dist.barrier(groups()[1])
     dist.destroy_process_group(group)
     return text
@@ -332,7 +256,7 @@ def abort_with_buckets(_: Session) -> list[str]:
         run = functools.partial(all_reduce_in_pieces, communicator)
         futures = [background.start(functools.partial(run, one, "sum", 1.0), 0, one).future for one in buckets]
         group.abort()
-        seen = [_ended_with(future) for future in futures]
+        seen = [error_of(future.wait) for future in futures]
     else:
         seen = []
     dist.barrier(groups()[1])
@@ -340,26 +264,23 @@ def abort_with_buckets(_: Session) -> list[str]:
     return seen
 
 
-def _ended_with(future: Any) -> str:
-    try:
-        future.wait()
-    except Exception as error:
-        return type(error).__name__
-    return "no error"
+def _other_options() -> None:
+    others: Any = dist.ProcessGroupGloo
+    dist.new_group(backend="counterpoint", pg_options=others._Options())
+
+
+def _none_taken() -> None:
+    untaken = dist.new_group(backend="counterpoint")
+    dist.all_reduce(torch.ones(4), group=untaken)
+    backend.report(untaken).require()
+
+
+REFUSED: dict[str, Callable[[], object]] = {
+    "other options": _other_options,
+    "other group": lambda: backend.report(groups()[1]),
+    "none taken": _none_taken,
+}
 
 
 def refused(_: Session, what: str) -> str:
-    """The error of something that cannot be."""
-    try:
-        if what == "other options":
-            others: Any = dist.ProcessGroupGloo
-            dist.new_group(backend="counterpoint", pg_options=others._Options())
-        elif what == "other group":
-            backend.report(groups()[1])
-        else:
-            untaken = dist.new_group(backend="counterpoint")
-            dist.all_reduce(torch.ones(4), group=untaken)
-            backend.report(untaken).require()
-    except CounterpointError as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+    return error_of(REFUSED[what])

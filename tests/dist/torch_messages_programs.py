@@ -3,8 +3,6 @@
 Tensors are on the CPU, where software GPUs have theirs, so gloo's groups give the same answers.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal
@@ -30,7 +28,7 @@ from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.errors import CounterpointError
 from counterpoint.measurement.session import Session
 from counterpoint.parallel.backend import messages
-from tests.support.ranks import PATIENT, TIMEOUT_S
+from tests.support.ranks import PATIENT, TIMEOUT_S, error_of
 from tests.support.software_gpu import SoftwareGpu
 
 ROOM = 4096  # bytes of a mailbox: slots of 1 KiB
@@ -84,7 +82,6 @@ def ring(_: Session, first: str, rounds: int, mailbox_bytes: int | None = ROOM) 
 
 
 def unmatched(_: Session, seed: int, count: int, queues: str = "32") -> int:
-    """Messages over all lines, every rank in an order of its own; how many of this rank's came out right."""
     shared, mine = random.Random(seed), random.Random(f"{seed} {dist.get_rank()}")
     with on_software_gpus() as (group, gpu), patch.dict(os.environ, {"CUDA_DEVICE_MAX_CONNECTIONS": queues}):
         rank, right = dist.get_rank(), 0
@@ -109,7 +106,6 @@ def unmatched(_: Session, seed: int, count: int, queues: str = "32") -> int:
 
 
 def to_itself(_: Session, first: str) -> list[float]:
-    """What a rank receives from itself, the n-th message sent for the n-th one received, whichever comes first."""
     with on_software_gpus() as (group, _gpu):
         rank = dist.get_rank()
         sent, received = [torch.full((5,), 10.0 * rank + n) for n in range(3)], [torch.zeros(5) for _ in range(3)]
@@ -129,11 +125,7 @@ def one_to_itself(_: Session) -> str:
         backend.BackendOptions(mailbox_bytes=ROOM, communicator=CommunicatorOptions(timeout_s=0.2))
     ) as (group, _gpu):
         work: Any = dist.irecv(torch.zeros(3), group=group, group_src=dist.get_rank())
-        try:
-            work.wait()
-        except CounterpointError as error:
-            return str(error)
-        return "no error"
+        return error_of(work.wait)
 
 
 def with_few_queues(session: Session, queues: str) -> list[str]:
@@ -281,9 +273,6 @@ def aborted(_: Session) -> str:
         if dist.get_rank() == 0:
             work: Any = dist.irecv(torch.zeros(3), group=group, group_src=1)
             group.abort()
-            try:
-                work.wait()
-            except CounterpointError as error:
-                said = str(error)
+            said = error_of(work.wait)
         dist.barrier()
     return said

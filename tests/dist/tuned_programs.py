@@ -1,7 +1,5 @@
 """What ranks run to test models and groups that follow a tuning."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Iterator
@@ -37,7 +35,6 @@ from tests.support.ranks import PATIENT, error_of
 
 
 def choice(operation: str, mechanism: str, num_bytes: int = 1, **fields: Any) -> TunedPair:
-    """The choice for calls whose full array has `num_bytes` on two ranks."""
     first = example_tuned().pair[0]
     given: dict[str, Any] = {"where": (), "tried": (), "why": f"{operation} says so"} | fields
     return msgspec.structs.replace(
@@ -108,7 +105,6 @@ def by_size(session: Session) -> list[tuple[bool, bool]]:
 
 @contextmanager
 def named(file: str | None) -> Iterator[None]:
-    """The variable names a file."""
     with patch.dict(os.environ, {} if file is None else {VARIABLE: file}):
         yield
 
@@ -180,7 +176,6 @@ def ddp(_: Session) -> tuple[list[bool], list[Report]]:
 
 
 def gradients(model: DistributedDataParallel) -> torch.Tensor:
-    """Of three steps."""
     weight: Any = model.module.weight
     numbers = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(3):
@@ -320,7 +315,6 @@ def of_backend(_: Session) -> Report:
 
 
 def asked(handle: Overlap) -> int:
-    """How many communicators `check` asks."""
     seen: set[int] = set()
     with patch.object(Communicator, "check", lambda communicator: seen.add(id(communicator))):
         handle.check()

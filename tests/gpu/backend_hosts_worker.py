@@ -3,8 +3,6 @@
 Started by path with RANK, WORLD_SIZE and a folder, for the rendezvous and what came out.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time
@@ -28,7 +26,6 @@ if not are_shared():
 
 
 def case_of(name: str, num_bytes: int, dtype: torch.dtype, group: Any) -> Case:
-    """An operation on this rank's GPU."""
     return Case(name, num_bytes, dtype, torch.device("cuda", torch.cuda.current_device()), group)
 
 
@@ -115,7 +112,6 @@ def in_symmetric_memory(ours: Any) -> str:
 
 
 def timed(group: Any, call: Callable[[Any], object]) -> float:
-    """Best ms of a call of the group."""
     best = float("inf")
     for _ in range(5):
         dist.barrier()

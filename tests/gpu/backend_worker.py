@@ -3,8 +3,6 @@
 Started by path with RANK, WORLD_SIZE and an argument: a folder for the rendezvous and the answers.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 import sys
@@ -26,16 +24,14 @@ from torch.nn.parallel import DistributedDataParallel
 import counterpoint
 import counterpoint.torch_backend as backend
 from counterpoint.collectives.options import CommunicatorOptions
+from tests.dist.torch_backend_programs import CALLS, EVERYTHING
 
-EVERYTHING = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"), 0)
 TAKING = backend.BackendOptions(crossover_bytes=EVERYTHING, communicator=CommunicatorOptions(timeout_s=60))
 SIZES = (1 << 12, 1 << 20, 1 << 24, 1 << 26)
 Seen = dict[str, str]
 
 
 class Rank:
-    """This rank's device, and the groups of both backends."""
-
     def __init__(self, device: torch.device, other: str) -> None:
         self.device, self.other = device, other
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -48,7 +44,6 @@ class Rank:
         return made.float().to(self.device)
 
     def losses(self, model: nn.Module, forward: Callable[[int], torch.Tensor]) -> list[float]:
-        """Losses of six steps."""
         optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
         for step in range(6):
             loss = forward(step)
@@ -63,40 +58,17 @@ def calls(one: Rank) -> Seen:
     """Every operation at every size, on the current stream and beside it, with futures: equal to NCCL's."""
     wrong = count = 0
     for num_bytes in SIZES:
-        for call in (all_reduce, all_gather, reduce_scatter, all_to_all, broadcast):
+        for call in CALLS[:5]:  # those that the backend takes
             for async_op in (False, True):
                 full, found = one.numbers(num_bytes // 4, count), []
                 for group in (one.ours, one.theirs):
-                    output, work = call(full.clone(), one, group, async_op)
+                    output, work = call(full.clone(), one.size, group, async_op)
                     if async_op:
                         work.get_future().wait() if group is one.ours and count % 3 else work.wait()
                     found.append(output)
                 wrong += not torch.equal(*found)
                 count += 1
     return {"wrong": str(wrong), "taken": str(one.ours.report().taken == count)}
-
-
-def all_reduce(full: torch.Tensor, one: Rank, group: Any, async_op: bool) -> tuple[torch.Tensor, Any]:
-    return full, dist.all_reduce(full, group=group, async_op=async_op)
-
-
-def all_gather(full: torch.Tensor, one: Rank, group: Any, async_op: bool) -> tuple[torch.Tensor, Any]:
-    output = torch.empty_like(full)
-    return output, dist.all_gather_into_tensor(output, full.chunk(one.size)[one.rank].clone(), group, async_op)
-
-
-def reduce_scatter(full: torch.Tensor, one: Rank, group: Any, async_op: bool) -> tuple[torch.Tensor, Any]:
-    output = full.new_empty(full.numel() // one.size)
-    return output, dist.reduce_scatter_tensor(output, full, group=group, async_op=async_op)
-
-
-def all_to_all(full: torch.Tensor, one: Rank, group: Any, async_op: bool) -> tuple[torch.Tensor, Any]:
-    output = torch.empty_like(full)
-    return output, dist.all_to_all_single(output, full, group=group, async_op=async_op)
-
-
-def broadcast(full: torch.Tensor, one: Rank, group: Any, async_op: bool) -> tuple[torch.Tensor, Any]:
-    return full, dist.broadcast(full, one.size - 1, group, async_op)
 
 
 def data_parallel(one: Rank) -> Seen:
@@ -179,7 +151,6 @@ def compiled(one: Rank) -> Seen:
 
 
 def captured(one: Rank) -> Seen:
-    """A CUDA graph of an all_reduce, replayed three times."""
     if one.device.type != "cuda":
         return {"value": "as it should be"}
     tensor, stream = torch.ones(1 << 20, device=one.device), torch.cuda.Stream()

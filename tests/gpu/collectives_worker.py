@@ -3,8 +3,6 @@
 Started by path with RANK, WORLD_SIZE and the arguments: a folder for the rendezvous, the file for rank 0's answer.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import sys
@@ -32,8 +30,6 @@ DTYPES = ("bfloat16", "float16", "float32", "float64", "int32", "uint8", "int64"
 
 
 class World:
-    """This rank, its rig, and inputs that every rank can make for every other."""
-
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.device = torch.device("cuda", torch.cuda.current_device())
@@ -50,7 +46,6 @@ class World:
         return torch.randint(0, 100, (numel,), device=self.device, generator=generator).to(kind)
 
     def place(self, data: torch.Tensor, skew: int) -> torch.Tensor:
-        """A copy of `data`, `skew` bytes after an aligned address, as bytes."""
         room = torch.empty(data.nbytes + MAX_SKEW, dtype=torch.uint8, device=self.device)
         room[skew : skew + data.nbytes] = data.view(torch.uint8)
         return room[skew : skew + data.nbytes]
@@ -282,13 +277,9 @@ def main(folder: Path, answer: Path) -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group(
-        "nccl",
-        init_method=f"file://{folder / 'rendezvous'}",
-        rank=rank,
-        world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=timedelta(seconds=40),
-        device_id=device,
-    )
+        "nccl", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timedelta(seconds=40), device_id=device,
+    )  # fmt: skip
     world = World()
     mine: dict[str, dict[str, str]] = {}
     for scenario in SCENARIOS:

@@ -3,8 +3,6 @@
 Started by path with RANK, WORLD_SIZE and the arguments: a folder for the rendezvous, what to run (`live` or `kill`).
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal
@@ -231,7 +229,6 @@ LIVE: dict[str, Callable[[torch.device], dict[str, str]]] = {
 
 
 def killed(device: torch.device, rank: int) -> dict[str, str]:
-    """Rank 1 is killed at some time; what the others are told, and whether their GPUs are free then."""
     communicator = Communicator(device=device, options=CommunicatorOptions(timeout_s=TIMEOUT_S))
     shards = communicator.empty(communicator.world_size, 1 << 20)
     total = communicator.empty(1 << 20).zero_()
@@ -257,7 +254,6 @@ def killed(device: torch.device, rank: int) -> dict[str, str]:
 
 
 def main(folder: Path, what: str) -> None:
-    """Runs what `what` names: `live` or `kill`."""
     if what == "live":
         run_scenarios(folder, {name: partial(scenario, own_gpu()) for name, scenario in LIVE.items()})
     else:

@@ -3,8 +3,6 @@
 Started by path with RANK, WORLD_SIZE and the arguments: a folder for the rendezvous, the file for rank 0's answer.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -30,8 +28,6 @@ SHARD = 64 << 20  # bf16 elements of one rank: 128 MiB
 
 
 def quietly(launch: Callable[[], object]) -> Callable[[], None]:
-    """`launch` without its result."""
-
     def launched() -> None:
         launch()
 
@@ -39,8 +35,6 @@ def quietly(launch: Callable[[], object]) -> Callable[[], None]:
 
 
 class Rig:
-    """This rank's device, matrices, plain process group and plain buffers."""
-
     def __init__(self, rank: int) -> None:
         self.rank, self.device = rank, torch.device("cuda", rank)
         self.x, self.w, self.y = (torch.randn(SIZE, SIZE, device=self.device, dtype=torch.bfloat16) for _ in range(3))
@@ -70,7 +64,6 @@ class Rig:
         return result
 
     def lanes(self, compute: str, collective: str, group: object, buffers: list[torch.Tensor]) -> Lanes:
-        """The pair on two streams of priority 0."""
         send, recv = buffers
         comms: dict[str, Callable[[], object]] = {
             "all_gather": lambda: torch_function("all_gather")(recv, send, group=group),
@@ -130,7 +123,6 @@ class Rig:
             return str(error)
 
     def group(self, controls: tuple[Control, ...]) -> object:
-        """A process group configured by `controls`."""
         options = dist.ProcessGroupNCCL.Options()
         for control in controls:
             control.configure(options)
@@ -200,13 +192,9 @@ def main(folder: Path, answer: Path) -> None:
     rank = int(os.environ["RANK"])
     torch.cuda.set_device(rank)
     dist.init_process_group(
-        "nccl",
-        init_method=f"file://{folder / 'rendezvous'}",
-        rank=rank,
-        world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=timedelta(seconds=40),
-        device_id=torch.device("cuda", rank),
-    )
+        "nccl", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timedelta(seconds=40), device_id=torch.device("cuda", rank),
+    )  # fmt: skip
     rig = Rig(rank)
     seen: dict[str, Observation] = {}
     failed: dict[str, str] = {}

@@ -3,8 +3,6 @@
 python expert_worker.py FOLDER [SCENARIO ...]    with RANK and WORLD_SIZE; writes FOLDER/found<rank>.json
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -31,7 +29,6 @@ SYNCS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize
 
 
 def dispatcher(mechanism: ExpertChoice, *, equal_tokens: bool = False) -> Dispatcher:
-    """Of all ranks."""
     options = ExpertOptions(
         mechanism=mechanism, equal_tokens=equal_tokens, communicator=CommunicatorOptions(timeout_s=60)
     )
@@ -39,7 +36,6 @@ def dispatcher(mechanism: ExpertChoice, *, equal_tokens: bool = False) -> Dispat
 
 
 def given(seed: int, kind: str, tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, experts and weights of this rank."""
     torch.manual_seed(1000 * seed + dist.get_rank())
     x = torch.randn(tokens, HIDDEN, device="cuda", dtype=dtype)
     ids = routing(kind, tokens, TOP_K, EXPERTS, seed + dist.get_rank()).cuda()
@@ -120,13 +116,11 @@ def replayed(step: Callable[[], Sequence[Tensor]], inputs: Sequence[Tensor], nam
 
 
 def doubled(made: Dispatcher, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """Sums of experts that double their rows."""
     rows, _, handle = made.dispatch(x, ids, weights)
     return made.combine(rows * 2, handle)
 
 
 def derived(run: Callable[..., Tensor], inputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
-    """What a function makes of inputs, and the derivatives of leaves."""
     y = run(*inputs)
     return [y.detach(), *torch.autograd.grad(y, leaves, torch.ones_like(y))]
 
@@ -155,7 +149,6 @@ COPIED: Found = {}  # by mechanism: whether `profiled` saw copies to peers
 
 
 def profiled() -> Found:
-    """Kernels of NCCL, and calls in which the host waits, of each mechanism."""
     found: Found = {}
     for mechanism in MECHANISMS:
         say(mechanism, "profiled")

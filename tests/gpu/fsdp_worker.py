@@ -3,8 +3,6 @@
 Started by path, with the environment that torchrun would give and one argument: the file for rank 0's answer.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 import time

@@ -3,8 +3,6 @@
 Started by path with RANK, WORLD_SIZE and the arguments: a folder for the rendezvous, what to run (`live` or `kill`).
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal
@@ -266,7 +264,6 @@ def killed(device: torch.device, rank: int) -> dict[str, str]:
 
 
 def main(folder: Path, what: str) -> None:
-    """Runs what `what` names: `live` or `kill`."""
     if what == "live":
         scenarios = {name: partial(scenario, own_gpu()) for name, scenario in LIVE.items()}
         run_scenarios(folder, scenarios, each_s=EACH_S)

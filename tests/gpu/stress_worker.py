@@ -3,8 +3,6 @@
 python stress_worker.py FOLDER DEVICE STEPS    with torchrun's variables; DEVICE is cuda or cpu; writes FOLDER/seen.json
 """
 
-from __future__ import annotations
-
 import faulthandler
 import sys
 from pathlib import Path

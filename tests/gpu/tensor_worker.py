@@ -3,8 +3,6 @@
 python tensor_worker.py FOLDER    with RANK and WORLD_SIZE; writes FOLDER/found<rank>.json
 """
 
-from __future__ import annotations
-
 import random
 import sys
 from collections.abc import Callable
@@ -38,7 +36,6 @@ def random_shapes() -> Found:
 
 
 def scaled() -> Found:
-    """Float8, one scale and one for each row."""
     session: Any = SimpleNamespace(rank=dist.get_rank())
     return {"scaled": str(programs.scaled(session, 4))}
 
@@ -55,7 +52,6 @@ def operands(m: int, n: int, k: int, seed: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def calls_of(group: TensorGroup, shard: torch.Tensor, rows: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
-    """The results of all three operations."""
     name = name_of_world()
     assert tensor_group(name) is group
     gathered, (product,) = OPS.all_gather_matmul(shard, [b], 0, name)
@@ -106,7 +102,6 @@ def delayed() -> Found:
 
 
 def captured() -> Found:
-    """A graph of all operations and their derivatives, replayed three times with other data."""
     name = name_of_world()
     tensor_group(name, TensorOptions(mechanism="cuts", measure=False))
     shard, rows, b = (one.requires_grad_() for one in operands(2048, 1024, 1024, 9))

@@ -1,7 +1,5 @@
 """Backend `counterpoint` and DDP on all GPUs of this machine (2 to 8), beside NCCL."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec
@@ -11,6 +9,7 @@ from tests.support.gpu_ranks import run_ranks, world_size_here
 
 pytestmark = pytest.mark.gpu(2)
 
+ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).with_name("backend_worker.py")
 TIMEOUT_S = 200
 Seen = dict[str, dict[str, str]]
@@ -20,7 +19,7 @@ Seen = dict[str, dict[str, str]]
 def seen(tmp_path_factory: pytest.TempPathFactory) -> list[Seen]:
     folder = tmp_path_factory.mktemp("backend")
     world_size = world_size_here()
-    ended = run_ranks(WORKER, folder, folder=folder, world_size=world_size, timeout_s=TIMEOUT_S)
+    ended = run_ranks(WORKER, folder, folder=folder, world_size=world_size, timeout_s=TIMEOUT_S, paths=[ROOT])
     ended.well()
     print(ended.logs[0])
     answers = [folder / f"answer{rank}.json" for rank in range(world_size)]

@@ -1,7 +1,5 @@
 """Backend `counterpoint` on 4 to 8 GPUs, two hosts of half of them: NCCL may take neither NVLink nor shared memory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec
@@ -32,14 +30,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
 @pytest.mark.parametrize(
     ("what", "wanted"),
     [
-        ("alone", "none"),
-        ("later", "none"),
-        ("futures", "equal, completed True, error None"),
-        ("streams", "0"),
-        ("symmetric", "0 wrong, True"),
-        ("paths", "hosts"),
+        ("alone", "none"), ("later", "none"), ("futures", "equal, completed True, error None"), ("streams", "0"),
+        ("symmetric", "0 wrong, True"), ("paths", "hosts"),
     ],
-)
+)  # fmt: skip
 def test_every_operation_is_right(found: list[dict[str, str]], what: str, wanted: str) -> None:
     """From 1 to 256 MiB: at once, later, by futures, on several streams, in place; all of them over hosts."""
     assert {rank[what] for rank in found} == {wanted}

@@ -4,8 +4,6 @@ As many processes as there are GPUs run all scenarios of collectives_worker.py o
 what they saw.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec
@@ -32,32 +30,23 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
 
 
 def of(seen: Seen, scenario: str) -> dict[str, set[str]]:
-    """What any rank said about each case."""
     return {case: {rank[scenario][case] for rank in seen} for case in seen[0][scenario]}
 
 
 def wrong(seen: Seen, scenario: str) -> dict[str, set[str]]:
-    """The cases that were not equal on every rank."""
     return {case: said for case, said in of(seen, scenario).items() if said != {"equal"}}
 
 
-def test_every_operation_is_right(seen: Seen) -> None:
-    """Each operation, eagerly and replayed as a graph, in chunks and whole, three times back to back: every byte."""
-    assert wrong(seen, "every_operation") == {}
-
-
-def test_every_reduction_is_right(seen: Seen) -> None:
-    """Each op and dtype, on all SMs and on 8: the bits of plain torch with float32 accumulation in rank order."""
-    assert wrong(seen, "every_reduction") == {}
+@pytest.mark.parametrize("scenario", ["every_operation", "every_reduction", "captured_by_the_caller"])
+def test_every_case_is_right(seen: Seen, scenario: str) -> None:
+    assert wrong(seen, scenario) == {}
 
 
 def test_movement_is_bit_equal_to_nccl(seen: Seen) -> None:
-    """An all_gather gives the bits that NCCL gives."""
     assert of(seen, "like_nccl")["all_gather like NCCL"] == {"equal"}
 
 
 def test_sums_are_nearer_to_float64_than_nccls(seen: Seen) -> None:
-    """The error of a bfloat16 reduce_scatter against float64 is at most NCCL's, on every rank."""
     assert of(seen, "like_nccl")["reduce_scatter error"] == {"smaller"}
 
 
@@ -70,16 +59,9 @@ def test_all_gather_ends_before_a_resident_gemm(seen: Seen, how: str) -> None:
 
 @pytest.mark.own_gpus("a copy within a GPU may be a kernel")
 def test_no_kernel_and_no_local_copy(seen: Seen) -> None:
-    """The profiler sees copies from GPU to GPU, and nothing that needs an SM."""
     assert of(seen, "no_kernel")["seen"] == {"Memcpy PtoP"}
 
 
-def test_it_can_be_captured(seen: Seen) -> None:
-    """In a graph of the caller's, between kernels, replayed."""
-    assert wrong(seen, "captured_by_the_caller") == {}
-
-
 def test_random_calls_are_right(seen: Seen) -> None:
-    """Any operation, dtype, size, alignment, stream, graph or not, one rank late: no mismatch, in at least 50 calls."""
     assert of(seen, "random_calls")["random"] == {"equal"}
     assert int(seen[0]["random_calls"]["random count"]) >= 50

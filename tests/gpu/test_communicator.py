@@ -4,8 +4,6 @@ As many processes as there are GPUs run the scenarios of communicator_worker.py,
 rank is killed.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -27,7 +25,6 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> list[Seen]:
 
 
 def of(live: list[Seen], scenario: str, what: str) -> set[str]:
-    """What the ranks said."""
     return {rank[scenario][what] for rank in live}
 
 
@@ -39,23 +36,19 @@ def test_random_collectives_are_right(live: list[Seen]) -> None:
 
 @pytest.mark.parametrize("steps", ["steps", "early steps"])
 def test_memory_is_used_again_in_stream_order(live: list[Seen], steps: str) -> None:
-    """1,000 steps in which buffers die with work on them still queued: no kernel sees another step's data."""
     assert of(live, steps, "wrong") == {"0"}
 
 
 @pytest.mark.parametrize("steps", ["steps", "early steps"])
 def test_a_thousand_steps_take_no_more_memory_than_a_hundred(live: list[Seen], steps: str) -> None:
-    """No region more, and no device memory."""
     assert of(live, steps, "regions") | of(live, steps, "memory") == {"same"}
 
 
 def test_calls_can_be_captured(live: list[Seen]) -> None:
-    """Sync and async, between kernels, in a graph of the caller's."""
     assert of(live, "captured", "seen") == {"equal"}
 
 
 def test_every_verb_works_in_a_thread_without_a_context(live: list[Seen]) -> None:
-    """Threads that have done nothing on a GPU, autograd's among them, on the first GPU as on the others."""
     assert of(live, "new threads", "told") == {""}
 
 
@@ -66,7 +59,6 @@ def test_ranks_that_have_met_others_meet(live: list[Seen]) -> None:
 
 @pytest.mark.parametrize("master", ["0", "1"])
 def test_a_killed_rank_ends_the_others(tmp_path: Path, master: str) -> None:
-    """At a random moment: the others raise PeerTimeout, name it, within seconds, and their streams are free."""
     told = scenario_results(
         WORKER, tmp_path, "kill", timeout_s=TIMEOUT_S, paths=BENCHMARKS, environment={"MASTER": master}, killed=1
     )

@@ -3,8 +3,6 @@
 Two processes run all scenarios of controls_worker.py once; each test asserts one claim about what they saw.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +24,6 @@ TIMEOUT_S = 150
 
 
 class Ran(msgspec.Struct):
-    """What the worker's rank 0 wrote."""
-
     seen: dict[str, Observation]
     failed: dict[str, str]
     said: dict[str, str]  # by `verified`, with a GEMM limit of 108
@@ -42,7 +38,6 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
 
 
 def verified(ran: Ran, scenario: str, setting: str) -> Evidence:
-    """What the control of `setting` says about `scenario`."""
     (control,) = parse_mechanism(f"nccl+{setting}")[1]
     return control.verify(ran.seen[scenario])
 
@@ -90,36 +85,30 @@ DID_NOTHING = [
 
 
 def test_every_scenario_ran(ran: Ran) -> None:
-    """No control failed to apply, and the collective gave the right data under all of them."""
     assert ran.failed == {}
 
 
 @pytest.mark.parametrize(("scenario", "setting"), TOOK_EFFECT)
 def test_control_takes_effect(ran: Ran, scenario: str, setting: str) -> None:
-    """What ran with the control is what was asked for and differs from what ran without it."""
     evidence = verified(ran, scenario, setting)
     assert evidence.took_effect, evidence
 
 
 @pytest.mark.parametrize(("scenario", "setting"), DID_NOTHING)
 def test_a_knob_that_did_nothing_is_caught(ran: Ran, scenario: str, setting: str) -> None:
-    """A sabotaged or idle knob does not verify."""
     evidence = verified(ran, scenario, setting)
     assert not evidence.took_effect, evidence
 
 
 def test_one_call_applies_what_works(ran: Ran) -> None:
-    """`verified` goes on with a limit that bf16 GEMMs listen to."""
     assert ran.said["mm"] == "applied"
 
 
 def test_one_call_raises_what_did_nothing(ran: Ran) -> None:
-    """`verified` raises NoEffect for a GEMM whose kernel is not persistent."""
     assert ran.said["fp32 mm"].startswith("gemm_sms=108 had no effect: ")
 
 
 def test_the_gemm_limit_is_undone(ran: Ran) -> None:
-    """After `limit`, GEMMs launch as many blocks as before it."""
     seen = ran.seen["gemm_sms=108, after"]
     assert blocks(matmul_kernels(seen.compute)) == blocks(matmul_kernels(seen.compute_without)) != [108]
 
@@ -138,7 +127,6 @@ def test_nccl_runs_on_a_green_stream(ran: Ran) -> None:
 
 @pytest.mark.parametrize("field", ["grid", "block", "stream", "priority", "regs_per_thread", "smem_bytes"])
 def test_the_profiler_tells(ran: Ran, field: str) -> None:
-    """Every NCCL kernel comes with its launch configuration and its stream's priority."""
     values: list[Any] = [getattr(one, field) for seen in ran.seen.values() for one in nccl_kernels(seen.comm)]
     assert values
     assert None not in values

@@ -1,7 +1,5 @@
 """What doctor reads by itself, against what torch says of the same machine; and faults planted on GPUs."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -65,28 +63,23 @@ def checkup() -> dict[str, Any]:
 
 
 def test_gpus_are_those_of_torch(checkup: dict[str, Any], facts: dict[str, Any]) -> None:
-    """NVML's names in its order are CUDA's on a machine of one kind."""
     assert checkup["gpus"] == facts["names"]
 
 
 def test_sms_are_those_of_torch(facts: dict[str, Any]) -> None:
-    """The numbers of the driver's attributes are right: this one is known to torch too."""
     probed = json.loads(run(sys.executable, "-m", "counterpoint.doctor.probe", "cuda"))
     assert [device["num_sms"] for device in probed["devices"]] == facts["sms"]
 
 
 def test_peer_access_is_that_of_torch(checkup: dict[str, Any], facts: dict[str, Any]) -> None:
-    """A pair is missing exactly when torch says so."""
     assert (check(checkup, "peer_access")["status"] == "ok") == (facts["no_peer"] == [])
 
 
 def test_nccl_is_the_one_that_torch_loads(checkup: dict[str, Any], facts: dict[str, Any]) -> None:
-    """Found from files, without torch: the same version."""
     assert check(checkup, "nccl")["values"]["version"] == ".".join(map(str, facts["nccl"]))
 
 
 def test_torch_runtime_agrees(checkup: dict[str, Any]) -> None:
-    """The library that torch has mapped is the one that was found."""
     assert check(checkup, "torch_runtime")["status"] == "ok"
 
 
@@ -96,7 +89,6 @@ def test_bandwidth_is_that_of_a_copy_by_torch(checkup: dict[str, Any], facts: di
 
 
 def test_nothing_but_warnings_on_a_healthy_machine(checkup: dict[str, Any]) -> None:
-    """No problem is reported on a machine that runs its jobs."""
     assert [found["name"] for found in checkup["checks"] if found["status"] == "problem"] == []
 
 
@@ -113,6 +105,5 @@ def test_a_process_on_a_gpu_is_seen() -> None:
 
 
 def test_hidden_gpus_are_said() -> None:
-    """CUDA_VISIBLE_DEVICES=0 leaves one device, and bandwidth says why it was not measured."""
     found = check(doctor(CUDA_VISIBLE_DEVICES="0"), "bandwidth")
     assert (found["status"], found["seen"]) == ("not_seen", "it takes two GPUs that CUDA shows")

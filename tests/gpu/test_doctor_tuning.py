@@ -1,7 +1,5 @@
 """`doctor --check counterpoint.toml` on traces of a training: choices that were followed, and some that were not."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -25,7 +23,6 @@ LIMIT_S = 300
 
 
 def trained(folder: Path, *options: str, **variables: str) -> Path:
-    """Traces of three steps of FSDP2 on two GPUs."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "examples/train_fsdp.py"]
     done = subprocess.run(
         [*command, "--steps", "8", "--trace", str(folder), *options],
@@ -76,7 +73,6 @@ def _tuned(pair: StepPair, mechanism: str) -> TunedPair:
 
 
 def test_choices_that_overlap_follows_take_effect(stock: Path, tmp_path: Path) -> None:
-    """Gathers by copy engines, and scatters that stay NCCL's."""
     tuned = chosen(stock, all_gather="zero_sm", reduce_scatter=LEAVE)
     (tmp_path / "followed.toml").write_text(tuned_toml(tuned))
     traces = trained(tmp_path / "traces", "--overlap", COUNTERPOINT_TUNED=str(tmp_path / "followed.toml"))
@@ -87,7 +83,6 @@ def test_choices_that_overlap_follows_take_effect(stock: Path, tmp_path: Path) -
 
 
 def test_choices_that_nothing_follows_have_no_effect(stock: Path, tmp_path: Path) -> None:
-    """The same file, and a training without counterpoint: every knob is a no-op."""
     tuned = chosen(stock, all_gather="zero_sm", reduce_scatter="nccl+max_ctas=4")
     assert proved(tuned, stock, tmp_path) == {
         "all_gather zero_sm": {"no_effect"},
@@ -97,7 +92,6 @@ def test_choices_that_nothing_follows_have_no_effect(stock: Path, tmp_path: Path
 
 
 def test_exported_variables_take_effect(stock: Path, tmp_path: Path) -> None:
-    """NCCL's limit, by what `--to env` writes."""
     tuned = chosen(stock, all_gather="nccl+max_ctas=8", reduce_scatter="nccl+max_ctas=8")
     lines = [line for line in export(tuned, "env").splitlines() if line.startswith("export NCCL_")]
     variables = dict(line.removeprefix("export ").split("=") for line in lines)

@@ -1,7 +1,5 @@
 """Dispatchers of expert parallelism on all GPUs of this machine (2 to 8): what only GPUs can show."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path
@@ -46,7 +44,6 @@ def test_graphs_replay(ranks: list[Seen], what: str) -> None:
 
 
 def test_training_in_graphs() -> None:
-    """The loss of examples/train_moe.py --graph falls."""
     arguments = ["--graph", "--shape", "tiny", "--tokens", "1024", "--steps", "20", "--lr", "3e-3"]
     done = subprocess.run(
         torchrun(2, "examples/train_moe.py", *arguments),

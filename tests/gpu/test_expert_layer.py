@@ -1,7 +1,5 @@
 """benchmarks/expert_layer.py on two GPUs: what a trace shows of how tokens travel to their experts."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -44,7 +42,6 @@ def test_gather_neither_waits_nor_takes_sms(
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("what", ["layer", "step"])
 def test_plain_torch_is_seen_to_wait_and_to_take_sms(rows: dict[tuple[str, str], dict[str, Any]], what: str) -> None:
-    """Otherwise nobody would have counted."""
     row = rows[what, "all_to_all_single"]
     assert row["syncs"] >= 1
     assert row["sm_kernels"] >= 3

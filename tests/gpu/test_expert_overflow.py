@@ -1,7 +1,5 @@
 """What had no room on a GPU is told to the host, eager calls and replays of graphs alike, and once."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -14,7 +12,6 @@ pytestmark = pytest.mark.gpu(1)
 
 @pytest.fixture
 def overflow() -> RoomCheck:
-    """Of two ranks."""
     layout = ExpertLayout(rank=0, world_size=2, experts=2, top_k=1, max_tokens=8, hidden=8)
     return RoomCheck(torch.device("cuda"), layout, ExpertOptions(overflow="raise", capacity_factor=1.0))
 
@@ -40,7 +37,6 @@ def test_it_is_told_once(overflow: RoomCheck) -> None:
 
 
 def replay(overflow: RoomCheck) -> None:
-    """Note a call without room in a graph."""
     lacking = choices(0, 0)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

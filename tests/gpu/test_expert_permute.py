@@ -1,7 +1,5 @@
 """Rows of experts on a GPU have the bits that they have on the CPU, in eager mode and in graphs."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +17,6 @@ pytestmark = [pytest.mark.gpu(1), pytest.mark.needs("triton")]
 
 
 def everything(ids: Tensor, x: Tensor, weights: Tensor, *, pad: int, capacity: int) -> dict[str, Tensor]:
-    """Every result of one device, tail and all."""
     found = assign(ids, first_expert=16, num_experts=16, capacity=capacity, pad_multiple=pad)
     rows = permute(x, found)
     names = ("offsets", "slots", "sources", "missing")
@@ -59,7 +56,6 @@ def test_the_bits_of_the_cpu(kind: str, dtype: torch.dtype, pad: int, capacity: 
 
 @pytest.mark.parametrize("hidden", [1, 720, 8192, 9000])
 def test_tokens_are_as_narrow_as_on_the_cpu(hidden: int) -> None:
-    """Values and scales, bit by bit; also of a token of zeros."""
     x = torch.randn(333, hidden).bfloat16()
     x[7] = 0
     wanted, got = narrowed(x, torch.float8_e4m3fn), narrowed(x.cuda(), torch.float8_e4m3fn)
@@ -85,7 +81,6 @@ def test_a_graph_follows_its_ids() -> None:
 
 
 def test_the_benchmark_in_small() -> None:
-    """All of its results are right, also those of the activation."""
     command = [sys.executable, "benchmarks/expert_permute.py", "--shapes", "tiny", "--routings", "uniform", "zipf"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=220)
     assert done.returncode == 0, done.stdout + done.stderr

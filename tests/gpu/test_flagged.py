@@ -1,7 +1,5 @@
 """Matmuls that poll, on a GPU: the trials of their benchmark, in small."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

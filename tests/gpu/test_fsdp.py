@@ -4,8 +4,6 @@ Two processes run all of fsdp_worker.py once; each test asserts one claim about 
 one order, so results are the same bits, but for what two runs of stock do not reproduce themselves.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,6 @@ NAMES = (
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank saw."""
     folder = tmp_path_factory.mktemp("fsdp")
     with reserved_port() as port:
         ended = run_ranks(
@@ -53,7 +50,6 @@ def test_training_is_that_of_stock(seen: list[dict[str, Any]], name: str) -> Non
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_module_communicates_in_place(seen: list[dict[str, Any]], name: str) -> None:
-    """By our hooks, with no copy besides FSDP2's own."""
     assert [rank[name]["wrong"] for rank in seen] == [[], []]
 
 
@@ -64,19 +60,16 @@ def test_the_first_loss_of_stock_is_reproducible(seen: list[dict[str, Any]], nam
 
 
 def test_every_case_is_asked_about(seen: list[dict[str, Any]]) -> None:
-    """What the worker trains and what is asserted above are the same cases."""
     assert {*seen[0]} - {"kernels", "growth", "tuned", "limited"} == {*NAMES}
 
 
 def test_each_module_follows_its_choice(seen: list[dict[str, Any]]) -> None:
-    """Gather and reduce_scatter apart, with the bits of stock."""
     for rank in seen:
         assert rank["tuned"]["ours"] == []
         assert "tuned: tuning: 6 of 6 choices followed" in rank["tuned"]["report"]
 
 
 def test_a_limit_of_sms_is_applied_and_taken_back(seen: list[dict[str, Any]]) -> None:
-    """One that all choices have in common."""
     for rank in seen:
         report, after = rank["limited"]
         assert report.startswith("tuning: 1 of 1 choices followed; matmuls have ")
@@ -84,10 +77,8 @@ def test_a_limit_of_sms_is_applied_and_taken_back(seen: list[dict[str, Any]]) ->
 
 
 def test_nccl_runs_no_kernel(seen: list[dict[str, Any]]) -> None:
-    """The profiler sees copies from GPU to GPU, and no kernel of NCCL."""
     assert [rank["kernels"] for rank in seen] == [[], []]
 
 
 def test_memory_does_not_grow(seen: list[dict[str, Any]]) -> None:
-    """After 300 steps as much device memory is free as after 30."""
     assert [rank["growth"]["bytes"] <= 0 for rank in seen] == [True, True], [rank["growth"] for rank in seen]

@@ -1,7 +1,5 @@
 """`counterpoint measure` on two GPUs: the command as a user runs it, and what its rows must show."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
@@ -10,37 +8,38 @@ import pytest
 
 from counterpoint.records.measurement import Measurement, Row
 
-pytestmark = pytest.mark.own_gpus("it measures times")
+pytestmark = [pytest.mark.gpu(2), pytest.mark.own_gpus("it measures times")]
 
 MECHANISMS = ("nccl", "nccl+max_ctas=8+gemm_sms=124", "nccl_zero_cta", "zero_sm")
+
+
+def suite(folders: pytest.TempPathFactory, name: str, *options: str, timeout_s: float) -> Measurement:
+    out = folders.mktemp("measure") / f"{name}.json"
+    command = [sys.executable, "-m", "counterpoint", "measure", name, "--nproc", "2", "--rounds", "6", *options]
+    done = subprocess.run(
+        [*command, "--out", str(out)],
+        capture_output=True, text=True, check=False, timeout=timeout_s, start_new_session=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return msgspec.json.decode(out.read_bytes(), type=Measurement)
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Measurement:
     """The suite `quick`, once, by four mechanisms."""
-    out = tmp_path_factory.mktemp("measure") / "quick.json"
     chosen = [argument for name in MECHANISMS for argument in ("--mechanism", name)]
-    command = [sys.executable, "-m", "counterpoint", "measure", "quick", "--nproc", "2", "--rounds", "6", *chosen]
-    done = subprocess.run(
-        [*command, "--out", str(out)], capture_output=True, text=True, check=False, timeout=200, start_new_session=True
-    )
-    assert done.returncode == 0, done.stderr
-    return msgspec.json.decode(out.read_bytes(), type=Measurement)
+    return suite(tmp_path_factory, "quick", *chosen, timeout_s=200)
 
 
 def rows(measured: Measurement, mechanism: str, collective: str = "all_gather") -> list[Row]:
     return [row for row in measured.rows if (row.mechanism, row.collective) == (mechanism, collective)]
 
 
-@pytest.mark.gpu(2)
 def test_nothing_is_marked(measured: Measurement) -> None:
-    """Every control took effect, and the host kept up."""
     assert [row.marked for row in measured.rows if row.marked] == []
 
 
-@pytest.mark.gpu(2)
 def test_every_control_has_evidence(measured: Measurement) -> None:
-    """What was seen is written down for each."""
     for row in rows(measured, "nccl+max_ctas=8+gemm_sms=124"):
         assert [(proof.control, proof.took_effect) for proof in row.evidence] == [
             ("max_ctas=8", True),
@@ -48,37 +47,30 @@ def test_every_control_has_evidence(measured: Measurement) -> None:
         ]
 
 
-@pytest.mark.gpu(2)
 def test_ctas_are_those_that_ran(measured: Measurement) -> None:
-    """8 when limited, none for copies, more by default."""
     ctas = {name: {row.usage.comm_ctas for row in rows(measured, name) if row.usage} for name in MECHANISMS}
     assert ctas["nccl+max_ctas=8+gemm_sms=124"] == {8}
     assert ctas["nccl_zero_cta"] == ctas["zero_sm"] == {0}
     assert all(count is not None and count > 8 for count in ctas["nccl"])
 
 
-@pytest.mark.gpu(2)
 def test_sums_are_not_offered_by_copies(measured: Measurement) -> None:
-    """An all_reduce by copy engines is named as not measured, and has no rows."""
     assert "all_reduce" in measured.unavailable["nccl_zero_cta"]
     assert rows(measured, "nccl_zero_cta", "all_reduce") == []
 
 
-@pytest.mark.gpu(2)
 def test_launch_order_decides_for_stock_nccl(measured: Measurement) -> None:
     """A GEMM that holds every SM keeps the collective out: what the whole suite is about must be visible in it."""
     hidden = {row.order: row.hidden for row in rows(measured, "nccl") if row.ratio == 1.0}
     assert hidden["comm_first"] > hidden["compute_first"] + 0.3
 
 
-@pytest.mark.gpu(2)
 def test_launch_order_does_not_decide_for_programs(measured: Measurement) -> None:
     """An all_gather in place needs no SM: a GEMM that came first hides most of it, too."""
     hidden = {row.order: row.hidden for row in rows(measured, "zero_sm") if row.ratio == 1.0}
     assert min(hidden.values()) > 0.6, hidden
 
 
-@pytest.mark.gpu(2)
 def test_rates_are_possible(measured: Measurement) -> None:
     """A GEMM alone reaches half of its peak at least, and never more than all of it."""
     assert all(row.mfu_alone is not None and 0.5 < row.mfu_alone < 1.0 for row in measured.rows)
@@ -106,26 +98,16 @@ dist.destroy_process_group()
 
 @pytest.mark.gpu(1)
 def test_a_trial_waits_until_its_buffers_are_put_back() -> None:
-    """What the host queued before a trial, however long it takes, is done when both sides are released."""
     done = subprocess.run([sys.executable, "-c", PUT_BACK], capture_output=True, text=True, check=False, timeout=100)
     assert (done.stdout, done.returncode) == ("1.0 False\n", 0), done.stderr
 
 
 @pytest.fixture(scope="module")
 def matmuls(tmp_path_factory: pytest.TempPathFactory) -> Measurement:
-    """The suite `tensor`, once, by every mechanism."""
-    out = tmp_path_factory.mktemp("measure") / "tensor.json"
-    command = [sys.executable, "-m", "counterpoint", "measure", "tensor", "--nproc", "2", "--rounds", "6"]
-    done = subprocess.run(
-        [*command, "--out", str(out)], capture_output=True, text=True, check=False, timeout=500, start_new_session=True
-    )
-    assert done.returncode == 0, done.stderr
-    return msgspec.json.decode(out.read_bytes(), type=Measurement)
+    return suite(tmp_path_factory, "tensor", timeout_s=500)
 
 
-@pytest.mark.gpu(2)
 def test_matmuls_run_as_they_were_asked_to(matmuls: Measurement) -> None:
-    """No result is wrong; only where no cut helps, `cuts` is in one piece."""
     marks = {(row.mechanism, row.marked) for row in matmuls.blocks if row.marked}
     assert [(name, why) for name, why in marks if name != "cuts" or not str(why).startswith("ran as serial")] == []
     assert matmuls.unavailable == {}

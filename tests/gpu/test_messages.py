@@ -4,8 +4,6 @@ As many processes as there are GPUs run the scenarios of messages_worker.py, onc
 rank is killed.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -4,8 +4,6 @@ The kernel used here writes down on which SM each of its blocks ran, and from wh
 per process, so that everything interposed runs in a process of its own: this file, started as a script.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -72,7 +70,6 @@ def most_at_once(run: Callable[[Any], None]) -> int:
 
 
 def compiled() -> Any:
-    """`live` as a `CUfunction`."""
     from cuda.bindings import nvrtc
 
     from counterpoint.controls.control import call_driver
@@ -89,7 +86,6 @@ def compiled() -> Any:
 
 
 def launch(function: Any, log: Any, smem: int = 0) -> None:
-    """One plain launch through cuda-bindings."""
     import ctypes
 
     from counterpoint.controls.control import call_driver
@@ -100,7 +96,6 @@ def launch(function: Any, log: Any, smem: int = 0) -> None:
 
 
 def occupancy(function: Any, smem: int) -> int:
-    """What the driver's calculator says."""
     from counterpoint.controls.control import call_driver
 
     return int(call_driver("cuOccupancyMaxActiveBlocksPerMultiprocessor", function, THREADS, smem))
@@ -138,7 +133,6 @@ def test_the_least_bytes_are_the_drivers_own(function: Any) -> None:
 
 
 def test_a_launch_through_cuda_bindings_is_shaped(function: Any) -> None:
-    """With the shaper's bytes three blocks live on an SM at once; without, more do."""
     smem = shaper(3).dynamic_smem(int(function), threads=THREADS)
     shaped = most_at_once(lambda log: launch(function, log, smem))
     assert (shaped, most_at_once(lambda log: launch(function, log)) > 3) == (3, True)
@@ -161,7 +155,6 @@ def test_a_launch_through_cuda_core_is_shaped() -> None:
 
 
 def test_a_triton_kernel_is_shaped() -> None:
-    """Inside the control three blocks live on an SM at once, before and after it more do."""
     from counterpoint.controls.occupancy import OccupancyShaping
 
     def run(log: Any) -> None:
@@ -174,7 +167,6 @@ def test_a_triton_kernel_is_shaped() -> None:
 
 
 def test_only_the_compute_side_is_shaped() -> None:
-    """Of two lanes that launch the same kernel, the communication side keeps its occupancy."""
     from counterpoint.controls.control import Lanes
     from counterpoint.controls.occupancy import OccupancyShaping
 
@@ -198,7 +190,6 @@ def test_only_the_compute_side_is_shaped() -> None:
 
 @pytest.fixture(scope="module")
 def interposed() -> dict[str, Any]:
-    """What a process of its own saw: see `watch_interposed`."""
     done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, check=False, timeout=180)
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout.splitlines()[-1]))
@@ -244,8 +235,6 @@ def watch_interposed() -> dict[str, Any]:
 
 
 class Failing:
-    """A shaper that cannot decide."""
-
     active = True
 
     def dynamic_smem(self, handle: int, **asked: object) -> int:
@@ -311,12 +300,10 @@ def microseconds(work: Callable[[], object]) -> float:
 
 
 def test_arguments_by_value_are_shaped(interposed: dict[str, Any]) -> None:
-    """cuLaunchKernel: three blocks on an SM inside the hook, more before and after."""
     assert (interposed["by_value"], interposed["before"] > 3, interposed["after"] > 3) == (3, True, True)
 
 
 def test_arguments_by_reference_are_shaped_and_put_back(interposed: dict[str, Any]) -> None:
-    """cuLaunchKernelEx: three blocks on an SM, and the caller's structure holds what it held."""
     assert (interposed["by_reference"], interposed["config_after"]) == (3, 0)
 
 
@@ -331,7 +318,6 @@ def test_a_kernel_of_cublas_is_shaped(interposed: dict[str, Any]) -> None:
 
 
 def test_a_shaped_gemm_computes_the_same(interposed: dict[str, Any]) -> None:
-    """Shared memory that nobody uses changes no bit."""
     assert interposed["fp32_same"]
 
 
@@ -342,12 +328,10 @@ def test_a_persistent_gemm_is_refused_with_what_to_do(interposed: dict[str, Any]
 
 
 def test_threads_do_not_hang_under_the_hook(interposed: dict[str, Any]) -> None:
-    """Python threads and autograd's launch at once, and all of them come to an end."""
     assert (interposed["threads_alive"], interposed["threads_met"] > 0) == (0, True)
 
 
 def test_a_failure_in_the_hook_is_raised_on_exit(interposed: dict[str, Any]) -> None:
-    """It does not vanish in a callback of C, and the launch went on."""
     assert (interposed["failure"], interposed["went_on"]) == ("planted", True)
 
 

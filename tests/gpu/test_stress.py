@@ -1,7 +1,5 @@
 """FSDP2, tensor and expert parallelism, and the backend on the same 8 GPUs, all of whose streams share one queue."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

@@ -1,7 +1,5 @@
 """torch.ops.counterpoint on all GPUs of this machine (2 to 8): what only GPUs can show."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -20,13 +18,11 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Seen]:
 
 
 def test_random_shapes_are_right(ranks: list[Seen]) -> None:
-    """Any batch, dimension, number of weights and dtype, wherever pieces are cut; derivatives, too."""
     for rank in ranks:
         assert all("cuts" in paths for paths in (*rank["random"].values(), *rank["scaled"].values()))
 
 
 def test_errors_are_at_most_twice_those_of_torch(ranks: list[Seen]) -> None:
-    """Shapes of a training, against float64."""
     for rank in ranks:
         assert {value for name, value in rank["real"].items() if not name.endswith("paths")} == {"True"}, rank["real"]
 

@@ -1,7 +1,5 @@
 """Unmodified ways to train, rehearsed with 4 ranks: losses by stock and by counterpoint are those of one launch."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

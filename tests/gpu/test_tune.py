@@ -1,7 +1,5 @@
 """`counterpoint tune pairs.toml` on two GPUs: every kind of pair is measured within the budget, and decided."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +9,7 @@ import pytest
 from counterpoint.records.tuning import LEAVE, Tuned
 from counterpoint.tuned.file import read_tuned
 
-pytestmark = pytest.mark.own_gpus("it measures times")
+pytestmark = [pytest.mark.gpu(2), pytest.mark.own_gpus("it measures times")]
 
 BUDGET_S = 120
 PAIRS = """
@@ -61,14 +59,12 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Tuned:
     return read_tuned(folder / "counterpoint.toml")
 
 
-@pytest.mark.gpu(2)
 def test_every_pair_is_measured_within_the_budget(tuned: Tuned) -> None:
     """By stock and at least one other mechanism; the last pair may end a little later."""
     assert all(len(pair.tried) > 1 for pair in tuned.pair)
     assert tuned.seconds < 1.25 * BUDGET_S
 
 
-@pytest.mark.gpu(2)
 def test_a_gather_that_a_gemm_holds_back_gets_copy_engines(tuned: Tuned) -> None:
     """A persistent GEMM has all SMs: NCCL waits for its end, copies do not (docs/results/pairs.md)."""
     found = tuned.pair[0]
@@ -76,7 +72,6 @@ def test_a_gather_that_a_gemm_holds_back_gets_copy_engines(tuned: Tuned) -> None
     assert found.us < 0.9 * found.stock_us
 
 
-@pytest.mark.gpu(2)
 def test_no_choice_is_marked_nor_slower_than_stock(tuned: Tuned) -> None:
     for pair in tuned.pair:
         marked = {each.mechanism for each in pair.tried if each.marked is not None}

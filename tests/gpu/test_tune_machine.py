@@ -1,7 +1,5 @@
 """`counterpoint tune --machine` on two GPUs: every group is measured, and predicts what it was fitted to."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -11,14 +9,13 @@ import pytest
 
 from counterpoint.machine.profile import GROUPS, Profile, read_profile
 
-pytestmark = pytest.mark.own_gpus("it measures times")
+pytestmark = [pytest.mark.gpu(2), pytest.mark.own_gpus("it measures times")]
 
 PREDICTED = re.compile(r"([\d.]+)% off")
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Profile:
-    """The profile of this machine, measured once."""
     out: Path = tmp_path_factory.mktemp("machine") / "profile.json"
     command = [sys.executable, "-m", "counterpoint", "tune", "--machine", "--nproc", "2", "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400, start_new_session=True)
@@ -26,14 +23,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Profile:
     return read_profile(out)
 
 
-@pytest.mark.gpu(2)
 def test_every_group_but_the_chip_is_measured(found: Profile) -> None:
-    """Nothing was left out."""
     assert found.left_out == {}
     assert [group for group in GROUPS if found.measured_on[group] != found.gpu] == ["chip"]
 
 
-@pytest.mark.gpu(2)
 @pytest.mark.parametrize("group", ["rates", "nccl_rates", "sums", "contention"])
 def test_a_fit_is_as_good_as_on_h200(found: Profile, group: str) -> None:
     """The errors on stored rows (results/tune-machine.md) were 2 to 6 %; three times the worst is a fit gone wrong."""

@@ -1,7 +1,5 @@
 """`counterpoint tune --run` on two GPUs: what is recorded, switched between steps, and confirmed."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +11,7 @@ from counterpoint.tuning.from_trace import pairs_of_traces
 from counterpoint.tuning.script import difference
 from counterpoint.tuning.script_launch import ScriptResult, ScriptTask, ScriptVariant, launch_script, parse_command
 
-pytestmark = pytest.mark.own_gpus("it measures times")
+pytestmark = [pytest.mark.gpu(2), pytest.mark.own_gpus("it measures times")]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TRAIN = "torchrun --standalone --nproc-per-node 2 {} --overlap --steps 100000 --tokens 1024"
@@ -25,12 +23,10 @@ def example(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ScriptResult]:
-    """Two steps of FSDP2 by NCCL."""
     folder = tmp_path_factory.mktemp("recorded")
     return folder, launch_script(parse_command(example("fsdp")), ScriptTask(folder=str(folder)), variables={})
 
 
-@pytest.mark.gpu(2)
 def test_pairs_of_recorded_steps(recorded: tuple[Path, ScriptResult]) -> None:
     """Layers gather bfloat16 and scatter, in modules that are known, and each side's order is known or mixed."""
     folder, found = recorded
@@ -41,24 +37,12 @@ def test_pairs_of_recorded_steps(recorded: tuple[Path, ScriptResult]) -> None:
     assert {pair.bytes_per_rank for pair in pairs if pair.operation == "all_gather"} == {218_112_000}
 
 
-@pytest.mark.gpu(2)
 @pytest.mark.parametrize(("name", "calls"), [("fsdp", "switched"), ("tp", "switched"), ("ddp", "fixed")])
 def test_a_script_is_tuned(tmp_path: Path, name: str, calls: str) -> None:
     """The whole way: choices with whole steps, unless nothing was chosen; what was chosen had effect."""
     out = tmp_path / "counterpoint.toml"
-    command = [
-        sys.executable,
-        "-m",
-        "counterpoint",
-        "tune",
-        "--run",
-        example(name),
-        "--budget",
-        "40",
-        "--out",
-        str(out),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=550)
+    command = [sys.executable, "-m", "counterpoint", "tune", "--run", example(name), "--budget", "40"]
+    done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, check=False, timeout=550)
     assert done.returncode == 0, done.stderr
     tuned = read_tuned(out)
     assert tuned.pair
@@ -67,7 +51,6 @@ def test_a_script_is_tuned(tmp_path: Path, name: str, calls: str) -> None:
     assert apart or calls == "switched" or tuned.step is None
 
 
-@pytest.mark.gpu(2)
 def test_stock_against_stock_is_no_difference(tmp_path: Path) -> None:
     """Two variants that are both torch's collectives differ by less than 2 sigma, or by less than 1 %."""
     variants = tuple(ScriptVariant(name=name, file=None) for name in ("stock", "stock again"))

@@ -5,8 +5,6 @@
 Rank 0 prints a JSON object for each program: the losses of both, and how many calls counterpoint took.
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import json
@@ -127,7 +125,6 @@ def pipeline(schedule: str, device: torch.device, *, ours: bool) -> Losses:
 
 
 def llama() -> Any:
-    """A small Llama of transformers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -138,7 +135,6 @@ def llama() -> Any:
 
 
 def texts(count: int) -> list[dict[str, Tensor]]:
-    """Random tokens, which are their own labels."""
     draw = torch.Generator().manual_seed(1)
     rows = torch.randint(128, (count, 32), generator=draw)
     return [{"input_ids": row, "labels": row} for row in rows]
@@ -163,7 +159,6 @@ def accelerated(device: torch.device, *, ours: bool) -> Iterator[str]:
 
 
 def trainer(device: torch.device, *, ours: bool) -> Losses:
-    """`transformers.Trainer`, with DDP."""
     from transformers import Trainer, TrainingArguments
 
     with accelerated(device, ours=ours) as name, tempfile.TemporaryDirectory() as folder:
@@ -254,7 +249,6 @@ def main() -> None:
 
 
 def show(name: str, stock: list[float], ours: list[float], calls: int) -> None:
-    """Print on rank 0 what a program found."""
     if os.environ["RANK"] == "0":
         print(json.dumps({"program": name, "stock": stock, "ours": ours, "calls": calls}), flush=True)
 

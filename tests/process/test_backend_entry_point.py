@@ -1,7 +1,5 @@
 """Programs name backend `counterpoint` without importing it: torch calls an entry point of the installed package."""
 
-from __future__ import annotations
-
 import os
 import sys
 import tomllib

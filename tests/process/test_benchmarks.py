@@ -1,7 +1,5 @@
 """The benchmarks' own machinery that starts processes: peak memory, failures, a run in small."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
@@ -37,20 +35,17 @@ def result(folder: Path, script: str, *arguments: str, ranks: int = 0) -> Any:
 
 
 def test_the_memory_of_children_counts() -> None:
-    """The peak covers the whole tree: a child that holds 150 MB while its parent holds little."""
     child = "import time; held = bytearray(b'x') * 150_000_000; time.sleep(0.3)"
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], check=True)"
     assert run([sys.executable, "-c", parent]).peak_mb > 155
 
 
 def test_a_command_that_fails_is_not_a_result() -> None:
-    """A non-zero exit raises with what the command said."""
     with pytest.raises(RuntimeError, match="exit 3\nno such luck"):
         run([sys.executable, "-c", "import sys; print('no such luck', file=sys.stderr); sys.exit(3)"])
 
 
 def test_trace_load_runs(tmp_path: Path) -> None:
-    """The benchmark in small: traces, both measurements of ours, the table."""
     ours = f"{sys.executable} -c 'from counterpoint.cli import main; main()' diagnose"
     command = [sys.executable, "benchmarks/trace_load.py", "--quick", "--cache", tmp_path, "--ours", ours]
     done = program(command, folder=ROOT)
@@ -79,14 +74,12 @@ def test_hsdp_runs(tmp_path: Path) -> None:
 
 
 def test_random_collectives_run(tmp_path: Path) -> None:
-    """Beside gloo: all operations that were drawn have every bit right."""
     found = result(tmp_path, "collectives_random.py", "--count", "150", "--max-bytes", "65536", ranks=2)
     counts = [int(row[1]) for row in found["rows"]]
     assert (found["mismatches"], sum(counts), min(counts) > 0) == ([], 150, True)
 
 
 def test_backend_hosts_runs(tmp_path: Path) -> None:
-    """Halves of four ranks as hosts: all operations go over hosts, and are right, or it would have ended."""
     found = result(tmp_path, "backend_hosts.py", "--mib", "0.1", "--rounds", "1", "--steps", "1", ranks=4)
     assert [(row["operation"], row["path"]) for row in found["rows"]] == [(name, "hosts") for name in OPERATIONS]
 
@@ -99,7 +92,6 @@ def test_a_killed_rank_of_ddp_is_named(tmp_path: Path) -> None:
 
 
 def test_tensor_block_runs(tmp_path: Path) -> None:
-    """Variants agree in loss and gradients, and only ours takes its calls."""
     asked = ["--model", "tiny", "--tokens", "32", "--rounds", "1", "--steps", "1", "--mechanism", "cuts"]
     found = result(tmp_path, "tensor_block.py", *asked, "--variants", "direct", "direct, torch's way", ranks=2)
     rows = {row["variant"]: row for row in found["rows"]}
@@ -108,7 +100,6 @@ def test_tensor_block_runs(tmp_path: Path) -> None:
 
 
 def test_expert_permute_runs(tmp_path: Path) -> None:
-    """Every operation is right, and has a time beside torch's."""
     asked = ("--shapes", "tiny", "--routings", "uniform", "zipf", "--rounds", "2")
     rows = result(tmp_path, "expert_permute.py", *asked)["rows"]
     assert len({(row["operation"], row["routing"]) for row in rows}) == len(rows) == 16
@@ -116,7 +107,6 @@ def test_expert_permute_runs(tmp_path: Path) -> None:
 
 
 def test_tensor_host_runs(tmp_path: Path) -> None:
-    """Every call by every mechanism, in launches of the same mechanism's matmul."""
     asked = ("--rows", "64", "--size", "32", "--rounds", "1", "--calls", "2")
     rows = result(tmp_path, "tensor_host.py", *asked, ranks=2)["rows"]
     assert len({(row["call"], row["mechanism"]) for row in rows}) == len(rows) == 21
@@ -125,7 +115,6 @@ def test_tensor_host_runs(tmp_path: Path) -> None:
 
 
 def test_expert_host_runs(tmp_path: Path) -> None:
-    """Every variant beside plain torch, in the same run."""
     asked = ("--tokens", "16", "--hidden", "32", "--rounds", "1", "--calls", "2", "--mechanisms", "gather")
     rows = result(tmp_path, "expert_host.py", *asked, ranks=2)["rows"]
     names = ("all_to_all_single", "experts", "gather", "gather, 2 parts")
@@ -213,7 +202,6 @@ def test_a_tensor_block_that_is_wrong_is_no_result(monkeypatch: pytest.MonkeyPat
     [("llama", 1), ("llama", 2), pytest.param("transformers", 1, marks=pytest.mark.needs("transformers"))],
 )
 def test_tensor_step_runs(tmp_path: Path, model: str, shards: int) -> None:
-    """Overlap has the loss and gradients of stock, and takes its calls: on two ranks, and on 2 x 2 beside FSDP2."""
     asked = ["--model", model, "--shape", "tiny", "--layers", "1", "--vocabulary", "512", "--tokens", "32"]
     asked += ["--rounds", "1", "--steps", "1", "--mechanism", "cuts", *(["--shards", "2"] if shards > 1 else [])]
     found = result(tmp_path, "tensor_step.py", *asked, ranks=2 * shards)
@@ -229,7 +217,6 @@ def test_tensor_step_runs(tmp_path: Path, model: str, shards: int) -> None:
 def test_a_tensor_step_that_is_wrong_is_no_result(
     monkeypatch: pytest.MonkeyPatch, loss: float, factor: float, said: str
 ) -> None:
-    """Neither gradients nor a loss that differ; those that do not are one."""
     bench = object.__new__(tensor_step.Bench)
     bench.models = {name: torch.nn.Linear(3, 3) for name in ("stock", "overlap")}
     bench.dtype, bench.device, bench.size, bench.outside_before = torch.float32, torch.device("cpu"), 1, None
@@ -297,13 +284,11 @@ def test_row_curves_are_measured_and_read(
 
 
 def test_tune_pairs_runs(tmp_path: Path) -> None:
-    """A line for each operation, whose pair was measured twice and chosen once."""
     rows = result(tmp_path, "tune_pairs.py", "--pairs", "2", "--rounds", "5")["rows"]
     assert [(row[0], row[1]) for row in rows] == [("all_gather", "1"), ("reduce_scatter", "1"), ("all", "2")]
 
 
 def test_tune_noise_runs(tmp_path: Path) -> None:
-    """A line for each noise and rule of the smallest file, and of all."""
     rows = result(tmp_path, "tune_noise.py", "results/forum-4xh200.json", "--draws", "2")["rows"]
     assert [(row[0], row[3]) for row in rows] == [("forum-4xh200", "9")] * 6 + [("all", "9")] * 6
 

@@ -8,8 +8,6 @@ Blocks fenced as `bash` run in the order of their page, in a folder that has thi
 - `<!-- ranks: N -->`: the program of the page is one of N ranks.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -47,8 +45,6 @@ NOT_RUN = {  # pages: how many blocks are not run; each says why beside it
 
 
 class Blocks(NamedTuple):
-    """What a page runs."""
-
     commands: str
     program: str
     ranks: int
@@ -76,7 +72,6 @@ def blocks(page: str) -> Blocks:
 
 
 def run(folder: Path, *command: str) -> None:
-    """Run a command where a reader would, and fail with all that it printed."""
     for name in ("examples", "samples"):
         (folder / name).symlink_to(ROOT / name)
     here = {
@@ -104,7 +99,6 @@ def test_commands_are_fenced_as_bash(page: str) -> None:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page).commands])
 def test_the_commands_of_a_page_run(page: str, tmp_path: Path) -> None:
-    """In the order of the page; `doctor` may find a problem of this machine."""
     run(tmp_path, "bash", "-e", "-c", f"{SETUP}\n{blocks(page).commands}")
 
 

@@ -1,7 +1,5 @@
 """What starts the processes of the tests on GPUs, without GPUs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -18,7 +16,6 @@ def worker(folder: Path, text: str) -> Path:
 
 
 def test_every_rank_knows_its_number_and_multicast_is_off(tmp_path: Path) -> None:
-    """In the variables that NCCL, NVSHMEM and torch read."""
     names = ("RANK", "WORLD_SIZE", "NCCL_NVLS_ENABLE", "NVSHMEM_DISABLE_NVLS", "TORCH_SYMM_MEM_DISABLE_MULTICAST")
     ended = run_ranks(worker(tmp_path, SAYS), *names, folder=tmp_path, world_size=2, timeout_s=60)
     ended.well()
@@ -26,14 +23,12 @@ def test_every_rank_knows_its_number_and_multicast_is_off(tmp_path: Path) -> Non
 
 
 def test_a_rank_that_fails_shows_its_log(tmp_path: Path) -> None:
-    """With what it printed last."""
     ended = run_ranks(worker(tmp_path, "raise SystemExit('no luck')"), folder=tmp_path, world_size=2, timeout_s=60)
     with pytest.raises(AssertionError, match="no luck"):
         ended.well()
 
 
 def test_a_rank_that_hangs_fails_the_test(tmp_path: Path) -> None:
-    """And is killed."""
     text = "import time; print('waits', flush=True); time.sleep(600)"
     with pytest.raises(pytest.fail.Exception, match=r"hangs:\nwaits"):
         run_ranks(worker(tmp_path, text), folder=tmp_path, world_size=1, timeout_s=5)

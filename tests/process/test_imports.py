@@ -1,7 +1,5 @@
 """What an import leaves out: each statement runs in an interpreter of its own, which says what it has loaded."""
 
-from __future__ import annotations
-
 import os
 import sys
 from subprocess import CompletedProcess
@@ -43,7 +41,6 @@ def run(code: str) -> CompletedProcess[str]:
 
 @pytest.mark.parametrize(("statement", "absent"), STATEMENTS.values(), ids=STATEMENTS)
 def test_heavy_packages_stay_out(statement: str, absent: tuple[str, ...]) -> None:
-    """The statement runs and loads none of the packages that this part must do without."""
     probe = (
         "import atexit, sys\n"
         f"atexit.register(lambda: print('LOADED', [name for name in {absent!r} if name in sys.modules]))\n"

@@ -1,7 +1,5 @@
 """`counterpoint plan`: parse, call, print."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -27,7 +25,6 @@ def test_a_table_by_default() -> None:
 
 
 def test_json_and_nothing_else() -> None:
-    """One object, with the contract's name and what was asked."""
     done = run(EXAMPLE, "--json", "-", "--mechanism", "zero_sm", "--set", "training.recompute=full")
     found = json.loads(done.stdout)
     assert found["schema"] == "counterpoint.plan/1"
@@ -35,14 +32,12 @@ def test_json_and_nothing_else() -> None:
 
 
 def test_a_sweep_and_a_search_are_tables() -> None:
-    """Below the step."""
     done = run(EXAMPLE, "--sweep", "training.micro_batch=1,2", "--search", "--set", "training.global_batch=16")
     assert "training.micro_batch" in done.stdout
     assert "The fastest of" in done.stdout
 
 
 def test_a_config_of_hugging_face_becomes_a_job(tmp_path: Path) -> None:
-    """With flags; what was read is said, and the job is written as TOML that plans the same."""
     config, written = tmp_path / "config.json", tmp_path / "job.toml"
     config.write_text(
         '{"model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, '
@@ -71,13 +66,11 @@ def test_a_search_writes_its_ways_and_its_winner(tmp_path: Path) -> None:
 
 
 def test_a_search_for_each_number_of_gpus_is_a_table() -> None:
-    """One row for each."""
     done = run(EXAMPLE, "--search", "--gpus", "8,16", "--fix", "tp=8", "--fix", "micro_batch=1")
     assert "The fastest way for each number of GPUs" in done.stdout
 
 
 def test_days_cost_and_goodput_of_the_whole_training() -> None:
-    """Below the step, with each loss by itself."""
     given = ("tokens=1e12", "price_per_gpu_hour=2", "gpu_mtbf_hours=20000")
     done = run(EXAMPLE, *(f"--set=run.{each}" for each in given))
     for said in ("The whole training", "GPU-hours", "goodput", "checkpoints", "lost work", "restarts"):
@@ -101,7 +94,6 @@ def test_a_network_is_fitted_and_written(tmp_path: Path) -> None:
 
 
 def test_explain_prints_the_formula() -> None:
-    """With the numbers in it."""
     assert "exposed_comm = " in run(EXAMPLE, "--explain", "exposed_comm").stdout
 
 
@@ -133,7 +125,6 @@ def test_explain_prints_the_formula() -> None:
     ],
 )
 def test_what_cannot_be_ends_with_2_and_one_line(arguments: list[str], said: str) -> None:
-    """On standard error; nothing is printed."""
     done = run(EXAMPLE, *arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert said in done.stderr
@@ -141,7 +132,6 @@ def test_what_cannot_be_ends_with_2_and_one_line(arguments: list[str], said: str
 
 
 def test_a_file_that_is_no_job_writes_no_page(tmp_path: Path) -> None:
-    """Nothing half-written."""
     (tmp_path / "job.toml").write_text("[model]\nlayers = 2\n")
     done = run(tmp_path / "job.toml", "--html", tmp_path / "page.html")
     assert done.returncode == 2
@@ -152,7 +142,6 @@ TRACE = Path(__file__).parents[2] / "samples" / "fsdp-healthy"
 
 
 def test_a_trace_as_it_was_measured() -> None:
-    """156.1 ms, as diagnose has it."""
     done = run("--from-trace", TRACE)
     assert done.stdout.startswith("trace on 8 × H200: 156.1 ms a step")
 
@@ -169,7 +158,6 @@ def test_a_trace_on_more_nodes() -> None:
 
 
 def test_a_page_of_a_trace(tmp_path: Path) -> None:
-    """Without what a trace does not say."""
     done = run("--from-trace", TRACE, "--html", tmp_path / "page.html")
     assert done.returncode == 0
     text = (tmp_path / "page.html").read_text()
@@ -192,7 +180,6 @@ def test_a_page_of_a_trace(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_trace_cannot_answer(arguments: list[str | Path], said: str) -> None:
-    """One line, exit code 2."""
     done = run(*arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert said in done.stderr
@@ -243,13 +230,11 @@ def test_launch_files_are_written(topology: Path, tmp_path: Path) -> None:
 
 
 def test_a_page_with_a_placement(topology: Path, tmp_path: Path) -> None:
-    """Has its table."""
     assert run(*PIPELINE, "--topology", topology, "--html", tmp_path / "page.html").returncode == 0
     assert "Where the ranks should be" in (tmp_path / "page.html").read_text()
 
 
 def test_a_yaml_bomb_ends_in_one_line(tmp_path: Path) -> None:
-    """Aliases of aliases are refused before they are expanded: exit code 2, no traceback."""
     lines = ["- &a0 [lol]", *(f"- &a{k} [{', '.join(9 * [f'*a{k - 1}'])}]" for k in range(1, 10))]
     (tmp_path / "topology.yaml").write_text("\n".join(lines))
     done = run(*PIPELINE, "--topology", tmp_path / "topology.yaml")
@@ -258,7 +243,6 @@ def test_a_yaml_bomb_ends_in_one_line(tmp_path: Path) -> None:
 
 
 def test_one_of_several_topologies_is_chosen(tmp_path: Path) -> None:
-    """Without a default, the file's topologies have names to choose from."""
     text = "".join(
         f"- topology: {name}\n  block:\n    blocks:\n    - block: b\n      nodes: {name}[1-8]\n" for name in "ab"
     )
@@ -268,7 +252,6 @@ def test_one_of_several_topologies_is_chosen(tmp_path: Path) -> None:
 
 
 def test_yaml_without_its_extra_says_what_to_install() -> None:
-    """One line of a core install: Unsupported, with the command; all other topologies need no extra."""
     probe = (
         "import sys; sys.modules['yaml'] = sys.modules['scipy'] = None\n"
         "from counterpoint.errors import Unsupported\n"
@@ -291,7 +274,6 @@ def test_yaml_without_its_extra_says_what_to_install() -> None:
     ],
 )
 def test_a_placement_that_cannot_be(topology: Path, arguments: list[str], said: str) -> None:
-    """One line, exit code 2, and nothing written."""
     done = run(*PIPELINE, *(str(topology) if each == "TOPOLOGY" else each for each in arguments))
     assert (done.returncode, done.stdout) == (2, "")
     assert said in done.stderr

@@ -1,7 +1,5 @@
 """What `import counterpoint` offers: names that stay what they are, whatever else was imported."""
 
-from __future__ import annotations
-
 import pkgutil
 from importlib import import_module
 from types import ModuleType
@@ -13,7 +11,6 @@ import counterpoint.collectives
 
 
 def test_every_public_name_can_be_loaded() -> None:
-    """`from counterpoint import *` finds every name of `__all__`."""
     missing = [name for name in counterpoint.__all__ if not hasattr(counterpoint, name)]
     assert missing == []
 
@@ -36,6 +33,5 @@ def test_a_public_module_can_be_imported(name: str, module: str) -> None:
 
 
 def test_a_room_that_loads_lazily_refuses_unknown_names() -> None:
-    """`counterpoint.collectives` has a `__getattr__` of its own, which answers as any module does."""
     with pytest.raises(AttributeError, match="no attribute 'Conductor'"):
         counterpoint.collectives.Conductor  # noqa: B018

@@ -1,7 +1,5 @@
 """What a shell user expects of output: `| head -1`, `>(...)`, devices, pipes and links, by real processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -37,14 +35,9 @@ each_verb = pytest.mark.parametrize("command", VERBS.values(), ids=VERBS)
 def run(command: tuple[str, ...], *more: object, stdout: int | None = subprocess.PIPE) -> tuple[int, str, str]:
     """Exit code (doctor's 1 for a machine with problems as 0), standard output and standard error."""
     done = subprocess.run(
-        [*command, *map(str, more)],
-        stdout=stdout,
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-        timeout=HANG_S,
+        [*command, *map(str, more)], stdout=stdout, stderr=subprocess.PIPE, text=True, check=False, timeout=HANG_S,
         cwd=ROOT,
-    )
+    )  # fmt: skip
     return 0 if "doctor" in command and done.returncode == 1 else done.returncode, done.stdout, done.stderr
 
 
@@ -62,14 +55,12 @@ def test_a_reader_that_ends_ends_the_command_by_sigpipe(command: tuple[str, ...]
 
 @each_verb
 def test_json_to_dev_null_is_written_and_gone(command: tuple[str, ...]) -> None:
-    """The device stays a device."""
     assert run(command, "--json", "/dev/null")[0] == 0
     assert Path("/dev/null").is_char_device()
 
 
 @each_verb
 def test_json_to_a_pipe_reaches_its_reader(command: tuple[str, ...], tmp_path: Path) -> None:
-    """As `--json >(jq ...)`; the pipe is still there afterwards."""
     pipe, got = tmp_path / "pipe", []
     os.mkfifo(pipe)
     reader = threading.Thread(target=lambda: got.append(pipe.read_text()), daemon=True)
@@ -81,14 +72,12 @@ def test_json_to_a_pipe_reaches_its_reader(command: tuple[str, ...], tmp_path: P
 
 
 def test_process_substitution_gets_the_json(tmp_path: Path) -> None:
-    """As bash gives it: the name of an open descriptor."""
     line = f'"$@" -q --json >(cat > {tmp_path}/copy.json); wait $!'
     subprocess.run(["bash", "-c", line, "bash", *VERBS["diagnose"]], check=True, timeout=HANG_S, cwd=ROOT)
     assert json.loads((tmp_path / "copy.json").read_text())["schema"] == "counterpoint.diagnosis/1"
 
 
 def test_dev_stdout_goes_on_where_standard_output_stands(tmp_path: Path) -> None:
-    """The JSON and then the summary, both whole, in the file that the shell has opened."""
     with (tmp_path / "all").open("w") as file:
         assert run(VERBS["diagnose"], "--json", "/dev/stdout", stdout=file.fileno())[0] == 0
     written = (tmp_path / "all").read_text()
@@ -98,7 +87,6 @@ def test_dev_stdout_goes_on_where_standard_output_stands(tmp_path: Path) -> None
 
 
 def test_a_link_stays_and_its_file_is_replaced(tmp_path: Path) -> None:
-    """`--json latest.json` with a link of that name."""
     (tmp_path / "run-1.json").write_text("old")
     (tmp_path / "latest.json").symlink_to("run-1.json")
     assert run(VERBS["diagnose"], "-q", "--json", tmp_path / "latest.json")[0] == 0
@@ -107,27 +95,23 @@ def test_a_link_stays_and_its_file_is_replaced(tmp_path: Path) -> None:
 
 
 def test_results_of_measure_to_a_device_have_no_table_next_to_it(tmp_path: Path) -> None:
-    """No table appears in /dev."""
     assert run(MEASURE, "--out", "/dev/null")[0] == 0
     assert not Path("/dev/null.md").exists()
 
 
 @each_verb
 def test_a_full_device_is_one_line(command: tuple[str, ...]) -> None:
-    """Exit code 2, and what could not be written."""
     code, _, said = run(command, "--json", "/dev/full")
     assert (code, said.splitlines()) == (2, ["counterpoint: cannot write /dev/full: No space left on device"])
 
 
 def test_a_full_standard_output_is_one_line() -> None:
-    """Exit code 2, and nothing of the interpreter's own."""
     with Path("/dev/full").open("w") as full:
         code, _, said = run(VERBS["plan"], stdout=full.fileno())
     assert (code, said) == (2, "counterpoint: cannot write to standard output: No space left on device\n")
 
 
 def test_json_to_a_closed_standard_output_is_one_line() -> None:
-    """As `>&-`."""
     done = subprocess.run(
         ["bash", "-c", '"$@" --json - >&-', "bash", *VERBS["plan"]],
         capture_output=True, text=True, check=False, timeout=HANG_S, cwd=ROOT,

@@ -1,7 +1,5 @@
 """`counterpoint tune` as a command, with gloo on CPUs: the file, the JSON, and errors that leave nothing behind."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -45,7 +43,6 @@ def tune(folder: Path, *arguments: str | Path) -> Ended:
 
 
 def test_pairs_become_choices(pairs: Path) -> None:
-    """Each pair with both mechanisms of CPUs, stock against zero_sm, in the file as in the JSON."""
     arguments = ("--device", "cpu", "--rounds", "5", "--json", "choices.json")
     done = program([*COUNTERPOINT, "tune", pairs, *arguments], folder=pairs.parent)
     assert done.returncode == 0, done.stderr
@@ -65,7 +62,6 @@ def test_a_budget_that_is_used_up_leaves_what_was_not_measured(pairs: Path) -> N
 
 
 def test_a_pair_that_needs_too_much_memory_is_left(pairs: Path) -> None:
-    """With how much it needs; the others are measured all the same."""
     large = PAIRS.split("[[pair]]")[1].replace("64x64x64*2", "200000x200000x1000")
     pairs.write_text(f"[[pair]]{large}{PAIRS}")
     done = tune(pairs.parent, pairs, "--device", "cpu", "--rounds", "5", "-q")

@@ -8,8 +8,6 @@ first, else its whole room.
 The working tree is read only. A fault that lives is a question: is a test missing, or does the change mean nothing?
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import os

@@ -16,8 +16,6 @@ from counterpoint.collectives.program.operations import (
 )
 from counterpoint.collectives.program.steps import Tuning
 
-__all__ = ["NAMES", "case"]
-
 PLAIN = Tuning()
 CHUNKS = Tuning(chunk_bytes=16, relay_bytes=1)
 TOGETHER = Tuning(arrivals="together")
@@ -66,5 +64,4 @@ NAMES = list(_cases(2))
 
 
 def case(name: str, world_size: int) -> tuple[Call, Tuning]:
-    """The call of that name, for a group of `world_size`."""
     return _cases(world_size)[name]

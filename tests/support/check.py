@@ -12,8 +12,6 @@ before the next step; and that a wait and its reset are one action. (On a GPU th
 would, in another interleaving, come just before the wait and meet a set word, which is reported.)
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Headless Chromium over its debugging pipe: opens a page and reports all it complained about and asked for."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import json
@@ -12,8 +10,6 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-__all__ = ["Chromium", "Page"]
 
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--hide-scrollbars",
@@ -37,8 +33,6 @@ SHOWN = """(() => {
 
 @dataclass
 class Page:
-    """What one page did while it was open."""
-
     session: str
     complaints: list[str] = field(default_factory=list)  # console warnings and errors, exceptions, CSP violations
     requests: list[str] = field(default_factory=list)  # every URL asked for but the page itself
@@ -106,7 +100,6 @@ class Chromium:
         return int(found[0]), float(found[1]), float(found[2])
 
     def move(self, page: Page, x: float, y: float) -> None:
-        """Move the pointer, and let the page follow."""
         self.call("Input.dispatchMouseEvent", page, type="mouseMoved", x=x, y=y, button="none", buttons=0)
         self.evaluate(page, "new Promise(done => setTimeout(done, 200))")
 
@@ -117,7 +110,6 @@ class Chromium:
         self.evaluate(page, "new Promise(done => setTimeout(done, 200))")
 
     def double_click(self, page: Page, x: float, y: float) -> None:
-        """Click twice at once."""
         for clicks in (1, 2):
             self._press(page, "mousePressed", x, y, clicks)
             self._press(page, "mouseReleased", x, y, clicks)

@@ -1,7 +1,5 @@
 """Runs commands: `counterpoint` in this process where the process is not the point, or a program in one of its own."""
 
-from __future__ import annotations
-
 import io
 import os
 import subprocess

@@ -3,8 +3,6 @@
 It is finer than the checker's: a wait and its reset are two actions, and a copy or a reduction is done in pieces.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
@@ -23,8 +21,6 @@ from counterpoint.collectives.cuda.lower import (
 from counterpoint.collectives.program.calls import Call
 from counterpoint.collectives.program.steps import AwaitEvent, Program, RecordEvent
 
-__all__ = ["Deadlock", "Machine", "expected", "filled"]
-
 GAP = 64  # bytes between two buffers: an address that is off by a little belongs to nobody
 Bytes = npt.NDArray[np.uint8]
 
@@ -34,8 +30,6 @@ class Deadlock(AssertionError):
 
 
 class Machine:
-    """All ranks' buffers for `programs`, at fake addresses."""
-
     def __init__(self, programs: Sequence[Program], *, early_release: bool = False) -> None:
         self.programs, self.early_release = programs, early_release
         self.memory: dict[int, Bytes] = {}
@@ -64,7 +58,6 @@ class Machine:
         return address
 
     def view(self, address: int, num_bytes: int) -> Bytes:
-        """The bytes there; they must lie within one buffer."""
         base = max(start for start in self.memory if start <= address)
         assert address + num_bytes <= base + len(self.memory[base]), f"{num_bytes} bytes at {address:#x} lie nowhere"
         return self.memory[base][address - base : address - base + num_bytes]
@@ -86,7 +79,6 @@ class Machine:
         )
 
     def calls(self, rank: int) -> tuple[tuple[DriverCall, ...], tuple[DriverCall, ...]]:
-        """What `rank` does before and after its output is read."""
         program, addresses, early = self.programs[rank], self.addresses(rank), self.early_release
         before = lower(program, addresses, program.cycle(early_release=early))
         return before, lower(program, addresses, program.release if early else ())
@@ -158,7 +150,6 @@ def _once(what: Callable[[int, int], None], number: int, rank: int) -> Iterator[
 
 
 def _added(arrays: Sequence[Bytes]) -> Bytes:
-    """Their sum, modulo 256."""
     total: Bytes = np.add.reduce(arrays, dtype=np.uint8)
     return total
 

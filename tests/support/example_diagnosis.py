@@ -1,7 +1,5 @@
 """A diagnosis as a training job would give it, one with hostile names, an empty one."""
 
-from __future__ import annotations
-
 import random
 
 import msgspec
@@ -35,21 +33,11 @@ def account(rank: int, *, late: bool = False) -> RankAccount:
     transfer, compute, comm = 9_800.0 * STEPS, 68_900.0 * STEPS, (41_000.0 if late else 47_200.0 + 90 * rank) * STEPS
     exposed = wait + transfer
     return RankAccount(
-        rank=rank,
-        duration_us=STEP_US * STEPS,
-        compute_us=compute,
-        comm_us=comm,
-        overlapped_us=comm - exposed,
-        exposed_comm_us=exposed,
-        memcpy_us=900.0 * STEPS,
-        idle_us=STEP_US * STEPS - compute - exposed - 400.0 * STEPS,
-        wait_us=wait,
-        transfer_us=transfer,
-        hidden=1 - exposed / comm,
-        comm_to_compute=comm / compute,
-        mfu=0.43,
+        rank=rank, duration_us=STEP_US * STEPS, compute_us=compute, comm_us=comm, overlapped_us=comm - exposed,
+        exposed_comm_us=exposed, memcpy_us=900.0 * STEPS, idle_us=STEP_US * STEPS - compute - exposed - 400.0 * STEPS,
+        wait_us=wait, transfer_us=transfer, hidden=1 - exposed / comm, comm_to_compute=comm / compute, mfu=0.43,
         exposed_wait_us=wait,
-    )
+    )  # fmt: skip
 
 
 def mean(accounts: list[RankAccount]) -> Account:
@@ -96,27 +84,13 @@ def kernel(
 ) -> KernelComparison:
     alone = 1_420.0
     return KernelComparison(
-        name=name,
-        grid=(2, 66, 1),
-        block=(384, 1, 1),
-        shapes="[[2048, 4096], [4096, 14336]]",
-        alone_count=41,
-        overlapped_count=55,
-        alone_us=alone,
-        alone_p10_us=alone * 0.98,
-        alone_p90_us=alone * 1.03,
-        overlapped_us=alone * slowdown,
-        overlapped_p10_us=alone * slowdown * 0.9,
-        overlapped_p90_us=alone * slowdown * 1.2,
-        slowdown=slowdown,
-        cost_us=cost * STEPS,
-        cause=cause,
-        waves_alone=waves and waves[0],
-        waves_overlapped=waves and waves[1],
-        blocks_per_sm=1,
-        comm_ctas=24,
+        name=name, grid=(2, 66, 1), block=(384, 1, 1), shapes="[[2048, 4096], [4096, 14336]]", alone_count=41,
+        overlapped_count=55, alone_us=alone, alone_p10_us=alone * 0.98, alone_p90_us=alone * 1.03,
+        overlapped_us=alone * slowdown, overlapped_p10_us=alone * slowdown * 0.9,
+        overlapped_p90_us=alone * slowdown * 1.2, slowdown=slowdown, cost_us=cost * STEPS, cause=cause,
+        waves_alone=waves and waves[0], waves_overlapped=waves and waves[1], blocks_per_sm=1, comm_ctas=24,
         comm_ctas_without_extra_wave=0 if waves else None,
-    )
+    )  # fmt: skip
 
 
 def lanes(spans: int = 6_000, world: int = WORLD) -> list[TimelineLane]:
@@ -182,14 +156,8 @@ def training() -> Diagnosis:
         collectives=collectives(random.Random(7)),
         stragglers=(
             Straggler(
-                rank=LATE,
-                delay_us=LATE_US * STEPS,
-                times_last=44,
-                cause="host_stall",
-                evidence=stall,
-                detail="aten::item",
-                start_us=37_000.0,
-                end_us=43_400.0,
+                rank=LATE, delay_us=LATE_US * STEPS, times_last=44, cause="host_stall", evidence=stall,
+                detail="aten::item", start_us=37_000.0, end_us=43_400.0,
             ),
         ),
         kernels=(
@@ -206,25 +174,17 @@ def training() -> Diagnosis:
         ),
         findings=(
             Finding(
-                kind="straggler",
-                cost_us=6_300.0,
-                severity="high",
+                kind="straggler", cost_us=6_300.0, severity="high",
                 title="Rank 5 makes the others wait: its host stalls",
                 evidence=f"{stall}; it came last to 44 of 48 collectives.",
                 advice="Take .item() out of the training loop, or read the value a step later with non_blocking=True.",
-                rank=5,
-                start_us=37_000.0,
-                end_us=43_400.0,
+                rank=5, start_us=37_000.0, end_us=43_400.0,
             ),
             Finding(
-                kind="tail_effect",
-                cost_us=4_200.0,
-                severity="medium",
-                title="GEMMs need a second wave beside NCCL",
+                kind="tail_effect", cost_us=4_200.0, severity="medium", title="GEMMs need a second wave beside NCCL",
                 evidence=f"{GEMM}: 132 blocks, one per SM; 24 communication CTAs leave 108 SMs: 1 wave becomes 2.",
                 advice="Give the GEMM 108 SMs: cublasSetSmCountTarget(handle, 108), or NCCL 8 CTAs: NCCL_MAX_CTAS=8.",
-                start_us=120_000.0,
-                end_us=134_000.0,
+                start_us=120_000.0, end_us=134_000.0,
             ),
             Finding(
                 kind="exposed_comm",
@@ -248,45 +208,21 @@ def training() -> Diagnosis:
                 WhatIfStep(name="communication free", step_us=71_200.0),
             ),
         ),
-    )
+    )  # fmt: skip
 
 
 def empty() -> Diagnosis:
     """One rank that only ran on a CPU: no collectives, no kernels, no replay."""
     alone = RankAccount(
-        rank=0,
-        duration_us=1_000.0,
-        compute_us=0.0,
-        comm_us=0.0,
-        overlapped_us=0.0,
-        exposed_comm_us=0.0,
-        memcpy_us=0.0,
-        idle_us=1_000.0,
-        wait_us=0.0,
-        transfer_us=0.0,
-        hidden=None,
-        comm_to_compute=None,
-    )
+        rank=0, duration_us=1_000.0, compute_us=0.0, comm_us=0.0, overlapped_us=0.0, exposed_comm_us=0.0, memcpy_us=0.0,
+        idle_us=1_000.0, wait_us=0.0, transfer_us=0.0, hidden=None, comm_to_compute=None,
+    )  # fmt: skip
     return Diagnosis(
-        source=Source(format="kineto", files=("rank0.json",), events=12),
-        world_size=1,
-        ranks=(0,),
-        missing_ranks=(),
-        gpu=None,
-        clock_offsets_us={"0": 0.0},
-        clock_uncertainty_us={"0": None},
-        clock_drift_ppm={"0": None},
-        verdict="No communication was found.",
-        notes=(),
-        steps=(),
-        totals=mean([alone]),
-        per_rank=(alone,),
-        collectives=(),
-        stragglers=(),
-        kernels=(),
-        findings=(),
-        replay=None,
-    )
+        source=Source(format="kineto", files=("rank0.json",), events=12), world_size=1, ranks=(0,), missing_ranks=(),
+        gpu=None, clock_offsets_us={"0": 0.0}, clock_uncertainty_us={"0": None}, clock_drift_ppm={"0": None},
+        verdict="No communication was found.", notes=(), steps=(), totals=mean([alone]), per_rank=(alone,),
+        collectives=(), stragglers=(), kernels=(), findings=(), replay=None,
+    )  # fmt: skip
 
 
 def hostile() -> tuple[Diagnosis, list[TimelineLane]]:
@@ -295,18 +231,14 @@ def hostile() -> tuple[Diagnosis, list[TimelineLane]]:
     assert base.replay is not None
     spans = [change(lane, labels=(HOSTILE,) * len(lane.labels)) for lane in lanes(400)]
     return change(
-        base,
-        verdict=HOSTILE,
-        gpu=HOSTILE,
-        notes=(HOSTILE,),
-        source=change(base.source, files=(HOSTILE,)),
+        base, verdict=HOSTILE, gpu=HOSTILE, notes=(HOSTILE,), source=change(base.source, files=(HOSTILE,)),
         steps=tuple(change(step, name=HOSTILE) for step in base.steps),
         collectives=tuple(change(c, op=HOSTILE, group=HOSTILE, step=HOSTILE) for c in base.collectives),
         kernels=tuple(change(k, name=HOSTILE, shapes=HOSTILE) for k in base.kernels),
         stragglers=tuple(change(s, evidence=HOSTILE, detail=HOSTILE) for s in base.stragglers),
         findings=tuple(change(f, kind=HOSTILE, title=HOSTILE, evidence=HOSTILE, advice=HOSTILE) for f in base.findings),
         replay=change(base.replay, what_if=tuple(change(w, name=HOSTILE) for w in base.replay.what_if)),
-    ), spans
+    ), spans  # fmt: skip
 
 
 def of_256_ranks() -> Diagnosis:

@@ -1,7 +1,5 @@
 """Measurements made up for the tests of their reports."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from counterpoint.records.measurement import BlockRow, Environment, Measurement, Order, Row, Timing

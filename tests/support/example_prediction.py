@@ -1,7 +1,5 @@
 """Predictions for the tests of the report: usual, of one stage, hostile."""
 
-from __future__ import annotations
-
 import msgspec
 
 from counterpoint.records.prediction import (
@@ -19,7 +17,6 @@ HOSTILE = "</script><script>alert(1)</script>\x1b[31m"
 
 
 def bare() -> Prediction:
-    """Nothing but the step."""
     return Prediction(
         model="small",
         gpu="H100",
@@ -83,34 +80,19 @@ def usual() -> Prediction:
         fits_probability=0.97,
         fits_source="200 configurations of papers",
         interval=StepInterval(
-            level=0.8,
-            seen=0.81,
-            low_us=9.6e3,
-            usual_us=1.02e4,
-            high_us=1.12e4,
-            rows=60,
-            sources=("one", "two"),
-            alike=1.4,
-            slowest_us=100.0,
+            level=0.8, seen=0.81, low_us=9.6e3, usual_us=1.02e4, high_us=1.12e4, rows=60, sources=("one", "two"),
+            alike=1.4, slowest_us=100.0,
         ),
         comparisons=RatioError(level=0.8, factor=1.05, pairs=1200, sources=4),
-    )
+    )  # fmt: skip
 
 
 def hostile() -> Prediction:
-    """Names from a job's file that would end a script or colour a terminal."""
     whole = usual()
     assert whole.interval is not None
     unlucky = PlanOutcome(label=HOSTILE, why_not=HOSTILE)
     return msgspec.structs.replace(
-        whole,
-        model=HOSTILE,
-        gpu=HOSTILE,
-        notes=(HOSTILE,),
-        validated=HOSTILE,
-        fits_source=HOSTILE,
-        interval=msgspec.structs.replace(whole.interval, sources=(HOSTILE,)),
-        verdict=HOSTILE,
-        asked={HOSTILE: HOSTILE},
+        whole, model=HOSTILE, gpu=HOSTILE, notes=(HOSTILE,), validated=HOSTILE, fits_source=HOSTILE,
+        interval=msgspec.structs.replace(whole.interval, sources=(HOSTILE,)), verdict=HOSTILE, asked={HOSTILE: HOSTILE},
         curves=(Curve(name=HOSTILE, means=HOSTILE, points=(*whole.curves[0].points, unlucky)),),
-    )
+    )  # fmt: skip

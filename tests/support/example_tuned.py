@@ -1,7 +1,5 @@
 """A tuning with every kind of choice, for tests."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from msgspec.structs import replace
@@ -21,17 +19,9 @@ def example_tuned() -> Tuned:
         seconds=118.0,
         profile="0123456789abcdef",
         made=Environment(
-            device="cuda",
-            gpu="NVIDIA H200",
-            world_size=2,
-            driver="580.95.05",
-            torch="2.11.0+cu130",
-            nccl="2.28.9",
-            counterpoint="0.1.0",
-            commit="0" * 40,
-            command=("counterpoint", "tune", "pairs.toml"),
-            date="2026-11-23T00:00:00+00:00",
-            variables={"NCCL_NVLS_ENABLE": "0"},
+            device="cuda", gpu="NVIDIA H200", world_size=2, driver="580.95.05", torch="2.11.0+cu130", nccl="2.28.9",
+            counterpoint="0.1.0", commit="0" * 40, command=("counterpoint", "tune", "pairs.toml"),
+            date="2026-11-23T00:00:00+00:00", variables={"NCCL_NVLS_ENABLE": "0"},
         ),
         step=StepTuning(
             before_us=150_100.0,
@@ -71,33 +61,17 @@ def example_tuned() -> Tuned:
                 ),
             ),
             TunedPair(
-                operation="all_reduce",
-                compute="gemm 1024x1024x1024",
-                bytes_per_rank=32 << 10,
-                ranks=2,
-                mechanism=LEAVE,
-                why="nothing is faster by 2 sigma",
-                us=40.0,
-                sigma_us=1.0,
-                stock="nccl",
-                stock_us=40.0,
+                operation="all_reduce", compute="gemm 1024x1024x1024", bytes_per_rank=32 << 10, ranks=2,
+                mechanism=LEAVE, why="nothing is faster by 2 sigma", us=40.0, sigma_us=1.0, stock="nccl", stock_us=40.0,
                 stock_sigma_us=1.0,
             ),
             TunedPair(
-                operation="all_gather_matmul",
-                compute="gemm 8192x7168x8192",
-                bytes_per_rank=64 << 20,
-                ranks=2,
-                mechanism="cuts",
-                why="12 % less than stock, 2 sigma are 0.4 %",
-                us=1300.0,
-                sigma_us=2.0,
-                stock="torch",
-                stock_us=1480.0,
-                stock_sigma_us=3.0,
+                operation="all_gather_matmul", compute="gemm 8192x7168x8192", bytes_per_rank=64 << 20, ranks=2,
+                mechanism="cuts", why="12 % less than stock, 2 sigma are 0.4 %", us=1300.0, sigma_us=2.0, stock="torch",
+                stock_us=1480.0, stock_sigma_us=3.0,
             ),
         ),
-    )
+    )  # fmt: skip
 
 
 def tuned_pair(mechanism: str, *, us: float = 90.0, stock_us: float = 100.0, **more: Any) -> TunedPair:

@@ -4,8 +4,6 @@ A state is how far each lane is, which copies and reductions are under way, whic
 memory. A copy takes two moves, its begin and its end, so that others may touch its bytes in between.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -25,8 +23,6 @@ from tests.support.symbolic import (
     performed,
 )
 
-__all__ = ["explore"]
-
 
 @dataclass(frozen=True, slots=True)
 class _State:
@@ -42,12 +38,7 @@ class _State:
 def explore(
     rounds: Sequence[Sequence[Program]], *, early_release: bool = False, max_states: int = 1_000_000
 ) -> ProofReport:
-    """Check as `check` does, by walking all interleavings; end at the first violation.
-
-    Raises:
-        Misconfigured: rounds have different numbers of ranks, or none.
-        CounterpointError: there are more than `max_states` states: nothing is proved.
-    """
+    """Check as `check` does, by walking all interleavings; end at the first violation."""
     search = _Search(CallSequence(rounds, early_release=early_release))
     search.found = search.rounds.malformed()
     start = _State(tuple(0 for _ in search.lanes), frozenset(), search.rounds.at_rest, {})
@@ -81,7 +72,6 @@ class _Search:
         self.found.append(self.rounds.violation(self.lanes[number], action, kind, reason))
 
     def successors(self, state: _State) -> Iterator[_State]:
-        """Yield all states that one move of one lane leads to."""
         for number, queue in enumerate(self.queues):
             at = state.position[number]
             if at == len(queue) or self.blocked(state, queue[at]):

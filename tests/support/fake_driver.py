@@ -1,7 +1,5 @@
 """Stands in for `cuda.bindings.driver`: writes down what is called, and can be told to refuse."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -14,8 +12,6 @@ from counterpoint.collectives.cuda.lower import (
 )
 from counterpoint.collectives.program.steps import AwaitEvent, RecordEvent
 
-__all__ = ["FakeDriver"]
-
 KINDS: dict[int, Literal["wait", "write"]] = {1: "wait", 2: "write"}
 
 
@@ -27,10 +23,7 @@ class FakeDriver:
     CUevent_flags = SimpleNamespace(CU_EVENT_DISABLE_TIMING=2)
     CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2)
     CUgraphInstantiate_flags = SimpleNamespace(CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY=8)
-    CUstreamBatchMemOpType = SimpleNamespace(
-        CU_STREAM_MEM_OP_WAIT_VALUE_32=1,
-        CU_STREAM_MEM_OP_WRITE_VALUE_32=2,
-    )
+    CUstreamBatchMemOpType = SimpleNamespace(CU_STREAM_MEM_OP_WAIT_VALUE_32=1, CU_STREAM_MEM_OP_WRITE_VALUE_32=2)
 
     def __init__(self) -> None:
         self.log: list[tuple[Any, ...]] = []

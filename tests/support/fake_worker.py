@@ -4,8 +4,6 @@
 on that rank or all, and the other ranks then wait, as they would in a collective.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -5,8 +5,6 @@ own: it begins when every rank of the rail has made the call, moves the data, an
 arrived. All phases inside a host use the same flags and staging in turn, as on one channel of a communicator.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -46,24 +44,13 @@ LEVELS: tuple[Level, ...] = ("inside", "between", "here")
 
 
 def phases_all(call: Call, grid: Grid, *, slice_bytes: int | None = None) -> tuple[tuple[Phase, ...], ...]:
-    """Return the phases of every rank."""
     return tuple(phases(call, grid, rank, slice_bytes=slice_bytes) for rank in range(grid.world_size))
 
 
 def flatten(
     call: Call, grid: Grid, made: Sequence[Sequence[Phase]], *, tuning: Tuning = DEFAULT
 ) -> tuple[Program, ...]:
-    """Return one program for each rank.
-
-    Args:
-        call: the collective of all ranks.
-        grid: on which hosts the ranks are.
-        made: the phases of every rank, as `phases_all` returns them.
-        tuning: tuning of the phases inside hosts.
-
-    Raises:
-        Misconfigured: the ranks of a group do not make the same calls.
-    """
+    """Return one program for each rank."""
     for rank in range(grid.world_size):
         for level in LEVELS:
             first = grid.members(level, rank)[0]
@@ -113,7 +100,6 @@ class _Translation:
         self.awaited = level == "here" or any(number in phase.after for phase in made[rank])
 
     def steps(self) -> Iterator[Step]:
-        """Yield waits for earlier phases, the steps of this one, and an event at its end if another phase awaits it."""
         for number in self.phase.after:
             yield AwaitEvent(_EVENTS * (number + 1), self.first_lane)
         if self.phase.level == "here":
@@ -124,7 +110,6 @@ class _Translation:
             yield RecordEvent(self.end, self.first_lane)
 
     def step(self, step: Step) -> Step:
-        """Return a step of the phase as a step of the whole program."""
         lane = self.first_lane + step.lane
         match step:
             case Copy(peer, source, target):
@@ -139,13 +124,11 @@ class _Translation:
                 return replace(step, event=_EVENTS * (self.number + 1) + 1 + event, lane=lane)
 
     def operation(self, operation: Signal | Wait) -> Signal | Wait:
-        """Return a signal or wait of the phase as one of the whole program."""
         if isinstance(operation, Signal):
             return Signal(self.members[operation.peer], self.flag(operation.flag))
         return Wait(self.flag(operation.flag), None if operation.brings is None else self.span(operation.brings))
 
     def flag(self, flag: Flag) -> Flag:
-        """Return a flag of the phase as one of the whole program."""
         return replace(flag, peer=self.members[flag.peer])
 
     def span(self, span: Span, phase: Phase | None = None) -> Span:

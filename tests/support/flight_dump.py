@@ -1,7 +1,5 @@
 """Builds dumps of NCCL's flight recorder: say what matters of a call, the rest is that of a plain one."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +15,6 @@ def call(
     seq: int, operation: str = "all_reduce", state: str = "completed", *, group: str = "0", desc: str = "default_pg",
     size: Sequence[int] = (1024,), dtype: str = "Float", p2p: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """One entry, as torch 2.13 writes it (version 2.10)."""
     return {
         "frames": [TORCH, TRAINER], "record_id": seq, "pg_id": int(group) if group.isdigit() else 7,
         "process_group": (group, desc), "thread_name": "pt_main", "thread_id": "1",
@@ -32,7 +29,6 @@ def call(
 def dump(
     entries: Sequence[dict[str, Any]], groups: Mapping[str, tuple[str, Sequence[int]]], **more: Any
 ) -> dict[str, Any]:
-    """What one rank writes."""
     config = {name: {"name": name, "desc": desc, "ranks": str(list(ranks))} for name, (desc, ranks) in groups.items()}
     numbered = [entry | {"record_id": i} for i, entry in enumerate(entries)]
     return {

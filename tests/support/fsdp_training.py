@@ -1,7 +1,5 @@
 """What ranks run to test FSDP2 with zero-SM collectives: a small Llama trained by torch's collectives and by ours."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,11 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    FSDPModule,
-    MixedPrecisionPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from counterpoint.collectives.options import CommunicatorOptions
@@ -39,38 +33,25 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One way to train.
+    """One way to train."""
 
-    Args:
-        policy: of mixed precision: parameters, reduction.
-        mesh: sizes of its axes; two: replicated and sharded.
-        reshard: after forward.
-        microbatches: gradients are synchronised in the last of a step only.
-        checkpointed: activations are computed again.
-        compiled: compiles a layer; None: eager.
-        meta: parameters are made on the meta device and filled after overlap().
-        grouped: the last norm and the head are given to `fully_shard` together.
-        prepare: called with the sharded model before `overlap`.
-        stock: called with the model that keeps torch's collectives, in place of `prepare`.
-        device: of the model.
-        direct: hooks whose modules FSDP2 copies nothing for: gathers, and scatters.
-    """
-
+    # of mixed precision: parameters, reduction
     policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
-    mesh: tuple[int, ...] = (2,)
-    reshard: bool | int | None = None
-    microbatches: int = 1
-    checkpointed: bool = False
-    compiled: Callable[[Any], Any] | None = None
-    meta: bool = False
-    grouped: bool = False
+    mesh: tuple[int, ...] = (2,)  # sizes of its axes; two: replicated and sharded
+    reshard: bool | int | None = None  # after forward
+    microbatches: int = 1  # gradients are synchronised in the last of a step only
+    checkpointed: bool = False  # activations are computed again
+    compiled: Callable[[Any], Any] | None = None  # compiles a layer; None: eager
+    meta: bool = False  # parameters are made on the meta device and filled after overlap()
+    grouped: bool = False  # the last norm and the head are given to `fully_shard` together
     dtype: torch.dtype = torch.float32
     options: OverlapOptions | None = None
-    prepare: Callable[[Any], object] | None = None
+    prepare: Callable[[Any], object] | None = None  # called with the sharded model before `overlap`
+    # called with the model that keeps torch's collectives, in place of `prepare`
     stock: Callable[[Any], object] | None = None
     steps: int = 3
-    device: str = "cpu"
-    direct: tuple[bool, bool] = (True, True)
+    device: str = "cpu"  # of the model
+    direct: tuple[bool, bool] = (True, True)  # hooks whose modules FSDP2 copies nothing for: gathers, and scatters
 
 
 def separate_groups(model: Any) -> None:
@@ -86,7 +67,6 @@ def compiled_with_hooks(layer: Any) -> Any:
 
 
 def compiled_as_a_whole(layer: Any) -> Any:
-    """One graph, and FSDP2's hooks around it."""
     return torch.compile(layer, backend="aot_eager", fullgraph=True)
 
 
@@ -128,7 +108,6 @@ CASES = {
 
 
 def sharded(case: Case) -> Any:
-    """The model of the case; the same weights every time."""
     torch.manual_seed(7)
     with torch.device("meta" if case.meta else case.device):
         model = Llama(SHAPE).to(case.dtype)
@@ -154,7 +133,6 @@ def filled(model: Any, case: Case) -> None:
 
 
 def batch(session: Session, step: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of this rank and step."""
     state = torch.Generator().manual_seed(1000 * step + session.rank)
     text = torch.randint(SHAPE.vocabulary, (2, TOKENS + 1), generator=state)
     text = text.to(session.device)
@@ -186,7 +164,6 @@ def _whole(tensor: Any) -> Tensor:
 
 @contextmanager
 def overlapped(case: Case) -> Iterator[tuple[Any, Overlap]]:
-    """A sharded model with our collectives, and the handle."""
     model = sharded(case)
     if case.prepare is not None:
         case.prepare(model)
@@ -197,13 +174,11 @@ def overlapped(case: Case) -> Iterator[tuple[Any, Overlap]]:
 
 
 def differences(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
-    """Names of what is not equal bit by bit."""
     assert one.keys() == other.keys()
     return [name for name in one if not torch.equal(one[name], other[name])]
 
 
 def stock_trained(session: Session, case: Case) -> dict[str, Tensor]:
-    """What training gives with torch's collectives."""
     model = sharded(case)
     for prepare in filter(None, [case.stock or case.prepare]):
         prepare(model)
@@ -268,7 +243,6 @@ def gathers_and_scatters(session: Session, case: Case) -> list[tuple[int, int, s
 
 
 def sizes(session: Session) -> list[tuple[int, int]]:
-    """Bytes that each module gathers: as foreseen, and as seen."""
     case = Case(policy=BF16)
     with overlapped(case) as (model, handle):
         model(*batch(session, 0))
@@ -292,7 +266,6 @@ def premultiplied(session: Session) -> list[str]:
 
 
 def fsdp_modules(model: Any) -> list[Any]:
-    """All FSDP2 modules of the model."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 

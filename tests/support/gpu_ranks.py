@@ -1,7 +1,5 @@
 """Processes of a worker, one for each GPU, or several under --ranks-per-gpu: started together, none left behind."""
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import shlex
@@ -22,32 +20,14 @@ import pytest
 import counterpoint
 from counterpoint.rehearsed import rank_variables, visible_devices
 
-__all__ = [
-    "Ended",
-    "are_shared",
-    "free_bytes",
-    "own_gpu",
-    "run_ranks",
-    "run_scenarios",
-    "scenario_results",
-    "torchrun",
-    "world_size_here",
-]
-
-NO_MULTICAST = {
-    "NCCL_NVLS_ENABLE": "0",
-    "NVSHMEM_DISABLE_NVLS": "1",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-}
+NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 
 
 def ranks_per_gpu() -> int:
-    """How many ranks share a GPU, as `--ranks-per-gpu` says."""
     return int(os.environ.get("COUNTERPOINT_TEST_RANKS_PER_GPU", "1"))
 
 
 def are_shared() -> bool:
-    """Whether ranks share GPUs."""
     return ranks_per_gpu() > 1
 
 
@@ -74,7 +54,6 @@ def torchrun(ranks: int, script: str, *arguments: str) -> list[str]:
 
 
 def place_of(rank: int, world_size: int) -> dict[str, str]:
-    """The variables that give a rank its GPU."""
     if not are_shared():
         return {"LOCAL_RANK": str(rank)}
     import torch
@@ -85,13 +64,10 @@ def place_of(rank: int, world_size: int) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How the ranks ended, and what they printed."""
-
     codes: list[int]
     logs: list[str]
 
     def well(self) -> None:
-        """Fails, with the ends of the logs, unless every rank came to its end."""
         assert self.codes == [0] * len(self.codes), "\n".join(log[-3000:] for log in self.logs)
 
 
@@ -104,17 +80,7 @@ def run_ranks(
     paths: Sequence[Path] = (),
     environment: Mapping[str, str] | None = None,
 ) -> Ended:
-    """Runs `worker` with RANK, LOCAL_RANK and WORLD_SIZE set; fails the test if a rank has not ended in time.
-
-    Args:
-        worker: script of every rank.
-        arguments: of the script.
-        folder: for the logs.
-        world_size: ranks.
-        timeout_s: seconds for each.
-        paths: from which it imports, besides the package's own.
-        environment: more variables.
-    """
+    """Runs `worker` with RANK, LOCAL_RANK and WORLD_SIZE set; fails the test if a rank has not ended in time."""
     found = [Path(counterpoint.__file__).parents[1], *paths]
     shared = os.environ | NO_MULTICAST | dict(environment or {})
     shared["PYTHONPATH"] = os.pathsep.join([*map(str, found), os.environ.get("PYTHONPATH", "")])
@@ -142,7 +108,6 @@ def _words(arguments: Sequence[str | Path]) -> list[str]:
 
 
 def own_gpu() -> Any:
-    """The GPU of a rank that `run_ranks` has started."""
     import torch
 
     return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -156,16 +121,7 @@ def run_scenarios(
     with_nccl: bool = True,
     each_s: float | None = None,
 ) -> None:
-    """Runs all scenarios of a worker, which `run_ranks` has started, and writes what they found for `scenario_results`.
-
-    Args:
-        folder: for the meeting of the ranks and the results.
-        scenarios: by name; all ranks run them in this order.
-        by_default: tensors of this process are made on its GPU.
-        with_nccl: the default group has NCCL, which ends a process whose peer has died.
-        each_s: seconds after which a scenario that still runs ends this process, which prints where each of its
-            threads stands; None: no limit.
-    """
+    """Runs all scenarios of a worker, on ranks by `run_ranks`; one that takes longer than `each_s` ends the process."""
     import torch
     import torch.distributed as dist
 
@@ -174,13 +130,9 @@ def run_scenarios(
     if by_default:
         torch.set_default_device(device)
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if with_nccl else "gloo",
-        init_method=f"file://{folder / 'rendezvous'}",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=60),
-        device_id=device if with_nccl else None,
-    )
+        "cpu:gloo,cuda:nccl" if with_nccl else "gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank,
+        world_size=world_size, timeout=timedelta(seconds=60), device_id=device if with_nccl else None,
+    )  # fmt: skip
     found: dict[str, dict[str, str]] = {}
     for name, scenario in scenarios.items():
         started = time.monotonic()
@@ -207,17 +159,7 @@ def scenario_results(
     environment: Mapping[str, str] | None = None,
     killed: int | None = None,
 ) -> list[dict[str, dict[str, str]]]:
-    """Returns what the scenarios of a worker found, by rank, on all GPUs of this machine up to 8 ranks.
-
-    Args:
-        worker: script of every rank, whose arguments are `folder` and `arguments`.
-        folder: for logs and results.
-        arguments: more of them.
-        timeout_s: seconds for each rank.
-        paths: from which it imports, besides the package's own and the root.
-        environment: more variables.
-        killed: the rank that has to end by SIGKILL, whose results are left out; None: none.
-    """
+    """Returns what the scenarios of a worker found, by rank; rank `killed` has to end by SIGKILL and is left out."""
     world_size, root = world_size_here(), Path(__file__).parents[2]
     ended = run_ranks(
         worker, folder, *arguments, folder=folder, world_size=world_size, timeout_s=timeout_s, paths=[root, *paths],

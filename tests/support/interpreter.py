@@ -1,7 +1,5 @@
 """Runs the programs of all ranks on bytes, in an order that a seed chooses; and what torch's operations give."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 
@@ -20,8 +18,6 @@ from counterpoint.collectives.program.steps import (
     Wait,
 )
 
-__all__ = ["Group", "reference"]
-
 
 class Group:
     """Ranks with their memory, which call after call is made on."""
@@ -35,7 +31,6 @@ class Group:
         self.at_rest = set(self.words)
 
     def call(self, programs: Sequence[Program], inputs: Sequence[bytes]) -> list[bytes]:
-        """The outputs of all ranks."""
         for program, data in zip(programs, inputs, strict=True):
             call, rank = program.call, program.rank
             self.memory[rank, "input"] = bytearray(data)

@@ -7,8 +7,6 @@ All times in µs on one clock. An operation is launched `latency` before it begi
 are given in any order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,21 +17,6 @@ from counterpoint.diagnosis.reading.digest import RankDigest, digest
 from counterpoint.diagnosis.reading.traced_job import TracedJob, assemble
 from counterpoint.trace.timeline import CollectiveInfo, Device, GpuOps, HostKind, HostOps, Kind, Timeline
 
-__all__ = [
-    "COMM_STREAM",
-    "COMPUTE_STREAM",
-    "H200",
-    "Host",
-    "Op",
-    "Rank",
-    "comm",
-    "host",
-    "job",
-    "op",
-    "rank",
-    "timeline",
-]
-
 COMPUTE_STREAM, COMM_STREAM = 7, 20
 LATENCY_US = 10.0
 H200 = Device(
@@ -43,8 +26,6 @@ H200 = Device(
 
 @dataclass(frozen=True, kw_only=True)
 class Op:
-    """One GPU operation."""
-
     name: str
     start: float
     end: float
@@ -64,8 +45,6 @@ class Op:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """One host range."""
-
     name: str
     start: float
     end: float
@@ -75,8 +54,6 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """What one trace holds; `rank` numbers it."""
-
     ops: tuple[Op, ...]
     hosts: tuple[Host, ...] = ()
     steps: tuple[tuple[float, float], ...] = ()  # ProfilerStep ranges on the host
@@ -85,7 +62,6 @@ class Rank:
 
 
 def op(name: str, start: float, end: float, **more: Any) -> Op:
-    """A compute kernel (or, with kind=Kind.MEMCPY, a copy)."""
     return Op(name=name, start=start, end=end, **more)
 
 
@@ -117,7 +93,6 @@ def launched(o: Op) -> float:
 
 
 def job(*ranks: Rank) -> TracedJob:
-    """All ranks, read, digested and joined."""
     return assemble([digested(r, number, len(ranks)) for number, r in enumerate(ranks)])
 
 
@@ -126,7 +101,6 @@ def digested(r: Rank, number: int = 0, world_size: int = 1) -> RankDigest:
 
 
 def timeline(r: Rank, number: int = 0, world_size: int = 1) -> Timeline:
-    """What a reader would make of the rank's trace."""
     ops = sorted(r.ops, key=lambda o: (o.start, o.end))
     steps = [Host(name=f"ProfilerStep#{i}", start=a, end=b, kind=HostKind.ANNOTATION)
              for i, (a, b) in enumerate(r.steps)]  # fmt: skip
@@ -160,23 +134,17 @@ def _gpu(ops: list[Op], names: dict[str, int], shapes: dict[str, int], infos: li
     launch = np.array([launched(o) for o in ops], np.float64)
     stated = np.cumsum([info is not None for info in infos], dtype=np.int32) - 1
     return GpuOps(
-        start=np.array([o.start for o in ops], np.float64),
-        end=np.array([o.end for o in ops], np.float64),
-        name=np.array([names[o.name] for o in ops], np.int32),
-        kind=np.array([o.kind for o in ops], np.uint8),
-        stream=np.array([o.stream for o in ops], np.int64),
-        correlation=np.arange(len(ops), dtype=np.int64),
-        launch_start=launch,
-        launch_end=launch + np.array([o.call_us for o in ops], np.float64),
+        start=np.array([o.start for o in ops], np.float64), end=np.array([o.end for o in ops], np.float64),
+        name=np.array([names[o.name] for o in ops], np.int32), kind=np.array([o.kind for o in ops], np.uint8),
+        stream=np.array([o.stream for o in ops], np.int64), correlation=np.arange(len(ops), dtype=np.int64),
+        launch_start=launch, launch_end=launch + np.array([o.call_us for o in ops], np.float64),
         launch_thread=np.array([o.thread for o in ops], np.int32),
         grid=np.array([o.grid for o in ops], np.int32).reshape(-1, 3),
-        block=np.array([o.block for o in ops], np.int32).reshape(-1, 3),
-        regs=np.array([o.regs for o in ops], np.int32),
-        smem=np.array([o.smem for o in ops], np.int64),
-        bytes=np.array([o.bytes for o in ops], np.int64),
+        block=np.array([o.block for o in ops], np.int32).reshape(-1, 3), regs=np.array([o.regs for o in ops], np.int32),
+        smem=np.array([o.smem for o in ops], np.int64), bytes=np.array([o.bytes for o in ops], np.int64),
         shape=np.array([-1 if o.shape is None else shapes[o.shape] for o in ops], np.int32),
         collective=np.where([info is not None for info in infos], stated, -1).astype(np.int32),
-    )
+    )  # fmt: skip
 
 
 def _host(hosts: list[Host], names: dict[str, int]) -> HostOps:

@@ -5,8 +5,6 @@ Three kinds of jobs: `ddp` on V100 (old kernel names, whole µs, no metadata, no
 (metadata, ProfilerStep) and `copies` on H200 (gathers by peer copies, scatters by kernels).
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import random
@@ -15,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.kineto_trace import event, metadata
-
-__all__ = ["Fault", "JobPlan", "Truth", "varied", "write_job"]
 
 COMPUTE, COMM, COPY = 7, 20, 24
 _LATENCY_US = 5.0
@@ -101,7 +97,6 @@ class _Rank:
         self.host += us
 
     def kernel(self, name: str, us: float, *, grid: int = 512, dims: tuple[int, int, int] | None = None) -> None:
-        """One compute kernel on the compute stream, launched by an operation."""
         us *= max(0.8, self.random.gauss(1.0, self.plan.jitter))
         for fault in self.faults("slow", "work", "work_shapes"):
             us *= fault.factor
@@ -124,7 +119,6 @@ class _Rank:
         self.events.append(event(category, name, start, us, pid=self.rank, tid=stream, **facts))
 
     def lose_time(self, *kinds: str) -> None:
-        """What a planted fault does to the host."""
         for fault in self.faults(*kinds):
             if fault.kind == "allocator":
                 for _ in range(10):
@@ -255,5 +249,4 @@ def write_job(plan: JobPlan, folder: Path) -> Truth:
 
 
 def varied(plan: JobPlan, **changes: Any) -> JobPlan:
-    """The same plan with something else."""
     return replace(plan, **changes)

@@ -4,8 +4,6 @@ Events are plain dictionaries, made by one function per kind; `text` spells them
 write, `write` puts them in a file of a rank. A time may be a `Decimal` where the file's digits matter.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import gzip
 from collections.abc import Iterable, Mapping, Sequence
@@ -59,13 +57,11 @@ def copy(name: str, ts: Time, dur: Time, *, stream: int = 7, correlation: int | 
 
 
 def runtime(name: str, ts: Time, dur: Time, *, correlation: int, external: int | None = None, tid: Any = PID) -> Event:
-    """A call into the CUDA runtime, or the driver (`cuLaunchKernelEx`)."""
     cat = "cuda_driver" if name.startswith("cu") and not name.startswith("cuda") else "cuda_runtime"
     return event(cat, name, ts, dur, tid=tid, External_id=external, cbid=211, correlation=correlation)
 
 
 def op(name: str, ts: Time, dur: Time, *, external: int | None = None, dims: Any = None, tid: Any = PID) -> Event:
-    """A dispatcher operation; `dims` are its input shapes."""
     return event("cpu_op", name, ts, dur, tid=tid, External_id=external, Input_Dims=dims)
 
 
@@ -102,7 +98,6 @@ def param_comms(ts: Time, dur: Time, *, external: int, more: Mapping[str, Any]) 
 
 
 def launched(name: str, at: float, dur: float, *, correlation: int, delay: float = 5.0, **more: Any) -> list[Event]:
-    """A kernel that starts `delay` after the call that launched it, and that call."""
     call = runtime("cudaLaunchKernel", at, 3.0, correlation=correlation, external=more.get("external"))
     return [call, kernel(name, at + delay, dur, correlation=correlation, **more)]
 
@@ -195,7 +190,6 @@ def write(path: Path, events: Sequence[Event], head: Mapping[str, Any] | None = 
 
 
 def write_bytes(path: Path, content: bytes) -> Path:
-    """`content` in a file, compressed if its name ends in .gz; the folder is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(gzip.compress(content, 1, mtime=0) if path.suffix == ".gz" else content)
     return path

@@ -50,14 +50,12 @@ class KnownMachine:
     random: random.Random = field(default_factory=lambda: random.Random(0))
 
     def measurement(self) -> Measurement:
-        """Return all rows of the suite."""
         blocks = tuple(self._blocks())
         return Measurement(
             suite="machine", environment=WHERE, rounds=7, dropped_rounds=2, blocks=blocks, rows=tuple(self._rows())
         )
 
     def alone_us(self, collective: str, size_bytes: int, mechanism: str) -> float:
-        """Return a collective alone, without noise."""
         if mechanism.startswith("zero_sm"):
             call = even_call(collective, RANKS, size_bytes)
             tuning = best_tuning(call, default_profile().rates)
@@ -70,7 +68,6 @@ class KnownMachine:
         return rates.latency_us + bus_factor(collective, RANKS) * size_bytes / gb_per_s / 1e3
 
     def compute_us(self, workload: str, num_sms: int = 132) -> float:
-        """Return GEMMs alone on so many SMs, without noise."""
         products, tile = find_workload(workload).products, self.profile.chip.matmul_tile
         part = sum(steps_of(products, num_sms, tile)) / sum(steps_of(products, 132, tile))
         sheet = find_gpu("H200")
@@ -111,7 +108,6 @@ class KnownMachine:
 
     @cached_property
     def _curves(self) -> Curves:
-        """What both sides cost alone, without noise."""
         quiet = KnownMachine(profile=self.profile)
         rows = tuple(quiet._blocks())
         products = {row.what: find_workload(row.what).products for row in rows if row.what.startswith("gemm ")}

@@ -1,7 +1,5 @@
 """Model several messages of each rank as one program, for the checker and the clock."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 

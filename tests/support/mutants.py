@@ -1,7 +1,5 @@
 """Programs with one thing wrong: what a checker has to catch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,15 +18,11 @@ from counterpoint.collectives.program.steps import (
     Wait,
 )
 
-__all__ = ["Mutant", "mutants"]
-
 PARTS = ("release", "steps", "finish")
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """`program` with one step removed, changed, or swapped with the next."""
-
     kind: str  # remove | change | swap
     steps: tuple[Step, ...]  # the step, and what it was changed to or swapped with
     where: str
@@ -36,7 +30,6 @@ class Mutant:
 
 
 def mutants(program: Program) -> Iterator[Mutant]:
-    """All mutants of `program`, batches taken apart."""
     for part in PARTS:
         steps = _single(getattr(program, part))
         for index, step in enumerate(steps):
@@ -81,7 +74,6 @@ def _overlap(one: Span, other: Span) -> bool:
 
 
 def _single(steps: tuple[Step, ...]) -> list[Step]:
-    """Batches of one operation each."""
     single: list[Step] = []
     for step in steps:
         single += [Batch((op,), step.lane) for op in step.operations] if isinstance(step, Batch) else [step]
@@ -95,7 +87,6 @@ def _with(program: Program, part: str, steps: list[Step]) -> Program:
 
 
 def _changed(step: Step, world_size: int) -> Iterator[Step]:
-    """`step` with a wrong peer, offset, size or flag."""
     match step:
         case Copy(peer, source, target):
             yield replace(step, peer=(peer + 1) % world_size)

@@ -1,7 +1,5 @@
 """Builds small Nsight Systems SQLite exports: say the values that matter, the rest are those of a plain kernel."""
 
-from __future__ import annotations
-
 import sqlite3
 import struct
 from collections.abc import Iterable
@@ -52,7 +50,6 @@ _INIT, _COLL = 16777218, 16777220  # NCCL's schemas
 
 
 def pid(number: int) -> int:
-    """globalPid of process `number`."""
     return 1 << 48 | number << 24
 
 
@@ -64,11 +61,9 @@ class NsysExport:
         self.strings: dict[str, int] = {}
 
     def text(self, value: str) -> int:
-        """Id of a string."""
         return self.strings.setdefault(value, len(self.strings) + 1)
 
     def add(self, table: str, **values: Any) -> None:
-        """One row; columns not named get their defaults."""
         assert values.keys() <= _DEFAULTS[table].keys(), values
         self.rows.setdefault(table, []).append(_DEFAULTS[table] | values)
 
@@ -93,12 +88,10 @@ class NsysExport:
         self.range(text, start, end, process=process, domainId=1, binaryData=payload)
 
     def nccl_init(self, *, rank: int, num_ranks: int, comm: int = 0xABC, process: int = 1) -> None:
-        """The call in which a process joins a communicator."""
         payload = _payload(_INIT, struct.pack("<Qiiii", comm, num_ranks, rank, 0, 0))
         self.range("ncclCommInitRank", 1, 2, process=process, domainId=1, binaryData=payload)
 
     def payload_schemas(self) -> None:
-        """The layouts of `nccl` and `nccl_init`."""
         comm = (18, "NCCL communicator ID", None)
         for schema, fields in (
             (_INIT, (comm, (5, "No. of ranks", 8), (5, "Rank", 12), (5, "CUDA device", 16))),

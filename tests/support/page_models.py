@@ -3,8 +3,6 @@
 A page names them in a comment that its readers do not see (tests/process/test_docs_run.py).
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -12,11 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
@@ -33,7 +27,6 @@ FFN_PLAN: dict[str, ParallelStyle] = {
 
 
 def start(backend: str = "gloo") -> None:
-    """Begin the default group, if it has not begun."""
     if not dist.is_initialized():
         dist.init_process_group(backend)
 
@@ -56,7 +49,6 @@ def rows() -> Tensor:
 
 
 def train(model: nn.Module, steps: int = 2) -> None:
-    """Train a small Llama for a few steps."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for _ in range(steps):
         tokens = torch.randint(SHAPE.vocabulary, (1, TOKENS))

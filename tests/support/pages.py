@@ -1,7 +1,5 @@
 """Every page that a command can write, by name, for tests of what all of them must do."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

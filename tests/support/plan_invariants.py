@@ -1,10 +1,9 @@
 """What holds for every job whatever the constants are, as a table of functions that raise AssertionError."""
 
-from __future__ import annotations
-
 import math
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise, permutations
 from typing import Any, Literal
 
@@ -26,6 +25,8 @@ from counterpoint.records.prediction import Prediction
 ROUNDING = 1e-9
 
 Invariant = Callable[[Job], None]
+Record = Literal["model", "training", "parallel", "ranks"]
+Measure = Callable[[Job | None], float | None]
 INVARIANTS: dict[str, Invariant] = {}
 
 
@@ -43,7 +44,7 @@ def gib(job: Job) -> float:
     return memory(job).total_gib
 
 
-def changed(job: Job, record: Literal["model", "training", "parallel", "ranks"], **fields: Any) -> Job | None:
+def changed(job: Job, record: Record, **fields: Any) -> Job | None:
     """Return the job with other values in one of its records; None where it cannot be."""
     try:
         found = replace(job, **{record: replace(getattr(job, record), **fields)})
@@ -93,6 +94,33 @@ def numbers(found: object) -> list[float]:
     if isinstance(found, list | tuple):
         return [number for value in found for number in numbers(value)]
     return [found] if isinstance(found, int | float) else []
+
+
+def _rises(job: Job, of: Measure, record: Record, name: str, values: Sequence[Any], are_factors: bool) -> None:
+    now = getattr(getattr(job, record), name)
+    rising(*(of(changed(job, record, **{name: now * value if are_factors else value})) for value in values))
+
+
+_RISING: dict[str, tuple[Measure, Record, str, Sequence[Any], bool]] = {
+    "fused_kernels_are_never_slower": (time_of, "training", "fused_kernels", (True, False), False),
+    "fused_accumulation_is_never_slower": (time_of, "training", "fused_accumulation", (True, False), False),
+    "recomputation_is_never_faster": (time_of, "training", "recompute", ("none", "selective", "full"), False),
+    "recomputation_saves_memory": (memory_of, "training", "recompute", ("full", "selective", "none"), False),
+    "flash_attention_saves_memory": (memory_of, "training", "flash_attention", (True, False), False),
+    "more_tokens_are_never_faster": (time_of, "training", "sequence", (1, 2, 4), True),
+    "a_larger_batch_is_never_faster": (time_of, "training", "global_batch", (1, 2, 3, 8), True),
+    "more_layers_are_never_faster": (time_of, "model", "layers", (1, 2, 4), True),
+    "a_larger_vocabulary_is_never_faster": (time_of, "model", "vocab", (1, 2, 4), True),
+    "overlap_of_tp_is_never_slower": (time_of, "parallel", "overlap_tp", (True, False), False),
+    "overlap_of_dp_is_never_slower": (time_of, "parallel", "overlap_dp", (True, False), False),
+    "overlap_of_pp_is_never_slower": (time_of, "parallel", "overlap_pp", (True, False), False),
+    "a_slower_rank_is_never_faster": (time_of, "ranks", "slow", (1.0, 1.1, 3.0), False),
+    "jitter_is_never_faster": (time_of, "ranks", "jitter", (0.0, 0.02, 0.5), False),
+}
+INVARIANTS |= {
+    name: partial(_rises, of=of, record=record, name=field, values=values, are_factors=are_factors)
+    for name, (of, record, field, values, are_factors) in _RISING.items()
+}
 
 
 @invariant
@@ -179,26 +207,6 @@ def less_memory_bandwidth_is_never_faster(job: Job) -> None:
 
 
 @invariant
-def fused_kernels_are_never_slower(job: Job) -> None:
-    rising(*(time_of(changed(job, "training", fused_kernels=fused)) for fused in (True, False)))
-
-
-@invariant
-def fused_accumulation_is_never_slower(job: Job) -> None:
-    rising(*(time_of(changed(job, "training", fused_accumulation=fused)) for fused in (True, False)))
-
-
-@invariant
-def more_recomputation_is_never_faster(job: Job) -> None:
-    rising(*(time_of(changed(job, "training", recompute=kind)) for kind in ("none", "selective", "full")))
-
-
-@invariant
-def more_recomputation_never_takes_more_memory(job: Job) -> None:
-    rising(*(memory_of(changed(job, "training", recompute=kind)) for kind in ("full", "selective", "none")))
-
-
-@invariant
 def sharding_more_never_keeps_more(job: Job) -> None:
     kept = []
     for zero in (3, 2, 1, 0):
@@ -210,39 +218,11 @@ def sharding_more_never_keeps_more(job: Job) -> None:
 
 
 @invariant
-def flash_attention_never_takes_more_memory(job: Job) -> None:
-    rising(*(memory_of(changed(job, "training", flash_attention=flash)) for flash in (True, False)))
-
-
-@invariant
 def larger_micro_batches_never_take_less_memory(job: Job) -> None:
     sizes = (job.training.micro_batch * factor for factor in (1, 2, 4))
     one = replace(job, training=replace(job.training, recompute="none"))  # fewer micro-batches may be in flight
     found = [changed(one, "training", micro_batch=size) for size in sizes]
     rising(*(None if each is None else memory(each).gib["head"] for each in found))
-
-
-@invariant
-def more_tokens_are_never_faster(job: Job) -> None:
-    length = job.training.sequence
-    rising(*(time_of(changed(job, "training", sequence=length * factor)) for factor in (1, 2, 4)))
-
-
-@invariant
-def a_larger_batch_is_never_faster(job: Job) -> None:
-    batch = job.training.global_batch
-    rising(*(time_of(changed(job, "training", global_batch=batch * factor)) for factor in (1, 2, 3, 8)))
-
-
-@invariant
-def more_layers_are_never_faster(job: Job) -> None:
-    layers = job.model.layers
-    rising(*(time_of(changed(job, "model", layers=layers * factor)) for factor in (1, 2, 4)))
-
-
-@invariant
-def a_larger_vocabulary_is_never_faster(job: Job) -> None:
-    rising(*(time_of(changed(job, "model", vocab=job.model.vocab * factor)) for factor in (1, 2, 4)))
 
 
 @invariant
@@ -263,18 +243,6 @@ def parameters_do_not_depend_on_the_division(job: Job) -> None:
 def mechanisms_are_between_ideal_and_serial(job: Job) -> None:
     names = ["ideal", "nccl", "serial"]
     rising(*(us(replace(job, mechanism=name)) for name in names))
-
-
-@invariant
-def overlap_is_never_slower(job: Job) -> None:
-    for name in ("overlap_tp", "overlap_dp", "overlap_pp"):
-        rising(*(time_of(changed(job, "parallel", **{name: overlaps})) for overlaps in (True, False)))
-
-
-@invariant
-def a_slower_rank_is_never_faster(job: Job) -> None:
-    rising(*(time_of(changed(job, "ranks", slow=slow)) for slow in (1.0, 1.1, 3.0)))
-    rising(*(time_of(changed(job, "ranks", jitter=jitter)) for jitter in (0.0, 0.02, 0.5)))
 
 
 @invariant

@@ -3,8 +3,6 @@
 Its rounds are those of `measurement/rounds.py`, so that what a decision is made from has the same form and errors.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -49,7 +47,6 @@ class PlantedMachine:
         self, suite: str, parts: Sequence[Scenario | Block], *, device: str, world_size: int, rounds: int,
         budget_s: float | None = None, **others: Any,
     ) -> Measurement:  # fmt: skip
-        """Return what a measurement of this machine returns."""
         self._random = random.Random(self.seed)
         rows: list[Row] = []
         blocks: list[BlockRow] = []
@@ -79,20 +76,13 @@ class PlantedMachine:
         samples = self._play(trials, rounds)
         found = [
             row(
-                part,
-                mechanism=name,
-                order=order,
-                size_bytes=part.size_bytes or 0,
-                flops=1,
-                peak_tflops=None,
-                samples=samples,
-                best=(part.mechanisms[0], COMM_US),
-                observed=Observed(marked=NO_EFFECT if name in self.no_ops else None),
-                device=None,
+                part, mechanism=name, order=order, size_bytes=part.size_bytes or 0, flops=1, peak_tflops=None,
+                samples=samples, best=(part.mechanisms[0], COMM_US),
+                observed=Observed(marked=NO_EFFECT if name in self.no_ops else None), device=None,
             )
             for name in part.mechanisms
             for order in part.orders
-        ]
+        ]  # fmt: skip
         return found if self.rounds_are_kept else [_without_rounds(each) for each in found]
 
     def _blocks(self, part: Block, rounds: int) -> list[BlockRow]:
@@ -110,7 +100,6 @@ class PlantedMachine:
         return found
 
     def _as_is(self, mechanism: str) -> str:
-        """The mechanism that really runs where a knob does nothing."""
         return mechanism.partition("+")[0] if mechanism in self.no_ops else mechanism
 
     def _play(
@@ -125,7 +114,6 @@ class PlantedMachine:
         return found
 
     def _now(self) -> float:
-        """The factor on the next trial."""
         self._trials += 1
         return (1 + self.drift * self._trials) * math.exp(self._random.gauss(0.0, self.noise))
 

@@ -1,7 +1,5 @@
 """Jobs that nobody would think of: models, divisions and machines drawn at random, all of them possible."""
 
-from __future__ import annotations
-
 from random import Random
 from typing import Any
 

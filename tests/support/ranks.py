@@ -3,8 +3,6 @@
 All are forked from one process that has imported torch already, so that a rank costs no import.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import sys
@@ -51,13 +49,7 @@ class Ranks:
             self.processes.append(process)
 
     def run(self, program: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Return what the program gave on each rank.
-
-        Raises:
-            AssertionError: a rank raised.
-            EOFError: a rank died.
-            TimeoutError: a rank hangs.
-        """
+        """Return what the program gave on each rank."""
         try:
             answers = self.answers(program, arguments)
             if None in answers:
@@ -69,12 +61,7 @@ class Ranks:
             raise
 
     def answers(self, program: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Answer]:
-        """Return what each rank gave; None for one that died.
-
-        Raises:
-            AssertionError: a rank raised; the others were given some time more, for what they have to say.
-            TimeoutError: a rank hangs.
-        """
+        """Return what each rank gave; None for one that died."""
         for pipe in self.pipes:
             pipe.send((program, arguments))
         answers: dict[Connection, Answer] = {}
@@ -100,14 +87,7 @@ class Ranks:
 
 
 def run_once(world_size: int, program: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Return what `program` gave on each rank of a new gloo group; of a rank that was killed, its exit code.
-
-    No process is left behind.
-
-    Raises:
-        AssertionError: a rank raised.
-        TimeoutError: a rank neither answered nor died.
-    """
+    """Return what `program` gave on each rank of a new gloo group; of a rank that was killed, its exit code."""
 
     ranks = Ranks(world_size)
     try:

@@ -1,7 +1,5 @@
 """Choices of experts, as models and bad luck give them."""
 
-from __future__ import annotations
-
 import torch
 
 ROUTINGS = ("random", "distinct", "one-hot", "zipf", "nobody", "elsewhere")

@@ -7,8 +7,6 @@ from counterpoint.collectives.program.direct import arrival, own_block, signal_r
 from counterpoint.collectives.program.operations import Operation
 from counterpoint.collectives.program.steps import Batch, Copy, Flag, Program, Tuning, Wait
 
-__all__ = ["SHIFT"]
-
 
 def shift(call: Call, rank: int, tuning: Tuning) -> Program:
     """Build the program: wait until the next rank is ready, push to it, and wait for the previous one."""
@@ -32,7 +30,6 @@ def shift(call: Call, rank: int, tuning: Tuning) -> Program:
 
 
 def to_next(world_size: int, num_bytes: int, root: int) -> Sizes:
-    """Return the sizes of a shift."""
     ranks = range(world_size)
     return [[num_bytes if target == (source + 1) % world_size else 0 for target in ranks] for source in ranks]
 

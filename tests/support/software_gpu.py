@@ -27,8 +27,6 @@ from counterpoint.collectives.host.shared_memory import ProcessCard, SharedMemor
 from counterpoint.collectives.memory import Location
 from counterpoint.collectives.program.reductions import Reduction
 
-__all__ = ["SoftwareDriver", "SoftwareGpu"]
-
 Action = Callable[[], object]
 Before = Callable[[str], None]
 NOT_READY, INVALID, INVALID_CONTEXT, CAPTURE_UNSUPPORTED = 600, 1, 201, 900
@@ -76,8 +74,6 @@ class Capture:
 
 
 class Event:
-    """Marks a place: `passed` belongs to the last record."""
-
     def __init__(self) -> None:
         self.passed = threading.Event()
         self.passed.set()  # one that was never recorded has passed
@@ -147,7 +143,6 @@ class SoftwareDriver:
         return found
 
     def has_context(self) -> bool:
-        """Whether a context is current in this thread."""
         return bool(self._contexts)
 
     def cuCtxGetCurrent(self) -> tuple[int, int]:
@@ -170,8 +165,6 @@ class SoftwareDriver:
         return SimpleNamespace(waitValue=both, writeValue=both)
 
     def enqueue(self, stream: int, name: str, action: Action) -> None:
-        """`action` as a kernel of that name."""
-
         def run() -> None:
             if self.before is not None:
                 self.before(name)
@@ -341,12 +334,7 @@ class SoftwareMemory(SharedMemory):
 
 
 class SoftwareGpu:
-    """What stands in for `gpu.Gpu`; a thread has no context until it uses this GPU otherwise than by a communicator.
-
-    Args:
-        before: as of `SoftwareDriver`.
-        driver: makes its driver.
-    """
+    """What stands in for `gpu.Gpu`; a thread has no context until it uses this GPU otherwise than by a communicator."""
 
     context = 1
 
@@ -386,16 +374,13 @@ class SoftwareGpu:
         return lambda: self.driver.enqueue(stream, "reduce", run)
 
     def enter_thread(self) -> None:
-        """Gives this thread the context."""
         self.driver.cuCtxSetCurrent(self.context)
 
     def is_current(self) -> bool:
-        """Whether this thread has the context."""
         return self.driver.has_context()
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Lends this thread the context."""
         self.driver.cuCtxPushCurrent(self.context)
         try:
             yield
@@ -403,11 +388,9 @@ class SoftwareGpu:
             self.driver.cuCtxPopCurrent()
 
     def relaxed(self) -> nullcontext[None]:
-        """It forbids nothing."""
         return nullcontext()
 
     def beside_capture(self) -> nullcontext[None]:
-        """Its memory needs no stream."""
         return nullcontext()
 
     def new_stream(self) -> int:
@@ -425,7 +408,6 @@ class SoftwareGpu:
         self.driver.enqueue(self.current_stream(), "kernel", action)
 
     def synchronize(self) -> None:
-        """Waits for the current stream."""
         done = threading.Event()
         self.driver.streams[self.current_stream()].put(done.set)
         done.wait()

@@ -50,22 +50,17 @@ What: TypeAlias = Step | Signal | Wait | Fill | Consume
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """Represents one atomic action of a rank, with its round and program."""
-
     round: int
     program: Program
     what: What
 
     @property
     def rank(self) -> int:
-        """Return the rank that performs this action."""
         return self.program.rank
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Violation:
-    """Describes one thing that can go wrong, and where."""
-
     kind: str  # deadlock | race | lost_signal | content | bounds | not_at_rest | malformed
     rank: int
     lane: int
@@ -86,7 +81,6 @@ class ProofReport:
 
     @property
     def ok(self) -> bool:
-        """Return whether no violation was found."""
         return not self.violations
 
 
@@ -122,7 +116,6 @@ class CallSequence:
         }
 
     def violation(self, lane: Lane, action: Action, kind: str, reason: str) -> Violation:
-        """Return a violation by an action of a lane."""
         rank, number = lane
         return Violation(
             kind=kind, rank=rank, lane=number, round=action.round, step=describe(action.what), reason=reason
@@ -152,7 +145,6 @@ class CallSequence:
         return found
 
     def stuck(self, position: dict[Lane, int]) -> list[Violation]:
-        """Return a deadlock violation for each lane that has not reached its end."""
         return [
             self.violation(lane, queue[position[lane]], "deadlock", "waits for ever")
             for lane, queue in self.lanes.items()
@@ -184,7 +176,6 @@ def _nonsense(step: Step, program: Program, recorded: set[int]) -> str | None:
 
 
 def describe(what: What | Flag) -> str:
-    """Return an action or a flag in words."""
     match what:
         case Flag():
             return f"{what.buffer} {what.kind}[{what.peer}, {what.chunk}]"
@@ -197,21 +188,17 @@ def describe(what: What | Flag) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Represents bytes of a rank that one action reads or writes."""
-
     rank: int
     span: Span
     write: bool
 
     def conflicts(self, other: Access) -> bool:
-        """Return whether the two accesses share bytes and at least one of them writes."""
         mine, yours = self.span, other.span
         if not (self.write or other.write) or (self.rank, mine.buffer) != (other.rank, yours.buffer):
             return False
         return mine.offset < yours.offset + yours.num_bytes and yours.offset < mine.offset + mine.num_bytes
 
     def covers(self, other: Access) -> bool:
-        """Return whether every byte of `other`, in the same buffer, is also in this access."""
         mine, yours = self.span, other.span
         return mine.offset <= yours.offset and yours.offset + yours.num_bytes <= mine.offset + mine.num_bytes
 
@@ -277,7 +264,6 @@ def performed(memory: Memory, action: Action) -> tuple[Memory, str | None]:
 
 
 def _combined(column: Sequence[Value]) -> Value:
-    """Return the origins of all combined values, in order; None if one of the values was not written."""
     return None if None in column else tuple(part for value in column if value is not None for part in value)
 
 
@@ -313,7 +299,6 @@ def expected(call: Call, rank: int, round_: int) -> list[Value]:
 
 
 def _difference(memory: Memory, action: Action) -> str | None:
-    """Return in words the first byte of the output that is not as expected; None if all are."""
     want = expected(action.program.call, action.rank, action.round)
     have = _read(memory, action.rank, Span("output", 0, len(want)))
     for offset, (wanted, held) in enumerate(zip(want, have, strict=True)):

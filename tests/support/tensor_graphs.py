@@ -1,7 +1,5 @@
 """Small graphs of collectives beside matmuls, as inductor has them, with what is to become of each."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from collections.abc import Callable
@@ -59,7 +57,6 @@ def reinterpreted(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def linear(x: Tensor, w: Tensor) -> Tensor:
-    """Multiply rows by a weight, as a layer does."""
     return (x.reshape(-1, x.shape[-1]) @ w).reshape(*x.shape[:-1], w.shape[-1])
 
 
@@ -384,8 +381,6 @@ CASES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Fused:
-    """A case's graph before and after, and what was said of it."""
-
     before: GraphModule
     after: GraphModule
     found: list[FoundCollective]
@@ -393,7 +388,6 @@ class Fused:
 
 
 def fused(case: Case, rank: int) -> Fused:
-    """Trace a case, and fuse what can be."""
     mode: Literal["fake", "symbolic"] = "symbolic" if case.symbolic else "fake"
     before = make_fx(case.function, tracing_mode=mode)(*case.inputs(rank))
     for detach in before.graph.find_nodes(op="call_function", target=aten.detach.default):  # inductor has none
@@ -408,7 +402,6 @@ def fused(case: Case, rank: int) -> Fused:
 
 
 def operations_of(graph: Graph) -> Counter[str]:
-    """Count a graph's nodes by `namespace::name`, of the two namespaces that matter."""
     names = (str(node.target).partition(".") for node in graph.nodes if node.op == "call_function")
     return Counter(
         f"{space}::{rest.partition('.')[0]}"

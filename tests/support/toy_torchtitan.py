@@ -3,8 +3,6 @@
 What is replaced is missing here, so that a test cannot pass by torchtitan's own: between ranks these classes refuse.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Runs a script in a process of its own, for Triton's interpreter and compiler are modes of a process."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

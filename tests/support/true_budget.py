@@ -1,7 +1,5 @@
 """The made-up machine of the budget's tests: its curves as they would be measured, and the times that are true."""
 
-from __future__ import annotations
-
 from functools import cache
 from statistics import fmean
 

@@ -3,8 +3,6 @@
 Started by path with (dtype, sources, skew in bytes) as JSON on standard input; writes how often each is there.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -3,8 +3,6 @@
 Started by path with the cases as JSON on standard input; writes for each whether it gave the bits of `reference`.
 """
 
-from __future__ import annotations
-
 import os
 
 os.environ["TRITON_INTERPRET"] = "1"
@@ -46,7 +44,6 @@ def combined(rows: list[torch.Tensor], reduction: Reduction) -> torch.Tensor:
 
 
 def run(case: dict[str, Any]) -> str:
-    """`equal`, or what was not."""
     reduction = Reduction(
         op=case["op"], dtype=case["dtype"], factor=case.get("factor", 1.0), num_sms=case.get("num_sms"),
         result=case.get("result", ""),

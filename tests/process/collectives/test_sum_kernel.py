@@ -3,8 +3,6 @@
 Interpreter and compiler run in one process each for all cases.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Ranks of two recordings put together are told apart from ranks of one."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
@@ -34,7 +32,6 @@ def test_two_programs(tmp_path: Path) -> None:
 
 
 def test_some_ranks_of_one_run(tmp_path: Path) -> None:
-    """Are diagnosed, and the others named as missing."""
     diagnosis = diagnose(mixed(tmp_path, {"fsdp-healthy": [1, 2, 6]})).diagnosis
     assert (diagnosis.ranks, diagnosis.missing_ranks) == ((1, 2, 6), (0, 3, 4, 5, 7))
 

@@ -1,7 +1,5 @@
 """What was planted when the samples were recorded (provenance.json), against what the diagnosis says."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path
@@ -11,7 +9,7 @@ import pytest
 
 from counterpoint.diagnosis.api import diagnose
 from counterpoint.diagnosis.reading.digest import Engine
-from counterpoint.records.diagnosis import Diagnosis, Finding, KernelComparison
+from counterpoint.records.diagnosis import Diagnosis
 
 SAMPLES = Path(__file__).parents[3] / "samples"
 NAMES = ("fsdp-healthy", "fsdp-host-stall", "tail-effect")
@@ -27,16 +25,7 @@ def provenance(name: str) -> dict[str, Any]:
     return made
 
 
-def finding(name: str, kind: str) -> Finding:
-    return next(f for f in diagnosis(name).findings if f.kind == kind)
-
-
-def slowest_matmul() -> KernelComparison:
-    return next(k for k in diagnosis("tail-effect").kernels if k.name.startswith("nvjet"))
-
-
 def test_planted_stall_is_found() -> None:
-    """Rank, cause and operation as planted, and nobody else."""
     planted = provenance("fsdp-host-stall")["planted"]
     found = [(s.rank, s.cause, s.detail) for s in diagnosis("fsdp-host-stall").stragglers]
     assert found == [(planted["rank"], planted["expected_cause"], planted["named_operation"])]
@@ -49,39 +38,25 @@ def test_delay_is_the_plant_less_what_was_queued() -> None:
 
 
 def test_stall_is_located_in_its_step() -> None:
-    """The range to look at begins in the step in which it was planted."""
     d, step = diagnosis("fsdp-host-stall"), diagnosis("fsdp-host-stall").steps[0]
     assert step.start_us <= (d.stragglers[0].start_us or -1.0) < step.start_us + step.duration_us
 
 
 @pytest.mark.parametrize("name", ["fsdp-healthy", "tail-effect"])
 def test_no_straggler_where_none_was_planted(name: str) -> None:
-    """No false alarm."""
     assert diagnosis(name).stragglers == ()
 
 
 def test_tail_effect_doubles_the_waves() -> None:
-    """132 blocks on 132 SMs are one wave, on the 108 that 24 communication CTAs leave two."""
-    k = slowest_matmul()
+    """132 blocks on 132 SMs are one wave, on the 108 that 24 communication CTAs leave two: none can be spared."""
+    k = next(k for k in diagnosis("tail-effect").kernels if k.name.startswith("nvjet"))
     assert (k.cause, k.waves_alone, k.waves_overlapped, k.comm_ctas) == ("tail_effect", 1, 2, 24)
-
-
-def test_no_ctas_avoid_the_second_wave() -> None:
-    """Every SM is taken by the first wave: none can be spared."""
-    assert slowest_matmul().comm_ctas_without_extra_wave == 0
+    assert k.comm_ctas_without_extra_wave == 0
 
 
 def test_launch_order_is_found() -> None:
-    """With compute first the gather waits for the matmul; the finding names it."""
-    assert "nvjet" in finding("tail-effect", "launch_order").evidence
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_replay_reproduces_the_step(name: str) -> None:
-    """To within 3 %."""
-    played = diagnosis(name).replay
-    assert played is not None
-    assert abs(played.error) <= 0.03
+    found = next(f for f in diagnosis("tail-effect").findings if f.kind == "launch_order")
+    assert "nvjet" in found.evidence
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -100,6 +75,5 @@ def test_accounts_add_up(name: str) -> None:
 
 
 def test_steps_are_as_long_as_their_host_says() -> None:
-    """Within 2 % of what the recorder's host clock measured."""
     host_us = 1e3 * provenance("fsdp-healthy")["host_step_ms"]["0"][0]
     assert diagnosis("fsdp-healthy").steps[0].duration_us == pytest.approx(host_us, rel=0.02)

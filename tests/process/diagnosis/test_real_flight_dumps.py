@@ -1,7 +1,5 @@
 """Dumps that torch itself writes, of Gloo, in a job in which one rank stops."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Samples of real runs, played again: the step comes out as measured, and what-ifs order as they must."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 
@@ -17,7 +15,6 @@ SAMPLES = Path(__file__).parents[3] / "samples"
 
 
 def step_us(played: Replay | None, name: str) -> float:
-    """What the step would take."""
     assert played is not None
     return {w.name: w.step_us for w in played.what_if}[name]
 
@@ -43,7 +40,6 @@ def test_samples_are_reproduced_within_one_per_cent(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["fsdp-healthy", "tail-effect"])
 def test_faster_communication_never_makes_a_sample_slower(name: str) -> None:
-    """free < twice as fast < unchanged."""
     played = replay(sample(name))
     twice, free = step_us(played, "communication twice as fast"), step_us(played, "communication free")
     assert free < twice < replayed_us(played)

@@ -1,7 +1,5 @@
 """`counterpoint doctor --check` as a command: its exit codes, its JSON, and what does not go with it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec
@@ -32,14 +30,12 @@ def by_copies(folder: Path, ranks: int = 2) -> Path:
 
 
 def test_copies_on_every_rank_are_exit_code_0(tmp_path: Path) -> None:
-    """The verdict is the first line."""
     done = program([*COUNTERPOINT, "doctor", "--check", by_copies(tmp_path)])
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("✓ took effect on ranks 0-1: 2 copies between GPUs, 0.60 of 0.60 ms")
 
 
 def test_a_real_job_by_nccl_is_exit_code_1() -> None:
-    """Its calls are listed, with what to do."""
     done = check(STOCK)
     assert done.returncode == 1
     assert done.stdout.startswith("✗ had no effect on ranks 0-1: no copy between GPUs, ")
@@ -47,7 +43,6 @@ def test_a_real_job_by_nccl_is_exit_code_1() -> None:
 
 
 def test_one_rank_without_effect_is_exit_code_1(tmp_path: Path) -> None:
-    """And named."""
     by_copies(tmp_path)
     write(tmp_path / "rank1.json", training(2, rank=1), header(rank=1))
     done = check(tmp_path)
@@ -55,13 +50,11 @@ def test_one_rank_without_effect_is_exit_code_1(tmp_path: Path) -> None:
 
 
 def test_several_paths_are_one_job(tmp_path: Path) -> None:
-    """A file for each rank."""
     by_copies(tmp_path)
     assert check(tmp_path / "rank0.json", "--check", tmp_path / "rank1.json", "-q").returncode == 0
 
 
 def test_json_is_the_record_that_the_contract_names(tmp_path: Path) -> None:
-    """On standard output alone, or in a file beside nothing printed."""
     done = check(STOCK, "--json", "-")
     found = msgspec.json.decode(done.stdout, type=Effect)
     assert (found.schema, found.knobs[0].on_ranks, done.returncode) == ("counterpoint.effect/1", (0, 1), 1)
@@ -71,7 +64,6 @@ def test_json_is_the_record_that_the_contract_names(tmp_path: Path) -> None:
 
 
 def test_a_trace_of_a_cpu_is_wrong_use(tmp_path: Path) -> None:
-    """Copies by copy engines can only be seen on GPUs."""
     events = [event("cpu_op", "aten::mm", 1000.0, 50.0), event("user_annotation", "gloo:all_reduce", 1060.0, 20.0)]
     done = check(write(tmp_path / "rank0.json", events, header(devices=())))
     assert (done.returncode, done.stdout) == (2, "")
@@ -93,14 +85,12 @@ def test_a_trace_of_a_cpu_is_wrong_use(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_use_is_exit_code_2(arguments: tuple[str, ...], said: str) -> None:
-    """In one line; never a traceback."""
     done = check(*arguments)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert said in done.stderr
 
 
 def test_two_traces_of_one_rank_are_refused(tmp_path: Path) -> None:
-    """Nobody knows which counts."""
     write_job(tmp_path, 1)
     done = check(tmp_path / "rank0.json", "--check", by_copies(tmp_path / "again", 1))
     assert (done.returncode, "rank 0 again" in done.stderr) == (2, True)

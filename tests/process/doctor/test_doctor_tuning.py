@@ -1,7 +1,5 @@
 """`counterpoint doctor --check counterpoint.toml --check TRACES` as a command: exit codes, JSON, no-ops."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec
@@ -18,7 +16,6 @@ GATHER, SCATTER = 436_224_000 // 2, 872_448_000 // 2  # bytes per rank of a laye
 
 
 def file_of(folder: Path, *pairs: TunedPair) -> Path:
-    """A file with these choices."""
     folder.mkdir(exist_ok=True)
     path = folder / "counterpoint.toml"
     path.write_text(tuned_toml(replace(example_tuned(), pair=pairs)))
@@ -34,7 +31,6 @@ def test_what_was_left_took_effect_in_a_real_job(tmp_path: Path) -> None:
 
 
 def test_knobs_that_did_nothing_are_exit_code_1(tmp_path: Path) -> None:
-    """A real job with stock NCCL: neither the copies nor the limits that were chosen."""
     pairs = (
         tuned_pair("zero_sm+gemm_sms=124", operation="reduce_scatter", bytes_per_rank=SCATTER),
         tuned_pair("nccl+max_ctas=8+cga_cluster=2", bytes_per_rank=GATHER),
@@ -49,7 +45,6 @@ def test_knobs_that_did_nothing_are_exit_code_1(tmp_path: Path) -> None:
 
 
 def test_copies_prove_a_choice(tmp_path: Path) -> None:
-    """In any order of the arguments."""
     traces, tuning = by_copies(tmp_path / "traces"), file_of(tmp_path, tuned_pair("zero_sm"))
     assert check(traces, "--check", tuning, "--quiet").returncode == 0
 
@@ -70,7 +65,6 @@ def test_a_tuning_of_another_gpu_proves_nothing(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_use_of_a_tuning_is_exit_code_2(tmp_path: Path, more: tuple[str, ...], said: str) -> None:
-    """In one line; never a traceback."""
     done = check(file_of(tmp_path, tuned_pair("zero_sm")), *more)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert said in done.stderr

@@ -1,7 +1,5 @@
 """Two threads of a new process read a file of a kind that nobody has read before."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

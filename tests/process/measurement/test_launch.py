@@ -1,7 +1,5 @@
 """The launcher with ranks that have no torch: every way to end, in seconds, in one line, without orphans."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -56,7 +54,6 @@ def pids(folder: Path) -> list[int]:
 
 
 def runs(pid: int) -> bool:
-    """Whether the process is there and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -64,7 +61,6 @@ def runs(pid: int) -> bool:
 
 
 def wait_until_gone(ranks: list[int]) -> list[int]:
-    """Those that still run after some seconds."""
     until = time.monotonic() + SOON_S
     while time.monotonic() < until and any(map(runs, ranks)):
         time.sleep(0.02)
@@ -72,27 +68,18 @@ def wait_until_gone(ranks: list[int]) -> list[int]:
 
 
 def test_every_scenario_is_run(tmp_path: Path) -> None:
-    """Ranks that end well leave one outcome per scenario."""
     run(tmp_path, "ok 1", "ok 2")
     assert [outcome.scenario for outcome in read_outcomes(tmp_path / "results.jsonl")] == ["ok 1", "ok 2"]
 
 
 def test_progress_is_told(tmp_path: Path) -> None:
-    """The last word is that all are done."""
     told: list[tuple[int, int, str]] = []
     plan = plan_of(tmp_path, "ok 1", "ok 2")
-    launch(
-        plan,
-        folder=tmp_path,
-        timeout_s=HANG_S,
-        module="tests.support.fake_worker",
-        progress=lambda *it: told.append(it),
-    )
+    launch(plan, folder=tmp_path, timeout_s=HANG_S, module=WORKER, progress=lambda *it: told.append(it))
     assert told[-1] == (2, 2, "")
 
 
 def test_what_ranks_print_goes_to_their_logs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Nothing reaches the terminal; rank 1's words are in rank1.log."""
     run(tmp_path, "ok")
     assert ((tmp_path / "rank1.log").read_text(), capfd.readouterr()) == ("rank 1 is here\n", ("", ""))
 
@@ -104,7 +91,6 @@ pathlib.Path(sys.argv[1] + os.environ["RANK"]).write_text(json.dumps(dict(os.env
 
 
 def test_ranks_get_torchruns_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The variables by which torch.distributed starts, and no multicast."""
     (tmp_path / "tell.py").write_text(TELL)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     plan = plan_of(tmp_path)
@@ -126,7 +112,6 @@ ENDINGS = [
 
 @pytest.mark.parametrize(("name", "kind", "text"), ENDINGS, ids=[name for name, *_ in ENDINGS])
 def test_a_rank_that_ends_badly_is_named(tmp_path: Path, name: str, kind: type[Exception], text: str) -> None:
-    """One line with rank, signal or exception, scenario and log."""
     began = time.monotonic()
     with pytest.raises(kind, match=text) as caught:
         run(tmp_path, "ok", name)
@@ -135,25 +120,21 @@ def test_a_rank_that_ends_badly_is_named(tmp_path: Path, name: str, kind: type[E
 
 @pytest.mark.parametrize("name", ["rank1: kill 9", "all: raise RuntimeError", "rank0: hang", "rank1: stop"])
 def test_no_rank_is_left(tmp_path: Path, name: str) -> None:
-    """When the error is raised, both ranks are gone."""
     ending(tmp_path, "ok", name, timeout_s=QUIET_S)
     assert [len(pids(tmp_path)), *map(runs, pids(tmp_path))] == [2, False, False]
 
 
 def test_a_hang_names_where_each_rank_was(tmp_path: Path) -> None:
-    """Not the wait for the timeout but the line of code comes into the message."""
     error = ending(tmp_path, "ok", "rank0: hang", timeout_s=QUIET_S)
     text = r"no progress for 5 s in scenario 'rank0: hang': rank 0 was in act \(fake_worker.py:\d+\); rank 1 was in"
     assert re.search(text, str(error))
 
 
 def test_a_stopped_rank_is_told_from_one_that_waits(tmp_path: Path) -> None:
-    """A rank that cannot answer is said not to."""
     assert "rank 1 did not answer (stopped" in str(ending(tmp_path, "ok", "rank1: stop", timeout_s=QUIET_S))
 
 
 def test_finished_scenarios_are_kept(tmp_path: Path) -> None:
-    """A rank that dies takes only its own scenario with it."""
     ending(tmp_path, "ok 1", "rank1: kill 9", "ok 2")
     assert [outcome.scenario for outcome in read_outcomes(tmp_path / "results.jsonl")] == ["ok 1"]
 
@@ -182,7 +163,6 @@ def parent_fixture(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
 def test_no_orphans_whatever_ends_the_parent(
     tmp_path: Path, parent: subprocess.Popen[bytes], number: signal.Signals
 ) -> None:
-    """Ranks are gone seconds after their parent, even if it could do nothing."""
     ranks = pids(tmp_path)
     parent.send_signal(number)
     parent.wait(SOON_S)
@@ -190,7 +170,6 @@ def test_no_orphans_whatever_ends_the_parent(
 
 
 def test_a_rank_whose_parent_died_before_it_asked_ends_itself() -> None:
-    """The moment between start and prctl is covered."""
     code = "from counterpoint.measurement.worker import die_with_parent; die_with_parent(); print('alive')"
     variables = {**os.environ, "COUNTERPOINT_PARENT_PID": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, check=False)

@@ -1,7 +1,5 @@
 """The process beside a training, and `counterpoint diagnose` of a hang, as they are started."""
 
-from __future__ import annotations
-
 import gzip
 import os
 import subprocess
@@ -49,13 +47,11 @@ def test_two_hosts_meet(tmp_path: Path) -> None:
 
 
 def test_it_ends_with_the_training(tmp_path: Path) -> None:
-    """Without the process that asked it gives no answer: rank 0 would wait for rank 1."""
     done = run(tmp_path, 0, parent=1 << 22)
     assert (done.returncode, done.stdout) == (1, b"")
 
 
 def test_a_host_that_does_not_see_the_folder(tmp_path: Path) -> None:
-    """The error says what to do."""
     done = run(tmp_path, 1, meeting="elsewhere")
     assert done.returncode == 2
     assert b"watch(folder=...)" in done.stderr
@@ -63,7 +59,6 @@ def test_a_host_that_does_not_see_the_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("option", [(), ("--json", "-")])
 def test_diagnose_of_a_hang(tmp_path: Path, option: tuple[str, ...]) -> None:
-    """The verdict comes first on the terminal; --json prints the record."""
     groups = {"0": ("default_pg", range(2))}
     folder = write(
         tmp_path / "dumps", {0: dump([call(1), call(2, state="started")], groups), 1: dump([call(1)], groups)}
@@ -79,7 +74,6 @@ def test_diagnose_of_a_hang(tmp_path: Path, option: tuple[str, ...]) -> None:
 
 
 def test_a_gate_on_a_hang_is_refused(tmp_path: Path) -> None:
-    """What has no meaning is not passed over."""
     folder = write(tmp_path / "dumps", {0: dump([call(1)], {"0": ("default_pg", range(1))})})
     done = counterpoint("diagnose", folder, "--gate", "hidden>50%")
     assert (done.returncode, "flight-recorder dumps have no" in done.stderr) == (2, True)

@@ -4,8 +4,6 @@ Started by path with the cases as JSON on standard input; writes for each, by ke
 spilled bytes, the instructions of memory in the order of the text, and how many kernels other numbers of tokens need.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys
@@ -30,13 +28,11 @@ really = JITFunction.run
 
 
 def compiled_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **constants: Any) -> None:
-    """Remember what would be launched now."""
     kernel = really(self, *arguments, grid=grid, warmup=True, **constants)
     found[self.fn.__name__].append(kernel)
 
 
 def calls(case: dict[str, Any], tokens: int) -> None:
-    """One call of everything."""
     top_k, hidden, capacity = case["top_k"], case["hidden"], tokens * case["top_k"]
     x = torch.empty(tokens, hidden, dtype=getattr(torch, case["dtype"]))
     weights = torch.empty(tokens, top_k) if case["weighted"] else None
@@ -52,7 +48,6 @@ def calls(case: dict[str, Any], tokens: int) -> None:
 
 
 def described(case: dict[str, Any]) -> dict[str, Any]:
-    """What the code of each kernel is like."""
     driver.set_active(OfflineDriver(case["capability"]))
     found.clear()
     for tokens in TOKENS:

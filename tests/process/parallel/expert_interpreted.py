@@ -4,8 +4,6 @@ Started by path with the cases as JSON on standard input; writes for each `right
 cuts float32 off where a GPU rounds it to bfloat16, so that what is rounded there is float16 here, and float32.
 """
 
-from __future__ import annotations
-
 import os
 
 os.environ["TRITON_INTERPRET"] = "1"
@@ -28,8 +26,6 @@ from tests.support.routing import routing
 
 @dataclass
 class Case:
-    """What a call is made of."""
-
     run: str
     kind: str = "random"
     tokens: int = 14
@@ -77,7 +73,6 @@ def by_kernels(use: bool = True) -> Any:
 
 
 def differing(pairs: dict[str, tuple[Tensor, Tensor]]) -> str:
-    """`right` if the tensors of each pair have the same bits."""
     for what, (got, wanted) in pairs.items():
         if got.dtype != wanted.dtype or not torch.equal(got, wanted):
             return f"{what}: {got} instead of {wanted}"
@@ -85,7 +80,6 @@ def differing(pairs: dict[str, tuple[Tensor, Tensor]]) -> str:
 
 
 def assigns(case: Case) -> str:
-    """Every tensor of the assignment."""
     wanted = case.assigned()
     with by_kernels():
         got = case.assigned()

@@ -4,8 +4,6 @@ Started by path with the cases as JSON on standard input; writes for each the in
 order of the text, the kinds of stores, shared memory, spilled bytes, and how many kernels other layouts need.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys
@@ -55,7 +53,6 @@ def bind(case: dict[str, Any], layout: ShardedRows) -> None:
 
 
 def compiled(case: dict[str, Any]) -> dict[str, Any]:
-    """What the code of a kernel is like."""
     bound.clear()
     for layout in LAYOUTS:
         bind(case, layout)
@@ -72,7 +69,6 @@ def compiled(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def loaded(kernel: CompiledKernel, grid: tuple[int, int, int]) -> Callable[..., None]:
-    """Remember what would be loaded now."""
     bound.append(kernel)
     return lambda *arguments: None
 

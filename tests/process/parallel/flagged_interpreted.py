@@ -4,8 +4,6 @@ Started by path with the cases as JSON on standard input; writes for each `right
 multiplies bfloat16 as if it were integers, so all is float16 here.
 """
 
-from __future__ import annotations
-
 import os
 
 os.environ["TRITON_INTERPRET"] = "1"
@@ -24,11 +22,7 @@ import torch
 from triton.runtime.interpreter import InterpreterBuilder
 
 from counterpoint.pair.arrivals import ShardedRows
-from counterpoint.parallel.tensor.flagged import (
-    MatmulTiles,
-    bind_flagged,
-    stored_tiles,
-)
+from counterpoint.parallel.tensor.flagged import MatmulTiles, bind_flagged, stored_tiles
 
 TILES = MatmulTiles(rows=16, columns=16, depth=16, group=2)
 NAN = float("nan")
@@ -80,7 +74,6 @@ class Case:
         return torch.cat(found)
 
     def product(self) -> torch.Tensor:
-        """The whole product in float64, without the bias."""
         return self.a.double() @ self.b.double()
 
     def common(self) -> dict[str, Any]:
@@ -106,7 +99,6 @@ class Case:
         return bind_flagged("all_gather_matmul", tensors, self.layout, **self.common())
 
     def deliver(self, peer: int, chunk: int) -> None:
-        """Copy a chunk of a peer into `gathered`, then say so."""
         rows = self.place(peer)[list(self.layout.chunks(peer)[chunk])]
         self.gathered[rows] = self.a[rows]
         self.arrive(peer, chunk)

@@ -1,7 +1,5 @@
 """Lets Triton compile for a GPU on a machine without one, and reads the result."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import tempfile
@@ -15,7 +13,6 @@ class OfflineDriver:
     """Stands for Triton's driver on a machine that has none: as much of it as compiling asks for."""
 
     def __init__(self, capability: int = 90) -> None:
-        """Take the compute capability times ten: 90 is Hopper."""
         self.capability = capability
 
     def get_current_device(self) -> int:
@@ -29,7 +26,6 @@ class OfflineDriver:
 
 
 def spilled_bytes(binary: bytes) -> int:
-    """The stack that ptxas gave each thread."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(binary)

@@ -3,8 +3,6 @@
 Started by path with the cases as JSON on standard input; writes for each `right`, or what was not.
 """
 
-from __future__ import annotations
-
 import os
 
 os.environ["TRITON_INTERPRET"] = "1"
@@ -35,7 +33,6 @@ def packed(
     room: int = 9,
     scaled: bool = False,
 ) -> str:
-    """Every tensor of the packing."""
     dice = torch.Generator().manual_seed(tokens)
     ids = routing(kind, tokens, top_k, local * ranks).int()
     weights = torch.rand(ids.shape, generator=dice)

@@ -3,8 +3,6 @@
 Interpreter and compiler run in one process each for all cases.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +63,6 @@ def interpreted(request: pytest.FixtureRequest) -> dict[int, str]:
 
 @pytest.mark.parametrize("index", range(len(INTERPRETED)), ids=[str(case) for case in INTERPRETED])
 def test_the_bits_of_torch(interpreted: dict[int, str], index: int) -> None:
-    """`expert_interpreted.py` says, by the name of the run, what has to hold."""
     assert interpreted[index] == "right"
 
 

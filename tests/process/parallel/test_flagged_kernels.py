@@ -3,8 +3,6 @@
 Interpreter and compiler run in one process each for all cases.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +52,6 @@ def interpreted(request: pytest.FixtureRequest) -> dict[int, str]:
 
 @pytest.mark.parametrize("index", range(len(INTERPRETED)), ids=[str(case) for case in INTERPRETED])
 def test_values_words_and_order(interpreted: dict[int, str], index: int) -> None:
-    """`flagged_interpreted.py` says, by the name of the run, what has to hold."""
     assert interpreted[index] == "right"
 
 

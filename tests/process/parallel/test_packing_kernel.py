@@ -1,7 +1,5 @@
 """The kernel that packs rows by rank gives the bits of torch in Triton's interpreter, which runs once for all cases."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -28,5 +26,4 @@ def interpreted(request: pytest.FixtureRequest) -> dict[int, str]:
 
 @pytest.mark.parametrize("index", range(len(CASES)), ids=[str(case) for case in CASES])
 def test_the_bits_of_torch(interpreted: dict[int, str], index: int) -> None:
-    """Where choices go, how many there are, and the tables."""
     assert interpreted[index] == "right"

@@ -1,7 +1,5 @@
 """Train for test_rehearse.py by FSDP2, or HSDP on two hosts, and DDP, each by torch and by counterpoint."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

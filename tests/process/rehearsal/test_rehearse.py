@@ -1,7 +1,5 @@
 """`counterpoint rehearse` with real ranks on CPUs: what a script does there, and how ranks that go wrong are named."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -25,12 +23,10 @@ END = "\ndist.destroy_process_group()\n"
 
 
 def rehearse(folder: Path, command: str, *options: str) -> Ended:
-    """Runs the command line in a folder."""
     return counterpoint("rehearse", "--device", "cpu", *options, command, folder=folder)
 
 
 def rehearsed(folder: Path, body: str, *options: str, ranks: int = 2) -> Ended:
-    """Runs a script of these lines."""
     (folder / "train.py").write_text(body)
     return rehearse(folder, f"torchrun --standalone --nproc-per-node {ranks} train.py", *options)
 
@@ -67,7 +63,6 @@ def test_ranks_count_as_those_of_hosts(trained: tuple[int, Ended, Rehearsal]) ->
 
 
 def test_ranks_that_agree_are_told_once(trained: tuple[int, Ended, Rehearsal]) -> None:
-    """In the record, and behind what the ranks print."""
     _, ended, answer = trained
     assert (answer.differences, answer.missing_ranks) == ((), ())
     assert {report.ranks for report in answer.reports} == {(0, 1, 2, 3)}
@@ -128,7 +123,6 @@ def test_ranks_that_differ_are_told(odd: tuple[Ended, Rehearsal]) -> None:
 
 
 def test_a_script_ends_as_it_wants(odd: tuple[Ended, Rehearsal]) -> None:
-    """By `sys.exit(0)` of a module, with what it has to do at its exit."""
     assert odd[0].stdout.count("at exit") == 3
     assert odd[1].missing_ranks == ()
 
@@ -163,7 +157,6 @@ def test_a_rank_that_ends_the_others_is_named(tmp_path: Path, body: str, said: s
 
 
 def test_a_rank_that_hangs_is_named_with_its_place(tmp_path: Path) -> None:
-    """And those that wait for it, with theirs."""
     body = "def load_shard() -> None:\n    time.sleep(600)\nif rank == 1: load_shard()\ndist.all_reduce(torch.ones(1))"
     ended = rehearsed(tmp_path, f"{BEGIN}{body}{END}", "--timeout", "5", "-q")
     assert (ended.returncode, ended.stdout) == (2, "")
@@ -185,7 +178,6 @@ def test_a_script_that_refuses_to_run_is_quoted(tmp_path: Path) -> None:
 
 
 def test_json_is_all_that_is_printed(tmp_path: Path) -> None:
-    """Whatever the ranks print; one that ends itself is missing, and what the other did is told."""
     body = (
         f"{BEGIN}dist.barrier()\nif rank == 1: sys.stdout.flush(); os._exit(0)\ntime.sleep(0.5)\nos.environ['A'] = '1'"
     )

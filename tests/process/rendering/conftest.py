@@ -1,7 +1,5 @@
 """A browser for the tests of the pages."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +9,6 @@ from tests.support.chromium import Chromium
 
 @pytest.fixture(scope="session")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
-    """One headless Chromium for all tests."""
     chromium = Chromium("chromium", tmp_path_factory.mktemp("chromium"))
     try:
         yield chromium

@@ -1,7 +1,5 @@
 """Every page in a real browser: silent, offline, and no wider than a phone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

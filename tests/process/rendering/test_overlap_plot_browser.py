@@ -1,7 +1,5 @@
 """The page of `counterpoint measure --html` in a real browser: silent, offline, drawn."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -19,7 +17,6 @@ def page(tmp_path: Path, case: str) -> Path:
 
 @pytest.mark.needs("browser")
 def test_the_plot_is_drawn(tmp_path: Path, browser: Chromium) -> None:
-    """A panel for each order, and in the first of them both mechanisms."""
     visit = browser.open(page(tmp_path, "usual"))
     assert browser.evaluate(visit, "document.querySelectorAll('#part-1-plot canvas').length") == 2
     assert all(browser.shown(visit, "#part-1-plot", f"--series-{number}")[0] > 5 for number in (1, 2))

@@ -1,7 +1,5 @@
 """The page of `counterpoint plan --html` in a real browser: silent, offline, drawn."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The page of a diagnosis in a real browser: its policy holds, its timeline moves, its labels are text."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -31,7 +29,6 @@ def opened(browser: Chromium, pages: dict[str, Path]) -> Page:
 
 
 def timeline(browser: Chromium, page: Page) -> tuple[float, float]:
-    """Scroll the timeline into view; its left and top edge."""
     box = "document.getElementById('timeline')"
     browser.evaluate(page, f"{box}.scrollIntoView({{behavior: 'instant'}})")
     left, top = browser.evaluate(page, f"(r => [r.left, r.top])({box}.getBoundingClientRect())")
@@ -71,7 +68,6 @@ def test_timeline_draws_every_kind_of_lane(browser: Chromium, opened: Page) -> N
 
 
 def test_timeline_takes_the_colours_of_the_dark_page(browser: Chromium, pages: dict[str, Path]) -> None:
-    """Also when the scheme changes while the page is open."""
     page = browser.open(pages["training"])
     light = browser.evaluate(page, "getComputedStyle(document.documentElement).getPropertyValue('--compute')")
     scheme = {"name": "prefers-color-scheme", "value": "dark"}

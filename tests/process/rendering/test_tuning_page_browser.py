@@ -1,7 +1,5 @@
 """The page of `counterpoint tune --html` in a real browser: silent, offline, readable on a phone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """At the command line a bad trace is one line on stderr, exit code 2, and nothing written."""
 
-from __future__ import annotations
-
 import gzip
 import resource
 import subprocess
@@ -30,7 +28,6 @@ def run(*arguments: object) -> Ended:
 
 @pytest.mark.parametrize("name", BAD)
 def test_one_line_and_exit_code_2(name: str, tmp_path: Path) -> None:
-    """The file, what is wrong, where; no traceback, no output, no control characters, no partial report."""
     path = tmp_path / name
     path.write_bytes(BAD[name])
     outputs = [tmp_path / "report.html", tmp_path / "perfetto.json", tmp_path / "d.json"]
@@ -41,7 +38,6 @@ def test_one_line_and_exit_code_2(name: str, tmp_path: Path) -> None:
 
 
 def test_a_worker_process_reports_like_its_parent(tmp_path: Path) -> None:
-    """Read in two processes, the message is the same."""
     kt.write_job(tmp_path / "job")
     bad = kt.write_bytes(tmp_path / "job" / "rank1.json", WHOLE[:-100])
     alone, together = run(bad), run(tmp_path / "job", "--workers", 2)
@@ -50,11 +46,7 @@ def test_a_worker_process_reports_like_its_parent(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "middle",
-    [
-        bytes(1 << 20),
-        b" " * (1 << 20),
-        b'{"ph": "X", "cat": "kernel", "name": "k", "ts": 1, "dur": 1},\n' * (1 << 14),
-    ],
+    [bytes(1 << 20), b" " * (1 << 20), b'{"ph": "X", "cat": "kernel", "name": "k", "ts": 1, "dur": 1},\n' * (1 << 14)],
     ids=["zeros", "spaces", "events"],
 )
 def test_a_bomb_costs_little(middle: bytes, tmp_path: Path) -> None:
@@ -76,7 +68,6 @@ def test_a_bomb_costs_little(middle: bytes, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("limit", ["nan", "inf", "1e308"])
 def test_a_limit_beyond_all_memory_is_one_line(limit: str, tmp_path: Path) -> None:
-    """Or none at all."""
     done = run(tmp_path, "--max-trace-gb", limit)
     assert (done.returncode, done.stderr.splitlines()) == (
         2, [f"counterpoint: --max-trace-gb {float(limit)}: give GiB of memory, such as 64"]
@@ -84,7 +75,6 @@ def test_a_limit_beyond_all_memory_is_one_line(limit: str, tmp_path: Path) -> No
 
 
 def test_missing_ranks_are_no_error(tmp_path: Path) -> None:
-    """A part of the ranks is diagnosed, and the summary says which are missing."""
     (kt.write_job(tmp_path, ranks=3) / "rank1.json").unlink()
     done = run(tmp_path)
     assert (done.returncode, "no trace of rank 1 (of 3 ranks)" in " ".join(done.stdout.split())) == (0, True), (

@@ -1,7 +1,5 @@
 """Who reads the ranks makes no difference: this process, two others, or a Dask cluster; nor to what goes wrong."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal
@@ -61,14 +59,12 @@ def cluster() -> Iterator[str]:
 
 @pytest.fixture(params=["processes", "dask"])
 def apart(request: pytest.FixtureRequest) -> Engine:
-    """Every engine that reads in other processes."""
     if request.param == "dask":
         return Engine(name="dask", scheduler=request.getfixturevalue("cluster"))
     return Engine(workers=2)
 
 
 def test_every_engine_gives_the_same_diagnosis(apart: Engine, tmp_path: Path) -> None:
-    """To the last digit, as in one process."""
     job = kt.write_job(tmp_path, ranks=3)
     assert diagnose(job, engine=apart).diagnosis == diagnose(job, engine=Engine(workers=1)).diagnosis
 
@@ -88,14 +84,12 @@ def test_a_bad_trace_arrives_as_it_was_raised(apart: Engine, tmp_path: Path) -> 
 
 
 def test_progress_counts_the_files(apart: Engine, tmp_path: Path) -> None:
-    """The last word of the readers is that all are read."""
     told: list[tuple[int, int]] = []
     diagnose(kt.write_job(tmp_path), engine=apart, progress=lambda done, total, what: told.append((done, total)))
     assert (2, 2) in told
 
 
 def test_a_plain_script_may_call_it(tmp_path: Path) -> None:
-    """Without `if __name__ == "__main__":` the reader processes do not run the script again."""
     script = tmp_path / "script.py"
     script.write_text(
         "import sys, counterpoint\nfrom counterpoint.diagnosis.reading.digest import Engine\n"
@@ -127,20 +121,17 @@ def test_an_interrupt_ends_readers_without_a_word(tmp_path: Path) -> None:
 
 
 def test_no_scheduler(tmp_path: Path) -> None:
-    """An address where nobody answers is said so."""
     with pytest.raises(Unsupported, match="no Dask scheduler answers"):
         diagnose(kt.write_job(tmp_path), engine=Engine(name="dask", scheduler="nonsense://nowhere:1"))
 
 
 def test_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without distributed, the extra to install is named."""
     monkeypatch.setitem(sys.modules, "distributed", None)
     with pytest.raises(Unsupported, match=r"counterpoint\[cluster\]"):
         diagnose(kt.write_job(tmp_path), engine=Engine(name="dask", scheduler="tcp://127.0.0.1:1"))
 
 
 def test_small_jobs_are_read_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Starting processes costs more than reading a few MB."""
     monkeypatch.setattr(digests, "_in_processes", None)
     assert diagnose(kt.write_job(tmp_path)).diagnosis.ranks == (0, 1)
 
@@ -153,6 +144,5 @@ def test_small_jobs_are_read_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ],
 )  # fmt: skip
 def test_options_that_cannot_take_effect(options: dict[str, object]) -> None:
-    """Are refused, not ignored."""
     with pytest.raises(Misconfigured):
         Engine(**options)  # type: ignore[arg-type]

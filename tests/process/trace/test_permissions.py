@@ -1,7 +1,5 @@
 """Traces that another user keeps to himself are refused in words."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -14,7 +12,6 @@ from tests.support.command import program
 @pytest.mark.needs("root")  # who alone can become nobody
 @pytest.mark.parametrize("what", ["folder", "folder/rank0.json"])
 def test_no_permission_as_another_user(what: str, tmp_path: Path) -> None:
-    """A folder or file that its owner keeps to himself."""
     kt.write(tmp_path / "folder" / "rank0.json", kt.training())
     (tmp_path / what).chmod(0)
     script = (

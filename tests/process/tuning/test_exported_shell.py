@@ -1,7 +1,5 @@
 """What `tune` chose as files of Bash: sourced in a shell, they set what was chosen and run nothing else."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

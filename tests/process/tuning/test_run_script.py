@@ -1,7 +1,5 @@
 """Training scripts run for `tune --run`: what they give, and in one sentence why they failed."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from pathlib import Path
@@ -34,7 +32,6 @@ for step in range(1, 40):
 
 
 def command(folder: Path, body: str, launcher: str = "python") -> str:
-    """A training loop of 39 steps with something else in each."""
     script = folder / "train.py"
     script.write_text(LOOP.format(body))
     return f"{launcher} {script}"
@@ -84,7 +81,6 @@ def test_why_a_script_ended(tmp_path: Path, body: str, kind: type[CounterpointEr
 
 @pytest.mark.parametrize("launcher", ["python", "torchrun --standalone --nproc-per-node 2"])
 def test_a_script_that_hangs_is_killed(tmp_path: Path, launcher: str) -> None:
-    """No step for so long; none of its processes is left."""
     with pytest.raises(PeerTimeout, match="no step of the script's optimizer ended for 1 s"):
         run(tmp_path, "step < 5 or time.sleep(600)", launcher=launcher, timeout_s=1.0)
     until = time.monotonic() + HANG_S
@@ -94,7 +90,6 @@ def test_a_script_that_hangs_is_killed(tmp_path: Path, launcher: str) -> None:
 
 
 def running_with(folder: Path) -> list[str]:
-    """Command lines of processes that name a folder."""
     lines = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
@@ -103,14 +98,12 @@ def running_with(folder: Path) -> list[str]:
 
 
 def test_the_rank_that_was_killed_is_named(tmp_path: Path) -> None:
-    """Of two, by what torchrun says at its end; the other one is ended."""
     body = "if step == 3 and os.environ['RANK'] == '1': os.kill(os.getpid(), 9)\n    time.sleep(0.1)"
     with pytest.raises(PeerTimeout, match="rank 1 was killed by SIGKILL"):
         run(tmp_path, body, launcher="torchrun --standalone --nproc-per-node 2")
 
 
 def test_a_program_that_is_not_there(tmp_path: Path) -> None:
-    """The command's first word is named."""
     task = ScriptTask(folder=str(tmp_path))
     with pytest.raises(Misconfigured, match="/nowhere/torchrun cannot be started"):
         launch_script(parse_command("/nowhere/torchrun train.py"), task, variables={})
@@ -185,7 +178,6 @@ def test_a_script_is_tuned(tmp_path: Path) -> None:
 
 
 def test_traces_are_tuned(tmp_path: Path) -> None:
-    """A folder instead of pairs.toml: its collective and matmul are measured, and choices have its notes."""
     facts = metadata("_allgather_base", nelems=(65_536, 131_072), seq=1)
     tiny = metadata("_allgather_base", nelems=(16, 32), seq=2)
     gather = "ncclDevKernel_AllGather_RING_LL(args)"
@@ -216,7 +208,6 @@ def test_traces_are_tuned(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_use_is_one_sentence(tmp_path: Path, arguments: list[str], said: str) -> None:
-    """Exit code 2, and no file."""
     done = tune(tmp_path, *arguments)
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
     assert said in done.stderr
@@ -224,7 +215,6 @@ def test_wrong_use_is_one_sentence(tmp_path: Path, arguments: list[str], said: s
 
 
 def test_a_script_that_fails_leaves_no_file(tmp_path: Path) -> None:
-    """The error has the log's path, which is kept."""
     done = tune(tmp_path, "--run", command(tmp_path, "assert step < 3, 'no data'"), "-q")
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
     assert "no data" in done.stderr

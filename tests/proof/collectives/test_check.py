@@ -1,7 +1,5 @@
 """The checkers: right programs pass, also mixed and back to back; wrong ones are named; both checkers say the same."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -25,7 +23,6 @@ def programs(name: str, world_size: int) -> tuple[Program, ...]:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("name", NAMES)
 def test_back_to_back_calls_are_right(name: str, world_size: int, early_release: bool) -> None:
-    """Three rounds of the same call, in every interleaving."""
     assert check([programs(name, world_size)] * 3, early_release=early_release).violations == ()
 
 
@@ -41,33 +38,23 @@ def test_every_pair_of_operations_may_follow_each_other(world_size: int) -> None
 @settings(max_examples=40, deadline=None)
 @given(names=st.lists(st.sampled_from(NAMES), min_size=2, max_size=6), world_size=st.integers(2, 4))
 def test_any_mix_of_operations_is_right(names: list[str], world_size: int) -> None:
-    """Up to six different calls in a row."""
     assert check([programs(name, world_size) for name in names]).violations == ()
 
 
 @pytest.mark.parametrize("early_release", [False, True], ids=["handshake", "early"])
 @pytest.mark.parametrize("name", [name for name in NAMES if "chunks" not in name])
 def test_every_interleaving_of_two_ranks_is_right(name: str, early_release: bool) -> None:
-    """Walked one by one, two rounds."""
     assert explore([programs(name, 2)] * 2, early_release=early_release).violations == ()
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        "all_gather",
-        "all_to_all",
-        "reduce_scatter",
-        "all_reduce",
-        "broadcast",
-        "scatter",
-        "gather",
-        "send_recv",
+        "all_gather", "all_to_all", "reduce_scatter", "all_reduce", "broadcast", "scatter", "gather", "send_recv",
         "barrier",
     ],
-)
+)  # fmt: skip
 def test_every_interleaving_of_three_ranks_is_right(name: str) -> None:
-    """Walked one by one, two rounds."""
     assert explore([programs(name, 3)] * 2).violations == ()
 
 
@@ -77,12 +64,7 @@ def test_every_interleaving_of_three_ranks_is_right(name: str) -> None:
         *((name, 2) for name in ("broadcast", "scatter", "gather", "send_recv", "barrier")),
         *(
             (name, 1)
-            for name in (
-                "broadcast, relayed",
-                "all_gather, own block left",
-                "all_to_all, own block left",
-                "all_reduce",
-            )
+            for name in ("broadcast, relayed", "all_gather, own block left", "all_to_all, own block left", "all_reduce")
         ),
     ],
 )
@@ -97,7 +79,6 @@ def test_every_interleaving_of_a_mix_is_right() -> None:
 
 
 def test_too_many_states_are_no_proof() -> None:
-    """A search that was cut off says so."""
     with pytest.raises(CounterpointError, match="more than 100 states"):
         explore([programs("all_gather", 3)] * 2, max_states=100)
 
@@ -156,7 +137,6 @@ def one_round_barrier(world_size: int) -> list[Program]:
 
 @pytest.mark.parametrize("prove", [check, explore])
 def test_a_barrier_of_one_round_loses_a_signal(prove: object) -> None:
-    """Right once, wrong when called again: a fast rank's next signal meets the last one."""
     assert callable(prove)
     assert prove([one_round_barrier(3)]).ok
     assert "lost_signal" in {violation.kind for violation in prove([one_round_barrier(3)] * 2).violations}
@@ -174,7 +154,6 @@ def test_a_barrier_that_waits_for_nobody_is_caught() -> None:
 
 
 def test_the_report_names_rank_step_and_reason() -> None:
-    """A rank that does not announce its buffer makes its peer wait for ever, and the report says for what."""
     first, second = plan_all(all_gather(2, 4))
     report = check([[first, replace(second, release=())]])
     stuck = report.violations[0]
@@ -182,7 +161,6 @@ def test_the_report_names_rank_step_and_reason() -> None:
 
 
 def test_a_missing_copy_is_told_by_its_bytes() -> None:
-    """The content that is missing is named with where it should have come from."""
     first, second = plan_all(all_gather(2, 4))
     reasons = [violation.reason for violation in check([[without(first, Copy), second]]).violations]
     assert reasons == ["byte 0 of output holds nothing; it must hold byte 0 of rank 0 of round 0"]
@@ -196,7 +174,6 @@ def test_old_data_is_not_taken_for_new() -> None:
 
 
 def test_awaiting_an_unrecorded_event_is_refused() -> None:
-    """On a GPU that would be no wait at all."""
     chunked = plan_all(reduce_scatter(2, 32), Tuning(chunk_bytes=16))
     wrong = replace(chunked[0], steps=(AwaitEvent(7, 0), *chunked[0].steps))
     assert check([[wrong, chunked[1]]]).violations[0].kind == "malformed"
@@ -204,6 +181,5 @@ def test_awaiting_an_unrecorded_event_is_refused() -> None:
 
 @pytest.mark.parametrize("rounds", [[], [[]], [plan_all(barrier(2)), plan_all(barrier(3))]])
 def test_rounds_of_different_groups_are_refused(rounds: list[list[Program]]) -> None:
-    """Rounds are made by one group."""
     with pytest.raises(Misconfigured, match="a program for each rank"):
         check(rounds)

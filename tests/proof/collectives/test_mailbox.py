@@ -1,7 +1,5 @@
 """Messages through mailboxes: no interleaving goes wrong, and no order of them ends in a deadlock."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from dataclasses import replace

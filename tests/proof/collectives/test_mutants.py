@@ -1,7 +1,5 @@
 """A checker that lets wrong programs pass proves nothing: every step is removed, changed, and swapped with the next."""
 
-from __future__ import annotations
-
 import pytest
 
 from counterpoint.collectives.program.operations import plan_all, reduce_scatter
@@ -26,7 +24,6 @@ def harmless(mutant: Mutant) -> bool:
 
 
 def rounds_with(mutant: Mutant, programs: tuple[Program, ...]) -> list[tuple[Program, ...]]:
-    """Three rounds of the call with the mutant in it."""
     return [tuple(mutant.program if program.rank == mutant.program.rank else program for program in programs)] * 3
 
 
@@ -39,7 +36,6 @@ REDUCES = [name for name in NAMES if case(name, 2)[0].reduces]
     ("name", "world_size"), [*((name, size) for name in MOVES for size in (2, 3)), ("broadcast, relayed", 4)]
 )
 def test_every_mutant_of_a_movement_is_caught(name: str, world_size: int, early_release: bool) -> None:
-    """No step can be removed, changed or swapped unnoticed, on any rank."""
     programs = plan_all(*case(name, world_size))
     tried = [mutant for program in programs for mutant in mutants(program)]
     passed = [mutant for mutant in tried if check(rounds_with(mutant, programs), early_release=early_release).ok]
@@ -50,7 +46,6 @@ def test_every_mutant_of_a_movement_is_caught(name: str, world_size: int, early_
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("name", REDUCES)
 def test_every_mutant_of_a_reduction_is_caught(name: str, world_size: int) -> None:
-    """No step can be removed, changed or swapped unnoticed, between reductions that push from everyone to everyone."""
     programs = plan_all(*case(name, world_size))
     before, after = (plan_all(reduce_scatter(world_size, size)) for size in (16 * world_size + 16, 16))
     tried = [mutant for program in programs for mutant in mutants(program) if not harmless(mutant)]

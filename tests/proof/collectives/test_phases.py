@@ -1,7 +1,5 @@
 """Calls over several hosts are proved for whole grids, and every wrong one is caught."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -63,7 +61,6 @@ def later(span: Span) -> Span:
 
 
 def wrong_phases(found: Sequence[Phase]) -> Iterator[tuple[str, tuple[Phase, ...]]]:
-    """One thing wrong with the phases of a rank."""
     for number, phase in enumerate(found):
         changed = [replace(phase, after=tuple(a for a in phase.after if a != gone)) for gone in phase.after]
         if phase.call.operation != "barrier":

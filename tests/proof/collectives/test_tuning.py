@@ -1,18 +1,12 @@
 """The best tunings of a sweep of sizes."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest
 
 from counterpoint.collectives.program.calls import Call
 from counterpoint.collectives.program.clock import simulate
-from counterpoint.collectives.program.operations import (
-    all_reduce,
-    plan_all,
-    reduce_scatter,
-)
+from counterpoint.collectives.program.operations import all_reduce, plan_all, reduce_scatter
 from counterpoint.collectives.program.steps import Tuning
 from counterpoint.collectives.program.tuning import best_tuning
 from counterpoint.machine.gpus import bus_gb_per_s

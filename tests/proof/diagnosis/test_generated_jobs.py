@@ -1,9 +1,8 @@
 """Made-up jobs of three kinds of machines with known truth: right rank, cause and transfer, no false alarm."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,18 +54,10 @@ def transfer_error(d: Diagnosis, truth: Truth) -> float:
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_rank_and_cause_of_a_planted_fault(style: str, fault: str) -> None:
-    """The faulty rank alone is named, with its cause."""
     planted, cause = FAULTS[fault]
     d, _ = run(JobPlan(style=style, faults=(planted,)))
     assert suspects(d) == [(3, cause)]
-
-
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("fault", DETAILS)
-def test_what_the_host_sat_in_is_named(style: str, fault: str) -> None:
-    """The operation where one was recorded, the allocator and the garbage collector by their kind."""
-    d, _ = run(JobPlan(style=style, faults=(FAULTS[fault][0],)))
-    assert d.stragglers[0].detail == DETAILS[fault]
+    assert fault not in DETAILS or d.stragglers[0].detail == DETAILS[fault]
 
 
 @pytest.mark.parametrize("style", ["fsdp", "copies"])
@@ -87,32 +78,30 @@ def test_delay_is_what_the_others_felt(style: str) -> None:
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("faulty", [False, True])
 def test_transfer_is_right(style: str, faulty: bool) -> None:
-    """Within 2 % for every collective, with a slow rank and without."""
     d, truth = run(JobPlan(style=style, faults=(SLOW,) if faulty else ()))
     assert transfer_error(d, truth) < TRANSFER_TOLERANCE
 
 
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("shift_us", [5_000.0, -5_000.0])
-@pytest.mark.parametrize("shifted", [0, 2, 3])
-def test_shifted_clock_changes_nothing(style: str, shift_us: float, shifted: int) -> None:
-    """The reference, an innocent rank or the slow one is 5 ms off: same verdict, transfers within 2 %."""
-    d, truth = run(JobPlan(style=style, faults=(SLOW,), shift_us={shifted: shift_us}))
-    assert (suspects(d), transfer_error(d, truth) < TRANSFER_TOLERANCE) == ([(3, "slow_kernels")], True)
+DAMAGE: list[dict[str, Any]] = [
+    *({"shift_us": {shifted: us}} for shifted in (0, 2, 3) for us in (5_000.0, -5_000.0)),
+    *({"steps": steps, "drift_ppm": {5: ppm}} for steps in (4, 8, 30) for ppm in (50.0, -50.0)),
+    {"lost": ((5, 3), (5, 4))},
+    {"lost": ((5, 2), (5, 6))},
+    {"lost": ((5, 2), (1, 6))},
+    {"lost": ((0, 3), (5, 3))},
+    {"lost": ((0, 1), (2, 5), (7, 6))},
+]
 
 
 @pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("drift_ppm", [50.0, -50.0])
-@pytest.mark.parametrize("steps", [4, 8, 30])
-def test_drifting_clock_changes_nothing(style: str, drift_ppm: float, steps: int) -> None:
-    """50 ppm over 0.1 and 0.2 s: same verdict, transfers within 2 %."""
-    d, truth = run(JobPlan(style=style, steps=steps, layers=6, faults=(SLOW,), drift_ppm={5: drift_ppm}))
+@pytest.mark.parametrize("damage", DAMAGE, ids=str)
+def test_clocks_that_are_off_and_lost_collectives_change_nothing(style: str, damage: dict[str, Any]) -> None:
+    d, truth = run(JobPlan(style=style, faults=(SLOW,), **damage))
     assert (suspects(d), transfer_error(d, truth) < TRANSFER_TOLERANCE) == ([(3, "slow_kernels")], True)
 
 
 @pytest.mark.parametrize("style", STYLES)
 def test_clock_faults_alone_raise_no_alarm(style: str) -> None:
-    """A shifted and a drifting clock make no straggler."""
     d, _ = run(JobPlan(style=style, shift_us={1: 5_000.0, 4: -5_000.0}, drift_ppm={6: 50.0}))
     assert d.stragglers == ()
 
@@ -130,18 +119,6 @@ def test_deleted_collective_shifts_nothing(style: str, count: int) -> None:
     assert wrong == []
 
 
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize(
-    "lost",
-    [((5, 3), (5, 4)), ((5, 2), (5, 6)), ((5, 2), (1, 6)), ((0, 3), (5, 3)), ((0, 1), (2, 5), (7, 6))],
-    ids=["neighbours", "two", "on_two_ranks", "same_on_two_ranks", "on_three_ranks"],
-)
-def test_several_deleted_collectives_shift_nothing(style: str, lost: tuple[tuple[int, int], ...]) -> None:
-    """Several losses, on one rank or on different ones."""
-    d, truth = run(JobPlan(style=style, faults=(SLOW,), lost=lost))
-    assert (suspects(d), transfer_error(d, truth) < TRANSFER_TOLERANCE) == ([(3, "slow_kernels")], True)
-
-
 def test_equal_collectives_of_which_every_rank_lacks_another() -> None:
     """Eight sequences of equal length and equal tokens: only their rhythm tells that each lacks another one."""
     lost = tuple((rank, 2 * rank) for rank in range(8))
@@ -150,14 +127,12 @@ def test_equal_collectives_of_which_every_rank_lacks_another() -> None:
 
 
 def test_loss_is_noted() -> None:
-    """The note names the rank and how many collectives its trace lacks."""
     d, _ = run(JobPlan(lost=((5, 7),)))
     assert "rank 5: its trace lacks 1 collectives that the others have; the rest still joins" in d.notes
 
 
 @pytest.mark.parametrize("style", STYLES)
 def test_two_faults_on_two_ranks(style: str) -> None:
-    """A stalled rank and a slow one are both named."""
     d, _ = run(JobPlan(style=style, faults=(SLOW, Fault(kind="stall", rank=6, us=20_000, steps=(2,)))))
     assert sorted(suspects(d)) == [(3, "slow_kernels"), (6, "host_stall")]
 
@@ -172,14 +147,12 @@ def test_stall_that_the_queue_hides_is_no_alarm(style: str) -> None:
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("ranks", [2, 16])
 def test_other_world_sizes(style: str, ranks: int) -> None:
-    """The last of 2 or of 16 ranks is slow."""
     d, truth = run(JobPlan(style=style, ranks=ranks, faults=(Fault(kind="slow", rank=ranks - 1, factor=1.2),)))
     assert (suspects(d), transfer_error(d, truth) < TRANSFER_TOLERANCE) == ([(ranks - 1, "slow_kernels")], True)
 
 
 @pytest.mark.parametrize("style", STYLES)
 def test_one_step_is_enough(style: str) -> None:
-    """The fault is found in a trace of a single step."""
     d, _ = run(JobPlan(style=style, steps=1, faults=(Fault(kind="stall", rank=3, us=20_000),)))
     assert suspects(d) == [(3, "host_stall")]
 
@@ -233,6 +206,5 @@ def test_copies_that_wait_before_they_begin(fault: Fault, cause: str) -> None:
 
 
 def test_copies_that_wait_before_they_begin_raise_no_alarm() -> None:
-    """Ranks that launch ahead of what holds their copies are not late."""
     d, _ = run(JobPlan(style="copies", copies_wait="before"))
     assert d.stragglers == ()

@@ -1,7 +1,5 @@
 """The rule against a machine whose truth is known: the best division, and what noise costs."""
 
-from __future__ import annotations
-
 from statistics import fmean
 
 import pytest
@@ -16,7 +14,6 @@ from tests.support.true_budget import CANDIDATES, UNDISTURBED, curves, pairs, tr
 
 @given(pair=pairs, orders=st.sampled_from([ORDERS, *((order,) for order in ORDERS)]))
 def test_the_best_division_is_found(pair: tuple[str, int], orders: tuple[Order, ...]) -> None:
-    """No candidate is faster than the chosen one, for all orders or any single one."""
     found = choose_split(
         curves(), pair[0], "all_gather", pair[1], orders=orders, candidates=CANDIDATES, contention=UNDISTURBED
     )

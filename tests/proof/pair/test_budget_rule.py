@@ -1,7 +1,5 @@
 """The judge of the rule: what is fitted, what is held out, and what counts as a hit."""
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess
@@ -43,14 +41,12 @@ def curves(alone: list[BlockRow]) -> Curves:
 
 
 def test_an_exact_machine_is_hit_always() -> None:
-    """Where the model is the machine, every held-out pick is the best one, in every view."""
     rows, alone = measured()
     found = [each for each in judge(rows, curves(alone))["scores"] if each["policy"] == "rule"]
     assert {each["hits"] for each in found} == {1.0}
 
 
 def test_held_out_pairs_are_never_fitted() -> None:
-    """Other times of the held-out pairs leave the calibration as it was."""
     rows, alone = measured(noise=0.02)
     split = split_of(pairs_of(rows, curves(alone))[0])
     double = SyntheticMachine().told
@@ -66,7 +62,6 @@ def test_held_out_pairs_are_never_fitted() -> None:
 
 
 def test_pairs_of_another_run_are_judged_and_never_fitted() -> None:
-    """`unseen` adds scores of its own and leaves the calibration as it was."""
     rows, alone = measured(noise=0.02)
     before, after = judge(rows, curves(alone)), judge(rows, curves(alone), unseen=measured(noise=0.05)[0])
     counts = {each["pairs"]: each["count"] for each in after["scores"]}
@@ -74,7 +69,6 @@ def test_pairs_of_another_run_are_judged_and_never_fitted() -> None:
 
 
 def test_a_new_workload_or_length_is_held_out() -> None:
-    """Only pairs of which both were fitted are fitted."""
     split = Split(workloads=frozenset({"a"}), lengths=frozenset({1.0}))
     groups = [split.group(workload, length) for workload in "ab" for length in (1.0, 2.0)]
     assert groups == ["fitted", "new length", "new GEMM", "new GEMM and length"]
@@ -104,7 +98,6 @@ def test_one_workload_cannot_be_split() -> None:
 
 
 def test_marked_and_missing_rows_are_told() -> None:
-    """A division with one marked order is no candidate, and the result says so."""
     rows, alone = measured()
     spoilt = [msgspec.structs.replace(rows[-1], marked="no effect")]
     pairs, left_out = pairs_of([*rows[:-1], *spoilt], curves(alone))
@@ -113,7 +106,6 @@ def test_marked_and_missing_rows_are_told() -> None:
 
 
 def test_a_division_beyond_the_curves_is_told() -> None:
-    """What was not measured alone cannot be predicted: left out by name, the rest is judged."""
     rows, alone = measured()
     few = [block for block in alone if "max_ctas=4" not in block.mechanism or block.size_bytes is None]
     _, left_out = pairs_of(rows, curves(few))
@@ -121,7 +113,6 @@ def test_a_division_beyond_the_curves_is_told() -> None:
 
 
 def test_without_plain_nccl_a_pair_is_left_out() -> None:
-    """There is nothing to compare with, which is said."""
     rows, alone = measured()
     _, left_out = pairs_of([row for row in rows if row.mechanism != "nccl"], curves(alone))
     assert sum("nothing to compare with" in reason for reason in left_out) == 8
@@ -137,7 +128,6 @@ def test_regret_is_told_by_measured_times() -> None:
 
 
 def test_near_picks_are_no_hits() -> None:
-    """0.5 % off counts within 1 %, not as a hit; the maximum is over all."""
     found = score("all", "rule", [[0.0], [0.005], [0.2], [0.0, 0.1]])
     assert (found.hits, found.near, found.max_regret) == (0.375, 0.625, 0.2)
 
@@ -173,7 +163,6 @@ def written(to: Path, *, world_size: int = 4) -> Path:
 
 
 def test_the_command_writes_json_and_table(tmp_path: Path) -> None:
-    """From a measurement to results, with where they came from."""
     out = tmp_path / "out" / "rule.json"
     done = command(written(tmp_path / "pairs.json"), out=out)
     assert done.returncode == 0, done.stderr

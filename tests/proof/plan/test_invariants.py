@@ -1,7 +1,5 @@
 """What holds for every job, on 250 random ones."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.plan_invariants import INVARIANTS

@@ -1,7 +1,5 @@
 """The predicted time of a collective over sizes that lie close together."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

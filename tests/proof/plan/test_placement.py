@@ -1,7 +1,5 @@
 """Placement: the cost is the formula, and the order found is as good as claimed."""
 
-from __future__ import annotations
-
 from itertools import combinations
 from typing import Any
 
@@ -52,7 +50,6 @@ def by_hand(traffic: RankTraffic, topology: Topology, slots: NDArray[np.int64]) 
 @pytest.mark.parametrize("name", TOPOLOGIES)
 @given(seed=st.integers(0, 1000))
 def test_the_cost_is_the_sum_over_pairs(name: str, seed: int) -> None:
-    """Counting groups level by level gives what adding up all pairs gives."""
     slots = np.random.default_rng(seed).permutation(16)
     found = placement_cost("x", JOB, TOPOLOGIES[name], slots).cost
     assert found == pytest.approx(by_hand(JOB, TOPOLOGIES[name], slots), rel=1e-5)
@@ -60,7 +57,6 @@ def test_the_cost_is_the_sum_over_pairs(name: str, seed: int) -> None:
 
 @given(seed=st.integers(0, 1000))
 def test_every_byte_is_at_one_level(seed: int) -> None:
-    """The bytes of the levels are the bytes of the job."""
     slots = np.random.default_rng(seed).permutation(16)
     found = placement_cost("x", JOB, TOPOLOGIES["irregular"], slots)
     assert sum(level.num_bytes for level in found.levels) == pytest.approx(
@@ -80,7 +76,6 @@ def test_the_time_of_a_level_is_that_of_its_busiest_gpu() -> None:
 @settings(deadline=None, max_examples=15)
 @given(seed=st.integers(0, 10_000), name=st.sampled_from(["2x2x2", "4x2", "2x4", "measured", "7 ranks"]))
 def test_no_swap_of_two_ranks_on_two_hosts_would_help(seed: int, name: str) -> None:
-    """Eight GPUs, any traffic: the order found is the best of all that one swap away from it."""
     draw = np.random.default_rng(seed)
     topology = {
         "2x2x2": fat_tree([2, 2, 2]),
@@ -149,7 +144,6 @@ def test_groups_keep_together_under_a_leaf_where_they_fit(leaves: list[int], see
 
 
 def test_a_job_is_far_below_random() -> None:
-    """512 ranks: less than 70 % of the mean random order."""
     job = RankTraffic.of_job(Parallel(tp=8, dp=16, pp=4), {"tp": 50 * GB, "dp": 4 * GB, "pp": GB})
     found = place(job, fat_tree([8, 8, 8]))
     assert found.found.cost <= 0.7 * found.compared[-1].cost
@@ -158,7 +152,6 @@ def test_a_job_is_far_below_random() -> None:
 @settings(deadline=None, max_examples=10)
 @given(seed=st.integers(0, 1000))
 def test_listing_equal_hosts_otherwise_changes_nothing(seed: int) -> None:
-    """The cost found, and that of the order along the tree, do not depend on how hosts are listed."""
     tree = fat_tree([4, 2, 2])
     again = tree.only([tree.hosts[index] for index in np.random.default_rng(seed).permutation(4)])
     one, other = place(JOB, tree), place(JOB, again)
@@ -168,7 +161,6 @@ def test_listing_equal_hosts_otherwise_changes_nothing(seed: int) -> None:
 @settings(deadline=None, max_examples=8)
 @given(seed=st.integers(0, 1000), name=st.sampled_from(list(TOPOLOGIES)))
 def test_nothing_that_it_is_compared_with_is_better(seed: int, name: str) -> None:
-    """Never above in order, rail-optimised or random."""
     draw = np.random.default_rng(seed)
     found = place(matrix_traffic(draw.random((16, 16)) ** 4), TOPOLOGIES[name])
     assert found.found.cost <= min(each.cost for each in found.compared) * (1 + 1e-8)
@@ -177,7 +169,6 @@ def test_nothing_that_it_is_compared_with_is_better(seed: int, name: str) -> Non
 @settings(deadline=None, max_examples=8)
 @given(ranks=st.integers(1, 16), name=st.sampled_from(list(TOPOLOGIES)))
 def test_every_rank_has_a_gpu_of_its_own(ranks: int, name: str) -> None:
-    """As many ranks as GPUs, or fewer."""
     draw = np.random.default_rng(ranks)
     slots = place(matrix_traffic(draw.random((ranks, ranks))), TOPOLOGIES[name]).slots
     assert (len(set(slots)), set(slots) <= set(range(16))) == (ranks, True)
@@ -194,20 +185,17 @@ def test_the_cost_that_is_told_is_that_of_the_slots() -> None:
 
 
 def test_the_same_question_has_the_same_answer() -> None:
-    """Two runs give the same slots."""
     topology = fat_tree([8, 2, 2])
     traffic = matrix_traffic(np.random.default_rng(0).random((32, 32)))
     assert place(traffic, topology).slots == place(traffic, topology).slots
 
 
 def test_more_ranks_than_gpus_are_refused() -> None:
-    """The error has both numbers."""
     with pytest.raises(Misconfigured, match="world_size = 16: the topology has 8 GPUs"):
         place(JOB, fat_tree([4, 2]))
 
 
 def test_no_traffic_is_no_cost() -> None:
-    """A job that sends nothing saves nothing."""
     found = place(RankTraffic.of_job(Parallel(dp=8), {}), fat_tree([4, 2]))
     assert [order.cost for order in (found.found, *found.compared)] == [0.0] * 4
 
@@ -219,7 +207,6 @@ def test_a_large_job_is_placed_without_swaps() -> None:
 
 
 def test_a_placement_is_a_record() -> None:
-    """It is written and read back as JSON."""
     found = place(JOB, TOPOLOGIES["tree"])
     again: Any = msgspec.json.decode(msgspec.json.encode(found), type=Placement)
     assert again == found

@@ -1,7 +1,5 @@
 """A search over all divisions of a job: equal to trying every way, nothing slower than what was given, all counted."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Iterator
 from itertools import product
@@ -158,7 +156,6 @@ def test_balanced_stages_have_the_shortest_busiest_stage(
 
 
 def test_a_search_finds_nothing_slower_than_what_was_given() -> None:
-    """The given division is among those that are tried."""
     job = parse_job(TABLES)
     found = search(job, best=3)
     steps = [each.step_us or 0.0 for each in found.choices]

@@ -1,7 +1,5 @@
 """Damage anywhere in an export of Nsight Systems is a BadTrace, never another exception."""
 
-from __future__ import annotations
-
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -11,9 +9,7 @@ import pytest
 
 from counterpoint.errors import BadTrace
 from counterpoint.trace.nsys import read_nsys
-from tests.support.nsys_export import (
-    NsysExport,
-)
+from tests.support.nsys_export import NsysExport
 
 GEMM, ALL_GATHER = "nvjet_tst_128x256", "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 

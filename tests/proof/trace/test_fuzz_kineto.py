@@ -1,7 +1,5 @@
 """Whatever the bytes: a timeline or a BadTrace. Whatever the events: every one is counted and where it was."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import tempfile
@@ -24,7 +22,6 @@ from tests.support import kineto_trace as kt
 
 
 def fixed(examples: int) -> settings:
-    """The same examples in every run, however slow the machine."""
     slow = [HealthCheck.too_slow]
     return settings(max_examples=examples, derandomize=True, database=None, deadline=None, suppress_health_check=slow)
 
@@ -34,36 +31,13 @@ SEEDS = [
     for layout in kt.LAYOUTS
 ] + [kt.text(kt.spelt_as_in_2020(kt.training(steps=1)))]
 TOKENS = [
-    b"{",
-    b"}",
-    b"[",
-    b"]",
-    b",",
-    b'"',
-    b"\\",
-    b":",
-    b"null",
-    b"-1",
-    b"1e308",
-    b"1e999",
-    b"9223372036854775808",
-    b"[]",
-    b"{}",
-    b'"traceEvents":[',
-    b"\xff",
-    b"\x00",
-    b"NaN",
-    b"}, {",
-    b"\\ud800",
-    b"0.1",
-    b'"7"',
-    b"true",
-]
+    b"{", b"}", b"[", b"]", b",", b'"', b"\\", b":", b"null", b"-1", b"1e308", b"1e999", b"9223372036854775808", b"[]",
+    b"{}", b'"traceEvents":[', b"\xff", b"\x00", b"NaN", b"}, {", b"\\ud800", b"0.1", b'"7"', b"true",
+]  # fmt: skip
 
 
 @pytest.fixture(autouse=True, scope="module")
 def small_blocks() -> Iterator[None]:
-    """Blocks of 300 bytes, so that every trace is read in many."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunks, "BLOCK_BYTES", 300)
         yield
@@ -115,14 +89,12 @@ def survives(content: bytes) -> None:
 @fixed(1500)
 @given(damaged())
 def test_damaged_traces(content: bytes) -> None:
-    """No other exception than BadTrace, whatever was changed."""
     survives(content)
 
 
 @fixed(200)
 @given(damaged(), st.data())
 def test_damaged_compressed_traces(content: bytes, data: st.DataObject) -> None:
-    """Nor if the compressed bytes are changed, too."""
     packed = bytearray(gzip.compress(content, mtime=0))
     for _ in range(data.draw(st.integers(0, 2))):
         packed[data.draw(st.integers(0, len(packed) - 1))] ^= data.draw(st.integers(1, 255))
@@ -139,23 +111,9 @@ json_values = st.recursive(
     max_leaves=6,
 )
 KEYS = [
-    "External id",
-    "correlation",
-    "device",
-    "stream",
-    "grid",
-    "block",
-    "Input Dims",
-    "Collective name",
-    "Seq",
-    "Comms Id",
-    "Process Group Ranks",
-    "dtype",
-    "Rank",
-    "bytes",
-    "wait_on_stream",
-    "Group size",
-]
+    "External id", "correlation", "device", "stream", "grid", "block", "Input Dims", "Collective name", "Seq",
+    "Comms Id", "Process Group Ranks", "dtype", "Rank", "bytes", "wait_on_stream", "Group size",
+]  # fmt: skip
 
 
 @fixed(400)

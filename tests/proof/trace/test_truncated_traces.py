@@ -1,7 +1,5 @@
 """A trace that is cut anywhere, and one that expands without end, is a BadTrace and never another exception."""
 
-from __future__ import annotations
-
 import gzip
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The fit finds what was planted, and nothing but its rows."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import msgspec

@@ -1,7 +1,5 @@
 """The fits of a machine on rows measured on 4 x H200: they predict times about as well as the shipped figures do."""
 
-from __future__ import annotations
-
 from msgspec.structs import replace
 from tune_machine import errors, suite, without_exchanges
 
