@@ -41,7 +41,6 @@ def test_without_it_routers_stay() -> None:
 
 
 def test_a_model_without_experts_refuses_it(capsys: pytest.CaptureFixture[str]) -> None:
-    """By the choices of its recorder."""
     with pytest.raises(SystemExit):
         planted("--fault", "hot_experts", kinds=faults.KINDS)
     assert "invalid choice: 'hot_experts'" in capsys.readouterr().err

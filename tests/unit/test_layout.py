@@ -76,12 +76,10 @@ ANALYSIS_PACKAGES = {"polars", "jinja2", "scipy", "yaml"}
 
 @cache
 def nodes(source: str) -> tuple[ast.AST, ...]:
-    """Return every node of a module's syntax tree."""
     return tuple(ast.walk(ast.parse(source)))
 
 
 def sources() -> dict[Path, str]:
-    """The text of every module."""
     return {path: path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
 
 
@@ -152,7 +150,6 @@ def shared_class_names(modules: Mapping[Path, str]) -> dict[str, list[str]]:
 
 
 def test_every_module_has_a_room() -> None:
-    """A new room or top-level module has to be put on the map."""
     assert {room_of(path) for path in sources()} == ALLOWED.keys() | FREE
 
 

@@ -26,18 +26,15 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path, result: Measure
 
 
 def test_json_to_standard_output_is_json_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole measurement and nothing else."""
     assert msgspec.json.decode(run(monkeypatch, "--json", "-").stdout, type=Measurement) == measured.usual()
 
 
 def test_quiet_leaves_the_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One line, which is the summary."""
     lines = run(monkeypatch, "--quiet").stdout.splitlines()
     assert [json.loads(line)["schema"] for line in lines] == ["counterpoint.measurement-summary/1"]
 
 
 def test_out_holds_everything(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What is read back equals what was measured."""
     run(monkeypatch, "--out", tmp_path / "x.json")
     assert msgspec.json.decode((tmp_path / "x.json").read_bytes(), type=Measurement) == measured.usual()
 
@@ -86,7 +83,6 @@ def test_files_that_could_not_be_written_are_refused_before_measuring(
 
 
 def test_results_that_cannot_be_printed_are_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The text says where they are."""
 
     def full(*arguments: object) -> None:
         raise CounterpointError("cannot write to standard output: No space left on device")

@@ -87,5 +87,4 @@ def test_a_wrong_file_is_refused(tmp_path: Path, old: str, new: str, says: str) 
 
 @pytest.mark.parametrize("path", sorted(PUBLISHED.glob("*.toml")), ids=lambda path: path.stem)
 def test_every_source_can_be_read(path: Path) -> None:
-    """Each file has rows."""
     assert len(read_source(path)) > 0

@@ -113,7 +113,6 @@ def test_with_turns_the_others_do_not_hold_up_the_last() -> None:
 
 
 def test_everybody_waits_for_the_last() -> None:
-    """A barrier ends after the arrival of the last rank, by no more than its flags and its launch."""
     prediction = simulate(plan_all(barrier(4)), arrive_us=(0, 0, 500, 0))
     assert all(500 < us < 530 for us in prediction.rank_us)
 
@@ -143,13 +142,11 @@ def test_the_host_costs_time_for_every_step() -> None:
 
 
 def test_a_program_that_deadlocks_is_an_error() -> None:
-    """The clock does not stand still in silence."""
     first, second = plan_all(all_gather(2, 4))
     with pytest.raises(CounterpointError, match=r"ranks \[0, 1\] wait for ever"):
         simulate([first, replace(second, release=())], H200)
 
 
 def test_times_of_arrival_are_one_for_each_rank() -> None:
-    """Anything else is refused."""
     with pytest.raises(Misconfigured, match="one for each rank"):
         simulate(plan_all(barrier(2)), arrive_us=(1.0,))

@@ -41,24 +41,20 @@ FOUR, EIGHT = torch.zeros(4), torch.zeros(8)
     ],
 )
 def test_what_does_not_fit_is_refused(call: Callable[[], object], said: str) -> None:
-    """The text says what came and what is allowed."""
     with pytest.raises(Misconfigured, match=said):
         call()
 
 
 def test_a_block_is_the_output_over_the_ranks() -> None:
-    """In bytes."""
     assert block_bytes(EIGHT, FOUR, 2) == 16
 
 
 def test_a_missing_tensor_fits() -> None:
-    """Ranks that only send, or only receive."""
     check(None, FOUR)
     check(EIGHT, None)
 
 
 def test_inputs_need_not_be_contiguous() -> None:
-    """They are copied then."""
     check(FOUR, EIGHT[::2])
     assert sendable(torch.arange(8.0)[::2]).tolist() == [0, 2, 4, 6]
 
@@ -75,7 +71,6 @@ def test_what_is_contiguous_is_sent_as_it_is() -> None:
 
 
 def test_splits_are_rows_in_bytes() -> None:
-    """Of dim 0."""
     assert splits(torch.zeros(5, 3), [2, 0, 3], 3) == (24, 0, 36)
 
 
@@ -86,12 +81,10 @@ def test_overlap_is_by_bytes(one: Any, other: Any, expected: bool) -> None:
 
 
 def test_reductions_of_torch_are_known() -> None:
-    """By their names."""
     assert reduction_of(torch.distributed.ReduceOp.AVG, 1.0, FOUR) == reduction_of("avg", 1.0, FOUR)
 
 
 def test_the_factor_is_part_of_what_ranks_compare() -> None:
-    """Two of them are two calls."""
     two, three = (described(FOUR, reduction_of("premul_sum", factor, FOUR)) for factor in (2.0, 3.0))
     assert two != three
 
@@ -118,6 +111,5 @@ def test_inputs_within_outputs_are_seen(
 
 
 def test_outputs_that_share_bytes_are_refused() -> None:
-    """What one of them holds in the end would be chance."""
     with pytest.raises(Misconfigured, match="outputs 1 and 0 share bytes"):
         overlap_elsewhere([EIGHT[3:], EIGHT[:4]], [FOUR, FOUR], [False, False])

@@ -31,12 +31,10 @@ from counterpoint.tuned.choices import KNOBS
     ],
 )
 def test_each_key_gives_its_control(name: str, control: object) -> None:
-    """A key and its value become one control."""
     assert parse_mechanism(name) == ("nccl", (control,))
 
 
 def test_a_base_alone_has_no_controls() -> None:
-    """The plain mechanism is a name without settings."""
     assert parse_mechanism("zero_sm") == ("zero_sm", ())
 
 
@@ -56,7 +54,6 @@ def test_streams_are_replaced_before_launches_are_wrapped() -> None:
     ["nccl+max_ctas=8+min_ctas=4", "nccl+priority=low", "nccl+windows", "nccl+order=comm_resident", "nccl+green=112"],
 )
 def test_names_come_back(name: str) -> None:
-    """A control's name is what was parsed."""
     base, controls = parse_mechanism(name)
     assert "+".join([base, *(control.name for control in controls)]) == name
 
@@ -85,6 +82,5 @@ def test_names_come_back(name: str) -> None:
     ],
 )
 def test_what_cannot_be_meant_is_refused(name: str, words: str) -> None:
-    """The error names what is allowed."""
     with pytest.raises(Misconfigured, match=words):
         parse_mechanism(name)

@@ -44,7 +44,6 @@ ONE = rank(
     ],
 )
 def test_account_of_one_rank(key: str, expected: float) -> None:
-    """Each entry in exact µs."""
     assert getattr(accounts(job(ONE))[0], key) == pytest.approx(expected)
 
 
@@ -54,7 +53,6 @@ def test_operations_of_two_streams_count_once() -> None:
 
 
 def test_what_a_job_without_communication_hides_is_not_known() -> None:
-    """None, not 0."""
     assert accounts(job(rank(op("a", 0, 100, launch=0.0))))[0].hidden is None
 
 

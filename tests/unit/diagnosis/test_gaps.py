@@ -236,7 +236,6 @@ def test_launches_in_bursts_are_told_as_such() -> None:
     ("name", "moves"), [("tokenizer.encode", True), ("## backward ##", False), ("aten::cudnn_convolution", False)]
 )
 def test_a_part_of_the_step_is_not_moved_out_of_it(name: str, moves: bool) -> None:
-    """The backward pass is the step."""
     kind = OP if name.startswith("aten") else PYTHON
     d = diagnosed(rank(op("a", 10, 110, launch=0.0), op("b", 5110, 5210, launch=5100.0), host(name, 150, 5000, kind)))
     assert ("out of the step" in finding(d, "host_stall").advice) == moves
@@ -471,7 +470,6 @@ def test_ranks_that_no_collective_joins_do_not_wait_for_one_another(alone: bool)
 
 
 def test_what_only_the_late_rank_stalls_for_is_its_own() -> None:
-    """No other host pauses: nothing is left to be shared out."""
     d = diagnosed(*late_by(0.0, 4000.0, 0.0, 0.0))
     assert [(f.kind, f.rank) for f in d.findings if f.kind in ("host_stall", "straggler")] == [("straggler", 1)]
 
@@ -647,7 +645,6 @@ def test_a_step_of_no_length_is_diagnosed() -> None:
 
 
 def test_copies_beside_compute_are_no_finding() -> None:
-    """They cost nothing."""
     beside = op("Memcpy HtoD (Pinned -> Device)", 110, 900, kind=Kind.MEMCPY, stream=9, launch=20.0, bytes=1 << 20)
     d = diagnosed(rank(op("matmul", 100, 1000, launch=10.0), beside))
     assert not [f for f in d.findings if f.kind == "copies"]

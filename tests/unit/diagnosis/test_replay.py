@@ -378,7 +378,6 @@ def test_operations_without_launches_follow_their_streams() -> None:
 
 
 def test_job_without_gpu_operations_is_not_replayed() -> None:
-    """There is nothing to simulate."""
     assert replay(job(rank(host("aten::mm", 0, 10)))) is None
 
 

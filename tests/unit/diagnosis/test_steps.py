@@ -98,7 +98,6 @@ def test_the_layers_of_one_forward_are_no_steps(layers: int, graph: bool) -> Non
 
 @pytest.mark.parametrize("graph", [False, True])
 def test_forwards_that_repeat_are_steps(graph: bool) -> None:
-    """Five of them, with all their layers."""
     assert len(windows(inference(12, graph=graph, wait=True, forwards=5))) == 5
 
 
@@ -346,7 +345,6 @@ def test_set_up_in_a_recording_is_named(name: str, said: str) -> None:
 
 
 def test_a_capture_reaches_from_its_begin_to_its_end() -> None:
-    """Two short calls, and what lies between them."""
     calls = [host("cudaStreamBeginCapture", 100, 102), host("cudaStreamEndCapture", 700, 705)]
     (note,) = found(rank(op("a", 50, 60), op("b", 900, 950), *calls, steps=())).notes
     assert "0.6 of 0.9 ms" in note

@@ -147,12 +147,10 @@ def test_ranks_that_are_late_together_are_one_straggler(late: tuple[int, ...], e
 
 
 def test_equal_ranks() -> None:
-    """Nobody is late."""
     assert blamed(*[worker(200, until=400) for _ in range(4)]) == []
 
 
 def test_one_rank_alone() -> None:
-    """There is nobody to wait for."""
     assert blamed(worker(200, until=400)) == []
 
 

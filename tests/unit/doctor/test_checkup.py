@@ -61,12 +61,10 @@ def no_links(readings: Readings) -> Readings:
 
 
 def test_a_healthy_machine_has_no_problem_and_no_warning(healthy: Readings) -> None:
-    """8 × H200 with eight NICs, idle: nothing to say."""
     assert wrong(examine(healthy, torch=True)) == {}
 
 
 def test_everything_is_seen_on_a_healthy_machine(healthy: Readings) -> None:
-    """No check goes unseen when every reading is there."""
     assert [check.name for check in examine(healthy, torch=True).checks if check.status == "not_seen"] == []
 
 
@@ -148,7 +146,6 @@ FAULTS += [(variable(name, value), f"environment.{name}", status) for name, valu
 def test_a_fault_is_told_by_its_check_alone(
     healthy: Readings, fault: Callable[[Readings], Readings], name: str, status: str
 ) -> None:
-    """One thing wrong, one check that says so."""
     assert wrong(examine(fault(healthy), torch=True)) == {name: status}
 
 
@@ -156,7 +153,6 @@ def test_a_fault_is_told_by_its_check_alone(
 def test_what_is_wrong_has_a_meaning_and_a_fix(
     healthy: Readings, fault: Callable[[Readings], Readings], name: str
 ) -> None:
-    """Nobody is left with a symptom."""
     found = named(examine(fault(healthy), torch=True), name)
     assert min(len(found.means), len(found.fix)) > 5
 
@@ -181,7 +177,6 @@ HARMLESS: dict[str, Callable[[Readings], Readings]] = {
 
 @pytest.mark.parametrize("change", HARMLESS.values(), ids=HARMLESS.keys())
 def test_no_wolf_is_cried(healthy: Readings, change: Callable[[Readings], Readings]) -> None:
-    """What differs and does no harm is neither problem nor warning."""
     assert wrong(examine(change(healthy))) == {}
 
 
@@ -202,7 +197,6 @@ def test_no_nvlink_is_a_warning(healthy: Readings) -> None:
 
 
 def test_denied_peers_say_why(healthy: Readings) -> None:
-    """NVML's reason stands beside CUDA's no."""
     changed = part("nvml", denied_peers={"0-3": "chipset_not_supported"})(
         part("cuda", no_peer_access=((0, 3),))(healthy)
     )
@@ -230,7 +224,6 @@ def test_cuda_that_is_missing_beside_nvml_is_a_problem(healthy: Readings) -> Non
 
 
 def test_cuda_that_fails_is_a_problem_of_its_own(healthy: Readings) -> None:
-    """And told once."""
     changed = without_cuda(healthy, "cuInit failed: CUDA_ERROR_SYSTEM_NOT_READY (802)", "cuda")
     assert wrong(examine(changed)) == {"answers.cuda": "problem"}
 

@@ -24,7 +24,6 @@ from counterpoint.machine.driver import Driver, ProbeFailed, ProbeUnavailable
 
 @pytest.mark.parametrize("gpus", [2, 3, 4, 8, 15, 16, 72])
 def test_every_gpu_is_in_a_pair(gpus: int) -> None:
-    """However many there are, none goes unmeasured."""
     pairs = choose_pairs(gpus, chance=random.Random(gpus))
     assert {gpu for pair in pairs for gpu in pair} == set(range(gpus))
 
@@ -37,12 +36,10 @@ def test_pairs_are_all_or_a_dozen(gpus: int, count: int) -> None:
 
 @pytest.mark.parametrize(("code", "version"), [(22809, (2, 28, 9)), (22304, (2, 23, 4)), (2708, (2, 7, 8))])
 def test_version_code_of_nccl(code: int, version: tuple[int, int, int]) -> None:
-    """Both of NCCL's encodings."""
     assert nccl_version(code) == version
 
 
 def test_torch_is_read_from_its_files(tmp_path: Path) -> None:
-    """Version and CUDA without running any of it."""
     (tmp_path / "version.py").write_text(
         "from typing import Optional\n__version__ = '2.11.0+cu130'\ncuda: Optional[str] = '13.0'\n"
         "hip: Optional[str] = None\nraise SystemExit('never run')\n"
@@ -52,7 +49,6 @@ def test_torch_is_read_from_its_files(tmp_path: Path) -> None:
 
 
 def test_a_feature_is_told_from_its_file(tmp_path: Path) -> None:
-    """There or not there, never assumed from the version."""
     (tmp_path / "cuda").mkdir()
     (tmp_path / "cuda" / "green_contexts.py").write_text("class GreenContext:\n    pass\n")
     features = read_torch_files(tmp_path).features
@@ -96,7 +92,6 @@ def fake(monkeypatch: pytest.MonkeyPatch, **answers: Any) -> None:
 
 
 def test_what_nvml_refuses_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An old driver answers little: everything else is None, and nothing fails."""
     fake(monkeypatch)
     gpu = read_nvml().gpus[0]
     known = {key for key, value in msgspec.structs.asdict(gpu).items() if value is not None}
@@ -105,7 +100,6 @@ def test_what_nvml_refuses_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("bit", "reason"), CLOCK_REASONS.items())
 def test_clock_reasons_are_named(monkeypatch: pytest.MonkeyPatch, bit: int, reason: str) -> None:
-    """One name for each bit."""
     fake(monkeypatch, nvmlDeviceGetCurrentClocksEventReasons=bit)
     assert read_nvml().gpus[0].clock_reasons == (reason,)
 
@@ -151,7 +145,6 @@ def test_links_are_read_from_fields_and_else_from_counters(monkeypatch: pytest.M
 
 
 def test_a_gpu_that_fell_off_the_bus_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others are read all the same."""
 
     def handle(index: int) -> str:
         if index == 1:
@@ -163,7 +156,6 @@ def test_a_gpu_that_fell_off_the_bus_is_lost(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_denied_peer_has_nvmls_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By ordered pair."""
     fake(monkeypatch, nvmlDeviceGetCount=2, nvmlDeviceGetP2PStatus=3)
     assert read_nvml().denied_peers == {"0-1": "topology_not_supported", "1-0": "topology_not_supported"}
 
@@ -172,7 +164,6 @@ def test_a_denied_peer_has_nvmls_reason(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_machine_without_driver_says_so(
     monkeypatch: pytest.MonkeyPatch, read: Callable[[], object], library: str
 ) -> None:
-    """Not that a package is missing, which would not help."""
 
     def refuse(name: str) -> None:
         raise OSError(name)
@@ -205,7 +196,6 @@ def test_a_libcuda_without_its_functions_has_failed(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_name_of_an_error_that_is_no_text_is_shown_as_far_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error counts, not how its name is spelt."""
 
     def name(code: int, reference: Any) -> int:
         reference._obj.value = b"\xffEVIL"
@@ -251,7 +241,6 @@ def test_nvml_that_does_not_start_has_failed_unless_it_is_absent(
 
 
 def test_nvml_with_too_many_gpus_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody asks four thousand million GPUs for their names."""
     fake(monkeypatch, nvmlDeviceGetCount=4_000_000_000)
     with pytest.raises(ProbeFailed, match="nvmlDeviceGetCount says 4000000000"):
         read_nvml()
@@ -281,7 +270,6 @@ def test_a_missing_driver_is_a_reason_in_every_part(monkeypatch: pytest.MonkeyPa
 
 
 def test_an_answer_that_is_no_reading_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is no JSON costs that part only."""
     monkeypatch.setattr(checkup, "ask_probe", lambda probe, **_: Answer(output=b"hello"))
     assert collect_readings(bandwidth=False).unavailable["cuda"].startswith("the probe's answer is not a reading: ")
 
@@ -315,5 +303,4 @@ def test_only_variables_that_matter_are_read(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_readings_survive_json(healthy: Readings) -> None:
-    """What a child prints is what the parent reads."""
     assert msgspec.json.decode(msgspec.json.encode(healthy), type=Readings) == healthy

@@ -43,7 +43,6 @@ def written(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.json")), ids=lambda path: path.stem)
 def test_shipped_files_are_profiles(path: Path) -> None:
-    """Each is named after the GPU that it is of."""
     assert read_profile(path).gpu.lower() == path.stem
 
 
@@ -72,12 +71,10 @@ def test_a_measured_gpu_assumes_nothing() -> None:
     ],
 )
 def test_what_was_not_measured_is_said(gpu: str | None, note: str) -> None:
-    """By group, with the GPU that the figures are of."""
     assert shipped_profile(gpu).note(("sums", "efficiency")) == note
 
 
 def test_a_file_of_ones_own_comes_first(written: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """By argument, or by the variable; the argument wins."""
     mine = written(lambda content: content["rates"].update(copy_us=9.0))
     assert profile_of("NVIDIA H200", mine).rates.copy_us == 9.0
     monkeypatch.setenv(VARIABLE, str(mine))
@@ -147,7 +144,6 @@ def test_a_file_of_another_gpu_is_refused(written: Callable[..., Path]) -> None:
 
 
 def test_the_digest_is_of_figures(written: Callable[..., Path]) -> None:
-    """Not of the GPU, nor of where they are from; every figure counts."""
     digest = default_profile().digest
     about = {"source": "mine", "date": "2026-12-01", "time_spread": 0.1}
     same = written(of("B200"), lambda content: content["rates"].update(about))
@@ -186,7 +182,6 @@ def test_the_digest_is_of_figures(written: Callable[..., Path]) -> None:
     ],
 )
 def test_a_file_that_is_no_profile_is_refused(written: Callable[..., Path], change: Change, said: str) -> None:
-    """In one line that names the file and the field."""
     with pytest.raises(Misconfigured, match=f"mine.json is no profile: .*{said}") as raised:
         read_profile(written(change))
     assert "\n" not in str(raised.value)

@@ -106,7 +106,6 @@ def test_mechanisms_of_one_memory_share_buffers() -> None:
 
 
 def test_every_buffer_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Windows in the group of the plain buffers are another path; two controls of one path are checked once."""
     checked: list[int] = []
     monkeypatch.setattr(Comm, "check", lambda comm: checked.append(id(comm.buffers)))
     names = {"plain": None, "also_plain": None, "windows": Windows()}

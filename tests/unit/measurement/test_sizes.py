@@ -25,5 +25,4 @@ def test_the_fastest_mechanism_counts() -> None:
 
 
 def test_measured_points_are_kept() -> None:
-    """The curve goes through its points."""
     assert [time_at(CURVE, size) for size, _ in CURVE] == pytest.approx([time for _, time in CURVE])

@@ -28,7 +28,6 @@ def test_flops(name: str, flops: int) -> None:
     "name", ["", "gemm", "gemm 0x1x1", "gemm 1x1", "gemm 1x1x1*0", "llama-7b layer 1", "gemm 1x1x1\n", "GEMM 1x1x1"]
 )
 def test_other_names_are_refused(name: str) -> None:
-    """The text lists the forms that exist."""
     with pytest.raises(Misconfigured, match="gemm MxNxK"):
         find_workload(name)
 
@@ -39,7 +38,6 @@ def test_memory_is_that_of_all_operands() -> None:
 
 
 def test_prepared_workloads_compute() -> None:
-    """Torch counts the floating point operations that the workload states."""
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 

@@ -80,7 +80,6 @@ def test_an_estimate_is_near_what_was_measured() -> None:
 
 
 def test_what_has_no_peak_is_not_estimated() -> None:
-    """A GPU that is not listed, and a precision that it does not have."""
     unknown = msgspec.structs.replace(H200, gpu="R900")
     old = msgspec.structs.replace(H200, gpu="V100")
     for profile, dtype in ((unknown, "bfloat16"), (old, "float8_e4m3fn")):

@@ -108,7 +108,6 @@ def test_the_reason_names_the_limits_and_the_gain() -> None:
 
 
 def test_without_plain_nccl_the_reason_claims_no_gain() -> None:
-    """A gain is told only over a candidate that was looked at."""
     found = choose_split(curves(), "gemm 8192x8192x8192", "all_gather", 1 << 29, candidates=CANDIDATES[1:])
     assert "plain NCCL" not in found.reason
 
@@ -162,7 +161,6 @@ def test_waiting_ctas_have_their_share_left() -> None:
 def test_nothing_to_choose_from_is_an_error(
     orders: tuple[Order, ...], candidates: tuple[SmSplit, ...], message: str
 ) -> None:
-    """Empty orders or candidates say what to give."""
     with pytest.raises(Misconfigured, match=message):
         choose_split(curves(), "gemm 8192x8192x8192", "all_gather", 1 << 28, orders=orders, candidates=candidates)
 

@@ -59,7 +59,6 @@ def test_a_gemm_is_not_extrapolated(num_sms: int) -> None:
 
 
 def test_a_gemm_measured_at_one_count_is_known_there() -> None:
-    """One point is a curve of one point."""
     assert gemm_curve(GEMM, ((132, 200.0),)).time_us(132) == 200.0
 
 
@@ -76,7 +75,6 @@ def test_a_kernel_takes_no_more_sms_than_it_has_tiles() -> None:
 
 
 def test_waves_of_attention_are_not_guessed() -> None:
-    """A workload that is no GEMM is refused."""
     with pytest.raises(Unsupported, match="GEMMs only"):
         GemmCurve(workload="attention 4x32x4096x128", products=(), points=((108, 2.0), (132, 1.0)))
 
@@ -89,7 +87,6 @@ def test_latency_and_bandwidth_are_met_exactly(size: int, latency: float, rate: 
 
 @pytest.mark.parametrize("size", [(1 << 19) - 1, (1 << 29) + 1])
 def test_sizes_far_outside_are_refused(size: int) -> None:
-    """More than a factor of 2 from the nearest measured size is no interpolation."""
     with pytest.raises(Misconfigured, match="too far from the measured sizes"):
         affine(10.0, 300.0, 24).at(size)
 
@@ -117,7 +114,6 @@ def test_cluster_sizes_are_not_mixed() -> None:
 
 @pytest.mark.parametrize("limit", [4, 32, None])
 def test_ctas_are_not_extrapolated(limit: int | None) -> None:
-    """Limits outside the measured ones are an error that lists them."""
     with pytest.raises(Misconfigured, match="but at: 8, 16"):
         curves(8, 16).comm("all_gather", 1 << 24, SmSplit(max_ctas=limit))
 
@@ -128,7 +124,6 @@ def test_the_fastest_limit_is_t_c() -> None:
 
 
 def test_an_unknown_collective_is_named() -> None:
-    """What was not measured is an error with what to do."""
     with pytest.raises(Misconfigured, match="'all_to_all'; measure it alone"):
         curves(None).fastest_us("all_to_all", 1 << 24)
 

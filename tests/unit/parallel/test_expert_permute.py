@@ -225,13 +225,11 @@ GOOD = routing("random", 6, 2, 4)
     ],
 )
 def test_assignments_that_cannot_be(ids: Tensor, what: dict[str, int]) -> None:
-    """Each is refused with what was given."""
     with pytest.raises(Misconfigured, match="give"):
         assign(ids, **{"first_expert": 0, "num_experts": 4, "capacity": 16, **what})
 
 
 def test_tensors_that_do_not_fit() -> None:
-    """The message names the tensor, its shape and the one that is needed."""
     x, found, weights = case()
     rows = permute(x, found)
     wrong: dict[str, Callable[[], object]] = {

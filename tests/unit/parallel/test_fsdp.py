@@ -30,14 +30,12 @@ from counterpoint.parallel.overlap import overlap
     ],
 )
 def test_options_that_mean_nothing_are_refused(options: dict[str, Any], said: str) -> None:
-    """With what came and what is allowed."""
     with pytest.raises(Misconfigured, match=said):
         OverlapOptions(**options)
 
 
 @pytest.mark.parametrize("hook", ["all_gather", "reduce_scatter"])
 def test_a_torch_without_hooks_is_named(monkeypatch: pytest.MonkeyPatch, hook: str) -> None:
-    """Before anything is changed."""
     monkeypatch.delattr(FSDPModule, f"set_custom_{hook}")
     with pytest.raises(Unsupported, match=f"has no FSDPModule.set_custom_{hook}; use torch 2.11"):
         overlap(nn.Linear(2, 2))
@@ -63,7 +61,6 @@ def pretended(monkeypatch: pytest.MonkeyPatch, **state: Any) -> nn.Module:
 
 
 def test_a_torch_that_looks_different_inside_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the name that is missing and the versions that are known."""
     model = pretended(monkeypatch, _fsdp_param_groups=[SimpleNamespace()])
     with pytest.raises(Unsupported, match=r"has no SimpleNamespace.offload_policy: .* knows torch 2.11 to 2.13"):
         sharded_modules(model)
@@ -96,5 +93,4 @@ def test_gathers_are_into_memory_that_is_released_early() -> None:
     ids=["sum", "average", "average as an object", "factor"],
 )
 def test_operations_are_those_of_torch(op: Any, expected: tuple[str, float]) -> None:
-    """Each form in which FSDP2 may name one, with its factor."""
     assert op_and_factor(op) == expected

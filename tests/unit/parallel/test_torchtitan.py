@@ -22,7 +22,6 @@ def test_without_torchtitan_nothing_is_registered() -> None:
 
 
 def test_torchtitan_is_told_by_the_names_that_its_flag_takes() -> None:
-    """A dispatcher's subclasses are replaced, too; of linear layers only the very classes."""
     with toy.installed():
         found = {name: (each.target, each.exact) for name, each in toy.REGISTRY.items()}
     assert found == {
@@ -33,7 +32,6 @@ def test_torchtitan_is_told_by_the_names_that_its_flag_takes() -> None:
 
 
 def test_an_older_torchtitan_has_no_parallel_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its dispatcher is replaced."""
     monkeypatch.setitem(toy.CONTENTS, "torchtitan.models.common.linear", {})
     with toy.installed():
         assert list(toy.REGISTRY) == ["counterpoint.torchtitan.token_dispatcher"]
@@ -65,7 +63,6 @@ def test_a_wrong_option_is_refused_at_once(options: dict[str, Any]) -> None:
 
 
 def test_experts_of_one_rank_stay_torchtitans() -> None:
-    """Where nothing is wired, the replaced class does it."""
     torch.manual_seed(0)
     cfg = toy.AllToAllTokenDispatcher.Config(num_experts=4, top_k=2)
     x, scores = torch.randn(6, 8), torch.rand(6, 2)
@@ -79,7 +76,6 @@ def test_experts_of_one_rank_stay_torchtitans() -> None:
 
 @pytest.mark.parametrize("name", ["column_parallel_linear", "row_parallel_linear"])
 def test_layers_of_one_rank_stay_torchtitans(name: str) -> None:
-    """With their parameters' names and shapes."""
     torch.manual_seed(0)
     with toy.installed() as ours:
         target = toy.REGISTRY[f"counterpoint.torchtitan.{name}"].target

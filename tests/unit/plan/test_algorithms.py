@@ -118,6 +118,5 @@ def test_no_switch_adds_unless_told() -> None:
 
 
 def test_send_recv_knows_one_way() -> None:
-    """Only direct sends."""
     at = reach(Group(ranks=8), CLUSTER)
     assert [name for name in ALGORITHMS if schedule("send_recv", name, at)] == ["direct"]

@@ -47,7 +47,6 @@ def test_weak_scaling_takes_the_batch_with_it() -> None:
 
 
 def test_nodes_of_levels_that_are_written_out() -> None:
-    """The last level grows, in whole units of the one below, and never shrinks."""
     level = {"name": "nvlink", "kind": "nvlink", "size": 8, "gb_per_s": 300, "latency_us": 1}
     above = {"name": "net", "kind": "network", "size": 32, "gb_per_s": 50, "latency_us": 3}
     written = TABLES | {"cluster": {"gpu": "H100", "levels": [level, above]}}
@@ -114,7 +113,6 @@ def test_a_value_arrives(name: str, value: str, read: Any, expected: object) -> 
 
 
 def test_the_tables_asked_about_stay_as_they_were() -> None:
-    """A change is made in a copy."""
     before = repr(TABLES)
     for name, value in (("nodes", "8"), ("gpu", "B200"), ("mechanism", "zero_sm"), ("parallel.tp", "4")):
         build_job(TABLES, {name: value})
@@ -142,7 +140,6 @@ def test_the_tables_asked_about_stay_as_they_were() -> None:
     ],
 )
 def test_what_cannot_be_is_said(name: str, value: str, said: str) -> None:
-    """With the name, the value and what is allowed."""
     with pytest.raises(Misconfigured) as raised:
         job(name, value)
     assert said in str(raised.value)
@@ -158,7 +155,6 @@ def test_a_job_inside_a_node_uses_no_nics(network: str, name: str) -> None:
 
 
 def test_a_sweep_keeps_why_a_value_cannot_be() -> None:
-    """The others are jobs."""
     found = swept(TABLES, {}, "nodes", ["4", "5", "8"])
     assert [value for value, one in found if isinstance(one, Job)] == ["4", "8"]
     assert isinstance(found[1][1], Misconfigured)
@@ -172,7 +168,6 @@ def test_a_swept_field_replaces_its_own_change() -> None:
 
 
 def test_a_swept_field_keeps_the_other_changes() -> None:
-    """Every point has them."""
     found = [each for _, each in swept(TABLES, {"mechanism": "zero_sm"}, "parallel.dp", ["8", "16"])]
     assert [(each.mechanism, each.parallel.dp) for each in found if isinstance(each, Job)] == [
         ("zero_sm", 8),
@@ -187,7 +182,6 @@ def test_a_field_that_a_flag_decides_on_cannot_be_swept() -> None:
 
 
 def test_a_named_network_is_not_put_over_levels_that_are_written_out() -> None:
-    """They would be lost."""
     level = {"name": "net", "kind": "network", "size": 32, "gb_per_s": 50, "latency_us": 3}
     with pytest.raises(Misconfigured, match="give either network, a name, or levels"):
         build_job(TABLES | {"cluster": {"gpu": "H100", "levels": [level]}}, {"network": "h100-roce-400"})
@@ -222,7 +216,6 @@ def test_flags_that_belong_together_are_one_job_in_any_order(changes: dict[str, 
     ],
 )
 def test_flags_that_contradict_each_other_are_refused(changes: dict[str, str], said: str) -> None:
-    """Neither wins in silence."""
     with pytest.raises(Misconfigured) as raised:
         build_job(TABLES, changes)
     assert said in str(raised.value)

@@ -192,7 +192,6 @@ def test_few_seen_rows_validate_nothing() -> None:
 
 
 def test_ways_to_experts_are_features() -> None:
-    """Of jobs whose experts are divided."""
     base: dict[str, Any] = {"model": {"experts": {"count": 8, "per_token": 2, "width": 4096}}}
     divided, gathered, halves, alone = (
         job_features(job(**base, parallel=parallel))["collectives"]
@@ -304,7 +303,6 @@ def test_too_few_pairs_say_nothing_of_ratios() -> None:
 
 
 def ran_or_not(count: int, need: NormalDist, source: str, seed: int) -> list[Ran]:
-    """Configurations that ran if they needed at most what there was."""
     needed = np.random.default_rng(seed).normal(need.mean, need.stdev, count)
     room = np.linspace(-1.0, 1.0, count)
     return [Ran(source=source, room=float(room[i]), ran=bool(needed[i] <= room[i])) for i in range(count)]
@@ -370,7 +368,6 @@ ROW: dict[str, Any] = {
     ],
 )
 def test_a_broken_data_file_is_one_line(tmp_path: Path, content: bytes | list[object], says: str) -> None:
-    """What is wrong, and which command writes the file."""
     path = tmp_path / "rows.json"
     document = {"written_by": "x", "features": [dict.fromkeys(FEATURES, "x")], "steps": content, "memory": None}
     path.write_bytes(content if isinstance(content, bytes) else msgspec.json.encode(document))
@@ -394,7 +391,6 @@ def test_a_data_file_that_is_missing_is_one_line(tmp_path: Path) -> None:
 
 
 def test_rows_go_to_a_file_and_back(tmp_path: Path) -> None:
-    """One row a line."""
     path = tmp_path / "rows.json"
     known = MeasuredErrors(rows([0.1, -0.2]), MemoryNeed(mean=0.1, deviation=0.2, rows=9, sources=("m",)))
     path.write_bytes(encode_rows(known, "a test"))

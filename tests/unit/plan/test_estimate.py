@@ -67,7 +67,6 @@ def two_levels(nvlink: float, nic: float, *, size: int = 8) -> Network:
 
 @given(operation=operations, ranks=rank_counts, stride=strides, size=sizes, factor=st.floats(1.0, 100.0))
 def test_more_bytes_never_take_less(operation: str, ranks: int, stride: int, size: float, factor: float) -> None:
-    """T does not fall with S."""
     group = Group(ranks=ranks, stride=stride)
     few, many = (estimate(operation, num_bytes, group, ROCE).us for num_bytes in (size, size * factor))
     assert few <= many * (1 + 1e-12)
@@ -93,7 +92,6 @@ def test_more_bandwidth_never_takes_longer(
     factor: float,
     which: int,
 ) -> None:
-    """T does not rise where one level (or, `which` = 4, every level) has more bandwidth, whatever the others have."""
     base, group = network(*where), Group(ranks=ranks, stride=stride)
     slow = with_rates(base, scales)
     fast = with_rates(base, [rate * (factor if which in (level, 4) else 1.0) for level, rate in enumerate(scales)])
@@ -110,7 +108,6 @@ def test_nvlink_that_is_twice_as_fast_is_not_slower() -> None:
 
 @given(operation=operations, ranks=rank_counts, stride=strides, size=sizes, more=st.floats(0.0, 100.0))
 def test_more_latency_never_helps(operation: str, ranks: int, stride: int, size: float, more: float) -> None:
-    """T does not fall where every level has more latency, fitted or not."""
     group = Group(ranks=ranks, stride=stride)
     later = tuple(msgspec.structs.replace(level, latency_us=level.latency_us + more) for level in ROCE.cluster.levels)
     late = msgspec.structs.replace(ROCE, cluster=msgspec.structs.replace(ROCE.cluster, levels=later))
@@ -119,7 +116,6 @@ def test_more_latency_never_helps(operation: str, ranks: int, stride: int, size:
 
 @given(operation=operations, stride=strides, size=sizes)
 def test_one_rank_communicates_nothing(operation: str, stride: int, size: float) -> None:
-    """A group of one takes no time."""
     assert estimate(operation, size, Group(ranks=1, stride=stride), ROCE).us == 0.0
 
 
@@ -324,7 +320,6 @@ def test_explain_names_every_figure() -> None:
     ],
 )
 def test_what_cannot_be_is_refused(changes: dict[str, object], match: str) -> None:
-    """The error names the field, its value and what is allowed."""
     asked = {"operation": "all_reduce", "num_bytes": 1e6, "group": Group(ranks=16), "network": ROCE} | changes
     with pytest.raises(Misconfigured, match=match):
         estimate(**asked)  # type: ignore[arg-type]
@@ -332,7 +327,6 @@ def test_what_cannot_be_is_refused(changes: dict[str, object], match: str) -> No
 
 @given(estimates=st.data(), ranks=rank_counts)
 def test_an_estimate_survives_json(estimates: st.DataObject, ranks: int) -> None:
-    """What is written is read back equal."""
     found = estimate(estimates.draw(operations), 1e6, Group(ranks=ranks), ROCE)
     assert msgspec.json.decode(msgspec.json.encode(found), type=CollectiveEstimate) == found
 

@@ -152,7 +152,6 @@ def test_a_quantized_config_says_nothing_of_training() -> None:
 
 
 def test_a_config_needs_flags_and_the_error_lists_them(written: Any) -> None:
-    """All at once, in one line; with them it is a job."""
     path = written(LLAMA, "config.json")
     with pytest.raises(Misconfigured) as raised:
         read_job_file(path, {})
@@ -187,7 +186,6 @@ def test_printed_arguments_of_megatron_are_a_job(written: Any) -> None:
 
 
 def test_a_script_is_refused_with_what_to_give(written: Any) -> None:
-    """Its variables and branches are known to a shell only."""
     script = written("TP=${TP:-2}\ntorchrun pretrain_gpt.py --num-layers $LAYERS --hidden-size 64\n", "train.sh")
     with pytest.raises(Misconfigured, match=r"train\.sh: a script .*: give the list of arguments that its run prints"):
         read_job_file(script, {})
@@ -283,7 +281,6 @@ make_vocab_size_divisible_by: 1\nwindow_size: (127, 0)\nwindow_attn_skip_freq: 2
     ],
 )
 def test_arguments_that_cannot_be_planned_are_named(text: str, said: str) -> None:
-    """With what came and what to do."""
     with pytest.raises(Misconfigured) as raised:
         read_megatron(text)
     assert said in str(raised.value)
@@ -312,7 +309,6 @@ def test_recomputation_is_what_the_file_says() -> None:
 
 
 def test_whole_experts_are_read() -> None:
-    """Experts that tp does not cut."""
     text = (
         f"{SMALL}num_experts: 8\nsequence_parallel: true\ntensor_model_parallel_size: 4\nexpert_tensor_parallel_size:"
     )
@@ -346,7 +342,6 @@ def test_fp8_is_scaled_as_the_file_says() -> None:
     ],
 )
 def test_a_config_that_cannot_be_planned(change: dict[str, Any], said: str) -> None:
-    """Which field, what came, what is allowed."""
     with pytest.raises(Misconfigured) as raised:
         read_config(LLAMA | change)
     assert said in str(raised.value)
@@ -354,7 +349,6 @@ def test_a_config_that_cannot_be_planned(change: dict[str, Any], said: str) -> N
 
 @pytest.mark.parametrize("content", ["{", "{" * 100_000, '{"a": NaN}', "\x00", "--", "num_layers", "= 3"])
 def test_a_hostile_file_is_an_error_in_one_line(content: str, written: Any) -> None:
-    """Whatever it begins like."""
     with pytest.raises(Misconfigured) as raised:
         read_job_file(written(content), {})
     assert "\n" not in str(raised.value)
@@ -369,7 +363,6 @@ JUNK = st.recursive(
 
 @given(st.sampled_from([LLAMA, V3, GPT_OSS, GEMMA3, QWEN3_MOE]), st.data())
 def test_junk_in_a_config_is_an_error_in_words(config: dict[str, Any], data: st.DataObject) -> None:
-    """Whatever stands there: tables, or Misconfigured."""
     changed = config | {data.draw(st.sampled_from(sorted(config))): data.draw(JUNK)}
     try:
         found = read_config(changed)
@@ -380,7 +373,6 @@ def test_junk_in_a_config_is_an_error_in_words(config: dict[str, Any], data: st.
 
 @given(st.text(alphabet="-=[]()'\"# \n0123abcNL_:.+*/", max_size=80), st.sampled_from([PRINTED, SMALL]))
 def test_junk_in_arguments_is_an_error_in_words(text: str, arguments: str) -> None:
-    """Whatever stands around them."""
     try:
         found = read_megatron(f"{text}\n{arguments}\n{text}")
     except Misconfigured:
@@ -413,7 +405,6 @@ def test_every_table_of_a_job_is_written(written: Any) -> None:
 
 
 def test_our_own_file_is_read_as_it_is(written: Any) -> None:
-    """Without notes, and with its own errors."""
     tables, notes = read_job_file(written('[model]\nname = "llama3-8b"\n', "own.toml"), {})
     assert (tables, notes) == ({"model": {"name": "llama3-8b"}}, ())
     with pytest.raises(Misconfigured, match="not TOML"):

@@ -50,7 +50,6 @@ def test_the_collectives_of_a_step_are_those_of_the_trace(step: MeasuredStep) ->
 
 
 def test_the_same_machine_gives_the_same_step(step: MeasuredStep) -> None:
-    """Nothing changes but by rounding."""
     there = predict_on(step, cluster(8), cluster(8), ranks=8)
     assert there.step_us == pytest.approx(step.step_us)
     assert sum(part.us for part in there.parts) == pytest.approx(there.step_us)
@@ -99,13 +98,11 @@ def test_a_slower_network_never_makes_it_faster(step: MeasuredStep) -> None:
 
 
 def test_a_slow_rank_holds_up_its_compute(step: MeasuredStep) -> None:
-    """By its factor."""
     there = predict_on(step, cluster(8), cluster(8), ranks=8, slow=1.5)
     assert there.parts[0].us == pytest.approx(1.5 * step.compute_us)
 
 
 def test_ranks_that_groups_cannot_grow_to(step: MeasuredStep) -> None:
-    """Named, with what would do."""
     inner = msgspec.structs.replace(step.collectives[0], group=Group(ranks=2, stride=4))
     divided = msgspec.structs.replace(step, collectives=(inner,))
     with pytest.raises(Misconfigured, match="9 ranks from a trace of 8: its groups of 2 cannot grow so"):

@@ -105,7 +105,6 @@ latency_us = 2
     ],
 )
 def test_what_cannot_be_is_named(text: str, said: str) -> None:
-    """The field, its value and what is allowed."""
     with pytest.raises(Misconfigured) as raised:
         job(text)
     assert said in str(raised.value)
@@ -129,7 +128,6 @@ def test_a_hostile_file_is_refused(tmp_path: Path, content: bytes) -> None:
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    """With what to give instead."""
     with pytest.raises(Misconfigured, match="No such file or directory; give a job as TOML"):
         read_tables(tmp_path / "none.toml")
 
@@ -143,7 +141,6 @@ JUNK = st.recursive(
 
 @given(st.sampled_from(["model", "training", "parallel", "cluster", "overlap", "compression"]), JUNK)
 def test_junk_in_a_table_is_an_error_in_words(table: str, junk: object) -> None:
-    """Whatever stands there: a job, or Misconfigured."""
     tables = tomllib.loads(WHOLE) | {table: junk}
     try:
         read = parse_job(tables)

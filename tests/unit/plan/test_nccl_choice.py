@@ -89,7 +89,6 @@ def test_few_senders_fill_their_own_links() -> None:
 
 @pytest.mark.parametrize("active", [0.0, -1.0, 1.5, float("nan")])
 def test_a_part_is_a_part(active: float) -> None:
-    """`active` outside of 0 to 1 is refused."""
     with pytest.raises(Misconfigured, match="give the part of GPUs that send at once"):
         shared_gb_per_s([network_level("pod", 8, 50.0)], active)
 
@@ -115,7 +114,6 @@ def test_who_has_lost_a_nic_shares_another(group: Group, lost: int, part: float)
 
 
 def test_a_node_without_a_network_is_refused() -> None:
-    """Eight of eight."""
     broken = tuple(replace(each, failed_nics=8) for each in levels("h100-ndr-400", 32))
     with pytest.raises(Misconfigured, match="failed_nics = 8 of 8"):
         Cluster(gpu=find_gpu("H100"), levels=broken)

@@ -64,7 +64,6 @@ def test_ideal_and_serial_are_the_bounds() -> None:
 
 
 def test_an_unknown_mechanism_names_the_known_ones() -> None:
-    """Misconfigured, with all of them."""
     with pytest.raises(
         Misconfigured, match="known are nccl, nccl_zero_cta, nccl_capped, zero_sm, zero_sm_copied, ideal, serial"
     ):

@@ -28,7 +28,6 @@ GROWING = [name for name in names() if not name.startswith("nvlink")]
 
 
 def test_every_network_says_where_its_figures_are_from() -> None:
-    """Each entry of networks.toml has a source."""
     found = tomllib.loads(Path(protocols.__file__).with_name("networks.toml").read_text("utf-8"))
     assert [name for name in names() if len(found[name]["source"]) <= 20] == []
 
@@ -54,14 +53,12 @@ def test_nvlinks_do_not_grow() -> None:
 
 
 def test_unknown_networks_are_refused() -> None:
-    """The error lists the known ones."""
     with pytest.raises(Misconfigured, match=r"cluster.network = 'token ring': choose from: nvlink-a100, "):
         levels("token ring", 8)
 
 
 @pytest.mark.parametrize("gpus", [0, -8])
 def test_no_gpus_are_refused(gpus: int) -> None:
-    """A cluster has at least one."""
     with pytest.raises(Misconfigured, match=rf"cluster.gpus = {gpus}: give a number above 0"):
         levels("h100-roce-400", gpus)
 
@@ -69,7 +66,6 @@ def test_no_gpus_are_refused(gpus: int) -> None:
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("kind", ["nvlink", "pcie", "network"])
 def test_nccls_protocols_serve_everything(operation: str, kind: str) -> None:
-    """For every operation, algorithm and kind of level there is a protocol."""
     network = Network(
         cluster=Cluster(gpu=find_gpu("A100"), levels=levels("nvlink-a100", 8)), protocols=nccl_protocols()
     )
@@ -77,7 +73,6 @@ def test_nccls_protocols_serve_everything(operation: str, kind: str) -> None:
 
 
 def test_a_network_without_protocols_says_so() -> None:
-    """What is missing stands in the error."""
     network = Network(name="bare", cluster=Cluster(gpu=find_gpu("A100"), levels=levels("nvlink-a100", 8)), protocols=())
     with pytest.raises(
         Misconfigured, match=r"network 'bare': no protocol serves all_reduce by ring over nvlink; it has: none"

@@ -90,6 +90,5 @@ def test_experts_are_computed_again_with_their_exchanges() -> None:
     ],
 )
 def test_what_does_not_belong_together_is_refused(given: dict[str, Any], said: str) -> None:
-    """With what is allowed."""
     with pytest.raises(Misconfigured, match=said):
         job(**given)

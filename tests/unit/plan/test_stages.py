@@ -62,7 +62,6 @@ def test_layers_can_be_dealt_by_hand() -> None:
     ],
 )
 def test_stages_that_do_not_add_up_are_refused(given: dict[str, Any], said: str) -> None:
-    """With what is allowed."""
     uneven = replace(find_model("llama3-8b"), layers=61)
     with pytest.raises(Misconfigured, match=said):
         check_division(uneven, Parallel(pp=2, **given), Training(sequence=8192, global_batch=16))

@@ -47,7 +47,6 @@ def test_a_cut_is_reported_where_it_is(tmp_path: Path) -> None:
 
 
 def test_a_wrong_checksum(tmp_path: Path) -> None:
-    """What was read before the checksum is not trusted."""
     whole = bytearray(gzip.compress(kt.text(SMALL)))
     whole[-6] ^= 1
     assert "damaged" in spoilt(bytes(whole), tmp_path, "t.json").reason
@@ -263,7 +262,6 @@ def test_absurd_distributed_info(key: str, number: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("info", [None, [], "x", 5, [{"rank": 1}]])
 def test_distributed_info_that_is_no_object(info: Any, tmp_path: Path) -> None:
-    """Neither can a header of another form."""
     path = kt.write(tmp_path / "rank4.json", SMALL, kt.header(rank=None) | {"distributedInfo": info})
     assert read(path).rank == 4
 
@@ -303,7 +301,6 @@ def test_deep_nesting_that_is_closed(tail: bytes, tmp_path: Path) -> None:
 
 
 def test_deep_nesting_in_the_header(tmp_path: Path) -> None:
-    """And before the events."""
     spoilt(b'{"schemaVersion":' + b"[" * 100_000 + b"]" * 100_000 + b',"traceEvents":[{"ph":"X"}]}', tmp_path)
 
 
@@ -354,7 +351,6 @@ Change = Callable[[Path], object]
     ids=["a rank twice", "a rank too many", "other world size", "years apart", "one of them damaged"],
 )
 def test_ranks_that_do_not_belong_together(change: Change, said: str, tmp_path: Path) -> None:
-    """Refused, with the file at fault and why."""
     change(kt.write_job(tmp_path))
     with pytest.raises(BadTrace, match=said) as caught:
         diagnose(tmp_path)

@@ -20,7 +20,6 @@ from tests.support import kineto_trace as kt
 
 
 def found(*sources: Path | str, limits: Limits | None = None) -> list[str]:
-    """Labels of the traces, which are their paths."""
     with find_traces([str(source) for source in sources], limits or Limits()) as files:
         return [file.label for file in files]
 
@@ -63,13 +62,11 @@ def test_a_folder_is_searched_to_its_depth(tmp_path: Path) -> None:
 
 
 def test_a_file_is_told_by_its_first_bytes(tmp_path: Path) -> None:
-    """A trace of any name is read if it is named."""
     path = kt.write_bytes(tmp_path / "whatever.bin", gzip.compress(kt.text(kt.training())))
     assert diagnose(path).diagnosis.source.events == len(kt.training())
 
 
 def test_a_pattern_finds_what_it_matches(tmp_path: Path) -> None:
-    """As the shell would have, had it not been quoted."""
     kt.write_job(tmp_path, ranks=3)
     assert found(f"{tmp_path}/rank[02].json") == [str(tmp_path / "rank0.json"), str(tmp_path / "rank2.json")]
 
@@ -88,7 +85,6 @@ def test_a_file_named_twice_is_read_once(tmp_path: Path) -> None:
 
 
 def test_a_folder_named_like_a_trace(tmp_path: Path) -> None:
-    """`x.json/` is a folder, as a source and inside of one."""
     kt.write(tmp_path / "x.json" / "rank0.json", kt.training())
     assert found(tmp_path) == found(tmp_path / "x.json") == [str(tmp_path / "x.json" / "rank0.json")]
 
@@ -128,7 +124,6 @@ def test_the_number_of_files_is_limited(tmp_path: Path) -> None:
 
 
 def test_no_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Said in words, with the file."""
     path = kt.write(tmp_path / "rank0.json", kt.training())
 
     def denied(*_: object, **__: object) -> None:
@@ -209,7 +204,6 @@ def test_damaged_archives(tmp_path: Path) -> None:
 
 
 def test_damaged_compressed_archives(tmp_path: Path) -> None:
-    """So it is where the compression is what is damaged."""
     whole = tar(tmp_path / "whole.tar.gz", [member("rank0.json", rank(0))], "w:gz").read_bytes()
     for at in range(0, len(whole) - 8, 13):
         spoilt = whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :]
@@ -221,7 +215,6 @@ def test_damaged_compressed_archives(tmp_path: Path) -> None:
 
 
 def test_an_archive_without_traces(tmp_path: Path) -> None:
-    """An empty one, and one of other things."""
     for members in ([], [member("a.txt", b"x"), member("b.json", b"{}")]):
         assert "no trace in this archive" in refused(tar(tmp_path / "t.tar", members)).reason
 
@@ -314,7 +307,6 @@ def test_a_timeline_of_our_own_is_passed_over(tmp_path: Path) -> None:
 
 
 def test_a_timeline_of_our_own_alone_is_refused(tmp_path: Path) -> None:
-    """It is no recording."""
     assert "--perfetto" in refused(own(tmp_path)).reason
 
 
@@ -384,7 +376,6 @@ def test_limits_hold_for_tars_by_zstd(tmp_path: Path) -> None:
 
 
 def test_without_a_reader_of_zstd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What to install."""
     for reader in ("zstandard", "compression.zstd"):
         monkeypatch.setitem(sys.modules, reader, None)
     path = kt.write_bytes(tmp_path / "rank0.json.zst", b"\x28\xb5\x2f\xfd" + bytes(20))

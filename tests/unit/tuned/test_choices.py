@@ -93,7 +93,6 @@ def test_a_call_whose_dtype_is_not_known_takes_any() -> None:
 
 
 def test_the_nearest_size_decides() -> None:
-    """Near means few powers of two, not few bytes."""
     small, large = changed(GATHER, bytes_per_rank=32 * MIB), changed(GATHER, bytes_per_rank=100 * MIB)
     choices = Choices(tuned(small, large), HERE)
     assert (find(choices, 50), find(choices, 60)) == (small, large)
@@ -182,5 +181,4 @@ def test_a_choice_that_cannot_be_is_refused(pair: TunedPair, said: str) -> None:
 
 
 def test_operations_are_those_that_can_be_measured() -> None:
-    """A choice of any other was not made by `tune`."""
     assert measured_by("torch") == COLLECTIVES

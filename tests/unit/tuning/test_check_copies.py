@@ -34,7 +34,6 @@ def within(start: float, end: float, *, stream: int) -> Op:
 
 
 def effect(*ranks: tuple[Op, ...], world_size: int = 0) -> Effect:
-    """What is said of ranks that ran these operations."""
     return find_effect([digested(rank(*ops), at, world_size or len(ranks)) for at, ops in enumerate(ranks)])
 
 
@@ -124,7 +123,6 @@ def test_no_communication_at_all_is_no_effect() -> None:
 
 
 def test_ranks_without_a_trace_are_named() -> None:
-    """Nothing is said of them, and that is said."""
     found = effect(BY_COPIES, BY_COPIES, world_size=4)
     assert (found.took_effect, found.missing_ranks) == (True, (2, 3))
     assert found.notes == ("no trace of ranks 2-3 (of 4 ranks): nothing is said of them",)

@@ -44,7 +44,6 @@ def chosen(mechanism: str, **more: Any) -> TunedPair:
 
 
 def effect(pairs: tuple[TunedPair, ...], *ranks: tuple[Op | Host, ...], **more: Any) -> Effect:
-    """What is said of ranks that ran these operations; of one set of operations, both ranks did."""
     both = ranks * 2 if len(ranks) == 1 else ranks
     tuned = replace(example_tuned(), pair=pairs)
     return find_effect([digested(rank(*ops, **more), at, len(both)) for at, ops in enumerate(both)], tuned)

@@ -89,7 +89,6 @@ BAD: dict[str, tuple[dict[str, object], str]] = {
 
 @pytest.mark.parametrize(("fields", "text"), BAD.values(), ids=BAD)
 def test_a_pair_that_cannot_be_measured_is_refused(tmp_path: Path, fields: dict[str, object], text: str) -> None:
-    """With what came and what is allowed."""
     with pytest.raises(Misconfigured, match=text):
         read_pairs(written(tmp_path, **fields))
 
