@@ -7,6 +7,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from counterpoint.collectives.program.calls import Call
 from counterpoint.collectives.program.clock import simulate
 from counterpoint.collectives.program.operations import (
     all_gather,
@@ -51,15 +52,22 @@ def test_a_reduce_scatter_that_was_not_fitted_has_the_measured_bandwidth() -> No
     assert bus_gb_per_s("reduce_scatter", 1024 * MIB, 8, us) == pytest.approx(340, rel=0.05)
 
 
-def test_a_rotation_uses_every_link_fully() -> None:
-    """Where only bytes cost time, an all_gather takes as long as its bytes need on one link."""
-    us = simulate(plan_all(all_gather(8, 39 * MIB)), FREE).us
-    assert us == pytest.approx(7 * 39 * MIB / 390e3)
-
-
-def test_copies_into_one_gpu_share_its_link() -> None:
-    """A gather to one rank takes as long as all its bytes need on the root's link."""
-    assert simulate(plan_all(gather(8, 39 * MIB, own="consumer")), FREE).us == pytest.approx(7 * 39 * MIB / 390e3)
+@pytest.mark.parametrize(
+    ("call", "us", "rel"),
+    [
+        # as long as all bytes need on one link: of each rank, of the root
+        (all_gather(8, 39 * MIB), 7 * 39 * MIB / 390e3, 1e-6),
+        (gather(8, 39 * MIB, own="consumer"), 7 * 39 * MIB / 390e3, 1e-6),
+        # what is left after the transfer is the reduction of one chunk
+        (reduce_scatter(8, 128 * MIB), 7 * 128 * MIB / 390e3 + 9 * 8 * MIB / 4200e3, 1e-3),
+        # links never wait: twice the transfer of a reduce_scatter
+        (all_reduce(8, 1024 * MIB), 2 * 7 * 128 * MIB / 390e3, 0.01),
+    ],
+    ids=["all_gather", "gather", "reduce_scatter", "all_reduce"],
+)
+def test_where_only_bytes_cost_time(call: Call, us: float, rel: float) -> None:
+    tuning = Tuning(chunk_bytes=8 * MIB) if call.reduces else Tuning()
+    assert simulate(plan_all(call, tuning), FREE).us == pytest.approx(us, rel=rel)
 
 
 def test_pushes_that_meet_take_longer() -> None:
@@ -72,19 +80,6 @@ def test_pushes_that_meet_take_longer() -> None:
 def _peer(step: object) -> int:
     peer = step.peer if isinstance(step, Copy) else step.operations[0].peer  # type: ignore[attr-defined]
     return int(peer)
-
-
-def test_a_chunked_reduction_ends_right_after_the_last_arrival() -> None:
-    """Where only bytes cost time, what is left after the transfer is the reduction of one chunk."""
-    prediction = simulate(plan_all(reduce_scatter(8, 128 * MIB), Tuning(chunk_bytes=8 * MIB)), FREE)
-    transfer_us = 7 * 128 * MIB / 390e3
-    assert prediction.us == pytest.approx(transfer_us + 9 * 8 * MIB / 4200e3, rel=1e-3)
-
-
-def test_an_all_reduce_never_lets_the_links_wait() -> None:
-    """Chunked, and where only bytes cost time, it takes twice the transfer of a reduce_scatter."""
-    us = simulate(plan_all(all_reduce(8, 1024 * MIB), Tuning(chunk_bytes=8 * MIB)), FREE).us
-    assert us == pytest.approx(2 * 7 * 128 * MIB / 390e3, rel=0.01)
 
 
 def test_a_relayed_broadcast_is_faster_than_a_direct_one() -> None:

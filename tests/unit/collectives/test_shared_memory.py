@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,13 +38,10 @@ def test_what_a_peer_writes_is_there(pair: Pair) -> None:
     assert ctypes.string_at(first.address(0, at, 5), 5) == b"hello"
 
 
-def test_own_bytes_are_located(pair: Pair) -> None:
-    at = Location(pair[0].create(4096), 77)
-    assert pair[0].locate(pair[0].address(0, at, 10), 10) == at
-
-
-def test_other_bytes_are_not(pair: Pair) -> None:
-    start = pair[0].address(0, Location(pair[0].create(4096), 0), 1)
+def test_own_bytes_are_located_and_no_others(pair: Pair) -> None:
+    region = pair[0].create(4096)
+    start = pair[0].address(0, Location(region, 0), 1)
+    assert pair[0].locate(pair[0].address(0, Location(region, 77), 10), 10) == Location(region, 77)
     assert [pair[0].locate(start + 4000, 200), pair[0].locate(12345, 1)] == [None, None]
 
 
@@ -106,24 +104,20 @@ def test_a_region_cannot_be_cut(pair: Pair) -> None:
         os.ftruncate(pair[0].card().status_fd, 1)
 
 
-def test_a_forged_card_is_refused(pair: Pair) -> None:
-    """A file of the right process that does not have its name."""
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"name": "counterpoint-0000"}, "is no memory of rank 1"),  # a file of the right process with another name
+        ({"status_fd": 0}, "is no memory of rank 1"),  # any other file
+        ({"pid": 2**22 + 1}, "cannot open the memory of rank 1"),  # a dead process
+    ],
+)
+def test_a_wrong_card_is_refused(pair: Pair, change: dict[str, Any], said: str, tmp_path: Path) -> None:
     first, second = pair
-    forged = dataclasses.replace(second.card(), name="counterpoint-0000")
-    with pytest.raises(Unsupported, match="is no memory of rank 1"):
-        first.join([first.card(), forged])
-
-
-def test_another_file_is_refused(pair: Pair, tmp_path: Path) -> None:
-    first, second = pair
-    with (tmp_path / "file").open("w") as file, pytest.raises(Unsupported, match="is no memory of rank 1"):
-        first.join([first.card(), dataclasses.replace(second.card(), status_fd=file.fileno())])
-
-
-def test_a_dead_process_is_refused(pair: Pair) -> None:
-    first, second = pair
-    with pytest.raises(Unsupported, match="cannot open the memory of rank 1"):
-        first.join([first.card(), dataclasses.replace(second.card(), pid=2**22 + 1)])
+    with (tmp_path / "file").open("w") as file:
+        other = {"status_fd": file.fileno()} if "status_fd" in change else change
+        with pytest.raises(Unsupported, match=said):
+            first.join([first.card(), dataclasses.replace(second.card(), **other)])
 
 
 def test_closing_closes_every_descriptor() -> None:

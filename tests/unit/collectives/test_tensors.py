@@ -45,16 +45,15 @@ def test_what_does_not_fit_is_refused(call: Callable[[], object], said: str) -> 
         call()
 
 
-def test_a_block_is_the_output_over_the_ranks() -> None:
+def test_blocks_and_splits_are_counted_in_bytes() -> None:
     assert block_bytes(EIGHT, FOUR, 2) == 16
+    assert splits(torch.zeros(5, 3), [2, 0, 3], 3) == (24, 0, 36)
 
 
-def test_a_missing_tensor_fits() -> None:
+def test_what_fits() -> None:
+    """A tensor may be missing, and an input may have gaps."""
     check(None, FOUR)
     check(EIGHT, None)
-
-
-def test_inputs_need_not_be_contiguous() -> None:
     check(FOUR, EIGHT[::2])
     assert sendable(torch.arange(8.0)[::2]).tolist() == [0, 2, 4, 6]
 
@@ -70,21 +69,14 @@ def test_what_is_contiguous_is_sent_as_it_is() -> None:
     assert sendable(FOUR).data_ptr() == FOUR.data_ptr()
 
 
-def test_splits_are_rows_in_bytes() -> None:
-    assert splits(torch.zeros(5, 3), [2, 0, 3], 3) == (24, 0, 36)
-
-
 @pytest.mark.parametrize(("one", "other", "expected"), [(EIGHT[:5], EIGHT[4:], True), (EIGHT[:4], EIGHT[4:], False)])
 def test_overlap_is_by_bytes(one: Any, other: Any, expected: bool) -> None:
     """Neighbours do not overlap."""
     assert overlap(one, other) is expected
 
 
-def test_reductions_of_torch_are_known() -> None:
+def test_reductions_of_torch_are_known_and_their_factor_is_compared() -> None:
     assert reduction_of(torch.distributed.ReduceOp.AVG, 1.0, FOUR) == reduction_of("avg", 1.0, FOUR)
-
-
-def test_the_factor_is_part_of_what_ranks_compare() -> None:
     two, three = (described(FOUR, reduction_of("premul_sum", factor, FOUR)) for factor in (2.0, 3.0))
     assert two != three
 

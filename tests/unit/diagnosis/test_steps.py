@@ -362,8 +362,8 @@ CAPTURED = layered(12, 3)
         # ten small repeats of layers beside one long kernel
         rank(*[op(f"k{n % 4}", 10.0 * n, 10.0 * n + 5) for n in range(40)], op("long", 500, 9000), steps=()),
         # ranges of a logger, which launch nothing
-        rank(op("a", 20, 60), op("b", 60, 90), steps=(), *[
-            host(f"log step {n}", 1000.0 + 10 * n, 1005.0 + 10 * n, HostKind.ANNOTATION) for n in range(5)]),
+        rank(op("a", 20, 60), op("b", 60, 90), *(
+            host(f"log step {n}", 1000.0 + 10 * n, 1005.0 + 10 * n, HostKind.ANNOTATION) for n in range(5)), steps=()),
         # parts of one call, which differ a hundredfold, whatever they are called
         ranged(("predict 0", 0, 5), ("predict 1", 5, 20_000), ("predict 2", 20_000, 20_400)),
         # many short ranges around a long one, which launches nearly all the work

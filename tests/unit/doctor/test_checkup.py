@@ -213,6 +213,7 @@ def test_what_is_not_there_is_told_once(
     assert wrong(examine(change(healthy))) == expected
 
 
+DENIED = part("nvml", denied_peers={"0-3": "chipset_not_supported"})
 PAIRS = tuple(
     PairRate(source=a, target=b, gb_per_s=rate) for a, b, rate in ((0, 1, 390.0), (2, 5, 300.0), (5, 2, 250.0))
 )

@@ -217,14 +217,15 @@ def test_four_hdr_nics_reach_what_was_measured() -> None:
     assert 93.5 <= found.bus_gb_per_s <= 97.5
 
 
-def test_a_small_all_reduce_over_many_nodes_is_a_tree() -> None:
-    """64 KiB over 512 nodes: NCCL does not send it round a ring."""
-    assert estimate("all_reduce", 1 << 16, Group(ranks=512, stride=8), ROCE).algorithm == "tree"
-
-
-def test_a_large_all_reduce_is_a_ring() -> None:
-    """16 GiB over 16 nodes: a tree would move more."""
-    assert estimate("all_reduce", 16 << 30, Group(ranks=128), ROCE).algorithm == "ring"
+@pytest.mark.parametrize(
+    ("num_bytes", "group", "algorithm"),
+    [
+        (1 << 16, Group(ranks=512, stride=8), "tree"),  # little over 512 nodes is not sent round a ring
+        (16 << 30, Group(ranks=128), "ring"),  # of much over 16 nodes a tree would move more
+    ],
+)
+def test_an_all_reduce_by_nccl(num_bytes: int, group: Group, algorithm: str) -> None:
+    assert estimate("all_reduce", num_bytes, group, ROCE).algorithm == algorithm
 
 
 def test_an_algorithm_that_nccl_does_not_offer_can_be_asked_for() -> None:
@@ -270,10 +271,12 @@ def test_what_was_not_measured_is_not_validated(
     assert why in found.validated
 
 
-def test_a_group_size_that_was_not_measured_is_not_validated() -> None:
-    """3 ranks of a host lie between 2 and 4, and were not measured."""
+def test_a_group_size_or_algorithm_that_was_not_measured_is_not_validated() -> None:
+    """3 ranks of a host lie between 2 and 4; the fit is of what NCCL chose."""
     found = estimate("all_reduce", 256 << 20, Group(ranks=3), network("nvlink-h100", gpus=8))
     assert (found.error, found.validated) == (None, "not validated: 3 ranks, measured with 2, 4, 8")
+    forced = estimate("all_reduce", 256 << 20, Group(ranks=8), ROCE, algorithm="direct")
+    assert forced.validated == "not validated: NCCL does not run direct here"
 
 
 def test_the_error_is_that_of_sizes_like_it() -> None:
@@ -282,12 +285,6 @@ def test_the_error_is_that_of_sizes_like_it() -> None:
     assert small is not None
     assert large is not None
     assert small > large
-
-
-def test_a_forced_algorithm_is_not_validated() -> None:
-    """The fit is of what NCCL chose."""
-    found = estimate("all_reduce", 256 << 20, Group(ranks=8), ROCE, algorithm="direct")
-    assert found.validated == "not validated: NCCL does not run direct here"
 
 
 def test_explain_names_every_figure() -> None:

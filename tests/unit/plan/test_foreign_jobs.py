@@ -52,49 +52,28 @@ GEMMA3 = {
     },
     "vision_config": {"hidden_size": 1152},
 }  # fmt: skip
-PRINTED = """
-[rank0]: ------------------------ arguments ------------------------
-[rank0]:   add_bias_linear ................................. False
-[rank0]:   attention_backend ............................... AttnBackend.auto
-[rank0]:   attention_dropout ............................... 0.0
-[rank0]:   bf16 ............................................ True
-[rank0]:   data_parallel_size .............................. 4
-[rank0]:   ffn_hidden_size ................................. 14336
-[rank0]:   fp16 ............................................ False
-[rank0]:   fp8 ............................................. None
-[rank0]:   fp8_recipe ...................................... delayed
-[rank0]:   global_batch_size ............................... 64
-[rank0]:   gradient_accumulation_fusion .................... True
-[rank0]:   group_query_attention ........................... True
-[rank0]:   hidden_dropout .................................. 0.0
-[rank0]:   hidden_size ..................................... 4096
-[rank0]:   is_hybrid_model ................................. False
-[rank0]:   kv_channels ..................................... 128
-[rank0]:   lr .............................................. 0.0003
-[rank0]:   micro_batch_size ................................ 2
-[rank0]:   mystery_flag .................................... 7
-[rank0]:   num_attention_heads ............................. 32
-[rank0]:   num_experts ..................................... None
-[rank0]:   num_layers ...................................... 32
-[rank0]:   num_query_groups ................................ 8
-[rank0]:   overlap_grad_reduce ............................. True
-[rank0]:   overlap_p2p_comm ................................ True
-[rank0]:   padded_vocab_size ............................... 128256
-[rank0]:   pipeline_model_parallel_size .................... 2
-[rank0]:   position_embedding_type ......................... rope
-[rank0]:   recompute_granularity ........................... full
-[rank0]:   recompute_method ................................ uniform
-[rank0]:   recompute_num_layers ............................ 1
-[rank0]:   seq_length ...................................... 8192
-[rank0]:   sequence_parallel ............................... True
-[rank0]:   swiglu .......................................... True
-[rank0]:   tensor_model_parallel_size ...................... 2
-[rank0]:   untie_embeddings_and_output_weights ............. True
-[rank0]:   use_distributed_optimizer ....................... True
-[rank0]:   virtual_pipeline_model_parallel_size ............ 4
-[rank0]:   world_size ...................................... 16
-[rank0]: -------------------- end of arguments ---------------------
-"""
+
+
+def printed(arguments: dict[str, str]) -> str:
+    """Spell arguments as a run of Megatron-LM prints them."""
+    lines = [f"  {name} ".ljust(50, ".") + f" {value}" for name, value in arguments.items()]
+    ends = [f"{' arguments ':-^59}", f"{' end of arguments ':-^59}"]
+    return "\n".join(f"[rank0]: {line}" for line in (ends[0], *lines, ends[1]))
+
+
+PRINTED = printed({
+    "add_bias_linear": "False", "attention_backend": "AttnBackend.auto", "attention_dropout": "0.0", "bf16": "True",
+    "data_parallel_size": "4", "ffn_hidden_size": "14336", "fp16": "False", "fp8": "None", "fp8_recipe": "delayed",
+    "global_batch_size": "64", "gradient_accumulation_fusion": "True", "group_query_attention": "True",
+    "hidden_dropout": "0.0", "hidden_size": "4096", "is_hybrid_model": "False", "kv_channels": "128", "lr": "0.0003",
+    "micro_batch_size": "2", "mystery_flag": "7", "num_attention_heads": "32", "num_experts": "None",
+    "num_layers": "32", "num_query_groups": "8", "overlap_grad_reduce": "True", "overlap_p2p_comm": "True",
+    "padded_vocab_size": "128256", "pipeline_model_parallel_size": "2", "position_embedding_type": "rope",
+    "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": "1", "seq_length": "8192",
+    "sequence_parallel": "True", "swiglu": "True", "tensor_model_parallel_size": "2",
+    "untie_embeddings_and_output_weights": "True", "use_distributed_optimizer": "True",
+    "virtual_pipeline_model_parallel_size": "4", "world_size": "16",
+})  # fmt: skip
 SMALL = "num_layers: 2\nhidden_size: 64\nnum_attention_heads: 4\n"
 
 
@@ -211,28 +190,14 @@ train:
   micro_batch_size: 1
 precision: bf16-mixed
 """
-    printed = """
-[rank0]: ------------------------ arguments ------------------------
-[rank0]:   add_bias_linear ................................. False
-[rank0]:   attention_dropout ............................... 0.0
-[rank0]:   bf16 ............................................ True
-[rank0]:   fp16 ............................................ False
-[rank0]:   global_batch_size ............................... 16
-[rank0]:   group_query_attention ........................... True
-[rank0]:   hidden_dropout .................................. 0.0
-[rank0]:   hidden_size ..................................... 256
-[rank0]:   micro_batch_size ................................ 1
-[rank0]:   moe_ffn_hidden_size ............................. 128
-[rank0]:   moe_router_topk ................................. 2
-[rank0]:   num_attention_heads ............................. 8
-[rank0]:   num_experts ..................................... 8
-[rank0]:   num_layers ...................................... 4
-[rank0]:   num_query_groups ................................ 2
-[rank0]:   q_lora_rank ..................................... None
-[rank0]:   swiglu .......................................... True
-[rank0]:   untie_embeddings_and_output_weights ............. False
-"""
-    first, second = read_megatron(yaml).tables, read_megatron(printed).tables
+    arguments = {
+        "add_bias_linear": "False", "attention_dropout": "0.0", "bf16": "True", "fp16": "False",
+        "global_batch_size": "16", "group_query_attention": "True", "hidden_dropout": "0.0", "hidden_size": "256",
+        "micro_batch_size": "1", "moe_ffn_hidden_size": "128", "moe_router_topk": "2", "num_attention_heads": "8",
+        "num_experts": "8", "num_layers": "4", "num_query_groups": "2", "q_lora_rank": "None", "swiglu": "True",
+        "untie_embeddings_and_output_weights": "False",
+    }  # fmt: skip
+    first, second = read_megatron(yaml).tables, read_megatron(printed(arguments)).tables
     assert first == second
     assert first["model"]["experts"] == {
         "count": 8, "per_token": 2, "width": 128, "shared": 0, "every": 1, "first_dense": 0,
