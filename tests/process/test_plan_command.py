@@ -201,7 +201,8 @@ def test_what_a_trace_cannot_answer(arguments: list[str | Path], said: str) -> N
 def test_an_observed_step_is_judged_and_shifts_what_ifs() -> None:
     """Be it given or that of traces."""
     given = json.loads(run(EXAMPLE, "--observed", "45s", "--json", "-").stdout)
-    traced = json.loads(run(EXAMPLE, "--from-trace", TRACE, "--nodes", "16", "--json", "-").stdout)
+    many = EXAMPLE.with_name("llama3-70b-64-gpus.toml")
+    traced = json.loads(run(many, "--from-trace", TRACE, "--nodes", "16", "--json", "-").stdout)
     assert given["step_us"] == given["observed"]["step_us"] == pytest.approx(45e6)
     assert traced["observed"]["step_us"] < 1e6
     assert traced["step_us"] < traced["observed"]["step_us"]
