@@ -313,7 +313,7 @@ def test_garbage_behind_the_compressed_trace(tmp_path: Path) -> None:
     ],
 )
 def test_ranks_that_do_not_belong_together(
-    name: str, rank: int, head: dict[str, int], said: str, tmp_path: Path
+    name: str, rank: int, head: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     kt.write(kt.write_job(tmp_path) / name, kt.training(rank=rank), kt.header(rank=rank, **head))
     with pytest.raises(BadTrace, match=said) as caught:
