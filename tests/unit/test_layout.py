@@ -152,16 +152,13 @@ def test_every_module_has_a_room() -> None:
 
 
 def test_imports_follow_the_map() -> None:
-    """No module imports a room that the map does not allow, nor a package that its room must do without."""
     wrong = {dotted(path): found for path, source in sources().items() if (found := violations(source, path))}
     assert wrong == {}
 
 
 def test_no_module_imports_itself_through_others() -> None:
-    """There is no circle of imports, be it at the top of a file, in a function or under TYPE_CHECKING."""
     assert import_circle(sources()) == []
 
 
 def test_a_class_name_is_used_once() -> None:
-    """Who searches for a class finds one."""
     assert shared_class_names(sources()) == {}

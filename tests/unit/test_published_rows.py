@@ -80,7 +80,6 @@ def test_rows_of_memory(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_file_is_refused(tmp_path: Path, old: str, new: str, says: str) -> None:
-    """The error names the file, and the row where one is wrong."""
     with pytest.raises(Misconfigured, match=says):
         read(tmp_path, (old, new))
 

@@ -58,7 +58,6 @@ def test_a_long_result_keeps_its_rows_apart(tmp_path: Path) -> None:
 
 
 def test_a_result_that_became_short_leaves_no_old_rows(tmp_path: Path) -> None:
-    """A run after one with many rows removes the file of those."""
     written(tmp_path, [n / 7 for n in range(5000)])
     assert json.loads(read_result(written(tmp_path, [3.0])))["rows"] == [3.0]
     assert not (tmp_path / "mine.json.gz").exists()

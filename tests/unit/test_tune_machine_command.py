@@ -45,7 +45,6 @@ def test_quiet_says_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("other", [["pairs.toml"], ["--profile", "x.json"], ["--budget", "9"], ["--json", "-"]])
 def test_options_of_pairs_do_not_go_with_it(monkeypatch: pytest.MonkeyPatch, other: list[str]) -> None:
-    """Nothing that was asked for is dropped without a word."""
     with pytest.raises(Misconfigured, match="with --machine: it measures all of a machine; leave"):
         run(monkeypatch, *other)
 

@@ -74,7 +74,6 @@ NAME = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 def test_multicast_is_off_unless_the_user_wants_it(
     monkeypatch: pytest.MonkeyPatch, before: str | None, after: str
 ) -> None:
-    """From the opening of the first communicator on."""
     monkeypatch.setattr(os, "environ", {} if before is None else {NAME: before})
     monkeypatch.setattr(_SymmetricMemory, "get_backend", lambda device: "CUDA", raising=False)
     prepare_process(0)

@@ -90,7 +90,6 @@ def test_every_stream_is_waited_for() -> None:
 
 
 def test_what_is_in_a_graph_is_kept() -> None:
-    """It is used whenever that is replayed."""
     device = Device()
     device.order.used(HERE, device.one, capture=3)
     assert device.order.freed(HERE, 512) == "never"

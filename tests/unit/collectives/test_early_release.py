@@ -95,7 +95,6 @@ def test_a_block_is_neither_cut_nor_joined(heap: Heap, num_bytes: int) -> None:
 
 
 def test_the_second_use_begins_with_the_handshake(heap: Heap) -> None:
-    """Until it was released again."""
     tensor = heap.make(100)
     at = heap.memory.locate(tensor.data_ptr(), tensor.nbytes)
     seen = []

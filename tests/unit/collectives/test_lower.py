@@ -68,7 +68,6 @@ def test_replayed_calls_give_what_the_operation_is(name: str, world_size: int) -
 @given(name=st.sampled_from(NAMES), world_size=st.integers(1, 6), seed=st.integers(0, 1 << 30), early=st.booleans())
 @settings(max_examples=80, deadline=None)
 def test_any_order_of_any_world_size(name: str, world_size: int, seed: int, early: bool) -> None:
-    """No order in which all lanes go on, early release or not, changes an output or gets stuck."""
     call, tuning = case(name, world_size)
     replayed(plan_all(call, tuning), seed=seed, early=early)
 

@@ -30,7 +30,6 @@ MIB = 1 << 20
 
 @pytest.fixture
 def shift(monkeypatch: pytest.MonkeyPatch) -> str:
-    """A toy collective, registered for one test."""
     monkeypatch.setitem(OPERATIONS, "shift", SHIFT)
     return "shift"
 

@@ -31,7 +31,6 @@ FREE = msgspec.structs.replace(H200, copy_us=0, kernel_us=0, batch_us=0, signal_
 
 
 def test_a_phase_that_a_rank_leaves_out_is_refused() -> None:
-    """The groups would make different calls."""
     call, grid = all_gather(4, 3), Grid(hosts=2, local=2)
     made = list(phases_all(call, grid))
     with pytest.raises(Misconfigured, match="ranks 0 and 2 make different calls between hosts"):
@@ -71,7 +70,6 @@ def test_every_byte_leaves_its_host_once(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["all_gather", "reduce_scatter", "all_reduce", "broadcast", "barrier"])
 def test_nothing_is_copied_within_a_rank(name: str) -> None:
-    """Every phase leaves its result where the next one wants it."""
     steps = [step for program in whole(cases(6)[name], Grid(hosts=3, local=2)) for step in program.cycle()]
     assert not any(isinstance(step, LocalCopy) for step in steps)
 

@@ -71,7 +71,6 @@ def test_a_view_keeps_its_tensor(heap: Heap) -> None:
 
 
 def test_neighbours_become_one(heap: Heap) -> None:
-    """Two that were dropped make room for one of their size."""
     one, two, _three = heap.make(512), heap.make(512), heap.make(512)
     where = heap.place(one)
     del two, one

@@ -99,7 +99,6 @@ def test_what_is_available_is_what_the_kernel_says() -> None:
 
 
 def test_a_region_cannot_be_cut(pair: Pair) -> None:
-    """By nobody who has it open: its size is sealed."""
     with pytest.raises(PermissionError):
         os.ftruncate(pair[0].card().status_fd, 1)
 

@@ -122,7 +122,6 @@ OTHERS: dict[str, Callable[[Ranks], None]] = {
 
 @pytest.mark.parametrize("what", OTHERS)
 def test_another_call_is_another_job(ranks: Ranks, what: str) -> None:
-    """Each thing by which calls differ makes them differ, at the same address."""
     ranks.start("all_reduce", WHOLE, WHOLE, 0, "sum", 1.0)
     OTHERS[what](ranks)
     assert ranks.made == 2

@@ -71,7 +71,6 @@ def test_what_is_contiguous_is_sent_as_it_is() -> None:
 
 @pytest.mark.parametrize(("one", "other", "expected"), [(EIGHT[:5], EIGHT[4:], True), (EIGHT[:4], EIGHT[4:], False)])
 def test_overlap_is_by_bytes(one: Any, other: Any, expected: bool) -> None:
-    """Neighbours do not overlap."""
     assert overlap(one, other) is expected
 
 

@@ -85,7 +85,6 @@ def test_where_none_are_needed_there_are_none(call: Call) -> None:
 
 
 def test_small_chunks_take_none() -> None:
-    """The last, small one follows ranks that are in step already."""
     programs = plan_all(reduce_scatter(3, 80), Tuning(last_bytes=16, turn_bytes=32))
     turns = [sum(isinstance(op, Wait) for op in operations(program)) for program in programs]
     assert turns == [1, 1, 1]

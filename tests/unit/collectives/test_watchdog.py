@@ -44,7 +44,6 @@ def test_who_cannot_come_is_told_at_once(shown: dict[str, Any], said: str) -> No
 
 
 def test_who_gave_up_because_of_another_names_that_one() -> None:
-    """Not itself, although its process has ended since."""
     for alive in (True, False):
         error = told(state=FAILED, culprits=(2,), alive=alive)
         assert isinstance(error, PeerTimeout)
@@ -80,7 +79,6 @@ def test_another_call_is_told_at_once() -> None:
 
 
 def test_two_ranks_that_wait_for_each_other_are_told_soon() -> None:
-    """In different kinds of calls, whose numbers cannot be compared."""
     crossed: dict[str, Any] = {**ABSENT, "crossed": True, "now": "send_recv of 4 bytes, step 1 of 2"}
     assert told(MISMATCH_AFTER_S - 1, **crossed) is None
     assert "rank 1 in send_recv of 4 bytes" in str(told(MISMATCH_AFTER_S + 1, **crossed))

@@ -83,7 +83,6 @@ def test_clusters_come_from_the_same_launch_only(node: CapturedKernel, cluster: 
 
 
 def test_each_captured_kernel_is_used_once() -> None:
-    """Two kernels that ran need two that were captured."""
     node = CapturedKernel(name="ncclDevKernel_AllGather_RING_LL", grid=(24, 1, 1), cluster=(2, 1, 1))
     assert [one.cluster for one in with_clusters((record(KERNEL),) * 2, (node,))] == [(2, 1, 1), None]
 

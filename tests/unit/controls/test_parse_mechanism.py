@@ -39,7 +39,6 @@ def test_a_base_alone_has_no_controls() -> None:
 
 
 def test_streams_are_replaced_before_launches_are_wrapped() -> None:
-    """Controls come in the order in which they must be applied, not in that of the name."""
     controls = parse_mechanism("nccl+order=comm_resident+gemm_sms=108+green=108+priority=high")[1]
     assert [type(control).__name__ for control in controls] == [
         "StreamPriority",

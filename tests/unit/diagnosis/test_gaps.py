@@ -285,7 +285,6 @@ def test_small_kernels_with_small_gaps_are_host_bound(hosts: bool) -> None:
 
 
 def test_host_bound_names_operations_and_python() -> None:
-    """Where the stacks were recorded."""
     frame = host("train.py(12): forward", 0, 20_000, PYTHON)
     base = many(200, 10.0, 15.0)
     d = diagnosed(rank(*base.ops, *base.hosts, frame, steps=base.steps))
@@ -613,7 +612,6 @@ def test_copies_of_a_trace_without_launches_cost_what_is_exposed() -> None:
     ],
 )
 def test_advice_on_copies_fits_their_direction(name: str, said: str) -> None:
-    """What helps depends on where the bytes go."""
     assert said in finding(copies(name, 400.0), "copies").advice
 
 
@@ -629,7 +627,6 @@ def test_what_copies_take_and_what_they_cost_are_both_said() -> None:
 
 
 def test_a_step_of_no_length_is_diagnosed() -> None:
-    """Nothing is a share of it."""
     copy = op("Memcpy HtoD (Pinned -> Device)", 10, 410, kind=Kind.MEMCPY, launch=0.0)
     assert not diagnosed(rank(copy, steps=((500.0, 500.0),))).findings
 
@@ -641,7 +638,6 @@ def test_no_finding_reads_as_nothing() -> None:
 
 
 def test_a_rank_without_a_gpu_says_what_its_host_was_in() -> None:
-    """Nothing runs while the backward pass computes gradients in Python."""
     cpu = Device(name="cpu")
     parts = [op("aten::mm", 0, 100, launch=NAN), op("aten::mm", 2000, 2100, launch=NAN)]
     d = diagnosed(rank(*parts, host("loss.py(3): backward", 120, 1990, PYTHON), steps=((0.0, 2100.0),), device=cpu))

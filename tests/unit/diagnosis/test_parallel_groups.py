@@ -158,6 +158,5 @@ def test_ddp_beside_tensor_parallelism() -> None:
 
 
 def test_experts_kernels_tell_it_without_metadata() -> None:
-    """DeepEP states no group."""
     kernel = op("void deep_ep::intranode::dispatch<8>(int4*)", 100, 150, kind=Kind.COMM, stream=20)
     assert served(kernel) == {"ep"}

@@ -166,7 +166,6 @@ def test_ranges_of_one_name_are_numbered(name: str) -> None:
      "capture_32_DECODE", "gradient_bucket_1", "[param|x|0|0|0|measure|forward]"],
 )  # fmt: skip
 def test_parts_of_steps_are_no_steps(name: str) -> None:
-    """Not even where they cover all the work."""
     assert found(looped([name] * 3)).found_by != "annotation"
 
 

@@ -239,13 +239,11 @@ def test_what_was_seen(healthy: Readings, change: Callable[[Any], Readings], nam
 
 
 def test_nothing_seen_is_nothing_wrong() -> None:
-    """A laptop without driver, torch and /sys: every check answers, none blames."""
     checkup = examine(Readings(host="laptop"), torch=True)
     assert {check.status for check in checkup.checks} == {"not_seen", "ok"}
 
 
 def test_control_characters_from_outside_are_escaped(healthy: Readings) -> None:
-    """A device name may not write to the terminal."""
     checkup = examine(one("system", "rdma", 3, device="mlx\x1b[2J", state="DOWN")(healthy))
     assert "\x1b" not in named(checkup, "nics").seen
 
@@ -261,12 +259,10 @@ def test_control_characters_from_outside_are_escaped(healthy: Readings) -> None:
     ],
 )
 def test_exit_code(statuses: str, strict: bool, code: int) -> None:
-    """Problems are 1, warnings only when strict, what was not seen never."""
     checks = tuple(Check(name="x", status=status, seen="") for status in statuses.split())  # type: ignore[arg-type]
     assert exit_code(checks, strict=strict) == code
 
 
 def test_names_of_checks_are_unique(healthy: Readings) -> None:
-    """They are keys of the JSON contract."""
     names = [check.name for check in examine(healthy, torch=True).checks]
     assert len(names) == len(set(names))

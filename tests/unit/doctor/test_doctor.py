@@ -38,12 +38,10 @@ def test_the_first_line_is_the_verdict(healthy: Readings) -> None:
 
 
 def test_a_problem_is_counted_in_the_verdict() -> None:
-    """In the singular, too."""
     assert verdict(checkup(MIG, ECC)) == "1 thing keeps this machine from overlapping (1 in order, 0 not seen)."
 
 
 def test_a_machine_without_gpus_is_not_called_fine() -> None:
-    """Blindness is not health."""
     assert verdict(Checkup(host="laptop", gpus=(), driver=None, checks=())).startswith("No GPU seen")
 
 

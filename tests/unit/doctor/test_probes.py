@@ -208,7 +208,6 @@ def test_a_name_of_an_error_that_is_no_text_is_shown_as_far_as_it_is(monkeypatch
 
 @pytest.mark.parametrize("count", [-3, 2_000_000_000])
 def test_a_number_of_gpus_that_cannot_be_has_failed(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    """Nobody asks two thousand million GPUs for their peers."""
     libcuda(monkeypatch, cuInit=lambda flags: 0, cuDeviceGetCount=saying(count))
     with pytest.raises(ProbeFailed, match=f"cuDeviceGetCount says {count}"):
         Driver().device_count()
@@ -257,7 +256,6 @@ def test_a_name_that_is_no_text_costs_the_name_only(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_missing_driver_is_a_reason_in_every_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What no probe could answer is unavailable, with the probe's words."""
     monkeypatch.setattr(checkup, "ask_probe", lambda probe, **_: Answer(output=None, reason=f"no {probe}"))
     reasons = collect_readings(bandwidth=True, torch=True).unavailable
     assert reasons == {
@@ -281,7 +279,6 @@ def test_a_driver_that_ends_the_process_has_failed(monkeypatch: pytest.MonkeyPat
 
 
 def test_bandwidth_that_is_not_wanted_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """--no-bandwidth touches no memory of any GPU."""
     asked = []
 
     def ask(probe: str, **_: object) -> Answer:
@@ -294,7 +291,6 @@ def test_bandwidth_that_is_not_wanted_is_not_asked(monkeypatch: pytest.MonkeyPat
 
 
 def test_only_variables_that_matter_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Secrets in the environment stay out of the report."""
     monkeypatch.setattr(checkup, "ask_probe", lambda probe, **_: Answer(output=None))
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
     monkeypatch.setenv("NCCL_DEBUG", "WARN")

@@ -68,7 +68,6 @@ def test_interfaces_without_hardware_are_left_out(tmp_path: Path) -> None:
 
 
 def test_an_empty_root_knows_nothing(tmp_path: Path) -> None:
-    """A container without /sys: unknown, not absent."""
     found = read_system(tmp_path)
     assert (found.modules, found.rdma, found.net, found.gpu_iommu, found.acs_redirects) == (None,) * 5
 
@@ -114,14 +113,12 @@ def test_nccl_conf_is_read_without_comments() -> None:
 
 
 def test_the_open_kernel_module_is_recognised(tmp_path: Path) -> None:
-    """It is what DMA-BUF needs."""
     version = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build\n"
     write(tmp_path, {"proc/driver/nvidia/version": version})
     assert read_system(tmp_path).open_driver is True
 
 
 def test_an_endless_file_is_read_in_part(tmp_path: Path) -> None:
-    """A name of megabytes costs no megabytes."""
     write(tmp_path, PORT | {MLX + "fw_ver": b"9" * (1 << 20)})
     rdma = read_system(tmp_path).rdma
     assert rdma is not None

@@ -33,7 +33,6 @@ def test_other_names_are_refused(name: str) -> None:
 
 
 def test_memory_is_that_of_all_operands() -> None:
-    """A, B and C of both products, two bytes each."""
     assert find_workload("gemm 2x3x5*2").memory_bytes(2) == 2 * 2 * (2 * 5 + 3 * 5 + 2 * 3)
 
 

@@ -114,7 +114,6 @@ def test_lines_of_json(tmp_path: Path, stalled: WatchedStep) -> None:
 
 
 def test_prometheus_reads_the_last_record(tmp_path: Path, stalled: WatchedStep) -> None:
-    """One file in the text format, in base units, and nothing beside it."""
     export = Prometheus(tmp_path / "job.prom")
     export(stalled)
     export(msgspec.structs.replace(stalled, step=2000, late_rank=None, late_us=None, hidden=None))

@@ -57,7 +57,6 @@ def test_far_beyond_the_points_nothing_is_said() -> None:
     ],
 )
 def test_impossible_curves_are_refused(wrong: dict[str, object]) -> None:
-    """Points are positive, finite and ascending; dtypes have torch's names."""
     with pytest.raises(Misconfigured, match=r"give"):
         replace(FLAT, **wrong)  # type: ignore[arg-type]
 
@@ -146,7 +145,6 @@ def test_bytes_are_those_of_what_is_sent() -> None:
     ],
 )
 def test_impossible_tasks_are_refused(wrong: dict[str, object]) -> None:
-    """Two ranks with rows, one batch element, one chunk, and curves of the same input."""
     with pytest.raises(Misconfigured, match=r"give"):
         replace(GATHER, **wrong)  # type: ignore[arg-type]
 

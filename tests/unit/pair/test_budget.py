@@ -99,7 +99,6 @@ def test_hidden_is_one_where_nothing_waits() -> None:
 
 
 def test_the_reason_names_the_limits_and_the_gain() -> None:
-    """One sentence with CTAs, SMs, waves and what plain NCCL would take."""
     found = choose_split(curves(), "gemm 8192x8192x8192", "all_gather", 1 << 29, contention=UNDISTURBED)
     assert found.reason == (
         "16 CTAs beside 116 SMs: the collective starts beside the GEMM, the GEMM takes 18 waves instead of 16, "
@@ -129,7 +128,6 @@ def test_what_was_not_measured_is_no_candidate() -> None:
 
 
 def test_a_size_off_the_curves_is_an_error() -> None:
-    """Where not even plain NCCL was measured nothing is chosen."""
     with pytest.raises(Misconfigured, match="too far from the measured sizes"):
         choose_split(curves(), "gemm 8192x8192x8192", "all_gather", 1 << 40)
 
@@ -166,7 +164,6 @@ def test_nothing_to_choose_from_is_an_error(
 
 
 def test_a_choice_without_alternatives_says_so() -> None:
-    """Plain NCCL because nothing else was measured is not plain NCCL because it is best."""
     alone, gemm = curves(), "gemm 8192x8192x8192"
     plain = Curves(
         layout=alone.layout,

@@ -34,7 +34,6 @@ def test_all_parts_are_known(suite: str) -> None:
 
 
 def test_both_sides_of_every_pair_are_measured_alone() -> None:
-    """What a mechanism leaves of either side is among the building blocks."""
     alone = {(block.what, setting) for block in BLOCKS for setting in block.mechanisms}
     needed = set()
     for pair in PAIRS:

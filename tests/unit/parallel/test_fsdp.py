@@ -67,7 +67,6 @@ def test_a_torch_that_looks_different_inside_is_named(monkeypatch: pytest.Monkey
 
 
 def test_gathers_are_into_memory_that_is_released_early() -> None:
-    """Peers need not be asked whether the output is free: it was said when FSDP2 dropped the last one."""
     asked: list[dict[str, Any]] = []
 
     def empty(*size: int, **options: Any) -> torch.Tensor:

@@ -64,7 +64,6 @@ def test_a_group_whose_store_lives_on_is_closed_when_the_next_one_comes() -> Non
 
 
 def test_a_destroyed_group_is_refused() -> None:
-    """Nothing would close what was made for it."""
     registry: Registry[Kept] = Registry(Kept.close)
     group = dist.new_group([0])
     dist.destroy_process_group(group)

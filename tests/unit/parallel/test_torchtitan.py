@@ -14,7 +14,6 @@ from tests.support import toy_torchtitan as toy
 
 
 def test_without_torchtitan_nothing_is_registered() -> None:
-    """The module can be imported all the same."""
     sys.modules.pop("counterpoint.torchtitan", None)
     ours = importlib.import_module("counterpoint.torchtitan")
     assert ours.token_dispatcher.__module__ == "counterpoint.torchtitan"
@@ -54,7 +53,6 @@ def test_a_configuration_keeps_what_it_says() -> None:
 
 @pytest.mark.parametrize("options", [{"mechanism": "magic"}, {"wire_dtype": "int3"}])
 def test_a_wrong_option_is_refused_at_once(options: dict[str, Any]) -> None:
-    """Before any model is built; torchtitan itself refuses what the function does not take."""
     cfg = toy.AllToAllTokenDispatcher.Config(num_experts=8, top_k=2)
     with toy.installed() as ours, pytest.raises(Misconfigured, match="allowed are"):
         ours.token_dispatcher(cfg, **options)

@@ -113,7 +113,6 @@ def test_pat_is_for_one_rank_per_node() -> None:
 
 
 def test_no_switch_adds_unless_told() -> None:
-    """Without in_network_reduction there is no such algorithm."""
     assert schedule("all_reduce", "in_network", reach(Group(ranks=8), CLUSTER)) is None
 
 

@@ -61,7 +61,6 @@ def test_a_detailed_answer_has_all_that_is_drawn() -> None:
 
 
 def test_sensitivities_never_make_it_worse() -> None:
-    """Twice the bandwidth, no latency, no disturbance: best first."""
     job = parse_job(TABLES)
     steps = [each.step_us or 0.0 for each in sensitivities(job)]
     assert steps == sorted(steps)
@@ -95,7 +94,6 @@ def test_every_number_can_be_asked_why(word: str) -> None:
 
 
 def test_every_part_is_a_question() -> None:
-    """What is printed can be asked."""
     assert set(PARTS) <= set(QUESTIONS)
 
 
@@ -157,7 +155,6 @@ def test_what_needs_whole_replicas_is_refused_with_shards(changed: dict[str, obj
 
 
 def test_exposed_communication_is_explained_down_to_a_collective() -> None:
-    """Algorithm, protocol, hops, share and bandwidth of what the replicas exchange."""
     text = "\n".join(explain(parse_job(TABLES), "gradients"))
     assert "reduce_scatter of" in text
     assert "of the array /" in text

@@ -30,7 +30,6 @@ def rates(of: Job) -> list[float]:
 
 
 def test_more_nodes_are_more_replicas_of_the_same_batch() -> None:
-    """Strong scaling."""
     more = job("nodes", "8")
     assert (more.parallel.dp, more.parallel.tp, more.cluster.num_gpus, more.training.global_batch) == (32, 2, 64, 64)
 
@@ -42,7 +41,6 @@ def test_a_node_is_that_of_the_network() -> None:
 
 
 def test_weak_scaling_takes_the_batch_with_it() -> None:
-    """As many samples for each replica."""
     assert job("weak_nodes", "8").training.global_batch == 128
 
 
@@ -148,7 +146,6 @@ def test_what_cannot_be_is_said(name: str, value: str, said: str) -> None:
 @pytest.mark.parametrize("network", ["nvlink-h100", "h100-ndr-400"])
 @pytest.mark.parametrize("name", ["nic_gbit", "nics", "failed_nics", "oversubscription"])
 def test_a_job_inside_a_node_uses_no_nics(network: str, name: str) -> None:
-    """A field that could change nothing is refused."""
     one = TABLES | {"cluster": {"gpu": "H100", "network": network}, "parallel": {"dp": 8}}
     with pytest.raises(Misconfigured, match="all ranks are below one nvlink"):
         job(f"cluster.{name}", "4", one)
@@ -176,7 +173,6 @@ def test_a_swept_field_keeps_the_other_changes() -> None:
 
 
 def test_a_field_that_a_flag_decides_on_cannot_be_swept() -> None:
-    """All values would be one job."""
     with pytest.raises(Misconfigured, match=r"nodes with parallel\.dp: both decide on it"):
         swept(TABLES, {"nodes": "8"}, "parallel.dp", ["8", "16"])
 
@@ -200,7 +196,6 @@ LINKED = (
 
 @pytest.mark.parametrize("changes", LINKED, ids=", ".join)
 def test_flags_that_belong_together_are_one_job_in_any_order(changes: dict[str, str]) -> None:
-    """Of which only the whole has to be possible."""
     found = [build_job(TABLES, dict(order)) for order in permutations(changes.items())]
     assert all(each == found[0] for each in found)
 

@@ -247,7 +247,6 @@ def test_ways_to_experts_are_features() -> None:
     ],
 )
 def test_validated_looks_at_every_feature(feature: str, changes: dict[str, Any]) -> None:
-    """One that differs is named, with what was measured instead."""
     known = MeasuredErrors(
         rows([0.1] * LIKE_IT) + rows([0.1], "far", dict.fromkeys(FEATURES, "else") | {"year": "2020"})
     )
@@ -262,7 +261,6 @@ def test_validated_looks_at_every_feature(feature: str, changes: dict[str, Any])
 
 
 def test_the_closest_have_the_same_gpu_where_any_have() -> None:
-    """Rather than fewer other differences."""
     like = like_it()
     other_gpu, far = {**like, "GPU": "A100"}, {**like, "ranks": "1", "experts": "experts"}
     known = MeasuredErrors(rows([0.1] * 3, "one", other_gpu) + rows([0.2] * 3, "two", far))
@@ -400,7 +398,6 @@ def test_rows_go_to_a_file_and_back(tmp_path: Path) -> None:
 
 
 def test_the_rows_of_the_package_bound_an_interval_of_any_job() -> None:
-    """Even of one that nobody measured."""
     known = read_rows(FILE)
     unlike = known.interval({**dict.fromkeys(FEATURES, "nobody's"), "year": "unknown"}, 100.0)
     assert unlike.rows == len(known.rows)

@@ -178,7 +178,6 @@ def test_hierarchical_wins_where_the_network_is_slow(
 
 @given(size=sizes, nodes=st.sampled_from([2, 8, 32]))
 def test_a_switch_that_adds_moves_less(size: float, nodes: int) -> None:
-    """With reduction in the network, no all_reduce gets slower."""
     plain = two_levels(400.0, 50.0)
     adding = with_levels(plain)
     up = msgspec.structs.replace(adding.cluster.levels[1], in_network_reduction=True)
@@ -264,7 +263,6 @@ def test_what_was_measured_is_validated() -> None:
 def test_what_was_not_measured_is_not_validated(
     operation: str, num_bytes: int, group: Group, gpu: str, why: str
 ) -> None:
-    """Outside of what was measured the estimate has no error and says why."""
     found = estimate(operation, num_bytes, group, network(gpu=gpu))
     assert found.error is None
     assert found.validated.startswith("not validated: ")
@@ -288,7 +286,6 @@ def test_the_error_is_that_of_sizes_like_it() -> None:
 
 
 def test_explain_names_every_figure() -> None:
-    """Formula, parts, levels and source stand in the explanation."""
     found = estimate("all_reduce", 1 << 30, Group(ranks=128), ROCE)
     text = found.explain()
     wanted = (

@@ -116,7 +116,6 @@ def test_a_config_of_hugging_face_is_the_model_that_has_the_name(config: dict[st
 
 
 def test_what_a_config_was_read_for_is_said() -> None:
-    """What was read, what is of no matter, and what is unknown: each name once."""
     notes = read_config(LLAMA).notes
     assert "hidden_size" in notes[0]
     assert any("neither time nor memory" in note and "rope_theta" in note and "torch_dtype" in note for note in notes)
@@ -148,7 +147,6 @@ def test_a_config_needs_flags_and_the_error_lists_them(written: Any) -> None:
 
 
 def test_printed_arguments_of_megatron_are_a_job(written: Any) -> None:
-    """Model, division and batch; the list has the number of GPUs, too."""
     found, known = job_of(written(PRINTED, "run.log"), **MACHINES), find_model("llama3-8b")
     model, parallel, training = found.model, found.parallel, found.training
     assert (model.layers, model.key_heads, model.ffn_width, model.head_dim) == (32, 8, known.ffn_width, 128)
@@ -377,7 +375,6 @@ def test_our_own_file_is_read_as_it_is(written: Any) -> None:
 
 
 def test_a_named_model_can_be_changed() -> None:
-    """What is given beside its name; tables in it field by field."""
     tables = {"training": {"sequence": 4096, "global_batch": 1}, "cluster": MACHINES}
     found = parse_job(tables | {"model": {"name": "mixtral-8x7b", "experts": {"imbalance": 1.2}, "tied": True}}).model
     assert found.experts is not None

@@ -120,7 +120,6 @@ def test_ranks_a_node_apart_share_no_link() -> None:
 
 
 def test_more_ranks_than_gpus_are_refused() -> None:
-    """The error says how many GPUs there are."""
     with pytest.raises(Misconfigured, match=r"16 ranks, 1 apart, on 8 GPUs"):
         reach(Group(ranks=16), cluster(8))
 

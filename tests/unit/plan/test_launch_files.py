@@ -46,7 +46,6 @@ def test_rankfile() -> None:
 
 
 def test_hostfile() -> None:
-    """Hosts in the order in which ranks fill them."""
     assert file(SWAPPED, "hostfile") == "n1 slots=4\nn0 slots=4\n"
 
 
@@ -93,7 +92,6 @@ def test_a_mesh_of_another_size_is_refused() -> None:
     ],
 )
 def test_only_files_that_can_say_it_are_made(placement: Placement, names: list[str]) -> None:
-    """No hostfile for mixed hosts, no device mesh for a host in part."""
     assert [file.name for file in launch_files(placement)] == names
 
 

@@ -91,7 +91,6 @@ def test_a_part_is_a_part(active: float) -> None:
     ],
 )
 def test_who_has_lost_a_nic_shares_another(group: Group, lost: int, part: float) -> None:
-    """The group that has most to share counts; NVLink stays as it is."""
     whole = levels("h100-ndr-400", 32)
     broken = tuple(replace(each, failed_nics=lost) if each.kind == "network" else each for each in whole)
     at = reach(group, Cluster(gpu=find_gpu("H100"), levels=broken))

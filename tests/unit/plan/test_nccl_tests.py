@@ -89,7 +89,6 @@ def test_what_is_given_counts_where_the_text_is_silent() -> None:
 
 
 def test_the_name_of_a_file_can_say_the_operation(tmp_path: Path) -> None:
-    """Older versions do not print their name."""
     path = tmp_path / "all_reduce_perf_32.log"
     path.write_text(text(NEW).partition("\n")[2])
     assert only(read_nccl_tests(path)) == ROW
@@ -134,7 +133,6 @@ def test_text_that_cannot_be_is_refused(given: str, match: str) -> None:
 
 @pytest.mark.parametrize(("ranks", "match"), [(16, "lists 32 ranks up to 31, not 16"), (64, "busbw of all_reduce")])
 def test_ranks_that_contradict_the_text_are_refused(ranks: int, match: str) -> None:
-    """What is given does not go before what stands there."""
     with pytest.raises(Misconfigured, match=match):
         nccl_tests_runs(
             text(NEW.replace("2.95", "200.00").replace("354.9", "5.2429").replace("5.72", "387.5")), ranks=ranks

@@ -58,7 +58,6 @@ def test_a_profile_that_has_some_figures_is_enough(tmp_path: Path) -> None:
 
 
 def test_ones_own_mechanism_can_be_asked_for(tmp_path: Path) -> None:
-    """A name that only this profile has."""
     path = str(profile(tmp_path / "mine.json"))
     assert us({"cluster.machine": path, "mechanism": "my_library"}) < us({"cluster.machine": path})
     with pytest.raises(Misconfigured, match="known are nccl"):

@@ -214,7 +214,6 @@ def test_two_kinds_of_gpu_are_refused(folder: Path) -> None:
 
 
 def test_a_file_that_comes_twice_is_refused(folder: Path) -> None:
-    """Its rows would count twice."""
     with pytest.raises(Misconfigured, match="comes twice"):
         fit_network([str(folder / "node.txt")] * 2)
 
@@ -239,7 +238,6 @@ def test_a_file_that_was_changed_is_refused(file: Path, tmp_path: Path, change: 
 @pytest.mark.parametrize("name", ["base_us", "join", "fill", "believed", "own_gb_per_s"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e9, 1e300])
 def test_a_figure_that_cannot_be_is_refused(file: Path, tmp_path: Path, name: str, value: float) -> None:
-    """NaN is no JSON; all others are out of bounds."""
     content = json.loads(file.read_text())
     content["protocols"][0][name] = value
     (tmp_path / "changed.json").write_text(json.dumps(content))

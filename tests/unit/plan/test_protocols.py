@@ -42,7 +42,6 @@ def test_a_network_is_cut_to_its_job(name: str, gpus: int) -> None:
 
 @given(name=st.sampled_from(GROWING), gpus=st.integers(1, 32768))
 def test_a_cut_network_is_a_cluster(name: str, gpus: int) -> None:
-    """Sizes of levels divide each other, which a cluster checks."""
     assert Cluster(gpu=find_gpu("H100"), levels=levels(name, gpus)).num_gpus >= gpus
 
 

@@ -27,7 +27,6 @@ def job(name: str = "llama3-8b", **training: Any) -> Job:
 
 
 def costs(name: str = "llama3-8b", **training: Any) -> tuple[float, float]:
-    """GiB of activations, and µs of a step."""
     found = job(name, **training)
     return memory(found).gib["activations"], predict_step(found).step_us
 

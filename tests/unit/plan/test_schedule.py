@@ -120,7 +120,6 @@ def test_every_slot_runs_once_and_after_what_it_needs(pipeline: tuple[ScheduleNa
 
 
 def _late(ends: Mapping[tuple[Kind, int, int], ScheduledSlot], times: StageTimes) -> list[ScheduledSlot]:
-    """Slots that began too early."""
     last = times.stages * times.parts - 1
     wrong = []
     for (kind, part, k), each in ends.items():

@@ -74,11 +74,8 @@ def test_slurm_blocks() -> None:
 
 
 def test_slurm_yaml_is_the_same_as_conf() -> None:
-    """The default topology of the YAML file is the tree of the other format."""
+    """The default topology of the YAML file is the tree of the other format; another is chosen by its name."""
     assert units(read_yaml(YAML, gpus=8)) == units(read_conf(TREE, gpus=8))
-
-
-def test_slurm_yaml_has_several() -> None:
     assert units(read_yaml(YAML, gpus=8, name="blocks")) == units(read_conf(BLOCKS, gpus=8))
 
 
@@ -89,7 +86,6 @@ def test_a_short_path_is_filled_from_below() -> None:
 
 
 def test_hostlists() -> None:
-    """Ranges, lists, widths, several brackets and suffixes."""
     assert hostlist("a[8-10,3],b,c[01-02]-[0-1]x") == [
         *("a8", "a9", "a10", "a3", "b", "c01-0x", "c01-1x", "c02-0x", "c02-1x")
     ]  # fmt: skip
@@ -236,7 +232,6 @@ def test_no_text_breaks_the_conf_reader(text: str) -> None:
     ],
 )
 def test_faults_of_a_matrix_are_told(text: str, said: str) -> None:
-    """Not square, not numbers, not what it says."""
     with pytest.raises(Misconfigured, match=said):
         read_matrix_csv(text)
 

@@ -106,7 +106,6 @@ def test_ranks_that_left_nothing_are_named() -> None:
 
 
 def test_nothing_is_claimed_of_a_script_that_left_nothing() -> None:
-    """Neither what it replaced, nor what did not differ, nor its steps."""
     text = printed(rehearsal(None, None))
     assert len(text.splitlines()) == 2
     assert "Nothing is known of ranks 0-1" in text

@@ -62,7 +62,6 @@ def bomb(path: Path, parts: tuple[bytes, bytes, bytes], repeats: int) -> Path:
 
 
 def test_the_cap_can_be_raised(tmp_path: Path) -> None:
-    """What one limit refuses, a higher one reads: the error names the option."""
     path = bomb(
         tmp_path / "t.json.gz", (b'{"traceEvents": [{"ph":"X","cat":"kernel","ts":1}', b" " * (1 << 20), b"]}"), 4
     )
@@ -106,7 +105,6 @@ def test_not_a_trace(content: bytes, tmp_path: Path) -> None:
 
 
 def test_an_nsys_report_says_how_to_export_it(tmp_path: Path) -> None:
-    """The binary report is not the export."""
     assert "nsys export --type sqlite" in spoilt(b"NVTXR\0\1\2", tmp_path, "a.nsys-rep").reason
 
 
@@ -140,7 +138,6 @@ def test_a_timed_event_without_a_time(tmp_path: Path) -> None:
 def test_the_offset_counts_from_the_start_of_the_file(
     block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many blocks were read before."""
     events = [*kt.training(), kt.kernel("bad", -5.0, 1.0), *kt.training()]
     content = kt.text(events, layout="pretty")
     monkeypatch.setattr(chunks, "BLOCK_BYTES", block)
@@ -176,7 +173,6 @@ def test_absurd_args(args: dict[str, Any], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("args", [[], "none", 5, [{}]])
 def test_args_that_are_no_object(args: Any, tmp_path: Path) -> None:
-    """So do args that hold no names."""
     timeline = read(kt.write(tmp_path / "t.json", [SMALL[0] | {"args": args}]))
     assert (len(timeline.gpu), "args (1)" in timeline.notes[0]) == (1, True)
 
@@ -190,7 +186,6 @@ def test_args_that_obviously_mean_a_number(value: Any, stream: int, tmp_path: Pa
 
 
 def test_the_diagnosis_says_which_rank_has_odd_args(tmp_path: Path) -> None:
-    """In its notes, with their number."""
     events = [*kt.training(), *(kt.kernel("k", 9000.0 + n, 1.0, more={"bytes": "many"}) for n in range(3))]
     notes = diagnose(kt.write(tmp_path / "rank0.json", events)).diagnosis.notes
     assert [n for n in notes if n.startswith("rank 0: 3 arguments")]
@@ -235,7 +230,6 @@ def test_args_that_are_odd_but_clear(args: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [2**63, -(2**63), 10**30, 1.5, "3", None, [], {}, True])
 @pytest.mark.parametrize("key", ["rank", "world_size", "backend", "nccl_version"])
 def test_absurd_distributed_info(key: str, number: Any, tmp_path: Path) -> None:
-    """The header cannot break the reader: what makes no sense is unknown."""
     head = kt.header()
     head["distributedInfo"][key] = number
     content = json.dumps(head | {"traceEvents": SMALL}).encode()
@@ -249,7 +243,6 @@ def test_distributed_info_that_is_no_object(info: Any, tmp_path: Path) -> None:
 
 
 def test_bytes_that_are_not_text(tmp_path: Path) -> None:
-    """The offset is that of the first byte that is not UTF-8."""
     content = kt.text([*SMALL, kt.kernel("xyz", 1.0, 1.0)]).replace(b"xyz", b"x\xffz")
     error = spoilt(content, tmp_path)
     assert (error.offset, "UTF-8" in error.reason) == (content.index(b"\xff"), True)
@@ -296,7 +289,6 @@ def stored(content: bytes) -> bytes:
 
 
 def test_garbage_behind_the_compressed_trace(tmp_path: Path) -> None:
-    """Bytes after the end of the gzip stream are damage."""
     content = kt.text(SMALL)
     whole = stored(content) + struct.pack("<II", zlib.crc32(content), len(content))
     assert read(kt.write_bytes(tmp_path / "good.json", whole)).events == 2
@@ -329,7 +321,6 @@ def test_a_damaged_rank_is_not_left_out(tmp_path: Path) -> None:
 
 
 def test_missing_ranks_are_named(tmp_path: Path) -> None:
-    """The others are diagnosed all the same."""
     (kt.write_job(tmp_path, ranks=4) / "rank2.json").unlink()
     found = diagnose(tmp_path).diagnosis
     assert (

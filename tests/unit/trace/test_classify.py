@@ -181,7 +181,6 @@ def test_operations_carry_pytorchs_names(name: str, op: str) -> None:
 
 @pytest.mark.parametrize(("op", "empty"), [("barrier", True), ("notify", True), ("all_reduce", False)])
 def test_barriers_carry_no_payload(op: str, empty: bool) -> None:
-    """Their size says nothing about bandwidth."""
     assert is_barrier(op) is empty
 
 

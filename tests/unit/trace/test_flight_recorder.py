@@ -100,7 +100,6 @@ def test_damage_is_said(tmp_path: Path, content: bytes) -> None:
 
 
 def test_every_cut_of_a_dump_is_damage(tmp_path: Path) -> None:
-    """Wherever the file ends."""
     content = pickle.dumps(dump([call(1)], GROUPS), 2)
     for length in range(2, len(content) - 1, 7):
         with pytest.raises(BadTrace):

@@ -107,7 +107,6 @@ def test_nanoseconds_since_1970_stay_exact(tmp_path: Path) -> None:
 
 
 def test_the_origin_is_the_first_event_in_ns(tmp_path: Path) -> None:
-    """`origin_ns` adds the file's base to its first event."""
     timeline = read(kt.write(tmp_path / "t.json", [kt.kernel("a", 4363791319635.25, 1)], kt.header(base_ns=10**18)))
     assert timeline.origin_ns == 10**18 + 4363791319635250
 

@@ -159,7 +159,6 @@ def test_properties_that_make_no_sense_are_unknown(devices: Any, read: Any) -> N
 
 
 def test_a_device_number_is_only_a_number(read: Any) -> None:
-    """A huge one costs no memory."""
     assert len(read([kt.kernel("k", 1.0, 1.0, device=2**31 - 1)]).gpu) == 1
 
 

@@ -99,7 +99,6 @@ def test_nothing_to_read(name: str, tmp_path: Path) -> None:
 
 
 def test_loops_of_links_in_a_folder(tmp_path: Path) -> None:
-    """A folder that links to itself is walked once."""
     path = kt.write(tmp_path / "rank0.json", kt.training())
     (tmp_path / "self").symlink_to(tmp_path, target_is_directory=True)
     (tmp_path / "loop.json").symlink_to(tmp_path / "loop.json")
@@ -259,12 +258,10 @@ def test_several_recordings_are_told_apart(names: list[str], found: list[str]) -
     ],
 )  # fmt: skip
 def test_one_recording_is_one(names: list[str]) -> None:
-    """Hosts, ranks and runs of other names are not taken for iterations."""
     assert recorded(*names) == {"": names}
 
 
 def test_the_last_recording_of_a_folder_is_diagnosed(tmp_path: Path) -> None:
-    """The others are named and never mixed in."""
     for iteration in (9, 10, 100):
         for number in range(2):
             kt.write_bytes(tmp_path / f"iteration_{iteration}" / f"rank{number}_trace.json", rank(number))
@@ -346,7 +343,6 @@ def test_limits_hold_for_zstd(tmp_path: Path) -> None:
 @pytest.mark.needs("zstandard")
 @pytest.mark.parametrize("name", ["t.tar.zst", "t.tzst", "traces.bin"])
 def test_a_tar_by_zstd(name: str, tmp_path: Path) -> None:
-    """By any name it reads as a tar without compression does."""
     import zstandard
 
     members = [member(f"run/rank{n}.json", rank(n)) for n in (1, 0)]

@@ -138,7 +138,6 @@ def test_pairs_of_one_size_that_cost_each_other_more_than_they_save_are_left() -
 
 
 def test_what_was_not_tried_everywhere_is_not_chosen() -> None:
-    """Nor what is marked where it was."""
     beside = changed(GATHER, compute="gemm 64x64x64", mechanism=LEAVE, us=100.0, stock_us=100.0, tried=())
     marked = Tried(mechanism="zero_sm", us=1.0, sigma_us=1.0, runs=9, marked="late")
     for other in (beside, changed(beside, tried=(marked,))):

@@ -28,7 +28,6 @@ micros = st.floats(0, 1e9)
 
 @given(text=texts, us=micros, calls=st.integers(1, 1 << 30))
 def test_any_text_and_number_comes_back(text: str, us: float, calls: int) -> None:
-    """Quotes, line ends and other characters of names, and every digit of a time."""
     first = example_tuned().pair[0]
     changed = msgspec.structs.replace(first, where=(text,), why=text, us=us, calls=calls)
     tuning = msgspec.structs.replace(example_tuned(), pair=(changed,), notes=(text,))
@@ -68,7 +67,6 @@ def test_a_file_that_is_too_large_is_refused(tmp_path: Path) -> None:
 
 
 def test_another_choice_has_another_digest() -> None:
-    """Ranks compare digests."""
     tuning = example_tuned()
     other = msgspec.structs.replace(
         tuning, pair=(msgspec.structs.replace(tuning.pair[0], mechanism=LEAVE), *tuning.pair[1:])

@@ -74,7 +74,6 @@ def test_zero_sm_that_nccl_made_had_no_effect() -> None:
 
 
 def test_one_rank_without_effect_is_one_too_many() -> None:
-    """It is named, whatever the others did."""
     found = effect((chosen("zero_sm"),), (copied(0, 40),), (comm("all_gather", 0, 40),))
     assert (the(found, "zero_sm").state, the(found, "zero_sm").on_ranks) == ("no_effect", (1,))
 

@@ -173,7 +173,6 @@ def test_marked_rows_teach_nothing() -> None:
 
 
 def test_a_mechanism_that_could_not_run_says_why() -> None:
-    """Beside the group that needs it."""
     quiet = without(lambda row: row.mechanism == "zero_sm", rows=(), unavailable={"zero_sm": "no peer access"})
     found = fit_profile(quiet, known=SHIPPED)
     assert found.left_out["rates"].endswith("of several sizes and collectives; zero_sm: no peer access")
@@ -199,7 +198,6 @@ def test_rows_that_tell_nothing_are_refused() -> None:
 
 
 def test_the_file_of_a_fit_is_read_again() -> None:
-    """To the last digit, with what it leaves out."""
     assert parse_profile(profile_json(fitted()), "mine.json") == fitted()
 
 
