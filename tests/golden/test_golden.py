@@ -18,14 +18,3 @@ def test_every_row_is_as_recorded(group: str) -> None:
         more = [f"... and {len(changed) - SHOWN} more"] if len(changed) > SHOWN else []
         head = f"{len(changed)} values differ from the record; if they must, run python -m tests.golden.record"
         pytest.fail("\n".join([head, *changed[:SHOWN], *more]), pytrace=False)
-
-
-def test_a_difference_names_the_row_and_both_values() -> None:
-    recorded: dict[str, record.Row] = {"a": {"row": "a", "us": 1.5, "steps": [3, 4], "s": 0.5}, "b": {"row": "b"}}
-    now: dict[str, record.Row] = {"a": {"row": "a", "us": 1.6, "steps": [3, 5], "s": 0.500000000001}, "c": {"row": "c"}}
-    assert record.changes("calls", recorded, now) == [
-        "calls | a | us: recorded 1.5, now 1.6",
-        "calls | a | steps[1]: recorded 4, now 5",
-        "calls | b: is gone",
-        "calls | c: is new",
-    ]

@@ -44,14 +44,12 @@ def test_the_number_of_events_is_what_was_announced(tmp_path: Path) -> None:
 
 
 def test_the_same_job_is_the_same_bytes(tmp_path: Path) -> None:
-    """Two runs of the generator write equal files."""
     for name in ("a", "b"):
         write_traces(JOB, tmp_path / name, [0])
     assert (tmp_path / "a" / "rank0.json").read_bytes() == (tmp_path / "b" / "rank0.json").read_bytes()
 
 
 def test_kernels_of_a_stream_do_not_overlap(ranks: list[list[dict[str, Any]]]) -> None:
-    """A stream runs one kernel after another."""
     by_stream: dict[int, list[tuple[float, float]]] = {}
     for kernel in kernels(ranks[0]):
         by_stream.setdefault(kernel["tid"], []).append((kernel["ts"], kernel["ts"] + kernel["dur"]))

@@ -33,7 +33,6 @@ def test_tokens_of_all_ranks_prefer_the_experts_of_one() -> None:
 
 
 def test_without_it_routers_stay() -> None:
-    """Other faults change no score."""
     router, x = nn.Linear(8, 16, bias=False), torch.randn(5, 8)
     wanted = router(x)
     planted("--fault", "host_stall").plant_in_routers([router], 4)
@@ -41,7 +40,6 @@ def test_without_it_routers_stay() -> None:
 
 
 def test_a_model_without_experts_refuses_it(capsys: pytest.CaptureFixture[str]) -> None:
-    """By the choices of its recorder."""
     with pytest.raises(SystemExit):
         planted("--fault", "hot_experts", kinds=faults.KINDS)
     assert "invalid choice: 'hot_experts'" in capsys.readouterr().err

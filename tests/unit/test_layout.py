@@ -9,8 +9,6 @@ from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-import pytest
-
 PACKAGE = Path(__file__).parents[2] / "src" / "counterpoint"
 FLOOR = {"errors", "records", "rehearsed", "version"}
 ALLOWED: dict[str, set[str]] = {  # room: the rooms it may import, besides the floor and itself
@@ -76,12 +74,10 @@ ANALYSIS_PACKAGES = {"polars", "jinja2", "scipy", "yaml"}
 
 @cache
 def nodes(source: str) -> tuple[ast.AST, ...]:
-    """Return every node of a module's syntax tree."""
     return tuple(ast.walk(ast.parse(source)))
 
 
 def sources() -> dict[Path, str]:
-    """The text of every module."""
     return {path: path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
 
 
@@ -152,60 +148,17 @@ def shared_class_names(modules: Mapping[Path, str]) -> dict[str, list[str]]:
 
 
 def test_every_module_has_a_room() -> None:
-    """A new room or top-level module has to be put on the map."""
     assert {room_of(path) for path in sources()} == ALLOWED.keys() | FREE
 
 
 def test_imports_follow_the_map() -> None:
-    """No module imports a room that the map does not allow, nor a package that its room must do without."""
     wrong = {dotted(path): found for path, source in sources().items() if (found := violations(source, path))}
     assert wrong == {}
 
 
 def test_no_module_imports_itself_through_others() -> None:
-    """There is no circle of imports, be it at the top of a file, in a function or under TYPE_CHECKING."""
     assert import_circle(sources()) == []
 
 
 def test_a_class_name_is_used_once() -> None:
-    """Who searches for a class finds one."""
     assert shared_class_names(sources()) == {}
-
-
-@pytest.mark.parametrize(
-    ("where", "source", "expected"),
-    [
-        ("trace/x.py", "from counterpoint.diagnosis import accounts", "trace -> diagnosis"),
-        ("trace/x.py", "from counterpoint import rendering", "trace -> rendering"),
-        ("trace/x.py", "from ..cli import main", "trace -> cli"),
-        ("rendering/html.py", "import counterpoint.diagnosis.waits", "rendering -> diagnosis"),
-        ("records.py", "from counterpoint.errors import BadTrace", "records -> errors"),
-        ("diagnosis/x.py", "def late():\n    import torch", "diagnosis imports torch"),
-        ("cli.py", "from torch.cuda import Stream", "cli imports torch"),
-        ("measurement/x.py", "import polars as pl", "measurement imports polars"),
-    ],
-)
-def test_a_planted_violation_is_seen(where: str, source: str, expected: str) -> None:
-    """The checker itself: each kind of forbidden import is reported."""
-    assert violations(source, PACKAGE / where) == [expected]
-
-
-@pytest.mark.parametrize(
-    "closing",
-    [
-        "from counterpoint.pair.one import f",
-        "def late():\n    from . import one",
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import counterpoint.pair.one",
-    ],
-)
-def test_a_planted_circle_is_seen(closing: str) -> None:
-    """The checker itself: a circle of two is reported, whatever closes it."""
-    one, two = PACKAGE / "pair" / "one.py", PACKAGE / "pair" / "two.py"
-    assert set(import_circle({one: "from counterpoint.pair import two", two: closing})) == {dotted(one), dotted(two)}
-
-
-def test_a_class_that_is_defined_twice_is_seen() -> None:
-    """The checker itself: the name comes with both modules."""
-    one, two = PACKAGE / "pair" / "one.py", PACKAGE / "plan" / "two.py"
-    both = {one: "class Layout: ...", two: "class Layout: ..."}
-    assert shared_class_names(both) == {"Layout": ["counterpoint.pair.one", "counterpoint.plan.two"]}

@@ -26,30 +26,25 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path, result: Measure
 
 
 def test_json_to_standard_output_is_json_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole measurement and nothing else."""
     assert msgspec.json.decode(run(monkeypatch, "--json", "-").stdout, type=Measurement) == measured.usual()
 
 
 def test_quiet_leaves_the_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One line, which is the summary."""
     lines = run(monkeypatch, "--quiet").stdout.splitlines()
     assert [json.loads(line)["schema"] for line in lines] == ["counterpoint.measurement-summary/1"]
 
 
 def test_out_holds_everything(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What is read back equals what was measured."""
     run(monkeypatch, "--out", tmp_path / "x.json")
     assert msgspec.json.decode((tmp_path / "x.json").read_bytes(), type=Measurement) == measured.usual()
 
 
 def test_the_table_lies_beside_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Two files: the results and their table."""
     run(monkeypatch, "--out", tmp_path / "x.json")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.json", "x.md"]
 
 
 def test_a_full_disk_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """In one sentence, and no half of a file is left."""
 
     def full(path: Path) -> None:
         raise OSError(28, "No space left on device")
@@ -76,7 +71,6 @@ def test_a_full_disk_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 def test_files_that_could_not_be_written_are_refused_before_measuring(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: tuple[str, ...], said: str
 ) -> None:
-    """Nothing is measured for a place that is taken."""
     monkeypatch.chdir(tmp_path)
     for name in ("folder", "taken.md"):
         Path(name).mkdir()
@@ -86,7 +80,6 @@ def test_files_that_could_not_be_written_are_refused_before_measuring(
 
 
 def test_results_that_cannot_be_printed_are_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The text says where they are."""
 
     def full(*arguments: object) -> None:
         raise CounterpointError("cannot write to standard output: No space left on device")
@@ -97,7 +90,6 @@ def test_results_that_cannot_be_printed_are_an_error(monkeypatch: pytest.MonkeyP
 
 
 def test_a_narrow_terminal_loses_no_column(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lines are longer than the window rather than without their mechanism."""
     monkeypatch.setenv("COLUMNS", "20")
     assert "nccl+max_ctas=8" in run(monkeypatch).stdout.partition("{")[0]
 

@@ -30,7 +30,6 @@ def load(path: Path) -> object:
 
 
 def blocks(language: str) -> list[tuple[str, str]]:
-    """Return the code blocks of all pages in one language, each with its page."""
     found = ((page, *block) for page in PAGES for block in BLOCK.findall(page.read_text()))
     return [(str(page.relative_to(ROOT)), dedent(text)) for page, name, text in found if name == language]
 

@@ -80,12 +80,10 @@ def test_rows_of_memory(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_file_is_refused(tmp_path: Path, old: str, new: str, says: str) -> None:
-    """The error names the file, and the row where one is wrong."""
     with pytest.raises(Misconfigured, match=says):
         read(tmp_path, (old, new))
 
 
 @pytest.mark.parametrize("path", sorted(PUBLISHED.glob("*.toml")), ids=lambda path: path.stem)
 def test_every_source_can_be_read(path: Path) -> None:
-    """Each file has rows."""
     assert len(read_source(path)) > 0

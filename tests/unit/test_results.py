@@ -15,7 +15,6 @@ NAMES = sorted(path.name for path in RESULTS.glob("*.json"))
 
 
 def written(folder: Path, rows: list[float]) -> Path:
-    """Write a result with these rows."""
     path = folder / "mine.json"
     facts = {"command": ["python", "mine.py"], "date": "2026-11-22", "commit": "0123456789abcdef"}
     record: dict[str, Any] = {"provenance": facts, "rows": rows}
@@ -45,14 +44,12 @@ def test_every_file_of_rows_has_its_summary() -> None:
 
 
 def test_a_short_result_is_one_file(tmp_path: Path) -> None:
-    """Its rows are read from the JSON."""
     path = written(tmp_path, [1.0, 2.0])
     assert json.loads(read_result(path))["rows"] == [1.0, 2.0]
     assert not path.with_name("mine.json.gz").exists()
 
 
 def test_a_long_result_keeps_its_rows_apart(tmp_path: Path) -> None:
-    """All of them are read from the summary's name, and from the compressed file itself."""
     rows = [n / 7 for n in range(5000)]
     path = written(tmp_path, rows)
     assert json.loads(path.read_bytes())["rows"] == "5000 in the whole"
@@ -61,7 +58,6 @@ def test_a_long_result_keeps_its_rows_apart(tmp_path: Path) -> None:
 
 
 def test_a_result_that_became_short_leaves_no_old_rows(tmp_path: Path) -> None:
-    """A run after one with many rows removes the file of those."""
     written(tmp_path, [n / 7 for n in range(5000)])
     assert json.loads(read_result(written(tmp_path, [3.0])))["rows"] == [3.0]
     assert not (tmp_path / "mine.json.gz").exists()

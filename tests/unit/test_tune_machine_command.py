@@ -26,13 +26,11 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> Result:
 
 
 def test_the_profile_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """And what is read back has the same figures."""
     run(monkeypatch, "--out", tmp_path / "mine.json")
     assert read_profile(tmp_path / "mine.json").digest == FOUND.digest
 
 
 def test_what_was_left_out_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """With the reason, and how the file is named to others."""
     lines = run(monkeypatch, "--out", tmp_path / "mine.json").stdout.splitlines()
     assert lines == [
         "measured on H200, 2026-11-21",
@@ -47,12 +45,10 @@ def test_quiet_says_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("other", [["pairs.toml"], ["--profile", "x.json"], ["--budget", "9"], ["--json", "-"]])
 def test_options_of_pairs_do_not_go_with_it(monkeypatch: pytest.MonkeyPatch, other: list[str]) -> None:
-    """Nothing that was asked for is dropped without a word."""
     with pytest.raises(Misconfigured, match="with --machine: it measures all of a machine; leave"):
         run(monkeypatch, *other)
 
 
 def test_pairs_or_a_machine_are_needed() -> None:
-    """Both are named."""
     with pytest.raises(Misconfigured, match=r"give one of SOURCE .*, and --machine for a profile"):
         CliRunner().invoke(app, ["tune"], catch_exceptions=False)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from counterpoint.collectives.program.calls import Call
 from counterpoint.collectives.program.clock import simulate
 from counterpoint.collectives.program.operations import (
     all_gather,
@@ -51,15 +52,22 @@ def test_a_reduce_scatter_that_was_not_fitted_has_the_measured_bandwidth() -> No
     assert bus_gb_per_s("reduce_scatter", 1024 * MIB, 8, us) == pytest.approx(340, rel=0.05)
 
 
-def test_a_rotation_uses_every_link_fully() -> None:
-    """Where only bytes cost time, an all_gather takes as long as its bytes need on one link."""
-    us = simulate(plan_all(all_gather(8, 39 * MIB)), FREE).us
-    assert us == pytest.approx(7 * 39 * MIB / 390e3)
-
-
-def test_copies_into_one_gpu_share_its_link() -> None:
-    """A gather to one rank takes as long as all its bytes need on the root's link."""
-    assert simulate(plan_all(gather(8, 39 * MIB, own="consumer")), FREE).us == pytest.approx(7 * 39 * MIB / 390e3)
+@pytest.mark.parametrize(
+    ("call", "us", "rel"),
+    [
+        # as long as all bytes need on one link: of each rank, of the root
+        (all_gather(8, 39 * MIB), 7 * 39 * MIB / 390e3, 1e-6),
+        (gather(8, 39 * MIB, own="consumer"), 7 * 39 * MIB / 390e3, 1e-6),
+        # what is left after the transfer is the reduction of one chunk
+        (reduce_scatter(8, 128 * MIB), 7 * 128 * MIB / 390e3 + 9 * 8 * MIB / 4200e3, 1e-3),
+        # links never wait: twice the transfer of a reduce_scatter
+        (all_reduce(8, 1024 * MIB), 2 * 7 * 128 * MIB / 390e3, 0.01),
+    ],
+    ids=["all_gather", "gather", "reduce_scatter", "all_reduce"],
+)
+def test_where_only_bytes_cost_time(call: Call, us: float, rel: float) -> None:
+    tuning = Tuning(chunk_bytes=8 * MIB) if call.reduces else Tuning()
+    assert simulate(plan_all(call, tuning), FREE).us == pytest.approx(us, rel=rel)
 
 
 def test_pushes_that_meet_take_longer() -> None:
@@ -72,19 +80,6 @@ def test_pushes_that_meet_take_longer() -> None:
 def _peer(step: object) -> int:
     peer = step.peer if isinstance(step, Copy) else step.operations[0].peer  # type: ignore[attr-defined]
     return int(peer)
-
-
-def test_a_chunked_reduction_ends_right_after_the_last_arrival() -> None:
-    """Where only bytes cost time, what is left after the transfer is the reduction of one chunk."""
-    prediction = simulate(plan_all(reduce_scatter(8, 128 * MIB), Tuning(chunk_bytes=8 * MIB)), FREE)
-    transfer_us = 7 * 128 * MIB / 390e3
-    assert prediction.us == pytest.approx(transfer_us + 9 * 8 * MIB / 4200e3, rel=1e-3)
-
-
-def test_an_all_reduce_never_lets_the_links_wait() -> None:
-    """Chunked, and where only bytes cost time, it takes twice the transfer of a reduce_scatter."""
-    us = simulate(plan_all(all_reduce(8, 1024 * MIB), Tuning(chunk_bytes=8 * MIB)), FREE).us
-    assert us == pytest.approx(2 * 7 * 128 * MIB / 390e3, rel=0.01)
 
 
 def test_a_relayed_broadcast_is_faster_than_a_direct_one() -> None:
@@ -113,7 +108,6 @@ def test_with_turns_the_others_do_not_hold_up_the_last() -> None:
 
 
 def test_everybody_waits_for_the_last() -> None:
-    """A barrier ends after the arrival of the last rank, by no more than its flags and its launch."""
     prediction = simulate(plan_all(barrier(4)), arrive_us=(0, 0, 500, 0))
     assert all(500 < us < 530 for us in prediction.rank_us)
 
@@ -143,13 +137,11 @@ def test_the_host_costs_time_for_every_step() -> None:
 
 
 def test_a_program_that_deadlocks_is_an_error() -> None:
-    """The clock does not stand still in silence."""
     first, second = plan_all(all_gather(2, 4))
     with pytest.raises(CounterpointError, match=r"ranks \[0, 1\] wait for ever"):
         simulate([first, replace(second, release=())], H200)
 
 
 def test_times_of_arrival_are_one_for_each_rank() -> None:
-    """Anything else is refused."""
     with pytest.raises(Misconfigured, match="one for each rank"):
         simulate(plan_all(barrier(2)), arrive_us=(1.0,))

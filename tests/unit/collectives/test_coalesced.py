@@ -51,7 +51,6 @@ parts = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 9), st.integers(0,
 
 @given(parts, st.sampled_from(TUNINGS), st.integers(2, 4))
 def test_gathers_move_the_same_bytes(drawn: list[tuple[int, int, int]], tuning: Tuning, ranks: int) -> None:
-    """Each to its place, in the same order, with the same signals."""
     shares = [share for share, _, _ in drawn]
     layout = placed(shares, [gap for _, gap, _ in drawn], ranks, [0] * len(drawn))
     for program in plan_all(all_gather(ranks, sum(shares)), tuning) if sum(shares) else ():
@@ -75,7 +74,6 @@ def test_sums_are_of_the_same_bytes(drawn: list[tuple[int, int, int]], tuning: T
 
 
 def signals(program: Program) -> list[object]:
-    """Every signal and wait, in order, but for what waits bring."""
     batches = [step for step in program.cycle() if isinstance(step, Batch)]
     return [
         (batch.lane, replace(one, brings=None) if isinstance(one, Wait) else one)

@@ -49,7 +49,6 @@ def summing(reductions: Reductions) -> BindReduction:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_issued_is_what_was_lowered(name: str) -> None:
-    """Every call, in order, on the stream of its lane; nothing else, and no call of the driver that makes anything."""
     driver = FakeDriver()
     executor, launcher = Executor(driver=driver), summing(Reductions(driver))
     bound = executor.bind(lowered(name), STREAM, reduction=launcher)
@@ -64,7 +63,6 @@ def test_what_is_issued_is_what_was_lowered(name: str) -> None:
 
 
 def test_issuing_twice_is_the_same_twice() -> None:
-    """Nothing is used up: a program is valid for ever."""
     driver = FakeDriver()
     bound = Executor(driver=driver).bind(lowered("all_gather"), STREAM)
     driver.log.clear()
@@ -85,7 +83,6 @@ def test_reductions_run_at_the_highest_priority() -> None:
 
 
 def test_a_reduction_nobody_can_do_is_refused() -> None:
-    """Calls that reduce cannot be bound without a word on how."""
     with pytest.raises(Misconfigured, match="give a `reduction`"):
         Executor(driver=FakeDriver()).bind(lowered("reduce_scatter"), STREAM)
 
@@ -118,7 +115,6 @@ def test_a_capture_that_fails_is_ended() -> None:
 
 
 def test_a_refused_call_stops_the_rest() -> None:
-    """After the driver's no, nothing more is issued, and the error says that the group is over."""
     driver = FakeDriver()
     bound = Executor(driver=driver).bind(lowered("all_gather"), STREAM)
     driver.refuse["cuMemcpyDtoDAsync"] = 700
@@ -129,7 +125,6 @@ def test_a_refused_call_stops_the_rest() -> None:
 
 
 def test_events_come_back() -> None:
-    """What is bound, closed and bound again uses the same events: none are made twice."""
     driver = FakeDriver()
     executor, launcher = Executor(driver=driver), summing(Reductions(driver))
     executor.bind(lowered("reduce_scatter, chunks"), STREAM, reduction=launcher).close()
@@ -139,7 +134,6 @@ def test_events_come_back() -> None:
 
 
 def test_close_destroys_events() -> None:
-    """As many events are destroyed as were created."""
     driver = FakeDriver()
     executor, launcher = Executor(driver=driver), summing(Reductions(driver))
     executor.bind(lowered("reduce_scatter, chunks"), STREAM, reduction=launcher)
@@ -174,7 +168,6 @@ def test_letting_go_sets_every_awaited_word() -> None:
 
 
 def test_a_refusal_while_making_is_unsupported() -> None:
-    """A driver without what is needed is named, with the function that failed."""
     driver = FakeDriver()
     driver.refuse["cuStreamCreateWithPriority"] = 801
     with pytest.raises(Unsupported, match="cuStreamCreateWithPriority failed: 801"):

@@ -21,13 +21,11 @@ def gpu(current_device: int) -> Gpu:
 
 
 def test_a_thread_of_this_device_gets_its_context() -> None:
-    """Which torch would make current at the thread's first kernel."""
     one = gpu(THIS)
     assert (one.is_current(), one.driver.has_context()) == (True, True)
 
 
 def test_a_thread_of_another_device_is_lent_the_context() -> None:
-    """And has none again afterwards: what torch makes in it next is on the device that it chose."""
     one = gpu(OTHER)
     before = one.is_current(), one.driver.has_context()
     with one.current():

@@ -33,7 +33,6 @@ def card(gpu: str, host: str = "a", no_access: tuple[str, ...] = (), lacks: str 
     ],
 )
 def test_why_a_group_cannot(cards: list[CudaCard], reason: str | None) -> None:
-    """Hosts, GPUs used twice, GPUs out of reach and what torch lacks are told, with the ranks."""
     said = why_not(cards, share_gpu=False)
     assert (said is None) if reason is None else (said is not None and reason in said)
 
@@ -44,7 +43,6 @@ def test_addresses_follow_the_own_tensor() -> None:
 
 
 def test_memory_that_is_not_mapped_is_refused() -> None:
-    """A peer without an address is named."""
     with pytest.raises(Unsupported, match="no memory of rank 2"):
         _addresses((0x1000, 0x2000, 0), 0, 0x1000)
 
@@ -76,7 +74,6 @@ NAME = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 def test_multicast_is_off_unless_the_user_wants_it(
     monkeypatch: pytest.MonkeyPatch, before: str | None, after: str
 ) -> None:
-    """From the opening of the first communicator on."""
     monkeypatch.setattr(os, "environ", {} if before is None else {NAME: before})
     monkeypatch.setattr(_SymmetricMemory, "get_backend", lambda device: "CUDA", raising=False)
     prepare_process(0)
@@ -94,7 +91,6 @@ def memory() -> CudaMemory:
 
 
 def test_locations_and_addresses_are_inverse(memory: CudaMemory) -> None:
-    """Where an own byte lies, and where that is for a peer."""
     at = memory.locate(0x20010, 16)
     assert at == Location(3, 16)
     assert memory.address(0, at, 16) == 0x10010
@@ -102,13 +98,11 @@ def test_locations_and_addresses_are_inverse(memory: CudaMemory) -> None:
 
 @pytest.mark.parametrize("address", [0x1FFFF, 0x20FF1, 0x10000])
 def test_bytes_outside_are_nowhere(memory: CudaMemory, address: int) -> None:
-    """Bytes before, across the end of, or in a peer's part of a region are not own symmetric memory."""
     assert memory.locate(address, 16) is None
 
 
 @pytest.mark.parametrize("at", [Location(3, 4090), Location(3, -1), Location(0, 0)])
 def test_an_address_outside_is_refused(memory: CudaMemory, at: Location) -> None:
-    """No address is made of what lies outside of a region."""
     with pytest.raises(Misconfigured, match="make the same call on every rank"):
         memory.address(0, at, 16)
 

@@ -33,7 +33,6 @@ class Device:
 
 
 def test_a_moment_passes_when_its_stream_comes_to_it() -> None:
-    """Not before."""
     device = Device()
     gate = device.block(device.one)
     moment = device.events.record(device.one)
@@ -44,7 +43,6 @@ def test_a_moment_passes_when_its_stream_comes_to_it() -> None:
 
 
 def test_events_are_used_again() -> None:
-    """As soon as nothing refers to their moment."""
     device = Device()
     for _ in range(3):
         device.events.record(device.one)
@@ -53,7 +51,6 @@ def test_events_are_used_again() -> None:
 
 
 def test_a_broken_device_is_told() -> None:
-    """Anything but "not yet" is an error."""
     device = Device()
     moment = device.events.record(device.one)
     device.events._query = lambda event: (700,)
@@ -62,7 +59,6 @@ def test_a_broken_device_is_told() -> None:
 
 
 def test_another_stream_waits_for_the_last_use() -> None:
-    """What it does with the memory comes after what the first stream was told."""
     device, seen = Device(), list[str]()
     device.order.used(HERE, device.one)
     gate = device.block(device.one)
@@ -78,14 +74,12 @@ def test_another_stream_waits_for_the_last_use() -> None:
 
 
 def test_only_uses_of_these_bytes_count() -> None:
-    """A neighbour's stream is not waited for."""
     device = Device()
     device.order.used(THERE, device.two)
     assert device.order.freed(HERE, 512) == ()
 
 
 def test_every_stream_is_waited_for() -> None:
-    """Also those that used a view, at another offset."""
     device = Device()
     device.order.used(HERE, device.one)
     device.order.used(HERE + 64, device.two)
@@ -95,7 +89,6 @@ def test_every_stream_is_waited_for() -> None:
 
 
 def test_what_is_in_a_graph_is_kept() -> None:
-    """It is used whenever that is replayed."""
     device = Device()
     device.order.used(HERE, device.one, capture=3)
     assert device.order.freed(HERE, 512) == "never"
@@ -112,7 +105,6 @@ def test_what_dies_in_a_capture_is_free_after_it() -> None:
 
 
 def test_neighbours_that_become_one_keep_the_latest_points() -> None:
-    """One for each stream."""
     device = Device()
     first, second, other = (device.events.record(stream) for stream in (device.one, device.one, device.two))
     assert set(device.order.merged((first, other), (second,))) == {second, other}

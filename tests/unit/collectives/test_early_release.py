@@ -45,7 +45,6 @@ def heap() -> Iterator[Heap]:
 
 
 def test_a_dead_tensor_is_released_by_the_next_call(heap: Heap) -> None:
-    """Not in its finalizer, which runs in any thread; by `collect`, once."""
     tensor = heap.make(100)
     number = heap.block(tensor).number
     del tensor
@@ -56,7 +55,6 @@ def test_a_dead_tensor_is_released_by_the_next_call(heap: Heap) -> None:
 
 
 def test_what_cannot_be_released_now_is_released_later(heap: Heap) -> None:
-    """And is not used again before."""
     tensor = heap.make(100)
     del tensor
     heap.reason = "later"
@@ -79,7 +77,6 @@ def test_what_is_never_released_is_not_asked_for_again(heap: Heap) -> None:
 
 
 def test_a_block_is_used_again_by_its_like(heap: Heap) -> None:
-    """Of the same size, or down to half of it."""
     tensor = heap.make(2000)
     block = heap.block(tensor)
     del tensor
@@ -96,7 +93,6 @@ def test_a_block_is_neither_cut_nor_joined(heap: Heap, num_bytes: int) -> None:
 
 
 def test_the_second_use_begins_with_the_handshake(heap: Heap) -> None:
-    """Until it was released again."""
     tensor = heap.make(100)
     at = heap.memory.locate(tensor.data_ptr(), tensor.nbytes)
     seen = []
@@ -108,20 +104,17 @@ def test_the_second_use_begins_with_the_handshake(heap: Heap) -> None:
 
 
 def test_a_view_says_where_in_its_block_it_is(heap: Heap) -> None:
-    """By block and offset, in the words that ranks compare."""
     tensors = [heap.make(10), heap.make(100)]
     view = tensors[1][30:]
     assert str(heap.pool.use(heap.memory.locate(view.data_ptr(), 70))) == " into early-release block 1 + 30"
 
 
 def test_other_memory_has_no_early_release(heap: Heap) -> None:
-    """Neither another region nor none."""
     heap.make(10)
     assert [heap.pool.use(at) for at in (None, Location(7, 0))] == [None, None]
 
 
 def test_there_are_no_more_blocks_than_words(heap: Heap) -> None:
-    """The next one is refused, with what to do."""
     held = [heap.make(1) for _ in range(MAX_EARLY_BLOCKS)]
     with pytest.raises(Unsupported, match="use fewer sizes"):
         heap.make(len(held))

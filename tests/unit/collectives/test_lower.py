@@ -58,7 +58,6 @@ def replayed(programs: tuple[Program, ...], *, seed: int, one_queue: bool = Fals
 @pytest.mark.parametrize("world_size", [2, 3, 5])
 @pytest.mark.parametrize("name", NAMES)
 def test_replayed_calls_give_what_the_operation_is(name: str, world_size: int) -> None:
-    """Every operation, several orders, back-to-back rounds: each rank's output is right."""
     call, tuning = case(name, world_size)
     for seed in range(4):
         replayed(plan_all(call, tuning), seed=seed)
@@ -67,7 +66,6 @@ def test_replayed_calls_give_what_the_operation_is(name: str, world_size: int) -
 @given(name=st.sampled_from(NAMES), world_size=st.integers(1, 6), seed=st.integers(0, 1 << 30), early=st.booleans())
 @settings(max_examples=80, deadline=None)
 def test_any_order_of_any_world_size(name: str, world_size: int, seed: int, early: bool) -> None:
-    """No order in which all lanes go on, early release or not, changes an output or gets stuck."""
     call, tuning = case(name, world_size)
     replayed(plan_all(call, tuning), seed=seed, early=early)
 
@@ -147,7 +145,6 @@ def test_a_wait_is_followed_by_its_reset() -> None:
 
 
 def test_signals_go_to_the_peer_and_waits_stay_here() -> None:
-    """A 1 is written into the peer's word of this rank; waited for is the own word of the peer."""
     program = plan(barrier(3), 1)
     addresses = _addresses(3)
     operations = [
@@ -161,7 +158,6 @@ def test_signals_go_to_the_peer_and_waits_stay_here() -> None:
 
 
 def test_a_batch_is_cut_where_the_driver_wants_it() -> None:
-    """More operations than one call takes become several, none lost, in order, none over the limit."""
     signals = tuple(Signal(1, Flag("output", "arrived", 0, chunk)) for chunk in range(600))
     calls = lower(plan(barrier(2), 0), _addresses(2), [Batch(signals)])
     sizes = [len(call.operations) for call in calls if isinstance(call, MemoryOperations)]
@@ -170,7 +166,6 @@ def test_a_batch_is_cut_where_the_driver_wants_it() -> None:
 
 
 def test_reductions_keep_rank_order() -> None:
-    """The sources of a reduction are those of ranks 0, 1, 2, ..., the own one from its input."""
     program = plan(all_reduce(4, 256, own="copy"), 2)
     (launch,) = [call for call in lower(program, _addresses(4)) if isinstance(call, ReduceLaunch)]
     base = _addresses(4).staging[2]
@@ -190,13 +185,11 @@ def test_events_keep_their_lanes() -> None:
 
 
 def test_a_missing_address_is_named() -> None:
-    """A buffer that the program needs and nobody mapped is an error that says which and whose."""
     with pytest.raises(Misconfigured, match="needs output of rank 2, and no address was given"):
         lower(plan(all_gather(3, 16), 0), replace(_addresses(3), output=(1 << 20, 1 << 21, 0)))
 
 
 def test_flags_have_to_be_aligned() -> None:
-    """Stream memory operations work on whole words."""
     with pytest.raises(Misconfigured, match="multiples of 4 bytes"):
         Addresses(output_flags=(4096, 4098))
 

@@ -17,13 +17,11 @@ class Torch:
         self._store, self._rank, self._meetings = store, rank, meetings
 
     def puts(self, value: bytes) -> int:
-        """The number of a meeting to which this rank has brought a value."""
         number = next(self._meetings)
         self._store.set(f"CUDASymmetricMemory/{number}/{self._rank}", value)
         return number
 
     def gets(self, number: int) -> list[bytes]:
-        """What both ranks have brought."""
         return [self._store.get(f"CUDASymmetricMemory/{number}/{rank}") for rank in range(2)]
 
 
@@ -37,7 +35,6 @@ def test_ranks_with_other_numbers_meet() -> None:
 
 
 def test_a_barrier_meets() -> None:
-    """Torch 2.13 counts there, and waits for a key."""
     store = HashStore()
     one, other = NumberedStore(store), NumberedStore(store)
     assert (one.add("memory/5", 1), other.add("memory/2", 1)) == (1, 2)

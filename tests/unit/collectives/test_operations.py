@@ -30,7 +30,6 @@ MIB = 1 << 20
 
 @pytest.fixture
 def shift(monkeypatch: pytest.MonkeyPatch) -> str:
-    """A toy collective, registered for one test."""
     monkeypatch.setitem(OPERATIONS, "shift", SHIFT)
     return "shift"
 
@@ -59,26 +58,22 @@ def test_a_crossover_that_is_given_comes_before_the_one_of_the_profile() -> None
 
 @pytest.mark.parametrize("given", [{"send": 5}, {"all_gather": -1}])
 def test_a_crossover_of_nothing_is_refused(given: dict[str, int]) -> None:
-    """The text has what was given, and the operations."""
     [(name, size)] = given.items()
     with pytest.raises(Misconfigured, match=f"crossover_bytes {name}={size}: give 0 or more for all_gather, "):
         crossovers(default_profile(), given)
 
 
 def test_a_name_that_is_none_is_refused_with_what_there_is() -> None:
-    """The text lists the collectives."""
     with pytest.raises(Misconfigured, match="choose from: all_gather, reduce_scatter"):
         find_operation("all_gathers")
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
 def test_a_toy_collective_is_proved(shift: str, world_size: int) -> None:
-    """The checker knows from its row what every byte of the output must be."""
     assert check([plan_all(even_call(shift, world_size, 40))] * 3).violations == ()
 
 
 def test_every_interleaving_of_a_toy_collective_is_right(shift: str) -> None:
-    """Walked one by one."""
     assert explore([plan_all(even_call(shift, 3, 40))] * 2).violations == ()
 
 

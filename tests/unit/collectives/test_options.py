@@ -10,6 +10,5 @@ from counterpoint.machine.profile import default_profile
 
 @pytest.mark.parametrize("on_gpu", [True, False])
 def test_ranks_agree_on_sharing_a_gpu(on_gpu: bool) -> None:
-    """On GPUs; elsewhere there is nothing to agree on."""
     shared = CommunicatorOptions(share_gpu=True).shared(on_gpu=on_gpu, profile=default_profile())
     assert shared.get("share_gpu") == (True if on_gpu else None)

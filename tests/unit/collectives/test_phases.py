@@ -31,7 +31,6 @@ FREE = msgspec.structs.replace(H200, copy_us=0, kernel_us=0, batch_us=0, signal_
 
 
 def test_a_phase_that_a_rank_leaves_out_is_refused() -> None:
-    """The groups would make different calls."""
     call, grid = all_gather(4, 3), Grid(hosts=2, local=2)
     made = list(phases_all(call, grid))
     with pytest.raises(Misconfigured, match="ranks 0 and 2 make different calls between hosts"):
@@ -41,7 +40,6 @@ def test_a_phase_that_a_rank_leaves_out_is_refused() -> None:
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_groups_make_the_same_calls_in_the_same_order(name: str, grid: Grid) -> None:
-    """What makes a call of a group the same call."""
     made = phases_all(cases(grid.world_size)[name], grid, slice_bytes=SLICE)
     for rank in range(grid.world_size):
         for level in LEVELS:
@@ -51,7 +49,6 @@ def test_groups_make_the_same_calls_in_the_same_order(name: str, grid: Grid) -> 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_byte_leaves_its_host_once(name: str) -> None:
-    """As many bytes go between hosts as have to, evenly over the rails."""
     grid, block = Grid(hosts=3, local=2), 16 * 6
     call = {
         "all_gather": all_gather(6, block),
@@ -73,13 +70,11 @@ def test_every_byte_leaves_its_host_once(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["all_gather", "reduce_scatter", "all_reduce", "broadcast", "barrier"])
 def test_nothing_is_copied_within_a_rank(name: str) -> None:
-    """Every phase leaves its result where the next one wants it."""
     steps = [step for program in whole(cases(6)[name], Grid(hosts=3, local=2)) for step in program.cycle()]
     assert not any(isinstance(step, LocalCopy) for step in steps)
 
 
 def test_only_reduce_scatter_and_all_to_all_keep_something_between_phases() -> None:
-    """As much as has to go to other hosts; a reduce_scatter what comes from there, too."""
     grid = Grid(hosts=3, local=2)
     kept = {call.operation: scratch_bytes(phases(call, grid, 0)) for call in cases(6).values()}
     assert {name: size for name, size in kept.items() if size} == {"reduce_scatter": 2 * 2 * 5, "all_to_all": 2 * 2 * 3}
@@ -87,7 +82,6 @@ def test_only_reduce_scatter_and_all_to_all_keep_something_between_phases() -> N
 
 @pytest.mark.parametrize("name", NAMES)
 def test_one_host_needs_no_network(name: str) -> None:
-    """Nothing is done between hosts, nor kept for it."""
     found = phases(cases(4)[name], Grid(hosts=1, local=4), 1, slice_bytes=SLICE)
     assert {phase.level for phase in found} == {"inside"}
 
@@ -147,7 +141,6 @@ def test_a_resident_gemm_holds_up_what_goes_between_hosts_and_not_what_is_pushed
 
 
 def test_ranks_have_to_make_whole_hosts() -> None:
-    """Three ranks on hosts of two are none."""
     with pytest.raises(Misconfigured, match="give a divisor"):
         simulate(plan_all(barrier(3)), network=HostNetwork(local=2))
 
@@ -170,7 +163,6 @@ def test_a_model_of_several_hosts_is_not_run() -> None:
     ],
 )
 def test_a_call_that_cannot_be_is_refused(make: object, message: str) -> None:
-    """The text says what is allowed."""
     assert callable(make)
     with pytest.raises(Misconfigured, match=message):
         make()

@@ -42,19 +42,16 @@ def heap() -> Iterator[Heap]:
 
 
 def test_a_tensor_has_the_shape_and_dtype_asked_for(heap: Heap) -> None:
-    """And can be written."""
     tensor = heap.pool.empty(3, 5, dtype=torch.bfloat16).fill_(2)
     assert (tensor.shape, tensor.dtype, float(tensor.sum())) == ((3, 5), torch.bfloat16, 30.0)
 
 
 def test_blocks_are_aligned(heap: Heap) -> None:
-    """Whatever their sizes."""
     tensors = [heap.make(size) for size in (1, 513, 7)]
     assert [heap.place(tensor).offset % BLOCK_BYTES for tensor in tensors] == [0, 0, 0]
 
 
 def test_what_was_dropped_is_used_again(heap: Heap) -> None:
-    """At the same place."""
     first = heap.make(100)
     where = heap.place(first)
     kept = heap.make(100)
@@ -74,7 +71,6 @@ def test_a_view_keeps_its_tensor(heap: Heap) -> None:
 
 
 def test_neighbours_become_one(heap: Heap) -> None:
-    """Two that were dropped make room for one of their size."""
     one, two, _three = heap.make(512), heap.make(512), heap.make(512)
     where = heap.place(one)
     del two, one
@@ -91,7 +87,6 @@ def test_the_order_of_dropping_does_not_matter(heap: Heap, order: tuple[int, ...
 
 
 def test_regions_grow(heap: Heap) -> None:
-    """What fits nowhere gets a region of its own size, or of the next step."""
     tensors = [heap.make(size) for size in (REGION, 1, 5 * REGION)]
     assert [heap.place(tensor).region for tensor in tensors] == [0, 1, 2]
 

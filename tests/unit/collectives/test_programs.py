@@ -76,7 +76,6 @@ def without_own(call: Call, rank: int, output: bytes) -> bytes:
 @settings(max_examples=300, deadline=None)
 @given(call=any_call(), tuning=TUNINGS, seed=st.integers(0, 1 << 16))
 def test_every_byte_arrives_where_torch_puts_it(call: Call, tuning: Tuning, seed: int) -> None:
-    """Two calls in a row on the same memory and flags give the reference, whatever order chance picks."""
     group, ranks = Group(call.world_size, seed), range(call.world_size)
     for _ in range(2):
         inputs = [group.random.randbytes(call.input_bytes(rank)) for rank in ranks]
@@ -90,7 +89,6 @@ def test_every_byte_arrives_where_torch_puts_it(call: Call, tuning: Tuning, seed
 @settings(max_examples=100, deadline=None)
 @given(call=any_call(), tuning=TUNINGS, seed=st.integers(0, 1 << 16))
 def test_flags_are_at_rest_afterwards(call: Call, tuning: Tuning, seed: int) -> None:
-    """After any call every word is as it was before, so that the same program can be replayed for ever."""
     group = Group(call.world_size, seed)
     group.call(plan_all(call, tuning), [bytes(call.input_bytes(rank)) for rank in range(call.world_size)])
     assert group.words == group.at_rest
@@ -129,7 +127,6 @@ def test_relays_of_a_broadcast_do_not_meet(relays: int) -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "in place" in name or "left" in name])
 def test_in_place_calls_copy_nothing_locally(name: str) -> None:
-    """What is in place, or left to the consumer, needs no SM."""
     steps = [step for program in plan_all(*case(name, 4)) for step in program.cycle()]
     assert not any(isinstance(step, LocalCopy | Reduce) for step in steps)
 
@@ -192,13 +189,11 @@ def test_an_all_reduce_needs_no_word_about_its_output() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_programs_are_cached(name: str) -> None:
-    """The same call gives the same object, so that an executor can build its parameters once."""
     call, tuning = case(name, 3)
     assert plan(call, 1, tuning) is plan(call, 1, tuning)
 
 
 def test_one_rank_alone_needs_no_flags() -> None:
-    """A group of one has nobody to signal to."""
     assert all(plan(case(name, 1)[0], 0, case(name, 1)[1]).symmetric == frozenset() for name in NAMES)
 
 
@@ -223,7 +218,6 @@ def test_one_rank_alone_needs_no_flags() -> None:
     ],
 )
 def test_a_call_that_cannot_mean_anything_is_refused(make: object, message: str) -> None:
-    """The text says what is allowed."""
     assert callable(make)
     with pytest.raises(Misconfigured, match=message):
         make()

@@ -38,7 +38,6 @@ def test_a_sum_is_as_exact_as_its_dtype(dtype: str) -> None:
 
 
 def test_integers_are_exact() -> None:
-    """A sum of integers is one: it wraps around as torch's does, and loses nothing."""
     rows = [torch.full((3,), 2**31 - 1, dtype=torch.int32), torch.tensor([1, 2, -1], dtype=torch.int32)]
     assert torch.equal(reference(rows, Reduction(op="sum", dtype="int32")), rows[0] + rows[1])
 
@@ -51,7 +50,6 @@ def test_order_is_that_of_the_ranks() -> None:
 
 @given(own=st.integers(0, 7), count=st.integers(1, 8), stride=st.integers(1, 1 << 30), where=st.integers(0, 1 << 40))
 def test_any_own_place_is_found(own: int, count: int, stride: int, where: int) -> None:
-    """From the layout the very addresses come back, in order, wherever the own one lies."""
     slots = [(1 << 41) + slot * stride for slot in range(count - 1)]
     index = min(own, count - 1)
     sources = [*slots[:index], where, *slots[index:]]
@@ -62,7 +60,6 @@ def test_any_own_place_is_found(own: int, count: int, stride: int, where: int) -
 
 @pytest.mark.parametrize("world_size", range(2, 9))
 def test_the_kernel_can_do_what_programs_ask_for(world_size: int) -> None:
-    """The sources of every rank's all_reduce lie in a way that it knows, and it finds them all, in order of ranks."""
     bases = {"input": 1 << 40, "output": 1 << 41, "staging": 1 << 42}
     for rank in range(world_size):
         program = plan(all_reduce(world_size, 4096), rank)
@@ -78,7 +75,6 @@ def test_the_kernel_can_do_what_programs_ask_for(world_size: int) -> None:
 
 
 def test_scattered_sources_are_refused() -> None:
-    """Addresses in no order are an error, not a wrong sum."""
     with pytest.raises(Misconfigured, match="evenly spaced"):
         Layout.of([0, 1000, 1010, 5000, 7777])
 
@@ -94,7 +90,6 @@ def test_scattered_sources_are_refused() -> None:
     ],
 )
 def test_what_cannot_be_is_refused(op: Any, dtype: str, factor: float, num_sms: int | None, reason: str) -> None:
-    """Unknown or meaningless options are errors that name what is allowed."""
     with pytest.raises(Misconfigured, match=reason):
         Reduction(op=op, dtype=dtype, factor=factor, num_sms=num_sms)
 
@@ -117,17 +112,14 @@ def test_no_more_programs_than_sms_were_given() -> None:
 
 
 def test_small_data_takes_one_program() -> None:
-    """No block is launched that has nothing to do."""
     assert launched(64, num_sms=16).num_programs == launched(64).num_programs == 1
 
 
 def test_length_does_not_compile_again() -> None:
-    """Compile-time constants depend on alignment and dtype, not on length or address."""
     assert launched(1 << 20).constants == launched(1 << 24).constants
 
 
 def test_a_cut_element_is_refused() -> None:
-    """An address within an element is an error."""
     with pytest.raises(Misconfigured, match="cuts an element"):
         launched(64, skew=1)
 

@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,28 +32,21 @@ def pair() -> Iterator[Pair]:
 
 
 def test_what_a_peer_writes_is_there(pair: Pair) -> None:
-    """Under another address, in the same bytes."""
     first, second = pair
     at = Location(first.create(4096), 100)
     ctypes.memmove(second.address(0, at, 5), b"hello", 5)
     assert ctypes.string_at(first.address(0, at, 5), 5) == b"hello"
 
 
-def test_own_bytes_are_located(pair: Pair) -> None:
-    """The inverse of their address."""
-    at = Location(pair[0].create(4096), 77)
-    assert pair[0].locate(pair[0].address(0, at, 10), 10) == at
-
-
-def test_other_bytes_are_not(pair: Pair) -> None:
-    """Nor a range that leaves the region."""
-    start = pair[0].address(0, Location(pair[0].create(4096), 0), 1)
+def test_own_bytes_are_located_and_no_others(pair: Pair) -> None:
+    region = pair[0].create(4096)
+    start = pair[0].address(0, Location(region, 0), 1)
+    assert pair[0].locate(pair[0].address(0, Location(region, 77), 10), 10) == Location(region, 77)
     assert [pair[0].locate(start + 4000, 200), pair[0].locate(12345, 1)] == [None, None]
 
 
 @pytest.mark.parametrize("at", [Location(0, -1), Location(0, 4090), Location(1, 0), Location(-1, 0), Location(999, 0)])
 def test_no_address_outside_a_region(pair: Pair, at: Location) -> None:
-    """Whatever a peer says: 8 bytes there are refused."""
     pair[0].create(4096)
     with pytest.raises(Misconfigured, match="make the same call on every rank"):
         pair[1].address(0, at, 8)
@@ -88,7 +82,6 @@ def test_threads_map_a_region_once(pair: Pair) -> None:
 
 
 def test_sizes_are_capped(pair: Pair) -> None:
-    """By what was allowed, and the text says what is in use."""
     pair[0].create(1 << 19)
     with pytest.raises(Unsupported, match=r"with 524288 in use in 1 regions; allowed are 1048576"):
         pair[0].create((1 << 19) + 1)
@@ -102,40 +95,31 @@ def test_memory_that_is_not_there_is_not_taken(pair: Pair, monkeypatch: pytest.M
 
 
 def test_what_is_available_is_what_the_kernel_says() -> None:
-    """More than nothing, and less than the machine has."""
     assert 0 < shared_memory.available_bytes() < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def test_a_region_cannot_be_cut(pair: Pair) -> None:
-    """By nobody who has it open: its size is sealed."""
     with pytest.raises(PermissionError):
         os.ftruncate(pair[0].card().status_fd, 1)
 
 
-def test_a_forged_card_is_refused(pair: Pair) -> None:
-    """A file of the right process that does not have its name."""
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"name": "counterpoint-0000"}, "is no memory of rank 1"),  # a file of the right process with another name
+        ({"status_fd": 0}, "is no memory of rank 1"),  # any other file
+        ({"pid": 2**22 + 1}, "cannot open the memory of rank 1"),  # a dead process
+    ],
+)
+def test_a_wrong_card_is_refused(pair: Pair, change: dict[str, Any], said: str, tmp_path: Path) -> None:
     first, second = pair
-    forged = dataclasses.replace(second.card(), name="counterpoint-0000")
-    with pytest.raises(Unsupported, match="is no memory of rank 1"):
-        first.join([first.card(), forged])
-
-
-def test_another_file_is_refused(pair: Pair, tmp_path: Path) -> None:
-    """A descriptor that is no memory at all is not even opened."""
-    first, second = pair
-    with (tmp_path / "file").open("w") as file, pytest.raises(Unsupported, match="is no memory of rank 1"):
-        first.join([first.card(), dataclasses.replace(second.card(), status_fd=file.fileno())])
-
-
-def test_a_dead_process_is_refused(pair: Pair) -> None:
-    """Its memory went with it."""
-    first, second = pair
-    with pytest.raises(Unsupported, match="cannot open the memory of rank 1"):
-        first.join([first.card(), dataclasses.replace(second.card(), pid=2**22 + 1)])
+    with (tmp_path / "file").open("w") as file:
+        other = {"status_fd": file.fileno()} if "status_fd" in change else change
+        with pytest.raises(Unsupported, match=said):
+            first.join([first.card(), dataclasses.replace(second.card(), **other)])
 
 
 def test_closing_closes_every_descriptor() -> None:
-    """Of statuses and regions."""
     before = descriptors()
     memory = SharedMemory(world_size=1, rank=0, channels=1, max_bytes=1 << 20)
     memory.create(4096)
@@ -145,7 +129,6 @@ def test_closing_closes_every_descriptor() -> None:
 
 
 def descriptors() -> list[str]:
-    """Open in this process."""
     return sorted(path.name for path in Path("/proc/self/fd").iterdir())
 
 
@@ -153,7 +136,6 @@ HERE = ProcessCard.of_this_process()
 
 
 def test_ranks_alike_can_share() -> None:
-    """This process with itself."""
     assert why_not([HERE, HERE]) is None
 
 
@@ -168,6 +150,5 @@ def test_ranks_alike_can_share() -> None:
     ],
 )
 def test_ranks_that_cannot_share_are_told_why(change: dict[str, str], said: str) -> None:
-    """The first difference, with both ranks."""
     other = dataclasses.replace(HERE, **change)  # type: ignore[arg-type]
     assert (why_not([HERE, other]) or "").startswith(said)

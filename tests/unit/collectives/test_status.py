@@ -14,7 +14,6 @@ KINDS: tuple[Literal["ready", "turn"], ...] = ("ready", "turn")
 
 
 def flags(world_size: int) -> list[Flag]:
-    """All that a channel has."""
     buffers: tuple[Symmetric, ...] = ("output", "staging")
     row = [(buffer, peer) for buffer in buffers for peer in range(world_size)]
     ready, turn = ([Flag(buffer, kind, peer) for buffer, peer in row] for kind in KINDS)
@@ -24,7 +23,6 @@ def flags(world_size: int) -> list[Flag]:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
 def test_every_flag_has_its_word(world_size: int) -> None:
-    """All words of a channel, each once."""
     indices = sorted(flag_index(flag, world_size) for flag in flags(world_size))
     assert indices == list(range(2 * flag_words(world_size, max_chunks=MAX_CHUNKS)))
 
@@ -39,7 +37,6 @@ def test_only_staging_is_ready_at_rest() -> None:
 
 
 def test_words_are_aligned() -> None:
-    """A store that crosses a cache line would not happen at once."""
     kind = status_type(3, 2)
     memory = bytearray(ctypes.sizeof(kind))
     status = new_status(kind, memory, 3, 2)

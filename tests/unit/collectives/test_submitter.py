@@ -69,14 +69,12 @@ class Ranks:
         self.submitter = Submitter(transport, rank=0, world_size=WORLD_SIZE, channels=2, debug=False)
 
     def start(self, ask: Any, output: Any, input: Any, *options: Any, channel: int = 0) -> None:
-        """Make a call: by the name of a collective of even blocks, or by a function of `request`."""
         if isinstance(ask, str):
             ask, options = request.even_blocks_of, (ask, *options)
         self.submitter.submit(ask, output, input, channel, False, *options)
 
     @property
     def made(self) -> int:
-        """Submissions so far."""
         return len(self.transport.accepted)
 
 
@@ -86,7 +84,6 @@ def ranks() -> Ranks:
 
 
 def test_the_same_call_is_made_once(ranks: Ranks) -> None:
-    """With views made anew each time, too; each has the next number."""
     shards = torch.zeros(WORLD_SIZE, 4)
     for _ in range(3):
         ranks.start("all_gather", shards, shards[0])
@@ -94,7 +91,6 @@ def test_the_same_call_is_made_once(ranks: Ranks) -> None:
 
 
 def test_each_channel_and_pair_of_ranks_counts_for_itself(ranks: Ranks) -> None:
-    """Numbers are those of a line of the status."""
     one = torch.zeros(4)
     ranks.start("barrier", None, None)
     ranks.start("barrier", None, None, channel=1)
@@ -104,7 +100,6 @@ def test_each_channel_and_pair_of_ranks_counts_for_itself(ranks: Ranks) -> None:
 
 
 def test_a_call_that_was_refused_has_no_number(ranks: Ranks) -> None:
-    """The next one takes it."""
     ranks.transport.refuses = True
     with pytest.raises(Misconfigured, match="not now"):
         ranks.start("barrier", None, None)
@@ -127,7 +122,6 @@ OTHERS: dict[str, Callable[[Ranks], None]] = {
 
 @pytest.mark.parametrize("what", OTHERS)
 def test_another_call_is_another_job(ranks: Ranks, what: str) -> None:
-    """Each thing by which calls differ makes them differ, at the same address."""
     ranks.start("all_reduce", WHOLE, WHOLE, 0, "sum", 1.0)
     OTHERS[what](ranks)
     assert ranks.made == 2
@@ -145,7 +139,6 @@ REFUSED: dict[str, Callable[[torch.Tensor, torch.Tensor], tuple[Any, ...]]] = {
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_is_wrong_is_refused_after_what_was_right(ranks: Ranks, what: str) -> None:
-    """The checks of a call that is known hold for tensors that look the same, and for no others."""
     output, input = torch.zeros(WORLD_SIZE, 4), torch.zeros(4)
     ranks.start("all_gather", output, input)
     with pytest.raises(Misconfigured):
@@ -153,7 +146,6 @@ def test_what_is_wrong_is_refused_after_what_was_right(ranks: Ranks, what: str) 
 
 
 def test_rows_that_cannot_be_divided_are_refused_after_others_at_the_same_place(ranks: Ranks) -> None:
-    """The number of bytes is the same, only the shape is another one."""
     output, input = torch.zeros(6), torch.zeros(6)
     ranks.start(request.all_to_all, output, input, False)
     with pytest.raises(Misconfigured, match="3 rows"):
@@ -182,7 +174,6 @@ def test_one_input_with_gaps_moves_the_places_of_all(ranks: Ranks) -> None:
 
 
 def test_an_input_is_conjugated_each_time(ranks: Ranks) -> None:
-    """Its bytes are those of the tensor that it is the conjugate of, and are not what is meant."""
     output, input = torch.zeros(WORLD_SIZE, 4, dtype=torch.complex64), torch.zeros(4, dtype=torch.complex64)
     ranks.start("all_gather", output, input)
     ranks.start("all_gather", output, input.conj())
@@ -222,7 +213,6 @@ def test_a_number_is_no_reduction_although_torch_says_that_it_equals_one() -> No
 
 
 def test_not_more_calls_are_remembered_than_may_be(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outputs at ever new addresses do not add up."""
     monkeypatch.setattr("counterpoint.collectives.submit.submitter._MOST_KNOWN", 3)
     for size in range(1, 10):
         ranks.start("all_reduce", WHOLE[:size], WHOLE[:size], 0, "sum", 1.0)

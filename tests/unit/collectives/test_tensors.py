@@ -40,24 +40,19 @@ FOUR, EIGHT = torch.zeros(4), torch.zeros(8)
     ],
 )
 def test_what_does_not_fit_is_refused(call: Callable[[], object], said: str) -> None:
-    """The text says what came and what is allowed."""
     with pytest.raises(Misconfigured, match=said):
         call()
 
 
-def test_a_block_is_the_output_over_the_ranks() -> None:
-    """In bytes."""
+def test_blocks_and_splits_are_counted_in_bytes() -> None:
     assert block_bytes(EIGHT, FOUR, 2) == 16
+    assert splits(torch.zeros(5, 3), [2, 0, 3], 3) == (24, 0, 36)
 
 
-def test_a_missing_tensor_fits() -> None:
-    """Ranks that only send, or only receive."""
+def test_what_fits() -> None:
+    """A tensor may be missing, and an input may have gaps."""
     check(None, FOUR)
     check(EIGHT, None)
-
-
-def test_inputs_need_not_be_contiguous() -> None:
-    """They are copied then."""
     check(FOUR, EIGHT[::2])
     assert sendable(torch.arange(8.0)[::2]).tolist() == [0, 2, 4, 6]
 
@@ -73,19 +68,12 @@ def test_what_is_contiguous_is_sent_as_it_is() -> None:
     assert sendable(FOUR).data_ptr() == FOUR.data_ptr()
 
 
-def test_splits_are_rows_in_bytes() -> None:
-    """Of dim 0."""
-    assert splits(torch.zeros(5, 3), [2, 0, 3], 3) == (24, 0, 36)
-
-
 @pytest.mark.parametrize(("one", "other", "expected"), [(EIGHT[:5], EIGHT[4:], True), (EIGHT[:4], EIGHT[4:], False)])
 def test_overlap_is_by_bytes(one: Any, other: Any, expected: bool) -> None:
-    """Neighbours do not overlap."""
     assert overlap(one, other) is expected
 
 
 def test_reductions_of_torch_are_known() -> None:
-    """By their names."""
     assert reduction_of(torch.distributed.ReduceOp.AVG, 1.0, FOUR) == reduction_of("avg", 1.0, FOUR)
 
 
@@ -111,6 +99,5 @@ def test_inputs_within_outputs_are_seen(
 
 
 def test_outputs_that_share_bytes_are_refused() -> None:
-    """What one of them holds in the end would be chance."""
     with pytest.raises(Misconfigured, match="outputs 1 and 0 share bytes"):
         overlap_elsewhere([EIGHT[3:], EIGHT[:4]], [FOUR, FOUR], [False, False])

@@ -74,31 +74,26 @@ def test_calls_with_splits_are_not_simulated() -> None:
 @pytest.mark.parametrize("world_size", [2, 3, 8])
 @pytest.mark.parametrize("name", NAMES)
 def test_every_candidate_is_right(name: str, world_size: int) -> None:
-    """The checker passes all of them, after each other."""
     call, _ = case(name, world_size)
     assert check([plan_all(call, tuning) for tuning in candidates(call)]).violations == ()
 
 
 def test_equal_calls_get_equal_answers() -> None:
-    """Also without the cache: ranks ask for themselves, and must agree."""
     asked = [best_tuning.__wrapped__(reduce_scatter(8, 128 * MIB)) for _ in range(2)]
     assert asked[0] == asked[1]
 
 
 def test_a_call_that_was_seen_before_is_looked_up() -> None:
-    """An equal call, made anew, is not worked out again."""
     first = best_tuning(all_reduce(8, 1024 * MIB))
     worked_out = best_tuning.cache_info().misses
     assert (best_tuning(all_reduce(8, 1024 * MIB)) is first, best_tuning.cache_info().misses) == (True, worked_out)
 
 
 def test_it_asks_for_no_more_chunks_than_there_are_flags() -> None:
-    """With room for one arrival nothing is cut."""
     assert best_tuning(reduce_scatter(8, 128 * MIB), max_chunks=1) == DEFAULT
 
 
 def test_it_needs_room_for_one_arrival() -> None:
-    """No flags, no call."""
     with pytest.raises(Misconfigured, match="give 1 or more"):
         best_tuning(barrier(2), max_chunks=0)
 
@@ -147,7 +142,6 @@ def test_large_reductions_are_close_to_the_bound(operation: str, world_size: int
 @pytest.mark.parametrize("operation", ["reduce_scatter", "all_reduce"])
 @pytest.mark.parametrize("num_bytes", SIZES)
 def test_everything_that_needs_no_sum_is_pushed_while_a_gemm_holds_the_sms(operation: str, num_bytes: int) -> None:
-    """All slices have left before the first reduction can begin."""
     made, free_us = programs(operation, 8, num_bytes), 1e5
     prediction = simulate(made, sms_free_us=free_us)
     copies = [timed for timed in prediction.steps if isinstance(timed.step, Copy)]

@@ -59,7 +59,6 @@ def test_the_link_goes_from_hand_to_hand(world_size: int, make: object) -> None:
 
 @pytest.mark.parametrize("world_size", [3, 4, 8])
 def test_every_turn_that_is_given_is_taken(world_size: int) -> None:
-    """As many signals as waits for each word, in both halves of an all_reduce and in all chunks."""
     programs = plan_all(all_reduce(world_size, 64 * world_size), Tuning(chunk_bytes=16, turn_bytes=16))
     given = sorted(
         (op.peer, str(op.flag)) for program in programs for op in operations(program) if isinstance(op, Signal)
@@ -82,12 +81,10 @@ def test_every_turn_that_is_given_is_taken(world_size: int) -> None:
     ],
 )
 def test_where_none_are_needed_there_are_none(call: Call) -> None:
-    """Or where they could not go round."""
     assert [list(operations(program)) for program in plan_all(call, ALWAYS)] == [[]] * call.world_size
 
 
 def test_small_chunks_take_none() -> None:
-    """The last, small one follows ranks that are in step already."""
     programs = plan_all(reduce_scatter(3, 80), Tuning(last_bytes=16, turn_bytes=32))
     turns = [sum(isinstance(op, Wait) for op in operations(program)) for program in programs]
     assert turns == [1, 1, 1]

@@ -26,7 +26,6 @@ ABSENT: dict[str, Any] = {"latest": 6, "same": None, "now": "barrier, which ende
 
 @pytest.mark.parametrize("shown", [{}, ABSENT], ids=["come", "absent"])
 def test_a_wait_within_its_time_goes_on(shown: dict[str, Any]) -> None:
-    """Nothing is wrong with a rank that is late."""
     assert told(TIMEOUT_S, **shown) is None
 
 
@@ -39,14 +38,12 @@ def test_a_wait_within_its_time_goes_on(shown: dict[str, Any]) -> None:
     ],
 )
 def test_who_cannot_come_is_told_at_once(shown: dict[str, Any], said: str) -> None:
-    """Without waiting for the time-out."""
     error = told(**shown)
     assert isinstance(error, PeerTimeout)
     assert (said in str(error), error.ranks) == (True, (1,))
 
 
 def test_who_gave_up_because_of_another_names_that_one() -> None:
-    """Not itself, although its process has ended since."""
     for alive in (True, False):
         error = told(state=FAILED, culprits=(2,), alive=alive)
         assert isinstance(error, PeerTimeout)
@@ -59,13 +56,11 @@ def test_who_closed_and_ended_is_not_called_dead() -> None:
 
 
 def test_another_rank_that_died_does_not_end_this_wait() -> None:
-    """It may have done its part before."""
     seen = [PeerStatus(rank=1, **FINE), PeerStatus(rank=2, alive=False, **FINE)]  # type: ignore[arg-type]
     assert verdict(DOING, seen, waiting_for=1, waited_s=1.0, timeout_s=TIMEOUT_S) is None
 
 
 def test_the_absent_are_named_not_those_that_wait_for_them() -> None:
-    """Rank 1 has come and waits for rank 2, which has not."""
     seen = [PeerStatus(rank=1, **FINE), PeerStatus(rank=2, **ABSENT)]  # type: ignore[arg-type]
     error = verdict(DOING, seen, waiting_for=1, waited_s=TIMEOUT_S + 1, timeout_s=TIMEOUT_S)
     assert isinstance(error, PeerTimeout)
@@ -73,20 +68,17 @@ def test_the_absent_are_named_not_those_that_wait_for_them() -> None:
 
 
 def test_if_all_have_come_the_one_waited_for_is_named() -> None:
-    """With the step that it is in."""
     error = told(TIMEOUT_S + 1)
     assert "waiting for rank 1 (has come, it shows all_gather of 8 bytes, step 2 of 5)" in str(error)
 
 
 def test_another_call_is_told_at_once() -> None:
-    """With both calls."""
     error = told(same="all_gather of 9 bytes")
     assert isinstance(error, Misconfigured)
     assert "this one is in all_gather of 8 bytes (call 7 on channel 0), rank 1 in all_gather of 9 bytes" in str(error)
 
 
 def test_two_ranks_that_wait_for_each_other_are_told_soon() -> None:
-    """In different kinds of calls, whose numbers cannot be compared."""
     crossed: dict[str, Any] = {**ABSENT, "crossed": True, "now": "send_recv of 4 bytes, step 1 of 2"}
     assert told(MISMATCH_AFTER_S - 1, **crossed) is None
     assert "rank 1 in send_recv of 4 bytes" in str(told(MISMATCH_AFTER_S + 1, **crossed))

@@ -41,7 +41,6 @@ def verified(scenario: str, setting: str) -> Evidence:
     ],
 )
 def test_what_took_effect_is_told(scenario: str, setting: str) -> None:
-    """What ran under a control that worked verifies."""
     assert verified(scenario, setting).took_effect
 
 
@@ -73,7 +72,6 @@ def test_what_took_effect_is_told(scenario: str, setting: str) -> None:
     ],
 )
 def test_what_did_nothing_is_told(scenario: str, setting: str) -> None:
-    """What ran under a control that did nothing, or something else, does not verify."""
     assert not verified(scenario, setting).took_effect
 
 
@@ -86,7 +84,6 @@ def test_what_did_nothing_is_told(scenario: str, setting: str) -> None:
     ],
 )  # fmt: skip
 def test_nothing_seen_proves_nothing(setting: str) -> None:
-    """Without anything that ran, no control verifies."""
     (control,) = parse_mechanism(f"nccl+{setting}")[1]
     assert not control.verify(Observation()).took_effect
 
@@ -100,7 +97,6 @@ def test_without_a_comparison_nothing_is_proved(scenario: str, setting: str) -> 
 
 
 def test_an_unknown_priority_proves_nothing() -> None:
-    """A collective that ran on a stream whose priority nobody asked for does not verify."""
     (control,) = parse_mechanism("nccl+priority=high")[1]
     comm = (Launched(kind="kernel", name="ncclDevKernel", priority=-3), Launched(kind="kernel", name="ncclDevKernel"))
     assert not control.verify(Observation(comm=comm)).took_effect
@@ -115,7 +111,6 @@ def test_memsets_of_other_controls_do_not_count() -> None:
 
 
 def test_evidence_names_both_numbers() -> None:
-    """The evidence of a GEMM limit says what was seen with it and without it."""
     assert verified("gemm_sms=108", "gemm_sms=108").seen == "GEMM grids of 108 blocks, without it 132"
 
 

@@ -18,7 +18,6 @@ ALL = "nccl+priority=high+green=108+max_ctas=8+cga_cluster=2+cta_policy=zero+win
 
 @pytest.mark.parametrize("control", parse_mechanism(ALL)[1], ids=lambda control: control.name)
 def test_without_a_gpu_each_control_says_so(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine without GPU, `available` is one sentence about it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert control.available() == f"PyTorch {torch.__version__} sees no GPU"
 
@@ -52,7 +51,6 @@ def test_another_module_of_that_name_is_a_reason(monkeypatch: pytest.MonkeyPatch
     ],
 )
 def test_process_groups_are_told(name: str, config: dict[str, int]) -> None:
-    """A control of NCCL sets its fields of the communicator's configuration and no others."""
     options = SimpleNamespace(config=SimpleNamespace())
     for control in parse_mechanism(name)[1]:
         control.configure(options)
@@ -61,7 +59,6 @@ def test_process_groups_are_told(name: str, config: dict[str, int]) -> None:
 
 @pytest.mark.parametrize(("level", "raised"), [("high", True), ("-1", True), ("default", False), ("low", False)])
 def test_nccls_own_stream_is_raised_with_the_priority(level: str, raised: bool) -> None:
-    """A collective with async_op=True gets a high-priority stream exactly if that was asked for."""
     options = SimpleNamespace()
     parse_mechanism(f"nccl+priority={level}")[1][0].configure(options)
     assert options.is_high_priority_stream is raised
@@ -86,12 +83,10 @@ def test_one_cut_gives_both_sides(compute_sms: int, side: str) -> None:
     [(110, "nearest: 104, 108, 112, 116"), (132, "nearest: 112, 116, 120, 124"), (4, "nearest: 8, 12, 16, 20")],
 )
 def test_a_split_that_cannot_be_had_names_those_that_can(compute_sms: int, words: str) -> None:
-    """The error offers the nearest splits."""
     with pytest.raises(Misconfigured, match=words):
         plan_split(compute_sms, total=132, grain=8)
 
 
 def test_a_gpu_of_one_group_cannot_be_split() -> None:
-    """A device with too few SMs for two groups offers none."""
     with pytest.raises(Misconfigured, match="nearest: none"):
         plan_split(8, total=12, grain=8)

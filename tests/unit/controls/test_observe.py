@@ -31,7 +31,6 @@ def record(entry: str, priorities: dict[int | None, int] | None = None) -> Launc
 
 
 def test_a_kernel_keeps_its_launch_configuration() -> None:
-    """Grid, block, registers, shared memory, stream, start and duration are those of the trace."""
     assert record(KERNEL, {129: -3}) == Launched(
         kind="kernel",
         name="ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
@@ -47,7 +46,6 @@ def test_a_kernel_keeps_its_launch_configuration() -> None:
 
 
 def test_a_copy_keeps_its_bytes() -> None:
-    """A copy has bytes and no grid."""
     one = record(COPY)
     assert (one.kind, one.bytes, one.grid) == ("copy", 1048576, None)
 
@@ -67,7 +65,6 @@ def test_what_ran_belongs_to_a_device(entry: str, device: int | None) -> None:
 
 
 def test_the_priority_of_an_unknown_stream_is_unknown() -> None:
-    """A stream that nobody named has no priority, not 0."""
     assert record(KERNEL, {7: 0}).priority is None
 
 
@@ -81,13 +78,11 @@ def test_the_priority_of_an_unknown_stream_is_unknown() -> None:
     ids=["the same launch", "another grid", "another kernel"],
 )
 def test_clusters_come_from_the_same_launch_only(node: CapturedKernel, cluster: tuple[int, int, int] | None) -> None:
-    """A captured kernel lends its cluster to a kernel of the same name and grid, and to no other."""
     (one,) = with_clusters((record(KERNEL),), (node,))
     assert one.cluster == cluster
 
 
 def test_each_captured_kernel_is_used_once() -> None:
-    """Two kernels that ran need two that were captured."""
     node = CapturedKernel(name="ncclDevKernel_AllGather_RING_LL", grid=(24, 1, 1), cluster=(2, 1, 1))
     assert [one.cluster for one in with_clusters((record(KERNEL),) * 2, (node,))] == [(2, 1, 1), None]
 
@@ -108,7 +103,6 @@ MIXED = (
 
 
 def test_gemm_kernels_are_told_by_name() -> None:
-    """Libraries' GEMM kernels, without the reductions that belong to them."""
     assert matmul_kernels(MIXED) == MIXED[:2]
 
 
@@ -118,10 +112,8 @@ def test_without_a_known_name_the_longest_kernel_is_the_gemm() -> None:
 
 
 def test_nccl_kernels_are_told_by_name() -> None:
-    """Plain and symmetric kernels are NCCL's; copies are not."""
     assert (nccl_kernels(MIXED), symmetric_kernels(MIXED)) == (MIXED[4:6], MIXED[4:5])
 
 
 def test_copies_are_told_by_kind() -> None:
-    """A copy is a copy by its kind."""
     assert copies(MIXED) == MIXED[6:]

@@ -56,7 +56,6 @@ def test_one_unit_less_leaves_one_block_more(block: Footprint, draw: int, sm: Sm
 
 @given(footprints, st.integers(0, 31), st.sampled_from([H200, A40]))
 def test_no_block_gets_less_than_it_needs_or_more_than_it_may(block: Footprint, draw: int, sm: SmLimits) -> None:
-    """Shared memory is only ever added, up to the opt-in limit."""
     assume(most := fit(block, sm))
     wanted = 1 + draw % most
     assert block.smem_bytes <= smem_for_blocks_per_sm(wanted, kernel=block, sm=sm) <= sm.most_smem_per_block
@@ -130,7 +129,6 @@ def test_the_rule_gives_what_the_sms_wrote_down() -> None:
 
 @given(footprints, footprints)
 def test_a_guest_never_makes_room(block: Footprint, guest: Footprint) -> None:
-    """Beside another kernel's block at most as many fit as alone."""
     assert blocks_beside(block, guest, sm=H200) <= fit(block, H200)
 
 
@@ -159,20 +157,17 @@ def test_dynamic_bytes_are_what_is_missing_beside_the_static_ones() -> None:
 def test_what_cannot_be_shaped_stays_and_says_why(
     kernel: UnshapedKernel, wanted: OccupancyShaping, reason: str
 ) -> None:
-    """The launch is unchanged, and the text names the cause."""
     found = shape(kernel, wanted, sm=H200)
     assert (found.dynamic_smem_bytes, reason in str(found.refused)) == (kernel.dynamic_smem_bytes, True), found.refused
 
 
 @pytest.mark.parametrize("options", [{}, {"blocks_per_sm": 2, "smem_bytes": 60000}, {"blocks_per_sm": 0}])
 def test_exactly_one_setting_is_taken(options: dict[str, int]) -> None:
-    """Neither, both, or less than one are refused where they are written."""
     with pytest.raises(Misconfigured, match="exactly one"):
         OccupancyShaping(**options)  # type: ignore[arg-type]
 
 
 def test_a_broken_expression_is_refused() -> None:
-    """The filter is compiled where it is written, not at the first launch."""
     with pytest.raises(Misconfigured, match="regular expression"):
         OccupancyShaping(blocks_per_sm=1, kernels="(")
 
@@ -186,7 +181,6 @@ def test_a_broken_expression_is_refused() -> None:
     ],
 )
 def test_name(control: OccupancyShaping, name: str) -> None:
-    """As in a mechanism's name."""
     assert control.name == name
 
 

@@ -111,25 +111,21 @@ def run(cupti: Cupti, call: int, made: Any, shaper: Told) -> int:
 
 @pytest.mark.parametrize("call", [BY_VALUE, BY_REFERENCE])
 def test_the_driver_reads_what_was_decided(cupti: Cupti, call: int) -> None:
-    """Between enter and exit the arguments hold the new size."""
     assert run(cupti, call, config(100), Told()) == 5000
 
 
 def test_the_callers_structure_is_put_back(cupti: Cupti) -> None:
-    """After the call it holds what the caller wrote, zero included."""
     made = config(0)
     run(cupti, BY_REFERENCE, made, Told())
     assert made.smem == 0
 
 
 def test_an_inactive_shaper_leaves_the_launch_alone(cupti: Cupti) -> None:
-    """A kernel that nobody wants shaped is launched as it was asked for."""
     assert run(cupti, BY_REFERENCE, config(100), Told(active=False)) == 100
 
 
 @pytest.mark.parametrize("call", [BY_VALUE, BY_REFERENCE])
 def test_the_launch_is_described(cupti: Cupti, call: int) -> None:
-    """Handle, block and size come from the driver's arguments."""
     told = Told()
     run(cupti, call, config(100), told)
     assert told.asked == {
@@ -138,7 +134,6 @@ def test_the_launch_is_described(cupti: Cupti, call: int) -> None:
 
 
 def test_clusters_and_cooperative_launches_are_told(cupti: Cupti) -> None:
-    """Both are launch attributes, in any order."""
     told = Told()
     run(cupti, BY_REFERENCE, config(0, (6, (1,)), (4, (2, 1, 1)), (2, (1,))), told)
     assert (told.asked["clustered"], told.asked["cooperative"]) == (True, True)
@@ -151,7 +146,6 @@ def test_a_failure_is_raised_on_exit(cupti: Cupti) -> None:
 
 
 def test_a_launch_that_failed_to_be_decided_is_unchanged(cupti: Cupti) -> None:
-    """The driver reads the caller's size."""
     with pytest.raises(Unsupported):
         run(cupti, BY_REFERENCE, config(100), Failing())
     assert cupti.during == [100]
@@ -196,13 +190,11 @@ def call(launcher: type[Launcher], packed: object = (4, 1, 24576)) -> Any:
 
 
 def test_triton_is_told_more_shared_memory(triton: type[Launcher]) -> None:
-    """Only the third of the packed metadata changes."""
     with shaped_triton(Told()):
         assert call(triton) == (8, 1, 1, 7, 99, (4, 1, 5000), None, "argument")
 
 
 def test_triton_kernels_are_described(triton: type[Launcher]) -> None:
-    """Warps become threads, CTAs of a cluster a flag."""
     told = Told()
     with shaped_triton(told):
         call(triton, (8, 2, 1024))
@@ -212,26 +204,22 @@ def test_triton_kernels_are_described(triton: type[Launcher]) -> None:
 
 
 def test_an_inactive_shaper_is_not_asked(triton: type[Launcher]) -> None:
-    """While the communication side is queued, nothing changes."""
     with shaped_triton(Told(active=False)):
         assert call(triton)[5] == (4, 1, 24576)
 
 
 def test_tritons_launcher_is_put_back(triton: type[Launcher]) -> None:
-    """After the context it is the stock one, also after a failure."""
     with pytest.raises(ZeroDivisionError), shaped_triton(Told()):
         raise ZeroDivisionError
     assert call(triton)[5] == (4, 1, 24576)
 
 
 def test_another_launcher_is_not_guessed_at(triton: type[Launcher]) -> None:
-    """Metadata of another form is refused, not passed on."""
     with shaped_triton(Told()), pytest.raises(Unsupported, match="interpose=True"):
         call(triton, (4, 1, 24576, 1, 1))
 
 
 def test_without_triton_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Never an ImportError."""
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "triton.backends.nvidia.driver", raising=False)
     assert "not installed" in str(no_triton())

@@ -31,17 +31,14 @@ from counterpoint.tuned.choices import KNOBS
     ],
 )
 def test_each_key_gives_its_control(name: str, control: object) -> None:
-    """A key and its value become one control."""
     assert parse_mechanism(name) == ("nccl", (control,))
 
 
 def test_a_base_alone_has_no_controls() -> None:
-    """The plain mechanism is a name without settings."""
     assert parse_mechanism("zero_sm") == ("zero_sm", ())
 
 
 def test_streams_are_replaced_before_launches_are_wrapped() -> None:
-    """Controls come in the order in which they must be applied, not in that of the name."""
     controls = parse_mechanism("nccl+order=comm_resident+gemm_sms=108+green=108+priority=high")[1]
     assert [type(control).__name__ for control in controls] == [
         "StreamPriority",
@@ -56,7 +53,6 @@ def test_streams_are_replaced_before_launches_are_wrapped() -> None:
     ["nccl+max_ctas=8+min_ctas=4", "nccl+priority=low", "nccl+windows", "nccl+order=comm_resident", "nccl+green=112"],
 )
 def test_names_come_back(name: str) -> None:
-    """A control's name is what was parsed."""
     base, controls = parse_mechanism(name)
     assert "+".join([base, *(control.name for control in controls)]) == name
 
@@ -85,6 +81,5 @@ def test_names_come_back(name: str) -> None:
     ],
 )
 def test_what_cannot_be_meant_is_refused(name: str, words: str) -> None:
-    """The error names what is allowed."""
     with pytest.raises(Misconfigured, match=words):
         parse_mechanism(name)

@@ -67,7 +67,6 @@ def test_a_knob_that_did_nothing_is_raised(monkeypatch: pytest.MonkeyPatch, log:
 
 
 def test_a_knob_that_did_nothing_is_undone(monkeypatch: pytest.MonkeyPatch, log: Log) -> None:
-    """The error leaves nothing set."""
     watching(monkeypatch, "gemm_sms=108, fp32 mm")
     with pytest.raises(NoEffect), verified([LIMIT], LANES, device="cuda"):
         log.append("inside")
@@ -75,7 +74,6 @@ def test_a_knob_that_did_nothing_is_undone(monkeypatch: pytest.MonkeyPatch, log:
 
 
 def test_a_knob_that_works_stays_on_inside(monkeypatch: pytest.MonkeyPatch, log: Log) -> None:
-    """Proved once, then used until the end of the block."""
     watching(monkeypatch, "gemm_sms=108")
     with verified([LIMIT], LANES, device="cuda"):
         log.append("inside")
@@ -91,7 +89,6 @@ def test_the_pair_without_controls_is_the_comparison(monkeypatch: pytest.MonkeyP
 
 
 def test_a_control_that_cannot_work_is_refused_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reason of `available` is the error's text."""
     monkeypatch.setattr(GemmSmLimit, "available", lambda self: "no such GPU")
     with (
         pytest.raises(Unsupported, match="gemm_sms=108 cannot work here: no such GPU"),
@@ -101,7 +98,6 @@ def test_a_control_that_cannot_work_is_refused_before_anything_runs(monkeypatch:
 
 
 def test_a_knob_idle_on_another_rank_is_raised_here(monkeypatch: pytest.MonkeyPatch, log: Log) -> None:
-    """All ranks come to the same verdict, so that none goes on alone into a collective."""
     watching(monkeypatch, "gemm_sms=108")
     idle = Evidence(control="gemm_sms=108", asked="x", seen="y", took_effect=False)
     monkeypatch.setattr(module, "_of_ranks", lambda mine, group: [mine, [idle]])
@@ -114,7 +110,6 @@ VALUES = {"priority": "high", "cta_policy": "zero", "order": "comm_resident", "w
 
 @pytest.mark.parametrize("key", KNOBS)
 def test_every_control_says_what_to_do(key: str) -> None:
-    """No NoEffect without a remedy."""
     setting = f"{key}={VALUES.get(key, '2')}".removesuffix("=")
     (control,) = parse_mechanism(f"nccl+{setting}")[1]
     assert control.remedy

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from counterpoint.diagnosis.analysis.accounts import steps, totals
 from counterpoint.diagnosis.analysis.analysis import Analysis
 from counterpoint.diagnosis.reading.traced_job import TracedJob
-from counterpoint.records.diagnosis import Account, Collective, RankAccount
+from counterpoint.records.diagnosis import Collective, RankAccount
 from counterpoint.trace.timeline import CollectiveInfo, HostKind, Kind
 from tests.support.job_builder import Rank, comm, host, job, op, rank
 
@@ -44,7 +46,6 @@ ONE = rank(
     ],
 )
 def test_account_of_one_rank(key: str, expected: float) -> None:
-    """Each entry in exact µs."""
     assert getattr(accounts(job(ONE))[0], key) == pytest.approx(expected)
 
 
@@ -54,7 +55,6 @@ def test_operations_of_two_streams_count_once() -> None:
 
 
 def test_what_a_job_without_communication_hides_is_not_known() -> None:
-    """None, not 0."""
     assert accounts(job(rank(op("a", 0, 100, launch=0.0))))[0].hidden is None
 
 
@@ -65,36 +65,29 @@ THREE = tuple(
 )
 
 
-def test_wait_is_last_start_minus_own() -> None:
-    """60, 40 and 0."""
-    assert joined(job(*THREE))[0].wait_us == {"0": 60.0, "1": 40.0, "2": 0.0}
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        ("wait_us", {"0": 60.0, "1": 40.0, "2": 0.0}),  # last start minus own
+        ("transfer_us", 262 - 160),  # last end minus last start
+        ("last_rank", 2),
+        ("exposed_us", pytest.approx((160 + 141 + 102) / 3)),  # the mean over ranks: no compute beside it
+    ],
+)
+def test_collective_of_three_ranks(key: str, expected: Any) -> None:
+    assert getattr(joined(job(*THREE))[0], key) == expected
 
 
-def test_transfer_is_last_end_minus_last_start() -> None:
-    """262 - 160."""
-    assert joined(job(*THREE))[0].transfer_us == 102.0
-
-
-def test_last_rank() -> None:
-    """The one that arrived at 160."""
-    assert joined(job(*THREE))[0].last_rank == 2
-
-
-def test_exposed_is_the_mean_over_ranks() -> None:
-    """No compute beside it: 160, 141 and 102."""
-    assert joined(job(*THREE))[0].exposed_us == pytest.approx((160 + 141 + 102) / 3)
-
-
-@pytest.mark.parametrize(("key", "expected"), [("wait_us", 100 / 3), ("transfer_us", (100 + 101 + 102) / 3)])
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        ("wait_us", 100 / 3),
+        ("transfer_us", (100 + 101 + 102) / 3),  # of each rank's own end
+        ("comm_to_compute", 403 / 380),  # of the means: compute 100, 120, 160; communication 160, 141, 102
+    ],
+)
 def test_totals_are_means_over_ranks(key: str, expected: float) -> None:
-    """wait 60, 40, 0; transfer of each rank's own end."""
     assert getattr(totals(accounts(job(*THREE))), key) == pytest.approx(expected)
-
-
-def test_ratios_of_the_total_are_those_of_the_means() -> None:
-    """Compute 100, 120, 160; communication 160, 141, 102."""
-    total: Account = totals(accounts(job(*THREE)))
-    assert total.comm_to_compute == pytest.approx(403 / 380)
 
 
 def test_collectives_between_steps_are_in_none() -> None:

@@ -48,7 +48,6 @@ def test_sends_of_a_pipeline_stay_sends(around: str | None) -> None:
 
 
 def test_a_range_of_another_thread_or_time_says_nothing() -> None:
-    """The launch has to lie in it."""
     assert operation(SEND_RECV, "nccl:all_to_all", thread=3) == "send_recv"
     assert operation(SEND_RECV, "nccl:all_to_all", until=9.0) == "send_recv"
 

@@ -87,12 +87,10 @@ def moe(
 
 
 def diagnosed(ranks: list[Rank]) -> Diagnosis:
-    """Diagnose them."""
     return diagnose_digests([digested(r, n, len(ranks)) for n, r in enumerate(ranks)], ["x"] * len(ranks)).diagnosis
 
 
 def imbalance(d: Diagnosis) -> list[Finding]:
-    """Return the findings on experts."""
     return [f for f in d.findings if f.kind == "expert_imbalance"]
 
 
@@ -191,7 +189,6 @@ def test_embedding_tables_are_no_experts() -> None:
 
 
 def test_one_rank_alone_accuses_nobody() -> None:
-    """What the others' experts took is not known."""
     ranks = moe(HOT)
     d = diagnose_digests([digested(ranks[0], 0, 4)], ["x"]).diagnosis
     assert not imbalance(d)

@@ -94,25 +94,29 @@ def test_a_gap_is_inside_the_range_around_its_own_operation() -> None:
     assert seen == {("tokenizer.a", "a.py(1): outer"), ("tokenizer.b", "b.py(1): outer")}
 
 
-def test_a_waiting_thread_explains_nothing() -> None:
-    """Another thread sleeps on a lock, as most do."""
-    sleeps = host("<built-in method acquire of _thread.lock object>", 0, 6000, PYTHON, thread=3)
-    assert stalled(sleeps) == {"unrecorded": pytest.approx(5000)}
+LOCK = "<built-in method acquire of _thread.lock object>"
 
 
-def test_a_range_around_everything_explains_nothing() -> None:
-    """That the host was in an epoch says not what it did."""
-    assert stalled(host("epoch 3", 0, 6000, ANNOTATION)) == {"unrecorded": pytest.approx(5000)}
-
-
-def test_ranges_that_overlap_by_a_rounding_are_not_nested() -> None:
-    """A synchronisation that ends just after the next operation began does not go on when that has ended."""
-    waits, next_op = host("cudaStreamSynchronize", 20, 150.01), host("aten::mm", 150, 2000, OP)
-    assert stalled(waits, next_op) == {
-        "synchronise": pytest.approx(40),
-        "operation": pytest.approx(1850),
-        "unrecorded": pytest.approx(3110),
-    }
+@pytest.mark.parametrize(
+    ("hosts", "more", "expected"),
+    [
+        # another thread sleeps on a lock, as most do; that the host was in an epoch says not what it did
+        ([host(LOCK, 0, 6000, PYTHON, thread=3)], {}, {"unrecorded": 5000}),
+        ([host("epoch 3", 0, 6000, ANNOTATION)], {}, {"unrecorded": 5000}),
+        # a synchronisation that ends just after the next operation began does not go on when that has ended
+        ([host("cudaStreamSynchronize", 20, 150.01), host("aten::mm", 150, 2000, OP)], {},
+         {"synchronise": 40, "operation": 1850, "unrecorded": 3110}),
+        # launched at 20, it begins 5 ms later: not for want of a launch, whatever the host does
+        ([host("tokenizer.encode", 150, 5000, PYTHON)], {"launch": 20.0}, {"queued": 5000}),
+        ([], {"us": 2.0, "launch": 20.0}, {"between_kernels": 2}),  # launched long before
+        ([], {"us": 8.0, "launch": 105.0}, {"launch": 8}),  # while the other still ran, and begun as soon as can be
+        ([], {"launch": NAN}, {"no_launch_recorded": 5000}),  # as in a trace of the GPU alone, or one with holes
+        # the host waited until the kernel had ended, and needs 60 µs to launch again
+        ([host("cudaStreamSynchronize", 20, 113)], {"us": 80.0}, {"synchronise": 80}),
+    ],
+)  # fmt: skip
+def test_a_stall_with_one_cause(hosts: list[Host], more: dict[str, float], expected: dict[str, float]) -> None:
+    assert stalled(*hosts, **more) == {category: pytest.approx(us) for category, us in expected.items()}
 
 
 @pytest.mark.parametrize("overlap", [-0.2, 0.0, 0.001, 0.2, 2.0])
@@ -133,24 +137,7 @@ def test_two_causes_share_a_gap() -> None:
     assert sum(found.values()) == pytest.approx(5000)
 
 
-def test_an_operation_that_was_launched_in_time_was_queued() -> None:
-    """Launched at 20, it begins 5 ms later: not for want of a launch, whatever the host does."""
-    assert stalled(host("tokenizer.encode", 150, 5000, PYTHON), launch=20.0) == {"queued": pytest.approx(5000)}
-
-
-def test_the_few_microseconds_between_queued_kernels() -> None:
-    """2 µs, launched long before."""
-    assert stalled(us=2.0, launch=20.0) == {"between_kernels": pytest.approx(2)}
-
-
-def test_a_launch_just_in_time_is_a_late_one() -> None:
-    """It was launched while the other still ran, and began as soon as a launch can."""
-    assert stalled(us=8.0, launch=105.0) == {"launch": pytest.approx(8)}
-
-
-def test_no_launch_recorded_is_not_explained_unless_the_host_was_in_something() -> None:
-    """As in a trace of the GPU alone, or one with holes."""
-    assert stalled(launch=NAN) == {"no_launch_recorded": pytest.approx(5000)}
+def test_a_host_in_something_explains_a_kernel_without_a_launch() -> None:
     assert stalled(host("cudaFree", 115, 5105), launch=NAN)["allocator"] == pytest.approx(4990)
 
 
@@ -236,16 +223,9 @@ def test_launches_in_bursts_are_told_as_such() -> None:
     ("name", "moves"), [("tokenizer.encode", True), ("## backward ##", False), ("aten::cudnn_convolution", False)]
 )
 def test_a_part_of_the_step_is_not_moved_out_of_it(name: str, moves: bool) -> None:
-    """The backward pass is the step."""
     kind = OP if name.startswith("aten") else PYTHON
     d = diagnosed(rank(op("a", 10, 110, launch=0.0), op("b", 5110, 5210, launch=5100.0), host(name, 150, 5000, kind)))
     assert ("out of the step" in finding(d, "host_stall").advice) == moves
-
-
-def test_after_a_synchronisation_the_gpu_has_nothing() -> None:
-    """The host waited until the kernel had ended, and needs 60 µs to launch again."""
-    waits = host("cudaStreamSynchronize", 20, 113)
-    assert stalled(waits, us=80.0) == {"synchronise": pytest.approx(80)}
 
 
 def test_a_synchronisation_with_an_idle_gpu_is_not_the_cause() -> None:
@@ -305,7 +285,6 @@ def test_small_kernels_with_small_gaps_are_host_bound(hosts: bool) -> None:
 
 
 def test_host_bound_names_operations_and_python() -> None:
-    """Where the stacks were recorded."""
     frame = host("train.py(12): forward", 0, 20_000, PYTHON)
     base = many(200, 10.0, 15.0)
     d = diagnosed(rank(*base.ops, *base.hosts, frame, steps=base.steps))
@@ -471,7 +450,6 @@ def test_ranks_that_no_collective_joins_do_not_wait_for_one_another(alone: bool)
 
 
 def test_what_only_the_late_rank_stalls_for_is_its_own() -> None:
-    """No other host pauses: nothing is left to be shared out."""
     d = diagnosed(*late_by(0.0, 4000.0, 0.0, 0.0))
     assert [(f.kind, f.rank) for f in d.findings if f.kind in ("host_stall", "straggler")] == [("straggler", 1)]
 
@@ -600,11 +578,20 @@ def test_pageable_copies_are_a_finding() -> None:
     assert d.replay.replayed_us - steps["no copies"] == pytest.approx(400, rel=0.01)
 
 
-def test_copies_that_nothing_waits_for_cost_nothing() -> None:
-    """The host launches the next kernel only 1000 µs later: without the copy the step would take as long."""
-    copy = op("Memcpy HtoD (Pageable -> Device)", 10, 410, kind=Kind.MEMCPY, launch=0.0)
-    d = diagnosed(rank(copy, op("matmul", 1010, 1110, launch=1000.0)))
-    assert not [f for f in d.findings if f.kind == "copies"]
+@pytest.mark.parametrize(
+    "ops",
+    [
+        # the host launches the next kernel only 1000 µs later: without the copy the step would take as long
+        (op("Memcpy HtoD (Pageable -> Device)", 10, 410, kind=Kind.MEMCPY, launch=0.0),
+         op("matmul", 1010, 1110, launch=1000.0)),
+        # beside compute
+        (op("matmul", 100, 1000, launch=10.0),
+         op("Memcpy HtoD (Pinned -> Device)", 110, 900, kind=Kind.MEMCPY, stream=9, launch=20.0, bytes=1 << 20)),
+    ],
+    ids=["not waited for", "hidden"],
+)  # fmt: skip
+def test_copies_that_cost_nothing_are_no_finding(ops: tuple[Op, Op]) -> None:
+    assert not [f for f in diagnosed(rank(*ops)).findings if f.kind == "copies"]
 
 
 def test_copies_of_a_trace_without_launches_cost_what_is_exposed() -> None:
@@ -625,7 +612,6 @@ def test_copies_of_a_trace_without_launches_cost_what_is_exposed() -> None:
     ],
 )
 def test_advice_on_copies_fits_their_direction(name: str, said: str) -> None:
-    """What helps depends on where the bytes go."""
     assert said in finding(copies(name, 400.0), "copies").advice
 
 
@@ -641,16 +627,8 @@ def test_what_copies_take_and_what_they_cost_are_both_said() -> None:
 
 
 def test_a_step_of_no_length_is_diagnosed() -> None:
-    """Nothing is a share of it."""
     copy = op("Memcpy HtoD (Pinned -> Device)", 10, 410, kind=Kind.MEMCPY, launch=0.0)
     assert not diagnosed(rank(copy, steps=((500.0, 500.0),))).findings
-
-
-def test_copies_beside_compute_are_no_finding() -> None:
-    """They cost nothing."""
-    beside = op("Memcpy HtoD (Pinned -> Device)", 110, 900, kind=Kind.MEMCPY, stream=9, launch=20.0, bytes=1 << 20)
-    d = diagnosed(rank(op("matmul", 100, 1000, launch=10.0), beside))
-    assert not [f for f in d.findings if f.kind == "copies"]
 
 
 def test_no_finding_reads_as_nothing() -> None:
@@ -660,7 +638,6 @@ def test_no_finding_reads_as_nothing() -> None:
 
 
 def test_a_rank_without_a_gpu_says_what_its_host_was_in() -> None:
-    """Nothing runs while the backward pass computes gradients in Python."""
     cpu = Device(name="cpu")
     parts = [op("aten::mm", 0, 100, launch=NAN), op("aten::mm", 2000, 2100, launch=NAN)]
     d = diagnosed(rank(*parts, host("loss.py(3): backward", 120, 1990, PYTHON), steps=((0.0, 2100.0),), device=cpu))

@@ -59,7 +59,6 @@ def test_bound(diagnosis: Diagnosis, text: str, passed: bool) -> None:
     ],
 )
 def test_expression_that_means_nothing(text: str) -> None:
-    """Misconfigured, with the forms that are allowed."""
     with pytest.raises(Misconfigured):
         parse_gate(text)
 

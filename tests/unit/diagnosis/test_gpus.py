@@ -18,7 +18,6 @@ def on(gpu: int, stream: int = 7) -> int:
 
 
 def diagnosed(*ops: Op, until: float) -> Diagnosis:
-    """One process of its own, one step."""
     return diagnose_digests([digested(rank(*ops, steps=((0.0, until),)))], ["rank0"]).diagnosis
 
 

@@ -94,7 +94,6 @@ def test_differences_that_are_allowed(tmp_path: Path, operation: str, size: tupl
 
 
 def test_a_rank_without_a_dump(tmp_path: Path) -> None:
-    """All that were recorded wait: the one that left nothing is named, as unknown."""
     found = hang(tmp_path, {rank: dump(calls(5), WORLD) for rank in (0, 1, 2)})
     assert found.verdict == (
         "All recorded ranks have entered all_reduce #5 of group 0 (default_pg) and wait; rank 3 left no dump: it has "
@@ -104,7 +103,6 @@ def test_a_rank_without_a_dump(tmp_path: Path) -> None:
 
 
 def test_a_job_that_does_not_hang(tmp_path: Path) -> None:
-    """All ranks have completed the same."""
     found = hang(tmp_path, {rank: dump(calls(5, "completed"), WORLD) for rank in range(4)})
     assert found.verdict.startswith("Nothing hangs")
 
@@ -130,7 +128,6 @@ def test_what_the_group_states_counts_beyond_the_entries(tmp_path: Path) -> None
 
 
 def test_a_receive_that_has_not_ended(tmp_path: Path) -> None:
-    """Sends and receives are told apart from collectives, and said."""
     receive = call(3, "recv 1<-0", "scheduled", p2p=True)
     found = hang(tmp_path, {0: dump(calls(2, "completed"), WORLD), 1: dump([*calls(2, "completed"), receive], WORLD)})
     assert "rank 1: recv 1<-0 (ranks of group 0) has not ended in train (train.py:31)" in found.verdict
@@ -145,7 +142,6 @@ def test_two_dumps_of_a_rank(tmp_path: Path) -> None:
 
 
 def test_the_record_survives_json(tmp_path: Path) -> None:
-    """What `--json` prints is read back equal."""
     found = hang(tmp_path, {0: dump(calls(5), WORLD), 1: dump(calls(4), WORLD)})
     assert msgspec.json.decode(msgspec.json.encode(found), type=Hang) == found
 

@@ -42,7 +42,6 @@ L40 = SmLimits(num_sms=142, regs=65536, smem=102400, threads=1536, blocks=24)
     ],
 )
 def test_blocks_per_sm(sm: SmLimits, threads: int, regs: int, smem: int, expected: int) -> None:
-    """As the CUDA occupancy calculator says."""
     assert blocks_per_sm(threads=threads, regs_per_thread=regs, smem_bytes=smem, sm=sm) == expected
 
 
@@ -51,7 +50,6 @@ def test_blocks_per_sm(sm: SmLimits, threads: int, regs: int, smem: int, expecte
     [(132, 132, 1, 1), (133, 132, 1, 2), (132, 108, 1, 2), (264, 132, 2, 1), (265, 132, 2, 2), (1, 80, 4, 1)],
 )
 def test_waves(blocks: int, num_sms: int, fit: int, expected: int) -> None:
-    """Blocks over (SMs times blocks a SM), rounded up."""
     assert waves(blocks, num_sms=num_sms, blocks_per_sm=fit) == expected
 
 
@@ -93,5 +91,4 @@ def test_gpu_is_told_by_its_name(name: str, num_sms: int) -> None:
 
 
 def test_unknown_gpu_has_no_peak() -> None:
-    """No number is made up."""
     assert peak_tflops("Some Accelerator") is None

@@ -99,13 +99,11 @@ def collectives(
 
 
 def diagnosed(*parts: Op | Host, world: int = 16) -> Diagnosis:
-    """Diagnose one rank of many."""
     made = rank(op("matmul", 0, 5, launch=-10.0), *parts, steps=((-20.0, 1e5),))
     return diagnose_digests([digested(made, 0, world)], ["a"]).diagnosis
 
 
 def served(*parts: Op | Host, world: int = 16) -> set[str | None]:
-    """Return what the collectives serve."""
     return {c.parallel for c in diagnosed(*parts, world=world).collectives}
 
 
@@ -160,6 +158,5 @@ def test_ddp_beside_tensor_parallelism() -> None:
 
 
 def test_experts_kernels_tell_it_without_metadata() -> None:
-    """DeepEP states no group."""
     kernel = op("void deep_ep::intranode::dispatch<8>(int4*)", 100, 150, kind=Kind.COMM, stream=20)
     assert served(kernel) == {"ep"}

@@ -24,7 +24,6 @@ def stage(compute_us: float, desc: str, stall_us: float = 0.0) -> Rank:
 
 
 def diagnosed(*compute_us: float, desc: str = "PIPELINE_MODEL_PARALLEL_GROUP") -> Diagnosis:
-    """Diagnose two stages."""
     ranks = [digested(stage(us, desc), number, 2) for number, us in enumerate(compute_us)]
     return diagnose_digests(ranks, ["a", "b"]).diagnosis
 

@@ -13,18 +13,15 @@ ANNOTATION, PYTHON = HostKind.ANNOTATION, HostKind.PYTHON
 
 
 def diagnosed(*parts: Op | Host) -> Diagnosis:
-    """Diagnose one rank of two."""
     return diagnose_digests([digested(Rank(ops=rank(*parts).ops, hosts=rank(*parts).hosts), 0, 2)], ["a"]).diagnosis
 
 
 def at(time: float, *, thread: int = 0, desc: str | None = None) -> Op:
-    """Record an all-reduce launched at a time."""
     info = CollectiveInfo(op="all_reduce", group="3", group_desc=desc, in_nelems=64, out_nelems=64, dtype="Float")
     return comm("all_reduce", time + 10, time + 60, launch=time, thread=thread, info=info)
 
 
 def places(d: Diagnosis) -> list[tuple[str | None, str | None]]:
-    """Return phase and module of each collective."""
     return [(c.phase, c.module) for c in d.collectives]
 
 

@@ -98,14 +98,7 @@ def test_the_layers_of_one_forward_are_no_steps(layers: int, graph: bool) -> Non
 
 @pytest.mark.parametrize("graph", [False, True])
 def test_forwards_that_repeat_are_steps(graph: bool) -> None:
-    """Five of them, with all their layers."""
     assert len(windows(inference(12, graph=graph, wait=True, forwards=5))) == 5
-
-
-def test_layers_that_are_little_of_the_work_are_no_steps() -> None:
-    """Ten small repeats beside one long kernel."""
-    ops = [op(f"k{n % 4}", 10.0 * n, 10.0 * n + 5) for n in range(40)]
-    assert found(rank(*ops, op("long", 500, 9000), steps=())).found_by == "whole"
 
 
 def test_layers_between_the_waits_of_the_host() -> None:
@@ -173,7 +166,6 @@ def test_ranges_of_one_name_are_numbered(name: str) -> None:
      "capture_32_DECODE", "gradient_bucket_1", "[param|x|0|0|0|measure|forward]"],
 )  # fmt: skip
 def test_parts_of_steps_are_no_steps(name: str) -> None:
-    """Not even where they cover all the work."""
     assert found(looped([name] * 3)).found_by != "annotation"
 
 
@@ -189,12 +181,6 @@ def test_one_named_range_around_the_work_is_a_step() -> None:
     assert found(looped(["execute_context_1(888_788544)_generation_0(0)"])).names == (
         "execute_context_1(888_788544)_generation_0(0)",
     )
-
-
-def test_ranges_beside_the_work_are_no_steps() -> None:
-    """A logger's steps launch nothing."""
-    logged = [host(f"log step {n}", 1000.0 + 10 * n, 1005.0 + 10 * n, HostKind.ANNOTATION) for n in range(5)]
-    assert found(rank(op("a", 20, 60), op("b", 60, 90), *logged, steps=())).found_by == "whole"
 
 
 def test_what_lies_between_ranges_belongs_to_the_step_before() -> None:
@@ -256,18 +242,6 @@ def ranged(*ranges: tuple[str, float, float]) -> Rank:
     return rank(*ops, *[host(name, start, end, HostKind.ANNOTATION) for name, start, end in ranges], steps=())
 
 
-def test_parts_of_one_call_are_no_steps() -> None:
-    """They differ a hundredfold, whatever they are called."""
-    parts = ranged(("predict 0", 0, 5), ("predict 1", 5, 20_000), ("predict 2", 20_000, 20_400))
-    assert found(parts).found_by == "whole"
-
-
-def test_many_short_ranges_around_a_long_one_are_no_steps() -> None:
-    """One of them launches nearly all the work."""
-    short = [("predict", 20_000.0 + 50 * n, 20_030.0 + 50 * n) for n in range(9)]
-    assert found(ranged(("predict", 0, 20_000), *short)).found_by == "whole"
-
-
 def test_ranges_with_the_name_of_the_range_around_them_are_its_parts() -> None:
     """However alike they are; those of another name are steps."""
     alike = [(start, start + 900) for start in (50, 1000, 2000)]
@@ -275,12 +249,6 @@ def test_ranges_with_the_name_of_the_range_around_them_are_its_parts() -> None:
         "whole trace",
     )
     assert len(windows(ranged(("all of it", 0, 3000), *[(f"predict 0 {n}", *at) for n, at in enumerate(alike)]))) == 3
-
-
-def test_tasks_of_several_threads_are_no_steps() -> None:
-    """Alike on two threads, they run beside one another."""
-    first, second = looped(["task"] * 3), looped(["task"] * 3, thread=1)
-    assert found(rank(*first.ops, *first.hosts, *second.hosts, steps=())).found_by != "annotation"
 
 
 def test_a_stream_that_was_busy_with_what_was_not_recorded() -> None:
@@ -323,11 +291,6 @@ def test_steps_end_with_their_optimizer(twice: bool) -> None:
     assert steps.end.tolist() == [950.0 + 1000 * n if twice else 900.0 + 1000 * n for n in range(4)]
 
 
-def test_one_optimizer_step_is_not_two_steps() -> None:
-    """There is nothing to count from."""
-    assert found(optimized(1)).found_by == "whole"
-
-
 @pytest.mark.parametrize(
     ("name", "said"),
     [
@@ -346,7 +309,6 @@ def test_set_up_in_a_recording_is_named(name: str, said: str) -> None:
 
 
 def test_a_capture_reaches_from_its_begin_to_its_end() -> None:
-    """Two short calls, and what lies between them."""
     calls = [host("cudaStreamBeginCapture", 100, 102), host("cudaStreamEndCapture", 700, 705)]
     (note,) = found(rank(op("a", 50, 60), op("b", 900, 950), *calls, steps=())).notes
     assert "0.6 of 0.9 ms" in note
@@ -390,8 +352,33 @@ def test_an_allocator_that_is_always_busy_is_no_start_up() -> None:
     assert found(rank(*ops, *[host("cudaFree", at, at + 800) for at, _ in steps], steps=steps)).notes == ()
 
 
-def test_layers_under_capture_are_no_steps() -> None:
-    """What repeats there is captured, not run."""
-    r = layered(12, 3)
-    whole = host("capture_8192_PIECEWISE", -10, 5000, HostKind.ANNOTATION)
-    assert found(rank(*r.ops, whole, steps=())).found_by == "whole"
+CAPTURED = layered(12, 3)
+
+
+@pytest.mark.parametrize(
+    "r",
+    [
+        # ten small repeats of layers beside one long kernel
+        rank(*[op(f"k{n % 4}", 10.0 * n, 10.0 * n + 5) for n in range(40)], op("long", 500, 9000), steps=()),
+        # ranges of a logger, which launch nothing
+        rank(op("a", 20, 60), op("b", 60, 90), *(
+            host(f"log step {n}", 1000.0 + 10 * n, 1005.0 + 10 * n, HostKind.ANNOTATION) for n in range(5)), steps=()),
+        # parts of one call, which differ a hundredfold, whatever they are called
+        ranged(("predict 0", 0, 5), ("predict 1", 5, 20_000), ("predict 2", 20_000, 20_400)),
+        # many short ranges around a long one, which launches nearly all the work
+        ranged(("predict", 0, 20_000), *[("predict", 20_000.0 + 50 * n, 20_030.0 + 50 * n) for n in range(9)]),
+        # one optimizer's step: there is nothing to count from
+        optimized(1),
+        # layers that are captured, not run
+        rank(*CAPTURED.ops, host("capture_8192_PIECEWISE", -10, 5000, HostKind.ANNOTATION), steps=()),
+    ],
+    ids=["small repeats", "logger", "unequal parts", "short ranges", "one optimizer", "captured"],
+)  # fmt: skip
+def test_what_is_no_steps_is_one_whole(r: Rank) -> None:
+    assert found(r).found_by == "whole"
+
+
+def test_tasks_of_several_threads_are_no_steps() -> None:
+    """Alike on two threads, they run beside one another."""
+    first, second = looped(["task"] * 3), looped(["task"] * 3, thread=1)
+    assert found(rank(*first.ops, *first.hosts, *second.hosts, steps=())).found_by != "annotation"

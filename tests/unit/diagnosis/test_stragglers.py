@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from counterpoint.diagnosis.analysis.analysis import Analysis
@@ -68,11 +70,6 @@ def test_slow_kernels_are_told_with_the_module_that_is_slow() -> None:
     assert "mostly in forward of MLP_3" in found[0].evidence
 
 
-def test_slow_kernels() -> None:
-    """The same kernel takes 800 instead of 200 µs."""
-    assert blamed(*[worker(800 if r == 1 else 200, until=1000) for r in range(4)]) == [(1, "slow_kernels")]
-
-
 def test_one_slow_kernel_is_not_a_slow_gpu() -> None:
     """Attention takes 4 x as long in the same grid, the matmuls as long as elsewhere."""
 
@@ -93,17 +90,20 @@ def test_one_slow_kernel_is_not_a_slow_gpu() -> None:
     assert "what flash_fwd works on" in advice
 
 
-def test_more_work_by_grid() -> None:
-    """Four times the blocks, four times the time."""
-    ranks = [worker(800, grid=528, until=1000) if r == 1 else worker(200, until=1000) for r in range(4)]
-    assert blamed(*ranks) == [(1, "more_work")]
+LARGE, SMALL = "[[8192, 4096], [4096, 4096]]", "[[2048, 4096], [4096, 4096]]"
 
 
-def test_more_work_by_shape_alone() -> None:
-    """A persistent kernel's grid is always the device; its input is larger."""
-    large, small = "[[8192, 4096], [4096, 4096]]", "[[2048, 4096], [4096, 4096]]"
-    ranks = [worker(800, shape=large, until=1000) if r == 1 else worker(200, shape=small, until=1000) for r in range(4)]
-    assert blamed(*ranks) == [(1, "more_work")]
+@pytest.mark.parametrize(
+    ("late", "other", "cause"),
+    [
+        ({}, {}, "slow_kernels"),  # the same kernel takes 800 instead of 200 µs
+        ({"grid": 528}, {}, "more_work"),  # four times the blocks, four times the time
+        ({"shape": LARGE}, {"shape": SMALL}, "more_work"),  # a persistent kernel's grid is always the device
+    ],
+)
+def test_a_rank_whose_kernel_takes_longer(late: dict[str, Any], other: dict[str, Any], cause: str) -> None:
+    ranks = [worker(800, **late, until=1000) if r == 1 else worker(200, **other, until=1000) for r in range(4)]
+    assert blamed(*ranks) == [(1, cause)]
 
 
 def two_ranks_in_turn(first_us: float, then_us: float) -> list[tuple[int, str]]:
@@ -118,12 +118,8 @@ def two_ranks_in_turn(first_us: float, then_us: float) -> list[tuple[int, str]]:
 
 
 def test_of_two_ranks_that_are_both_late_the_later_one() -> None:
-    """With one other rank, that rank's own lateness does not hide a rank which costs a quarter of the steps more."""
+    """That rank's own lateness does not hide one which costs a quarter of the steps more; in turn nobody stands out."""
     assert two_ranks_in_turn(600.0, 250.0) == [(1, "host_stall")]
-
-
-def test_two_ranks_that_take_turns() -> None:
-    """Nobody stands out."""
     assert two_ranks_in_turn(300.0, 250.0) == []
 
 
@@ -145,14 +141,9 @@ def test_ranks_that_are_late_together_are_one_straggler(late: tuple[int, ...], e
     assert found.delay_us == pytest.approx(810.0 * len(late), rel=0.02)
 
 
-def test_equal_ranks() -> None:
-    """Nobody is late."""
-    assert blamed(*[worker(200, until=400) for _ in range(4)]) == []
-
-
-def test_one_rank_alone() -> None:
-    """There is nobody to wait for."""
-    assert blamed(worker(200, until=400)) == []
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_equal_ranks(ranks: int) -> None:
+    assert blamed(*[worker(200, until=400)] * ranks) == []
 
 
 def test_wait_that_compute_hides_blames_nobody() -> None:

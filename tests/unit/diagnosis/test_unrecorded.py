@@ -47,13 +47,11 @@ def reduction(at: float, us: float, nelems: int = 1 << 26) -> Op:
 
 
 def diagnosed(*ranks: Rank, world: int = WORLD) -> Diagnosis:
-    """Diagnose these ranks of a larger job."""
     digests = [digested(r, number, world) for number, r in enumerate(ranks)]
     return diagnose_digests(digests, [d.path for d in digests]).diagnosis
 
 
 def found(d: Diagnosis, kind: str) -> Finding | None:
-    """Return the finding of a kind, if there is one."""
     return next((f for f in d.findings if f.kind == kind), None)
 
 

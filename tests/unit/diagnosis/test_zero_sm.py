@@ -28,7 +28,6 @@ COPY_IN = CAST.replace("float", "c10::BFloat16")
 
 
 def collective(name: str, start: float, end: float, dtype: str = "BFloat16", elements: int = ELEMENTS) -> Op:
-    """An NCCL kernel of a group of two."""
     info = CollectiveInfo(
         op=name, group="0", group_size=2, in_nelems=elements // 2, out_nelems=elements, dtype=dtype
     )  # fmt: skip
@@ -36,7 +35,6 @@ def collective(name: str, start: float, end: float, dtype: str = "BFloat16", ele
 
 
 def alone_us(name: str, num_bytes: int) -> float:
-    """What the program takes on the clock."""
     call, rates = even_call(name, 2, num_bytes), default_profile().rates
     return simulate(plan_all(call, best_tuning(call, rates)), rates).us
 
@@ -113,7 +111,6 @@ def test_nothing_is_promised_where_nothing_is_known(collective_op: Op, device: s
 
 
 def test_a_profile_of_another_gpu_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever diagnoses has a machine of their own."""
     one = rank(op("matmul", 10, 200, launch=0.0), collective("all_gather", 200, 1800))
     plain = played(one)
     monkeypatch.setenv("COUNTERPOINT_PROFILE", str(Path(profile.__file__).parent / "profiles" / "a100.json"))

@@ -61,12 +61,10 @@ def no_links(readings: Readings) -> Readings:
 
 
 def test_a_healthy_machine_has_no_problem_and_no_warning(healthy: Readings) -> None:
-    """8 × H200 with eight NICs, idle: nothing to say."""
     assert wrong(examine(healthy, torch=True)) == {}
 
 
 def test_everything_is_seen_on_a_healthy_machine(healthy: Readings) -> None:
-    """No check goes unseen when every reading is there."""
     assert [check.name for check in examine(healthy, torch=True).checks if check.status == "not_seen"] == []
 
 
@@ -148,7 +146,6 @@ FAULTS += [(variable(name, value), f"environment.{name}", status) for name, valu
 def test_a_fault_is_told_by_its_check_alone(
     healthy: Readings, fault: Callable[[Readings], Readings], name: str, status: str
 ) -> None:
-    """One thing wrong, one check that says so."""
     assert wrong(examine(fault(healthy), torch=True)) == {name: status}
 
 
@@ -156,7 +153,6 @@ def test_a_fault_is_told_by_its_check_alone(
 def test_what_is_wrong_has_a_meaning_and_a_fix(
     healthy: Readings, fault: Callable[[Readings], Readings], name: str
 ) -> None:
-    """Nobody is left with a symptom."""
     found = named(examine(fault(healthy), torch=True), name)
     assert min(len(found.means), len(found.fix)) > 5
 
@@ -181,7 +177,6 @@ HARMLESS: dict[str, Callable[[Readings], Readings]] = {
 
 @pytest.mark.parametrize("change", HARMLESS.values(), ids=HARMLESS.keys())
 def test_no_wolf_is_cried(healthy: Readings, change: Callable[[Readings], Readings]) -> None:
-    """What differs and does no harm is neither problem nor warning."""
     assert wrong(examine(change(healthy))) == {}
 
 
@@ -196,74 +191,59 @@ def test_pcie_faults_are_problems_without_nvlink(healthy: Readings) -> None:
     assert named(examine(no_links(gpu(pcie_width=8)(healthy))), "pcie").status == "problem"
 
 
-def test_no_nvlink_is_a_warning(healthy: Readings) -> None:
-    """Nothing to repair, and still ten times as much to hide."""
-    assert wrong(examine(no_links(healthy))) == {"nvlink": "warning"}
-
-
-def test_denied_peers_say_why(healthy: Readings) -> None:
-    """NVML's reason stands beside CUDA's no."""
-    changed = part("nvml", denied_peers={"0-3": "chipset_not_supported"})(
-        part("cuda", no_peer_access=((0, 3),))(healthy)
+def unanswered(part_: str, reason: str, *, failed: bool) -> Callable[[Readings], Readings]:
+    return lambda found: replace(
+        found, unavailable={part_: reason}, failed=(part_,) if failed else (), **{"bandwidth": None, part_: None}
     )
-    assert named(examine(changed), "peer_access").seen == "missing between 0 → 3 (NVML: chipset_not_supported)"
 
 
-def test_slow_pairs_are_named_slowest_first(healthy: Readings) -> None:
-    """The reader needs the pair, not a percentage."""
-    pairs = (
-        PairRate(source=0, target=1, gb_per_s=390.0),
-        PairRate(source=2, target=5, gb_per_s=300.0),
-        PairRate(source=5, target=2, gb_per_s=250.0),
-    )
-    seen = named(examine(part("bandwidth", pairs=pairs)(healthy)), "bandwidth").seen
-    assert seen == "3 pairs, best 0 → 1 390 GB/s, all at once 385; below 90%: 5 → 2 250; 2 → 5 300"
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (no_links, {"nvlink": "warning"}),  # nothing to repair, and still ten times as much to hide
+        (unanswered("cuda", "no CUDA driver", failed=False), {"driver": "problem"}),  # GPUs that cannot be used
+        (unanswered("cuda", "cuInit failed: (802)", failed=True), {"answers.cuda": "problem"}),
+        # a driver that does not answer us will not answer a job
+        (unanswered("bandwidth", "no answer within 60 s", failed=True), {"answers.bandwidth": "problem"}),
+    ],
+)
+def test_what_is_not_there_is_told_once(
+    healthy: Readings, change: Callable[[Readings], Readings], expected: dict[str, str]
+) -> None:
+    assert wrong(examine(change(healthy))) == expected
 
 
-def without_cuda(readings: Readings, reason: str, *failed: str) -> Readings:
-    return replace(readings, cuda=None, bandwidth=None, unavailable={"cuda": reason}, failed=failed)
+DENIED = part("nvml", denied_peers={"0-3": "chipset_not_supported"})
+PAIRS = tuple(
+    PairRate(source=a, target=b, gb_per_s=rate) for a, b, rate in ((0, 1, 390.0), (2, 5, 300.0), (5, 2, 250.0))
+)
 
 
-def test_cuda_that_is_missing_beside_nvml_is_a_problem(healthy: Readings) -> None:
-    """GPUs are there and cannot be used: only `driver` says so, what depends on it is not seen."""
-    assert wrong(examine(without_cuda(healthy, "no CUDA driver"))) == {"driver": "problem"}
-
-
-def test_cuda_that_fails_is_a_problem_of_its_own(healthy: Readings) -> None:
-    """And told once."""
-    changed = without_cuda(healthy, "cuInit failed: CUDA_ERROR_SYSTEM_NOT_READY (802)", "cuda")
-    assert wrong(examine(changed)) == {"answers.cuda": "problem"}
-
-
-def test_a_probe_that_hung_is_a_problem(healthy: Readings) -> None:
-    """A driver that does not answer us will not answer a job."""
-    changed = replace(
-        healthy, bandwidth=None, unavailable={"bandwidth": "no answer within 60 s"}, failed=("bandwidth",)
-    )
-    assert wrong(examine(changed)) == {"answers.bandwidth": "problem"}
-
-
-def test_hidden_devices_are_counted(healthy: Readings) -> None:
-    """CUDA_VISIBLE_DEVICES is no fault, and is said."""
-    assert healthy.cuda is not None
-    seen = named(examine(part("cuda", devices=healthy.cuda.devices[:2])(healthy)), "gpus").seen
-    assert seen == "8 × NVIDIA H200, of which CUDA shows 2 to this process"
+@pytest.mark.parametrize(
+    ("change", "name", "seen"),
+    [
+        (lambda r: DENIED(part("cuda", no_peer_access=((0, 3),))(r)), "peer_access",
+         "missing between 0 → 3 (NVML: chipset_not_supported)"),
+        (part("bandwidth", pairs=PAIRS), "bandwidth",
+         "3 pairs, best 0 → 1 390 GB/s, all at once 385; below 90%: 5 → 2 250; 2 → 5 300"),
+        # CUDA_VISIBLE_DEVICES is no fault, and is said
+        (lambda r: part("cuda", devices=r.cuda.devices[:2])(r), "gpus",
+         "8 × NVIDIA H200, of which CUDA shows 2 to this process"),
+        # the reason of the probe is the text of the checks that needed it
+        (lambda r: replace(r, nvml=None, unavailable={"nvml": "no answer; the process was killed"}), "clocks",
+         "no answer; the process was killed"),
+    ],
+)  # fmt: skip
+def test_what_was_seen(healthy: Readings, change: Callable[[Any], Readings], name: str, seen: str) -> None:
+    assert named(examine(change(healthy)), name).seen == seen
 
 
 def test_nothing_seen_is_nothing_wrong() -> None:
-    """A laptop without driver, torch and /sys: every check answers, none blames."""
     checkup = examine(Readings(host="laptop"), torch=True)
     assert {check.status for check in checkup.checks} == {"not_seen", "ok"}
 
 
-def test_what_was_not_seen_says_why(healthy: Readings) -> None:
-    """The reason of the probe is the text of the checks that needed it."""
-    changed = replace(healthy, nvml=None, unavailable={"nvml": "no answer within 60 s; the process was killed"})
-    assert named(examine(changed), "clocks").seen == "no answer within 60 s; the process was killed"
-
-
 def test_control_characters_from_outside_are_escaped(healthy: Readings) -> None:
-    """A device name may not write to the terminal."""
     checkup = examine(one("system", "rdma", 3, device="mlx\x1b[2J", state="DOWN")(healthy))
     assert "\x1b" not in named(checkup, "nics").seen
 
@@ -279,12 +259,10 @@ def test_control_characters_from_outside_are_escaped(healthy: Readings) -> None:
     ],
 )
 def test_exit_code(statuses: str, strict: bool, code: int) -> None:
-    """Problems are 1, warnings only when strict, what was not seen never."""
     checks = tuple(Check(name="x", status=status, seen="") for status in statuses.split())  # type: ignore[arg-type]
     assert exit_code(checks, strict=strict) == code
 
 
 def test_names_of_checks_are_unique(healthy: Readings) -> None:
-    """They are keys of the JSON contract."""
     names = [check.name for check in examine(healthy, torch=True).checks]
     assert len(names) == len(set(names))

@@ -31,7 +31,6 @@ ECC = Check(name="ecc", status="ok", seen="none")
 
 
 def test_the_first_line_is_the_verdict(healthy: Readings) -> None:
-    """Who reads one line knows."""
     found = examine(healthy)
     assert printed(found).splitlines()[0] == verdict(found) == (
         "Nothing keeps this machine from overlapping (25 in order, 0 not seen)."
@@ -39,35 +38,29 @@ def test_the_first_line_is_the_verdict(healthy: Readings) -> None:
 
 
 def test_a_problem_is_counted_in_the_verdict() -> None:
-    """In the singular, too."""
     assert verdict(checkup(MIG, ECC)) == "1 thing keeps this machine from overlapping (1 in order, 0 not seen)."
 
 
 def test_a_machine_without_gpus_is_not_called_fine() -> None:
-    """Blindness is not health."""
     assert verdict(Checkup(host="laptop", gpus=(), driver=None, checks=())).startswith("No GPU seen")
 
 
 def test_problems_come_before_what_is_in_order() -> None:
-    """Whatever the order of the checks."""
     text = printed(checkup(ECC, MIG))
     assert text.index("mig") < text.index("ecc")
 
 
 def test_a_problem_is_printed_with_meaning_and_fix() -> None:
-    """What was seen, what it means for overlap, what to do."""
     block = printed(checkup(MIG)).split("In the way of overlap\n")[1]
     assert block == "✗ mig\n   GPU 3: MIG is on\n   no peer access\n   → nvidia-smi -mig 0\n"
 
 
 def test_what_is_not_seen_for_one_reason_is_one_entry() -> None:
-    """Without a driver, that is said once."""
     unseen = [Check(name=name, status="not_seen", seen="no driver") for name in ("mig", "ecc", "clocks")]
     assert printed(checkup(*unseen)).split("Not seen\n")[1] == "? no driver\n   mig, ecc, clocks\n"
 
 
 def test_all_but_the_head_fits_80_columns(healthy: Readings) -> None:
-    """Paths and lists are wrapped."""
     long = msgspec.structs.replace(healthy, nvml=None, unavailable={"nvml": "no " + "word " * 60})
     assert max(map(len, printed(examine(long)).splitlines()[2:])) <= 80
 
@@ -79,7 +72,6 @@ def test_markup_and_control_characters_are_printed_as_text() -> None:
 
 
 def test_a_profile_of_ones_own_is_told_without_a_gpu() -> None:
-    """When it was measured, and what is assumed."""
     mine = replace(default_profile(), gpu="CPU", measured_on={"rates": "CPU", "sums": "H200"})
     check = next(each for each in examine(Readings(host="laptop"), profile=mine).checks if each.name == "profile")
     assert (check.status, check.seen) == (

@@ -23,7 +23,6 @@ from counterpoint.machine.driver import Driver, ProbeFailed, ProbeUnavailable
 
 @pytest.mark.parametrize("gpus", [2, 3, 4, 8, 15, 16, 72])
 def test_every_gpu_is_in_a_pair(gpus: int) -> None:
-    """However many there are, none goes unmeasured."""
     pairs = choose_pairs(gpus, chance=random.Random(gpus))
     assert {gpu for pair in pairs for gpu in pair} == set(range(gpus))
 
@@ -36,12 +35,10 @@ def test_pairs_are_all_or_a_dozen(gpus: int, count: int) -> None:
 
 @pytest.mark.parametrize(("code", "version"), [(22809, (2, 28, 9)), (22304, (2, 23, 4)), (2708, (2, 7, 8))])
 def test_version_code_of_nccl(code: int, version: tuple[int, int, int]) -> None:
-    """Both of NCCL's encodings."""
     assert nccl_version(code) == version
 
 
 def test_torch_is_read_from_its_files(tmp_path: Path) -> None:
-    """Version and CUDA without running any of it."""
     (tmp_path / "version.py").write_text(
         "from typing import Optional\n__version__ = '2.11.0+cu130'\ncuda: Optional[str] = '13.0'\n"
         "hip: Optional[str] = None\nraise SystemExit('never run')\n"
@@ -51,7 +48,6 @@ def test_torch_is_read_from_its_files(tmp_path: Path) -> None:
 
 
 def test_a_feature_is_told_from_its_file(tmp_path: Path) -> None:
-    """There or not there, never assumed from the version."""
     (tmp_path / "cuda").mkdir()
     (tmp_path / "cuda" / "green_contexts.py").write_text("class GreenContext:\n    pass\n")
     features = read_torch_files(tmp_path).features
@@ -95,7 +91,6 @@ def fake(monkeypatch: pytest.MonkeyPatch, **answers: Any) -> None:
 
 
 def test_what_nvml_refuses_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An old driver answers little: everything else is None, and nothing fails."""
     fake(monkeypatch)
     gpu = read_nvml().gpus[0]
     known = {key for key, value in msgspec.structs.asdict(gpu).items() if value is not None}
@@ -104,7 +99,6 @@ def test_what_nvml_refuses_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("bit", "reason"), CLOCK_REASONS.items())
 def test_clock_reasons_are_named(monkeypatch: pytest.MonkeyPatch, bit: int, reason: str) -> None:
-    """One name for each bit."""
     fake(monkeypatch, nvmlDeviceGetCurrentClocksEventReasons=bit)
     assert read_nvml().gpus[0].clock_reasons == (reason,)
 
@@ -150,7 +144,6 @@ def test_links_are_read_from_fields_and_else_from_counters(monkeypatch: pytest.M
 
 
 def test_a_gpu_that_fell_off_the_bus_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others are read all the same."""
 
     def handle(index: int) -> str:
         if index == 1:
@@ -162,7 +155,6 @@ def test_a_gpu_that_fell_off_the_bus_is_lost(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_denied_peer_has_nvmls_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By ordered pair."""
     fake(monkeypatch, nvmlDeviceGetCount=2, nvmlDeviceGetP2PStatus=3)
     assert read_nvml().denied_peers == {"0-1": "topology_not_supported", "1-0": "topology_not_supported"}
 
@@ -171,7 +163,6 @@ def test_a_denied_peer_has_nvmls_reason(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_machine_without_driver_says_so(
     monkeypatch: pytest.MonkeyPatch, read: Callable[[], object], library: str
 ) -> None:
-    """Not that a package is missing, which would not help."""
 
     def refuse(name: str) -> None:
         raise OSError(name)
@@ -204,7 +195,6 @@ def test_a_libcuda_without_its_functions_has_failed(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_name_of_an_error_that_is_no_text_is_shown_as_far_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error counts, not how its name is spelt."""
 
     def name(code: int, reference: Any) -> int:
         reference._obj.value = b"\xffEVIL"
@@ -217,7 +207,6 @@ def test_a_name_of_an_error_that_is_no_text_is_shown_as_far_as_it_is(monkeypatch
 
 @pytest.mark.parametrize("count", [-3, 2_000_000_000])
 def test_a_number_of_gpus_that_cannot_be_has_failed(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    """Nobody asks two thousand million GPUs for their peers."""
     libcuda(monkeypatch, cuInit=lambda flags: 0, cuDeviceGetCount=saying(count))
     with pytest.raises(ProbeFailed, match=f"cuDeviceGetCount says {count}"):
         Driver().device_count()
@@ -250,7 +239,6 @@ def test_nvml_that_does_not_start_has_failed_unless_it_is_absent(
 
 
 def test_nvml_with_too_many_gpus_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody asks four thousand million GPUs for their names."""
     fake(monkeypatch, nvmlDeviceGetCount=4_000_000_000)
     with pytest.raises(ProbeFailed, match="nvmlDeviceGetCount says 4000000000"):
         read_nvml()
@@ -267,7 +255,6 @@ def test_a_name_that_is_no_text_costs_the_name_only(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_missing_driver_is_a_reason_in_every_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What no probe could answer is unavailable, with the probe's words."""
     monkeypatch.setattr(checkup, "ask_probe", lambda probe, **_: Answer(output=None, reason=f"no {probe}"))
     reasons = collect_readings(bandwidth=True, torch=True).unavailable
     assert reasons == {
@@ -280,7 +267,6 @@ def test_a_missing_driver_is_a_reason_in_every_part(monkeypatch: pytest.MonkeyPa
 
 
 def test_an_answer_that_is_no_reading_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is no JSON costs that part only."""
     monkeypatch.setattr(checkup, "ask_probe", lambda probe, **_: Answer(output=b"hello"))
     assert collect_readings(bandwidth=False).unavailable["cuda"].startswith("the probe's answer is not a reading: ")
 
@@ -292,7 +278,6 @@ def test_a_driver_that_ends_the_process_has_failed(monkeypatch: pytest.MonkeyPat
 
 
 def test_bandwidth_that_is_not_wanted_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """--no-bandwidth touches no memory of any GPU."""
     asked = []
 
     def ask(probe: str, **_: object) -> Answer:
@@ -305,7 +290,6 @@ def test_bandwidth_that_is_not_wanted_is_not_asked(monkeypatch: pytest.MonkeyPat
 
 
 def test_only_variables_that_matter_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Secrets in the environment stay out of the report."""
     monkeypatch.setattr(checkup, "ask_probe", lambda probe, **_: Answer(output=None))
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
@@ -314,5 +298,4 @@ def test_only_variables_that_matter_are_read(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_readings_survive_json(healthy: Readings) -> None:
-    """What a child prints is what the parent reads."""
     assert msgspec.json.decode(msgspec.json.encode(healthy), type=Readings) == healthy

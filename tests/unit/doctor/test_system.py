@@ -42,7 +42,6 @@ PORT = {
 
 
 def test_an_rdma_port_is_read(tmp_path: Path) -> None:
-    """State, rate, firmware, board and the MTU of its interface."""
     write(tmp_path, PORT)  # type: ignore[arg-type]
     assert read_system(tmp_path).rdma == (
         RdmaPort(
@@ -54,7 +53,6 @@ def test_an_rdma_port_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rubbish", ["", "fast", "-1", "nan Gb/sec", "1e99", "\xff\xfe"])
 def test_a_rate_that_is_no_number_is_unknown(tmp_path: Path, rubbish: str) -> None:
-    """Never a guess, never a crash."""
     write(tmp_path, PORT | {MLX + "ports/1/rate": rubbish.encode("latin-1")})
     rdma = read_system(tmp_path).rdma
     assert rdma is not None
@@ -70,13 +68,11 @@ def test_interfaces_without_hardware_are_left_out(tmp_path: Path) -> None:
 
 
 def test_an_empty_root_knows_nothing(tmp_path: Path) -> None:
-    """A container without /sys: unknown, not absent."""
     found = read_system(tmp_path)
     assert (found.modules, found.rdma, found.net, found.gpu_iommu, found.acs_redirects) == (None,) * 5
 
 
 def test_the_iommu_type_of_gpus_alone_is_read(tmp_path: Path) -> None:
-    """Not that of other devices in the same machine."""
     pci = "sys/bus/pci/devices/"
     gpu = {"vendor": "0x10de", "class": "0x030200", "iommu_group/type": "DMA-FQ"}
     disk = {"vendor": "0x144d", "class": "0x010802", "iommu_group/type": "DMA"}
@@ -86,7 +82,6 @@ def test_the_iommu_type_of_gpus_alone_is_read(tmp_path: Path) -> None:
 
 
 def test_bridges_that_redirect_are_named(tmp_path: Path) -> None:
-    """Found behind another capability in the chain."""
     bridge = "sys/bus/pci/devices/0000:00:01.0/"
     write(tmp_path, {bridge + "class": "0x060400", bridge + "config": config((0x0001, 0), (0x000D, 0x1D))})
     assert read_system(tmp_path).acs_redirects == ("0000:00:01.0",)
@@ -111,7 +106,6 @@ def test_acs_is_told_from_configuration_space(space: bytes, answer: bool | None)
 
 
 def test_nccl_conf_is_read_without_comments() -> None:
-    """As NCCL reads it."""
     assert parse_conf("# site\nNCCL_DEBUG=WARN\n NCCL_P2P_DISABLE = 1 # why\nrubbish\n") == {
         "NCCL_DEBUG": "WARN",
         "NCCL_P2P_DISABLE": "1",
@@ -119,14 +113,12 @@ def test_nccl_conf_is_read_without_comments() -> None:
 
 
 def test_the_open_kernel_module_is_recognised(tmp_path: Path) -> None:
-    """It is what DMA-BUF needs."""
     version = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build\n"
     write(tmp_path, {"proc/driver/nvidia/version": version})
     assert read_system(tmp_path).open_driver is True
 
 
 def test_an_endless_file_is_read_in_part(tmp_path: Path) -> None:
-    """A name of megabytes costs no megabytes."""
     write(tmp_path, PORT | {MLX + "fw_ver": b"9" * (1 << 20)})
     rdma = read_system(tmp_path).rdma
     assert rdma is not None

@@ -116,7 +116,6 @@ def test_every_protocol_is_fitted_to_every_operation() -> None:
 
 
 def test_a_size_measured_twice_is_left_out_twice() -> None:
-    """No row of a size that is left out stays in the fit."""
     measured = [*rows(EVEN, [8]), *rows([20, 24], [8], seed=2)]
     for _, out, _ in splits(measured):
         left_out = {(row.operation, row.num_bytes) for row in out}
@@ -164,7 +163,6 @@ def test_of_a_group_and_sizes_left_out_neither_is_seen() -> None:
 
 
 def test_one_row_is_not_held_out() -> None:
-    """With nothing to leave out, the error is unknown, and estimates say so."""
     fitted = fit_protocols(rows([20], [8])[:1], HOST, source="made up")
     network = Network(cluster=HOST, protocols=(*nccl_protocols(), *fitted))
     found = estimate("all_gather", MIB, Group(ranks=8), network)
@@ -181,7 +179,6 @@ def test_what_was_not_measured_is_like_the_rest() -> None:
 
 
 def test_the_same_rows_give_the_same_fit() -> None:
-    """To the last digit."""
     one, other = (fit_protocols(rows(EVEN, [2, 8]), HOST, source="made up", check=False) for _ in range(2))
     assert one == other
 
@@ -215,15 +212,11 @@ def test_groups_over_nodes_are_fitted_to_both_levels() -> None:
     assert found == pytest.approx([us(1 << power) for power in ODD], rel=0.1)
 
 
-def test_error_of_nothing_is_unknown() -> None:
-    """No row, no error."""
-    assert error_of([]) is None
-
-
 def test_error_is_relative() -> None:
-    """30 instead of 40 µs: 25 %, whatever the sign."""
+    """30 instead of 40 µs: 25 %, whatever the sign; of no rows it is not known."""
     row = Measured(operation="all_gather", ranks=8, num_bytes=1, us=40.0)
     assert error_of([Checked(row=row, predicted_us=30.0, left_out="x")]) == (0.25, 0.25)
+    assert error_of([]) is None
 
 
 @pytest.mark.parametrize(
@@ -237,13 +230,11 @@ def test_error_is_relative() -> None:
     ],
 )
 def test_rows_that_cannot_be_are_refused(bad: dict[str, object], match: str) -> None:
-    """The error names the row and what is allowed."""
     row = msgspec.structs.replace(rows([20], [8])[0], **bad)
     with pytest.raises(Misconfigured, match=match):
         fit_protocols([row], HOST, source="made up")
 
 
 def test_no_rows_are_refused() -> None:
-    """It says where rows come from."""
     with pytest.raises(Misconfigured, match="no measured row: give some of `measure_suites"):
         fit_protocols([], HOST, source="made up")

@@ -84,12 +84,10 @@ def test_what_is_shipped_is_what_the_rows_give(fit: collective_model.Fitted) -> 
 
 
 def test_every_fit_is_one_of_the_benchmark() -> None:
-    """No file in fits/ without rows."""
     assert len(fitted_protocols()) == len(collective_model.SHIPPED)
 
 
 def figures(protocol: Protocol) -> list[float]:
-    """All that is fitted."""
     kept = (protocol.base_us, protocol.hop_us["nvlink"], protocol.efficiency["nvlink"], protocol.own_gb_per_s)
     return [*(figure or 0.0 for figure in kept), protocol.fill]
 

@@ -42,7 +42,6 @@ def block(what: str = "all_gather", mechanism: str = "nccl", marked: str | None 
 
 
 def test_group_sizes_are_those_of_the_runs() -> None:
-    """Two results of 2 and 8 ranks become rows of 2 and 8 ranks."""
     rows = from_blocks([measurement(2, block(us=15.0)), measurement(8, block())])
     assert rows == (
         Measured(operation="all_gather", ranks=2, num_bytes=1 << 20, us=15.0),
@@ -58,6 +57,5 @@ def test_marked_rows_and_other_things_are_left_out() -> None:
 
 
 def test_a_mechanism_that_was_not_measured_is_refused() -> None:
-    """The error lists those that were."""
     with pytest.raises(Misconfigured, match="no collective by 'zero_sm' among the blocks; there are: nccl"):
         from_blocks([measurement(8, block())], mechanism="zero_sm")

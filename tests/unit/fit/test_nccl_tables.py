@@ -50,7 +50,6 @@ def test_a_table_is_read_over_all_its_parts() -> None:
 
 
 def test_the_table_of_older_versions_is_read() -> None:
-    """Algorithm and protocol in one heading."""
     found = [(cell.algorithm, cell.protocol, cell.latency_us) for cell in tuning_table(OLD_TABLE)]
     assert found == [("Ring", "LL", 6.3), ("Ring", "Simple", 18.0)]
 
@@ -63,7 +62,6 @@ def test_the_pick_is_the_least_time(num_bytes: int, way: tuple[str, str]) -> Non
 
 
 def test_an_operation_that_is_not_there_is_refused() -> None:
-    """The error lists what the table has."""
     with pytest.raises(Misconfigured, match=r"'all_to_all' is not in the table; it has: all_reduce, broadcast"):
         tuning_pick(tuning_table(TABLE), "all_to_all", 1)
 
@@ -88,20 +86,17 @@ def test_picks_are_read_by_name_and_by_number() -> None:
 
 
 def test_a_log_without_a_table_is_refused() -> None:
-    """The error says which variables to set."""
     with pytest.raises(Misconfigured, match="NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=TUNING"):
         tuning_table("NCCL INFO Bootstrap : Using eth0")
 
 
 def test_text_is_capped() -> None:
-    """More than 64 MB of log are refused."""
     with pytest.raises(Misconfigured, match="give at most"):
         tuning_table(" " * (MAX_TEXT + 1))
 
 
 @given(text=st.text(st.sampled_from(list("AllReduce |/0123456789.\nNCCL INFO float sum-Tree")), max_size=400))
 def test_no_text_breaks_the_readers(text: str) -> None:
-    """Whatever stands there, it is rows or Misconfigured."""
     readers: tuple[Callable[[str], tuple[object, ...]], ...] = (
         tuning_table,
         tuning_picks,

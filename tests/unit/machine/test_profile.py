@@ -43,7 +43,6 @@ def written(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.json")), ids=lambda path: path.stem)
 def test_shipped_files_are_profiles(path: Path) -> None:
-    """Each is named after the GPU that it is of."""
     assert read_profile(path).gpu.lower() == path.stem
 
 
@@ -72,12 +71,10 @@ def test_a_measured_gpu_assumes_nothing() -> None:
     ],
 )
 def test_what_was_not_measured_is_said(gpu: str | None, note: str) -> None:
-    """By group, with the GPU that the figures are of."""
     assert shipped_profile(gpu).note(("sums", "efficiency")) == note
 
 
 def test_a_file_of_ones_own_comes_first(written: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """By argument, or by the variable; the argument wins."""
     mine = written(lambda content: content["rates"].update(copy_us=9.0))
     assert profile_of("NVIDIA H200", mine).rates.copy_us == 9.0
     monkeypatch.setenv(VARIABLE, str(mine))
@@ -94,7 +91,6 @@ def test_groups_that_a_file_leaves_out_are_assumed(written: Callable[..., Path])
 
 
 def test_parts_that_a_file_leaves_out_are_assumed(written: Callable[..., Path]) -> None:
-    """Of efficiency single fields, of mechanisms single ones; the file's own come first."""
 
     def some(content: dict[str, Any]) -> None:
         content["efficiency"] = {"matmul": 0.5, "source": "mine", "date": "2026-12-01"}
@@ -121,7 +117,6 @@ def test_what_was_shipped_for_the_same_gpu_stands_in_first(written: Callable[...
 
 @pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.json")), ids=lambda path: path.stem)
 def test_a_written_profile_is_read_again(path: Path, tmp_path: Path) -> None:
-    """As it was, with what it leaves out and why."""
     mine = msgspec.structs.replace(read_profile(path), left_out={"sums": "no GPU"})
     (tmp_path / "mine.json").write_bytes(profile_json(mine))
     assert read_profile(tmp_path / "mine.json") == mine
@@ -133,21 +128,17 @@ def test_assumed_figures_are_not_written(written: Callable[..., Path]) -> None:
     assert {"sums", "measured_on", "left_out"}.isdisjoint(json.loads(profile_json(mine)))
 
 
-def test_a_profile_of_cpus_is_not_one_of_a_gpu(written: Callable[..., Path]) -> None:
-    """Without a GPU it is taken."""
+def test_a_profile_of_another_device_is_refused(written: Callable[..., Path]) -> None:
+    """One of CPUs is taken where there is no GPU."""
+    with pytest.raises(Misconfigured, match=r"mine\.json is a profile of H200, and this GPU is NVIDIA B200: give"):
+        profile_of("NVIDIA B200", written())
     mine = written(of("CPU"))
     assert profile_of(None, mine).gpu == "CPU"
     with pytest.raises(Misconfigured, match=r"mine\.json is a profile of CPU, and this GPU is NVIDIA H200"):
         profile_of("NVIDIA H200", mine)
 
 
-def test_a_file_of_another_gpu_is_refused(written: Callable[..., Path]) -> None:
-    with pytest.raises(Misconfigured, match=r"mine\.json is a profile of H200, and this GPU is NVIDIA B200: give"):
-        profile_of("NVIDIA B200", written())
-
-
 def test_the_digest_is_of_figures(written: Callable[..., Path]) -> None:
-    """Not of the GPU, nor of where they are from; every figure counts."""
     digest = default_profile().digest
     about = {"source": "mine", "date": "2026-12-01", "time_spread": 0.1}
     same = written(of("B200"), lambda content: content["rates"].update(about))
@@ -186,7 +177,6 @@ def test_the_digest_is_of_figures(written: Callable[..., Path]) -> None:
     ],
 )
 def test_a_file_that_is_no_profile_is_refused(written: Callable[..., Path], change: Change, said: str) -> None:
-    """In one line that names the file and the field."""
     with pytest.raises(Misconfigured, match=f"mine.json is no profile: .*{said}") as raised:
         read_profile(written(change))
     assert "\n" not in str(raised.value)

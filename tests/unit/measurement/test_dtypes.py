@@ -39,6 +39,5 @@ def test_computation_and_communication_have_a_dtype_each() -> None:
 
 
 def test_a_dtype_that_is_not_measured_is_refused() -> None:
-    """A scenario that asks for one by name does not get another one silently."""
     with pytest.raises(Misconfigured, match="dtype 'int7'; choose from: bfloat16, float16, float32"):
         Session.use_dtypes(cast(Any, SimpleNamespace(device=torch.device("cpu"))), "int7")

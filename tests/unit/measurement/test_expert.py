@@ -56,7 +56,6 @@ def test_a_wrong_name_is_refused_with_what_there_is(what: str) -> None:
 
 @pytest.mark.parametrize("way", ROUTINGS)
 def test_no_token_goes_to_an_expert_twice(way: str) -> None:
-    """And all experts exist."""
     ids = drawn(way)
     assert ids.shape == (4000, 8)
     assert (ids.sort(1).values.diff() > 0).all()
@@ -111,7 +110,6 @@ class SeenSession(OneRank):
 
 
 def test_transport_on_sms_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only of mechanisms that promise copies; kernels that permute rows, and copies, are no transport."""
     nccl = Launched(kind="kernel", name="ncclDevKernel_SendRecv(ncclDevKernelArgs)", grid=(24, 1, 1))
     permuting = Launched(kind="kernel", name="_permute_kernel", grid=(4096, 1, 1))
     copy = Launched(kind="copy", name="Memcpy PtoP (Device -> Device)", bytes=1 << 20)

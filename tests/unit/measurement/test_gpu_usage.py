@@ -34,12 +34,10 @@ def test_the_gpu_is_found_by_its_uuid() -> None:
 
 
 def test_a_gpu_that_nvml_does_not_know_is_not_claimed() -> None:
-    """Such as a MIG slice: no reading rather than another GPU's."""
     assert read_device("GPU-third") is None
 
 
 def test_extremes_over_ranks() -> None:
-    """The hottest, the hungriest, every reason once; a rank that could not read does not count."""
     state = combine([(1980, 100.0, 40, ()), None, (1200, 650.0, 61, ("power cap",))])
     assert state is not None
     assert (state.sm_mhz_min, state.sm_mhz_max, state.power_w_max, state.temperature_c_max, state.throttle) == (

@@ -49,7 +49,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.usefixtures("never")
 @pytest.mark.parametrize(("options", "text"), BAD.values(), ids=BAD)
 def test_a_bad_request_is_refused_before_ranks_start(options: dict[str, Any], text: str) -> None:
-    """One line that says what came and what is allowed."""
     with pytest.raises(Misconfigured, match=text):
         api.measure(**({"suite": "quick"} | options))
 
@@ -64,7 +63,6 @@ def test_a_bad_request_is_refused_before_ranks_start(options: dict[str, Any], te
     ],
 )
 def test_two_gpus_are_needed(monkeypatch: pytest.MonkeyPatch, gpus: tuple[str, ...] | Unsupported, said: str) -> None:
-    """And the text names the way to try it without."""
 
     def visible_gpus() -> tuple[str, ...]:
         if isinstance(gpus, Unsupported):
@@ -110,7 +108,6 @@ def test_outcomes_become_a_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_scenario_that_nobody_measured_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that end well without results do not pass for a measurement."""
     monkeypatch.setattr(api, "launch", replay(0))
     with pytest.raises(CounterpointError, match="without having measured scenario"):
         api.measure("quick", device="cpu")

@@ -89,7 +89,6 @@ def test_controls_that_would_do_nothing_are_refused(name: str, said: str) -> Non
 
 @pytest.mark.parametrize(("found", "settings"), [(124, "zero_sm+gemm_sms=124"), (None, "zero_sm+gemm_sms=fit")])
 def test_what_the_rule_found_is_set(found: int | None, settings: str) -> None:
-    """Under the name that was asked for; another number is another thing to look at."""
     fitted = find_mechanism("zero_sm+gemm_sms=fit", "cuda").with_gemm_sms(found)
     assert (fitted.name, fitted.settings) == ("zero_sm+gemm_sms=fit", settings)
 
@@ -106,7 +105,6 @@ def test_mechanisms_of_one_memory_share_buffers() -> None:
 
 
 def test_every_buffer_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Windows in the group of the plain buffers are another path; two controls of one path are checked once."""
     checked: list[int] = []
     monkeypatch.setattr(Comm, "check", lambda comm: checked.append(id(comm.buffers)))
     names = {"plain": None, "also_plain": None, "windows": Windows()}

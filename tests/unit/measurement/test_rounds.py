@@ -100,13 +100,11 @@ def play(late: set[int], rounds: int) -> tuple[Any, list[str]]:
 
 
 def test_every_round_runs_every_case_once() -> None:
-    """Interleaved, not one case after the other."""
     _, ran = play(set(), 6)
     assert all(sorted(ran[start : start + 4]) == list("abcd") for start in range(0, 24, 4))
 
 
 def test_rounds_differ_in_order() -> None:
-    """No case always follows the same one."""
     _, ran = play(set(), 6)
     assert len({tuple(ran[start : start + 4]) for start in range(0, 24, 4)}) > 1
 
@@ -187,5 +185,4 @@ def test_a_row_of_late_trials_is_marked(case: tuple[str, str]) -> None:
 
 
 def test_both_reasons_are_said() -> None:
-    """What the profiler saw, and what the host missed."""
     assert str(made(("slow", "comm_first"), "no effect").marked).startswith("no effect; the host queued")

@@ -19,11 +19,9 @@ def test_the_size_takes_the_time(time_us: float) -> None:
 
 
 def test_the_fastest_mechanism_counts() -> None:
-    """With a curve twice as fast, twice as much fits."""
     fast = tuple((size, time / 2) for size, time in CURVE)
     assert time_at(fast, size_for_time([CURVE, fast], 1000.0)) == pytest.approx(1000.0, rel=1e-3)
 
 
 def test_measured_points_are_kept() -> None:
-    """The curve goes through its points."""
     assert [time_at(CURVE, size) for size, _ in CURVE] == pytest.approx([time for _, time in CURVE])

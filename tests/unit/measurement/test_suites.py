@@ -27,7 +27,6 @@ def blocks(suite: str, *, device: str = "cuda", world_size: int = 8, num_sms: in
 
 @pytest.mark.parametrize("suite", SUITES)
 def test_everything_in_a_suite_is_known(suite: str) -> None:
-    """Workloads, collectives and mechanisms all parse; names are unique, since outcomes go by name."""
     for scenario in pairs(suite):
         find_workload(scenario.workload)
         assert scenario.collective in collectives()
@@ -67,7 +66,6 @@ def test_the_forum_case_has_three_remedies_and_every_order() -> None:
     ],
 )
 def test_bad_requests_are_refused(suite: str, device: str, mechanisms: list[str] | None, said: str) -> None:
-    """Before any process is started, with what is allowed."""
     with pytest.raises(Misconfigured, match=said):
         parts_of(suite, device=device, mechanisms=mechanisms)
 

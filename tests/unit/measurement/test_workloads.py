@@ -28,18 +28,15 @@ def test_flops(name: str, flops: int) -> None:
     "name", ["", "gemm", "gemm 0x1x1", "gemm 1x1", "gemm 1x1x1*0", "llama-7b layer 1", "gemm 1x1x1\n", "GEMM 1x1x1"]
 )
 def test_other_names_are_refused(name: str) -> None:
-    """The text lists the forms that exist."""
     with pytest.raises(Misconfigured, match="gemm MxNxK"):
         find_workload(name)
 
 
 def test_memory_is_that_of_all_operands() -> None:
-    """A, B and C of both products, two bytes each."""
     assert find_workload("gemm 2x3x5*2").memory_bytes(2) == 2 * 2 * (2 * 5 + 3 * 5 + 2 * 3)
 
 
 def test_prepared_workloads_compute() -> None:
-    """Torch counts the floating point operations that the workload states."""
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 

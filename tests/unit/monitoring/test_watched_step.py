@@ -28,7 +28,6 @@ def diagnosed(sample: str) -> Diagnosis:
 
 @pytest.fixture(scope="module")
 def stalled() -> WatchedStep:
-    """What is said of the sample with a stall in `tokenizer.encode` on rank 5."""
     return watched_step(diagnosed("fsdp-host-stall"), 1500, ("a note",))
 
 
@@ -105,7 +104,6 @@ def test_the_line_of_one_rank_is_of_its_gpu_and_host() -> None:
 
 
 def test_lines_of_json(tmp_path: Path, stalled: WatchedStep) -> None:
-    """Each record is a line, and is read back equal."""
     export = JsonLines(tmp_path / "watch.jsonl")
     for _ in range(2):
         export(stalled)
@@ -114,7 +112,6 @@ def test_lines_of_json(tmp_path: Path, stalled: WatchedStep) -> None:
 
 
 def test_prometheus_reads_the_last_record(tmp_path: Path, stalled: WatchedStep) -> None:
-    """One file in the text format, in base units, and nothing beside it."""
     export = Prometheus(tmp_path / "job.prom")
     export(stalled)
     export(msgspec.structs.replace(stalled, step=2000, late_rank=None, late_us=None, hidden=None))
@@ -127,7 +124,6 @@ def test_prometheus_reads_the_last_record(tmp_path: Path, stalled: WatchedStep) 
 
 
 def test_tensorboard_gets_figures_and_the_line(stalled: WatchedStep) -> None:
-    """Under the step that was recorded."""
     calls: list[tuple[object, ...]] = []
 
     class Writer:
@@ -145,7 +141,6 @@ def test_tensorboard_gets_figures_and_the_line(stalled: WatchedStep) -> None:
 
 
 def test_a_digest_survives_the_way() -> None:
-    """Every column is the same behind it."""
     path = SAMPLES / "fsdp-2-ranks" / "rank0.json.gz"
     (digest,) = digest_file(TraceFile(path=path, label="rank0", format="kineto"), Limits())
     back = unpack_digest(pack_digest(digest), "there")
@@ -159,7 +154,6 @@ def test_a_digest_survives_the_way() -> None:
 
 
 def test_a_damaged_digest_is_refused() -> None:
-    """Cut, or with a column of another length than it says."""
     path = SAMPLES / "fsdp-2-ranks" / "rank0.json.gz"
     content = pack_digest(digest_file(TraceFile(path=path, label="rank0", format="kineto"), Limits())[0])
     raw = msgspec.msgpack.decode(content)
@@ -180,6 +174,5 @@ def test_ranks_that_do_not_come_are_left_out(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("options", [{"every": 4}, {"steps": 0}, {"folder": "/no/such/folder"}])
 def test_options_that_mean_nothing_are_refused(options: dict[str, object]) -> None:
-    """At once, before the training."""
     with pytest.raises(Misconfigured):
         counterpoint.watch(**options)  # type: ignore[arg-type]

@@ -55,7 +55,6 @@ def test_far_beyond_the_points_nothing_is_said() -> None:
     ],
 )
 def test_impossible_curves_are_refused(wrong: dict[str, object]) -> None:
-    """Points are positive, finite and ascending; dtypes have torch's names."""
     with pytest.raises(Misconfigured, match=r"give"):
         replace(FLAT, **wrong)  # type: ignore[arg-type]
 
@@ -78,7 +77,6 @@ def test_an_estimate_is_near_what_was_measured() -> None:
 
 
 def test_what_has_no_peak_is_not_estimated() -> None:
-    """A GPU that is not listed, and a precision that it does not have."""
     unknown = msgspec.structs.replace(H200, gpu="R900")
     old = msgspec.structs.replace(H200, gpu="V100")
     for profile, dtype in ((unknown, "bfloat16"), (old, "float8_e4m3fn")):
@@ -145,7 +143,6 @@ def test_bytes_are_those_of_what_is_sent() -> None:
     ],
 )
 def test_impossible_tasks_are_refused(wrong: dict[str, object]) -> None:
-    """Two ranks with rows, one batch element, one chunk, and curves of the same input."""
     with pytest.raises(Misconfigured, match=r"give"):
         replace(GATHER, **wrong)  # type: ignore[arg-type]
 

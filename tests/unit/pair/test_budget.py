@@ -99,7 +99,6 @@ def test_hidden_is_one_where_nothing_waits() -> None:
 
 
 def test_the_reason_names_the_limits_and_the_gain() -> None:
-    """One sentence with CTAs, SMs, waves and what plain NCCL would take."""
     found = choose_split(curves(), "gemm 8192x8192x8192", "all_gather", 1 << 29, contention=UNDISTURBED)
     assert found.reason == (
         "16 CTAs beside 116 SMs: the collective starts beside the GEMM, the GEMM takes 18 waves instead of 16, "
@@ -108,7 +107,6 @@ def test_the_reason_names_the_limits_and_the_gain() -> None:
 
 
 def test_without_plain_nccl_the_reason_claims_no_gain() -> None:
-    """A gain is told only over a candidate that was looked at."""
     found = choose_split(curves(), "gemm 8192x8192x8192", "all_gather", 1 << 29, candidates=CANDIDATES[1:])
     assert "plain NCCL" not in found.reason
 
@@ -130,7 +128,6 @@ def test_what_was_not_measured_is_no_candidate() -> None:
 
 
 def test_a_size_off_the_curves_is_an_error() -> None:
-    """Where not even plain NCCL was measured nothing is chosen."""
     with pytest.raises(Misconfigured, match="too far from the measured sizes"):
         choose_split(curves(), "gemm 8192x8192x8192", "all_gather", 1 << 40)
 
@@ -162,13 +159,11 @@ def test_waiting_ctas_have_their_share_left() -> None:
 def test_nothing_to_choose_from_is_an_error(
     orders: tuple[Order, ...], candidates: tuple[SmSplit, ...], message: str
 ) -> None:
-    """Empty orders or candidates say what to give."""
     with pytest.raises(Misconfigured, match=message):
         choose_split(curves(), "gemm 8192x8192x8192", "all_gather", 1 << 28, orders=orders, candidates=candidates)
 
 
 def test_a_choice_without_alternatives_says_so() -> None:
-    """Plain NCCL because nothing else was measured is not plain NCCL because it is best."""
     alone, gemm = curves(), "gemm 8192x8192x8192"
     plain = Curves(
         layout=alone.layout,

@@ -18,13 +18,11 @@ PAIRS, BLOCKS = budget_pairs(), budget_blocks()
 
 @pytest.mark.parametrize("mechanism", BUDGET)
 def test_every_mechanism_divides_sms(mechanism: str) -> None:
-    """It is one of this package, and the rule can read its name."""
     assert find_mechanism(mechanism, "cuda").name == SmSplit.parse(mechanism).mechanism
 
 
 @pytest.mark.parametrize("suite", SUITES)
 def test_all_parts_are_known(suite: str) -> None:
-    """Workloads, collectives and mechanisms parse, and names are unique."""
     parts = SUITES[suite]()
     for part in parts:
         if isinstance(part, Scenario):
@@ -36,7 +34,6 @@ def test_all_parts_are_known(suite: str) -> None:
 
 
 def test_both_sides_of_every_pair_are_measured_alone() -> None:
-    """What a mechanism leaves of either side is among the building blocks."""
     alone = {(block.what, setting) for block in BLOCKS for setting in block.mechanisms}
     needed = set()
     for pair in PAIRS:

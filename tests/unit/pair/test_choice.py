@@ -11,12 +11,10 @@ from counterpoint.pair.sm_split import SmSplit
 
 @pytest.mark.parametrize("mechanism", BUDGET)
 def test_a_name_comes_back(mechanism: str) -> None:
-    """Parsed and written again, the name of every candidate is the same."""
     assert SmSplit.parse(mechanism).mechanism == mechanism
 
 
 def test_the_order_of_the_limits_does_not_matter() -> None:
-    """`gemm_sms` may stand first."""
     choice = SmSplit(max_ctas=16, cga_cluster=2, gemm_sms=116)
     assert SmSplit.of("nccl+gemm_sms=116+cga_cluster=2+max_ctas=16") == choice
 
@@ -26,12 +24,10 @@ def test_the_order_of_the_limits_does_not_matter() -> None:
     ["gloo", "nccl_zero_cta", "nccl+priority=high", "nccl+max_ctas=0", "nccl+max_ctas=8+max_ctas=4", "nccl+", ""],
 )
 def test_anything_else_is_no_division(mechanism: str) -> None:
-    """Other mechanisms and damaged names give None, not a division that drops a part of the name."""
     assert SmSplit.of(mechanism) is None
 
 
 def test_an_error_says_what_is_allowed() -> None:
-    """`parse` refuses with the form to write."""
     with pytest.raises(
         Misconfigured, match=r"'nccl\+green=108' does not divide SMs; write nccl, with any of \+max_ctas=N"
     ):

@@ -38,17 +38,21 @@ def curves(*limits: int | None) -> Curves:
     )
 
 
+STEPPED = ((108, 250.0), (132, 200.0))
+
+
 @pytest.mark.parametrize(
-    ("num_sms", "expected"), [(132, 200.0), (130, 200.0), (128, 200.0), (126, 250.0), (108, 250.0)]
+    ("points", "num_sms", "expected"),
+    [
+        # 512 tiles take 4 waves from 128 SMs on and 5 below, down to 103: time steps there and nowhere else
+        *((STEPPED, num_sms, 200.0) for num_sms in (132, 130, 128)),
+        *((STEPPED, num_sms, 250.0) for num_sms in (126, 108)),
+        (((128, 210.0), (132, 200.0)), 130, 205.0),  # equal waves (power, clocks) are joined by a line
+        (((132, 200.0),), 132, 200.0),
+    ],
 )
-def test_a_gemm_follows_its_waves(num_sms: int, expected: float) -> None:
-    """512 tiles take 4 waves from 128 SMs on and 5 below, down to 103: time steps there and nowhere else."""
-    assert gemm_curve(GEMM, ((108, 250.0), (132, 200.0))).time_us(num_sms) == pytest.approx(expected)
-
-
-def test_a_gemm_is_linear_where_waves_do_not_change() -> None:
-    """Two measured times with equal waves (power, clocks) are joined by a line."""
-    assert gemm_curve(GEMM, ((128, 210.0), (132, 200.0))).time_us(130) == pytest.approx(205.0)
+def test_a_gemm_follows_its_waves(points: tuple[tuple[int, float], ...], num_sms: int, expected: float) -> None:
+    assert gemm_curve(GEMM, points).time_us(num_sms) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("num_sms", [100, 133])
@@ -56,11 +60,6 @@ def test_a_gemm_is_not_extrapolated(num_sms: int) -> None:
     """Beyond the measured SM counts there is an error that lists them."""
     with pytest.raises(Misconfigured, match="measured at: 108, 132"):
         gemm_curve(GEMM, ((108, 250.0), (132, 200.0))).time_us(num_sms)
-
-
-def test_a_gemm_measured_at_one_count_is_known_there() -> None:
-    """One point is a curve of one point."""
-    assert gemm_curve(GEMM, ((132, 200.0),)).time_us(132) == 200.0
 
 
 def test_kernels_share_the_time_of_their_workload() -> None:
@@ -76,7 +75,6 @@ def test_a_kernel_takes_no_more_sms_than_it_has_tiles() -> None:
 
 
 def test_waves_of_attention_are_not_guessed() -> None:
-    """A workload that is no GEMM is refused."""
     with pytest.raises(Unsupported, match="GEMMs only"):
         GemmCurve(workload="attention 4x32x4096x128", products=(), points=((108, 2.0), (132, 1.0)))
 
@@ -89,7 +87,6 @@ def test_latency_and_bandwidth_are_met_exactly(size: int, latency: float, rate: 
 
 @pytest.mark.parametrize("size", [(1 << 19) - 1, (1 << 29) + 1])
 def test_sizes_far_outside_are_refused(size: int) -> None:
-    """More than a factor of 2 from the nearest measured size is no interpolation."""
     with pytest.raises(Misconfigured, match="too far from the measured sizes"):
         affine(10.0, 300.0, 24).at(size)
 
@@ -109,26 +106,22 @@ def test_rates_are_linear_in_ctas() -> None:
     assert curves(8, 16).comm("all_gather", 1 << 24, SmSplit(max_ctas=12)).time_us == pytest.approx((1 << 24) / 120e3)
 
 
-def test_cluster_sizes_are_not_mixed() -> None:
-    """Between 8 and 16 CTAs in NCCL's own clusters lies nothing about clusters of 2."""
-    with pytest.raises(Misconfigured, match="12 CTAs in clusters of 2, but at: none"):
-        curves(8, 16).comm("all_gather", 1 << 24, SmSplit(max_ctas=12, cga_cluster=2))
-
-
-@pytest.mark.parametrize("limit", [4, 32, None])
-def test_ctas_are_not_extrapolated(limit: int | None) -> None:
-    """Limits outside the measured ones are an error that lists them."""
-    with pytest.raises(Misconfigured, match="but at: 8, 16"):
-        curves(8, 16).comm("all_gather", 1 << 24, SmSplit(max_ctas=limit))
+@pytest.mark.parametrize(
+    ("operation", "split", "said"),
+    [
+        # between 8 and 16 CTAs in NCCL's own clusters lies nothing about clusters of 2
+        ("all_gather", SmSplit(max_ctas=12, cga_cluster=2), "12 CTAs in clusters of 2, but at: none"),
+        *(("all_gather", SmSplit(max_ctas=limit), "but at: 8, 16") for limit in (4, 32, None)),
+    ],
+)
+def test_ctas_are_not_extrapolated(operation: str, split: SmSplit, said: str) -> None:
+    with pytest.raises(Misconfigured, match=said):
+        curves(8, 16).comm(operation, 1 << 24, split)
 
 
 def test_the_fastest_limit_is_t_c() -> None:
-    """T_c is the best of the measured limits."""
+    """T_c is the best of the measured limits; what was not measured is named."""
     assert curves(None, 4).fastest_us("all_gather", 1 << 24) == pytest.approx((1 << 24) / 240e3)
-
-
-def test_an_unknown_collective_is_named() -> None:
-    """What was not measured is an error with what to do."""
     with pytest.raises(Misconfigured, match="'all_to_all'; measure it alone"):
         curves(None).fastest_us("all_to_all", 1 << 24)
 

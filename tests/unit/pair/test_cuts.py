@@ -303,7 +303,6 @@ def test_a_faster_nccl_is_left_alone() -> None:
 
 
 def test_the_plan_says_why() -> None:
-    """One sentence with every prediction and the rule."""
     plan = choose_matmul(task_of("all_gather_matmul", 8192, 1280, 8192), 0, flagged_factor=None)
     assert plan.why.startswith("cuts is the simplest within 3% of the best of torch ")
     assert "; the all_gather cannot hide behind the matmul: N = 1,280 per rank" in plan.why

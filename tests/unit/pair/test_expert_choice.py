@@ -94,7 +94,6 @@ def test_hiding_never_costs_more_than_one_after_the_other(layer: ExpertExchange)
 
 @given(EXCHANGES, st.integers(1, 5000))
 def test_more_tokens_take_longer(layer: ExpertExchange, more: int) -> None:
-    """Of every mechanism, alone."""
     for name in EXCHANGE_MECHANISMS:
         assert alone_us(replace(layer, tokens=layer.tokens + more), name) > alone_us(layer, name)
 
@@ -155,12 +154,10 @@ def test_the_gather_takes_what_was_measured(layer: ExpertExchange, measured_us: 
     ],
 )
 def test_wrong_figures_are_named(wrong: dict[str, float], said: str) -> None:
-    """With what is allowed."""
     with pytest.raises(Misconfigured, match=said):
         replace(QWEN, **wrong)  # type: ignore[arg-type]
 
 
 def test_wrong_options_are_named() -> None:
-    """A margin out of range, and nothing that a graph could hold."""
     with pytest.raises(Misconfigured, match=r"offered=torch: .* at least one of gather, slabs"):
         choose_expert(replace(QWEN, captured=True), offered=("torch",))

@@ -55,7 +55,6 @@ def test_nothing_is_limited_where_it_would_not_pay() -> None:
 
 
 def test_without_products_there_is_nothing_to_limit() -> None:
-    """Attention and element-wise kernels know no limit."""
     found = choose_gemm_sms(pair("all_reduce"), H200)
     assert (found.gemm_sms, list(found.together_us)) == (None, [132])
 
@@ -98,6 +97,5 @@ def test_a_gemm_that_lets_others_in_between_waits_for_their_sum() -> None:
     ("collective", "size", "world_size"), [("all_gather", 1024, 4), ("all_reduce", 0, 4), ("all_reduce", 1024, 1)]
 )
 def test_what_makes_no_sense_is_refused(collective: str, size: int, world_size: int) -> None:
-    """No sums, no bytes, no peers."""
     with pytest.raises(Misconfigured):
         choose_gemm_sms(pair(collective, SQUARE, size_bytes=size, world_size=world_size), H200)

@@ -19,7 +19,6 @@ def test_an_h200_has_six_gpcs_of_16_and_two_of_18() -> None:
 
 @pytest.mark.parametrize("num_sms", [0, 1, 131])
 def test_sms_come_in_pairs(num_sms: int) -> None:
-    """A number that no layout has is refused with what is allowed."""
     with pytest.raises(Misconfigured, match="even number"):
         SmLayout.even(num_sms)
 
@@ -35,7 +34,6 @@ def test_a_gemm_loses_an_sm_where_a_pair_is_broken(num_ctas: int, comm_cluster: 
 
 @pytest.mark.parametrize("num_ctas", [131, 132, 133])
 def test_a_collective_that_leaves_nothing_is_refused(num_ctas: int) -> None:
-    """No SM, or none for a cluster of 2, is left for the GEMM."""
     with pytest.raises(Misconfigured, match="leave a GEMM no SM"):
         H200.gemm_sms_beside(num_ctas)
 
@@ -53,13 +51,11 @@ def test_clusters_of_four_find_less_room_than_clusters_of_two(
 
 @given(gemm_sms=st.integers(1, 140), num_ctas=st.integers(1, 32), comm_cluster=st.sampled_from([1, 2, 4]))
 def test_what_fits_is_no_more_than_there_is(gemm_sms: int, num_ctas: int, comm_cluster: int) -> None:
-    """Both sides never take more SMs than the GPU has."""
     waiting = H200.waiting_ctas(gemm_sms=gemm_sms, num_ctas=num_ctas, comm_cluster=comm_cluster)
     assert waiting or gemm_sms + num_ctas <= H200.num_sms
 
 
 @given(gemm_sms=st.integers(1, 66).map(lambda n: 2 * n), num_ctas=st.integers(1, 32))
 def test_single_blocks_fit_wherever_there_is_room(gemm_sms: int, num_ctas: int) -> None:
-    """Without clusters on the collective's side, room is all that it needs."""
     fits = H200.waiting_ctas(gemm_sms=gemm_sms, num_ctas=num_ctas) == 0
     assert fits == (gemm_sms + num_ctas <= H200.num_sms)

@@ -32,41 +32,34 @@ def test_the_last_tile_is_found_without_playing_each(
     assert finish_us(tiles, tile_us, sms=sms, late_sms=late_sms, late_us=late_us) == last
 
 
-@pytest.mark.parametrize(("comm_us", "end"), [(30.0, 130.0), (100.0, 200.0), (500.0, 500.0)])
-def test_a_full_grid_needs_a_second_wave(comm_us: float, end: float) -> None:
-    """132 blocks on 108 SMs: the last 24 start when the collective ends, or after the first wave."""
-    assert play([ONE_WAVE], comm_us, compute_at_us=0.0, comm_at_us=0.0, comm_first=True, shares=BLOCKED) == end
+TWO_WAVES = GemmKernel(tiles=132 + 44, num_sms=132, time_us=100.0)
+SLOWED = SmShares(waiting_ctas=0, sms_beside=108, compute_slowdown=2.0, comm_slowdown=2.0)
 
 
-def test_a_resident_gemm_holds_the_collective_back() -> None:
-    """Without free SMs it starts at the end of the GEMM: T = T_g + T_c."""
-    assert play([ONE_WAVE], 60.0, compute_at_us=0.0, comm_at_us=10.0, comm_first=False, shares=BLOCKED) == 160.0
-
-
-def test_a_last_wave_with_room_lets_nobody_in() -> None:
-    """Beside a second wave of 44 tiles on 132 SMs 24 CTAs wait, too: T = T_g + T_c."""
-    gemm = GemmKernel(tiles=132 + 44, num_sms=132, time_us=100.0)
-    assert play([gemm], 60.0, compute_at_us=0.0, comm_at_us=10.0, comm_first=False, shares=BLOCKED) == 160.0
-
-
-def test_a_collective_slips_in_between_two_kernels() -> None:
-    """Held back by the first of two kernels only, it runs beside the second, which then needs another wave."""
-    end = play([ONE_WAVE] * 2, 60.0, compute_at_us=0.0, comm_at_us=10.0, comm_first=False, shares=BLOCKED)
-    assert end == 100.0 + 60.0 + 100.0
-
-
-@pytest.mark.parametrize("comm_first", [True, False])
-def test_with_sms_of_its_own_the_order_does_not_matter(comm_first: bool) -> None:
-    """Both start at once and the longer one decides."""
-    assert play([ONE_WAVE], 60.0, compute_at_us=0.0, comm_at_us=0.0, comm_first=comm_first, shares=BESIDE) == 100.0
-
-
-def test_contention_lasts_as_long_as_both_run() -> None:
-    """Twice as slow while the 30 µs collective runs (60 µs, itself slowed): 100 µs become 130."""
-    shares = SmShares(waiting_ctas=0, sms_beside=108, compute_slowdown=2.0, comm_slowdown=2.0)
-    assert play([ONE_WAVE], 30.0, compute_at_us=0.0, comm_at_us=0.0, comm_first=True, shares=shares) == 130.0
-
-
-def test_a_collective_that_ended_before_disturbs_nobody() -> None:
-    """20 µs of collective, the GEMM 50 µs later: T = 50 + T_g."""
-    assert play([ONE_WAVE], 20.0, compute_at_us=50.0, comm_at_us=0.0, comm_first=True, shares=BLOCKED) == 150.0
+@pytest.mark.parametrize(
+    ("kernels", "shares", "comm_us", "compute_at_us", "comm_at_us", "end"),
+    [
+        # 132 blocks on 108 SMs: the last 24 start when the collective ends, or after the first wave
+        ([ONE_WAVE], BLOCKED, 30.0, 0.0, 0.0, 130.0),
+        ([ONE_WAVE], BLOCKED, 100.0, 0.0, 0.0, 200.0),
+        ([ONE_WAVE], BLOCKED, 500.0, 0.0, 0.0, 500.0),
+        # the GEMM first: without free SMs the collective starts at its end, also beside a last wave of 44 tiles
+        ([ONE_WAVE], BLOCKED, 60.0, 0.0, 10.0, 160.0),
+        ([TWO_WAVES], BLOCKED, 60.0, 0.0, 10.0, 160.0),
+        # held back by the first of two kernels only, it runs beside the second, which then needs another wave
+        ([ONE_WAVE] * 2, BLOCKED, 60.0, 0.0, 10.0, 100.0 + 60.0 + 100.0),
+        # with SMs of its own it starts at once, and the longer one decides
+        ([ONE_WAVE], BESIDE, 60.0, 0.0, 0.0, 100.0),
+        # twice as slow while the collective of 30 µs runs (60 µs, itself slowed)
+        ([ONE_WAVE], SLOWED, 30.0, 0.0, 0.0, 130.0),
+        # it ended before the GEMM came
+        ([ONE_WAVE], BLOCKED, 20.0, 50.0, 0.0, 150.0),
+    ],
+)  # fmt: skip
+def test_a_pair_ends_when_its_waves_do(
+    kernels: list[GemmKernel], shares: SmShares, comm_us: float, compute_at_us: float, comm_at_us: float, end: float
+) -> None:
+    first = comm_at_us <= compute_at_us
+    for comm_first in (True, False) if shares is BESIDE else (first,):
+        times = {"compute_at_us": compute_at_us, "comm_at_us": comm_at_us}
+        assert play(kernels, comm_us, **times, comm_first=comm_first, shares=shares) == end

@@ -32,7 +32,6 @@ def communicator() -> Any:
 
 
 def test_what_was_given_back_is_handed_out_again(communicator: Any) -> None:
-    """In another shape and dtype, too; not as long as it is lent."""
     memory = CallMemory(communicator)
     first, second = (memory.empty(4, 8, dtype=torch.float32) for _ in range(2))
     assert first.data_ptr() != second.data_ptr()

@@ -33,7 +33,6 @@ def test_its_derivative_is_that_of_torch() -> None:
 
 
 def test_what_it_refuses() -> None:
-    """Each is told with what was given."""
     for gate_up, offsets in (
         (torch.zeros(4, 5), OFFSETS),
         (torch.zeros(4), OFFSETS),

@@ -119,7 +119,6 @@ def test_two_halves_of_a_batch_overlap_backward_as_forward() -> None:
 
 
 def test_no_derivative_is_sent_that_nobody_needs() -> None:
-    """Tokens and weights that need none cost no communication."""
     said: list[str] = []
     trip, scale = Trip(Log(said, 0)), torch.ones(4, requires_grad=True)
     under_way = trip.start_dispatch(torch.randn(3, 4), torch.zeros(3, 1, dtype=torch.int32), torch.rand(3, 1))
@@ -132,7 +131,6 @@ def test_no_derivative_is_sent_that_nobody_needs() -> None:
 
 
 def test_derivatives_of_derivatives_are_refused() -> None:
-    """They would need communication that nobody recorded."""
     x = torch.randn(3, 4, requires_grad=True)
     trip = Trip(Log([], 0))
     under_way = trip.start_dispatch(x, torch.zeros(3, 1, dtype=torch.int32), torch.rand(3, 1))

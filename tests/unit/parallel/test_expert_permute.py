@@ -64,7 +64,6 @@ def test_an_assignment_is_that_of_a_loop(
     kind: str, tokens: int, top_k: int, experts: int, ranks: int, rank: int, pad: int, room: float,
     dtype: torch.dtype, seed: int,
 ) -> None:  # fmt: skip
-    """By expert, token and choice, padded, cut off at the capacity; what had no room is counted."""
     ids = routing(kind, tokens, top_k, experts * ranks, seed).to(dtype)
     capacity = int(room * (tokens * top_k + experts * (pad - 1))) // pad * pad
     first = rank % ranks * experts
@@ -225,13 +224,11 @@ GOOD = routing("random", 6, 2, 4)
     ],
 )
 def test_assignments_that_cannot_be(ids: Tensor, what: dict[str, int]) -> None:
-    """Each is refused with what was given."""
     with pytest.raises(Misconfigured, match="give"):
         assign(ids, **{"first_expert": 0, "num_experts": 4, "capacity": 16, **what})
 
 
 def test_tensors_that_do_not_fit() -> None:
-    """The message names the tensor, its shape and the one that is needed."""
     x, found, weights = case()
     rows = permute(x, found)
     wrong: dict[str, Callable[[], object]] = {
@@ -255,7 +252,6 @@ def test_tensors_that_do_not_fit() -> None:
 
 
 def test_a_gpu_that_is_too_old_for_the_dtype_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It names the GPU and what to give instead, where Triton would fail to compile."""
     a100 = SimpleNamespace(name="NVIDIA A100-SXM4-80GB", major=8, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: a100)
     x: Any = SimpleNamespace(is_cuda=True, device="cuda:0")

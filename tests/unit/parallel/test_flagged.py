@@ -135,14 +135,12 @@ def test_words_are_those_of_arrival(layout: ShardedRows) -> None:
     [{"rank": 2}, {"rank": -1}, {"rows": ()}, {"rows": (3, -1)}, {"batch": 0}, {"chunk_rows": 0}],
 )
 def test_layouts_that_cannot_be(what: dict[str, Any]) -> None:
-    """Each is refused with what was given."""
     with pytest.raises(Misconfigured, match="give"):
         ShardedRows(**{"rank": 0, "rows": (3, 4), **what})
 
 
 @pytest.mark.parametrize("what", [{"rows": 96}, {"depth": 0}, {"columns": -16}, {"stages": 0}])
 def test_tiles_that_cannot_be(what: dict[str, int]) -> None:
-    """Each is refused with what was given."""
     with pytest.raises(Misconfigured, match="powers of two"):
         MatmulTiles(**what)
 
@@ -182,13 +180,11 @@ def scatter(**changed: torch.Tensor) -> None:
     ],
 )
 def test_tensors_that_do_not_fit(bind: Any, name: str, tensor: torch.Tensor) -> None:
-    """The message names the tensor, its shape and the shape that is needed."""
     with pytest.raises(Misconfigured, match=rf"^{name} of \({tensor.shape[0]}, .*give"):
         bind(**{name: tensor})
 
 
 def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever has no Triton is told what to install."""
     monkeypatch.setitem(sys.modules, "triton", None)
     half = {"own": torch.zeros(3, 16), "gathered": torch.zeros(8, 16), "b": torch.zeros(16, 4)}
     with pytest.raises(Unsupported, match="install triton"):

@@ -28,7 +28,6 @@ from counterpoint.parallel.torch_calls import op_and_factor
     ],
 )
 def test_options_that_mean_nothing_are_refused(options: dict[str, Any], said: str) -> None:
-    """With what came and what is allowed."""
     with pytest.raises(Misconfigured, match=said):
         OverlapOptions(**options)
 
@@ -51,14 +50,12 @@ def pretended(monkeypatch: pytest.MonkeyPatch, **state: Any) -> nn.Module:
 
 
 def test_a_torch_that_looks_different_inside_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the name that is missing and the versions that are known."""
     model = pretended(monkeypatch, _fsdp_param_groups=[SimpleNamespace()])
     with pytest.raises(Unsupported, match=r"has no SimpleNamespace.offload_policy: .* knows torch 2.11 to 2.13"):
         sharded_modules(model)
 
 
 def test_gathers_are_into_memory_that_is_released_early() -> None:
-    """Peers need not be asked whether the output is free: it was said when FSDP2 dropped the last one."""
     asked: list[dict[str, Any]] = []
 
     def empty(*size: int, **options: Any) -> torch.Tensor:
@@ -84,5 +81,4 @@ def test_gathers_are_into_memory_that_is_released_early() -> None:
     ids=["sum", "average", "average as an object", "factor"],
 )
 def test_operations_are_those_of_torch(op: Any, expected: tuple[str, float]) -> None:
-    """Each form in which FSDP2 may name one, with its factor."""
     assert op_and_factor(op) == expected

@@ -14,7 +14,6 @@ Path = tuple[int, ...]
 
 
 def parts(order: list[Path]) -> dict[Path, list[Path]]:
-    """Return the modules inside each."""
     return {
         whole: [part for part in order if len(part) > len(whole) and part[: len(whole)] == whole] for whole in order
     }

@@ -19,7 +19,6 @@ class Kept:
         self.closed = 0
 
     def close(self) -> None:
-        """Count."""
         self.closed += 1
 
 
@@ -33,7 +32,6 @@ def world() -> Iterator[None]:
 
 
 def test_a_group_and_key_have_one_value() -> None:
-    """Another key has another."""
     registry: Registry[Kept] = Registry(Kept.close)
     first = registry.get(dist.group.WORLD, Kept, key=1)
     assert registry.get(dist.group.WORLD, Kept, key=1) is first
@@ -41,7 +39,6 @@ def test_a_group_and_key_have_one_value() -> None:
 
 
 def test_destroying_a_group_closes_what_it_had() -> None:
-    """It, and nothing of another group."""
     registry: Registry[Kept] = Registry(Kept.close)
     group = dist.new_group([0])
     ours, others = registry.get(group, Kept), registry.get(dist.group.WORLD, Kept)
@@ -50,7 +47,6 @@ def test_destroying_a_group_closes_what_it_had() -> None:
 
 
 def test_destroying_all_groups_closes_everything() -> None:
-    """`destroy_process_group()` without a group does."""
     registry: Registry[Kept] = Registry(Kept.close)
     kept = [registry.get(group, Kept) for group in (dist.group.WORLD, dist.new_group([0]))]
     dist.destroy_process_group()
@@ -58,7 +54,6 @@ def test_destroying_all_groups_closes_everything() -> None:
 
 
 def test_a_group_whose_store_lives_on_is_closed_when_the_next_one_comes() -> None:
-    """Something else holds the store."""
     registry: Registry[Kept] = Registry(Kept.close)
     group = dist.new_group([0])
     store = dist.distributed_c10d._get_process_group_store(group)
@@ -69,7 +64,6 @@ def test_a_group_whose_store_lives_on_is_closed_when_the_next_one_comes() -> Non
 
 
 def test_a_destroyed_group_is_refused() -> None:
-    """Nothing would close what was made for it."""
     registry: Registry[Kept] = Registry(Kept.close)
     group = dist.new_group([0])
     dist.destroy_process_group(group)
@@ -78,7 +72,6 @@ def test_a_destroyed_group_is_refused() -> None:
 
 
 def test_what_was_closed_by_hand_is_closed_once() -> None:
-    """The group's end finds nothing left."""
     registry: Registry[Kept] = Registry(Kept.close)
     kept = registry.get(dist.group.WORLD, Kept)
     registry.close(dist.group.WORLD)

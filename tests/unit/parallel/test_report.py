@@ -36,7 +36,6 @@ def counted() -> CallCounts:
 
 
 def test_modules_of_fsdp2_are_a_table() -> None:
-    """Bytes, dtype and operation of the latest call, how many there were, and what stayed with torch and why."""
     assert str(Report(modules=SHARDED, notes=("prefetch: 1 ahead",), tuned="a.toml: 1 of 2")).splitlines() == [
         "module    ranks  all_gather                      reduce_scatter",
         "(root)    2      torch's: one rank               torch's",
@@ -49,7 +48,6 @@ def test_modules_of_fsdp2_are_a_table() -> None:
 
 
 def test_each_kind_and_the_calls_have_a_table() -> None:
-    """What a layer shares, what the tuning chose, and why some of its calls are torch's."""
     text = str(Report(modules=(LINEAR, LEFT, EXPERTS), calls=counted().rows()))
     assert text.splitlines() == [
         "module  style            ranks  runs",
@@ -67,7 +65,6 @@ def test_each_kind_and_the_calls_have_a_table() -> None:
 
 
 def test_it_is_data() -> None:
-    """JSON and back is the same."""
     report = Report(modules=(*SHARDED, LINEAR), calls=counted().rows(), tuned="x", notes=("y",))
     assert msgspec.json.decode(msgspec.json.encode(report), type=Report) == report
 

@@ -34,7 +34,6 @@ def test_what_is_fused_and_why_the_rest_is_left(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_fused_collective_leaves_no_node_behind(name: str) -> None:
-    """One operation is there for each collective that was fused, and each one that was left is as it was."""
     case = CASES[name]
     counts = fused(case, 0).counts
     space = {"all_gather": "all_gather_", "reduce_scatter": "_reduce_scatter", "all_reduce": "_all_reduce"}

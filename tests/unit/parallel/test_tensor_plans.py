@@ -81,7 +81,6 @@ class Measured:
         return tuple((count, count / 10) for count in range(128, rows + 1, 128))
 
     def plan(self, rows: int, columns: int = 4096) -> MatmulPlan:
-        """The plan of a gather."""
         shape = MatmulShape(
             operation="all_gather_matmul",
             layout=ShardedRows(rows=(rows // 2, rows // 2)),
@@ -94,7 +93,6 @@ class Measured:
         return self.plans.get(shape, torch.device("cuda"))[0]
 
     def plan_in_backward(self, rows: int) -> MatmulPlan:
-        """The plan of a gather that a backward makes."""
         found: list[MatmulPlan] = []
         x = torch.zeros(1, requires_grad=True)
         x.register_hook(lambda _: found.append(self.plan(rows)))
@@ -111,7 +109,6 @@ def test_one_measurement_serves_all_numbers_of_rows(monkeypatch: pytest.MonkeyPa
 
 
 def test_another_weight_is_measured_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its columns."""
     gpu = Measured(monkeypatch)
     gpu.plan(1000)
     gpu.plan(1000, columns=512)

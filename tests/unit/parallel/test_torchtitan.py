@@ -14,7 +14,6 @@ from tests.support import toy_torchtitan as toy
 
 
 def test_without_torchtitan_nothing_is_registered() -> None:
-    """The module can be imported all the same."""
     sys.modules.pop("counterpoint.torchtitan", None)
     ours = importlib.import_module("counterpoint.torchtitan")
     assert ours.token_dispatcher.__module__ == "counterpoint.torchtitan"
@@ -22,7 +21,6 @@ def test_without_torchtitan_nothing_is_registered() -> None:
 
 
 def test_torchtitan_is_told_by_the_names_that_its_flag_takes() -> None:
-    """A dispatcher's subclasses are replaced, too; of linear layers only the very classes."""
     with toy.installed():
         found = {name: (each.target, each.exact) for name, each in toy.REGISTRY.items()}
     assert found == {
@@ -33,7 +31,6 @@ def test_torchtitan_is_told_by_the_names_that_its_flag_takes() -> None:
 
 
 def test_an_older_torchtitan_has_no_parallel_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its dispatcher is replaced."""
     monkeypatch.setitem(toy.CONTENTS, "torchtitan.models.common.linear", {})
     with toy.installed():
         assert list(toy.REGISTRY) == ["counterpoint.torchtitan.token_dispatcher"]
@@ -56,7 +53,6 @@ def test_a_configuration_keeps_what_it_says() -> None:
 
 @pytest.mark.parametrize("options", [{"mechanism": "magic"}, {"wire_dtype": "int3"}])
 def test_a_wrong_option_is_refused_at_once(options: dict[str, Any]) -> None:
-    """Before any model is built; torchtitan itself refuses what the function does not take."""
     cfg = toy.AllToAllTokenDispatcher.Config(num_experts=8, top_k=2)
     with toy.installed() as ours, pytest.raises(Misconfigured, match="allowed are"):
         ours.token_dispatcher(cfg, **options)
@@ -65,7 +61,6 @@ def test_a_wrong_option_is_refused_at_once(options: dict[str, Any]) -> None:
 
 
 def test_experts_of_one_rank_stay_torchtitans() -> None:
-    """Where nothing is wired, the replaced class does it."""
     torch.manual_seed(0)
     cfg = toy.AllToAllTokenDispatcher.Config(num_experts=4, top_k=2)
     x, scores = torch.randn(6, 8), torch.rand(6, 2)
@@ -79,7 +74,6 @@ def test_experts_of_one_rank_stay_torchtitans() -> None:
 
 @pytest.mark.parametrize("name", ["column_parallel_linear", "row_parallel_linear"])
 def test_layers_of_one_rank_stay_torchtitans(name: str) -> None:
-    """With their parameters' names and shapes."""
     torch.manual_seed(0)
     with toy.installed() as ours:
         target = toy.REGISTRY[f"counterpoint.torchtitan.{name}"].target

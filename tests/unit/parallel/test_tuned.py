@@ -122,7 +122,6 @@ def test_other_limits_of_sms_are_told(
 
 
 def test_how_many_choices_are_followed_is_told() -> None:
-    """Each once; without any the file changes nothing."""
     tuning = followed("zero_sm", "leave")
     assert str(tuning) == "counterpoint.toml: changes nothing: no call so far has one of its 2 choices"
     call(tuning, 1)

@@ -113,11 +113,9 @@ def test_pat_is_for_one_rank_per_node() -> None:
 
 
 def test_no_switch_adds_unless_told() -> None:
-    """Without in_network_reduction there is no such algorithm."""
     assert schedule("all_reduce", "in_network", reach(Group(ranks=8), CLUSTER)) is None
 
 
 def test_send_recv_knows_one_way() -> None:
-    """Only direct sends."""
     at = reach(Group(ranks=8), CLUSTER)
     assert [name for name in ALGORITHMS if schedule("send_recv", name, at)] == ["direct"]

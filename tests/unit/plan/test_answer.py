@@ -47,7 +47,6 @@ def test_there_are_examples() -> None:
 
 
 def test_a_prediction_survives_json() -> None:
-    """To the same JSON again."""
     written = msgspec.json.encode(answer(parse_job(TABLES), detailed=True))
     assert msgspec.json.encode(msgspec.json.decode(written, type=Prediction)) == written
 
@@ -62,7 +61,6 @@ def test_a_detailed_answer_has_all_that_is_drawn() -> None:
 
 
 def test_sensitivities_never_make_it_worse() -> None:
-    """Twice the bandwidth, no latency, no disturbance: best first."""
     job = parse_job(TABLES)
     steps = [each.step_us or 0.0 for each in sensitivities(job)]
     assert steps == sorted(steps)
@@ -70,7 +68,6 @@ def test_sensitivities_never_make_it_worse() -> None:
 
 
 def test_a_curve_keeps_the_reason_of_a_value_that_cannot_be() -> None:
-    """And the figures of the others."""
     points = curve("parallel.tp", swept(TABLES, {}, "parallel.tp", ["1", "3", "2"])).points
     assert [point.step_us is not None for point in points] == [True, False, True]
     assert points[1].why_not is not None
@@ -85,32 +82,27 @@ def test_a_curve_over_what_can_never_be_is_an_error(field: str, value: str) -> N
 
 
 def test_a_curve_of_nothing_is_an_error() -> None:
-    """With the reason of the first value."""
     with pytest.raises(Misconfigured, match=r"no value can be: parallel\.tp · pp · cp = 6 does not divide GPUs"):
         curve("parallel.tp", swept(TABLES, {}, "parallel.tp", ["3", "5"]))
 
 
 @pytest.mark.parametrize("word", sorted(QUESTIONS))
 def test_every_number_can_be_asked_why(word: str) -> None:
-    """More than the number itself: a formula, terms or a source."""
     lines = explain(parse_job(TABLES), word)
     assert any("=" in line for line in lines)
     assert len(" ".join(lines)) > 60
 
 
 def test_every_part_is_a_question() -> None:
-    """What is printed can be asked."""
     assert set(PARTS) <= set(QUESTIONS)
 
 
 def test_an_unknown_question_is_answered_with_the_known_ones() -> None:
-    """By name."""
     with pytest.raises(Misconfigured, match="--explain colour: nothing has that name; give one of step, exposed_comm"):
         explain(parse_job(TABLES), "colour")
 
 
 def test_a_job_that_fits_nowhere_is_an_error() -> None:
-    """With what the smallest takes."""
     large = TABLES | {
         "model": {"name": "llama3-405b"},
         "parallel": {"dp": 2},
@@ -163,7 +155,6 @@ def test_what_needs_whole_replicas_is_refused_with_shards(changed: dict[str, obj
 
 
 def test_exposed_communication_is_explained_down_to_a_collective() -> None:
-    """Algorithm, protocol, hops, share and bandwidth of what the replicas exchange."""
     text = "\n".join(explain(parse_job(TABLES), "gradients"))
     assert "reduce_scatter of" in text
     assert "of the array /" in text
@@ -173,7 +164,6 @@ def test_exposed_communication_is_explained_down_to_a_collective() -> None:
 
 @pytest.mark.parametrize(("gpu", "assumed"), [("H200", 0), ("H100", 1), ("B200", 1), ("GB300", 1), ("MI300X", 1)])
 def test_a_plan_says_once_what_was_not_measured_on_its_gpu(gpu: str, assumed: int) -> None:
-    """In the notes, which the terminal, the page and the JSON show."""
     tables = TABLES | {"cluster": {"gpu": gpu, "network": "h100-ndr-400"}}
     said = f"not measured on {gpu}, assumed: mechanisms"  # B200 has an efficiency of its own
     found = answer(parse_job(tables))

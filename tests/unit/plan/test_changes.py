@@ -30,7 +30,6 @@ def rates(of: Job) -> list[float]:
 
 
 def test_more_nodes_are_more_replicas_of_the_same_batch() -> None:
-    """Strong scaling."""
     more = job("nodes", "8")
     assert (more.parallel.dp, more.parallel.tp, more.cluster.num_gpus, more.training.global_batch) == (32, 2, 64, 64)
 
@@ -42,12 +41,10 @@ def test_a_node_is_that_of_the_network() -> None:
 
 
 def test_weak_scaling_takes_the_batch_with_it() -> None:
-    """As many samples for each replica."""
     assert job("weak_nodes", "8").training.global_batch == 128
 
 
 def test_nodes_of_levels_that_are_written_out() -> None:
-    """The last level grows, in whole units of the one below, and never shrinks."""
     level = {"name": "nvlink", "kind": "nvlink", "size": 8, "gb_per_s": 300, "latency_us": 1}
     above = {"name": "net", "kind": "network", "size": 32, "gb_per_s": 50, "latency_us": 3}
     written = TABLES | {"cluster": {"gpu": "H100", "levels": [level, above]}}
@@ -114,7 +111,6 @@ def test_a_value_arrives(name: str, value: str, read: Any, expected: object) -> 
 
 
 def test_the_tables_asked_about_stay_as_they_were() -> None:
-    """A change is made in a copy."""
     before = repr(TABLES)
     for name, value in (("nodes", "8"), ("gpu", "B200"), ("mechanism", "zero_sm"), ("parallel.tp", "4")):
         build_job(TABLES, {name: value})
@@ -142,7 +138,6 @@ def test_the_tables_asked_about_stay_as_they_were() -> None:
     ],
 )
 def test_what_cannot_be_is_said(name: str, value: str, said: str) -> None:
-    """With the name, the value and what is allowed."""
     with pytest.raises(Misconfigured) as raised:
         job(name, value)
     assert said in str(raised.value)
@@ -151,14 +146,12 @@ def test_what_cannot_be_is_said(name: str, value: str, said: str) -> None:
 @pytest.mark.parametrize("network", ["nvlink-h100", "h100-ndr-400"])
 @pytest.mark.parametrize("name", ["nic_gbit", "nics", "failed_nics", "oversubscription"])
 def test_a_job_inside_a_node_uses_no_nics(network: str, name: str) -> None:
-    """A field that could change nothing is refused."""
     one = TABLES | {"cluster": {"gpu": "H100", "network": network}, "parallel": {"dp": 8}}
     with pytest.raises(Misconfigured, match="all ranks are below one nvlink"):
         job(f"cluster.{name}", "4", one)
 
 
 def test_a_sweep_keeps_why_a_value_cannot_be() -> None:
-    """The others are jobs."""
     found = swept(TABLES, {}, "nodes", ["4", "5", "8"])
     assert [value for value, one in found if isinstance(one, Job)] == ["4", "8"]
     assert isinstance(found[1][1], Misconfigured)
@@ -172,7 +165,6 @@ def test_a_swept_field_replaces_its_own_change() -> None:
 
 
 def test_a_swept_field_keeps_the_other_changes() -> None:
-    """Every point has them."""
     found = [each for _, each in swept(TABLES, {"mechanism": "zero_sm"}, "parallel.dp", ["8", "16"])]
     assert [(each.mechanism, each.parallel.dp) for each in found if isinstance(each, Job)] == [
         ("zero_sm", 8),
@@ -181,13 +173,11 @@ def test_a_swept_field_keeps_the_other_changes() -> None:
 
 
 def test_a_field_that_a_flag_decides_on_cannot_be_swept() -> None:
-    """All values would be one job."""
     with pytest.raises(Misconfigured, match=r"nodes with parallel\.dp: both decide on it"):
         swept(TABLES, {"nodes": "8"}, "parallel.dp", ["8", "16"])
 
 
 def test_a_named_network_is_not_put_over_levels_that_are_written_out() -> None:
-    """They would be lost."""
     level = {"name": "net", "kind": "network", "size": 32, "gb_per_s": 50, "latency_us": 3}
     with pytest.raises(Misconfigured, match="give either network, a name, or levels"):
         build_job(TABLES | {"cluster": {"gpu": "H100", "levels": [level]}}, {"network": "h100-roce-400"})
@@ -206,7 +196,6 @@ LINKED = (
 
 @pytest.mark.parametrize("changes", LINKED, ids=", ".join)
 def test_flags_that_belong_together_are_one_job_in_any_order(changes: dict[str, str]) -> None:
-    """Of which only the whole has to be possible."""
     found = [build_job(TABLES, dict(order)) for order in permutations(changes.items())]
     assert all(each == found[0] for each in found)
 
@@ -222,7 +211,6 @@ def test_flags_that_belong_together_are_one_job_in_any_order(changes: dict[str, 
     ],
 )
 def test_flags_that_contradict_each_other_are_refused(changes: dict[str, str], said: str) -> None:
-    """Neither wins in silence."""
     with pytest.raises(Misconfigured) as raised:
         build_job(TABLES, changes)
     assert said in str(raised.value)

@@ -105,7 +105,6 @@ def test_error_feedback_costs_time(method: str) -> None:
 
 @given(st.floats(0.001, 0.5), st.floats(1.0, 2.0))
 def test_keeping_more_never_sends_less(keep: float, factor: float) -> None:
-    """Of both sparse methods."""
     for method in ("topk", "randomk"):
         less, more = (compressed(Compression(method=method, keep=part)) for part in (keep, keep * factor))
         assert more.sent[0][1] >= less.sent[0][1]
@@ -120,12 +119,10 @@ def test_passes_over_memory_bound_the_time() -> None:
 
 @pytest.mark.parametrize(("field", "value"), [("rank", 0), ("keep", 0.0), ("keep", 1.5), ("block", -1)])
 def test_options_that_cannot_be(field: str, value: float) -> None:
-    """The field and its value are named."""
     with pytest.raises(Misconfigured, match=rf"compression\.{field} = {value}"):
         parse_record("compression", {"method": "topk", field: value}, Compression)
 
 
 def test_an_unknown_precision_is_refused() -> None:
-    """With what the GPU has."""
     with pytest.raises(Misconfigured, match="no figure for fp8: give one of bf16"):
         compress(Compression(method="powersgd"), SHAPES, ranks=8, element_bytes=4, gpu=GPU, precision="fp8")

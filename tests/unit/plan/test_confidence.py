@@ -192,7 +192,6 @@ def test_few_seen_rows_validate_nothing() -> None:
 
 
 def test_ways_to_experts_are_features() -> None:
-    """Of jobs whose experts are divided."""
     base: dict[str, Any] = {"model": {"experts": {"count": 8, "per_token": 2, "width": 4096}}}
     divided, gathered, halves, alone = (
         job_features(job(**base, parallel=parallel))["collectives"]
@@ -248,7 +247,6 @@ def test_ways_to_experts_are_features() -> None:
     ],
 )
 def test_validated_looks_at_every_feature(feature: str, changes: dict[str, Any]) -> None:
-    """One that differs is named, with what was measured instead."""
     known = MeasuredErrors(
         rows([0.1] * LIKE_IT) + rows([0.1], "far", dict.fromkeys(FEATURES, "else") | {"year": "2020"})
     )
@@ -263,7 +261,6 @@ def test_validated_looks_at_every_feature(feature: str, changes: dict[str, Any])
 
 
 def test_the_closest_have_the_same_gpu_where_any_have() -> None:
-    """Rather than fewer other differences."""
     like = like_it()
     other_gpu, far = {**like, "GPU": "A100"}, {**like, "ranks": "1", "experts": "experts"}
     known = MeasuredErrors(rows([0.1] * 3, "one", other_gpu) + rows([0.2] * 3, "two", far))
@@ -304,7 +301,6 @@ def test_too_few_pairs_say_nothing_of_ratios() -> None:
 
 
 def ran_or_not(count: int, need: NormalDist, source: str, seed: int) -> list[Ran]:
-    """Configurations that ran if they needed at most what there was."""
     needed = np.random.default_rng(seed).normal(need.mean, need.stdev, count)
     room = np.linspace(-1.0, 1.0, count)
     return [Ran(source=source, room=float(room[i]), ran=bool(needed[i] <= room[i])) for i in range(count)]
@@ -370,7 +366,6 @@ ROW: dict[str, Any] = {
     ],
 )
 def test_a_broken_data_file_is_one_line(tmp_path: Path, content: bytes | list[object], says: str) -> None:
-    """What is wrong, and which command writes the file."""
     path = tmp_path / "rows.json"
     document = {"written_by": "x", "features": [dict.fromkeys(FEATURES, "x")], "steps": content, "memory": None}
     path.write_bytes(content if isinstance(content, bytes) else msgspec.json.encode(document))
@@ -394,7 +389,6 @@ def test_a_data_file_that_is_missing_is_one_line(tmp_path: Path) -> None:
 
 
 def test_rows_go_to_a_file_and_back(tmp_path: Path) -> None:
-    """One row a line."""
     path = tmp_path / "rows.json"
     known = MeasuredErrors(rows([0.1, -0.2]), MemoryNeed(mean=0.1, deviation=0.2, rows=9, sources=("m",)))
     path.write_bytes(encode_rows(known, "a test"))
@@ -404,7 +398,6 @@ def test_rows_go_to_a_file_and_back(tmp_path: Path) -> None:
 
 
 def test_the_rows_of_the_package_bound_an_interval_of_any_job() -> None:
-    """Even of one that nobody measured."""
     known = read_rows(FILE)
     unlike = known.interval({**dict.fromkeys(FEATURES, "nobody's"), "year": "unknown"}, 100.0)
     assert unlike.rows == len(known.rows)

@@ -67,7 +67,6 @@ def two_levels(nvlink: float, nic: float, *, size: int = 8) -> Network:
 
 @given(operation=operations, ranks=rank_counts, stride=strides, size=sizes, factor=st.floats(1.0, 100.0))
 def test_more_bytes_never_take_less(operation: str, ranks: int, stride: int, size: float, factor: float) -> None:
-    """T does not fall with S."""
     group = Group(ranks=ranks, stride=stride)
     few, many = (estimate(operation, num_bytes, group, ROCE).us for num_bytes in (size, size * factor))
     assert few <= many * (1 + 1e-12)
@@ -93,7 +92,6 @@ def test_more_bandwidth_never_takes_longer(
     factor: float,
     which: int,
 ) -> None:
-    """T does not rise where one level (or, `which` = 4, every level) has more bandwidth, whatever the others have."""
     base, group = network(*where), Group(ranks=ranks, stride=stride)
     slow = with_rates(base, scales)
     fast = with_rates(base, [rate * (factor if which in (level, 4) else 1.0) for level, rate in enumerate(scales)])
@@ -110,7 +108,6 @@ def test_nvlink_that_is_twice_as_fast_is_not_slower() -> None:
 
 @given(operation=operations, ranks=rank_counts, stride=strides, size=sizes, more=st.floats(0.0, 100.0))
 def test_more_latency_never_helps(operation: str, ranks: int, stride: int, size: float, more: float) -> None:
-    """T does not fall where every level has more latency, fitted or not."""
     group = Group(ranks=ranks, stride=stride)
     later = tuple(msgspec.structs.replace(level, latency_us=level.latency_us + more) for level in ROCE.cluster.levels)
     late = msgspec.structs.replace(ROCE, cluster=msgspec.structs.replace(ROCE.cluster, levels=later))
@@ -119,7 +116,6 @@ def test_more_latency_never_helps(operation: str, ranks: int, stride: int, size:
 
 @given(operation=operations, stride=strides, size=sizes)
 def test_one_rank_communicates_nothing(operation: str, stride: int, size: float) -> None:
-    """A group of one takes no time."""
     assert estimate(operation, size, Group(ranks=1, stride=stride), ROCE).us == 0.0
 
 
@@ -182,7 +178,6 @@ def test_hierarchical_wins_where_the_network_is_slow(
 
 @given(size=sizes, nodes=st.sampled_from([2, 8, 32]))
 def test_a_switch_that_adds_moves_less(size: float, nodes: int) -> None:
-    """With reduction in the network, no all_reduce gets slower."""
     plain = two_levels(400.0, 50.0)
     adding = with_levels(plain)
     up = msgspec.structs.replace(adding.cluster.levels[1], in_network_reduction=True)
@@ -221,14 +216,15 @@ def test_four_hdr_nics_reach_what_was_measured() -> None:
     assert 93.5 <= found.bus_gb_per_s <= 97.5
 
 
-def test_a_small_all_reduce_over_many_nodes_is_a_tree() -> None:
-    """64 KiB over 512 nodes: NCCL does not send it round a ring."""
-    assert estimate("all_reduce", 1 << 16, Group(ranks=512, stride=8), ROCE).algorithm == "tree"
-
-
-def test_a_large_all_reduce_is_a_ring() -> None:
-    """16 GiB over 16 nodes: a tree would move more."""
-    assert estimate("all_reduce", 16 << 30, Group(ranks=128), ROCE).algorithm == "ring"
+@pytest.mark.parametrize(
+    ("num_bytes", "group", "algorithm"),
+    [
+        (1 << 16, Group(ranks=512, stride=8), "tree"),  # little over 512 nodes is not sent round a ring
+        (16 << 30, Group(ranks=128), "ring"),  # of much over 16 nodes a tree would move more
+    ],
+)
+def test_an_all_reduce_by_nccl(num_bytes: int, group: Group, algorithm: str) -> None:
+    assert estimate("all_reduce", num_bytes, group, ROCE).algorithm == algorithm
 
 
 def test_an_algorithm_that_nccl_does_not_offer_can_be_asked_for() -> None:
@@ -267,17 +263,18 @@ def test_what_was_measured_is_validated() -> None:
 def test_what_was_not_measured_is_not_validated(
     operation: str, num_bytes: int, group: Group, gpu: str, why: str
 ) -> None:
-    """Outside of what was measured the estimate has no error and says why."""
     found = estimate(operation, num_bytes, group, network(gpu=gpu))
     assert found.error is None
     assert found.validated.startswith("not validated: ")
     assert why in found.validated
 
 
-def test_a_group_size_that_was_not_measured_is_not_validated() -> None:
-    """3 ranks of a host lie between 2 and 4, and were not measured."""
+def test_a_group_size_or_algorithm_that_was_not_measured_is_not_validated() -> None:
+    """3 ranks of a host lie between 2 and 4; the fit is of what NCCL chose."""
     found = estimate("all_reduce", 256 << 20, Group(ranks=3), network("nvlink-h100", gpus=8))
     assert (found.error, found.validated) == (None, "not validated: 3 ranks, measured with 2, 4, 8")
+    forced = estimate("all_reduce", 256 << 20, Group(ranks=8), ROCE, algorithm="direct")
+    assert forced.validated == "not validated: NCCL does not run direct here"
 
 
 def test_the_error_is_that_of_sizes_like_it() -> None:
@@ -288,14 +285,7 @@ def test_the_error_is_that_of_sizes_like_it() -> None:
     assert small > large
 
 
-def test_a_forced_algorithm_is_not_validated() -> None:
-    """The fit is of what NCCL chose."""
-    found = estimate("all_reduce", 256 << 20, Group(ranks=8), ROCE, algorithm="direct")
-    assert found.validated == "not validated: NCCL does not run direct here"
-
-
 def test_explain_names_every_figure() -> None:
-    """Formula, parts, levels and source stand in the explanation."""
     found = estimate("all_reduce", 1 << 30, Group(ranks=128), ROCE)
     text = found.explain()
     wanted = (
@@ -324,7 +314,6 @@ def test_explain_names_every_figure() -> None:
     ],
 )
 def test_what_cannot_be_is_refused(changes: dict[str, object], match: str) -> None:
-    """The error names the field, its value and what is allowed."""
     asked = {"operation": "all_reduce", "num_bytes": 1e6, "group": Group(ranks=16), "network": ROCE} | changes
     with pytest.raises(Misconfigured, match=match):
         estimate(**asked)  # type: ignore[arg-type]
@@ -332,7 +321,6 @@ def test_what_cannot_be_is_refused(changes: dict[str, object], match: str) -> No
 
 @given(estimates=st.data(), ranks=rank_counts)
 def test_an_estimate_survives_json(estimates: st.DataObject, ranks: int) -> None:
-    """What is written is read back equal."""
     found = estimate(estimates.draw(operations), 1e6, Group(ranks=ranks), ROCE)
     assert msgspec.json.decode(msgspec.json.encode(found), type=CollectiveEstimate) == found
 

@@ -39,7 +39,6 @@ def volume(found: tuple[Exchange, ...], ranks: int) -> float:
 
 
 def test_one_rank_sends_nothing() -> None:
-    """No axis, no exchange."""
     assert exchanges() == ()
 
 

@@ -52,49 +52,28 @@ GEMMA3 = {
     },
     "vision_config": {"hidden_size": 1152},
 }  # fmt: skip
-PRINTED = """
-[rank0]: ------------------------ arguments ------------------------
-[rank0]:   add_bias_linear ................................. False
-[rank0]:   attention_backend ............................... AttnBackend.auto
-[rank0]:   attention_dropout ............................... 0.0
-[rank0]:   bf16 ............................................ True
-[rank0]:   data_parallel_size .............................. 4
-[rank0]:   ffn_hidden_size ................................. 14336
-[rank0]:   fp16 ............................................ False
-[rank0]:   fp8 ............................................. None
-[rank0]:   fp8_recipe ...................................... delayed
-[rank0]:   global_batch_size ............................... 64
-[rank0]:   gradient_accumulation_fusion .................... True
-[rank0]:   group_query_attention ........................... True
-[rank0]:   hidden_dropout .................................. 0.0
-[rank0]:   hidden_size ..................................... 4096
-[rank0]:   is_hybrid_model ................................. False
-[rank0]:   kv_channels ..................................... 128
-[rank0]:   lr .............................................. 0.0003
-[rank0]:   micro_batch_size ................................ 2
-[rank0]:   mystery_flag .................................... 7
-[rank0]:   num_attention_heads ............................. 32
-[rank0]:   num_experts ..................................... None
-[rank0]:   num_layers ...................................... 32
-[rank0]:   num_query_groups ................................ 8
-[rank0]:   overlap_grad_reduce ............................. True
-[rank0]:   overlap_p2p_comm ................................ True
-[rank0]:   padded_vocab_size ............................... 128256
-[rank0]:   pipeline_model_parallel_size .................... 2
-[rank0]:   position_embedding_type ......................... rope
-[rank0]:   recompute_granularity ........................... full
-[rank0]:   recompute_method ................................ uniform
-[rank0]:   recompute_num_layers ............................ 1
-[rank0]:   seq_length ...................................... 8192
-[rank0]:   sequence_parallel ............................... True
-[rank0]:   swiglu .......................................... True
-[rank0]:   tensor_model_parallel_size ...................... 2
-[rank0]:   untie_embeddings_and_output_weights ............. True
-[rank0]:   use_distributed_optimizer ....................... True
-[rank0]:   virtual_pipeline_model_parallel_size ............ 4
-[rank0]:   world_size ...................................... 16
-[rank0]: -------------------- end of arguments ---------------------
-"""
+
+
+def printed(arguments: dict[str, str]) -> str:
+    """Spell arguments as a run of Megatron-LM prints them."""
+    lines = [f"  {name} ".ljust(50, ".") + f" {value}" for name, value in arguments.items()]
+    ends = [f"{' arguments ':-^59}", f"{' end of arguments ':-^59}"]
+    return "\n".join(f"[rank0]: {line}" for line in (ends[0], *lines, ends[1]))
+
+
+PRINTED = printed({
+    "add_bias_linear": "False", "attention_backend": "AttnBackend.auto", "attention_dropout": "0.0", "bf16": "True",
+    "data_parallel_size": "4", "ffn_hidden_size": "14336", "fp16": "False", "fp8": "None", "fp8_recipe": "delayed",
+    "global_batch_size": "64", "gradient_accumulation_fusion": "True", "group_query_attention": "True",
+    "hidden_dropout": "0.0", "hidden_size": "4096", "is_hybrid_model": "False", "kv_channels": "128", "lr": "0.0003",
+    "micro_batch_size": "2", "mystery_flag": "7", "num_attention_heads": "32", "num_experts": "None",
+    "num_layers": "32", "num_query_groups": "8", "overlap_grad_reduce": "True", "overlap_p2p_comm": "True",
+    "padded_vocab_size": "128256", "pipeline_model_parallel_size": "2", "position_embedding_type": "rope",
+    "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": "1", "seq_length": "8192",
+    "sequence_parallel": "True", "swiglu": "True", "tensor_model_parallel_size": "2",
+    "untie_embeddings_and_output_weights": "True", "use_distributed_optimizer": "True",
+    "virtual_pipeline_model_parallel_size": "4", "world_size": "16",
+})  # fmt: skip
 SMALL = "num_layers: 2\nhidden_size: 64\nnum_attention_heads: 4\n"
 
 
@@ -137,7 +116,6 @@ def test_a_config_of_hugging_face_is_the_model_that_has_the_name(config: dict[st
 
 
 def test_what_a_config_was_read_for_is_said() -> None:
-    """What was read, what is of no matter, and what is unknown: each name once."""
     notes = read_config(LLAMA).notes
     assert "hidden_size" in notes[0]
     assert any("neither time nor memory" in note and "rope_theta" in note and "torch_dtype" in note for note in notes)
@@ -152,7 +130,6 @@ def test_a_quantized_config_says_nothing_of_training() -> None:
 
 
 def test_a_config_needs_flags_and_the_error_lists_them(written: Any) -> None:
-    """All at once, in one line; with them it is a job."""
     path = written(LLAMA, "config.json")
     with pytest.raises(Misconfigured) as raised:
         read_job_file(path, {})
@@ -170,7 +147,6 @@ def test_a_config_needs_flags_and_the_error_lists_them(written: Any) -> None:
 
 
 def test_printed_arguments_of_megatron_are_a_job(written: Any) -> None:
-    """Model, division and batch; the list has the number of GPUs, too."""
     found, known = job_of(written(PRINTED, "run.log"), **MACHINES), find_model("llama3-8b")
     model, parallel, training = found.model, found.parallel, found.training
     assert (model.layers, model.key_heads, model.ffn_width, model.head_dim) == (32, 8, known.ffn_width, 128)
@@ -187,7 +163,6 @@ def test_printed_arguments_of_megatron_are_a_job(written: Any) -> None:
 
 
 def test_a_script_is_refused_with_what_to_give(written: Any) -> None:
-    """Its variables and branches are known to a shell only."""
     script = written("TP=${TP:-2}\ntorchrun pretrain_gpt.py --num-layers $LAYERS --hidden-size 64\n", "train.sh")
     with pytest.raises(Misconfigured, match=r"train\.sh: a script .*: give the list of arguments that its run prints"):
         read_job_file(script, {})
@@ -213,28 +188,14 @@ train:
   micro_batch_size: 1
 precision: bf16-mixed
 """
-    printed = """
-[rank0]: ------------------------ arguments ------------------------
-[rank0]:   add_bias_linear ................................. False
-[rank0]:   attention_dropout ............................... 0.0
-[rank0]:   bf16 ............................................ True
-[rank0]:   fp16 ............................................ False
-[rank0]:   global_batch_size ............................... 16
-[rank0]:   group_query_attention ........................... True
-[rank0]:   hidden_dropout .................................. 0.0
-[rank0]:   hidden_size ..................................... 256
-[rank0]:   micro_batch_size ................................ 1
-[rank0]:   moe_ffn_hidden_size ............................. 128
-[rank0]:   moe_router_topk ................................. 2
-[rank0]:   num_attention_heads ............................. 8
-[rank0]:   num_experts ..................................... 8
-[rank0]:   num_layers ...................................... 4
-[rank0]:   num_query_groups ................................ 2
-[rank0]:   q_lora_rank ..................................... None
-[rank0]:   swiglu .......................................... True
-[rank0]:   untie_embeddings_and_output_weights ............. False
-"""
-    first, second = read_megatron(yaml).tables, read_megatron(printed).tables
+    arguments = {
+        "add_bias_linear": "False", "attention_dropout": "0.0", "bf16": "True", "fp16": "False",
+        "global_batch_size": "16", "group_query_attention": "True", "hidden_dropout": "0.0", "hidden_size": "256",
+        "micro_batch_size": "1", "moe_ffn_hidden_size": "128", "moe_router_topk": "2", "num_attention_heads": "8",
+        "num_experts": "8", "num_layers": "4", "num_query_groups": "2", "q_lora_rank": "None", "swiglu": "True",
+        "untie_embeddings_and_output_weights": "False",
+    }  # fmt: skip
+    first, second = read_megatron(yaml).tables, read_megatron(printed(arguments)).tables
     assert first == second
     assert first["model"]["experts"] == {
         "count": 8, "per_token": 2, "width": 128, "shared": 0, "every": 1, "first_dense": 0,
@@ -283,7 +244,6 @@ make_vocab_size_divisible_by: 1\nwindow_size: (127, 0)\nwindow_attn_skip_freq: 2
     ],
 )
 def test_arguments_that_cannot_be_planned_are_named(text: str, said: str) -> None:
-    """With what came and what to do."""
     with pytest.raises(Misconfigured) as raised:
         read_megatron(text)
     assert said in str(raised.value)
@@ -312,7 +272,6 @@ def test_recomputation_is_what_the_file_says() -> None:
 
 
 def test_whole_experts_are_read() -> None:
-    """Experts that tp does not cut."""
     text = (
         f"{SMALL}num_experts: 8\nsequence_parallel: true\ntensor_model_parallel_size: 4\nexpert_tensor_parallel_size:"
     )
@@ -346,7 +305,6 @@ def test_fp8_is_scaled_as_the_file_says() -> None:
     ],
 )
 def test_a_config_that_cannot_be_planned(change: dict[str, Any], said: str) -> None:
-    """Which field, what came, what is allowed."""
     with pytest.raises(Misconfigured) as raised:
         read_config(LLAMA | change)
     assert said in str(raised.value)
@@ -354,7 +312,6 @@ def test_a_config_that_cannot_be_planned(change: dict[str, Any], said: str) -> N
 
 @pytest.mark.parametrize("content", ["{", "{" * 100_000, '{"a": NaN}', "\x00", "--", "num_layers", "= 3"])
 def test_a_hostile_file_is_an_error_in_one_line(content: str, written: Any) -> None:
-    """Whatever it begins like."""
     with pytest.raises(Misconfigured) as raised:
         read_job_file(written(content), {})
     assert "\n" not in str(raised.value)
@@ -369,7 +326,6 @@ JUNK = st.recursive(
 
 @given(st.sampled_from([LLAMA, V3, GPT_OSS, GEMMA3, QWEN3_MOE]), st.data())
 def test_junk_in_a_config_is_an_error_in_words(config: dict[str, Any], data: st.DataObject) -> None:
-    """Whatever stands there: tables, or Misconfigured."""
     changed = config | {data.draw(st.sampled_from(sorted(config))): data.draw(JUNK)}
     try:
         found = read_config(changed)
@@ -380,7 +336,6 @@ def test_junk_in_a_config_is_an_error_in_words(config: dict[str, Any], data: st.
 
 @given(st.text(alphabet="-=[]()'\"# \n0123abcNL_:.+*/", max_size=80), st.sampled_from([PRINTED, SMALL]))
 def test_junk_in_arguments_is_an_error_in_words(text: str, arguments: str) -> None:
-    """Whatever stands around them."""
     try:
         found = read_megatron(f"{text}\n{arguments}\n{text}")
     except Misconfigured:
@@ -413,7 +368,6 @@ def test_every_table_of_a_job_is_written(written: Any) -> None:
 
 
 def test_our_own_file_is_read_as_it_is(written: Any) -> None:
-    """Without notes, and with its own errors."""
     tables, notes = read_job_file(written('[model]\nname = "llama3-8b"\n', "own.toml"), {})
     assert (tables, notes) == ({"model": {"name": "llama3-8b"}}, ())
     with pytest.raises(Misconfigured, match="not TOML"):
@@ -421,7 +375,6 @@ def test_our_own_file_is_read_as_it_is(written: Any) -> None:
 
 
 def test_a_named_model_can_be_changed() -> None:
-    """What is given beside its name; tables in it field by field."""
     tables = {"training": {"sequence": 4096, "global_batch": 1}, "cluster": MACHINES}
     found = parse_job(tables | {"model": {"name": "mixtral-8x7b", "experts": {"imbalance": 1.2}, "tied": True}}).model
     assert found.experts is not None

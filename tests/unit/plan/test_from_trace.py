@@ -50,7 +50,6 @@ def test_the_collectives_of_a_step_are_those_of_the_trace(step: MeasuredStep) ->
 
 
 def test_the_same_machine_gives_the_same_step(step: MeasuredStep) -> None:
-    """Nothing changes but by rounding."""
     there = predict_on(step, cluster(8), cluster(8), ranks=8)
     assert there.step_us == pytest.approx(step.step_us)
     assert sum(part.us for part in there.parts) == pytest.approx(there.step_us)
@@ -93,19 +92,16 @@ def test_recordings_of_one_job_predict_each_other(step: MeasuredStep) -> None:
 
 
 def test_a_slower_network_never_makes_it_faster(step: MeasuredStep) -> None:
-    """And one so fast that all is hidden leaves compute, waits and rest."""
     steps = [predict_on(step, cluster(8), cluster(64, gbit), ranks=64).step_us for gbit in (100, 200, 400, 800)]
     assert steps == sorted(steps, reverse=True)
 
 
 def test_a_slow_rank_holds_up_its_compute(step: MeasuredStep) -> None:
-    """By its factor."""
     there = predict_on(step, cluster(8), cluster(8), ranks=8, slow=1.5)
     assert there.parts[0].us == pytest.approx(1.5 * step.compute_us)
 
 
 def test_ranks_that_groups_cannot_grow_to(step: MeasuredStep) -> None:
-    """Named, with what would do."""
     inner = msgspec.structs.replace(step.collectives[0], group=Group(ranks=2, stride=4))
     divided = msgspec.structs.replace(step, collectives=(inner,))
     with pytest.raises(Misconfigured, match="9 ranks from a trace of 8: its groups of 2 cannot grow so"):
@@ -113,7 +109,6 @@ def test_ranks_that_groups_cannot_grow_to(step: MeasuredStep) -> None:
 
 
 def test_groups_inside_stay_as_they_are(step: MeasuredStep) -> None:
-    """Tensor parallelism does not grow with the replicas."""
     inside = msgspec.structs.replace(step.collectives[0], group=Group(ranks=4, stride=1))
     replicas = msgspec.structs.replace(step.collectives[0], operation="reduce_scatter", group=Group(ranks=2, stride=4))
     both = msgspec.structs.replace(step, collectives=(inside, replicas))
@@ -131,6 +126,5 @@ def test_groups_inside_stay_as_they_are(step: MeasuredStep) -> None:
     ],
 )
 def test_a_trace_that_says_too_little(diagnosis: Diagnosis, change: dict[str, object], said: str) -> None:
-    """What is missing, and how to record it."""
     with pytest.raises(Misconfigured, match=said):
         measured_step(msgspec.structs.replace(diagnosis, **change))

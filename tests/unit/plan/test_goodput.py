@@ -179,6 +179,5 @@ def test_a_node_can_fail_besides_its_gpus() -> None:
     ],
 )
 def test_what_cannot_be_is_refused(run: object, match: str) -> None:
-    """The field, what came, and what is allowed."""
     with pytest.raises(Misconfigured, match=match):
         answer(parse_job(LLAMA | {"run": run}))

@@ -30,7 +30,6 @@ def parallels(draw: st.DrawFn) -> Parallel:
 
 @given(parallel=parallels(), axis=st.sampled_from(AXES))
 def test_every_rank_is_in_one_group_of_an_axis(parallel: Parallel, axis: Axis) -> None:
-    """The groups of an axis are a partition of the job."""
     ranks = [rank for group in axes(parallel)[axis].members(parallel.world_size) for rank in group]
     assert sorted(ranks) == list(range(parallel.world_size))
 
@@ -121,7 +120,6 @@ def test_ranks_a_node_apart_share_no_link() -> None:
 
 
 def test_more_ranks_than_gpus_are_refused() -> None:
-    """The error says how many GPUs there are."""
     with pytest.raises(Misconfigured, match=r"16 ranks, 1 apart, on 8 GPUs"):
         reach(Group(ranks=16), cluster(8))
 

@@ -83,13 +83,11 @@ def is_finite(found: object) -> bool:
 
 
 def test_every_record_of_a_job_is_looked_at() -> None:
-    """None is left out, also later ones."""
     assert set(PLACES) == set(JobRecord.__subclasses__())
 
 
 @pytest.mark.parametrize(("record", "name"), list(fields()), ids=lambda each: getattr(each, "__name__", each))
 def test_a_field_is_finite_or_refused(record: type[JobRecord], name: str) -> None:
-    """Numbers of all kinds, and what is no number: a prediction without nan, or a line with the field's name."""
     for value in NUMBERS + OTHERS:
         try:
             found = answer(parse_job(with_value(record, name, value)))
@@ -139,7 +137,6 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *ar
 def test_a_hostile_file_is_one_line(
     content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On standard error, printable, and nothing else."""
     (tmp_path / "job.toml").write_bytes(content)
     out, error = run(capsys, monkeypatch, tmp_path / "job.toml")
     assert (out, error[-1:], error[:-1].isprintable()) == ("", "\n", True)
@@ -154,7 +151,6 @@ def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
 def test_what_is_no_file_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pipe that nobody writes to would wait for ever; names are shown without their escapes."""
     os.mkfifo(tmp_path / "pipe.toml")
     (tmp_path / "loop.toml").symlink_to(tmp_path / "loop.toml")
     for path in (tmp_path, tmp_path / "pipe.toml", tmp_path / "loop.toml", "/dev/zero", "\x1b[2J.toml", "\udcff"):

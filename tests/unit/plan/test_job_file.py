@@ -43,7 +43,6 @@ def changed(old: str, new: str) -> str:
 
 
 def test_names_become_records() -> None:
-    """Model, GPU and network are looked up; the cluster has as many GPUs as the job has ranks."""
     read = job(WHOLE)
     assert (read.model.layers, read.cluster.gpu.name, read.cluster.num_gpus) == (32, "H200", 16)
     assert read.mechanism == "zero_sm"
@@ -52,7 +51,6 @@ def test_names_become_records() -> None:
 
 
 def test_widths_and_levels_can_be_written_out() -> None:
-    """Nothing has to have a name."""
     read = job("""
 model = { layers = 4, hidden = 256, heads = 4, vocab = 1000, experts = { count = 4, per_token = 2, width = 512 } }
 training = { sequence = 128, global_batch = 8 }
@@ -105,14 +103,12 @@ latency_us = 2
     ],
 )
 def test_what_cannot_be_is_named(text: str, said: str) -> None:
-    """The field, its value and what is allowed."""
     with pytest.raises(Misconfigured) as raised:
         job(text)
     assert said in str(raised.value)
 
 
 def test_an_error_names_the_file(tmp_path: Path) -> None:
-    """And the line, where it is no TOML at all."""
     path = tmp_path / "job.toml"
     path.write_text("[model\n")
     with pytest.raises(Misconfigured, match=r"job\.toml: not TOML: .*line 1"):
@@ -121,7 +117,6 @@ def test_an_error_names_the_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [b"\xff\xfe", b"a = " + b"[" * 100_000, b"#" * ((1 << 20) + 1)])
 def test_a_hostile_file_is_refused(tmp_path: Path, content: bytes) -> None:
-    """Not text, too deep, too large."""
     path = tmp_path / "job.toml"
     path.write_bytes(content)
     with pytest.raises(Misconfigured, match=r"job\.toml"):
@@ -129,7 +124,6 @@ def test_a_hostile_file_is_refused(tmp_path: Path, content: bytes) -> None:
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    """With what to give instead."""
     with pytest.raises(Misconfigured, match="No such file or directory; give a job as TOML"):
         read_tables(tmp_path / "none.toml")
 
@@ -143,7 +137,6 @@ JUNK = st.recursive(
 
 @given(st.sampled_from(["model", "training", "parallel", "cluster", "overlap", "compression"]), JUNK)
 def test_junk_in_a_table_is_an_error_in_words(table: str, junk: object) -> None:
-    """Whatever stands there: a job, or Misconfigured."""
     tables = tomllib.loads(WHOLE) | {table: junk}
     try:
         read = parse_job(tables)

@@ -75,7 +75,6 @@ def test_times_beyond_the_peak_are_refused() -> None:
 
 
 def test_every_kernel_is_a_line() -> None:
-    """GEMMs, attention and streams, each with the error of both sets of constants."""
     rows, other = times(H200), msgspec.structs.replace(H200, memory=H200.memory * 1e9)
     found = table_of(rows, fitted_rows(rows), H200, other)
     assert ({line[4] for line in found}, len({line[6] for line in found}) > 1, len(found)) == (

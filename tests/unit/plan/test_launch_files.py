@@ -29,17 +29,14 @@ MIXED = placed([0, 4, 5, 1, 2, 6, 7, 3])
 
 
 def file(placement: Placement, name: str, mesh: Sequence[tuple[str, int]] = ()) -> str:
-    """Return the text of one file."""
     return next(each.text for each in launch_files(placement, mesh) if each.name == name)
 
 
 def test_slurm_hostfile() -> None:
-    """A host per rank."""
     assert file(MIXED, "slurm_hostfile").split() == ["n0", "n1", "n1", "n0", "n0", "n1", "n1", "n0"]
 
 
 def test_rankfile() -> None:
-    """Slots of Open MPI count the ranks of a host."""
     assert file(MIXED, "rankfile").splitlines()[:4] == [
         "rank 0=n0 slot=0",
         "rank 1=n1 slot=0",
@@ -49,7 +46,6 @@ def test_rankfile() -> None:
 
 
 def test_hostfile() -> None:
-    """Hosts in the order in which ranks fill them."""
     assert file(SWAPPED, "hostfile") == "n1 slots=4\nn0 slots=4\n"
 
 
@@ -96,13 +92,11 @@ def test_a_mesh_of_another_size_is_refused() -> None:
     ],
 )
 def test_only_files_that_can_say_it_are_made(placement: Placement, names: list[str]) -> None:
-    """No hostfile for mixed hosts, no device mesh for a host in part."""
     assert [file.name for file in launch_files(placement)] == names
 
 
 @given(seed=st.integers(0, 1000))
 def test_files_agree(seed: int) -> None:
-    """The rankfile and the Slurm hostfile name the same host for every rank."""
     placement = placed(np.random.default_rng(seed).permutation(8)[:5].tolist())
     hosts = [line.split("=")[1].split()[0] for line in file(placement, "rankfile").splitlines()]
     assert hosts == file(placement, "slurm_hostfile").split()

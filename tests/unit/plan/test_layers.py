@@ -124,7 +124,6 @@ def test_parameters_are_those_that_the_names_say(model: Model, billions: float) 
 
 
 def test_weight_gradients_are_as_large_as_the_weights() -> None:
-    """The products marked so make one gradient for each parameter of a matrix."""
     work = layer_work(LLAMA, share())
     made = sum(op.m * op.n * op.batch for op in work.backward if isinstance(op, MatmulOp) and op.weight_gradient)
     assert made == layer_parameters(LLAMA).total - 2 * 4096

@@ -68,7 +68,6 @@ def small(**changes: Any) -> Model:
 
 
 def test_every_known_model_is_held_against_a_published_count() -> None:
-    """None is left out."""
     assert set(PUBLISHED) == set(known_models())
 
 
@@ -96,7 +95,6 @@ def test_every_model_says_where_its_widths_are_from() -> None:
 
 
 def test_an_unknown_model_is_answered_with_the_known_ones() -> None:
-    """And with what else can be given."""
     with pytest.raises(Misconfigured, match=r'"gpt5" is not known: give one of .*gpt3-175b.*or its widths'):
         find_model("gpt5")
 
@@ -151,7 +149,6 @@ def test_a_window_leaves_fewer_pairs_of_query_and_key() -> None:
     ],
 )
 def test_what_cannot_be_is_named(changes: dict[str, Any], said: str) -> None:
-    """The field, its value and what is allowed."""
     with pytest.raises(Misconfigured) as raised:
         small(**changes)
     assert said in str(raised.value)
@@ -168,7 +165,6 @@ def test_what_cannot_be_is_named(changes: dict[str, Any], said: str) -> None:
     ],
 )
 def test_a_field_that_cannot_be_is_named(changes: dict[str, Any], said: str) -> None:
-    """Those of records in the model, too."""
     with pytest.raises(Misconfigured) as raised:
         parse_record("model", to_builtins(small()) | changes, Model)
     assert said in str(raised.value)

@@ -34,41 +34,26 @@ def candidate(
     )
 
 
-def test_what_nccl_believes_in_is_taken() -> None:
-    """The slower way, since NCCL believes it to be faster."""
-    found = nccl_choice(
-        [candidate("LL", 10.0, 5.0, latency=30.0, rate=20.0), candidate("Simple", 20.0, 2.0, latency=40.0, rate=2.0)]
-    )
-    assert (found.protocol.name, found.us) == ("Simple", 22.0)
-
-
-def test_nothing_is_faster_than_what_is_taken_for_fewer_bytes() -> None:
-    """LL is left at half of the bytes, where it costs 10 + 40 / 2: Simple, faster there, counts as 30."""
-    found = nccl_choice(
-        [candidate("LL", 10.0, 40.0, latency=1.0, rate=22.0), candidate("Simple", 12.0, 2.0, latency=11.0, rate=2.0)]
-    )
-    assert (found.protocol.name, found.us) == ("Simple", 30.0)
-
-
-def test_what_is_never_taken_does_not_count() -> None:
-    """LL128, slow in truth, is nowhere the fastest in NCCL's model: it raises nothing."""
-    ways = [
-        candidate("LL", 10.0, 4.0, latency=1.0, rate=22.0),
-        candidate("LL128", 90.0, 4.0, latency=20.0, rate=10.0),
-        candidate("Simple", 12.0, 2.0, latency=11.0, rate=2.0),
-    ]
-    assert nccl_choice(ways).us == 14.0
-
-
-def test_a_way_ends_where_nccl_stops_to_offer_it() -> None:
-    """Taken for a quarter of the bytes at most, LL is not taken for all of them, however fast."""
-    found = nccl_choice(
-        [
-            candidate("LL", 1.0, 4.0, latency=1.0, rate=1.0, most=0.25),
-            candidate("Simple", 12.0, 2.0, latency=11.0, rate=0.5),
-        ]
-    )
-    assert (found.protocol.name, found.us) == ("Simple", 14.0)
+@pytest.mark.parametrize(
+    ("ways", "name", "us"),
+    [
+        # the slower way, since NCCL believes it to be faster
+        ([candidate("LL", 10.0, 5.0, latency=30.0, rate=20.0), candidate("Simple", 20.0, 2.0, latency=40.0, rate=2.0)],
+         "Simple", 22.0),
+        # LL is left at half of the bytes, where it costs 10 + 40 / 2: Simple, faster there, counts as 30
+        ([candidate("LL", 10.0, 40.0, latency=1.0, rate=22.0), candidate("Simple", 12.0, 2.0, latency=11.0, rate=2.0)],
+         "Simple", 30.0),
+        # LL128, slow in truth, is nowhere the fastest in NCCL's model: it raises nothing
+        ([candidate("LL", 10.0, 4.0, latency=1.0, rate=22.0), candidate("LL128", 90.0, 4.0, latency=20.0, rate=10.0),
+          candidate("Simple", 12.0, 2.0, latency=11.0, rate=2.0)], "Simple", 14.0),
+        # taken for a quarter of the bytes at most, LL is not taken for all of them, however fast
+        ([candidate("LL", 1.0, 4.0, latency=1.0, rate=1.0, most=0.25),
+          candidate("Simple", 12.0, 2.0, latency=11.0, rate=0.5)], "Simple", 14.0),
+    ],
+)  # fmt: skip
+def test_nccl_takes_what_its_own_model_prefers(ways: list[Candidate], name: str, us: float) -> None:
+    found = nccl_choice(ways)
+    assert (found.protocol.name, found.us) == (name, us)
 
 
 def network_level(name: str, size: int, gb_per_s: float, oversubscription: float = 1.0) -> Level:
@@ -89,7 +74,6 @@ def test_few_senders_fill_their_own_links() -> None:
 
 @pytest.mark.parametrize("active", [0.0, -1.0, 1.5, float("nan")])
 def test_a_part_is_a_part(active: float) -> None:
-    """`active` outside of 0 to 1 is refused."""
     with pytest.raises(Misconfigured, match="give the part of GPUs that send at once"):
         shared_gb_per_s([network_level("pod", 8, 50.0)], active)
 
@@ -107,7 +91,6 @@ def test_a_part_is_a_part(active: float) -> None:
     ],
 )
 def test_who_has_lost_a_nic_shares_another(group: Group, lost: int, part: float) -> None:
-    """The group that has most to share counts; NVLink stays as it is."""
     whole = levels("h100-ndr-400", 32)
     broken = tuple(replace(each, failed_nics=lost) if each.kind == "network" else each for each in whole)
     at = reach(group, Cluster(gpu=find_gpu("H100"), levels=broken))
@@ -115,7 +98,6 @@ def test_who_has_lost_a_nic_shares_another(group: Group, lost: int, part: float)
 
 
 def test_a_node_without_a_network_is_refused() -> None:
-    """Eight of eight."""
     broken = tuple(replace(each, failed_nics=8) for each in levels("h100-ndr-400", 32))
     with pytest.raises(Misconfigured, match="failed_nics = 8 of 8"):
         Cluster(gpu=find_gpu("H100"), levels=broken)

@@ -52,7 +52,6 @@ def test_long_times_have_no_fraction() -> None:
 
 
 def test_a_launchers_prefix_does_not_matter() -> None:
-    """mpirun's [1,0]<stdout>: before every line."""
     prefixed = "\n".join(f"[1,0]<stdout>:{line}" for line in text(NEW).splitlines())
     assert only(nccl_tests_runs(prefixed)) == ROW
 
@@ -68,7 +67,6 @@ def test_a_launchers_prefix_does_not_matter() -> None:
     ],
 )
 def test_programs_are_operations(program: str, operation: str, bus: float) -> None:
-    """The name of the program says what was measured."""
     row = NEW.replace("5.72", str(bus))
     assert only(nccl_tests_runs(text(row, program=program))).operation == operation
 
@@ -80,20 +78,17 @@ def test_a_run_knows_its_hosts_and_gpu() -> None:
 
 
 def test_several_runs_in_one_text() -> None:
-    """Each has the operation and the ranks of its own header."""
     other = NEW.replace("5.72", "2.58")
     runs = nccl_tests_runs(text(NEW) + "\n" + text(other, program="all_gather_perf", ranks=8, hosts=1))
     assert [(run.rows[0].operation, run.rows[0].ranks) for run in runs] == [("all_reduce", 32), ("all_gather", 8)]
 
 
 def test_what_is_given_counts_where_the_text_is_silent() -> None:
-    """Operation and ranks can be given for a table alone."""
     row = only(nccl_tests_runs(NEW.replace("5.72", "2.77"), operation="reduce_scatter", ranks=16))
     assert (row.operation, row.ranks) == ("reduce_scatter", 16)
 
 
 def test_the_name_of_a_file_can_say_the_operation(tmp_path: Path) -> None:
-    """Older versions do not print their name."""
     path = tmp_path / "all_reduce_perf_32.log"
     path.write_text(text(NEW).partition("\n")[2])
     assert only(read_nccl_tests(path)) == ROW
@@ -132,14 +127,12 @@ def test_times_of_one_process_that_launches_on_many_gpus_are_left_out() -> None:
     ],
 )  # fmt: skip
 def test_text_that_cannot_be_is_refused(given: str, match: str) -> None:
-    """The error says which line, and what is missing or contradicts."""
     with pytest.raises(Misconfigured, match=match):
         nccl_tests_runs(given)
 
 
 @pytest.mark.parametrize(("ranks", "match"), [(16, "lists 32 ranks up to 31, not 16"), (64, "busbw of all_reduce")])
 def test_ranks_that_contradict_the_text_are_refused(ranks: int, match: str) -> None:
-    """What is given does not go before what stands there."""
     with pytest.raises(Misconfigured, match=match):
         nccl_tests_runs(
             text(NEW.replace("2.95", "200.00").replace("354.9", "5.2429").replace("5.72", "387.5")), ranks=ranks
@@ -147,7 +140,6 @@ def test_ranks_that_contradict_the_text_are_refused(ranks: int, match: str) -> N
 
 
 def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
-    """No file, a folder, a large one, and one of bytes that are no text."""
     (tmp_path / "large").write_bytes(b" " * (MAX_BYTES + 1))
     (tmp_path / "noise").write_bytes(bytes(range(256)) * 64)
     for name in ("none", ".", "large", "noise", "\0"):
@@ -161,6 +153,5 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     )
 )
 def test_no_text_breaks_the_reader(given: str) -> None:
-    """Whatever stands there, it is runs or Misconfigured."""
     with suppress(Misconfigured):
         assert isinstance(nccl_tests_runs(given, operation="all_gather", ranks=2), tuple)

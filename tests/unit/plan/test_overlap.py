@@ -56,7 +56,6 @@ def test_a_longer_collective_never_helps(g: float, c: float, more: float) -> Non
 
 
 def test_ideal_and_serial_are_the_bounds() -> None:
-    """By definition, ours to compare with."""
     both = [
         kept_us(300.0, (("all_reduce", 200.0),), disturbance(n, H200), persistent=True) for n in ("ideal", "serial")
     ]
@@ -64,7 +63,6 @@ def test_ideal_and_serial_are_the_bounds() -> None:
 
 
 def test_an_unknown_mechanism_names_the_known_ones() -> None:
-    """Misconfigured, with all of them."""
     with pytest.raises(
         Misconfigured, match="known are nccl, nccl_zero_cta, nccl_capped, zero_sm, zero_sm_copied, ideal, serial"
     ):

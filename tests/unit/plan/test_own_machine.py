@@ -58,7 +58,6 @@ def test_a_profile_that_has_some_figures_is_enough(tmp_path: Path) -> None:
 
 
 def test_ones_own_mechanism_can_be_asked_for(tmp_path: Path) -> None:
-    """A name that only this profile has."""
     path = str(profile(tmp_path / "mine.json"))
     assert us({"cluster.machine": path, "mechanism": "my_library"}) < us({"cluster.machine": path})
     with pytest.raises(Misconfigured, match="known are nccl"):
@@ -87,7 +86,6 @@ def test_a_written_job_has_its_machine_and_mechanisms(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"gpu": "H100", "efficiency": {"matmul": NaN}}', "\0\1\2"])
 def test_no_profile_is_refused(tmp_path: Path, content: str) -> None:
-    """In one line that names the field."""
     (tmp_path / "mine.json").write_text(content)
     for name in ("mine.json", "none.json", "."):
         with pytest.raises(Misconfigured, match=r"cluster\.machine = ") as error:
@@ -98,7 +96,6 @@ def test_no_profile_is_refused(tmp_path: Path, content: str) -> None:
 @pytest.mark.parametrize("mechanism", [*MECHANISMS, "ideal", "serial"])
 @pytest.mark.parametrize("field", ["mechanism", "overlap.mechanism", "overlap.dp", "overlap.tp"])
 def test_every_mechanism_can_be_asked_for(mechanism: str, field: str) -> None:
-    """Of all axes or of one; each but NCCL's own changes the step."""
     changed = us({field: mechanism})
     assert (changed == us({})) == (mechanism == "nccl")
 
@@ -112,7 +109,6 @@ def test_a_mechanism_of_every_axis_is_that_of_all() -> None:
 
 
 def test_a_sweep_varies_the_mechanism_of_an_axis() -> None:
-    """One job for each value; one that is unknown keeps its reason."""
     jobs = dict(swept(TABLES, {}, "overlap.dp", ["nccl", "zero_sm", "magic"]))
     found = {name: job if isinstance(job, Misconfigured) else job.mechanism_of("dp") for name, job in jobs.items()}
     assert (found["nccl"], found["zero_sm"]) == ("nccl", "zero_sm")

@@ -193,7 +193,6 @@ def test_a_latency_below_nothing_is_none(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_fitted_is_refused(tmp_path: Path, given: str, options: dict[str, Any], match: str) -> None:
-    """One printable line with what is missing or contradicts."""
     (tmp_path / "out.txt").write_text(given)
     with pytest.raises(Misconfigured, match=match) as error:
         fit_network([str(tmp_path / "out.txt")], **options)
@@ -209,14 +208,12 @@ def test_times_that_follow_no_law_are_refused(tmp_path: Path) -> None:
 
 
 def test_two_kinds_of_gpu_are_refused(folder: Path) -> None:
-    """A100 and H100 are two networks."""
     (folder / "h100.txt").write_text(text(8, gpu="NVIDIA H100 80GB HBM3"))
     with pytest.raises(Misconfigured, match="one kind of GPU"):
         fit_network([str(folder / "node.txt"), str(folder / "h100.txt")])
 
 
 def test_a_file_that_comes_twice_is_refused(folder: Path) -> None:
-    """Its rows would count twice."""
     with pytest.raises(Misconfigured, match="comes twice"):
         fit_network([str(folder / "node.txt")] * 2)
 
@@ -232,7 +229,6 @@ def test_a_file_that_comes_twice_is_refused(folder: Path) -> None:
     ],
 )
 def test_a_file_that_was_changed_is_refused(file: Path, tmp_path: Path, change: dict[str, Any], match: str) -> None:
-    """In one line with the file's name."""
     content = json.loads(file.read_text())
     (tmp_path / "changed.json").write_text(json.dumps(content | change))
     with pytest.raises(Misconfigured, match=rf"changed\.json is no network: .*{match}"):
@@ -242,7 +238,6 @@ def test_a_file_that_was_changed_is_refused(file: Path, tmp_path: Path, change: 
 @pytest.mark.parametrize("name", ["base_us", "join", "fill", "believed", "own_gb_per_s"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e9, 1e300])
 def test_a_figure_that_cannot_be_is_refused(file: Path, tmp_path: Path, name: str, value: float) -> None:
-    """NaN is no JSON; all others are out of bounds."""
     content = json.loads(file.read_text())
     content["protocols"][0][name] = value
     (tmp_path / "changed.json").write_text(json.dumps(content))
@@ -252,11 +247,9 @@ def test_a_figure_that_cannot_be_is_refused(file: Path, tmp_path: Path, name: st
 
 @pytest.mark.parametrize("name", ["none.json", ".json", "\0.json"])
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path, name: str) -> None:
-    """By its name."""
     with pytest.raises(Misconfigured, match="--fit has written"):
         parse_job(tables(tmp_path / name))
 
 
 def test_a_file_is_read_once(file: Path) -> None:
-    """All jobs of a search share it."""
     assert read_network(str(file)) is read_network(str(file))

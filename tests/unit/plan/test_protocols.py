@@ -28,7 +28,6 @@ GROWING = [name for name in names() if not name.startswith("nvlink")]
 
 
 def test_every_network_says_where_its_figures_are_from() -> None:
-    """Each entry of networks.toml has a source."""
     found = tomllib.loads(Path(protocols.__file__).with_name("networks.toml").read_text("utf-8"))
     assert [name for name in names() if len(found[name]["source"]) <= 20] == []
 
@@ -43,33 +42,26 @@ def test_a_network_is_cut_to_its_job(name: str, gpus: int) -> None:
 
 @given(name=st.sampled_from(GROWING), gpus=st.integers(1, 32768))
 def test_a_cut_network_is_a_cluster(name: str, gpus: int) -> None:
-    """Sizes of levels divide each other, which a cluster checks."""
     assert Cluster(gpu=find_gpu("H100"), levels=levels(name, gpus)).num_gpus >= gpus
 
 
-def test_nvlinks_do_not_grow() -> None:
-    """A host of 8 GPUs is not stretched to 16."""
-    with pytest.raises(Misconfigured, match=r"cluster.gpus = 16 on nvlink-h100: 8 GPUs are all it joins"):
-        levels("nvlink-h100", 16)
-
-
-def test_unknown_networks_are_refused() -> None:
-    """The error lists the known ones."""
-    with pytest.raises(Misconfigured, match=r"cluster.network = 'token ring': choose from: nvlink-a100, "):
-        levels("token ring", 8)
-
-
-@pytest.mark.parametrize("gpus", [0, -8])
-def test_no_gpus_are_refused(gpus: int) -> None:
-    """A cluster has at least one."""
-    with pytest.raises(Misconfigured, match=rf"cluster.gpus = {gpus}: give a number above 0"):
-        levels("h100-roce-400", gpus)
+@pytest.mark.parametrize(
+    ("name", "gpus", "said"),
+    [
+        ("nvlink-h100", 16, "cluster.gpus = 16 on nvlink-h100: 8 GPUs are all it joins"),
+        ("token ring", 8, "cluster.network = 'token ring': choose from: nvlink-a100, "),
+        ("h100-roce-400", 0, "cluster.gpus = 0: give a number above 0"),
+        ("h100-roce-400", -8, "cluster.gpus = -8: give a number above 0"),
+    ],
+)
+def test_networks_that_cannot_be_are_refused(name: str, gpus: int, said: str) -> None:
+    with pytest.raises(Misconfigured, match=said):
+        levels(name, gpus)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("kind", ["nvlink", "pcie", "network"])
 def test_nccls_protocols_serve_everything(operation: str, kind: str) -> None:
-    """For every operation, algorithm and kind of level there is a protocol."""
     network = Network(
         cluster=Cluster(gpu=find_gpu("A100"), levels=levels("nvlink-a100", 8)), protocols=nccl_protocols()
     )
@@ -77,7 +69,6 @@ def test_nccls_protocols_serve_everything(operation: str, kind: str) -> None:
 
 
 def test_a_network_without_protocols_says_so() -> None:
-    """What is missing stands in the error."""
     network = Network(name="bare", cluster=Cluster(gpu=find_gpu("A100"), levels=levels("nvlink-a100", 8)), protocols=())
     with pytest.raises(
         Misconfigured, match=r"network 'bare': no protocol serves all_reduce by ring over nvlink; it has: none"
@@ -85,33 +76,24 @@ def test_a_network_without_protocols_says_so() -> None:
         network.protocols_for("all_reduce", "ring", "nvlink")
 
 
-def test_a_fit_serves_its_gpu_only() -> None:
-    """H200 hosts have fitted protocols, B200 hosts have NCCL's."""
-    sources = {
-        gpu: {
-            protocol.source.split(" ")[0]
-            for protocol, _ in network_of(Cluster(gpu=find_gpu(gpu), levels=levels("nvlink-h100", 8))).protocols_for(
-                "all_reduce", "ring", "nvlink"
-            )
-        }
-        for gpu in ("H200", "B200")
-    }
-    assert sources == {"H200": {"fitted"}, "B200": {"NCCL"}}
+def host_of(gpu: str) -> Network:
+    return network_of(Cluster(gpu=find_gpu(gpu), levels=levels("nvlink-h100", 8)))
+
+
+@pytest.mark.parametrize(("gpu", "source"), [("H200", "fitted"), ("B200", "NCCL")])
+def test_a_fit_serves_its_gpu_only(gpu: str, source: str) -> None:
+    found = host_of(gpu).protocols_for("all_reduce", "ring", "nvlink")
+    assert {protocol.source.split(" ")[0] for protocol, _ in found} == {source}
 
 
 def test_fitted_figures_are_chosen_by_nccls_own() -> None:
-    """Beside each fitted protocol of an H200 host stands NCCL's of the same name."""
-    host = network_of(Cluster(gpu=find_gpu("H200"), levels=levels("nvlink-h100", 8)))
-    pairs = host.protocols_for("all_gather", "ring", "nvlink")
+    """Beside each fitted protocol of an H200 host stands NCCL's of the same name; sends have no LL128."""
+    pairs = host_of("H200").protocols_for("all_gather", "ring", "nvlink")
     assert [(fitted.name, believed.name, believed.fit) for fitted, believed in pairs] == [
         (name, name, None) for name in ("LL", "LL128", "Simple")
     ]
-
-
-def test_a_protocol_that_nccl_does_not_have_there_is_not_taken() -> None:
-    """Sends have no LL128, fitted or not."""
-    host = network_of(Cluster(gpu=find_gpu("H200"), levels=levels("nvlink-h100", 8)))
-    assert {fitted.name for fitted, _ in host.protocols_for("all_to_all", "direct", "nvlink")} == {"LL", "Simple"}
+    sends = host_of("H200").protocols_for("all_to_all", "direct", "nvlink")
+    assert {fitted.name for fitted, _ in sends} == {"LL", "Simple"}
 
 
 def test_what_was_fitted_says_how_far_it_is_off() -> None:

@@ -27,7 +27,6 @@ def job(name: str = "llama3-8b", **training: Any) -> Job:
 
 
 def costs(name: str = "llama3-8b", **training: Any) -> tuple[float, float]:
-    """GiB of activations, and µs of a step."""
     found = job(name, **training)
     return memory(found).gib["activations"], predict_step(found).step_us
 
@@ -90,6 +89,5 @@ def test_experts_are_computed_again_with_their_exchanges() -> None:
     ],
 )
 def test_what_does_not_belong_together_is_refused(given: dict[str, Any], said: str) -> None:
-    """With what is allowed."""
     with pytest.raises(Misconfigured, match=said):
         job(**given)

@@ -120,7 +120,6 @@ def test_every_slot_runs_once_and_after_what_it_needs(pipeline: tuple[ScheduleNa
 
 
 def _late(ends: Mapping[tuple[Kind, int, int], ScheduledSlot], times: StageTimes) -> list[ScheduledSlot]:
-    """Slots that began too early."""
     last = times.stages * times.parts - 1
     wrong = []
     for (kind, part, k), each in ends.items():
@@ -135,7 +134,6 @@ def _late(ends: Mapping[tuple[Kind, int, int], ScheduledSlot], times: StageTimes
 
 @given(pipeline=pipelines())
 def test_a_stage_does_one_thing_at_a_time(pipeline: tuple[ScheduleName, StageTimes, int]) -> None:
-    """Slots of a stage do not overlap."""
     name, times, micro = pipeline
     found = sorted(scheduled(name, times, micro), key=lambda each: (each.stage, each.start_us))
     clashes = [
@@ -155,7 +153,6 @@ def test_a_stage_does_one_thing_at_a_time(pipeline: tuple[ScheduleName, StageTim
 def test_nothing_is_gained_by_what_takes_longer(
     pipeline: tuple[ScheduleName, StageTimes, int], longer: float, stage: int, kind: str
 ) -> None:
-    """The critical path does not shrink when sends, or slots of one stage, grow."""
     name, times, micro = pipeline
 
     def grown(rows: tuple[tuple[float, ...], ...], kinds: str) -> tuple[tuple[float, ...], ...]:

@@ -61,13 +61,11 @@ def test_fixed_axes_have_their_values() -> None:
     ],
 )
 def test_values_that_cannot_be_fixed_are_refused(texts: list[str], said: str) -> None:
-    """With what is allowed."""
     with pytest.raises(Misconfigured, match=said):
         search(parse_job(TABLES), fixed=read_fixed(texts))
 
 
 def test_each_number_of_gpus_has_its_result() -> None:
-    """Or the reason why it has none; the CSV has all ways."""
     found = search_each(parse_job(TABLES), [1, 8, 16], best=2)
     assert [(each.gpus, len(each.choices)) for each in found] == [(1, 0), (8, 2), (16, 2)]
     assert found[0].why_not is not None

@@ -16,7 +16,6 @@ from counterpoint.plan.job.parallel import Parallel, Training, check_division, d
 
 @given(each=st.integers(1, 5), stages=st.integers(1, 6), parts=st.integers(1, 3), every=st.integers(1, 4))
 def test_every_layer_is_dealt_once(each: int, stages: int, parts: int, every: int) -> None:
-    """Layers, layers with experts, embedding and head add up to the model's."""
     layers = each * stages * parts
     every = min(every, layers)  # a model without any layer that has them is refused
     trained = Model(
@@ -62,7 +61,6 @@ def test_layers_can_be_dealt_by_hand() -> None:
     ],
 )
 def test_stages_that_do_not_add_up_are_refused(given: dict[str, Any], said: str) -> None:
-    """With what is allowed."""
     uneven = replace(find_model("llama3-8b"), layers=61)
     with pytest.raises(Misconfigured, match=said):
         check_division(uneven, Parallel(pp=2, **given), Training(sequence=8192, global_batch=16))

@@ -82,7 +82,6 @@ def test_parts_make_up_the_step_between_ideal_and_serial(kwargs: dict[str, Any])
 @settings(max_examples=40, deadline=None)
 @given(kwargs=jobs(), faster=st.floats(1.0, 8.0))
 def test_faster_links_never_make_a_step_slower(kwargs: dict[str, Any], faster: float) -> None:
-    """Time does not rise with bandwidth (0.1 % for greedy schedules)."""
     assume(kwargs["schedule"] != "zero_bubble")
     assert predict_step(made(kwargs, scale=faster)).step_us <= predict_step(made(kwargs)).step_us * (1 + 1e-9)
 
@@ -90,12 +89,10 @@ def test_faster_links_never_make_a_step_slower(kwargs: dict[str, Any], faster: f
 @settings(max_examples=30, deadline=None)
 @given(kwargs=jobs(), more=st.sampled_from([2, 4]))
 def test_more_samples_never_take_less_time(kwargs: dict[str, Any], more: int) -> None:
-    """Twice or four times the batch takes longer."""
     assert predict_step(made(kwargs, global_batch=256 * more)).step_us > predict_step(made(kwargs)).step_us
 
 
 def test_one_rank_communicates_nothing() -> None:
-    """No axis, no exposed communication, no bubble, nobody to wait for."""
     found = predict_step(job(gpus=1, global_batch=4))
     waits = (found.exposed_comm_us, found.parts["bubble_us"], found.parts["stragglers_us"])
     assert (found.comm_us, *waits) == ({}, 0.0, 0.0, 0.0)
@@ -225,7 +222,6 @@ def test_a_search_asks_for_each_collective_once() -> None:
 
 
 def test_a_step_is_a_record() -> None:
-    """It goes to JSON and back."""
     found = predict_step(job(dp=8, tp=8))
     assert msgspec.json.decode(msgspec.json.encode(found), type=PredictedStep) == found
 

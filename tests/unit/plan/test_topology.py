@@ -75,7 +75,6 @@ def test_measured_hosts_follow_the_closest() -> None:
 
 
 def test_hosts_that_are_missing_are_named() -> None:
-    """An allocation with a host that the topology does not have."""
     with pytest.raises(Misconfigured, match="1 hosts are not in the topology: elsewhere"):
         SMALL.only(["host0", "elsewhere"])
 
@@ -99,7 +98,6 @@ LEVELS = SMALL.levels
     ],
 )
 def test_what_is_no_topology_is_refused(change: dict[str, object], said: str) -> None:
-    """Each fault is told with what is allowed."""
     fields: dict[str, object] = {"hosts": SMALL.hosts, "gpus": 2, "levels": LEVELS, "units": SMALL.units}
     with pytest.raises(Misconfigured, match=said):
         Topology(**{**fields, **change})  # type: ignore[arg-type]
@@ -114,6 +112,5 @@ def test_units_that_cross_are_refused() -> None:
 
 @pytest.mark.parametrize("fields", [{"distance": -1.0}, {"distance": math.inf}])
 def test_a_level_needs_a_distance(fields: dict[str, float]) -> None:
-    """Negative or endless."""
     with pytest.raises(Misconfigured, match="level x"):
         TopologyLevel(name="x", **fields)

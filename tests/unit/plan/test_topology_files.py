@@ -74,12 +74,8 @@ def test_slurm_blocks() -> None:
 
 
 def test_slurm_yaml_is_the_same_as_conf() -> None:
-    """The default topology of the YAML file is the tree of the other format."""
+    """The default topology of the YAML file is the tree of the other format; another is chosen by its name."""
     assert units(read_yaml(YAML, gpus=8)) == units(read_conf(TREE, gpus=8))
-
-
-def test_slurm_yaml_has_several() -> None:
-    """A topology is chosen by name."""
     assert units(read_yaml(YAML, gpus=8, name="blocks")) == units(read_conf(BLOCKS, gpus=8))
 
 
@@ -90,7 +86,6 @@ def test_a_short_path_is_filled_from_below() -> None:
 
 
 def test_hostlists() -> None:
-    """Ranges, lists, widths, several brackets and suffixes."""
     assert hostlist("a[8-10,3],b,c[01-02]-[0-1]x") == [
         *("a8", "a9", "a10", "a3", "b", "c01-0x", "c01-1x", "c02-0x", "c02-1x")
     ]  # fmt: skip
@@ -151,7 +146,6 @@ def test_matrices_in_json_and_csv_are_the_same() -> None:
     ],
 )
 def test_faults_of_topology_conf_are_told(text: str, said: str) -> None:
-    """With the line or the name at fault, and what is allowed."""
     with pytest.raises(Misconfigured, match=said):
         read_conf(text, gpus=8)
 
@@ -215,7 +209,6 @@ def test_no_text_breaks_the_yaml_reader(text: str) -> None:
 
 @given(text=st.text(alphabet="SwitchNameNodes=s012[]-,# \n", max_size=80))
 def test_no_text_breaks_the_conf_reader(text: str) -> None:
-    """It gives a topology, or says what is wrong."""
     try:
         found = read_conf(text, gpus=1)
     except Misconfigured:
@@ -239,7 +232,6 @@ def test_no_text_breaks_the_conf_reader(text: str) -> None:
     ],
 )
 def test_faults_of_a_matrix_are_told(text: str, said: str) -> None:
-    """Not square, not numbers, not what it says."""
     with pytest.raises(Misconfigured, match=said):
         read_matrix_csv(text)
 
@@ -256,7 +248,6 @@ def test_faults_of_a_matrix_are_told(text: str, said: str) -> None:
     ],
 )
 def test_faults_of_topograph_are_told(text: str, said: str) -> None:
-    """Not such a file, hosts twice, no common root."""
     with pytest.raises(Misconfigured, match=said):
         read_topograph(text, gpus=8)
 
@@ -272,7 +263,6 @@ def test_faults_of_topograph_are_told(text: str, said: str) -> None:
     ],
 )
 def test_files_are_known_by_name(tmp_path: Path, name: str, text: str) -> None:
-    """Every kind of file has its reader."""
     (tmp_path / name).write_text(text)
     assert len(read_topology(tmp_path / name).hosts) >= 2
 
@@ -287,7 +277,6 @@ def test_files_are_known_by_name(tmp_path: Path, name: str, text: str) -> None:
     ],
 )
 def test_files_that_cannot_be_read_are_named(tmp_path: Path, name: str, content: bytes | None, said: str) -> None:
-    """The error has the path."""
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(Misconfigured, match=said):
@@ -295,7 +284,6 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path, name: str, content:
 
 
 def test_a_name_is_for_yaml_only(tmp_path: Path) -> None:
-    """An option that cannot take effect is refused."""
     (tmp_path / "topology.conf").write_text(TREE)
     with pytest.raises(Misconfigured, match="has several topologies"):
         read_topology(tmp_path / "topology.conf", name="trees")

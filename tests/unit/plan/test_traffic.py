@@ -76,7 +76,6 @@ def test_a_ring_is_a_thousandth_of_its_collective() -> None:
 
 @pytest.mark.parametrize(("sent", "said"), [({"xp": 1.0}, "choose from tp"), ({"tp": -1.0}, "bytes of tp = -1.0")])
 def test_bytes_of_a_job_are_checked(sent: dict[Any, float], said: str) -> None:
-    """The axis exists, and the bytes are a number."""
     with pytest.raises(Misconfigured, match=said):
         RankTraffic.of_job(Parallel(tp=2), sent)
 
@@ -124,7 +123,6 @@ def test_stages_send_activations() -> None:
 
 
 def test_the_axes_are_those_of_traffic() -> None:
-    """A job's volumes are taken as they are."""
     parallel = Parallel(tp=2, cp=2, dp=4, pp=2, zero=1, shard=2)
     found = sent_bytes(job(parallel))
     assert [part.axis for part in RankTraffic.of_job(parallel, found).parts] == list(found)

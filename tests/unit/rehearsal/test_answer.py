@@ -76,7 +76,6 @@ def test_equal_ranks_are_told_once() -> None:
     ],
 )
 def test_what_differs_is_a_sentence(last: Left, said: str) -> None:
-    """Who has what; of each kind."""
     found = rehearsal(Left(), Left(), Left(), last)
     assert found.differences == (said,)
     assert f"Different between ranks: {said}\n" in printed(found)
@@ -99,7 +98,6 @@ def test_reports_of_some_ranks_are_told_with_those_that_lack_them() -> None:
 
 
 def test_ranks_that_left_nothing_are_named() -> None:
-    """And nothing is said of them; the others are told as ever."""
     found = rehearsal(Left(), None, Left(), None)
     assert (found.missing_ranks, found.verdict[:27]) == ((1, 3), "2 of 4 ranks left no report")
     text = printed(found)
@@ -108,7 +106,6 @@ def test_ranks_that_left_nothing_are_named() -> None:
 
 
 def test_nothing_is_claimed_of_a_script_that_left_nothing() -> None:
-    """Neither what it replaced, nor what did not differ, nor its steps."""
     text = printed(rehearsal(None, None))
     assert len(text.splitlines()) == 2
     assert "Nothing is known of ranks 0-1" in text
@@ -131,7 +128,6 @@ def test_gpus_hosts_and_memory_are_told() -> None:
 
 
 def test_the_answer_is_read_as_it_is_written() -> None:
-    """Under its schema."""
     found = rehearsal(Left(reports={"a": "b"}), None)
     written = msgspec.json.encode(found)
     assert msgspec.json.decode(written)["schema"] == SCHEMA == "counterpoint.rehearsal/1"

@@ -56,7 +56,6 @@ def test_how_many_ranks_a_command_starts(command: str, ranks: int) -> None:
     ],
 )
 def test_a_command_without_a_number_of_ranks_is_refused(command: str, said: str) -> None:
-    """With what is allowed."""
     with pytest.raises(Misconfigured) as caught:
         ranks_of(command)
     assert said in str(caught.value)
@@ -108,7 +107,6 @@ def no_driver() -> NoReturn:
 def test_no_gpu_is_told(
     monkeypatch: pytest.MonkeyPatch, found: Callable[[], tuple[str, ...]], device: str | None
 ) -> None:
-    """With what works without one."""
     monkeypatch.setattr(api, "visible_gpus", found)
     with pytest.raises(Unsupported, match="no GPU here; --device cpu"):
         api._gpus(device, 2)

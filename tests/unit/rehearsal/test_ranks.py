@@ -102,7 +102,6 @@ def test_ranks_share_a_gpu_only_if_they_may() -> None:
 
 @pytest.mark.parametrize("given_as", ["rehearse", "--run"])
 def test_no_ranks_are_started_by_a_rank(monkeypatch: pytest.MonkeyPatch, given_as: str) -> None:
-    """Neither a rehearsal nor a tuning, whose times would be wrong."""
     as_rank(monkeypatch, 0, 2)
     with pytest.raises(Misconfigured, match=f"{given_as}: this is a rank of counterpoint rehearse"):
         parse_command("torchrun --nproc-per-node 2 train.py", given_as)

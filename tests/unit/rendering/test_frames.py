@@ -53,7 +53,6 @@ def test_grid_is_an_array_of_three(training: Diagnosis) -> None:
 
 
 def test_frames_without_polars_say_what_to_install(empty: Diagnosis, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error of a core install has the command."""
     monkeypatch.setattr("counterpoint.diagnosis.frames.find_spec", lambda name: None)
     with pytest.raises(Unsupported, match=r"pip install 'counterpoint\[frames\]'"):
         frames(empty)

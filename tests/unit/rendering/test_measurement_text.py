@@ -134,7 +134,6 @@ def test_mechanisms_of_matmuls_are_summarized() -> None:
 
 
 def test_legs_are_one_collective_each_in_means() -> None:
-    """Whatever the layer, tokens and routing are."""
     assert list(mean_hidden(measured.exchanges().rows, lambda row: row.operation)["torch"]) == ["dispatch", "combine"]
 
 
@@ -152,7 +151,6 @@ def test_control_characters_do_not_reach_the_terminal() -> None:
 
 
 def test_names_stay_in_their_cells_in_markdown() -> None:
-    """A hostile name makes neither a column nor a tag."""
     table = [line for line in markdown(measured.hostile()).splitlines() if "alert" in line]
     assert [("<script" in line.replace("\\<", ""), "\x1b" in line) for line in table] == [(False, False)] * len(table)
 

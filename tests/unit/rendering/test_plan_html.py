@@ -91,7 +91,6 @@ def test_the_page_says_how_sure_it_is(tmp_path: Path) -> None:
 
 
 def test_a_hostile_name_moves_no_cursor() -> None:
-    """Escapes are shown, not sent."""
     assert "\x1b" not in printed(predicted.hostile())
 
 

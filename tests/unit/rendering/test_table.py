@@ -85,7 +85,6 @@ def test_long_names_wrap_and_numbers_do_not() -> None:
 
 
 def test_what_cannot_fit_makes_lines_longer() -> None:
-    """Rather than without their numbers."""
     assert "1.50" in printed(TABLE, 20)[3]
 
 

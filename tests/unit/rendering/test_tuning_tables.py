@@ -31,7 +31,6 @@ def printed(tuned: Tuned) -> str:
 
 
 def page(folder: Path, tuned: Tuned) -> str:
-    """The text of the page, with tags."""
     write_tuning_page(folder / "tuning.html", tuned)
     return unescape((folder / "tuning.html").read_text("utf-8"))
 
@@ -42,7 +41,6 @@ def tuned(*pairs: TunedPair) -> Tuned:
 
 
 def bars(table: Table) -> list[list[float]]:
-    """The shares of each bar."""
     cells = [row.cells[1] for row in table.filled()]
     return [[round(part.share, 6) for part in cell.parts] for cell in cells if isinstance(cell, LengthBar)]
 

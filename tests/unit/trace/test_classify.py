@@ -144,7 +144,6 @@ def test_communication_is_told_by_name(name: str, op: str) -> None:
 
 @pytest.mark.parametrize("name", COMPUTE)
 def test_compute_that_sounds_like_communication(name: str) -> None:
-    """Gathers, reductions, combines and dispatches of one GPU are compute."""
     assert kernel_kind(name) is Kind.COMPUTE
 
 
@@ -172,13 +171,11 @@ def test_only_copies_between_devices_are_communication(name: str, kind: Kind) ->
     ],
 )  # fmt: skip
 def test_operations_carry_pytorchs_names(name: str, op: str) -> None:
-    """However a version spells it."""
     assert normal_op(name) == op
 
 
 @pytest.mark.parametrize(("op", "empty"), [("barrier", True), ("notify", True), ("all_reduce", False)])
 def test_barriers_carry_no_payload(op: str, empty: bool) -> None:
-    """Their size says nothing about bandwidth."""
     assert is_barrier(op) is empty
 
 

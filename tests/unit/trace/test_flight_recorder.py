@@ -33,7 +33,6 @@ def path_of(folder: Path, content: bytes, name: str = "nccl_trace_rank_0") -> Pa
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_plain_pickles_are_read(tmp_path: Path, protocol: int) -> None:
-    """Whatever protocol wrote the plain values."""
     found = read_dump(path_of(tmp_path, pickle.dumps(dump([call(1), call(2, state="started")], GROUPS), protocol)))
     assert [(e.seq, e.state, e.frame) for e in found.entries] == [
         (1, "completed", "train (train.py:31)"), (2, "started", "train (train.py:31)"),
@@ -43,7 +42,6 @@ def test_plain_pickles_are_read(tmp_path: Path, protocol: int) -> None:
 
 @pytest.mark.parametrize("protocol", [2, 4])
 def test_code_is_refused(tmp_path: Path, protocol: int) -> None:
-    """A pickle that names a function is not carried out."""
     hostile = path_of(tmp_path, pickle.dumps({"entries": [], "version": Command()}, protocol))
     with pytest.raises(BadTrace, match="refused"):
         read_dump(hostile)
@@ -62,7 +60,6 @@ def test_code_is_refused(tmp_path: Path, protocol: int) -> None:
     ids=["global", "text", "bytearray", "integer", "persistent", "extension"],
 )
 def test_instructions_that_no_dump_needs_are_refused(tmp_path: Path, content: bytes) -> None:
-    """Each is named in the error."""
     with pytest.raises(BadTrace, match="instruction"):
         read_dump(path_of(tmp_path, content))
 
@@ -103,7 +100,6 @@ def test_damage_is_said(tmp_path: Path, content: bytes) -> None:
 
 
 def test_every_cut_of_a_dump_is_damage(tmp_path: Path) -> None:
-    """Wherever the file ends."""
     content = pickle.dumps(dump([call(1)], GROUPS), 2)
     for length in range(2, len(content) - 1, 7):
         with pytest.raises(BadTrace):

@@ -17,7 +17,6 @@ from tests.support.kineto_trace import awkward, plain
 
 
 def read(path: Path) -> Timeline:
-    """The only timeline of a file, through the same door as the command line."""
     with find_traces([str(path)], Limits()) as (file,):
         return read_kineto(file)[0]
 
@@ -48,7 +47,6 @@ def test_the_bare_array_reads_alike(tmp_path: Path, reference: Any) -> None:
 def test_blocks_may_end_anywhere(
     layout: str, block: int, tmp_path: Path, reference: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Events that straddle the border of a block, wherever it falls, are read whole and once."""
     path = kt.write(tmp_path / "t.json", awkward()[:: 4 if block == 1 else 1], layout=layout)
     expected = reference if block > 1 else plain(read(path))
     monkeypatch.setattr(chunks, "BLOCK_BYTES", block)
@@ -109,11 +107,9 @@ def test_nanoseconds_since_1970_stay_exact(tmp_path: Path) -> None:
 
 
 def test_the_origin_is_the_first_event_in_ns(tmp_path: Path) -> None:
-    """`origin_ns` adds the file's base to its first event."""
     timeline = read(kt.write(tmp_path / "t.json", [kt.kernel("a", 4363791319635.25, 1)], kt.header(base_ns=10**18)))
     assert timeline.origin_ns == 10**18 + 4363791319635250
 
 
 def test_events_are_counted_with_and_without_time(tmp_path: Path) -> None:
-    """`events` is the length of the array."""
     assert read(kt.write(tmp_path / "t.json", kt.training())).events == len(kt.training())

@@ -18,7 +18,6 @@ NCCL = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 
 @pytest.fixture
 def read(tmp_path: Path) -> Any:
-    """Events (and a header) to a timeline."""
 
     def through_a_file(events: list[kt.Event], head: dict[str, Any] | None = None) -> Timeline:
         path = kt.write(tmp_path / "trace.json", events, head)
@@ -33,7 +32,6 @@ def info_of(timeline: Timeline, row: int = 0) -> CollectiveInfo | None:
 
 
 def test_an_operation_is_joined_with_the_call_that_launched_it(read: Any) -> None:
-    """By correlation: start, end and thread of the call."""
     gpu = read(kt.launched("k", 100.0, 50.0, correlation=7, delay=20.0)).gpu
     assert (gpu.launch_start[0], gpu.launch_end[0], gpu.launch_thread[0]) == (0.0, 3.0, 0)
 
@@ -105,7 +103,6 @@ def test_the_hosts_record_is_preferred(read: Any) -> None:
 
 
 def test_metadata_makes_a_kernel_communication(read: Any) -> None:
-    """A kernel of unknown name with collective metadata is told by it."""
     assert read([kt.kernel("_triton_ring", 1.0, 1.0, more=kt.metadata("allreduce"))]).gpu.kind.tolist() == [Kind.COMM]
 
 
@@ -162,12 +159,10 @@ def test_properties_that_make_no_sense_are_unknown(devices: Any, read: Any) -> N
 
 
 def test_a_device_number_is_only_a_number(read: Any) -> None:
-    """A huge one costs no memory."""
     assert len(read([kt.kernel("k", 1.0, 1.0, device=2**31 - 1)]).gpu) == 1
 
 
 def test_streams_of_two_devices_are_two(read: Any) -> None:
-    """Stream 7 of device 0 is not stream 7 of device 1."""
     streams = read([kt.kernel("a", 1.0, 1.0), kt.kernel("b", 1.0, 1.0, device=1)]).gpu.stream
     assert streams[0] != streams[1]
 
@@ -274,7 +269,6 @@ def merged(read_all: Callable[[list[kt.Event]], list[Timeline]], *devices: int) 
 
 @pytest.fixture
 def read_all(tmp_path: Path) -> Any:
-    """Events to the timelines of all ranks of the file."""
 
     def through_a_file(events: list[kt.Event]) -> list[Timeline]:
         path = kt.write(tmp_path / "trace.json", events)

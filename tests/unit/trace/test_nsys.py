@@ -70,30 +70,28 @@ def _one(tmp_path: Path, export: NsysExport, name: str = "report.sqlite") -> Tim
     return timeline
 
 
-def test_a_process_with_a_gpu_is_a_rank(two_ranks: list[Timeline]) -> None:
-    assert [timeline.rank for timeline in two_ranks] == [0, 1]
+@pytest.fixture
+def export() -> NsysExport:
+    """An export with one plain kernel, to which a test adds."""
+    made = NsysExport()
+    made.kernel(GEMM, 50, 90)
+    return made
 
 
-def test_ranks_and_world_size_are_what_nccl_said_when_the_processes_joined(two_ranks: list[Timeline]) -> None:
-    # Process 12 joined as rank 0, process 11 as rank 1; only process 12's all-gather starts 500 ns late.
-    assert [(t.rank_known, t.world_size, t.gpu.start[1]) for t in two_ranks] == [(True, 2, 12.499), (True, 2, 11.999)]
-
-
-def test_times_are_us_since_the_first_event_of_the_file(two_ranks: list[Timeline]) -> None:
-    # The first event is the range of ncclCommInitRank at 1 ns.
-    assert [(t.origin_ns, t.gpu.end[0]) for t in two_ranks] == [(1, 29.999)] * 2
+def test_processes_with_gpus_are_the_ranks_that_nccl_said(two_ranks: list[Timeline]) -> None:
+    # Process 12 joined as rank 0, process 11 as rank 1; only process 12's all-gather starts 500 ns late. Times are µs
+    # since the first event of the file, which is the range of ncclCommInitRank at 1 ns.
+    assert [(t.rank, t.rank_known, t.world_size, t.origin_ns) for t in two_ranks] == [(0, True, 2, 1), (1, True, 2, 1)]
+    assert [(t.gpu.start[1], t.gpu.end[0]) for t in two_ranks] == [(12.499, 29.999), (11.999, 29.999)]
 
 
 def test_operations_are_sorted_and_told_by_what_they_are(two_ranks: list[Timeline]) -> None:
-    timeline = two_ranks[0]
-    assert (_names(timeline), timeline.gpu.kind.tolist()) == (
+    timeline, gpu = two_ranks[0], two_ranks[0].gpu
+    assert (_names(timeline), gpu.kind.tolist()) == (
         [GEMM, ALL_GATHER, "Memcpy PtoP (Device -> Device)"], [Kind.COMPUTE, Kind.COMM, Kind.COMM])  # fmt: skip
-
-
-def test_launch_geometry_of_a_kernel_is_kept(two_ranks: list[Timeline]) -> None:
-    gpu = two_ranks[0].gpu
     came = (*gpu.grid[0].tolist(), *gpu.block[0].tolist(), int(gpu.regs[0]), int(gpu.smem[0]), int(gpu.stream[0]))
     assert came == (132, 2, 1, 384, 1, 1, 168, 201_024, 7)
+    assert (gpu.bytes.tolist(), gpu.grid[2].tolist()) == ([-1, -1, 1 << 20], [0, 0, 0])
 
 
 def test_clusters_of_kernels_are_read(tmp_path: Path) -> None:
@@ -134,11 +132,6 @@ def test_clusters_and_priorities_reach_another_host(tmp_path: Path) -> None:
     assert unpack_digest(pack_digest(unknown), "rank0").gpu.cluster is None
 
 
-def test_a_copy_has_bytes_and_no_grid(two_ranks: list[Timeline]) -> None:
-    gpu = two_ranks[0].gpu
-    assert (gpu.bytes.tolist(), gpu.grid[2].tolist()) == ([-1, -1, 1 << 20], [0, 0, 0])
-
-
 def test_kernels_are_joined_with_the_call_of_their_own_process(two_ranks: list[Timeline]) -> None:
     launches = [t.gpu.launch_start.tolist() + t.gpu.launch_end.tolist() for t in two_ranks]
     assert launches == [pytest.approx([2.999, 7.499, np.nan, 4.499, 8.499, np.nan], nan_ok=True)] * 2
@@ -148,29 +141,20 @@ def test_launch_thread_is_the_threads_index_and_minus_one_where_unknown(two_rank
     assert [(t.gpu.launch_thread.tolist(), set(t.host.thread.tolist())) for t in two_ranks] == [([0, 0, -1], {0})] * 2
 
 
-def test_pytorchs_operations_lose_their_numbers_and_give_their_shapes(two_ranks: list[Timeline]) -> None:
-    timeline = two_ranks[0]
-    assert (_host(timeline, HostKind.OP), timeline.shapes[timeline.gpu.shape[0]], timeline.gpu.shape[1]) == (
+def test_host_ranges_lose_numbers_and_suffixes_and_steps_keep_their_names(two_ranks: list[Timeline]) -> None:
+    first, second = two_ranks
+    assert (_host(first, HostKind.OP), first.shapes[first.gpu.shape[0]], first.gpu.shape[1]) == (
         ["aten::mm"], "[[2, 3], [3, 4]]", -1)  # fmt: skip
-
-
-def test_step_ranges_keep_their_names(two_ranks: list[Timeline]) -> None:
-    assert _host(two_ranks[1], HostKind.ANNOTATION) == ["ncclCommInitRank", "ProfilerStep#3", "ncclAllGather"]
-
-
-def test_runtime_calls_are_host_ranges_without_version_suffix(two_ranks: list[Timeline]) -> None:
-    assert _host(two_ranks[0], HostKind.RUNTIME) == ["cudaLaunchKernel", "cudaLaunchKernel"]
+    assert _host(second, HostKind.ANNOTATION) == ["ncclCommInitRank", "ProfilerStep#3", "ncclAllGather"]
+    assert _host(first, HostKind.RUNTIME) == ["cudaLaunchKernel", "cudaLaunchKernel"]
 
 
 def test_an_all_gathers_message_is_one_ranks_part(two_ranks: list[Timeline]) -> None:
     timeline = two_ranks[0]
-    info = timeline.collectives[timeline.gpu.collective[1]]
+    assert timeline.gpu.collective.tolist() == [-1, 0, -1]
+    info = timeline.collectives[0]
     assert (info.op, info.group, info.group_size, info.in_nelems, info.out_nelems, info.dtype) == (
         "all_gather", "0xabc", 2, 4_096, 8_192, "uint8")  # fmt: skip
-
-
-def test_only_the_communication_kernel_carries_the_collective(two_ranks: list[Timeline]) -> None:
-    assert two_ranks[0].gpu.collective.tolist() == [-1, 0, -1]
 
 
 def test_a_reduce_scatters_message_is_the_part_received(tmp_path: Path) -> None:
@@ -236,32 +220,24 @@ def test_shapes_are_those_of_the_innermost_open_operation(tmp_path: Path) -> Non
     assert [timeline.shapes[i] for i in timeline.gpu.shape] == ["[[2]]", "[[1]]", "[[3]]", "[[1]]"]
 
 
-def test_names_of_ranges_may_come_from_string_ids(tmp_path: Path) -> None:
-    export = NsysExport()
-    export.kernel(GEMM, 50, 90)
+def test_names_of_ranges_may_come_from_string_ids(export: NsysExport, tmp_path: Path) -> None:
     export.range(None, 10, 40, textId=export.text("aten::relu, op_id = 9, sizes = [[7]]"))
     assert _host(_one(tmp_path, export), HostKind.OP) == ["aten::relu"]
 
 
 @pytest.mark.parametrize("event_type", [60, 70, 71])
-def test_other_kinds_of_closed_ranges_are_read(tmp_path: Path, event_type: int) -> None:
-    export = NsysExport()
-    export.kernel(GEMM, 50, 90)
+def test_other_kinds_of_closed_ranges_are_read(export: NsysExport, tmp_path: Path, event_type: int) -> None:
     export.range("epoch 1, part 2", 10, 40, eventType=event_type)
     assert _host(_one(tmp_path, export), HostKind.ANNOTATION) == ["epoch 1, part 2"]
 
 
-def test_marks_and_ranges_left_open_are_dropped(tmp_path: Path) -> None:
-    export = NsysExport()
-    export.kernel(GEMM, 50, 90)
+def test_marks_and_ranges_left_open_are_dropped(export: NsysExport, tmp_path: Path) -> None:
     export.range("mark", 10, None, eventType=34)
     export.range("never popped", 10, None)
     assert len(_one(tmp_path, export).host) == 0
 
 
-def test_a_wait_names_the_stream_that_waits_and_the_record_it_waits_for(tmp_path: Path) -> None:
-    export = NsysExport()
-    export.kernel(GEMM, 50, 90)
+def test_a_wait_names_the_stream_that_waits_and_the_record_it_waits_for(export: NsysExport, tmp_path: Path) -> None:
     export.add(EVENT, streamId=20, correlationId=77, globalPid=pid(1), eventId=5, eventSyncId=900)
     export.add(EVENT, streamId=21, correlationId=78, globalPid=pid(1), eventId=5, eventSyncId=901)
     export.add(SYNC, start=60, end=61, streamId=7, correlationId=80, globalPid=pid(1), eventId=5, eventSyncId=900)
@@ -270,9 +246,7 @@ def test_a_wait_names_the_stream_that_waits_and_the_record_it_waits_for(tmp_path
         (HostKind.SYNC, 7), (HostKind.SYNC, 77), (HostKind.SYNC, 20)]  # fmt: skip
 
 
-def test_a_synchronisation_is_on_the_thread_that_called_it(tmp_path: Path) -> None:
-    export = NsysExport()
-    export.kernel(GEMM, 50, 90)
+def test_a_synchronisation_is_on_the_thread_that_called_it(export: NsysExport, tmp_path: Path) -> None:
     export.add(
         RUNTIME, start=95, end=99, globalTid=pid(1) | 5, correlationId=80, nameId=export.text("cudaStreamSynchronize")
     )
@@ -293,16 +267,14 @@ def test_a_synchronisation_is_on_the_thread_that_called_it(tmp_path: Path) -> No
         ({"copyKind": 99}, "Memcpy Unknown (Unknown -> Unknown)"),
     ],
 )
-def test_copies_are_named_as_kineto_names_them(tmp_path: Path, values: dict[str, int], name: str) -> None:
-    export = NsysExport()
-    export.kernel(GEMM, 50, 90)
+def test_copies_are_named_as_kineto_names_them(
+    export: NsysExport, tmp_path: Path, values: dict[str, int], name: str
+) -> None:
     export.add(MEMCPY, start=10, end=20, globalPid=pid(1), **values)
     assert _names(_one(tmp_path, export))[0] == name
 
 
-def test_memsets_are_not_communication(tmp_path: Path) -> None:
-    export = NsysExport()
-    export.kernel(GEMM, 50, 90)
+def test_memsets_are_not_communication(export: NsysExport, tmp_path: Path) -> None:
     export.add(MEMSET, start=10, end=20, globalPid=pid(1), bytes=64)
     timeline = _one(tmp_path, export)
     assert (_names(timeline)[0], timeline.gpu.kind[0], timeline.gpu.bytes[0]) == ("Memset (Device)", Kind.MEMCPY, 64)
@@ -360,10 +332,8 @@ def test_files_of_one_job_share_utc_as_time_base(tmp_path: Path, clock: int, sta
     ],
 )
 def test_the_launchers_environment_says_the_rank_of_a_lone_process(
-    tmp_path: Path, variables: tuple[str, ...], rank: int, known: bool, world_size: int | None
+    export: NsysExport, tmp_path: Path, variables: tuple[str, ...], rank: int, known: bool, world_size: int | None
 ) -> None:
-    export = NsysExport()
-    export.kernel(GEMM, 50, 90)
     for text in variables:
         export.add(CAPTURE, name="PROCESS_0:ENVIRONMENT_VARIABLE", value=text)
     timeline = _one(tmp_path, export, "trace_rank9.sqlite")
@@ -432,9 +402,7 @@ def test_a_long_name_is_cut(tmp_path: Path) -> None:
     assert len(_names(_one(tmp_path, export))[0]) == 4096
 
 
-def test_the_path_is_quoted(tmp_path: Path) -> None:
-    export = NsysExport()
-    export.kernel(GEMM, 50, 90)
+def test_the_path_is_quoted(export: NsysExport, tmp_path: Path) -> None:
     assert len(_one(tmp_path, export, "a?mode=rwc&b#c%20d.sqlite").gpu) == 1
 
 
@@ -552,21 +520,13 @@ def test_a_table_that_cannot_be_trusted_is_refused(tmp_path: Path, statements: t
         read_nsys(path, max_rows=5)
 
 
-def _truncated(path: Path) -> None:
+def _spoilt(path: Path, keep: int | None = None) -> None:
+    """Write half of a long export, or all of its length of which only `keep` bytes are right."""
     export = NsysExport()
     for at in range(2_000):
         export.kernel(GEMM, at, at + 1)
     data = export.write(path).read_bytes()
-    path.write_bytes(data[: len(data) // 2])
-
-
-def _damaged(path: Path) -> None:
-    export = NsysExport()
-    for at in range(2_000):
-        export.kernel(GEMM, at, at + 1)
-    data = bytearray(export.write(path).read_bytes())
-    data[8_192:] = b"\xa5" * (len(data) - 8_192)
-    path.write_bytes(data)
+    path.write_bytes(data[: len(data) // 2] if keep is None else data[:keep].ljust(len(data), b"\xa5"))
 
 
 @pytest.mark.parametrize(
@@ -576,8 +536,8 @@ def _damaged(path: Path) -> None:
         ("report.sqlite", lambda path: path.write_bytes(b"{}"), "is not an SQLite database"),
         ("report.sqlite", lambda path: path.write_bytes(b""), "is not an SQLite database"),
         ("report.sqlite", lambda path: path.write_bytes(b"SQLite format 3\0" + b"\xff" * 500), "SQLite cannot read it"),
-        ("report.sqlite", _truncated, "SQLite cannot read it"),
-        ("report.sqlite", _damaged, "SQLite cannot read it"),
+        ("report.sqlite", _spoilt, "SQLite cannot read it"),
+        ("report.sqlite", lambda path: _spoilt(path, 8_192), "SQLite cannot read it"),
         ("report.sqlite", lambda path: path.mkdir(), "cannot be read"),
         ("report.sqlite", lambda path: None, "cannot be read"),
     ],

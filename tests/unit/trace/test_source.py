@@ -20,7 +20,6 @@ from tests.support import kineto_trace as kt
 
 
 def found(*sources: Path | str, limits: Limits | None = None) -> list[str]:
-    """Labels of the traces, which are their paths."""
     with find_traces([str(source) for source in sources], limits or Limits()) as files:
         return [file.label for file in files]
 
@@ -63,13 +62,11 @@ def test_a_folder_is_searched_to_its_depth(tmp_path: Path) -> None:
 
 
 def test_a_file_is_told_by_its_first_bytes(tmp_path: Path) -> None:
-    """A trace of any name is read if it is named."""
     path = kt.write_bytes(tmp_path / "whatever.bin", gzip.compress(kt.text(kt.training())))
     assert diagnose(path).diagnosis.source.events == len(kt.training())
 
 
 def test_a_pattern_finds_what_it_matches(tmp_path: Path) -> None:
-    """As the shell would have, had it not been quoted."""
     kt.write_job(tmp_path, ranks=3)
     assert found(f"{tmp_path}/rank[02].json") == [str(tmp_path / "rank0.json"), str(tmp_path / "rank2.json")]
 
@@ -88,7 +85,6 @@ def test_a_file_named_twice_is_read_once(tmp_path: Path) -> None:
 
 
 def test_a_folder_named_like_a_trace(tmp_path: Path) -> None:
-    """`x.json/` is a folder, as a source and inside of one."""
     kt.write(tmp_path / "x.json" / "rank0.json", kt.training())
     assert found(tmp_path) == found(tmp_path / "x.json") == [str(tmp_path / "x.json" / "rank0.json")]
 
@@ -103,7 +99,6 @@ def test_nothing_to_read(name: str, tmp_path: Path) -> None:
 
 
 def test_loops_of_links_in_a_folder(tmp_path: Path) -> None:
-    """A folder that links to itself is walked once."""
     path = kt.write(tmp_path / "rank0.json", kt.training())
     (tmp_path / "self").symlink_to(tmp_path, target_is_directory=True)
     (tmp_path / "loop.json").symlink_to(tmp_path / "loop.json")
@@ -128,7 +123,6 @@ def test_the_number_of_files_is_limited(tmp_path: Path) -> None:
 
 
 def test_no_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Said in words, with the file."""
     path = kt.write(tmp_path / "rank0.json", kt.training())
 
     def denied(*_: object, **__: object) -> None:
@@ -209,7 +203,6 @@ def test_damaged_archives(tmp_path: Path) -> None:
 
 
 def test_damaged_compressed_archives(tmp_path: Path) -> None:
-    """So it is where the compression is what is damaged."""
     whole = tar(tmp_path / "whole.tar.gz", [member("rank0.json", rank(0))], "w:gz").read_bytes()
     for at in range(0, len(whole) - 8, 13):
         spoilt = whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :]
@@ -221,7 +214,6 @@ def test_damaged_compressed_archives(tmp_path: Path) -> None:
 
 
 def test_an_archive_without_traces(tmp_path: Path) -> None:
-    """An empty one, and one of other things."""
     for members in ([], [member("a.txt", b"x"), member("b.json", b"{}")]):
         assert "no trace in this archive" in refused(tar(tmp_path / "t.tar", members)).reason
 
@@ -266,12 +258,10 @@ def test_several_recordings_are_told_apart(names: list[str], found: list[str]) -
     ],
 )  # fmt: skip
 def test_one_recording_is_one(names: list[str]) -> None:
-    """Hosts, ranks and runs of other names are not taken for iterations."""
     assert recorded(*names) == {"": names}
 
 
 def test_the_last_recording_of_a_folder_is_diagnosed(tmp_path: Path) -> None:
-    """The others are named and never mixed in."""
     for iteration in (9, 10, 100):
         for number in range(2):
             kt.write_bytes(tmp_path / f"iteration_{iteration}" / f"rank{number}_trace.json", rank(number))
@@ -314,7 +304,6 @@ def test_a_timeline_of_our_own_is_passed_over(tmp_path: Path) -> None:
 
 
 def test_a_timeline_of_our_own_alone_is_refused(tmp_path: Path) -> None:
-    """It is no recording."""
     assert "--perfetto" in refused(own(tmp_path)).reason
 
 
@@ -354,7 +343,6 @@ def test_limits_hold_for_zstd(tmp_path: Path) -> None:
 @pytest.mark.needs("zstandard")
 @pytest.mark.parametrize("name", ["t.tar.zst", "t.tzst", "traces.bin"])
 def test_a_tar_by_zstd(name: str, tmp_path: Path) -> None:
-    """By any name it reads as a tar without compression does."""
     import zstandard
 
     members = [member(f"run/rank{n}.json", rank(n)) for n in (1, 0)]
@@ -384,7 +372,6 @@ def test_limits_hold_for_tars_by_zstd(tmp_path: Path) -> None:
 
 
 def test_without_a_reader_of_zstd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What to install."""
     for reader in ("zstandard", "compression.zstd"):
         monkeypatch.setitem(sys.modules, reader, None)
     path = kt.write_bytes(tmp_path / "rank0.json.zst", b"\x28\xb5\x2f\xfd" + bytes(20))

@@ -93,7 +93,6 @@ def test_a_call_whose_dtype_is_not_known_takes_any() -> None:
 
 
 def test_the_nearest_size_decides() -> None:
-    """Near means few powers of two, not few bytes."""
     small, large = changed(GATHER, bytes_per_rank=32 * MIB), changed(GATHER, bytes_per_rank=100 * MIB)
     choices = Choices(tuned(small, large), HERE)
     assert (find(choices, 50), find(choices, 60)) == (small, large)
@@ -139,7 +138,6 @@ def test_pairs_of_one_size_that_cost_each_other_more_than_they_save_are_left() -
 
 
 def test_what_was_not_tried_everywhere_is_not_chosen() -> None:
-    """Nor what is marked where it was."""
     beside = changed(GATHER, compute="gemm 64x64x64", mechanism=LEAVE, us=100.0, stock_us=100.0, tried=())
     marked = Tried(mechanism="zero_sm", us=1.0, sigma_us=1.0, runs=9, marked="late")
     for other in (beside, changed(beside, tried=(marked,))):
@@ -182,5 +180,4 @@ def test_a_choice_that_cannot_be_is_refused(pair: TunedPair, said: str) -> None:
 
 
 def test_operations_are_those_that_can_be_measured() -> None:
-    """A choice of any other was not made by `tune`."""
     assert measured_by("torch") == COLLECTIVES

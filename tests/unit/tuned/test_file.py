@@ -16,7 +16,6 @@ from tests.support.example_tuned import example_tuned
 
 
 def test_what_is_written_is_read_as_the_same(tmp_path: Path) -> None:
-    """All fields go to the file and come back."""
     tuning = example_tuned()
     path = tmp_path / "counterpoint.toml"
     path.write_text(tuned_toml(tuning))
@@ -29,7 +28,6 @@ micros = st.floats(0, 1e9)
 
 @given(text=texts, us=micros, calls=st.integers(1, 1 << 30))
 def test_any_text_and_number_comes_back(text: str, us: float, calls: int) -> None:
-    """Quotes, line ends and other characters of names, and every digit of a time."""
     first = example_tuned().pair[0]
     changed = msgspec.structs.replace(first, where=(text,), why=text, us=us, calls=calls)
     tuning = msgspec.structs.replace(example_tuned(), pair=(changed,), notes=(text,))
@@ -55,7 +53,6 @@ def test_any_text_and_number_comes_back(text: str, us: float, calls: int) -> Non
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, before: str, after: str, said: str) -> None:
-    """An unknown field, a number out of range, another version, what is no TOML."""
     path = tmp_path / "counterpoint.toml"
     path.write_text(tuned_toml(example_tuned()).replace(before, after, 1))
     with pytest.raises(Misconfigured, match=said):
@@ -63,7 +60,6 @@ def test_what_is_wrong_is_named(tmp_path: Path, before: str, after: str, said: s
 
 
 def test_a_file_that_is_too_large_is_refused(tmp_path: Path) -> None:
-    """It is not read whole."""
     path = tmp_path / "counterpoint.toml"
     path.write_bytes(b"#" * (MAX_BYTES + 1))
     with pytest.raises(Misconfigured, match="larger than"):
@@ -71,7 +67,6 @@ def test_a_file_that_is_too_large_is_refused(tmp_path: Path) -> None:
 
 
 def test_another_choice_has_another_digest() -> None:
-    """Ranks compare digests."""
     tuning = example_tuned()
     other = msgspec.structs.replace(
         tuning, pair=(msgspec.structs.replace(tuning.pair[0], mechanism=LEAVE), *tuning.pair[1:])

@@ -11,13 +11,12 @@ import pytest
 from rich.console import Console
 
 import counterpoint
-from counterpoint.diagnosis.reading.digest import RankDigest
 from counterpoint.errors import BadTrace
 from counterpoint.records.doctor import CommCalls, Effect
 from counterpoint.rendering.effect_terminal import MAX_RANKS, render_effect
 from counterpoint.trace.timeline import DEVICE_BITS, CollectiveInfo, Device, Kind
 from counterpoint.tuning.check import SUM_KERNEL, find_effect
-from tests.support.job_builder import Op, comm, digested, op, rank
+from tests.support.job_builder import Op, Rank, comm, digested, op, rank
 
 PEER, OWN = "Memcpy PtoP (Device -> Device)", "Memcpy DtoD (Device -> Device)"
 
@@ -33,7 +32,6 @@ def within(start: float, end: float, *, stream: int) -> Op:
 
 
 def effect(*ranks: tuple[Op, ...], world_size: int = 0) -> Effect:
-    """What is said of ranks that ran these operations."""
     return find_effect([digested(rank(*ops), at, world_size or len(ranks)) for at, ops in enumerate(ranks)])
 
 
@@ -123,7 +121,6 @@ def test_no_communication_at_all_is_no_effect() -> None:
 
 
 def test_ranks_without_a_trace_are_named() -> None:
-    """Nothing is said of them, and that is said."""
     found = effect(BY_COPIES, BY_COPIES, world_size=4)
     assert (found.took_effect, found.missing_ranks) == (True, (2, 3))
     assert found.notes == ("no trace of ranks 2-3 (of 4 ranks): nothing is said of them",)
@@ -134,31 +131,21 @@ def test_unknown_sizes_are_not_summed() -> None:
     assert effect((to_peer(0, 1), to_peer(2, 3, bytes=-1)), BY_COPIES).per_rank[0].copied_bytes is None
 
 
-def blind(case: str) -> RankDigest:
-    """A rank whose trace cannot show copies between GPUs."""
-    if case == "cpu":
-        return digested(rank(*BY_NCCL, device=Device(name="cpu")))
-    if case == "not recorded":
-        return digested(rank(*BY_NCCL, device=Device(recorded=False)))
-    if case == "nothing on the GPU":
-        return digested(rank())
-    second = replace(GEMM, stream=1 << DEVICE_BITS | 7)
-    return digested(rank(GEMM, second, to_peer(0, 40)))
-
-
 @pytest.mark.parametrize(
-    ("case", "said"),
+    ("seen", "said"),
     [
-        ("cpu", "a trace without a GPU"),
-        ("not recorded", "holds nothing of what its GPU did"),
-        ("nothing on the GPU", "holds nothing of what its GPU did"),
-        ("two GPUs", "one process that computes on GPUs 0, 1"),
+        (rank(*BY_NCCL, device=Device(name="cpu")), "a trace without a GPU"),
+        (rank(*BY_NCCL, device=Device(recorded=False)), "holds nothing of what its GPU did"),
+        (rank(), "holds nothing of what its GPU did"),
+        (rank(GEMM, replace(GEMM, stream=1 << DEVICE_BITS | 7), to_peer(0, 40)),
+         "one process that computes on GPUs 0, 1"),
     ],
-)
-def test_a_trace_that_cannot_show_copies_is_refused(case: str, said: str) -> None:
+    ids=["cpu", "not recorded", "nothing on the GPU", "two GPUs"],
+)  # fmt: skip
+def test_a_trace_that_cannot_show_copies_is_refused(seen: Rank, said: str) -> None:
     """It proves neither that it took effect nor that it did not."""
     with pytest.raises(BadTrace, match=said) as refused:
-        find_effect([blind(case)])
+        find_effect([digested(seen)])
     assert refused.value.path == "rank0.json"
 
 

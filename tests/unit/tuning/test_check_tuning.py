@@ -44,7 +44,6 @@ def chosen(mechanism: str, **more: Any) -> TunedPair:
 
 
 def effect(pairs: tuple[TunedPair, ...], *ranks: tuple[Op | Host, ...], **more: Any) -> Effect:
-    """What is said of ranks that ran these operations; of one set of operations, both ranks did."""
     both = ranks * 2 if len(ranks) == 1 else ranks
     tuned = replace(example_tuned(), pair=pairs)
     return find_effect([digested(rank(*ops, **more), at, len(both)) for at, ops in enumerate(both)], tuned)
@@ -74,36 +73,9 @@ def test_zero_sm_that_nccl_made_had_no_effect() -> None:
     assert "COUNTERPOINT_TUNED" in the(found, "zero_sm").fix
 
 
-def test_calls_of_another_operation_or_size_prove_nothing() -> None:
-    """A reduce_scatter of NCCL, or one of ten times the size, is not the all_gather that was chosen."""
-    assert knobs(chosen("zero_sm"), comm("reduce_scatter", 0, 70)) == {"zero_sm": "not_seen"}
-    assert knobs(chosen("zero_sm", bytes_per_rank=10 * PER_RANK), comm("all_gather", 0, 70)) == {"zero_sm": "not_seen"}
-
-
-def test_a_call_of_nearly_the_size_is_that_of_the_pair() -> None:
-    """As programs choose: the nearest pair, up to a factor of two."""
-    small, large = chosen(LEAVE, bytes_per_rank=PER_RANK // 2 + 1), chosen("zero_sm", bytes_per_rank=PER_RANK + 9)
-    found = effect((small, large), (comm("all_gather", 0, 70),))
-    assert [each.state for each in found.knobs] == ["not_seen", "no_effect"]
-
-
 def test_one_rank_without_effect_is_one_too_many() -> None:
-    """It is named, whatever the others did."""
     found = effect((chosen("zero_sm"),), (copied(0, 40),), (comm("all_gather", 0, 40),))
     assert (the(found, "zero_sm").state, the(found, "zero_sm").on_ranks) == ("no_effect", (1,))
-
-
-def test_copies_of_other_sizes_are_enough_for_a_call() -> None:
-    """Several parameters go in one call, and large ones in several copies."""
-    assert knobs(chosen("zero_sm"), copied(0, 9, size=PER_RANK - 99_000), copied(50, 59)) == {"zero_sm": "took_effect"}
-    assert knobs(chosen("zero_sm"), copied(0, 9, size=PER_RANK * 3)) == {"zero_sm": "took_effect"}
-    assert knobs(chosen("zero_sm"), copied(0, 9, size=99)) == {"zero_sm": "not_seen"}
-
-
-def test_copies_of_one_pair_do_not_prove_another() -> None:
-    """An all_gather was copied; that the reduce_scatter was, nothing shows."""
-    pairs = chosen("zero_sm"), chosen("zero_sm", operation="reduce_scatter", bytes_per_rank=8 * PER_RANK)
-    assert [each.state for each in effect(pairs, (copied(0, 40),)).knobs] == ["took_effect", "not_seen"]
 
 
 def test_an_all_reduce_sends_twice_the_bytes() -> None:
@@ -111,107 +83,108 @@ def test_an_all_reduce_sends_twice_the_bytes() -> None:
     assert the(effect((pair,), (copied(0, 9, size=2 * PER_RANK),)), "zero_sm").seen.startswith("1 call by copy engines")
 
 
-def test_what_is_left_is_made_by_nccl() -> None:
-    assert knobs(chosen(LEAVE), comm("all_gather", 0, 70)) == {LEAVE: "took_effect"}
-    assert knobs(chosen(LEAVE), copied(0, 40)) == {LEAVE: "no_effect"}
-    assert knobs(chosen(LEAVE), gemm(0, 10)) == {LEAVE: "not_seen"}
+GATHER, COPIES = comm("all_gather", 0, 70), copied(0, 90)
+SYMMETRIC = dataclasses.replace(GATHER, name="ncclSymkDevKernel_AllGather_LL")
+GATHER_MATMUL, MATMUL_SCATTER, EXCHANGE = (
+    {"operation": operation, "stock": "torch"}
+    for operation in ("all_gather_matmul", "matmul_reduce_scatter", "exchange")
+)
+PROVED, REFUTED, UNSEEN = "took_effect", "no_effect", "not_seen"
 
 
-def test_copies_that_another_pair_wants_are_not_of_what_is_left() -> None:
-    """The reduce_scatter has the same size, and was to be copied."""
-    pairs = chosen(LEAVE), chosen("zero_sm", operation="reduce_scatter")
-    assert [each.state for each in effect(pairs, (copied(0, 40),)).knobs] == ["not_seen", "took_effect"]
+@pytest.mark.parametrize(
+    ("mechanism", "more", "ran", "state"),
+    [
+        # another operation, or ten times the size, is not the all_gather that was chosen
+        ("zero_sm", {}, (comm("reduce_scatter", 0, 70),), UNSEEN),
+        ("zero_sm", {"bytes_per_rank": 10 * PER_RANK}, (GATHER,), UNSEEN),
+        # several parameters go in one call, and large ones in several copies
+        ("zero_sm", {}, (copied(0, 9, size=PER_RANK - 99_000), copied(50, 59)), PROVED),
+        ("zero_sm", {}, (copied(0, 9, size=PER_RANK * 3),), PROVED),
+        ("zero_sm", {}, (copied(0, 9, size=99),), UNSEEN),
+        # what is left is made by NCCL
+        (LEAVE, {}, (GATHER,), PROVED),
+        (LEAVE, {}, (COPIES,), REFUTED),
+        (LEAVE, {}, (gemm(0, 10),), UNSEEN),
+        ("nccl+max_ctas=8", {}, (comm("all_gather", 0, 70, ctas=8),), PROVED),
+        ("nccl+max_ctas=8", {}, (comm("all_gather", 0, 70, ctas=4),), PROVED),
+        ("nccl+max_ctas=8", {}, (comm("all_gather", 0, 70, ctas=24),), REFUTED),
+        # NCCL rounds the CTAs of an all_to_all up
+        ("nccl+max_ctas=12", {"operation": "all_to_all"}, (comm("all_to_all", 0, 70, ctas=16),), PROVED),
+        ("nccl+min_ctas=16", {}, (comm("all_gather", 0, 70, ctas=8),), REFUTED),
+        ("nccl+min_ctas=16", {}, (comm("all_gather", 0, 70, ctas=24),), PROVED),
+        # a kernel means that NCCL fell back, as it does without windows
+        ("nccl_zero_cta", {}, (copied(0, 40, info=by_nccl_copies("all_gather")),), PROVED),
+        ("nccl_zero_cta", {}, (GATHER,), REFUTED),
+        ("nccl+windows", {}, (SYMMETRIC,), PROVED),
+        ("nccl+windows", {}, (GATHER,), REFUTED),
+        # persistent GEMMs beside the calls keep to the limit; grids of more blocks than there are SMs know none
+        ("zero_sm+gemm_sms=124", {}, (COPIES, gemm(0, 10, 124)), PROVED),
+        ("zero_sm+gemm_sms=124", {}, (COPIES, gemm(0, 10, 132)), REFUTED),
+        ("zero_sm+gemm_sms=124", {}, (COPIES, gemm(0, 10, 124), gemm(10, 20, 132)), REFUTED),
+        ("zero_sm+gemm_sms=124", {}, (COPIES, gemm(0, 10, 124), gemm(10, 20, 4096)), PROVED),
+        ("zero_sm+gemm_sms=124", {}, (COPIES, gemm(0, 10, 4096)), REFUTED),
+        # nothing runs beside the one, and the other is no GEMM
+        ("zero_sm+gemm_sms=124", {}, (gemm(200, 300), gemm(0, 50, name="flash_fprop_wgmma"), COPIES), UNSEEN),
+        ("serial", GATHER_MATMUL, (copied(0, 40), gemm(0, 90)), PROVED),
+        ("serial", GATHER_MATMUL, (comm("all_gather", 0, 40), gemm(40, 90)), REFUTED),
+        ("cuts", GATHER_MATMUL, (copied(0, 40), gemm(0, 90)), PROVED),
+        ("cuts", GATHER_MATMUL, (comm("all_gather", 0, 40), gemm(40, 90)), REFUTED),
+        # with copies alone it ran as cuts: the kernel that polls is missing
+        ("flagged", MATMUL_SCATTER, (copied(0, 40), op("matmul_reduce_scatter", 0, 90)), PROVED),
+        ("flagged", MATMUL_SCATTER, (copied(0, 40), gemm(0, 90)), REFUTED),
+        ("slabs", EXCHANGE, (comm("all_to_all", 0, 40),), REFUTED),
+        ("slabs", EXCHANGE, (copied(0, 40),), PROVED),
+    ],
+)  # fmt: skip
+def test_the_last_knob_of_a_pair(mechanism: str, more: dict[str, Any], ran: tuple[Op, ...], state: str) -> None:
+    *others, last = knobs(chosen(mechanism, **more), *ran).items()
+    assert [knob for knob, _ in (*others, last)] == mechanism.split("+")
+    assert [each for _, each in others] == [PROVED] * len(others)
+    assert last[1] == state
 
 
-@pytest.mark.parametrize(("ctas", "state"), [(8, "took_effect"), (4, "took_effect"), (24, "no_effect")])
-def test_the_ctas_of_nccl_are_within_the_limit(ctas: int, state: str) -> None:
-    found = knobs(chosen("nccl+max_ctas=8"), comm("all_gather", 0, 70, ctas=ctas))
-    assert found == {"nccl": "took_effect", "max_ctas=8": state}
+def layer(number: int) -> tuple[Op | Host, ...]:
+    """A gather of NCCL for a layer, which a range around its launch names."""
+    gather = comm("all_gather", 100, 140, launch=90)
+    return gather, host(f"FSDP::all_gather (layers.{number})", 88, 98, HostKind.ANNOTATION)
+
+
+OF_LAYERS = chosen(LEAVE, where=("layers.0",)), chosen("zero_sm", where=("layers.1",))
+ALIKE = chosen("zero_sm"), chosen("zero_sm", compute="gemm 128x64x64")
+NEARER = chosen("cuts", operation="all_gather_matmul", stock="torch", bytes_per_rank=PER_RANK * 3 // 2)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "ran", "states"),
+    [
+        # the nearest pair counts, up to a factor of two, as programs choose
+        ((chosen(LEAVE, bytes_per_rank=PER_RANK // 2 + 1), chosen("zero_sm", bytes_per_rank=PER_RANK + 9)), (GATHER,),
+         [UNSEEN, REFUTED]),
+        # an all_gather was copied; that the reduce_scatter was, nothing shows
+        ((chosen("zero_sm"), chosen("zero_sm", operation="reduce_scatter", bytes_per_rank=8 * PER_RANK)), (COPIES,),
+         [PROVED, UNSEEN]),
+        # the reduce_scatter has the same size, and was to be copied
+        ((chosen(LEAVE), chosen("zero_sm", operation="reduce_scatter")), (COPIES,), [UNSEEN, PROVED]),
+        # two layers have gathers of one size, of which one was to be copied; without a module none is accused
+        (OF_LAYERS, layer(0), [PROVED, UNSEEN]),
+        (OF_LAYERS, layer(1), [UNSEEN, REFUTED]),
+        (OF_LAYERS, (GATHER,), [UNSEEN, UNSEEN]),
+        # pairs alike with one choice have their calls in common: which call is beside which matmul, nothing says
+        (ALIKE, (GATHER,), [REFUTED, REFUTED]),
+        (ALIKE, (COPIES,), [PROVED, PROVED]),
+        # FSDP's gathers, which are left, do not refute the cuts of tensor parallelism
+        ((chosen(LEAVE), NEARER), (GATHER, copied(80, 90, size=NEARER.bytes_per_rank)), [PROVED, PROVED]),
+    ],
+)  # fmt: skip
+def test_the_calls_of_two_pairs(pairs: tuple[TunedPair, ...], ran: tuple[Op | Host, ...], states: list[str]) -> None:
+    assert [each.state for each in effect(pairs, ran).knobs] == states
 
 
 def test_one_call_beyond_the_limit_is_no_effect() -> None:
     """The other group was made without it."""
     ran = comm("all_gather", 0, 70, ctas=8), comm("all_gather", 100, 170, ctas=24)
     assert the(effect((chosen("nccl+max_ctas=8"),), ran), "max_ctas=8").seen == "kernels of 8, 24 CTAs"
-
-
-def test_nccl_rounds_the_ctas_of_an_all_to_all_up() -> None:
-    pair = chosen("nccl+max_ctas=12", operation="all_to_all")
-    assert knobs(pair, comm("all_to_all", 0, 70, ctas=16))["max_ctas=12"] == "took_effect"
-
-
-def test_a_minimum_of_ctas_is_kept() -> None:
-    assert knobs(chosen("nccl+min_ctas=16"), comm("all_gather", 0, 70, ctas=8))["min_ctas=16"] == "no_effect"
-    assert knobs(chosen("nccl+min_ctas=16"), comm("all_gather", 0, 70, ctas=24))["min_ctas=16"] == "took_effect"
-
-
-def test_copies_of_nccl_prove_its_zero_cta_policy() -> None:
-    """A kernel means that it fell back, as it does without windows."""
-    copies = copied(0, 40, info=by_nccl_copies("all_gather"))
-    assert knobs(chosen("nccl_zero_cta"), copies) == {"nccl_zero_cta": "took_effect"}
-    assert knobs(chosen("nccl_zero_cta"), comm("all_gather", 0, 70)) == {"nccl_zero_cta": "no_effect"}
-
-
-def test_kernels_for_windows_prove_windows() -> None:
-    plain = comm("all_gather", 0, 70)
-    ran = plain, dataclasses.replace(plain, name="ncclSymkDevKernel_AllGather_LL")
-    assert [knobs(chosen("nccl+windows"), each)["windows"] for each in ran] == ["no_effect", "took_effect"]
-
-
-@pytest.mark.parametrize(
-    ("blocks", "state"),
-    [((124,), "took_effect"), ((132,), "no_effect"), ((124, 132), "no_effect"), ((124, 4096), "took_effect"),
-     ((4096,), "no_effect")],
-)  # fmt: skip
-def test_persistent_gemms_beside_the_calls_keep_to_the_limit(blocks: tuple[int, ...], state: str) -> None:
-    """Grids of more blocks than there are SMs are not persistent: no limit reaches them."""
-    beside = (gemm(10 * at, 10 * at + 10, each) for at, each in enumerate(blocks))
-    assert knobs(chosen("zero_sm+gemm_sms=124"), copied(0, 90), *beside)["gemm_sms=124"] == state
-
-
-def test_gemms_alone_and_attention_have_no_limit() -> None:
-    """They have all SMs: nothing runs beside the one, and the other is no GEMM."""
-    ran = gemm(200, 300), gemm(0, 50, name="flash_fprop_wgmma"), copied(0, 90)
-    assert knobs(chosen("zero_sm+gemm_sms=124"), *ran)["gemm_sms=124"] == "not_seen"
-
-
-@pytest.mark.parametrize("mechanism", ["serial", "cuts"])
-def test_a_dependent_matmul_is_proved_by_its_copies(mechanism: str) -> None:
-    pair = chosen(mechanism, operation="all_gather_matmul", stock="torch")
-    assert knobs(pair, copied(0, 40), gemm(0, 90)) == {mechanism: "took_effect"}
-    assert knobs(pair, comm("all_gather", 0, 40), gemm(40, 90)) == {mechanism: "no_effect"}
-
-
-def test_flagged_needs_the_kernel_that_polls() -> None:
-    """With copies alone it ran as cuts."""
-    pair = chosen("flagged", operation="matmul_reduce_scatter", stock="torch")
-    assert knobs(pair, copied(0, 40), op("matmul_reduce_scatter", 0, 90)) == {"flagged": "took_effect"}
-    assert knobs(pair, copied(0, 40), gemm(0, 90)) == {"flagged": "no_effect"}
-
-
-def layer(number: int, start: float) -> tuple[Op | Host, ...]:
-    """A gather of NCCL for a layer, which a range around its launch names."""
-    gather = comm("all_gather", start, start + 40, launch=start - 10)
-    return gather, host(f"FSDP::all_gather (layers.{number})", start - 12, start - 2, HostKind.ANNOTATION)
-
-
-def test_pairs_are_told_apart_by_the_modules_that_a_trace_names() -> None:
-    """Two layers have gathers of one size, of which one was to be copied."""
-    pairs = chosen(LEAVE, where=("layers.0",)), chosen("zero_sm", where=("layers.1",))
-    assert [each.state for each in effect(pairs, layer(0, 100)).knobs] == ["took_effect", "not_seen"]
-    assert [each.state for each in effect(pairs, layer(1, 100)).knobs] == ["not_seen", "no_effect"]
-
-
-def test_pairs_alike_with_one_choice_have_their_calls_in_common() -> None:
-    """A gather runs beside other matmuls in forward than in backward: which call is beside which, nothing says."""
-    pairs = chosen("zero_sm"), chosen("zero_sm", compute="gemm 128x64x64")
-    assert [each.state for each in effect(pairs, (comm("all_gather", 0, 70),)).knobs] == ["no_effect", "no_effect"]
-    assert [each.state for each in effect(pairs, (copied(0, 70),)).knobs] == ["took_effect", "took_effect"]
-
-
-def test_a_call_without_a_module_accuses_none_of_them() -> None:
-    pairs = chosen(LEAVE, where=("layers.0",)), chosen("zero_sm", where=("layers.1",))
-    assert [each.state for each in effect(pairs, (comm("all_gather", 0, 70),)).knobs] == ["not_seen", "not_seen"]
 
 
 def test_a_pair_that_another_of_its_size_overrules_is_not_seen() -> None:
@@ -221,19 +194,6 @@ def test_a_pair_that_another_of_its_size_overrules_is_not_seen() -> None:
     found = effect((first, second), (comm("all_gather", 0, 70),))
     assert [each.state for each in found.knobs] == ["took_effect", "not_seen"]
     assert the(found, "zero_sm").seen == "calls like these follow leave, by another pair"
-
-
-def test_a_gather_nearer_to_another_pair_is_not_of_the_matmul() -> None:
-    """FSDP's gathers, which are left, do not refute the cuts of tensor parallelism."""
-    matmul = chosen("cuts", operation="all_gather_matmul", stock="torch", bytes_per_rank=PER_RANK * 3 // 2)
-    found = effect((chosen(LEAVE), matmul), (comm("all_gather", 0, 40), copied(50, 90, size=matmul.bytes_per_rank)))
-    assert [each.state for each in found.knobs] == ["took_effect", "took_effect"]
-
-
-def test_tokens_by_nccl_refute_an_exchange_by_copies() -> None:
-    pair = chosen("slabs", operation="exchange", stock="torch")
-    assert knobs(pair, comm("all_to_all", 0, 40)) == {"slabs": "no_effect"}
-    assert knobs(pair, copied(0, 40)) == {"slabs": "took_effect"}
 
 
 @pytest.mark.parametrize("key", KNOBS)

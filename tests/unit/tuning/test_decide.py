@@ -16,7 +16,6 @@ def tried(mechanism: str, us: float, sigma_us: float = 1.0, marked: str | None =
 
 
 def test_the_fastest_of_those_that_are_proved_is_chosen() -> None:
-    """With the gain, the bar and the next best."""
     found = decide(PAIR, [tried("nccl", 100), tried("a", 80), tried("b", 90)], stock="nccl", compute_us=70, comm_us=30)
     assert (found.mechanism, found.us, found.next_best, found.next_best_us) == ("a", 80, "b", 90)
     assert (found.compute_us, found.comm_us, found.stock_us) == (70, 30, 100)
@@ -52,7 +51,6 @@ def test_nothing_is_proved_against_a_stock_that_is_marked() -> None:
 
 
 def test_without_stock_or_without_others_a_pair_is_left() -> None:
-    """Each with its reason."""
     assert "nccl itself could not be measured" in decide(PAIR, [tried("a", 10)], stock="nccl").why
     assert decide(PAIR, [tried("nccl", 10)], stock="nccl").why == "nothing but nccl can run here"
 

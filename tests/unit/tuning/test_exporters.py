@@ -143,7 +143,6 @@ def test_a_form_names_what_the_machine_has() -> None:
 
 
 def test_a_mechanism_that_there_is_not_is_refused() -> None:
-    """With what is allowed: it must not reach a file that runs."""
     with pytest.raises(Misconfigured, match=r"mechanism 'rm -rf': allowed are leave, nccl, nccl_zero_cta"):
         export(tuned(tuned_pair("rm -rf")), "env")
     with pytest.raises(Misconfigured, match="mechanism '\\$\\(x\\)': allowed are leave, torch"):

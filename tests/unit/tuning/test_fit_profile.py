@@ -49,13 +49,11 @@ PLANTED = replace(
 
 @cache
 def measured(noise: float = 0.0) -> Measurement:
-    """Return the suite on the planted machine."""
     return KnownMachine(profile=PLANTED, noise=noise).measurement()
 
 
 @cache
 def fitted(noise: float = 0.0) -> Profile:
-    """Return what was found there."""
     return fit_profile(measured(noise), known=SHIPPED)
 
 
@@ -175,14 +173,12 @@ def test_marked_rows_teach_nothing() -> None:
 
 
 def test_a_mechanism_that_could_not_run_says_why() -> None:
-    """Beside the group that needs it."""
     quiet = without(lambda row: row.mechanism == "zero_sm", rows=(), unavailable={"zero_sm": "no peer access"})
     found = fit_profile(quiet, known=SHIPPED)
     assert found.left_out["rates"].endswith("of several sizes and collectives; zero_sm: no peer access")
 
 
 def test_a_time_that_cannot_be_is_refused() -> None:
-    """A damaged row is named, and nothing is divided by 0."""
     damaged = replace(measured().rows[0], together=replace(measured().rows[0].together, us=0.0))
     with pytest.raises(Misconfigured, match=r"gemm 8192x8192x8192 \| all_gather \| 0.5 in 0.0 µs cannot be"):
         fit_profile(replace(measured(), rows=(damaged,)), known=SHIPPED)
@@ -197,13 +193,11 @@ def test_a_gpu_without_data_sheet_has_no_figures_of_its_sms() -> None:
 
 
 def test_rows_that_tell_nothing_are_refused() -> None:
-    """With what is missing of each group."""
     with pytest.raises(Misconfigured, match=r"nothing can be fitted: rates: 0 times of zero_sm"):
         fit_profile(replace(measured(), rows=(), blocks=()), known=SHIPPED)
 
 
 def test_the_file_of_a_fit_is_read_again() -> None:
-    """To the last digit, with what it leaves out."""
     assert parse_profile(profile_json(fitted()), "mine.json") == fitted()
 
 
@@ -224,5 +218,4 @@ def test_a_crossover_loses_least(own: dict[int, float], expected: int) -> None:
 
 
 def json_of(profile: Profile) -> dict[str, Any]:
-    """Return the file of a profile."""
     return msgspec.json.decode(profile_json(profile), type=dict[str, Any])

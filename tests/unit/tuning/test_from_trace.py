@@ -208,6 +208,5 @@ def test_a_trace_of_very_many_sizes_is_cut(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_traces_is_refused(tmp_path: Path) -> None:
-    """As by `diagnose`."""
     with pytest.raises(BadTrace):
         pairs_of_traces(tmp_path)

@@ -29,7 +29,6 @@ def test_a_pair_is_read_with_its_defaults(tmp_path: Path) -> None:
 
 
 def test_a_matmul_and_an_exchange_are_read(tmp_path: Path) -> None:
-    """The forms of what depends on communication."""
     path = tmp_path / "pairs.toml"
     path.write_text(
         '[[pair]]\noperation = "all_gather_matmul"\ncompute = "gemm 8192x7168x4096"\nbytes_per_rank = 33554432\n'
@@ -89,7 +88,6 @@ BAD: dict[str, tuple[dict[str, object], str]] = {
 
 @pytest.mark.parametrize(("fields", "text"), BAD.values(), ids=BAD)
 def test_a_pair_that_cannot_be_measured_is_refused(tmp_path: Path, fields: dict[str, object], text: str) -> None:
-    """With what came and what is allowed."""
     with pytest.raises(Misconfigured, match=text):
         read_pairs(written(tmp_path, **fields))
 

@@ -51,6 +51,5 @@ def test_variables_before_a_command() -> None:
     ],
 )
 def test_what_cannot_be_taken_apart_is_refused(command: str) -> None:
-    """With what was given, and what may be."""
     with pytest.raises(Misconfigured, match=r"--run .*(torchrun|leave out)"):
         parse_command(command)

@@ -80,7 +80,6 @@ def test_when_nothing_is_left_steps_are_those_of_stock(tmp_path: Path) -> None:
 
 
 def test_without_a_choice_nothing_is_run(tmp_path: Path) -> None:
-    """A note says so."""
     script = PlantedScript({})
     left = tuple(replace(pair, mechanism=LEAVE) for pair in tuned().pair)
     found = confirm(replace(tuned(), pair=left), script.compare, folder=tmp_path)

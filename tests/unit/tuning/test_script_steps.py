@@ -100,7 +100,6 @@ def test_one_variant_is_on_from_the_call(tmp_path: Path, log: list[str]) -> None
 
 
 def test_overlap_is_put_back(tmp_path: Path) -> None:
-    """After the script both names are what they were."""
     from counterpoint.parallel import overlap as module
 
     before = module.overlap

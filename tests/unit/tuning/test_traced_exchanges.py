@@ -55,7 +55,6 @@ class TracedLayers:
         return self.kernel("aten::mm", "nvjet_tst_128x256_NTT", [[1024, 256], [256, 1024]])
 
     def pairs(self, folder: Path) -> tuple[tuple[StepPair, ...], tuple[str, ...]]:
-        """What is found in its trace."""
         write(folder / "rank0.json", self.events, header())
         return pairs_of_traces(folder)
 

@@ -168,7 +168,6 @@ def test_a_prediction_is_kept_beside_each_time(tune: Callable[..., Tuned]) -> No
 
 
 def test_equal_pairs_are_measured_once(tune: Callable[..., Tuned]) -> None:
-    """And each of them keeps its own place and calls."""
     here, there = (replace(GATHER, where=(name,), calls=2) for name in ("a", "b"))
     machine = PlantedMachine(together_us=truth(**{BEST: 1000.0}))
     found = tune(machine, here, there).pair
