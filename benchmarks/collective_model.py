@@ -34,7 +34,7 @@ from counterpoint.plan.job.cluster import Cluster, find_gpu
 from counterpoint.plan.network.estimate import estimate
 from counterpoint.plan.network.group import Group
 from counterpoint.plan.network.nccl_tests import Measured, read_nccl_tests
-from counterpoint.plan.network.protocols import FittedProtocols, Network, levels, nccl_protocols
+from counterpoint.plan.network.network import FittedProtocols, Network, levels, nccl_protocols
 from counterpoint.records.measurement import Measurement
 
 ROOT = Path(__file__).resolve().parents[1]

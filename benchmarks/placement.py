@@ -32,7 +32,7 @@ from counterpoint.plan.job.cluster import Cluster, find_gpu
 from counterpoint.plan.job.job import Job
 from counterpoint.plan.job.model import find_model
 from counterpoint.plan.job.parallel import Parallel, Training
-from counterpoint.plan.network.protocols import levels
+from counterpoint.plan.network.network import levels
 from counterpoint.plan.placement.place import Placement, place, placement_cost
 from counterpoint.plan.placement.read_topology import of_matrix
 from counterpoint.plan.placement.topology import Topology

@@ -60,7 +60,7 @@ from counterpoint.plan.job.job import RECORDS, Job, TrainingSoftware, parse_job,
 from counterpoint.plan.job.model import Model, model_flops
 from counterpoint.plan.job.parallel import Parallel, Training
 from counterpoint.plan.network.estimate import CollectiveTimes
-from counterpoint.plan.network.protocols import levels, network_of
+from counterpoint.plan.network.network import levels, network_of
 from counterpoint.plan.step.step import PredictedStep, predict_step
 from counterpoint.records import Record
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from counterpoint.errors import Misconfigured
 from counterpoint.plan.network.nccl_tests import Measured
-from counterpoint.plan.network.protocols import OPERATIONS
+from counterpoint.plan.network.network import OPERATIONS
 from counterpoint.records.measurement import Measurement
 
 __all__ = ["from_blocks"]

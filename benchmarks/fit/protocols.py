@@ -37,7 +37,7 @@ from counterpoint.plan.network.algorithms import ALGORITHMS, own_share, schedule
 from counterpoint.plan.network.estimate import estimate
 from counterpoint.plan.network.group import Group, reach
 from counterpoint.plan.network.nccl_tests import Measured
-from counterpoint.plan.network.protocols import (
+from counterpoint.plan.network.network import (
     OPERATIONS,
     Fit,
     FittedRange,

@@ -17,7 +17,7 @@ from counterpoint.plan.job.job import OVERLAPPED, Job
 from counterpoint.plan.job.model import model_flops
 from counterpoint.plan.network.estimate import CollectiveTimes
 from counterpoint.plan.network.group import Axis, axes
-from counterpoint.plan.network.protocols import network_of
+from counterpoint.plan.network.network import network_of
 from counterpoint.plan.step.step import PredictedStep, predict_step
 
 COMPUTE = ("matmul", "attention", "memory_bound", "recompute")

@@ -27,7 +27,7 @@ from counterpoint.plan.job.cluster import Cluster
 from counterpoint.plan.job.job import parse_job
 from counterpoint.plan.network.estimate import estimate
 from counterpoint.plan.network.group import Group
-from counterpoint.plan.network.protocols import OPERATIONS, all_levels, names, network_of
+from counterpoint.plan.network.network import OPERATIONS, all_levels, names, network_of
 from counterpoint.plan.step.step import expected_slowest
 from counterpoint.records import Record
 from counterpoint.records.diagnosis import Collective, Diagnosis

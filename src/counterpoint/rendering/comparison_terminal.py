@@ -9,8 +9,8 @@ from rich.console import Console
 
 from counterpoint.records.diagnosis import Change, Comparison, KernelChange
 from counterpoint.rendering import formatting as say
+from counterpoint.rendering.print_table import line, print_tables
 from counterpoint.rendering.table import Column, Table
-from counterpoint.rendering.terminal import line, print_tables
 
 MAX_ROWS = 8
 MAX_NAME = 44  # fits beside the figures in 80 columns

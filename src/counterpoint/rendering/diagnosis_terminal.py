@@ -17,8 +17,8 @@ from counterpoint.records.diagnosis import Diagnosis, Finding
 from counterpoint.records.hang import GroupState, Hang
 from counterpoint.rendering import formatting as say
 from counterpoint.rendering.diagnosis_tables import budget_table, notes, verbose_tables
+from counterpoint.rendering.print_table import QUIET, below, heading, line, print_tables, text
 from counterpoint.rendering.table import Column, Table
-from counterpoint.rendering.terminal import QUIET, below, heading, line, print_tables, text
 
 MAX_FINDINGS = 3  # findings shown without `verbose`
 SHORT_LINES = 2

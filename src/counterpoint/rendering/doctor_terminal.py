@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from counterpoint.records.doctor import Check, Checkup
-from counterpoint.rendering.terminal import QUIET, line, text
+from counterpoint.rendering.print_table import QUIET, line, text
 
 STYLES = {"problem": "bold red", "warning": "yellow", "ok": "green", "not_seen": QUIET}
 MARKS = {"problem": "✗", "warning": "!", "ok": "✓", "not_seen": "?"}

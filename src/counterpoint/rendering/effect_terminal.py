@@ -11,8 +11,8 @@ from rich.text import Text
 from counterpoint.records.diagnosis import ranks_in_words
 from counterpoint.records.doctor import CommCalls, Effect, KnobEffect, RankEffect
 from counterpoint.rendering import formatting as say
+from counterpoint.rendering.print_table import QUIET, heading, line, print_tables, text
 from counterpoint.rendering.table import Column, Table, row
-from counterpoint.rendering.terminal import QUIET, heading, line, print_tables, text
 
 MAX_RANKS = 32
 _MARKS = {"took_effect": ("✓", "green"), "no_effect": ("✗", "bold red"), "not_seen": ("?", QUIET)}

@@ -176,7 +176,7 @@ def times_of_torch(block: BlockRow, blocks: Iterable[BlockRow]) -> float | None:
 
 def render(measurement: Measurement, console: Console) -> None:
     """Print a table for each pair and matmul, then the summaries over all mechanisms."""
-    from counterpoint.rendering.terminal import QUIET, print_tables, text
+    from counterpoint.rendering.print_table import QUIET, print_tables, text
 
     console.print(text(f"{scope(measurement)} · {_rounds(measurement)}", QUIET))
     print_tables([*detail_tables(measurement), *summary_tables(measurement)], console)

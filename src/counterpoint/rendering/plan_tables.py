@@ -42,7 +42,7 @@ UNSURE = 0.05  # P(fits) is shown between this and 1 minus this
 
 def render_prediction(found: Prediction, console: Console) -> None:
     """Print a prediction. It is readable at 80 columns, without colour, and piped."""
-    from counterpoint.rendering.terminal import QUIET, line, print_tables
+    from counterpoint.rendering.print_table import QUIET, line, print_tables
 
     line(console, headline(found), "bold")
     if found.asked:
@@ -55,7 +55,7 @@ def render_prediction(found: Prediction, console: Console) -> None:
 
 def render_network_fit(errors: Sequence[FitError], host_bound: int, path: str | None, console: Console) -> None:
     """Print a fitted network's errors on sizes held out from the fit, and the file that it was written to."""
-    from counterpoint.rendering.terminal import print_table
+    from counterpoint.rendering.print_table import print_table
 
     left_out = [f"{host_bound} rows are left out: one process took as long to launch on all its GPUs"]
     use = f'wrote {path}: network = "{path}" in [cluster] of a job' if path else "--write-network mine.json keeps it"

@@ -6,7 +6,7 @@ from rich.console import Console
 
 from counterpoint.records.diagnosis import ranks_in_words
 from counterpoint.records.rehearsal import Rehearsal
-from counterpoint.rendering import terminal
+from counterpoint.rendering import print_table as terminal
 
 
 def render_rehearsal(found: Rehearsal, console: Console) -> None:

@@ -1,6 +1,6 @@
 """Hold a table once, as values and columns with their formats; each medium renders it by one function.
 
-These are `terminal.print_table`, `markdown` below, and the macro `table` of page/parts.html.
+These are `print_table.print_table`, `markdown` below, and the macro `table` of page/parts.html.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Column:
 class BarPart:
     """Holds one part of a bar: its look and its share of the length."""
 
-    look: str  # a class of page.css, and a glyph in terminal.py
+    look: str  # a class of page.css, and a glyph in print_table.py
     share: float  # of the longest bar beside it, 0 to 1
     says: str = ""  # under the pointer
 

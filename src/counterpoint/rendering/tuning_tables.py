@@ -22,7 +22,7 @@ ORDERS = {"compute_first": "compute first", "comm_first": "communication first",
 
 def render_tuned(tuned: Tuned, console: Console) -> None:
     """Print headline, whole steps, choices (largest saving first), the pairs that stay with stock, and the notes."""
-    from counterpoint.rendering.terminal import QUIET, line, print_tables
+    from counterpoint.rendering.print_table import QUIET, line, print_tables
 
     line(console, headline(tuned), "bold")
     line(console, f"{machine_line(tuned.made)} · {tuned.seconds:.0f} s", QUIET)

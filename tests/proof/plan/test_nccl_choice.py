@@ -7,7 +7,7 @@ import pytest
 from counterpoint.plan.job.cluster import Cluster, find_gpu
 from counterpoint.plan.network.estimate import estimate
 from counterpoint.plan.network.group import Group
-from counterpoint.plan.network.protocols import OPERATIONS, levels, network_of
+from counterpoint.plan.network.network import OPERATIONS, levels, network_of
 
 HOST = network_of(Cluster(gpu=find_gpu("H200"), levels=levels("nvlink-h100", 8)))
 

@@ -19,7 +19,7 @@ from counterpoint.plan.job.job import Job, parse_job
 from counterpoint.plan.job.model import Experts, Model
 from counterpoint.plan.job.parallel import Parallel, Training
 from counterpoint.plan.network.estimate import CollectiveTimes, MeshTimes
-from counterpoint.plan.network.protocols import levels, network_of
+from counterpoint.plan.network.network import levels, network_of
 from counterpoint.plan.search.search import search
 from counterpoint.plan.search.space import (
     balanced,

@@ -15,7 +15,7 @@ from counterpoint.plan.job.cluster import Cluster, find_gpu
 from counterpoint.plan.network.estimate import estimate
 from counterpoint.plan.network.group import Group
 from counterpoint.plan.network.nccl_tests import Measured
-from counterpoint.plan.network.protocols import Network, Protocol, levels, nccl_protocols
+from counterpoint.plan.network.network import Network, Protocol, levels, nccl_protocols
 
 HOST = Cluster(gpu=find_gpu("H200"), levels=levels("nvlink-h100", 8))
 MIB = 1 << 20

@@ -10,9 +10,9 @@ import pytest
 from fit.protocols import DIALECTS, Checked, fit_protocols, held_out
 
 from counterpoint.plan.job.cluster import Cluster, find_gpu
-from counterpoint.plan.network import protocols
+from counterpoint.plan.network import network as protocols
 from counterpoint.plan.network.nccl_tests import Measured
-from counterpoint.plan.network.protocols import (
+from counterpoint.plan.network.network import (
     FittedProtocols,
     Network,
     Protocol,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from counterpoint.plan.job.cluster import Cluster, ClusterGpu, Level
 from counterpoint.plan.network.algorithms import ALGORITHMS, Schedule, nccl_algorithms, schedule
 from counterpoint.plan.network.group import Group, reach
-from counterpoint.plan.network.protocols import OPERATIONS
+from counterpoint.plan.network.network import OPERATIONS
 
 SIZES = (4, 8, 32)
 GPU = ClusterGpu(name="A100", tflops={"bf16": 312.0}, sms=108, memory_gib=80, memory_gb_per_s=2039)

@@ -13,7 +13,7 @@ from counterpoint.plan.job.job import parse_job
 from counterpoint.plan.job.parallel import Compression
 from counterpoint.plan.network.estimate import estimate
 from counterpoint.plan.network.group import Group
-from counterpoint.plan.network.protocols import levels, network_of
+from counterpoint.plan.network.network import levels, network_of
 from counterpoint.plan.step.data_parallel import CompressedExchange, compress
 from counterpoint.plan.step.step import predict_step
 

@@ -13,7 +13,7 @@ from counterpoint.plan.job.cluster import Cluster, Level, find_gpu
 from counterpoint.plan.network.algorithms import nccl_algorithms, schedule
 from counterpoint.plan.network.estimate import CollectiveEstimate, estimate
 from counterpoint.plan.network.group import Group, reach
-from counterpoint.plan.network.protocols import OPERATIONS, Network, Protocol, levels, nccl_protocols, network_of
+from counterpoint.plan.network.network import OPERATIONS, Network, Protocol, levels, nccl_protocols, network_of
 
 H100 = find_gpu("H100")
 PLAIN = Protocol(

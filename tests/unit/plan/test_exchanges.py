@@ -18,7 +18,7 @@ from counterpoint.plan.job.job import job_toml, parse_job
 from counterpoint.plan.job.model import Experts, Model
 from counterpoint.plan.job.parallel import Parallel, Training
 from counterpoint.plan.network.estimate import CollectiveTimes, MeshTimes
-from counterpoint.plan.network.protocols import all_levels, network_of
+from counterpoint.plan.network.network import all_levels, network_of
 from counterpoint.plan.step.data_parallel import overlapped_in_pieces_us
 from counterpoint.plan.step.exchanges import Exchange, layer_exchanges, stage_exchanges
 

@@ -14,7 +14,7 @@ from counterpoint.plan.from_trace import MeasuredStep, measured_step, predict_on
 from counterpoint.plan.job.cluster import Cluster, find_gpu
 from counterpoint.plan.network.estimate import estimate
 from counterpoint.plan.network.group import Group
-from counterpoint.plan.network.protocols import levels, network_of
+from counterpoint.plan.network.network import levels, network_of
 from counterpoint.records.diagnosis import Diagnosis
 
 SAMPLE = Path(__file__).parents[3] / "samples" / "fsdp-healthy"

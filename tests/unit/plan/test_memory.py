@@ -13,7 +13,7 @@ from counterpoint.plan.job.cluster import Cluster, find_gpu
 from counterpoint.plan.job.job import Job, parse_job
 from counterpoint.plan.job.model import Experts, Model, find_model
 from counterpoint.plan.job.parallel import Compression, Parallel, Training
-from counterpoint.plan.network.protocols import levels
+from counterpoint.plan.network.network import levels
 
 GPT = Model(layers=96, hidden=12288, heads=96, vocab=51200, tied=True, dropout=True)
 UNIT = 2048 * 12288  # s · b · h of one sample

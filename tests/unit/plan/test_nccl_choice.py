@@ -11,7 +11,7 @@ from counterpoint.errors import Misconfigured
 from counterpoint.plan.job.cluster import Cluster, Level, find_gpu
 from counterpoint.plan.network.algorithms import Candidate, group_gb_per_s, nccl_choice, shared_gb_per_s
 from counterpoint.plan.network.group import Group, reach
-from counterpoint.plan.network.protocols import Fit, Protocol, levels, network_of
+from counterpoint.plan.network.network import Fit, Protocol, levels, network_of
 
 FIT = Fit(source="made up", gpu="H200", rows=1, held_out="nothing", gb_per_s={}, spans=())
 HOST = network_of(Cluster(gpu=find_gpu("H200"), levels=levels("nvlink-h100", 8)))

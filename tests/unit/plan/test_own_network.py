@@ -18,7 +18,7 @@ from counterpoint.plan.job.job import job_toml, parse_job, read_tables
 from counterpoint.plan.network.estimate import estimate
 from counterpoint.plan.network.fit import FEWEST_SIZES, NetworkFit, fit_network
 from counterpoint.plan.network.group import Group
-from counterpoint.plan.network.protocols import Network, levels, nccl_protocols, network_of, read_network
+from counterpoint.plan.network.network import Network, levels, nccl_protocols, network_of, read_network
 from counterpoint.plan.step.step import predict_step
 
 PROGRAMS = {"all_reduce": "all_reduce_perf", "all_gather": "all_gather_perf"}

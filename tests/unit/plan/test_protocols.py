@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from counterpoint.errors import Misconfigured
 from counterpoint.plan.job.cluster import Cluster, find_gpu
-from counterpoint.plan.network import protocols
+from counterpoint.plan.network import network as protocols
 from counterpoint.plan.network.algorithms import ALGORITHMS
-from counterpoint.plan.network.protocols import (
+from counterpoint.plan.network.network import (
     OPERATIONS,
     Network,
     Protocol,

@@ -13,7 +13,7 @@ from counterpoint.plan.job.cluster import Cluster, find_gpu
 from counterpoint.plan.job.job import Job
 from counterpoint.plan.job.model import find_model
 from counterpoint.plan.job.parallel import Parallel, Training
-from counterpoint.plan.network.protocols import levels
+from counterpoint.plan.network.network import levels
 from counterpoint.plan.step.step import predict_step
 
 

@@ -18,7 +18,7 @@ from counterpoint.plan.job.job import Job, Ranks
 from counterpoint.plan.job.model import Experts, Model, find_model
 from counterpoint.plan.job.parallel import Compression, Parallel, Training
 from counterpoint.plan.network.estimate import CollectiveTimes
-from counterpoint.plan.network.protocols import levels, network_of
+from counterpoint.plan.network.network import levels, network_of
 from counterpoint.plan.step.step import PredictedStep, predict_step
 
 NAMES = (*default_profile().mechanisms, "ideal", "serial")

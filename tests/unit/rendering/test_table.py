@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 
 from counterpoint.rendering import formatting as say
+from counterpoint.rendering.print_table import print_table
 from counterpoint.rendering.safe_html import Page, write_page
 from counterpoint.rendering.table import BarPart, Cell, Column, LengthBar, Table, markdown, row
-from counterpoint.rendering.terminal import print_table
 
 HOSTILE = "[red]</td><script>alert(1)</script>|\x1b[31m"
 TABLE = Table(

@@ -50,7 +50,7 @@ from counterpoint.plan.job.cluster import GPUS, Cluster, ClusterGpu, Level, find
 from counterpoint.plan.job.fields import Count, Factor, JobRecord, Name, Rate, Table, Text, check_known, parse_record
 from counterpoint.plan.job.model import Model, find_model, known_models
 from counterpoint.plan.job.parallel import Compression, ExpertExchange, Parallel, Training, check_division, on_gpus
-from counterpoint.plan.network.protocols import SUFFIX, all_levels, levels, own_file, read_network
+from counterpoint.plan.network.network import SUFFIX, all_levels, levels, own_file, read_network
 from counterpoint.read_file import parse_toml, read_text
 from counterpoint.records import Record
 from counterpoint.records.toml import toml_table

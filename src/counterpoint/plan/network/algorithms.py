@@ -58,7 +58,7 @@ from msgspec.structs import replace
 from counterpoint.errors import Misconfigured
 from counterpoint.plan.job.cluster import Level
 from counterpoint.plan.network.group import Reach
-from counterpoint.plan.network.protocols import Kind, Network, Protocol
+from counterpoint.plan.network.network import Kind, Network, Protocol
 
 PEERS_AT_ONCE = 8
 PAT_SINCE = (2, 23)  # NCCL: parallel aggregated trees for all_gather and reduce_scatter, one rank per node
@@ -188,7 +188,7 @@ def nccl_algorithms(operation: str, at: Reach, nccl: tuple[int, int]) -> tuple[s
 class Candidate(NamedTuple):
     """Holds the time of one algorithm with one protocol, for a given number of bytes."""
 
-    us: float  # T of `protocols.py`
+    us: float  # T of `network.py`
     hops_us: float  # H
     bandwidth_us: float  # X
     own_us: float  # O
@@ -232,7 +232,7 @@ class Links(NamedTuple):
         return reached if ceiling is None else min(reached, ceiling / self.at.members(level))
 
     def hops_and_bandwidth_us(self, protocol: Protocol, phases: Schedule, num_bytes: float) -> tuple[float, float]:
-        """Return H, the µs of all hops (`protocols.py`), and X, the µs of the bytes over the slowest links."""
+        """Return H, the µs of all hops (`network.py`), and X, the µs of the bytes over the slowest links."""
         hops, bandwidth = 0.0, 0.0
         for phase in phases:
             slowest = 0.0

@@ -1,6 +1,6 @@
 """Estimate how long a collective takes on a cluster, by the algorithm and protocol that NCCL would choose.
 
-    T = base + (H^j + X^j)^(1/j) + O + fill · √(base · X)      H hops, X links, O the own shard (`protocols.py`)
+    T = base + (H^j + X^j)^(1/j) + O + fill · √(base · X)      H hops, X links, O the own shard (`network.py`)
 
 Each protocol has the figures of the network at hand, fitted ones where something was measured; `algorithms.py` says
 which one NCCL takes. `algorithm` asks for the time of another algorithm, whether or not NCCL offers it.
@@ -22,7 +22,7 @@ from counterpoint.plan.network.algorithms import (
     schedule,
 )
 from counterpoint.plan.network.group import Axis, Group, axes, reach
-from counterpoint.plan.network.protocols import OPERATIONS, Network
+from counterpoint.plan.network.network import OPERATIONS, Network
 from counterpoint.records import Record
 
 ROUNDING = 1e-9  # fraction of a time

@@ -1,7 +1,7 @@
 """Fit a network to the user's own nccl-tests output, and keep it in a file that a job can name.
 
 Each operation gets a latency and a rate for each kind of link, as factors a and b of NCCL's own model, which says what
-the protocol that it takes needs for hops and for bytes (`protocols.py`):
+the protocol that it takes needs for hops and for bytes (`network.py`):
 
     T = latency of the levels + a · (base + H) + b · X          with the least sum of squares of T / measured - 1
 
@@ -24,7 +24,7 @@ from counterpoint.plan.network.algorithms import shared_gb_per_s
 from counterpoint.plan.network.estimate import estimate
 from counterpoint.plan.network.group import Group, reach
 from counterpoint.plan.network.nccl_tests import Measured, NcclTestsRun, read_nccl_tests
-from counterpoint.plan.network.protocols import (
+from counterpoint.plan.network.network import (
     OPERATIONS,
     Fit,
     FittedRange,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from counterpoint.errors import Misconfigured, printable
 from counterpoint.machine.gpus import bus_factor
-from counterpoint.plan.network.protocols import OPERATIONS
+from counterpoint.plan.network.network import OPERATIONS
 from counterpoint.read_file import read_text
 from counterpoint.records import Record
 

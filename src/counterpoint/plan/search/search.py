@@ -29,7 +29,7 @@ from counterpoint.plan.confidence import too_close
 from counterpoint.plan.job.job import Job, with_gpus
 from counterpoint.plan.job.parallel import CORE_ONLY, deal_layers
 from counterpoint.plan.network.estimate import CollectiveTimes, MeshTimes
-from counterpoint.plan.network.protocols import network_of
+from counterpoint.plan.network.network import network_of
 from counterpoint.plan.observed import Anchor
 from counterpoint.plan.search.space import (
     AXES,

@@ -45,7 +45,7 @@ from counterpoint.plan.job.model import Experts, LatentAttention, Model
 from counterpoint.plan.job.parallel import Parallel, Training
 from counterpoint.plan.network.estimate import MeshTimes
 from counterpoint.plan.network.group import Axis
-from counterpoint.plan.network.protocols import Operation
+from counterpoint.plan.network.network import Operation
 from counterpoint.records import Record
 
 WEIGHT_BYTES = 4  # of a router's weight

@@ -40,7 +40,7 @@ from counterpoint.plan.job.job import OVERLAPPED, Job
 from counterpoint.plan.job.model import model_flops, positive
 from counterpoint.plan.job.parallel import StagePart, deal_layers, part_parameters, whole_stage
 from counterpoint.plan.network.estimate import CollectiveTimes, MeshTimes
-from counterpoint.plan.network.protocols import network_of
+from counterpoint.plan.network.network import network_of
 from counterpoint.plan.step.data_parallel import NOTE, CommTime, replica_exchange
 from counterpoint.plan.step.exchanges import stage_exchanges
 from counterpoint.plan.step.layer_time import LayerTimes, MicroBatchTime, TimeByPart, layer_times, part_time
