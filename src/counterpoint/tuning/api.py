@@ -17,13 +17,14 @@ from counterpoint.measurement.workloads import MEASURABLE, OF_DEVICE
 from counterpoint.processes import Progress
 from counterpoint.records.measurement import Measurement
 from counterpoint.records.tuning import StepPair, Tuned, TunedPair, as_sentence
-from counterpoint.tuning.decide import as_another, decide, left
+from counterpoint.tuning.decide import as_another, decide, left, more_rounds
 from counterpoint.tuning.experiment import Predicted, class_of, part_of, planned, times_of
 from counterpoint.tuning.from_trace import pairs_of_traces
 from counterpoint.tuning.pairs import check_pair, read_pairs, stock_of
 
 LEAST_BUDGET_S = 1.0
 LONGEST_BUDGET_S = 86400.0
+LEAST_MORE, MOST_MORE = 2.0, 16.0  # times as many rounds, for a pair whose gain the first ones could not prove
 
 
 def tune(
@@ -41,7 +42,8 @@ def tune(
 
     Stock and the three mechanisms with the least predicted time are measured in interleaved rounds, in one new process
     per rank. Pairs that weigh most in a step come first; when the budget is used up, those of a class that was
-    measured follow it, and the others stay as they are.
+    measured follow it, and the others stay as they are. What is left of the budget measures pairs again, with up to
+    sixteen times as many rounds, whose gain the first rounds could not prove.
 
     Args:
         source: a file of pairs (docs/reference/tune.md), traces of a job as of `diagnose`, or pairs.
@@ -75,6 +77,21 @@ def tune(
         progress=progress,
     )  # fmt: skip
     choices = [_choice(pair, expected, measured, device, budget_s) for pair in pairs]
+    unproved = {part_of(each, ()).name: more_rounds(each) for each in choices if each.tried}
+    again = [part for part in parts if 1.0 < unproved.get(part.name, 1.0) <= MOST_MORE]
+    left_s, times = budget_s - (time.monotonic() - began), max([LEAST_MORE, *(unproved[part.name] for part in again)])
+    took_s = len(again) * (time.monotonic() - began) / max(len({*unproved}), 1)  # of as many rounds
+    times = min(times, left_s / took_s) if again else 0.0
+    if times >= LEAST_MORE:
+        more = measure_parts(
+            "tune", again, device=device, world_size=ranks, rounds=math.ceil(1.2 * times * rounds),
+            timeout_s=timeout_s, budget_s=left_s, progress=progress,
+        )  # fmt: skip
+        second = {each.name for each in again} - more.unmeasured.keys()
+        choices = [
+            _choice(pair, expected, more if part_of(pair, ()).name in second else measured, device, budget_s)
+            for pair in pairs
+        ]
     return Tuned(
         seconds=round(time.monotonic() - began, 1),
         profile=known.digest,

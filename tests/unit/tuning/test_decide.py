@@ -19,7 +19,9 @@ def test_the_fastest_of_those_that_are_proved_is_chosen() -> None:
     found = decide(PAIR, [tried("nccl", 100), tried("a", 80), tried("b", 90)], stock="nccl", compute_us=70, comm_us=30)
     assert (found.mechanism, found.us, found.next_best, found.next_best_us) == ("a", 80, "b", 90)
     assert (found.compute_us, found.comm_us, found.stock_us) == (70, 30, 100)
-    assert found.why == "20.0% less than nccl, and the bar of 2.0 sigma is 2.8%"
+    assert found.why == (
+        "20.0% less than nccl; the bar of 2.0 sigma, the smallest gain that these 10 rounds could prove, is 2.8%"
+    )
 
 
 def test_a_gain_within_two_sigma_is_left() -> None:
@@ -29,7 +31,8 @@ def test_a_gain_within_two_sigma_is_left() -> None:
     assert [on_the_bar.mechanism, above_it.mechanism] == [LEAVE, "a"]
     assert (
         on_the_bar.why
-        == "nothing is proved to be faster: a takes 90.0 µs, nccl 100.0, and the bar of 2.0 sigma is 10.0 µs"
+        == "nothing is proved to be faster: a takes 90.0 µs, nccl 100.0; the bar of 2.0 sigma, the smallest gain that "
+        "these 10 rounds could prove, is 10.0 µs (10.0%)"
     )
     assert (on_the_bar.us, on_the_bar.next_best) == (100, "a")
 
