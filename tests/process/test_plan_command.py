@@ -101,6 +101,8 @@ def test_explain_prints_the_formula() -> None:
     ("arguments", "said"),
     [
         (["--csv", "ways.csv"], "--csv is about --search: give it, too"),
+        (["--min-fits", "0.9"], "--min-fits is about --search: give it, too"),
+        (["--search", "--min-fits", "1"], "--min-fits 1: give a probability above 0 and below 1"),
         (["--search", "--gpus", "8,x"], "--gpus 8,x: give numbers from 1"),
         (["--search", "--gpus", "8,16", "--winner", "w.toml"], "--winner with several numbers of --gpus"),
         (["--search", "--fix", "colour=2"], "colour is no axis of a search"),

@@ -67,6 +67,9 @@ def plan(
     top: Annotated[
         int | None, typer.Option(help="List so many ways of --search; 10 unless given.", min=1, max=10_000)
     ] = None,
+    min_fits: Annotated[
+        float | None, typer.Option(help="Let --search list only ways that fit in memory with this probability, as 0.9.")
+    ] = None,
     csv: Annotated[Path | None, typer.Option(help="Write the ways that --search lists as CSV.")] = None,
     winner: Annotated[
         Path | None, typer.Option(help="Write the job in the fastest way of --search as TOML, to go on from.")
@@ -110,7 +113,7 @@ def plan(
     _check_explain(explain, _named(others))
     json_path = json_file(json)
     check_outputs(html, json_path, csv, winner)
-    looking = _looking(search, _Looking(tuple(fix or ()), gpus, top, csv, winner))
+    looking = _looking(search, _Looking(tuple(fix or ()), gpus, top, csv, winner, min_fits))
     _check_placement(topology, topology_name, hosts, launch_files)
     if fit:
         given = {
@@ -241,6 +244,7 @@ class _Looking(NamedTuple):
     top: int | None
     csv: Path | None
     winner: Path | None
+    min_fits: float | None
 
     def results(self, job: Job, anchor: Anchor | None) -> tuple[SearchResult, ...]:
         """Search, and write the files that were asked for; `anchor` is the job's observed step."""
@@ -258,8 +262,9 @@ class _Looking(NamedTuple):
                 tell(done, total, "search" if fastest_us is None else f"search: {fastest_us / 1e3:,.1f} ms so far")
 
             found = search_each(
-                job, counts, best=self.top or BEST, fixed=read_fixed(self.fix), progress=told, anchor=anchor
-            )
+                job, counts, best=self.top or BEST, fixed=read_fixed(self.fix), progress=told, anchor=anchor,
+                min_fits=self.min_fits,
+            )  # fmt: skip
         if self.csv is not None:
             write_file(self.csv, search_csv(found).encode())
         if self.winner is not None:
@@ -272,8 +277,8 @@ def _looking(search: bool, asked: _Looking) -> _Looking | None:
     if search:
         return asked
     flags = {"--fix": asked.fix, "--gpus": asked.gpus, "--top": asked.top, "--csv": asked.csv, "--winner": asked.winner}
-    for flag, value in flags.items():
-        if value:
+    for flag, value in {**flags, "--min-fits": asked.min_fits}.items():
+        if value is not None and value != ():
             raise Misconfigured(f"{flag} is about --search: give it, too")
     return None
 

@@ -379,6 +379,11 @@ class MeasuredErrors:
         need = self.memory or MemoryNeed(mean=0.0, deviation=MEMORY_SPREAD, rows=0, sources=())
         return NormalDist(need.mean, need.deviation).cdf(math.log(available_gib / predicted_gib))
 
+    def most_predicted_gib(self, available_gib: float, probability: float) -> float:
+        """Return the largest predicted memory that fits into the available memory with this probability."""
+        need = self.memory or MemoryNeed(mean=0.0, deviation=MEMORY_SPREAD, rows=0, sources=())
+        return available_gib * math.exp(-NormalDist(need.mean, need.deviation).inv_cdf(probability))
+
     @property
     def memory_source(self) -> str:
         """Return the data that the probability of `fits` is based on, as text."""

@@ -77,7 +77,13 @@ def render_network_fit(errors: Sequence[FitError], host_bound: int, path: str | 
 
 def tables(found: Prediction, figures: Mapping[str, Figure] | None = None) -> list[Table]:
     """Return all tables in reading order; `figures`: an HTML page's figures by curve name, or `timeline`."""
-    made = [*([_observed(found.observed)] if found.observed else []), _parts(found)]
+    close = [] if found.comparisons is None else [comparison_line(found.comparisons)]
+    made = [_observed(found.observed)] if found.observed else []
+    if found.search is not None:
+        made.append(_search(found.search, close))
+    if any(search.choices for search in found.searches):
+        made.append(_searches(found.searches, close))
+    made.append(_parts(found))
     if found.run is not None:
         made.append(_run(found.run))
     if found.timeline:
@@ -86,11 +92,6 @@ def tables(found: Prediction, figures: Mapping[str, Figure] | None = None) -> li
         made += _curve(curve, (figures or {}).get(curve.name))
     if found.sensitivities:
         made.append(_sensitivities(found))
-    close = [] if found.comparisons is None else [comparison_line(found.comparisons)]
-    if found.search is not None:
-        made.append(_search(found.search, close))
-    if any(search.choices for search in found.searches):
-        made.append(_searches(found.searches, close))
     if found.placement is not None:
         made.append(_placement(found.placement))
     return [*made, Table(title="What this rests on", notes=found.notes)]

@@ -70,7 +70,7 @@ latency_us = 2
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (changed('name = "llama3-8b"', 'name = "llama9"'), 'model "llama9" is not known: give one of deepseek-v2, '),
+        (changed('name = "llama3-8b"', 'name = "llama9"'), 'model "llama9" is not known; did you mean llama'),
         (changed("dp = 8", "dpp = 8"), "parallel.dpp is not known: give pp, dp, or another of tp"),
         (changed("[overlap]", "[overlapp]"), "overlapp is not known: give overlap, or another of model, training"),
         (changed("dp = 8", 'dp = "eight"'), 'parallel.dp = "eight": give a whole number from 1 to 1,048,576'),

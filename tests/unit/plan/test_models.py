@@ -94,9 +94,17 @@ def test_every_model_says_where_its_widths_are_from() -> None:
     assert [name for name, table in tables.items() if not any(place in table["source"] for place in places)] == []
 
 
-def test_an_unknown_model_is_answered_with_the_known_ones() -> None:
-    with pytest.raises(Misconfigured, match=r'"gpt5" is not known: give one of .*gpt3-175b.*or its widths'):
-        find_model("gpt5")
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("lama3-8b", '"lama3-8b" is not known; did you mean llama3-8b or '),
+        ("LLAMA3-70B", "did you mean llama3-70b"),
+        ("zzz", "known are deepseek-v2, .*qwen3-30b-a3b.*or give its widths"),
+    ],
+)
+def test_an_unknown_model_is_answered_with_those_like_it_or_all(name: str, said: str) -> None:
+    with pytest.raises(Misconfigured, match=said):
+        find_model(name)
 
 
 def test_down_projections_are_whole_on_every_rank_of_tp() -> None:

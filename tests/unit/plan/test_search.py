@@ -91,3 +91,18 @@ def test_the_schedule_of_the_job_is_tried() -> None:
     fixed = read_fixed(["pp=2", "tp=1", "micro_batch=1", "zero=1"])
     found = search(parse_job(tables), best=50, fixed=fixed)
     assert "zero_bubble" in {choice.settings["parallel.schedule"] for choice in found.choices}
+
+
+def test_only_ways_that_are_sure_enough_to_fit_are_listed() -> None:
+    """None that is less sure, and none that a search of all ways lists is missed; memory is that of the whole GPU."""
+    asked = parse_job(TABLES | {"training": {"sequence": 8192, "global_batch": 64}})
+    fixed = {"tp": (1, 2), "cp": (1,), "micro_batch": (1,)}
+    every = search(asked, best=10_000, fixed=fixed).choices
+    sure = search(asked, best=3, fixed=fixed, min_fits=0.9).choices
+    steps = [way.step_us for way in every if way.step_us and (way.fits_probability or 0) >= 0.9]
+    assert 0 < len(steps) < len(every)
+    assert all((way.fits_probability or 0) >= 0.9 - 1e-9 for way in sure)
+    assert (sure[0].step_us or 0) <= min(steps)
+    assert (every[0].step_us or 0) <= (sure[0].step_us or 0)
+    with pytest.raises(Misconfigured, match="--min-fits 0: give a probability"):
+        search(asked, min_fits=0.0)

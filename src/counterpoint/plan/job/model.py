@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import tomllib
+from difflib import get_close_matches
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Annotated, Literal
@@ -264,9 +265,9 @@ def find_model(name: str) -> Model:
     """Return the model called `name` in models.toml; raise Misconfigured, with the known names, if there is none."""
     models = known_models()
     if name not in models:
-        raise Misconfigured(
-            f'model "{printable(name, 80)}" is not known: give one of {", ".join(sorted(models))}, or its widths'
-        )
+        near = get_close_matches(name[:80].lower(), models, n=3)
+        known = f"did you mean {' or '.join(near)}" if near else f"known are {', '.join(sorted(models))}"
+        raise Misconfigured(f'model "{printable(name, 80)}" is not known; {known}; or give its widths')
     return models[name]
 
 

@@ -25,7 +25,8 @@ from counterpoint.errors import Misconfigured
 from counterpoint.plan.answer import outcome
 from counterpoint.plan.compute.memory import least_gib, least_totals, stage_totals
 from counterpoint.plan.compute.roofline import GpuRates
-from counterpoint.plan.confidence import too_close
+from counterpoint.plan.confidence import measured_errors, too_close
+from counterpoint.plan.job.cluster import ClusterGpu
 from counterpoint.plan.job.job import Job, with_gpus
 from counterpoint.plan.job.parallel import CORE_ONLY, deal_layers
 from counterpoint.plan.network.estimate import CollectiveTimes, MeshTimes
@@ -100,6 +101,7 @@ def search(
     gpus: int | None = None,
     progress: Progress | None = None,
     anchor: Anchor | None = None,
+    min_fits: float | None = None,
 ) -> SearchResult:
     """Return the `best` fastest ways to divide this job's model and batch on GPUs of its kind.
 
@@ -110,15 +112,18 @@ def search(
         gpus: how many GPUs; None: the job's ranks, or the whole cluster for a job that is not divided at all.
         progress: called now and then.
         anchor: the job's observed step, by which all times are shifted.
+        min_fits: ways that fit in memory with a lower probability are left out; None: those predicted not to fit.
 
     Raises:
         Misconfigured: nothing fits, or a fixed value cannot be.
     """
     if best < 1:
         raise Misconfigured(f"{best} ways: give 1 or more")
+    if min_fits is not None and not 0.0 < min_fits < 1.0:
+        raise Misconfigured(f"--min-fits {min_fits:g}: give a probability above 0 and below 1, as 0.9")
     ranks = job.parallel.world_size
     gpus = gpus or (ranks if ranks > 1 else job.cluster.num_gpus)
-    return _Search(job, gpus, check_fixed(fixed or {}), best, progress, anchor).result()
+    return _Search(job, gpus, check_fixed(fixed or {}), best, progress, anchor, min_fits).result()
 
 
 def search_each(
@@ -129,6 +134,7 @@ def search_each(
     fixed: Mapping[str, tuple[Any, ...]] | None = None,
     progress: Progress | None = None,
     anchor: Anchor | None = None,
+    min_fits: float | None = None,
 ) -> tuple[SearchResult, ...]:
     """Return the result of `search` for each number of GPUs; one without any way has the reason and no choices.
 
@@ -140,7 +146,9 @@ def search_each(
     found = []
     for gpus in counts:
         try:
-            found.append(search(job, best=best, fixed=fixed, gpus=gpus, progress=progress, anchor=anchor))
+            found.append(
+                search(job, best=best, fixed=fixed, gpus=gpus, progress=progress, anchor=anchor, min_fits=min_fits)
+            )
         except Misconfigured as error:
             found.append(SearchResult(gpus=gpus or 0, why_not=str(error)))
     if not any(each.choices for each in found):
@@ -171,8 +179,14 @@ class _Search:
     """Holds the open nodes of one search, and counts those it has visited."""
 
     def __init__(
-        self, job: Job, gpus: int, fixed: Fixed, best: int, progress: Progress | None, anchor: Anchor | None
-    ) -> None:
+        self, job: Job, gpus: int, fixed: Fixed, best: int, progress: Progress | None, anchor: Anchor | None,
+        min_fits: float | None,
+    ) -> None:  # fmt: skip
+        self.gpu = job.cluster.gpu
+        if min_fits is not None:  # a smaller memory, in which ways fit that are sure enough to
+            job = _of_gpu(
+                job, replace(self.gpu, memory_gib=measured_errors().most_predicted_gib(self.gpu.memory_gib, min_fits))
+            )
         self.pieces_tp, self.job = job.parallel.pieces_tp, _on_gpus(job, gpus)
         self.gpus, self.fixed, self.best, self.progress, self.anchor = gpus, fixed, best, progress, anchor
         self.rates = GpuRates.of(job.cluster.gpu, job.training.precision)
@@ -199,7 +213,7 @@ class _Search:
                 continue  # the same way with another recomputation was faster
             if node.step is not None:
                 families.add(node.family)
-                choices.append(_choice(node.job, node.step, fastest_us, self.anchor))
+                choices.append(self._choice(node.job, node.step, fastest_us))
                 fastest_us = fastest_us or node.step.step_us
             else:
                 done += node.decided == 1
@@ -340,11 +354,18 @@ class _Search:
         self.fastest = min(self.fastest or step.step_us, step.step_us)
         self._push(step.step_us, node._replace(step=step))
 
+    def _choice(self, job: Job, step: PredictedStep, fastest_us: float | None) -> PlanOutcome:
+        """Return the outcome of a way, on the whole memory of its GPU."""
+        if job.cluster.gpu != self.gpu:
+            job = _of_gpu(job, self.gpu)
+            step = predict_step(job, prices=self.prices, rates=self.rates)
+        settings = {field: getattr(getattr(job, field.split(".")[0]), name) for name, field in AXES.items()}
+        settings |= {"parallel.ends_count": job.parallel.ends_count, "parallel.pieces_tp": job.parallel.pieces_tp}
+        if job.training.recompute != "selective":
+            settings["training.recompute_modules"] = None
+        close = fastest_us is not None and too_close(step.step_us, fastest_us)
+        return outcome(replace(job, run=None), step, self.anchor, settings=settings, too_close=close)
 
-def _choice(job: Job, step: PredictedStep, fastest_us: float | None, anchor: Anchor | None) -> PlanOutcome:
-    settings = {field: getattr(getattr(job, field.split(".")[0]), name) for name, field in AXES.items()}
-    settings |= {"parallel.ends_count": job.parallel.ends_count, "parallel.pieces_tp": job.parallel.pieces_tp}
-    if job.training.recompute != "selective":
-        settings["training.recompute_modules"] = None
-    close = fastest_us is not None and too_close(step.step_us, fastest_us)
-    return outcome(replace(job, run=None), step, anchor, settings=settings, too_close=close)
+
+def _of_gpu(job: Job, gpu: ClusterGpu) -> Job:
+    return replace(job, cluster=replace(job.cluster, gpu=gpu))
