@@ -61,6 +61,7 @@ CURVES = {  # what the values of a curve change, and what stays
     "weak_nodes": "Train on more or fewer nodes; the batch grows with them (weak scaling).",
     **dict.fromkeys(SAME_GPUS, "On as many GPUs: parallel.dp takes those that it leaves."),
 }
+MUCH = 0.4  # of a step in exposed communication, from which another division is worth a search
 NEGLIGIBLE = 1e-9  # fraction of a step: smaller differences of equal times are rounding errors
 MAX_BARS = 8000  # at most, in one timeline
 SHOWN_ROUNDS = 4  # rounds shown in a timeline; a round is as many micro-batches as there are stages
@@ -135,11 +136,18 @@ def _prediction(job: Job, found: PredictedStep, asked: Mapping[str, str], anchor
         interval=interval,
         observed=None if anchor is None else anchor.verdict(),
         comparisons=known.comparisons,
-        notes=found.notes,
+        notes=found.notes + _advice(found),
         run=training_run(job, found.step_us, (interval.low_us, interval.high_us)),
         job=tables,
         asked=dict(asked),
     )
+
+
+def _advice(found: PredictedStep) -> tuple[str, ...]:
+    """Return a note for a job whose step is mostly exposed communication, as another division may be faster."""
+    if found.exposed_comm_us < MUCH * found.step_us:
+        return ()
+    return (f"{found.exposed_comm_us / found.step_us:.0%} of the step is exposed communication: try --search",)
 
 
 def outcome(job: Job, found: PredictedStep, anchor: Anchor | None = None, **named: Any) -> PlanOutcome:
@@ -218,7 +226,7 @@ def sensitivities(job: Job, anchor: Anchor | None = None) -> tuple[PlanOutcome, 
         "NVLink, twice": faster(network=False),
         "matrix throughput, twice": _with_gpu(job, tflops={what: 2 * each for what, each in gpu.tflops.items()}),
         "memory bandwidth, twice": _with_gpu(job, memory_gb_per_s=2 * gpu.memory_gb_per_s),
-        "latency of the network, none": _with_levels(job, lambda level: {"latency_us": 0.0}),
+        "latency of links, none (not NCCL's)": _with_levels(job, lambda level: {"latency_us": 0.0}),
         "overlap without disturbance": replace(job, mechanism="ideal", mechanisms={}),
     }
     if {job.mechanism, *job.mechanisms.values()} != {"zero_sm"}:

@@ -137,6 +137,7 @@ class SearchResult(Record, frozen=True, kw_only=True):
     priced: int = 0
     too_large: int = 0
     impossible: int = 0
+    complete: bool = True  # false: it was interrupted, and a faster way may have been left out
     why_not: str | None = None  # why there are no choices
     choices: tuple[PlanOutcome, ...] = ()
 

@@ -312,9 +312,9 @@ def _sensitivities(found: Prediction) -> Table:
 
 def _search(search: SearchResult, close: Sequence[str]) -> Table:
     slower = search.considered - search.priced - search.too_large - search.impossible
-    names = varying(search.choices)
+    names, so_far = varying(search.choices), "" if search.complete else "so far "
     return Table(
-        title=f"The fastest of {search.considered:,} ways on {search.gpus:,} GPUs",
+        title=f"The fastest {so_far}of {search.considered:,} ways on {search.gpus:,} GPUs",
         unit=f"{search.too_large:,} do not fit, {search.impossible:,} cannot be, {slower:,} cannot be faster",
         columns=(*_settings(names), *CHOICE),
         rows=search.choices,

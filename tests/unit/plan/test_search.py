@@ -106,3 +106,24 @@ def test_only_ways_that_are_sure_enough_to_fit_are_listed() -> None:
     assert (every[0].step_us or 0) <= (sure[0].step_us or 0)
     with pytest.raises(Misconfigured, match="--min-fits 0: give a probability"):
         search(asked, min_fits=0.0)
+
+
+def test_an_interrupted_search_gives_what_it_has() -> None:
+    """The fastest so far, marked; nothing before the first way was predicted."""
+    found, most = search(parse_job(TABLES)), []
+
+    def interrupt(done: int, total: int, fastest_us: float | None) -> None:
+        most.append(fastest_us)
+        if fastest_us is not None:
+            raise KeyboardInterrupt
+
+    early = search(parse_job(TABLES), progress=interrupt)
+    assert (found.complete, early.complete) == (True, False)
+    assert early.choices[0].step_us == most[-1]
+    assert (found.choices[0].step_us or 0) <= (early.choices[0].step_us or 0)
+
+    def at_once(done: int, total: int, fastest_us: float | None) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        search(parse_job(TABLES), progress=at_once)

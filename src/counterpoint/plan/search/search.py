@@ -205,21 +205,31 @@ class _Search:
         total, done = len(self.open), 0
         opened = (self._open_division, self._open_pipeline, self._open_recomputation, self._answer)
         choices: list[PlanOutcome] = []
-        fastest_us = None
+        fastest_us, complete = None, True
         families = set()
-        while self.open and len(choices) < self.best:
-            _, _, node = heapq.heappop(self.open)
-            if node.decided == len(opened) and node.family in families:
-                continue  # the same way with another recomputation was faster
-            if node.step is not None:
-                families.add(node.family)
-                choices.append(self._choice(node.job, node.step, fastest_us))
-                fastest_us = fastest_us or node.step.step_us
-            else:
-                done += node.decided == 1
-                opened[node.decided - 1](node)
-            if self.progress is not None:
-                self.progress(done, total, self.fastest)
+        try:
+            while self.open and len(choices) < self.best:
+                _, _, node = heapq.heappop(self.open)
+                if node.decided == len(opened) and node.family in families:
+                    continue  # the same way with another recomputation was faster
+                if node.step is not None:
+                    families.add(node.family)
+                    choices.append(self._choice(node.job, node.step, fastest_us))
+                    fastest_us = fastest_us or node.step.step_us
+                else:
+                    done += node.decided == 1
+                    opened[node.decided - 1](node)
+                if self.progress is not None:
+                    self.progress(done, total, self.fastest)
+        except KeyboardInterrupt:  # what was predicted so far may not be the fastest, but is better than nothing
+            complete = False
+            for _, _, node in sorted(self.open):
+                if node.step is not None and node.family not in families and len(choices) < self.best:
+                    families.add(node.family)
+                    choices.append(self._choice(node.job, node.step, fastest_us))
+                    fastest_us = fastest_us or node.step.step_us
+            if not choices:
+                raise
         if not choices:
             if self.smallest == float("inf"):
                 raise Misconfigured(
@@ -235,6 +245,7 @@ class _Search:
             priced=self.priced,
             too_large=self.too_large,
             impossible=self.impossible,
+            complete=complete,
             choices=tuple(choices),
         )
 
