@@ -198,38 +198,23 @@ class _Search:
         self.considered = self.priced = self.too_large = self.impossible = 0
         self.smallest = float("inf")
         self.fastest: float | None = None
+        self.choices: list[PlanOutcome] = []
+        self.families: set[tuple[object, ...]] = set()
+        self.fastest_us: float | None = None  # of the first choice
 
     def result(self) -> SearchResult:
         """Return the fastest ways; raise Misconfigured if none fits in memory."""
         self._begin()
-        total, done = len(self.open), 0
-        opened = (self._open_division, self._open_pipeline, self._open_recomputation, self._answer)
-        choices: list[PlanOutcome] = []
-        fastest_us, complete = None, True
-        families = set()
+        complete = True
         try:
-            while self.open and len(choices) < self.best:
-                _, _, node = heapq.heappop(self.open)
-                if node.decided == len(opened) and node.family in families:
-                    continue  # the same way with another recomputation was faster
-                if node.step is not None:
-                    families.add(node.family)
-                    choices.append(self._choice(node.job, node.step, fastest_us))
-                    fastest_us = fastest_us or node.step.step_us
-                else:
-                    done += node.decided == 1
-                    opened[node.decided - 1](node)
-                if self.progress is not None:
-                    self.progress(done, total, self.fastest)
+            self._find()
         except KeyboardInterrupt:  # what was predicted so far may not be the fastest, but is better than nothing
             complete = False
             for _, _, node in sorted(self.open):
-                if node.step is not None and node.family not in families and len(choices) < self.best:
-                    families.add(node.family)
-                    choices.append(self._choice(node.job, node.step, fastest_us))
-                    fastest_us = fastest_us or node.step.step_us
-            if not choices:
+                self._list(node)
+            if not self.choices:
                 raise
+        choices = self.choices
         if not choices:
             if self.smallest == float("inf"):
                 raise Misconfigured(
@@ -248,6 +233,29 @@ class _Search:
             complete=complete,
             choices=tuple(choices),
         )
+
+    def _find(self) -> None:
+        """Open what has the least time so far until the fastest ways are listed."""
+        total, done = len(self.open), 0
+        opened = (self._open_division, self._open_pipeline, self._open_recomputation, self._answer)
+        while self.open and len(self.choices) < self.best:
+            _, _, node = heapq.heappop(self.open)
+            if node.decided == len(opened) and node.family in self.families:
+                continue  # the same way with another recomputation was faster
+            if node.step is not None:
+                self._list(node)
+            else:
+                done += node.decided == 1
+                opened[node.decided - 1](node)
+            if self.progress is not None:
+                self.progress(done, total, self.fastest)
+
+    def _list(self, node: _Node) -> None:
+        """List a predicted way unless the same way with another recomputation is listed, or enough are."""
+        if node.step is not None and node.family not in self.families and len(self.choices) < self.best:
+            self.families.add(node.family)
+            self.fastest_us = self.fastest_us or node.step.step_us
+            self.choices.append(self._choice(node.job, node.step))
 
     def _push(self, least_us: float, node: _Node) -> None:
         heapq.heappush(self.open, (least_us * (ROUNDING if node.step is None else 1), next(self.order), node))
@@ -365,7 +373,7 @@ class _Search:
         self.fastest = min(self.fastest or step.step_us, step.step_us)
         self._push(step.step_us, node._replace(step=step))
 
-    def _choice(self, job: Job, step: PredictedStep, fastest_us: float | None) -> PlanOutcome:
+    def _choice(self, job: Job, step: PredictedStep) -> PlanOutcome:
         """Return the outcome of a way, on the whole memory of its GPU."""
         if job.cluster.gpu != self.gpu:
             job = _of_gpu(job, self.gpu)
@@ -374,7 +382,7 @@ class _Search:
         settings |= {"parallel.ends_count": job.parallel.ends_count, "parallel.pieces_tp": job.parallel.pieces_tp}
         if job.training.recompute != "selective":
             settings["training.recompute_modules"] = None
-        close = fastest_us is not None and too_close(step.step_us, fastest_us)
+        close = bool(self.choices) and too_close(step.step_us, self.fastest_us or 0.0)
         return outcome(replace(job, run=None), step, self.anchor, settings=settings, too_close=close)
 
 
