@@ -51,7 +51,7 @@ SILENT = "did not answer (stopped, or in a driver call)"
 REPEATED = "PeerFailed"  # raised by a rank that repeats what another one told it
 _LOST = re.compile(r"[Cc]onnection (closed|reset)")  # by a peer, as gloo says
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')  # as faulthandler writes it
-_LAUNCHER = re.compile("/counterpoint/(rehearsal|tuning/script)/")  # our launchers, at the root of every stack
+_LAUNCHER = re.compile("/counterpoint/(rehearsal/|tuning/script)")  # our launchers, at the root of every stack
 
 
 @contextmanager
