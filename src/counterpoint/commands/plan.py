@@ -276,9 +276,12 @@ def _looking(search: bool, asked: _Looking) -> _Looking | None:
     """Return how to search, None for no search; Misconfigured for flags about a search without one."""
     if search:
         return asked
-    flags = {"--fix": asked.fix, "--gpus": asked.gpus, "--top": asked.top, "--csv": asked.csv, "--winner": asked.winner}
-    for flag, value in {**flags, "--min-fits": asked.min_fits}.items():
-        if value is not None and value != ():
+    flags = {
+        "--fix": asked.fix or None, "--gpus": asked.gpus, "--top": asked.top, "--csv": asked.csv,
+        "--winner": asked.winner, "--min-fits": asked.min_fits,
+    }  # fmt: skip
+    for flag, value in flags.items():
+        if value is not None:
             raise Misconfigured(f"{flag} is about --search: give it, too")
     return None
 

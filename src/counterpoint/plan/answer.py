@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,8 +13,7 @@ from msgspec.structs import replace
 from counterpoint.errors import Misconfigured
 from counterpoint.plan.confidence import fits_in_memory, job_features, measured_errors, step_interval
 from counterpoint.plan.goodput import training_run
-from counterpoint.plan.job.changes import NODES, SAME_GPUS, on_nodes
-from counterpoint.plan.job.cluster import Level
+from counterpoint.plan.job.changes import NODES, SAME_GPUS, on_nodes, scaled_links, with_levels
 from counterpoint.plan.job.job import Job
 from counterpoint.plan.observed import Anchor
 from counterpoint.plan.step.schedule import scheduled
@@ -216,17 +215,12 @@ def sensitivities(job: Job, anchor: Anchor | None = None) -> tuple[PlanOutcome, 
     """Return the step with one resource twice as fast or one cost removed, each in turn; the largest gain first."""
     now_us, gpu = predict_step(job).step_us, job.cluster.gpu
 
-    def faster(network: bool) -> Job:
-        return _with_levels(
-            job, lambda level: {"gb_per_s": 2 * level.gb_per_s} if (level.kind == "network") == network else {}
-        )
-
     others = {
-        "network between nodes, twice": faster(network=True),
-        "NVLink, twice": faster(network=False),
+        "network between nodes, twice": scaled_links(job, 2.0, network=True),
+        "NVLink, twice": scaled_links(job, 2.0, network=False),
         "matrix throughput, twice": _with_gpu(job, tflops={what: 2 * each for what, each in gpu.tflops.items()}),
         "memory bandwidth, twice": _with_gpu(job, memory_gb_per_s=2 * gpu.memory_gb_per_s),
-        "latency of links, none (not NCCL's)": _with_levels(job, lambda level: {"latency_us": 0.0}),
+        "latency of links, none (not NCCL's)": with_levels(job, lambda level: {"latency_us": 0.0}),
         "overlap without disturbance": replace(job, mechanism="ideal", mechanisms={}),
     }
     if {job.mechanism, *job.mechanisms.values()} != {"zero_sm"}:
@@ -242,11 +236,6 @@ def sensitivities(job: Job, anchor: Anchor | None = None) -> tuple[PlanOutcome, 
 def _with_gpu(job: Job, **figures: object) -> Job:
     gpu = replace(job.cluster.gpu, **figures)
     return replace(job, cluster=replace(job.cluster, gpu=gpu))
-
-
-def _with_levels(job: Job, change: Callable[[Level], dict[str, float]]) -> Job:
-    levels = tuple(replace(level, **change(level)) for level in job.cluster.levels)
-    return replace(job, cluster=replace(job.cluster, levels=levels))
 
 
 def _timeline(job: Job, found: PredictedStep, factor: float) -> tuple[Bar, ...]:

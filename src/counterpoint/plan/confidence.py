@@ -244,6 +244,11 @@ class Likely(NamedTuple):
     same_ranks: float  # share of the weight of rows with about as many ranks
     sources: Mapping[str, tuple[float, float]]  # weight and median error, the largest weight first
 
+    @property
+    def ends(self) -> tuple[float, float, float]:
+        """Return the lower end of the interval at LEVEL, its middle and its upper end."""
+        return self.errors.inv_cdf((1 - LEVEL) / 2), self.errors.mean, self.errors.inv_cdf((1 + LEVEL) / 2)
+
 
 class MeasuredErrors:
     """Holds the measured rows, with their features as numbers; `measured_errors` returns those of the package."""
@@ -313,7 +318,7 @@ class MeasuredErrors:
             slowest_us: what its slowest rank is expected to add; counts as far as rows have other ranks.
         """
         found = self.likely(features)
-        low, middle, high = (found.errors.inv_cdf(p) for p in ((1 - LEVEL) / 2, 0.5, (1 + LEVEL) / 2))
+        low, middle, high = found.ends
         wider = (1.0 - found.same_ranks) * slowest_us
         return StepInterval(
             level=LEVEL,
@@ -334,7 +339,8 @@ class MeasuredErrors:
             name: self._values[name] != features[name] for name in FEATURES if features[name] != UNKNOWN
         }
         count = np.sum([*unlike.values()], axis=0) + len(FEATURES) * unlike["GPU"]
-        closest = self.rows[int(np.argmin(count))]
+        place = int(np.argmin(count))
+        closest = self.rows[place]
         rows = [row for row, each in zip(self.rows, count, strict=True) if each == 0] or [
             row for row in self.rows if row.features == closest.features
         ]
@@ -342,11 +348,7 @@ class MeasuredErrors:
         error = f"mean {fmean(off):.1%}, worst {max(off):.1%}"
         names = _listed(dict.fromkeys(row.source for row in rows))
         measured = f"{len(rows)} measured step{'' if len(rows) == 1 else 's'} of {names}"
-        differs = [
-            f"{name}: {features[name]}, not {closest.features[name]}"
-            for name in unlike
-            if unlike[name][self.rows.index(closest)]
-        ]
+        differs = [f"{name}: {features[name]}, not {closest.features[name]}" for name in unlike if unlike[name][place]]
         if differs:
             return f"not validated: {'; '.join(differs)}; closest: {measured}: {error}"
         if len(rows) < LIKE_IT:
@@ -376,13 +378,17 @@ class MeasuredErrors:
 
     def fits(self, predicted_gib: float, available_gib: float) -> float:
         """Return the probability that a job with this predicted memory fits into the available memory."""
-        need = self.memory or MemoryNeed(mean=0.0, deviation=MEMORY_SPREAD, rows=0, sources=())
-        return NormalDist(need.mean, need.deviation).cdf(math.log(available_gib / predicted_gib))
+        return self._need.cdf(math.log(available_gib / predicted_gib))
 
     def most_predicted_gib(self, available_gib: float, probability: float) -> float:
         """Return the largest predicted memory that fits into the available memory with this probability."""
-        need = self.memory or MemoryNeed(mean=0.0, deviation=MEMORY_SPREAD, rows=0, sources=())
-        return available_gib * math.exp(-NormalDist(need.mean, need.deviation).inv_cdf(probability))
+        return available_gib * math.exp(-self._need.inv_cdf(probability))
+
+    @property
+    def _need(self) -> NormalDist:
+        """Return the distribution of ln(needed / predicted) memory."""
+        need = self.memory
+        return NormalDist(0.0, MEMORY_SPREAD) if need is None else NormalDist(need.mean, need.deviation)
 
     @property
     def memory_source(self) -> str:

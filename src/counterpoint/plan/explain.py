@@ -12,7 +12,7 @@ from counterpoint.errors import Misconfigured, printable
 from counterpoint.plan.answer import AXES, PARTS
 from counterpoint.plan.compute.layers import LocalShape, layer_work
 from counterpoint.plan.compute.roofline import GpuRates, cost
-from counterpoint.plan.confidence import LEVEL, fits_in_memory, job_features, measured_errors, step_interval
+from counterpoint.plan.confidence import fits_in_memory, job_features, measured_errors, step_interval
 from counterpoint.plan.job.job import OVERLAPPED, Job
 from counterpoint.plan.job.model import model_flops
 from counterpoint.plan.network.estimate import CollectiveTimes
@@ -146,7 +146,7 @@ def _ideal(job: Job, found: PredictedStep) -> list[str]:
 def _interval(job: Job, found: PredictedStep) -> list[str]:
     interval, features = step_interval(job, found), job_features(job)
     likely = measured_errors().likely(features)
-    low, middle, high = (math.expm1(likely.errors.inv_cdf(p)) for p in ((1 - LEVEL) / 2, 0.5, (1 + LEVEL) / 2))
+    low, middle, high = map(math.expm1, likely.ends)
     return [
         f"interval = {_ms(interval.low_us)} to {_ms(interval.high_us)}: {interval.level:.0%} of such steps",
         f"  measured / predicted - 1: {low:+.1%} to {high:+.1%}, {middle:+.1%} in the middle; 0 is always within",

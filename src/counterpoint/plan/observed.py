@@ -21,6 +21,7 @@ from counterpoint.errors import Misconfigured, printable
 from counterpoint.machine.gpus import find_gpu
 from counterpoint.plan.compute.roofline import clock_kept
 from counterpoint.plan.confidence import job_features, measured_errors
+from counterpoint.plan.job.changes import scaled_links
 from counterpoint.plan.job.job import Job
 from counterpoint.plan.job.parallel import CORE_ONLY
 from counterpoint.plan.step.step import PredictedStep, predict_step
@@ -119,17 +120,6 @@ def _mechanism(name: str) -> Change:
     return lambda job: replace(job, mechanism=name, mechanisms={})
 
 
-def _half(kind: str) -> Change:
-    def change(job: Job) -> Job:
-        levels = tuple(
-            replace(level, gb_per_s=level.gb_per_s / 2) if (level.kind == "network") == (kind == "network") else level
-            for level in job.cluster.levels
-        )
-        return replace(job, cluster=replace(job.cluster, levels=levels, network=None))
-
-    return change
-
-
 def _downclocked(job: Job) -> Job:
     gpu, sheet = job.cluster.gpu, find_gpu(job.cluster.gpu.name)
     if sheet is None or sheet.clock_ghz is None:
@@ -148,8 +138,8 @@ def _uneven(job: Job) -> Job:
 NOTHING_AGAIN = {"recompute_modules": CORE_ONLY, "recompute_method": None, "recompute_num_layers": None}
 SLOWER: tuple[tuple[str, Change, str], ...] = (
     ("no collective overlaps", _mechanism("serial"), "diagnose: exposed communication"),
-    ("half of the network between nodes", _half("network"), "doctor, measure"),
-    ("half of NVLink", _half("nvlink"), "doctor: links"),
+    ("half of the network between nodes", lambda job: scaled_links(job, 0.5, network=True), "doctor, measure"),
+    ("half of NVLink", lambda job: scaled_links(job, 0.5, network=False), "doctor: links"),
     ("no flash attention", _training(flash_attention=False), "diagnose: compute"),
     ("kernels are not fused", _training(fused_kernels=False), "diagnose: compute"),
     ("everything is recomputed", _training(recompute="full", **NOTHING_AGAIN), "the log of the run"),

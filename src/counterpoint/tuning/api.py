@@ -18,7 +18,7 @@ from counterpoint.processes import Progress
 from counterpoint.records.measurement import Measurement
 from counterpoint.records.tuning import StepPair, Tuned, TunedPair, as_sentence
 from counterpoint.tuning.decide import as_another, decide, left, more_rounds
-from counterpoint.tuning.experiment import Predicted, class_of, part_of, planned, times_of
+from counterpoint.tuning.experiment import Part, Predicted, class_of, part_of, planned, times_of
 from counterpoint.tuning.from_trace import pairs_of_traces
 from counterpoint.tuning.pairs import check_pair, read_pairs, stock_of
 
@@ -77,15 +77,11 @@ def tune(
         progress=progress,
     )  # fmt: skip
     choices = [_choice(pair, expected, measured, device, budget_s) for pair in pairs]
-    unproved = {part_of(each, ()).name: more_rounds(each) for each in choices if each.tried}
-    again = [part for part in parts if 1.0 < unproved.get(part.name, 1.0) <= MOST_MORE]
-    left_s, times = budget_s - (time.monotonic() - began), max([LEAST_MORE, *(unproved[part.name] for part in again)])
-    took_s = len(again) * (time.monotonic() - began) / max(len({*unproved}), 1)  # of as many rounds
-    times = min(times, left_s / took_s) if again else 0.0
-    if times >= LEAST_MORE:
+    again, times = _again(parts, choices, budget_s, time.monotonic() - began)
+    if again:
         more = measure_parts(
             "tune", again, device=device, world_size=ranks, rounds=math.ceil(1.2 * times * rounds),
-            timeout_s=timeout_s, budget_s=left_s, progress=progress,
+            timeout_s=timeout_s, budget_s=budget_s - (time.monotonic() - began), progress=progress,
         )  # fmt: skip
         second = {each.name for each in again} - more.unmeasured.keys()
         choices = [
@@ -99,6 +95,19 @@ def tune(
         notes=(*said, *_notes(pairs, measured, known, device)),
         pair=tuple(_followed(choices)),
     )
+
+
+def _again(
+    parts: Sequence[Part], choices: Sequence[TunedPair], budget_s: float, spent_s: float
+) -> tuple[list[Part], float]:
+    """Return the parts whose gain more rounds could prove, and how many times as many; none where time is too short."""
+    needed = {part_of(each, ()).name: more_rounds(each) for each in choices if each.tried}
+    again = [part for part in parts if 1.0 < needed.get(part.name, 1.0) <= MOST_MORE]
+    if not again:
+        return [], 0.0
+    took_s = len(again) * spent_s / len(needed)  # of as many rounds as the first time
+    times = min(max(LEAST_MORE, *(needed[part.name] for part in again)), (budget_s - spent_s) / took_s)
+    return (again, times) if times >= LEAST_MORE else ([], 0.0)
 
 
 def pairs_of(source: str | Path | Sequence[StepPair]) -> tuple[tuple[StepPair, ...], tuple[str, ...]]:

@@ -10,13 +10,14 @@ then the number of nodes, whatever order they are given in; only the job in the 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
 from msgspec.structs import replace
 
 from counterpoint.errors import Misconfigured, NoSuchValue, printable
+from counterpoint.plan.job.cluster import Level
 from counterpoint.plan.job.fields import Table, parse_record, read_value
 from counterpoint.plan.job.job import OF_GPUS, RECORDS, Job, parse_job, with_gpus
 from counterpoint.plan.job.model import divides
@@ -160,3 +161,16 @@ def _nodes(flag: str, text: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_NODES:
         raise NoSuchValue(f"{flag} = {printable(text, 80)}: give a number of nodes, from 1 to {MAX_NODES:,}")
     return value
+
+
+def with_levels(job: Job, change: Callable[[Level], dict[str, float]]) -> Job:
+    """Return the job with the fields of every network level that `change` returns for it."""
+    levels = tuple(replace(level, **change(level)) for level in job.cluster.levels)
+    return replace(job, cluster=replace(job.cluster, levels=levels, network=None))
+
+
+def scaled_links(job: Job, factor: float, *, network: bool) -> Job:
+    """Return the job with `factor` times the bandwidth between nodes (`network`), or inside them."""
+    return with_levels(
+        job, lambda level: {"gb_per_s": factor * level.gb_per_s} if (level.kind == "network") == network else {}
+    )

@@ -214,8 +214,7 @@ class _Search:
                 self._list(node)
             if not self.choices:
                 raise
-        choices = self.choices
-        if not choices:
+        if not self.choices:
             if self.smallest == float("inf"):
                 raise Misconfigured(
                     f"no way to divide the job over {self.gpus:,} GPUs: give a batch, GPUs or fixed values that divide "
@@ -231,7 +230,7 @@ class _Search:
             too_large=self.too_large,
             impossible=self.impossible,
             complete=complete,
-            choices=tuple(choices),
+            choices=tuple(self.choices),
         )
 
     def _find(self) -> None:
