@@ -28,11 +28,26 @@ from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.errors import CounterpointError
 from counterpoint.measurement.session import Session
 from counterpoint.parallel.backend import messages
+from counterpoint.parallel.backend.inner import InnerGroup
 from tests.support.ranks import PATIENT, TIMEOUT_S, error_of
 from tests.support.software_gpu import SoftwareGpu
 
 ROOM = 4096  # bytes of a mailbox: slots of 1 KiB
 OPTIONS = backend.BackendOptions(mailbox_bytes=ROOM, communicator=PATIENT)
+
+
+GLOO_END = InnerGroup.end
+
+
+def end_as_nccl(group: Any, how: Any) -> None:
+    """End a group of torch's as NCCL shuts a connection down, which returns when both ranks have called it."""
+    if how == "shutdown" and ":line from" in group.name:
+        started = time.monotonic()
+        group._store.add("ending", 1)
+        while group._store.add("ending", 0) < len(group.ranks):
+            assert time.monotonic() < started + TIMEOUT_S, f"the other rank does not end {group.name}"
+            time.sleep(0.001)
+    GLOO_END(group, how)
 
 
 @contextmanager
@@ -45,7 +60,11 @@ def on_software_gpus(
     def made(group: Any, device: torch.device, names: Any, options: Any) -> Communicator:
         return Communicator(group, device=gpu, names=names, options=options)
 
-    with patch.object(messages, "Communicator", made), patch.object(messages.MessagePairs, "device_type", "cpu"):
+    with (
+        patch.object(messages, "Communicator", made),
+        patch.object(messages.MessagePairs, "device_type", "cpu"),
+        patch.object(InnerGroup, "end", end_as_nccl),
+    ):
         if of_mesh:
             override: Any = {"pp": ("counterpoint", options)}
             shape, names = (dist.get_world_size(),), ("pp",)

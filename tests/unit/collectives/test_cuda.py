@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
-from counterpoint.collectives.cuda.driver import BindReduction, Executor
+from counterpoint.collectives.cuda.call import Prepared
+from counterpoint.collectives.cuda.driver import BindReduction, EventPool, Executor
 from counterpoint.collectives.cuda.lower import Addresses, CopyAsync, DriverCall, ReduceLaunch, awaited, lower
 from counterpoint.collectives.program.operations import plan
 from counterpoint.collectives.program.reductions import Reduction
@@ -102,6 +106,37 @@ def test_a_graph_is_one_call() -> None:
     driver.log.clear()
     graph.launch(STREAM)
     assert [(entry[0], entry[2]) for entry in driver.log] == [("cuGraphLaunch", STREAM)]
+
+
+class FreedMemory(FakeDriver):
+    """Refuses to launch the graphs whose copies use memory that was freed."""
+
+    def __init__(self, error: int) -> None:
+        super().__init__()
+        self.error, self.launched, self.stale = error, list[int](), set[int]()
+
+    def cuGraphLaunch(self, executable: int, stream: int) -> tuple[int]:
+        self.launched.append(executable)
+        return (self.error if executable in self.stale else 0,)
+
+
+@pytest.mark.parametrize(("error", "captures_anew"), [(1, True), (700, False)])
+def test_a_graph_whose_memory_was_freed_is_captured_anew(error: int, captures_anew: bool) -> None:
+    """Torch freed its cache, and the call's tensors have the old addresses again; another error is the caller's."""
+    driver = FreedMemory(error)
+    call, tuning = case("all_gather", 3)
+    program = plan(call, 1, tuning)
+    prepared = Prepared(program, lower(program, ADDRESSES), Executor(driver=driver), graphs=True)
+    start = partial(prepared.start, STREAM, cast("EventPool", SimpleNamespace(handles={STREAM: STREAM})), 0)
+    for _ in range(3):  # issued, captured, replayed
+        start()
+    driver.stale.update(driver.launched)
+    with nullcontext() if captures_anew else pytest.raises(CounterpointError, match="cuGraphLaunch failed: 700"):
+        start()
+        start()
+    first, *_, last = driver.launched
+    assert driver.launched == ([first] * 3 + [last] * 2 if captures_anew else [first] * 3)
+    assert (("cuGraphExecDestroy", first) in driver.log) == captures_anew == (last != first)
 
 
 def test_a_capture_that_fails_is_ended() -> None:

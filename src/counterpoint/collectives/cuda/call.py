@@ -17,6 +17,7 @@ from counterpoint.collectives.cuda.driver import (
     EventPool,
     Executor,
     Graph,
+    StaleGraph,
     StreamOrder,
     StreamPoint,
     in_context,
@@ -96,10 +97,19 @@ class Prepared:
         """
         if self._graphs and not capture and (self._graph is not None or self._bounds):
             if self._graph is None:
-                self._graph = self._executor.graph(self._start, reduction=self._reduction)
-            self._graph.launch(events.handles[stream])
+                self._graph = self._new_graph()
+            try:
+                self._graph.launch(events.handles[stream])
+            except StaleGraph:  # nothing runs of it: the driver waits for all work before it frees memory
+                self._graph.close()
+                self._graph = self._new_graph()
+                self._graph.launch(events.handles[stream])
         else:
             self._issue("start", stream, lambda: self._start)
+
+    def _new_graph(self) -> Graph:
+        """Capture the driver calls of the part `start` in a graph."""
+        return self._executor.graph(self._start, reduction=self._reduction)
 
     def send(self, first: int, end: int, stream: int) -> None:
         """Push the partitions from `first` to before `end`, on `stream`."""

@@ -26,7 +26,7 @@ from counterpoint.machine.driver import call_bindings
 _STREAMS_AT_ONCE = 64  # number of streams that are made together; they take 37 MB on an H200
 _PAUSE_S = 1e-4
 _IN_A_GRAPH = -1  # stands for a stream: a graph uses the memory at every replay
-_NOT_READY = 600  # CUDA_ERROR_NOT_READY
+_INVALID_VALUE, _NOT_READY = 1, 600  # CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_NOT_READY
 _spare_streams: WeakKeyDictionary[Any, dict[int, list[Any]]] = WeakKeyDictionary()  # by driver and context
 
 BindReduction: TypeAlias = Callable[[ReduceLaunch, int], Callable[[], object]]
@@ -280,6 +280,10 @@ class Bound:
         self._freed()
 
 
+class StaleGraph(CounterpointError):
+    """Says that a CUDA graph cannot be replayed any more, and has to be captured anew."""
+
+
 class Graph:
     """Holds a CUDA graph of bound calls, which `launch` replays."""
 
@@ -288,10 +292,17 @@ class Graph:
         self._launch = executor.driver.cuGraphLaunch
 
     def launch(self, stream: Any) -> None:
-        """Replay the calls on a stream, given as `CUstream` or as handle; raise if the driver refuses."""
+        """Replay the calls on a stream, given as `CUstream` or as handle.
+
+        Raises:
+            StaleGraph: the driver does not take this graph any more. It refuses copies of memory that was freed since
+                the capture (torch frees its cache when memory is short), also if other memory has the addresses now.
+            CounterpointError: the driver refused for another reason.
+        """
         (error,) = self._launch(self._executable, stream)
         if error:
-            raise _refused("cuGraphLaunch", error)
+            refused = _refused("cuGraphLaunch", error)
+            raise StaleGraph(*refused.args) if int(error) == _INVALID_VALUE else refused
 
     def close(self) -> None:
         """Destroy the graph; call this only when its last replay has run."""

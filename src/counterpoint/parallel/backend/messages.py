@@ -22,6 +22,7 @@ import random
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -89,30 +90,29 @@ class TorchPair:
     """Exchanges messages by torch's own backend, with one group for each direction. See `MessagePair`.
 
     Args:
-        going: the group of messages to the other rank.
-        coming: the group of messages from it.
-        peer: the other rank, as these groups count.
+        lines: the groups of the messages from the pair's first and from its second rank.
+        rank: this rank, as these groups count.
     """
 
-    def __init__(self, going: InnerGroup, coming: InnerGroup, peer: int) -> None:
-        self._going, self._coming, self._peer = going, coming, peer
+    def __init__(self, lines: Sequence[InnerGroup], rank: int) -> None:
+        self._lines, self._rank = lines, rank
 
     def send(self, tensor: Tensor) -> Any:
         """Start a send by torch. See `MessagePair.send`."""
-        return self._going.group.send([tensor], self._peer, 0)
+        return self._lines[self._rank].group.send([tensor], 1 - self._rank, 0)
 
     def recv(self, tensor: Tensor) -> Any:
         """Start a receive by torch. See `MessagePair.recv`."""
-        return self._coming.group.recv([tensor], self._peer, 0)
+        return self._lines[1 - self._rank].group.recv([tensor], 1 - self._rank, 0)
 
     def set_timeout(self, timeout_s: float) -> None:
         """Set how many seconds a rank waits for the other, from now on."""
-        for line in (self._going, self._coming):
+        for line in self._lines:
             line.group.set_timeout(timedelta(seconds=timeout_s))
 
     def end(self, how: Literal["close", "abort"]) -> None:
-        """Shut down or abort the groups of both directions."""
-        for line in (self._going, self._coming):
+        """Shut down or abort the groups of both directions; NCCL shuts down when both ranks do, so in one order."""
+        for line in self._lines:
             line.end("shutdown" if how == "close" else how)
 
 
@@ -266,9 +266,10 @@ class MessagePairs:
                 pair.set_timeout(timeout_s)
 
     def end(self, how: Literal["close", "abort"]) -> None:
-        """Close or abort all pairs."""
-        while self._known:
-            pair = self._known.popitem()[1]
+        """Close or abort all pairs, on all ranks in the order of their two ranks: closing waits for the other rank."""
+        known, self._known = self._known, {}
+        for peer, way in sorted(known, key=lambda pair: (sorted((self._rank, pair[0])), pair[1])):
+            pair = known[peer, way]
             if not isinstance(pair, str):
                 pair.end(how)
 
@@ -320,7 +321,7 @@ class MessagePairs:
         ranks, way = _ranks_of(token), token.split()[1]
         peer = ranks[0] if ranks[1] == self._rank else ranks[1]
         with _own_stream(device):
-            made = self._mailboxes(ranks, device) if way == _BY_MAILBOX else self._lines(ranks, peer, device)
+            made = self._mailboxes(ranks, device) if way == _BY_MAILBOX else self._lines(ranks, device)
         self._known[peer, way] = made
 
     def _mailboxes(self, ranks: tuple[int, int], device: torch.device) -> MailboxPair | str:
@@ -333,15 +334,15 @@ class MessagePairs:
             group.unregister()
             return str(error)
 
-    def _lines(self, ranks: tuple[int, int], peer: int, device: torch.device) -> TorchPair:
+    def _lines(self, ranks: tuple[int, int], device: torch.device) -> TorchPair:
         """Return a pair of torch's groups, one for each direction, each connected now by a first message."""
-        lines = {}
+        lines, here = [], ranks.index(self._rank)
         for source in ranks:
-            line = lines[source] = self._inner.part(f"line from {source} of {ranks[0]} {ranks[1]}", list(ranks))
-            word = torch.zeros(1, device=device)
+            line = self._inner.part(f"line from {source} of {ranks[0]} {ranks[1]}", list(ranks))
             call = line.group.send if source == self._rank else line.group.recv
-            call([word], ranks.index(peer), 0).wait()
-        return TorchPair(lines[self._rank], lines[peer], ranks.index(peer))
+            call([torch.zeros(1, device=device)], 1 - here, 0).wait()
+            lines.append(line)
+        return TorchPair(lines, here)
 
 
 def _own_stream(device: torch.device) -> AbstractContextManager[Any]:
