@@ -46,6 +46,7 @@ PARTS = {
     "gradients": "exposed: gradients between replicas, once a step",
     "bubble": "stages of the pipeline that wait",
     "host": "launch-bound: the host launches kernels more slowly than the GPU runs them",
+    "offload": "exposed: activations to the host and back",
     "optimizer": "the update",
     "stragglers": "the slowest rank over the mean",
 }
