@@ -11,6 +11,7 @@ import msgspec
 from msgspec.structs import replace
 
 from counterpoint.errors import Misconfigured
+from counterpoint.plan.compute.memory import stage_totals
 from counterpoint.plan.confidence import fits_in_memory, job_features, measured_errors, step_interval
 from counterpoint.plan.goodput import training_run
 from counterpoint.plan.job.changes import NODES, SAME_GPUS, on_nodes, scaled_links, with_levels
@@ -45,6 +46,7 @@ PARTS = {
     "gradients": "exposed: gradients between replicas, once a step",
     "bubble": "stages of the pipeline that wait",
     "host": "launch-bound: the host launches kernels more slowly than the GPU runs them",
+    "offload": "exposed: activations to the host and back",
     "optimizer": "the update",
     "stragglers": "the slowest rank over the mean",
 }
@@ -135,18 +137,23 @@ def _prediction(job: Job, found: PredictedStep, asked: Mapping[str, str], anchor
         interval=interval,
         observed=None if anchor is None else anchor.verdict(),
         comparisons=known.comparisons,
-        notes=found.notes + _advice(found),
+        notes=found.notes + _advice(job, found),
         run=training_run(job, found.step_us, (interval.low_us, interval.high_us)),
         job=tables,
         asked=dict(asked),
     )
 
 
-def _advice(found: PredictedStep) -> tuple[str, ...]:
-    """Return a note for a job whose step is mostly exposed communication, as another division may be faster."""
-    if found.exposed_comm_us < MUCH * found.step_us:
-        return ()
-    return (f"{found.exposed_comm_us / found.step_us:.0%} of the step is exposed communication: try --search",)
+def _advice(job: Job, found: PredictedStep) -> tuple[str, ...]:
+    """Return a note for a step that is mostly exposed communication, and one where zero 3 takes more than zero 2."""
+    notes = []
+    if found.exposed_comm_us >= MUCH * found.step_us:
+        notes.append(f"{found.exposed_comm_us / found.step_us:.0%} of the step is exposed communication: try --search")
+    more = found.memory.total_gib - max(stage_totals(replace(job, parallel=replace(job.parallel, zero=2))))
+    if job.parallel.zero == 3 and more > 0:
+        gathered = found.memory.gib["gathered"]
+        notes.append(f"zero 3 takes {more:.1f} GiB more than zero 2 would: gathered layers take {gathered:.1f} GiB")
+    return tuple(notes)
 
 
 def outcome(job: Job, found: PredictedStep, anchor: Anchor | None = None, **named: Any) -> PlanOutcome:

@@ -174,6 +174,7 @@ def _unusual(job: Job) -> str:
         "compressed gradients": job.compression is not None,
         f"local_steps = {training.local_steps}": training.local_steps > 1,
         "asynchronous replicas": training.asynchronous,
+        "offloading": bool(training.offload_optimizer or training.offload_activations),
         "a slow rank": job.ranks.slow > 1,
         "jitter": bool(job.ranks.jitter),
         "locked clocks": gpu.clock_ghz is not None,

@@ -33,6 +33,7 @@ PART_SOURCE = {
     "shard_copies": "plan/step/data_parallel.py: bytes of each copy over memory bandwidth",
     "bubble": "critical path of the schedule - what the busiest stage runs (plan/step/schedule.py)",
     "optimizer": "bytes read and written per parameter over memory bandwidth (plan/step/step.py, OPTIMIZER_BYTES)",
+    "offload": "bytes over the rate to the host - forward, and the same - backward (plan/step/layer_time.py)",
     "host": "kernels · host_us + collectives · host_collective_us - time of the GPU (plan/step/layer_time.py)",
     "stragglers": "(expected slowest of all ranks - 1) · compute (plan/step/step.py)",
 }

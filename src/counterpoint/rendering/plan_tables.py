@@ -35,6 +35,7 @@ LOOKS = {  # of a part: class of its bar
     "host": "idle",
     "stragglers": "wait",
     "shard_copies": "memcpy",
+    "offload": "memcpy",
     "optimizer": "memcpy",
 }
 UNSURE = 0.05  # P(fits) is shown between this and 1 minus this

@@ -57,6 +57,7 @@ def jobs(draw: st.DrawFn) -> tuple[Job, int]:
     training = Training(
         sequence=2048, global_batch=draw(st.sampled_from((2, 4, 6, 8))), flash_attention=draw(st.booleans()),
         fused_accumulation=draw(st.booleans()), fused_kernels=draw(st.booleans()),
+        offload_optimizer=draw(st.sampled_from((0.0, 0.5))), offload_activations=draw(st.sampled_from((0.0, 0.0, 1.0))),
     )  # fmt: skip
     gpus = draw(st.sampled_from((1, 2, 4)))
     gpu = replace(find_gpu("H100"), memory_gib=draw(st.floats(4.3, 8.0)))
@@ -101,7 +102,8 @@ def every_way(job: Job, gpus: int, given_fixed: dict[str, tuple[Any, ...]]) -> I
                     found = dealt(whole) if pipeline.layers == "balanced" else whole
                     if found is not None and memory(found).fits:
                         yield (division, pipeline, sharding), found
-                        if pipeline.layers == "balanced":  # the fewest layers that fit, as stages depend on them
+                        # the fewest layers that fit: stages depend on them, and more may have less to copy
+                        if pipeline.layers == "balanced" or job.training.offload_activations:
                             break
 
 

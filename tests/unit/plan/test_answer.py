@@ -41,6 +41,13 @@ def test_a_step_is_between_ideal_and_serial(path: Path) -> None:
     assert found.ideal_us <= found.step_us <= found.serial_us * (1 + 1e-9)
 
 
+@pytest.mark.parametrize(("dp", "zero", "said"), [(2, 3, True), (2, 2, False), (4, 3, False)])
+def test_zero_3_that_takes_more_memory_than_zero_2_is_said(dp: int, zero: int, said: bool) -> None:
+    """Two layers in a stage: shards of two ranks save less than the gathered layers take, those of four more."""
+    found = answer(parse_job(TABLES | {"parallel": {"dp": dp, "pp": 16, "zero": zero}}))
+    assert any("more than zero 2 would" in note for note in found.notes) == said
+
+
 def test_there_are_examples() -> None:
     """One node, 64 GPUs, 16,384, and experts."""
     assert len(EXAMPLES) == 4

@@ -271,6 +271,16 @@ def test_recomputation_is_what_the_file_says() -> None:
     assert read_megatron(f"{small}{stages}").tables["parallel"]["stage_layers"] == [1, 4, 4, 1]
 
 
+@pytest.mark.parametrize(
+    ("more", "share"),
+    [("", 1.0), ("\noptimizer_offload_fraction: 0.5", 0.5), ("\noptimizer_offload_fraction: 0.0", 0.0)],
+)
+def test_the_part_of_the_optimizer_on_the_host_is_read(more: str, share: float) -> None:
+    """All of it, unless the file says how much; a fraction without the switch does nothing."""
+    assert read_megatron(f"{SMALL}optimizer_cpu_offload: true{more}").tables["training"]["offload_optimizer"] == share
+    assert "offload_optimizer" not in read_megatron(f"{SMALL}{more}").tables["training"]
+
+
 def test_whole_experts_are_read() -> None:
     text = (
         f"{SMALL}num_experts: 8\nsequence_parallel: true\ntensor_model_parallel_size: 4\nexpert_tensor_parallel_size:"

@@ -152,3 +152,20 @@ def test_the_recomputed_core_of_one_layer_is_there() -> None:
     kept = job("llama3-8b", gpus=8, batch=8, dp=8, sequence=8192, flash_attention=False, recompute="selective")
     flash = msgspec.structs.replace(kept, training=msgspec.structs.replace(kept.training, flash_attention=True))
     assert memory(kept).gib["activations"] - memory(flash).gib["activations"] == pytest.approx(4.0)
+
+
+def test_states_on_the_host_take_no_memory() -> None:
+    """A quarter of them leaves three; nothing else changes."""
+    whole, less = (memory(job(tp=8, dp=8, zero=1, offload_optimizer=share)).gib for share in (0.0, 0.25))
+    assert less == whole | {"optimizer": 0.75 * whole["optimizer"]}
+
+
+@pytest.mark.parametrize(("layers", "left"), [(1, 1.0), (2, 1.0), (32, 0.5 + 0.5 * 2 / 32)])
+def test_of_activations_on_the_host_two_layers_are_here(layers: int, left: float) -> None:
+    """One is in use, one is being copied; of the other half of 32 layers everything stays."""
+    model = msgspec.structs.replace(find_model("llama3-8b"), layers=layers)
+    kept, less = (
+        memory(msgspec.structs.replace(job(dp=8, gpus=8, offload_activations=share), model=model)).gib["activations"]
+        for share in (0.0, 0.5)
+    )
+    assert less == pytest.approx(left * kept)

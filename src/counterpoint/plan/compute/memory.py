@@ -4,6 +4,7 @@ parameters   bytes of an element · parameters of the rank             / shards 
 gradients    grad_bytes · the same                              / shards with zero 2 and 3
              once more for what error feedback keeps of compressed ones
 optimizer    STATE_BYTES · the same                              / shards with zero 1, 2 and 3
+             less what is on the host: `offload_optimizer`
 gathered     zero 3: parameters and gradients of the layers that are whole at once: 1 + prefetch
 activations  per layer and micro-batch, t tokens, size bytes of an element (arXiv 2205.05198, equations 1 to 6):
                between blocks, / tp with sequence parallelism
@@ -19,6 +20,7 @@ activations  per layer and micro-batch, t tokens, size bytes of an element (arXi
                what is dropped is whole again for the layer, or unit of layers, at work
              for GPT-3 this is 34 · t · h + 5 · heads · sequence · t
              times layers of a stage, times micro-batches that the stage has in flight (`schedule.in_flight`)
+             less what waits on the host, `offload_activations`, of which two layers are being copied or in use
 head         logits in the precision of training and in float32, of one micro-batch
 reserved     CUDA context, NCCL's buffers, what the allocator cannot use: RESERVED_GIB, assumed, not measured
 """
@@ -26,7 +28,7 @@ reserved     CUDA context, NCCL's buffers, what the allocator cannot use: RESERV
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from msgspec.structs import replace
 
@@ -94,15 +96,17 @@ def least_totals(job: Job) -> list[float]:
 
 def stage_memory(job: Job) -> list[dict[str, float]]:
     """Return the GiB of one GPU by purpose, for each stage."""
-    known: dict[tuple[StagePart, ...], tuple[dict[str, float], float, float]] = {}
+    known: dict[tuple[StagePart, ...], tuple[dict[str, float], _Activations]] = {}
+    host = job.training.offload_activations
     found = []
     parallel, micro = job.parallel, job.training.micro_batches(job.parallel)
     for index, parts in enumerate(deal_layers(job.model, parallel)):
         if parts not in known:
-            known[parts] = (_same_in_every_stage(job, whole_stage(parts)), *_activations(job, parts))
-        sizes, kept, working = known[parts]
+            known[parts] = (_same_in_every_stage(job, whole_stage(parts)), _activations(job, parts))
+        sizes, (kept, working, layer) = known[parts]
         held = in_flight(parallel.schedule, parallel.pp, micro, parallel.virtual, stage=index)
-        found.append({**sizes, "activations": (kept * held + working) / GIB})
+        copied = host * min(kept, 2 * layer)
+        found.append({**sizes, "activations": ((1 - host) * kept * held + copied + working) / GIB})
     return found
 
 
@@ -121,10 +125,15 @@ def sharded_parameters(job: Job, stage: StagePart) -> float:
     return count.shared / ranks + count.experts / group["expert_dp"].ranks
 
 
-def _state_bytes(training: Training) -> int:
-    """Return the bytes of the optimizer's states per parameter; fp32 parameters need no master copy."""
+def offloaded_bytes(job: Job, part: StagePart) -> float:
+    """Return the bytes of activations of one micro-batch that a part of a stage copies to the host."""
+    return job.training.offload_activations * _activations(job, (part,)).kept
+
+
+def _state_bytes(training: Training) -> float:
+    """Return the bytes of the optimizer's states per parameter on the GPU; fp32 parameters need no master copy."""
     copy = 4 if training.precision == "fp32" and training.optimizer != "adam_bf16" else 0
-    return STATE_BYTES[training.optimizer] - copy
+    return (1 - training.offload_optimizer) * (STATE_BYTES[training.optimizer] - copy)
 
 
 def _same_in_every_stage(job: Job, stage: StagePart) -> dict[str, float]:
@@ -172,11 +181,17 @@ def _gathered(job: Job, stage: StagePart) -> float:
     return 2.0 * heaviest.total * (min(whole, stage.layers) + 1)
 
 
-def _activations(job: Job, parts: tuple[StagePart, ...]) -> tuple[float, float]:
-    """Return the bytes that a stage keeps of one micro-batch, and those that a running layer needs in addition."""
+class _Activations(NamedTuple):
+    kept: float  # bytes until backward
+    working: float  # bytes that a running layer needs in addition
+    layer: float  # of `kept`, bytes of the layer that has most
+
+
+def _activations(job: Job, parts: tuple[StagePart, ...]) -> _Activations:
+    """Return the bytes of activations of one micro-batch in a stage."""
     model, training = job.model, job.training
     local, kind, modules = LocalShape.of(job.parallel, training), training.recompute, training.recompute_modules
-    stage, kept, working = whole_stage(parts), 0.0, 0.0
+    stage, kept, working, layer = whole_stage(parts), 0.0, 0.0, 0.0
     again = sum(training.recomputed_layers(part.layers) for part in parts) / max(stage.layers, 1)
     unit = 1
     if training.recompute_method == "uniform":
@@ -191,11 +206,12 @@ def _activations(job: Job, parts: tuple[StagePart, ...]) -> tuple[float, float]:
         else:
             kept += layers * less
         working = max(working, unit * whole - less)
+        layer = max(layer, whole if kind == "full" and again < 1 else less)
     if stage.routed and model.experts is not None:
         working += _under_way(model, model.experts, local, job.parallel.capacity_factor)
     if stage.mtp:
         kept += stage.mtp * (activation_bytes(model, local, kind, model.experts, modules) + _mtp_bytes(model, local))
-    return kept, working
+    return _Activations(kept, working, layer)
 
 
 def _under_way(model: Model, experts: Experts, local: LocalShape, capacity_factor: float) -> float:

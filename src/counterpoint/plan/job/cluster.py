@@ -15,6 +15,12 @@ from counterpoint.plan.job.fields import Count, Factor, JobRecord, Micros, Name,
 from counterpoint.read_file import read_text
 from counterpoint.records import Record
 
+HOST_LINKS = {  # GB/s, by the first letters of a GPU's name
+    "GB": 390.0,  # NVLink-C2C, 450: assumed to reach as much of it as PCIe does
+    "A": 25.0, "L": 25.0,  # PCIe 4: assumed
+    "": 55.6,  # PCIe 5: NVIDIA's nvbandwidth, host_to_device_memcpy_ce on H100
+}  # fmt: skip
+
 
 class ClusterGpu(JobRecord, frozen=True, kw_only=True):
     """Holds the data sheet of one GPU; the fraction of it that is reached is measured (`machine/profile.py`)."""
@@ -28,12 +34,19 @@ class ClusterGpu(JobRecord, frozen=True, kw_only=True):
     source: Text = ""  # of the figures
     clock_ghz: Rate | None = None  # at which its SMs are locked; None: as high as power allows
     power_watts: Rate | None = None  # its power limit; None: that of the data sheet
+    host_gb_per_s: Rate | None = None  # to host memory and back, each direction; None: by its name, `HOST_LINKS`
     machine: Text = ""  # file of a profile of one's own (docs/reference/profile.md); "": the one that is shipped
 
     @property
     def profile(self) -> Profile:
         """Return the measured profile of this GPU: the user's own, or the shipped one."""
         return plan_profile(self.name, self.machine)
+
+    @property
+    def host_bytes_per_us(self) -> float:
+        """Return the rate of copies between this GPU and its host, in each direction."""
+        named = next(rate for letters, rate in HOST_LINKS.items() if self.name.startswith(letters))
+        return (self.host_gb_per_s or named) * 1e3
 
 
 @cache

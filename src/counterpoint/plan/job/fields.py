@@ -31,6 +31,7 @@ Rate = Annotated[float, Meta(ge=1e-3, le=1e9)]
 Micros = Annotated[float, Meta(ge=0, le=1e6)]
 Factor = Annotated[float, Meta(ge=1, le=1000)]
 Part = Annotated[float, Meta(gt=0, le=1)]
+Share = Annotated[float, Meta(ge=0, le=1)]
 Name = Annotated[str, Meta(min_length=1, max_length=80)]
 Text = Annotated[str, Meta(max_length=1000)]
 

@@ -11,7 +11,7 @@
     zero = 3
     [cluster]
     gpu = "H100"                 # or a table [cluster.gpu]
-    power_watts = 600            # of each GPU, and clock_ghz; left out: those of the data sheet
+    power_watts = 600            # of each GPU, and clock_ghz, host_gb_per_s; left out: those of its name
     gpus = 64                    # the last level is cut to it; left out: as many as ranks
     network = "h100-roce-400"    # or the file of plan --fit, or tables [[cluster.levels]] (and fits, such a file)
     machine = "mine.json"        # a profile of one's own GPUs (docs/reference/profile.md); left out: the shipped one
@@ -124,7 +124,7 @@ class OverlapTable(JobRecord, frozen=True, kw_only=True):
     ep: Name | None = None
 
 
-OF_GPUS = ("clock_ghz", "power_watts", "machine")  # fields of a GPU that the table [cluster] may have, too
+OF_GPUS = ("clock_ghz", "power_watts", "host_gb_per_s", "machine")  # fields of a GPU that [cluster] may have, too
 
 
 class ClusterTable(JobRecord, frozen=True, kw_only=True):
@@ -137,6 +137,7 @@ class ClusterTable(JobRecord, frozen=True, kw_only=True):
     fits: Text = ""  # file of a network of one's own, whose fitted protocols count for `levels`
     clock_ghz: Rate | None = None
     power_watts: Rate | None = None
+    host_gb_per_s: Rate | None = None
     machine: Text = ""
     nic_gbit: Rate | None = None  # Gb/s of one GPU's NIC, instead of the network's
     nics: Annotated[int, Meta(ge=1, le=1024)] | None = None  # of a node; the network has one for each GPU

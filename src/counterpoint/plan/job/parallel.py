@@ -10,7 +10,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from counterpoint.errors import Misconfigured
-from counterpoint.plan.job.fields import Count, Degree, JobRecord, Layers, Part, Precision, Width
+from counterpoint.plan.job.fields import Count, Degree, JobRecord, Layers, Part, Precision, Share, Width
 from counterpoint.plan.job.model import Model, ParameterCount, divides, layer_parameters, mtp_parameters
 from counterpoint.records import Record
 
@@ -112,6 +112,8 @@ class Training(JobRecord, frozen=True, kw_only=True):
     early_stop: bool = False
     # decides on the bytes of its states and on its traffic; adam_bf16: parameters and moments in bf16, no float32 copy
     optimizer: Literal["adam", "adam8bit", "sgd", "adam_bf16"] = "adam"
+    offload_optimizer: Share = 0.0  # part of its states that is on the host, whose CPUs update it (ZeRO-Offload)
+    offload_activations: Share = 0.0  # part of what backward needs that waits on the host, copied beside compute
     grad_bytes: Literal[2, 4] = 4  # of a gradient element while it is accumulated and reduced
     flash_attention: bool = True  # attention's scores never go to memory
     flash_version: Literal[1, 2, 3] = 3  # of FlashAttention, or what is as fast: cuDNN's is as 3 on Hopper

@@ -9,6 +9,7 @@ experts   `overlap_ep` = "halves": one half of an exchange is exposed, one runs 
 recomputed: selective: the chosen modules, a whole feed-forward block with its exchanges; full: forward again, with its
             exchanges, in all layers of a part or the first few of them, up to the last product or its input
 zero 3    + copies, and the exposed part of gathering parameters and scattering gradients (`data_parallel.py`)
+offload   + what copying activations to the host takes longer than forward, and back longer than backward
 host      + what the host takes longer to launch all kernels and collectives of a micro-batch than the GPU to run them:
             it runs ahead of the GPU, from forward into backward, so only its total counts; none with CUDA graphs
 """
@@ -38,6 +39,7 @@ from counterpoint.plan.compute.layers import (
     layer_work,
     mtp_work,
 )
+from counterpoint.plan.compute.memory import offloaded_bytes
 from counterpoint.plan.compute.roofline import GpuRates, cost, host_us
 from counterpoint.plan.job.cluster import plan_profile
 from counterpoint.plan.job.job import Job
@@ -89,6 +91,7 @@ class TimeByPart(Record, frozen=True, kw_only=True):
     context_us: float = 0.0
     expert_us: float = 0.0
     shards_us: float = 0.0
+    offload_us: float = 0.0
     host_us: float = 0.0
 
     @property
@@ -201,6 +204,16 @@ def part_time(job: Job, rates: GpuRates, prices: MeshTimes, part: StagePart, lay
     if job.parallel.zero == 3 and job.parallel.dp * job.parallel.cp > 1:
         found = found.plus(_sharding_time(job, rates, prices, part, found))
     return found.with_host()
+
+
+def with_offloading(job: Job, part: StagePart, time: MicroBatchTime) -> MicroBatchTime:
+    """Return a part's time with the exposed copies of activations: to the host beside forward, back beside backward."""
+    if not job.training.offload_activations:
+        return time
+    copy_us = offloaded_bytes(job, part) / job.cluster.gpu.host_bytes_per_us
+    ways = (time.forward, replace(time.backward, host_us=0.0))
+    forward, backward = (way.plus(TimeByPart(offload_us=max(copy_us - way.total_us, 0.0))) for way in ways)
+    return replace(time, forward=forward, backward=backward).with_host()
 
 
 def layer_time(job: Job, rates: GpuRates, prices: MeshTimes, experts: Experts | None = None) -> MicroBatchTime:

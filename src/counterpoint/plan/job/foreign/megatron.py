@@ -186,8 +186,15 @@ def _training(reading: Reading) -> dict[str, Any]:
         "cuda_graphs": _any(reading, "enable_cuda_graph", "external_cuda_graph") or graphs,
         "fused_accumulation": reading.truth("gradient_accumulation_fusion", default=True),
         "optimizer": reading.word("optimizer", allowed=("adam", "sgd")) or "adam", "grad_bytes": 2 if half else 4,
+        "offload_optimizer": _offloaded(reading),
     }  # fmt: skip
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _offloaded(reading: Reading) -> float | None:
+    """Return the part of the optimizer's states that is on the host; None: nothing is."""
+    part = reading.number("optimizer_offload_fraction") if "optimizer_offload_fraction" in reading.values else 1.0
+    return part if reading.truth("optimizer_cpu_offload") else None
 
 
 def _precision(reading: Reading) -> dict[str, Any]:
