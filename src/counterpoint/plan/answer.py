@@ -108,11 +108,7 @@ def _prediction(job: Job, found: PredictedStep, asked: Mapping[str, str], anchor
         gpu=job.cluster.gpu.name,
         gpus=job.parallel.world_size,
         step_us=found.step_us,
-        parts=tuple(
-            TimePart(name=name, us=found.parts[f"{name}_us"], means=means)
-            for name, means in PARTS.items()
-            if found.parts[f"{name}_us"] > NEGLIGIBLE * found.step_us
-        ),
+        parts=tuple(TimePart(name=name, us=us, means=PARTS[name]) for name, us in _parts(found).items()),
         comm=tuple(
             TimePart(name=axis, us=us, means=AXES.get(axis, axis)) for axis, us in found.comm_us.items() if us > 0
         ),
@@ -142,6 +138,12 @@ def _prediction(job: Job, found: PredictedStep, asked: Mapping[str, str], anchor
     )
 
 
+def _parts(found: PredictedStep) -> dict[str, float]:
+    """Return the µs of a step by part, without the negligible ones."""
+    each = {name: found.parts[f"{name}_us"] for name in PARTS}
+    return {name: us for name, us in each.items() if us > NEGLIGIBLE * found.step_us}
+
+
 def _advice(found: PredictedStep) -> tuple[str, ...]:
     """Return a note for a job whose step is mostly exposed communication, as another division may be faster."""
     if found.exposed_comm_us < MUCH * found.step_us:
@@ -165,6 +167,7 @@ def outcome(job: Job, found: PredictedStep, anchor: Anchor | None = None, **name
     return PlanOutcome(
         gpus=job.parallel.world_size,
         step_us=found.step_us,
+        parts=_parts(found),
         low_us=interval.low_us,
         high_us=interval.high_us,
         mfu=found.mfu,

@@ -32,6 +32,7 @@ from counterpoint.plan.job.parallel import CORE_ONLY, deal_layers
 from counterpoint.plan.network.estimate import CollectiveTimes, MeshTimes
 from counterpoint.plan.network.network import network_of
 from counterpoint.plan.observed import Anchor
+from counterpoint.plan.search.rank import check_objective, ranked
 from counterpoint.plan.search.space import (
     AXES,
     Division,
@@ -135,14 +136,17 @@ def search_each(
     progress: Progress | None = None,
     anchor: Anchor | None = None,
     min_fits: float | None = None,
+    objective: str = "step",
 ) -> tuple[SearchResult, ...]:
     """Return the result of `search` for each number of GPUs; one without any way has the reason and no choices.
 
-    All other arguments are those of `search`.
+    They are ranked by the objective, "step", "cost" or "goodput". All other arguments are those of `search`.
 
     Raises:
-        Misconfigured: there is no result for any number of GPUs; the reason is that of the first.
+        Misconfigured: the objective cannot take effect, or there is no result for any number of GPUs; the reason is
+            that of the first.
     """
+    by = check_objective(objective, job, counts)
     found = []
     for gpus in counts:
         try:
@@ -153,7 +157,7 @@ def search_each(
             found.append(SearchResult(gpus=gpus or 0, why_not=str(error)))
     if not any(each.choices for each in found):
         raise Misconfigured(found[0].why_not or "")
-    return tuple(found)
+    return ranked(found, by)
 
 
 def chosen_job(job: Job, result: SearchResult) -> Job:
@@ -382,7 +386,7 @@ class _Search:
         if job.training.recompute != "selective":
             settings["training.recompute_modules"] = None
         close = bool(self.choices) and too_close(step.step_us, self.fastest_us or 0.0)
-        return outcome(replace(job, run=None), step, self.anchor, settings=settings, too_close=close)
+        return outcome(job, step, self.anchor, settings=settings, too_close=close)
 
 
 def _of_gpu(job: Job, gpu: ClusterGpu) -> Job:
