@@ -75,6 +75,15 @@ def test_each_number_of_gpus_has_its_result() -> None:
     assert [line.split(",")[0] for line in lines[1:]] == ["16", "16", "8", "8"]
 
 
+def test_of_equally_fast_ways_the_one_of_less_memory_is_first() -> None:
+    """zero 1 and 2 of one micro-batch take equally long."""
+    job = parse_job(TABLES | {"cluster": {"gpu": "H200", "network": "h200-ndr-400", "gpus": 8}})
+    found = search(job, fixed=read_fixed(["zero=1,2", "recompute=full", "tp=1", "pp=1"])).choices
+    taken = [(each.step_us or 0.0, each.memory_gib or 0.0) for each in found]
+    assert taken == sorted(taken)
+    assert len({step_us for step_us, _ in taken}) < len(taken)
+
+
 def test_what_is_no_axis_stays_as_it_is() -> None:
     """Tensor parallelism in pieces, wherever there is tensor parallelism."""
     tables = TABLES | {"parallel": {"tp": 2, "dp": 4, "pieces_tp": True, "bucket_bytes": 1 << 28}}

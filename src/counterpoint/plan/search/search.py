@@ -7,7 +7,8 @@
     answer          the same way                            `predict_step`
 
 What has the least time so far is opened: a division becomes its pipelines, and so on.
-An answer that is opened is next in the result, since all that is left takes as long or longer.
+An answer that is opened is next in the result, since all that is left takes as long or longer; of equal ones that of
+less memory is first.
 So a way is left out only where it does not fit, cannot be, or its bound is above the last answer: nothing is guessed.
 Of the ways that differ in recomputation only, the fastest that fits is listed.
 """
@@ -197,7 +198,7 @@ class _Search:
         self.prices = CollectiveTimes(network_of(self.job.cluster))
         self.again = recomputations(job, fixed)
         self.layers: dict[object, LayerTimes] = {}
-        self.open: list[tuple[float, int, _Node]] = []
+        self.open: list[tuple[float, float, int, _Node]] = []
         self.order = count()
         self.considered = self.priced = self.too_large = self.impossible = 0
         self.smallest = float("inf")
@@ -214,7 +215,7 @@ class _Search:
             self._find()
         except KeyboardInterrupt:  # what was predicted so far may not be the fastest, but is better than nothing
             complete = False
-            for _, _, node in sorted(self.open):
+            for *_, node in sorted(self.open):
                 self._list(node)
             if not self.choices:
                 raise
@@ -242,7 +243,7 @@ class _Search:
         total, done = len(self.open), 0
         opened = (self._open_division, self._open_pipeline, self._open_recomputation, self._answer)
         while self.open and len(self.choices) < self.best:
-            _, _, node = heapq.heappop(self.open)
+            *_, node = heapq.heappop(self.open)
             if node.decided == len(opened) and node.family in self.families:
                 continue  # the same way with another recomputation was faster
             if node.step is not None:
@@ -261,7 +262,8 @@ class _Search:
             self.choices.append(self._choice(node.job, node.step))
 
     def _push(self, least_us: float, node: _Node) -> None:
-        heapq.heappush(self.open, (least_us * (ROUNDING if node.step is None else 1), next(self.order), node))
+        key = (least_us * ROUNDING, 0.0) if node.step is None else (least_us, node.step.memory.total_gib)
+        heapq.heappush(self.open, (*key, next(self.order), node))
 
     def _begin(self) -> None:
         for division in divisions(self.job, self.gpus, self.fixed):
