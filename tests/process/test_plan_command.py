@@ -109,7 +109,10 @@ def test_explain_prints_the_formula() -> None:
         (["--search", "--min-fits", "1"], "--min-fits 1: give a probability above 0 and below 1"),
         (["--search", "--gpus", "8,x"], "--gpus 8,x: give numbers from 1"),
         (["--objective", "cost"], "--objective is about --search: give it, too"),
-        (["--search", "--objective", "cost"], "--objective cost on one number of GPUs"),
+        (
+            ["--search", "--objective", "cost"],
+            "--objective cost: the fastest way on one number of GPUs",
+        ),
         (["--search", "--fix", "colour=2"], "colour is no axis of a search"),
         (["--mechanism", "magic"], "mechanism = 'magic': known are nccl"),
         (["--set", "cluster.machine=none.json"], "cluster.machine = none.json: No such file or directory"),

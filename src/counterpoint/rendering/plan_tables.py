@@ -330,6 +330,10 @@ def _way_columns(choices: Sequence[PlanOutcome], objective: Objective) -> tuple[
     def of(name: str) -> Callable[[PlanOutcome], str]:
         return lambda choice: setting(choice.settings[name])
 
+    def why(choice: PlanOutcome) -> str:
+        more = choice.more
+        return BEST_BY[objective] if more is None else f"{words(more.name)} {say.change(more.change)}"
+
     names, layers = varying(choices), "parallel.stage_layers"
     return (
         *(Column(_head(name), str, of(name)) for name in names if name != layers and "recompute" not in name),
@@ -341,7 +345,7 @@ def _way_columns(choices: Sequence[PlanOutcome], objective: Objective) -> tuple[
         Column("tokens/s", say.whole, lambda choice: choice.tokens_per_s, optional=True),
         *([] if objective == "step" else [replace(STEP, optional=True)]),
         Column("", of=lambda choice: "*" * choice.on_front + "≈" * choice.too_close),
-        Column("why", of=lambda choice: _why(choice) or BEST_BY[objective]),
+        Column("why", of=why),
         *([Column("layers", of=of(layers), optional=True)] if layers in names else []),
     )
 
@@ -356,23 +360,17 @@ WAY_NOTES = (
 
 def _objective_column(first: PlanOutcome, objective: Objective) -> Column:
     """Return the column of what the objective ranks by; cost is in GPU-hours where the job has no price."""
-    priced = first.run is not None and first.run.cost is not None
+    price = first.run.cost / first.run.gpu_hours if first.run and first.run.cost else None
 
     def useful_tokens_per_s(choice: PlanOutcome) -> float:
         return (choice.tokens_per_s or 0.0) * (choice.run.goodput if choice.run else 1.0)
 
     def cost(choice: PlanOutcome) -> float:
-        if priced and choice.run:
-            return 1e9 * (choice.run.cost or 0.0) / choice.run.tokens
-        return 1e9 * (choice.gpus or 0) / useful_tokens_per_s(choice) / 3600
+        return 1e9 * (price or 1.0) * (choice.gpus or 0) / useful_tokens_per_s(choice) / 3600
 
     if objective == "cost":
-        return Column(f"{'cost' if priced else 'GPU-h'} per\n10⁹ tokens", say.decimal, cost)
+        return Column(f"{'cost' if price else 'GPU-h'} per\n10⁹ tokens", say.decimal, cost)
     return STEP if objective == "step" else Column("useful\ntokens/s", say.whole, useful_tokens_per_s)
-
-
-def _why(choice: PlanOutcome) -> str:
-    return "" if choice.more is None else f"{words(choice.more.name)} {say.change(choice.more.change)}"
 
 
 def _recomputed(choice: PlanOutcome) -> str:

@@ -17,6 +17,7 @@ from counterpoint.plan.search.search import search_each
 from counterpoint.records.prediction import Objective, PartChange, PlanOutcome, RunLoss, SearchResult, TrainingRun
 from counterpoint.rendering.plan_tables import tables
 from counterpoint.rendering.print_table import print_table
+from tests.support.example_prediction import usual
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "plan"
 
@@ -89,12 +90,33 @@ def test_what_failures_lose_can_keep_a_choice_from_the_first() -> None:
 
 
 @pytest.mark.parametrize(
+    ("objective", "cost", "shown"),
+    [
+        ("cost", None, "GPU-h per 10⁹ tokens | 4.4"),  # 8 GPUs · 10⁹ / (0.5 · 10⁶ · 3600)
+        ("cost", 2.0, "cost per 10⁹ tokens | 8.9"),  # at 2 for the one GPU-hour of the run
+        ("goodput", 2.0, "useful tokens/s | 500,000"),
+    ],
+)
+def test_the_table_shows_what_it_ranks_by(objective: Objective, cost: float | None, shown: str) -> None:
+    """8 GPUs that train 10⁶ tokens/s, of which half are lost."""
+    way = choice(8, 40.0, 0.5, matmul=100.0)
+    assert way.run is not None
+    way = replace(way, tokens_per_s=1e6, settings={"parallel.dp": 8}, run=replace(way.run, cost=cost))
+    found = ranked([result(way), SearchResult(gpus=4, why_not="nothing fits")], objective)
+    table = next(each for each in tables(replace(usual(), search=None, searches=found)) if "ranked by" in each.unit)
+    name, _, figure = shown.partition(" | ")
+    place = [column.name.replace("\n", " ") for column in table.columns].index(name)
+    assert table.lines()[0][place] == figure
+    assert "4 GPUs: nothing fits" in table.notes
+
+
+@pytest.mark.parametrize(
     ("objective", "counts", "said"),
     [
         ("fast", [8, 16], "give one of step, cost, goodput"),
-        ("cost", [None], "give numbers by --gpus"),
-        ("cost", [8, 8], "give numbers by --gpus"),
-        ("goodput", [8, 16], "nothing fails: give run.tokens"),
+        ("cost", [None], "give more by --gpus"),
+        ("cost", [8, 8], "give more by --gpus"),
+        ("goodput", [8, 16], "nothing fails; give run.tokens"),
     ],
 )
 def test_an_objective_that_cannot_take_effect_is_refused(objective: str, counts: list[int | None], said: str) -> None:

@@ -26,20 +26,18 @@ def check_objective(objective: str, job: Job, counts: Sequence[int | None]) -> O
         raise Misconfigured(f"--objective {printable(objective, 80)}: give one of {', '.join(OBJECTIVES)}")
     if objective != "step" and len(set(counts)) < 2:
         raise Misconfigured(
-            f"--objective {objective} on one number of GPUs, where the fastest way is the best by it: leave it out, or "
-            "give numbers by --gpus, as in 64,128,256"
+            f"--objective {objective}: the fastest way on one number of GPUs is the best by it; give more by --gpus"
         )
     if objective == "goodput" and not (job.run and (job.run.gpu_mtbf_hours or job.run.node_mtbf_hours)):
         raise Misconfigured(
-            "--objective goodput of a job in which nothing fails: give run.tokens, and run.gpu_mtbf_hours or "
-            "run.node_mtbf_hours"
+            "--objective goodput: nothing fails; give run.tokens, and run.gpu_mtbf_hours or run.node_mtbf_hours"
         )
     return objective
 
 
 def ranked(results: Sequence[SearchResult], objective: Objective) -> tuple[SearchResult, ...]:
     """Return the results, that of the best choice first and those without choices last, with their choices compared."""
-    found = sorted(results, key=lambda each: _whole(each.choices[0], objective) if each.choices else inf)
+    found = sorted(results, key=lambda it: sum(_taken(it.choices[0], objective).values()) if it.choices else inf)
     first = found[0].choices[0]
     front = _front(choice for each in found for choice in each.choices)
 
@@ -59,10 +57,6 @@ def _taken(choice: PlanOutcome, objective: Objective) -> dict[str, float]:
         whole_us = sum(found.values()) / choice.run.goodput
         found |= {loss.name: whole_us * loss.days / choice.run.days for loss in choice.run.losses}
     return {name: us * (choice.gpus or 1) for name, us in found.items()} if objective == "cost" else found
-
-
-def _whole(choice: PlanOutcome, objective: Objective) -> float:
-    return sum(_taken(choice, objective).values())
 
 
 def _most_added(taken: Mapping[str, float], first: Mapping[str, float]) -> PartChange | None:

@@ -7,8 +7,7 @@
     answer          the same way                            `predict_step`
 
 What has the least time so far is opened: a division becomes its pipelines, and so on.
-An answer that is opened is next in the result, since all that is left takes as long or longer; of equal ones that of
-less memory is first.
+An answer that is opened is next in the result: all that is left takes longer, or as long and no less memory.
 So a way is left out only where it does not fit, cannot be, or its bound is above the last answer: nothing is guessed.
 Of the ways that differ in recomputation only, the fastest that fits is listed.
 """
@@ -144,8 +143,7 @@ def search_each(
     They are ranked by the objective, "step", "cost" or "goodput". All other arguments are those of `search`.
 
     Raises:
-        Misconfigured: the objective cannot take effect, or there is no result for any number of GPUs; the reason is
-            that of the first.
+        Misconfigured: no number of GPUs has a result, for the reason of the first; the objective has no effect.
     """
     by = check_objective(objective, job, counts)
     found = []
