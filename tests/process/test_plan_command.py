@@ -65,9 +65,13 @@ def test_a_search_writes_its_ways_and_its_winner(tmp_path: Path) -> None:
     assert "memory of the stages, GiB: " in run(str(winner)).stdout
 
 
-def test_a_search_for_each_number_of_gpus_is_a_table() -> None:
-    done = run(EXAMPLE, "--search", "--gpus", "8,16", "--fix", "tp=8", "--fix", "micro_batch=1")
-    assert "The fastest way for each number of GPUs" in done.stdout
+def test_a_search_for_each_number_of_gpus_is_a_table(tmp_path: Path) -> None:
+    """Its winner is a job on the cheapest of them."""
+    fixed = ("--fix", "tp=8", "--fix", "micro_batch=1")
+    winner = tmp_path / "winner.toml"
+    done = run(EXAMPLE, "--search", "--gpus", "16,8", "--objective", "cost", *fixed, "--winner", winner)
+    assert "The fastest way for each number of GPUs  ranked by cost" in done.stdout
+    assert "on 8 × " in run(winner).stdout
 
 
 def test_days_cost_and_goodput_of_the_whole_training() -> None:
@@ -104,7 +108,11 @@ def test_explain_prints_the_formula() -> None:
         (["--min-fits", "0.9"], "--min-fits is about --search: give it, too"),
         (["--search", "--min-fits", "1"], "--min-fits 1: give a probability above 0 and below 1"),
         (["--search", "--gpus", "8,x"], "--gpus 8,x: give numbers from 1"),
-        (["--search", "--gpus", "8,16", "--winner", "w.toml"], "--winner with several numbers of --gpus"),
+        (["--objective", "cost"], "--objective is about --search: give it, too"),
+        (
+            ["--search", "--objective", "cost"],
+            "--objective cost: the fastest way on one number of GPUs",
+        ),
         (["--search", "--fix", "colour=2"], "colour is no axis of a search"),
         (["--mechanism", "magic"], "mechanism = 'magic': known are nccl"),
         (["--set", "cluster.machine=none.json"], "cluster.machine = none.json: No such file or directory"),

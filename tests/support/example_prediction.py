@@ -5,6 +5,7 @@ import msgspec
 from counterpoint.records.prediction import (
     Bar,
     Curve,
+    PartChange,
     PlanOutcome,
     Prediction,
     RatioError,
@@ -66,9 +67,10 @@ def usual() -> Prediction:
     choices = tuple(
         PlanOutcome(
             settings={"parallel.dp": 8, "parallel.zero": zero}, step_us=step_us, low_us=step_us, high_us=1.2 * step_us,
-            mfu=0.45, memory_gib=40.0, fits_probability=0.98, too_close=step_us > 9e3,
+            mfu=0.45, memory_gib=40.0, fits_probability=0.98, too_close=more is not None, on_front=more is None,
+            tokens_per_s=8.1e9 / step_us, more=more,
         )
-        for zero, step_us in ((1, 9e3), (2, 9.1e3))
+        for zero, step_us, more in ((1, 9e3, None), (2, 9.1e3, PartChange(name="bubble", change=100 / 9000)))
     )  # fmt: skip
     return msgspec.structs.replace(
         bare(),

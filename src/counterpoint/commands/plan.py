@@ -67,6 +67,9 @@ def plan(
     top: Annotated[
         int | None, typer.Option(help="List so many ways of --search; 10 unless given.", min=1, max=10_000)
     ] = None,
+    objective: Annotated[
+        str | None, typer.Option(help="Rank the numbers of --gpus by step (left out), cost or goodput.")
+    ] = None,
     min_fits: Annotated[
         float | None, typer.Option(help="Let --search list only ways that fit in memory with this probability, as 0.9.")
     ] = None,
@@ -113,7 +116,7 @@ def plan(
     _check_explain(explain, _named(others))
     json_path = json_file(json)
     check_outputs(html, json_path, csv, winner)
-    looking = _looking(search, _Looking(tuple(fix or ()), gpus, top, csv, winner, min_fits))
+    looking = _looking(search, _Looking(tuple(fix or ()), gpus, top, csv, winner, min_fits, objective))
     _check_placement(topology, topology_name, hosts, launch_files)
     if fit:
         given = {
@@ -245,6 +248,7 @@ class _Looking(NamedTuple):
     csv: Path | None
     winner: Path | None
     min_fits: float | None
+    objective: str | None
 
     def results(self, job: Job, anchor: Anchor | None) -> tuple[SearchResult, ...]:
         """Search, and write the files that were asked for; `anchor` is the job's observed step."""
@@ -254,8 +258,6 @@ class _Looking(NamedTuple):
         from counterpoint.rendering.search_csv import search_csv
 
         counts = [None] if self.gpus is None else _numbers("--gpus", self.gpus)
-        if self.winner is not None and len(counts) > 1:
-            raise Misconfigured("--winner with several numbers of --gpus: give one of them")
         with progress(quiet=False, first="search") as tell:
 
             def told(done: int, total: int, fastest_us: float | None) -> None:
@@ -263,7 +265,7 @@ class _Looking(NamedTuple):
 
             found = search_each(
                 job, counts, best=self.top or BEST, fixed=read_fixed(self.fix), progress=told, anchor=anchor,
-                min_fits=self.min_fits,
+                min_fits=self.min_fits, objective=self.objective or "step",
             )  # fmt: skip
         if self.csv is not None:
             write_file(self.csv, search_csv(found).encode())
@@ -278,7 +280,7 @@ def _looking(search: bool, asked: _Looking) -> _Looking | None:
         return asked
     flags = {
         "--fix": asked.fix or None, "--gpus": asked.gpus, "--top": asked.top, "--csv": asked.csv,
-        "--winner": asked.winner, "--min-fits": asked.min_fits,
+        "--winner": asked.winner, "--min-fits": asked.min_fits, "--objective": asked.objective,
     }  # fmt: skip
     for flag, value in flags.items():
         if value is not None:

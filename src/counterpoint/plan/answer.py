@@ -110,11 +110,7 @@ def _prediction(job: Job, found: PredictedStep, asked: Mapping[str, str], anchor
         gpu=job.cluster.gpu.name,
         gpus=job.parallel.world_size,
         step_us=found.step_us,
-        parts=tuple(
-            TimePart(name=name, us=found.parts[f"{name}_us"], means=means)
-            for name, means in PARTS.items()
-            if found.parts[f"{name}_us"] > NEGLIGIBLE * found.step_us
-        ),
+        parts=tuple(TimePart(name=name, us=us, means=PARTS[name]) for name, us in _parts(found).items()),
         comm=tuple(
             TimePart(name=axis, us=us, means=AXES.get(axis, axis)) for axis, us in found.comm_us.items() if us > 0
         ),
@@ -156,6 +152,12 @@ def _advice(job: Job, found: PredictedStep) -> tuple[str, ...]:
     return tuple(notes)
 
 
+def _parts(found: PredictedStep) -> dict[str, float]:
+    """Return the µs of a step by part, without the negligible ones."""
+    each = {name: found.parts[f"{name}_us"] for name in PARTS}
+    return {name: us for name, us in each.items() if us > NEGLIGIBLE * found.step_us}
+
+
 def outcome(job: Job, found: PredictedStep, anchor: Anchor | None = None, **named: Any) -> PlanOutcome:
     """Return the summary of a predicted step for its job: step time, throughput, memory and the like.
 
@@ -172,6 +174,7 @@ def outcome(job: Job, found: PredictedStep, anchor: Anchor | None = None, **name
     return PlanOutcome(
         gpus=job.parallel.world_size,
         step_us=found.step_us,
+        parts=_parts(found),
         low_us=interval.low_us,
         high_us=interval.high_us,
         mfu=found.mfu,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -10,6 +10,8 @@ from counterpoint.records import Record
 
 PREDICTION_SCHEMA = "counterpoint.plan/1"
 Setting = int | str | bool | tuple[int | str, ...] | None
+Objective = Literal["step", "cost", "goodput"]
+OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 
 
 class TimePart(Record, frozen=True, kw_only=True):
@@ -98,6 +100,13 @@ class TrainingRun(Record, frozen=True, kw_only=True):
     losses: tuple[RunLoss, ...]
 
 
+class PartChange(Record, frozen=True, kw_only=True):
+    """Says by how much a part, or a loss of a training, is longer than in another job, as a fraction of its whole."""
+
+    name: str
+    change: float
+
+
 class PlanOutcome(Record, frozen=True, kw_only=True):
     """Holds the main figures of one of several jobs; if a job is impossible, `why_not` says why, and they are null."""
 
@@ -105,6 +114,7 @@ class PlanOutcome(Record, frozen=True, kw_only=True):
     settings: dict[str, Setting] = msgspec.field(default_factory=dict)  # of a search: fields that the search chose
     gpus: int | None = None
     step_us: float | None = None
+    parts: dict[str, float] = msgspec.field(default_factory=dict)  # µs by name; they add up to `step_us`
     low_us: float | None = None  # ends of the step's interval
     high_us: float | None = None
     mfu: float | None = None
@@ -115,6 +125,8 @@ class PlanOutcome(Record, frozen=True, kw_only=True):
     fits_probability: float | None = None
     run: TrainingRun | None = None
     too_close: bool = False  # too close to the fastest choice of a search to tell which one is faster
+    on_front: bool = False  # of a search: no other choice has as little of GPUs, step and memory
+    more: PartChange | None = None  # of a search: the part that exceeds that of the first choice most
     why_not: str | None = None
 
 
@@ -133,6 +145,7 @@ class SearchResult(Record, frozen=True, kw_only=True):
     """
 
     gpus: int = 0
+    objective: Objective = "step"  # by which several numbers of GPUs are ranked
     considered: int = 0
     priced: int = 0
     too_large: int = 0
@@ -222,7 +235,7 @@ class Prediction(Record, frozen=True, kw_only=True):
     curves: tuple[Curve, ...] = ()
     sensitivities: tuple[PlanOutcome, ...] = ()  # the job with one figure improved, the largest gain first
     search: SearchResult | None = None
-    searches: tuple[SearchResult, ...] = ()  # one for each number of GPUs that was asked for
+    searches: tuple[SearchResult, ...] = ()  # one for each number of GPUs that was asked for, the best first
     placement: PlacementResult | None = None
     run: TrainingRun | None = None
     asked: dict[str, str] = msgspec.field(default_factory=dict)  # flags and fields that were changed

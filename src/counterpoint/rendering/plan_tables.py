@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 from counterpoint.records.prediction import (
     Curve,
     FitError,
+    Objective,
     ObservedStep,
     PlacementResult,
     PlanOutcome,
@@ -83,7 +85,7 @@ def tables(found: Prediction, figures: Mapping[str, Figure] | None = None) -> li
     if found.search is not None:
         made.append(_search(found.search, close))
     if any(search.choices for search in found.searches):
-        made.append(_searches(found.searches, close))
+        made.append(_searches(found.searches))
     made.append(_parts(found))
     if found.run is not None:
         made.append(_run(found.run))
@@ -313,55 +315,80 @@ def _sensitivities(found: Prediction) -> Table:
 
 def _search(search: SearchResult, close: Sequence[str]) -> Table:
     slower = search.considered - search.priced - search.too_large - search.impossible
-    names, so_far = varying(search.choices), "" if search.complete else "so far "
+    so_far = "" if search.complete else "so far "
     return Table(
         title=f"The fastest {so_far}of {search.considered:,} ways on {search.gpus:,} GPUs",
         unit=f"{search.too_large:,} do not fit, {search.impossible:,} cannot be, {slower:,} cannot be faster",
-        columns=(*_settings(names), *CHOICE),
+        columns=_way_columns(search.choices, search.objective),
         rows=search.choices,
-        notes=close,
+        notes=[*close, *WAY_NOTES],
     )
 
 
-def _settings(names: Sequence[str]) -> list[Column]:
-    """Return a table column for each of these settings, by which a job is divided."""
+def _way_columns(choices: Sequence[PlanOutcome], objective: Objective) -> tuple[Column, ...]:
+    """Return the columns of ways to divide a job; a narrow terminal leaves out the layers first, MFU last."""
 
     def of(name: str) -> Callable[[PlanOutcome], str]:
         return lambda choice: setting(choice.settings[name])
 
-    return [Column(_head(name), str, of(name)) for name in names]
+    def why(choice: PlanOutcome) -> str:
+        more = choice.more
+        return BEST_BY[objective] if more is None else f"{words(more.name)} {say.change(more.change)}"
+
+    names, layers = varying(choices), "parallel.stage_layers"
+    return (
+        *(Column(_head(name), str, of(name)) for name in names if name != layers and "recompute" not in name),
+        *([Column("recompute", of=_recomputed)] if "training.recompute" in names else []),
+        _objective_column(choices[0], objective),
+        Column("GiB", say.decimal, lambda choice: choice.memory_gib),
+        Column("P(fits)", say.percent, lambda choice: choice.fits_probability),
+        Column("MFU", say.tenth_percent, lambda choice: choice.mfu, optional=True),
+        Column("tokens/s", say.whole, lambda choice: choice.tokens_per_s, optional=True),
+        *([] if objective == "step" else [replace(STEP, optional=True)]),
+        Column("", of=lambda choice: "*" * choice.on_front + "≈" * choice.too_close),
+        Column("why", of=why),
+        *([Column("layers", of=of(layers), optional=True)] if layers in names else []),
+    )
 
 
-CHOICE = (  # figures of a way to divide a job
-    Column("step, ms", say.tenth_milliseconds, lambda choice: choice.step_us),
-    Column("MFU", say.tenth_percent, lambda choice: choice.mfu),
-    Column("GiB", say.decimal, lambda choice: choice.memory_gib),
-    Column("P(fits)", say.percent, lambda choice: choice.fits_probability),
-    Column("", of=lambda choice: "≈" if choice.too_close else ""),
+BEST_BY: dict[Objective, str] = {"step": "fastest", "cost": "cheapest", "goodput": "most tokens"}
+STEP = Column("step, ms", say.tenth_milliseconds, lambda choice: choice.step_us)
+WAY_NOTES = (
+    "* no other way takes as little of step, GPUs and GiB",
+    "why: the part that exceeds the first's by most, as a share of all that the first takes",
 )
 
 
-def _searches(searches: Sequence[SearchResult], close: Sequence[str]) -> Table:
-    """Return a table of the fastest way for each number of GPUs; tokens/s per GPU are relative to the fewest GPUs."""
-    names = varying([search.choices[0] for search in searches if search.choices])
-    first = next(search for search in searches if search.choices)
-    base = (first.choices[0].tokens_per_s or 0.0) / first.gpus
-    columns = (*_settings(names), Column("tokens/s", say.whole), Column("per GPU", say.percent), *CHOICE)
-    rows = []
-    for search in searches:
-        if not search.choices:
-            rows.append(row(f"{search.gpus:,}", search.why_not or "", tone="quiet"))
-            continue
-        choice = search.choices[0]
-        tokens = choice.tokens_per_s or 0.0
-        settings, figures = ([column.of(choice) for column in of if column.of] for of in (_settings(names), CHOICE))
-        share = tokens / search.gpus / base if base else ""
-        rows.append(row(f"{search.gpus:,}", *settings, tokens, share, *figures))
+def _objective_column(first: PlanOutcome, objective: Objective) -> Column:
+    """Return the column of what the objective ranks by; cost is in GPU-hours where the job has no price."""
+    price = first.run.cost / first.run.gpu_hours if first.run and first.run.cost else None
+
+    def useful_tokens_per_s(choice: PlanOutcome) -> float:
+        return (choice.tokens_per_s or 0.0) * (choice.run.goodput if choice.run else 1.0)
+
+    def cost(choice: PlanOutcome) -> float:
+        return 1e9 * (price or 1.0) * (choice.gpus or 0) / useful_tokens_per_s(choice) / 3600
+
+    if objective == "cost":
+        return Column(f"{'cost' if price else 'GPU-h'} per\n10⁹ tokens", say.decimal, cost)
+    return STEP if objective == "step" else Column("useful\ntokens/s", say.whole, useful_tokens_per_s)
+
+
+def _recomputed(choice: PlanOutcome) -> str:
+    """Return what backward computes again: modules, or what the fields of recomputation say."""
+    said = [choice.settings[f"training.recompute{field}"] for field in ("", "_modules", "_method", "_num_layers")]
+    return setting(said[1] or tuple(str(each) for each in said if each is not None))
+
+
+def _searches(searches: Sequence[SearchResult]) -> Table:
+    """Return a table of the best way for each number of GPUs; the notes say why a number has none."""
+    choices, objective = [search.choices[0] for search in searches if search.choices], searches[0].objective
     return Table(
         title="The fastest way for each number of GPUs",
-        columns=(Column("GPUs", str), *columns),
-        rows=rows,
-        notes=close,
+        unit=f"ranked by {objective}",
+        columns=(Column("GPUs", say.count, lambda choice: choice.gpus), *_way_columns(choices, objective)),
+        rows=choices,
+        notes=[*(f"{each.gpus:,} GPUs: {each.why_not}" for each in searches if not each.choices), *WAY_NOTES],
     )
 
 
@@ -418,4 +445,4 @@ def varying(choices: Sequence[PlanOutcome]) -> Sequence[str]:
 
 def _head(field: str) -> str:
     name = field.partition(".")[2]
-    return {"micro_batch": "micro", "stage_layers": "layers"}.get(name, name.removeprefix("recompute_"))
+    return {"micro_batch": "micro"}.get(name, name)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from counterpoint.records.prediction import SearchResult
 from counterpoint.rendering.plan_tables import setting
 
-FIGURES = ("step_us", "low_us", "high_us", "mfu", "tokens_per_s", "memory_gib", "fits_probability")
+FIGURES = ("step_us", "low_us", "high_us", "mfu", "tokens_per_s", "memory_gib", "fits_probability", "on_front")
 
 
 def search_csv(searches: Sequence[SearchResult]) -> str:

@@ -67,12 +67,21 @@ def test_values_that_cannot_be_fixed_are_refused(texts: list[str], said: str) ->
 
 def test_each_number_of_gpus_has_its_result() -> None:
     found = search_each(parse_job(TABLES), [1, 8, 16], best=2)
-    assert [(each.gpus, len(each.choices)) for each in found] == [(1, 0), (8, 2), (16, 2)]
-    assert found[0].why_not is not None
-    assert "fits" in found[0].why_not
+    assert [(each.gpus, len(each.choices)) for each in found] == [(16, 2), (8, 2), (1, 0)]
+    assert found[2].why_not is not None
+    assert "fits" in found[2].why_not
     lines = search_csv(found).splitlines()
     assert lines[0].startswith("gpus,parallel.dp,parallel.tp")
-    assert [line.split(",")[0] for line in lines[1:]] == ["8", "8", "16", "16"]
+    assert [line.split(",")[0] for line in lines[1:]] == ["16", "16", "8", "8"]
+
+
+def test_of_equally_fast_ways_the_one_of_less_memory_is_first() -> None:
+    """zero 1 and 2 of one micro-batch take equally long."""
+    job = parse_job(TABLES | {"cluster": {"gpu": "H200", "network": "h200-ndr-400", "gpus": 8}})
+    found = search(job, fixed=read_fixed(["zero=1,2", "recompute=full", "tp=1", "pp=1"])).choices
+    taken = [(each.step_us or 0.0, each.memory_gib or 0.0) for each in found]
+    assert taken == sorted(taken)
+    assert len({step_us for step_us, _ in taken}) < len(taken)
 
 
 def test_what_is_no_axis_stays_as_it_is() -> None:

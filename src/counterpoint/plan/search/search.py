@@ -7,7 +7,7 @@
     answer          the same way                            `predict_step`
 
 What has the least time so far is opened: a division becomes its pipelines, and so on.
-An answer that is opened is next in the result, since all that is left takes as long or longer.
+An answer that is opened is next in the result: all that is left takes longer, or as long and no less memory.
 So a way is left out only where it does not fit, cannot be, or its bound is above the last answer: nothing is guessed.
 Of the ways that differ in recomputation only, the fastest that fits is listed.
 """
@@ -32,6 +32,7 @@ from counterpoint.plan.job.parallel import CORE_ONLY, deal_layers
 from counterpoint.plan.network.estimate import CollectiveTimes, MeshTimes
 from counterpoint.plan.network.network import network_of
 from counterpoint.plan.observed import Anchor
+from counterpoint.plan.search.rank import check_objective, ranked
 from counterpoint.plan.search.space import (
     AXES,
     Division,
@@ -135,14 +136,16 @@ def search_each(
     progress: Progress | None = None,
     anchor: Anchor | None = None,
     min_fits: float | None = None,
+    objective: str = "step",
 ) -> tuple[SearchResult, ...]:
     """Return the result of `search` for each number of GPUs; one without any way has the reason and no choices.
 
-    All other arguments are those of `search`.
+    They are ranked by the objective, "step", "cost" or "goodput". All other arguments are those of `search`.
 
     Raises:
-        Misconfigured: there is no result for any number of GPUs; the reason is that of the first.
+        Misconfigured: no number of GPUs has a result, for the reason of the first; the objective has no effect.
     """
+    by = check_objective(objective, job, counts)
     found = []
     for gpus in counts:
         try:
@@ -153,7 +156,7 @@ def search_each(
             found.append(SearchResult(gpus=gpus or 0, why_not=str(error)))
     if not any(each.choices for each in found):
         raise Misconfigured(found[0].why_not or "")
-    return tuple(found)
+    return ranked(found, by)
 
 
 def chosen_job(job: Job, result: SearchResult) -> Job:
@@ -193,7 +196,7 @@ class _Search:
         self.prices = CollectiveTimes(network_of(self.job.cluster))
         self.again = recomputations(job, fixed)
         self.layers: dict[object, LayerTimes] = {}
-        self.open: list[tuple[float, int, _Node]] = []
+        self.open: list[tuple[float, float, int, _Node]] = []
         self.order = count()
         self.considered = self.priced = self.too_large = self.impossible = 0
         self.smallest = float("inf")
@@ -210,7 +213,7 @@ class _Search:
             self._find()
         except KeyboardInterrupt:  # what was predicted so far may not be the fastest, but is better than nothing
             complete = False
-            for _, _, node in sorted(self.open):
+            for *_, node in sorted(self.open):
                 self._list(node)
             if not self.choices:
                 raise
@@ -238,7 +241,7 @@ class _Search:
         total, done = len(self.open), 0
         opened = (self._open_division, self._open_pipeline, self._open_recomputation, self._answer)
         while self.open and len(self.choices) < self.best:
-            _, _, node = heapq.heappop(self.open)
+            *_, node = heapq.heappop(self.open)
             if node.decided == len(opened) and node.family in self.families:
                 continue  # the same way with another recomputation was faster
             if node.step is not None:
@@ -257,7 +260,8 @@ class _Search:
             self.choices.append(self._choice(node.job, node.step))
 
     def _push(self, least_us: float, node: _Node) -> None:
-        heapq.heappush(self.open, (least_us * (ROUNDING if node.step is None else 1), next(self.order), node))
+        key = (least_us * ROUNDING, 0.0) if node.step is None else (least_us, node.step.memory.total_gib)
+        heapq.heappush(self.open, (*key, next(self.order), node))
 
     def _begin(self) -> None:
         for division in divisions(self.job, self.gpus, self.fixed):
@@ -382,7 +386,7 @@ class _Search:
         if job.training.recompute != "selective":
             settings["training.recompute_modules"] = None
         close = bool(self.choices) and too_close(step.step_us, self.fastest_us or 0.0)
-        return outcome(replace(job, run=None), step, self.anchor, settings=settings, too_close=close)
+        return outcome(job, step, self.anchor, settings=settings, too_close=close)
 
 
 def _of_gpu(job: Job, gpu: ClusterGpu) -> Job:
