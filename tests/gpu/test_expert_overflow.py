@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from counterpoint.errors import Misconfigured
-from counterpoint.parallel.expert.options import ExpertLayout, RoomCheck
+from counterpoint.parallel.expert.overflow import RoomCheck
 from counterpoint.parallel.options import ExpertOptions
 
 pytestmark = pytest.mark.gpu(1)
@@ -12,8 +12,7 @@ pytestmark = pytest.mark.gpu(1)
 
 @pytest.fixture
 def overflow() -> RoomCheck:
-    layout = ExpertLayout(rank=0, world_size=2, experts=2, top_k=1, max_tokens=8, hidden=8)
-    return RoomCheck(torch.device("cuda"), layout, ExpertOptions(overflow="raise", capacity_factor=1.0))
+    return RoomCheck(torch.device("cuda"), 2, ExpertOptions(overflow="raise", capacity_factor=1.0))
 
 
 def choices(*counts: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from counterpoint.parallel.tensor.graphs import FoundCollective, fuse
+from counterpoint.parallel.tensor.fx_fusion import FoundCollective, fuse
 
 c10d, aten = torch.ops._c10d_functional, torch.ops.aten
 GROUP = "0"  # the default group's name

@@ -144,7 +144,8 @@ def _advice(job: Job, found: PredictedStep) -> tuple[str, ...]:
     """Return a note for a step that is mostly exposed communication, and one where zero 3 takes more than zero 2."""
     notes = []
     if found.exposed_comm_us >= MUCH * found.step_us:
-        notes.append(f"{found.exposed_comm_us / found.step_us:.0%} of the step is exposed communication; --search finds divisions with less")
+        share = f"{found.exposed_comm_us / found.step_us:.0%}"
+        notes.append(f"{share} of the step is exposed communication; --search finds divisions with less")
     more = found.memory.total_gib - max(stage_totals(replace(job, parallel=replace(job.parallel, zero=2))))
     if job.parallel.zero == 3 and more > 0:
         gathered = found.memory.gib["gathered"]

@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch
 
 from counterpoint.parallel.expert import slabs as module
-from counterpoint.parallel.expert.options import ExpertLayout
+from counterpoint.parallel.expert.mechanism import ExpertLayout
 from counterpoint.parallel.expert.slabs import pack
 from tests.support.routing import routing
 

@@ -7,7 +7,8 @@ import threading
 
 import pytest
 
-from counterpoint.collectives.cuda.driver import EventPool, StreamOrder
+from counterpoint.collectives.cuda.driver import EventPool
+from counterpoint.collectives.cuda.stream_order import StreamOrder
 from counterpoint.collectives.memory import Location
 from counterpoint.errors import CounterpointError
 from tests.support.software_gpu import SoftwareGpu

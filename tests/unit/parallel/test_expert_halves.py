@@ -10,7 +10,7 @@ from torch import Tensor
 
 from counterpoint.errors import Unsupported
 from counterpoint.parallel.expert.dispatcher import Trip
-from counterpoint.parallel.expert.options import Halves
+from counterpoint.parallel.expert.mechanism import Halves
 from counterpoint.parallel.report import RoutedPath
 
 

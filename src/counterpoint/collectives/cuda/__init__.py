@@ -3,8 +3,8 @@
 - `transport.py` puts the parts together, and its thread `Watch` ends stuck calls.
 - `queues.py` issues the calls of a channel, and messages.
 - `call.py`: a prepared call, its `Work`, in partitions or not, and what all parts of a communicator share.
-- `lower.py`: driver calls as data. `driver.py`: streams and events, how driver calls are issued, and when freed
-  symmetric memory may be used again (`StreamOrder`).
+- `lower.py`: driver calls as data. `driver.py`: streams and events, and how driver calls are issued.
+- `stream_order.py`: when freed symmetric memory may be used again.
 - `device.py`: the GPU. `regions.py`: its symmetric memory and flags.
 - `sums.py`: how many SMs a sum kernel gets (`launch_of`), and its launch. `sum_kernel.py`: the Triton kernel.
 """

@@ -18,12 +18,12 @@ from counterpoint.collectives.cuda.driver import (
     Executor,
     Graph,
     StaleGraph,
-    StreamOrder,
     StreamPoint,
     in_context,
 )
 from counterpoint.collectives.cuda.lower import WORD_BYTES, DriverCall, MemoryOperation, MemoryOperations
 from counterpoint.collectives.cuda.regions import FlagLayout, Growth
+from counterpoint.collectives.cuda.stream_order import StreamOrder
 from counterpoint.collectives.host.shared_memory import RankStatus
 from counterpoint.collectives.host.watchdog import CurrentCall, Failure, PeerWaiter, Watchdog
 from counterpoint.collectives.memory import SymmetricMemory

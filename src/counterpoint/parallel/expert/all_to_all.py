@@ -23,7 +23,8 @@ from counterpoint.collectives.host.watchdog import Watchdog
 from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.collectives.submit.tensors import flat_bytes
 from counterpoint.errors import PeerTimeout, Unsupported
-from counterpoint.parallel.expert.options import ExpertLayout, Halves, TokenMechanism, no_room, too_many
+from counterpoint.parallel.expert.mechanism import ExpertLayout, Halves, TokenMechanism, too_many
+from counterpoint.parallel.expert.overflow import no_room
 from counterpoint.parallel.expert.permute import Assignment, assign, combine, narrowed, permute, weight_grads
 from counterpoint.parallel.options import ExpertOptions
 from counterpoint.parallel.report import RoutedPath

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from counterpoint.parallel.expert.options import ExpertLayout, Halves, OwnCommunication
+from counterpoint.parallel.expert.mechanism import ExpertLayout, Halves, OwnCommunication
 from counterpoint.parallel.expert.permute import (
     Assignment,
     assign,

@@ -5,7 +5,7 @@
     ...  # a step
     print(fused.report().require())
 
-It is a pass of inductor (`post_grad_custom_pre_pass`); `graphs.py` has what it does to a graph. A pass that was set
+It is a pass of inductor (`post_grad_custom_pre_pass`); `fx_fusion.py` has what it does to a graph. A pass that was set
 before runs first, as it did.
 """
 
@@ -23,8 +23,8 @@ from torch.fx import Graph
 
 from counterpoint.errors import Misconfigured
 from counterpoint.parallel.report import ModuleRow, Report
-from counterpoint.parallel.tensor import graphs, operations
-from counterpoint.parallel.tensor.graphs import fuse
+from counterpoint.parallel.tensor import fx_fusion, operations
+from counterpoint.parallel.tensor.fx_fusion import fuse
 from counterpoint.version import VERSION
 
 _InferenceAware: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", CustomGraphPass)  # torch >= 2.12
@@ -127,7 +127,7 @@ class _FusingPass(_InferenceAware):  # type: ignore[misc]
         if not all(before):
             return None
         groups = None if self.groups is None else tuple(sorted(self.groups))
-        code = get_hash_for_files((str(graphs.__file__), str(operations.__file__)))
+        code = get_hash_for_files((str(fx_fusion.__file__), str(operations.__file__)))
         return "counterpoint", VERSION, code, groups, self.is_on, tuple(before)
 
 

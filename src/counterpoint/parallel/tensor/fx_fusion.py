@@ -23,7 +23,7 @@ from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
 
 from counterpoint.parallel.tensor import operations as operations  # defines torch.ops.counterpoint
-from counterpoint.parallel.tensor.nodes import (
+from counterpoint.parallel.tensor.fx_nodes import (
     CONVERT,
     MATMULS,
     SAME_ROWS,
