@@ -27,6 +27,7 @@ from counterpoint.diagnosis.reading.host_threads import CATEGORIES
 from counterpoint.diagnosis.reading.intervals import Intervals
 from counterpoint.diagnosis.reading.modules import PHASES, Places, in_words, module_of
 from counterpoint.diagnosis.reading.traced_job import TracedJob
+from counterpoint.records.causes import IDLE_CAUSES
 from counterpoint.records.diagnosis import Straggler, StragglerCause
 from counterpoint.trace.classify import is_matmul
 from counterpoint.trace.timeline import F64, I64, Kind
@@ -202,7 +203,7 @@ def _explain(
     ):
         return None  # the rank itself waits for other ranks, which are the cause
     if excess.idle >= max(excess.compute, excess.memcpy, _EXPLAINED_SHARE * shown):
-        found = _host_cause(job, column, steps)
+        found = _host_cause(job, column, late, steps)
         if found.gap is not None:
             start, end = job.on_job_clock(column, np.array(found.gap)).tolist()
     elif excess.memcpy >= max(excess.compute, _EXPLAINED_SHARE * shown):
@@ -284,24 +285,32 @@ class _Why:
     gap: tuple[float, float] | None = None
 
 
-def _host_cause(job: TracedJob, column: int, steps: I64) -> _Why:
-    """Return the cause, by what the host did while the rank's GPU idled in these steps."""
+def _host_cause(job: TracedJob, column: int, late: I64, steps: I64) -> _Why:
+    """Return the cause of a rank's longer idle time: the category that exceeds that of the typical other rank most.
+
+    The evidence names a second category where the first makes up less than half of the excess.
+    """
     gaps, names = job.digests[column].gaps, job.digests[column].names
     us = time_in(job, column, steps)
-    rows = np.flatnonzero(us > 0)
-    if not len(rows):
+    if not (us > 0).any():
         return _Why(cause="host_stall", evidence="its GPU had nothing to do; no single gap is long enough to say why")
-    keys, which = np.unique(np.stack([gaps.category[rows], gaps.operation[rows]]), axis=1, return_inverse=True)
-    idle = np.bincount(which.ravel(), weights=us[rows])
-    most = int(idle.argmax())
+    others = [_idle_by_category(job, c, steps) for c in range(len(job.ranks)) if c not in late]
+    idle = _idle_by_category(job, column, steps)
+    longer = np.where(idle > 0, np.maximum(idle - np.median(others, axis=0), 0.0), -1.0)
+    first, second = np.argsort(-longer, kind="stable")[:2].tolist()
+    rows = np.flatnonzero((us > 0) & (gaps.category == first))
+    operations, which = np.unique(gaps.operation[rows], return_inverse=True)
+    most = int(np.bincount(which.ravel(), weights=us[rows]).argmax())
     own = rows[which.ravel() == most]
     gap = int(own[us[own].argmax()])
-    category, operation = CATEGORIES[keys[0, most]], names[keys[1, most]] if keys[1, most] >= 0 else None
+    category, operation = CATEGORIES[first], names[operations[most]] if operations[most] >= 0 else None
     host_ms, gap_ms = float(gaps.host_us[gap]) / 1e3, float(us[gap]) / 1e3
     phase, module = _place(job.digests[column].gap_places, gap, names)
     where = f" (inside {names[gaps.inside[gap]]})" if gaps.inside[gap] >= 0 else ""
     where += in_words(phase, module)
-    dry = f"its GPU ran dry for {idle[most] / 1e3:.2f} ms in all, {gap_ms:.2f} ms at once"
+    dry = f"its GPU ran dry for {idle[first] / 1e3:.2f} ms in all, {gap_ms:.2f} ms at once"
+    if 2 * longer[first] < np.maximum(longer, 0).sum():
+        dry += f" (and for {idle[second] / 1e3:.2f} ms: {IDLE_CAUSES[CATEGORIES[second]].short})"
     cause: StragglerCause = "host_stall"
     detail = operation
     if category == "late_input":
@@ -316,6 +325,9 @@ def _host_cause(job: TracedJob, column: int, steps: I64) -> _Why:
     elif category == "nothing_recorded":
         cause, detail = "unknown", category
         evidence = f"{dry}, before the first event of its trace or after the last"
+    elif not _host_was_recorded(job, column):
+        cause, detail = "unknown", "no_host_events"
+        evidence = f"{dry}; the trace has no host events that would say why: record ProfilerActivity.CPU, too"
     elif operation is None:
         detail = None
         evidence = (
@@ -329,6 +341,19 @@ def _host_cause(job: TracedJob, column: int, steps: I64) -> _Why:
         evidence = f"{dry}, while its host sat {host_ms:.2f} ms in {operation}{where}"
     at = (float(gaps.start[gap]), float(gaps.end[gap]))
     return _Why(cause=cause, detail=detail, evidence=evidence, phase=phase, module=module, gap=at)
+
+
+def _idle_by_category(job: TracedJob, column: int, steps: I64) -> F64:
+    """Return the idle µs of a rank in these steps, by category of `CATEGORIES`."""
+    us = time_in(job, column, steps)
+    return np.bincount(job.digests[column].gaps.category, us, len(CATEGORIES)).astype(np.float64)
+
+
+def _host_was_recorded(job: TracedJob, column: int) -> bool:
+    """Return whether a rank's trace says of any gap what the host did, or holds a call that waits for the GPU."""
+    digest = job.digests[column]
+    known = (IDLE_CAUSES[CATEGORIES[number]].recorded for number in np.unique(digest.gaps.category).tolist())
+    return any(known) or bool(len(digest.waits.start))
 
 
 def _place(places: Places, row: int, names: tuple[str, ...]) -> tuple[str | None, str | None]:
