@@ -10,7 +10,7 @@ compared, not single collectives: one stall in the forward pass leaves a rank be
 pass. A rank that itself waits longer, in another group, only passes on the delay of a rank in that group.
 
 Ranks that are late together (those of a slow host, say) come last by turns, and none of them alone costs anything: they
-are one straggler, which the ranks that wait for them are compared with.
+count as one straggler, which is compared with the ranks that wait for them.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Delays:
 
 
 def find_delays(job: TracedJob, w: Waits) -> Delays:
-    """Return the delays of all collectives in the steps that have more than one rank, without sends and receives."""
+    """Return the delays of the steps' collectives that have more than one rank, except sends and receives."""
     rows, columns, felt = [], [], []
     for j in np.flatnonzero(w.step >= 0).tolist():
         there = np.flatnonzero(np.isfinite(w.arrival[j]))
@@ -86,7 +86,7 @@ def _felt_per_step(job: TracedJob, w: Waits, delays: Delays, column: int) -> F64
 def _stood_still_per_step(
     job: TracedJob, busy: list[Activity], w: Waits, delays: Delays, column: int, late: I64
 ) -> F64:
-    """Return the µs of delay by a late rank in each step, at most the longest time that a rank not `late` stood still.
+    """Return a late rank's µs of delay in each step, at most the longest time for which a rank not `late` stood still.
 
     The bound is needed since a rank may come last in a chain of collectives of different groups, in which different
     ranks wait.
@@ -120,7 +120,7 @@ def find_stragglers(job: TracedJob, busy: list[Activity], w: Waits, delays: Dela
 
 
 def _late_together(job: TracedJob, w: Waits, delays: Delays) -> I64:
-    """Return the columns of ranks that mostly come as late as the last rank; the one with the most delay is first."""
+    """Return the columns of ranks that mostly arrive as late as the last rank, starting with the rank of most delay."""
     came = w.arrival[delays.collective]
     there = np.isfinite(came)
     longest = np.nan_to_num(np.nanmax(w.exposed_wait[delays.collective], axis=1))
@@ -135,7 +135,7 @@ def _late_together(job: TracedJob, w: Waits, delays: Delays) -> I64:
 
 
 def _as_one(w: Waits, delays: Delays, late: I64) -> Delays:
-    """Return the delays with all `late` ranks merged into the first of them: the waits of the other ranks."""
+    """Return the delays with all `late` ranks merged into the first one, so that only other ranks' waits count."""
     own = np.flatnonzero(np.isin(delays.column, late))
     others = np.delete(w.exposed_wait[delays.collective[own]], late, axis=1)
     alone = np.isfinite(others).any(axis=1)
@@ -232,7 +232,7 @@ def _explain(
 
 
 def _waited_elsewhere(job: TracedJob, busy: list[Activity], w: Waits, felt_in: I64, column: int, steps: I64) -> float:
-    """Return the µs that a rank itself waited in these steps, in collectives of other ranks than those it delayed."""
+    """Return the µs that a rank itself waited in these steps, in collectives of other groups than it delayed."""
     there = np.isfinite(job.joined.start)
 
     def same_ranks(j: int, k: int) -> bool:  # or fewer ranks, if a trace lacks one of the group's collectives
@@ -246,19 +246,19 @@ def _waited_elsewhere(job: TracedJob, busy: list[Activity], w: Waits, felt_in: I
 
 
 def _excess(spent: F64, column: int, late: I64) -> _Excess:
-    """Return the µs of a rank minus the median of the ranks that are not late, per kind of activity."""
+    """Return, per activity, a rank's µs minus the median µs of the ranks that are not late."""
     compute, memcpy, comm, idle = (spent[column] - np.median(np.delete(spent, late, axis=0), axis=0)).tolist()
     return _Excess(compute=compute, memcpy=memcpy, comm=comm, idle=idle)
 
 
 def _alike(one: _Excess, latest: _Excess) -> bool:
-    """Return whether a late rank and the latest rank exceed the others in one activity: idle, compute or copies."""
+    """Return whether a late rank has half of the latest rank's excess, in the activity where that is largest."""
     kind = max(("idle", "compute", "memcpy"), key=lambda name: float(getattr(latest, name)))
     return bool(getattr(one, kind) >= _SAME_CAUSE_SHARE * getattr(latest, kind))
 
 
 def _spent_by_all(job: TracedJob, busy: list[Activity], w: Waits, steps: I64) -> F64:
-    """Return the result of `_spent` for every rank in these steps: [R, 4] in µs."""
+    """Return what `_spent` returns for every rank in these steps: [R, 4] in µs."""
     waited = [Intervals.union(came, came + wait) for came, wait in zip(w.arrival.T, w.wait.T, strict=True)]
     start, end = job.step_start[steps], job.step_end[steps]
     return np.array([_spent(b, waited[c], start[:, c], end[:, c]) for c, b in enumerate(busy)])
@@ -274,7 +274,7 @@ def _spent(busy: Activity, waited: Intervals, start: F64, end: F64) -> tuple[flo
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Why:
-    """Holds why a rank is late, where in the program that is, and the longest gap of its GPU if it idles."""
+    """Holds why a rank is late, where in the program, and the longest gap of its GPU if its GPU idles."""
 
     cause: StragglerCause
     evidence: str
@@ -285,7 +285,7 @@ class _Why:
 
 
 def _host_cause(job: TracedJob, column: int, steps: I64) -> _Why:
-    """Return the cause, by what the host did while the rank's GPU idled in these steps."""
+    """Return the cause of lateness, judged by what the host did while the rank's GPU idled in these steps."""
     gaps, names = job.digests[column].gaps, job.digests[column].names
     us = time_in(job, column, steps)
     rows = np.flatnonzero(us > 0)
@@ -342,7 +342,7 @@ def _copy_cause(copies_us: float, felt: float) -> _Why:
 
 
 def _compute_cause(job: TracedJob, column: int, late: I64, steps: I64, compute_us: float, felt: float) -> _Why:
-    """Return the cause: different, slower or additional kernels, or unknown if these do not explain the delay.
+    """Return the cause of lateness: different, slower or more kernels, or unknown if these do not explain the delay.
 
     The kernels of a rank in some steps are compared, by name, grid, block and input shapes, with those of the peer that
     has the median kernel time. Times of kernels that both ran are compared mean by mean, weighted by the rank's counts.
@@ -405,10 +405,10 @@ def _compute_cause(job: TracedJob, column: int, late: I64, steps: I64, compute_u
 
 
 def _slowest(mine: _Signatures, theirs: _Signatures) -> tuple[str | None, float, float]:
-    """Return the kernel name that alone explains the slowness (None: no name), its ratio, and the others' ratio.
+    """Return the one kernel name that explains the slowness (or None), and the slowdowns of it and of all others.
 
-    A slow GPU is slow in several kernels. If power limits it, these may be its matrix products only, so that one of
-    them alone accuses itself only where the others are as fast as on the peer.
+    A slow GPU is slow in several kernels. If power limits the GPU, these may be its matrix products only; so a product
+    is named only if there are other products and all other kernels are nearly as fast as on the peer.
     """
     measured, expected = defaultdict[str, float](float), defaultdict[str, float](float)
     for s in mine.keys() & theirs.keys():
