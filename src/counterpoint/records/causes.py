@@ -210,6 +210,7 @@ STRAGGLER_CAUSES = _by_name(  # titles go on after "Rank 3 makes the others wait
     Cause(name="slow_kernel", short="one slower kernel", title="one of its kernels takes longer"),
     Cause(name="more_work", short="more work", title="it has more work"),
     Cause(name="late_input", short="late input", title="its input is late"),
+    Cause(name="no_host_events", short="no host events", title="cause unknown, the trace has no host events"),
     Cause(name="unknown", short="unknown cause", title="cause not found"),
 )
 KERNEL_CAUSES = _by_name(

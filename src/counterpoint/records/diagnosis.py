@@ -16,7 +16,9 @@ WHOLE_TRACE = "whole trace"  # the name of the one step where none were found
 _RUNS_SHOWN = 8  # runs of consecutive ranks that a sentence names
 OWN_MARK = "counterpoint diagnose --perfetto"  # `written_by` of timelines that are drawn from a diagnosis
 
-StragglerCause = Literal["host_stall", "slow_kernels", "slow_kernel", "more_work", "late_input", "unknown"]
+StragglerCause = Literal[
+    "host_stall", "slow_kernels", "slow_kernel", "more_work", "late_input", "no_host_events", "unknown"
+]
 KernelCause = Literal["tail_effect", "sm_contention", "bandwidth", "none"]
 Severity = Literal["high", "medium", "low"]
 

@@ -22,8 +22,8 @@ from counterpoint.trace.timeline import F64, I64, ROUNDED_US, Bools, Kind, devic
 class Activity:
     """Holds when one rank's GPU computed, communicated, copied, or did any of these (µs on the job's clock).
 
-    Where one process drives several GPUs, these are the times at which at least one GPU did, and `gpus` has the times
-    of each GPU.
+    Where one process drives several GPUs, these are the times at which at least one GPU was busy so, and `gpus` has
+    each GPU's times.
     """
 
     compute: Intervals
@@ -33,7 +33,7 @@ class Activity:
     gpus: dict[int, Activity] = field(default_factory=dict)  # empty for one GPU
 
     def by_gpu(self, stream: I64) -> list[tuple[I64, Activity]]:
-        """Return, for each GPU, the indices of its elements of `stream`, and its activity."""
+        """Return, for each GPU, the indices in `stream` of streams on this GPU, and the GPU's activity."""
         number = device_of(stream)
         if not self.gpus:
             return [(np.arange(len(stream)), self)]
@@ -42,7 +42,7 @@ class Activity:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Waits:
-    """Holds each rank's arrival, wait and transfer in each joined collective: [J, R] in µs, NaN: took no part."""
+    """Holds each rank's arrival, wait and transfer in each joined collective: [J, R] in µs; NaN: rank took no part."""
 
     arrival: F64  # start of the rank's kernel; of peer copies: when they were launched and next on their stream
     last_start: F64  # [J] start of the rank that started last
@@ -106,7 +106,7 @@ def waits(job: TracedJob, busy: list[Activity]) -> Waits:
 
 
 def _exposed_once(job: TracedJob, column: int, busy: Activity, start: F64, end: F64) -> F64:
-    """Return the exposed µs of each collective of a rank in the steps; time of concurrent ones counts only once.
+    """Return a rank's exposed µs of each collective in the steps; time that collectives share counts only once.
 
     Of concurrent collectives, the one that compute follows soonest gets the time, since compute waits for it. A
     collective that ends while compute runs holds up nothing.
@@ -128,7 +128,7 @@ def _exposed_once(job: TracedJob, column: int, busy: Activity, start: F64, end: 
 
 
 def _complete(job: TracedJob) -> Bools:
-    """Return which collectives [J] are joined over all ranks of their group, as far as its size is known."""
+    """Return which collectives [J] are joined over all ranks of their group, as far as the group's size is known."""
     present, size = (job.joined.row >= 0).sum(axis=1), most_stated(job, "size")
     return np.asarray((size == 1) | job.alone | (present >= 2) & ((present >= size) | (not job.missing)))
 
@@ -167,7 +167,7 @@ def steps(job: TracedJob) -> tuple[StepTime, ...]:
 
 
 def rank_accounts(job: TracedJob, busy: list[Activity], w: Waits) -> tuple[RankAccount, ...]:
-    """Return one account per rank over all steps; a process that drives several GPUs gets their mean."""
+    """Return one account per rank over all steps; for a process that drives several GPUs, the mean of its GPUs."""
     return tuple(_rank_account(job, column, rank, w) for column, rank in enumerate(busy))
 
 
@@ -193,7 +193,7 @@ def _rank_account(job: TracedJob, column: int, busy: Activity, w: Waits) -> Rank
 
 
 def _account(job: TracedJob, column: int, busy: Activity, w: Waits, only: int | None = None) -> Account:
-    """Return the account of a rank, or of `only` one GPU of its process."""
+    """Return the account of a rank, or of GPU `only` of its process."""
     d, start, end = job.digests[column], job.step_start[:, column], job.step_end[:, column]
     mine = np.ones(len(d.gpu), bool) if only is None else device_of(d.gpu.stream) == only
     duration = float((end - start).sum())
@@ -233,13 +233,13 @@ def _streams(job: TracedJob, column: int, collectives: I64) -> I64:
 
 
 def _single_tensor(job: TracedJob, column: int, rows: Bools) -> Intervals:
-    """Return when compute kernels run, other than those that process lists of tensors (foreach, fused optimizers)."""
+    """Return when compute kernels run, except kernels that process lists of tensors (foreach, fused optimizers)."""
     gpu, lists = job.digests[column].gpu, np.array([is_multi_tensor(name) for name in job.digests[column].names], bool)
     return job.runs(column, rows & (gpu.kind == Kind.COMPUTE) & ~lists[gpu.name])
 
 
 def totals(accounts: Sequence[Account]) -> Account:
-    """Return the mean of accounts (of ranks, or of the GPUs of one rank), with ratios of the means."""
+    """Return the mean of accounts (of ranks, or of the GPUs of one rank), with ratios computed from the means."""
     waiting = ("wait_us", "transfer_us", "exposed_wait_us")
     fields = [f for f in Account.__struct_fields__ if f.endswith("_us") and f not in waiting]
     mean = {f: float(np.mean([getattr(a, f) for a in accounts])) for f in fields}
@@ -305,7 +305,7 @@ def collectives(job: TracedJob, w: Waits) -> tuple[Collective, ...]:
 
 
 def _named(job: TracedJob, j: int, column: str) -> str | None:
-    """Return the value of a `CommRows` column for a collective, if all ranks that state one agree; else None."""
+    """Return the value of a `CommRows` column for a collective, if all ranks that state a value agree; else None."""
     said = {
         getattr(d.comm, column)[row] for d, row in zip(job.digests, job.joined.row[j].tolist(), strict=True) if row >= 0
     } - {None}
@@ -368,7 +368,7 @@ def stated(job: TracedJob, column: str) -> I64:
 
 
 def link_of_group(job: TracedJob, members: tuple[int, ...] | None) -> float | None:
-    """Return the link bandwidth (GB/s) into one GPU of a group, by the user's machine profile, else by the data sheet.
+    """Return the link bandwidth (GB/s) into one GPU of a group, from the user's machine profile, else the data sheet.
 
     None: the GPU is unknown or has no link of its own, or the group is not known to be on one host.
     """
@@ -380,7 +380,7 @@ def link_of_group(job: TracedJob, members: tuple[int, ...] | None) -> float | No
 
 
 def _on_one_host(job: TracedJob, members: tuple[int, ...] | None) -> bool:
-    """Return whether a group lies on one host, if all ranks fill hosts one after the other as the recorded ranks do.
+    """Return whether a group lies on one host, assuming that ranks fill hosts in order, as the recorded ranks do.
 
     `members` None: all ranks.
     """

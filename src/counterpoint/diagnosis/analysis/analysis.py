@@ -37,7 +37,7 @@ from counterpoint.records.diagnosis import (
 
 @dataclass(frozen=True)
 class Analysis:
-    """Holds the cached results of one job: ranks by column of the job, collectives by row of `job.joined`; µs."""
+    """Holds the cached results of one job; arrays have a rank per job column, a collective per `job.joined` row; µs."""
 
     job: TracedJob
 
@@ -48,7 +48,7 @@ class Analysis:
 
     @cached_property
     def waits(self) -> Waits:
-        """Return the µs that each rank waits, and moves bytes, in each collective."""
+        """Return the µs for which each rank waits, and transfers bytes, in each collective."""
         return accounts.waits(self.job, self.busy)
 
     @cached_property
@@ -107,27 +107,27 @@ class Analysis:
 
     @property
     def told_late(self) -> tuple[Straggler, ...]:
-        """Return the late ranks that get their own finding: not those late by experts if experts have a finding."""
+        """Return the late ranks that get a finding each; if experts have one, ranks late because of experts do not."""
         return tuple(s for s in self.stragglers if not self.expert_imbalance or s.detail != EXPERTS)
 
     @cached_property
     def kernels(self) -> KernelSet:
-        """Return each kind of compute kernel alone and beside communication."""
+        """Return the comparison of each kind of compute kernel alone and beside communication."""
         return compare_overlap(self.job, self.busy)
 
     @cached_property
     def blocked(self) -> tuple[Blocked, ...]:
-        """Return the collectives that had to wait since a kernel held every SM."""
+        """Return the collectives that had to wait because a kernel held every SM."""
         return find_blocked(self.job)
 
     @cached_property
     def unrecorded(self) -> Unrecorded:
-        """Return which collectives lack ranks' traces, and the µs that they seem to have waited for these ranks."""
+        """Return which collectives lack traces of ranks, and how many µs each seems to have waited for such ranks."""
         return find_unrecorded(self.job, self.busy, self.waits)
 
     @cached_property
     def rank_idle(self) -> tuple[RankIdle, ...]:
-        """Return the gaps, in steps, in which each rank's GPU ran nothing."""
+        """Return each rank's gaps in the steps, the times in which its GPU ran nothing."""
         return idle_of_ranks(self.job, self.per_rank)
 
     @cached_property
@@ -162,7 +162,7 @@ class Analysis:
         return {w.name: max(played.replayed_us - w.step_us, 0.0) for w in played.what_if} if played else {}
 
     def _typical(self) -> dict[int, int]:
-        """Return, by late rank, the rank that stands in for it: the one of the others with median compute time."""
+        """Return each late rank's stand-in: of the ranks that are not late, the one with median compute time."""
         late = {self.job.ranks.index(rank) for s in self.stragglers for rank in s.ranks}
         others = (column for column in range(len(self.job.ranks)) if column not in late)
         healthy = sorted(others, key=lambda column: self.per_rank[column].compute_us)

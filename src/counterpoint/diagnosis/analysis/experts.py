@@ -1,12 +1,12 @@
 """Find waiting that comes from experts with unequal load.
 
 Tokens are dispatched to the ranks of their experts, computed, and combined. The rank whose experts got most
-tokens comes last to the combine, and the others wait. What lies between a dispatch and its combine is known by the
-kernels' names (DeepEP and the like), or by sizes: a rank sends back as much as it received, and gets back what it sent.
-Where sizes are equal or not stated, kernels of experts between two all-to-alls (grouped GEMMs) tell it less surely. So
-they do between an all-gather of all tokens and the reduce-scatter of their sums, surely if the group is named after
-experts, and between peer copies. An operation of copies starts when its rank is ready; what follows on the others'
-compute streams waits for the last one's.
+tokens comes last to the combine, and the others wait. A dispatch and its combine are recognised by kernel
+names (DeepEP and the like), or by sizes: a rank sends back as many bytes as it received, and gets back as many as it
+sent. Where sizes are equal or not stated, kernels of experts (grouped GEMMs) between two all-to-alls identify the pair
+less surely. So do kernels of experts between peer copies, and between an all-gather of all tokens and the
+reduce-scatter of their sums; such pairs are sure if the group is named after experts. A rank's peer copies start when
+the rank is ready; compute streams of the other ranks then wait for the copies of the last rank.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _JITTER_SHARE = 0.02  # ... if that is more than jitter
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertWaits:
-    """Holds the µs that ranks computed and waited from each dispatch to its combine [pairs, ranks]; NaN: not in it."""
+    """Holds ranks' µs of compute and wait from each dispatch to its combine [pairs, ranks]; NaN: rank not in pair."""
 
     combine: I64  # row of Joined
     last: I64  # column of the rank that came last to the combine
@@ -54,7 +54,7 @@ class ExpertWaits:
     waited: F64  # exposed wait in the combine for the rank whose experts took longest
 
     def caused_by(self, column: int) -> float:
-        """Return the µs (mean over the waiting ranks, summed over pairs) of waiting for one rank's experts."""
+        """Return the µs of waiting for one rank's experts: the mean over the waiting ranks, summed over pairs."""
         others = np.delete(self.waited[self.last == column], column, axis=1)
         count = np.maximum(np.isfinite(others).sum(axis=1), 1)
         return float((np.nansum(others, axis=1) / count).sum())
@@ -66,7 +66,7 @@ class _Legs:
 
     before: I64
     after: I64
-    told: Bools  # names or sizes say that they are; other pairs need mostly expert compute between
+    told: Bools  # names or sizes identify the pair; other pairs need mostly expert compute between
     sure: Bools  # as `ExpertWaits.sure`
     copied: Bools  # by copy engines
 
@@ -115,7 +115,7 @@ def _expert_compute(job: TracedJob, came: F64, busy: list[Activity], before: I64
 def blame_experts(
     job: TracedJob, busy: list[Activity], found: ExpertWaits, stragglers: tuple[Straggler, ...]
 ) -> tuple[Straggler, ...]:
-    """Return the late ranks; a rank that computes longer because of its experts gets these as the cause."""
+    """Return the stragglers, with experts as the cause of those that compute longer because of their experts."""
     out = []
     for s in stragglers:
         column = job.ranks.index(s.rank)
@@ -166,7 +166,7 @@ class ExpertImbalance:
 def expert_imbalance(
     job: TracedJob, busy: list[Activity], found: ExpertWaits, step_us: float
 ) -> ExpertImbalance | None:
-    """Return the cost of unequal load of experts, without ranks that are slow elsewhere too; None if it is small."""
+    """Return the cost of unequal load of experts, without ranks slow elsewhere too; None if the cost is small."""
     slow = [c for c in range(len(job.ranks)) if _slow_elsewhere(job, busy, found, c)]
     counted = ~np.isin(found.last, slow)
     waited = found.waited[counted]
@@ -245,7 +245,7 @@ def _by_name(job: TracedJob) -> np.ndarray[tuple[int], np.dtype[np.str_]]:
 
 
 def _stated(job: TracedJob, column: str) -> F64:
-    """Return a column of bytes of `CommRows` for every joined collective and rank; NaN: not stated, or took no part."""
+    """Return a column of bytes of `CommRows` for every joined collective and rank; NaN: not stated, or no part."""
     found = stated(job, column)
     return np.where(found >= 0, found, np.nan)
 

@@ -29,7 +29,7 @@ _SHARE_OF_ALL = 0.9  # ... unless all do, or they have less than this share of a
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankIdle:
-    """Holds the gaps of one rank inside the steps: rows of `Gaps`, and their µs that lie in the steps."""
+    """Holds the gaps of one rank inside the steps: rows of `Gaps`, and how many µs of each lie in the steps."""
 
     row: I64
     us: F64
@@ -38,7 +38,7 @@ class RankIdle:
 
 
 def idle_of_ranks(job: TracedJob, per_rank: tuple[RankAccount, ...]) -> tuple[RankIdle, ...]:
-    """Return the gaps of every rank inside the steps; their sum is `idle_us` of the rank's account."""
+    """Return the gaps of every rank inside the steps; a rank's gaps add up to `idle_us` of its account."""
     found = []
     for column, account in enumerate(per_rank):
         us, idle_us = time_in(job, column, np.arange(len(job.step_names))), account.idle_us - account.other_gpu_us
@@ -51,13 +51,13 @@ def idle_of_ranks(job: TracedJob, per_rank: tuple[RankAccount, ...]) -> tuple[Ra
 
 
 def time_in(job: TracedJob, column: int, steps: I64) -> F64:
-    """Return, for each row of a rank's `Gaps`, its µs that lie in these steps."""
+    """Return, for each row of a rank's `Gaps`, how many of its µs lie in these steps."""
     within = Intervals.union(job.step_start[steps, column], job.step_end[steps, column])
     return _share_inside(job, column, job.digests[column].gaps, within)
 
 
 def _share_inside(job: TracedJob, column: int, table: Gaps | Pauses, within: Intervals) -> F64:
-    """Return, for each row of a rank's gaps or pauses, its µs that lie in these intervals."""
+    """Return, for each row of a rank's gaps or pauses, how many of its µs lie in these intervals."""
     start, end = job.on_job_clock(column, table.start), job.on_job_clock(column, table.end)
     inside = within.within(start, end)
     return np.asarray(table.time * np.minimum(inside / np.maximum(end - start, 1e-9), 1.0))
@@ -145,7 +145,7 @@ def _launching(job: TracedJob, column: int) -> tuple[float, float, float]:
 
 
 def long_pauses(job: TracedJob, column: int) -> F64:
-    """Return the µs, in steps, of every pause of a rank's host that is at least `LONG_US` long."""
+    """Return the pauses of a rank's host that last at least `LONG_US` within the steps, as µs each."""
     us = np.bincount(job.digests[column].gaps.pauses.number, _time_paused(job, column))
     return np.asarray(us[us >= LONG_US])
 
@@ -164,7 +164,7 @@ class HostPauses:
 
 
 def _time_paused(job: TracedJob, column: int) -> F64:
-    """Return, for each row of a rank's `Pauses`, its µs that lie in the steps."""
+    """Return, for each row of a rank's `Pauses`, how many of its µs lie in the steps."""
     return _share_inside(job, column, job.digests[column].gaps.pauses, job.steps_of(column))
 
 
@@ -180,9 +180,9 @@ def _some_host_pauses(job: TracedJob, columns: list[int], category: int) -> floa
 
 
 def share_out(job: TracedJob, columns: list[int], own: dict[str, float], left_us: float) -> dict[str, HostPauses]:
-    """Return the cost of stalls by cause: `left_us`, the cost beyond own idle time, split by pausing time per cause.
+    """Split `left_us`, the cost of stalls beyond ranks' own idle time, over causes by how long hosts pause for each.
 
-    The own idle time and the share of a cause are together at most the time in which some host pauses for the cause.
+    A cause's own idle time plus its share of `left_us` is at most the time in which some host pauses for the cause.
     """
     time = {c: _time_paused(job, c) / job.num_steps for c in columns}
     by_rank = np.array([np.bincount(job.digests[c].gaps.pauses.category, time[c], len(CATEGORIES)) for c in columns])

@@ -58,7 +58,7 @@ class KernelSet:
 
 
 def sm_limits(device: Device) -> SmLimits | None:
-    """Return number and resource limits of a GPU's SMs, by the trace, else by the datasheet; None: unknown GPU."""
+    """Return the number and resource limits of a GPU's SMs, from the trace, else the datasheet; None: unknown GPU."""
     known = find_gpu(device.name)
     if known is None and not device.num_sms:
         return None
@@ -249,7 +249,7 @@ def _kernel(
 
 
 def _most_slowdown(cause: KernelCause, sms: int, ctas: int, before: int | None, after: int | None) -> float:
-    """Return the largest factor by which a cause can slow a kernel; on an unknown GPU half of the SMs may be taken."""
+    """Return the largest factor by which a cause can slow a kernel, as if half of an unknown GPU's SMs were taken."""
     more_waves = after / before if before and after else 1.0
     fewer_sms = sms / (sms - ctas) if sms > ctas else 2.0
     most = {"tail_effect": more_waves, "sm_contention": max(fewer_sms, more_waves)}
@@ -263,7 +263,7 @@ def _quantile(values: F64, q: float) -> float | None:
 def _cause(
     name: str, slowdown: float | None, alone: F64, beside: F64, ctas: int, before: int | None, after: int | None
 ) -> KernelCause:
-    """Return why a kernel is slower; "none" if it is slower by at most 5 % or by less than its own spread alone."""
+    """Return why a kernel is slower; "none" if by at most 5 %, or by less than the spread of its times alone."""
     if slowdown is None or slowdown < _SLOWER or np.median(beside) <= np.percentile(alone, 75):
         return "none"
     if ctas == 0 or _MEMORY_BOUND.search(name):
@@ -286,7 +286,7 @@ class Blocked:
 
 
 def find_blocked(job: TracedJob) -> tuple[Blocked, ...]:
-    """Return every collective that waited for SMs on any rank, with proof that it did not depend on the kernel."""
+    """Return every collective that waited for a kernel to leave SMs, with proof that it did not depend on it."""
     suspects: list[Blocked] = []
     free: set[tuple[str, str]] = set()  # (collective operation, kernel name) seen running at the same time
     for column in range(len(job.digests)):
@@ -350,7 +350,7 @@ def _of_rank(job: TracedJob, column: int) -> tuple[list[Blocked], set[tuple[str,
 
 
 def _lead(gpu: GpuOps, previous: I64, ops: I32) -> I64:
-    """Return the operation with which each collective begins: a local copy (needs SMs) right before it, or itself."""
+    """Return each collective's first operation: a local copy (which needs SMs) right before it, else its own."""
     before = np.maximum(previous[ops], 0)
     near = gpu.start[ops] - gpu.end[before] < 2 * _CLOSE_US
     return np.where((previous[ops] >= 0) & (gpu.kind[before] == Kind.MEMCPY) & near, before, ops).astype(np.int64)

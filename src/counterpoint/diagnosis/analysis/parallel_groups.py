@@ -40,7 +40,7 @@ _ONE_HOST = 8  # ranks: groups of tensor parallelism are usually not larger
 
 @lru_cache(maxsize=1 << 14)
 def parallel_of(*names: str | None) -> str | None:
-    """Return which parallelism a process group serves by its names: dp, tp, pp, ep, cp, sp, or several as dp+cp."""
+    """Return, by a process group's names, the parallelism it serves: dp, tp, pp, ep, cp, sp, or several as dp+cp."""
     for name in names:
         words = _WORD.findall((name or "").lower())
         found = {kind for kind in map(_KIND.get, words) if kind not in (None, "ep")}

@@ -9,14 +9,14 @@ explains; only where that is too little (a trace without launches, say) such wai
 - no straggler: operations and host work of a straggler take as long as on a typical rank.
 - no contention: a compute kernel that ran during communication takes as long as alone.
 - communication twice as fast, free: the transfer of every collective is halved, or nothing. Where other ranks have no
-  trace, transfer cannot be told from waiting: all of the collective is scaled but what is suspected to be waiting.
+  trace, transfer cannot be told from waiting: all of the collective is scaled except its suspected waiting.
 - no suspected waiting for ranks not recorded: collectives take no longer than such usually do (`unrecorded.py`).
 - launch order fixed: a collective that found every SM taken by a persistent kernel does not wait for that kernel. The
   kernel is not slowed in turn.
-- hosts free: a host takes no time between its calls, but still waits for the GPU where it did. An operation that no
-  event, stream or other operation was seen to hold still follows what had ended when it began.
+- hosts free: a host takes no time between its calls, but still waits for the GPU where it did. An operation that
+  was not seen to wait for another stream still follows the last operation that had ended when it began.
 - no stall on any rank: every long host time without a launch takes as long as the median one below `STALL_US`; calls
-  of copies, which return when the host has copied, are none.
+  of copies, which return when the host has copied, do not count as stalls.
 - no copies: copies between host and GPU, and the calls that start them, take no time.
 - no FSDP2 copies: copies between parameters and the buffers of FSDP2's collectives take no time.
 - zero-SM collectives: copy engines move what NCCL's kernels move (`zero_sm.py`).
@@ -75,10 +75,10 @@ def replay(
         alone_us: per column and GPU operation, how long it would run without contention; NaN: as measured.
         blocked: per column and GPU operation, whether it is communication held back by a persistent kernel.
         suspected_us: per column and GPU operation, how long it seems to have waited for a rank that has no trace.
-        stack: whose collectives the trace shows; None: zero-SM ones are not tried.
-        hosts_known: whether what the hosts did was recorded; if not, nothing is said of hosts that do less.
-        collective_waits: what the answer says of waits in collectives: joined, partly_joined or as_measured.
-        limit: as many steps as hold no more GPU operations than this over all ranks, but one at least.
+        stack: hardware and software that the trace shows; None: zero-SM collectives are not tried.
+        hosts_known: whether host activity was recorded; if not, hosts that are free or do not stall are not tried.
+        collective_waits: the result's `collective_waits`: joined, partly_joined or as_measured.
+        limit: most GPU operations of the replayed steps over all ranks; at least one step is replayed.
 
     Returns:
         Mean step time as measured, as replayed, and after each change; None if no GPU operation ran.
@@ -135,7 +135,7 @@ def _without_sms(
     blocked: Sequence[Bools] | None,
     hosts: Sequence[I64],
 ) -> dict[str, ReplayGraph]:
-    """Return the graphs, by name of the change, with collectives on copy engines, and without FSDP2's copies."""
+    """Return up to two graphs by name of the change: with collectives on copy engines, and without FSDP2's copies."""
     found: dict[str, ReplayGraph] = {}
     if stack is None or not stack.nvidia_nccl:
         return found
@@ -183,7 +183,7 @@ def _of_hosts(graph: ReplayGraph, job: TracedJob, ends: F64, hosts: Sequence[I64
 
 
 def _hosts_free(graph: ReplayGraph, ends: F64, hosts: Sequence[I64]) -> ReplayGraph:
-    """Return the graph without host time; new edges keep the order, but delay no operation beyond the unchanged replay.
+    """Return the graph without host time; new edges keep operations in order, none later than in the unchanged replay.
 
     `ends`: end of every node in the unchanged replay, µs.
     """
@@ -210,7 +210,7 @@ def _operations(graph: ReplayGraph) -> list[I64]:
 
 
 def _ended_before(graph: ReplayGraph, ops: I64, nodes: I64) -> I64:
-    """Return, for each node, the one of `ops` launched before it that ended last before it began; 0: none."""
+    """Return, for each node, which of the `ops` launched before the node ended last before it began; 0: none."""
     by_end = ops[np.argsort(graph.end[ops], kind="stable")]
     last = np.searchsorted(graph.end[by_end], graph.begin[nodes] + ROUNDED_US, side="right") - 1
     near = last[:, None] - np.arange(LOOK_BACK)
@@ -275,7 +275,7 @@ def _is_local(graph: ReplayGraph, nodes: I64) -> Bools:
 
 
 def _stretch(graph: ReplayGraph, nodes: I64) -> I64:
-    """Return the number of communication operations up to each node, which is equal on ranks that run one program."""
+    """Return the number of communication operations up to each node, equal on all ranks that run the same program."""
     return np.cumsum((graph.row[nodes] >= 0) & (graph.kind[nodes] == Kind.COMM))
 
 

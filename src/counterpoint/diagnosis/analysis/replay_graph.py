@@ -42,7 +42,7 @@ LOOK_BACK = 16  # number of ends that are examined for each begin
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayGraph:
-    """Holds nodes of a replay, each after the nodes on which it depends: columns of one length; µs; edge 0: none."""
+    """Holds a replay's nodes, each after the nodes on which it depends; columns have one length; µs; edge 0: none."""
 
     column: I64  # of TracedJob
     row: I64  # of GpuOps; -1: a host call
@@ -112,7 +112,7 @@ def by_host(graph: ReplayGraph) -> list[I64]:
 
 
 def since_host(graph: ReplayGraph, hosts: Sequence[I64], gap: F64) -> F64:
-    """Return, for every node, the sum of `gap` over the nodes, in host order, since the host call that it follows."""
+    """Return, for every node, the sum of `gap` over nodes in host order, from after its `host` up to the node."""
     total = np.zeros(len(graph.row))
     for nodes in hosts:
         total[nodes] = np.cumsum(gap[nodes])
@@ -120,7 +120,7 @@ def since_host(graph: ReplayGraph, hosts: Sequence[I64], gap: F64) -> F64:
 
 
 def of_operations(graph: ReplayGraph, values: Sequence[Any], absent: Any) -> Any:
-    """Return, for every node, the value in `values` (one array per rank) of its operation; `absent` for host calls."""
+    """Return every node's value: that of its operation in `values` (an array per rank); `absent` for a host call."""
     first = np.cumsum([0] + [len(v) for v in values])
     found = np.full(len(graph.row), absent)
     ops = graph.row >= 0
@@ -173,7 +173,7 @@ def _nothing() -> ReplayGraph:
 
 
 def _rank(job: TracedJob, c: int, begin: float, finish: float) -> ReplayGraph:
-    """Return the nodes of one rank: operations, then host calls. Edges are indices into these nodes; -1: none."""
+    """Return the nodes of one rank: operations, then host calls; edges are indices into these nodes; -1: none."""
     gpu = job.digests[c].gpu
     row = np.flatnonzero((job.op_start[c] >= begin) & (job.op_start[c] < finish)).astype(np.int64)
     start, end, launch = job.op_start[c][row], job.op_end[c][row], job.launch[c][row]
@@ -284,7 +284,7 @@ def _host_chain(launch: F64, enter: F64, leave: F64) -> tuple[I64, F64, F64]:
 
 
 def _stated(job: TracedJob, c: int, row: I64) -> I64:
-    """Return, for each operation, the awaited operation (by recorded stream waits) that ends last; -1: none."""
+    """Return, for each operation, the last to end of the operations it awaited by recorded stream waits; -1: none."""
     gpu, waits = job.digests[c].gpu, job.digests[c].waits
     stated = np.full(len(row), -1, np.int64)
     known = np.flatnonzero(waits.stream_wait_for >= 0)
@@ -327,10 +327,10 @@ def _asked(launch: F64, start: F64, end: F64, stream: I64, calls: F64) -> I64:
 
 
 def _seen(start: F64, end: F64, launch: F64, stream: I64, kind: U8, base: F64) -> I64:
-    """Return another stream's operation that ended as each began, if it began later than `base` explains; else -1.
+    """Return, for each operation begun later than `base` explains, another stream's that ended just then; else -1.
 
     Either it waited for the other operation, launched before it (an event can be awaited only once it is recorded), or
-    the other one is a kernel that held every SM until its last blocks: then it begins a little before the kernel ends.
+    the other one is a kernel that held every SM until its last blocks; it then begins a little before this kernel ends.
     Waits between compute and communication are likelier than within one of them, and waits of or for copies the least.
     """
     late = np.flatnonzero(~(start - base <= _LATE_US))
@@ -423,7 +423,7 @@ def _sorted(graph: ReplayGraph) -> ReplayGraph:
 
 
 def _with_lags(graph: ReplayGraph) -> ReplayGraph:
-    """Set `lag` to the part of each begin that the edges do not explain; a rank's first host node has none."""
+    """Set `lag` to the part of each begin that the edges do not explain; 0 for a rank's first host node."""
     end = graph.end
     base = end[graph.host] + graph.after_host
     for edge in (graph.stream, graph.event):

@@ -54,7 +54,7 @@ def simulate(graph: ReplayGraph) -> F64:
 
 
 def simulate_all(graphs: Sequence[ReplayGraph]) -> list[F64]:
-    """Return the ends of all nodes (µs after node 0) of each of several graphs with equal nodes and collectives."""
+    """Return each graph's ends of all nodes (µs after node 0); the graphs have equal nodes and collectives."""
     if not graphs:
         return []
     largest = max(graphs, key=_number_of_edges)
@@ -130,7 +130,7 @@ def _by_level(graphs: Sequence[ReplayGraph], begun: I64, known: I64) -> list[F64
 
 
 def _flat(graphs: Sequence[ReplayGraph], edge: str, order: I64, place: I64) -> I64:
-    """Return the index of each edge's node in the flat table of ends; one column if all graphs share the edge."""
+    """Return, per edge, its node's index in the flat table of ends; one column if all graphs share the edges."""
     columns = [getattr(graph, edge) for graph in graphs]
     if all(column is columns[0] for column in columns):
         columns = columns[:1]

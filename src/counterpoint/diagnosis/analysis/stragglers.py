@@ -10,27 +10,23 @@ compared, not single collectives: one stall in the forward pass leaves a rank be
 pass. A rank that itself waits longer, in another group, only passes on the delay of a rank in that group.
 
 Ranks that are late together (those of a slow host, say) come last by turns, and none of them alone costs anything: they
-are one straggler, which the ranks that wait for them are compared with.
+count as one straggler, which is compared with the ranks that wait for them.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
 
 from counterpoint.diagnosis.analysis.accounts import Activity, Waits
-from counterpoint.diagnosis.analysis.idle import time_in
 from counterpoint.diagnosis.analysis.parallel_groups import parallels
-from counterpoint.diagnosis.reading.host_threads import CATEGORIES
+from counterpoint.diagnosis.analysis.straggler_causes import EXPLAINED_SHARE, compute_cause, copy_cause, host_cause
 from counterpoint.diagnosis.reading.intervals import Intervals
-from counterpoint.diagnosis.reading.modules import PHASES, Places, in_words, module_of
+from counterpoint.diagnosis.reading.modules import in_words
 from counterpoint.diagnosis.reading.traced_job import TracedJob
-from counterpoint.records.causes import IDLE_CAUSES
-from counterpoint.records.diagnosis import Straggler, StragglerCause
-from counterpoint.trace.classify import is_matmul
-from counterpoint.trace.timeline import F64, I64, Kind
+from counterpoint.records.diagnosis import Straggler
+from counterpoint.trace.timeline import F64, I64
 
 _LEAST_SHARE = 0.015  # of all steps: a smaller delay is no finding; on healthy GPUs it is 0.3 to 1.3 % (8 x H200)
 _JITTER_US = 100.0  # a healthy rank is late by less, on average over the collectives that it enters last
@@ -40,17 +36,10 @@ _LEAST_SHARE_UNEXPLAINED = 0.05  # of the time of all steps, where no cause is f
 _OUTSTANDING_FACTOR = 3.0  # times the delay of the median rank ...
 _OUTSTANDING_SHARE = 0.1  # ... or, where all ranks are late at times, this much of all steps more than the median rank
 _SHARE_OF_WORST_STEP = 0.25  # steps with at least this share of the worst step's delay are analysed
-_EXPLAINED_SHARE = 0.3  # of the delay: a difference of less is not its cause
-_ONE_KERNEL_SHARE = 0.8  # of the longer compute of a rank is in kernels of one name, while the others, ...
-_OTHER_KERNELS_SHARE = 0.2  # ... of at least this share of its compute, ...
-_AS_FAST_SHARE = 0.1  # ... are slower by no more than this share of the slowness of that one
 _AS_LATE_SHARE = 0.25  # of the first rank's wait: a rank that comes so shortly before the last is as late, ...
 _TOGETHER_SHARE = 0.75  # ... if it does so in collectives with this share of all waiting
 _SAME_CAUSE_SHARE = 0.5  # of the latest rank's excess time: a rank with less of it has another cause
 _STRUCTURAL = ("send_recv", "recv", "send")  # pipeline stages wait for one another by design
-
-
-_Signatures = dict[tuple[str, tuple[int, ...], str], F64]  # durations by name, grid and block, and shapes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +52,7 @@ class Delays:
 
 
 def find_delays(job: TracedJob, w: Waits) -> Delays:
-    """Return the delays of all collectives in the steps that have more than one rank, without sends and receives."""
+    """Return the delays of the steps' collectives that have more than one rank, except sends and receives."""
     rows, columns, felt = [], [], []
     for j in np.flatnonzero(w.step >= 0).tolist():
         there = np.flatnonzero(np.isfinite(w.arrival[j]))
@@ -87,7 +76,7 @@ def _felt_per_step(job: TracedJob, w: Waits, delays: Delays, column: int) -> F64
 def _stood_still_per_step(
     job: TracedJob, busy: list[Activity], w: Waits, delays: Delays, column: int, late: I64
 ) -> F64:
-    """Return the µs of delay by a late rank in each step, at most the longest time that a rank not `late` stood still.
+    """Return a late rank's µs of delay in each step, at most the longest time for which a rank not `late` stood still.
 
     The bound is needed since a rank may come last in a chain of collectives of different groups, in which different
     ranks wait.
@@ -121,7 +110,7 @@ def find_stragglers(job: TracedJob, busy: list[Activity], w: Waits, delays: Dela
 
 
 def _late_together(job: TracedJob, w: Waits, delays: Delays) -> I64:
-    """Return the columns of ranks that mostly come as late as the last rank; the one with the most delay is first."""
+    """Return the columns of ranks that mostly arrive as late as the last rank, starting with the rank of most delay."""
     came = w.arrival[delays.collective]
     there = np.isfinite(came)
     longest = np.nan_to_num(np.nanmax(w.exposed_wait[delays.collective], axis=1))
@@ -136,7 +125,7 @@ def _late_together(job: TracedJob, w: Waits, delays: Delays) -> I64:
 
 
 def _as_one(w: Waits, delays: Delays, late: I64) -> Delays:
-    """Return the delays with all `late` ranks merged into the first of them: the waits of the other ranks."""
+    """Return the delays with all `late` ranks merged into the first one, so that only other ranks' waits count."""
     own = np.flatnonzero(np.isin(delays.column, late))
     others = np.delete(w.exposed_wait[delays.collective[own]], late, axis=1)
     alone = np.isfinite(others).any(axis=1)
@@ -198,18 +187,18 @@ def _explain(
     worst = int(delays.collective[own[np.argmax(delays.felt_us[own])]])
     start, end = float(np.nanmin(job.joined.start[worst])), float(w.last_start[worst])
     if (
-        excess.comm > _EXPLAINED_SHARE * shown
+        excess.comm > EXPLAINED_SHARE * shown
         or _waited_elsewhere(job, busy, w, delays.collective[own], column, steps) > 0.5 * shown
     ):
         return None  # the rank itself waits for other ranks, which are the cause
-    if excess.idle >= max(excess.compute, excess.memcpy, _EXPLAINED_SHARE * shown):
-        found = _host_cause(job, column, late, steps)
+    if excess.idle >= max(excess.compute, excess.memcpy, EXPLAINED_SHARE * shown):
+        found = host_cause(job, column, late, steps)
         if found.gap is not None:
             start, end = job.on_job_clock(column, np.array(found.gap)).tolist()
-    elif excess.memcpy >= max(excess.compute, _EXPLAINED_SHARE * shown):
-        found = _copy_cause(excess.memcpy, shown)
+    elif excess.memcpy >= max(excess.compute, EXPLAINED_SHARE * shown):
+        found = copy_cause(excess.memcpy, shown)
     else:
-        found = _compute_cause(job, column, late, steps, excess.compute, shown)
+        found = compute_cause(job, column, late, steps, excess.compute, shown)
     duration = float((job.step_end - job.step_start).mean(axis=1).sum())
     if found.cause == "unknown" and felt < _LEAST_SHARE_UNEXPLAINED * duration:
         return None
@@ -233,7 +222,7 @@ def _explain(
 
 
 def _waited_elsewhere(job: TracedJob, busy: list[Activity], w: Waits, felt_in: I64, column: int, steps: I64) -> float:
-    """Return the µs that a rank itself waited in these steps, in collectives of other ranks than those it delayed."""
+    """Return the µs that a rank itself waited in these steps, in collectives of other groups than it delayed."""
     there = np.isfinite(job.joined.start)
 
     def same_ranks(j: int, k: int) -> bool:  # or fewer ranks, if a trace lacks one of the group's collectives
@@ -247,19 +236,19 @@ def _waited_elsewhere(job: TracedJob, busy: list[Activity], w: Waits, felt_in: I
 
 
 def _excess(spent: F64, column: int, late: I64) -> _Excess:
-    """Return the µs of a rank minus the median of the ranks that are not late, per kind of activity."""
+    """Return, per activity, a rank's µs minus the median µs of the ranks that are not late."""
     compute, memcpy, comm, idle = (spent[column] - np.median(np.delete(spent, late, axis=0), axis=0)).tolist()
     return _Excess(compute=compute, memcpy=memcpy, comm=comm, idle=idle)
 
 
 def _alike(one: _Excess, latest: _Excess) -> bool:
-    """Return whether a late rank and the latest rank exceed the others in one activity: idle, compute or copies."""
+    """Return whether a late rank has half of the latest rank's excess, in the activity where that is largest."""
     kind = max(("idle", "compute", "memcpy"), key=lambda name: float(getattr(latest, name)))
     return bool(getattr(one, kind) >= _SAME_CAUSE_SHARE * getattr(latest, kind))
 
 
 def _spent_by_all(job: TracedJob, busy: list[Activity], w: Waits, steps: I64) -> F64:
-    """Return the result of `_spent` for every rank in these steps: [R, 4] in µs."""
+    """Return what `_spent` returns for every rank in these steps: [R, 4] in µs."""
     waited = [Intervals.union(came, came + wait) for came, wait in zip(w.arrival.T, w.wait.T, strict=True)]
     start, end = job.step_start[steps], job.step_end[steps]
     return np.array([_spent(b, waited[c], start[:, c], end[:, c]) for c, b in enumerate(busy)])
@@ -271,223 +260,3 @@ def _spent(busy: Activity, waited: Intervals, start: F64, end: F64) -> tuple[flo
     copying = float((busy.compute | busy.memcpy).within(start, end).sum())
     working = float((busy.any | waited).within(start, end).sum())
     return compute, copying - compute, working - copying, float((end - start).sum()) - working
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Why:
-    """Holds why a rank is late, where in the program that is, and the longest gap of its GPU if it idles."""
-
-    cause: StragglerCause
-    evidence: str
-    detail: str | None = None
-    phase: str | None = None
-    module: str | None = None
-    gap: tuple[float, float] | None = None
-
-
-def _host_cause(job: TracedJob, column: int, late: I64, steps: I64) -> _Why:
-    """Return the cause of a rank's longer idle time: the category that exceeds that of the typical other rank most.
-
-    The evidence names a second category where the first makes up less than half of the excess.
-    """
-    gaps, names = job.digests[column].gaps, job.digests[column].names
-    us = time_in(job, column, steps)
-    if not (us > 0).any():
-        return _Why(cause="host_stall", evidence="its GPU had nothing to do; no single gap is long enough to say why")
-    others = [_idle_by_category(job, c, steps) for c in range(len(job.ranks)) if c not in late]
-    idle = _idle_by_category(job, column, steps)
-    longer = np.where(idle > 0, np.maximum(idle - np.median(others, axis=0), 0.0), -1.0)
-    first, second = np.argsort(-longer, kind="stable")[:2].tolist()
-    rows = np.flatnonzero((us > 0) & (gaps.category == first))
-    operations, which = np.unique(gaps.operation[rows], return_inverse=True)
-    most = int(np.bincount(which.ravel(), weights=us[rows]).argmax())
-    own = rows[which.ravel() == most]
-    gap = int(own[us[own].argmax()])
-    category, operation = CATEGORIES[first], names[operations[most]] if operations[most] >= 0 else None
-    host_ms, gap_ms = float(gaps.host_us[gap]) / 1e3, float(us[gap]) / 1e3
-    phase, module = _place(job.digests[column].gap_places, gap, names)
-    where = f" (inside {names[gaps.inside[gap]]})" if gaps.inside[gap] >= 0 else ""
-    where += in_words(phase, module)
-    dry = f"its GPU ran dry for {idle[first] / 1e3:.2f} ms in all, {gap_ms:.2f} ms at once"
-    if 2 * longer[first] < np.maximum(longer, 0).sum():
-        dry += f" (and for {idle[second] / 1e3:.2f} ms: {IDLE_CAUSES[CATEGORIES[second]].short})"
-    cause: StragglerCause = "host_stall"
-    detail = operation
-    if category == "late_input":
-        cause = "late_input"
-        evidence = f"{dry}, while its host waited {host_ms:.2f} ms for input in {operation}{where}"
-    elif category == "launch":
-        detail = "launch"
-        evidence = f"{dry}: its host launches more slowly than the GPU works (host-bound){in_words(phase, module)}"
-    elif category == "queued":
-        cause, detail = "unknown", None
-        evidence = f"{dry}, with work queued that waited for something else: an event, a stream, another rank"
-    elif category == "nothing_recorded":
-        cause, detail = "unknown", category
-        evidence = f"{dry}, before the first event of its trace or after the last"
-    elif not _host_was_recorded(job, column):
-        cause, detail = "unknown", "no_host_events"
-        evidence = f"{dry}; the trace has no host events that would say why: record ProfilerActivity.CPU, too"
-    elif operation is None:
-        detail = None
-        evidence = (
-            f"{dry}; its host launched nothing for {host_ms:.2f} ms and no operation was recorded{where}: Python code, "
-            "garbage collection or the system"
-        )
-    elif category in ("allocator", "garbage_collection", "start_up", "profiler", "copy"):
-        detail = category
-        evidence = f"{dry}, while its host sat {host_ms:.2f} ms in {category.replace('_', ' ')} ({operation}){where}"
-    else:
-        evidence = f"{dry}, while its host sat {host_ms:.2f} ms in {operation}{where}"
-    at = (float(gaps.start[gap]), float(gaps.end[gap]))
-    return _Why(cause=cause, detail=detail, evidence=evidence, phase=phase, module=module, gap=at)
-
-
-def _idle_by_category(job: TracedJob, column: int, steps: I64) -> F64:
-    """Return the idle µs of a rank in these steps, by category of `CATEGORIES`."""
-    us = time_in(job, column, steps)
-    return np.bincount(job.digests[column].gaps.category, us, len(CATEGORIES)).astype(np.float64)
-
-
-def _host_was_recorded(job: TracedJob, column: int) -> bool:
-    """Return whether a rank's trace says of any gap what the host did, or holds a call that waits for the GPU."""
-    digest = job.digests[column]
-    known = (IDLE_CAUSES[CATEGORIES[number]].recorded for number in np.unique(digest.gaps.category).tolist())
-    return any(known) or bool(len(digest.waits.start))
-
-
-def _place(places: Places, row: int, names: tuple[str, ...]) -> tuple[str | None, str | None]:
-    module = int(places.module[row])
-    return PHASES[places.phase[row]], module_of(names[module]) if module >= 0 else None
-
-
-def _copy_cause(copies_us: float, felt: float) -> _Why:
-    evidence = f"copies that ran beside no compute explain {copies_us / 1e3:.2f} of its {felt / 1e3:.2f} ms"
-    return _Why(cause="late_input", detail="memcpy", evidence=evidence)
-
-
-def _compute_cause(job: TracedJob, column: int, late: I64, steps: I64, compute_us: float, felt: float) -> _Why:
-    """Return the cause: different, slower or additional kernels, or unknown if these do not explain the delay.
-
-    The kernels of a rank in some steps are compared, by name, grid, block and input shapes, with those of the peer that
-    has the median kernel time. Times of kernels that both ran are compared mean by mean, weighted by the rank's counts.
-    """
-    mine = _signatures(job, column, steps)
-    others_of = {c: _signatures(job, c, steps) for c in range(len(job.ranks)) if c not in late}
-    by_time = sorted(others_of, key=lambda c: sum(float(v.sum()) for v in others_of[c].values()))
-    peer_column = by_time[(len(by_time) - 1) // 2]
-    peer, theirs = job.ranks[peer_column], others_of[peer_column]
-    both = mine.keys() & theirs.keys()
-    matched, count = sum(min(len(mine[s]), len(theirs[s])) for s in both), sum(map(len, mine.values()))
-    expected = sum(float(np.mean(theirs[s])) * len(mine[s]) for s in both)
-    measured = sum(float(np.mean(mine[s])) * len(mine[s]) for s in both)
-    ratio, other_share = measured / expected if expected > 0 else 1.0, 1 - matched / count if count else 0.0
-    others = {s: v for s, v in mine.items() if s not in theirs}
-    lacking = {s: v for s, v in theirs.items() if s not in mine}
-    extra_us = sum(float(v.sum()) for v in others.values()) - sum(float(v.sum()) for v in lacking.values())
-    extra_us += sum(
-        float(mine[s].sum()) * (1 - len(theirs[s]) / len(mine[s])) for s in both if len(mine[s]) > len(theirs[s])
-    )
-    example = None
-    if others:
-        example = max(others, key=lambda s: float(others[s].sum()))[0][:120]
-    elif both:
-        longer = {s: (float(np.mean(mine[s])) - float(np.mean(theirs[s]))) * len(mine[s]) for s in both}
-        example = max(both, key=lambda s: longer[s])[0][:120]
-    places = zip(*(_by_place(job, c, steps) for c in (column, peer_column)), strict=True)
-    phase, module = (_mostly(*of_both) for of_both in places)
-    where = in_words(phase, module).replace(", in", ", mostly in", 1)
-    text = f"it computes {compute_us / 1e3:.2f} ms longer than the typical rank{where}"
-    enough = _EXPLAINED_SHARE * felt
-    slower = ratio > 1.02 and measured - expected > enough
-    slowest, slowest_ratio, other_ratio = _slowest(mine, theirs)
-    cause: StragglerCause = "unknown"
-    if other_share >= 0.1 and extra_us > enough:
-        cause = "more_work"
-        text += (
-            f": {other_share:.0%} of its kernels differ in grid or shapes from rank {peer}'s, "
-            f"{extra_us / 1e3:+.2f} ms of kernels (such as {example})"
-        )
-    elif slower and slowest:
-        cause, example = "slow_kernel", slowest
-        text += (
-            f": {slowest} takes {slowest_ratio:.2f} x as long as on rank {peer}, in equal grids "
-            f"and shapes, and all its other kernels {other_ratio:.2f} x: its work differs, not the GPU"
-        )
-    elif slower:
-        cause = "slow_kernels"
-        text += (
-            f": the same kernels take {ratio:.2f} x as long as on rank {peer} "
-            f"({matched} of {count} kernels compared, worst {example})"
-        )
-    elif extra_us > max(enough, 0.5 * compute_us):
-        cause = "more_work"
-        text += f": {extra_us / 1e3:.2f} ms of kernels that rank {peer} lacks"
-    else:
-        example = None
-        text += f", but its kernels are as many and as fast as those of rank {peer}"
-    return _Why(cause=cause, detail=example, evidence=text, phase=phase, module=module)
-
-
-def _slowest(mine: _Signatures, theirs: _Signatures) -> tuple[str | None, float, float]:
-    """Return the kernel name that alone explains the slowness (None: no name), its ratio, and the others' ratio.
-
-    A slow GPU is slow in several kernels. If power limits it, these may be its matrix products only, so that one of
-    them alone accuses itself only where the others are as fast as on the peer.
-    """
-    measured, expected = defaultdict[str, float](float), defaultdict[str, float](float)
-    for s in mine.keys() & theirs.keys():
-        measured[s[0]] += float(mine[s].sum())
-        expected[s[0]] += float(np.mean(theirs[s])) * len(mine[s])
-    if not expected:
-        return None, 1.0, 1.0
-    name = max(measured, key=lambda n: measured[n] - expected[n])
-    longer = sum(measured.values()) - sum(expected.values())
-    rest = sum(expected.values()) - expected[name]
-    if rest < _OTHER_KERNELS_SHARE * sum(expected.values()) or expected[name] <= 0:
-        return None, 1.0, 1.0
-    ratio, other = measured[name] / expected[name], (sum(measured.values()) - measured[name]) / rest
-    alone = measured[name] - expected[name] >= _ONE_KERNEL_SHARE * longer > 0 and other - 1 <= _AS_FAST_SHARE * (
-        ratio - 1
-    )
-    products = [n for n in expected if n != name and is_matmul(n)]
-    if not alone or (is_matmul(name) and not products):
-        return None, ratio, other
-    return name, ratio, other
-
-
-def _by_place(job: TracedJob, column: int, steps: I64) -> tuple[dict[str | None, float], dict[str | None, float]]:
-    """Return the compute µs of a rank in some steps, by phase and by module; the key None means unknown."""
-    d = job.digests[column]
-    rows = np.flatnonzero((d.gpu.kind == Kind.COMPUTE) & job.in_steps(column, steps))
-    us, places = (d.gpu.end - d.gpu.start)[rows], d.op_places
-    by_phase = np.bincount(places.phase[rows], us, len(PHASES))
-    used, which = np.unique(places.module[rows], return_inverse=True)
-    by_module: dict[str | None, float] = defaultdict(float)  # ranges of several names may name one module
-    for i, t in zip(used.tolist(), np.bincount(which.ravel(), us, len(used)).tolist(), strict=True):
-        by_module[module_of(d.names[i]) if i >= 0 else None] += t
-    return dict(zip(PHASES, by_phase.tolist(), strict=True)), by_module
-
-
-def _mostly(mine: dict[str | None, float], theirs: dict[str | None, float]) -> str | None:
-    """Return the phase or module with at least half of the time by which `mine` exceeds `theirs`, else None."""
-    longer = {place: us - theirs.get(place, 0.0) for place, us in mine.items()}
-    whole = sum(mine.values()) - sum(theirs.values())
-    most = max(longer, key=lambda place: longer[place], default=None)
-    return most if most is not None and longer[most] >= 0.5 * whole > 0 else None
-
-
-def _signatures(job: TracedJob, column: int, steps: I64) -> _Signatures:
-    """Return the µs of the compute kernels of some steps, by name, grid + block, and shapes."""
-    d, gpu = job.digests[column], job.digests[column].gpu
-    rows = np.flatnonzero((gpu.kind == Kind.COMPUTE) & job.in_steps(column, steps))
-    if not len(rows):
-        return {}
-    facts = np.column_stack([gpu.name[rows], gpu.shape[rows], gpu.grid[rows], gpu.block[rows]])
-    kinds, which = np.unique(facts, axis=0, return_inverse=True)
-    order = np.argsort(which.ravel(), kind="stable")
-    parts = np.split((gpu.end - gpu.start)[rows][order], np.cumsum(np.bincount(which.ravel()))[:-1])
-    return {
-        (d.names[k[0]], tuple(k[2:]), d.shapes[k[1]] if k[1] >= 0 else ""): part
-        for k, part in zip(kinds.tolist(), parts, strict=True)
-    }

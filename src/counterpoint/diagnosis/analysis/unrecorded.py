@@ -45,7 +45,7 @@ class Unrecorded:
 
 
 def find_unrecorded(job: TracedJob, busy: list[Activity], w: Waits) -> Unrecorded:
-    """Return which collectives lack the traces of ranks, and the µs that each seems to have waited for these."""
+    """Return which collectives lack traces of ranks, and how many µs each seems to have waited for such ranks."""
     there = job.joined.row >= 0
     incomplete = ~w.complete
     transfer = np.where(there, w.transfer, np.inf).min(axis=1, initial=np.inf)
@@ -85,9 +85,10 @@ def _usual(job: TracedJob, own: F64, judged: Bools) -> tuple[F64, F64]:
     """Return, per collective, the longest usual time and the limit above which waiting is suspected (µs).
 
     Returns:
-        The longest that counts as usual for its kind, and beyond what it is suspected. The measure is a low
-        quantile over those of its own operation, group and size. A larger collective of the group is a measure for a
-        smaller one, and a smaller one for a larger in proportion to bytes: bandwidth grows with size.
+        The longest time that counts as usual for the collective's kind, and the time beyond which waiting is suspected.
+        Both follow from a low quantile over collectives of equal operation, group and size. Times of larger collectives
+        of the group also limit smaller ones, and times of smaller ones limit larger ones in proportion to bytes:
+        bandwidth grows with size.
     """
     count = len(job.joined)
     usual, limit = np.full(count, np.nan), np.full(count, np.inf)
@@ -117,7 +118,7 @@ def _usual(job: TracedJob, own: F64, judged: Bools) -> tuple[F64, F64]:
 
 
 def _keys(job: TracedJob, rows: I64, size: I64) -> I64:
-    """Return a key per collective: number of operation and group, number of the set of ranks, bytes."""
+    """Return a key per collective: a number for operation and group, a number for the set of ranks, and bytes."""
     names = list(zip(job.joined.op, job.joined.group, strict=True))
     table = {name: i for i, name in enumerate(dict.fromkeys(names))}
     named = np.array([table[names[j]] for j in rows.tolist()], np.int64)
@@ -126,7 +127,7 @@ def _keys(job: TracedJob, rows: I64, size: I64) -> I64:
 
 
 def _from_other_sizes(keys: I64, low: F64) -> F64:
-    """Return the longest µs that each key should take, by the times of other sizes of its operation and group."""
+    """Return the most µs that each key's collectives should take, by other sizes of its operation and group."""
     measure = np.full(len(keys), np.inf)
     cuts = np.flatnonzero((keys[1:, :2] != keys[:-1, :2]).any(axis=1)) + 1
     for part in np.split(np.arange(len(keys)), cuts):

@@ -2,12 +2,12 @@
 
 - A collective takes as long as its program takes on the clock of `collectives/program`, at the rates measured on this
   kind of GPU, and no kernel that holds every SM delays it.
-- A compute kernel that ran beside NCCL takes as long as it did alone; where that was not seen, NCCL's mean share of its
-  speed is given back. Beside copies it then loses what compute loses beside them (`Disturbance.compute_kept`).
-- Under FSDP2 its copies between parameters and buffers take no time: every byte goes straight to its place. Gradients
-  that are reduced in float32 are sent as they are computed, in bfloat16.
+- A compute kernel that ran beside NCCL takes as long as it did alone; where it was not seen alone, it gets back the
+  speed that NCCL takes on average. Beside copies it then loses what copies take (`Disturbance.compute_kept`).
+- FSDP2's copies between parameters and buffers take no time: every byte goes straight to its place. Gradients that
+  FSDP2 reduces in float32 are sent as they are computed, in bfloat16.
 - The sum of a reduction keeps compute from the SMs for `_SUMS` times as long as its bytes take through device memory.
-- Hosts take as long as they did, but for launching those copies.
+- Hosts take as long as measured, less the time to launch FSDP2's copies.
 
 Collectives of other sizes and kinds stay as they are: those that NCCL moves faster, and those of more than one host.
 """
@@ -113,7 +113,7 @@ def without_fsdp2_copies(graph: ReplayGraph, copies: Bools, hosts: Sequence[I64]
 
 
 def _transfers(graph: ReplayGraph, job: TracedJob, profile: Profile, *, fsdp2: bool) -> tuple[F64, F64]:
-    """Return, per node, the µs that copy engines take for its collective (NaN: stays with NCCL), and its sums take."""
+    """Return, per node, its collective's µs on copy engines (NaN: it stays with NCCL), and the µs of its sums."""
     found, sums = np.full(len(graph.row), np.nan), np.zeros(len(graph.row))
     known: dict[tuple[str, int, int], float] = {}
     for c, digest in enumerate(job.digests):
@@ -145,7 +145,7 @@ def _alone_us(op: str, size: int, ranks: int, profile: Profile) -> float:
 
 
 def _without_nccl(graph: ReplayGraph, moved: Bools, profile: Profile) -> F64:
-    """Return durations (µs) in which compute is not slowed by the NCCL kernels that copy engines replace."""
+    """Return durations (µs) without the slowdown of compute by NCCL kernels that copy engines replace."""
     duration, lost = graph.duration.copy(), 1.0 - disturbance("nccl", profile).compute_kept
     for c in np.unique(graph.column[1:]).tolist():
         compute = np.flatnonzero((graph.column == c) & (graph.kind == Kind.COMPUTE))
@@ -156,9 +156,9 @@ def _without_nccl(graph: ReplayGraph, moved: Bools, profile: Profile) -> F64:
 
 
 def _beside(graph: ReplayGraph, ends: F64, duration: F64, lost: F64) -> F64:
-    """Return durations (µs) in which concurrent copies slow compute; a simulation's `ends` tell which ones overlap.
+    """Return durations (µs) with compute slowed by the copies that overlap it, according to a simulation's `ends`.
 
-    `lost`: share of its speed that compute loses beside each node; NaN: the node is not such a collective.
+    `lost`: share of its speed that compute loses beside each node; NaN: the node stays with NCCL or is no collective.
     """
     out = graph.duration.copy()
     for c in np.unique(graph.column[1:]).tolist():

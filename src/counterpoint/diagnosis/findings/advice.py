@@ -75,6 +75,8 @@ def advise_straggler(s: Straggler, stack: TracedStack) -> str:
         )
     if s.cause == "host_stall":
         return _advise_stalled_host(s, whose)
+    if s.cause == "no_host_events":
+        return IDLE_CAUSES["no_launch_recorded"].advice
     return "record all ranks with with_stack=True and record_shapes=True, and diagnose again"
 
 

@@ -21,7 +21,7 @@ _COPY_PAUSE_US = 30.0  # a longer pause between peer copies separates two collec
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommRows:
-    """Holds the collectives of one rank, sorted by start; columns have one length, bytes -1 = not stated."""
+    """Holds the collectives of one rank, sorted by start; columns have one length; bytes -1: not stated."""
 
     op: tuple[str, ...]
     group: tuple[str, ...]  # name of the process group, "?" where the trace does not say
@@ -102,7 +102,7 @@ def _serves(
     group: tuple[str, ...],
     phase: tuple[str | None, ...],
 ) -> tuple[str | None, ...]:
-    """Return the parallelism that each collective serves, by ranges around its launch, its kernel, or signs of DDP.
+    """Return each collective's parallelism, told by ranges around its launch, by its kernel, or by signs of DDP.
 
     DDP reduces gradients in backward: a group all of whose all-reduces run in backward is DDP's.
     """
@@ -145,7 +145,7 @@ def _runs(gpu: GpuOps, rows: I64, is_copy: Bools, world: int | None) -> tuple[I6
 
 
 def _rounds(gpu: GpuOps, run: I64, world: int | None) -> list[I64]:
-    """Split a run of copies into collectives of world - 1 equal copies, if it consists of these."""
+    """Split a run of copies into collectives of world - 1 equal copies, if the run consists of such collectives."""
     peers = (world or 0) - 1
     if peers >= 1 and len(run) > peers and len(run) % peers == 0:
         parts = np.split(run, len(run) // peers)
@@ -155,7 +155,7 @@ def _rounds(gpu: GpuOps, run: I64, world: int | None) -> list[I64]:
 
 
 def _op(info: CollectiveInfo | None, host: str | None, name: str) -> str:
-    """Return the name of a collective's operation, from its metadata, else its kernel, else the launching host range.
+    """Return a collective's operation, as named by its metadata, else its kernel, else the host range that launched it.
 
     NCCL runs an all-to-all with the kernel of sends and receives, so the host range decides between them.
     """
@@ -169,7 +169,7 @@ def _op(info: CollectiveInfo | None, host: str | None, name: str) -> str:
 
 
 def _host_ops(timeline: Timeline, rows: I64) -> list[str | None]:
-    """Return, per operation, the collective that the innermost naming host range around its launch names."""
+    """Return, per operation, the collective named by the innermost host range around its launch that names one."""
     gpu, host = timeline.gpu, timeline.host
     begun = [classify.host_collective(name) for name in timeline.names]
     says = np.array([op is not None for op in begun], bool)

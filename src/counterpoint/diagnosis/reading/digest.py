@@ -120,7 +120,7 @@ def _waits(timeline: Timeline) -> HostWaits:
 
 
 def _stream_waits(timeline: Timeline) -> tuple[F64, I64, I32]:
-    """Return host time, waiting stream and awaited GPU operation of each stream wait whose event is stated.
+    """Return host time, waiting stream and awaited GPU operation of each stream wait whose event the trace states.
 
     The awaited operation is the last one launched on the event's stream before the event was recorded.
     """

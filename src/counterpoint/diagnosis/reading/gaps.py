@@ -1,8 +1,8 @@
-"""Assign a cause to all time in which a rank's GPU ran nothing, by the host's activity meanwhile.
+"""Assign causes to all time in which a rank's GPU ran nothing, judged by the host's activity meanwhile.
 
 A gap ends when a GPU operation starts. Until that operation is launched the GPU waits for the host: the cause is the
 innermost host range of the launching thread at each moment, or, where that thread has none, of another thread. After
-the launch it waits for something else (`queued`). Everything is computed for all gaps at once; see `Gaps`.
+the launch the operation waits for something else (`queued`). Everything is computed for all gaps at once; see `Gaps`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _EARLIER_US = 1000.0  # a queued operation waits longer on an idle GPU only for 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NamedShares:
-    """Holds the share of each name in the idle time of each cause, in the rank's steps; columns of one length."""
+    """Holds each name's share of each cause's idle time in the rank's steps; columns have one length."""
 
     category: U8
     name: I32
@@ -66,7 +66,7 @@ class NamedShares:
 
     @classmethod
     def of(cls, category: U8, name: I64, time: F64, whole: F64) -> NamedShares:
-        """Sum up `time` by category and name (-1: none), as shares of `whole`, the µs of each category."""
+        """Return the sums of `time` by category and name (-1: none), as shares of `whole`, the µs per category."""
         causes, named, shares = [np.empty(0, np.uint8)], [np.empty(0, np.int32)], [np.empty(0)]
         for each in np.flatnonzero(whole > 0).tolist():
             rows = (category == each) & (name >= 0)
@@ -82,8 +82,8 @@ class Pauses:
     """Holds pauses in which a rank's host launched nothing for at least `STALL_US`, and did not wait for its GPU.
 
     A pause has one row for each host range that is innermost in part of it. Where the GPU had finished all
-    work before the host went on, an unrecorded pause may have been a wait for the GPU: only the time after the end of
-    that work counts.
+    work before the host went on, an unrecorded pause may have been a wait for the GPU, so only the time after the GPU
+    finished counts.
     """
 
     number: I32  # of the pause
@@ -100,7 +100,7 @@ class Gaps:
 
     A gap has one row per cause: `time` is the part of the gap with that cause, longest first. Gaps are cut where steps
     begin and end. Names are indices into the rank's names, -1: not known. A row names only what took most of its time;
-    `operations` and `functions` are tables of their own, of every moment in the steps.
+    `operations` and `functions` are separate tables, which cover every moment in the steps.
     """
 
     start: F64
@@ -119,12 +119,12 @@ class Gaps:
 
     @property
     def whole(self) -> Bools:
-        """Return a mask of the rows that are the first of their gap, which have its main cause."""
+        """Return a mask of each gap's first row, which has the gap's main cause."""
         return np.concatenate(([True], self.start[1:] > self.start[:-1])) if len(self) else np.zeros(0, bool)
 
 
 def find_gaps(timeline: Timeline, steps: StepWindows) -> Gaps:
-    """Return every gap of a rank with its causes, from the first recorded event to the last."""
+    """Return every gap of a rank, from the first recorded event to the last, with the gap's causes."""
     start, end, op = _idle(timeline, steps)
     own = np.array([category_of(n) for n in timeline.names], np.uint8)
     waits = _Launches.of(timeline, _blocking(timeline.host, own), start, end, op)
@@ -210,7 +210,7 @@ class _Launches:
 
 
 def _queued(gpu: GpuOps, waits: _Launches, start: F64, end: F64) -> GapPieces:
-    """Return the part of each gap after its next operation was launched, with the cause.
+    """Return the part of each gap after the launch of the operation that ends it, with the part's cause.
 
     If the next operation is the first of its stream and began long after its launch, the stream was busy with work that
     was launched before the recording began.
@@ -283,7 +283,7 @@ def _after_waiting(timeline: Timeline, waits: _Launches, start: F64) -> tuple[Bo
 
 
 def _captures(timeline: Timeline) -> Intervals:
-    """Return the intervals in which a CUDA graph is captured, whose launches run nothing on the GPU."""
+    """Return the intervals of CUDA graph capture, in which launches run nothing on the GPU."""
     host, names = timeline.host, timeline.names
     if not len(host):
         return Intervals(np.empty(0), np.empty(0))
@@ -299,7 +299,7 @@ def _captures(timeline: Timeline) -> Intervals:
 def _named(
     timeline: Timeline, threads: HostThreads, thread: I64, pieces: GapPieces, op: I64, steps: Intervals
 ) -> tuple[NamedShares, NamedShares]:
-    """Return the names for the idle time in the steps: of host ranges or GPU operations, and of Python functions.
+    """Return the steps' idle time by name: of host ranges or GPU operations, and of the Python functions around.
 
     Each range gets the time in which it was innermost, also in short gaps, which have one cause. A gap caused by
     a wait of the host is entirely named after the call that waited.
@@ -358,7 +358,7 @@ def _table(
 
 
 def _paused(timeline: Timeline, steps: StepWindows) -> tuple[F64, F64, I32, F64]:
-    """Return start, end and thread of each pause without launches, and when the GPU finished all earlier work."""
+    """Return start, end and thread of each long time without launches, and when the GPU had finished earlier work."""
     gpu = timeline.gpu
     rows = np.flatnonzero(np.isfinite(gpu.launch_start))
     rows = rows[np.argsort(gpu.launch_start[rows], kind="stable")]

@@ -1,4 +1,4 @@
-"""Find the host's activity during gaps of the GPU: each thread's innermost range, and the range around that.
+"""Find the host's activity during gaps of the GPU: each thread's innermost range, and the range around it.
 
 `CATEGORIES` are the causes of idle time, by their numbers in a digest. A name puts a host range into one of them:
 allocation, start-up, compilation, graph capture, waiting, input, copies; a range of any other name is an OPERATION.
@@ -83,7 +83,7 @@ _PATTERNS = (
 
 @lru_cache(maxsize=1 << 13)
 def says(name: str, *patterns: re.Pattern[str]) -> bool:
-    """Return whether one of the patterns is found in a name; results are cached, as ranks have the same names."""
+    """Return whether one of the patterns is found in a name; results are cached, since ranks share names."""
     return any(pattern.search(name) for pattern in patterns)
 
 
@@ -105,7 +105,7 @@ class GapPieces:
 
     @classmethod
     def joined(cls, parts: list[GapPieces]) -> GapPieces:
-        """Return one table with the pieces of all parts, in order."""
+        """Return one table of the pieces of all `parts`, in order."""
         return cls(*(np.concatenate([getattr(p, name) for p in parts]) for name in cls.__dataclass_fields__))
 
 
@@ -119,7 +119,7 @@ class _Layer:
 
     @classmethod
     def flat(cls, rows: I64, start: F64, end: F64, parent: I64) -> _Layer:
-        """Return the spans in which each of `rows` (sorted by start) is innermost; `parent`: row around each row."""
+        """Return the spans in which each of `rows` (sorted by start) is innermost; `parent`: the row around a row."""
         edge = np.concatenate((end[::-1], start))  # at equal times: ends before starts, inner ends before outer ends
         label = np.concatenate((parent[rows][::-1], rows)).astype(np.int32)
         order = np.argsort(edge, kind="stable")
@@ -135,7 +135,7 @@ class _Layer:
         return np.where((span >= 0) & (when < np.append(self.end, 0.0)[span]), np.append(self.row, -1)[span], -1)
 
     def over(self, gap: I64, start: F64, end: F64) -> tuple[tuple[I64, F64, F64, I64], tuple[I64, F64, F64]]:
-        """Split time windows: return the parts inside spans, with rows, and the parts outside."""
+        """Split the time windows of gaps into parts inside spans, with the spans' rows, and parts outside."""
         low = np.searchsorted(self.end, start, side="right")
         count = np.maximum(np.searchsorted(self.start, end, side="left") - low, 0)
         first = np.cumsum(count) - count
@@ -242,7 +242,7 @@ class HostThreads:
 
 
 def _around_everything(timeline: Timeline, own: U8, use: Bools) -> Bools:
-    """Return a mask of annotations (an epoch) around at least half of the recorded time and of the launches."""
+    """Return a mask of annotations (such as an epoch) that span at least half of the recorded time and launches."""
     gpu, host = timeline.gpu, timeline.host
     if not use.any():
         return np.zeros(len(host), bool)
@@ -261,8 +261,8 @@ def _nested(timeline: Timeline, own: U8, rows: I64) -> tuple[I64, U8, I64, F64]:
     """Find how `rows` of HostOps nest on their threads.
 
     Returns:
-        Parent row, category, row of the innermost Python function around it (else of the parent), and end, by row of
-        HostOps. Parent -1: none; -2: nested too deeply. A range without a category of its own takes its parent's.
+        Parent row, category, row of the innermost Python function around (else the parent row), and end, for each row
+        of HostOps. Parent -1: none; -2: nested too deeply. A range without a category of its own takes its parent's.
     """
     host = timeline.host
     library = np.array([says(n, _LIBRARY) for n in timeline.names], bool)
@@ -308,8 +308,8 @@ def _nested(timeline: Timeline, own: U8, rows: I64) -> tuple[I64, U8, I64, F64]:
 def _apart(start: F64, end: F64) -> F64:
     """Return the ends of a thread's ranges (sorted by start), cut so that ranges which touch do not overlap.
 
-    A range that overlaps a later one, which ends after it, is cut where the later one begins. It is not cut where the
-    later one ends later only by rounding, since the range may then enclose the later one.
+    A range is cut where a later range begins that overlaps it and ends after it. It is not cut if the later one ends
+    after it only by rounding, since it may then enclose the later one.
     """
     found, last = end.copy(), np.searchsorted(start, end, side="left") - 1
     for before in range(_TOUCHING):

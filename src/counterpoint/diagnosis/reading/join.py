@@ -1,8 +1,8 @@
 """Match the collectives of all ranks: find the rows of different ranks that belong to one collective.
 
 Rows are matched by group and `Comms Id` or `Seq` where the profiler printed them, else by group and order. In the
-latter case operations, sizes and the times between ends are aligned, so that a collective that one trace lacks does not
-shift the rest.
+latter case operations, sizes and the times between ends are aligned, so that a collective missing in one trace
+does not shift the rest.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Joined:
 
 
 def join(ranks: tuple[int, ...], rows: list[CommRows], base_us: list[float]) -> Joined:
-    """Return the matched collectives of all ranks (ascending); `base_us` is added to the times of each rank."""
+    """Return the matched collectives of all `ranks` (ascending); `base_us` is added to each rank's times."""
     groups: dict[_Key, dict[int, I64]] = {}
     for column, table in enumerate(rows):
         for key, members in _by_group(table).items():
@@ -81,7 +81,7 @@ def _join_group(
 
 
 def _ids(table: CommRows, members: I64, by: str) -> list[Hashable] | None:
-    """Return an identity per row: id, operation, and count of earlier equal pairs; None if any row lacks an id.
+    """Return an identity per row: id, operation, and count of earlier rows with both; None if any row lacks an id.
 
     Return None, too, if all rows have one id, which is then the communicator's, not the collective's.
     """
@@ -101,7 +101,7 @@ def _ids(table: CommRows, members: I64, by: str) -> list[Hashable] | None:
 
 
 def _by_order(columns: dict[int, I64], rows: list[CommRows], base_us: list[float]) -> list[dict[int, int]]:
-    """Align every rank's collectives with the longest sequence; collectives missing there are inserted."""
+    """Align every rank's collectives with the longest rank's, into which collectives that it lacks are inserted."""
     reference = max(columns, key=lambda c: (len(columns[c]), -c))
     together = [{reference: row} for row in columns[reference].tolist()]
     token = _tokens(rows[reference], columns[reference])
@@ -127,7 +127,7 @@ def _by_order(columns: dict[int, I64], rows: list[CommRows], base_us: list[float
 
 
 def _tokens(table: CommRows, members: I64) -> list[tuple[str, int]]:
-    """Return, per row, the facts equal on all ranks: the operation, and its bytes unless bytes differ by rank."""
+    """Return, per row, what is equal on all ranks: the operation, and its bytes (-1 if bytes may differ by rank)."""
     uneven = ("all_to_all", "send_recv", "unknown", "nccl")
     return [(table.op[r], -1 if table.op[r] in uneven else int(table.bytes[r])) for r in members.tolist()]
 
@@ -192,7 +192,7 @@ def align(reference: list[tuple[str, int]], reference_end: F64, other: list[tupl
 
 
 def _same_rhythm(tokens: list[tuple[str, int]], lag: F64, penalty: float) -> bool:
-    """Return whether equal sequences match one to one; if not, each lacks another one of many equal collectives.
+    """Return whether equal sequences match one to one, rather than each missing a different one of equal collectives.
 
     The differences of ends decide, except for operations that ranks need not end together (`LOOSE_ENDS`).
     """

@@ -38,7 +38,7 @@ _BACKWARD_PHASE = PHASES.index("backward")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Places:
-    """Holds the place in the program of gaps or operations: phase and module; columns of one length."""
+    """Holds where in the program gaps or operations lie: phase and module; columns have one length."""
 
     phase: U8  # into PHASES
     module: I32  # name of the range that names it, as an index into the rank's names; -1: unknown
@@ -57,7 +57,7 @@ class NamedRanges:
 
     @classmethod
     def of(cls, timeline: Timeline) -> NamedRanges:
-        """Return the naming host ranges of a rank."""
+        """Return the host ranges of a rank that name a phase, module or parallelism."""
         host, names = timeline.host, timeline.names
         count = len(names)
         phase, module, serves = np.zeros(count, np.uint8), np.zeros(count, bool), np.zeros(count, np.int64)
@@ -71,7 +71,7 @@ class NamedRanges:
         return cls(timeline, row[told[host.name[row]]], phase, module, serves, _autograd_threads(timeline))
 
     def at(self, thread: I64, time: F64) -> tuple[Places, I64]:
-        """Return the place of each time on a thread, and the parallelism that ranges name (1 + index into _SERVES)."""
+        """Return the place of each time on its thread, and the parallelism named around it (1 + index into _SERVES)."""
         host = self.timeline.host
         phase, module = np.zeros(len(time), np.uint8), np.full(len(time), -1, np.int32)
         serves = np.zeros(len(time), np.int64)
@@ -107,7 +107,7 @@ class NamedRanges:
         return found
 
     def gaps(self, gaps: Gaps) -> Places:
-        """Return where the host was in the middle of each gap, on the thread that launched the operation that ends it.
+        """Return each gap's place: where the thread that launched the operation ending the gap was in the gap's middle.
 
         If that operation was launched before the middle of the gap, the place of its launch counts instead.
         """
@@ -169,7 +169,7 @@ def _autograd_threads(timeline: Timeline) -> frozenset[int]:
 def _around(
     at: npt.NDArray[np.float64], start: npt.NDArray[np.float64], end: npt.NDArray[np.float64]
 ) -> tuple[I64, I64]:
-    """Return the indices of all pairs of a range and a time inside it, in order of the ranges; times are sorted."""
+    """Return indices of all pairs of a range and a time inside this range, in order of ranges; `at` is sorted."""
     low, high = np.searchsorted(at, start, side="left"), np.searchsorted(at, end, side="right")
     count = np.maximum(high - low, 0)
     if count.sum() > _MOST_PAIRS:

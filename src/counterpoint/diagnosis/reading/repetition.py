@@ -1,8 +1,8 @@
 """Find steps from repeating GPU operations, on a rank whose trace has no step ranges.
 
-Layers repeat, too. Repeats are steps if no other operations (an embedding, a head) stand before the first and after the
+Layers repeat, too. Repeats are steps if no other operations (an embedding, a head) come before the first and after the
 last repeat, no CUDA graph launches several repeats at once, and the repeats are most of the work. Where the host waits
-for the GPU only after many short repeats, they are layers: steps are then what lies between its waits, if alike.
+for the GPU only after many short repeats, these are layers; steps then reach from one wait to the next, if alike.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _earliest(timeline: Timeline, first: float, pause: float) -> float:
 
 
 def _waits(timeline: Timeline, rows: I64) -> I64:
-    """Return the indices at which the host's waits for the GPU divide `rows`, from 0 to their number."""
+    """Return the indices at which the host's waits for the GPU divide `rows`, from 0 to `len(rows)`."""
     passed = np.searchsorted(_host_waits(timeline), timeline.gpu.launch_start[rows])
     return np.concatenate(([0], np.flatnonzero(np.diff(passed) > 0) + 1, [len(rows)])).astype(np.int64)
 
@@ -100,7 +100,7 @@ def _period(timeline: Timeline, rows: I64) -> tuple[int, int] | None:
     """Return the index of the first step's first operation, and the operations per step; None: no period.
 
     Layers repeat, too, so a period counts only if one window of that length holds nearly all kinds of operations that
-    recur, and nearly every operation equals the one a period later. Of the starting points that leave the most whole
+    recur, and nearly every operation equals the one a period later. Of the first operations that leave the most whole
     steps, the one with the longest pauses before it is chosen.
     """
     gpu = timeline.gpu

@@ -64,7 +64,7 @@ class StepWindows:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _SetUp:
-    """Holds when a rank's host did one kind of set-up work: graph capture, compilation or start-up."""
+    """Holds the times of one kind of set-up work on a rank's host: graph capture, compilation or start-up."""
 
     label: str
     ranges: Intervals
@@ -74,7 +74,7 @@ class _SetUp:
 
 
 def find_steps(timeline: Timeline) -> StepWindows:
-    """Return the steps of one rank, with notes on start-up, graph capture and compilation in them."""
+    """Return the steps of one rank, with notes on start-up, graph capture and compilation in the steps."""
     set_up = _set_up(timeline)
     steps = _find(timeline)
     if steps.found_by == "repetition" and any(
@@ -149,7 +149,7 @@ def _reach(gpu: GpuOps, begin: F64, until: F64) -> F64:
 
 
 def _outside(timeline: Timeline, steps: StepWindows) -> tuple[str, ...]:
-    """Return a note on the time of the recording that lies in no step, if it is long."""
+    """Return a note on the recorded time that lies in no step, if this time is long."""
     tables = [t for t in (timeline.gpu, timeline.host) if len(t)]
     low, high = min(float(t.start.min()) for t in tables), max(float(t.end.max()) for t in tables)
     pauses = np.maximum(steps.start[1:] - steps.end[:-1], 0.0)
@@ -175,7 +175,7 @@ def _launched(gpu: GpuOps) -> F64:
 
 
 def _earlier_work(gpu: GpuOps, begins: float, launched_inside: Bools, found_by: str) -> float:
-    """Return the µs at which the first step's work starts if earlier work kept the GPU busy before; else -infinity.
+    """Return the µs at which the first step's work starts if earlier work delayed it on the GPU; else -infinity.
 
     An operation without a launch, in a trace that has launches, was launched before the recording. If the first
     operation of a stream, before most of the work, starts long after its launch, and nothing recorded ran between, the
@@ -202,7 +202,7 @@ def _earlier_work(gpu: GpuOps, begins: float, launched_inside: Bools, found_by: 
 
 
 def _from_annotations(timeline: Timeline) -> StepWindows | None:
-    """Return steps by the program's ranges: the longest that repeat and launch most of the work, else a single one.
+    """Return steps from the program's ranges: the longest that repeat and launch most work, else a single range.
 
     Return None if no range with the name of a step, and no repeating range, launches enough of the work.
     """
@@ -231,7 +231,7 @@ def _from_annotations(timeline: Timeline) -> StepWindows | None:
 
 
 def _alike(length: F64, work: F64) -> bool:
-    """Return whether most ranges, with most of the work, have similar lengths, as steps have."""
+    """Return whether most ranges, which launch most of the work, have similar lengths, as steps have."""
     median = np.quantile(length, 0.5, method="lower")
     alike = (length <= _SIMILAR_FACTOR * median) & (length * _SIMILAR_FACTOR >= median)
     return bool(alike.mean() > 0.5 and work[alike].sum() > 0.5 * work.sum())
@@ -247,7 +247,7 @@ def _is_part(timeline: Timeline, row: int) -> bool:
 
 
 def _families(timeline: Timeline) -> Iterator[tuple[bool, I64]]:
-    """Yield whether a name is typical of steps, and the rows of the ranges with that name on one thread.
+    """Yield, by name and thread, whether the name is typical of steps, and the rows of its ranges on the thread.
 
     Names that differ only in numbers or in brackets count as one. Ranges inside a range of the same name are left out.
     """
@@ -279,7 +279,7 @@ def _families(timeline: Timeline) -> Iterator[tuple[bool, I64]]:
 
 
 def _outermost(timeline: Timeline, rows: I64) -> I64:
-    """Return those of `rows` (sorted by start) that begin when no earlier one is still open."""
+    """Return those of `rows` (sorted by start) that begin while no earlier row is still open."""
     host = timeline.host
     reach = np.concatenate(([-np.inf], np.maximum.accumulate(host.end[rows])[:-1]))
     return rows[host.start[rows] >= reach - _ROUNDING_US]
@@ -337,7 +337,7 @@ def _share(found: _SetUp, steps: StepWindows) -> F64:
 
 
 def _without_set_up(steps: StepWindows, set_up: list[_SetUp]) -> StepWindows:
-    """Return the steps with notes on steps that have much set-up work, which are left out if others remain."""
+    """Return the steps without those of much set-up work, unless none would remain, and with notes on them."""
     keep = np.ones(len(steps.names), bool)
     notes = list(steps.notes)
     for found in set_up:

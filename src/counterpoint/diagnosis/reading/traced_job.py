@@ -39,7 +39,7 @@ _FSDP2 = re.compile(r"^FSDP::|^fsdp::|chunk_cat_cuda_kernel")  # ranges, operato
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TracedJob:
-    """Holds the ranks of a job, ascending; times are µs on the lowest rank's clock, 0 = start of the first step."""
+    """Holds the ranks of a job, ascending; times are µs on the lowest rank's clock, 0 at the first step's start."""
 
     digests: tuple[RankDigest, ...]
     world_size: int
@@ -87,12 +87,12 @@ class TracedJob:
 
     @property
     def whole(self) -> str:
-        """Return the noun of which shares are given: "step", or "recording" if no steps were found."""
+        """Return the noun for what shares are shares of: "step", or "recording" if no steps were found."""
         return "step" if self.has_steps else "recording"
 
     @property
     def alone(self) -> bool:
-        """Return whether the whole job is one process with several GPUs, so that there is no rank to wait for."""
+        """Return whether the whole job is one process with several GPUs, so that no rank waits for another."""
         return self.world_size == 1 and len(gpus_of(self.digests[0])) > 1
 
     @property
@@ -102,7 +102,7 @@ class TracedJob:
 
     @property
     def islands(self) -> I64:
-        """Return an island number per column: collectives join ranks with equal numbers, directly or through others."""
+        """Return an island number per rank; collectives join ranks of one island, directly or through other ranks."""
         there = self.joined.row >= 0
         there = there[there.sum(axis=1) >= 2]
         there = there[np.unique(np.packbits(there, axis=1), axis=0, return_index=True)[1]]  # one for each set of ranks
@@ -262,7 +262,7 @@ def _clocks(joined: Joined, digests: list[RankDigest], notes: list[str]) -> Cloc
 def _steps(
     digests: list[RankDigest], clocks: Clocks, base: list[float], notes: list[str]
 ) -> tuple[float, tuple[str, ...], F64, F64]:
-    """Return time zero, names, start and end [S, R] of the steps common to all ranks, else one rank's steps for all."""
+    """Return time zero, and names, starts and ends [S, R] of the steps that ranks share, else of one rank's steps."""
     best = ("profiler", "annotation", "optimizer", "repetition", "whole")
     column = min(range(len(digests)), key=lambda c: best.index(digests[c].steps.found_by))
     steps = digests[column].steps
@@ -392,7 +392,7 @@ class TracedStack:
 
     @property
     def nvidia_nccl(self) -> bool:
-        """Return whether NCCL's own knobs apply: RCCL and gloo do not have them."""
+        """Return whether NCCL's own settings apply, which RCCL and gloo lack."""
         return self.nccl and self.vendor == "nvidia"
 
     @property
