@@ -63,7 +63,9 @@ def tune(
     budget: Annotated[
         float, typer.Option(help="Seconds after which no further pair is measured; as many for steps of --run.")
     ] = 120.0,
-    rounds: Annotated[int, typer.Option(help="Trials of each kind per pair; the first two are dropped.")] = 12,
+    rounds: Annotated[
+        int, typer.Option(help="Trials of each kind per pair, 12 where time is short; the first two are dropped.")
+    ] = 40,
     timeout: Annotated[
         float, typer.Option(help="Seconds without a finished pair or step after which the run ends.")
     ] = 120.0,
