@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -110,7 +111,7 @@ def tune(
         if json == "-":
             write_json(tuned, None)
         elif not quiet:
-            _print(tuned, [path for path in (out, html, json_path) if path is not None])
+            _print(tuned, out, html, json_path)
 
 
 def _given(context: typer.Context, option: str) -> bool:
@@ -173,10 +174,14 @@ def _draw(tuned: Tuned, html: Path) -> None:
         write_tuning_page(html, tuned)
 
 
-def _print(tuned: Tuned, wrote: list[Path]) -> None:
+def _print(tuned: Tuned, out: Path, *others: Path | None) -> None:
+    """Print the choices and which files were written; where a pair gets a mechanism, say last how to use them."""
     from counterpoint.rendering.tuning_tables import render_tuned
 
-    show(lambda console: render_tuned(tuned, console), wrote)
+    show(lambda console: render_tuned(tuned, console), (*others, out))
+    if any(not pair.is_left for pair in tuned.pair):
+        named = f"COUNTERPOINT_TUNED={shlex.quote(str(out))}"
+        print(f'use it: {named} torchrun ..., or counterpoint.overlap(model, tuned="{out}")')
 
 
 def _check_outputs(source: Path | None, *outputs: Path | None) -> None:
