@@ -44,14 +44,9 @@ class Experiment:
 
 
 def play_rounds(
-    session: Session,
-    trials: Mapping[Key, Callable[[], Trial]],
-    *,
-    rounds: int,
-    dropped: int,
-    seed: int,
+    session: Session, trials: Mapping[Key, Callable[[], Trial]], *, rounds: int, dropped: int, seed: int,
     until_s: float = math.inf,
-) -> dict[Key, Samples]:
+) -> dict[Key, Samples]:  # fmt: skip
     """Return the trials of all ranks by key, each run once per round; those of the first `dropped` rounds are not kept.
 
     Each round has a new random order, by `seed`, so that drifting clocks affect all trials alike. A trial in which any

@@ -24,7 +24,7 @@ import msgspec
 
 import counterpoint
 from counterpoint.errors import Misconfigured, Unsupported
-from counterpoint.measurement.api import VARIABLES
+from counterpoint.measurement.api import STARTUP_S, VARIABLES
 from counterpoint.measurement.workloads import is_dependent, is_exchange
 from counterpoint.processes import die_with_parent, leaving_word
 from counterpoint.records.measurement import LEGS, Block, BlockRow, Environment, Outcome, Plan, Row, Scenario
@@ -88,7 +88,10 @@ class Worker:
             least_s = fmean(took_s or [0.0]) * min(1.0, TURN / self.plan.rounds)
             if took_s and session.gather(began + least_s > until_s)[0]:
                 break
-            plan = msgspec.structs.replace(self.plan, until_s=_share(until_s, len(self.plan.parts) - place))
+            plan = self.plan
+            if plan.until_s is not None:  # and a part ends long before the parent gives up
+                share_s = _share(until_s, len(plan.parts) - place)
+                plan = msgspec.structs.replace(plan, until_s=min(share_s, began + plan.timeout_s / 2 - STARTUP_S))
             self.scenario = part.name
             dtypes = session.use_dtypes(part.dtype, None if isinstance(part, Block) else part.compute_dtype)
             try:
