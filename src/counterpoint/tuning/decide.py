@@ -122,8 +122,8 @@ def sigmas_of_proof(runs: int, candidates: int) -> float:
     51 % if noise lasts; benchmarks/tune_correlation.py has the shares by this bar.
 
     c and the degrees of freedom are those of normal noise whose correlation from one round to the next is 0.8, as far
-    as B means of batches do not show it: 3.3 and 3.7 for ten rounds, 1.1 and 19 for 478. They are at most Yuen's
-    n - 1 - 2 g less g, without which it is 2.4 %.
+    as B means of batches do not show it: 3.3 and 3.7 for ten rounds, 1.1 and 19 for 478. The degrees are at most
+    n - 1 - 3 g: with Yuen's n - 1 - 2 g that chance is 2.4 % in ten rounds of which none knows of another.
 
     Args:
         runs: n, rounds that were compared; 5 at least.
@@ -155,8 +155,8 @@ def _of_batches(runs: int) -> tuple[float, float]:
     """
     batches, r = _batches(runs), CORRELATION
     b = runs / batches
-    apart = np.abs(np.subtract.outer(np.arange(batches), np.arange(batches)))
-    covariance = r * (1 - r**b) ** 2 / (b * (1 - r)) ** 2 * r ** (b * (apart - 1))
+    lags = np.abs(np.subtract.outer(np.arange(batches), np.arange(batches)))
+    covariance = r * (1 - r**b) ** 2 / (b * (1 - r)) ** 2 * r ** (b * (lags - 1))
     np.fill_diagonal(covariance, ((1 + r) / (1 - r) - 2 * r * (1 - r**b) / (b * (1 - r) ** 2)) / b)
     rest = covariance - covariance.mean(axis=0) - covariance.mean(axis=1, keepdims=True) + covariance.mean()
     degrees = float(rest.trace() ** 2 / (rest**2).sum())

@@ -108,7 +108,7 @@ def test_noise_alone_is_chosen_in_at_most_one_pair_of_forty_four(
 ) -> None:
     """2.3 % of 1000 pairs whose mechanisms are all equal, with 0.5 % of noise a round, and 3 sigma of such a count.
 
-    With noise that lasts it would be 330 of three candidates in ten rounds, were rounds taken to be independent.
+    With noise that lasts it would be 310 of three candidates in ten rounds, were rounds taken to be independent.
     """
     draw = random.Random(runs)
     names = ["nccl", *(f"m{place}" for place in range(candidates))]
