@@ -4,7 +4,7 @@
         results/forum-4xh200.json results/budget-pairs-4xh200.json
 
 The choice reads one draw and is judged by the truth that it was drawn from: the stored medians of each pair by each
-mechanism. A draw has ten rounds, as `tune` has by default, each normal around the stored median, with the deviation
+mechanism. A draw has 38 rounds, as `tune` has by default, each normal around the stored median, with the deviation
 that p10 and p90 tell. Of its variance a part is common to all mechanisms of a round, as a drift of clocks is, and the
 rest is each one's own. The rows do not say how large that part is, so none, half and nine tenths are shown. `medians`
 is the rule for measurements that did not keep their rounds, `rounds` the one for those that did; both see the same
@@ -34,7 +34,7 @@ from counterpoint.tuning.experiment import against_stock, best_of
 ROOT = Path(__file__).resolve().parents[1]
 COMMON = (0.0, 0.5, 0.9)  # of the variance of a round, by all mechanisms alike
 RULES = ("medians", "rounds")
-ROUNDS = 10
+ROUNDS = 38
 STOCK = "nccl"
 COLUMNS = (
     "from", "common noise", "rule", "pairs", "draws", "hit rate", "mean regret", "left", "slower than stock",

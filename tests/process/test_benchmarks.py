@@ -28,7 +28,7 @@ def result(folder: Path, script: str, *arguments: str, ranks: int = 0) -> Any:
     out = folder / "result.json"
     launched = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks] if ranks else []
     option = "--json" if script in ("collectives_random.py", "expert_permute.py") else "--out"
-    on_cpu = [] if script == "tune_noise.py" else ["--device", "cpu"]
+    on_cpu = [] if script in ("tune_noise.py", "tune_correlation.py") else ["--device", "cpu"]
     done = program([sys.executable, *launched, f"benchmarks/{script}", *on_cpu, *arguments, option, out], folder=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(out.read_text())
@@ -291,6 +291,11 @@ def test_tune_pairs_runs(tmp_path: Path) -> None:
 def test_tune_noise_runs(tmp_path: Path) -> None:
     rows = result(tmp_path, "tune_noise.py", "results/forum-4xh200.json", "--draws", "2")["rows"]
     assert [(row[0], row[3]) for row in rows] == [("forum-4xh200", "9")] * 6 + [("all", "9")] * 6
+
+
+def test_tune_correlation_runs(tmp_path: Path) -> None:
+    rows = result(tmp_path, "tune_correlation.py", "--draws", "2")["rows"]
+    assert [row[:2] for row in rows] == [[rho, f"{noise}%"] for rho in ("0", "0.4", "0.8") for noise in (1, 2, 3)]
 
 
 def test_tune_step_runs(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -63,7 +64,9 @@ def tune(
     budget: Annotated[
         float, typer.Option(help="Seconds after which no further pair is measured; as many for steps of --run.")
     ] = 120.0,
-    rounds: Annotated[int, typer.Option(help="Trials of each kind per pair; the first two are dropped.")] = 12,
+    rounds: Annotated[
+        int, typer.Option(help="Trials of each kind per pair, 12 where time is short; the first two are dropped.")
+    ] = 40,
     timeout: Annotated[
         float, typer.Option(help="Seconds without a finished pair or step after which the run ends.")
     ] = 120.0,
@@ -108,7 +111,7 @@ def tune(
         if json == "-":
             write_json(tuned, None)
         elif not quiet:
-            _print(tuned, [path for path in (out, html, json_path) if path is not None])
+            _print(tuned, out, html, json_path)
 
 
 def _given(context: typer.Context, option: str) -> bool:
@@ -171,10 +174,14 @@ def _draw(tuned: Tuned, html: Path) -> None:
         write_tuning_page(html, tuned)
 
 
-def _print(tuned: Tuned, wrote: list[Path]) -> None:
+def _print(tuned: Tuned, out: Path, *others: Path | None) -> None:
+    """Print the choices and which files were written; where a pair gets a mechanism, say last how to use them."""
     from counterpoint.rendering.tuning_tables import render_tuned
 
-    show(lambda console: render_tuned(tuned, console), wrote)
+    show(lambda console: render_tuned(tuned, console), (*others, out))
+    if any(not pair.is_left for pair in tuned.pair):
+        named = f"COUNTERPOINT_TUNED={shlex.quote(str(out))}"
+        print(f'use it: {named} torchrun ..., or counterpoint.overlap(model, tuned="{out}")')
 
 
 def _check_outputs(source: Path | None, *outputs: Path | None) -> None:

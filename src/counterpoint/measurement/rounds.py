@@ -6,7 +6,9 @@ is to be timed, and holds it open until the rounds have been played and the rows
 
 from __future__ import annotations
 
+import math
 import random
+import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -27,6 +29,7 @@ Samples = list[list[Trial]]  # [rank][round]
 SamplesOf: TypeAlias = Mapping[Key, Samples]
 
 _FEWEST = 3
+TURN = 12  # rounds that are played even if time is short, and after each of which ranks ask whether any is left
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,18 +44,21 @@ class Experiment:
 
 
 def play_rounds(
-    session: Session, trials: Mapping[Key, Callable[[], Trial]], *, rounds: int, dropped: int, seed: int
-) -> dict[Key, Samples]:
+    session: Session, trials: Mapping[Key, Callable[[], Trial]], *, rounds: int, dropped: int, seed: int,
+    until_s: float = math.inf,
+) -> dict[Key, Samples]:  # fmt: skip
     """Return the trials of all ranks by key, each run once per round; those of the first `dropped` rounds are not kept.
 
     Each round has a new random order, by `seed`, so that drifting clocks affect all trials alike. A trial in which any
-    rank queued too slowly does not count on any, as long as three others remain. All ranks call it with the same
-    arguments.
+    rank queued too slowly does not count on any, as long as three others remain. After every twelfth round it ends if
+    it is past `until_s` of CLOCK_MONOTONIC. All ranks call it with the same arguments.
     """
     kept: dict[Key, list[Trial]] = {key: [] for key in trials}
     order = list(trials)
     shuffle = random.Random(seed)  # seeded equally on every rank
     for index in range(rounds):
+        if index and index % TURN == 0 and until_s < math.inf and session.gather(time.monotonic() > until_s)[0]:
+            break
         shuffle.shuffle(order)
         for key in order:
             trial = trials[key]()

@@ -24,10 +24,10 @@ import msgspec
 
 import counterpoint
 from counterpoint.errors import Misconfigured, Unsupported
-from counterpoint.measurement.api import VARIABLES
+from counterpoint.measurement.api import STARTUP_S, VARIABLES
 from counterpoint.measurement.workloads import is_dependent, is_exchange
 from counterpoint.processes import die_with_parent, leaving_word
-from counterpoint.records.measurement import Block, BlockRow, Environment, Outcome, Plan, Row, Scenario
+from counterpoint.records.measurement import LEGS, Block, BlockRow, Environment, Outcome, Plan, Row, Scenario
 from counterpoint.rehearsed import NO_TIMES, is_rehearsal
 
 if TYPE_CHECKING:
@@ -76,20 +76,26 @@ class Worker:
     def _measure(self, session: Session) -> None:
         """Measure all parts of the plan."""
         from counterpoint.measurement.pairs import Calibration
+        from counterpoint.measurement.rounds import TURN
         from counterpoint.measurement.session import NotEnoughMemory
 
         results = Path(self.plan.results)
         calibrations: defaultdict[tuple[str, str], Calibration] = defaultdict(Calibration)
         environment = _environment(session) if session.rank == 0 else None
         took_s: list[float] = []
-        for part in self.plan.parts:
-            began = time.monotonic()
-            if took_s and session.gather(began + fmean(took_s) > (self.plan.until_s or math.inf))[0]:
+        for place, part in enumerate(self.plan.parts):
+            began, until_s = time.monotonic(), self.plan.until_s or math.inf
+            least_s = fmean(took_s or [0.0]) * min(1.0, TURN / self.plan.rounds)
+            if took_s and session.gather(began + least_s > until_s)[0]:
                 break
+            plan = self.plan
+            if plan.until_s is not None:  # and a part ends long before the parent gives up
+                share_s = _share(until_s, len(plan.parts) - place)
+                plan = msgspec.structs.replace(plan, until_s=min(share_s, began + plan.timeout_s / 2 - STARTUP_S))
             self.scenario = part.name
             dtypes = session.use_dtypes(part.dtype, None if isinstance(part, Block) else part.compute_dtype)
             try:
-                outcome = measure_part(session, part, self.plan, calibrations[dtypes])
+                outcome = measure_part(session, part, plan, calibrations[dtypes])
             except NotEnoughMemory as error:
                 outcome = Outcome(scenario=part.name, unavailable=dict.fromkeys(part.mechanisms, str(error)))
             outcome = _of_dtypes(outcome, *dtypes)
@@ -98,6 +104,12 @@ class Worker:
                     file.write(msgspec.json.encode(msgspec.structs.replace(outcome, environment=environment)) + b"\n")
                 environment = None
             took_s.append(time.monotonic() - began)
+
+
+def _share(until_s: float, left: int) -> float:
+    """Return when the first of `left` equal shares of the time until `until_s` ends."""
+    now = time.monotonic()
+    return now + (until_s - now) / max(left, 1)
 
 
 def _of_dtypes(outcome: Outcome, dtype: str, compute_dtype: str) -> Outcome:
@@ -159,11 +171,13 @@ def measure_part(session: Session, part: Scenario | Block, plan: Plan, calibrati
 
     unavailable: dict[str, str] = {}
     rows: list[Row | BlockRow] = []
+    expected = len(LEGS) if isinstance(part, Block) and is_exchange(part.what) else 1
     with closing(_experiments(session, part, plan, calibration, unavailable)) as experiments:
-        for experiment in experiments:
+        for place, experiment in enumerate(experiments):
             samples = play_rounds(
-                session, experiment.trials, rounds=plan.rounds, dropped=plan.dropped_rounds, seed=plan.seed
-            )
+                session, experiment.trials, rounds=plan.rounds, dropped=plan.dropped_rounds, seed=plan.seed,
+                until_s=_share(plan.until_s or math.inf, expected - place),
+            )  # fmt: skip
             rows += experiment.rows(samples)
             del experiment, samples  # the operands of one are given back before the next is prepared
     session.give_memory_back()

@@ -98,7 +98,8 @@ class Plan(Record, frozen=True, kw_only=True):
     timeout_s: float = 100.0  # of a collective that waits for a rank
     results: str  # rank 0 appends one `Outcome` a line here
     errors: str  # folder: a rank that fails writes rank<N>.json here
-    # time of CLOCK_MONOTONIC: after the first part, none begins that would end later, by the mean time of a part
+    # time of CLOCK_MONOTONIC: after the first part, none begins that would end later, by the mean time of a part; each
+    # has an equal share of what is left, and more than twelve rounds only if they fit
     until_s: float | None = None
 
 

@@ -17,14 +17,14 @@ from counterpoint.measurement.workloads import MEASURABLE, OF_DEVICE
 from counterpoint.processes import Progress
 from counterpoint.records.measurement import Measurement
 from counterpoint.records.tuning import StepPair, Tuned, TunedPair, as_sentence
-from counterpoint.tuning.decide import as_another, decide, left, more_rounds
+from counterpoint.tuning.decide import as_another, decide, is_open, left
 from counterpoint.tuning.experiment import Part, Predicted, class_of, part_of, planned, times_of
 from counterpoint.tuning.from_trace import pairs_of_traces
 from counterpoint.tuning.pairs import check_pair, read_pairs, stock_of
 
 LEAST_BUDGET_S = 1.0
 LONGEST_BUDGET_S = 86400.0
-LEAST_MORE, MOST_MORE = 2.0, 16.0  # times as many rounds, for a pair whose gain the first ones could not prove
+LEAST_MORE, MOST_MORE = 2, 12  # times as many rounds, for a pair of which the first ones left open what is faster
 
 
 def tune(
@@ -34,7 +34,7 @@ def tune(
     world_size: int | None = None,
     profile: str | Path | None = None,
     budget_s: float = 120.0,
-    rounds: int = 12,
+    rounds: int = 40,
     timeout_s: float = 120.0,
     progress: Progress | None = None,
 ) -> Tuned:
@@ -43,7 +43,7 @@ def tune(
     Stock and the three mechanisms with the least predicted time are measured in interleaved rounds, in one new process
     per rank. Pairs that weigh most in a step come first; when the budget is used up, those of a class that was
     measured follow it, and the others stay as they are. What is left of the budget measures pairs again, with up to
-    sixteen times as many rounds, whose gain the first rounds could not prove.
+    twelve times as many rounds, of which the first rounds left open what is faster.
 
     Args:
         source: a file of pairs (docs/reference/tune.md), traces of a job as of `diagnose`, or pairs.
@@ -51,7 +51,7 @@ def tune(
         world_size: ranks to start; None: as many as the pairs have that fit this machine. Others are not measured.
         profile: a file with the figures of this machine; None: that in COUNTERPOINT_PROFILE, or the shipped one.
         budget_s: seconds after which no further pair is measured; the first one always is.
-        rounds: trials of each kind for a pair, of which the first two are dropped.
+        rounds: trials of each kind for a pair, of which the first two are dropped; twelve where time is short.
         timeout_s: longest time without a finished pair.
         progress: called as (pairs done, in all, what runs now).
 
@@ -77,11 +77,10 @@ def tune(
         progress=progress,
     )  # fmt: skip
     choices = [_choice(pair, expected, measured, device, budget_s) for pair in pairs]
-    again, times = _again(parts, choices, budget_s, time.monotonic() - began)
-    if again:
+    if again := _again(parts, choices, budget_s, time.monotonic() - began):
         more = measure_parts(
-            "tune", again, device=device, world_size=ranks, rounds=math.ceil(1.2 * times * rounds),
-            timeout_s=timeout_s, budget_s=budget_s - (time.monotonic() - began), progress=progress,
+            "tune", again, device=device, world_size=ranks, rounds=MOST_MORE * rounds, timeout_s=timeout_s,
+            budget_s=budget_s - (time.monotonic() - began), progress=progress,
         )  # fmt: skip
         second = {each.name for each in again} - more.unmeasured.keys()
         choices = [
@@ -97,17 +96,11 @@ def tune(
     )
 
 
-def _again(
-    parts: Sequence[Part], choices: Sequence[TunedPair], budget_s: float, spent_s: float
-) -> tuple[list[Part], float]:
-    """Return the parts whose gain more rounds could prove, and how many times as many; none where time is too short."""
-    needed = {part_of(each, ()).name: more_rounds(each) for each in choices if each.tried}
-    again = [part for part in parts if 1.0 < needed.get(part.name, 1.0) <= MOST_MORE]
-    if not again:
-        return [], 0.0
-    took_s = len(again) * spent_s / len(needed)  # of as many rounds as the first time
-    times = min(max(LEAST_MORE, *(needed[part.name] for part in again)), (budget_s - spent_s) / took_s)
-    return (again, times) if times >= LEAST_MORE else ([], 0.0)
+def _again(parts: Sequence[Part], choices: Sequence[TunedPair], budget_s: float, spent_s: float) -> list[Part]:
+    """Return the parts that are worth more rounds, as many as there is time for."""
+    looked_at = {part_of(each, ()).name: is_open(each) for each in choices if each.tried}
+    again = [part for part in parts if looked_at.get(part.name)]
+    return again[: max(0, int((budget_s - spent_s) * len(looked_at) / (LEAST_MORE * spent_s)))]
 
 
 def pairs_of(source: str | Path | Sequence[StepPair]) -> tuple[tuple[StepPair, ...], tuple[str, ...]]:

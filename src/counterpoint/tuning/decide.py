@@ -3,7 +3,11 @@
 Times over rounds: from the times x_r of n rounds (Yuen 1974), with g = n // 10:
 
     mean of x without the g smallest and the g largest
-    sigma = s_w / ((1 - 2 g / n) · sqrt(n))      s_w: standard deviation of x, with these g replaced by the next ones
+    sigma = s_w / ((1 - 2 g / n) · sqrt(B))      s_w: standard deviation of the means of B batches of successive x, with
+                                                 these g replaced by the next ones
+
+B is n for fewer than 20 rounds, about the larger of 10 and sqrt(n) for more: where noise lasts over some rounds, means
+of long batches hardly know of each other.
 
 A hiccup in one of ten rounds is left out; a median would be less sure, by 1.2 times this sigma. Two times of the same
 rounds are compared by x_r = T_1,r - T_2,r: clocks that drift from round to round slow both alike and leave it as it is.
@@ -24,9 +28,8 @@ A mechanism is proved to be faster if
 where T_stock - T is the difference over the n rounds that both share, sigma its standard error (`experiment.py`), k the
 number of other mechanisms, twice as a pair may be measured again with more rounds, and x what `sigmas_of_proof` says: a
 pair in which nothing is faster gets a choice with at most the chance of 2.3 % by which noise exceeds 2 sigma, however
-many were tried. Rounds that follow one another are taken to be independent: where noise of a mechanism lasts over
-several rounds (correlation 0.8), such a pair gets a choice in 35 % of cases. Where rounds were not kept, x = 2 and
-sigma = sqrt(sigma_T² + sigma_stock²) of the medians T by themselves.
+many were tried, and though noise of a mechanism last over several rounds, up to a correlation of 0.8 from one to the
+next. Where rounds were not kept, x = 2 and sigma = sqrt(sigma_T² + sigma_stock²) of the medians T by themselves.
 
 Of what is proved the fastest is chosen. It was picked by the times that prove it, so that its gain is rather over- than
 understated. What is marked, since a knob did nothing or a rank was late, proves nothing. Where nothing is proved, the
@@ -42,6 +45,7 @@ from functools import lru_cache
 from statistics import NormalDist, fmean, stdev
 from typing import Any
 
+import numpy as np
 from msgspec import structs
 
 from counterpoint.errors import Misconfigured
@@ -50,6 +54,8 @@ from counterpoint.records.tuning import LEAVE, StepPair, Tried, TunedPair, as_se
 
 SIGMAS = 2.0
 LOOKS = 2  # a pair that proves nothing may be measured again
+BATCHES = 10  # at least, where there are as many rounds
+CORRELATION = 0.8  # of a round with the next, up to which a choice is proved
 FEWEST = 5  # rounds from which something is told: of fewer nothing but large gains would be sure
 
 RoundTimes = Sequence[float | None]
@@ -83,14 +89,19 @@ class RoundMean:
     @classmethod
     def of(cls, times: RoundTimes) -> RoundMean | None:
         """Return the mean of the rounds that count; None if there are fewer than five."""
-        ordered = sorted(us for us in times if us is not None)
-        runs, out = len(ordered), len(ordered) // 10
+        counted = [us for us in times if us is not None]
+        runs, out = len(counted), len(counted) // 10
         if runs < FEWEST:
             return None
-        kept = ordered[out : runs - out]
-        replaced = [kept[0]] * out + kept + [kept[-1]] * out
-        sigma_us = stdev(replaced) / ((1 - 2 * out / runs) * math.sqrt(runs))
+        kept = sorted(counted)[out : runs - out]
+        replaced, batches = [min(max(us, kept[0]), kept[-1]) for us in counted], _batches(runs)
+        means = [fmean(replaced[i * runs // batches : (i + 1) * runs // batches]) for i in range(batches)]
+        sigma_us = stdev(means) / ((1 - 2 * out / runs) * math.sqrt(batches))
         return cls(us=fmean(kept), sigma_us=sigma_us, runs=runs)
+
+
+def _batches(runs: int) -> int:
+    return runs // max(1, runs // max(BATCHES, math.isqrt(runs)))
 
 
 def apart(first: RoundTimes, second: RoundTimes) -> RoundTimes:
@@ -102,27 +113,55 @@ def apart(first: RoundTimes, second: RoundTimes) -> RoundTimes:
 def sigmas_of_proof(runs: int, candidates: int) -> float:
     """Return how many sigma a gain must exceed to count as proved, given that the best of several candidates is taken.
 
-        P(T > x) = p / k,    T: Student's t of n - 1 - 3 g degrees of freedom,    p = P(N > 2) = 2.3 %,    N: normal
+        x = c · t,    P(T > t) = p / k,    T: Student's t,    p = P(N > 2) = 2.3 %,    N: normal
 
-    2 sigma would do for one candidate and many rounds. Of few rounds sigma itself is uncertain, which t allows for; and
-    the best of k candidates that gain nothing passes any bar about k times as often as one (Bonferroni). So a pair in
-    which nothing is faster gets a choice with a chance of at most 2.3 %. By 2 sigma it would be 12 % for three
-    candidates and ten rounds, and with Yuen's n - 1 - 2 g degrees 2.4 %, in simulations of normal noise.
+    2 sigma would do for one candidate and many rounds that know nothing of each other. Of few rounds sigma itself is
+    uncertain, which t allows for; the best of k candidates that gain nothing passes any bar about k times as often as
+    one (Bonferroni); and noise that lasts makes sigma c times too small. So a pair in which nothing is faster gets a
+    choice with a chance of at most 2.3 %. By 2 sigma alone it would be 12 % for three candidates and ten rounds, and
+    51 % if noise lasts; benchmarks/tune_correlation.py has the shares by this bar.
 
-    The quantile is expanded in 1 / degrees (Abramowitz and Stegun 26.7.5): with 4 degrees it is 1 % too small for three
-    candidates.
+    c and the degrees of freedom are those of normal noise whose correlation from one round to the next is 0.8, as far
+    as B means of batches do not show it: 3.3 and 3.7 for ten rounds, 1.1 and 19 for 478. The degrees are at most
+    n - 1 - 3 g: with Yuen's n - 1 - 2 g that chance is 2.4 % in ten rounds of which none knows of another.
 
     Args:
         runs: n, rounds that were compared; 5 at least.
         candidates: k.
     """
-    z, v = NormalDist().inv_cdf(1 - (1 - NormalDist().cdf(SIGMAS)) / candidates), runs - 1 - 3 * (runs // 10)
+    degrees, understated = _of_batches(runs)
+    return understated * students_t((1 - NormalDist().cdf(SIGMAS)) / candidates, degrees)
+
+
+def students_t(p: float, degrees: float) -> float:
+    """Return what Student's t exceeds with probability p, expanded in 1 / degrees (Abramowitz and Stegun 26.7.5).
+
+    With 4 degrees it is 1 % too small for p = 0.8 %.
+    """
+    z, v = NormalDist().inv_cdf(1 - p), degrees
     return (
         z
         + (z**3 + z) / (4 * v)
         + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * v**2)
         + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * v**3)
     )
+
+
+def _of_batches(runs: int) -> tuple[float, float]:
+    """Return the degrees of freedom of sigma if rounds are correlated, and by how much it is then too small.
+
+    With C, the covariance of the means of B batches of b rounds, and M C M, that of their distances from their mean:
+    tr(M C M)² / tr((M C M)²) degrees (Satterthwaite 1946), and sigma² is tr(M C M) / (B (B - 1)) instead of mean(C).
+    """
+    batches, r = _batches(runs), CORRELATION
+    b = runs / batches
+    lags = np.abs(np.subtract.outer(np.arange(batches), np.arange(batches)))
+    covariance = r * (1 - r**b) ** 2 / (b * (1 - r)) ** 2 * r ** (b * (lags - 1))
+    np.fill_diagonal(covariance, ((1 + r) / (1 - r) - 2 * r * (1 - r**b) / (b * (1 - r) ** 2)) / b)
+    rest = covariance - covariance.mean(axis=0) - covariance.mean(axis=1, keepdims=True) + covariance.mean()
+    degrees = float(rest.trace() ** 2 / (rest**2).sum())
+    understated = math.sqrt(covariance.mean() * batches * (batches - 1) / rest.trace())
+    return min(degrees, runs - 1 - 3 * (runs // 10)), understated
 
 
 def decide(
@@ -159,14 +198,13 @@ def decide(
     )
 
 
-def more_rounds(found: TunedPair) -> float:
-    """Return how many times as many rounds could prove the best gain that was measured of a pair; 1: no more."""
+def is_open(found: TunedPair) -> bool:
+    """Return whether more rounds could prove a gain: nothing is, and some mechanism is not clearly slower."""
     base = next((each for each in found.tried if each.mechanism == found.stock and each.marked is None), None)
     others = [each for each in found.tried if each.marked is None and each.mechanism != found.stock]
     if base is None or found.mechanism != LEAVE:
-        return 1.0
-    gains = [(_Bar.of(each, base, len(others)).us / (base.us - each.us)) ** 2 for each in others if each.us < base.us]
-    return max(1.0, min(gains, default=1.0))
+        return False
+    return any(each.us - base.us < _Bar.of(each, base, len(others)).us / 2 for each in others)
 
 
 def left(pair: StepPair, *, stock: str, why: str, predicted_us: float | None = None) -> TunedPair:

@@ -74,7 +74,7 @@ def tune_script(
     device: str | None = None,
     profile: str | Path | None = None,
     budget_s: float = 120.0,
-    rounds: int = 12,
+    rounds: int = 40,
     timeout_s: float = TIMEOUT_S,
     progress: Progress | None = None,
 ) -> Tuned:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -79,7 +80,9 @@ class TwoRanks:
     def __init__(self, late: set[int]) -> None:
         self.late = late
 
-    def gather(self, mine: dict[str, list[Trial]]) -> list[dict[str, list[Trial]]]:
+    def gather(self, mine: Any) -> list[Any]:
+        if isinstance(mine, bool):
+            return [mine, mine]
         other = {
             key: [Trial(compute_end=trial.compute_end, late=index in self.late) for index, trial in enumerate(trials)]
             for key, trials in mine.items()
@@ -87,7 +90,7 @@ class TwoRanks:
         return [mine, other]
 
 
-def play(late: set[int], rounds: int) -> tuple[Any, list[str]]:
+def play(late: set[int], rounds: int, until_s: float = math.inf) -> tuple[Any, list[str]]:
     """Samples of cases a and b, and the order in which trials ran."""
     ran: list[str] = []
 
@@ -96,12 +99,19 @@ def play(late: set[int], rounds: int) -> tuple[Any, list[str]]:
         return Trial(compute_end=float(len(ran)))
 
     cases = {key: (lambda key=key: trial(key)) for key in "abcd"}
-    return play_rounds(TwoRanks(late), cases, rounds=rounds, dropped=2, seed=1), ran  # type: ignore[arg-type]
+    return play_rounds(TwoRanks(late), cases, rounds=rounds, dropped=2, seed=1, until_s=until_s), ran  # type: ignore[arg-type]
 
 
 def test_every_round_runs_every_case_once() -> None:
     _, ran = play(set(), 6)
     assert all(sorted(ran[start : start + 4]) == list("abcd") for start in range(0, 24, 4))
+
+
+@pytest.mark.parametrize(("until_s", "rounds"), [(0.0, 12), (math.inf, 30)])
+def test_rounds_end_with_the_time_for_them(until_s: float, rounds: int) -> None:
+    """But twelve are always played."""
+    _, ran = play(set(), 30, until_s)
+    assert len(ran) == 4 * rounds
 
 
 def test_rounds_differ_in_order() -> None:
