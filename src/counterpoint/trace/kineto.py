@@ -41,6 +41,9 @@ _COPIES = ("Memcpy", "Memset", "CopyHost", "CopyDevice", "FillBuffer", "dma_requ
 _USES_GPU = re.compile(
     r"^(cuda|hip|cu(?=[A-Z]))\w*(Launch|Memcpy|Memset)|^(nccl|rccl|hccl|xccl):|^aten::_?(cudnn|miopen)_|^runFunction\b"
 )
+_OTHER_DEVICE = re.compile(
+    r"\b(ascend|npu|hpu|gaudi|tpu|neuron)\b|^/device:|\bxla\b", re.IGNORECASE
+)  # name of a process
 _NOT_RECORDED = ("GPU activity was not recorded: operations of the host stand for it in the accounts",)
 
 
@@ -85,8 +88,9 @@ def _read_events(
 
 def _timelines(file: TraceFile, header: dict[str, Any], columns: Columns) -> list[Timeline]:
     columns.gpu = columns.gpu or columns.streamed
+    _check_devices(columns, file.label)
     if not columns.gpu and not columns.host:
-        raise BadTrace("no timed events: recorded without activities, or not a PyTorch trace", path=file.label)
+        raise BadTrace(_no_events(columns), path=file.label)
     notes = _unknown_categories(columns)
     # free each column's parts at once: all columns twice would double the memory
     gpu = {name: np.concatenate(columns.gpu.pop(name)) for name in list(columns.gpu)}
@@ -110,6 +114,25 @@ def _timelines(file: TraceFile, header: dict[str, Any], columns: Columns) -> lis
         events = len(part.gpu) + len(part.host)
         parts.append(replace(part, rank=number, rank_known=False, events=events, notes=(*part.notes, *notes, note)))
     return parts
+
+
+def _check_devices(columns: Columns, label: str) -> None:
+    """Raise `BadTrace` if a device whose events this reader does not know ran operations, which would not count."""
+    for pid, name in columns.processes.items():
+        if _OTHER_DEVICE.search(name) and columns.bare[pid]:
+            raise BadTrace(
+                f"{columns.bare[pid]} events of process {name!r}: what this device ran cannot be read, only GPUs, XPU "
+                "and MTIA recorded by torch.profiler, and Nsight Systems' exports; use the tools of its vendor",
+                path=label,
+            )
+
+
+def _no_events(columns: Columns) -> str:
+    """Return why a file has no event that can be read: it has none, or they are not those of PyTorch."""
+    if not columns.bare:
+        return "no timed events: recorded without activities, or not a PyTorch trace"
+    shown = ", ".join(f"{count} of {columns.processes.get(pid, pid)!r}" for pid, count in columns.bare.most_common(3))
+    return f"no events of PyTorch: their categories (cat) are missing ({shown}), as in traces of other programs"
 
 
 def _matmul_dtypes(columns: Columns) -> dict[int, str]:

@@ -31,6 +31,7 @@ _HOST = {
     "cuda_sync": HostKind.SYNC,
 }
 _CALLS = ("_runtime", "_driver")  # of CUDA, HIP, XPU, MTIA, HPU, ...
+_OF_OLD = {"CPU functions": int(HostKind.OP), "CUDA functions": _ON_GPU}  # processes of torch.autograd.profiler
 _REPEATED = {"gpu_user_annotation", "collective_comm", "cuda_event", "trace", ""}  # repeat other events
 _DIMS = 8  # most dimensions of a tensor
 _RAW = msgspec.Raw(b"")
@@ -57,6 +58,7 @@ class EventArgs(msgspec.Struct, gc=False):
     regs: Int32 | None = msgspec.field(default=None, name="registers per thread")
     smem: Int | None = msgspec.field(default=None, name="shared memory")
     bytes: Int | None = None
+    process: Any = msgspec.field(default=None, name="name")  # of metadata events, such as `process_name`
     dims: msgspec.Raw = msgspec.field(default=_RAW, name="Input Dims")
     types: msgspec.Raw = msgspec.field(default=_RAW, name="Input type")
     waits_for: Int | None = msgspec.field(default=None, name="wait_on_cuda_event_record_corr_id")
@@ -175,6 +177,8 @@ class Columns:
     host: dict[str, list[Any]] = field(default_factory=dict)
     streamed: dict[str, list[Any]] = field(default_factory=dict)  # as `gpu`: unknown categories with a stream
     unknown: Counter[str] = field(default_factory=Counter)  # number of events of unknown category, by category
+    processes: dict[str, str] = field(default_factory=dict)  # names of processes, by pid
+    bare: Counter[str] = field(default_factory=Counter)  # number of events without a category that are left out, by pid
     infos: list[CollectiveInfo] = field(default_factory=list)
     count: int = 0
     base_us: int | None = None  # origin of `start`: the first event's start in whole µs
@@ -257,6 +261,9 @@ def absorb(columns: Columns, runs: EventRuns[KinetoEvent], run: bytes, events: l
     """Append a run of events to the columns; raise `BadTrace` with the event's byte offset for an impossible time."""
     columns.count += len(events)
     timed = [e for e in events if e.ph == "X"]
+    if len(timed) < len(events):
+        named = (e for e in events if e.ph == "M" and e.name == "process_name")
+        columns.processes.update({str(e.pid): str(e.args.process)[:80] for e in named if e.args})
     if not timed:
         return
     ts = np.array([e.ts for e in timed], np.float64)
@@ -277,6 +284,8 @@ def absorb(columns: Columns, runs: EventRuns[KinetoEvent], run: bytes, events: l
     ts = _exact_starts(run, columns.base_us) if columns.inexact else ts - columns.base_us
     kinds = columns.categories
     kind = np.array([kinds[e.cat] for e in timed], np.int8)
+    if not kinds.keys().isdisjoint(("", None)):
+        _read_bare(columns, timed, kind)
     unknown = [i for i in np.flatnonzero(kind == _UNKNOWN).tolist() if (a := timed[i].args) and a.stream is not None]
     columns.unknown.update(str(timed[i].cat)[:40] for i in unknown)
     for rows, absorbed, into in (
@@ -288,6 +297,15 @@ def absorb(columns: Columns, runs: EventRuns[KinetoEvent], run: bytes, events: l
             absorbed(columns, into, timed, ts, dur, kind)
         elif len(rows):
             absorbed(columns, into, [timed[i] for i in rows.tolist()], ts[rows], dur[rows], kind[rows])
+
+
+def _read_bare(columns: Columns, events: list[KinetoEvent], kind: Any) -> None:
+    """Set the kinds of events without a category: torch.autograd.profiler told them by process; count the others."""
+    for i in np.flatnonzero(kind == _IGNORED).tolist():
+        if not events[i].cat:
+            pid = str(events[i].pid)
+            kind[i] = _OF_OLD.get(pid, _IGNORED)
+            columns.bare[pid] += kind[i] == _IGNORED
 
 
 def _exact_starts(run: bytes, base_us: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -204,3 +205,51 @@ def test_pipeline_waits_by_design(name: str) -> None:
         return rank(op("matmul", 10, at, launch=0.0), p2p)
 
     assert blamed(stage(200), stage(900)) == []
+
+
+LOADER = "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__"
+
+
+def paused(*pauses: tuple[str, float], recorded: bool = True) -> list[Rank]:
+    """Return four ranks, the last with these things of the host in µs in each of three steps, before an all-reduce."""
+    kinds = {LOADER: HostKind.ANNOTATION, "cudaMalloc": HostKind.RUNTIME}
+    parts: list[list[Op | Host]] = [[], [], [], []]
+    late, steps = sum(us for _, us in pauses), list[tuple[float, float]]()
+    for i in range(3):
+        start = 100.0 + i * (late + 3000.0)
+        steps.append((start, start + late + 2990.0))
+        for number, own in enumerate(parts):
+            at = start + 10.0
+            for name, us in pauses if number == 3 else ():
+                own.append(host(name, at, at + us - 8.0, kinds.get(name, HostKind.OP)))
+                own.append(op("short", at + us, at + us + 5.0, launch=at + us - 4.0))
+                at += us
+            own.append(op("matmul", at + 10.0, at + 1010.0, launch=at + 6.0))
+            own.append(reduce(at + 1010.0, start + late + 2900.0, launch=at + 8.0))
+    if not recorded:
+        parts = [[replace(o, launch=float("nan")) for o in own if isinstance(o, Op)] for own in parts]
+    return [rank(*own, steps=steps) for own in parts]
+
+
+@pytest.mark.parametrize(
+    ("pauses", "cause", "second"),
+    [
+        ([(LOADER, 3000.0), ("a", 2500.0), ("b", 2500.0)], "host_stall", None),
+        ([(LOADER, 3000.0), ("a", 1200.0), ("b", 1200.0)], "late_input", None),
+        ([(LOADER, 3000.0), ("a", 2000.0), ("cudaMalloc", 2000.0)], "late_input", "for 6.00 ms: long host operation"),
+    ],
+)
+def test_the_cause_is_what_most_of_the_lateness_is(
+    pauses: list[tuple[str, float]], cause: str, second: str | None
+) -> None:
+    """The longest pause is for input; pauses in several operations may add up to more. Under half, two are named."""
+    (late,) = stragglers(job(*paused(*pauses)))
+    assert (late.rank, late.cause, f" (and {second or ''}" in late.evidence) == (3, cause, second is not None)
+
+
+def test_without_host_events_no_cause_is_claimed() -> None:
+    (late,) = stragglers(job(*paused(("anything", 5000.0), recorded=False)))
+    assert (late.rank, late.cause) == (3, "no_host_events")
+    assert "ProfilerActivity.CPU" in advise_straggler(
+        late, TracedStack(vendor="nvidia", nccl=True, fsdp=False, fsdp2=False)
+    )

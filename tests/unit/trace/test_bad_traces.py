@@ -328,3 +328,31 @@ def test_missing_ranks_are_named(tmp_path: Path) -> None:
         found.missing_ranks,
         any("no trace of rank 2 (of 4 ranks)" in note for note in found.notes),
     ) == ((0, 1, 3), (2,), True)
+
+
+@pytest.mark.parametrize(
+    ("process", "said"),
+    [
+        ("Ascend Hardware", "2 events of process 'Ascend Hardware': what this device ran cannot be read"),
+        ("/device:GPU:0", "2 events of process '/device:GPU:0'"),
+        ("renderer", "no events of PyTorch: their categories (cat) are missing (2 of 'renderer')"),
+    ],
+)
+def test_other_devices_and_programs_are_refused_by_name(process: str, said: str, tmp_path: Path) -> None:
+    """Their events have no category: as none of them counted, an NPU's work would be read as idle time of a CPU."""
+    events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 8, "args": {"name": process}}]
+    events += [{"ph": "X", "name": "matmul", "pid": 8, "tid": 3, "ts": at, "dur": 5} for at in (1.0, 9.0)]
+    assert said in spoilt(json.dumps({"traceEvents": events}).encode(), tmp_path).reason
+
+
+def test_a_compressed_export_says_to_decompress_it(tmp_path: Path) -> None:
+    content = gzip.compress(b"SQLite format 3\0" + bytes(100))
+    assert "decompress it" in spoilt(content, tmp_path, "a.sqlite.gz").reason
+
+
+def test_events_of_the_profiler_before_kineto_are_told_by_process(tmp_path: Path) -> None:
+    """torch.autograd.profiler wrote no categories: operations of the host and of the GPU are two processes."""
+    sides = {"CPU functions": "aten::mm", "CUDA functions": "sgemm"}
+    events = [{"ph": "X", "name": name, "pid": pid, "tid": 0, "ts": 1, "dur": 5} for pid, name in sides.items()]
+    timeline = read(kt.write_bytes(tmp_path / "t.json", json.dumps(events).encode()))
+    assert (len(timeline.host), len(timeline.gpu)) == (1, 1)
