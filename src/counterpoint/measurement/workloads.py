@@ -1,4 +1,4 @@
-"""Find what is measured by its name: computations, work that depends on communication, and dtypes.
+"""Find by name what is measured: computations, work that depends on communication, and dtypes.
 
 Computations are short lists of operations, which `prepare` runs; it alone imports torch. Names: `gemm MxNxK`,
 `gemm MxNxK*R` (R times, each with its own weights), `llama-8b layer T`, `llama-70b layer T` (the four matrix products

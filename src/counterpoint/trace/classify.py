@@ -101,7 +101,7 @@ def is_matmul(name: str) -> bool:
 
 
 def is_host_matmul(name: str) -> bool:
-    """Return whether an operation of the host is a matrix product; a trace without GPU activity has only these."""
+    """Return whether a host operation is a matrix product, of which a trace without GPU activity has no others."""
     return name in _HOST_GEMM
 
 

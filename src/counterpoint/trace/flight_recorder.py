@@ -254,7 +254,7 @@ def _entry(raw: dict[str, Any]) -> FlightEntry:
 
 
 def _sequence(raw: dict[str, Any], is_p2p: bool) -> int:
-    """Return a call's sequence number among collectives, or sends and receives; before 2.0 both share one count."""
+    """Return a call's number among collectives, or among sends and receives; before version 2.0 both share a count."""
     key = "p2p_seq_id" if is_p2p else "collective_seq_id"
     return int(raw[key] if key in raw else raw["seq_id"])
 
