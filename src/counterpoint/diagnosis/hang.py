@@ -187,7 +187,7 @@ def _call(entry: FlightEntry) -> CollectiveCall:
 
 
 def _mismatches(progress: dict[int, _Progress], stuck: int | None) -> tuple[Mismatch, ...]:
-    """Return how calls differ between ranks, in the first collective from `stuck` on for which they do.
+    """Return how ranks' calls differ in the first collective, from `stuck` on, in which any calls differ.
 
     Later collectives are not compared: after one extra or missing call, all later calls differ.
     """

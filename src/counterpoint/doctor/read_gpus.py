@@ -254,7 +254,7 @@ def choose_pairs(gpus: int, *, chance: random.Random, most: int = MAX_PAIRS) -> 
 
 
 def measure_bandwidth() -> Bandwidth:
-    """Measure GB/s of random pairs both ways, then all rotations; raise `ProbeUnavailable` with fewer than 2 GPUs."""
+    """Measure GB/s of random pairs both ways, then of rotations; raise `ProbeUnavailable` with fewer than 2 GPUs."""
     driver = Driver()
     count = driver.device_count()
     if count < 2:

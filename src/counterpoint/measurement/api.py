@@ -1,7 +1,7 @@
 """Define `counterpoint.measure`: start one process per rank, merge their results, report in one error why ranks ended.
 
-No torch. Ranks get torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT), so that `torchrun
---nproc-per-node 8 -m counterpoint.measurement.worker plan.json` starts the same program.
+It does not import torch. Ranks get torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT), so
+that `torchrun --nproc-per-node 8 -m counterpoint.measurement.worker plan.json` starts the same program.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def measure_parts(
     """Return the measurement of scenarios and building blocks (no two of one name), in the given order.
 
     Only `measure` and `tune` start ranks, both by this function; its other arguments are those of `measure`, and
-    `world_size` is by `count_ranks`. After `budget_s` seconds nothing more is measured, and what is then missing has no
+    `world_size` comes from `count_ranks`. After `budget_s` seconds nothing more is measured, and missing parts have no
     rows; None: everything is measured.
 
     Raises:

@@ -2,7 +2,7 @@
 
 A dispatch begins with tokens and ends with rows in the order of this rank's experts; a combine begins with such rows
 and ends with sums. All mechanisms take turns in the same rounds. Before it is timed, a dispatch and a combine are
-compared with float64; a row is marked if its result was wrong, it took another path than asked, or SMs for transport.
+compared with float64; a row is marked if a result is wrong, a path is not the one asked for, or transport takes SMs.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _SCALES = 128  # number of different expert factors, exact in bfloat16, so that 
 
 
 def routed(way: str, tokens: int, layer: ExpertLayer, generator: torch.Generator) -> Tensor:
-    """Return random experts for each token, int64 `[tokens, top_k]` on the generator's device, none twice in a row.
+    """Return random experts for each token, int64 `[tokens, top_k]` on the generator's device, none twice for a token.
 
     By `zipf` the i-th expert is wanted 1 / i times as much as the first, and experts lie in a random order on the
     ranks, the same everywhere; by `one-hot` all tokens go to the first experts; by `uniform` experts are wanted
@@ -83,7 +83,7 @@ class SampleTokens:
         return dispatcher.dispatch(self.x, self.ids, self.weights)
 
     def errors(self, sums: Tensor) -> tuple[float, float]:
-        """Return the relative error of `sums` combined from experts of `expert_scales`, and twice that of rounding."""
+        """Return the relative error of `sums` (experts scale by `expert_scales`), and twice that of rounding."""
         exact, plain = torch.zeros_like(self.x, dtype=torch.float64), torch.zeros_like(self.x, dtype=torch.float32)
         for ids, weights in zip(self.ids.t(), self.weights.t(), strict=True):
             scales = expert_scales(ids)[:, None]

@@ -1,7 +1,7 @@
 """Prepare mechanisms for timing, and first check the data that they deliver.
 
-A collective has a process group, buffers, and streams with the controls applied (`open_all`). Matmuls
-and token exchanges are run by a `Caller`, whose first result is compared with float64 (`open_checked`).
+A collective has a process group, buffers, and streams with the controls applied (`open_all`). Matmuls and token
+exchanges are run by a `Caller`, whose first result is compared with float64 (`open_checked`).
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ def open_checked(
     *,
     allowed: str,
 ) -> list[Checked[C]]:
-    """Return opened the mechanisms that can run, with wrong first results noted; all ranks call it together.
+    """Return the mechanisms that can run, opened, and how first results are wrong; all ranks call it together.
 
     `open_caller` returns the `Caller` of a mechanism, to be closed by the user of this function; `first` runs a call
     and returns its result; `errors` returns a result's relative error on this rank and the allowed error (twice the

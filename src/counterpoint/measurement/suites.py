@@ -165,7 +165,7 @@ def few_sms(num_sms: int = SMS) -> tuple[str, ...]:
 
 
 def _machine_pairs(device: str, num_sms: int) -> tuple[Scenario, ...]:
-    """Return pairs that show how much each side loses; on GPUs also pairs that divide SMs, or sum on a few SMs.
+    """Return pairs that show what compute and collective lose; on GPUs, also with SMs divided, or few SMs for sums.
 
     A collective that would wait for one long GEMM starts between shorter ones, so a layer is measured like a GEMM.
     """

@@ -41,8 +41,8 @@ DELAYED: dict[Case, Side] = {"comm_first": "compute", "compute_first": "comm"}
 def sides_of(case: Case, *, host_waits: bool = False) -> tuple[Side, ...]:
     """Return the sides in the order in which the host queues them: the collective first, as prefetching does.
 
-    The delay alone decides which side the device reaches first. If `host_waits` for the device within the
-    collective, the computation is queued before it.
+    The delay alone decides which side the device reaches first. If `host_waits` for the device within the collective,
+    the computation is queued before it.
     """
     return ONE_BY_ONE.get(case, ("compute", "comm") if host_waits else ("comm", "compute"))
 
@@ -71,8 +71,8 @@ class CudaStage:
     def run(self, lanes: Lanes, case: Case, *, host_waits: bool = False) -> Trial:
         """Return the times of one trial once the device is idle; all ranks call it with the same case.
 
-        `host_waits` says that the host waits for the device within `lanes.comm`. What the host queues after
-        that is late by design: the times include it, and the trial does not count as late.
+        `host_waits` says that the host waits for the device within `lanes.comm`. What the host queues after that is
+        late by design: the times include it, and the trial does not count as late.
         """
         streams = {"compute": lanes.compute_stream, "comm": lanes.comm_stream}
         launches = {"compute": lanes.compute, "comm": lanes.comm}

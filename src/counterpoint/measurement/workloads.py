@@ -274,5 +274,5 @@ OF_DEVICE = {"cuda": "bfloat16", "cpu": "float32"}  # of parts that ask for none
 
 
 def measured_dtype(dtype: str | None, device: str) -> str:
-    """Return the dtype in which an operation of `dtype` is measured on cuda or cpu: products of float8 need scales."""
+    """Return the dtype in which an operation of `dtype` is measured: `dtype` if measurable, else the device's own."""
     return dtype if dtype in MEASURABLE else OF_DEVICE[device]

@@ -101,7 +101,7 @@ def is_matmul(name: str) -> bool:
 
 
 def is_host_matmul(name: str) -> bool:
-    """Return whether a host operation is a matrix product, of which a trace without GPU activity has no others."""
+    """Return whether a host operation is a matrix product; without GPU activity, a trace has only these products."""
     return name in _HOST_GEMM
 
 

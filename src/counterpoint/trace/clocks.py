@@ -39,7 +39,7 @@ class Clocks:
 
 
 def align_clocks(end: F64) -> Clocks:
-    """Return clocks fitted to `end` [collectives, ranks]: µs at which synchronising collectives end; NaN: no part."""
+    """Return clocks fitted to `end` [collectives, ranks]: µs at which synchronising collectives end; NaN: absent."""
     ranks = end.shape[1]
     offset = _first_guess(end)
     known = np.isfinite(offset)

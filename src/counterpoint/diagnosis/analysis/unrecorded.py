@@ -127,7 +127,7 @@ def _keys(job: TracedJob, rows: I64, size: I64) -> I64:
 
 
 def _from_other_sizes(keys: I64, low: F64) -> F64:
-    """Return the most µs that each key's collectives should take, by other sizes of its operation and group."""
+    """Return the most µs that each key's collectives should take, by times of its operation in other sizes."""
     measure = np.full(len(keys), np.inf)
     cuts = np.flatnonzero((keys[1:, :2] != keys[:-1, :2]).any(axis=1)) + 1
     for part in np.split(np.arange(len(keys)), cuts):

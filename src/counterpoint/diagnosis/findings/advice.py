@@ -114,7 +114,7 @@ def advise_kernel(worst: KernelComparison, num_sms: int | None, stack: TracedSta
 
 
 def no_sm_collectives(a: Analysis) -> str:
-    """Return text on what can replace collectives that need SMs, with the step time that its replay predicts."""
+    """Return text on what can replace collectives that need SMs, with the step time that a replay predicts."""
     if not a.stack.overlaps:
         return _NO_SM_COLLECTIVES + _ZERO_CTA * a.stack.nvidia_nccl
     played = a.replay
@@ -234,7 +234,7 @@ def in_parentheses(*names: str | None) -> str:
 
 
 def saves_otherwise(job: TracedJob, cost: float, exposed: float) -> str:
-    """Return text on how much time removing a problem saves, if this differs from its exposed time; else ""."""
+    """Return text on how much time removing a problem saves, if it differs from the exposed time; else ""."""
     what = "a step" if job.has_steps else "the recording"
     if cost * _ABOUT_SHARE > exposed:
         return f"; without it {what} would take {cost / 1e3:.2f} ms less, for other work waits for it"

@@ -299,7 +299,7 @@ def _captures(timeline: Timeline) -> Intervals:
 def _named(
     timeline: Timeline, threads: HostThreads, thread: I64, pieces: GapPieces, op: I64, steps: Intervals
 ) -> tuple[NamedShares, NamedShares]:
-    """Return the steps' idle time by name: of host ranges or GPU operations, and of the Python functions around.
+    """Return the steps' idle time by name: of host ranges or GPU operations, and of Python functions around them.
 
     Each range gets the time in which it was innermost, also in short gaps, which have one cause. A gap caused by
     a wait of the host is entirely named after the call that waited.

@@ -87,7 +87,7 @@ class TracedJob:
 
     @property
     def whole(self) -> str:
-        """Return the noun for what shares are shares of: "step", or "recording" if no steps were found."""
+        """Return the noun to which shares refer: "step", or "recording" if no steps were found."""
         return "step" if self.has_steps else "recording"
 
     @property
