@@ -250,7 +250,7 @@ def _pending(by_rank: dict[int, FlightDump]) -> list[str]:
 
 
 def _guilt(group: GroupState, waiting: set[int]) -> tuple[int, int]:
-    """Return a sort key: the group that best explains the hang first, and of equal ones the largest group."""
+    """Return a sort key: groups that explain the hang better come first, and among equal ones the larger."""
     if group.stuck is None:
         return 9, 0
     if group.mismatches:

@@ -75,7 +75,7 @@ class ReplayGraph:
 
 
 def build_graph(job: TracedJob, limit: int) -> ReplayGraph | None:
-    """Return the graph of the middle steps: at least one step, more while they have at most `limit` GPU operations.
+    """Return the graph of the middle steps: one step, or as many as have at most `limit` GPU operations.
 
     Return None if no operation runs in these steps, or they take no time.
     """

@@ -176,7 +176,7 @@ def _stands_out(job: TracedJob, delays: Delays, late: I64, total: F64, per_step:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Excess:
-    """Holds by how many µs a late rank exceeds the median other rank in the steps that it delayed, by activity."""
+    """Holds by how many µs, per activity, a late rank exceeds the median of the others in the steps that it delayed."""
 
     compute: float
     memcpy: float

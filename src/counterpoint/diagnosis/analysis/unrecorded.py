@@ -26,7 +26,7 @@ _EVEN = ("all_reduce", "all_gather", "reduce_scatter")  # ranks move equally man
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unrecorded:
-    """Holds, per joined collective [J], the µs of suspected waiting for ranks that have no trace; exposed: [J, R]."""
+    """Holds, per joined collective [J], the µs of suspected waiting for ranks without a trace; `exposed_us`: [J, R]."""
 
     incomplete: Bools  # a rank of its group has no trace: waiting for it shows as transfer
     usual_us: F64  # longest usual time of such a collective if no rank is late; NaN: unknown

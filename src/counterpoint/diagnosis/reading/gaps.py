@@ -96,7 +96,7 @@ class Pauses:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gaps:
-    """Holds all times [start, end) in which no GPU operation runs, and their causes; columns of one length.
+    """Holds all times [start, end) in which no GPU operation runs, and their causes; columns have one length.
 
     A gap has one row per cause: `time` is the part of the gap with that cause, longest first. Gaps are cut where steps
     begin and end. Names are indices into the rank's names, -1: not known. A row names only what took most of its time;
