@@ -56,7 +56,7 @@ class Result:
 
     @property
     def stream_lanes(self) -> tuple[TimelineLane, ...]:
-        """Return the same lanes split by stream, for trace viewers that show one row per stream."""
+        """Return the timeline lanes split by stream, for trace viewers that show one row per stream."""
         return _draw_lanes(self.analysis, by_stream=True)
 
     @property
@@ -111,14 +111,14 @@ def read_ranks(
     """Return the digests of a job's ranks and their file names; of several recordings only the last is read.
 
     Args:
-        source: as of `diagnose`.
-        notes: gets what is to be said of the files.
+        source: as in `diagnose`.
+        notes: list to which notes on the files are appended.
         engine: how the ranks are read; by default in processes of this machine.
         limits: caps on what compressed inputs may expand to.
-        progress: called as (files done, files, what is going on).
+        progress: called with (files done, number of files, text about the current work).
 
     Raises:
-        BadTrace: as of `diagnose`.
+        BadTrace: as in `diagnose`.
     """
     sources = [os.fspath(source)] if isinstance(source, str | os.PathLike) else [os.fspath(s) for s in source]
     limits = limits or Limits()

@@ -193,7 +193,7 @@ def _kind(k: KernelComparison) -> tuple[str, tuple[int, ...], tuple[int, ...], s
 
 
 def _mean(k: KernelComparison) -> float | None:
-    """Return the mean µs of a kernel over its calls, alone and beside communication; None if it has no times."""
+    """Return the mean µs of a kernel over all calls, alone or beside communication; None if no times are known."""
     parts = [(k.alone_us, k.alone_count), (k.overlapped_us, k.overlapped_count)]
     seen = [(us, count) for us, count in parts if us is not None and count > 0]
     count = sum(count for _, count in seen)
@@ -238,7 +238,7 @@ def _verdict(step: Change, findings: tuple[FindingChange, ...], parts: tuple[Cha
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gate:
-    """Describes one bound: times are per step; `%` means hundredths of the step for times, of 1 for ratios.
+    """Describes one bound on a metric; times are per step; `%` is a share of the step for times, of 1 for ratios.
 
     Where `against` is true, `bound` is the allowed excess over the earlier diagnosis, and `%` is a share of its value.
     """
@@ -285,7 +285,7 @@ def parse_gate(text: str) -> Gate:
 
 
 def check_gate(gate: Gate, now: Diagnosis, earlier: Diagnosis | None = None) -> GateResult:
-    """Return whether a diagnosis passes a gate; it fails if the metric is unknown in it or in the earlier one."""
+    """Return whether a diagnosis passes a gate; it fails if a diagnosis that the gate needs lacks the metric."""
     unit = "ms" if gate.against and gate.unit == "%" and gate.metric in _TIMES else gate.unit
     value, before = _value(gate.metric, unit, now), _value(gate.metric, unit, earlier) if earlier else None
     if value is None or (gate.against and before is None):

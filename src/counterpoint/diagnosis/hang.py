@@ -187,7 +187,7 @@ def _call(entry: FlightEntry) -> CollectiveCall:
 
 
 def _mismatches(progress: dict[int, _Progress], stuck: int | None) -> tuple[Mismatch, ...]:
-    """Return how ranks differ in their calls of the first collective, from `stuck` on, in which calls differ.
+    """Return how ranks' calls differ in the first collective, from `stuck` on, in which any calls differ.
 
     Later collectives are not compared: after one extra or missing call, all later calls differ.
     """
@@ -250,7 +250,7 @@ def _pending(by_rank: dict[int, FlightDump]) -> list[str]:
 
 
 def _guilt(group: GroupState, waiting: set[int]) -> tuple[int, int]:
-    """Return a sort key: the group that best explains the hang first, and of equal ones the largest group."""
+    """Return a sort key: groups that explain the hang better come first, and among equal ones the larger."""
     if group.stuck is None:
         return 9, 0
     if group.mismatches:

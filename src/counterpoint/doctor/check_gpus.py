@@ -37,7 +37,7 @@ class GpuRule:
 
 
 def check_gpus(readings: Readings) -> list[Check]:
-    """Return the check of the number of GPUs, then the check of each rule."""
+    """Return the check of the number of GPUs, then a check for each of `GPU_RULES`."""
     return [_count(readings), *(_check(readings, rule) for rule in GPU_RULES)]
 
 

@@ -30,7 +30,7 @@ _PEER_MODULES = ("nvidia_peermem", "nv_peer_mem")
 
 
 def peer_access(readings: Readings) -> Check:
-    """Check that every GPU can map the memory of every other."""
+    """Check that every GPU can map the memory of every other GPU."""
     cuda = readings.cuda
     if cuda is None or not cuda.devices:
         return not_seen("peer_access", readings.why_no_device())
@@ -217,7 +217,7 @@ def _rdma(readings: Readings) -> tuple[RdmaPort, ...]:
 
 
 def nics(readings: Readings) -> Check:
-    """Check for network ports that are down, slower or of other firmware than like ports, and for RoCE with low MTU."""
+    """Check for network ports that are down, or unlike similar ports in rate or firmware, and for RoCE with low MTU."""
     ports = _rdma(readings)
     if not ports:
         return _no_nics(readings)
@@ -260,7 +260,7 @@ def _no_nics(readings: Readings) -> Check:
 
 
 def _odd_ones(alike: list[RdmaPort]) -> list[str]:
-    """Return a text for each port that is down, slower or of other firmware than ports on the same kind of board."""
+    """Return a text for each port that is down, or unlike ports on the same kind of board in rate or firmware."""
     up = [port for port in alike if port.state == "ACTIVE"]
     if not up:
         return []  # this machine does not use ports of this kind

@@ -71,7 +71,7 @@ def _numbers(text: str | None) -> tuple[int, ...]:
 
 
 def nccl(readings: Readings) -> Check:
-    """Check which NCCL torch would load, and which features it lacks."""
+    """Check which NCCL torch would load, and which features this NCCL lacks."""
     found = readings.nccl
     if found is None:
         return not_seen("nccl", readings.unavailable.get("nccl", "NCCL was not looked for"))
@@ -121,7 +121,7 @@ def torch(readings: Readings) -> Check:
 
 
 def torch_runtime(readings: Readings) -> Check:
-    """Check that an imported torch shows the driver's devices and loads the NCCL of check `nccl`."""
+    """Check that an imported torch shows the driver's devices and loads the NCCL that check `nccl` found."""
     found = readings.torch_runtime
     if found is None:
         return not_seen("torch_runtime", readings.unavailable.get("torch", "not asked for (--device-checks)"))
@@ -179,7 +179,7 @@ def _off(value: str, profile: Profile) -> bool:
 
 
 def _few_ctas(value: str, profile: Profile) -> bool:
-    """Return whether the value limits NCCL to fewer CTAs than fill the links."""
+    """Return whether the value limits NCCL to fewer CTAs than it takes to fill the links."""
     number = _whole(value)
     return number is not None and 0 < number < profile.nccl.full_speed_ctas
 

@@ -92,7 +92,7 @@ def collect_readings(
 
 
 def examine(readings: Readings, *, torch: bool = False, profile: Profile | None = None) -> Checkup:
-    """Return all checks of a machine, with `torch_runtime` if `torch`; profile None: the one that ships for its GPU."""
+    """Return all checks of a machine, with `torch_runtime` if `torch`; profile None: the shipped one of its GPU."""
     names = [seen.name for seen in readings.gpus or readings.devices]
     known = profile or shipped_profile(names[0] if names else None)
     checks = [check(readings) for check in (*LINK_CHECKS, *SOFTWARE_CHECKS)]
@@ -112,6 +112,6 @@ def _profile(profile: Profile) -> Check:
 
 
 def exit_code(checks: tuple[Check, ...], *, strict: bool = False) -> int:
-    """Return exit code 1 if any check is a problem (if `strict`, also for a warning), else 0; `not_seen` is none."""
+    """Return exit code 1 if a check is a problem (or, if `strict`, a warning), else 0; `not_seen` counts as neither."""
     wrong = {"problem", "warning"} if strict else {"problem"}
     return int(any(check.status in wrong for check in checks))

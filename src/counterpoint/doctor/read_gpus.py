@@ -254,7 +254,7 @@ def choose_pairs(gpus: int, *, chance: random.Random, most: int = MAX_PAIRS) -> 
 
 
 def measure_bandwidth() -> Bandwidth:
-    """Measure GB/s of random pairs both ways, then all rotations; raise `ProbeUnavailable` with fewer than 2 GPUs."""
+    """Measure GB/s of random pairs both ways, then of rotations; raise `ProbeUnavailable` with fewer than 2 GPUs."""
     driver = Driver()
     count = driver.device_count()
     if count < 2:
@@ -297,7 +297,7 @@ def _rotate(driver: Driver, gpus: list[_CopyDevice], shift: int) -> PairRate:
 
 
 def _rates(driver: Driver, gpus: list[_CopyDevice], pairs: list[tuple[int, int]], copies: int) -> list[float]:
-    """Return the GB/s of each (source, target) while all of them copy at once; the source's copy engine pushes."""
+    """Return the GB/s of each (source, target) while all pairs copy at once; the source's copy engine pushes."""
     times: list[list[float]] = [[] for _ in pairs]
     for round_ in range(_WARM_UPS + _ROUNDS):
         for source, target in pairs:

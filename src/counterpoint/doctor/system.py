@@ -112,7 +112,7 @@ def _list(path: Path) -> list[Path]:
 
 
 def _number(text: str | None) -> float | None:
-    """Return the first word as a number; None for rubbish and for -1, which is "unknown" in /sys."""
+    """Return the first word of `text` as a number; None for rubbish and for -1, which is "unknown" in /sys."""
     try:
         value = float((text or "").split()[0])
     except (IndexError, ValueError):

@@ -199,7 +199,7 @@ def _each_us(session: Session, run: Callable[[], object], times: int) -> float:
 
 
 def _host_us(session: Session, launch: Callable[[], object], operations: int = 1) -> float:
-    """Return the host's µs per operation over several calls, not waiting for the device."""
+    """Return the host's µs per operation over several calls, without waiting for the device."""
     session.synchronize()
     session.gather(None)
     begun = time.perf_counter()

@@ -1,7 +1,7 @@
 """Define `counterpoint.measure`: start one process per rank, merge their results, report in one error why ranks ended.
 
-No torch. Ranks get torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT), so that `torchrun
---nproc-per-node 8 -m counterpoint.measurement.worker plan.json` starts the same program.
+It does not import torch. Ranks get torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT), so
+that `torchrun --nproc-per-node 8 -m counterpoint.measurement.worker plan.json` starts the same program.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def measure(
         mechanisms: such as "nccl+max_ctas=8"; None: those of the suite.
         rounds: trials of each kind per scenario, of which the first two are dropped.
         timeout_s: longest time without a finished scenario (one minute more before the first).
-        progress: called as (scenarios done, in all, what runs now).
+        progress: called with (scenarios done, number of scenarios, what runs now).
 
     Returns:
         A row for each pair, mechanism and launch order, and one for each building block; times in µs.
@@ -87,7 +87,7 @@ def count_ranks(device: str, world_size: int | None, *, verb: str = "measure") -
     """Return the number of ranks to start: `world_size`, or one per visible GPU, or 2 on CPUs.
 
     Raises:
-        Misconfigured: this process is one of several ranks, or so many ranks or such a device are not there.
+        Misconfigured: this process is one of several ranks, or there are not so many ranks, or no such device.
         Unsupported: no torch, or fewer than two GPUs. `verb` is the command that the text names.
     """
     if "RANK" in os.environ:
@@ -112,15 +112,15 @@ def measure_parts(
     budget_s: float | None = None,
     progress: Progress | None = None,
 ) -> Measurement:
-    """Return what `measure` returns, for scenarios and building blocks of different names, in the given order.
+    """Return the measurement of scenarios and building blocks (no two of one name), in the given order.
 
     Only `measure` and `tune` start ranks, both by this function; its other arguments are those of `measure`, and
-    `world_size` is by `count_ranks`. After `budget_s` seconds nothing more is measured, and what is then missing has no
+    `world_size` comes from `count_ranks`. After `budget_s` seconds nothing more is measured, and missing parts have no
     rows; None: everything is measured.
 
     Raises:
         Misconfigured: `rounds` or `timeout_s` is not allowed.
-        Unsupported: as of `measure`, which also raises what `launch` does.
+        Unsupported: as in `measure`; errors of `launch` are passed on, too.
     """
     until_s = None if budget_s is None else time.monotonic() + budget_s
     _require_torch()
@@ -214,7 +214,7 @@ def _gather(plan: Plan, outcomes: Sequence[Outcome]) -> Measurement:
 
 
 def _unavailable(plan: Plan, outcomes: Sequence[Outcome]) -> dict[str, str]:
-    """Return, by mechanism, why it was not measured (everywhere); if reasons differ, each names its operations."""
+    """Return, by mechanism, why it was not measured for some parts; if reasons differ, each names its operations."""
     what = {part.name: part.collective if isinstance(part, Scenario) else part.what for part in plan.parts}
     found: dict[str, dict[str, list[str]]] = {}
     for outcome in outcomes:

@@ -32,7 +32,7 @@ class WrongResult(CounterpointError):
 
 
 def elements_of(size_bytes: int, itemsize: int, world_size: int) -> int:
-    """Return the elements of a full array of about `size_bytes`, whose shards are multiples of 64 elements."""
+    """Return the number of elements of an array of about `size_bytes`, with shards of multiples of 64 elements."""
     grain = 64 * world_size
     return max(1, round(size_bytes / itemsize / grain)) * grain
 
@@ -144,7 +144,7 @@ def allocate(
 ) -> Buffers:
     """Return the buffers of one collective, whose full array has `numel` elements (from `elements_of`).
 
-    They hold random data that differs on each rank. `empty` allocates so many elements: plain memory, or memory
+    They hold random data that differs on each rank. `empty` allocates a number of elements: plain memory, or memory
     registered with a process group.
     """
     call = find(collective, world_size, numel * dtype.itemsize)
@@ -171,7 +171,7 @@ def _chunk(like: Tensor, seed: int, rank: int, index: int) -> Tensor:
 
 
 def _part(like: Tensor, seed: int, rank: int, start: int, length: int) -> Tensor:
-    """Return `length` elements, from `start`, of the data that `fill` writes on `rank`; only their chunks are made."""
+    """Return `length` elements, from `start`, of the data that `fill` writes on `rank`; other chunks are not made."""
     step = _CHUNK[like.device.type]
     first, last = start // step, (start + length - 1) // step
     chunks = [_chunk(like, seed, rank, index) for index in range(first, last + 1)]

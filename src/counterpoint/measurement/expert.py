@@ -2,7 +2,7 @@
 
 A dispatch begins with tokens and ends with rows in the order of this rank's experts; a combine begins with such rows
 and ends with sums. All mechanisms take turns in the same rounds. Before it is timed, a dispatch and a combine are
-compared with float64; what is wrong, what went another way than asked, and transport that took SMs is marked.
+compared with float64; a row is marked if a result is wrong, a path is not the one asked for, or transport takes SMs.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _SCALES = 128  # number of different expert factors, exact in bfloat16, so that 
 
 
 def routed(way: str, tokens: int, layer: ExpertLayer, generator: torch.Generator) -> Tensor:
-    """Return random experts for each token, int64 `[tokens, top_k]` on the generator's device, none twice in a row.
+    """Return random experts for each token, int64 `[tokens, top_k]` on the generator's device, none twice for a token.
 
     By `zipf` the i-th expert is wanted 1 / i times as much as the first, and experts lie in a random order on the
     ranks, the same everywhere; by `one-hot` all tokens go to the first experts; by `uniform` experts are wanted
@@ -83,7 +83,7 @@ class SampleTokens:
         return dispatcher.dispatch(self.x, self.ids, self.weights)
 
     def errors(self, sums: Tensor) -> tuple[float, float]:
-        """Return the relative error of combined sums (experts: `expert_scales`), and twice that of plain rounding."""
+        """Return the relative error of `sums` (experts scale by `expert_scales`), and twice that of rounding."""
         exact, plain = torch.zeros_like(self.x, dtype=torch.float64), torch.zeros_like(self.x, dtype=torch.float32)
         for ids, weights in zip(self.ids.t(), self.weights.t(), strict=True):
             scales = expert_scales(ids)[:, None]
@@ -191,7 +191,7 @@ def _other_works(
 
 
 def _rows_at_experts(session: Session, exchange: TokenExchange, tokens: SampleTokens) -> tuple[Tensor, Tensor]:
-    """Return the rows of this rank's experts and the offsets where each expert's end, made with torch's all_gather."""
+    """Return the rows of this rank's experts and the offsets where each expert's rows end, by torch's all_gather."""
 
     def gathered(tensor: Tensor) -> Tensor:
         out = tensor.new_empty(session.world_size * len(tensor), *tensor.shape[1:])
@@ -240,7 +240,7 @@ class _Leg:
 def _of_leg(
     session: Session, exchange: TokenExchange, legs: Sequence[_Leg], seen: Sequence[Observed], works: Sequence[_Work]
 ) -> Experiment:
-    """Return the experiment of one leg alone, and together with each work."""
+    """Return the experiment of one leg alone, and together with each of `works`."""
     cases: tuple[Case, ...] = ("serial", "together")
     trials: dict[tuple[str, str, str], Callable[[], Trial]] = {}
     for one in legs:
@@ -307,7 +307,7 @@ def _of_leg(
 
 
 def _observed(session: Session, mechanisms: Sequence[Checked[Dispatcher]], tokens: SampleTokens) -> list[Observed]:
-    """Return the blocks of each mechanism's largest transport kernel; our mechanisms are marked if they have any."""
+    """Return the blocks of each mechanism's largest transport kernel; our mechanisms are marked if they run one."""
     if not session.is_cuda:
         return [Observed() for _ in mechanisms]
 

@@ -37,7 +37,7 @@ class Observed:
 
 
 def observe(session: Session, opened: Sequence[Opened], stock: Opened) -> list[Observed]:
-    """Return what runs under each mechanism while its pair is launched as it is when timed.
+    """Return what runs under each mechanism when its pair is launched as in timed trials.
 
     All ranks call it; `stock` is the same pair without any control. Usage is rank 0's; a control that failed on any
     rank marks the row.
@@ -56,7 +56,7 @@ def observe(session: Session, opened: Sequence[Opened], stock: Opened) -> list[O
 def observe_compute(
     session: Session, settings: Sequence[tuple[Lanes, Sequence[Control]]], stock: Lanes
 ) -> list[Observed]:
-    """Return what runs of a computation alone under each setting; `observe` does it for pairs."""
+    """Return what is observed of a computation alone under each setting; for pairs see `observe`."""
 
     def look() -> list[Observation]:
         lanes = [stock, *(lanes for lanes, _ in settings)]
@@ -69,7 +69,7 @@ def observe_compute(
 def _observe(
     session: Session, settings: list[Sequence[Control]], look: Callable[[], list[Observation]]
 ) -> list[Observed]:
-    """Return what ran under each setting on all ranks, judged by the setting's controls; nothing on a CPU."""
+    """Return observations under each setting on all ranks, judged by the setting's controls; empty ones on a CPU."""
     if not session.is_cuda:
         return [Observed() for _ in settings]
     try:

@@ -1,7 +1,7 @@
 """Prepare mechanisms for timing, and first check the data that they deliver.
 
-A collective has a process group, buffers, and streams with the controls applied (`open_all`). Calls that depend on
-communication are run by what their room opens, and their first result is compared with float64 (`open_checked`).
+A collective has a process group, buffers, and streams with the controls applied (`open_all`). Matmuls and token
+exchanges are run by a `Caller`, whose first result is compared with float64 (`open_checked`).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def offered(
 
 
 def memory_of(mechanism: Mechanism) -> Memory:
-    """Return the kind of memory that a mechanism needs. Windows belong to one mechanism; other kinds are shared."""
+    """Return the kind of memory that a mechanism needs; windows belong to one mechanism, other kinds are shared."""
     if mechanism.windows is not None:
         return "windows"
     return "symmetric" if mechanism.base == "zero_sm" else "plain"
@@ -80,7 +80,7 @@ def memory_of(mechanism: Mechanism) -> Memory:
 def open_mechanism(
     session: Session, mechanism: Mechanism, collective: str, numel: int, stock: Lanes, shared: dict[Memory, Buffers]
 ) -> Iterator[Opened]:
-    """Yield a mechanism with process group, buffers and lanes, valid inside the context. All ranks enter together.
+    """Yield a mechanism with process group, buffers and `Lanes`, valid inside the context; all ranks enter together.
 
     `stock` has the streams and the computation of the pair, and its `comm` is replaced. Mechanisms share the buffers in
     `shared`, by kind of memory; missing ones are added.
@@ -140,7 +140,7 @@ def open_all(
     stock: Lanes,
     unavailable: dict[str, str],
 ) -> Iterator[tuple[list[Opened], Opened]]:
-    """Open every mechanism that can run, and check the data that it delivers. All ranks enter together.
+    """Open every mechanism that can run, and check the data that it delivers; all ranks enter together.
 
     Yields:
         The mechanisms, and one without controls to compare them with; `unavailable` gets why others cannot run.
@@ -198,7 +198,7 @@ class Checked(Generic[C]):
     wrong: str | None  # why its first result is wrong; None if it is right
 
     def path(self, session: Session) -> tuple[str, str]:
-        """Return the paths of all calls so far on all ranks, and the reasons. All ranks call it together."""
+        """Return the paths that calls took so far on all ranks, and the reasons; all ranks call it together."""
         found = session.gather({str(row.path): row.why for row in self.caller.report().calls})
         ways = {path: why for rank in found for path, why in rank.items()}
         return " and ".join(ways), "; ".join(dict.fromkeys(ways.values()))
@@ -219,11 +219,11 @@ def open_checked(
     *,
     allowed: str,
 ) -> list[Checked[C]]:
-    """Return the mechanisms that can run, opened, with what was wrong on any rank. All ranks call it together.
+    """Return the mechanisms that can run, opened, and how first results are wrong; all ranks call it together.
 
-    `open_caller` returns what runs calls by a mechanism, which the caller of this function closes; `first` runs a call
-    and returns its result, and `errors` the relative error of a result on this rank and the error that is allowed
-    (twice that which `allowed` names). `unavailable` gets the reason of each mechanism that cannot run.
+    `open_caller` returns the `Caller` of a mechanism, to be closed by the user of this function; `first` runs a call
+    and returns its result; `errors` returns a result's relative error on this rank and the allowed error (twice the
+    error that `allowed` names). `unavailable` gets the reason of each mechanism that cannot run.
     """
     checked: list[Checked[C]] = []
     for name in names:

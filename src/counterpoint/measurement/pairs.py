@@ -150,7 +150,7 @@ def _size_bytes(
     compute_us: Callable[[], float],
     calibration: Calibration,
 ) -> int:
-    """Return the full array's bytes: as asked, or so that the fastest plain mechanism takes ratio · T_g."""
+    """Return the full array's bytes: as asked, or so that the fastest base mechanism takes `ratio` · compute time."""
     if scenario.size_bytes is not None:
         return scenario.size_bytes
     if scenario.ratio is None:
@@ -171,7 +171,7 @@ def _fitted_sms(
     compute_us: Callable[[], float],
     calibration: Calibration,
 ) -> int | None:
-    """Return the SMs that the rule leaves to this pair's GEMM, equal on all ranks; None: all SMs."""
+    """Return how many SMs `choose_gemm_sms` leaves to this pair's GEMM, equal on all ranks; None: all SMs."""
     if collective not in REDUCTIONS:
         return None
     profile = profile_of(torch.cuda.get_device_name(session.device))
@@ -193,7 +193,7 @@ def _fitted_sms(
 def time_at(curve: Curve, size_bytes: float) -> float:
     """Return the time in µs at a size, interpolated log-log on the curve.
 
-    Outside of the measured sizes the nearest segment is extended; above, the time is proportional to the size.
+    Below the measured sizes the first segment is extended; above them, time is proportional to size.
     """
     sizes = [size for size, _ in curve]
     if size_bytes >= sizes[-1]:

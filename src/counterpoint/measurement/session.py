@@ -30,7 +30,7 @@ class NotEnoughMemory(Unsupported):
 class Session:
     """Joins the process group of torchrun's environment variables; `close` leaves it.
 
-    On `cuda` that is NCCL, with this rank's GPU by LOCAL_RANK (Unsupported if there is none); on `cpu` gloo, with one
+    On `cuda` it uses NCCL and the GPU of number LOCAL_RANK (Unsupported if there is none); on `cpu`, gloo and one
     thread. A collective waits `timeout_s` for other ranks. What is measured communicates `dtype` and computes in
     `compute_dtype`, which `use_dtypes` sets.
     """

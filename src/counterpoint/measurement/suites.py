@@ -73,7 +73,7 @@ def _sized(workload: str, collective: str, size_mib: int, mechanisms: Sequence[s
 
 
 def _offered(mechanisms: Sequence[str], collective: str) -> tuple[str, ...]:
-    """Return the mechanisms of these that are measured for this collective."""
+    """Return those of `mechanisms` that are measured for this collective."""
     without = {"nccl_zero_cta"} if OPERATIONS[collective].layout.reduces else {"zero_sm+gemm_sms=fit"}
     without |= set() if collective in measured_by("programs") else {"zero_sm"}
     return tuple(name for name in mechanisms if name not in without)
@@ -160,14 +160,14 @@ def capped(num_sms: int = SMS) -> str:
 
 
 def few_sms(num_sms: int = SMS) -> tuple[str, ...]:
-    """Return zero_sm mechanisms with GEMMs that leave few SMs (8 or 16) free for its sums."""
+    """Return zero_sm mechanisms whose GEMMs leave few SMs (8 or 16) free for sums."""
     return tuple(f"zero_sm+gemm_sms={num_sms - free}" for free in (8, 16))
 
 
 def _machine_pairs(device: str, num_sms: int) -> tuple[Scenario, ...]:
-    """Return pairs that show each side's loss; on GPUs also how SMs are divided, and how fast a few of them sum.
+    """Return pairs that show what compute and collective lose; on GPUs, also with SMs divided, or few SMs for sums.
 
-    A collective that waits for one GEMM slips in between several: a layer counts as much as a GEMM.
+    A collective that would wait for one long GEMM starts between shorter ones, so a layer is measured like a GEMM.
     """
     if device == "cpu":
         return tuple(_sized(_CPU_GEMM, name, 4, ("gloo", "zero_sm")) for name in ("all_gather", "all_reduce"))
@@ -187,7 +187,7 @@ def _machine_pairs(device: str, num_sms: int) -> tuple[Scenario, ...]:
 
 
 def _machine_blocks(device: str, num_sms: int) -> tuple[Block, ...]:
-    """Return the blocks: collectives alone by size and CTAs, GEMMs by SMs and under load, a stream, a sum, launches."""
+    """Return the blocks: collectives alone by size and CTAs, GEMMs by SMs and load, a memory stream, sum, launches."""
     stock_and_own = BASES[device][0], "zero_sm"
     alone = tuple(
         Block(name=name, what=name, mechanisms=stock_and_own, sizes_bytes=_MACHINE_SIZES[device]) for name in BY_TORCH

@@ -1,7 +1,7 @@
 """Measure matmuls that depend on communication: matmul and collective alone, and together by every mechanism.
 
-All of them take turns in the same rounds. A result is compared with that of float64 before it is timed, and the way
-that calls went comes from the report of the group that made them: what did not take effect is marked.
+All of them take turns in the same rounds. A result is compared with that of float64 before it is timed, and the
+report of the group that ran its calls says by which path: a mechanism that did not take effect is marked.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Operands:
     """Holds a matmul's operands on this rank: random numbers, since zeros would make it faster."""
 
     call: DependentMatmul
-    rows: Tensor  # [m, k], on each rank others
+    rows: Tensor  # [m, k], different on each rank
     shard: Tensor  # its part of the rows, before they are gathered
     weight: Tensor  # [k, n], the transposed view that nn.Linear multiplies by
 
@@ -172,7 +172,7 @@ def _trial(session: Session, run: Callable[[], Any]) -> Callable[[], Trial]:
 
 
 def _can_hide(session: Session, operands: Operands, matmul_us: float) -> bool:
-    """Return whether, by the rule, communication can hide behind this matmul, given its µs and the profile's links."""
+    """Return whether, by `hiding_of` and the profile's links, communication can hide behind a matmul of `matmul_us`."""
     call = operands.call
     curve = RowCurve(n=call.n, k=call.k, dtype=dtype_name(operands.rows.dtype), points=((call.m, matmul_us),))
     shards = (call.m // session.world_size,) * session.world_size

@@ -1,4 +1,4 @@
-"""Run one trial: both sides are released together on every rank, and their starts and ends timed on one clock.
+"""Run one trial: computation and collective are released together on every rank, and timed on one clock.
 
 The host's launch time is not part of it. On a GPU everything is queued behind a spin kernel, the ranks are aligned by
 a tiny all_reduce, and CUDA events take the times; a trial whose launches came too late is marked. On a CPU each side
@@ -41,8 +41,8 @@ DELAYED: dict[Case, Side] = {"comm_first": "compute", "compute_first": "comm"}
 def sides_of(case: Case, *, host_waits: bool = False) -> tuple[Side, ...]:
     """Return the sides in the order in which the host queues them: the collective first, as prefetching does.
 
-    The delay alone decides which side the device reaches first. Where `host_waits` within the collective, computation
-    is queued before it.
+    The delay alone decides which side the device reaches first. If `host_waits` for the device within the collective,
+    the computation is queued before it.
     """
     return ONE_BY_ONE.get(case, ("compute", "comm") if host_waits else ("comm", "compute"))
 
@@ -71,8 +71,8 @@ class CudaStage:
     def run(self, lanes: Lanes, case: Case, *, host_waits: bool = False) -> Trial:
         """Return the times of one trial once the device is idle; all ranks call it with the same case.
 
-        `host_waits` says that the host waits for the device within `lanes.comm`. What it queues after that comes late
-        because the collective is made so, which the times show, and does not make the trial late.
+        `host_waits` says that the host waits for the device within `lanes.comm`. What the host queues after that is
+        late by design: the times include it, and the trial does not count as late.
         """
         streams = {"compute": lanes.compute_stream, "comm": lanes.comm_stream}
         launches = {"compute": lanes.compute, "comm": lanes.comm}

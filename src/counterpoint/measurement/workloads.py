@@ -1,4 +1,4 @@
-"""Find what is measured by its name: computations, work that depends on communication, and dtypes.
+"""Find by name what is measured: computations, work that depends on communication, and dtypes.
 
 Computations are short lists of operations, which `prepare` runs; it alone imports torch. Names: `gemm MxNxK`,
 `gemm MxNxK*R` (R times, each with its own weights), `llama-8b layer T`, `llama-70b layer T` (the four matrix products
@@ -274,5 +274,5 @@ OF_DEVICE = {"cuda": "bfloat16", "cpu": "float32"}  # of parts that ask for none
 
 
 def measured_dtype(dtype: str | None, device: str) -> str:
-    """Return the dtype in which an operation of `dtype` is measured on cuda or cpu: products of float8 need scales."""
+    """Return the dtype in which an operation of `dtype` is measured: `dtype` if measurable, else the device's own."""
     return dtype if dtype in MEASURABLE else OF_DEVICE[device]

@@ -2,7 +2,7 @@
 
 The array of events is cut at the last `}, {` of each block, and decoding proves the cut: JSON is read from left to
 right, so bytes that start with an event and decode as a list of objects also end with one. Where a cut falls into a
-nested list or a string, decoding fails, and a slower walk over the tokens finds a right one. Memory is bounded by the
+nested list or a string, decoding fails, and a slower walk over the tokens finds the right cut. Memory is bounded by the
 size of a block, not of the file.
 """
 
@@ -59,7 +59,7 @@ class EventRuns(Generic[E]):
         self.header: dict[str, Any] = {}
 
     def bad(self, reason: str, at: int = 0) -> BadTrace:
-        """Return the error that tells of damage at byte `at` of the buffer."""
+        """Return the error for damage at byte `at` of the buffer."""
         return BadTrace(reason, path=self._label, offset=self._offset + at)
 
     def offset_of(self, run: bytes, index: int) -> int:
@@ -212,7 +212,7 @@ def _walk(buffer: bytes) -> tuple[int, int | None]:
 
 
 def _element(run: bytes, index: int) -> int:
-    """Return the byte offset in a run of its event number `index`."""
+    """Return the byte offset of event number `index` in a run."""
     depth = 0
     for token in _TOKEN.finditer(run):
         mark = token.group()

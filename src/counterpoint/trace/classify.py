@@ -101,7 +101,7 @@ def is_matmul(name: str) -> bool:
 
 
 def is_host_matmul(name: str) -> bool:
-    """Return whether an operation of the host is a matrix product; a trace without GPU activity has only these."""
+    """Return whether a host operation is a matrix product; without GPU activity, a trace has only these products."""
     return name in _HOST_GEMM
 
 
@@ -182,7 +182,7 @@ def host_collective(name: str) -> str | None:
 
 @lru_cache(maxsize=_REMEMBERED)
 def collective_op(kernel_name: str) -> str:
-    """Return the collective, as `all_gather`, that the name of a communication kernel or peer copy states."""
+    """Return the collective, such as `all_gather`, that the name of a communication kernel or peer copy states."""
     if kernel_name.startswith("Memcpy"):
         return "peer_copy"
     symbol = _symbol(kernel_name)

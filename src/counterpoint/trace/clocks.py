@@ -39,7 +39,7 @@ class Clocks:
 
 
 def align_clocks(end: F64) -> Clocks:
-    """Return clocks fitted to `end` [collectives, ranks]: µs at which synchronising collectives end; NaN: not in it."""
+    """Return clocks fitted to `end` [collectives, ranks]: µs at which synchronising collectives end; NaN: absent."""
     ranks = end.shape[1]
     offset = _first_guess(end)
     known = np.isfinite(offset)
@@ -64,7 +64,7 @@ def align_clocks(end: F64) -> Clocks:
 
 
 def _one_per_host(offset: F64, slope: F64, resolution: F64) -> F64:
-    """Return offsets (µs) in which those that differ by less than `resolution` became their median; reference: 0.
+    """Return the offsets (µs) with those less than `resolution` apart set to their median; the reference has 0.
 
     Ranks with such offsets are on one host. They leave a ring in the same order in every collective, which must not
     count as a difference of clocks. Clocks that drift are not grouped.
@@ -81,7 +81,7 @@ def _one_per_host(offset: F64, slope: F64, resolution: F64) -> F64:
 
 
 def _first_guess(end: F64) -> F64:
-    """Return offsets (µs) of all clocks from median differences of ends, by the pairs that share most collectives.
+    """Return all clocks' offsets (µs), by median differences of ends between ranks that share most collectives.
 
     NaN where no collective connects a rank to the first one.
     """
@@ -135,7 +135,7 @@ def _polish(local: F64, pivot: float) -> tuple[F64, F64, F64]:
 
 
 def _apart(end: F64) -> tuple[F64, F64]:
-    """Return how far each rank's ends are from the median of their collective, and each rank's median of that (µs)."""
+    """Return each end minus its collective's median (µs), and each rank's median of these minus the first rank's."""
     residual = end - np.nanmedian(end, axis=1, keepdims=True)
     step = np.nanmedian(residual, axis=0)
     return residual, step - step[0]

@@ -1,10 +1,10 @@
 """Read dumps of NCCL's flight recorder: the calls that each rank had scheduled, started and completed in a hang.
 
 torch writes one file for each rank, a pickle (`TORCH_NCCL_DUMP_ON_TIMEOUT`, `_dump_fr_trace`) or JSON, which has no
-stacks; versions 1.1 (torch 2.2) to 2.10 (torch 2.13) are read, of NCCL, Gloo and backends that do as they do. A pickle
+stacks; versions 1.1 (torch 2.2) to 2.10 (torch 2.13) are read, of NCCL, Gloo and backends that write the same. A pickle
 can name code to run: here only the instructions that make dicts, lists, tuples, strings, numbers, True, False and None
-are carried out, and any other one is refused. Lists may be shared in a pickle, so that a small one can stand for a
-large structure: what is taken of each is limited.
+are carried out, and any other one is refused. A pickle may refer to one list many times, so a small pickle can
+stand for a large structure: what is read of each list is limited.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class _PlainUnpickler(pickle._Unpickler):
 
 
 def find_dumps(sources: Sequence[str]) -> list[Path]:
-    """Return the dumps that `sources` name (files, folders, globs); none if any of the files is a trace."""
+    """Return the dumps that `sources` name (files, folders, globs); an empty list if any file is a trace."""
     found: list[Path] = []
     for source in sources:
         path = Path(source)
@@ -205,10 +205,10 @@ def _last(found: dict[str, Any], raw: Sequence[dict[str, Any]]) -> dict[str, tup
 
 
 def _entries(raw: Sequence[dict[str, Any]]) -> tuple[FlightEntry, ...]:
-    """Return a dump's calls; the entry that follows a batch of calls (`coalesced`) only gives them their state.
+    """Return a dump's calls; the entry after a batch of calls (`coalesced`) only gives these calls their state.
 
     The calls of a batch share a sequence number, and are never marked as started or completed themselves. Only the
-    calls show which of the two numbers of the batch is theirs.
+    calls show which of the batch's two sequence numbers is theirs.
     """
     found: list[FlightEntry] = []
     latest: dict[str, list[int]] = {}  # by group: indices of the last calls that share a sequence number
@@ -254,7 +254,7 @@ def _entry(raw: dict[str, Any]) -> FlightEntry:
 
 
 def _sequence(raw: dict[str, Any], is_p2p: bool) -> int:
-    """Return a call's sequence number among collectives, or sends and receives; before 2.0 both share one count."""
+    """Return a call's number among collectives, or among sends and receives; before version 2.0 both share a count."""
     key = "p2p_seq_id" if is_p2p else "collective_seq_id"
     return int(raw[key] if key in raw else raw["seq_id"])
 

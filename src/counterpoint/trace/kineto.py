@@ -136,7 +136,7 @@ def _no_events(columns: Columns) -> str:
 
 
 def _matmul_dtypes(columns: Columns) -> dict[int, str]:
-    """Return the dtype of the first matmul input by the index of the input shapes; unknown dtypes are left out."""
+    """Return the dtype of matmuls' first input, by index of their input shapes; unknown dtypes are left out."""
     found = {}
     for shape, raw in columns.matmul_types.items():
         try:
@@ -289,7 +289,7 @@ def _rank(info: dict[str, Any], columns: Columns, file: TraceFile) -> tuple[int,
 
 
 def _whole(value: Any) -> int | None:
-    """Return `value` if it is a whole number from 0 that 64 bits hold, else None."""
+    """Return `value` if it is a non-negative integer that fits an int64, else None."""
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63 else None
 
 

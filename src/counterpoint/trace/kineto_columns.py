@@ -381,8 +381,9 @@ def _absorb_host(
 def _described_calls(columns: Columns, events: list[KinetoEvent], name: Any) -> Any:
     """Return the index in `infos` of the collective that each event calls; -1 for an event that calls none.
 
-    c10d describes them in `record_param_comms`. Where the backend records no such event, as gloo does, the inputs
-    of the operation (`c10d::_allgather_base_`) tell all but the dtype of lists of tensors, which `gloo:all_gather` has.
+    c10d describes collectives in `record_param_comms`. Where the backend records no such event, as with gloo, the
+    inputs of the operation (`c10d::_allgather_base_`) tell all but the dtype of lists of tensors, which
+    `gloo:all_gather` has.
     """
     infos = np.full(len(events), -1, np.int32)
     for row in columns.names.rows(name, columns.names.calls):

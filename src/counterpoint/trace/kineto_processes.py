@@ -96,7 +96,7 @@ def _owners(could: Any) -> Any:
 
 
 def _launched(gpu: dict[str, Any], host: dict[str, Any], calls: Any, place: Any, count: int) -> Any:
-    """Return the share of each GPU's operations for which `calls` has a launch that began before them."""
+    """Return the share of each GPU's operations that one of `calls`, begun before them, launched."""
     calls = calls[np.lexsort((host["start"][calls], host["correlation"][calls]))]
     keys = host["correlation"][calls]
     at = np.searchsorted(keys, gpu["correlation"], side="right") - 1

@@ -270,7 +270,7 @@ def _shapes(nvtx: NvtxRanges, runtime: _HostTable, launch: I64) -> I64:
 def _collectives(
     gpu: dict[str, I64], runtime: _HostTable, launch: I64, calls: NcclCalls
 ) -> tuple[I64, tuple[CollectiveInfo, ...]]:
-    """Return all collectives, and per GPU operation the index of its collective (-1: none), by NCCL ranges."""
+    """Return all collectives, and per GPU operation the index of its collective (-1: none), from NCCL's ranges."""
     found, infos = np.full(len(launch), -1, np.int64), list[CollectiveInfo]()
     kernels = np.flatnonzero((gpu["kind"] == Kind.COMM) & (gpu["gridX"] > 0) & (launch >= 0))
     thread, start, end = (np.array(column, np.int64) for column in (calls.thread, calls.start, calls.end))
@@ -334,7 +334,7 @@ class _Builder:
         )  # fmt: skip
 
     def _priorities(self, rank: RankId) -> dict[int, int]:
-        """Return priorities by stream of the rank's process; the default stream may be missing."""
+        """Return the priorities of streams of the rank's process, by stream; the default stream may be missing."""
         mine = self.streams["processId"] == rank.process >> _PID_BITS & _MOST_PIDS
         return dict(zip(self.streams["streamId"][mine].tolist(), self.streams["priority"][mine].tolist(), strict=True))
 

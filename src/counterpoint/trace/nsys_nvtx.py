@@ -227,14 +227,14 @@ def one_per_kernel(infos: list[CollectiveInfo], kernels: int) -> list[Collective
 
 
 def _total(infos: list[CollectiveInfo], side: str) -> int | None:
-    """Return the sum over calls of `side`; None if a call lacks it (output of a send, input of a receive: 0)."""
+    """Return the sum of field `side` over calls; None if a call lacks it (a send's output, a receive's input: 0)."""
     values = [0 if info.op in ("send", "recv") and getattr(info, side) is None else getattr(info, side)
               for info in infos]  # fmt: skip
     return None if None in values else sum(values)
 
 
 def _payloads(export: Export) -> dict[int, dict[str, int]]:
-    """Return, by row of the NVTX table, the fields of the NCCL payloads that can be decoded."""
+    """Return the decoded fields of NCCL's payloads, by row of the NVTX table; undecodable ones are left out."""
     entries = export.small("NVTX_PAYLOAD_SCHEMA_ENTRIES", ("schemaId", "type", "name", "offset"))
     layouts: dict[object, dict[str, tuple[str, int]]] = {}
     for entry in entries:

@@ -1,4 +1,4 @@
-"""Read the tables of a Nsight Systems SQLite export safely, as columns, and find its ranks, their GPUs and the UTC.
+"""Read the tables of a Nsight Systems SQLite export safely, as columns, and find its ranks, their GPUs and UTC.
 
 The file is not trusted: it is opened read-only and immutable, only plain tables are read, and the type of every value
 is checked, because SQLite lets any column hold anything.

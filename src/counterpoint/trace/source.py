@@ -79,7 +79,7 @@ def rank_from_name(name: str) -> int | None:
 
 
 def recordings(files: Sequence[TraceFile]) -> dict[str, list[TraceFile]]:
-    """Return the files of each recording of a job by the recording's name, earliest first; '' names a single one.
+    """Return the files of a job's recordings by the recording's name, earliest first; a single one is named ''.
 
     There are several recordings if two files are of the same rank or worker, and the files differ in iteration
     (`iteration_10/rank0.json`), in the numbers of their folder, or in time.
@@ -122,7 +122,7 @@ def _folder_of(file: TraceFile) -> str:
 
 
 def _turn(files: Sequence[TraceFile]) -> Callable[[TraceFile], str]:
-    """Return a function that names a file's recording: `recording N` for file N, by time, of the same worker."""
+    """Return a function that names a file's recording: `recording N` for its worker's file N by time."""
     stated = [(file, _WORKER.match(re.split(r"[/\\!]", file.label)[-1])) for file in files]
     times: dict[str, list[int]] = {}
     for _, found in stated:
@@ -280,7 +280,7 @@ def _member(source: IO[bytes], name: str, number: int, label: str, scratch: Path
 
 
 def _sniff(path: Path, label: str, *, strict: bool) -> TraceFile | None:
-    """Return a file with its format, by its first bytes; if not a trace: None, or raise `BadTrace` if `strict`."""
+    """Return a file with the format that its first bytes show; if no trace, None, or raise `BadTrace` if `strict`."""
     try:
         with path.open("rb") as raw:
             head = raw.read(_HEAD_BYTES)
@@ -355,7 +355,7 @@ class _Capped(io.RawIOBase):
 
 
 def open_bytes(file: TraceFile, limits: Limits) -> io.RawIOBase:
-    """Return the decompressed bytes of a trace, in order, never more than `limits` allows.
+    """Return a stream of a trace's decompressed bytes, never more of them than `limits` allows.
 
     Raises:
         BadTrace: the file cannot be opened; on a cluster every worker needs it under the same path.
@@ -375,7 +375,7 @@ def open_bytes(file: TraceFile, limits: Limits) -> io.RawIOBase:
 
 
 def compression(path: Path) -> str | None:
-    """Return the compression of a file, `gzip` or `zstd`; None for none."""
+    """Return the compression of a file, `gzip` or `zstd`; None if it is not compressed."""
     with path.open("rb") as raw:
         return _compression(raw.read(4))
 

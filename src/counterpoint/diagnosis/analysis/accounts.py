@@ -22,8 +22,7 @@ from counterpoint.trace.timeline import F64, I64, ROUNDED_US, Bools, Kind, devic
 class Activity:
     """Holds when one rank's GPU computed, communicated, copied, or did any of these (µs on the job's clock).
 
-    Where one process drives several GPUs, these are the times at which at least one GPU was busy so, and `gpus` has
-    each GPU's times.
+    Where one process drives several GPUs, these times are the union over its GPUs, and `gpus` has each GPU's times.
     """
 
     compute: Intervals

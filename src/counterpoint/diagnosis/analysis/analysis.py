@@ -37,7 +37,7 @@ from counterpoint.records.diagnosis import (
 
 @dataclass(frozen=True)
 class Analysis:
-    """Holds the cached results of one job; arrays have a rank per job column, a collective per `job.joined` row; µs."""
+    """Holds the cached results of one job in µs; arrays index ranks as `job` does, collectives as `job.joined` does."""
 
     job: TracedJob
 
@@ -107,7 +107,7 @@ class Analysis:
 
     @property
     def told_late(self) -> tuple[Straggler, ...]:
-        """Return the late ranks that get a finding each; if experts have one, ranks late because of experts do not."""
+        """Return the late ranks that get a finding, without ranks late because of experts if experts have a finding."""
         return tuple(s for s in self.stragglers if not self.expert_imbalance or s.detail != EXPERTS)
 
     @cached_property

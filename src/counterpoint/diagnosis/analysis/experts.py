@@ -1,12 +1,12 @@
 """Find waiting that comes from experts with unequal load.
 
 Tokens are dispatched to the ranks of their experts, computed, and combined. The rank whose experts got most
-tokens comes last to the combine, and the others wait. A dispatch and its combine are recognised by kernel
-names (DeepEP and the like), or by sizes: a rank sends back as many bytes as it received, and gets back as many as it
-sent. Where sizes are equal or not stated, kernels of experts (grouped GEMMs) between two all-to-alls identify the pair
-less surely. So do kernels of experts between peer copies, and between an all-gather of all tokens and the
-reduce-scatter of their sums; such pairs are sure if the group is named after experts. A rank's peer copies start when
-the rank is ready; compute streams of the other ranks then wait for the copies of the last rank.
+tokens comes last to the combine, and the others wait. A dispatch and its combine are recognised by kernel names (DeepEP
+and the like), or by sizes: a rank sends back as many bytes as it received, and gets back as many as it sent. Where
+sizes are equal or not stated, kernels of experts (grouped GEMMs) between two all-to-alls identify the pair less surely.
+So do kernels of experts between peer copies, and between an all-gather of all tokens and the reduce-scatter of their
+sums; such pairs are sure if the group is named after experts. A rank's peer copies start when the rank is ready;
+compute streams of the other ranks then wait for the copies of the last rank.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def expert_imbalance(
 
 
 def _slow_elsewhere(job: TracedJob, busy: list[Activity], found: ExpertWaits, column: int) -> bool:
-    """Return whether a rank computes longer than the median other rank also outside of its experts."""
+    """Return whether a rank computes longer than the median of the other ranks also outside of its experts."""
     if len(busy) < 2 or not len(found.combine):
         return False
     within = np.nansum(found.compute, axis=0)
@@ -245,7 +245,7 @@ def _by_name(job: TracedJob) -> np.ndarray[tuple[int], np.dtype[np.str_]]:
 
 
 def _stated(job: TracedJob, column: str) -> F64:
-    """Return a column of bytes of `CommRows` for every joined collective and rank; NaN: not stated, or no part."""
+    """Return a column of bytes of `CommRows` for every joined collective and rank; NaN: not stated or absent."""
     found = stated(job, column)
     return np.where(found >= 0, found, np.nan)
 

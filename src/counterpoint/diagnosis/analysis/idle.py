@@ -180,7 +180,7 @@ def _some_host_pauses(job: TracedJob, columns: list[int], category: int) -> floa
 
 
 def share_out(job: TracedJob, columns: list[int], own: dict[str, float], left_us: float) -> dict[str, HostPauses]:
-    """Split `left_us`, the cost of stalls beyond ranks' own idle time, over causes by how long hosts pause for each.
+    """Return each cause's share of `left_us`, the cost of stalls beyond own idle time, by how long hosts pause for it.
 
     A cause's own idle time plus its share of `left_us` is at most the time in which some host pauses for the cause.
     """

@@ -183,7 +183,7 @@ def _of_hosts(graph: ReplayGraph, job: TracedJob, ends: F64, hosts: Sequence[I64
 
 
 def _hosts_free(graph: ReplayGraph, ends: F64, hosts: Sequence[I64]) -> ReplayGraph:
-    """Return the graph without host time; new edges keep operations in order, none later than in the unchanged replay.
+    """Return the graph without host time; new edges keep the order, but let no operation begin later than unchanged.
 
     `ends`: end of every node in the unchanged replay, µs.
     """

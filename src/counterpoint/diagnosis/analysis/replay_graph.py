@@ -75,7 +75,7 @@ class ReplayGraph:
 
 
 def build_graph(job: TracedJob, limit: int) -> ReplayGraph | None:
-    """Return the graph of the middle steps: at least one step, more while they have at most `limit` GPU operations.
+    """Return the graph of the middle steps: one step, or as many as have at most `limit` GPU operations.
 
     Return None if no operation runs in these steps, or they take no time.
     """
@@ -327,7 +327,7 @@ def _asked(launch: F64, start: F64, end: F64, stream: I64, calls: F64) -> I64:
 
 
 def _seen(start: F64, end: F64, launch: F64, stream: I64, kind: U8, base: F64) -> I64:
-    """Return, for each operation begun later than `base` explains, another stream's that ended just then; else -1.
+    """Return the other stream's operation that ended as each one began, if that was later than `base`; -1: none.
 
     Either it waited for the other operation, launched before it (an event can be awaited only once it is recorded), or
     the other one is a kernel that held every SM until its last blocks; it then begins a little before this kernel ends.

@@ -166,7 +166,7 @@ def _stands_out(job: TracedJob, delays: Delays, late: I64, total: F64, per_step:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Excess:
-    """Holds by how many µs a late rank exceeds the median other rank in the steps that it delayed, by activity."""
+    """Holds by how many µs, per activity, a late rank exceeds the median of the others in the steps that it delayed."""
 
     compute: float
     memcpy: float
@@ -242,7 +242,7 @@ def _excess(spent: F64, column: int, late: I64) -> _Excess:
 
 
 def _alike(one: _Excess, latest: _Excess) -> bool:
-    """Return whether a late rank has half of the latest rank's excess, in the activity where that is largest."""
+    """Return whether a late rank has at least half the latest rank's excess in the activity where that is largest."""
     kind = max(("idle", "compute", "memcpy"), key=lambda name: float(getattr(latest, name)))
     return bool(getattr(one, kind) >= _SAME_CAUSE_SHARE * getattr(latest, kind))
 

@@ -26,7 +26,7 @@ _EVEN = ("all_reduce", "all_gather", "reduce_scatter")  # ranks move equally man
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unrecorded:
-    """Holds, per joined collective [J], the µs of suspected waiting for ranks that have no trace; exposed: [J, R]."""
+    """Holds, per joined collective [J], the µs of suspected waiting for ranks without a trace; `exposed_us`: [J, R]."""
 
     incomplete: Bools  # a rank of its group has no trace: waiting for it shows as transfer
     usual_us: F64  # longest usual time of such a collective if no rank is late; NaN: unknown
@@ -127,7 +127,7 @@ def _keys(job: TracedJob, rows: I64, size: I64) -> I64:
 
 
 def _from_other_sizes(keys: I64, low: F64) -> F64:
-    """Return the most µs that each key's collectives should take, by other sizes of its operation and group."""
+    """Return the most µs that each key's collectives should take, by times of its operation in other sizes."""
     measure = np.full(len(keys), np.inf)
     cuts = np.flatnonzero((keys[1:, :2] != keys[:-1, :2]).any(axis=1)) + 1
     for part in np.split(np.arange(len(keys)), cuts):

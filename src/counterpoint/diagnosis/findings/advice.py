@@ -116,7 +116,7 @@ def advise_kernel(worst: KernelComparison, num_sms: int | None, stack: TracedSta
 
 
 def no_sm_collectives(a: Analysis) -> str:
-    """Return text on what can replace collectives that need SMs, and on the step time that the replay predicts then."""
+    """Return text on what can replace collectives that need SMs, with the step time that a replay predicts."""
     if not a.stack.overlaps:
         return _NO_SM_COLLECTIVES + _ZERO_CTA * a.stack.nvidia_nccl
     played = a.replay
@@ -182,7 +182,7 @@ def advise_exposed(account: Account, stack: TracedStack, no_sm: str, *, by_copie
 
 
 def advise_idle(job: TracedJob, columns: list[int], cause: IdleCause, named: tuple[HostTime, ...]) -> str:
-    """Return the advice on a cause of idle time that shows in the host operations `named`."""
+    """Return the advice on a cause of idle time; `named`: the host operations with most of that time."""
     known = IDLE_CAUSES[cause.category]
     advice = known.advice
     if not job.uses_torch:
@@ -202,7 +202,7 @@ def advise_idle(job: TracedJob, columns: list[int], cause: IdleCause, named: tup
 
 
 def advise_operation(name: str, otherwise: str) -> str:
-    """Return the advice on a long host operation, by its name: for saving, making tensors, the step's own work."""
+    """Return the advice on a long host operation: saving, making tensors, a part of the step; else `otherwise`."""
     if _SAVES.search(name):
         return (
             "save in the background: torch.distributed.checkpoint.async_save, or a thread that writes a copy in memory"
@@ -236,7 +236,7 @@ def in_parentheses(*names: str | None) -> str:
 
 
 def saves_otherwise(job: TracedJob, cost: float, exposed: float) -> str:
-    """Return text on how much shorter a step without a problem is, if that differs from its exposed time; else ""."""
+    """Return text on how much time removing a problem saves, if it differs from the exposed time; else ""."""
     what = "a step" if job.has_steps else "the recording"
     if cost * _ABOUT_SHARE > exposed:
         return f"; without it {what} would take {cost / 1e3:.2f} ms less, for other work waits for it"

@@ -104,7 +104,7 @@ def _say_waiting(
 
 
 def find_suspected_waits(a: Analysis) -> Iterator[Finding]:
-    """Yield a finding on collectives that take far longer than usual and lack ranks: ranks without a trace are late."""
+    """Yield a finding on collectives that take far longer than usual, and so seem to wait for ranks without a trace."""
     job, w, unrecorded, steps = a.job, a.waits, a.unrecorded, a.job.num_steps
     rows = np.flatnonzero((w.step >= 0) & (unrecorded.excess_us > 0))
     exposed = float(np.nansum(unrecorded.exposed_us[rows])) / len(job.ranks) / steps
@@ -191,7 +191,7 @@ def find_slow_links(a: Analysis) -> Iterator[Finding]:
 
 
 def _slow_groups(w: Waits, collectives: tuple[Collective, ...], moving: F64) -> Iterator[_SlowGroup]:
-    """Yield groups that need longer than the median of other groups with equally many ranks, operation and size."""
+    """Yield groups that need longer than the median of other groups of equal operation, size and number of ranks."""
     alike: dict[tuple[str, int, int, str | None], dict[tuple[int, ...], list[int]]] = defaultdict(dict)
     for j in np.flatnonzero((w.step >= 0) & w.complete).tolist():
         c = collectives[j]

@@ -104,7 +104,7 @@ def _times(k: KernelComparison) -> str:
 
 
 def find_launch_order(a: Analysis) -> Iterator[Finding]:
-    """Yield a finding if ranks lose time since collectives waited for a kernel that held every SM."""
+    """Yield a finding if ranks lose time because collectives waited for a kernel that held every SM."""
     job, blocked = a.job, a.blocked
     if not blocked:
         return

@@ -24,7 +24,7 @@ _NAMES_ARE = {  # causes whose names in the evidence are not host operations dur
 
 
 def find_idle(a: Analysis) -> Iterator[Finding]:
-    """Yield findings on why the GPUs of ranks that are not late idle; costs are µs per step.
+    """Yield findings on why GPUs idle, on ranks that are not late; costs are µs per step.
 
     Where hosts of different ranks stall one after the other, each stall makes the other ranks wait in collectives. The
     replay without stalls saves more than the replay without late ranks; if the difference is more than the ranks' own

@@ -30,7 +30,7 @@ _ADVICE_IN_PART = (
 
 
 def find_pipeline_bubbles(a: Analysis) -> Iterator[Finding]:
-    """Yield a finding on waiting for neighbouring pipeline stages, in sends and receives that ids match.
+    """Yield a finding on waiting for neighbouring pipeline stages, in sends and receives matched by ids.
 
     Idle time of the late stage before its send or receive does not count as bubble: its host caused the delay.
     """
@@ -75,7 +75,7 @@ def _idle_before(job: TracedJob, w: Waits, busy: list[Activity], rows: I64) -> F
 
 
 def find_expert_imbalance(a: Analysis) -> Iterator[Finding]:
-    """Yield a finding on waiting for the rank whose experts have the most work, unless it is slow elsewhere too."""
+    """Yield a finding on waiting for the rank whose experts have most work, unless this rank is slow elsewhere too."""
     job, found = a.job, a.expert_imbalance
     if found is None:
         return

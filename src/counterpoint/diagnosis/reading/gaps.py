@@ -96,7 +96,7 @@ class Pauses:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gaps:
-    """Holds all times [start, end) in which no GPU operation runs, and their causes; columns of one length.
+    """Holds all times [start, end) in which no GPU operation runs, and their causes; columns have one length.
 
     A gap has one row per cause: `time` is the part of the gap with that cause, longest first. Gaps are cut where steps
     begin and end. Names are indices into the rank's names, -1: not known. A row names only what took most of its time;
@@ -299,7 +299,7 @@ def _captures(timeline: Timeline) -> Intervals:
 def _named(
     timeline: Timeline, threads: HostThreads, thread: I64, pieces: GapPieces, op: I64, steps: Intervals
 ) -> tuple[NamedShares, NamedShares]:
-    """Return the steps' idle time by name: of host ranges or GPU operations, and of the Python functions around.
+    """Return the steps' idle time by name: of host ranges or GPU operations, and of Python functions around them.
 
     Each range gets the time in which it was innermost, also in short gaps, which have one cause. A gap caused by
     a wait of the host is entirely named after the call that waited.

@@ -119,7 +119,7 @@ class _Layer:
 
     @classmethod
     def flat(cls, rows: I64, start: F64, end: F64, parent: I64) -> _Layer:
-        """Return the spans in which each of `rows` (sorted by start) is innermost; `parent`: the row around a row."""
+        """Return the spans in which each of `rows` (sorted by start) is innermost; `parent`: each row's outer row."""
         edge = np.concatenate((end[::-1], start))  # at equal times: ends before starts, inner ends before outer ends
         label = np.concatenate((parent[rows][::-1], rows)).astype(np.int32)
         order = np.argsort(edge, kind="stable")

@@ -1,8 +1,8 @@
 """Match the collectives of all ranks: find the rows of different ranks that belong to one collective.
 
 Rows are matched by group and `Comms Id` or `Seq` where the profiler printed them, else by group and order. In the
-latter case operations, sizes and the times between ends are aligned, so that a collective missing in one trace
-does not shift the rest.
+latter case operations, sizes and the times between ends are aligned, so that a collective missing in one trace does not
+shift the rest.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _ids(table: CommRows, members: I64, by: str) -> list[Hashable] | None:
 
 
 def _by_order(columns: dict[int, I64], rows: list[CommRows], base_us: list[float]) -> list[dict[int, int]]:
-    """Align every rank's collectives with the longest rank's, into which collectives that it lacks are inserted."""
+    """Align every rank's collectives with the longest sequence, and insert collectives that this sequence lacks."""
     reference = max(columns, key=lambda c: (len(columns[c]), -c))
     together = [{reference: row} for row in columns[reference].tolist()]
     token = _tokens(rows[reference], columns[reference])

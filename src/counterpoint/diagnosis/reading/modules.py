@@ -98,7 +98,7 @@ class NamedRanges:
         return found, tuple(_SERVES[s - 1][0] if s else None for s in serves.tolist())
 
     def compute(self) -> Places:
-        """Return a place per GPU operation: that of its launch for the longest compute operations, else none."""
+        """Return a place per GPU operation: for the longest compute operations, that of the launch; else none."""
         gpu = self.timeline.gpu
         found = Places(phase=np.zeros(len(gpu), np.uint8), module=np.full(len(gpu), -1, np.int32))
         rows = _longest(np.flatnonzero(gpu.kind == Kind.COMPUTE), gpu.end - gpu.start)

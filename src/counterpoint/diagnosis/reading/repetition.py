@@ -52,7 +52,7 @@ def repeated_steps(timeline: Timeline) -> tuple[F64, F64] | None:
 
 
 def _earliest(timeline: Timeline, first: float, pause: float) -> float:
-    """Return the start (µs) of the step with this first operation: a usual pause earlier, if that was recorded."""
+    """Return the start (µs) of the step whose first operation begins at `first`: up to `pause` earlier."""
     gpu, host = timeline.gpu, timeline.host
     recorded = min(first, float(host.start.min())) if len(host) else first
     return float(min(first, max(first - pause, recorded, gpu.end[gpu.start < first].max(initial=-np.inf))))

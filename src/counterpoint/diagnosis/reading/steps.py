@@ -247,7 +247,7 @@ def _is_part(timeline: Timeline, row: int) -> bool:
 
 
 def _families(timeline: Timeline) -> Iterator[tuple[bool, I64]]:
-    """Yield, by name and thread, whether the name is typical of steps, and the rows of its ranges on the thread.
+    """Yield pairs for each name and thread: whether the name is typical of steps, and the rows of its ranges there.
 
     Names that differ only in numbers or in brackets count as one. Ranges inside a range of the same name are left out.
     """
@@ -337,7 +337,7 @@ def _share(found: _SetUp, steps: StepWindows) -> F64:
 
 
 def _without_set_up(steps: StepWindows, set_up: list[_SetUp]) -> StepWindows:
-    """Return the steps without those of much set-up work, unless none would remain, and with notes on them."""
+    """Return the steps, with notes on those of much set-up work, and without these if others remain."""
     keep = np.ones(len(steps.names), bool)
     notes = list(steps.notes)
     for found in set_up:

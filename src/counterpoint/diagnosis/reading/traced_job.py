@@ -87,7 +87,7 @@ class TracedJob:
 
     @property
     def whole(self) -> str:
-        """Return the noun for what shares are shares of: "step", or "recording" if no steps were found."""
+        """Return the noun to which shares refer: "step", or "recording" if no steps were found."""
         return "step" if self.has_steps else "recording"
 
     @property
@@ -293,7 +293,7 @@ def _steps(
 
 
 def _common_steps(digests: list[RankDigest], found_by: str) -> tuple[str, ...]:
-    """Return the names of steps that every rank has; other than `ProfilerStep`s, only if all ranks name the same."""
+    """Return the names of steps that every rank has; () if ranks name steps other than `ProfilerStep`s differently."""
     if any(d.steps.found_by != found_by for d in digests):
         return ()
     if found_by != "profiler" and len({frozenset(d.steps.names + d.steps.left_out) for d in digests}) > 1:
