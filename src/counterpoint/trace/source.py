@@ -315,7 +315,7 @@ def _no_trace(path: Path, label: str, head: bytes) -> BadTrace:
         return BadTrace(
             "an Nsight Systems report; run `nsys export --type sqlite FILE` and give its .sqlite", path=label
         )
-    if head.startswith(b"SQLite format 3"):
+    if head.startswith(_SQLITE_MAGIC):
         return BadTrace("a compressed SQLite export; decompress it (gunzip, unzstd) and give the .sqlite", path=label)
     what = "empty" if not head else "neither a Kineto JSON trace (no traceEvents) nor an Nsight Systems SQLite export"
     return BadTrace(f"{what}; record one with torch.profiler and export_chrome_trace", path=label, offset=0)

@@ -236,7 +236,7 @@ def paused(*pauses: tuple[str, float], recorded: bool = True) -> list[Rank]:
     [
         ([(LOADER, 3000.0), ("a", 2500.0), ("b", 2500.0)], "host_stall", None),
         ([(LOADER, 3000.0), ("a", 1200.0), ("b", 1200.0)], "late_input", None),
-        ([(LOADER, 3000.0), ("a", 2000.0), ("cudaMalloc", 2000.0)], "late_input", "for 6.00 ms: long host operation"),
+        ([(LOADER, 3000.0), ("a", 2000.0), ("cudaMalloc", 2000.0)], "late_input", "long host operation"),
     ],
 )
 def test_the_cause_is_what_most_of_the_lateness_is(
@@ -244,7 +244,7 @@ def test_the_cause_is_what_most_of_the_lateness_is(
 ) -> None:
     """The longest pause is for input; pauses in several operations may add up to more. Under half, two are named."""
     (late,) = stragglers(job(*paused(*pauses)))
-    assert (late.rank, late.cause, f" (and {second or ''}" in late.evidence) == (3, cause, second is not None)
+    assert (late.rank, late.cause, f" ms: {second})" in late.evidence) == (3, cause, second is not None)
 
 
 def test_without_host_events_no_cause_is_claimed() -> None:

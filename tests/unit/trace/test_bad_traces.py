@@ -346,8 +346,7 @@ def test_other_devices_and_programs_are_refused_by_name(process: str, said: str,
 
 
 def test_a_compressed_export_says_to_decompress_it(tmp_path: Path) -> None:
-    content = gzip.compress(b"SQLite format 3\0" + bytes(100))
-    assert "decompress it" in spoilt(content, tmp_path, "a.sqlite.gz").reason
+    assert "decompress it" in spoilt(NOT_TRACES["sqlite"], tmp_path, "a.sqlite.gz").reason
 
 
 def test_events_of_the_profiler_before_kineto_are_told_by_process(tmp_path: Path) -> None:
