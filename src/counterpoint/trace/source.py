@@ -154,7 +154,9 @@ def find_traces(sources: Sequence[str], limits: Limits, notes: list[str] | None 
             found += _expand(source, Path(scratch) / str(number), limits)
         seen: dict[Path, TraceFile] = {}
         for file in found:
-            seen.setdefault(file.path.resolve(), file)
+            first = seen.setdefault(file.path.resolve(), file)
+            if first is not file and file.path.is_symlink() and notes is not None:
+                notes.append(f"{file.label} is {first.label} by another name, and counts once")
         if len(seen) > limits.files:
             raise BadTrace(f"{len(seen)} traces; at most {limits.files} are read at once")
         own = [file for file in seen.values() if file.format == "own"]

@@ -367,12 +367,16 @@ CAPTURED = layered(12, 3)
         ranged(("predict 0", 0, 5), ("predict 1", 5, 20_000), ("predict 2", 20_000, 20_400)),
         # many short ranges around a long one, which launches nearly all the work
         ranged(("predict", 0, 20_000), *[("predict", 20_000.0 + 50 * n, 20_030.0 + 50 * n) for n in range(9)]),
+        # one kind of operator, as tools name them, in a fiftieth of the recording
+        rank(*(op("conv", 100.0 * n + 20, 100.0 * n + 80, launch=100.0 * n + 10) for n in range(4)), *(
+            host(f"conv2d {n}", 100.0 * n, 100.0 * n + 90, HostKind.ANNOTATION) for n in range(4)),
+            host("cudaDeviceSynchronize", 400, 20_000), steps=()),
         # one optimizer's step: there is nothing to count from
         optimized(1),
         # layers that are captured, not run
         rank(*CAPTURED.ops, host("capture_8192_PIECEWISE", -10, 5000, HostKind.ANNOTATION), steps=()),
     ],
-    ids=["small repeats", "logger", "unequal parts", "short ranges", "one optimizer", "captured"],
+    ids=["small repeats", "logger", "unequal parts", "short ranges", "operators", "one optimizer", "captured"],
 )  # fmt: skip
 def test_what_is_no_steps_is_one_whole(r: Rank) -> None:
     assert found(r).found_by == "whole"

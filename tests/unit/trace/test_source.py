@@ -81,7 +81,10 @@ def test_a_file_named_twice_is_read_once(tmp_path: Path) -> None:
     """Through its folder, its name and a link."""
     path = kt.write(tmp_path / "rank0.json", kt.training())
     (tmp_path / "link.json").symlink_to(path)
-    assert len(found(path, tmp_path, tmp_path / "link.json")) == 1
+    link, notes = tmp_path / "link.json", list[str]()
+    with find_traces([str(path), str(tmp_path), str(link)], Limits(), notes) as files:
+        assert [file.label for file in files] == [str(path)]
+    assert set(notes) == {f"{link} is {path} by another name, and counts once"}
 
 
 def test_a_folder_named_like_a_trace(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ _PART_UNLESS_STEP = re.compile(r"epoch|sampl|norm|preprocess|postprocess|block|m
 _VARYING = re.compile(r"\d+|\([^()]*\)|\[[^\[\]]*\]")
 _OPTIMIZER_STEP = "Optimizer.step#"
 _COVERS, _COVERS_UNNAMED = 0.5, 0.8  # least share of GPU time that step ranges launch: with, without a step's name
+_LEAST_OF_RECORDING = 0.1  # unnamed ranges that take less are parts of the program, such as one kind of operator
 _SIMILAR_FACTOR = 10.0  # times the median, or a tenth: ranges that last longer or shorter are not alike
 _PAUSE = 10.0  # times a usual step: a longer pause (a server without requests) belongs to no step
 _ROUNDING_US = 1.0  # by which ranges that follow one another may overlap
@@ -211,13 +212,19 @@ def _from_annotations(timeline: Timeline) -> StepWindows | None:
     launched, work = launched[order], np.concatenate(([0.0], np.cumsum((gpu.end - gpu.start)[order])))
     best: tuple[bool, bool, float] | None = None
     chosen = np.empty(0, np.int64)
+    recorded_us = max(gpu.end.max(), host.end.max(initial=0.0)) - min(gpu.start.min(), host.start.min(initial=np.inf))
     for named, rows in _families(timeline):
         begin, until = host.start[rows], host.end[rows]
         inside = work[np.searchsorted(launched, until)] - work[np.searchsorted(launched, begin)]
         covered = float(inside.sum()) / work[-1] if work[-1] > 0 else 0.0
         if covered < (_COVERS if named else _COVERS_UNNAMED):
             continue
-        if not named and (len(rows) < 2 or not _alike(until - begin, inside) or _is_part(timeline, int(rows[0]))):
+        if not named and (
+            len(rows) < 2
+            or float((until - begin).sum()) < _LEAST_OF_RECORDING * recorded_us
+            or not _alike(until - begin, inside)
+            or _is_part(timeline, int(rows[0]))
+        ):
             continue
         rank = (len(rows) > 1, named, float((until - begin).mean()))
         if best is None or rank > best:

@@ -343,9 +343,12 @@ def _reordered(joined: Joined, order: I64) -> Joined:
 def _check_collectives(digests: list[RankDigest], joined: Joined) -> None:
     """Raise `BadTrace` if ranks were recorded at different times or have different collectives; needs no clocks."""
     origin = np.array([d.origin_ns for d in digests], np.float64)
-    apart = (origin.max() - origin.min()) / 1e9
-    if apart > _APART_S:
-        raise _different(digests, int(origin.argmax()), f"recorded {apart:.0f} s after {digests[0].path}")
+    if (origin.max() - origin.min()) / 1e9 > _APART_S:
+        usual = int(np.abs(origin - np.median(origin)).argmin())
+        apart = (origin - origin[usual]) / 1e9
+        other = int(np.abs(apart).argmax())
+        when = f"{abs(apart[other]):.0f} s {'after' if apart[other] > 0 else 'before'}"
+        raise _different(digests, other, f"recorded {when} {digests[usual].path}")
     there = joined.row >= 0
     shared = there.sum(axis=1) >= 2
     by_id = np.array([by in ("seq", "comms_id") for by in joined.by], bool)
