@@ -194,9 +194,9 @@ hook.__annotations__ |= {"bucket": GradBucket, "return": torch.futures.Future[Te
 
 
 class SymmetricBuckets:
-    """Lets a DDP model put its buckets in symmetric memory when it makes them anew, before its second or third step.
+    """Puts a DDP model's buckets in symmetric memory when DDP rebuilds them, before the second or third step.
 
-    DDP makes its buckets anew in the order in which gradients became ready, unless it has unused parameters. All ranks
+    DDP rebuilds its buckets in the order in which gradients became ready, unless it has unused parameters. All ranks
     construct this together.
 
     Args:
@@ -217,7 +217,7 @@ class SymmetricBuckets:
             ]
 
     def remove(self) -> None:
-        """Leave buckets that are made later in plain memory."""
+        """Let DDP make later buckets in plain memory."""
         while self._pre_hooks:
             self._pre_hooks.pop().remove()
 

@@ -38,7 +38,7 @@ def count(ids, stride, first_expert, choices, counts, blocks, sources, capacity,
 
 @triton.jit(do_not_specialize=["blocks"])
 def scan(counts, totals, blocks, WIDTH: tl.constexpr):
-    """Replace one expert's counts by block with their exclusive prefix sums, and store the total."""
+    """Replace one expert's counts, one for each block, by their exclusive prefix sums, and store the total."""
     counts += tl.program_id(0) * blocks
     before = 0
     for start in range(0, blocks, WIDTH):
@@ -87,7 +87,7 @@ def _wide(values):
 
 @triton.jit
 def _zero(rows, sources, first, end, HIDDEN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Write zeros to those of `ROWS` rows from `first` on that have no source."""
+    """Write zeros to the rows that have no source, among `ROWS` rows from `first` on."""
     lines = first + tl.arange(0, ROWS)
     unused = tl.load(sources + lines, mask=lines < end, other=0) < 0
     if tl.max(unused.to(tl.int32)) > 0:

@@ -83,8 +83,8 @@ def tile_runs(layout: ShardedRows, operation: TensorOperation, tile_rows: int) -
     """Return runs of rows of C, in the order in which the matmul computes their tiles.
 
     all_gather_matmul: own rows first (source: the shard), then those of rank - 1, rank - 2, ... (source: the gathered
-    matrix). matmul_reduce_scatter: rows for rank + 1, rank + 2, ..., own last (target: the shard). All else is rows of
-    the matrix.
+    matrix). matmul_reduce_scatter: rows for rank + 1, rank + 2, ..., own last (target: the shard). All other sources
+    and targets are rows of the whole matrix.
     """
     found: list[TileRun] = []
     gathers = operation == "all_gather_matmul"

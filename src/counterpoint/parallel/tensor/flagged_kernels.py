@@ -18,7 +18,7 @@ COLUMNS = tl.constexpr(8)  # of the table: begin and end in tiles of rows, sourc
 
 @triton.jit
 def _place(tile, row_tiles, column_tiles, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
-    """Return first row and column of a tile: tiles go down a group of `GROUP` tiles of rows, then one column on."""
+    """Return a tile's first row and column; tiles go down `GROUP` tiles of rows, then to the next column of tiles."""
     group = tile // (GROUP * column_tiles)
     height = min(row_tiles - group * GROUP, GROUP)
     tile -= group * GROUP * column_tiles

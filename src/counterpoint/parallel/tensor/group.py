@@ -322,11 +322,12 @@ class TensorGroup:
         name: str | None = None,
         may_poll: bool = False,
     ) -> tuple[Communicator, MatmulPlan, Steps] | None:
-        """Return the communicator, plan and steps of a call; None if torch makes it. Count the call in the report.
+        """Return a call's communicator, plan and steps; None if torch runs the call. Count the call in the report.
 
         Args:
             operation: operation that is planned.
-            rows: left-hand side of the matmul, this rank's of an all_gather, those for all ranks of a reduce_scatter.
+            rows: left-hand side of the matmul: this rank's rows for an all_gather, all ranks' rows for a
+                reduce_scatter.
             dim: dimension of `rows` that is gathered or scattered.
             columns: number of columns of each product.
             product_dtype: dtype of a product that is scattered; None: that of `rows`.
@@ -524,7 +525,7 @@ def tensor_group(name: str, options: TensorOptions | None = None) -> TensorGroup
 
     Args:
         name: name of the process group.
-        options: begin it anew with these; None: as it is, or the defaults.
+        options: make the `TensorGroup` anew with these; None: as it is, or with the defaults.
 
     Raises:
         Misconfigured: there is no such group in this process.

@@ -28,7 +28,7 @@ _ours = torch.ops.counterpoint
 
 
 def _operation(schema: str, fake: Callable[..., Any]) -> Callable[[F], F]:
-    """Return a decorator that makes a function the operation of a schema; `fake` returns its results without data."""
+    """Return a decorator that registers a function as the operation of a schema; `fake` makes its fake results."""
 
     def define(function: F) -> F:
         name = schema.split("(", maxsplit=1)[0]
@@ -47,7 +47,7 @@ def _derive(names: Sequence[str], save: Callable[..., None], backward: Callable[
 
 
 def _eager(function: Callable[..., Tensor], save: Callable[..., None], backward: Callable[..., Any]) -> Any:
-    """Return `function` with derivatives by autograd alone, which costs the host a fraction of an operation's time."""
+    """Return `function` as an autograd function, which costs the host a fraction of an operation's time."""
 
     class Eager(torch.autograd.Function):
         @staticmethod
@@ -116,7 +116,7 @@ def all_gather_linear(
     group_name: str,
     return_gathered: bool,
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """Do `all_gather_matmul`, and add its bias `[n]` to each product; `biases` may be empty."""
+    """Do `all_gather_matmul`, and add each weight's bias `[n]` to its product; `biases` may be empty."""
     pairs = zip(weights, _for_each(biases, len(weights)), strict=True)
     given = [Weight(matrix=matrix, bias=bias) for matrix, bias in pairs]
     rows: ReturnRows = "copy" if return_gathered else "no"
@@ -305,8 +305,8 @@ def _fake_all_reduce(a: Any, b: Any, *_: Any) -> Any:
 def matmul_all_reduce(a: Tensor, b: Tensor, reduce_op: str, group_name: str) -> Tensor:
     """Do `matmul_reduce_scatter`, but return all rows of the sum on every rank; no size need divide by the ranks.
 
-    Its derivative takes that of the result as equal on all ranks, as tensor parallelism has it (Megatron-LM's `g`), so
-    it communicates nothing.
+    Backward takes the result's derivative as equal on all ranks, as in tensor parallelism (Megatron-LM's `g`), so it
+    communicates nothing.
 
     Returns:
         `[..., n]`, equal on all ranks.
@@ -372,8 +372,8 @@ def all_gather_scaled_matmul(
     Args:
         a_shard: this rank's float8 `[..., k]`.
         weights: float8 matrices `[k, n]`.
-        a_scale: scale of the rows: one value, equal on all ranks; or of each row `[..., 1]`, of this rank's rows, which
-            are gathered, or of all.
+        a_scale: scale of the rows: one value, equal on all ranks; or one for each row, `[..., 1]`: of this rank's rows,
+            then gathered, or of all rows.
         scales: for each weight one value, or `[1, n]`.
         gather_dim: dimension along which shards lie behind one another by rank; not the last.
         group_name: name of the process group.

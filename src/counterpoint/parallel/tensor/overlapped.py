@@ -29,7 +29,7 @@ GATHER, SCATTER = CHANNELS["matmuls"]  # one channel each, so that both can be u
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """Holds the right-hand side of a matmul, whole on this rank, with its bias and its scales.
+    """Holds the right-hand matrix of this rank's matmul, with its bias and its scales.
 
     Args:
         matrix: `[k, n]`, of any strides that `torch.mm` takes.
@@ -86,11 +86,12 @@ def grad_of_weight(rows: Tensor, grad: Tensor, matrix: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnSum:
-    """Holds a part of this rank's own rows whose sums in a scatter are made at once.
+    """Holds a part of this rank's own rows, which a scatter sums up at one time.
 
     Args:
         rows: the rows of this part.
-        needed: number of partitions that must have arrived: from all peers, those of these and of all earlier rows.
+        needed: number of partitions that must have arrived: from all peers, those of these rows and of all earlier
+            ones.
         complete: number of own rows, from the first on, whose sums exist then; 0: earlier rows are still missing.
     """
 
@@ -206,7 +207,8 @@ class RowScatter:
 
     Args:
         communicator: communicator of the ranks, of which channel `SCATTER` is used.
-        staging: where the ranks' products for this rank arrive, `[world_size, batch, rows, n]`, of its `empty`.
+        staging: where the ranks' products for this rank arrive, `[world_size, batch, rows, n]`, of the communicator's
+            `empty`.
         out: this rank's sums, `[batch, rows, n]`.
         layout: layout of the rows over ranks.
         reduce_op: sum or avg.
@@ -243,7 +245,7 @@ class RowScatter:
             steps: steps of a plan; the `segment` of a piece is the last partition that may leave after it.
             multiply: writes the product of rows, given their number and where to.
             between: called when all parts for peers have left, and sums are still to be made: what it computes hides
-                them.
+                these sums.
             summed: called with the number of own rows, from the first on, whose sums are there.
         """
         work, mine = self.work, self.blocks[self.layout.rank]  # this rank's block, which no peer writes
