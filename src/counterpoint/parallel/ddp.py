@@ -45,7 +45,7 @@ class HookState:
         group: the model's process group; None: the default one. One of backend `counterpoint` lends its communicator.
         options: None: the defaults.
         tuning: chooses which buckets are left to torch, unless `wire_dtype` is given; None: none is.
-        device: of the gradients; None: a GPU if the group has a backend for GPUs.
+        device: device of the gradients; None: a GPU if the group has a backend for GPUs.
 
     Raises:
         Unsupported: the ranks cannot share memory, or there is one alone.

@@ -151,7 +151,7 @@ class RankGroup:
 
         Args:
             user: an object.
-            options: of the communicator; None: as another user has given them, or the defaults.
+            options: options of the communicator; None: as another user has given them, or the defaults.
             defaults: fields of `CommunicatorOptions` that this user sets where none gives options.
 
         Raises:

@@ -121,8 +121,8 @@ class ExpertOptions:
             sends blocks of `max_tokens`, since nobody waits to know how many there are.
         zero_tail: also write zeros to the rows past the last offset, which takes as long as so many tokens. Grouped
             matmuls skip these rows; what adds up all rows, such as the derivative of a norm's weight, needs zeros.
-        parts: number of parts into which `overlap` cuts a rank's tokens: one part's communication overlaps another's
-            experts;
+        parts: number of parts into which `overlap` cuts a rank's tokens: communication of one part overlaps the experts
+            of another;
             None: 2. A `Dispatcher` raises if it is given.
         max_tokens: most tokens of a rank in one call of a layer; None: the most of any rank in the first. A
             `Dispatcher`, which has an argument for it, raises if it is given.

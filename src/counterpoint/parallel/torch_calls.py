@@ -89,7 +89,7 @@ class StartedWork(TorchWork):
         return self._outputs
 
     def get_future(self) -> Any:
-        """Return a future of the outputs; on a GPU it is done at once, and a wait for it waits for the call in stream order."""
+        """Return a future of the outputs; on a GPU it is done at once: streams that wait for it wait for the call."""
         if self._future is None:
             on_gpu = any(tensor.is_cuda for tensor in self._outputs)
             self._future = self._future_in_stream() if on_gpu else self._future_by_thread()

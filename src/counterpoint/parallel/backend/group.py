@@ -452,8 +452,8 @@ class CounterpointGroup(dist.ProcessGroup):
     def _crossover(self, operation: str) -> int:
         """Return from how many bytes on the communicator runs a call: as options say, else as measured against NCCL.
 
-        In a group with symmetric memory, calls of the size of gradient buckets run beside matmuls: their own
-        time matters less than the SMs that NCCL would take from those matmuls. So such a group takes reductions from a
+        In a group with symmetric memory, calls of the size of gradient buckets run beside matmuls: their own time
+        matters less than the SMs that NCCL would take from those matmuls. So such a group takes reductions from a
         bucket's size on, if no size is given.
         """
         measured = (self._crossovers or {}).get(operation, 0)

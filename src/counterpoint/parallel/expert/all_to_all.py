@@ -149,7 +149,7 @@ class AllToAll(TokenMechanism):
             raise no_room(max(rows) - capacity, self._options)
 
     def _exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> tuple[Tensor, Any]:
-        """Start to send `sent[r]` rows to each rank r, and receive `received[r]`; return the output and torch's work."""
+        """Start to send `sent[r]` rows to each rank r and receive `received[r]`; return the output and torch's work."""
         out = rows.new_empty(sum(received), rows.shape[1])
         width = rows.shape[1] * rows.element_size()
         with self._named():

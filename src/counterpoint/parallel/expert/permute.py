@@ -154,7 +154,7 @@ def combine(
 
 
 def weight_grads(rows: Tensor, grads: Tensor, assignment: Assignment, *, out: Tensor | None = None) -> Tensor:
-    """Return the gradients of `combine`'s weights: each choice's row, dot the gradient of its token's sum.
+    """Return the gradients of `combine`'s weights: dot products of each choice's row and its token's gradient.
 
     Args:
         rows: rows that `combine` added up.

@@ -2,10 +2,10 @@
 
 torch's hooks (`set_custom_all_gather`, `set_custom_reduce_scatter`) are public, but not for modules whose parameters
 lie on several meshes (from torch 2.12 on, with a parameter group for each mesh), and a module has no public way to tell
-its process groups, or to be told where its whole parameters lie. This file is the only one that looks inside FSDP2. It
-uses names that are the same in torch 2.11 and 2.13, except one (`_fsdp_param_group`, then `_fsdp_param_groups`). It
-changes the hooks of each group, the flat tensors of whole parameters, one function, and the state that an interrupted
-pass has left. If a name is missing it says so, whatever the version.
+its process groups, or to be told where its unsharded parameters lie. This file is the only one that looks inside FSDP2.
+It uses names that are the same in torch 2.11 and 2.13, except one (`_fsdp_param_group`, then `_fsdp_param_groups`). It
+changes the hooks of each group, the flat tensors of unsharded parameters, one function, and the state that an
+interrupted pass has left. If a name is missing it says so, whatever the version.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class ShardedModule:
     """
 
     name: str  # in the model, or names; `(root)`: the model itself; with the number of the group, if there are several
-    module: FSDPModule  # of FSDP2; the first of several
-    parameters: FSDPParamGroup  # FSDP2's own record of them
-    device: torch.device  # where they are gathered
+    module: FSDPModule  # the FSDP2 module; of several, the first
+    parameters: FSDPParamGroup  # FSDP2's own record of its parameters
+    device: torch.device  # where its parameters are gathered
     shard_group: ProcessGroup | None  # ranks over which it gathers and scatters; None if it only replicates
     post_forward_group: ProcessGroup | None = None
     """Holds the smaller group that gathers again in the backward pass, where `reshard_after_forward` is a number."""
     replicate_group: ProcessGroup | None = None  # ranks that have copies of the shards
-    gather_bytes: int = 0  # of the whole gathered parameters, in the dtype in which they are gathered
+    gather_bytes: int = 0  # bytes of its unsharded parameters, in the dtype in which they are gathered
     replicas: int = 1  # how many copies of the shards there are; their all-reduce (HSDP) is torch's
     kept: bool = False  # its unsharded parameters stay after forward
 

@@ -1,4 +1,4 @@
-"""Bind matmuls that poll flags in memory, and compute tiles in the order in which rows arrive, without a barrier.
+"""Bind matmuls that poll flags in memory and compute tiles in the order in which rows arrive, without a barrier.
 
 - `all_gather_matmul`: a tile begins when the word of the chunk that its rows are in says that they have arrived.
 - `matmul_reduce_scatter`: tiles of peers come first and are counted, so that a stream wait releases each chunk's copy;

@@ -1,4 +1,4 @@
-"""Define `torch.ops.counterpoint`: matmuls with the collective before or after them, with the schemas of torch's own.
+"""Define `torch.ops.counterpoint`: matmuls with the collective before or after, by the schemas of torch's operations.
 
 `torch.ops.symm_mem.fused_all_gather_matmul` and its three sisters take the same arguments. Ours work on CPUs and GPUs,
 have derivatives, can be captured in CUDA graphs and compiled, and several may be under way on one group. Each call

@@ -1,4 +1,4 @@
-"""Overlap matmuls with the collective before or after them, by a pipeline for each on a communicator.
+"""Overlap matmuls with the collective before or after them, each by a pipeline on a communicator.
 
 `RowGather` pushes this rank's rows to the peers while it multiplies rows that have arrived; it reads its own rows in
 place. `RowScatter` pushes each part of a product as soon as it is computed, the parts for peers first; the sums of its
