@@ -261,7 +261,7 @@ def died(ranks: Sequence[Remains], *, during: str, logs: str, log: str | None = 
 
 
 def hung(ranks: Sequence[Remains], *, reason: str, logs: str) -> PeerTimeout:
-    """Return the error to raise when no progress has come in time; it says in which function up to four ranks are.
+    """Return the error to raise when no progress has come in time; its text says where up to four ranks are.
 
     Ranks that did not answer come first, as the likely cause. The logs end with the stacks of `abort`.
     """

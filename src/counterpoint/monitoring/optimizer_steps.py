@@ -1,4 +1,4 @@
-"""Count the steps of a training by those of its optimizer."""
+"""Count a training's steps by its optimizer's steps."""
 
 from __future__ import annotations
 

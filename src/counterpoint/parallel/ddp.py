@@ -281,7 +281,7 @@ class OverlappedDdp:
         return self._state.report()
 
     def check(self) -> None:
-        """Raise the error that ended communication, if there was one; it names the ranks."""
+        """Raise the error that ended communication, if there was one; it names the ranks that failed."""
         self._state.communicator.check()
 
     def restore(self) -> None:

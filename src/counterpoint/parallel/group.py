@@ -284,7 +284,7 @@ class RankGroup:
             self._communicator.set_timeout(timeout_s)
 
     def check(self) -> None:
-        """Raise the error that ended the communicator, if there was one; it names the ranks."""
+        """Raise the error that ended the communicator, if there was one; it names the ranks that failed."""
         if self._communicator is not None:
             self._communicator.check()
 
@@ -310,7 +310,7 @@ class RankGroup:
         self.close(how)
 
     def follow(self, tuning: FollowedTuning | None) -> None:
-        """Let a tuning choose for later calls; None: built-in rules. All ranks call it, between two steps."""
+        """Let a tuning choose how later calls run; None: built-in rules. All ranks call it, between two steps."""
         self.tuning = tuning
         self.decide_anew()
 

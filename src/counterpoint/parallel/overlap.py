@@ -162,7 +162,7 @@ class Overlap:
         )
 
     def check(self) -> None:
-        """Raise the error that ended communication, if there was one; it names the ranks.
+        """Raise the error that ended communication, if there was one; it names the ranks that failed.
 
         The next step raises it, too. On GPUs the host runs ahead: call it after a wait for the GPU (`loss.item()`)
         where a step that a peer has left must not be trusted, such as before a checkpoint.

@@ -124,7 +124,7 @@ class CounterpointGroup(dist.ProcessGroup):
         return NAME
 
     def report(self) -> Report:
-        """Return a report: how many calls took each path, and why."""
+        """Return a report: how many calls each mechanism ran, and why."""
         return Report(calls=self.counts.rows(), tuned=str(self.rank_group.tuning or ""))
 
     def _opened(self, group: Any, device: torch.device | None, options: CommunicatorOptions) -> AnyCommunicator:
@@ -282,7 +282,7 @@ class CounterpointGroup(dist.ProcessGroup):
         return started
 
     def _pair(self, operation: str, tensor: Tensor, peer: int, tag: int) -> MessagePair | None:
-        """Count a message, and return the pair that carries it, alike on both ranks; None: the inner group does."""
+        """Count a message, and return its `MessagePair`, on both ranks alike; None: torch's inner group carries it."""
         why = self._pairs.why_torch(peer, tensor, tag)
         found = why if why is not None else self._pairs.by_mailbox(peer, tensor.device)
         if not isinstance(found, str):

@@ -1,4 +1,4 @@
-"""Define `Dispatcher`, by which users send tokens to their experts and the experts' outputs back, and its derivatives.
+"""Define `Dispatcher`, which sends tokens to their experts and the experts' outputs back, and the derivatives of both.
 
 Each half of a dispatch or a combine is an autograd function of its own: the first half begins communication, the second
 half waits for it. Autograd runs nodes in the reverse order of their making. So the derivative of a second half, which
@@ -176,7 +176,7 @@ class Dispatcher:
         return handle._trip.finish_combine(under_way)
 
     def report(self) -> Report:
-        """Return a report: how many calls took each path, and why."""
+        """Return a report: how many calls each mechanism ran, and why."""
         return Report(calls=self._counts.rows())
 
     def dropped(self) -> int:

@@ -67,7 +67,7 @@ def delayed(weight: Tensor, calls: int = 1) -> tuple[DelayedWeight, ...]:
 
 
 def grouped_matmul(rows: Tensor, weight: Tensor | DelayedWeight, offsets: Tensor) -> Tensor:
-    """Multiply each expert's rows by its weight: `rows[start:end] @ weight[expert].T`.
+    """Multiply each expert's rows by the expert's weight: `rows[start:end] @ weight[expert].T`.
 
     On CUDA, bfloat16 goes through torch's `grouped_mm`, which waits for nothing; all else through a loop, for which the
     host reads the offsets.

@@ -1,4 +1,4 @@
-"""Run the experts of a model of `transformers` by a `Dispatcher`, after its expert-parallel plan was applied.
+"""Run the experts of a model of `transformers` by a `Dispatcher`, after the model's `ep_plan` was applied.
 
 A module whose style is exactly one of `transformers` gets another `forward`. A style cannot be queried, but it leaves a
 closure that holds what the plan said: `expert_style` looks inside it, and returns a text for anything that it does not

@@ -352,7 +352,7 @@ class Prefetch:
             module.set_modules_to_backward_prefetch([order[number] for number in targets.backward])
 
     def undo(self) -> None:
-        """Clear FSDP2's prefetch lists, so that it uses its own rule again."""
+        """Clear FSDP2's prefetch lists, so that FSDP2 prefetches by its own rule again."""
         if self._is_set:
             for module in self._order:
                 module.set_modules_to_forward_prefetch([])

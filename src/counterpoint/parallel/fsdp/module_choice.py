@@ -269,7 +269,7 @@ def _whole_parameters(
 
 
 def why_not_taken(module: ShardedModule, limit_bytes: int | None) -> str:
-    """Return why torch's own collectives stay under this module; "" if ours replace them."""
+    """Return why this module keeps torch's own collectives; "" if ours replace them."""
     if module.shard_group is None:
         return "it is replicated, not sharded"
     if not module.groups:

@@ -188,7 +188,7 @@ def _name(parameters: FSDPParamGroup, names: Mapping[nn.Module, str]) -> str:
 
 
 def gathered_parameters(module: ShardedModule) -> tuple[GatheredParameter, ...]:
-    """Return the parameters of a module that is sharded, in the order in which FSDP2 gathers them."""
+    """Return a sharded module's parameters as they are gathered, in the order in which FSDP2 gathers them."""
     assert module.shard_group is not None
     ranks = module.shard_group.size()
     return tuple(GatheredParameter(ranks * size, dtype) for size, dtype in _sizes(module.parameters))

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-incomplete-defs
-"""Define Triton matmuls that poll words in memory; `flagged.py` imports this file when it binds one.
+"""Define Triton matmuls that poll words in memory; `flagged.py` imports this file when it binds a matmul.
 
 A program takes every `num_programs`-th tile of C, in the order of the table of runs, in which `flagged.py` puts those
 runs first whose rows arrive first. A run consists of rows that arrive together, and no tile spans two runs.

@@ -68,7 +68,7 @@ class OverlappedLinear:
             self.module.forward = self._stock
 
     def forward(self, x: Tensor) -> Any:
-        """Return the layer's output, equal to that of the module with torch's hooks."""
+        """Return the layer's output, equal to the output of the module with torch's hooks."""
         if x.dim() < 2:
             return self._by_torch(x, "its input has one dimension")
         return self._column_wise(x) if self.style.is_column else self._row_wise(x)
@@ -321,7 +321,7 @@ class OverlappedTensorParallel:
         return tuple(tensor_group(name).group for name in self._groups)
 
     def follow(self, tuning: FollowedTuning | None) -> None:
-        """Let a tuning choose for calls of these modules until `restore`; None: built-in rules. All ranks call this."""
+        """Let a tuning choose how these modules' calls run until `restore`; None: built-in rules. All ranks call it."""
         self._tuned = [tensor_group(name) for name in self._groups]
         for group in self._tuned:
             group.follow(tuning)

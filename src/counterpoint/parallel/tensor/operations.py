@@ -209,7 +209,7 @@ def _fake_scatter(a: Any, b: Any, *where: Any) -> Any:
     _fake_scatter,
 )
 def matmul_reduce_scatter(a: Tensor, b: Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> Tensor:
-    """Multiply, sum the products over ranks, and keep this rank's rows; products leave while others are computed.
+    """Multiply `a @ b`, sum over ranks, and keep this rank's rows; products are sent while others are computed.
 
     Args:
         a: this rank's `[..., k]`, equal in shape and dtype on all ranks.
@@ -258,7 +258,7 @@ def matmul_reduce_scatter_backward(
     needs_a: bool,
     needs_b: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the derivatives of `a` and `b`, given that of the result; one gather of `grad` serves both."""
+    """Return the derivatives of `a` and `b`, given the result's derivative; one gather of `grad` serves both."""
     return tensor_group(group_name).matmul_reduce_scatter_backward(
         grad, a, b, reduce_op, scatter_dim, needs_a=needs_a, needs_b=needs_b
     )
@@ -475,7 +475,7 @@ def sum_of_ranks(tensor: Tensor, group_name: str) -> Tensor:
 
 
 def _sum_of_rows(grad: Tensor) -> Tensor:
-    """Return the derivative of a bias, given that of the rows to which it was added."""
+    """Return the derivative of a bias, given the derivative of the rows to which the bias was added."""
     return grad.flatten(0, -2).sum(dim=0)
 
 

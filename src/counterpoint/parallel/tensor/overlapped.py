@@ -174,7 +174,7 @@ class RowGather:
                 multiply(part.whole, self.whole[part.whole] if part.own is None else self.own[part.own])
 
     def multiply_flagged(self, weights: Sequence[Weight], products: Sequence[Tensor], error: Tensor) -> None:
-        """Run one matmul for each weight; it computes tiles in the order in which rows arrive.
+        """Run one matmul for each weight, which computes tiles in the order in which rows arrive.
 
         Args:
             weights: right-hand sides, by each of which all rows are multiplied.
@@ -190,7 +190,7 @@ class RowGather:
             )()  # fmt: skip
 
     def copy_to(self, target: Tensor) -> None:
-        """Copy all rows to `target`, `[batch, world_size * rows, k]`; if it is `gathered`, only own rows are copied."""
+        """Copy all rows to `target`, `[batch, world_size * rows, k]`; to `gathered` itself, only own rows."""
         self.work.arrived(len(self.work.received))
         rank, world_size = self.layout.rank, self.layout.world_size
         shape = self.layout.batch, world_size, self.layout.rows[rank], target.shape[-1]
