@@ -228,7 +228,7 @@ class TrainingWatch:
             beside.put(folder, f"rank{_rank()}.missing", why.encode())
 
     def _diagnose(self, step: int) -> None:
-        """Have another process diagnose this host's traces; log the result, and call the exporters. Runs in a thread."""
+        """Have another process diagnose this host's traces; log the result and call the exporters. Runs in a thread."""
         try:
             record = self._ask(step)
             if record is not None:
