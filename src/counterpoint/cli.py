@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def _end(message: str) -> NoReturn:
-    """Print one line, whatever names are in it, and exit with 2."""
+    """Print one line, whatever names the message contains, and exit with code 2."""
     print(f"counterpoint: {printable(message, MAX_MESSAGE)}", file=sys.stderr)
     raise SystemExit(2) from None
 

@@ -16,7 +16,7 @@ class Unsupported(CounterpointError):
 
 
 class NoEffect(Unsupported):
-    """Says that a control, which is one setting of a measured pair, was applied and did not change what ran.
+    """Says that a control (a setting, such as that of a measured pair) was applied, but did not change what ran.
 
     Args:
         control: the control as it was asked for, such as `gemm_sms=108`.
@@ -70,7 +70,7 @@ class BadTrace(CounterpointError):
 
 @contextmanager
 def needs_triton(what: str) -> Iterator[None]:
-    """Raise `Unsupported` if an import in the `with` block fails: its text says that `what`, a plural, needs Triton."""
+    """Raise `Unsupported`, which says that `what` (a plural) need Triton, if an import in the `with` block fails."""
     try:
         yield
     except ImportError as error:

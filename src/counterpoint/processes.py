@@ -1,6 +1,6 @@
 """Start and watch the processes of ranks, leave none running, and say in one error why a rank ended. No torch.
 
-`measurement/api.py` starts each rank itself, by torchrun's environment: its agent would import torch once more
+`measurement/api.py` starts each rank itself, with torchrun's environment: torchrun's agent would import torch once more
 (seconds), restart and rendezvous are not wanted, and the parent of a rank is the only one who learns by which signal it
 died. `tuning/script_launch.py` starts the launcher that a user names, whose processes are the ranks.
 """
@@ -113,11 +113,11 @@ def watch(
     died: Callable[[], CounterpointError],
     hung: Callable[[], CounterpointError],
 ) -> None:
-    """Return when all processes, which `started` has yielded, have exited with 0.
+    """Wait until all processes, as `started` yields them, have exited with 0.
 
     `progress` is called again and again, and returns another value after progress. After `timeout_s` seconds without
     progress (`startup_s` more before the first) the error that `hung` returns is raised, while the processes still run;
-    once one has exited with another code, that of `died`, and the others had a second to end.
+    once a process has exited with another code, and the others had a second to end, the error that `died` returns.
     """
     seen, last = progress(), time.monotonic() + startup_s
     while True:
@@ -235,8 +235,8 @@ def died(ranks: Sequence[Remains], *, during: str, logs: str, log: str | None = 
     """Return the error to raise when a rank has ended badly: the cause, not its consequences on other ranks.
 
     One of our own exceptions comes first, then a signal, then other exceptions, then a rank that left only its log. A
-    rank that lost its connection to another one, or repeats what that told it, comes after that one. `logs` is the
-    folder of the logs, `log` the name of that of all ranks; None: each has its own.
+    rank that lost its connection to another rank, or repeats that rank's error, comes after that rank. `logs` is the
+    folder of the logs, `log` the name of one log of all ranks; None: each rank has its own.
     """
     said = [r for r in ranks if r.failure is not None]
     told = sorted(said, key=lambda r: r.follows)
@@ -261,9 +261,9 @@ def died(ranks: Sequence[Remains], *, during: str, logs: str, log: str | None = 
 
 
 def hung(ranks: Sequence[Remains], *, reason: str, logs: str) -> PeerTimeout:
-    """Return the error to raise when no progress has come in time; it says in which function up to four ranks are.
+    """Return the error to raise when no progress has come in time; its text says where up to four ranks are.
 
-    Those come first that did not answer: the likely cause. The logs end with the stacks of `abort`.
+    Ranks that did not answer come first, as the likely cause. The logs end with the stacks of `abort`.
     """
     first = sorted(ranks, key=lambda r: _where(r) != SILENT)
     stuck = "; ".join(f"rank {r.rank} {_where(r)}" for r in first[:4]) + ("; …" if len(ranks) > 4 else "")

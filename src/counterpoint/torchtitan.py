@@ -61,7 +61,7 @@ def _replaced(cfg: Any, mixin: type, more: dict[str, Any]) -> Any:
 
 @cache
 def _class_of(base: Any, mixin: type, names: tuple[str, ...]) -> Any:
-    """Return a subclass of `mixin` and a configurable class of torchtitan; its `Config` has the fields `names`, too.
+    """Return a subclass of `mixin` and a configurable class of torchtitan; its `Config` also has the fields `names`.
 
     torchtitan lets `Config.build` make the class in which the `Config` was defined.
     """

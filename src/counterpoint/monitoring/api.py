@@ -1,8 +1,8 @@
 """Implement `counterpoint.watch(...)`: count steps, record some of them, and have another process diagnose them.
 
-Nothing that fails here reaches the training: it is one warning in the log, and the round is given up. Ranks agree on
+No failure here reaches the training: it becomes one warning in the log, and the round is given up. Ranks agree on
 the rounds by counting alone; what they tell each other is the names of folders, by the process group's store. A rank
-writes its trace into the folder of its host's first rank, which has it read.
+writes its trace into the folder of its host's first rank, which has the trace read.
 """
 
 from __future__ import annotations
@@ -46,15 +46,16 @@ def watch(
     record_shapes: bool = False,
     with_stack: bool = False,
 ) -> TrainingWatch:
-    """Return a watch: a context manager for `with` around the training loop, on every rank.
+    """Return a watch, a context manager to use around the training loop on every rank.
 
     The last `steps` of each `every` steps are recorded and diagnosed beside the training. Rank 0 says in one line of
     the log `counterpoint.watch` how long they took and who was late.
 
     Args:
-        every: a line after so many steps, counted by the calls of the first optimizer, or of `TrainingWatch.step`.
-        steps: recorded at a time.
-        folder: on storage that all hosts see. Without it, the ranks on rank 0's host are seen.
+        every: number of steps between log lines, counted by the calls of the first optimizer, or of
+            `TrainingWatch.step`.
+        steps: number of steps recorded at a time.
+        folder: folder on storage that all hosts see; None: only the ranks on rank 0's host are diagnosed.
         export: called on rank 0 with each `WatchedStep`; `counterpoint.monitoring.exporters` has some.
         record_shapes: tells kernels of one name but different sizes apart; recorded steps take longer.
         with_stack: names Python code where no operation was recorded; recorded steps take much longer.
@@ -108,7 +109,7 @@ class TrainingWatch:
         self.close(linger=_LINGER_S if kind is None else 0.0)
 
     def step(self) -> None:
-        """End a training step, in loops where no torch optimizer steps, or one steps several times per step.
+        """End a training step, in loops without a torch optimizer, or with one that steps several times per step.
 
         After the first call, only these calls are counted as steps, not those of an optimizer.
         """
@@ -227,7 +228,7 @@ class TrainingWatch:
             beside.put(folder, f"rank{_rank()}.missing", why.encode())
 
     def _diagnose(self, step: int) -> None:
-        """Have another process diagnose this host's traces; log its line and call the exporters. Runs in a thread."""
+        """Have another process diagnose this host's traces; log the result and call the exporters. Runs in a thread."""
         try:
             record = self._ask(step)
             if record is not None:

@@ -98,7 +98,7 @@ def _digests(todo: Round) -> tuple[list[RankDigest], dict[int, str]]:
 
 
 def put(folder: Path, name: str, data: bytes) -> None:
-    """Write a file of a round, which appears only when it is complete; raise if the common folder is missing."""
+    """Write a file of a round, such that only the complete file appears; raise if the common folder is missing."""
     with writing(folder, name) as temporary:
         temporary.write_bytes(data)
 

@@ -26,7 +26,7 @@ class LightningWatch(Callback):
         self._watch, self._seen = watch(*self._arguments, **self._options), trainer.global_step
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
-        """End a step if the optimizers stepped: not after every batch where gradients are accumulated."""
+        """End a step if the optimizers stepped; with gradient accumulation they do not after every batch."""
         if self._watch is not None and trainer.global_step != self._seen:
             self._seen = trainer.global_step
             self._watch.step()

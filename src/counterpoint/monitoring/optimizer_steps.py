@@ -1,4 +1,4 @@
-"""Count the steps of a training by those of its optimizer."""
+"""Count a training's steps by its optimizer's steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
 class OptimizerSteps:
-    """Calls a function at the end of each step: after the optimizer that steps first, in the creating thread.
+    """Calls a function after each step of the optimizer that steps first, in the thread that made this object.
 
     Several optimizers each step once per training step, so only the one that stepped first counts; if it is deleted,
     the next one that steps.

@@ -75,8 +75,9 @@ def _trace_only() -> Any:
 class OtherProfilers:
     """Detects the profilers that the training itself uses: of two at once, the one that starts second breaks.
 
-    torch tells nobody that a profiler is being prepared. Its methods are wrapped for as long as a watch lives:
-    `give_way` is called before another profiler is prepared, and `any` is true from then on until that one has ended.
+    torch tells nobody that a profiler is being prepared. So methods of torch's profiler are wrapped while a watch
+    lives: `give_way` is called before another profiler is prepared, and `any` is true from then on until that one has
+    ended.
     """
 
     def __init__(self, give_way: Callable[[], None]) -> None:

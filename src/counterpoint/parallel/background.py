@@ -36,7 +36,7 @@ PIECE_BYTES = 1 << 28
 Before its first step DDP has one bucket, of all gradients.
 """
 Run: TypeAlias = Callable[[int], object]
-"""Queues work on the current stream; its calls of the communicator use the channel that is its argument."""
+"""Queues work on the current stream; its argument is the channel for its calls of the communicator."""
 _PAUSE_S = 1e-3
 
 
@@ -79,7 +79,7 @@ class BackgroundCall:
 
         Raises:
             PeerTimeout: `timeout_s` has passed, or a rank died or did not come in time.
-            Misconfigured: a callback waits, and the thread cannot start the call before that has ended.
+            Misconfigured: a callback waits, and the thread cannot start the call before that callback has ended.
         """
         if timeout_s is not None and not self.captured:
             deadline = time.monotonic() + timeout_s
@@ -159,7 +159,7 @@ class _Starter(threading.Thread):
 
 
 class Background:
-    """Starts calls of a communicator, on any of its channels, in the order in which they were handed over.
+    """Starts calls on any channel of a communicator, in the order in which `start` gets them.
 
     Nothing else may use the communicator's channels before `drain` has returned.
 
@@ -181,8 +181,8 @@ class Background:
     def start(self, run: Run, channel: int, value: Any) -> BackgroundCall:
         """Hand `run` to the thread, to be queued behind the present work of the current stream.
 
-        In a graph capture its work is queued at once, and so is that of a callback in the thread, and all of it if CUDA
-        has one hardware queue.
+        The caller itself runs `run`, at once, in a graph capture, in a callback in the thread, and if CUDA has one
+        hardware queue.
 
         Args:
             run: queues the work.
@@ -229,10 +229,10 @@ class Background:
         return stream
 
     def drain(self) -> None:
-        """Return when all calls handed over are queued (on a CPU: have ended), and their callbacks have run.
+        """Wait until all calls handed over are queued (on a CPU: have ended), and their callbacks have run.
 
-        In the thread itself this returns at once: what was handed over comes after the callback there. `Misconfigured`
-        is raised in a callback of another group that callbacks here wait for.
+        In a callback in the thread this returns at once: the calls handed over run after that callback. `Misconfigured`
+        is raised in a callback of another group for which callbacks of this thread wait.
         """
         if self.thread.done == self._handed or self.is_this_thread():
             return

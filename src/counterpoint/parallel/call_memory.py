@@ -16,11 +16,11 @@ _MOST_WASTE = 2  # memory that is kept may be at most this many times as large a
 class CallMemory:
     """Allocates symmetric memory for single calls of a communicator.
 
-    A tensor of `empty` is kept, and handed out again after it was given back: a call begins with a handshake on its
-    memory, behind the last call that used it, and eager calls and those in graph captures use the same memory. Fresh
-    memory for each call would save the handshake, but cost the host a quarter of its calls in a layer of experts.
-    `shared` does make fresh memory for each call, and tells peers at once when it is free; calls in captures all share
-    one tensor, since a graph would tell peers at every replay.
+    A tensor from `empty` is used again after `give_back`: each call begins with a handshake on its memory, behind the
+    last call that used that memory. Eager calls and calls in graph captures use the same memory. Fresh memory for each
+    call would save the handshake, but cost the host a quarter of its calls in a layer of experts. `shared` does make
+    fresh memory for each call, and tells peers at once when it is free; calls in captures all share one tensor, since a
+    graph would tell peers at every replay.
 
     Args:
         communicator: the communicator whose calls use the memory.

@@ -45,7 +45,7 @@ class HookState:
         group: the model's process group; None: the default one. One of backend `counterpoint` lends its communicator.
         options: None: the defaults.
         tuning: chooses which buckets are left to torch, unless `wire_dtype` is given; None: none is.
-        device: of the gradients; None: a GPU if the group has a backend for GPUs.
+        device: device of the gradients; None: a GPU if the group has a backend for GPUs.
 
     Raises:
         Unsupported: the ranks cannot share memory, or there is one alone.
@@ -194,9 +194,9 @@ hook.__annotations__ |= {"bucket": GradBucket, "return": torch.futures.Future[Te
 
 
 class SymmetricBuckets:
-    """Lets a DDP model put its buckets in symmetric memory when it makes them anew, before its second or third step.
+    """Puts a DDP model's buckets in symmetric memory when DDP rebuilds them, before the second or third step.
 
-    DDP makes its buckets anew in the order in which gradients became ready, unless it has unused parameters. All ranks
+    DDP rebuilds its buckets in the order in which gradients became ready, unless it has unused parameters. All ranks
     construct this together.
 
     Args:
@@ -217,7 +217,7 @@ class SymmetricBuckets:
             ]
 
     def remove(self) -> None:
-        """Leave buckets that are made later in plain memory."""
+        """Let DDP make later buckets in plain memory."""
         while self._pre_hooks:
             self._pre_hooks.pop().remove()
 
@@ -281,7 +281,7 @@ class OverlappedDdp:
         return self._state.report()
 
     def check(self) -> None:
-        """Raise the error that ended communication, if there was one; it names the ranks."""
+        """Raise the error that ended communication, if there was one; it names the ranks that failed."""
         self._state.communicator.check()
 
     def restore(self) -> None:

@@ -35,7 +35,7 @@ class TunedCall:
     """Holds a tuning's choice for one call.
 
     Args:
-        mechanism: without its knobs.
+        mechanism: name of the mechanism, without its knobs.
         stays: torch runs the call by its own collective.
         why: what was chosen, why, and which of its knobs are not applied.
     """
@@ -46,7 +46,7 @@ class TunedCall:
 
 
 class FollowedTuning:
-    """Chooses how calls run by the choices of a tuning, and remembers which of them were used.
+    """Looks up a tuning's choice for each call, and remembers which choices were used.
 
     Args:
         choices: those that count here.
@@ -129,7 +129,7 @@ class FollowedTuning:
 
 
 def _setting(knob: str) -> tuple[str, str] | None:
-    """Return the environment variable that sets a knob for later process groups, and its value; None if none does."""
+    """Return the variable, with its value, that sets a knob for later process groups; None if no variable sets it."""
     if knob == "priority=high":
         return "TORCH_NCCL_HIGH_PRIORITY", "1"
     key, _, value = knob.partition("=")
@@ -147,7 +147,7 @@ def follow_together(
         device_type: type of the device of the groups' calls, cuda or cpu.
 
     Raises:
-        Misconfigured: the file cannot be read, a choice is not possible, or ranks follow different ones; on all ranks.
+        Misconfigured: the file cannot be read, a choice is impossible, or ranks follow different tunings; on all ranks.
     """
     found: FollowedTuning | None = None
     error: Misconfigured | None = None
@@ -169,13 +169,13 @@ def follow_together(
 
 
 def _agree(groups: Iterable[Any], said: str) -> None:
-    """Compare the text `said` of all ranks of all groups.
+    """Raise unless all ranks of all groups give the same text `said`.
 
-    What differs in one group has to reach ranks that are in other groups only, so it is passed on, axis by axis. The
-    order of groups is the same on all ranks, so that no two of them wait for each other.
+    A difference in one group has to reach ranks that are in other groups only, so it is passed on, axis by axis. The
+    order of groups is the same on all ranks, so that no two ranks wait for each other.
 
     Raises:
-        Misconfigured: two ranks said something else; on all ranks.
+        Misconfigured: two ranks gave different texts; on all ranks.
     """
     by_ranks = {tuple(dist.get_process_group_ranks(group)): group for group in groups}
     problem = ""

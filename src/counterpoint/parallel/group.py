@@ -4,9 +4,9 @@ Backend, FSDP2, DDP, tensor and expert parallelism each hold the `RankGroup` of 
 group, operation or dispatcher -> `RankGroup.route` -> `RankGroup.communicator` -> `Submitter` -> transport -> driver.
 
 *One communicator.* It is opened at the first call that needs it, by all ranks together, and closed when the last user
-has left, or with the process group. Each user has channels of its own, by name (`CHANNELS`), so that no call of one
-waits for those of another. A group of backend `counterpoint` has a `RankGroup` of its own; all other process groups of
-the same ranks share one.
+has left, or with the process group. Each user has channels of its own, by name (`CHANNELS`), so that no user's call
+waits for another user's calls. A group of backend `counterpoint` has a `RankGroup` of its own; all other process groups
+of the same ranks share one.
 
 *One order.* All ranks have to make symmetric memory in one order, on all channels together. So a user asks `RankGroup`
 for the communicator at each call: calls that a background thread still has to start (`Background`) are started first.
@@ -151,7 +151,7 @@ class RankGroup:
 
         Args:
             user: an object.
-            options: of the communicator; None: as another user has given them, or the defaults.
+            options: options of the communicator; None: as another user has given them, or the defaults.
             defaults: fields of `CommunicatorOptions` that this user sets where none gives options.
 
         Raises:
@@ -175,10 +175,10 @@ class RankGroup:
         self._joined += 1
 
     def hold(self, user: object, memory: Any) -> None:
-        """Keep symmetric memory until `user` leaves, so that all ranks free it together, whichever drops it before.
+        """Keep symmetric memory until `user` leaves, so that all ranks free it together, not when each drops it.
 
-        Free memory has to follow from the same calls on all ranks, so it must not depend on when this rank's garbage is
-        collected.
+        Which memory is free has to follow from the same calls on all ranks, so it must not depend on when this rank's
+        garbage is collected.
         """
         self._users[self._number_of(user)].memory.append(memory)
 
@@ -251,7 +251,7 @@ class RankGroup:
     def communicator(self) -> Any:
         """Return the communicator after its thread has started all pending calls; None if none was opened yet.
 
-        One that was closed says so in its calls.
+        A closed communicator says so in its calls.
         """
         if self._background is not None:
             self._background.drain()
@@ -273,7 +273,7 @@ class RankGroup:
             return self._background
 
     def drain(self) -> None:
-        """Return when all calls given to the background thread are queued (on a CPU: have ended)."""
+        """Wait until all calls given to the background thread are queued (on a CPU: have ended)."""
         if self._background is not None:
             self._background.drain()
 
@@ -284,7 +284,7 @@ class RankGroup:
             self._communicator.set_timeout(timeout_s)
 
     def check(self) -> None:
-        """Raise the error that ended the communicator, if there was one; it names the ranks."""
+        """Raise the error that ended the communicator, if there was one; it names the ranks that failed."""
         if self._communicator is not None:
             self._communicator.check()
 
@@ -310,7 +310,7 @@ class RankGroup:
         self.close(how)
 
     def follow(self, tuning: FollowedTuning | None) -> None:
-        """Let a tuning choose for later calls; None: built-in rules. All ranks call it, between two steps."""
+        """Let a tuning choose how later calls run; None: built-in rules. All ranks call it, between two steps."""
         self.tuning = tuning
         self.decide_anew()
 
@@ -321,14 +321,14 @@ class RankGroup:
     def route(
         self, operation: str, num_bytes: int, *of_call: Any, why_torch: Callable[..., str] | None = None
     ) -> Route:
-        """Return the route of a call: the tuning's choice, else the communicator unless `why_torch` has a reason.
+        """Return the route of a call: as the tuning chose, else by the communicator unless `why_torch` gives a reason.
 
         Args:
             operation: PyTorch's name.
             num_bytes: size of the full array.
             of_call: other properties that decide, such as the dtype, equal on all ranks.
             why_torch: returns why torch makes a call, empty if it does not: asked once, with operation, size,
-                `of_call`, and whether the tuning chose the communicator; None: it makes none.
+                `of_call`, and whether the tuning chose the communicator; None: torch makes none.
         """
         key = operation, num_bytes, of_call
         route = self._routes.get(key)
@@ -409,7 +409,7 @@ def ranks_of(group: Any) -> tuple[int, ...]:
 
 
 def torch_group(group: Any) -> Any:
-    """Return the process group of torch's own backend; for a group of backend `counterpoint`, its inner group."""
+    """Return `group`, or, for a group of backend `counterpoint`, its inner group of torch's own backends."""
     inner = getattr(group, "inner", None)
     if inner is None:
         return group

@@ -40,8 +40,8 @@ class BackendOptions:
 
     Args:
         communicator: options of the group's communicator; None: the defaults, with the timeout of the group.
-        crossover_bytes: by operation, bytes of the full array from which the communicator takes a call; operations that
-            it lacks are taken as measured.
+        crossover_bytes: by operation, bytes of the full array from which the communicator runs a call; other operations
+            go by measurements.
         nccl: `ProcessGroupNCCL.Options` of the inner group; None: NCCL's defaults.
         ranks_per_host: number of consecutive ranks that count as a host, equal on all ranks; None: the ranks of one
             machine do.
@@ -77,7 +77,7 @@ class TensorOptions:
     """Holds options of tensor-parallel matmuls.
 
     Args:
-        communicator: options of the ranks' communicator; None: as it is open, or the defaults.
+        communicator: options of the ranks' communicator; None: those of the open one, or the defaults.
         mechanism: `auto` takes the fastest by prediction; else the one that runs every call that can run so: `torch`
             (its own collective, and one matmul), `serial` (copy engines, and a matmul that is not cut), `cuts`
             (pieces), `flagged` (one matmul that takes its tiles as rows arrive; where that cannot be, `cuts`).
@@ -102,7 +102,7 @@ class ExpertOptions:
     """Holds options of a dispatcher, and of layers of experts; all but `communicator` must be equal on all ranks.
 
     Args:
-        communicator: options of the ranks' communicator; None: as it is open, or the defaults.
+        communicator: options of the ranks' communicator; None: those of the open one, or the defaults.
         mechanism: `auto` takes the fastest by prediction; else the one that moves all tokens: `torch` (counts, which
             the host waits for, and all_to_all_single), `gather` (all ranks get all tokens), `slabs` (equally many rows
             for each rank).
@@ -121,7 +121,8 @@ class ExpertOptions:
             sends blocks of `max_tokens`, since nobody waits to know how many there are.
         zero_tail: also write zeros to the rows past the last offset, which takes as long as so many tokens. Grouped
             matmuls skip these rows; what adds up all rows, such as the derivative of a norm's weight, needs zeros.
-        parts: into which `overlap` cuts a rank's tokens: communication of one lies beside the experts of another;
+        parts: number of parts into which `overlap` cuts a rank's tokens: communication of one part overlaps the experts
+            of another;
             None: 2. A `Dispatcher` raises if it is given.
         max_tokens: most tokens of a rank in one call of a layer; None: the most of any rank in the first. A
             `Dispatcher`, which has an argument for it, raises if it is given.
@@ -171,13 +172,13 @@ class OverlapOptions:
         prefetch: modules to gather ahead, in the order in which they are seen to run; None: as FSDP2 does by itself,
             or by the lists that it has. Each costs the memory of one module.
         direct: gather parameters to where they are used, and scatter gradients from where autograd left them, so that
-            FSDP2 copies neither; False: it does, and only its copies are sent.
+            FSDP2 copies neither; False: FSDP2 copies both.
         limit_bytes: modules that gather more keep torch's collectives; None: no limit. Buffers as large as the largest
             module stay in symmetric memory for good.
         tensor_parallel: options of the operations that run layers of tensor parallelism; None: those that the process
             groups have.
         expert_parallel: options of layers of experts and their dispatchers; None: the defaults on CPUs, and on GPUs,
-            where nothing was measured yet, these layers are left. All other options are of FSDP2.
+            where nothing was measured yet, these layers are left to `transformers`. All other options are of FSDP2.
 
     Raises:
         Misconfigured: an option has a value that is not allowed.
@@ -201,8 +202,8 @@ class DdpOptions:
     """Holds options of DDP's hook.
 
     Args:
-        communicator: options of the ranks' communicator; None: as it is open, or the defaults, with all of a bucket in
-            one chunk.
+        communicator: options of the ranks' communicator; None: those of the open one, or the defaults, with all of a
+            bucket in one chunk.
         wire_dtype: what gradients are sent as: torch.bfloat16, or torch.float8_e4m3fn with a scale for every 256
             elements, of which the averages come back as bfloat16; None: as they are. Sums are always in float32 at
             least.

@@ -56,9 +56,10 @@ def overlap(
 ) -> Overlap | OverlappedDdp:
     """Make the collectives of an FSDP2, DDP, tensor-parallel or expert-parallel model overlap. All ranks call this.
 
-    It takes every FSDP2 module of `model`, after the last `fully_shard`, or the buckets of a `DistributedDataParallel`,
-    right after that was made; every linear layer of torch's `parallelize_module`, or of a `tp_plan` of `transformers`;
-    and the experts of an `ep_plan` of `transformers`. A model of several kinds is taken as all of them.
+    Call it after the last `fully_shard`, or right after making a `DistributedDataParallel`. It takes every FSDP2 module
+    of `model`, or the buckets of a `DistributedDataParallel`; every linear layer of torch's `parallelize_module`, or of
+    a `tp_plan` of `transformers`; and the experts of an `ep_plan` of `transformers`. A model of several kinds is taken
+    as all of them.
 
     Parameters may still be on the meta device. HSDP's all-reduce between replicas stays with torch, as does everything
     of modules that have one rank or are larger than `options.limit_bytes`: the report says so.
@@ -161,10 +162,10 @@ class Overlap:
         )
 
     def check(self) -> None:
-        """Raise the error that ended communication, if there was one; it names the ranks.
+        """Raise the error that ended communication, if there was one; it names the ranks that failed.
 
         The next step raises it, too. On GPUs the host runs ahead: call it after a wait for the GPU (`loss.item()`)
-        where a step must not be trusted that a peer has left, such as before a checkpoint.
+        where a step that a peer has left must not be trusted, such as before a checkpoint.
         """
         for part in self._parts:
             part.check()
@@ -173,8 +174,7 @@ class Overlap:
         """Discard a forward or backward pass that an exception ended, so that the step can begin anew.
 
         All ranks call it, and set gradients to zero after it. Gradients that are not reduced yet are lost, those of
-        microbatches before, too. After an exception in a backward pass the next forward pass raises until this was
-        called.
+        earlier micro-batches, too. After an exception in a backward pass each forward pass raises until this is called.
         """
         self._shards.reset_iter_state()
 

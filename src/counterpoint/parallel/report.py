@@ -27,7 +27,7 @@ ModuleKind: TypeAlias = Literal["fsdp2", "ddp", "tensor", "expert", "compiled"]
 
 
 class CallRow(Record, frozen=True, kw_only=True):
-    """Counts the calls of one operation and class of sizes that took one path, and says why they took it."""
+    """Counts the calls of one operation, class of sizes and path, and says why they took that path."""
 
     operation: str
     size_class: str
@@ -37,13 +37,14 @@ class CallRow(Record, frozen=True, kw_only=True):
 
 
 class Traffic(Record, frozen=True, kw_only=True):
-    """Counts the calls of one collective under a module.
+    """Counts the calls of one collective of a module.
 
     Args:
         operation: PyTorch's name.
         calls: number of them so far.
-        num_bytes: size of the whole array in the latest one: gathered parameters, or gradients before they are reduced.
-        dtype: torch's name of it.
+        num_bytes: size of the whole array in the latest call: gathered parameters, or gradients before they are
+            reduced.
+        dtype: torch's name of the array's dtype.
         op: how gradients are combined: `avg`, `sum`, or `premul_sum` with its factor; empty for a gather.
         how: `direct` (nothing was copied in addition to sending), `in place`, or how many bytes were copied.
         torch_why: why torch runs this collective; empty: it does not.
@@ -80,7 +81,7 @@ class ModuleRow(Record, frozen=True, kw_only=True):
         traffic: what the module's collectives have moved, for FSDP2 and DDP.
         torch_why: why torch runs it; with `runs`: why torch ran the latest call that it did run.
         choice: what the tuning chose for the module, and why; empty: nothing.
-        gather_bytes: for FSDP2, bytes of the module's whole parameters in the dtype in which they are gathered.
+        gather_bytes: for FSDP2, bytes of the module's unsharded parameters in the dtype in which they are gathered.
     """
 
     name: str
@@ -96,7 +97,7 @@ class ModuleRow(Record, frozen=True, kw_only=True):
     gather_bytes: int = 0
 
     def moved(self, operation: str) -> Traffic:
-        """Return the `Traffic` of one collective of an FSDP2 module; without calls if torch runs that collective."""
+        """Return the `Traffic` of one collective of an FSDP2 module; it has 0 calls if torch runs the collective."""
         left = Traffic(operation=operation, torch_why=self.torch_why)
         return next((one for one in self.traffic if one.operation == operation), left)
 
@@ -115,9 +116,9 @@ class Report(Record, frozen=True, kw_only=True):
     Args:
         modules: those of FSDP2 first, then of DDP, tensor and expert parallelism, each in the order of the model.
         calls: counts of the calls of all operations and groups in the report, most calls first.
-        tuned: the file that is followed, and how many of its choices so far; empty: none is named.
+        tuned: the file that is followed, and how many of its choices calls had so far; empty: none is named.
         notes: lines about the whole model, such as what became of `prefetch`.
-        cached_graphs: graphs of torch.compile that were taken from its cache, with the collectives that they have.
+        cached_graphs: number of graphs that torch.compile took from its cache; their collectives are not listed.
     """
 
     modules: tuple[ModuleRow, ...] = ()

@@ -1,4 +1,4 @@
-"""Read the arguments of torch's calls, return our works as torch's `Work`, and keep functions out of its compiler."""
+"""Read the arguments of torch's calls, wrap our works as torch's `Work`, and keep torch.compile out of functions."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class StartedWork(TorchWork):
         self.was_waited_for = False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Let the current stream wait for the call (on a CPU, this thread); raise its error."""
+        """Let the current stream (on a CPU, this thread) wait for the call; raise the call's error."""
         seconds = timeout.total_seconds() if timeout else None  # torch passes zero where no timeout is given
         for work in self.works:
             work.wait(seconds or None)
@@ -89,14 +89,14 @@ class StartedWork(TorchWork):
         return self._outputs
 
     def get_future(self) -> Any:
-        """Return a future of the outputs; on a GPU it is done at once, and streams that wait for it wait for them."""
+        """Return a future of the outputs; on a GPU it is done at once: streams that wait for it wait for the call."""
         if self._future is None:
             on_gpu = any(tensor.is_cuda for tensor in self._outputs)
             self._future = self._future_in_stream() if on_gpu else self._future_by_thread()
         return self._future
 
     def _future_in_stream(self) -> Any:
-        """Return a future that is done, with its CUDA event on the stream that runs the call, for which others wait."""
+        """Return a completed future, whose CUDA event, for other streams to wait for, is on the call's stream."""
         device = self._outputs[0].device
         future: Any = torch.futures.Future(devices=[device])
         ended = getattr(self.works[0], "ended", None) if len(self.works) == 1 else None

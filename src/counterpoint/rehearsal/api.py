@@ -48,7 +48,7 @@ def rehearse(
     Args:
         command: command that starts the script: "torchrun --nproc-per-node 8 train.py".
         device: cuda, or cpu, where ranks see no GPU; None: cuda if there is a GPU.
-        hosts: among how many hosts the ranks are counted, in equal parts, in order.
+        hosts: number of hosts that the ranks stand for, in equal parts, in order.
         timeout_s: longest time in which no rank prints anything or ends a step; five minutes more at the start.
         echo: print to standard output what the ranks print.
 
@@ -56,7 +56,7 @@ def rehearse(
         What was replaced and moved, and what differed between ranks.
 
     Raises:
-        Misconfigured: the command names no script or no number of ranks, or `hosts` does not divide that.
+        Misconfigured: the command names no script or no number of ranks, or `hosts` does not divide that number.
         Unsupported: no GPU, or too little memory on it for so many ranks.
         PeerTimeout: ranks died, raised something or hung; names them and the log.
     """

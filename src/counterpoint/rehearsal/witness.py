@@ -1,4 +1,4 @@
-"""Record what a script does with counterpoint and with torch's process groups, for the report at its end."""
+"""Record what a script does with counterpoint and with torch's process groups, for the report at the script's end."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Witness:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Record the objects that the block makes and destroys, and at its end the reports of those that are left."""
+        """Record the objects that the `with` block makes and destroys, and at its end the reports of those left."""
         destroy = dist.destroy_process_group
 
         def destroying(group: Any = None) -> None:
@@ -65,7 +65,7 @@ class Witness:
         )
 
     def _is_within_another(self, text: str) -> bool:
-        """Return whether a longer report contains this text, as `overlap`'s contains those of its dispatchers."""
+        """Return whether a longer report contains this text, as `overlap`'s report contains its dispatchers'."""
         return any(text in other and len(text) < len(other) for other in self._texts.values())
 
     def _overlapped(self, overlap: Callable[..., Any], model: Any, **options: Any) -> Any:

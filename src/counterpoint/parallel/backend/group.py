@@ -69,7 +69,7 @@ Start: TypeAlias = Callable[[Tensor, bool], Sequence[Work | None]]
 
 
 def _left_to_torch(name: str) -> Any:
-    """Return a method `name` that makes the same call of the inner group, without counting it in the report."""
+    """Return a method that calls the inner group's method `name`, without counting the call in the report."""
 
     def call(self: CounterpointGroup, *args: Any, **keywords: Any) -> Any:
         return getattr(self.by_torch, name)(*args, **keywords)
@@ -124,7 +124,7 @@ class CounterpointGroup(dist.ProcessGroup):
         return NAME
 
     def report(self) -> Report:
-        """Return a report: how many calls took each path, and why."""
+        """Return a report: how many calls each mechanism ran, and why."""
         return Report(calls=self.counts.rows(), tuned=str(self.rank_group.tuning or ""))
 
     def _opened(self, group: Any, device: torch.device | None, options: CommunicatorOptions) -> AnyCommunicator:
@@ -142,7 +142,7 @@ class CounterpointGroup(dist.ProcessGroup):
         return self._hosts
 
     def take_buckets(self) -> None:
-        """Take all_reduces and reduce_scatters from 4 MiB on, unless options give sizes. All ranks call this together.
+        """Let the communicator run reductions from 4 MiB on, unless `crossover_bytes` has sizes. All ranks call this.
 
         Buckets of gradients then lie in symmetric memory, so that their reductions take few SMs and overlap with
         matmuls.
@@ -153,7 +153,7 @@ class CounterpointGroup(dist.ProcessGroup):
 
     @property
     def by_torch(self) -> Any:
-        """Return the inner group once pending callbacks have made their calls: so calls have one order on all ranks."""
+        """Return torch's inner group after all pending callbacks' calls, to keep one call order on all ranks."""
         if self.rank_group.has_ended:
             return EndedGroup()  # for a late callback, whose call other ranks may never make
         self.rank_group.drain()
@@ -263,12 +263,12 @@ class CounterpointGroup(dist.ProcessGroup):
         return self._message("recv", tensors, src, tag)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Any:
-        """Receive a tensor that any rank may send, by torch's own backend; NCCL does not support that."""
+        """Receive a tensor from any rank, by torch's own backend: gloo can, NCCL cannot."""
         self._left("recv", tensors[0].nbytes, "from any rank")
         return self.inner.group.recv_anysource(tensors, tag)
 
     def _message(self, operation: str, tensors: list[Tensor], peer: int, tag: int) -> Any:
-        """Start a message through the pair of this rank and `peer`; without one, by torch's own backend."""
+        """Start a send or receive through the `MessagePair` with `peer`, or, without a pair, by torch's inner group."""
         by_inner = getattr(self.inner.group, operation)  # raises once the group has ended
         pair = self._pair(operation, tensors[0], peer, tag)
         if pair is None:
@@ -282,7 +282,7 @@ class CounterpointGroup(dist.ProcessGroup):
         return started
 
     def _pair(self, operation: str, tensor: Tensor, peer: int, tag: int) -> MessagePair | None:
-        """Return the pair that carries a message, the same on both ranks; None: the inner group does. Count it."""
+        """Count a message, and return its `MessagePair`, on both ranks alike; None: torch's inner group carries it."""
         why = self._pairs.why_torch(peer, tensor, tag)
         found = why if why is not None else self._pairs.by_mailbox(peer, tensor.device)
         if not isinstance(found, str):
@@ -311,7 +311,7 @@ class CounterpointGroup(dist.ProcessGroup):
         return together(works)
 
     def allgather_into_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
-        """Gather every rank's tensor into one, for each pair of an output and an input."""
+        """Gather every rank's input into the output, for each pair of `outputs` and `inputs`."""
         opts = opts or c10d.AllgatherOptions()
         if not self._takes_all("all_gather", outputs, outputs):
             return self.by_torch.allgather_into_tensor_coalesced(outputs, inputs, opts)
@@ -361,7 +361,7 @@ class CounterpointGroup(dist.ProcessGroup):
     _enable_collectives_timing = _left_to_torch("_enable_collectives_timing")
 
     def _start_coalescing(self, device: torch.device) -> None:
-        """Begin a batch of calls; all but messages go to torch, and `_end_coalescing` returns one work for all."""
+        """Begin a batch of calls; torch runs all but messages, and `_end_coalescing` returns one work for the batch."""
         self._coalescing = True
         self.by_torch._start_coalescing(device)
 
@@ -398,7 +398,7 @@ class CounterpointGroup(dist.ProcessGroup):
         self.counts.add(operation, num_bytes, "torch", why)
 
     def _takes_all(self, operation: str, outputs: list[Tensor], full: list[Tensor], op: str = "") -> bool:
-        """Return whether the communicator runs all of these calls, of full arrays `full`; if not, count them."""
+        """Return whether the communicator runs all calls of a batch, of arrays `full`; if not, count them for torch."""
         whys = [
             self._route(operation, [one], num_bytes_of(its), op).torch_why
             for one, its in zip(outputs, full, strict=True)
@@ -410,7 +410,7 @@ class CounterpointGroup(dist.ProcessGroup):
         return False
 
     def _route(self, operation: str, outputs: Sequence[Tensor], num_bytes: int, op: str) -> Route:
-        """Return the route of a call, the same on all ranks; unless it is torch's, the communicator is then open."""
+        """Return the route of a call, the same on all ranks; open the communicator if the route needs it."""
         ranks = self.rank_group
         why = ranks.why_not or self._why_not_these(outputs)
         if not why and self._crossovers is None:
@@ -450,10 +450,10 @@ class CounterpointGroup(dist.ProcessGroup):
         return "sparse" if outputs[0].layout is not torch.strided else ""
 
     def _crossover(self, operation: str) -> int:
-        """Return the bytes from which the communicator takes a call: the given size, else the one measured alone.
+        """Return from how many bytes on the communicator runs a call: as options say, else as measured against NCCL.
 
-        In a group with symmetric memory, calls of the size of gradient buckets are reduced beside matmuls: their own
-        time matters less than the SMs that NCCL would take from those matmuls. So such a group takes reductions from a
+        In a group with symmetric memory, calls of the size of gradient buckets run beside matmuls: their own time
+        matters less than the SMs that NCCL would take from those matmuls. So such a group takes reductions from a
         bucket's size on, if no size is given.
         """
         measured = (self._crossovers or {}).get(operation, 0)
@@ -462,10 +462,10 @@ class CounterpointGroup(dist.ProcessGroup):
         return min(measured, _BUCKET_BYTES) if may_be_bucket else measured
 
     def _agree(self, device: torch.device) -> None:
-        """Read the tuning and the crossovers, and check that all ranks have equal options that decide a call's route.
+        """Read the tuning and the crossovers, and check that the options that decide routes are equal on all ranks.
 
-        All ranks call this together. An operation that was not measured beside NCCL is left to NCCL, unless its size is
-        given; otherwise the communicator takes calls of at least the crossover, and at least one byte.
+        All ranks call this together. An operation that was not measured against NCCL is left to NCCL, unless its size
+        is given; otherwise the communicator runs calls of at least the crossover, and at least one byte.
         """
         with self._agreeing:
             if self._crossovers is not None:
@@ -504,7 +504,7 @@ class CounterpointGroup(dist.ProcessGroup):
         )
 
     def _started(self, opts: Any, output: Tensor, start: Start, *, in_background: bool = False) -> StartedWork:
-        """Start a call, on the current stream unless it is asynchronous, and hold its work until it has ended."""
+        """Start a call, on the current stream if it is synchronous, and keep its work alive until the call ends."""
         # a call's order does not depend on the thread that starts it, so the choice may depend on the layout here;
         # on a CPU the thread runs the callbacks of all calls, and their calls have to be in order, too
         if opts.asyncOp and (in_background or self._device_type == "cpu" or not output.is_contiguous()):
@@ -527,7 +527,7 @@ class CounterpointGroup(dist.ProcessGroup):
 
 
 def _write(output: Tensor, start: Start) -> None:
-    """Run a call on the current stream; if its output is not contiguous, run it on a copy, and copy that back."""
+    """Run a call on the current stream; if `output` is not contiguous, the call writes a copy, which is copied back."""
     target = output.contiguous()
     start(target, False)
     if target is not output:
@@ -547,7 +547,7 @@ def report(group: Any = None) -> Report:
 
 
 def group_of_backend(group: Any = None) -> CounterpointGroup:
-    """Return `group`, or the default one; raise `Misconfigured` if its backend is another or it lacks this rank."""
+    """Return `group`, or the default one; raise `Misconfigured` if it is not of this backend or lacks this rank."""
     group = group if group is not None else dist.group.WORLD
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise Misconfigured("this rank is not in the group; ask one of its ranks")

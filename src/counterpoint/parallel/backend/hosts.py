@@ -1,8 +1,8 @@
 """Run large collectives of a group over several hosts: zero-SM inside each host, by torch's backends between hosts.
 
 The ranks of a host have consecutive numbers, the same count on each host. For each rank two more groups of torch's own
-backends are made, which nothing else uses: one of the ranks of its host, and one of the ranks with its index on all
-hosts (its rail).
+backends are made, which nothing else uses: one with the ranks of its host, and one (its rail) with the ranks of the
+same local index on all hosts.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _HOST_BY_HOST = ("all_gather", "reduce_scatter", "all_to_all")
 def grid_of_group(group: Any, ranks_per_host: int | None) -> Grid:
     """Return the grid of hosts and local ranks of a torch process group. All ranks call this together.
 
-    `ranks_per_host` ranks count as a host; None: those of one machine do.
+    Each `ranks_per_host` consecutive ranks count as a host; None: the ranks of one machine do.
 
     Raises:
         Misconfigured: `ranks_per_host` differs between ranks.
-        Unsupported: the hosts have different numbers of ranks, or one each, or not one after the other.
+        Unsupported: the hosts have different numbers of ranks, or one rank each, or ranks that are not consecutive.
     """
     found = gather_values(group, (ProcessCard.of_this_process().host, ranks_per_host))
     given = [number for _, number in found]
@@ -68,7 +68,7 @@ def grid_of_hosts(hosts: list[str]) -> Grid:
 
 
 def crossovers_over_hosts(found: Mapping[str, int], given: Mapping[str, int] | None, grid: Grid) -> dict[str, int]:
-    """Return by operation the bytes from which the communicator takes a call; sizes in `given` are of whole calls.
+    """Return by operation from how many bytes on the communicator runs a call; sizes in `given` apply unchanged.
 
     The sizes `found` in the profile were measured inside a host, so each call inside a host has to be as large. An
     all_reduce or a broadcast has the whole array inside each host, other collectives have the blocks of one host at a
@@ -79,7 +79,7 @@ def crossovers_over_hosts(found: Mapping[str, int], given: Mapping[str, int] | N
 
 
 def landing_bytes(grid: Grid, operation: str, num_bytes: int) -> int:
-    """Return how many bytes of a call's output, if in plain memory, have to land elsewhere at once."""
+    """Return how many bytes of symmetric memory a call needs at once to land an output that is in plain memory."""
     if operation == "all_reduce":
         return min(num_bytes, PIECE_BYTES)
     if operation == "reduce_scatter":
@@ -131,7 +131,7 @@ class HostsCommunicator(HierarchicalCommunicator):
         super().abort()
 
     def _release_peers(self) -> None:
-        """Make the ranks that wait for this one fail, also on other hosts, since its connections end."""
+        """Make all ranks that wait for this rank fail, on other hosts by ending the connections to them."""
         super()._release_peers()
         self._abort_groups()
 

@@ -21,14 +21,14 @@ _CREATE_WRAPPER: Any = distributed_c10d._create_process_group_wrapper  # it comp
 class InnerGroup:
     """Holds a process group of torch's own backends; after `register`, torch finds it by name.
 
-    If torch is set to compare the calls of all ranks, these backends do so, too, and `why_alone` says why: then they
-    have to make all calls.
+    If torch is set to compare the calls of all ranks, these backends compare them, too, and have to run all calls:
+    `why_alone` then names the setting.
 
     Args:
         options: what torch hands to a backend: store, rank, size, timeout, name and ranks.
         nccl: options of NCCL; None: its defaults.
         name: names this group within the one that `options` describe.
-        ranks: ranks of it, as ranks of the group that `options` describe; None: all.
+        ranks: its ranks, counted in the group that `options` describe; None: all.
         with_nccl: take NCCL for CUDA tensors, if there is one.
     """
 
@@ -114,7 +114,7 @@ class InnerGroup:
             c10d._unregister_process_group(self.name)
 
     def end(self, how: Literal["shutdown", "abort"]) -> None:
-        """Shut the group down, or abort it; later calls of it raise, which gloo alone would not make sure of."""
+        """Shut the group down or abort it, and make its later calls raise, which gloo does not ensure."""
         group, self.group = self.group, EndedGroup()
         getattr(group, how)()
 

@@ -6,14 +6,14 @@ each direction: torch's `batch_isend_irecv` recognises batches only in its own c
 group two ranks that both send first would wait for each other.
 
 *How a pair meets.* Both ranks of a pair make a call for each message between them, so each of them opens the pair at
-its own first call, where it waits for the other rank on the host, as in NCCL's groups. Unlike in those, a rank that
-waits also serves other ranks: in a ring in which all ranks send first, each waits for the next rank while the previous
-one wants it. The group's store has a word for each rank: `away` (the rank is not waiting), `free` (it is waiting), or
-the token of the pair that it is opening. A rank that waits for a peer tries to put one token in both ranks' words, each
-only in place of `free`, and takes the first back if it cannot set the second. Both ranks see the token in both words,
-and make the communicator. No rank holds a word while it waits for another word, and any pair can take a rank that
-waits: so some pair can always go on, unless a rank makes no call at all. Before a rank goes on, it puts `away` in place
-of `free`, so that no other rank takes it.
+its own first call, where it waits for the other rank on the host, as in NCCL's groups. Unlike in NCCL, a rank that
+waits also serves other ranks: in a ring in which all ranks send first, each rank waits for the next one while the
+previous one waits for it. The group's store has a word for each rank: `away` (the rank is not waiting), `free` (it is
+waiting), or the token of the pair that it is opening. A rank that waits for a peer tries to put one token in both
+ranks' words, each only in place of `free`, and takes the first back if it cannot set the second. Both ranks see the
+token in both words, and make the communicator. No rank holds a word while it waits for another word, and any pair can
+take a rank that waits: so some pair can always go on, unless a rank makes no call at all. Before a rank goes on, it
+puts `away` in place of `free`, so that no other rank takes it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _PAUSE_S = 1e-3
 
 
 class MessagePair(Protocol):
-    """Exchanges messages with one other rank, or with this rank itself; calls return a work of ours or of torch."""
+    """Exchanges messages with one other rank, or with this rank itself; calls return a `Work`, ours or torch's."""
 
     def send(self, tensor: Tensor) -> Any:
         """Start a send, behind the work of the current stream."""
@@ -91,7 +91,7 @@ class TorchPair:
 
     Args:
         lines: the groups of the messages from the pair's first and from its second rank.
-        rank: this rank, as these groups count.
+        rank: this rank's number in these groups.
     """
 
     def __init__(self, lines: Sequence[InnerGroup], rank: int) -> None:
@@ -111,17 +111,17 @@ class TorchPair:
             line.group.set_timeout(timedelta(seconds=timeout_s))
 
     def end(self, how: Literal["close", "abort"]) -> None:
-        """Shut down or abort the groups of both directions; NCCL shuts down when both ranks do, so in one order."""
+        """Shut down or abort both groups, in one order on both ranks: NCCL's shutdown waits for the other rank."""
         for line in self._lines:
             line.end("shutdown" if how == "close" else how)
 
 
 class SelfWork(HostWork):
-    """Represents one end, the send or the receive, of a message of a rank to itself. See `Work`.
+    """Represents the send or the receive of a message from this rank to itself. See `Work`.
 
     Args:
         tensor: tensor that is sent, or that receives.
-        timeout_s: seconds that `wait` waits for the other end.
+        timeout_s: seconds that `wait` waits for the matching call.
     """
 
     def __init__(self, tensor: Tensor, timeout_s: float) -> None:
@@ -130,13 +130,13 @@ class SelfWork(HostWork):
         self.record()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the other end was called; on a GPU the current stream then waits for the copy. See `Work.wait`."""
+        """Wait for the matching send or receive; on a GPU the current stream waits for the copy. See `Work.wait`."""
         super().wait(timeout_s or self._timeout_s)
         self.join()
         return True
 
     def record(self) -> None:
-        """Record an event on the current stream, behind this end's work."""
+        """Record an event on the current stream, behind the work of this send or receive."""
         self._point = torch.cuda.current_stream().record_event() if self.tensor.is_cuda else None
 
     def join(self) -> None:
@@ -236,7 +236,7 @@ class MessagePairs:
         self._agreed.add(peer)
 
     def by_mailbox(self, peer: int, device: torch.device) -> MessagePair | str:
-        """Return the pair with mailboxes to `peer`, opened at the first call, or a text that says why there is none."""
+        """Return the `MailboxPair` with `peer`, opened at the first call, or a text that says why there is none."""
         return self._found(peer, _BY_MAILBOX, device)
 
     def by_torch(self, peer: int, device: torch.device) -> MessagePair:
@@ -266,7 +266,7 @@ class MessagePairs:
                 pair.set_timeout(timeout_s)
 
     def end(self, how: Literal["close", "abort"]) -> None:
-        """Close or abort all pairs, on all ranks in the order of their two ranks: closing waits for the other rank."""
+        """Close or abort all pairs, on all ranks sorted by a pair's two ranks, since closing waits for the peer."""
         known, self._known = self._known, {}
         for peer, way in sorted(known, key=lambda pair: (sorted((self._rank, pair[0])), pair[1])):
             pair = known[peer, way]
@@ -274,7 +274,7 @@ class MessagePairs:
                 pair.end(how)
 
     def _open(self, peer: int, way: str, device: torch.device) -> None:
-        """Wait until the pair with `peer` is open; meanwhile open the pairs for which other ranks want this rank."""
+        """Wait until the pair with `peer` is open; meanwhile open the pairs that other ranks ask this rank for."""
         mine, deadline = str(self._rank), time.monotonic() + self._options.timeout_s
         self._store.set(mine, _FREE)
         try:
@@ -301,7 +301,7 @@ class MessagePairs:
             raise
 
     def _claimed(self, peer: int, way: str) -> str:
-        """Return the token of the pair with `peer` if both ranks' words in the store could be set to it, or `free`."""
+        """Set both ranks' words in the store to the token of the pair with `peer`; return the token, or `free`."""
         low, high = sorted((self._rank, peer))
         token = f"{low}-{high} {way} by {self._rank}"
         if self._store.compare_set(str(low), _FREE, token).decode() != token:
@@ -312,7 +312,7 @@ class MessagePairs:
         return token
 
     def _is_whole(self, token: str) -> bool:
-        """Return whether both ranks' words have the token; if not, its owner will set the second or clear the first."""
+        """Return whether both ranks' words are the token; if not, its maker will set the second or clear the first."""
         words = map(str, _ranks_of(token))
         return all(self._store.check([word]) and self._store.get(word).decode() == token for word in words)
 
@@ -335,7 +335,7 @@ class MessagePairs:
             return str(error)
 
     def _lines(self, ranks: tuple[int, int], device: torch.device) -> TorchPair:
-        """Return a pair of torch's groups, one for each direction, each connected now by a first message."""
+        """Return a `TorchPair`, with one group for each direction, both connected now by a first message."""
         lines, here = [], ranks.index(self._rank)
         for source in ranks:
             line = self._inner.part(f"line from {source} of {ranks[0]} {ranks[1]}", list(ranks))

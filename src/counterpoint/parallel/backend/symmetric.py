@@ -17,13 +17,13 @@ from counterpoint.parallel.ddp import SymmetricBuckets
 
 @contextmanager
 def symmetric_memory(group: Any = None) -> Iterator[None]:
-    """Put CUDA tensors that this thread makes in the block in symmetric memory, so that calls run in place on them.
+    """Allocate CUDA tensors of this thread's `with` block in symmetric memory, so that calls run in place on them.
 
         with counterpoint.symmetric_memory():
             model = DistributedDataParallel(model)
 
-    `Communicator.memory_pool` says what it asks of the ranks. The buckets that DDP makes anew later lie there, too.
-    From then on the group takes all_reduces and reduce_scatters of 4 MiB and more, unless `crossover_bytes` has a size
+    `Communicator.memory_pool` says what all ranks have to do. The buckets that DDP rebuilds later lie there, too. From
+    then on the communicator runs all_reduces and reduce_scatters of 4 MiB and more, unless `crossover_bytes` has a size
     for them, and other calls of more than 256 MiB, wherever their tensors lie.
 
     Args:

@@ -150,7 +150,7 @@ class AllToAll(TokenMechanism):
             raise no_room(max(rows) - capacity, self._options)
 
     def _exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> tuple[Tensor, Any]:
-        """Start to exchange `sent` and `received` rows with each rank; return the output tensor and torch's work."""
+        """Start to send `sent[r]` rows to each rank r and receive `received[r]`; return the output and torch's work."""
         out = rows.new_empty(sum(received), rows.shape[1])
         width = rows.shape[1] * rows.element_size()
         with self._named():
@@ -172,7 +172,7 @@ class AllToAll(TokenMechanism):
 
     @contextmanager
     def _named(self) -> Iterator[None]:
-        """If a call of torch fails in the block, raise an error that names the ranks that died: torch's names none."""
+        """If a call of torch fails in the block, raise an error that names the ranks that died, as torch's does not."""
         try:
             yield
         except RuntimeError as error:

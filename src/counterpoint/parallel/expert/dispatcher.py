@@ -1,4 +1,4 @@
-"""Define `Dispatcher`, by which users send tokens to their experts and the experts' outputs back, and its derivatives.
+"""Define `Dispatcher`, which sends tokens to their experts and the experts' outputs back, and the derivatives of both.
 
 Each half of a dispatch or a combine is an autograd function of its own: the first half begins communication, the second
 half waits for it. Autograd runs nodes in the reverse order of their making. So the derivative of a second half, which
@@ -49,7 +49,7 @@ def most_tokens(x: Tensor, group: Any) -> int:
 
 
 class Handle:
-    """Identifies one dispatch and its combine: a caller passes it from each half to the next."""
+    """Identifies one dispatch and its combine; a caller passes the handle from each half of them to the next."""
 
     def __init__(self, mechanism: TokenMechanism, tokens: int, dtype: torch.dtype) -> None:
         self.tokens, self.dtype = tokens, dtype
@@ -59,7 +59,7 @@ class Handle:
         self._under_way: Tensor | None = None  # stands for tokens and weights, later for the sums, in autograd
 
     def _advance(self, after: str, half: str) -> Tensor:
-        """Return the trip that is under way; raise unless `after` was the half before `half`."""
+        """Return the tensor that stands for the trip in autograd; raise unless `after` was the half before `half`."""
         if self._half != after or self._under_way is None:
             raise Misconfigured(f"{half} after {self._half}: call it once, after {after}")
         self._half = half
@@ -70,7 +70,7 @@ class Dispatcher:
     """Sends tokens of one process group to their experts, and the experts' outputs back.
 
     All ranks make it together and make the same calls in the same order, forward and backward, each with as many tokens
-    as it has. Second halves come in the order of the first ones.
+    as it has. Calls of `finish_*` come in the order of the calls of `start_*`.
 
     Args:
         group: torch process group; None: the default one.
@@ -117,8 +117,8 @@ class Dispatcher:
 
         Args:
             x: `[tokens, hidden]`, at most `max_tokens`; how many may differ between ranks.
-            ids: experts of each token, `[tokens, top_k]` of int32 or int64; -1, as any number that is no expert, is
-                none.
+            ids: experts of each token, `[tokens, top_k]` of int32 or int64; -1, or any other number that names no
+                expert, is no choice.
             weights: weight of each choice, `[tokens, top_k]`, by which `combine` multiplies the expert's output.
 
         Returns:
@@ -133,7 +133,7 @@ class Dispatcher:
         return *self.finish_dispatch(handle), handle
 
     def combine(self, rows: Tensor, handle: Handle) -> Tensor:
-        """Return each token's sum of weight times row over its choices, `[tokens, hidden]`, made in float32."""
+        """Return, for each token, the sum over its choices of weight times row, `[tokens, hidden]`, made in float32."""
         return self.finish_combine(self.start_combine(rows, handle))
 
     @uncompiled
@@ -176,13 +176,13 @@ class Dispatcher:
         return handle._trip.finish_combine(under_way)
 
     def report(self) -> Report:
-        """Return a report: how many calls took each path, and why."""
+        """Return a report: how many calls each mechanism ran, and why."""
         return Report(calls=self._counts.rows())
 
     def dropped(self) -> int:
         """Return the number of choices that had no room on this rank so far; on a GPU this waits for the device.
 
-        With `slabs` these are choices of its own tokens, else rows of its experts, with padding.
+        With `slabs` these are choices of this rank's tokens, else rows of this rank's experts, with padding.
         """
         return 0 if self._mechanism is None else self._mechanism.dropped()
 
@@ -195,7 +195,7 @@ class Dispatcher:
             self._mechanism.check()
 
     def close(self) -> None:
-        """Leave the communicator; without other users it is closed. All ranks call this; a later call opens another."""
+        """Leave the communicator; its last user closes it. All ranks call this; a later dispatch opens another."""
         mechanism, self._mechanism = self._mechanism, None
         ranks, self._ranks = self._ranks, None
         if ranks is not None:
@@ -230,7 +230,7 @@ class Dispatcher:
         return self._mechanism
 
     def _made(self, x: Tensor) -> tuple[TokenMechanism, str]:
-        """Return a new mechanism, the one that options name or the fastest by prediction, and why."""
+        """Return a new mechanism, named by the options or else predicted to be the fastest, and why that one."""
         asked, group = self.options.mechanism, torch_group(self.group)
         if x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise Unsupported("the first dispatch in a graph capture: make the same call once before, on all ranks")

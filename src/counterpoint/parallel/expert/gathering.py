@@ -135,7 +135,7 @@ class GatherAll(OwnCommunication):
         return rows, weights
 
     def _weights_grad(self, dots: Tensor, route: _Route) -> Halves[Tensor]:
-        """Send each rank its derivatives of weights, the products of rows and gradients; one rank has each choice's."""
+        """Reduce-scatter the derivatives of weights to their tokens' ranks; each is 0 but on its expert's rank."""
         out = dots.new_empty(route.block, dots.shape[1])
         work: Any = self._communicator.reduce_scatter(out, dots, channel=_SMALL, async_op=True)
         yield

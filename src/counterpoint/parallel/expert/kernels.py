@@ -38,7 +38,7 @@ def count(ids, stride, first_expert, choices, counts, blocks, sources, capacity,
 
 @triton.jit(do_not_specialize=["blocks"])
 def scan(counts, totals, blocks, WIDTH: tl.constexpr):
-    """Replace one expert's counts by block with their exclusive prefix sums, and store the total."""
+    """Replace one expert's counts, one for each block, by their exclusive prefix sums, and store the total."""
     counts += tl.program_id(0) * blocks
     before = 0
     for start in range(0, blocks, WIDTH):
@@ -53,7 +53,7 @@ def scan(counts, totals, blocks, WIDTH: tl.constexpr):
 def place(ids, stride, first_expert, choices, counts, totals, blocks, slots, sources, offsets, missing, capacity,
           pad_multiple, EXPERTS: tl.constexpr, BINS: tl.constexpr, TOP_K: tl.constexpr,
           BLOCK: tl.constexpr):  # fmt: skip
-    """Give every choice of a block its row: after the rows of earlier experts, earlier blocks and earlier choices."""
+    """Assign a row to every choice of a block: after those of earlier experts, earlier blocks and earlier choices."""
     block, lanes, bins = tl.program_id(0), tl.arange(0, BLOCK), tl.arange(0, BINS)
     total = tl.load(totals + bins, mask=bins < EXPERTS, other=0)
     padded = (total + pad_multiple - 1) // pad_multiple * pad_multiple
@@ -87,7 +87,7 @@ def _wide(values):
 
 @triton.jit
 def _zero(rows, sources, first, end, HIDDEN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Write zeros to those of `ROWS` rows from `first` on that have no source."""
+    """Write zeros to the rows that have no source, among `ROWS` rows from `first` on."""
     lines = first + tl.arange(0, ROWS)
     unused = tl.load(sources + lines, mask=lines < end, other=0) < 0
     if tl.max(unused.to(tl.int32)) > 0:

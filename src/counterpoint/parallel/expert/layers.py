@@ -40,9 +40,9 @@ class DelayedWeight:
     """Stands for a weight in one call of `grouped_matmul`, whose backward leaves the weight's gradient for later.
 
     Args:
-        weight: without a gradient.
-        place: an empty tensor, of the node that will compute the gradient.
-        products: operands that the node finds: rows, gradients of the outputs, and offsets.
+        weight: the weight, detached from autograd.
+        place: an empty tensor whose autograd node will compute the gradient.
+        products: operands for that node: rows, gradients of the outputs, and offsets.
     """
 
     weight: Tensor
@@ -67,7 +67,7 @@ def delayed(weight: Tensor, calls: int = 1) -> tuple[DelayedWeight, ...]:
 
 
 def grouped_matmul(rows: Tensor, weight: Tensor | DelayedWeight, offsets: Tensor) -> Tensor:
-    """Multiply each expert's rows by its weight: `rows[start:end] @ weight[expert].T`.
+    """Multiply each expert's rows by the expert's weight: `rows[start:end] @ weight[expert].T`.
 
     On CUDA, bfloat16 goes through torch's `grouped_mm`, which waits for nothing; all else through a loop, for which the
     host reads the offsets.
@@ -180,7 +180,7 @@ class LocalExperts(nn.Module):
             nn.init.uniform_(weight, -(weight.shape[-1] ** -0.5), weight.shape[-1] ** -0.5)
 
     def weights(self) -> ExpertWeights:
-        """Return the weights as they are now: FSDP2 replaces shards by whole weights while the module runs."""
+        """Return the weights as they are now: FSDP2 replaces shards by unsharded weights while the module runs."""
         return ExpertWeights(gate_up=self.gate_up, down=self.down, gate=self.gate)
 
     def forward(self, rows: Tensor, offsets: Tensor) -> Tensor:
@@ -209,10 +209,10 @@ def overlapped_moe(
         x: this rank's tokens `[tokens, hidden]`.
         ids: experts of the tokens, `[tokens, top_k]`, -1 for none.
         weights: weights of these choices, `[tokens, top_k]`.
-        experts: of this rank. Weight gradients of another function of rows and offsets are not delayed, nor of experts
-            on which `fully_shard` was called: call it on the module that calls this.
+        experts: experts of this rank. Weight gradients are not delayed for another function of rows and offsets, nor
+            for experts on which `fully_shard` was called: call `fully_shard` on the module that calls this.
         dispatcher: brings tokens to experts and back.
-        parts: of the tokens. 1: nothing lies beside the communication but the shared expert and weight gradients.
+        parts: number of parts; with 1, only the shared expert and weight gradients run beside the communication.
         shared: an expert that every token visits, each row by itself; called twice. Its output is added.
 
     Returns:
@@ -261,7 +261,7 @@ def _even(total: int, parts: int) -> list[int]:
 
 
 class _GroupedMatmul(torch.autograd.Function):
-    """Does `grouped_matmul` with derivatives; a delayed weight's backward leaves its operands in `products`.
+    """Does `grouped_matmul` with derivatives; for a delayed weight, backward puts the operands in `products`.
 
     `place` is what the weight's gradient goes to: the weight, or the empty tensor that stands for a delayed one.
     """

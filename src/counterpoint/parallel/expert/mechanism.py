@@ -29,7 +29,7 @@ class ExpertLayout:
     Args:
         rank: number of this rank.
         world_size: number of ranks.
-        experts: number of experts of all ranks, divided evenly: rank r's begin at `r * experts / world_size`.
+        experts: number of experts of all ranks, divided evenly: rank r's experts begin at `r * experts / world_size`.
         top_k: choices of a token.
         max_tokens: most tokens that a rank dispatches at once.
         hidden: elements of a token.
@@ -76,7 +76,7 @@ class ExpertLayout:
         return self.padded(rows, options.pad_multiple)
 
     def padded(self, rows: int, pad_multiple: int) -> int:
-        """Return the number of rows with padding, where each expert's rows begin at a multiple of `pad_multiple`."""
+        """Return how many rows hold `rows` rows if each expert's rows are padded to a multiple of `pad_multiple`."""
         return -(-(rows + self.local_experts * (pad_multiple - 1)) // pad_multiple) * pad_multiple
 
 
@@ -116,12 +116,12 @@ class TokenMechanism(Protocol):
     def combine(self, rows: Tensor, route: Any, *, weighted: bool) -> Halves[tuple[Tensor, Tensor | None]]:
         """Send the outputs of experts back; return each token's sum, `[tokens, hidden]`, in the dtype of the rows.
 
-        The second value is what `spread` needs for the derivative of the weights, if the combine is weighted. A combine
-        that is not is the derivative of a dispatch.
+        The second value is what `spread` needs for the derivative of the weights, if the combine is weighted. An
+        unweighted combine is the derivative of a dispatch.
         """
 
     def spread(self, grads: Tensor, route: Any, saved: Tensor | None) -> Halves[tuple[Tensor, Halves[Tensor] | None]]:
-        """Send the derivatives of the sums, `[tokens, hidden]`, to the rows: the derivative of a weighted combine.
+        """Send the sums' derivatives, `[tokens, hidden]`, to the rows' ranks, as the derivative of a weighted combine.
 
         Return the derivative of the rows `[capacity, hidden]`, each times its weight, and, with the second value of
         `combine`, the derivative of the weights, float32 `[tokens, top_k]`, whose first half has run.
@@ -153,7 +153,7 @@ class OwnCommunication:
     """Holds the communicator that a mechanism uses, and counts choices without room.
 
     Args:
-        ranks: ranks, with an open communicator; its user leaves it after `close`.
+        ranks: the ranks, with an open communicator, which the dispatcher leaves.
         layout: which rank has which experts.
         options: options of the dispatcher.
     """

@@ -1,4 +1,4 @@
-"""Run the experts of a model of `transformers` by a `Dispatcher`, after its expert-parallel plan was applied.
+"""Run the experts of a model of `transformers` by a `Dispatcher`, after the model's `ep_plan` was applied.
 
 A module whose style is exactly one of `transformers` gets another `forward`. A style cannot be queried, but it leaves a
 closure that holds what the plan said: `expert_style` looks inside it, and returns a text for anything that it does not
@@ -66,7 +66,7 @@ class ExpertStyle:
 
 
 class Dispatchers:
-    """Makes one dispatcher for each shape of a layer and group of ranks, and closes them all."""
+    """Makes one dispatcher for each pair of a layer's shape and a group of ranks, and closes them all."""
 
     def __init__(self, options: ExpertOptions) -> None:
         self.options, self.parts = options, options.parts or _PARTS
@@ -81,7 +81,7 @@ class Dispatchers:
         return tuple(self._made.values())
 
     def most_tokens(self, style: ExpertStyle, x: Tensor, top_k: int) -> int:
-        """Return the most tokens of any rank in a call of layers of this shape; at first all ranks call it together."""
+        """Return the most tokens of any rank in a call of layers of this shape; in the first, all ranks call this."""
         key = style.mesh.get_group().group_name, style.experts, top_k, x.shape[1]
         if key not in self._most:
             self._most[key] = self.options.max_tokens or most_tokens(x, style.mesh.get_group())
@@ -172,7 +172,7 @@ class OverlappedExperts:
         )
 
     def _mechanism(self, x: Tensor, top_k: int) -> ExpertChoice | None:
-        """Return the mechanism by the options, else by the tuning; None: `transformers` runs the experts.
+        """Return the mechanism that the options, or else the tuning, name; None: `transformers` runs the experts.
 
         A tuning is asked with the size of the largest call of any rank, so that all ranks choose alike.
         """
@@ -212,7 +212,7 @@ class OverlappedExpertParallel:
 
     Args:
         model: `transformers` has made it with `ep_size`.
-        options: None: the defaults, and experts on GPUs are left, as nothing was measured there yet.
+        options: None: the defaults, and experts on GPUs are left to `transformers`, as nothing was measured there yet.
         tuning: chooses the mechanism of each module where the options name none; None: nothing does.
 
     Raises:
@@ -275,7 +275,7 @@ class OverlappedExpertParallel:
 
 
 def expert_style(module: nn.Module) -> ExpertStyle | str | None:
-    """Return how a module's experts are spread; a text why they cannot be taken; None if they are not spread."""
+    """Return how a module's experts are spread, or a text why they cannot be replaced; None if they are not spread."""
     forward = vars(module).get("forward")
     if not is_function(forward, _FORWARD):
         return None

@@ -64,7 +64,8 @@ class Assignment:
         """Return the assignment of tokens `begin` to `end` alone; their rows stay where they are.
 
         So tokens can be permuted as they arrive, `permute(x[begin:end], assignment.of_tokens(begin, end), out=rows)`,
-        and sums computed for some tokens first. `sources` still counts all tokens. One of the parts `pads` the rows.
+        and sums computed for some tokens first. `sources` still counts all tokens. `pads`: whether this part also
+        writes the padding; one part has to.
         """
         return replace(self, slots=self.slots[begin:end], pad_multiple=self.pad_multiple if pads else 1)
 
@@ -75,7 +76,7 @@ def bounded(ids: Tensor, experts: int) -> Tensor:
 
 
 def assign(ids: Tensor, *, first_expert: int, num_experts: int, capacity: int, pad_multiple: int = 1) -> Assignment:
-    """Give each choice of this rank's experts a row.
+    """Assign a row to each choice that names an expert of this rank.
 
     Args:
         ids: the experts that tokens chose, int32 or int64 [tokens, top_k]; those of other ranks, or none (-1), get no
@@ -116,8 +117,8 @@ def permute(
         tokens: tokens to copy.
         assignment: where each token goes.
         weights: factors of the copies, `[tokens, top_k]`; products are made in float32 and then rounded.
-        out: rows of any floating dtype: written to and returned; None: new ones like `tokens`. Tokens in float8 come
-            out wide if it is wide; their scales, `[tokens, 1]` expanded, are weights.
+        out: rows of any floating dtype: written to and returned; None: new ones like `tokens`. Tokens in float8 are
+            widened to the dtype of `out`; their scales, `[tokens, 1]` expanded, are weights.
         zero_tail: also write zeros past `offsets[-1]`. It takes as long as copying as many rows, so give False for
             operations that go by the offsets, as grouped matmuls do: these rows are then left as they are.
 
@@ -153,7 +154,7 @@ def combine(
 
 
 def weight_grads(rows: Tensor, grads: Tensor, assignment: Assignment, *, out: Tensor | None = None) -> Tensor:
-    """Return the gradients of the weights of `combine`: each choice's row times the gradient of its token's sum.
+    """Return the gradients of `combine`'s weights: dot products of each choice's row and its token's gradient.
 
     Args:
         rows: rows that `combine` added up.
@@ -206,7 +207,7 @@ def triton_kernels() -> Any:
 
 
 def _check(assignment: Assignment, weights: Tensor | None, *tensors: tuple[str, Tensor, bool]) -> None:
-    """Raise unless all tensors fit: each comes with its name, and True for rows, False for tokens; widths are equal."""
+    """Raise unless tensors, each with its name, have the shape of rows (True) or tokens (False), and equal widths."""
     hidden = tensors[0][1].shape[-1]
     for what, tensor, is_rows in tensors:
         shape = (assignment.sources if is_rows else assignment.slots).shape[0], hidden
@@ -233,7 +234,7 @@ def _check_e4m3(device: torch.device) -> None:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which sums of this dtype are made."""
+    """Return the dtype in which values of this dtype are summed."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

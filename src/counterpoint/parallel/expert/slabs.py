@@ -11,11 +11,11 @@ receiver knows on its device which rows arrive, in whichever round.
 
 Rows that do not fit a slab are treated as `overflow` says. `raise` and `drop` count them on the device; with `raise`,
 the next dispatch, `check` or `close` waits until earlier calls have told how many rows of any rank had no room, and
-raises on all ranks; a call in a capture does not look. A `second_round` loses no rows: the tables say how many rows the
-fullest slab lacks, and if this is not 0, a second all_to_all of that size follows when the dispatch is finished. For
-that, the host waits in each dispatch until the tables have arrived, while work that was queued after the start of the
-dispatch goes on. In a capture no host can wait: there one round has room for all rows, `world_size` times those of an
-even routing, while `raise` and `drop` send `capacity_factor` times those.
+raises on all ranks; a call in a capture does not check. A `second_round` loses no rows: the tables say how many rows
+the fullest slab lacks, and if this is not 0, a second all_to_all of that size follows when the dispatch is finished.
+For that, the host waits in each dispatch until the tables have arrived, while work that was queued after the start of
+the dispatch goes on. In a capture no host can wait: there one round has room for all rows, `world_size` times those of
+an even routing, while `raise` and `drop` send `capacity_factor` times those.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class SlabRound:
 
 @dataclass(frozen=True)
 class TokenRoute:
-    """Holds where the rows of one dispatch go, and where their outputs return to."""
+    """Holds where the rows of one dispatch go, and where the experts' outputs for them return to."""
 
     dtype: torch.dtype
     weights: Tensor  # [tokens, top_k]
@@ -231,7 +231,7 @@ class Slabs(OwnCommunication):
         saved: Tensor | None = None,
         dots: Tensor | None = None,
     ) -> Tensor:
-        """Return the rows of this rank's experts when they have arrived, in expert order, times the weights if given.
+        """Return the rows of this rank's experts, when all have arrived, in expert order, times the weights if given.
 
         Args:
             exchanges: the exchange of each round.
@@ -279,8 +279,8 @@ def pack(
         weights: float32 `[tokens, top_k]`.
         scales: float32 `[tokens, 1]`, if tokens travel in another dtype.
         layout: which rank has which experts.
-        first: places of each rank that travel at once.
-        room: places of each rank that its table has.
+        first: places for each rank in the first round.
+        room: places in the table for each rank.
 
     Returns:
         The packing, with the tables.

@@ -96,7 +96,7 @@ class TokenDispatching:
         return metadata.dispatcher.combine(routed_output_RD, metadata.handle)
 
     def _scores_of_rows(self, scores: Tensor, ids: Tensor, max_tokens: int) -> Tensor:
-        """Return the score of each row, `[R, 1]`: scores and ids travel like tokens, and a row's expert selects one.
+        """Return the score of each row, `[R, 1]`: scores and ids travel like tokens, and each row's expert picks one.
 
         Float32 holds every number of an expert below 2^24.
         """

@@ -14,8 +14,8 @@ Streams and lifetimes on a GPU, read in torch 2.11 and 2.13 (`_fsdp_collectives.
 - A buffer (with FSDP2's copies) is dropped by the host one module later in the forward pass, at once in the backward
   pass; but first FSDP2 makes the copy-in and the gather stream wait for the copy-out. So it may be used again, and its
   peers may know so, behind what is queued at that moment on **the stream that made it and the one that the call ran
-  on**; that is what `Communicator.empty` promises, and nothing has to be recorded here. Of a gather in vain
-  (prefetched, never used) only the call's own stream knows the end: it is dropped with no wait of the other.
+  on**; that is what `Communicator.empty` promises, and nothing has to be recorded here. The buffer of a gather in vain
+  (prefetched, never used) is dropped without these waits: only the call's own stream knows its end.
 - `unshard(async_op=True)`: all of it on the compute stream; FSDP2 waits for our `Work` before it reads.
 - What a scatter reads, gradients or buffer, is made on the compute stream and read by the call on the scatter stream;
   FSDP2 holds what `allocate` returned until the compute stream was made to wait for the call. Output: allocated on the
@@ -55,7 +55,7 @@ T = TypeVar("T")
 class ShardGroups:
     """Holds a `RankGroup`, with an open communicator, for each set of ranks over which FSDP2 shards.
 
-    All ranks of a group open theirs together. Ranks that are in several groups do so in the same order, that of the
+    All ranks of a group open its communicator together. Ranks in several groups open these in one order, that of the
     ranks' numbers, so that no two ranks wait for each other.
 
     Args:
@@ -120,7 +120,7 @@ class ShardGroups:
 class GatherHook(AllGather):
     """Gathers the parameters of one module, in the place of torch's `AllGather`.
 
-    Peers send shards into the whole `parameters`; if that is None, into a buffer out of which FSDP2 copies them.
+    Peers send shards into the unsharded `parameters`; if that is None, into a buffer out of which FSDP2 copies them.
     `prefetch` learns the order of gathers; None: FSDP2 prefetches as it does by itself.
     """
 
@@ -161,7 +161,7 @@ class GatherHook(AllGather):
         """Gather all ranks' shards, as `all_gather_into_tensor` does, into the tensor that `allocate` has returned.
 
         Returns:
-            The work that FSDP2 waits for before it reads; None if the current stream has it, as without `async_op`.
+            The work that FSDP2 waits for before it reads; None if the call is on the current stream (no `async_op`).
         """
         if self._prefetch is not None:
             self._prefetch.gathered(self._module)
@@ -192,7 +192,7 @@ class GatherHook(AllGather):
         )
 
     def restore(self) -> None:
-        """Let FSDP2 allocate the whole parameters again; call this between two steps, while they are sharded."""
+        """Let FSDP2 allocate unsharded parameters again; call this between two steps, while the module is sharded."""
         if self.parameters is not None:
             self.parameters.restore()
 
@@ -236,7 +236,7 @@ class ScatterHook(ReduceScatter):
         """Reduce and scatter, as `reduce_scatter_tensor` does, between tensors of `allocate`; round each sum once.
 
         Returns:
-            The work that FSDP2 waits for before it reads; None if the current stream has it, as without `async_op`.
+            The work that FSDP2 waits for before it reads; None if the call is on the current stream (no `async_op`).
         """
         if self._prefetch is not None:
             self._prefetch.scattered()
@@ -335,7 +335,7 @@ class Prefetch:
         self._is_set = False
 
     def gathered(self, module: ShardedModule) -> None:
-        """Record that this module is being gathered, by which the order of modules is learnt."""
+        """Record that this module is being gathered, to learn the order of modules."""
         if not self._is_set:
             self._order.setdefault(module.module, module)
 
@@ -352,7 +352,7 @@ class Prefetch:
             module.set_modules_to_backward_prefetch([order[number] for number in targets.backward])
 
     def undo(self) -> None:
-        """Clear FSDP2's prefetch lists, so that it uses its own rule again."""
+        """Clear FSDP2's prefetch lists, so that FSDP2 prefetches by its own rule again."""
         if self._is_set:
             for module in self._order:
                 module.set_modules_to_forward_prefetch([])

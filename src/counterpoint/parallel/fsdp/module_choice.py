@@ -58,12 +58,12 @@ class ModuleChoice:
         return self.scatter is None or not self.scatter.stays
 
     def reasons(self) -> dict[str, str]:
-        """Return the tuning's reasons by name of the collective, for each collective for which it has a choice."""
+        """Return, by name of the collective, the tuning's reason for each collective that it has a choice for."""
         named = (("all_gather", self.gather), ("reduce_scatter", self.scatter))
         return {name: call.why for name, call in named if call is not None}
 
     def torch_why(self) -> str:
-        """Return why torch's own collectives both stay; "" if one of them is replaced."""
+        """Return why both of torch's own collectives stay; "" if one of them is replaced."""
         if self.takes_gather or self.takes_scatter:
             return ""
         return "; ".join(dict.fromkeys(self.reasons().values()))
@@ -76,8 +76,8 @@ class HookedModule:
         module: the module.
         groups: communicators of all modules' groups.
         choice: the tuning's choices for this module.
-        parameters: memory where peers write its whole parameters; None: FSDP2 copies them out of a buffer.
-        copied_why: says why it does; empty: it does not.
+        parameters: memory where peers write its unsharded parameters; None: FSDP2 copies them out of a buffer.
+        copied_why: says why FSDP2 copies them; empty: it does not.
         direct: gradients are sent from where they are.
         prefetch: learns the order of modules; None: FSDP2 prefetches as it does by itself.
     """
@@ -112,7 +112,7 @@ class HookedModule:
         return gather, scatter
 
     def undo(self) -> None:
-        """Restore the earlier hooks, and let FSDP2 allocate the whole parameters again."""
+        """Restore the earlier hooks, and let FSDP2 allocate unsharded parameters again."""
         self._module.module.reshard()
         if self._gather is not None:
             self._gather.restore()
@@ -126,11 +126,11 @@ class OverlappedShards:
         model: the model.
         modules: the model's FSDP2 modules; none: nothing is done.
         options: options that say which modules are taken, and how.
-        tuning: chooses for the collectives of each; None: nothing does.
+        tuning: chooses for the collectives of each module; None: nothing does.
 
     Raises:
         Unsupported: the ranks of a module cannot share memory.
-        Misconfigured: other collectives were set before, or `prefetch` where there are lists already.
+        Misconfigured: other collectives were set before, or `prefetch` is given for modules with prefetch lists.
     """
 
     def __init__(
@@ -256,7 +256,7 @@ class OverlappedShards:
 def _whole_parameters(
     modules: Sequence[ShardedModule], groups: ShardGroups, *, ahead: int
 ) -> dict[ShardedModule, ModuleParameters]:
-    """Return the whole parameters of each module; modules that shard over the same ranks share slots.
+    """Return each module's unsharded parameters; modules that shard over the same ranks share slots of memory.
 
     `ahead` is the number of modules that may be gathered ahead of the one that runs.
     """
@@ -269,7 +269,7 @@ def _whole_parameters(
 
 
 def why_not_taken(module: ShardedModule, limit_bytes: int | None) -> str:
-    """Return why torch's own collectives stay under this module; "" if ours replace them."""
+    """Return why this module keeps torch's own collectives; "" if ours replace them."""
     if module.shard_group is None:
         return "it is replicated, not sharded"
     if not module.groups:

@@ -2,10 +2,10 @@
 
 torch's hooks (`set_custom_all_gather`, `set_custom_reduce_scatter`) are public, but not for modules whose parameters
 lie on several meshes (from torch 2.12 on, with a parameter group for each mesh), and a module has no public way to tell
-its process groups, or to be told where its whole parameters lie. This file is the only one that looks inside FSDP2. It
-uses names that are the same in torch 2.11 and 2.13, except one (`_fsdp_param_group`, then `_fsdp_param_groups`). It
-changes the hooks of each group, the flat tensors of whole parameters, one function, and the state that an interrupted
-pass has left. If a name is missing it says so, whatever the version.
+its process groups, or to be told where its unsharded parameters lie. This file is the only one that looks inside FSDP2.
+It uses names that are the same in torch 2.11 and 2.13, except one (`_fsdp_param_group`, then `_fsdp_param_groups`). It
+changes the hooks of each group, the flat tensors of unsharded parameters, one function, and the state that an
+interrupted pass has left. If a name is missing it says so, whatever the version.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ShardedModule:
-    """Describes an FSDP2 module with parameters of its own, or several that were given to `fully_shard` together.
+    """Describes an FSDP2 module with parameters of its own, or several modules given to `fully_shard` together.
 
     If its parameters lie on several meshes, there is a `ShardedModule` for each mesh.
     """
 
     name: str  # in the model, or names; `(root)`: the model itself; with the number of the group, if there are several
-    module: FSDPModule  # of FSDP2; the first of several
-    parameters: FSDPParamGroup  # FSDP2's own record of them
-    device: torch.device  # where they are gathered
+    module: FSDPModule  # the FSDP2 module; of several, the first
+    parameters: FSDPParamGroup  # FSDP2's own record of its parameters
+    device: torch.device  # where its parameters are gathered
     shard_group: ProcessGroup | None  # ranks over which it gathers and scatters; None if it only replicates
     post_forward_group: ProcessGroup | None = None
     """Holds the smaller group that gathers again in the backward pass, where `reshard_after_forward` is a number."""
     replicate_group: ProcessGroup | None = None  # ranks that have copies of the shards
-    gather_bytes: int = 0  # of the whole gathered parameters, in the dtype in which they are gathered
+    gather_bytes: int = 0  # bytes of its unsharded parameters, in the dtype in which they are gathered
     replicas: int = 1  # how many copies of the shards there are; their all-reduce (HSDP) is torch's
-    kept: bool = False  # its whole parameters stay after forward
+    kept: bool = False  # its unsharded parameters stay after forward
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -70,20 +70,20 @@ class ShardedModule:
 
     @property
     def replicating(self) -> tuple[ProcessGroup, ...]:
-        """Return the process group of the ranks with equal shards; () if there is one such rank."""
+        """Return the process group of the ranks that have this rank's shards; () if no other rank has them."""
         group = self.replicate_group
         return () if group is None or group.size() == 1 else (group,)
 
 
 class GatheredParameter(NamedTuple):
-    """Describes one parameter in its gathered form."""
+    """Describes one parameter as it is gathered."""
 
     num_bytes: int  # size of all ranks' shares, padded
     dtype: torch.dtype  # in which it is gathered
 
 
 class ModuleCall(NamedTuple):
-    """Describes one collective of a module: PyTorch's name, size and dtype."""
+    """Describes one collective of a module by PyTorch's name for it, its size and its dtype."""
 
     operation: str  # PyTorch's name
     num_bytes: int  # of the whole array
@@ -188,7 +188,7 @@ def _name(parameters: FSDPParamGroup, names: Mapping[nn.Module, str]) -> str:
 
 
 def gathered_parameters(module: ShardedModule) -> tuple[GatheredParameter, ...]:
-    """Return the parameters of a module that is sharded, in the order in which FSDP2 gathers them."""
+    """Return a sharded module's parameters as they are gathered, in the order in which FSDP2 gathers them."""
     assert module.shard_group is not None
     ranks = module.shard_group.size()
     return tuple(GatheredParameter(ranks * size, dtype) for size, dtype in _sizes(module.parameters))
@@ -224,22 +224,22 @@ def copied_why(module: ShardedModule) -> str:
 def is_done(module: ShardedModule) -> bool:
     """Return whether the module's backward pass is over, and no later call of the module has begun.
 
-    Then its whole parameters, if they are kept, are kept for the next call and not in use.
+    Then the module's unsharded parameters, if kept, are kept for the next call and not in use.
     """
     return bool(inside(module.parameters, "_training_state").name == "POST_BACKWARD")
 
 
 def install_parameters(module: ShardedModule, outputs: Sequence[Tensor]) -> None:
-    """Make FSDP2 use `outputs` as the module's whole parameters; call this only while it is sharded.
+    """Make FSDP2 use `outputs` as the module's unsharded parameters; call this only while the module is sharded.
 
-    They are flat tensors, in the order of `gathered_parameters`.
+    `outputs` are flat tensors, in the order of `gathered_parameters`.
     """
     for parameter, output in zip(inside(module.parameters, "fsdp_params"), outputs, strict=True):
         _replace_unsharded(parameter, [output])
 
 
 def restore_parameters(module: ShardedModule) -> None:
-    """Let FSDP2 allocate tensors of whole parameters again; call this only while the module is sharded."""
+    """Let FSDP2 allocate unsharded parameters again; call this only while the module is sharded."""
     assert module.shard_group is not None
     for parameter in inside(module.parameters, "fsdp_params"):
         numel = inside(parameter, "padded_sharded_param_size").numel()
@@ -258,7 +258,7 @@ def shards(module: ShardedModule) -> list[Tensor]:
 def skip_shard_cast(module: ShardedModule, skip: bool = True) -> None:
     """Stop FSDP2 from casting and copying shards before it asks for a buffer; `skip=False` lets it do so again.
 
-    There is no hook for that, so a function of torch is replaced; for all other modules it does what it did.
+    FSDP2 has no hook for that, so a function of torch is replaced; for all other modules the new one calls the old.
     """
     _AllGatherInputs.install()
     inside(module.parameters, "fsdp_params")[0]._counterpoint_skips_cast = skip
@@ -288,9 +288,9 @@ class _AllGatherInputs:
 
 
 def _replace_unsharded(parameter: FSDPParam, outputs: list[Tensor]) -> None:
-    """Make FSDP2's whole parameter a view of `outputs`, while it stays the same tensor object.
+    """Make FSDP2's unsharded parameter a view of `outputs`, but keep its tensor object.
 
-    It stays the same tensor object, for a graph may refer to it: its gradient is accumulated there, and what is saved
+    The object stays since an autograd graph may refer to it: the gradient is accumulated there, and what is saved
     for backward without a view is read there.
     """
     before = getattr(parameter, "_unsharded_param", None)
@@ -333,7 +333,7 @@ def inside(owner: Any, name: str) -> Any:
 
 
 def outermost(model: nn.Module) -> list[nn.Module]:
-    """Return the FSDP2 modules of `model` that are inside no other one: a forward pass begins with one of them."""
+    """Return `model`'s FSDP2 modules that are inside no other FSDP2 module: a forward pass begins with one of them."""
     from torch.distributed.fsdp import FSDPModule
 
     if isinstance(model, FSDPModule):
@@ -368,8 +368,8 @@ def refuse_unfinished(module: nn.Module, *_: object) -> None:
 def discard_pass(module: nn.Module) -> None:
     """Discard what an interrupted pass has left in an outermost FSDP2 module, without communication.
 
-    That is: gradients that are not reduced yet, whole parameters, and modules gathered ahead. torch 2.13 has
-    `reset_iter_state`; but it keeps gradients of whole parameters, to which the next pass would add.
+    That is: gradients that are not reduced yet, unsharded parameters, and modules gathered ahead. torch 2.13 has
+    `reset_iter_state`; but it keeps gradients of unsharded parameters, to which the next pass would add.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 

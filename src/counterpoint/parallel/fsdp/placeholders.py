@@ -2,7 +2,7 @@
 
 FSDP2 asks its hooks for a buffer to gather into, and for one to scatter from. It copies shards or gradients into the
 buffer by one operation, calls the hook, and copies parameters out by another operation. With a placeholder as the
-buffer, these operations are dispatched to this file: shards go to where the whole parameters are (`slots.py`), and
+buffer, these operations are dispatched to this file: shards go to where the unsharded parameters are (`slots.py`), and
 gradients stay where autograd left them.
 """
 

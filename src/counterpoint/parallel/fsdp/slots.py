@@ -1,10 +1,10 @@
-"""Hold whole parameters in slots of symmetric memory, into which FSDP2 gathers one module at a time.
+"""Hold unsharded parameters in slots of symmetric memory, into each of which FSDP2 gathers one module at a time.
 
 FSDP2 gathers a module into a buffer, the shards in the order of ranks, and copies from the buffer into tensors that it
 frees and allocates again. With slots, these tensors are made once, in a `ParameterSlot`, and peers write into them:
 nothing is copied out, and there is no buffer. Autograd keeps views of the tensors from forward to backward, so a
 module's tensors never move; but modules occupy a slot one after the other, so that only as many slots are needed as
-modules are whole at the same time.
+modules are unsharded at the same time.
 
 *Order.* An occupant leaves its slot when FSDP2 frees its parameters; what is queued then on the current stream still
 reads them. The next occupant waits for that, on the stream on which it copies its own shards in, and its peers write
@@ -52,14 +52,14 @@ _ALIGNMENT = 512  # bytes that a parameter's address is a multiple of, as in tor
 
 @dataclass(frozen=True, slots=True)
 class Lifetime:
-    """Says how long a module's whole parameters are in use: from which to which module, in the model's order."""
+    """Says how long a module's unsharded parameters are in use: from which module to which, in the model's order."""
 
-    num_bytes: int  # size of its whole parameters
-    span: tuple[int, int]  # first and last module that computes while this one is whole
+    num_bytes: int  # size of its unsharded parameters
+    span: tuple[int, int]  # first and last module that computes while this one is unsharded
 
 
 def assign_slots(modules: Sequence[Lifetime], *, ahead: int) -> list[int]:
-    """Return the slot number of each module; modules that are whole at the same time get different slots.
+    """Return the slot number of each module; modules that are unsharded at the same time get different slots.
 
     Of the possible slots, the one that has to grow least is chosen. Modules are in the order of the model; `ahead`
     of them are gathered before they compute.
@@ -77,9 +77,9 @@ def assign_slots(modules: Sequence[Lifetime], *, ahead: int) -> list[int]:
 
 
 def lifetimes(modules: Sequence[ShardedModule], sizes: Sequence[int]) -> list[Lifetime]:
-    """Return how long each module is whole: while inner modules compute, or to the end if it is kept after forward.
+    """Return how long each module is unsharded: until its last inner module, or to the end if kept after forward.
 
-    Groups of parameters of one module are whole together.
+    All parameter groups of one module are unsharded together.
     """
     order: dict[object, int] = {}
     for one in modules:
@@ -93,7 +93,7 @@ def lifetimes(modules: Sequence[ShardedModule], sizes: Sequence[int]) -> list[Li
 
 
 class ParameterSlot:
-    """Holds symmetric memory, a uint8 tensor, for the whole parameters of one module at a time."""
+    """Holds symmetric memory, a uint8 tensor, for the unsharded parameters of one module at a time."""
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
@@ -104,7 +104,8 @@ class ParameterSlot:
 class ParameterSlots:
     """Allocates the slots for one set of ranks, as a user of their communicator, and assigns one to each module.
 
-    The modules that share them are in the order of the model; `ahead` are gathered ahead of the one that computes.
+    `modules` share the slots, and are in the order of the model; `ahead` of them are gathered ahead of the one that
+    computes.
     """
 
     def __init__(self, group: RankGroup, user: object, modules: Sequence[ShardedModule], *, ahead: int) -> None:
@@ -120,9 +121,9 @@ class ParameterSlots:
         self._by_age: list[ParameterSlot] = []  # all slots, the one that was freed longest ago first
 
     def free_slot(self, module: ShardedModule, num_bytes: int) -> ParameterSlot:
-        """Return a slot without an occupant whose last occupant was not freed so lately that it may still compute.
+        """Return a slot that no module occupies, and whose last occupant left too long ago to be still computing.
 
-        It is the assigned one if that is free; else another one, or a new one.
+        This is the module's assigned slot if that is free, else another slot or a new one.
         """
         number = self._assigned[module]
         if number not in self._made:  # made late: the module may have another dtype now than when slots were assigned
@@ -147,7 +148,7 @@ class ParameterSlots:
 
 
 class ModuleParameters:
-    """Holds the whole parameters of one module: their slot, and the tensors in it."""
+    """Holds the unsharded parameters of one module: their slot, and the tensors in it."""
 
     def __init__(self, module: ShardedModule, slots: ParameterSlots) -> None:
         self._module, self._slots, self._group = module, slots, slots.group
@@ -155,7 +156,7 @@ class ModuleParameters:
         self._device = torch.get_device_module(module.device)
         self.layout: tuple[GatheredParameter, ...] = ()
         self.slot: ParameterSlot | None = None
-        self._whole = self._own = NO_TENSORS  # FSDP2's whole parameters, and this rank's parts of them
+        self._whole = self._own = NO_TENSORS  # FSDP2's unsharded parameters, and this rank's parts of them
         self._references = 0  # references to their storages while autograd has no views
         self._reading = False  # whether FSDP2 uses the parameters now
         self.is_allocated = False  # whether FSDP2 believes that their storages are allocated
@@ -166,7 +167,7 @@ class ModuleParameters:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of all whole parameters of the module."""
+        """Return the bytes of all unsharded parameters of the module."""
         return sum(one.num_bytes for one in self.layout)
 
     def copy_in(self) -> None:
@@ -279,7 +280,7 @@ class ModuleParameters:
 
 
 class _WholeParameter(Tensor):
-    """Represents a flat gathered parameter; its storage stays, while FSDP2 believes that it frees and allocates it."""
+    """Represents a flat unsharded parameter whose storage stays, though FSDP2 believes it frees and allocates it."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     _storage: _PermanentStorage
@@ -306,7 +307,7 @@ class _PermanentStorage:
 
 
 def _whole_parameter(part: Tensor, parameter: GatheredParameter, parameters: ModuleParameters) -> Tensor:
-    """Return `part` as a tensor with a storage of its own, which FSDP2 expects of a parameter."""
+    """Return `part` as a tensor with a storage of its own, as FSDP2 expects of a parameter."""
     alone: Tensor = from_dlpack(part.view(parameter.dtype))
     whole = alone.as_subclass(_WholeParameter)
     whole._storage = _PermanentStorage(parameter.num_bytes, parameters)

@@ -1,4 +1,4 @@
-"""Bind matmuls that poll flags in memory, and compute tiles in the order in which rows arrive, without a barrier.
+"""Bind matmuls that poll flags in memory and compute tiles in the order in which rows arrive, without a barrier.
 
 - `all_gather_matmul`: a tile begins when the word of the chunk that its rows are in says that they have arrived.
 - `matmul_reduce_scatter`: tiles of peers come first and are counted, so that a stream wait releases each chunk's copy;
@@ -83,8 +83,8 @@ def tile_runs(layout: ShardedRows, operation: TensorOperation, tile_rows: int) -
     """Return runs of rows of C, in the order in which the matmul computes their tiles.
 
     all_gather_matmul: own rows first (source: the shard), then those of rank - 1, rank - 2, ... (source: the gathered
-    matrix). matmul_reduce_scatter: rows for rank + 1, rank + 2, ..., own last (target: the shard). All else is rows of
-    the matrix.
+    matrix). matmul_reduce_scatter: rows for rank + 1, rank + 2, ..., own last (target: the shard). All other sources
+    and targets are rows of the whole matrix.
     """
     found: list[TileRun] = []
     gathers = operation == "all_gather_matmul"

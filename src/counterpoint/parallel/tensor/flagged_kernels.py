@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-incomplete-defs
-"""Define Triton matmuls that poll words in memory; `flagged.py` imports this file when it binds one.
+"""Define Triton matmuls that poll words in memory; `flagged.py` imports this file when it binds a matmul.
 
 A program takes every `num_programs`-th tile of C, in the order of the table of runs, in which `flagged.py` puts those
 runs first whose rows arrive first. A run consists of rows that arrive together, and no tile spans two runs.
@@ -18,7 +18,7 @@ COLUMNS = tl.constexpr(8)  # of the table: begin and end in tiles of rows, sourc
 
 @triton.jit
 def _place(tile, row_tiles, column_tiles, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
-    """Return first row and column of a tile: tiles go down a group of `GROUP` tiles of rows, then one column on."""
+    """Return a tile's first row and column; tiles go down `GROUP` tiles of rows, then to the next column of tiles."""
     group = tile // (GROUP * column_tiles)
     height = min(row_tiles - group * GROUP, GROUP)
     tile -= group * GROUP * column_tiles

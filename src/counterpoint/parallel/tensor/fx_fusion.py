@@ -60,9 +60,9 @@ class FoundCollective:
     Args:
         collective: `all_gather`, `reduce_scatter` or `all_reduce`.
         group: name of its process group.
-        tensor: shape and dtype of what is sent: gathered, or before it is reduced.
-        matmuls: how many it was fused with; 0 if it was left to torch.
-        why: it was left; empty if it was not.
+        tensor: shape and dtype of the whole tensor: gathered, or before it is reduced.
+        matmuls: number of matmuls that it was fused with; 0 if it was left to torch.
+        why: why it was left to torch; empty if it was not.
     """
 
     collective: str
@@ -211,7 +211,7 @@ def _matmuls_of_rows(gather: Node, whole: Node, writes: dict[Node, int]) -> tupl
 
 
 def _users_of_rows(whole: Node) -> Iterator[tuple[Node, Node]]:
-    """Yield pairs of a node and its user: the rows of `whole`, in any shape, and a node that uses them."""
+    """Yield pairs of nodes: the rows of `whole`, in any shape, and a node that uses these rows."""
     shaped = [whole]
     for rows in shaped:
         for user in rows.users:
@@ -327,7 +327,7 @@ def _check_one_user(node: Node, users: int) -> None:
 
 
 def _behind_one_another(matmuls: Sequence[Matmul], total: Node) -> tuple[Node, Node]:
-    """Return rows, shaped as `total`, and a weight, both concatenated along K: their product is the sum of all."""
+    """Return all rows, shaped as `total`, and all weights, both concatenated along K: their product is the sum."""
     graph = total.graph
     rows, weights = [], []
     for matmul in matmuls:

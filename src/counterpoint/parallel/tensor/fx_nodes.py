@@ -101,7 +101,7 @@ class SplitAndJoined:
 
 
 def split_and_joined(node: Node, count: int) -> SplitAndJoined | None:
-    """Return the tensor whose `count` equal parts `node` joins in their order; None if it does not."""
+    """Return the tensor whose `count` equal parts `node` joins in order, and how; None if `node` joins none."""
     if node.target is not aten.cat.default:
         return None
     given = arguments(node)
@@ -120,7 +120,7 @@ def split_and_joined(node: Node, count: int) -> SplitAndJoined | None:
 
 
 def _part(node: Any) -> tuple[Node, int, int] | None:
-    """Return the node that `node` is a part of, the dimension that was split and the part's number; None for others."""
+    """Return the node that `node` is a part of, the dimension that was split and the part's number, if any."""
     if node.target is operator.getitem and node.args[0].target in _SPLITS:
         given, index = arguments(node.args[0]), node.args[1]
     elif node.target is aten.slice.Tensor:
@@ -207,7 +207,7 @@ def leading_sizes(node: Any) -> list[Any]:
 
 
 def size(node: Node, dim: int) -> Any:
-    """Return a node's size in a dimension, as a graph argument: a number, or a node if only the run tells it."""
+    """Return a node's size in a dimension, as a graph argument: a number, or a node if only known at run time."""
     known = fake(node).shape[dim]
     return known if isinstance(known, int) else call(node.graph, aten.sym_size.int, node, dim)
 

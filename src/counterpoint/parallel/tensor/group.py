@@ -78,11 +78,11 @@ class TensorGroup:
         return found
 
     def report(self) -> Report:
-        """Return a report: how many calls took each path, and why."""
+        """Return a report: how many calls each mechanism ran, and why."""
         return Report(calls=self._counts.rows(), tuned=str(self._tuning or ""))
 
     def follow(self, tuning: FollowedTuning | None) -> None:
-        """Let a tuning choose for later calls; None: built-in rules. All ranks call this, between two steps.
+        """Let a tuning choose how later calls run; None: built-in rules. All ranks call this, between two steps.
 
         Before the first call of this method, the tuning that the variable COUNTERPOINT_TUNED names chooses.
         """
@@ -92,12 +92,12 @@ class TensorGroup:
             self._plans = self._new_plans(self._communicator)
 
     def follow_variable(self) -> None:
-        """Let the tuning that COUNTERPOINT_TUNED names choose for later calls, as if `follow` had not been called."""
+        """Let the tuning that COUNTERPOINT_TUNED names choose how later calls run, as if `follow` was never called."""
         self.follow(None)
         self._is_told = False
 
     def check(self) -> None:
-        """Raise the error that ended the communicator, or that of a matmul whose polling timed out, if there is one."""
+        """Raise the error that ended the communicator, or the error of a matmul whose polling timed out, if any."""
         if self._ranks is not None:
             self._ranks.check()
         self._raise_missing()
@@ -264,7 +264,7 @@ class TensorGroup:
     def matmul_reduce_scatter_backward(
         self, grad: Tensor, a: Tensor, b: Tensor, reduce_op: str, scatter_dim: int, *, needs_a: bool, needs_b: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the derivatives of `a` and `b` of a `matmul_reduce_scatter`, given `grad` of its result."""
+        """Return the derivatives of `a` and `b` of a `matmul_reduce_scatter`, given the gradient of its result."""
         if reduce_op == "avg":
             grad = grad / self.world_size
         weights = [Weight(matrix=b.t())] if needs_a else []
@@ -322,11 +322,12 @@ class TensorGroup:
         name: str | None = None,
         may_poll: bool = False,
     ) -> tuple[Communicator, MatmulPlan, Steps] | None:
-        """Return the communicator, plan and steps of a call; None if torch makes it. Count the call in the report.
+        """Return a call's communicator, plan and steps; None if torch runs the call. Count the call in the report.
 
         Args:
             operation: operation that is planned.
-            rows: left-hand side of the matmul, this rank's of an all_gather, those for all ranks of a reduce_scatter.
+            rows: left-hand side of the matmul: this rank's rows for an all_gather, all ranks' rows for a
+                reduce_scatter.
             dim: dimension of `rows` that is gathered or scattered.
             columns: number of columns of each product.
             product_dtype: dtype of a product that is scattered; None: that of `rows`.
@@ -524,7 +525,7 @@ def tensor_group(name: str, options: TensorOptions | None = None) -> TensorGroup
 
     Args:
         name: name of the process group.
-        options: begin it anew with these; None: as it is, or the defaults.
+        options: make the `TensorGroup` anew with these; None: as it is, or with the defaults.
 
     Raises:
         Misconfigured: there is no such group in this process.

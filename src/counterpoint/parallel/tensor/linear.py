@@ -52,7 +52,7 @@ def all_gather_linear(
 
 
 def replicated_rows(x_shard: Tensor, gathered: Tensor, dim: int, rank: int) -> Tensor:
-    """Return `gathered`, whose derivative counts as equal on all ranks: rank `rank` takes its own part of it."""
+    """Return `gathered`; its derivative is taken as equal on all ranks, and `x_shard` gets rank `rank`'s part of it."""
     rows: Tensor = _apply(_ReplicatedRows, x_shard, gathered.detach(), dim, rank)
     return rows
 
@@ -80,7 +80,7 @@ def linear_all_reduce(x: Tensor, weight: Tensor, bias: Bias, group: str) -> Tens
 
 
 def replicated_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Bias], group: str) -> list[Tensor]:
-    """Apply column-wise layers to an input that is equal on all ranks; one all-reduce makes its derivative equal."""
+    """Apply column-wise layers to an input that is equal on all ranks; one all-reduce sums the input's derivative."""
     x, weights, biases = _autocast(x, weights, biases)
     return list(_apply(_ReplicatedLinear, x, group, len(weights), *weights, *biases))
 
@@ -213,7 +213,7 @@ class ColumnLinear(_DividedLinear):
 
 
 class RowLinear(_DividedLinear):
-    """Computes the sum of all ranks' products, for this rank's rows or for all rows, while the products are made."""
+    """Sums all ranks' products, for this rank's rows or for all rows, while later products are computed."""
 
     @staticmethod
     def _product(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, has_own_rows: bool) -> Tensor:

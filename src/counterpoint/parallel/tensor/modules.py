@@ -68,14 +68,14 @@ class OverlappedLinear:
             self.module.forward = self._stock
 
     def forward(self, x: Tensor) -> Any:
-        """Return the layer's output, equal to that of the module with torch's hooks."""
+        """Return the layer's output, equal to the output of the module with torch's hooks."""
         if x.dim() < 2:
             return self._by_torch(x, "its input has one dimension")
         return self._column_wise(x) if self.style.is_column else self._row_wise(x)
 
     @property
     def weight(self) -> Any:
-        """Return the weight as it is now: FSDP2 replaces shards by whole weights while the module runs."""
+        """Return the weight as it is now: FSDP2 replaces shards by unsharded weights while the module runs."""
         return self.module.weight
 
     def parameters(self) -> tuple[Tensor, Tensor | None]:
@@ -177,12 +177,12 @@ class SameInput:
         self._outs: dict[str, Tensor] = {}
 
     def computed(self, x: Tensor, outs: Sequence[Tensor]) -> None:
-        """Keep the outputs of all layers until each layer asks for its own, given the input of that computation."""
+        """Keep the outputs of all layers, computed from `x`, until each layer asks for its own."""
         self._x, self._seen = x, _state(x)
         self._outs = dict(zip([layer.name for layer in self.layers], outs, strict=True))
 
     def output(self, layer: OverlappedLinear, x: Tensor) -> Tensor | None:
-        """Return the output of a layer, at most once; None if it was not computed from this input."""
+        """Return the kept output of a layer, and drop it; None if none was computed from this input."""
         if x is not self._x or _state(x) != self._seen:
             return None
         out = self._outs.pop(layer.name, None)
@@ -197,7 +197,7 @@ class SameInput:
         self.part()
 
     def part(self) -> None:
-        """Compute layers that did not ask for their output separately from now on: they get another input, or none."""
+        """Separate the layers that did not ask for their output from the others: they get another input, or none."""
         others = [layer for layer in self.layers if layer.name in self._outs]
         if others:
             self.layers = [layer for layer in self.layers if layer not in others]
@@ -321,7 +321,7 @@ class OverlappedTensorParallel:
         return tuple(tensor_group(name).group for name in self._groups)
 
     def follow(self, tuning: FollowedTuning | None) -> None:
-        """Let a tuning choose for calls of these modules until `restore`; None: built-in rules. All ranks call this."""
+        """Let a tuning choose how these modules' calls run until `restore`; None: built-in rules. All ranks call it."""
         self._tuned = [tensor_group(name) for name in self._groups]
         for group in self._tuned:
             group.follow(tuning)
@@ -392,7 +392,7 @@ class OverlappedTensorParallel:
 
 
 def overlapped_linear(module: nn.Module, name: str = "") -> OverlappedLinear | str | None:
-    """Make our operations run a layer; return a text why they cannot, or None if it is not tensor parallel."""
+    """Return a layer that our operations run from now on, or a text why they cannot; None if not tensor parallel."""
     made = _present(module)
     if made is not None:
         made.name = name
@@ -447,7 +447,7 @@ def _rest(*_: object) -> None:
 
 
 def _layout(x: Tensor, local: Placement) -> Placement:
-    """Return the placement of an input; `local` is that of one that is no DTensor."""
+    """Return the placement of an input: a DTensor's own, else `local`."""
     return x.placements[0] if isinstance(x, DTensor) else local
 
 

@@ -1,4 +1,4 @@
-"""Define `torch.ops.counterpoint`: matmuls with the collective before or after them, with the schemas of torch's own.
+"""Define `torch.ops.counterpoint`: matmuls with the collective before or after, by the schemas of torch's operations.
 
 `torch.ops.symm_mem.fused_all_gather_matmul` and its three sisters take the same arguments. Ours work on CPUs and GPUs,
 have derivatives, can be captured in CUDA graphs and compiled, and several may be under way on one group. Each call
@@ -28,7 +28,7 @@ _ours = torch.ops.counterpoint
 
 
 def _operation(schema: str, fake: Callable[..., Any]) -> Callable[[F], F]:
-    """Return a decorator that makes a function the operation of a schema; `fake` returns its results without data."""
+    """Return a decorator that registers a function as the operation of a schema; `fake` makes its fake results."""
 
     def define(function: F) -> F:
         name = schema.split("(", maxsplit=1)[0]
@@ -47,7 +47,7 @@ def _derive(names: Sequence[str], save: Callable[..., None], backward: Callable[
 
 
 def _eager(function: Callable[..., Tensor], save: Callable[..., None], backward: Callable[..., Any]) -> Any:
-    """Return `function` with derivatives by autograd alone, which costs the host a fraction of an operation's time."""
+    """Return `function` as an autograd function, which costs the host a fraction of an operation's time."""
 
     class Eager(torch.autograd.Function):
         @staticmethod
@@ -116,7 +116,7 @@ def all_gather_linear(
     group_name: str,
     return_gathered: bool,
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """Do `all_gather_matmul`, and add its bias `[n]` to each product; `biases` may be empty."""
+    """Do `all_gather_matmul`, and add each weight's bias `[n]` to its product; `biases` may be empty."""
     pairs = zip(weights, _for_each(biases, len(weights)), strict=True)
     given = [Weight(matrix=matrix, bias=bias) for matrix, bias in pairs]
     rows: ReturnRows = "copy" if return_gathered else "no"
@@ -209,7 +209,7 @@ def _fake_scatter(a: Any, b: Any, *where: Any) -> Any:
     _fake_scatter,
 )
 def matmul_reduce_scatter(a: Tensor, b: Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> Tensor:
-    """Multiply, sum the products over ranks, and keep this rank's rows; products leave while others are computed.
+    """Multiply `a @ b`, sum over ranks, and keep this rank's rows; products are sent while others are computed.
 
     Args:
         a: this rank's `[..., k]`, equal in shape and dtype on all ranks.
@@ -258,7 +258,7 @@ def matmul_reduce_scatter_backward(
     needs_a: bool,
     needs_b: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the derivatives of `a` and `b`, given that of the result; one gather of `grad` serves both."""
+    """Return the derivatives of `a` and `b`, given the result's derivative; one gather of `grad` serves both."""
     return tensor_group(group_name).matmul_reduce_scatter_backward(
         grad, a, b, reduce_op, scatter_dim, needs_a=needs_a, needs_b=needs_b
     )
@@ -305,8 +305,8 @@ def _fake_all_reduce(a: Any, b: Any, *_: Any) -> Any:
 def matmul_all_reduce(a: Tensor, b: Tensor, reduce_op: str, group_name: str) -> Tensor:
     """Do `matmul_reduce_scatter`, but return all rows of the sum on every rank; no size need divide by the ranks.
 
-    Its derivative takes that of the result as equal on all ranks, as tensor parallelism has it (Megatron-LM's `g`), so
-    it communicates nothing.
+    Backward takes the result's derivative as equal on all ranks, as in tensor parallelism (Megatron-LM's `g`), so it
+    communicates nothing.
 
     Returns:
         `[..., n]`, equal on all ranks.
@@ -372,8 +372,8 @@ def all_gather_scaled_matmul(
     Args:
         a_shard: this rank's float8 `[..., k]`.
         weights: float8 matrices `[k, n]`.
-        a_scale: scale of the rows: one value, equal on all ranks; or of each row `[..., 1]`, of this rank's rows, which
-            are gathered, or of all.
+        a_scale: scale of the rows: one value, equal on all ranks; or one for each row, `[..., 1]`: of this rank's rows,
+            then gathered, or of all rows.
         scales: for each weight one value, or `[1, n]`.
         gather_dim: dimension along which shards lie behind one another by rank; not the last.
         group_name: name of the process group.
@@ -475,7 +475,7 @@ def sum_of_ranks(tensor: Tensor, group_name: str) -> Tensor:
 
 
 def _sum_of_rows(grad: Tensor) -> Tensor:
-    """Return the derivative of a bias, given that of the rows to which it was added."""
+    """Return the derivative of a bias, given the derivative of the rows to which the bias was added."""
     return grad.flatten(0, -2).sum(dim=0)
 
 

@@ -1,4 +1,4 @@
-"""Overlap matmuls with the collective before or after them, by a pipeline for each on a communicator.
+"""Overlap matmuls with the collective before or after them, each by a pipeline on a communicator.
 
 `RowGather` pushes this rank's rows to the peers while it multiplies rows that have arrived; it reads its own rows in
 place. `RowScatter` pushes each part of a product as soon as it is computed, the parts for peers first; the sums of its
@@ -29,7 +29,7 @@ GATHER, SCATTER = CHANNELS["matmuls"]  # one channel each, so that both can be u
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """Holds the right-hand side of a matmul, whole on this rank, with its bias and its scales.
+    """Holds the right-hand matrix of this rank's matmul, with its bias and its scales.
 
     Args:
         matrix: `[k, n]`, of any strides that `torch.mm` takes.
@@ -86,11 +86,12 @@ def grad_of_weight(rows: Tensor, grad: Tensor, matrix: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnSum:
-    """Holds a part of this rank's own rows whose sums in a scatter are made at once.
+    """Holds a part of this rank's own rows, which a scatter sums up at one time.
 
     Args:
         rows: the rows of this part.
-        needed: number of partitions that must have arrived: from all peers, those of these and of all earlier rows.
+        needed: number of partitions that must have arrived: from all peers, those of these rows and of all earlier
+            ones.
         complete: number of own rows, from the first on, whose sums exist then; 0: earlier rows are still missing.
     """
 
@@ -173,7 +174,7 @@ class RowGather:
                 multiply(part.whole, self.whole[part.whole] if part.own is None else self.own[part.own])
 
     def multiply_flagged(self, weights: Sequence[Weight], products: Sequence[Tensor], error: Tensor) -> None:
-        """Run one matmul for each weight; it computes tiles in the order in which rows arrive.
+        """Run one matmul for each weight, which computes tiles in the order in which rows arrive.
 
         Args:
             weights: right-hand sides, by each of which all rows are multiplied.
@@ -189,7 +190,7 @@ class RowGather:
             )()  # fmt: skip
 
     def copy_to(self, target: Tensor) -> None:
-        """Copy all rows to `target`, `[batch, world_size * rows, k]`; if it is `gathered`, only own rows are copied."""
+        """Copy all rows to `target`, `[batch, world_size * rows, k]`; to `gathered` itself, only own rows."""
         self.work.arrived(len(self.work.received))
         rank, world_size = self.layout.rank, self.layout.world_size
         shape = self.layout.batch, world_size, self.layout.rows[rank], target.shape[-1]
@@ -206,7 +207,8 @@ class RowScatter:
 
     Args:
         communicator: communicator of the ranks, of which channel `SCATTER` is used.
-        staging: where the ranks' products for this rank arrive, `[world_size, batch, rows, n]`, of its `empty`.
+        staging: where the ranks' products for this rank arrive, `[world_size, batch, rows, n]`, of the communicator's
+            `empty`.
         out: this rank's sums, `[batch, rows, n]`.
         layout: layout of the rows over ranks.
         reduce_op: sum or avg.
@@ -243,7 +245,7 @@ class RowScatter:
             steps: steps of a plan; the `segment` of a piece is the last partition that may leave after it.
             multiply: writes the product of rows, given their number and where to.
             between: called when all parts for peers have left, and sums are still to be made: what it computes hides
-                them.
+                these sums.
             summed: called with the number of own rows, from the first on, whose sums are there.
         """
         work, mine = self.work, self.blocks[self.layout.rank]  # this rank's block, which no peer writes

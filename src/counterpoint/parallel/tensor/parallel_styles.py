@@ -53,7 +53,7 @@ class LinearStyle:
 
 
 def linear_style(module: nn.Module) -> LinearStyle | str | None:
-    """Return the style of a linear layer; a text why it cannot be taken; None if it is not tensor parallel."""
+    """Return a linear layer's style, or a text why it cannot be replaced; None if the layer is not tensor parallel."""
     forward = vars(module).get("forward")
     found: LinearStyle | str | None
     if is_function(forward, _TRANSFORMERS):
@@ -95,7 +95,7 @@ class PreparedInput:
 
 
 def prepared_input(module: nn.Module) -> PreparedInput | str | None:
-    """Return how a module's input is gathered; a text why it cannot be taken; None if nothing is gathered."""
+    """Return how a module's input is gathered, or a text why that cannot be replaced; None if nothing is gathered."""
     for key, hook in module._forward_pre_hooks.items():
         if not is_function(hook, _PREPARED):
             continue

@@ -103,7 +103,7 @@ class Plans:
         return plan, Steps.of(plan.pieces, replace(layout, chunk_rows=task.chunk_rows))
 
     def catch_up(self) -> bool:
-        """Measure the matmuls that a backward has estimated, but not in a backward; return whether plans may change."""
+        """Measure the matmuls that a backward pass estimated, unless in one now; return whether plans may change."""
         if not self.estimated or not _may_measure():
             return False
         shapes, self.estimated = self.estimated, {}
@@ -133,9 +133,9 @@ class Plans:
     def _flagged_factor(
         self, shape: MatmulShape, task: ShardedMatmul, asked: TensorChoice, device: torch.device
     ) -> float | None:
-        """Return cuBLAS' time over that of the polling matmuls, on the slowest rank; None if not every rank can poll.
+        """Return cuBLAS' time / the polling matmuls' time, on the slowest rank; None if not every rank can poll.
 
-        With `auto` it is measured only if a polling matmul as fast as cuBLAS would be chosen: its kernel is compiled.
+        With `auto` this is measured only if a polling matmul as fast as cuBLAS would be chosen: measuring compiles it.
         """
         if not shape.may_poll or device.type != "cuda" or shape.dtype not in POLLING_DTYPES:
             return None
@@ -179,7 +179,7 @@ class Plans:
         return RowCurve(n=columns, k=shape.k, dtype=shape.dtype, points=points + beyond)
 
     def _once(self, key: Hashable, measure: Callable[[], T], shape: MatmulShape, device: torch.device) -> T | None:
-        """Return a measurement, made now or earlier; None in a backward, after which `catch_up` makes it.
+        """Return a measurement, made now or earlier; None in a backward pass, after which `catch_up` measures.
 
         Raises:
             Unsupported: a graph is captured, in which nothing can be measured.
