@@ -72,7 +72,7 @@ class EvenCollectives:
         self.close()
 
     def close(self) -> None:
-        """End the communicator: peers that wait for this rank get an error. Tensors of `empty` stay valid."""
+        """End the communicator: peers that wait for this rank get an error; tensors from `empty` stay valid."""
         raise NotImplementedError
 
     def all_gather(self, output: Tensor, input: Tensor, *, channel: int = 0, async_op: bool = False) -> Work | None:
@@ -96,7 +96,7 @@ class EvenCollectives:
         channel: int = 0,
         async_op: bool = False,
     ) -> Work | None:
-        """Combine the ranks' inputs in the order of ranks, one block on each rank, as `reduce_scatter_tensor` does.
+        """Combine the ranks' inputs in rank order and leave block r on rank r, as `reduce_scatter_tensor` does.
 
         Accumulates bfloat16 and float16 in float32, and rounds once. Sends output.nbytes to each other rank.
 
@@ -114,7 +114,7 @@ class EvenCollectives:
     def all_reduce(
         self, tensor: Tensor, op: Op = "sum", *, factor: float = 1.0, channel: int = 0, async_op: bool = False
     ) -> Work | None:
-        """Combine the ranks' tensors in the order of ranks, in place, with bitwise equal results on all ranks.
+        """Combine the ranks' tensors in rank order, in place, with bitwise equal results on all ranks.
 
         `tensor` is contiguous; `op` and `factor` are as in `reduce_scatter`, and so is the accumulation. Sends
         2 (n - 1) / n of tensor.nbytes, where n is the number of ranks.
@@ -211,7 +211,7 @@ class Communicator(EvenCollectives):
         return f"Communicator(rank {self.rank} of {self.world_size} on {self.device}, profile: {self.profile})"
 
     def close(self) -> None:
-        """End the communicator: peers that wait for this rank get an error. Tensors of `empty` stay valid.
+        """End the communicator: peers that wait for this rank get an error; tensors from `empty` stay valid.
 
         On a GPU this waits for the calls under way; on CPUs those that wait for a peer fail. A communicator that is
         dropped is aborted: see `abort`.
@@ -285,7 +285,7 @@ class Communicator(EvenCollectives):
         return self._transport.memory_pool()
 
     def record_stream(self, tensor: Tensor, stream: torch.cuda.Stream | None = None) -> None:
-        """Record that `stream` uses a tensor of `empty`, or a view of it, outside of a communicator's calls; GPUs only.
+        """Record that `stream` uses a tensor from `empty`, or a view of it, outside a communicator's calls; GPUs only.
 
         `stream` None is the current one. The memory is not reused before the work queued there has ended.
         """
@@ -334,7 +334,7 @@ class Communicator(EvenCollectives):
     def partitioned_all_gather(
         self, output: Tensor, input: Tensor, *, dim: int = 0, chunk_rows: int, supplied: bool = True, channel: int = 0
     ) -> PartitionedWork:
-        """Gather the ranks' inputs along a dimension; the caller can use rows of `output` before all have arrived.
+        """Gather the ranks' inputs along a dimension; the caller can use rows of `output` before all rows have arrived.
 
         This rank's own rows stay in `input`, which may be its part of `output`.
 
@@ -356,7 +356,7 @@ class Communicator(EvenCollectives):
     def partitioned_all_to_all(
         self, output: Tensor, input: Tensor, *, dim: int = 0, chunk_rows: int, channel: int = 0
     ) -> PartitionedWork:
-        """Send part r of the input along a dimension to rank r, chunk by chunk as the caller writes it.
+        """Split the input along a dimension and send part r to rank r, chunk by chunk as the caller writes it.
 
         This rank's own part stays in `input`.
 
@@ -402,7 +402,7 @@ class Communicator(EvenCollectives):
         return self._submit(self._send_or_recv, None, tensor, channel, async_op, dst)
 
     def recv(self, tensor: Tensor, src: int, *, channel: int = 0, async_op: bool = False) -> Work | None:
-        """Receive into `tensor` the tensor that rank `src` sends; `send` says in which order messages come.
+        """Receive the tensor that rank `src` sends into `tensor`; see `send` for the order of messages.
 
         `tensor` is contiguous, of the size and dtype that `src` sends; on a GPU without `mailbox_bytes` from `empty`.
         """

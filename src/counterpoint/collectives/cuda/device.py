@@ -62,7 +62,7 @@ class CudaCard:
 
 
 def why_not(cards: Sequence[CudaCard], *, share_gpu: bool) -> str | None:
-    """Return why these ranks cannot share GPU memory, equal on all ranks; None if the cards show no obstacle.
+    """Return why these ranks cannot share GPU memory, in equal words on all ranks; None if no card shows an obstacle.
 
     Two ranks of one GPU are an obstacle without `share_gpu`.
     """
@@ -206,7 +206,7 @@ class Gpu:
 
     @contextmanager
     def beside_capture(self) -> Iterator[None]:
-        """Make a new stream current, on which calls are allowed that the graph capture of the old one refuses."""
+        """Make a new stream current, to allow calls that the graph capture on the old stream refuses."""
         import torch
 
         with self.relaxed(), torch.cuda.stream(torch.cuda.Stream(self.device)):

@@ -46,7 +46,7 @@ _Object = TypeVar("_Object", bound=_OnGpu)
 def in_context(
     method: Callable[Concatenate[_Object, _Arguments], _Result],
 ) -> Callable[Concatenate[_Object, _Arguments], _Result]:
-    """Return a method of objects with a `_gpu` that runs in that GPU's context, whichever thread calls it."""
+    """Return `method`, made to run in the context of its object's `_gpu`, whichever thread calls it."""
 
     @wraps(method)
     def run(self: _Object, /, *arguments: _Arguments.args, **keywords: _Arguments.kwargs) -> _Result:
@@ -75,7 +75,7 @@ class StreamPoint:
 
 
 class StreamHandles(dict[int, Any]):
-    """Maps each stream's handle to its `CUstream`, made once: the driver would convert an integer at every call."""
+    """Maps each stream's handle to one cached `CUstream`, as the driver would convert an integer at every call."""
 
     def __init__(self, driver: Any) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class StreamHandles(dict[int, Any]):
 
 
 class EventPool:
-    """Makes CUDA events, hands them out again and again, and marks points of streams by them."""
+    """Makes and reuses CUDA events, and marks points of streams by them."""
 
     def __init__(self, driver: Any) -> None:
         self._driver, self.handles = driver, StreamHandles(driver)
@@ -108,11 +108,11 @@ class EventPool:
             return event
 
     def give_back(self, events: Sequence[Any]) -> None:
-        """Put events of `take` that are not used any more back into the pool."""
+        """Put events that came from `take` and are not used any more back into the pool."""
         self._free.extend(events)
 
     def record(self, stream: int, capture: int = 0) -> StreamPoint:
-        """Return a point at the end of a stream's work so far; `capture` is its graph capture's id (0: none)."""
+        """Return a point at the end of a stream's work so far; `capture` is the stream's capture id (0: none)."""
         try:
             event = self._free.popleft()
         except IndexError:
@@ -172,7 +172,7 @@ class Executor:
         return self.stream()
 
     def stream(self) -> Any:
-        """Return a stream of the highest priority, which is this executor's until it is closed."""
+        """Return a stream of the highest priority, which belongs to this executor until the executor is closed."""
         if not self._spare:
             flags, (_, highest) = self.driver.CUstream_flags, self.call("cuCtxGetStreamPriorityRange")
             for _ in range(_STREAMS_AT_ONCE):
@@ -351,7 +351,7 @@ def _name(error: Any) -> str:
 
 
 class StreamOrder:
-    """Records which streams use which tensors, so that freed memory is reused only after that work: a `ReusePolicy`.
+    """Records which streams use which tensors; as a `ReusePolicy` it delays reuse of freed memory until they are done.
 
     A tensor dies on the host while work on it may still be queued. When its memory is freed, the present end of each
     stream that used it is recorded; the stream that uses the memory next waits for these points.
@@ -405,7 +405,7 @@ class StreamOrder:
         self.taken_on(stream, self._gpu.capture_of(self._events.handles[stream]), at, after)
 
     def taken_on(self, stream: int, capture: int, at: Location, after: tuple[Any, ...]) -> None:
-        """Do as `taken` for the current stream, `stream`, in the graph capture with the id `capture` (0: none)."""
+        """Do what `taken` does, given the current stream and the id `capture` of its graph capture (0: none)."""
         if capture and after:  # a graph cannot wait for what is outside of it
             with self._gpu.relaxed():
                 while not all(map(self._events.passed, after)):

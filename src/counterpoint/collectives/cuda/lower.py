@@ -45,7 +45,7 @@ WORD_BYTES = 4  # of a flag
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Addresses:
-    """Holds the addresses at which one rank has mapped the buffers and flags of a call, those of all ranks.
+    """Holds the addresses at which one rank has mapped all ranks' buffers and flags of a call.
 
     Raises:
         Misconfigured: the address of flags is no multiple of 4 bytes.

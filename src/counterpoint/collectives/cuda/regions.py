@@ -39,7 +39,7 @@ _POOLS: list[Any] = []  # torch's memory pools, which live as long as the proces
 
 
 class NumberedStore(c10d.Store):  # type: ignore[misc]
-    """Passes keys on to a store, and renumbers torch's meetings in the keys from 0, in the order of their first use."""
+    """Passes keys on to a store, with torch's rendezvous numbers in them replaced by 0, 1, ... in order of use."""
 
     def __init__(self, store: Any) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class NumberedStore(c10d.Store):  # type: ignore[misc]
 
 
 class Meeting:
-    """Replaces a process group where torch exchanges symmetric memory: the same ranks, with a `NumberedStore`.
+    """Stands in for a process group when torch exchanges symmetric memory: has the same ranks, but a `NumberedStore`.
 
     All ranks of the group make it together; if they make several, they make them in the same order.
     """
@@ -133,7 +133,7 @@ class CudaMemory:
         return self._map(owner, owner=owner)
 
     def register(self, address: int, num_bytes: int) -> int:
-        """Return the number of a new region, of memory that torch's symmetric allocator has given to a memory pool.
+        """Make a region of memory that torch's symmetric allocator gave to a memory pool; return the region's number.
 
         All ranks call it together, with the same size. The region stays valid when the tensors in it have died: torch
         reuses the memory for later tensors of that pool.
@@ -165,13 +165,13 @@ class CudaMemory:
         del self._regions[region]
 
     def close(self) -> None:
-        """Drop every region, and torch's process group of them."""
+        """Drop every region, and the process group by which torch mapped the regions."""
         for region in list(self._regions):
             self.release(region)
         self._meeting.end()
 
     def address(self, rank: int, at: Location, num_bytes: int) -> int:
-        """Return the address in this process of bytes of `rank`; raise if they are not within a region of that rank."""
+        """Return the address at which this process maps bytes of `rank`; raise if no region of `rank` holds them."""
         region = self._regions.get(at.region)
         size = 0 if region is None else region.num_bytes
         if region is None or at.offset < 0 or at.offset + num_bytes > size:
@@ -198,7 +198,7 @@ class CudaMemory:
         return None
 
     def tensor(self, at: Location, num_bytes: int, freed: Callable[[], object]) -> Any:
-        """Return this rank's bytes as a flat uint8 tensor; `freed` is called when its storage and all views are gone.
+        """Return this rank's bytes at `at` as a flat uint8 tensor; `freed` is called when the last view is gone.
 
         Streams may still use the bytes then: the caller has to wait for that work, as no events are recorded here.
         """
@@ -270,7 +270,7 @@ class FlagLayout:
         tensor[self._blocks :, : memory.world_size] = 1
 
     def of_channel(self, index: int) -> Location:
-        """Return the location at which the flags begin that belong to outputs of calls on this channel."""
+        """Return the location at which the flags for outputs of this channel's calls begin."""
         return Location(self.region, 2 * index * self._stride)
 
     def of_staging(self, index: int) -> Location:
@@ -341,7 +341,7 @@ class Growth:
 
 @contextmanager
 def torch_pool(memory: CudaMemory, growth: Growth) -> Iterator[None]:
-    """Put CUDA tensors made by this thread in the `with` block into symmetric memory, which ranks map at its end.
+    """Put CUDA tensors made by this thread in the `with` block into memory that all ranks map at the block's end.
 
     Each use has a `torch.cuda.MemPool` of its own, since torch picks the memory that it uses again by address, which
     differs between ranks. It lives as long as the process, since its tensors may outlive the communicator.
