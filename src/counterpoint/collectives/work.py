@@ -45,13 +45,13 @@ class PartitionedWork(Protocol):
     """Names the partitions of the output, in the order in which they come."""
 
     def ready(self, count: int) -> None:
-        """Let the first `count` partitions of the input leave, which the caller has written."""
+        """Send the first `count` partitions of the input, which the caller has written."""
 
     def arrived(self, count: int) -> None:
         """Wait until the first `count` partitions of the output may be read; on a GPU the current stream waits."""
 
     def finish(self) -> None:
-        """Let all partitions leave and arrive, and wait until also the input may be overwritten.
+        """Send and receive all remaining partitions, and wait until the input, too, may be overwritten.
 
         `PeerTimeout` is raised if a rank died or made no such call in time; `Misconfigured` if it made a different one.
         """

@@ -101,14 +101,14 @@ class HierarchicalCommunicator(EvenCollectives):
         )
 
     def close(self) -> None:
-        """Close this communicator and that of this host, as `Communicator.close` does. Tensors stay valid.
+        """Close this communicator and this host's `Communicator`, as `Communicator.close` does; tensors stay valid.
 
         On CPUs calls under way fail at once; what they have begun between hosts ends when a peer's group does.
         """
         self._end(self.inside.close)
 
     def abort(self) -> None:
-        """End this communicator and that of this host without waiting for calls under way, which fail."""
+        """End this communicator and this host's `Communicator` without waiting for calls under way, which fail."""
         self._end(self.inside.abort)
 
     def _end(self, end_inside: Callable[[], None]) -> None:
@@ -119,7 +119,7 @@ class HierarchicalCommunicator(EvenCollectives):
             work.end(self._failed)
 
     def check(self) -> None:
-        """Raise the error that ended this communicator or that of this host, if there was one."""
+        """Raise the error that ended this communicator or this host's `Communicator`, if there was one."""
         if self._failed is not None:
             raise self._failed
         self.inside.check()
@@ -137,7 +137,7 @@ class HierarchicalCommunicator(EvenCollectives):
         return self.inside.empty(*shape, dtype=dtype)
 
     def memory_pool(self) -> AbstractContextManager[None]:
-        """Return a context of all ranks of this host, as `Communicator.memory_pool` does."""
+        """Return the `memory_pool` of this host's `Communicator`: a context that all its ranks enter together."""
         return self.inside.memory_pool()
 
     def _submit(
@@ -231,7 +231,7 @@ class StreamWork:
     keep: tuple[Any, ...]
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Return True when the current stream waits for the call's end; the host waits only with `timeout_s`, so long.
+        """Let the current stream wait for the call, and return True; with `timeout_s` the host, too, waits up to that.
 
         Raises:
             PeerTimeout: `timeout_s` has passed.
@@ -293,7 +293,7 @@ class _PhaseRun:
             _wait(works)
 
     def start(self, phase: Phase) -> list[Any]:
-        """Start a phase; return the works whose end is the end of the phase."""
+        """Start a phase and return its `Work` objects; the phase has ended when all of them have."""
         if phase.level == "here":
             self.add_up(phase)
             return []
@@ -329,7 +329,7 @@ class _PhaseRun:
             combine(total, parts[-1], out=cut(self.buffers["output"], phase.output))
 
     def op_inside(self) -> tuple[str, float]:
-        """Return the op and factor of the phases inside a host; they scale, so phases between hosts need no factor."""
+        """Return the op and factor of phases inside a host, which also scale for phases between hosts."""
         if self.reduction is None:
             return "sum", 1.0
         if self.reduction.op == "avg" and self.communicator.grid.hosts > 1:

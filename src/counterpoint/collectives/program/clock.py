@@ -35,7 +35,7 @@ from counterpoint.machine.profile import Rates, default_profile
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostNetwork:
-    """Describes the network between hosts of `local` ranks: one card per GPU, and a library that needs SMs.
+    """Describes the network between hosts of `local` ranks: one network card per GPU, and NCCL, which needs SMs.
 
     Assumed, not measured: 400 Gb/s less what protocols take; a message of NCCL over InfiniBand.
     """

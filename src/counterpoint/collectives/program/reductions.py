@@ -107,7 +107,7 @@ def widened(reduction: Reduction, dtype: str) -> Reduction:
 
 
 def reduce_scatter(call: Call, rank: int, tuning: Tuning) -> Program:
-    """Return a reduce_scatter: push slice t of the input to rank t's staging by chunks, and add them up there.
+    """Return a reduce_scatter: push shard t of the input to rank t's staging in chunks, and add up the chunks there.
 
     With less staging than that needs, shards are sliced, and each slice is done as if it were a call of its own: nobody
     pushes the next one before everyone has added up the last. The list has to stay in this order: two lanes may be
@@ -205,7 +205,7 @@ def _chunks(call: Call, rank: int, tuning: Tuning, part: _Slice = _WHOLE) -> lis
 
 
 def _staged(call: Call, source: int, target: int, part: _Slice = _WHOLE) -> Span:
-    """Return the span in the staging of `target` for the slice from `source`; `target`'s own stays in its input."""
+    """Return the span in the staging of `target` for the slice from `source`; its own slice stays in its input."""
     size = part.of(call.source_span(source, target)).num_bytes
     slot = -(-size // ALIGNMENT) * ALIGNMENT
     return Span("staging", slot * (source - (source > target)), size)
