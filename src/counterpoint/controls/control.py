@@ -15,7 +15,7 @@ from counterpoint.records.measurement import Evidence, Observation
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lanes:
-    """Holds streams and launches of the two sides of a pair; a control returns a copy with some replaced.
+    """Holds the streams and launch functions of both sides of a pair; a control returns a copy with some replaced.
 
     `compute` and `comm` queue one trial of their side on the current stream and return at once.
     """

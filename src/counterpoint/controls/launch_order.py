@@ -19,7 +19,7 @@ _FEWEST = 2  # round trips at least, so that every waiting stream gets its turn 
 
 @dataclass(frozen=True, kw_only=True)
 class CommFirst(Control):
-    """Holds the compute stream until the collective comes next on its own stream, and some µs more to take SMs.
+    """Holds the compute stream until the collective is next on its own stream, then `lead_us` more to let it take SMs.
 
         lead = CommFirst().lead(comm_stream, compute_stream)
         mark = lead.mark(); dist.all_gather_into_tensor(full, shard)  # on the collective's stream
@@ -117,7 +117,7 @@ class Lead:
         self.delay()
 
     def delay(self) -> None:
-        """Queue the round trips on the current stream, which delays it."""
+        """Queue the round trips on the current stream, which delays that stream's later work."""
         import torch
 
         stream = torch.cuda.current_stream(self.relay.device)
