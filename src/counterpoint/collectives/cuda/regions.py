@@ -133,7 +133,7 @@ class CudaMemory:
         return self._map(owner, owner=owner)
 
     def register(self, address: int, num_bytes: int) -> int:
-        """Make a region of memory that torch's symmetric allocator gave to a memory pool; return the region's number.
+        """Return the number of a new region, made of memory that torch's symmetric allocator gave to a memory pool.
 
         All ranks call it together, with the same size. The region stays valid when the tensors in it have died: torch
         reuses the memory for later tensors of that pool.

@@ -82,7 +82,7 @@ def torch_function(operation: str) -> Any:
 def start_by_torch(
     call: Call, output: Any, input: Any, *, group: Any, op: str = "sum", async_op: bool = True
 ) -> list[Any]:
-    """Start `call` by torch.distributed; with `async_op` return torch's `Work` objects for it, else an empty list.
+    """Return torch's `Work` objects of `call`, started by torch.distributed; without `async_op` an empty list.
 
     The tensors are flat and contiguous; `input` is None if the collective has one tensor, `op` sum, avg, max or min. A
     collective for which torch has no function is sent block by block, in one batch.

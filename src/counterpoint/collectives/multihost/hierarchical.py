@@ -231,7 +231,7 @@ class StreamWork:
     keep: tuple[Any, ...]
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Let the current stream wait for the call, and return True; with `timeout_s` the host, too, waits up to that.
+        """Return True once the current stream waits for the call; with `timeout_s` the host, too, waits, up to so long.
 
         Raises:
             PeerTimeout: `timeout_s` has passed.
