@@ -117,7 +117,7 @@ class Pool:
         self._dropped: deque[_Block] = deque()  # of dead tensors; any thread may append one, even amid `_take`
 
     def empty(self, *shape: int, dtype: Any) -> Any:
-        """Return an uninitialised tensor of one element or more."""
+        """Return an uninitialised tensor of one element or more in this pool's memory."""
         num_bytes = math.prod(shape) * dtype.itemsize
         with self._lock:
             block = self._take(-(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES)

@@ -50,7 +50,7 @@ class Control(ABC):
         return self.setting.format_map(vars(self))
 
     def available(self) -> str | None:
-        """Return why the control cannot work with this machine, torch or NCCL; None if it can. Never raises."""
+        """Return why the control cannot work with this machine, torch or NCCL, None if it can; never raise."""
         calls = no_driver_calls(*self.driver_calls) if self.driver_calls else None
         return first_reason(no_gpu(), calls, *map(no_nccl_option, self.nccl_options))
 

@@ -102,7 +102,7 @@ class Lead:
     target: Any  # torch.Tensor of one int32, for the memsets: without work in between the driver drops the waits
 
     def mark(self) -> Any:
-        """Return an event at this point of the current stream; call it right before a collective."""
+        """Return an event recorded at this point of the current stream; call this right before a collective."""
         import torch
 
         mark = torch.cuda.Event()

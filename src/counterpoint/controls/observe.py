@@ -1,4 +1,4 @@
-"""Observe what ran on a GPU: kernels, copies and memsets by the profiler; priorities and SMs by the device.
+"""Observe what ran on a GPU: kernels, copies and memsets by the profiler, priorities by stream, SMs by a probe.
 
 The profiler does not report the clusters of kernels: `captured_kernels` reads them from a captured graph.
 """
@@ -171,7 +171,7 @@ def with_clusters(found: tuple[Launched, ...], captured: tuple[CapturedKernel, .
 
 
 def see(lanes: Lanes, *, without: Lanes, device: Any, clusters: bool = False) -> Observation:
-    """Return the observation of one pair for `Control.verify`; see `see_all`."""
+    """Return what one pair ran, with and without controls, for `Control.verify`; see `see_all`."""
     return see_all([lanes], without=without, device=device, clusters=clusters)[0]
 
 

@@ -131,7 +131,7 @@ class RowAxis:
         return max(start_us, self.busy_us) + work_us - beside_us
 
     def ends(self, start: int) -> Iterator[tuple[int, float]]:
-        """Yield for a piece that begins at cell `start` each possible end, with the µs of the piece's matmuls."""
+        """Yield each possible end of a piece that begins at cell `start`, with the µs of the piece's matmuls."""
         below: dict[int, int] = {}  # rows of a merged slab by its end, and by its start
         above: dict[int, int] = {}
         total = 0.0

@@ -153,7 +153,7 @@ def kept_us(compute_us: float, comms: Sequence[tuple[str, float]], kept: Disturb
 
 
 def side_by_side_us(compute_us: float, comm_us: float, compute_kept: float, comm_kept: float) -> float:
-    """Return the µs until both sides end, if they start together, keep these parts of their speeds, and never wait."""
+    """Return the µs until both sides end if they start together, keep these fractions of their speed and never wait."""
     slow_g, slow_c = compute_us / compute_kept, comm_us / comm_kept
     if slow_c <= slow_g:
         return compute_us + (1.0 - compute_kept) * slow_c

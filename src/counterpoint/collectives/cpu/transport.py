@@ -24,7 +24,7 @@ CHUNK_BYTES = 1 << 16  # smaller chunks cost Python time for each; larger ones o
 
 
 class CpuTransport:
-    """Runs all channels of one communicator, over memory that all ranks have joined."""
+    """Runs all channels of one communicator on CPUs, over memory that all ranks have mapped."""
 
     device = CPU
     mailbox_channel: int | None = None

@@ -48,7 +48,7 @@ class CudaCard:
 
     @classmethod
     def of(cls, device: int) -> CudaCard:
-        """Return the card of this process, which uses the GPU with the index `device`."""
+        """Return the `CudaCard` of this process, which uses the GPU with the index `device`."""
         import torch
 
         reach = torch.cuda.can_device_access_peer
@@ -151,7 +151,7 @@ class Gpu:
         self._thread = threading.local()
 
     def why_not(self, group: Any, *, share_gpu: bool) -> str | None:
-        """Return why the ranks of `group` cannot share their GPUs' memory; None if they can. All ranks call it.
+        """Return why the ranks of `group` cannot share their GPUs' memory, None if they can; all ranks call this.
 
         With `share_gpu` two ranks may use one GPU.
         """

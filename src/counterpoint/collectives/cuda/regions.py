@@ -55,7 +55,7 @@ class NumberedStore(c10d.Store):  # type: ignore[misc]
         return found
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter and return it."""
+        """Add `amount` to the counter `key`, and return the new count."""
         return int(self._store.add(self._own(key), amount))
 
     def check(self, keys: list[str]) -> bool:
@@ -116,7 +116,7 @@ class CudaMemory:
         self._located: dict[tuple[int, int], Location | None] = {}  # answers of `locate`, as long as regions stay
 
     def create(self, num_bytes: int) -> int:
-        """Return the number of a new region of zeros. All ranks call it together, with the same size.
+        """Return the number of a new region of zeros; all ranks call this together, with the same size.
 
         It takes some ms, waits for the current stream, and takes a multiple of 2 MiB of device memory.
 
@@ -160,7 +160,7 @@ class CudaMemory:
         return region
 
     def release(self, region: int) -> None:
-        """Drop a region; its memory is freed when no tensor and no peer uses it. Torch waits for the device then."""
+        """Drop a region; torch waits for the device and frees the memory once no tensor and no peer uses it."""
         self._located.clear()
         del self._regions[region]
 

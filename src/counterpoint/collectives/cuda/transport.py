@@ -163,7 +163,7 @@ class Watch:
 
 
 class CudaTransport:
-    """Runs all channels of one communicator. All ranks of the group make it together.
+    """Runs all channels of one communicator on GPUs; all ranks of the group make it together.
 
     `gpu` is a `Gpu` or a stand-in; `boards` holds the ranks' statuses on the host, with one channel more than
     `options.channels`. `Unsupported` is raised if the driver or GPU lacks a feature.
@@ -310,7 +310,7 @@ class CudaTransport:
         return torch_pool(memory, self.context.growth)
 
     def close(self) -> None:
-        """Wait until the calls under way end or fail, then free streams and memory. Do nothing in a forked child."""
+        """Wait until the calls under way end or fail, then free streams and memory; do nothing in a forked child."""
         context = self.context
         if not context.watchdog.in_own_process():
             return

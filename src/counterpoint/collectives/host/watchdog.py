@@ -43,7 +43,7 @@ class CurrentCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerStatus:
-    """Records the state of one call of this rank as a peer's status and the peer's process show it."""
+    """Records what a peer's status and the peer's process show about one call of this rank."""
 
     rank: int  # of the peer, as errors name it
     latest: int = 0  # number of its latest call on the line in question

@@ -44,7 +44,7 @@ from counterpoint.errors import CounterpointError, Misconfigured, PeerTimeout
 
 
 class HierarchicalCommunicator(EvenCollectives):
-    """Runs collectives among all ranks of several hosts. All ranks make it together.
+    """Runs collectives among all ranks of several hosts; all ranks make it together.
 
     An all_gather sends input.nbytes to each other host, and as much for each host to each other rank of this one. A
     reduce_scatter needs a buffer of twice output.nbytes for each other host, an all_to_all one for all data to other

@@ -84,7 +84,7 @@ class Call:
         return self.layout.reduces
 
     def sends(self, source: int, target: int) -> bool:
-        """Return whether `source` pushes into `target`.
+        """Return whether rank `source` pushes into memory of rank `target`.
 
         With `all_send` ranks count as pushing even zero bytes: so every such call has the same `Program.pushers`, and
         the order of `ready` signals shows which call they belong to.

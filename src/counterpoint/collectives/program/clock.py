@@ -58,7 +58,7 @@ class TimedStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimulatedCall:
-    """Records the µs at which each rank had its output, counted as `arrive_us` is, and when every step ran."""
+    """Records the µs, on the clock of `arrive_us`, at which each rank had its output, and when every step ran."""
 
     rank_us: tuple[float, ...]
     steps: tuple[TimedStep, ...]

@@ -150,7 +150,7 @@ class Signal:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Waits until this rank's word `flag` is 1, then writes 0 to it; from then on `brings` may be read."""
+    """Waits until this rank's word `flag` is 1, then resets it to 0; from then on the span `brings` may be read."""
 
     flag: Flag
     brings: Span | None = None

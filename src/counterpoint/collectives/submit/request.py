@@ -139,7 +139,7 @@ class RankContext(GroupRank):
         )
 
     def _early_use(self, call: Call | None, text: str, at: Location | None) -> EarlyUse | None:
-        """Return the early-release block of an output at `at`; None if it has none. `call` is None with split sizes."""
+        """Return the early-release block of an output at `at`, None if it has none; with split sizes `call` is None."""
         early = self.transport.early.use(at)
         if early is not None and call is not None:
             tuning = self.transport.programs.get(call, True).tuning

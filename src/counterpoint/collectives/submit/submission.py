@@ -30,7 +30,7 @@ Rows: TypeAlias = Sequence[Sequence[int]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnevenSplits:
-    """Holds one rank's sizes in an all_to_all with split sizes, which the ranks exchange before it begins."""
+    """Holds one rank's sizes in an all_to_all with split sizes, which ranks exchange before the call begins."""
 
     rank: int  # this rank
     row: tuple[int, ...]  # bytes that it sends to each rank
