@@ -1,8 +1,8 @@
 """Run the calls of one channel on CPUs, in two threads: one for each lane (`COPY` and `REDUCE`).
 
 Instead of a GPU's copy engines and stream memory operations this uses `memmove`, stores and polling. The order in which
-peers see stores is described in host/shared_memory.py. Of a call in partitions the channel's thread pushes supplied
-partitions, and the caller waits for arrivals.
+peers see stores is described in host/shared_memory.py. In a call in partitions the channel's thread pushes supplied
+partitions, and the caller's thread waits for arrivals.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Channel:
 class CpuCall(HostWork):
     """Represents one submitted call that the two threads of its channel run; see `Work` and `PartitionedWork`.
 
-    With `handshake` it first signals the peers that its output is free. The tensors of `keep` live until the call has
+    With `handshake` it first signals the peers that the output is free. The tensors of `keep` live until the call has
     been waited for.
     """
 

@@ -1,7 +1,7 @@
 """Define a GPU call whose driver calls are made once and issued often (`Prepared`), and the `Work` of each issue.
 
 A call in partitions pushes on the stream that it was started on. Its waits for arrivals take no SM: they are stream
-memory operations on the stream that reads the rows, in one batch for all that are asked for together.
+memory operations on the stream that reads the rows, in one batch for all partitions that are asked for together.
 """
 
 from __future__ import annotations
@@ -202,8 +202,8 @@ class CudaWork:
     """Represents a collective that was started on a GPU; see `Work`, and `PartitionedWork` for one in partitions.
 
     It has begun when its stream has passed the point `began`, by which all earlier calls of its channel have ended, and
-    has ended at the point `ended`: in partitions only after `finish`. In a graph capture, `wait` joins it to the
-    captured stream, and nothing else is known of it. This object keeps the tensors of `keep` alive until `wait` or
+    has ended at the point `ended`: in partitions only after `finish`. In a graph capture, `wait` joins the call to the
+    captured stream, and no more is known of it. This object keeps the tensors of `keep` alive until `wait` or
     `finish`; `record` shows the call in this rank's status.
     """
 
@@ -289,8 +289,8 @@ class CudaWork:
     def ready_when(self, word: int, value: int) -> None:
         """Send the next partition once the word at the address `word` is `value` or more; then set the word to 0.
 
-        A kernel under way counts there what it has stored. Launch it before: CUDA may put its stream behind this one's,
-        which waits.
+        A kernel under way counts in that word what it has stored. Launch the kernel before this call: CUDA may put the
+        kernel's stream behind this call's stream, which waits.
         """
         self._current()
         self.prepared.gate(word, value, self._stream)
@@ -301,7 +301,7 @@ class CudaWork:
     def arrival_words(self) -> int:
         """Return the arrival words' base address; a partition's word lies 4 (chunk · world_size + peer) bytes after it.
 
-        A kernel may read these words; `arrived` or `finish` waits for them, which is short by then, and resets them.
+        A kernel may read these words; `arrived` or `finish` waits for them (not long by then), and resets them.
         """
         one, world_size = self.received[0], self.prepared.program.world_size
         return self.prepared.word(0) - WORD_BYTES * (one.chunk * world_size + one.peer)

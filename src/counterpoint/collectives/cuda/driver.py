@@ -62,7 +62,7 @@ class StreamPoint:
     """Marks a point of a stream: the end of all work that was queued there before.
 
     When this object dies, in any thread, its event goes back to `free`, which needs no driver call. `serial` is larger
-    than that of every earlier point. `capture` is the id of the graph capture that holds it; 0: none, so it will pass.
+    than that of every earlier point. `capture` is the id of the graph capture that holds the point; 0: none.
     """
 
     __slots__ = ("_free", "capture", "event", "serial", "stream")
@@ -148,9 +148,9 @@ class Executor:
     Lane `COPY` is the stream passed to `bind`, as a rule the caller's. Lane `REDUCE` is a stream of the highest
     priority: when a GEMM frees SMs, the reduction gets them before the next GEMM does.
 
-    Streams are made many at a time, and those of closed executors are used again: to make one, CUDA at times waits
-    until nothing waits any more in this process, and so for ever while a peer needs the call that asks for the stream
-    (measured: docs/log.md).
+    Streams are made many at a time, and those of closed executors are used again: to make a stream, CUDA at times waits
+    until no stream of this process waits, which lasts for ever if a peer waits for the very call that asks for the
+    stream (measured: docs/log.md).
 
     Use it in the thread in which torch works, with this device current; it is not thread-safe. `driver` is the module
     `cuda.bindings.driver`, or a stand-in. `Unsupported` is raised if there are no cuda-bindings or no driver, or if the
@@ -382,8 +382,8 @@ class StreamOrder:
     def freed(self, at: Location, num_bytes: int) -> tuple[StreamPoint, ...] | NotReusable:
         """Return the points of streams that must have passed before the freed `num_bytes` at `at` are reused.
 
-        Return "never" if a graph may use them at any replay, "later" while one of their streams is in a capture, whose
-        points cannot be waited for from outside.
+        Return "never" if a graph may use the bytes at any replay, "later" while a stream that used them is in a graph
+        capture, whose points cannot be waited for from outside.
         """
         region, first, end = at.region, at.offset, at.offset + num_bytes
         with self._lock:

@@ -73,7 +73,7 @@ class CallQueue:
     def start(self, submission: Submission, number: int, keep: tuple[Any, ...]) -> CudaWork:
         """Queue a call on the current stream, or with `async_op` on the queue's stream after the current stream's work.
 
-        With `async_op` the call's work keeps the tensors of `keep` alive; others need not, as they run in stream order.
+        With `async_op` the call's work keeps the tensors of `keep` alive; without, stream order makes that needless.
 
         Returns:
             The call's work.

@@ -3,7 +3,7 @@
 We use `torch.distributed._symmetric_memory`, private but in torch 2.11 to 2.13: it makes memory with `cuMemCreate`,
 passes file descriptors between the processes of one host, and maps every peer's memory. We never use multicast.
 
-Torch numbers the meetings of a process, those of all its groups together, and writes the number into the keys by which
+Torch numbers the rendezvous of a process, over all its groups, and writes the number into the keys by which
 ranks find each other in the group's store (`StoreExchange`, torch 2.11 to 2.13). Ranks that have met in different
 groups before have different numbers, and would wait for each other until the store gives up: hence `NumberedStore`.
 """
@@ -209,7 +209,7 @@ class CudaMemory:
 class _Bytes:
     """Describes device memory by `__cuda_array_interface__`, as numba and CuPy do; torch wraps it without a copy.
 
-    Only the tensor's storage keeps this object alive: `freed` is called when it dies.
+    Only the tensor's storage keeps this object alive: `freed` is called when the storage dies.
     """
 
     def __init__(
@@ -299,7 +299,7 @@ class FlagLayout:
 class Growth:
     """Makes regions of symmetric memory with all ranks, which meet first so that an error can name a missing rank.
 
-    They meet on the channel of `announcer`, which serves nothing else. A rank may take up to `max_bytes`; None: no
+    The ranks meet on the channel of `announcer`, which serves nothing else. A rank may take up to `max_bytes`; None: no
     limit.
     """
 
@@ -315,7 +315,7 @@ class Growth:
         """Return the number of a new region, which all ranks make together; raise if a rank is missing or disagrees.
 
         `what` says what the region is for, in the same words on all ranks; `make` makes it (None: `memory.create`). In
-        a graph capture it is made beside the capture, and is no part of the graph.
+        a graph capture the region is made beside the capture, and is no part of the graph.
 
         Raises:
             Unsupported: this rank would have more than `max_bytes`.
@@ -343,8 +343,8 @@ class Growth:
 def torch_pool(memory: CudaMemory, growth: Growth) -> Iterator[None]:
     """Put CUDA tensors made by this thread in the `with` block into memory that all ranks map at the block's end.
 
-    Each use has a `torch.cuda.MemPool` of its own, since torch picks the memory that it uses again by address, which
-    differs between ranks. It lives as long as the process, since its tensors may outlive the communicator.
+    Each use has a `torch.cuda.MemPool` of its own, since torch picks the memory that it reuses by address, which
+    differs between ranks. The pool lives as long as the process, since its tensors may outlive the communicator.
     """
     from torch.distributed._symmetric_memory import get_mempool_allocator
 

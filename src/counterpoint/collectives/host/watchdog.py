@@ -234,7 +234,7 @@ def _text(raw: bytes) -> str:
 class Failure:
     """Holds the error that ended this rank's communicator, if any; whichever thread sets it also tells the peers.
 
-    With `prints` it is printed, too: on GPUs the host runs ahead of the calls and may raise it late, or never.
+    With `prints` the error is printed, too: on GPUs the host runs ahead of the calls and may raise it late, or never.
     """
 
     def __init__(self, watchdog: Watchdog, *, prints: bool = False) -> None:

@@ -46,7 +46,7 @@ from counterpoint.errors import CounterpointError, Misconfigured, PeerTimeout
 class HierarchicalCommunicator(EvenCollectives):
     """Runs collectives among all ranks of several hosts; all ranks make it together.
 
-    An all_gather sends input.nbytes to each other host, and as much for each host to each other rank of this one. A
+    An all_gather sends input.nbytes to each other host, and input.nbytes per host to each other rank of this host. A
     reduce_scatter needs a buffer of twice output.nbytes for each other host, an all_to_all one for all data to other
     hosts. avg multiplies each value by 1 / n before the sum.
 
@@ -87,7 +87,7 @@ class HierarchicalCommunicator(EvenCollectives):
     ) -> HierarchicalCommunicator:
         """Return this rank's communicator of a torch DeviceMesh of two axes, the hosts first.
 
-        A rank waits `timeout_s` seconds for another of its host before it fails; `slice_bytes` is as in the class.
+        A rank waits `timeout_s` seconds for another rank of its host before it fails; `slice_bytes` is as in the class.
 
         Raises:
             Misconfigured: the mesh does not have two axes.
@@ -103,7 +103,7 @@ class HierarchicalCommunicator(EvenCollectives):
     def close(self) -> None:
         """Close this communicator and this host's `Communicator`, as `Communicator.close` does; tensors stay valid.
 
-        On CPUs calls under way fail at once; what they have begun between hosts ends when a peer's group does.
+        On CPUs calls under way fail at once; transfers that they have begun between hosts end when a peer's group does.
         """
         self._end(self.inside.close)
 

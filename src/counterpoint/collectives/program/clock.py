@@ -189,8 +189,8 @@ class _Clock:
     def flow_rates(self) -> list[float]:
         """Return the bytes per µs of each flow: its share of the link or card that brings bytes into its target GPU.
 
-        Inside a host that is the GPU's link, and a flow gets no more than one copy engine moves; from another host it
-        is the GPU's network card.
+        Inside a host bytes come by the GPU's link, and a flow gets no more than one copy engine moves; from another
+        host they come by the GPU's network card.
         """
         into = Counter((flow.target, flow.far) for flow in self.flows)
         near, link, card = self.rates.push_gb_per_s, self.rates.link_gb_per_s, self.network.nic_gb_per_s

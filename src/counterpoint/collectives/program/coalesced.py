@@ -56,7 +56,7 @@ TensorLayout: TypeAlias = tuple[tuple[Buffer, Parts], ...]
 class TensorAddresses:
     """Maps offsets in a buffer to addresses of the tensors that form it, anywhere in the memory of this rank.
 
-    So the program for such tensors stays valid when they are at other addresses.
+    A program over offsets so stays valid when the tensors are at other addresses.
     """
 
     starts: tuple[int, ...]  # offset of each tensor in the buffer, as in `Parts`, ascending

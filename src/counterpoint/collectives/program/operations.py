@@ -53,7 +53,7 @@ def has_equal_outputs(call: Call) -> bool:
 def crossovers(profile: Profile, given: Mapping[str, int] | None = None) -> dict[str, int]:
     """Return for each operation of `BY_TORCH` the bytes of the full array below which torch runs the operation.
 
-    The full array is as nccl-tests count it. Operations that `given` lacks have the size of the profile, or 0.
+    The full array is as nccl-tests count it. Operations that `given` lacks have the profile's size, or 0.
 
     Raises:
         Misconfigured: `given` has another operation, or a size below 0.

@@ -59,7 +59,7 @@ def with_staging_slices(tuned: Callable[[Call], Tuning], call: Call, staging_byt
     """Return `tuned(call)`, or the tuning of one slice for a reduce_scatter that needs more than `staging_bytes`.
 
     Raises:
-        Misconfigured: it would come in more than `MAX_SLICES`: to plan each of them takes up to a millisecond.
+        Misconfigured: the call would come in over `MAX_SLICES` slices: to plan each takes up to a millisecond.
     """
     if staging_bytes is None or "staging_bytes" not in OPERATIONS[call.operation].tuning or call.world_size == 1:
         return tuned(call)

@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 class TensorList:
     """Holds several tensors that one call treats as a single buffer, from the lowest to the highest of their bytes.
 
-    Empty tensors are ignored for that range. Addresses and sizes are meaningful for contiguous tensors only: see
+    Empty tensors do not count for that range. Addresses and sizes are meaningful for contiguous tensors only: see
     `sendable`. A caller that repeats a call may keep its lists, or pass a `key` that is cheaper than `tensor_key` of
     each tensor; equal keys must mean equal addresses, shapes and dtypes. `Misconfigured` is raised if the list is empty
     or holds something else than tensors.
@@ -228,7 +228,7 @@ def is_block(part: Any, whole: Any, rank: int) -> bool:
 def overlap_elsewhere(outputs: Sequence[Any], inputs: Sequence[Any], in_place: Sequence[bool]) -> bool:
     """Return whether an input shares bytes with any output, not counting its own output if that pair is in place.
 
-    If so, a copy of the inputs has to be sent. All tensors are contiguous; `in_place` says for each pair of output and
+    If so, the inputs have to be sent as a copy. All tensors are contiguous; `in_place` says for each pair of output and
     input whether one of them is this rank's block of the other.
 
     Raises:
