@@ -57,7 +57,7 @@ class GemmSmLimit(Control):
     def limit(self) -> Iterator[None]:
         """Limit all GEMMs that this thread launches on the current device, until the block ends.
 
-        `Unsupported` is raised if cuBLAS or its function is not there.
+        `Unsupported` is raised if cuBLAS or its function for the limit is missing.
         """
         import torch
 

@@ -253,12 +253,12 @@ class Shaper:
     ) -> int:
         """Return the bytes of dynamic shared memory to launch a kernel with, and permit the kernel to have them.
 
-        That permission stays: it changes nothing by itself, and captured graphs need it.
+        The permission stays: it changes nothing by itself, and captured graphs need it.
 
         Args:
             handle: `CUfunction` or `CUkernel`, as an integer.
-            threads: per block.
-            dynamic_smem_bytes: what it needs by itself.
+            threads: threads per block.
+            dynamic_smem_bytes: bytes that the kernel asks for by itself.
             clustered: launched with a cluster dimension.
             cooperative: launched cooperatively.
 

@@ -172,7 +172,7 @@ def bus_factor(operation: str, ranks: int) -> float:
     """Return the ratio of an operation's bus bandwidth to its algorithm bandwidth (bytes of the array / time).
 
     It is 2 (n - 1) / n for all_reduce, (n - 1) / n for all_gather, reduce_scatter, all_to_all, gather and scatter, and
-    1 for everything else (broadcast, reduce, send_recv). With one rank the first two kinds have 0, as in nccl-tests:
+    1 for everything else (broadcast, reduce, send_recv). With one rank the first two factors are 0, as in nccl-tests:
     nothing crosses a link.
     """
     shares = _SHARES.get(operation)

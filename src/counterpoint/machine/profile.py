@@ -2,7 +2,7 @@
 
 Profiles lie in `profiles/<gpu>.json`, each group of figures with its source and date; docs/reference/profile.md
 describes the groups. A file may leave groups out, and of `mechanisms` and `efficiency` parts. What a user's own file
-lacks is taken from the one shipped for its GPU, what that lacks from the default one, and `Profile.note` says so. A
+lacks is taken from the shipped profile of its GPU, or else the default profile, and `Profile.note` says so. A
 user's own file is named by an argument or by the variable COUNTERPOINT_PROFILE.
 """
 

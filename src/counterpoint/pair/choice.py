@@ -140,8 +140,8 @@ def choose_split(
 ) -> Budget:
     """Return the division of SMs with the least predicted time of both sides together; on a tie the first.
 
-    The arguments are those of `predict`, and `candidates` the splits to compare; None: those of `candidates_for` this
-    machine that the curves cover.
+    The arguments are those of `predict`, and `candidates` the splits to compare; None: those from `candidates_for` for
+    this machine that the curves cover.
 
     Raises:
         Misconfigured: there is no candidate, or `predict` raises it.
@@ -185,7 +185,7 @@ def candidates_for(layout: SmLayout, default_ctas: int, *, clusters: Iterable[in
 def _waiting_us(curves: Curves, collective: str, comm: CommPoint, part: SmSplit) -> float:
     """Return the µs that CTAs which waited for the GEMM need, once started, for their share of the bytes.
 
-    NCCL's channels work independently. Where the curves do not have that rate, it is the time of the whole collective.
+    NCCL's channels work independently. Where the curves lack their rate, this is the time of the whole collective.
     """
     if part.max_ctas in (0, comm.num_ctas) or not curves.cover_comm(collective, comm.size_bytes, part):
         return comm.time_us

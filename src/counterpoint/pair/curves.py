@@ -281,7 +281,7 @@ def estimated_curve(
         n: columns of the product.
         k: elements of each sum.
         dtype: of the operands, by torch's name.
-        rows: the most that will be asked for.
+        rows: most rows that the curve will be asked for.
         profile: of the GPU; None: the default one, H200.
         step: rows between two points; None: those of a tile.
 

@@ -112,15 +112,16 @@ def choose_expert(
 
     Another mechanism than torch's is chosen only if it adds less than torch's by `MARGIN`. Two kinds of exchange are
     left to torch: those of few tokens, as in decoding, where over 70 % of the other mechanism's time would pass without
-    any token; and those without compute beside them in which it moves no fewer bytes (`top_k <= ranks`).
+    any token; and those without compute beside them in which that mechanism moves no fewer bytes
+    (`top_k <= ranks`).
     Ranks that give the same figures choose alike, which they must.
 
     Args:
         task: the exchange.
         profile: of the machine; None: the default one, H200.
         offered: mechanisms to choose from, such as those that run here; None: all, or `CAPTURED` in a graph.
-        host_us: what the host needs to issue a dispatch and a combine by each mechanism: none is taken to be shorter;
-            None: nothing.
+        host_us: µs of the host to issue a dispatch and a combine by each mechanism, a lower limit of the predicted
+            time; None: none.
 
     Raises:
         Misconfigured: nothing that is offered can be recorded in a graph, or nothing is offered.

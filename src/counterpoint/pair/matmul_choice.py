@@ -234,7 +234,7 @@ def choose_matmul(
 ) -> MatmulPlan:
     """Return the simplest execution predicted to take within `MARGIN` of the best time; torch's is the simplest.
 
-    The mechanism goes by the predictions of rank 0, the pieces are those of `rank`: ranks that are given the same
+    Rank 0's predictions decide the mechanism, and the pieces are those of `rank`: ranks that are given the same
     curves and figures choose alike, which they must.
 
     Args:
@@ -242,7 +242,7 @@ def choose_matmul(
         rank: this rank.
         profile: of the machine; None: the default one, H200.
         flagged_factor: speed of the persistent matmul over that of cuBLAS, measured; None: there is none.
-        host_us: what the host needs to issue a call of each mechanism: none is taken to be shorter; None: nothing.
+        host_us: µs of the host to issue a call by each mechanism, a lower limit of the predicted time; None: none.
 
     Raises:
         Misconfigured: `flagged_factor` is not above 0, or the profile has no `nccl_rates` of the collective.
@@ -283,7 +283,7 @@ def choose_matmul(
 def with_best_chunks(task: ShardedMatmul, profile: Profile | None = None) -> ShardedMatmul:
     """Return the task with the largest chunks whose predicted time, on rank 0, is within `MARGIN` of the least.
 
-    Compared are one, two and four chunks of the largest shard.
+    It compares one, two and four chunks of the largest shard.
     """
     block = task.batch * max(task.shard_rows)
     found = [replace(task, chunk_rows=-(-block // chunks)) for chunks in (1, 2, 4)]

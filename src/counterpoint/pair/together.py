@@ -67,7 +67,7 @@ class Pair:
 def together_us(pair: Pair, profile: Profile, model: Model | None = None, *, gemm_sms: int | None = None) -> float:
     """Return the µs from the first launch until both sides have ended, by `model` or the one that `model_for` names.
 
-    `gemm_sms` are the SMs that GEMMs are limited to beside a zero-SM reduction: only the model `sums` knows them.
+    `gemm_sms` is the number of SMs that GEMMs may use beside a zero-SM reduction; only the model `sums` uses it.
     """
     model = model or model_for(pair)
     if model == "waves":
