@@ -55,7 +55,7 @@ class EvenCollectives:
     Every method takes tensors of any dtype (reductions: see `reduce_scatter`), equal on all ranks in size and dtype.
     Sizes are in elements where shapes are given, else in bytes. Two arguments of all methods are explained here only:
 
-    - `channel` runs the call, behind the calls that it was given before.
+    - `channel` runs the call, after the calls that the channel was given before.
     - With `async_op` a method returns the call's `Work` at once; else it returns None when the output may be read.
 
     `Misconfigured` is raised if tensors or options do not fit a call, `PeerTimeout` if a rank died or did not make the
@@ -72,7 +72,7 @@ class EvenCollectives:
         self.close()
 
     def close(self) -> None:
-        """End the communicator: peers that wait for this rank get an error. Tensors of `empty` stay valid."""
+        """End the communicator: peers that wait for this rank get an error; tensors from `empty` stay valid."""
         raise NotImplementedError
 
     def all_gather(self, output: Tensor, input: Tensor, *, channel: int = 0, async_op: bool = False) -> Work | None:
@@ -96,7 +96,7 @@ class EvenCollectives:
         channel: int = 0,
         async_op: bool = False,
     ) -> Work | None:
-        """Combine the ranks' inputs in the order of ranks, one block on each rank, as `reduce_scatter_tensor` does.
+        """Combine the ranks' inputs in rank order and leave block r on rank r, as `reduce_scatter_tensor` does.
 
         Accumulates bfloat16 and float16 in float32, and rounds once. Sends output.nbytes to each other rank.
 
@@ -106,7 +106,7 @@ class EvenCollectives:
                 output is this rank's block of it.
             op: sum, avg, max, min or premul_sum, or torch's ReduceOp of that name; avg and premul_sum of floating-point
                 dtypes only.
-            factor: premul_sum multiplies by it first; equal on all ranks.
+            factor: what premul_sum multiplies every input by first; equal on all ranks.
         """
         op = reduction_name(op)
         return self._submit(request.even_blocks_of, output, input, channel, async_op, "reduce_scatter", 0, op, factor)
@@ -114,7 +114,7 @@ class EvenCollectives:
     def all_reduce(
         self, tensor: Tensor, op: Op = "sum", *, factor: float = 1.0, channel: int = 0, async_op: bool = False
     ) -> Work | None:
-        """Combine the ranks' tensors in the order of ranks, in place, with bitwise equal results on all ranks.
+        """Combine the ranks' tensors in rank order, in place, with bitwise equal results on all ranks.
 
         `tensor` is contiguous; `op` and `factor` are as in `reduce_scatter`, and so is the accumulation. Sends
         2 (n - 1) / n of tensor.nbytes, where n is the number of ranks.
@@ -135,8 +135,8 @@ class EvenCollectives:
     ) -> Work | None:
         """Send block r of the input to rank r, as `all_to_all_single` does; this rank's own block is copied locally.
 
-        With split sizes, which only a `Communicator` takes, the ranks first exchange theirs: a round trip, after which
-        `Misconfigured` is raised if they do not match.
+        With split sizes, which only a `Communicator` takes, the ranks first exchange their sizes: a round trip, after
+        which `Misconfigured` is raised if the sizes do not match.
 
         Args:
             output: `[rows, ...]`, the received blocks in the order of ranks; shares no bytes with input.
@@ -163,7 +163,7 @@ class EvenCollectives:
 class Communicator(EvenCollectives):
     """Runs collectives among the ranks of one host.
 
-    All ranks of the group make it together. Memory of a rank: the tensors of `empty`; on each channel staging and a
+    All ranks of the group make it together. Memory of a rank: the tensors from `empty`; on each channel staging and a
     landing, up to twice as large as the largest call needs, and a status of about 64 (n + 1) (200 + 8 n) bytes. What
     all methods have in common is said in the module and in `EvenCollectives`; all tensors are on `device`.
 
@@ -211,9 +211,9 @@ class Communicator(EvenCollectives):
         return f"Communicator(rank {self.rank} of {self.world_size} on {self.device}, profile: {self.profile})"
 
     def close(self) -> None:
-        """End the communicator: peers that wait for this rank get an error. Tensors of `empty` stay valid.
+        """End the communicator: peers that wait for this rank get an error; tensors from `empty` stay valid.
 
-        On a GPU this waits for the calls under way; on CPUs those that wait for a peer fail. A communicator that is
+        On a GPU this waits for the calls under way; on CPUs calls that wait for a peer fail. A communicator that is
         dropped is aborted: see `abort`.
         """
         if self._dropped.detach():
@@ -231,7 +231,7 @@ class Communicator(EvenCollectives):
         """Raise the error that ended this communicator, if there was one.
 
         On GPUs the watchdog releases the stream of a call that will not end, so that the process can exit. So outputs
-        are right only if this raises nothing after they were waited for.
+        are right only if this raises nothing after their calls were waited for.
         """
         self._transport.check()
 
@@ -239,7 +239,7 @@ class Communicator(EvenCollectives):
         """End the communicator with `error`, and tell the peers why, so that they do not wait for this rank.
 
         Returns:
-            The error that its calls raise from now on: this one, or an earlier one.
+            The error that all calls of the communicator raise from now on: `error`, or an earlier one.
         """
         return self._transport.failure.set(error)
 
@@ -280,12 +280,12 @@ class Communicator(EvenCollectives):
 
         Each use is a memory pool of torch: memory of tensors that died serves later ones of the same use. All ranks
         enter and leave it together, and make and drop tensors of the same sizes in the same order inside: at the end
-        they map the segments of those that live, each of 2 MiB or more. `Unsupported` is raised on CPUs.
+        the ranks map the segments of tensors that still live, each of 2 MiB or more. `Unsupported` is raised on CPUs.
         """
         return self._transport.memory_pool()
 
     def record_stream(self, tensor: Tensor, stream: torch.cuda.Stream | None = None) -> None:
-        """Record that `stream` uses a tensor of `empty`, or a view of it, outside of a communicator's calls; GPUs only.
+        """Record that `stream` uses a tensor from `empty`, or a view of it, outside a communicator's calls; GPUs only.
 
         `stream` None is the current one. The memory is not reused before the work queued there has ended.
         """
@@ -324,8 +324,8 @@ class Communicator(EvenCollectives):
             inputs: one tensor for each output, in any memory, all of one dtype. If a size is no multiple of the
                 number of ranks, it is cut as `torch.chunk` cuts dim 0: outputs have a share's size rounded up, and
                 their part beyond the input is not written.
-            op: how they are combined, as in `reduce_scatter`.
-            factor: premul_sum multiplies by it first.
+            op: how inputs are combined, as in `reduce_scatter`.
+            factor: what premul_sum multiplies every input by first.
         """
         op = reduction_name(op)
         both = tensor_list(outputs), tensor_list(inputs)
@@ -334,7 +334,7 @@ class Communicator(EvenCollectives):
     def partitioned_all_gather(
         self, output: Tensor, input: Tensor, *, dim: int = 0, chunk_rows: int, supplied: bool = True, channel: int = 0
     ) -> PartitionedWork:
-        """Gather the ranks' inputs along a dimension; the caller can use rows of `output` before all have arrived.
+        """Gather the ranks' inputs along a dimension; the caller can use rows of `output` before all rows have arrived.
 
         This rank's own rows stay in `input`, which may be its part of `output`.
 
@@ -344,7 +344,7 @@ class Communicator(EvenCollectives):
             dim: dimension along which inputs lie behind one another by rank.
             chunk_rows: rows of a partition, counted through all dimensions but the last: the block of a rank comes in
                 chunks of so many, the last one may have fewer.
-            supplied: `input` is written; False: it is written chunk by chunk, each of which leaves to all when `ready`.
+            supplied: `input` is written; False: the caller writes it chunk by chunk, and `ready` sends each to all.
 
         Returns:
             The work, whose partitions come from rank - 1 first, then from rank - 2, and so on.
@@ -356,7 +356,7 @@ class Communicator(EvenCollectives):
     def partitioned_all_to_all(
         self, output: Tensor, input: Tensor, *, dim: int = 0, chunk_rows: int, channel: int = 0
     ) -> PartitionedWork:
-        """Send part r of the input along a dimension to rank r, chunk by chunk as the caller writes it.
+        """Split the input along a dimension and send part r to rank r, chunk by chunk as the caller writes it.
 
         This rank's own part stays in `input`.
 
@@ -367,7 +367,7 @@ class Communicator(EvenCollectives):
             chunk_rows: rows of a partition, as in `partitioned_all_gather`.
 
         Returns:
-            The work, whose partitions leave to rank + 1 first, then to rank + 2, and so on.
+            The work, whose partitions are sent to rank + 1 first, then to rank + 2, and so on.
         """
         work = self._submit(request.partitioned_all_to_all, output, input, channel, True, dim, chunk_rows)
         return cast("PartitionedWork", work)
@@ -395,14 +395,14 @@ class Communicator(EvenCollectives):
         """Send a tensor, of any strides, to rank `dst`, which calls `recv`.
 
         On a GPU with `mailbox_bytes`, messages from one rank to another form a line, whatever their channel: the n-th
-        one sent is the n-th one received, and lines have streams of their own. A send needs no SM and ends, before its
-        `recv` is made, when `dst` has room for the rest of it: a blocking one of more than `mailbox_bytes` waits for
-        the receiver. The tensor may be overwritten when the call has ended.
+        one sent is the n-th one received, and lines have streams of their own. A send needs no SM and ends, even before
+        its `recv` is made, when `dst` has room for the rest of the message: a blocking send of more than
+        `mailbox_bytes` waits for the receiver. The tensor may be overwritten when the call has ended.
         """
         return self._submit(self._send_or_recv, None, tensor, channel, async_op, dst)
 
     def recv(self, tensor: Tensor, src: int, *, channel: int = 0, async_op: bool = False) -> Work | None:
-        """Receive into `tensor` the tensor that rank `src` sends; `send` says in which order messages come.
+        """Receive the tensor that rank `src` sends into `tensor`; see `send` for the order of messages.
 
         `tensor` is contiguous, of the size and dtype that `src` sends; on a GPU without `mailbox_bytes` from `empty`.
         """
@@ -437,7 +437,7 @@ class Communicator(EvenCollectives):
             input: tensor that this rank sends; None: nothing, or the collective works on one tensor, `output`.
             root: rank that sends or receives, in collectives with a root.
             op: how values are combined, in collectives that reduce, as in `reduce_scatter`.
-            factor: premul_sum multiplies by it first.
+            factor: what premul_sum multiplies every input by first.
         """
         if "input" not in find_operation(name).arguments:
             input = output if find_operation(name).layout.reduces else None

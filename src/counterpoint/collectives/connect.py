@@ -50,7 +50,7 @@ def available(group: ProcessGroup | None = None, *, device: Device = None, share
 
 
 def device_profile(group: ProcessGroup | None, device: Device, profile: Profile | str | Path | None) -> Profile:
-    """Return the `Profile` (measured figures of the machine) by which a communicator plans; all ranks call it together.
+    """Return the machine's measured `Profile`, by which a communicator plans its calls; all ranks call this together.
 
     `profile` is a profile, or the path of one; None: the file that COUNTERPOINT_PROFILE names, else the profile shipped
     for this GPU. An error on one rank, such as a profile of another GPU, is raised on all.
@@ -136,7 +136,7 @@ def _on_cpu(
 def _on_gpu(
     group: ProcessGroup | None, gpu: Any, options: CommunicatorOptions, profile: Profile, names: Sequence[int] | None
 ) -> Transport:
-    """Open the GPU transport, with one more channel to meet on before memory grows, and two to count messages."""
+    """Open the GPU transport with extra channels: one for ranks to meet before memory grows, two to count messages."""
     from counterpoint.collectives.cuda.transport import CudaTransport
 
     channels = options.channels + (1 if options.mailbox_bytes is None else 3)

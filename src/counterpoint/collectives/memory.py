@@ -56,13 +56,13 @@ class SymmetricMemory(Protocol):
         """Free a region that this rank no longer uses; a later region may get its number."""
 
     def address(self, rank: int, at: Location, num_bytes: int) -> int:
-        """Return the address in this process of bytes of `rank`; raise `Misconfigured` if no region has them."""
+        """Return the address at which bytes of `rank` are mapped here; raise `Misconfigured` if no region has them."""
 
     def locate(self, address: int, num_bytes: int) -> Location | None:
         """Return the location of the `num_bytes` at `address`; None if they are not in this rank's symmetric memory."""
 
     def tensor(self, at: Location, num_bytes: int, freed: Callable[[], object]) -> Any:
-        """Return this rank's bytes as a flat uint8 tensor; `freed` is called, in any thread, when its storage dies."""
+        """Return bytes at `at` as a flat uint8 tensor; `freed` is called, in any thread, when the last view is gone."""
 
     def close(self) -> None:
         """Free all regions; memory that tensors still use is freed when they die."""
@@ -76,7 +76,7 @@ class ReusePolicy(Protocol):
     """Decides when the memory of a dead tensor may be used again, on a device whose streams run behind the host."""
 
     def freed(self, at: Location, num_bytes: int) -> tuple[Any, ...] | NotReusable:
-        """Return the work that must end before the freed bytes at `at` are reused, or why they cannot be reused."""
+        """Return the work that must end before the freed bytes at `at` are reused, or "later" or "never"."""
 
     def taken(self, at: Location, after: tuple[Any, ...]) -> None:
         """Let the next user of the bytes at `at` wait for the work in `after`."""
@@ -117,7 +117,7 @@ class Pool:
         self._dropped: deque[_Block] = deque()  # of dead tensors; any thread may append one, even amid `_take`
 
     def empty(self, *shape: int, dtype: Any) -> Any:
-        """Return an uninitialised tensor of one element or more."""
+        """Return an uninitialised tensor of one element or more in this pool's memory."""
         num_bytes = math.prod(shape) * dtype.itemsize
         with self._lock:
             block = self._take(-(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES)

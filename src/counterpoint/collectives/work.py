@@ -13,8 +13,8 @@ from counterpoint.errors import Misconfigured, PeerTimeout
 class Work(Protocol):
     """Represents a started collective; until it has ended, its outputs must not be read nor its inputs overwritten.
 
-    Only this object keeps the call's tensors alive, until `wait`. So the program alone decides when they die, not the
-    moment at which a thread ends; otherwise ranks would allocate their next tensors at different places.
+    Only this object keeps the call's tensors alive, until `wait`. So the caller's code alone decides when they die, not
+    the moment at which a thread ends; otherwise ranks would allocate their next tensors at different places.
     """
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -35,23 +35,23 @@ class Work(Protocol):
 class PartitionedWork(Protocol):
     """Represents a call whose caller supplies the input and takes the output partition by partition.
 
-    Partitions leave and arrive in the order of `sent` and `received`. On a GPU `ready` and `arrived` are about the
+    Partitions are sent and arrive in the order of `sent` and `received`. On a GPU `ready` and `arrived` are about the
     current stream. The channel runs no other call before `finish`.
     """
 
     sent: tuple[BlockPartition, ...]
-    """Names the partitions of the input, in the order in which they leave."""
+    """Names the partitions of the input, in the order in which they are sent."""
     received: tuple[BlockPartition, ...]
     """Names the partitions of the output, in the order in which they come."""
 
     def ready(self, count: int) -> None:
-        """Let the first `count` partitions of the input leave, which the caller has written."""
+        """Send the first `count` partitions of the input, which the caller has written."""
 
     def arrived(self, count: int) -> None:
         """Wait until the first `count` partitions of the output may be read; on a GPU the current stream waits."""
 
     def finish(self) -> None:
-        """Let all partitions leave and arrive, and wait until also the input may be overwritten.
+        """Send and receive all remaining partitions, and wait until the input, too, may be overwritten.
 
         `PeerTimeout` is raised if a rank died or made no such call in time; `Misconfigured` if it made a different one.
         """

@@ -15,7 +15,7 @@ from counterpoint.records.measurement import Evidence, Observation
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lanes:
-    """Holds streams and launches of the two sides of a pair; a control returns a copy with some replaced.
+    """Holds the streams and launch functions of both sides of a pair; a control returns a copy with some replaced.
 
     `compute` and `comm` queue one trial of their side on the current stream and return at once.
     """
@@ -50,7 +50,7 @@ class Control(ABC):
         return self.setting.format_map(vars(self))
 
     def available(self) -> str | None:
-        """Return why the control cannot work with this machine, torch or NCCL; None if it can. Never raises."""
+        """Return why the control cannot work with this machine, torch or NCCL, None if it can; never raise."""
         calls = no_driver_calls(*self.driver_calls) if self.driver_calls else None
         return first_reason(no_gpu(), calls, *map(no_nccl_option, self.nccl_options))
 

@@ -57,7 +57,7 @@ class GemmSmLimit(Control):
     def limit(self) -> Iterator[None]:
         """Limit all GEMMs that this thread launches on the current device, until the block ends.
 
-        `Unsupported` is raised if cuBLAS or its function is not there.
+        `Unsupported` is raised if cuBLAS or its function for the limit is missing.
         """
         import torch
 
@@ -90,13 +90,13 @@ class GemmSmLimit(Control):
 
 @dataclass(frozen=True, kw_only=True)
 class GemmSmFit(Control):
-    """Asks a rule for the number of SMs for each pair: `found` makes the limit, and this control limits nothing."""
+    """Stands for a limit that a rule finds for each pair: `found` returns that limit; this control limits nothing."""
 
     setting: ClassVar[str] = "gemm_sms=fit"
     remedy: ClassVar[str] = "give a number of SMs, as in gemm_sms=124"
 
     def found(self, num_sms: int | None) -> Control:
-        """Return the limit to the SMs that the rule found for a pair; this control itself if it found none (None)."""
+        """Return the limit to the SMs that the rule found for a pair; this control if the rule found none (None)."""
         return self if num_sms is None else GemmSmLimit(num_sms=num_sms)
 
     def verify(self, seen: Observation) -> Evidence:
@@ -106,7 +106,7 @@ class GemmSmFit(Control):
 
 
 def _grids(seen: Observation) -> tuple[list[int], list[int], str]:
-    """Return the number of blocks of each GEMM with the control, the same without it, and both in words."""
+    """Return the number of blocks of each GEMM with the control and without it, and both in words."""
     now, before = ([one.num_blocks for one in matmul_kernels(side)] for side in (seen.compute, seen.compute_without))
     text = f"GEMM grids of {written(sorted(set(now)))} blocks, without it {written(sorted(set(before)))}"
     return now, before, text

@@ -14,7 +14,7 @@ from counterpoint.records.measurement import Evidence, Observation
 
 
 def plan_split(compute_sms: int, *, total: int, grain: int) -> Literal["compute", "comm"]:
-    """Return the side whose SMs the driver has to split off, so that compute has `compute_sms`, the other the rest.
+    """Return the side whose SMs the driver has to split off to give compute `compute_sms` and the collective the rest.
 
     The driver splits off groups of multiples of `grain` SMs (8 from compute capability 9.0); what remains may be odd.
 
@@ -88,7 +88,7 @@ class GreenContexts(Control):
         return None
 
     def partition(self, device: Any, *, compute_priority: int = 0, comm_priority: int = 0) -> Partition:
-        """Return two streams on `device`, made once for equal arguments and never destroyed.
+        """Return two streams on disjoint SMs of `device`, made once for equal arguments and never destroyed.
 
         They are never destroyed: torch's allocators record events on every stream that used a tensor or pinned memory,
         when that memory is freed, however late; on a destroyed green context this ends the process. `Misconfigured` is

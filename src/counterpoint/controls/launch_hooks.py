@@ -136,7 +136,7 @@ def shaped_launches(shaper: LaunchShaper) -> Iterator[None]:
 
 
 def _smem(shaper: LaunchShaper, function: int, config: _Config, by_value: bool) -> int:
-    """Return the bytes of dynamic shared memory for one launch, whose arguments to the driver these are."""
+    """Return the bytes of dynamic shared memory for one launch, given the launch's arguments to the driver."""
     clustered = cooperative = False
     if not by_value and config.num_attributes:
         attributes = ctypes.cast(config.attributes, ctypes.POINTER(_Attribute))

@@ -19,7 +19,7 @@ _FEWEST = 2  # round trips at least, so that every waiting stream gets its turn 
 
 @dataclass(frozen=True, kw_only=True)
 class CommFirst(Control):
-    """Holds the compute stream until the collective comes next on its own stream, and some µs more to take SMs.
+    """Holds the compute stream until the collective is next on its own stream, then `lead_us` more to let it take SMs.
 
         lead = CommFirst().lead(comm_stream, compute_stream)
         mark = lead.mark(); dist.all_gather_into_tensor(full, shard)  # on the collective's stream
@@ -102,7 +102,7 @@ class Lead:
     target: Any  # torch.Tensor of one int32, for the memsets: without work in between the driver drops the waits
 
     def mark(self) -> Any:
-        """Return an event at this point of the current stream; call it right before a collective."""
+        """Return an event recorded at this point of the current stream; call this right before a collective."""
         import torch
 
         mark = torch.cuda.Event()
@@ -117,7 +117,7 @@ class Lead:
         self.delay()
 
     def delay(self) -> None:
-        """Queue the round trips on the current stream, which delays it."""
+        """Queue the round trips on the current stream, which delays that stream's later work."""
         import torch
 
         stream = torch.cuda.current_stream(self.relay.device)

@@ -62,7 +62,7 @@ class NcclCtas(Control):
             config.min_ctas = self.min_ctas
 
     def verify(self, seen: Observation) -> Evidence:
-        """Compare the CTAs of NCCL's kernels, with the control and without it, with the limits."""
+        """Check the CTAs of NCCL's kernels, with the control and without it, against the limits."""
         now, before = blocks(nccl_kernels(seen.comm)), blocks(nccl_kernels(seen.comm_without))
         low, high = self.min_ctas or 1, self.max_ctas or _MOST_CTAS
 
@@ -173,7 +173,7 @@ class NcclCtaPolicy(Control):
 
 @dataclass(frozen=True, kw_only=True)
 class NcclWindows(Control):
-    """Allocates buffers that NCCL knows as symmetric windows, for copy engines or its symmetric kernels.
+    """Allocates buffers registered with NCCL as symmetric windows, for NCCL's copy engines or symmetric kernels.
 
         windows = NcclWindows()
         buffer = windows.empty(numel, dtype=torch.bfloat16, device=device, group=group)  # all ranks, same order

@@ -1,4 +1,4 @@
-"""Observe what ran on a GPU: kernels, copies and memsets by the profiler; priorities and SMs by the device.
+"""Observe what ran on a GPU: kernels, copies and memsets by the profiler, priorities by stream, SMs by a probe.
 
 The profiler does not report the clusters of kernels: `captured_kernels` reads them from a captured graph.
 """
@@ -76,7 +76,7 @@ class _Trace(msgspec.Struct):
 
 
 def observe(launch: Callable[[], None], *, device: Any) -> tuple[Launched, ...]:
-    """Return the work that `launch` starts, sorted by start; `launch` is called twice, to warm up and profiled.
+    """Return the GPU work that `launch` starts, sorted by start; `launch` is called twice: to warm up, then profiled.
 
         for one in observe(lambda: torch.mm(x, w), device=device): print(one.name, one.num_blocks)
 
@@ -89,7 +89,7 @@ def observe(launch: Callable[[], None], *, device: Any) -> tuple[Launched, ...]:
 def _observed(
     launch: Callable[[], None], device: Any, streams: Sequence[Any] = ()
 ) -> tuple[tuple[Launched, ...], list[int | None]]:
-    """Return the work that ran, with priorities on the given `streams`, and each stream's number in the profiler."""
+    """Return the GPU work of `launch`, with priorities on `streams`, and the profiler's number of each stream."""
     import torch
 
     with torch.cuda.device(device):
@@ -157,7 +157,7 @@ def _three(numbers: Sequence[int] | None) -> tuple[int, int, int] | None:
 
 
 def with_clusters(found: tuple[Launched, ...], captured: tuple[CapturedKernel, ...]) -> tuple[Launched, ...]:
-    """Return `found` with the cluster sizes of captured kernels: of the first unused one with equal grid and name."""
+    """Return `found` with cluster sizes, each from the first unused captured kernel of equal grid and name."""
     left = list(captured)
     result = []
     for one in found:
@@ -171,7 +171,7 @@ def with_clusters(found: tuple[Launched, ...], captured: tuple[CapturedKernel, .
 
 
 def see(lanes: Lanes, *, without: Lanes, device: Any, clusters: bool = False) -> Observation:
-    """Return the observation of one pair for `Control.verify`; see `see_all`."""
+    """Return what one pair ran, with and without controls, for `Control.verify`; see `see_all`."""
     return see_all([lanes], without=without, device=device, clusters=clusters)[0]
 
 
@@ -298,7 +298,7 @@ def sides_of_all(pairs: Sequence[Lanes], device: Any) -> list[Sides]:
 
 
 def communicates(one: Launched) -> bool:
-    """Return whether `one` is a communication kernel, which takes SMs; its name decides."""
+    """Return whether `one` is, by its name, a communication kernel, which takes SMs."""
     return one.kind == "kernel" and kernel_kind(one.name) == Kind.COMM
 
 

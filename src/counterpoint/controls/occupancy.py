@@ -90,7 +90,7 @@ class OccupancyShaping(Control):
 
     @contextmanager
     def launches(self) -> Iterator[Shaper]:
-        """Shape the kernels that are launched in the `with` block.
+        """Set the shared memory of the kernels that are launched in the `with` block.
 
         `Unsupported` is raised without Triton, or with `interpose` without CUPTI or beside a profiler that has it.
 
@@ -103,7 +103,7 @@ class OccupancyShaping(Control):
 
     @contextmanager
     def apply(self, lanes: Lanes) -> Iterator[Lanes]:
-        """Yield the lanes with the launches of the compute side shaped."""
+        """Yield lanes whose compute side launches its kernels with the extra shared memory."""
         with self.launches() as shaper:
             shaper.active = False  # the communication side stays as it is
 
@@ -172,7 +172,7 @@ class UnshapedKernel:
 
     @property
     def footprint(self) -> Footprint:
-        """Return the resources that one block of the kernel takes of an SM."""
+        """Return the resources of an SM that one block of the kernel takes."""
         return Footprint(
             threads=self.threads,
             regs_per_thread=self.regs_per_thread,
@@ -253,12 +253,12 @@ class Shaper:
     ) -> int:
         """Return the bytes of dynamic shared memory to launch a kernel with, and permit the kernel to have them.
 
-        That permission stays: it changes nothing by itself, and captured graphs need it.
+        The permission stays: it changes nothing by itself, and captured graphs need it.
 
         Args:
             handle: `CUfunction` or `CUkernel`, as an integer.
-            threads: per block.
-            dynamic_smem_bytes: what it needs by itself.
+            threads: threads per block.
+            dynamic_smem_bytes: bytes that the kernel asks for by itself.
             clustered: launched with a cluster dimension.
             cooperative: launched cooperatively.
 
@@ -310,7 +310,7 @@ class Shaper:
 
 
 def device_limits(device: int | None = None) -> SmLimits:
-    """Return the limits of the SMs of a device (None: of the current context's), as the driver states them."""
+    """Return the limits of one SM of a device (None: the current context's device), as the driver states them."""
     from cuda.bindings import driver
 
     which = call_driver("cuCtxGetDevice") if device is None else call_driver("cuDeviceGet", device)

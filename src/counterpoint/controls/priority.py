@@ -63,7 +63,7 @@ class StreamPriority(Control):
             yield replace(lanes, comm_stream=torch.cuda.Stream(device, priority=wanted))
 
     def verify(self, seen: Observation) -> Evidence:
-        """Compare the priorities of the streams that kernels ran on with the setting."""
+        """Check the priorities of the streams on which kernels ran against the setting."""
         kernels = [one for one in seen.comm if one.kind == "kernel"]  # what copies and memsets do, no priority changes
         comm = sorted({one.priority for one in kernels if one.priority is not None})
         compute = sorted({one.priority for one in seen.compute if one.priority is not None})

@@ -119,7 +119,7 @@ def visible_gpus() -> tuple[str, ...]:
 
 
 def free_bytes(device: int) -> int:
-    """Return a GPU's free memory in bytes, from a context that this call opens; raise `Unsupported` if it fails."""
+    """Return a GPU's free memory in bytes, from a context that this call opens; raise `Unsupported` on failure."""
     driver, free, total = Driver(), c_size_t(), c_size_t()
     driver.use(driver.context(device))
     try:

@@ -141,7 +141,7 @@ GPUS: tuple[GpuSheet, ...] = (  # `find_gpu` takes the first whose `name` is par
 
 
 def find_gpu(name: str | None) -> GpuSheet | None:
-    """Return the sheet whose name is part of a driver's device name; None if none is."""
+    """Return the data sheet whose name is part of `name`, the driver's device name; None if no sheet's is."""
     return next((gpu for gpu in GPUS if name and gpu.name in name), None)
 
 
@@ -172,7 +172,7 @@ def bus_factor(operation: str, ranks: int) -> float:
     """Return the ratio of an operation's bus bandwidth to its algorithm bandwidth (bytes of the array / time).
 
     It is 2 (n - 1) / n for all_reduce, (n - 1) / n for all_gather, reduce_scatter, all_to_all, gather and scatter, and
-    1 for everything else (broadcast, reduce, send_recv). With one rank the first two kinds have 0, as in nccl-tests:
+    1 for everything else (broadcast, reduce, send_recv). With one rank the first two factors are 0, as in nccl-tests:
     nothing crosses a link.
     """
     shares = _SHARES.get(operation)
@@ -180,5 +180,5 @@ def bus_factor(operation: str, ranks: int) -> float:
 
 
 def bus_gb_per_s(operation: str, num_bytes: float, ranks: int, us: float) -> float:
-    """Return the bus bandwidth in GB/s of an operation that takes `us` µs; `num_bytes` are the full array's."""
+    """Return the bus bandwidth in GB/s of an operation that takes `us` µs; `num_bytes` is the full array's size."""
     return num_bytes / us / 1000 * bus_factor(operation, ranks)

@@ -23,8 +23,8 @@ def matmul_math_us(
 ) -> float:
     """Return the µs that the arithmetic of `batch` products x[m, k] @ w[k, n] takes with the fastest tile size.
 
-    `peak` is in FLOP per µs, of the data sheet; `bandwidth` in bytes per µs, that streaming kernels reach; `known` is
-    what the GPU reaches.
+    `peak` is the data sheet's, in FLOP per µs; `bandwidth` is what streaming kernels reach, in bytes per µs; `known`
+    says which share of the peak the GPU reaches.
     """
     per_sm = peak * known.matmul / sms
     sums_us = SUM_BYTES * batch * m * n / bandwidth

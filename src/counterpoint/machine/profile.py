@@ -2,7 +2,7 @@
 
 Profiles lie in `profiles/<gpu>.json`, each group of figures with its source and date; docs/reference/profile.md
 describes the groups. A file may leave groups out, and of `mechanisms` and `efficiency` parts. What a user's own file
-lacks is taken from the one shipped for its GPU, what that lacks from the default one, and `Profile.note` says so. A
+lacks is taken from the shipped profile of its GPU, or else the default profile, and `Profile.note` says so. A
 user's own file is named by an argument or by the variable COUNTERPOINT_PROFILE.
 """
 
@@ -44,7 +44,7 @@ class _Strict(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class _Group(_Strict, frozen=True, kw_only=True):
-    """Holds where the figures of a group come from; all groups of a profile derive from it."""
+    """Holds where a group's figures come from; all groups of a profile derive from this class."""
 
     source: Text = ""
     date: Text = ""
@@ -77,7 +77,7 @@ class NcclFacts(_Group, frozen=True, kw_only=True):
 
 
 class NcclRates(_Group, frozen=True, kw_only=True):
-    """Holds the terms of NCCL's time alone, with all its CTAs: latency + bytes over a GPU's links / bus bandwidth."""
+    """Holds the terms of a collective's time by NCCL, alone: latency + bytes over a GPU's links / bus bandwidth."""
 
     latency_us: Micros
     bus_gb_per_s: dict[Operation, Rate]  # by operation, as nccl-tests count it, of large arrays
@@ -120,7 +120,7 @@ class Disturbance(_Group, frozen=True, kw_only=True):
     copies: bool = True  # whether FSDP2 copies between its buffers and parameters
 
     def held(self, operation: str) -> float:
-        """Return which part (0 to 1) of this mechanism's collectives waits for a persistent GEMM to end."""
+        """Return which fraction of this mechanism's collectives waits for a persistent GEMM to end."""
         if not self.hidden:
             return 0.0
         hidden = self.hidden.get(operation, sum(self.hidden.values()) / len(self.hidden))
@@ -129,7 +129,7 @@ class Disturbance(_Group, frozen=True, kw_only=True):
 
 
 class Efficiency(_Group, frozen=True, kw_only=True):
-    """Holds which part of the data sheet's peaks compute reaches, and what launches cost."""
+    """Holds which fraction of the data sheet's peaks compute reaches, and what launches cost."""
 
     matmul: Annotated[float, Meta(gt=0, le=2)]  # part of the peak that a large tile reaches with endless k
     depth: Size  # elements of k that filling and draining a tile costs
@@ -265,7 +265,7 @@ def shipped_profile(gpu: str | None) -> Profile:
 
 
 def read_profile(path: Path) -> Profile:
-    """Return the profile in a file; raise Misconfigured, which names the field at fault, if it is no profile."""
+    """Return the profile in a file; raise Misconfigured, naming the field at fault, if the file holds no profile."""
     name = printable(str(path))
     try:
         with path.open("rb") as file:
@@ -277,7 +277,7 @@ def read_profile(path: Path) -> Profile:
 
 
 def parse_profile(content: bytes, name: str) -> Profile:
-    """Return the profile in a file's JSON; figures that it lacks are those shipped for its GPU.
+    """Return the profile in a file's JSON; figures that the file lacks come from its GPU's shipped profile.
 
     Raises:
         Misconfigured: it is no profile; the text has the `name` of the file, the field and what is allowed.
@@ -326,7 +326,7 @@ _NAMED, _PROFILE = msgspec.json.Decoder(_Named), msgspec.json.Decoder(Profile)
 
 
 def _completed(content: bytes, default: Profile | None, own_gpu: str = "") -> Profile:
-    """Return the profile in a file's JSON; figures that it lacks are taken from `default` (None: it is complete).
+    """Return the profile in a file's JSON; figures that the file lacks come from `default` (None: it lacks none).
 
     `own_gpu` is how the file's GPU is called where `default` has figures of it.
 

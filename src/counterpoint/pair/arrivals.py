@@ -1,4 +1,4 @@
-"""Describe a matmul that depends on communication: when its rows arrive or leave, and whether that can hide.
+"""Describe a matmul that depends on communication: when its rows arrive or are sent, and whether that time can hide.
 
 `ShardedMatmul`    an all_gather whose output is multiplied, or a matmul whose output is reduced and scattered
 `segments_of`      its rows in the order of communication, each with the time of its arrival
@@ -24,7 +24,7 @@ from counterpoint.pair.together import disturbance
 
 
 class Slab(NamedTuple):
-    """Names `rows` consecutive rows of the flattened whole, from row `start` on."""
+    """Names `rows` consecutive rows of the flattened matrix of all ranks' rows, from row `start` on."""
 
     start: int
     rows: int
@@ -34,7 +34,7 @@ Slabs: TypeAlias = tuple[Slab, ...]
 
 
 class Part(NamedTuple):
-    """Names consecutive rows by their place in the flattened whole, and in this rank's shard if it owns them."""
+    """Names consecutive rows by their place in the flattened matrix, and in this rank's shard if they are its own."""
 
     whole: slice
     own: slice | None
@@ -109,13 +109,13 @@ class ShardedRows:
         )
 
     def own(self, slab: Slab) -> int | None:
-        """Return the row of this rank's shard at which a slab begins, or None if its rows are another rank's."""
+        """Return the row of this rank's shard at which a slab begins, or None if the slab is another rank's."""
         batch, row = divmod(slab.start, sum(self.rows))
         row -= sum(self.rows[: self.rank])
         return batch * self.rows[self.rank] + row if 0 <= row < self.rows[self.rank] else None
 
     def parts(self, slabs: Iterable[Slab]) -> tuple[Part, ...]:
-        """Return the rows of slabs as parts, each of which has only rows of this rank or none."""
+        """Return the rows of slabs as parts, each of which has only rows of this rank or only rows of others."""
         own = self.slabs(self.rank, range(self.shard(self.rank)))
         bounds = [bound for start, rows in own for bound in (start, start + rows)]
         found = []
@@ -127,11 +127,11 @@ class ShardedRows:
         return tuple(found)
 
     def word(self, peer: int, chunk: int) -> int:
-        """Return the index, among the arrival words, of the word of this chunk of the peer's shard."""
+        """Return the index of the arrival word for this chunk of the peer's shard."""
         return chunk * self.world_size + peer
 
     def missing(self, error: int) -> tuple[int, int] | None:
-        """Return the (peer, chunk) for which a matmul has waited in vain, from its error word; None if that is 0."""
+        """Return the (peer, chunk) for which a matmul waited in vain, from the `error` word; None if that is 0."""
         if not error:
             return None
         chunk, peer = divmod(error - 1, self.world_size)
@@ -155,9 +155,9 @@ COPY_ENGINES = "zero_sm"  # the mechanism of a profile that moves bytes without 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardedMatmul:
-    """Describes the matmuls of one rank whose rows are gathered, or the matmul whose rows are reduced and scattered.
+    """Describes one rank's matmuls of all-gathered input rows, or its matmul whose output rows are reduce-scattered.
 
-    The whole has [batch, rows of all ranks] rows, flattened; a rank's shard is `shard_rows` of each batch element.
+    The matrix has [batch, rows of all ranks] rows, flattened; a rank's shard is `shard_rows` of each batch element.
     """
 
     operation: TensorOperation
@@ -184,7 +184,7 @@ class ShardedMatmul:
 
     @property
     def is_scatter(self) -> bool:
-        """Return whether the matmul comes first, and then the communication."""
+        """Return whether the communication follows the matmul, as in `matmul_reduce_scatter`."""
         return self.operation == "matmul_reduce_scatter"
 
     @property
@@ -225,13 +225,13 @@ class ShardedMatmul:
         return ShardedRows(rows=self.shard_rows, batch=self.batch, chunk_rows=self.chunk_rows)
 
     def chunks_of(self, rank: int) -> list[Slabs]:
-        """Return, for each chunk that a rank's rows are sent in, the chunk's slabs of the flattened whole."""
+        """Return for each chunk in which a rank's rows are sent the chunk's slabs of the flattened matrix."""
         return [self.sharded.slabs(rank, rows) for rows in self.sharded.chunks(rank)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """Holds rows that arrive or leave together: one slab for each batch element that they touch.
+    """Holds rows that arrive or are sent together: one slab for each batch element that the rows touch.
 
     `us` of an all_gather: µs from the begin of the call until the rows are there. Of a reduce_scatter: least µs from
     when the rows are computed until the call ends.
@@ -243,7 +243,7 @@ class Segment:
 
 
 def segments_of(task: ShardedMatmul, rank: int, profile: Profile | None = None) -> tuple[Segment, ...]:
-    """Return the rows of the whole on one rank, as segments in the order in which the rank multiplies them.
+    """Return all rows that a rank multiplies, as segments in the order in which the rank multiplies them.
 
     An all_gather has the own shard first, which is there at 0, then chunk after chunk of rank - 1, rank - 2, ...
     A reduce_scatter has chunk after chunk for rank + 1, rank + 2, ..., and the own shard last.
@@ -267,7 +267,7 @@ def segments_of(task: ShardedMatmul, rank: int, profile: Profile | None = None) 
 
 
 def nccl_us(task: ShardedMatmul, profile: Profile | None = None) -> float:
-    """Return the µs of the collective by NCCL, alone; Misconfigured if the profile lacks its bus bandwidth."""
+    """Return the µs of the task's collective by NCCL alone; raise Misconfigured if the profile lacks its bandwidth."""
     rates = (profile or default_profile()).nccl_rates
     if task.collective not in rates.bus_gb_per_s:
         known = ", ".join(rates.bus_gb_per_s) or "none"
@@ -295,7 +295,7 @@ def hiding(
     link_bytes_per_s: float,
     element_bytes: int = 2,
 ) -> Hiding:
-    """Return whether the arithmetic takes as long as the transfer or longer: otherwise the transfer cannot hide.
+    """Return whether the transfer can hide behind the matmul: the arithmetic then takes as long or longer.
 
         all_gather + matmul       M K b (w - 1) / w / B <= 2 M N K / R    iff    N >= b R (w - 1) / (2 w B)
         matmul + reduce_scatter   M N b (w - 1) / w / B <= 2 M N K / R    iff    K >= the same
@@ -318,7 +318,7 @@ def hiding(
 
 
 def hiding_of(task: ShardedMatmul, profile: Profile | None = None) -> Hiding:
-    """Return `hiding` of a task, with the FLOP/s that its curves reach and the links of the profile."""
+    """Return `hiding` for a task, from the FLOP/s that its curves reach and the link bandwidth of the profile."""
     rates = (profile or default_profile()).rates
     size = task.curves[0].k if task.is_scatter else sum(curve.n for curve in task.curves)
     return hiding(
@@ -362,7 +362,7 @@ def _tails_us(
 
 
 def _copy_us(task: ShardedMatmul, slabs: Slabs, profile: Profile) -> float:
-    """Return the µs of sending a chunk while matmuls run: a copy for each slab, its bytes, and a signal."""
+    """Return the µs of sending a chunk while matmuls run: a copy for each slab, the chunk's bytes, and a signal."""
     rates, kept = profile.rates, disturbance(COPY_ENGINES, profile).comm_kept
     bytes_per_us = 1000 * min(rates.push_gb_per_s, rates.link_gb_per_s) * kept
     rows = sum(slab.rows for slab in slabs)
@@ -370,7 +370,7 @@ def _copy_us(task: ShardedMatmul, slabs: Slabs, profile: Profile) -> float:
 
 
 def _sums_us(task: ShardedMatmul, rank: int, profile: Profile) -> list[float]:
-    """Return the µs of the sum of each chunk of this rank: reads of all ranks' partial sums, and one write."""
+    """Return the µs of adding up each chunk of this rank: it reads all ranks' partial sums and writes the result."""
     bytes_per_us = 1000 * profile.sums.memory_gb_per_s
     return [
         profile.rates.kernel_us

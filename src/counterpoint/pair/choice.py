@@ -33,7 +33,7 @@ FREE_SMS = (0, 4, 8, 12, 16)  # SMs that a GEMM may leave free; cuBLAS' blocks c
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """Holds a division of SMs and its predicted times in µs."""
+    """Holds a division of SMs between both sides and the times predicted for it in µs."""
 
     split: SmSplit  # the division
     compute_us: float  # the GEMM alone with the SMs of this split
@@ -49,14 +49,14 @@ class Budget:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GemmSms:
-    """Holds the best number of SMs for a GEMM (None: all), and the µs of the pair, predicted, for each number tried."""
+    """Holds the best number of SMs for a GEMM (None: all), and the pair's predicted µs for each number tried."""
 
     gemm_sms: int | None
     together_us: dict[int, float]
 
 
 def choose_gemm_sms(pair: Pair, profile: Profile) -> GemmSms:
-    """Return how many SMs GEMMs should have beside a zero-SM reduction, by predicted time; of equals the most."""
+    """Return the SMs for GEMMs beside a zero-SM reduction that give the least predicted time; on a tie the most SMs."""
     if pair.collective not in REDUCTIONS:
         raise Misconfigured(f"{pair.collective} adds up nothing; allowed are {', '.join(REDUCTIONS)}")
     if min(pair.size_bytes, pair.compute_us, pair.comm_us, pair.world_size - 1) <= 0:
@@ -138,10 +138,10 @@ def choose_split(
     objective: Objective = "mean",
     contention: Contention | None = None,
 ) -> Budget:
-    """Return the division with the least predicted time of both sides together; of equal ones the first.
+    """Return the division of SMs with the least predicted time of both sides together; on a tie the first.
 
-    The arguments are those of `predict`, and `candidates` the splits to compare; None: those of `candidates_for` this
-    machine that the curves cover.
+    The arguments are those of `predict`, and `candidates` the splits to compare; None: those from `candidates_for` for
+    this machine that the curves cover.
 
     Raises:
         Misconfigured: there is no candidate, or `predict` raises it.
@@ -168,7 +168,7 @@ def choose_split(
 
 
 def candidates_for(layout: SmLayout, default_ctas: int, *, clusters: Iterable[int] = ()) -> tuple[SmSplit, ...]:
-    """Return divisions to try: NCCL's own CTAs or fewer, beside a GEMM on all SMs or on those that the CTAs leave."""
+    """Return divisions to try: NCCL's default CTAs or fewer, beside a GEMM on all SMs or on those the CTAs leave."""
     counts = [None, *(count for count in FEWER_CTAS if count < default_ctas)]
     whole = layout.gemm_cluster
     left = {count: (layout.num_sms - (count or default_ctas)) // whole * whole for count in counts}
@@ -183,9 +183,9 @@ def candidates_for(layout: SmLayout, default_ctas: int, *, clusters: Iterable[in
 
 
 def _waiting_us(curves: Curves, collective: str, comm: CommPoint, part: SmSplit) -> float:
-    """Return the µs that CTAs which wait for the GEMM need once they start, for their share of the bytes.
+    """Return the µs that CTAs which waited for the GEMM need, once started, for their share of the bytes.
 
-    NCCL's channels work independently. Where the curves do not have that rate, it is the time of the whole collective.
+    NCCL's channels work independently. Where the curves lack their rate, this is the time of the whole collective.
     """
     if part.max_ctas in (0, comm.num_ctas) or not curves.cover_comm(collective, comm.size_bytes, part):
         return comm.time_us

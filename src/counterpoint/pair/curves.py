@@ -1,4 +1,4 @@
-"""Interpolate the time that each side of a pair takes alone between measured points.
+"""Interpolate, between measured points, the time that a GEMM or a collective takes alone.
 
 `GemmCurve`  GEMMs by number of SMs. Between two points it follows the steps of the waves, not a straight line.
 `CommCurve`  a collective by bytes, one curve for each number of CTAs and cluster size. latency + bytes / bandwidth
@@ -65,7 +65,7 @@ class GemmCurve:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommPoint:
-    """Holds the µs of a collective alone, and the CTAs that NCCL used, for small arrays fewer than its limit."""
+    """Holds the µs of a collective alone, and how many CTAs NCCL used: for small arrays fewer than the limit."""
 
     size_bytes: int  # of the full array
     time_us: float
@@ -74,7 +74,7 @@ class CommPoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommCurve:
-    """Holds the µs of a collective alone, by size, ascending, under one limit of CTAs."""
+    """Holds the µs of a collective alone under one limit of CTAs, by ascending array size."""
 
     points: tuple[CommPoint, ...]
 
@@ -114,13 +114,13 @@ class Curves:
     comms: Mapping[CommKey, CommCurve]
 
     def gemm(self, workload: str) -> GemmCurve:
-        """Return the curve of a workload; Misconfigured if it was not measured."""
+        """Return the curve of a workload; raise Misconfigured if the workload was not measured."""
         if workload not in self.gemms:
             raise Misconfigured(f"no curve of {printable(workload)!r}; measured: {', '.join(self.gemms) or 'none'}")
         return self.gemms[workload]
 
     def comm(self, collective: str, size_bytes: int, split: SmSplit) -> CommPoint:
-        """Return the `CommPoint` of a collective under a split's limits; its rate is linear between limits of CTAs."""
+        """Return a collective's `CommPoint` under a split's limits; its rate is interpolated between CTA counts."""
         if (key := comm_key(collective, split)) in self.comms:
             return self.comms[key].at(size_bytes)
         limit, cluster = split.max_ctas, split.cga_cluster
@@ -139,7 +139,7 @@ class Curves:
         )
 
     def fastest_us(self, collective: str, size_bytes: int) -> float:
-        """Return the µs of a collective alone with its fastest setting at this size; Misconfigured if unmeasured."""
+        """Return a collective's µs alone with its fastest setting at this size; raise Misconfigured if unmeasured."""
         curves = [curve for (name, _, _), curve in self.comms.items() if name == collective]
         found = [curve.at(size_bytes).time_us for curve in curves if curve.reaches(size_bytes)]
         if not found:
@@ -148,7 +148,7 @@ class Curves:
         return min(found)
 
     def most_ctas(self, collective: str) -> int:
-        """Return how many CTAs plain NCCL used at most, over all sizes; Misconfigured if that was not measured."""
+        """Return the most CTAs that plain NCCL used at any size; raise Misconfigured if plain NCCL was not measured."""
         if (plain := comm_key(collective, SmSplit())) not in self.comms:
             raise Misconfigured(f"no curve of {printable(collective)!r} by plain nccl; measure it alone, by size")
         return max(point.num_ctas for point in self.comms[plain].points)
@@ -181,7 +181,7 @@ def curves_from(
     layout: SmLayout,
     default_ctas: int | None = None,
 ) -> Curves:
-    """Return curves from the building blocks of a measurement, without marked rows and rows that divide no SMs.
+    """Return curves from the building blocks of a measurement, without rows that are marked or are no `SmSplit`.
 
     Args:
         blocks: GEMMs as `stock` and `gemm_sms=N`, collectives as
@@ -222,7 +222,7 @@ def curves_from(
 
 
 def _as_mechanism(row: BlockRow) -> str:
-    """Return a row's mechanism with its base `nccl`, which rows of computations (`stock`, `gemm_sms=116`) leave out."""
+    """Return a row's mechanism with the base `nccl`, which rows of GEMMs (`stock`, `gemm_sms=116`) leave out."""
     if row.size_bytes is not None:
         return row.mechanism
     return "nccl" if row.mechanism == "stock" else f"nccl+{row.mechanism}"
@@ -230,7 +230,7 @@ def _as_mechanism(row: BlockRow) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowCurve:
-    """Holds the µs of one matmul x[rows, k] @ w[k, n], alone on one GPU, by its rows."""
+    """Holds the µs of one matmul x[rows, k] @ w[k, n], alone on one GPU, by number of rows."""
 
     n: int
     k: int
@@ -247,7 +247,7 @@ class RowCurve:
         _dtype(self.dtype)
 
     def us(self, rows: int) -> float:
-        """Return the µs of `rows` rows: between two points on their line, beyond the last one in proportion.
+        """Return the µs of `rows` rows: linear between two points, in proportion to rows beyond the last point.
 
         Fewer rows than at the first point take as long as those of the first point, which should be one tile.
 
@@ -275,13 +275,13 @@ class RowCurve:
 def estimated_curve(
     n: int, k: int, dtype: str, rows: int, profile: Profile | None = None, *, step: int | None = None
 ) -> RowCurve:
-    """Return a row curve that is estimated, not measured: a launch, and waves of tiles at the GPU's usual speed.
+    """Return a row curve estimated, not measured, as a launch plus waves of tiles at the GPU's usual speed.
 
     Args:
         n: columns of the product.
         k: elements of each sum.
         dtype: of the operands, by torch's name.
-        rows: the most that will be asked for.
+        rows: most rows that the curve will be asked for.
         profile: of the GPU; None: the default one, H200.
         step: rows between two points; None: those of a tile.
 

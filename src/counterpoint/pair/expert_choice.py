@@ -70,7 +70,7 @@ class ExpertExchange:
 
     @property
     def mean_rows(self) -> int:
-        """Return how many rows the experts of a rank get, in the mean over ranks."""
+        """Return how many rows the experts of a rank get on average over ranks."""
         return self.tokens * self.top_k
 
     @property
@@ -108,19 +108,20 @@ def choose_expert(
     offered: Sequence[ExchangeMechanism] | None = None,
     host_us: Mapping[ExchangeMechanism, float] | None = None,
 ) -> ExpertPlan:
-    """Return the simplest mechanism whose added time is within `MARGIN` of the least; torch's is the simplest.
+    """Return the simplest mechanism, torch's first, whose time added to compute is within `MARGIN` of the least.
 
     Another mechanism than torch's is chosen only if it adds less than torch's by `MARGIN`. Two kinds of exchange are
     left to torch: those of few tokens, as in decoding, where over 70 % of the other mechanism's time would pass without
-    any token; and those without compute beside them in which it moves no fewer bytes (`top_k <= ranks`).
+    any token; and those without compute beside them in which that mechanism moves no fewer bytes
+    (`top_k <= ranks`).
     Ranks that give the same figures choose alike, which they must.
 
     Args:
         task: the exchange.
         profile: of the machine; None: the default one, H200.
         offered: mechanisms to choose from, such as those that run here; None: all, or `CAPTURED` in a graph.
-        host_us: what the host needs to issue a dispatch and a combine by each mechanism: none is taken to be shorter;
-            None: nothing.
+        host_us: µs of the host to issue a dispatch and a combine by each mechanism, a lower limit of the predicted
+            time; None: none.
 
     Raises:
         Misconfigured: nothing that is offered can be recorded in a graph, or nothing is offered.
@@ -147,7 +148,7 @@ def choose_expert(
 
 
 def _why_left(task: ExpertExchange, chosen: ExchangeMechanism, profile: Profile) -> str | None:
-    """Return why torch should make an exchange although `chosen` is predicted to be faster; None if it should not."""
+    """Return why torch should run an exchange although `chosen` is predicted to be faster; None if it should not."""
     if not task.beside_us and task.top_k <= task.ranks:
         return f"with top_k={task.top_k} on {task.ranks} ranks and nothing beside it none of ours was measured to win"
     alone = replace(task, beside_us=0.0)
@@ -170,7 +171,7 @@ def predicted_us(task: ExpertExchange, mechanism: ExchangeMechanism, profile: Pr
 
 
 def _torch(task: ExpertExchange, profile: Profile) -> _Parts:
-    """Return the times by NCCL's all_to_all: of the counts, of the host that waits for them, of the rows both ways."""
+    """Return the times by NCCL's all_to_all: to send the counts, wait for them on the host, and send rows both ways."""
     rates = profile.nccl_rates
     crossing = task.most_rows * task.row_bytes * (task.ranks - 1) / task.ranks
     rows_us = rates.latency_us + crossing / rates.bus_gb_per_s["all_to_all"] / 1000

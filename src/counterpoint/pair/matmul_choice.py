@@ -75,7 +75,7 @@ class Cuts:
 
 
 def cut(task: ShardedMatmul, rank: int, profile: Profile | None = None) -> Cuts:
-    """Return the cuts of a rank's rows with the least predicted time, without those that save less than `WORTH`.
+    """Return the cuts of a rank's rows with the least predicted time, without cuts that save less than `WORTH` of it.
 
     Pieces begin and end at borders of tiles or the end of a slab; with over `MAX_CELLS` tiles, at some borders only.
     """
@@ -83,7 +83,7 @@ def cut(task: ShardedMatmul, rank: int, profile: Profile | None = None) -> Cuts:
 
 
 class RowAxis:
-    """Holds the rows of a task on one rank in the order of this module's axis, as cells that are never cut.
+    """Holds one rank's rows of a task in the order of this module's axis, as cells (runs of rows) that are never cut.
 
     Attributes:
         segments: of the rank, in the order of `segments_of`.
@@ -113,7 +113,7 @@ class RowAxis:
 
     @property
     def serial_bounds(self) -> tuple[int, ...]:
-        """Return the bounds, in cells, of a call that is not cut; to scatter, the rank's own rows are a piece apart."""
+        """Return the bounds, in cells, of a call that is not cut; to scatter, own rows are a separate piece."""
         own = self.of_cell.count(0) if self.task.is_scatter else 0
         return tuple(sorted({0, own, len(self.cells)}))
 
@@ -124,14 +124,14 @@ class RowAxis:
         return self._known_us[rows]
 
     def after(self, start_us: float, work_us: float) -> float:
-        """Return the µs at which work ends that takes `work_us` alone; until `busy_us` communication slows it down."""
+        """Return when work of `work_us` alone ends if begun at `start_us`; communication slows it until `busy_us`."""
         beside_us = max(0.0, self.busy_us - start_us) * self.kept
         if work_us <= beside_us:
             return start_us + work_us / self.kept
         return max(start_us, self.busy_us) + work_us - beside_us
 
     def ends(self, start: int) -> Iterator[tuple[int, float]]:
-        """Yield for a piece that begins at cell `start` each possible end, with the µs of the piece's matmuls."""
+        """Yield each possible end of a piece that begins at cell `start`, with the µs of the piece's matmuls."""
         below: dict[int, int] = {}  # rows of a merged slab by its end, and by its start
         above: dict[int, int] = {}
         total = 0.0
@@ -163,7 +163,7 @@ class RowAxis:
         return Cuts(pieces=self.pieces(bounds), us=self.end_us(bounds))
 
     def end_us(self, bounds: Sequence[int]) -> float:
-        """Return the µs at which a call ends whose pieces begin and end at these bounds (indices of cells)."""
+        """Return the µs at which a call ends that is cut into pieces at these bounds (indices of cells)."""
         now = 0.0
         for start, end in pairwise(bounds):
             work_us = next(us for at, us in self.ends(start) if at == end)
@@ -171,7 +171,7 @@ class RowAxis:
         return now
 
     def flagged_us(self, work_us: float) -> float:
-        """Return the µs at which one matmul ends that takes rows in the order of their arrival, at no extra cost."""
+        """Return the µs at which a single matmul ends that takes its rows as they arrive, at no extra cost."""
         now = 0.0
         for segment in self.along:
             rows = sum(slab.rows for slab in segment.slabs)
@@ -194,7 +194,7 @@ class RowAxis:
         return index if complete else index - 1
 
     def _fewer(self, bounds: list[int], us: float) -> list[int]:
-        """Return the bounds without those whose removal costs less than `WORTH` of `us`, the least time."""
+        """Return the bounds without each one that saves less than `WORTH` of `us`, the least time."""
         for bound in bounds[1:-1]:
             without = [each for each in bounds if each != bound]
             if self.end_us(without) <= us * (1 + WORTH):
@@ -234,7 +234,7 @@ def choose_matmul(
 ) -> MatmulPlan:
     """Return the simplest execution predicted to take within `MARGIN` of the best time; torch's is the simplest.
 
-    The mechanism goes by the predictions of rank 0, the pieces are those of `rank`: ranks that are given the same
+    Rank 0's predictions decide the mechanism, and the pieces are those of `rank`: ranks that are given the same
     curves and figures choose alike, which they must.
 
     Args:
@@ -242,7 +242,7 @@ def choose_matmul(
         rank: this rank.
         profile: of the machine; None: the default one, H200.
         flagged_factor: speed of the persistent matmul over that of cuBLAS, measured; None: there is none.
-        host_us: what the host needs to issue a call of each mechanism: none is taken to be shorter; None: nothing.
+        host_us: µs of the host to issue a call by each mechanism, a lower limit of the predicted time; None: none.
 
     Raises:
         Misconfigured: `flagged_factor` is not above 0, or the profile has no `nccl_rates` of the collective.
@@ -283,7 +283,7 @@ def choose_matmul(
 def with_best_chunks(task: ShardedMatmul, profile: Profile | None = None) -> ShardedMatmul:
     """Return the task with the largest chunks whose predicted time, on rank 0, is within `MARGIN` of the least.
 
-    Compared are one, two and four chunks of the largest shard.
+    It compares one, two and four chunks of the largest shard.
     """
     block = task.batch * max(task.shard_rows)
     found = [replace(task, chunk_rows=-(-block // chunks)) for chunks in (1, 2, 4)]

@@ -67,7 +67,7 @@ class Pair:
 def together_us(pair: Pair, profile: Profile, model: Model | None = None, *, gemm_sms: int | None = None) -> float:
     """Return the µs from the first launch until both sides have ended, by `model` or the one that `model_for` names.
 
-    `gemm_sms` are the SMs that GEMMs are limited to beside a zero-SM reduction: only the model `sums` knows them.
+    `gemm_sms` is the number of SMs that GEMMs may use beside a zero-SM reduction; only the model `sums` uses it.
     """
     model = model or model_for(pair)
     if model == "waves":
@@ -113,7 +113,7 @@ def overlap(*, compute_us: float, comm_us: float, both_us: float, order: Order, 
 
 
 def pair_class(compute_us: float, comm_us: float) -> PairClass:
-    """Return `G-long` if compute alone takes over 15 % longer, `C-long` if the collective does, else `GC-equal`."""
+    """Return `G-long` or `C-long` if compute or the collective, alone, takes over 15 % longer, else `GC-equal`."""
     if compute_us > CLASS_BORDER * comm_us:
         return "G-long"
     return "C-long" if comm_us > CLASS_BORDER * compute_us else "GC-equal"
@@ -123,7 +123,7 @@ def pair_class(compute_us: float, comm_us: float) -> PairClass:
 
 
 def disturbance(mechanism: str, profile: Profile) -> Disturbance:
-    """Return how much compute and collectives by a mechanism slow each other down; Misconfigured if unknown."""
+    """Return how much compute and collectives by a mechanism slow each other down; raise Misconfigured if unknown."""
     known = {**profile.mechanisms, **_BY_DEFINITION}
     if mechanism not in known:
         raise Misconfigured(f"mechanism = {printable(mechanism)!r}: known are {', '.join(known)}; give one of them")
@@ -131,7 +131,7 @@ def disturbance(mechanism: str, profile: Profile) -> Disturbance:
 
 
 def kept_us(compute_us: float, comms: Sequence[tuple[str, float]], kept: Disturbance, *, persistent: bool) -> float:
-    """Return the µs until compute and the collectives beside it, which run one after another, have ended.
+    """Return the µs until compute and the collectives beside it, which run one after the other, have all ended.
 
         behind      T = g + c             a persistent GEMM has all SMs, the collective waits for its end
         together    T = (1 - held) · side by side + held · behind                            never more than g + c
@@ -153,7 +153,7 @@ def kept_us(compute_us: float, comms: Sequence[tuple[str, float]], kept: Disturb
 
 
 def side_by_side_us(compute_us: float, comm_us: float, compute_kept: float, comm_kept: float) -> float:
-    """Return the µs until both sides end, if they start together, keep these parts of their speeds, and never wait."""
+    """Return the µs until both sides end if they start together, keep these fractions of their speed and never wait."""
     slow_g, slow_c = compute_us / compute_kept, comm_us / comm_kept
     if slow_c <= slow_g:
         return compute_us + (1.0 - compute_kept) * slow_c
@@ -266,7 +266,7 @@ def finish_us(tiles: int, tile_us: float, *, sms: int, late_sms: int, late_us: f
 
 
 def steps_of(products: Sequence[Product], num_sms: int, tile: tuple[int, int]) -> list[int]:
-    """Return for each GEMM K times the tiles of its busiest SM, to which its time is proportional."""
+    """Return for each GEMM K times the tiles of its busiest SM: the GEMM's time is proportional to this."""
     return [k * _rounds(tiles_of(m, n, tile), num_sms) for m, n, k in products]
 
 
@@ -349,7 +349,7 @@ def _gemm_ends(pair: Pair, gemm_sms: int, tile: tuple[int, int]) -> list[float]:
 def _summed_us(
     there_us: float, after_us: float, moved: float, ends: Sequence[float], free_sms: int, sums: SumRates
 ) -> float:
-    """Return the µs at which a sum of `moved` bytes ends, after its data (`there_us`) and a sum (`after_us`)."""
+    """Return the µs at which a sum of `moved` bytes ends; it waits for its data (`there_us`) and a sum (`after_us`)."""
     fast, slow = sums.memory_gb_per_s * 1000, free_sms * sums.sm_gb_per_s * 1000  # bytes per µs
     if not free_sms:
         begins = next((end for end in ends if end >= there_us), there_us)

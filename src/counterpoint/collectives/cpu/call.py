@@ -1,8 +1,8 @@
 """Run the calls of one channel on CPUs, in two threads: one for each lane (`COPY` and `REDUCE`).
 
 Instead of a GPU's copy engines and stream memory operations this uses `memmove`, stores and polling. The order in which
-peers see stores is described in host/shared_memory.py. Of a call in partitions the channel's thread pushes supplied
-partitions, and the caller waits for arrivals.
+peers see stores is described in host/shared_memory.py. In a call in partitions the channel's thread pushes supplied
+partitions, and the caller's thread waits for arrivals.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Lane:
 
 
 class Channel:
-    """Runs a channel's calls in order; holds its lanes, staging, and a landing for outputs outside symmetric memory."""
+    """Runs a channel's calls in order; holds lanes, staging, and a buffer (landing) for outputs in plain memory."""
 
     def __init__(
         self,
@@ -104,9 +104,9 @@ class Channel:
 
 
 class CpuCall(HostWork):
-    """Represents one submission under way in the two threads of its channel; see `Work` and `PartitionedWork`.
+    """Represents one submitted call that the two threads of its channel run; see `Work` and `PartitionedWork`.
 
-    With `handshake` it first signals the peers that its output is free. The tensors of `keep` live until the call has
+    With `handshake` it first signals the peers that the output is free. The tensors of `keep` live until the call has
     been waited for.
     """
 
@@ -154,7 +154,7 @@ class CpuCall(HostWork):
             raise
 
     def finish(self) -> None:
-        """Let the remaining partitions of the input leave, and wait for those of the output; see `PartitionedWork`."""
+        """Send the remaining partitions of the input, and wait for those of the output; see `PartitionedWork`."""
         self.ready(len(self.sent))
         self.arrived(len(self.received))
         self.is_finished = True
@@ -199,7 +199,7 @@ class CpuCall(HostWork):
         self.record.step = self.record.steps
 
     def _program(self) -> Program:
-        """Return this rank's program; the ranks meet first in debug mode, or to exchange split sizes."""
+        """Return this rank's program; in debug mode, or to learn split sizes, first wait for all ranks' calls."""
         rows = self._met() if self.submission.meets else []
         if self.submission.program is not None:
             return self.submission.program
@@ -221,7 +221,7 @@ class CpuCall(HostWork):
             raise mismatch(self.current, self.watchdog.names[peer], same)
 
     def _place_output(self) -> None:
-        """Write into the status where peers put the output: the tensor if in symmetric memory, else the landing."""
+        """Publish where peers write the output: into the tensor if it is in symmetric memory, else into the landing."""
         submission = self.submission
         if not submission.output_bytes or not self.program.receives:
             return
@@ -304,7 +304,7 @@ class CpuCall(HostWork):
         words[index] = 0
 
     def _word(self, rank: int, flag: Flag) -> tuple[Any, int]:
-        """Return the array of words that holds `flag` of `rank`, and the index in it."""
+        """Return the array of words that holds `flag` of `rank`, and the flag's index in that array."""
         board = self.memory.statuses[rank]
         if self.early is not None and flag.buffer == "output":
             return board.early[self.early.block.number], flag_word(flag, self.memory.world_size)
@@ -317,7 +317,7 @@ class CpuCall(HostWork):
         return self.base[span.buffer] + span.offset
 
     def _at_peer(self, peer: int, span: Span) -> int:
-        """Return the address in this process of `span` of `peer`, which published it before it signalled `ready`."""
+        """Return where this process has mapped `span` of `peer`; `peer` published it before it signalled `ready`."""
         if span.buffer == "staging":
             at = self._staging_of(peer)
         elif self.early is not None:
@@ -343,7 +343,7 @@ class CpuCall(HostWork):
         return Location(board.staging_region, 0)
 
     def _early_of(self, peer: int, early: EarlyUse) -> Location:
-        """Return where the early-release output of `peer` lies, after waiting until `peer` has made that region."""
+        """Return where the early-release output of `peer` lies, after waiting until `peer` has made its region."""
         regions, part = self.memory.statuses[peer].early_regions, early.block.part
         self.channel.waiter.wait_until(lambda: regions[part] >= 0, self.current, peer)
         return Location(regions[part], early.block.at.offset + early.offset)

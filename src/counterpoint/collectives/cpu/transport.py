@@ -24,7 +24,7 @@ CHUNK_BYTES = 1 << 16  # smaller chunks cost Python time for each; larger ones o
 
 
 class CpuTransport:
-    """Runs all channels of one communicator, over memory that all ranks have joined."""
+    """Runs all channels of one communicator on CPUs, over memory that all ranks have mapped."""
 
     device = CPU
     mailbox_channel: int | None = None
@@ -64,20 +64,20 @@ class CpuTransport:
         return self.memory.locate(tensor.data_ptr(), tensor.nbytes)
 
     def place(self, call: Call | None, at: Location | None, num_bytes: int) -> str:
-        """Return "", as outputs may lie at different places, which ranks read from each other's status."""
+        """Return "": on CPUs outputs may lie anywhere, since ranks read the places from each other's status."""
         return ""
 
     @property
     def epoch(self) -> int:
-        """Return how many regions this rank has made; a new one may lie where an address meant plain memory before."""
+        """Return how many regions this rank has made; a new one may cover addresses that were plain memory before."""
         return self.memory.created
 
     def shown_at(self, at: Location | None, num_bytes: int) -> Location:
-        """Return `NOWHERE`: on CPUs the status shows the output's place when the call runs, not when announced."""
+        """Return `NOWHERE`: on CPUs the status shows the output's place once the call runs, not at announcement."""
         return NOWHERE
 
     def read_at(self, input: Any) -> tuple[Location, ...]:
-        """Return (): a call on CPUs keeps its tensors alive until it was waited for, so no reuse needs to wait."""
+        """Return (): on CPUs a call keeps its tensors alive until waited for, so their memory is not reused before."""
         return ()
 
     def accept(self, submission: Submission) -> None:

@@ -1,7 +1,7 @@
 """Define a GPU call whose driver calls are made once and issued often (`Prepared`), and the `Work` of each issue.
 
 A call in partitions pushes on the stream that it was started on. Its waits for arrivals take no SM: they are stream
-memory operations on the stream that reads the rows, in one batch for all that are asked for together.
+memory operations on the stream that reads the rows, in one batch for all partitions that are asked for together.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _Lower: TypeAlias = Callable[[Sequence[Step]], tuple[DriverCall, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class CudaContext:
-    """Holds the objects that the queues, the watch and the calls of one communicator share."""
+    """Holds the objects that the queues, the watching thread and the calls of one communicator share."""
 
     gpu: Any  # this rank's `Gpu`, or a stand-in
     memory: SymmetricMemory  # symmetric memory of the group
@@ -56,7 +56,7 @@ class CudaContext:
 
 
 class Prepared:
-    """Holds the driver calls of one program at fixed addresses, by part, ready to be issued any number of times.
+    """Holds one program's driver calls with fixed addresses, by part of the program, to be issued any number of times.
 
     The part `start` is the whole program, or, if the call is in the partitions `cut`, the steps before its pushes (with
     `supplied` the pushes, too); `lower` makes the driver calls of further parts when they are first issued.
@@ -112,11 +112,11 @@ class Prepared:
         return self._executor.graph(self._start, reduction=self._reduction)
 
     def send(self, first: int, end: int, stream: int) -> None:
-        """Push the partitions from `first` to before `end`, on `stream`."""
+        """Push the partitions `first` to `end` - 1 on `stream`."""
         self._issue(("send", first, end), stream, lambda: self._lowered(self.sends[first:end]))
 
     def receive(self, first: int, end: int, stream: int) -> None:
-        """Let `stream` wait for the arrival of the partitions from `first` to before `end`."""
+        """Let `stream` wait for the arrival of the partitions `first` to `end` - 1."""
         assert self.cut is not None
         receives = self.cut.receives[first:end]
         self._issue(("receive", first, end), stream, lambda: self._lowered(receives))
@@ -142,7 +142,7 @@ class Prepared:
         self._bounds, self._graph = {}, None
 
     def _issue(self, part: Hashable, stream: int, calls: Callable[[], tuple[DriverCall, ...]]) -> None:
-        """Issue one part of the call on a stream; `calls` makes the part's driver calls when first issued there."""
+        """Issue one part of the call on a stream; `calls` makes the part's driver calls at its first issue there."""
         bound = self._bounds.get((part, stream))
         if bound is None:
             bound = self._executor.bind(calls(), stream, reduction=self._reduction)
@@ -202,8 +202,8 @@ class CudaWork:
     """Represents a collective that was started on a GPU; see `Work`, and `PartitionedWork` for one in partitions.
 
     It has begun when its stream has passed the point `began`, by which all earlier calls of its channel have ended, and
-    has ended at the point `ended`: in partitions only after `finish`. In a graph capture, `wait` joins it to the
-    captured stream, and nothing else is known of it. This object keeps the tensors of `keep` alive until `wait` or
+    has ended at the point `ended`: in partitions only after `finish`. In a graph capture, `wait` joins the call to the
+    captured stream, and no more is known of it. This object keeps the tensors of `keep` alive until `wait` or
     `finish`; `record` shows the call in this rank's status.
     """
 
@@ -230,7 +230,7 @@ class CudaWork:
 
     @property
     def sent(self) -> tuple[BlockPartition, ...]:
-        """Return the partitions of the input, in the order in which they leave."""
+        """Return the partitions of the input, in the order in which they are sent."""
         return () if self.prepared.cut is None else self.prepared.cut.sent
 
     @property
@@ -245,7 +245,7 @@ class CudaWork:
 
     @in_context
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Return True when the current stream waits for the call's end; the host waits only with `timeout_s`, so long.
+        """Return True once the current stream waits for the call; with `timeout_s` the host, too, waits, up to so long.
 
         Raises:
             PeerTimeout: `timeout_s` has passed, or the communicator has failed as a rank died or did not come in time.
@@ -276,7 +276,7 @@ class CudaWork:
 
     @in_context
     def ready(self, count: int) -> None:
-        """Let the first `count` partitions leave after the work on the current stream; see `PartitionedWork`."""
+        """Send the first `count` partitions of the input after the current stream's work; see `PartitionedWork`."""
         count = min(count, len(self.prepared.sends))
         if count <= self._left:
             return
@@ -287,10 +287,10 @@ class CudaWork:
 
     @in_context
     def ready_when(self, word: int, value: int) -> None:
-        """Let the next partition leave when the word at the address `word` is `value` or more; then set the word to 0.
+        """Send the next partition once the word at the address `word` is `value` or more; then set the word to 0.
 
-        A kernel under way counts there what it has stored. Launch it before: CUDA may put its stream behind this one's,
-        which waits.
+        A kernel under way counts in that word what it has stored. Launch the kernel before this call: CUDA may put the
+        kernel's stream behind this call's stream, which waits.
         """
         self._current()
         self.prepared.gate(word, value, self._stream)
@@ -299,9 +299,9 @@ class CudaWork:
 
     @property
     def arrival_words(self) -> int:
-        """Return the address of the arrival words: a partition's lies 4 (chunk · world_size + peer) bytes behind it.
+        """Return the arrival words' base address; a partition's word lies 4 (chunk · world_size + peer) bytes after it.
 
-        A kernel may read these words; `arrived` or `finish` waits for them, which is short by then, and resets them.
+        A kernel may read these words; `arrived` or `finish` waits for them (not long by then), and resets them.
         """
         one, world_size = self.received[0], self.prepared.program.world_size
         return self.prepared.word(0) - WORD_BYTES * (one.chunk * world_size + one.peer)
@@ -317,7 +317,7 @@ class CudaWork:
 
     @in_context
     def finish(self) -> None:
-        """Let the remaining partitions leave, and the current stream wait for all arrivals; see `PartitionedWork`."""
+        """Send the remaining partitions, and let the current stream wait for all arrivals; see `PartitionedWork`."""
         if self.is_finished:
             return
         self.ready(len(self.sent))

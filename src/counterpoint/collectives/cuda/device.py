@@ -48,7 +48,7 @@ class CudaCard:
 
     @classmethod
     def of(cls, device: int) -> CudaCard:
-        """Return the card of this process, which uses the GPU with the index `device`."""
+        """Return the `CudaCard` of this process, which uses the GPU with the index `device`."""
         import torch
 
         reach = torch.cuda.can_device_access_peer
@@ -62,7 +62,7 @@ class CudaCard:
 
 
 def why_not(cards: Sequence[CudaCard], *, share_gpu: bool) -> str | None:
-    """Return why these ranks cannot share GPU memory, equal on all ranks; None if the cards show no obstacle.
+    """Return why these ranks cannot share GPU memory, in equal words on all ranks; None if no card shows an obstacle.
 
     Two ranks of one GPU are an obstacle without `share_gpu`.
     """
@@ -151,7 +151,7 @@ class Gpu:
         self._thread = threading.local()
 
     def why_not(self, group: Any, *, share_gpu: bool) -> str | None:
-        """Return why the ranks of `group` cannot share their GPUs' memory; None if they can. All ranks call it.
+        """Return why the ranks of `group` cannot share their GPUs' memory, None if they can; all ranks call this.
 
         With `share_gpu` two ranks may use one GPU.
         """
@@ -206,7 +206,7 @@ class Gpu:
 
     @contextmanager
     def beside_capture(self) -> Iterator[None]:
-        """Make a new stream current, on which calls are allowed that the graph capture of the old one refuses."""
+        """Make a new stream current, to allow calls that the graph capture on the old stream refuses."""
         import torch
 
         with self.relaxed(), torch.cuda.stream(torch.cuda.Stream(self.device)):

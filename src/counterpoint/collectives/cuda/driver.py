@@ -41,7 +41,7 @@ _Object = TypeVar("_Object", bound=_OnGpu)
 def in_context(
     method: Callable[Concatenate[_Object, _Arguments], _Result],
 ) -> Callable[Concatenate[_Object, _Arguments], _Result]:
-    """Return a method of objects with a `_gpu` that runs in that GPU's context, whichever thread calls it."""
+    """Return `method`, made to run in the context of its object's `_gpu`, whichever thread calls it."""
 
     @wraps(method)
     def run(self: _Object, /, *arguments: _Arguments.args, **keywords: _Arguments.kwargs) -> _Result:
@@ -57,7 +57,7 @@ class StreamPoint:
     """Marks a point of a stream: the end of all work that was queued there before.
 
     When this object dies, in any thread, its event goes back to `free`, which needs no driver call. `serial` is larger
-    than that of every earlier point. `capture` is the id of the graph capture that holds it; 0: none, so it will pass.
+    than that of every earlier point. `capture` is the id of the graph capture that holds the point; 0: none.
     """
 
     __slots__ = ("_free", "capture", "event", "serial", "stream")
@@ -70,7 +70,7 @@ class StreamPoint:
 
 
 class StreamHandles(dict[int, Any]):
-    """Maps each stream's handle to its `CUstream`, made once: the driver would convert an integer at every call."""
+    """Maps each stream's handle to one cached `CUstream`, as the driver would convert an integer at every call."""
 
     def __init__(self, driver: Any) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class StreamHandles(dict[int, Any]):
 
 
 class EventPool:
-    """Makes CUDA events, hands them out again and again, and marks points of streams by them."""
+    """Makes and reuses CUDA events, and marks points of streams by them."""
 
     def __init__(self, driver: Any) -> None:
         self._driver, self.handles = driver, StreamHandles(driver)
@@ -103,11 +103,11 @@ class EventPool:
             return event
 
     def give_back(self, events: Sequence[Any]) -> None:
-        """Put events of `take` that are not used any more back into the pool."""
+        """Put events that came from `take` and are not used any more back into the pool."""
         self._free.extend(events)
 
     def record(self, stream: int, capture: int = 0) -> StreamPoint:
-        """Return a point at the end of a stream's work so far; `capture` is its graph capture's id (0: none)."""
+        """Return a point at the end of a stream's work so far; `capture` is the stream's capture id (0: none)."""
         try:
             event = self._free.popleft()
         except IndexError:
@@ -143,9 +143,9 @@ class Executor:
     Lane `COPY` is the stream passed to `bind`, as a rule the caller's. Lane `REDUCE` is a stream of the highest
     priority: when a GEMM frees SMs, the reduction gets them before the next GEMM does.
 
-    Streams are made many at a time, and those of closed executors are used again: to make one, CUDA at times waits
-    until nothing waits any more in this process, and so for ever while a peer needs the call that asks for the stream
-    (measured: docs/log.md).
+    Streams are made many at a time, and those of closed executors are used again: to make a stream, CUDA at times waits
+    until no stream of this process waits, which lasts for ever if a peer waits for the very call that asks for the
+    stream (measured: docs/log.md).
 
     Use it in the thread in which torch works, with this device current; it is not thread-safe. `driver` is the module
     `cuda.bindings.driver`, or a stand-in. `Unsupported` is raised if there are no cuda-bindings or no driver, or if the
@@ -167,7 +167,7 @@ class Executor:
         return self.stream()
 
     def stream(self) -> Any:
-        """Return a stream of the highest priority, which is this executor's until it is closed."""
+        """Return a stream of the highest priority, which belongs to this executor until the executor is closed."""
         if not self._spare:
             flags, (_, highest) = self.driver.CUstream_flags, self.call("cuCtxGetStreamPriorityRange")
             for _ in range(_STREAMS_AT_ONCE):

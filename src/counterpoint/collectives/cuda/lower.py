@@ -45,7 +45,7 @@ WORD_BYTES = 4  # of a flag
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Addresses:
-    """Holds the addresses at which one rank has mapped the buffers and flags of a call, those of all ranks.
+    """Holds the addresses at which one rank has mapped all ranks' buffers and flags of a call.
 
     Raises:
         Misconfigured: the address of flags is no multiple of 4 bytes.
@@ -134,7 +134,7 @@ DriverCall: TypeAlias = CopyAsync | MemoryOperations | ReduceLaunch | RecordEven
 def lower(program: Program, addresses: Addresses, steps: Iterable[Step] | None = None) -> tuple[DriverCall, ...]:
     """Return the driver calls of a program, in the order in which they have to be issued.
 
-    `steps` limits them to some steps of it (None: the whole cycle): `program.release` alone for an early release, or
+    `steps` limits this to some of its steps (None: the whole cycle): `program.release` alone for an early release, or
     single waits of `program.finish` for a consumer that starts on the first shard. `Misconfigured` is raised for a
     buffer without an address, or a program that goes beyond one host (`flatten`).
     """

@@ -56,7 +56,7 @@ _MOST_MESSAGES = 64  # prepared messages that a line caches; finding the one to 
 
 
 class CallQueue:
-    """Issues calls in order, each on the stream that was current when it was made, or on the queue's own `stream`."""
+    """Issues calls in order, each on the stream that was current when the call came, or on the queue's own `stream`."""
 
     def __init__(
         self, context: CudaContext, executor: Executor, stream: int, channel: int, *, most_prepared: int = 512
@@ -71,9 +71,9 @@ class CallQueue:
         self._cut: CudaWork | None = None  # the latest call in partitions
 
     def start(self, submission: Submission, number: int, keep: tuple[Any, ...]) -> CudaWork:
-        """Queue a call on the current stream, or with `async_op` on the channel's own after the current stream's work.
+        """Queue a call on the current stream, or with `async_op` on the queue's stream after the current stream's work.
 
-        With `async_op` the call's work keeps the tensors of `keep` alive; others need not, as they run in stream order.
+        With `async_op` the call's work keeps the tensors of `keep` alive; without, stream order makes that needless.
 
         Returns:
             The call's work.
@@ -104,7 +104,7 @@ class CallQueue:
         self._cache.close()
 
     def _end_partitions(self, cut: CudaWork) -> None:
-        """Note the end of a call in partitions; raise if it is not finished."""
+        """Take the end of the call in partitions `cut` as the queue's latest; raise if that call is not finished."""
         if not cut.is_finished:
             raise unfinished(cut.current)
         self.last[cut.ended.capture], self._cut = cut.ended, None
@@ -147,7 +147,7 @@ class CallQueue:
     def _issue(
         self, submission: Submission, prepared: Prepared, stream: int, current: int, capture: int
     ) -> tuple[StreamPoint, StreamPoint]:
-        """Queue the call after the channel's last one and record its memory; return the points of begin and end."""
+        """Queue the call after the channel's last one, record its memory use, and return its begin and end points."""
         events, begin = self.context.events, None
         if capture not in self.last:  # the first call in this capture
             self._forget_captures()
@@ -169,7 +169,7 @@ class CallQueue:
         return begin, end
 
     def _forget_captures(self) -> None:
-        """Forget the end of the latest call in captures that have ended."""
+        """Forget the latest call's end in each graph capture that is over."""
         current, handles = self.context.gpu.capture_of, self.context.events.handles
         self.last = {
             number: point for number, point in self.last.items() if number in (0, current(handles[point.stream]))
@@ -227,7 +227,7 @@ class CudaChannel(CallQueue):
         self.executor.close()
 
     def _prepared(self, submission: Submission, number: int, capture: int) -> Prepared:
-        """Return the call's driver calls: those of its last start, unless an address or size of theirs has changed."""
+        """Return the call's driver calls: those of its last start, unless an address or size in them has changed."""
         handshake = submission.early is None or not submission.early.block.ready
         prepared: Prepared | None = submission.prepared.get(handshake)
         if prepared is not None and prepared.epoch == self.context.growth.created:
@@ -252,7 +252,7 @@ class CudaChannel(CallQueue):
     def _agreed(
         self, submission: Submission, number: int, known: _Needs | None, capture: int
     ) -> tuple[_Needs, dict[int, Location]]:
-        """Return a call's needs and the places of peers' outputs; to allocate or to learn these, the ranks meet."""
+        """Return a call's needs and peers' output places; ranks meet first if they must allocate or exchange any."""
         own = submission.shown_at
         grows = known is not None and not self.staging.fits(known.staging_bytes)
         lands = known is not None and own == LANDING and has_equal_outputs(known.program.call)
@@ -283,7 +283,7 @@ class CudaChannel(CallQueue):
         return needs, where if told else {}
 
     def _prepare(self, submission: Submission, needs: _Needs, met: Mapping[int, Location], handshake: bool) -> Prepared:
-        """Lower the program to driver calls at real addresses, and add the copy from the landing if there is one."""
+        """Lower the program to driver calls at real addresses, plus a copy out of the landing if peers write there."""
         addresses, program = self._addresses(submission, needs, met), needs.program
         options, early = self.context.options, not handshake
         graphs = options.graphs is not False
@@ -338,7 +338,7 @@ class CudaChannel(CallQueue):
 
 
 class MailboxRoom:
-    """Holds the mailbox memory of a communicator and its lines of messages; all ranks make it together.
+    """Holds a communicator's mailbox memory and the lines (queues) of messages in it; all ranks make it together.
 
     `executor` makes the streams; `queues` is given each new line.
     """
@@ -355,7 +355,7 @@ class MailboxRoom:
         self._lines: dict[tuple[int, int], MailboxLine] = {}
 
     def line(self, channel: int, peer: int) -> MailboxLine:
-        """Return the line of messages with a peer, counted on `channel` of the status; made at its first message."""
+        """Return the line (queue) of messages with `peer` that `channel` counts; the first message makes the line."""
         found = self._lines.get((channel, peer))
         if found is None:
             with self.context.gpu.relaxed():
@@ -420,7 +420,7 @@ _open_lines: WeakSet[MailboxLine] = WeakSet()  # of this process
 
 
 def _warn_if_queues_are_few() -> None:
-    """Warn if all lines of this process could wait at once and leave too few hardware queues to all other work."""
+    """Warn if this process's message streams, all waiting at once, leave too few hardware queues to other work."""
     queues, lines = hardware_queues(), len(_open_lines)
     if lines > queues - _FOR_OTHERS:
         warnings.warn(

@@ -3,7 +3,7 @@
 We use `torch.distributed._symmetric_memory`, private but in torch 2.11 to 2.13: it makes memory with `cuMemCreate`,
 passes file descriptors between the processes of one host, and maps every peer's memory. We never use multicast.
 
-Torch numbers the meetings of a process, those of all its groups together, and writes the number into the keys by which
+Torch numbers the rendezvous of a process, over all its groups, and writes the number into the keys by which
 ranks find each other in the group's store (`StoreExchange`, torch 2.11 to 2.13). Ranks that have met in different
 groups before have different numbers, and would wait for each other until the store gives up: hence `NumberedStore`.
 """
@@ -39,7 +39,7 @@ _POOLS: list[Any] = []  # torch's memory pools, which live as long as the proces
 
 
 class NumberedStore(c10d.Store):  # type: ignore[misc]
-    """Passes keys on to a store, and renumbers torch's meetings in the keys from 0, in the order of their first use."""
+    """Passes keys on to a store, with torch's rendezvous numbers in them replaced by 0, 1, ... in order of use."""
 
     def __init__(self, store: Any) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class NumberedStore(c10d.Store):  # type: ignore[misc]
         return found
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter and return it."""
+        """Add `amount` to the counter `key`, and return the new count."""
         return int(self._store.add(self._own(key), amount))
 
     def check(self, keys: list[str]) -> bool:
@@ -71,7 +71,7 @@ class NumberedStore(c10d.Store):  # type: ignore[misc]
 
 
 class Meeting:
-    """Replaces a process group where torch exchanges symmetric memory: the same ranks, with a `NumberedStore`.
+    """Stands in for a process group when torch exchanges symmetric memory: has the same ranks, but a `NumberedStore`.
 
     All ranks of the group make it together; if they make several, they make them in the same order.
     """
@@ -116,7 +116,7 @@ class CudaMemory:
         self._located: dict[tuple[int, int], Location | None] = {}  # answers of `locate`, as long as regions stay
 
     def create(self, num_bytes: int) -> int:
-        """Return the number of a new region of zeros. All ranks call it together, with the same size.
+        """Return the number of a new region of zeros; all ranks call this together, with the same size.
 
         It takes some ms, waits for the current stream, and takes a multiple of 2 MiB of device memory.
 
@@ -133,7 +133,7 @@ class CudaMemory:
         return self._map(owner, owner=owner)
 
     def register(self, address: int, num_bytes: int) -> int:
-        """Return the number of a new region, of memory that torch's symmetric allocator has given to a memory pool.
+        """Return the number of a new region, made of memory that torch's symmetric allocator gave to a memory pool.
 
         All ranks call it together, with the same size. The region stays valid when the tensors in it have died: torch
         reuses the memory for later tensors of that pool.
@@ -160,18 +160,18 @@ class CudaMemory:
         return region
 
     def release(self, region: int) -> None:
-        """Drop a region; its memory is freed when no tensor and no peer uses it. Torch waits for the device then."""
+        """Drop a region; torch waits for the device and frees the memory once no tensor and no peer uses it."""
         self._located.clear()
         del self._regions[region]
 
     def close(self) -> None:
-        """Drop every region, and torch's process group of them."""
+        """Drop every region, and the process group by which torch mapped the regions."""
         for region in list(self._regions):
             self.release(region)
         self._meeting.end()
 
     def address(self, rank: int, at: Location, num_bytes: int) -> int:
-        """Return the address in this process of bytes of `rank`; raise if they are not within a region of that rank."""
+        """Return the address at which this process maps bytes of `rank`; raise if no region of `rank` holds them."""
         region = self._regions.get(at.region)
         size = 0 if region is None else region.num_bytes
         if region is None or at.offset < 0 or at.offset + num_bytes > size:
@@ -198,7 +198,7 @@ class CudaMemory:
         return None
 
     def tensor(self, at: Location, num_bytes: int, freed: Callable[[], object]) -> Any:
-        """Return this rank's bytes as a flat uint8 tensor; `freed` is called when its storage and all views are gone.
+        """Return this rank's bytes at `at` as a flat uint8 tensor; `freed` is called when the last view is gone.
 
         Streams may still use the bytes then: the caller has to wait for that work, as no events are recorded here.
         """
@@ -209,7 +209,7 @@ class CudaMemory:
 class _Bytes:
     """Describes device memory by `__cuda_array_interface__`, as numba and CuPy do; torch wraps it without a copy.
 
-    Only the tensor's storage keeps this object alive: `freed` is called when it dies.
+    Only the tensor's storage keeps this object alive: `freed` is called when the storage dies.
     """
 
     def __init__(
@@ -270,7 +270,7 @@ class FlagLayout:
         tensor[self._blocks :, : memory.world_size] = 1
 
     def of_channel(self, index: int) -> Location:
-        """Return the location at which the flags begin that belong to outputs of calls on this channel."""
+        """Return the location at which the flags for outputs of this channel's calls begin."""
         return Location(self.region, 2 * index * self._stride)
 
     def of_staging(self, index: int) -> Location:
@@ -299,7 +299,7 @@ class FlagLayout:
 class Growth:
     """Makes regions of symmetric memory with all ranks, which meet first so that an error can name a missing rank.
 
-    They meet on the channel of `announcer`, which serves nothing else. A rank may take up to `max_bytes`; None: no
+    The ranks meet on the channel of `announcer`, which serves nothing else. A rank may take up to `max_bytes`; None: no
     limit.
     """
 
@@ -315,7 +315,7 @@ class Growth:
         """Return the number of a new region, which all ranks make together; raise if a rank is missing or disagrees.
 
         `what` says what the region is for, in the same words on all ranks; `make` makes it (None: `memory.create`). In
-        a graph capture it is made beside the capture, and is no part of the graph.
+        a graph capture the region is made beside the capture, and is no part of the graph.
 
         Raises:
             Unsupported: this rank would have more than `max_bytes`.
@@ -341,10 +341,10 @@ class Growth:
 
 @contextmanager
 def torch_pool(memory: CudaMemory, growth: Growth) -> Iterator[None]:
-    """Put CUDA tensors made by this thread in the `with` block into symmetric memory, which ranks map at its end.
+    """Put CUDA tensors made by this thread in the `with` block into memory that all ranks map at the block's end.
 
-    Each use has a `torch.cuda.MemPool` of its own, since torch picks the memory that it uses again by address, which
-    differs between ranks. It lives as long as the process, since its tensors may outlive the communicator.
+    Each use has a `torch.cuda.MemPool` of its own, since torch picks the memory that it reuses by address, which
+    differs between ranks. The pool lives as long as the process, since its tensors may outlive the communicator.
     """
     from torch.distributed._symmetric_memory import get_mempool_allocator
 

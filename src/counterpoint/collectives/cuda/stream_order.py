@@ -14,7 +14,7 @@ _IN_A_GRAPH = -1  # stands for a stream: a graph uses the memory at every replay
 
 
 class StreamOrder:
-    """Records which streams use which tensors, so that freed memory is reused only after that work: a `ReusePolicy`.
+    """Records which streams use which tensors; as a `ReusePolicy` it delays reuse of freed memory until they are done.
 
     A tensor dies on the host while work on it may still be queued. When its memory is freed, the present end of each
     stream that used it is recorded; the stream that uses the memory next waits for these points.
@@ -45,8 +45,8 @@ class StreamOrder:
     def freed(self, at: Location, num_bytes: int) -> tuple[StreamPoint, ...] | NotReusable:
         """Return the points of streams that must have passed before the freed `num_bytes` at `at` are reused.
 
-        Return "never" if a graph may use them at any replay, "later" while one of their streams is in a capture, whose
-        points cannot be waited for from outside.
+        Return "never" if a graph may use the bytes at any replay, "later" while a stream that used them is in a graph
+        capture, whose points cannot be waited for from outside.
         """
         region, first, end = at.region, at.offset, at.offset + num_bytes
         with self._lock:
@@ -68,7 +68,7 @@ class StreamOrder:
         self.taken_on(stream, self._gpu.capture_of(self._events.handles[stream]), at, after)
 
     def taken_on(self, stream: int, capture: int, at: Location, after: tuple[Any, ...]) -> None:
-        """Do as `taken` for the current stream, `stream`, in the graph capture with the id `capture` (0: none)."""
+        """Do what `taken` does, given the current stream and the id `capture` of its graph capture (0: none)."""
         if capture and after:  # a graph cannot wait for what is outside of it
             with self._gpu.relaxed():
                 while not all(map(self._events.passed, after)):

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-incomplete-defs
-"""Define the Triton kernel of reductions. It needs Triton, so `sums.py` imports it at the first launch."""
+"""Define the Triton kernel of reductions; `sums.py` imports this module, which needs Triton, at the first launch."""
 
 import triton
 import triton.language as tl
@@ -17,7 +17,7 @@ def _pointer(address, start, DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, ALIG
 @triton.jit
 def _read(address, start, left, DTYPE: tl.constexpr, ACC: tl.constexpr, ITEM_BYTES: tl.constexpr,
           ALIGNED: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr):  # fmt: skip
-    """Return one block of a source, widened to `ACC`. It is read once, so the cache may evict it first."""
+    """Return one block of a source, widened to `ACC`; the cache may evict the block first, as it is read once."""
     lanes = tl.arange(0, BLOCK)
     pointers = _pointer(address, start, DTYPE, ITEM_BYTES, ALIGNED) + lanes
     if TAIL:  # only the last block has a mask: a mask of any length makes every load one element wide

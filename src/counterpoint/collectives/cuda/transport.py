@@ -47,7 +47,7 @@ _MOST_S = 10.0  # seconds that released streams may take to reach their ends
 class Watch:
     """Runs the thread that watches the calls of one communicator.
 
-    Each of `queues` has issued calls, to which more are added; this removes those that have ended. `side` sets the
+    Each of `queues` lists the calls that it has issued; this removes those that have ended. `side` sets the
     flags that stuck calls wait for; its `side_stream` never waits for a peer.
     """
 
@@ -114,7 +114,7 @@ class Watch:
         return step == STEPS
 
     def _judge_all(self, first: list[CudaWork]) -> None:
-        """Check the first call of each channel, for which later calls wait; fail the communicator if it is stuck."""
+        """Check the first call of each channel, for which later calls wait; fail the communicator if one is stuck."""
         for call in first:
             error = self._judge(call)
             if error is not None and not call.is_completed():
@@ -153,7 +153,7 @@ class Watch:
         return int(record.step) if record.number == current.number else STEPS
 
     def _let_go(self, going: list[CudaWork]) -> None:
-        """Set the flags that these calls wait for; if the caller's graphs have calls, all of channels and mailbox."""
+        """Set the flags that these calls wait for; if user graphs hold calls, set all flags of channels and mailbox."""
         for call in going:
             self._side.let_go(call.prepared.calls)
         if self.captured:
@@ -164,7 +164,7 @@ class Watch:
 
 
 class CudaTransport:
-    """Runs all channels of one communicator. All ranks of the group make it together.
+    """Runs all channels of one communicator on GPUs; all ranks of the group make it together.
 
     `gpu` is a `Gpu` or a stand-in; `boards` holds the ranks' statuses on the host, with one channel more than
     `options.channels`. `Unsupported` is raised if the driver or GPU lacks a feature.
@@ -218,11 +218,11 @@ class CudaTransport:
 
     @property
     def epoch(self) -> int:
-        """Return how many regions were made so far; a new one may lie where an address meant plain memory before."""
+        """Return how many regions were made so far; a new one may cover addresses that were plain memory before."""
         return self._growth.created
 
     def tuning(self, call: Call, *, early_release: bool) -> Tuning:
-        """Return the tuning that is fastest in simulation (`program/clock.py`), or by `chunk_bytes` if that was set.
+        """Return the tuning that is fastest in simulation (`program/clock.py`), or one of `chunk_bytes` if that is set.
 
         Calls with an early release, of varied sizes, or of operations that torch cannot take get one chunk, with one
         arrival signal for each peer. Calls that have no handshake (early release, reductions) push large chunks in
@@ -257,7 +257,7 @@ class CudaTransport:
         return LANDING if num_bytes else NOWHERE
 
     def read_at(self, input: Any) -> tuple[Location, ...]:
-        """Return the places of the input's tensors in this rank's symmetric memory, which streams may read later."""
+        """Return where the input's tensors lie in this rank's symmetric memory, as streams may read them later."""
         found = [self.locate(tensor) for tensor in tensors_of(input)]
         return tuple(at for at in found if at is not None)
 
@@ -271,7 +271,7 @@ class CudaTransport:
             )
 
     def start(self, submission: Submission, number: int, keep: tuple[Any, ...]) -> CudaWork | None:
-        """Queue a call, or raise why that is impossible; return its work with `async_op`, else None."""
+        """Queue a call; return its `Work` with `async_op`, else None; raise if the communicator has failed."""
         self.failure.check()
         if self.early.dropped:
             self.early.collect()
@@ -296,7 +296,7 @@ class CudaTransport:
 
     @in_context
     def record_stream(self, tensor: Any, stream: Any) -> None:
-        """Record that `stream` uses a tensor of `empty`, so that work queued there delays the reuse of its memory."""
+        """Record that `stream` uses a tensor from `empty`: reuse of its memory then waits for work queued there."""
         at = self.locate(tensor)
         if at is None:
             raise Misconfigured("record_stream of a tensor that is not from empty(): use torch's Tensor.record_stream")
@@ -305,13 +305,13 @@ class CudaTransport:
         context.order.used(at, handle, gpu.capture_of(context.events.handles[handle]))
 
     def memory_pool(self) -> AbstractContextManager[None]:
-        """Put CUDA tensors made by this thread in the `with` block into symmetric memory; ranks leave it together."""
+        """Put CUDA tensors made by this thread in the `with` block into symmetric memory; ranks end it together."""
         memory = self.context.memory
         assert isinstance(memory, CudaMemory), "stand-ins have no pools of torch"
         return torch_pool(memory, self.context.growth)
 
     def close(self) -> None:
-        """Wait until the calls under way end or fail, then free streams and memory. Do nothing in a forked child."""
+        """Wait until the calls under way end or fail, then free streams and memory; do nothing in a forked child."""
         context = self.context
         if not context.watchdog.in_own_process():
             return
@@ -342,7 +342,7 @@ class CudaTransport:
 
     @in_context
     def _taken(self, block: EarlyBlock) -> None:
-        """Let the current stream wait for this rank's work on the previous tensor in the block."""
+        """Let the current stream wait for this rank's work on the tensor that was in `block` before."""
         stream = self.context.gpu.current_stream()
         if self.context.gpu.capture_of(self.context.events.handles[stream]):
             raise Misconfigured("empty(early_release=True) in a capture: use empty(), whose memory the graph keeps")

@@ -39,7 +39,7 @@ class Announcer:
         self._fence = threading.Lock()
 
     def announce(self, submission: Submission, number: int) -> RankStatus:
-        """Show the call in this rank's status, once no peer reads the record's old contents; return the record."""
+        """Write the call into a record of this rank's status once no peer reads what was there; return the record."""
         line = self._lines.get(submission.line) or self._line(submission.line)
         if number >= line.free_below:
             for peer, theirs, _ in line.peers:
@@ -79,7 +79,7 @@ class Announcer:
                 raise mismatch(submission.current(number), self._watchdog.names[peer], other)
 
     def met(self, submission: Submission, number: int) -> dict[int, RankStatus]:
-        """Wait until every peer has announced this call, and compare; return the peers' records by rank, or raise."""
+        """Wait until every peer has announced this call; return peers' records by rank, or raise if calls differ."""
         current, found = submission.current(number), {}
         for peer, theirs, records in self._line(submission.line).peers:
             self._waiter.wait_until(partial(_is_above, theirs, number - 1), current, peer)

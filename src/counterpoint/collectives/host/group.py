@@ -20,7 +20,7 @@ class PeerFailed(Unsupported):
 
 
 def membership(group: Any) -> tuple[int, int]:
-    """Return this process's rank in the group and the number of ranks; raise if it is in none, or not in this one."""
+    """Return this process's rank in the group and the number of ranks; raise if it is in no group or another one."""
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_initialized():
@@ -73,7 +73,7 @@ def raise_together(group: Any, action: Callable[[], T]) -> T:
 
 
 def torch_function(operation: str) -> Any:
-    """Return torch's function for a collective, by its newest name that this torch has: older names warn."""
+    """Return torch's function for a collective, under the newest name that this torch has, as older names warn."""
     import torch.distributed as dist
 
     return next(getattr(dist, name) for name in find_operation(operation).torch_names if hasattr(dist, name))
@@ -82,7 +82,7 @@ def torch_function(operation: str) -> Any:
 def start_by_torch(
     call: Call, output: Any, input: Any, *, group: Any, op: str = "sum", async_op: bool = True
 ) -> list[Any]:
-    """Return the works of `call`, started by torch.distributed: any number of them, none without `async_op`.
+    """Return torch's `Work` objects of `call`, started by torch.distributed; without `async_op` an empty list.
 
     The tensors are flat and contiguous; `input` is None if the collective has one tensor, `op` sum, avg, max or min. A
     collective for which torch has no function is sent block by block, in one batch.

@@ -48,7 +48,7 @@ RankStatus = Any
 
 
 class SharedRegion(ctypes.Structure):
-    """Describes a region's memory file: its owner's descriptor and size. `serial` is written last; 0: no region."""
+    """Describes a region's memory file by the owner's file descriptor and size; `serial` is written last; 0: none."""
 
     _fields_ = (("fd", ctypes.c_int32), ("num_bytes", ctypes.c_uint64), ("serial", ctypes.c_uint64))
 
@@ -108,7 +108,7 @@ def flag_index(flag: Flag, world_size: int) -> int:
 
 
 def new_status(kind: type[ctypes.Structure], buffer: Any, world_size: int, channels: int) -> RankStatus:
-    """Return a rank's status in fresh memory, with every flag as it is between calls.
+    """Return a rank's status in fresh memory, with every flag at its value between calls.
 
     Staging and early-release blocks are empty, so every peer may push there: their `ready` flags are 1.
     """
@@ -152,7 +152,7 @@ class ProcessCard:
 
 
 def why_not(cards: Sequence[ProcessCard]) -> str | None:
-    """Return why the processes with these cards cannot share memory, equal on every rank; None if they can."""
+    """Return why the processes with these cards cannot share memory, in equal words on every rank; None if they can."""
     first = cards[0]
     for rank, card in enumerate(cards):
         if (card.system, card.machine) != ("Linux", "x86_64"):
@@ -206,7 +206,7 @@ class SharedMemory:
             self.statuses[rank] = self._type.from_buffer(mapping.buffer)
 
     def create(self, num_bytes: int) -> int:
-        """Return the number of a new region of zeros, backed by memory at once; raise `Unsupported` if it is short."""
+        """Return the number of a new region of zeros, allocated at once; raise `Unsupported` if memory is short."""
         with self._lock:
             region = next((number for number in range(MAX_REGIONS) if number not in self._own), None)
             held = sum(mapping.num_bytes for _, mapping in self._own.values())
@@ -232,7 +232,7 @@ class SharedMemory:
             os.close(fd)
 
     def address(self, rank: int, at: Location, num_bytes: int) -> int:
-        """Return the address in this process of bytes of `rank`; raise if they are not within a region of that rank."""
+        """Return the address at which this process maps bytes of `rank`; raise if no region of `rank` holds them."""
         mapping = self._mapping(rank, at.region)
         if mapping is None or at.offset < 0 or at.offset + num_bytes > mapping.num_bytes:
             raise Misconfigured(
@@ -282,7 +282,7 @@ class SharedMemory:
         return None
 
     def tensor(self, at: Location, num_bytes: int, freed: Callable[[], object]) -> Any:
-        """Return this rank's bytes as a flat uint8 tensor; `freed` is called when its storage and views are gone."""
+        """Return this rank's bytes at `at` as a flat uint8 tensor; `freed` is called when the last view is gone."""
         import torch
 
         view = memoryview(self._own[at.region][1].buffer)[at.offset : at.offset + num_bytes]

@@ -43,7 +43,7 @@ class CurrentCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerStatus:
-    """Records the state of one call of this rank as a peer's status and the peer's process show it."""
+    """Records what a peer's status and the peer's process show about one call of this rank."""
 
     rank: int  # of the peer, as errors name it
     latest: int = 0  # number of its latest call on the line in question
@@ -127,7 +127,7 @@ class Watchdog:
         return tuple(rank for rank in range(len(self.statuses)) if rank != self.rank)
 
     def why_stuck(self, current: CurrentCall, waiting_for: int, waited_s: float) -> CounterpointError | None:
-        """Return why a wait for `waiting_for` will not end; None while it may. Takes about 0.1 ms for each rank."""
+        """Return why a wait for `waiting_for` will not end, None while it may; takes about 0.1 ms for each rank."""
         peers = [self._peer_status(current, peer) for peer in self.peers(current.line)]
         name = self.names[waiting_for]
         return verdict(current, peers, waiting_for=name, waited_s=waited_s, timeout_s=self.timeout_s)
@@ -146,7 +146,7 @@ class Watchdog:
         return _text(record.text) if self.latest(current, peer) >= current.number == record.number else None
 
     def record(self, current: CurrentCall, peer: int) -> RankStatus:
-        """Return the record in which `peer`, once it has made it, shows its call with the same number as `current`."""
+        """Return the record for `peer`'s call with the number of `current`, valid once `peer` has made that call."""
         return self._line(current, peer).records[current.number % DEPTH]
 
     def in_own_process(self) -> bool:
@@ -188,7 +188,7 @@ class Watchdog:
         return self.statuses[peer].channels[current.channel].lines[line]
 
     def shown(self, channel: int, peer: int) -> str:
-        """Return in words the call that `peer` is in on that channel, or was in last."""
+        """Return in words the call that `peer` is in on `channel`, or was in last."""
         status = self.statuses[peer].channels[channel]
         latest = status.lines[status.line].latest
         record = status.lines[status.line].records[latest % DEPTH]
@@ -234,7 +234,7 @@ def _text(raw: bytes) -> str:
 class Failure:
     """Holds the error that ended this rank's communicator, if any; whichever thread sets it also tells the peers.
 
-    With `prints` it is printed, too: on GPUs the host runs ahead of the calls and may raise it late, or never.
+    With `prints` the error is printed, too: on GPUs the host runs ahead of the calls and may raise it late, or never.
     """
 
     def __init__(self, watchdog: Watchdog, *, prints: bool = False) -> None:

@@ -44,9 +44,9 @@ from counterpoint.errors import CounterpointError, Misconfigured, PeerTimeout
 
 
 class HierarchicalCommunicator(EvenCollectives):
-    """Runs collectives among all ranks of several hosts. All ranks make it together.
+    """Runs collectives among all ranks of several hosts; all ranks make it together.
 
-    An all_gather sends input.nbytes to each other host, and as much for each host to each other rank of this one. A
+    An all_gather sends input.nbytes to each other host, and input.nbytes per host to each other rank of this host. A
     reduce_scatter needs a buffer of twice output.nbytes for each other host, an all_to_all one for all data to other
     hosts. avg multiplies each value by 1 / n before the sum.
 
@@ -87,7 +87,7 @@ class HierarchicalCommunicator(EvenCollectives):
     ) -> HierarchicalCommunicator:
         """Return this rank's communicator of a torch DeviceMesh of two axes, the hosts first.
 
-        A rank waits `timeout_s` seconds for another of its host before it fails; `slice_bytes` is as in the class.
+        A rank waits `timeout_s` seconds for another rank of its host before it fails; `slice_bytes` is as in the class.
 
         Raises:
             Misconfigured: the mesh does not have two axes.
@@ -101,14 +101,14 @@ class HierarchicalCommunicator(EvenCollectives):
         )
 
     def close(self) -> None:
-        """Close this communicator and that of this host, as `Communicator.close` does. Tensors stay valid.
+        """Close this communicator and this host's `Communicator`, as `Communicator.close` does; tensors stay valid.
 
-        On CPUs calls under way fail at once; what they have begun between hosts ends when a peer's group does.
+        On CPUs calls under way fail at once; transfers that they have begun between hosts end when a peer's group does.
         """
         self._end(self.inside.close)
 
     def abort(self) -> None:
-        """End this communicator and that of this host without waiting for calls under way, which fail."""
+        """End this communicator and this host's `Communicator` without waiting for calls under way, which fail."""
         self._end(self.inside.abort)
 
     def _end(self, end_inside: Callable[[], None]) -> None:
@@ -119,7 +119,7 @@ class HierarchicalCommunicator(EvenCollectives):
             work.end(self._failed)
 
     def check(self) -> None:
-        """Raise the error that ended this communicator or that of this host, if there was one."""
+        """Raise the error that ended this communicator or this host's `Communicator`, if there was one."""
         if self._failed is not None:
             raise self._failed
         self.inside.check()
@@ -137,7 +137,7 @@ class HierarchicalCommunicator(EvenCollectives):
         return self.inside.empty(*shape, dtype=dtype)
 
     def memory_pool(self) -> AbstractContextManager[None]:
-        """Return a context of all ranks of this host, as `Communicator.memory_pool` does."""
+        """Return the `memory_pool` of this host's `Communicator`: a context that all its ranks enter together."""
         return self.inside.memory_pool()
 
     def _submit(
@@ -231,7 +231,7 @@ class StreamWork:
     keep: tuple[Any, ...]
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Return True when the current stream waits for the call's end; the host waits only with `timeout_s`, so long.
+        """Return True once the current stream waits for the call; with `timeout_s` the host, too, waits, up to so long.
 
         Raises:
             PeerTimeout: `timeout_s` has passed.
@@ -293,7 +293,7 @@ class _PhaseRun:
             _wait(works)
 
     def start(self, phase: Phase) -> list[Any]:
-        """Start a phase; return the works whose end is the end of the phase."""
+        """Start a phase and return its `Work` objects; the phase has ended when all of them have."""
         if phase.level == "here":
             self.add_up(phase)
             return []
@@ -329,7 +329,7 @@ class _PhaseRun:
             combine(total, parts[-1], out=cut(self.buffers["output"], phase.output))
 
     def op_inside(self) -> tuple[str, float]:
-        """Return the op and factor of the phases inside a host; they scale, so phases between hosts need no factor."""
+        """Return the op and factor of phases inside a host, which also scale for phases between hosts."""
         if self.reduction is None:
             return "sum", 1.0
         if self.reduction.op == "avg" and self.communicator.grid.hosts > 1:

@@ -55,7 +55,7 @@ class Grid:
         return self.hosts * self.local
 
     def members(self, level: Level, rank: int) -> tuple[int, ...]:
-        """Return the ranks that make the phases of this level together with `rank`, in the order of their group."""
+        """Return the ranks of the group in which `rank` runs phases of this level, in group order."""
         host, index = divmod(rank, self.local)
         if level == "here":
             return (rank,)
@@ -66,7 +66,7 @@ class Grid:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Phase:
-    """Describes one call of a rank's group on one level: one part of a call over several hosts.
+    """Describes one part of a call over several hosts: a call of one of this rank's two groups, or a local sum.
 
     Phases of one level run in the order of the list, which is the same for all ranks of a group.
     """
@@ -94,8 +94,8 @@ def phases(call: Call, grid: Grid, rank: int, *, slice_bytes: int | None = None)
         call: all_gather, reduce_scatter, all_reduce, all_to_all, broadcast or barrier; blocks of equal sizes.
         grid: on which hosts the ranks are.
         rank: rank among all of the grid.
-        slice_bytes: all_reduce and broadcast work on slices of about this size, so that both levels run at the same
-            time; None: on the whole array.
+        slice_bytes: size of the slices on which all_reduce and broadcast work, so that both levels run at the same
+            time; None: they work on the whole array.
 
     Raises:
         Misconfigured: another operation, blocks of different sizes, or a rank or grid that does not fit the call.
@@ -116,9 +116,9 @@ def phases(call: Call, grid: Grid, rank: int, *, slice_bytes: int | None = None)
 
 
 def best_slice_bytes(num_bytes: int) -> int:
-    """Return the bytes of a slice with which an all_reduce or broadcast of `num_bytes` is about fastest (simulated).
+    """Return the slice size in bytes with which an all_reduce or broadcast of `num_bytes` is about fastest (simulated).
 
-    Two slices let both levels run at the same time, and four from 512 MiB; below 32 MiB a second one costs what it
+    Two slices let both levels run at the same time; from 512 MiB four do; below 32 MiB a second slice costs what it
     wins.
     """
     if num_bytes < 32 << 20:
@@ -160,7 +160,7 @@ class _PhaseList:
         return Span(buffer, host * self.local * block, self.local * block)
 
     def away(self) -> Iterator[tuple[int, int, int]]:
-        """Yield (distance, host to send to, host to receive from) for all other hosts; each host receives from one."""
+        """Yield (distance, host to send to, host to receive from) for each distance between this host and another."""
         for distance in range(1, self.hosts):
             yield distance, (self.host + distance) % self.hosts, (self.host - distance) % self.hosts
 
@@ -201,7 +201,7 @@ def _all_gather(plan: _PhaseList) -> None:
 
 
 def _reduce_scatter(plan: _PhaseList) -> None:
-    """Sum other hosts' blocks inside this host and send the sums, then sum this host's own blocks; add up last."""
+    """Reduce other hosts' blocks inside this host and send the sums, then reduce its own; at last add up all sums."""
     block, hosts = plan.even_block(), plan.hosts
     inside, output = operations.reduce_scatter(plan.local, block), Span("output", 0, block)
     come = []
@@ -217,7 +217,7 @@ def _reduce_scatter(plan: _PhaseList) -> None:
 
 
 def _all_reduce(plan: _PhaseList) -> None:
-    """Sum all slices inside first and gather them last, so that no sum between hosts waits for a gather inside."""
+    """Reduce-scatter all slices inside first, all-gather them last: no sum between hosts waits for a gather inside."""
     source: Buffer = plan.call.source_span(plan.rank, 0).buffer
     slices, rest = plan.slices()
     summed = []

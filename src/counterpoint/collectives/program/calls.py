@@ -84,7 +84,7 @@ class Call:
         return self.layout.reduces
 
     def sends(self, source: int, target: int) -> bool:
-        """Return whether `source` pushes into `target`.
+        """Return whether rank `source` pushes into memory of rank `target`.
 
         With `all_send` ranks count as pushing even zero bytes: so every such call has the same `Program.pushers`, and
         the order of `ready` signals shows which call they belong to.
@@ -111,13 +111,13 @@ class Call:
         return Span("input", 0, size)
 
     def target_span(self, source: int, target: int) -> Span:
-        """Return the span in the output of `target` for the block from `source`; of reductions, for the whole shard."""
+        """Return the span in the output of `target` for the block from `source`; in reductions, for shard `target`."""
         offset = {"shard": 0, "array": sum(self.sizes[source][:target])}.get(self.layout.output)
         found = self._offset_in_output(source, target) if offset is None else offset
         return Span("output", found, self.sizes[source][target])
 
     def input_offset(self, source: int, target: int) -> int:
-        """Return the offset in the input of rank `source` of its block for `target`."""
+        """Return the offset of the block for `target` in the input of rank `source`."""
         return 0 if self.layout.input == "block" else sum(self.sizes[source][:target])
 
     def output_contents(self, rank: int) -> list[tuple[Span, tuple[int, ...], int]]:

@@ -35,7 +35,7 @@ from counterpoint.machine.profile import Rates, default_profile
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostNetwork:
-    """Describes the network between hosts of `local` ranks: one card per GPU, and a library that needs SMs.
+    """Describes the network between hosts of `local` ranks: one network card per GPU, and NCCL, which needs SMs.
 
     Assumed, not measured: 400 Gb/s less what protocols take; a message of NCCL over InfiniBand.
     """
@@ -58,7 +58,7 @@ class TimedStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimulatedCall:
-    """Records the µs at which each rank had its output, counted as `arrive_us` is, and when every step ran."""
+    """Records the µs, on the clock of `arrive_us`, at which each rank had its output, and when every step ran."""
 
     rank_us: tuple[float, ...]
     steps: tuple[TimedStep, ...]
@@ -189,8 +189,8 @@ class _Clock:
     def flow_rates(self) -> list[float]:
         """Return the bytes per µs of each flow: its share of the link or card that brings bytes into its target GPU.
 
-        Inside a host that is the GPU's link, and a flow gets no more than one copy engine moves; from another host it
-        is the GPU's network card.
+        Inside a host bytes come by the GPU's link, and a flow gets no more than one copy engine moves; from another
+        host they come by the GPU's network card.
         """
         into = Counter((flow.target, flow.far) for flow in self.flows)
         near, link, card = self.rates.push_gb_per_s, self.rates.link_gb_per_s, self.network.nic_gb_per_s

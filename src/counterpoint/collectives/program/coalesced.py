@@ -56,7 +56,7 @@ TensorLayout: TypeAlias = tuple[tuple[Buffer, Parts], ...]
 class TensorAddresses:
     """Maps offsets in a buffer to addresses of the tensors that form it, anywhere in the memory of this rank.
 
-    So the program for such tensors stays valid when they are at other addresses.
+    A program over offsets so stays valid when the tensors are at other addresses.
     """
 
     starts: tuple[int, ...]  # offset of each tensor in the buffer, as in `Parts`, ascending
@@ -97,7 +97,7 @@ def _placed(step: Step, layout: Mapping[Buffer, Parts]) -> Iterator[Step]:
 
 
 def _pieces(spans: tuple[Span, ...], layout: Mapping[Buffer, Parts]) -> Iterator[tuple[Span, ...]]:
-    """Yield `spans` cut into pieces of equal size, moved to their tensors; bytes that one span lacks are left out."""
+    """Yield `spans`, all cut at the same offsets and moved to their tensors, without bytes that any of them lacks."""
     found = [_places(span, layout) for span in spans]
     cuts = sorted({cut for places in found for start, _, size in places for cut in (start, start + size)})
     for low, high in pairwise(cuts):

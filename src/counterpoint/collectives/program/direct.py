@@ -144,7 +144,7 @@ def wait_ready(buffer: Symmetric, peers: list[int], lane: int = COPY) -> Batch:
 
 
 def arrivals(coming: Mapping[int, Span], tuning: Tuning) -> Batch:
-    """Return the waits for every chunk that peers push into the output; `coming` has the span of each peer."""
+    """Return the waits for every chunk that peers push into the output; `coming` maps each peer to its span there."""
     return Batch(
         tuple(
             Wait(Flag("output", "arrived", peer, chunk), span if span.num_bytes else None)

@@ -71,7 +71,7 @@ class Mailbox:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Represents a message of a line; `first` is the slot of its first piece, the next slots take the others."""
+    """Represents a message between two ranks; slot `first` takes its first piece, the next slots the other pieces."""
 
     source: int
     target: int

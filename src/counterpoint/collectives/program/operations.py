@@ -51,9 +51,9 @@ def has_equal_outputs(call: Call) -> bool:
 
 
 def crossovers(profile: Profile, given: Mapping[str, int] | None = None) -> dict[str, int]:
-    """Return for each operation of `BY_TORCH` the bytes of the full array below which torch makes the call.
+    """Return for each operation of `BY_TORCH` the bytes of the full array below which torch runs the operation.
 
-    The full array is as nccl-tests count it. Operations that `given` lacks have the size of the profile, or 0.
+    The full array is as nccl-tests count it. Operations that `given` lacks have the profile's size, or 0.
 
     Raises:
         Misconfigured: `given` has another operation, or a size below 0.
@@ -67,7 +67,7 @@ def crossovers(profile: Profile, given: Mapping[str, int] | None = None) -> dict
 
 
 def measured_by(means: Means) -> tuple[str, ...]:
-    """Return the names of the collectives that `measure` can run by `means`."""
+    """Return the names of the collectives that `measure` can run by `means`, such as "torch"."""
     return tuple(name for name, row in OPERATIONS.items() if means in row.measured_by)
 
 
@@ -291,7 +291,7 @@ def plan_all(call: Call, tuning: Tuning = DEFAULT) -> tuple[Program, ...]:
 
 @lru_cache(maxsize=1024)
 def most_staging_bytes(call: Call, tuning: Tuning) -> int:
-    """Return the bytes of staging of the rank that needs most; with slices, only the first, largest one is planned."""
+    """Return the largest staging size of any rank, in bytes; with slices, that of the first slice, the largest."""
     if tuning.staging_bytes is not None and call.world_size > 1:
         call, tuning = reductions.slice_of(call, tuning.staging_bytes), replace(tuning, staging_bytes=None)
     return max(program.staging_bytes for program in plan_all(call, tuning)) if call.reduces else 0

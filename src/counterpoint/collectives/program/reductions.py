@@ -4,7 +4,7 @@ Sums are made in ascending rank order, in float32 for bfloat16 and float16 and i
 rounded once at the end: the same bits on every rank and in every run. NCCL rounds at every hop.
 
 Shards are pushed into staging chunk by chunk, and added up from there as they arrive.
-A chunk is reduced as soon as every rank's has arrived, on a lane of its own, while the next chunk is on the links.
+A chunk is reduced, on a lane of its own, as soon as it has arrived from every rank, while the next is on the links.
 """
 
 from __future__ import annotations
@@ -107,11 +107,11 @@ def widened(reduction: Reduction, dtype: str) -> Reduction:
 
 
 def reduce_scatter(call: Call, rank: int, tuning: Tuning) -> Program:
-    """Return a reduce_scatter: push slice t of the input to rank t's staging by chunks, and add them up there.
+    """Return a reduce_scatter: push shard t of the input to rank t's staging in chunks, and add up the chunks there.
 
-    With less staging than that needs, shards are sliced, and each slice is done as if it were a call of its own: nobody
-    pushes the next one before everyone has added up the last. The list has to stay in this order: two lanes may be
-    behind each other in one queue of the hardware.
+    With less staging than whole shards need, shards are sliced, and each slice is done like a call of its own: no rank
+    pushes the next slice before every rank has added up the last. The steps have to stay in this order: two lanes may
+    share one hardware queue.
     """
     if _trivial(call):
         return _alone(call, rank, tuning)
@@ -205,7 +205,7 @@ def _chunks(call: Call, rank: int, tuning: Tuning, part: _Slice = _WHOLE) -> lis
 
 
 def _staged(call: Call, source: int, target: int, part: _Slice = _WHOLE) -> Span:
-    """Return the span in the staging of `target` for the slice from `source`; `target`'s own stays in its input."""
+    """Return the span in the staging of `target` for the slice from `source`; its own slice stays in its input."""
     size = part.of(call.source_span(source, target)).num_bytes
     slot = -(-size // ALIGNMENT) * ALIGNMENT
     return Span("staging", slot * (source - (source > target)), size)

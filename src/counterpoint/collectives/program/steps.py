@@ -150,7 +150,7 @@ class Signal:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Waits until this rank's word `flag` is 1, then writes 0 to it; from then on `brings` may be read."""
+    """Waits until this rank's word `flag` is 1, then resets it to 0; from then on the span `brings` may be read."""
 
     flag: Flag
     brings: Span | None = None
@@ -254,7 +254,7 @@ class Program:
 
     @cached_property
     def awaits_ready(self) -> frozenset[Flag]:
-        """Return the flags by which this rank learns that it may write into peers' buffers."""
+        """Return the flags that tell this rank when it may write into peers' buffers."""
         flags = [op.flag for op in _operations(self.cycle()) if isinstance(op, Wait)]
         return frozenset(flag for flag in flags if flag.kind == "ready")
 
@@ -295,7 +295,7 @@ class BlockPartition:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Partitions:
-    """Holds the steps of a program by partition, in the order in which partitions leave and arrive."""
+    """Holds the steps of a program by partition, in the order in which partitions are sent and arrive."""
 
     begin: tuple[Step, ...]  # before the first push: `release` without early release, and waits until peers are ready
     sent: tuple[BlockPartition, ...]  # partitions of the input

@@ -28,7 +28,7 @@ _CUT_BYTES = 1 << 20  # smallest shard that is tried in chunks: a copy costs as 
 
 @lru_cache(maxsize=1024)
 def best_tuning(call: Call, rates: Rates | None = None, *, max_chunks: int = 16) -> Tuning:
-    """Return the tuning of `candidates` with the least simulated time of the slowest rank; of equals the simplest.
+    """Return the tuning of `candidates` whose slowest rank is fastest in simulation; among equals, the simplest.
 
     All ranks begin at the same time, with a handshake and with SMs free. Never slower on that clock than `Tuning()`,
     where blocks have one size. A consumer that starts on the first shard wants `arrivals="each"` and should not ask.
@@ -46,7 +46,7 @@ def best_tuning(call: Call, rates: Rates | None = None, *, max_chunks: int = 16)
 
 
 def chunk_bytes_of(call: Call, least: int, *, max_chunks: int) -> int:
-    """Return the bytes of a chunk, at least `least`, with which no block of the call has over `max_chunks` chunks."""
+    """Return a chunk size of at least `least` bytes that cuts no block of the call into over `max_chunks` chunks."""
     return max(least, -(-max(map(max, call.sizes)) // (max_chunks * ALIGNMENT)) * ALIGNMENT)
 
 
@@ -59,7 +59,7 @@ def with_staging_slices(tuned: Callable[[Call], Tuning], call: Call, staging_byt
     """Return `tuned(call)`, or the tuning of one slice for a reduce_scatter that needs more than `staging_bytes`.
 
     Raises:
-        Misconfigured: it would come in more than `MAX_SLICES`: to plan each of them takes up to a millisecond.
+        Misconfigured: the call would come in over `MAX_SLICES` slices: to plan each takes up to a millisecond.
     """
     if staging_bytes is None or "staging_bytes" not in OPERATIONS[call.operation].tuning or call.world_size == 1:
         return tuned(call)
@@ -89,7 +89,7 @@ def candidates(call: Call) -> tuple[Tuning, ...]:
 def _chunks(call: Call) -> Iterator[Tuning]:
     """Yield tunings that cut a shard into one to four chunks and a small last one.
 
-    That is small, since nothing hides its reduction, but not so small that its copies cost more than that.
+    The last chunk is small, since nothing hides its reduction, but not so small that its copies cost more than it.
     """
     shard = max(map(max, call.sizes))
     for count in (1, 2, 3, 4) if shard >= _CUT_BYTES else ():
@@ -106,7 +106,7 @@ def _relays(call: Call) -> Iterator[Tuning]:
 
 
 def _num_chunks(call: Call, tuning: Tuning) -> int:
-    """Return into how many chunks the program cuts a block at most, counted from its flags."""
+    """Return the largest number of chunks into which the program cuts a block, counted from the program's flags."""
     words = [number for program in plan_all(call, tuning) for number in program.num_flags.values()]
     return max(0, -(-max(words, default=0) // call.world_size) - 2)
 

@@ -106,8 +106,8 @@ class RankContext(GroupRank):
         ranks. `line` is the line of the status that counts the call; None: that of calls of all ranks. For several
         tensors `layout` says where each lies in the buffers of the call, and `local` at which addresses, if no peer
         writes that buffer. With `overlaps` the input shares bytes with the output and is not in place. `tuning`
-        None is what the transport chooses. `Misconfigured` is raised if the output is one of an early release and the
-        call does not allow that.
+        None is what the transport chooses. `Misconfigured` is raised if the output is an early-release tensor, which
+        the call does not allow.
         """
         transport = self.transport
         known = call if isinstance(call, Call) else None
@@ -139,7 +139,7 @@ class RankContext(GroupRank):
         )
 
     def _early_use(self, call: Call | None, text: str, at: Location | None) -> EarlyUse | None:
-        """Return the early-release block of an output at `at`; None if it has none. `call` is None with split sizes."""
+        """Return the early-release block of an output at `at`, None if it has none; with split sizes `call` is None."""
         early = self.transport.early.use(at)
         if early is not None and call is not None:
             tuning = self.transport.programs.get(call, True).tuning
@@ -220,7 +220,7 @@ def _in_place(ranks: GroupRank, output: Any, input: Any) -> bool:
 
 
 def _own_of(ranks: GroupRank, row: Operation, output: Any, in_place: bool) -> Own:
-    """Return how a call treats the rank's own block: in place if the collective allows that and the input fits."""
+    """Return how a call treats the rank's own block: in place if the collective and the tensors allow that."""
     others: list[Own] = [own for own in row.layout.own if own != "in_place"]
     if not others:
         return "in_place"
@@ -353,7 +353,7 @@ def uneven_all_to_all(
     output_split_sizes: Sequence[int] | None,
     input_split_sizes: Sequence[int] | None,
 ) -> Submission:
-    """Describe an all_to_all with split sizes, of which this rank learns the others' only when the call runs."""
+    """Describe an all_to_all with split sizes; this rank learns other ranks' sizes only when the call runs."""
     _check_own_block(ranks, output, input, leave_own)
     if input_split_sizes is None or output_split_sizes is None:
         raise Misconfigured("all_to_all with one kind of split sizes: give both, or none")
@@ -447,14 +447,14 @@ def partitioned_all_to_all(ranks: RankContext, output: Any, input: Any, dim: int
 
 
 def _partitioned_block(ranks: RankContext, output: Any, input: Any, operation: str, count: int) -> int:
-    """Return the bytes of the input, `count` of which make the output; raise if the tensors do not fit."""
+    """Return the bytes of the input; raise unless the output is symmetric and `count` times as large."""
     if not ranks.is_symmetric(output):
         raise Misconfigured(f"{operation} in partitions: its output has to be a tensor of empty(); make one")
     return block_bytes(output, input, count, ranks.device)
 
 
 def _partitioned_layout(buffer: Buffer, tensor: Any, dim: int, share: int, count: int) -> TensorLayout:
-    """Return where `count` shares of `share` bytes lie in a buffer that is cut along `dim`; raise if it has none."""
+    """Return where `count` shares of `share` bytes lie in a buffer cut along `dim`; raise if `tensor` has no `dim`."""
     if not 0 <= dim < tensor.dim():
         raise Misconfigured(f"dim={dim} of a tensor of {tensor.dim()} dimensions: give one of them")
     batch = int(tensor.shape[:dim].numel())

@@ -30,7 +30,7 @@ Rows: TypeAlias = Sequence[Sequence[int]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnevenSplits:
-    """Holds one rank's sizes in an all_to_all with split sizes, which the ranks exchange before it begins."""
+    """Holds one rank's sizes in an all_to_all with split sizes, which ranks exchange before the call begins."""
 
     rank: int  # this rank
     row: tuple[int, ...]  # bytes that it sends to each rank
@@ -38,7 +38,7 @@ class UnevenSplits:
     own: Own  # how its own block is handled, as in `Call`
 
     def call(self, rows: Rows) -> Call:
-        """Return the call, given the rows of all ranks; raise if others send this rank other sizes than it expects."""
+        """Return the call, given all ranks' rows of sizes; raise if what they send to this rank is not its `column`."""
         sent = tuple(row[self.rank] for row in rows)
         if sent != self.column:
             raise Misconfigured(
@@ -50,7 +50,7 @@ class UnevenSplits:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Submission:
-    """Describes a call of this rank, all but its number, so that a repeated call can use one submission again."""
+    """Describes a call of this rank without the call's number, so that repeated calls share one submission."""
 
     text: str  # the call in words, which have to be equal on all ranks
     channel: int  # channel that runs it
@@ -83,7 +83,7 @@ class Submission:
         object.__setattr__(self, "prepared", {})
 
     def current(self, number: int) -> CurrentCall:
-        """Return the name of this call as number `number` of its line, for errors and the watchdog."""
+        """Return a `CurrentCall` that names this call, with its number, for errors and the watchdog."""
         return CurrentCall(text=self.text, channel=self.channel, line=self.line, number=number)
 
 
@@ -143,19 +143,19 @@ class Transport(Protocol):
 
     @property
     def epoch(self) -> int:
-        """Return how many regions were made so far; a new one may lie where an address meant plain memory before."""
+        """Return how many regions were made so far; a new one may cover addresses that were plain memory before."""
 
     def locate(self, tensor: Any) -> Location | None:
         """Return the place of a contiguous tensor in this rank's symmetric memory; None if it lies elsewhere."""
 
     def place(self, call: Call | None, at: Location | None, num_bytes: int) -> str:
-        """Return words for the output's place, if it must be the same on all ranks; "" if it may differ."""
+        """Return the output's place in words, if it must be the same on all ranks; "" if it may differ."""
 
     def shown_at(self, at: Location | None, num_bytes: int) -> Location:
         """Return where peers may write an output, as the status shows it when the call is announced."""
 
     def read_at(self, input: Any) -> tuple[Location, ...]:
-        """Return the places of an input's tensors in symmetric memory that must not be reused before the call ends."""
+        """Return where an input's tensors lie in symmetric memory, which must not be reused before the call ends."""
 
     def accept(self, submission: Submission) -> None:
         """Check a new submission before its first start; raise if this device cannot run it."""

@@ -38,7 +38,7 @@ class Submitter:
     def submit(
         self, build: BuildSubmission, output: Any, input: Any, channel: int, async_op: bool, *options: Any
     ) -> Work | None:
-        """Return a call's `Work` with `async_op` (`PartitionedWork` if in partitions); else None, when it has ended.
+        """Return the started call's `Work` with `async_op` (`PartitionedWork` if in partitions), else wait for it.
 
         The call, which the function `build` of `request.py` describes, is numbered and queued. An error is raised if
         its tensors or options do not fit, or the communicator has failed.

@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 class TensorList:
     """Holds several tensors that one call treats as a single buffer, from the lowest to the highest of their bytes.
 
-    Empty tensors are ignored for that range. Addresses and sizes are meaningful for contiguous tensors only: see
+    Empty tensors do not count for that range. Addresses and sizes are meaningful for contiguous tensors only: see
     `sendable`. A caller that repeats a call may keep its lists, or pass a `key` that is cheaper than `tensor_key` of
     each tensor; equal keys must mean equal addresses, shapes and dtypes. `Misconfigured` is raised if the list is empty
     or holds something else than tensors.
@@ -54,7 +54,7 @@ class TensorList:
 
     @classmethod
     def split(cls, flat: torch.Tensor, sizes: tuple[int, ...]) -> TensorList:
-        """Return the list of the consecutive parts of a contiguous flat tensor, of `sizes` elements; made lazily."""
+        """Return a list, made lazily, of the consecutive parts, of `sizes` elements, of a contiguous flat tensor."""
         shape_key = (flat.dtype, flat.device, sizes)
         made = cls((), key=(shape_key, flat.data_ptr()))
         made._tensors, made._flat, made._sizes = None, flat, sizes
@@ -71,14 +71,14 @@ class TensorList:
 
     @property
     def key(self) -> Hashable:
-        """Return a key of all that a call depends on in the tensors: addresses, shapes, dtypes, devices, flags."""
+        """Return a key of everything about the tensors that a call uses: addresses, shapes, dtypes, devices, flags."""
         if self._key is None:
             self._key = tuple(map(tensor_key, self.tensors))
         return self._key
 
     @property
     def shape_key(self) -> Hashable:
-        """Return a key of all that a call depends on in the tensors except their addresses."""
+        """Return a key of everything in the tensors that a call depends on, except their addresses."""
         if self._shape_key is None:
             self._shape_key = tuple([_shape_key(tensor) for tensor in self.tensors])
         return self._shape_key
@@ -135,7 +135,7 @@ def tensors_of(tensor: Any) -> tuple[Any, ...]:
 
 
 def block_bytes(output: Any, input: Any, count: int, device: torch.device = CPU) -> int:
-    """Return the bytes of the input, `count` of which make the output; raise if they do not, or not on this device."""
+    """Return the bytes of the input; raise unless both are on `device` and the output is `count` times as large."""
     check(output, input, device)
     if output.numel() != count * input.numel():
         raise Misconfigured(
@@ -156,7 +156,7 @@ def check(output: Any, input: Any, device: torch.device = CPU) -> None:
 
 
 def splits(tensor: Any, sizes: Sequence[int], world_size: int) -> tuple[int, ...]:
-    """Return the bytes of each block, whose rows (dim 0) are `sizes`; raise if these do not add up to the tensor's."""
+    """Return the bytes of each block of `sizes` rows (dim 0); raise if `sizes` do not add up to the tensor's rows."""
     rows = tensor.shape[0] if tensor.dim() else 1
     if len(sizes) != world_size or sum(sizes) != rows or min(sizes) < 0:
         raise Misconfigured(f"split sizes {list(sizes)} of {rows} rows: give {world_size} that add up to these")
@@ -193,13 +193,13 @@ def flat_bytes(tensor: Any, dtype: torch.dtype = torch.uint8) -> Any:
 
 
 def cut(flat: Any, span: Span) -> Any:
-    """Return the part of a flat tensor that a span covers, whose offset is in bytes."""
+    """Return the part of a flat tensor that `span`, which is in bytes, covers."""
     size = flat.element_size()
     return flat[span.offset // size : (span.offset + span.num_bytes) // size]
 
 
 def tensor_key(tensor: Any) -> Hashable:
-    """Return a key of all that a call depends on in a tensor or list: equal keys give equal submissions."""
+    """Return a key of everything in a tensor or list that a call depends on: equal keys give equal submissions."""
     if tensor is None:
         return None
     if type(tensor) is TensorList:
@@ -228,7 +228,7 @@ def is_block(part: Any, whole: Any, rank: int) -> bool:
 def overlap_elsewhere(outputs: Sequence[Any], inputs: Sequence[Any], in_place: Sequence[bool]) -> bool:
     """Return whether an input shares bytes with any output, not counting its own output if that pair is in place.
 
-    If so, a copy of the inputs has to be sent. All tensors are contiguous; `in_place` says for each pair of output and
+    If so, the inputs have to be sent as a copy. All tensors are contiguous; `in_place` says for each pair of output and
     input whether one of them is this rank's block of the other.
 
     Raises:
