@@ -1,4 +1,4 @@
-"""Write a diagnosis as one self-contained page: no network, only its own script, no text of a trace interpreted.
+"""Write a diagnosis as one self-contained page, which loads nothing and never interprets text of a trace as code.
 
 Three locks keep a hostile name inert: the template escapes everything, the data for the timeline is JSON without `<`,
 and the page's own Content-Security-Policy lets run only the scripts whose SHA-256 it names and forbids every request.

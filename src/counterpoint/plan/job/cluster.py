@@ -23,7 +23,7 @@ HOST_LINKS = {  # GB/s, by the first letters of a GPU's name
 
 
 class ClusterGpu(JobRecord, frozen=True, kw_only=True):
-    """Holds the data sheet of one GPU; the fraction of it that is reached is measured (`machine/profile.py`)."""
+    """Holds the data sheet of one GPU; its profile (`machine/profile.py`) has the measured fractions of these peaks."""
 
     name: Name  # as in `machine/gpus.py`
     # dense peak by precision, in 10^12 operations per second
@@ -108,7 +108,7 @@ class Cluster(Record, frozen=True, kw_only=True):
         return self.levels[0].size
 
     def level_of(self, ranks: int, stride: int = 1) -> int:
-        """Return the lowest level that joins `ranks` ranks, `stride` apart, by index; Misconfigured if none does."""
+        """Return the index of the lowest level that joins `ranks` ranks, `stride` apart; Misconfigured if none does."""
         span = (ranks - 1) * stride + 1
         for index, level in enumerate(self.levels):
             if span <= level.size:

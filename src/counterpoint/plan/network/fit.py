@@ -173,7 +173,7 @@ def _kind(row: Measured, cluster: Cluster) -> Kind:
 
 
 def _gb_per_s(cluster: Cluster) -> dict[Kind, float]:
-    """Return the GB/s of the links by kind: of levels of one kind, the slowest."""
+    """Return the GB/s of each kind of link; of several levels of one kind, that of the slowest."""
     found: dict[Kind, float] = {}
     for level, rate in zip(cluster.levels, shared_gb_per_s(cluster.levels), strict=True):
         found[level.kind] = min(rate, found.get(level.kind, rate))
@@ -181,7 +181,7 @@ def _gb_per_s(cluster: Cluster) -> dict[Kind, float]:
 
 
 def _columns(rows: Sequence[Measured], cluster: Cluster) -> F64:
-    """Return `[rows, 4]` in µs: the levels' latency, base + H and X of NCCL's model, and the measured time."""
+    """Return `[rows, 4]` in µs: the levels' latency, latency and bandwidth of NCCL's model, and the measured time."""
     own = {level.name: level.latency_us for level in cluster.levels}
     cluster = replace(cluster, levels=tuple(replace(level, latency_us=0.0) for level in cluster.levels))
     nccl, found = Network(cluster=cluster, protocols=nccl_protocols()), []
@@ -227,7 +227,7 @@ def _protocols(operation: str, kind: Kind, factors: F64, fit: Fit) -> Iterator[P
 
 
 def _errors(rows: Sequence[Measured], columns: F64) -> Iterator[FitError]:
-    """Yield the errors by ranks and by thirds of the size range, each third predicted by a fit without its rows.
+    """Yield the errors by number of ranks; each third of the sizes is predicted by a fit to the other two thirds.
 
     Raises:
         Misconfigured: too few sizes, or rows that follow no law.

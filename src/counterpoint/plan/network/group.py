@@ -95,7 +95,7 @@ class Reach(NamedTuple):
 
     @property
     def crossed(self) -> tuple[int, ...]:
-        """Return the levels, inside out, at which some of the group's ranks are joined."""
+        """Return the levels whose links the group crosses, the innermost first."""
         return tuple(i for i in range(len(self.shares_uplink)) if self.units[i] > self.units[i + 1])
 
     def members(self, level: int) -> float:
@@ -103,7 +103,7 @@ class Reach(NamedTuple):
         return self.ranks / self.units[level]
 
     def fan(self, level: int) -> float:
-        """Return how many units of the level below, if they hold ranks of the group, one unit of `level` joins."""
+        """Return how many units of the level below that hold ranks of the group are joined by one unit of `level`."""
         return self.units[level] / self.units[level + 1]
 
 

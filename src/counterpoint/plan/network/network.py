@@ -1,4 +1,4 @@
-"""Describe the figures of NCCL's protocols on a cluster's links, with their sources; and the networks by name.
+"""Describe latencies and bandwidths of NCCL's protocols on a cluster's links, with sources; and the named networks.
 
 A collective that makes `steps` hops, moves `share · S` bytes of every GPU over its slowest level, and in which every
 rank handles a shard of its own without sending it, takes
@@ -46,7 +46,7 @@ LARGEST = 1e7  # largest figure allowed in a file
 
 
 class FittedRange(Record, frozen=True, kw_only=True):
-    """Describes the measured rows of one group size and similar bytes, with the fit's error on held-out rows."""
+    """Describes the measured rows of one group size and a range of bytes, with the fit's error on held-out rows."""
 
     ranks: int  # ranks of the group
     smallest_bytes: int  # of the full array, as `largest_bytes`
@@ -80,7 +80,7 @@ class Fit(Record, frozen=True, kw_only=True):
         return "" if self.worst(ranks, num_bytes) is not None else "no row was held out"
 
     def worst(self, ranks: int, num_bytes: float) -> float | None:
-        """Return the largest held-out error for this number of ranks and bytes; between two ranges, that of both."""
+        """Return the largest held-out error for this number of ranks and bytes; between two ranges, the larger one."""
         ranges = [each for each in self.spans if each.ranks == ranks]
         below = [each for each in ranges if each.smallest_bytes <= num_bytes][-1:]
         above = [each for each in ranges if each.largest_bytes >= num_bytes][:1]

@@ -1,4 +1,4 @@
-"""Read a topology from a file of any kind, which its name tells, and for JSON its content.
+"""Read a topology from a file of any format, told by the file's name and for JSON by its content.
 
 Topograph's instance list has each host with the switches above it, the closest first:
 

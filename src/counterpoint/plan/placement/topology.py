@@ -79,7 +79,7 @@ class Topology:
     def tree_order(self) -> I64:
         """Return host indices unit by unit, larger units first; for equal hosts it does not depend on the listed order.
 
-        Of measured hosts, each is followed by the closest of those that are left.
+        With measured distances, each host is followed by the closest remaining host.
         """
         if self.matrix is not None:
             return _nearest_next(self.matrix)
@@ -89,7 +89,7 @@ class Topology:
         return np.lexsort(keys)
 
     def packed(self, block: int) -> I64:
-        """Return host indices along the tree, each run of `block` hosts below the lowest unit that has room for it.
+        """Return host indices along the tree; each run of `block` hosts lies below the lowest unit with room for it.
 
         Hosts that fill no block in their unit are joined to blocks one level above, and so on; what is left comes last.
         """

@@ -82,14 +82,14 @@ class Exchange(Record, frozen=True, kw_only=True):
 
 
 def _distinct(count: int, draws: int) -> float:
-    """Return how many of `count` places are drawn at least once, on average."""
+    """Return the expected number of distinct places in `draws` draws from `count` places."""
     return count * (1.0 - (1.0 - 1.0 / count) ** draws)
 
 
 def layer_exchanges(
     model: Model, parallel: Parallel, training: Training, experts: Experts | None = None
 ) -> tuple[Exchange, ...]:
-    """Return the exchanges of one layer for one micro-batch; recomputation repeats those of forward.
+    """Return one layer's exchanges for one micro-batch, without those that recomputation repeats.
 
     `experts` are those of the layer; None: a dense layer.
     """
@@ -102,9 +102,9 @@ def layer_exchanges(
 
 
 def _in_fp8(exchanges: tuple[Exchange, ...], local: LocalShape, experts: Experts | None) -> tuple[Exchange, ...]:
-    """Return the exchanges with all_gathers in one byte per element where fp8 products read them: ranks cast first.
+    """Return the exchanges with all_gathers of one byte per element where fp8 matmuls read the gathered array.
 
-    Sums are in bf16, and so is what a router reads.
+    Ranks cast to fp8 before they gather. Sums, and what a router reads, are in bf16.
     """
     if local.fp8 in ("", "rowwise") or experts is not None:
         return exchanges
@@ -139,7 +139,7 @@ def _tensor(model: Model, parallel: Parallel, local: LocalShape, experts: Expert
 def _tensor_of_latents(
     model: Model, mla: LatentAttention, local: LocalShape, whole: int, *, during_dw: bool
 ) -> tuple[Exchange, ...]:
-    """Return the tp exchanges of a layer with latent attention: the input stays sharded, its latents are gathered."""
+    """Return the tp exchanges of a layer with latent attention, which gathers latents instead of its input."""
     width = mla.latent_width if mla.q_lora_rank is not None else mla.latent_width + model.hidden
     found: list[Exchange] = []
     for ffn, entering in enumerate((local.tokens * width * local.element_bytes, whole)):
@@ -154,7 +154,7 @@ def _tensor_of_latents(
 
 
 def _tensor_in_pieces(model: Model, local: LocalShape, whole: int, experts: Experts | None) -> tuple[Exchange, ...]:
-    """Return the tp exchanges that run in pieces beside products: at the first and the last weight of each block."""
+    """Return a layer's tp exchanges, cut in pieces that overlap the first and the last matmul of each block."""
     queries = model.heads * model.head_width // local.tp
     keys = max(model.key_heads // local.tp, 1) * model.head_width
     width = model.ffn_width // local.tp
@@ -221,7 +221,7 @@ def _sent_tokens(model: Model, parallel: Parallel, experts: Experts, local: Loca
 
 
 def _gathered_tokens(model: Model, parallel: Parallel, experts: Experts, local: LocalShape) -> tuple[Exchange, ...]:
-    """Return the exchanges where every rank gathers all tokens, and the experts' outputs are reduce_scattered."""
+    """Return the exchanges by which every rank gathers all tokens and reduce_scatters the experts' outputs."""
     tokens = parallel.ep * local.tokens_between
     whole, choices = tokens * model.hidden * local.element_bytes, tokens * experts.per_token
     return (
@@ -235,7 +235,7 @@ def _gathered_tokens(model: Model, parallel: Parallel, experts: Experts, local: 
 
 
 def stage_exchanges(model: Model, parallel: Parallel, training: Training) -> tuple[Exchange, ...]:
-    """Return what one stage sends to the next one in one direction, for one micro-batch."""
+    """Return the exchanges by which one stage sends one micro-batch to the next stage, in one direction."""
     local = LocalShape.of(parallel, training)
     whole = local.tokens * model.hidden * local.element_bytes
     part = Exchange(axis="pp", operation="send_recv", num_bytes=-(-whole // parallel.tp))

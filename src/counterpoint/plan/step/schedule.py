@@ -1,4 +1,4 @@
-"""Schedule micro-batches through a pipeline: the order of each stage, and when the last one ends.
+"""Schedule micro-batches through a pipeline: the order of operations on each stage, and when the last one ends.
 
 `orders` lists, for each stage, its slots (forward or backward, part of the model, micro-batch). The graph:
 
@@ -158,8 +158,8 @@ def pipeline_us(name: ScheduleName, times: StageTimes, micro_batches: int) -> fl
 def least_pipeline_us(name: ScheduleName, times: StageTimes, micro_batches: int) -> float:
     """Return a lower bound of `pipeline_us`, without simulating the pipeline.
 
-    A stage begins after the first parts of those before it, does all its work, and its last backward (of its first
-    part, but for zero_bubble, which may end with a postponed dW) goes back through them.
+    A stage begins after the first parts of all earlier stages and does all its work; then its last backward (of its
+    first part) goes back through the earlier stages, except in zero_bubble, which may end with a postponed dW.
     """
     before = after = least = 0.0
     for forward, backward in zip(times.forward, times.backward, strict=True):
