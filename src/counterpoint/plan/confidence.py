@@ -6,16 +6,17 @@ constant was fitted are left out. `benchmarks/plan_published.py --calibrate` wri
     error of a step = middle + effect of its source + the rest
 
 source      who measured: software, cluster and way of timing are shared by its rows, so their errors are alike. The
-            effect of a source that was not measured is a draw of the effects of those that were
+            effect of an unmeasured source is a random draw from the effects of measured sources
 alike       a row counts exp(-sum of LOST over the features that differ from the job's); a source counts as its most
             similar row does, times n / (n + HALF) of its n similar rows, so that none drowns the others
-middle      the mean of the sources' medians, with a source of error 0 that counts PRIOR
-deviation   between sources: of their medians; within: the median absolute deviation in a source. The source of error 0
+middle      the mean of the sources' medians, and of an assumed source of error 0 with the weight PRIOR
+deviation   between sources: of their medians; within: the median absolute deviation in a source. The assumed source
             has BETWEEN and WITHIN, so that the interval is wide where few sources are alike
 interval    middle ± deviation at LEVEL of Student's t with as many degrees of freedom as sources count: symmetric in
             the logarithm, so old slow runs do not make it one-sided. The predicted time is always within
 seen        of the rows, by the same weights, the fraction that lay in the interval of the other sources' rows
-widened     as far as rows have other ranks, the upper end gets what the slowest of the job's ranks is expected to add
+widened     the upper end gets the time that the job's slowest rank is expected to add, times the share of rows with
+            other numbers of ranks
 ratio       two ways to run a model on as many GPUs: |difference of their errors|, the conformal quantile over pairs of
             rows of one series. What two predictions share cancels, so this is narrower than an interval
 memory      P(ln(needed / predicted) <= ln(available / predicted)), normal; its mean and deviation explain best which

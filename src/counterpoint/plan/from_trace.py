@@ -8,8 +8,8 @@
     waits'   = waits · z(n') / z(n),         z(n): expected slowest of n in standard deviations (`step.py`)
 
 The batch of a rank stays (weak scaling), so its compute, copies and idle time stay, too, except for the kernels over a
-rank's shards: optimizer, clipping, casts. Of the groups of ranks those with the largest stride grow with the job, which
-are the replicas; the others stay inside. Shards get smaller if these groups gather them. The model only says how a
+rank's shards: optimizer, clipping, casts. Of the groups of ranks only those with the largest stride (of replicas) grow
+with the job. Shards get smaller if these groups gather parameters. The model only says how a
 collective's time changes from one machine to the other: its error on the measured machine cancels.
 """
 

@@ -1,4 +1,4 @@
-"""Judge an observed step against the steps that are usual for its job, and shift what-ifs by it.
+"""Compare an observed step with its job's usual steps, and correct predictions of other ways to run the job by it.
 
 The error of a prediction has a part that all ways to run the job at hand share (`confidence.py`): its software, its
 cluster, its way of timing. One observed step tells that part: other ways to run the same job are predicted by

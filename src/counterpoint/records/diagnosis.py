@@ -52,7 +52,7 @@ class Account(Record, frozen=True, kw_only=True):
     duration = compute + exposed_comm + exposed memcpy + idle; communication = overlapped + exposed_comm.
     `hidden` = overlapped / communication. wait + transfer = time inside collectives that were matched across ranks,
     counted once where several run at the same time, as transfer if one of them moves bytes (a collective by copies also
-    waits before its first copy, while the stream holds that back); null where none could be matched, as with one rank's
+    waits before its first copy, while the stream holds it back); null where none could be matched, as with one rank's
     trace. `multi_tensor_us` is the compute in which only kernels over lists of tensors run: optimizers, clipping and
     casts of a rank's parameters.
     """
@@ -119,8 +119,8 @@ class Collective(Record, frozen=True, kw_only=True):
 class CollectiveKind(Record, frozen=True, kw_only=True):
     """Sums up the collectives of one operation, group, size and phase in the analysed steps; means per call.
 
-    `exposed_us` is per step and rank; of concurrent ones it counts for that which compute waits for. `best_gb_per_s` is
-    the highest bus bandwidth that a kind of that group reaches in this recording: what its links can do at least.
+    `exposed_us` is per step and rank; of concurrent collectives, the one that compute waits for counts.
+    `best_gb_per_s` is the highest bus bandwidth of any kind of the group in this recording: its links can do as much.
     `link_gb_per_s` is what the links of one GPU carry, by the user's machine profile or the data sheet; null for an
     unknown GPU, and where the group may be on several hosts.
     """

@@ -105,7 +105,7 @@ def _page(diagnosis: Diagnosis) -> Page:
 
 
 def _provenance(diagnosis: Diagnosis) -> tuple[Table, Table]:
-    """Return tables of the files that were read, and of each rank's clock against that of the lowest rank."""
+    """Return tables of the files that were read, and of each rank's clock offset from the lowest rank's clock."""
     files = diagnosis.source.files
     more = [f"and {len(files) - MAX_FILES} more"] * (len(files) > MAX_FILES)
     read = Table(

@@ -232,7 +232,7 @@ def waits(collective: Collective) -> tuple[float | None, float | None]:
 
 
 def collectives_table(diagnosis: Diagnosis) -> Table | None:
-    """Return a table of the most exposed collectives; on a page with the waits of a few ranks."""
+    """Return a table of the most exposed collectives; on a page also with the wait of each rank, if ranks are few."""
     if not diagnosis.collectives:
         return None
     shown = by_exposed(diagnosis.collectives, MAX_COLLECTIVES)

@@ -74,7 +74,7 @@ def print_tables(tables: Iterable[Table], console: Console) -> None:
 def print_table(table: Table, console: Console) -> None:
     """Print a table with its title, and below it the number of missing rows, the legend and the notes.
 
-    Where it is wider than the terminal, texts wrap; then optional columns are left out, and it says which. Where
+    In a table wider than the terminal, texts wrap; then optional columns are left out, and a line names them. If
     that is not enough, lines are longer than the terminal.
     """
     heading(console, table.title, table.unit)

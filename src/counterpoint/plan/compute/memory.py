@@ -5,7 +5,7 @@ gradients    grad_bytes · the same                              / shards with z
              once more for what error feedback keeps of compressed ones
 optimizer    STATE_BYTES · the same                              / shards with zero 1, 2 and 3
              less what is on the host: `offload_optimizer`
-gathered     zero 3: parameters and gradients of the layers that are whole at once: 1 + prefetch
+gathered     zero 3: parameters and gradients of the layers that are unsharded at once: 1 + prefetch
 activations  per layer and micro-batch, t tokens, size bytes of an element (arXiv 2205.05198, equations 1 to 6):
                between blocks, / tp with sequence parallelism
                  inputs of 2 norms and of 2 blocks 4 · size · t · h, masks of 2 dropouts 2 · t · h
@@ -17,7 +17,7 @@ activations  per layer and micro-batch, t tokens, size bytes of an element (arXi
                selective recomputation drops what its modules keep: core_attn the core; layernorm the inputs of both
                  blocks; mlp and moe what is inside the feed-forward block; moe_act the input of its second matrix
                full recomputation leaves the layer's input only: size · t · h; of units of several layers one input
-               what is dropped is whole again for the layer, or unit of layers, at work
+               dropped activations are in memory again for the layer, or unit of layers, at work
              for GPT-3 this is 34 · t · h + 5 · heads · sequence · t
              times layers of a stage, times micro-batches that the stage has in flight (`schedule.in_flight`)
              less what waits on the host, `offload_activations`, of which two layers are being copied or in use

@@ -6,7 +6,7 @@ streaming  us = bytes / (bandwidth · memory) + kernels · launch
 
 host     us = kernels · host, the time of the CPU to launch them; it runs ahead of the GPU where that is longer
 
-The parts reached are the group `efficiency` of the GPU's profile (`machine/profile.py`).
+The fractions of peaks that are reached are the group `efficiency` of the GPU's profile (`machine/profile.py`).
 """
 
 from __future__ import annotations

@@ -27,13 +27,13 @@ recursive doubling; NCCL's src/graph/tuning.cc for steps of ring and tree; NCCL 
 channel at once (NCCL_MAX_DEV_WORK_P2P_PER_BATCH).
 
 In NCCL's own model the time of each candidate, an algorithm with a protocol, is a line over the bytes S, latency +
-rate · S, and NCCL takes the lowest line. The time predicted is that of the network's figures, fitted ones where
-something was measured, and jumps where NCCL changes its choice. It would fall there if NCCL changed too late. Such a
-fall was never measured and is not modelled: the prediction is never less than what a former choice cost at the last of
-its sizes.
+rate · S, and NCCL takes the lowest line. The predicted time follows from the network's figures, fitted
+where something was measured, and jumps where NCCL changes its choice. It would fall there if NCCL changed too late. No
+such fall was ever measured, and none is modelled: the prediction is never less than the time of an earlier choice at
+the largest size for which NCCL takes it.
 
-Where figures were fitted, NCCL's choice is that on the links that were measured, for each size, also where a job has
-other links: at which size NCCL changes there was not measured. So more bandwidth or less latency never takes longer.
+Where figures were fitted, NCCL's choice for each size is its choice on the measured links, even if a job has other
+links: where NCCL changes its choice on those was not measured. So more bandwidth or less latency never takes longer.
 
 Bandwidth of one GPU at a level is min(1, 1 / (oversubscription · active)) of the level's, with `active` the part of the
 GPUs that send up there at once: all groups of an axis (1, the usual case) or only some stages. Traffic to higher levels
@@ -41,8 +41,8 @@ takes the links below, too, so no level is faster than a network below it. Not m
 uplink while another is idle; the efficiency of `network` has their mean in it.
 
 Where a node has lost NICs, all wait for it. A group of all its GPUs spreads over the NICs that are left, as NCCL's
-channels do: (GPUs - lost) / GPUs of the bandwidth. A group of some of its GPUs has their NICs, and whoever has lost one
-shares that of another GPU: 1 / ceil(GPUs / NICs left). So says NCCL's search for paths; it was not measured.
+channels do: (GPUs - lost) / GPUs of the bandwidth. A group of some of its GPUs uses these GPUs' NICs, and a GPU
+that has lost its NIC shares another GPU's: 1 / ceil(GPUs / NICs left), by NCCL's search for paths; not measured.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Fit a network to the user's own nccl-tests output, and keep it in a file that a job can name.
 
-Each operation gets a latency and a rate for each kind of link, as factors a and b of NCCL's own model, which says what
-the protocol that it takes needs for hops and for bytes (`network.py`):
+For each operation and kind of link, latency and rate are fitted as factors a and b on the times of hops and of bytes
+in NCCL's own model (`network.py`):
 
     T = latency of the levels + a · (base + H) + b · X          with the least sum of squares of T / measured - 1
 

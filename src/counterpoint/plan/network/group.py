@@ -83,7 +83,7 @@ class Reach(NamedTuple):
         members(i) = ranks / units[i] = ranks of the group below one link into level i, whose bandwidths add up
 
     Groups of an axis tile the cluster: rank 0 of the first is GPU 0. Where a group's extent does not divide a unit,
-    some groups straddle a border that others do not: the one that straddles most is meant, since all wait for it.
+    some groups straddle a border that others do not: this is the group that straddles most, since all wait for it.
     """
 
     ranks: int

@@ -9,10 +9,10 @@ rank handles a shard of its own without sending it, takes
     time      T = base + (H^j + X^j)^(1/j) + O + fill · √(base · X)
 
 NCCL's own model has j = 1, O = 0 and fill = 0 for each of its three protocols, and it takes the protocol that is the
-fastest there. What was fitted to measurements has figures of its own for the same protocols (j = 2: while one slice is
-under way the next is sent, so the longer of hops and bytes hides most of the other; fill: pipelines that fill), but is
-taken where NCCL's model takes it on the links that were measured (`algorithms.py`). T never falls with more bytes,
-less bandwidth or more latency.
+fastest there. Fitted protocols have the same names and other figures (j = 2: while one slice is under way the next is
+sent, so the longer of hops and bytes hides most of the other; fill: pipelines that fill), but each is taken where
+NCCL's model takes the protocol of its name on the measured links (`algorithms.py`). T never falls with more bytes, less
+bandwidth or more latency.
 
 Networks by name have their levels from networks.toml, NCCL's figures from protocols.toml and fitted ones from fits/. A
 fit serves clusters of the GPUs that it names; elsewhere NCCL's own figures count.

@@ -6,7 +6,7 @@
 Hosts are taken as listed, in tree order, and in tree order with the hosts of a group kept together (`Topology.packed`).
 From the cheapest of these orders, ranks of two hosts and whole hosts are swapped while that lowers C, for at most
 `MAX_WORK`. Of orders that cost the same, rings and groups that follow the tree win: over leaves A, B, A, B a ring runs
-A, A, B, B. Every cost that is told is exact: groups are counted, not expanded.
+A, A, B, B. Every reported cost is exact: groups are counted, not expanded.
 """
 
 from __future__ import annotations

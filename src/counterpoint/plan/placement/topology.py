@@ -51,7 +51,7 @@ class TopologyLevel(Record, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Topology:
-    """Describes equal hosts below a tree of units, or below a measured matrix. A slot is one GPU: host · gpus + place.
+    """Describes equal hosts below a tree of units, or below a measured matrix. Slots are GPUs: host · gpus + GPU there.
 
     Raises:
         Misconfigured: Names that occur twice, units that are not nested, a matrix that is not square or symmetric.

@@ -5,7 +5,7 @@
     "line"  each rank exchanges with the next one only (pipeline stages)
     "ring"  the same, and the last with the first (interleaved stages)
 
-M(i, j) is the sum of both ways, in bytes of one step. A group of thousands of ranks is a handful of numbers this way,
+M(i, j) adds up both directions, in bytes of one step. A group of thousands of ranks is a handful of numbers this way,
 where its matrix would have millions; `pairs` expands it. What a rank sends on an axis is the sum of
 
     all_gather, reduce_scatter   (n - 1) / n · S          of layers and micro-batches: `exchanges.py`

@@ -6,9 +6,9 @@
     way             with zero and shards                    `least_step_us`, if it fits in memory: all but the pipeline
     answer          the same way                            `predict_step`
 
-What has the least time so far is opened: a division becomes its pipelines, and so on.
-An answer that is opened is next in the result: all that is left takes longer, or as long and no less memory.
-So a way is left out only where it does not fit, cannot be, or its bound is above the last answer: nothing is guessed.
+The open node with the least lower bound is expanded: a division becomes its pipelines, and so on.
+An answer that comes up is next in the result: all other nodes take longer, or as long with no less memory.
+So a way is left out only if it does not fit, is impossible, or its bound is above the last answer: nothing is guessed.
 Of the ways that differ in recomputation only, the fastest that fits is listed.
 """
 

@@ -14,7 +14,7 @@
 | zero, shard | 0 to 3; shards over all replicas, or over those of a unit of the network, such as a node |
 | recompute | none; every set of modules; full; full of the fewest layers of each part that fits |
 
-A value that is fixed is taken even where the list does not have it, such as tp = 16 or zero_bubble.
+A fixed value is used even if the list does not have it, such as tp = 16 or zero_bubble.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def pipelines(job: Job, division: Division, fixed: Fixed) -> Iterator[Pipeline]:
 
 
 def _virtual(layers: int, pp: int) -> tuple[int, ...]:
-    """Return the numbers of parts per stage, above 1, that divide a stage's layers (with or without both ends)."""
+    """Return numbers of parts per stage, above 1, that divide a stage's layers (embedding and head counted or not)."""
     each = {layers // pp, -(-layers // pp), *((layers + 2) // pp for _ in (0,) if (layers + 2) % pp == 0)}
     return tuple(sorted({virtual for stage in each for virtual in divisors(stage) if virtual > 1}))
 

@@ -14,7 +14,7 @@ A = micro_batch · sequence / cp · hidden · bytes of an element; blocks are at
     pp            send_recv of A / tp per stage; without sequence parallelism gathered again over tp   arXiv 2104.04473
 
 Backward, the gradient of a block's input is on its way while dW is made (`Parallel.overlap_tp`). The second all_gather
-is of that input, which is kept in parts only: dW needs it, so it does not run during dW and counts as exposed. Keys and
+is of that input, which is kept sharded: dW needs it, so it does not run during dW and counts as exposed. Keys and
 values of cp are gathered before attention starts: exposed, as Llama 3 does it.
 
 In fp8 the all_gathers of dense layers are of one byte, as Transformer Engine and torchao have them; with scales of
@@ -23,14 +23,14 @@ rows, which differ by direction, of two.
 With `Parallel.expert_tp` = 1 every rank of tp sends its own tokens to whole experts: their block needs nothing of tp,
 unless there are shared experts, which tp cuts.
 
-Tokens that are gathered are as many whatever the router chose: A of all ranks of ep, against A · per_token · imbalance
-that are sent. By node, a token goes over the NIC once for each node that has an expert of it, of n nodes on average
+Gathered tokens are as many whatever the router chose: A of all ranks of ep, against A · per_token · imbalance where
+tokens are sent. By node, a token goes over the NIC once for each node that has an expert of it, of n nodes on average
 n (1 - (1 - 1/n)^per_token), at most `expert_nodes`, and at the same time over NVLink once to each rank with one. Slabs
-hold `capacity_factor` times the mean; what one does not hold goes in a further round, so the busiest rank decides on
-their number. With `Parallel.overlap_ep` = "halves" each of these comes twice, of half the tokens.
+hold `capacity_factor` times the mean; tokens beyond that go in further rounds, so the busiest rank decides on the
+number of rounds. With `Parallel.overlap_ep` = "halves" each exchange runs twice, with half of the tokens.
 
-With `Parallel.pieces_tp` collectives with a product before or after them run beside it, in pieces, and the input is
-gathered again during the product of its gradient. Products of experts are not cut.
+With `Parallel.pieces_tp` collectives right before or after a matmul run beside that matmul, in pieces, and the input
+is gathered again during the matmul of its gradient. Matmuls of experts are not cut.
 """
 
 from __future__ import annotations

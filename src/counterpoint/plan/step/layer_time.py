@@ -1,7 +1,7 @@
 """Predict the time of a layer, and of a part of a stage, on one rank: compute by kind, communication, exposed parts.
 
 forward   = compute + every exchange                            activations are needed before anything can go on
-            those in pieces beside a product count what the product takes longer (`pieces_us`)
+            exchanges in pieces beside a matmul count only the matmul's extra time (`pieces_us`)
 backward  = compute + recomputed + exchanges; those `during_dw` run together with the weight gradients' products:
             exposed = together(dW, exchanges) - dW              (`pair/together.py`)
 experts   `overlap_ep` = "halves": one half of an exchange is exposed, one runs together with the products of experts;
@@ -404,7 +404,7 @@ def _accumulation(job: Job, experts: Experts | None) -> tuple[Operation, ...]:
 def _sharding_time(
     job: Job, rates: GpuRates, prices: MeshTimes, part: StagePart, alone: MicroBatchTime
 ) -> MicroBatchTime:
-    """Return the time that zero 3 adds to a part: copies and exposed communication; both ends are one FSDP unit."""
+    """Return the time that zero 3 adds to a part: copies, exposed communication; embedding and head are one unit."""
     mechanism, persistent = job.disturbance_of("dp"), rates.efficiency.persistent
     count = max(part.layers + part.mtp, 1)
     alike = StagePart(layers=part.layers, routed=part.routed, mtp=part.mtp)
