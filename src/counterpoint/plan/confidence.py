@@ -83,7 +83,7 @@ Error = Annotated[float, Meta(ge=-3, le=3)]
 class _RowFigures(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Holds the figures of a row (one measured step) without its features."""
 
-    source: Text  # who measured: what rows of one source share is not seen in them
+    source: Text  # who measured; errors common to all rows of a source do not show in its spread
     name: Text  # of the row in its source
     series: Text  # rows of one series run one model on the same number of GPUs in different ways
     error: Error  # ln(measured / predicted) of the step's time
@@ -394,7 +394,7 @@ class MeasuredErrors:
 
     @property
     def memory_source(self) -> str:
-        """Return the data that the probability of `fits` is based on, as text."""
+        """Return as text the data on which the probability of `fits` is based."""
         if self.memory is None:
             return f"a predicted memory {MEMORY_SPREAD:.0%} off (1 deviation), assumed"
         need, more = self.memory, math.expm1(self.memory.mean)

@@ -43,7 +43,7 @@ def read_duration(text: str) -> float:
 
 
 class Anchor(NamedTuple):
-    """Corrects predictions by observed / predicted time of a job's observed step."""
+    """Corrects predictions by the ratio of a job's observed to its predicted step time."""
 
     job: Job  # as it ran
     observed_us: float
@@ -71,7 +71,7 @@ class Anchor(NamedTuple):
         )
 
     def interval(self, job: Job, found: PredictedStep, wide: StepInterval) -> StepInterval:
-        """Return a shifted step's interval: empty for the observed job, else as wide as the error of predicted ratios.
+        """Return a shifted step's interval: no width for the observed job, else the error of ratios of two predictions.
 
         Args:
             job: the job of the shifted step.

@@ -36,7 +36,7 @@ class Timing(Record, frozen=True, kw_only=True):
 
 
 class Scenario(Record, frozen=True, kw_only=True, tag=True):
-    """Requests that a workload and a collective are measured by several mechanisms in several launch orders."""
+    """Requests that a workload and a collective are measured together by several mechanisms and launch orders."""
 
     name: str  # unique within its suite
     workload: str  # a name of measurement/workloads.py: "gemm 8192x8192x8192"

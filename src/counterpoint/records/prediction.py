@@ -37,7 +37,7 @@ class StepInterval(Record, frozen=True, kw_only=True):
     """Holds the interval in which the step time lies with probability `level`, from errors on measured steps."""
 
     level: float
-    seen: float  # of measured steps alike, the fraction that lay in the interval that the other sources gave
+    seen: float  # fraction of similar measured steps that lay in the interval predicted from other sources' steps
     low_us: float
     usual_us: float  # median
     high_us: float

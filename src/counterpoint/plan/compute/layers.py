@@ -76,12 +76,12 @@ class MatmulOp(Record, frozen=True, kw_only=True):
 
     @property
     def flops(self) -> float:
-        """Return the floating-point operations, 2 for each multiplication with its addition."""
+        """Return the number of floating-point operations: 2 for each multiply-add."""
         return 2.0 * self.batch * self.m * self.n * self.k
 
     @property
     def num_bytes(self) -> float:
-        """Return the bytes that are read and written if every matrix is moved once."""
+        """Return the bytes read and written if every matrix is read or written once."""
         operands, product = self.m * self.k + self.k * self.n, self.m * self.n
         return float(self.batch) * ((1 if self.fp8 else self.element_bytes) * operands + self.element_bytes * product)
 
@@ -107,7 +107,7 @@ class FlashAttentionOp(Record, frozen=True, kw_only=True):
 
     @property
     def kernels(self) -> int:
-        """Return the number of kernels launched; backward has two more: its output gradient's sum, and dq's cast."""
+        """Return the number of kernels launched; backward has two more: one sums the output gradient, one casts dq."""
         return 3 if self.backward else 1
 
     @property

@@ -78,7 +78,7 @@ class Cluster(Record, frozen=True, kw_only=True):
     """Describes a cluster: equal GPUs below a tree of network levels."""
 
     gpu: ClusterGpu  # of every rank
-    levels: tuple[Level, ...]  # inside out; the last holds all GPUs
+    levels: tuple[Level, ...]  # innermost first; the last holds all GPUs
     network: str | None = None  # name of the network that the levels are from; None: they were written out, or changed
     fits: str = ""  # file of a network of one's own whose fitted protocols count, also where levels were changed
 

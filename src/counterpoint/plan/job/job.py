@@ -85,7 +85,7 @@ class TrainingSoftware(JobRecord, frozen=True, kw_only=True):
 
     @property
     def expert_exchange(self) -> ExpertExchange:
-        """Return how this software sends tokens to experts; the default for a job that does not say it."""
+        """Return how this software sends tokens to experts, for jobs that do not say it."""
         return "by_node" if self.name.casefold() in BY_NODE else "all_to_all"
 
 
@@ -133,7 +133,7 @@ class ClusterTable(JobRecord, frozen=True, kw_only=True):
     gpu: Name | ClusterGpu
     gpus: Count | None = None  # None: as many as the job has ranks, or the levels hold
     network: Text | None = None
-    levels: tuple[Level, ...] | None = None  # instead of a network, inside out
+    levels: tuple[Level, ...] | None = None  # instead of a network, innermost first
     fits: Text = ""  # file of a network of one's own, whose fitted protocols count for `levels`
     clock_ghz: Rate | None = None
     power_watts: Rate | None = None

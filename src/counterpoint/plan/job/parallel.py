@@ -285,7 +285,7 @@ def _dealt(model: Model, layers: tuple[int, ...], stages: int) -> tuple[tuple[St
 
 
 def whole_stage(parts: tuple[StagePart, ...]) -> StagePart:
-    """Return one part that has all layers of a stage's parts."""
+    """Return all parts of a stage joined into one part."""
     return StagePart(
         layers=sum(part.layers for part in parts),
         routed=sum(part.routed for part in parts),

@@ -10,7 +10,7 @@ n ranks; level i joins u_i units into u_(i+1), f_i = u_i / u_(i+1); m_i = n / u_
     direct                1 + (peers - 1)/8              (n - m_i)/n, see below        every rank to every other at once
 
 reduce_scatter is the same backwards, all_reduce both: twice the hops, twice the bytes. peers = m_(i+1) - m_i, those
-that are met at level i. What goes further up takes the NIC, too, but no NVLink: there, it is peers/n. Further:
+that are met at level i. Bytes to higher levels take the NIC, too, but no NVLink: there, they are peers/n. Further:
 
     tree                  all_reduce: f_i - 1 over NVLink, log2 f_i above, up and down; 2/m_i bytes (NCCL: chains
                           inside a node, double binary trees above); broadcast: half of both

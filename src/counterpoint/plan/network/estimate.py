@@ -111,8 +111,8 @@ def estimate(
         The time, its parts, and what validates it.
 
     Raises:
-        Misconfigured: An unknown operation or algorithm, one that cannot run it, fewer than 0 bytes, a group
-            larger than the cluster.
+        Misconfigured: An unknown operation or algorithm, an algorithm that cannot run the operation, fewer than 0
+            bytes, a group larger than the cluster.
     """
     _check(operation, num_bytes, algorithm)
     at = reach(group, network.cluster)

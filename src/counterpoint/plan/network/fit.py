@@ -63,7 +63,7 @@ class NetworkFit(Record, frozen=True, kw_only=True):
 def fit_network(
     files: Sequence[str], *, network: str | None = None, gpu: str | None = None, ranks: int | None = None
 ) -> NetworkFit:
-    """Return the network that explains the times in nccl-tests' output files.
+    """Return the network fitted to the times in nccl-tests' output files.
 
     Args:
         files: paths, or OPERATION=PATH where neither the text nor the file's name says the operation.

@@ -146,7 +146,7 @@ class Protocol(Record, frozen=True, kw_only=True):
 
     @property
     def precedence(self) -> int:
-        """Return 2 if fitted to given operations, 1 if fitted to all, 0 if from a source; the highest is used."""
+        """Return the protocol's precedence (highest is used): 2 if fitted to given operations, 1 if to all, else 0."""
         return 0 if self.fit is None else 2 if self.operations else 1
 
     def time_us(self, hops_us: float, bandwidth_us: float, own_us: float) -> float:
@@ -191,8 +191,8 @@ class Network(Record, frozen=True, kw_only=True):
     def protocols_for(self, operation: str, algorithm: str, kind: str) -> tuple[tuple[Protocol, Protocol], ...]:
         """Return the protocols of highest precedence, each with the protocol whose figures NCCL compares.
 
-        NCCL compares its own figures for the protocol of that name, and takes no protocol that has none. Where no
-        protocol here is NCCL's own, each is compared by its own figures.
+        NCCL compares its own figures for the protocol of the same name; a protocol without such figures is not taken.
+        Where none of the network's protocols is NCCL's own, each is compared by the figures that it has.
 
         Raises:
             Misconfigured: no protocol serves it.
@@ -216,7 +216,7 @@ class OwnNetwork(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
     schema: Literal["counterpoint.network/1"] = "counterpoint.network/1"
     source: str
     gpu: str  # on which it was measured
-    levels: tuple[Level, ...]  # inside out, at their full size
+    levels: tuple[Level, ...]  # innermost first, at full size
     protocols: tuple[Protocol, ...]
 
 

@@ -108,7 +108,7 @@ class _Matrix(msgspec.Struct):
 
 
 def read_matrix_json(text: str | bytes) -> Topology:
-    """Return the topology of a distance matrix in JSON; raise Misconfigured if the text is none."""
+    """Return the topology of a distance matrix in JSON; raise Misconfigured if the text holds none."""
     try:
         found = msgspec.json.decode(text, type=_Matrix)
     except msgspec.DecodeError as error:

@@ -36,7 +36,7 @@ NVLINK_LINKS = 50 / 390  # GB/s of a 400 Gb/s NIC over NVLink's: see above
 
 
 class TopologyLevel(Record, frozen=True, kw_only=True):
-    """Describes one level of a topology; levels are counted inside out, and the first is the host."""
+    """Describes one level of a topology; levels are counted from the innermost, and the first is the host."""
 
     name: str  # "host", "leaf", "spine"; "tier 3" where a file has no names
     distance: float  # distance of GPUs that this level joins and no lower one does
@@ -59,7 +59,7 @@ class Topology:
 
     hosts: tuple[str, ...]  # names, in the order in which a launcher would fill them
     gpus: int  # GPUs of each host
-    levels: tuple[TopologyLevel, ...]  # levels inside out; the first is the host, the last joins everything
+    levels: tuple[TopologyLevel, ...]  # innermost first: the first is the host, the last joins everything
     units: I64  # `[levels - 1, hosts]`, the unit of each host at each level above the host
     matrix: F64 | None = None  # `[hosts, hosts]` measured distances, symmetric; None: those of the levels
 
@@ -146,7 +146,7 @@ class Topology:
 
     @classmethod
     def of_paths(cls, paths: Mapping[str, Sequence[str]], gpus: int) -> Topology:
-        """Return the topology of hosts with the switches above each, closest first; a level per tier of switches."""
+        """Return the topology of hosts, given the switches above each, closest first; each tier becomes a level."""
         if not paths or len(paths) > MAX_HOSTS:
             raise Misconfigured(f"the topology has {len(paths)} hosts: give 1 to {MAX_HOSTS}")
         tiers = max(map(len, paths.values()))

@@ -36,7 +36,7 @@ def check_objective(objective: str, job: Job, counts: Sequence[int | None]) -> O
 
 
 def ranked(results: Sequence[SearchResult], objective: Objective) -> tuple[SearchResult, ...]:
-    """Return the results in order of their best choices, and each choice's difference from the best of all."""
+    """Return the results, that with the best choice first, and add each choice's difference from the best choice."""
     found = sorted(results, key=lambda it: sum(_taken(it.choices[0], objective).values()) if it.choices else inf)
     first = found[0].choices[0]
     front = _front(choice for each in found for choice in each.choices)

@@ -105,7 +105,7 @@ class TimeByPart(Record, frozen=True, kw_only=True):
         return self.matmul_us + self.attention_us + self.memory_bound_us + self.recompute_us + self.shard_copies_us
 
     def plus(self, other: TimeByPart, times: float = 1.0) -> TimeByPart:
-        """Return this time plus `times` times the other."""
+        """Return this time + `times` · `other`."""
         pairs = zip(self.__struct_fields__, astuple(self), astuple(other), strict=True)
         return TimeByPart(**{name: mine + times * more for name, mine, more in pairs})
 
@@ -140,7 +140,7 @@ class MicroBatchTime(Record, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, backward=self.backward.plus(late))
 
     def plus(self, other: MicroBatchTime, times: float = 1.0) -> MicroBatchTime:
-        """Return this time plus `times` times the other."""
+        """Return this time + `times` · `other`."""
         comm_us = dict(self.comm_us)
         for axis, us in other.comm_us.items():
             comm_us[axis] = comm_us.get(axis, 0.0) + times * us

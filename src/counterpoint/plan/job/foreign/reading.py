@@ -50,7 +50,7 @@ class Reading:
         return value
 
     def needed(self, *names: str) -> int:
-        """Return an integer above 0; raise Misconfigured if the file has none of these names."""
+        """Return the integer above 0 under the first of these names; raise Misconfigured if the file has none."""
         found = self.whole(*names)
         if found is None:
             raise Misconfigured(f"{self.what} without {names[0]}: add it")
@@ -67,7 +67,7 @@ class Reading:
         return found
 
     def word(self, *names: str, allowed: tuple[str, ...] = ()) -> str | None:
-        """Return a text, one of `allowed` if that is given, or None if the file has none of these names."""
+        """Return the text, one of `allowed` if given, under the first of these names; None if the file has none."""
         value = self.take(*names)
         if value is None:
             return None
