@@ -81,7 +81,7 @@ def diagnose(
 
 
 def _bytes(max_trace_gb: float) -> int:
-    """Return what a trace may expand to."""
+    """Return the number of bytes that a trace may take when decompressed."""
     if not max_trace_gb < 1 << 30:
         raise Misconfigured(f"--max-trace-gb {max_trace_gb}: give GiB of memory, such as 64")
     return int(max_trace_gb * (1 << 30))
@@ -101,13 +101,13 @@ def _draw(result: Result, out: Path | None, perfetto: Path | None) -> None:
 
 
 def _refuse_with_dumps(*options: object) -> None:
-    """Raise Misconfigured if an option is given that a hang has no use for."""
+    """Raise Misconfigured if an option is given that has no effect on the diagnosis of a hang."""
     if any(options):
         raise Misconfigured("flight-recorder dumps have no page, timeline, gate or comparison; leave the option")
 
 
 def _hang(dumps: list[Path], json: str | None, json_path: Path | None, *, quiet: bool) -> None:
-    """Say who is missing in a hang."""
+    """Print which ranks are missing in a hang, and write that to `json`."""
     from counterpoint.diagnosis.hang import diagnose_hang
     from counterpoint.rendering.diagnosis_terminal import render_hang
 

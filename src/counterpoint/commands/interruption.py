@@ -1,4 +1,4 @@
-"""End a command that started ranks when it is interrupted, and say where its results are when it fails later."""
+"""End an interrupted command with all its ranks, and add to a later error where the command's results are."""
 
 from __future__ import annotations
 

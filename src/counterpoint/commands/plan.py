@@ -165,7 +165,7 @@ def _observed_us(text: str | None, traces: Path | None) -> float | None:
 
 
 def _named(given: Mapping[str, object]) -> list[str]:
-    """Return the names of options that were given."""
+    """Return the names of the options that have a value."""
     return [name for name, value in given.items() if value is not None]
 
 
@@ -175,7 +175,7 @@ def _check_explain(explain: str | None, also: list[str]) -> None:
 
 
 def _check_fit(ranks: int | None, path: Path | None) -> None:
-    """Raise Misconfigured for options of --fit that come without it."""
+    """Raise Misconfigured if options of --fit are given without --fit."""
     if ranks is not None or path is not None:
         raise Misconfigured("--ranks and --write-network are about --fit: give what nccl-tests printed, too")
 
@@ -184,7 +184,7 @@ def _fit(
     files: list[str], ranks: int | None, asked: Mapping[str, str], also: list[str], path: Path | None,
     json: str | None, json_path: Path | None,
 ) -> None:  # fmt: skip
-    """Fit a network, print how far it is off, and write it."""
+    """Fit a network to nccl-tests output, print the errors of the fit, and write the network to `path`."""
     if also or asked.keys() - {"gpu", "network"}:
         other = (also or [f"--{name.replace('_', '-')}" for name in asked if name not in ("gpu", "network")])[0]
         raise Misconfigured(f"--fit with {other}: it fits a network and plans nothing; name the network in a job then")
@@ -223,7 +223,7 @@ def _from_trace(traces: Path, recorded_on: str | None, asked: Mapping[str, str],
 
 
 def _changes(texts: list[str], flags: Mapping[str, str]) -> dict[str, str]:
-    """Return what flags and --set give each name; Misconfigured where one has two values."""
+    """Return the value that a flag or --set gives each name; raise Misconfigured where a name has two values."""
     changes = dict(flags)
     for text in texts:
         name, value = _assignment("--set", text)
@@ -240,7 +240,7 @@ def _assignment(option: str, text: str) -> tuple[str, str]:
 
 
 class _Looking(NamedTuple):
-    """Holds how --search looks for the fastest way, and what it writes."""
+    """Holds the settings of --search and the files that it writes."""
 
     fix: tuple[str, ...]
     gpus: str | None
@@ -275,7 +275,7 @@ class _Looking(NamedTuple):
 
 
 def _looking(search: bool, asked: _Looking) -> _Looking | None:
-    """Return how to search, None for no search; Misconfigured for flags about a search without one."""
+    """Return the settings of a search, None without --search; raise Misconfigured for flags that need --search."""
     if search:
         return asked
     flags = {
@@ -289,7 +289,7 @@ def _looking(search: bool, asked: _Looking) -> _Looking | None:
 
 
 def _numbers(flag: str, text: str) -> list[int | None]:
-    """Return numbers given as 8,16,32."""
+    """Return the numbers in a text such as "8,16,32"."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdigit() and 0 < len(part) < 9 and int(part) for part in parts):
         raise Misconfigured(f"{flag} {printable(text, 80)}: give numbers from 1, as in 64,128,256")

@@ -104,7 +104,7 @@ def json_file(json: str | None) -> Path | None:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a file whole, or leave what was there; an `OSError` becomes as in `writing`."""
+    """Write a file completely or keep the old one; `writing` says which error an `OSError` becomes."""
     with writing(path), replacing(path) as file:
         file.write(content)
 
@@ -122,7 +122,7 @@ def write_json(record: object, path: Path | None) -> None:
 
 
 def show(render: Callable[[Console], None], wrote: Iterable[Path | None] = (), *, in_a_file: int = NARROWEST) -> None:
-    """Print by `render`, on a terminal as on one of at least 80 columns, then which files were written."""
+    """Print by `render` in at least 80 columns (`in_a_file` where it is no terminal), then name the written files."""
     from rich.console import Console
 
     console = Console(soft_wrap=False)

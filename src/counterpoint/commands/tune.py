@@ -128,7 +128,7 @@ def _refuse(context: typer.Context, option: str, excluded: tuple[str, ...]) -> N
 
 
 def _tune_machine(out: Path, *, device: str | None, nproc: int | None, timeout: float, quiet: bool) -> None:
-    """Measure this machine, write its profile, and say what is in it."""
+    """Measure this machine, write its profile to `out`, and print the profile."""
     check_outputs(out)
     with ending_cleanly(), progress(quiet, "starting ranks") as tell:
         from counterpoint.machine.profile import profile_json
@@ -142,7 +142,7 @@ def _tune_machine(out: Path, *, device: str | None, nproc: int | None, timeout: 
 
 
 def _export(source: Path, form: str, out: Path | None, html: Path | None) -> None:
-    """Write a tuning in another form, to a file or to standard output, and draw it where that was asked for."""
+    """Write a tuning in another form, to a file or to standard output, and as a page if `html` is given."""
     from counterpoint.tuned.file import read_tuned
     from counterpoint.tuning.exporters import export
 
@@ -185,7 +185,7 @@ def _print(tuned: Tuned, out: Path, *others: Path | None) -> None:
 
 
 def _check_outputs(source: Path | None, *outputs: Path | None) -> None:
-    """Raise Misconfigured if an output cannot be written, or would replace what is read or another output."""
+    """Raise Misconfigured if an output cannot be written, or would replace the source or another output."""
     check_outputs(*outputs)
     paths = [path.resolve() for path in (source, *outputs) if path is not None]
     twice = next((path for path in paths if paths.count(path) > 1), None)

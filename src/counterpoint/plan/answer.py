@@ -1,4 +1,4 @@
-"""Turn a predicted step into the records that are printed: its parts explained, timeline, curves, sensitivities."""
+"""Turn a predicted step into printable records: its explained parts, timeline, curves and sensitivities."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def answer(
 
 
 def _anchored(job: Job, found: PredictedStep, anchor: Anchor | None) -> tuple[PredictedStep, StepInterval]:
-    """Return a predicted step and its interval, both shifted by an observed step if there is one."""
+    """Return a predicted step and its interval, both corrected by `anchor`, an observed step, if there is one."""
     interval = step_interval(job, found)
     if anchor is None:
         return found, interval
@@ -141,7 +141,7 @@ def _prediction(job: Job, found: PredictedStep, asked: Mapping[str, str], anchor
 
 
 def _advice(job: Job, found: PredictedStep) -> tuple[str, ...]:
-    """Return a note for a step that is mostly exposed communication, and one where zero 3 takes more than zero 2."""
+    """Return notes: on much exposed communication, and on zero 3 where it takes more memory than zero 2."""
     notes = []
     if found.exposed_comm_us >= MUCH * found.step_us:
         share = f"{found.exposed_comm_us / found.step_us:.0%}"
@@ -154,7 +154,7 @@ def _advice(job: Job, found: PredictedStep) -> tuple[str, ...]:
 
 
 def _parts(found: PredictedStep) -> dict[str, float]:
-    """Return the µs of a step by part, without the negligible ones."""
+    """Return the µs of each part of a step, without negligible parts."""
     each = {name: found.parts[f"{name}_us"] for name in PARTS}
     return {name: us for name, us in each.items() if us > NEGLIGIBLE * found.step_us}
 
@@ -166,7 +166,7 @@ def outcome(job: Job, found: PredictedStep, anchor: Anchor | None = None, **name
         job: the job.
         found: its step.
         anchor: an observed step, as `answer` takes it.
-        named: what tells it from others, `label` or `settings` and `too_close`.
+        named: fields that tell this outcome from others: `label`, or `settings` and `too_close`.
 
     Raises:
         Misconfigured: the training would never end.
@@ -190,7 +190,7 @@ def outcome(job: Job, found: PredictedStep, anchor: Anchor | None = None, **name
 
 
 def curve(name: str, jobs: Iterable[tuple[str, Job | Misconfigured]], anchor: Anchor | None = None) -> Curve:
-    """Return the curve over the values and jobs from `swept`; for an impossible job it has the reason instead."""
+    """Return a curve: the predicted step for each (value, job) from `swept`, or why that job is impossible."""
     points = tuple(_point(label, job, anchor) for label, job in jobs)
     if all(point.why_not for point in points):
         raise Misconfigured(f"{name}: no value can be: {points[0].why_not}")
@@ -207,7 +207,7 @@ def _point(label: str, job: Job | Misconfigured, anchor: Anchor | None) -> PlanO
 
 
 def scaling(job: Job, anchor: Anchor | None = None) -> tuple[Curve, ...]:
-    """Return strong- and weak-scaling curves on 1/4 to 4 times the nodes, where the job can be divided that way."""
+    """Return strong- and weak-scaling curves from 1/4 to 4 times the nodes, without counts that the job cannot use."""
     nodes = max(1, job.parallel.world_size // job.cluster.gpus_per_node)
     counts = sorted({max(1, nodes // 4), max(1, nodes // 2), nodes, 2 * nodes, 4 * nodes})
     found = []
@@ -223,7 +223,7 @@ def scaling(job: Job, anchor: Anchor | None = None) -> tuple[Curve, ...]:
 
 
 def sensitivities(job: Job, anchor: Anchor | None = None) -> tuple[PlanOutcome, ...]:
-    """Return the step with one resource twice as fast or one cost removed, each in turn; the largest gain first."""
+    """Return one predicted step per change (a resource twice as fast, or a cost removed), the largest gain first."""
     now_us, gpu = predict_step(job).step_us, job.cluster.gpu
 
     others = {
@@ -264,10 +264,10 @@ def _timeline(job: Job, found: PredictedStep, factor: float) -> tuple[Bar, ...]:
 def place_job(
     job: Job, path: Path, hosts: str | None, *, name: str | None = None
 ) -> tuple[PlacementResult, tuple[LaunchFile, ...]]:
-    """Return rank orders of a job on hosts with as many GPUs as its cluster, and files for launchers.
+    """Return the rank orders compared for a job on a topology's hosts, and launchers' files for the best order.
 
     Args:
-        job: its groups and the bytes that they exchange decide.
+        job: the job, whose groups and the bytes that they exchange decide on the order.
         path: file of the topology.
         hosts: hosts of the job in its launcher's order, as in n[1-4],n7; None: the first ones of the topology.
         name: which topology of a topology.yaml; None: the cluster's default.

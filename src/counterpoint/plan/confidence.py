@@ -6,16 +6,17 @@ constant was fitted are left out. `benchmarks/plan_published.py --calibrate` wri
     error of a step = middle + effect of its source + the rest
 
 source      who measured: software, cluster and way of timing are shared by its rows, so their errors are alike. The
-            effect of a source that was not measured is a draw of the effects of those that were
+            effect of an unmeasured source is a random draw from the effects of measured sources
 alike       a row counts exp(-sum of LOST over the features that differ from the job's); a source counts as its most
             similar row does, times n / (n + HALF) of its n similar rows, so that none drowns the others
-middle      the mean of the sources' medians, with a source of error 0 that counts PRIOR
-deviation   between sources: of their medians; within: the median absolute deviation in a source. The source of error 0
+middle      the mean of the sources' medians, and of an assumed source of error 0 with the weight PRIOR
+deviation   between sources: of their medians; within: the median absolute deviation in a source. The assumed source
             has BETWEEN and WITHIN, so that the interval is wide where few sources are alike
 interval    middle ± deviation at LEVEL of Student's t with as many degrees of freedom as sources count: symmetric in
             the logarithm, so old slow runs do not make it one-sided. The predicted time is always within
 seen        of the rows, by the same weights, the fraction that lay in the interval of the other sources' rows
-widened     as far as rows have other ranks, the upper end gets what the slowest of the job's ranks is expected to add
+widened     the upper end gets the time that the job's slowest rank is expected to add, times the share of rows with
+            other numbers of ranks
 ratio       two ways to run a model on as many GPUs: |difference of their errors|, the conformal quantile over pairs of
             rows of one series. What two predictions share cancels, so this is narrower than an interval
 memory      P(ln(needed / predicted) <= ln(available / predicted)), normal; its mean and deviation explain best which
@@ -82,7 +83,7 @@ Error = Annotated[float, Meta(ge=-3, le=3)]
 class _RowFigures(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Holds the figures of a row (one measured step) without its features."""
 
-    source: Text  # who measured: what rows of one source share is not seen in them
+    source: Text  # who measured; errors common to all rows of a source do not show in its spread
     name: Text  # of the row in its source
     series: Text  # rows of one series run one model on the same number of GPUs in different ways
     error: Error  # ln(measured / predicted) of the step's time
@@ -91,7 +92,7 @@ class _RowFigures(Record, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class CalibrationRow(_RowFigures, frozen=True, kw_only=True):
-    """Holds one measured step, to which no constant of the model was fitted."""
+    """Holds one measured step that no constant of the model was fitted to."""
 
     features: Mapping[str, str]  # as `job_features` has them
 
@@ -207,15 +208,15 @@ def _band(value: int, last: Sequence[int]) -> str:
 
 
 def source_weights(sources: Sequence[str]) -> np.ndarray:
-    """Return the weight of each row, at most 1, such that no source has more than `MOST_OF_SOURCE` in all."""
+    """Return a weight of at most 1 per row, so that each source's rows weigh at most `MOST_OF_SOURCE` together."""
     count = Counter(sources)
     return np.array([min(1.0, MOST_OF_SOURCE / count[source]) for source in sources])
 
 
 def conformal_quantile(errors: np.ndarray, weights: np.ndarray, level: float) -> float:
-    """Return the smallest error at which `level` of all weight is reached; infinite if there are too few rows.
+    """Return the smallest error up to which the fraction `level` of all weight lies; infinite with too few rows.
 
-    To the weight of the rows comes 1 for the step that is predicted, whose error may be larger than all of theirs.
+    All weight includes 1 for the predicted step, whose error may be larger than those of all rows.
     """
     order = np.argsort(errors, kind="stable")
     reached = np.cumsum(weights[order])
@@ -225,20 +226,20 @@ def conformal_quantile(errors: np.ndarray, weights: np.ndarray, level: float) ->
 
 
 def weighted_median(values: np.ndarray, weights: np.ndarray) -> float:
-    """Return the smallest value up to which half of the weight is reached."""
+    """Return the smallest value up to which half of all weight lies."""
     order = np.argsort(values, kind="stable")
     reached = np.cumsum(weights[order])
     return float(values[order[int(np.searchsorted(reached, reached[-1] / 2))]])
 
 
 def student_factor(freedom: float) -> float:
-    """Return the quantile of Student's t at the ends of LEVEL over the normal one (Abramowitz and Stegun 26.7.5)."""
+    """Return Student's t quantile / normal quantile at the ends of LEVEL (Abramowitz and Stegun 26.7.5)."""
     z = NormalDist().inv_cdf((1 + LEVEL) / 2)
     return 1 + (z**2 + 1) / (4 * freedom) + (5 * z**4 + 16 * z**2 + 3) / (96 * freedom**2)
 
 
 class Likely(NamedTuple):
-    """Describes the errors, ln(measured / predicted), that are likely for one job if its source was not measured."""
+    """Describes the likely errors, ln(measured / predicted), of one job whose source has no measured rows."""
 
     errors: NormalDist  # with the quantiles of Student's t at both ends of an interval of LEVEL
     seen: float  # fraction of similar rows that lay in the interval of the other sources' rows
@@ -265,7 +266,7 @@ class MeasuredErrors:
         self._likely: dict[tuple[str, ...], Likely] = {}
 
     def likely(self, features: Mapping[str, str]) -> Likely:
-        """Return the distribution of the error of a job with these features; Misconfigured without two sources."""
+        """Return the error's distribution for a job with these features; Misconfigured with fewer than two sources."""
         key = tuple(features[name] for name in FEATURES)
         if key not in self._likely:
             self._likely[key] = self._find_likely(features)
@@ -300,7 +301,7 @@ class MeasuredErrors:
         )
 
     def _lost(self, features: Mapping[str, str]) -> np.ndarray:
-        """Return the similarity that each row lacks."""
+        """Return the dissimilarity d of each row to these features; the row weighs exp(-d)."""
         lost = np.zeros(len(self.rows))
         for name, each in LOST.items():
             if features[name] != UNKNOWN:
@@ -316,7 +317,7 @@ class MeasuredErrors:
         Args:
             features: of its job.
             step_us: the predicted time.
-            slowest_us: what its slowest rank is expected to add; counts as far as rows have other ranks.
+            slowest_us: what its slowest rank is expected to add; counts by the share of rows with other ranks.
         """
         found = self.likely(features)
         low, middle, high = found.ends
@@ -334,7 +335,7 @@ class MeasuredErrors:
         )
 
     def validated(self, features: Mapping[str, str]) -> str:
-        """Return one line: the error of rows equal in all features, or "not validated" and how the closest differ."""
+        """Return a line: the error of rows with equal features, or "not validated" and how the closest row differs."""
         found = self.likely(features)
         unlike = {  # of software and year that are not named, nobody can say that they differ
             name: self._values[name] != features[name] for name in FEATURES if features[name] != UNKNOWN
@@ -393,7 +394,7 @@ class MeasuredErrors:
 
     @property
     def memory_source(self) -> str:
-        """Return the data that the probability of `fits` is based on, as text."""
+        """Return as text the data on which the probability of `fits` is based."""
         if self.memory is None:
             return f"a predicted memory {MEMORY_SPREAD:.0%} off (1 deviation), assumed"
         need, more = self.memory, math.expm1(self.memory.mean)

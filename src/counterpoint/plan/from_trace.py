@@ -8,8 +8,8 @@
     waits'   = waits · z(n') / z(n),         z(n): expected slowest of n in standard deviations (`step.py`)
 
 The batch of a rank stays (weak scaling), so its compute, copies and idle time stay, too, except for the kernels over a
-rank's shards: optimizer, clipping, casts. Of the groups of ranks those with the largest stride grow with the job, which
-are the replicas; the others stay inside. Shards get smaller if these groups gather them. The model only says how a
+rank's shards: optimizer, clipping, casts. Of the groups of ranks only those with the largest stride (of replicas) grow
+with the job. Shards get smaller if these groups gather parameters. The model only says how a
 collective's time changes from one machine to the other: its error on the measured machine cancels.
 """
 
@@ -82,7 +82,7 @@ class MeasuredStep(Record, frozen=True, kw_only=True):
 
 
 def answer_from_trace(diagnosis: Diagnosis, *, recorded_on: str | None, asked: Mapping[str, str]) -> Prediction:
-    """Return the measured step after the changes `asked`; `recorded_on`: its network, None: one node with NVLink."""
+    """Predict the measured step after the changes `asked`; `recorded_on` names its network (None: one NVLink node)."""
     for name in asked:
         if name not in ALLOWED:
             raise Misconfigured(
@@ -160,7 +160,7 @@ def _by_kind(known: Iterable[Collective], world_size: int, steps: int) -> tuple[
 
 
 def predict_on(measured: MeasuredStep, here: Cluster, there: Cluster, *, ranks: int, slow: float = 1.0) -> Prediction:
-    """Return the step predicted on `ranks` ranks of another cluster; Misconfigured if its groups cannot grow to that.
+    """Return the step predicted on `ranks` ranks of another cluster; Misconfigured if its groups cannot grow so far.
 
     Args:
         measured: the step.
@@ -219,21 +219,21 @@ def _compute_means(shrinks_us: float, slow: float) -> str:
 
 
 def _shards_grow(measured: MeasuredStep) -> bool:
-    """Return whether the groups that grow with the job shard parameters: they run all_gather and reduce_scatter."""
+    """Return whether the groups of the largest stride shard parameters: run both all_gather and reduce_scatter."""
     outermost = max(each.group.stride for each in measured.collectives)
     grown = {each.operation for each in measured.collectives if each.group.stride == outermost}
     return {"all_gather", "reduce_scatter"} <= grown
 
 
 def _ratio(each: MeasuredCollective, measured: MeasuredStep, here: Cluster, there: Cluster, ranks: int) -> float:
-    """Return the predicted time of a collective on the cluster `there` over that on the cluster `here`."""
+    """Return a collective's predicted time on the cluster `there` / its predicted time on the cluster `here`."""
     before = estimate(each.operation, each.num_bytes, each.group, network_of(here)).us
     after = estimate(each.operation, each.num_bytes, _grown(each.group, measured, ranks), network_of(there)).us
     return after / before
 
 
 def _grown(group: Group, measured: MeasuredStep, ranks: int) -> Group:
-    """Return the group as it is in a job of `ranks` ranks: groups of the largest stride, between replicas, grow."""
+    """Return a group's shape in a job of `ranks` ranks: only groups of the largest stride (between replicas) grow."""
     outermost = max(each.group.stride for each in measured.collectives)
     if group.stride < outermost:
         return group

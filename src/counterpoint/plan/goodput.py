@@ -1,7 +1,7 @@
 """Compute days, GPU-hours, cost and goodput of a whole training, with each loss of time listed by itself.
 
-Failures come at random, `mean` apart; training writes a checkpoint after every `interval` of work, which it waits for,
-and goes on from the last one `restart` after a failure. With N = T / interval and times over `mean` in small letters,
+Failures come at random, `mean` apart; training writes a checkpoint after every `interval` of work, waits for it, and
+goes on from the last checkpoint `restart` after a failure. With N = T / interval and all times in units of `mean`,
 Daly's expectation of the whole ("A higher order estimate of the optimum checkpoint interval", 2006, equation 20),
 N · e^restart · (e^(interval + checkpoint) - 1), is in parts
 
@@ -83,7 +83,7 @@ def spent(training: float, *, mean: float, checkpoint: float, interval: float, r
 
 
 def optimal_interval(checkpoint: float, mean: float) -> float:
-    """Return the seconds of work between two checkpoints that cost least time, by Daly; ∞ where nothing fails."""
+    """Return the checkpoint interval (seconds of work) that costs least time, by Daly; ∞ where nothing fails."""
     if mean == inf:
         return inf
     if checkpoint >= 2 * mean:

@@ -1,4 +1,4 @@
-"""Judge an observed step against the steps that are usual for its job, and shift what-ifs by it.
+"""Compare an observed step with its job's usual steps, and correct predictions of other ways to run the job by it.
 
 The error of a prediction has a part that all ways to run the job at hand share (`confidence.py`): its software, its
 cluster, its way of timing. One observed step tells that part: other ways to run the same job are predicted by
@@ -43,7 +43,7 @@ def read_duration(text: str) -> float:
 
 
 class Anchor(NamedTuple):
-    """Shifts predictions by the error that the observed step of a job had."""
+    """Corrects predictions by the ratio of a job's observed to its predicted step time."""
 
     job: Job  # as it ran
     observed_us: float
@@ -51,7 +51,7 @@ class Anchor(NamedTuple):
 
     @classmethod
     def of(cls, job: Job, observed_us: float) -> Anchor:
-        """Return the anchor of a job whose step took so many µs."""
+        """Return the anchor of a job whose step took `observed_us`."""
         return cls(job, observed_us, predict_step(job).step_us)
 
     def shifted(self, found: PredictedStep) -> PredictedStep:
@@ -71,11 +71,11 @@ class Anchor(NamedTuple):
         )
 
     def interval(self, job: Job, found: PredictedStep, wide: StepInterval) -> StepInterval:
-        """Return the interval of a shifted step: the observed step has none, another way that of a ratio.
+        """Return a shifted step's interval: no width for the observed job, else the error of ratios of two predictions.
 
         Args:
-            job: the other way.
-            found: its shifted step.
+            job: the job of the shifted step.
+            found: the shifted step.
             wide: the interval without an observed step; its ends are replaced.
         """
         ratio = measured_errors().comparisons
@@ -85,7 +85,7 @@ class Anchor(NamedTuple):
         )
 
     def verdict(self) -> ObservedStep:
-        """Return how the observed step compares with the usual one, and what may be the cause, the largest first."""
+        """Return how the observed step compares with the job's usual step, and possible causes, the largest first."""
         likely = measured_errors().likely(job_features(self.job)).errors
         usual_us = self.predicted_us * math.exp(likely.mean)
         slower = self.observed_us > usual_us
@@ -98,7 +98,7 @@ class Anchor(NamedTuple):
         )
 
     def _causes(self, slower: bool) -> Iterator[StepCause]:
-        """Yield what would make the job slower, or faster, than it says; each by itself."""
+        """Yield each change of the job that alone would make its step slower, or faster, than predicted."""
         for name, change, tell in SLOWER if slower else FASTER:
             try:
                 us = predict_step(change(self.job)).step_us - self.predicted_us

@@ -1,6 +1,6 @@
 """Define every cause that a diagnosis can find: its name, the texts of its finding, and the advice.
 
-The analyses, the terminal and the page take their words from this file. Who adds a cause adds a row to this file,
+The analyses, the terminal and the page take their words from this file. To add a cause, add a row to this file,
 and the code that finds the cause.
 """
 

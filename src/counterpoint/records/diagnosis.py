@@ -54,7 +54,7 @@ class Account(Record, frozen=True, kw_only=True):
     duration = compute + exposed_comm + exposed memcpy + idle; communication = overlapped + exposed_comm.
     `hidden` = overlapped / communication. wait + transfer = time inside collectives that were matched across ranks,
     counted once where several run at the same time, as transfer if one of them moves bytes (a collective by copies also
-    waits before its first copy, while the stream holds that back); null where none could be matched, as with one rank's
+    waits before its first copy, while the stream holds it back); null where none could be matched, as with one rank's
     trace. `multi_tensor_us` is the compute in which only kernels over lists of tensors run: optimizers, clipping and
     casts of a rank's parameters.
     """
@@ -83,7 +83,7 @@ class GpuAccount(Account, frozen=True, kw_only=True):
 
 
 class RankAccount(Account, frozen=True, kw_only=True):
-    """Holds the account of one rank; where its process drives several GPUs, their mean."""
+    """Holds the account of one rank: of its GPU, or the mean over all GPUs that its process drives."""
 
     rank: int
     other_gpu_us: float = 0.0  # the part of idle_us in which another GPU of the process works
@@ -121,8 +121,8 @@ class Collective(Record, frozen=True, kw_only=True):
 class CollectiveKind(Record, frozen=True, kw_only=True):
     """Sums up the collectives of one operation, group, size and phase in the analysed steps; means per call.
 
-    `exposed_us` is per step and rank; of concurrent ones it counts for that which compute waits for. `best_gb_per_s` is
-    the highest bus bandwidth that a kind of that group reaches in this recording: what its links can do at least.
+    `exposed_us` is per step and rank; of concurrent collectives, the one that compute waits for counts.
+    `best_gb_per_s` is the highest bus bandwidth of any kind of the group in this recording: its links can do as much.
     `link_gb_per_s` is what the links of one GPU carry, by the user's machine profile or the data sheet; null for an
     unknown GPU, and where the group may be on several hosts.
     """
@@ -144,7 +144,7 @@ class CollectiveKind(Record, frozen=True, kw_only=True):
 
 
 class Straggler(Record, frozen=True, kw_only=True):
-    """Names a rank that makes others wait; `delay_us` sums up how much later than them it came to collectives."""
+    """Names a rank that makes others wait; `delay_us` sums up how much later than the others it entered collectives."""
 
     rank: int
     delay_us: float
@@ -232,7 +232,7 @@ class Finding(Record, frozen=True, kw_only=True):
 
 
 class HostTime(Record, frozen=True, kw_only=True):
-    """Names a host operation or Python function, and its part of the µs of an idle cause."""
+    """Names a host operation or Python function, and the µs of one cause of idle time in which the host ran it."""
 
     name: str
     us: float
@@ -254,8 +254,8 @@ class IdleCause(Record, frozen=True, kw_only=True):
 class Idle(Record, frozen=True, kw_only=True):
     """Splits the idle time of a step (mean over ranks) into causes, which add up to `idle_us`; the longest is first.
 
-    `explained_us` is what has another cause than that the trace does not hold it. launches: calls a step that put
-    something on the GPU; launch_interval_us: from one to the next, stalls left out; kernel_us: mean compute kernel.
+    `explained_us` is the idle time whose cause the trace shows. launches: calls per step that put something on the GPU;
+    launch_interval_us: from one launch to the next, without stalls; kernel_us: duration of the mean compute kernel.
     """
 
     idle_us: float
@@ -350,7 +350,7 @@ COMPARISON_SCHEMA = "counterpoint.comparison/1"
 
 
 class Change(Record, frozen=True, kw_only=True):
-    """Holds one time (µs) of the earlier run and of this run; None: the run does not have it, which counts as 0."""
+    """Holds one time (µs) in the earlier run and in this run; None: the run does not have this time; it counts as 0."""
 
     name: str
     before_us: float | None
@@ -366,7 +366,7 @@ class FindingChange(Change, frozen=True, kw_only=True):
 
 
 class KernelChange(Change, frozen=True, kw_only=True):
-    """Holds the mean µs of a kernel in both runs, over kinds that both have; `change_us` is the change per step."""
+    """Holds a kernel's µs per step in both runs, at this run's number of calls; only grids and shapes in both count."""
 
     slowdown: float
 

@@ -36,7 +36,7 @@ class Timing(Record, frozen=True, kw_only=True):
 
 
 class Scenario(Record, frozen=True, kw_only=True, tag=True):
-    """Requests that a workload and a collective are measured by several mechanisms in several launch orders."""
+    """Requests that a workload and a collective are measured together by several mechanisms and launch orders."""
 
     name: str  # unique within its suite
     workload: str  # a name of measurement/workloads.py: "gemm 8192x8192x8192"
@@ -186,12 +186,12 @@ class Row(Record, frozen=True, kw_only=True):
 
     @property
     def serial_us(self) -> float:
-        """Return the µs of running the two sides one after the other: T_g + T_c + head start."""
+        """Return the µs of computation and collective, one after the other: T_g + T_c + head start."""
         return self.compute_alone.us + self.best_comm_alone_us + self.head_start_us
 
     @property
     def speedup(self) -> float:
-        """Return the speedup over running the two sides one after the other: `serial_us` / T."""
+        """Return the speedup over computation and collective one after the other: `serial_us` / T."""
         return self.serial_us / self.together.us
 
 
@@ -248,7 +248,7 @@ class Launched(Record, frozen=True, kw_only=True):
 
 
 class Observation(Record, frozen=True, kw_only=True):
-    """Holds the kernels that ran when a pair was launched with a control, and without it, for `Control.verify`."""
+    """Holds, for `Control.verify`, the kernels that ran when a pair was launched with a control and without it."""
 
     compute: tuple[Launched, ...] = ()
     comm: tuple[Launched, ...] = ()

@@ -37,7 +37,7 @@ class StepInterval(Record, frozen=True, kw_only=True):
     """Holds the interval in which the step time lies with probability `level`, from errors on measured steps."""
 
     level: float
-    seen: float  # of measured steps alike, the fraction that lay in the interval that the other sources gave
+    seen: float  # fraction of similar measured steps that lay in the interval predicted from other sources' steps
     low_us: float
     usual_us: float  # median
     high_us: float
@@ -48,7 +48,7 @@ class StepInterval(Record, frozen=True, kw_only=True):
 
 
 class StepCause(Record, frozen=True, kw_only=True):
-    """Says what may be otherwise than the job says, by how many µs that changes the predicted step, how to tell."""
+    """Names one way in which the run may differ from the job, the µs that this adds to the step, and how to tell."""
 
     name: str
     us: float
@@ -56,7 +56,7 @@ class StepCause(Record, frozen=True, kw_only=True):
 
 
 class ObservedStep(Record, frozen=True, kw_only=True):
-    """Compares an observed step with the usual ones of its job; `causes` are what may be otherwise than it says."""
+    """Compares an observed step with its job's usual steps; `causes` are ways in which the run may differ from it."""
 
     step_us: float
     predicted_us: float
@@ -75,7 +75,7 @@ class RatioError(Record, frozen=True, kw_only=True):
 
 
 class RunLoss(Record, frozen=True, kw_only=True):
-    """Holds the days that a training loses for one reason: no step of these days counts."""
+    """Holds the days that a training loses for one reason, such as repeating work after failures."""
 
     name: str
     days: float
@@ -101,14 +101,14 @@ class TrainingRun(Record, frozen=True, kw_only=True):
 
 
 class PartChange(Record, frozen=True, kw_only=True):
-    """Says by how much a part, or a loss of a training, is longer than in another job, as a fraction of its whole."""
+    """Says how much longer a part of a step, or a loss, is than in another job, as a fraction of that job's total."""
 
     name: str
     change: float
 
 
 class PlanOutcome(Record, frozen=True, kw_only=True):
-    """Holds the main figures of one of several jobs; if a job is impossible, `why_not` says why, and they are null."""
+    """Holds the main figures of one of several jobs; for an impossible job they are null and `why_not` says why."""
 
     label: str = ""  # how it differs from the requested job: the value of a curve, or what is improved
     settings: dict[str, Setting] = msgspec.field(default_factory=dict)  # of a search: fields that the search chose
@@ -131,7 +131,7 @@ class PlanOutcome(Record, frozen=True, kw_only=True):
 
 
 class Curve(Record, frozen=True, kw_only=True):
-    """Predicts the job for several values of one flag or field; each point bears its value as label."""
+    """Predicts the job for several values of one flag or field; the label of each point is its value."""
 
     name: str
     means: str = ""  # a sentence on what the values change, and what stays

@@ -28,7 +28,7 @@ class RankReport(Record, frozen=True, kw_only=True):
 
 
 class RehearsalReport(Record, frozen=True, kw_only=True):
-    """Holds one report, and the ranks that all wrote this report; empty: they wrote no report of that name."""
+    """Holds one report and all ranks that wrote it; `text` is empty for ranks without a report of that name."""
 
     name: str
     ranks: tuple[int, ...]

@@ -24,7 +24,7 @@ Micros = Annotated[float, Meta(ge=0, le=1e12)]
 
 
 def as_sentence(text: str) -> str:
-    """Return a text, cut to the longest sentence that the file may hold."""
+    """Return a text, cut to the greatest length that a sentence may have in the file."""
     return text[:_LONGEST]
 
 
@@ -59,7 +59,7 @@ class StepPair(_Strict, frozen=True, kw_only=True):
 class Tried(_Strict, frozen=True, kw_only=True):
     """Holds the measured time of a pair by one mechanism, from the first start to the last end.
 
-    Where `paired_sigma_us` is known, `us` is stock's less the difference of the rounds that both share.
+    Where `paired_sigma_us` is known, `us` is stock's time minus the difference over the rounds that both share.
     """
 
     mechanism: Name  # of measurement/mechanisms.py: "nccl+max_ctas=8"
@@ -108,7 +108,7 @@ class StepVariant(_Strict, frozen=True, kw_only=True):
 
 
 class StepTuning(_Strict, frozen=True, kw_only=True):
-    """Says which choices measured whole steps confirmed, and which ones they did not."""
+    """Says which choices were confirmed by measured whole steps, and which were not."""
 
     before_us: Micros
     after_us: Micros

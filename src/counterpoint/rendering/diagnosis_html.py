@@ -1,4 +1,4 @@
-"""Write a diagnosis as one self-contained page: no network, only its own script, no text of a trace interpreted.
+"""Write a diagnosis as one self-contained page, which loads nothing and never interprets text of a trace as code.
 
 Three locks keep a hostile name inert: the template escapes everything, the data for the timeline is JSON without `<`,
 and the page's own Content-Security-Policy lets run only the scripts whose SHA-256 it names and forbids every request.
@@ -105,7 +105,7 @@ def _page(diagnosis: Diagnosis) -> Page:
 
 
 def _provenance(diagnosis: Diagnosis) -> tuple[Table, Table]:
-    """Return tables of the files that were read, and of each rank's clock against that of the lowest rank."""
+    """Return tables of the files that were read, and of each rank's clock offset from the lowest rank's clock."""
     files = diagnosis.source.files
     more = [f"and {len(files) - MAX_FILES} more"] * (len(files) > MAX_FILES)
     read = Table(

@@ -149,7 +149,7 @@ def _spans(lane: TimelineLane) -> Iterator[Event]:
 
 
 def _counters(lanes: Sequence[TimelineLane]) -> Iterator[Event]:
-    """Yield counters: per rank, compute and communication running, and exposed; for all ranks, how many wait."""
+    """Yield counters: per rank, compute and communication at once, and exposed communication; the ranks that wait."""
     ranks = sorted({lane.rank for lane in lanes})
     waits: list[tuple[F64, I64]] = []
     for rank in ranks:

@@ -42,7 +42,7 @@ MAX_HEAT = 16  # ranks, up to which each rank's wait has its own column
 
 
 def verbose_tables(diagnosis: Diagnosis) -> list[Table]:
-    """Return all tables of a diagnosis except that of the ranks' time."""
+    """Return all tables of a diagnosis except the ranks' time budgets (`budget_table`)."""
     made = (
         idle_table(diagnosis),
         kinds_table(diagnosis),
@@ -65,7 +65,7 @@ def late_ranks(diagnosis: Diagnosis) -> set[int]:
 
 
 def budget(account: Account) -> dict[str, float]:
-    """Return the µs of each of `PARTS`, which add up to the account's duration; the unaccounted rest is copies."""
+    """Return the µs of each of `PARTS`, which add up to the account's duration; copies are all time left over."""
     wait = min(account.exposed_wait_us or 0.0, account.exposed_comm_us)
     copies = account.duration_us - account.compute_us - account.exposed_comm_us - account.idle_us
     return {
@@ -90,7 +90,7 @@ def worst_ranks(accounts: Sequence[RankAccount], limit: int, late: Container[int
 
 
 def budget_table(diagnosis: Diagnosis, limit: int) -> Table | None:
-    """Return a table of each rank's time by part, for at most `limit` ranks; on a page with their mean below."""
+    """Return a table of each rank's time by part, for at most `limit` ranks, and below it the mean over all ranks."""
     if not diagnosis.per_rank:
         return None
     late, steps = late_ranks(diagnosis), steps_in(diagnosis)
@@ -183,7 +183,7 @@ def _mostly_in(cause: IdleCause) -> Cell:
 
 
 def group_of(kind: CollectiveKind) -> str:
-    """Return the parallel group of a kind of collectives, else its name in the program or the trace, with its size."""
+    """Return a kind's parallel group, or else the name that the program or the trace gives the group, and its size."""
     name = kind.parallel or kind.group_name or kind.group
     return f"{name} ×{kind.ranks}" if kind.ranks else name
 
@@ -232,7 +232,7 @@ def waits(collective: Collective) -> tuple[float | None, float | None]:
 
 
 def collectives_table(diagnosis: Diagnosis) -> Table | None:
-    """Return a table of the most exposed collectives; on a page with the waits of a few ranks."""
+    """Return a table of the most exposed collectives; on a page also with the wait of each rank, if ranks are few."""
     if not diagnosis.collectives:
         return None
     shown = by_exposed(diagnosis.collectives, MAX_COLLECTIVES)
@@ -370,7 +370,7 @@ def replayed_steps(diagnosis: Diagnosis) -> str:
 
 
 def replay_table(diagnosis: Diagnosis) -> Table | None:
-    """Return a table of each what-if's replayed step; speed-ups are over the unchanged replay."""
+    """Return a table of the replayed step of each what-if, with speed-ups relative to the unchanged replay."""
     replay = diagnosis.replay
     if replay is None:
         return None
@@ -402,7 +402,7 @@ def replay_table(diagnosis: Diagnosis) -> Table | None:
 
 
 def notes(diagnosis: Diagnosis) -> list[str]:
-    """Return the diagnosis's notes, and notes made from its fields on clocks."""
+    """Return the diagnosis's notes, and one on the clocks' largest offset."""
     said = list(diagnosis.notes)
     offsets = {rank: us for rank, us in diagnosis.clock_offsets_us.items() if us}
     if offsets:

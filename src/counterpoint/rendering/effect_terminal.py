@@ -62,7 +62,7 @@ def _share(rank: RankEffect) -> float:
 
 
 def _copies(ranks: Sequence[RankEffect]) -> Table:
-    """Return a table of the transfers by copy engines, on the ranks where they moved least."""
+    """Return a table of the transfers by copy engines, on the ranks where copy engines moved the smallest share."""
     shown = sorted(sorted(ranks, key=_share)[:MAX_RANKS], key=lambda rank: rank.rank)
     more = [f"The {len(shown)} ranks of which copy engines moved least; --json has all."]
     return Table(

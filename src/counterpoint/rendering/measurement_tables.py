@@ -74,7 +74,7 @@ def _rounded(value: float | None) -> float | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MechanismSummary:
-    """Summarizes one mechanism over its rows that are not marked; without such rows figures are None."""
+    """Summarizes one mechanism over its valid rows (not marked); without valid rows all figures are None."""
 
     mechanism: str
     hidden: float | None  # mean
@@ -106,7 +106,7 @@ def _summarize(mechanism: str, rows: Sequence[Row]) -> MechanismSummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MatmulSummary:
-    """Summarizes one mechanism over its dependent matmuls that are not marked; without such rows figures are None."""
+    """Summarizes one mechanism over its valid dependent matmuls (not marked); without any all figures are None."""
 
     mechanism: str
     over_hiding: float | None  # mean of `over_longer` where the communication can hide
@@ -147,7 +147,7 @@ def _summarize_matmuls(mechanism: str, found: Sequence[tuple[BlockRow, float | N
 
 
 def mean_hidden(rows: Sequence[Row], of: Callable[[Row], str]) -> dict[str, dict[str, float]]:
-    """Return the mean of `hidden` by mechanism and by `of(row)` (for instance the collective), without marked rows."""
+    """Return the mean `hidden` of valid rows by mechanism and by `of(row)`, for instance the collective."""
     found: dict[str, dict[str, list[float]]] = {}
     for each in rows:
         if each.marked is None:
@@ -169,7 +169,7 @@ def by_matmul(blocks: Iterable[BlockRow]) -> dict[str, list[BlockRow]]:
 
 
 def times_of_torch(block: BlockRow, blocks: Iterable[BlockRow]) -> float | None:
-    """Return the speed-up of a block over torch's collective and one matmul; None if that was not measured."""
+    """Return a block's speed-up over torch's collective and one matmul; None if torch's time was not measured."""
     stock = next((one.time.us for one in blocks if one.mechanism == "torch" and one.marked is None), None)
     return None if stock is None or block.over_longer is None else stock / block.time.us
 
@@ -191,7 +191,7 @@ def markdown(measurement: Measurement) -> str:
 
 
 def scope(measurement: Measurement) -> str:
-    """Return one line with the suite and the machine."""
+    """Return one line that names the suite and the machine."""
     return f"suite {measurement.suite} · {machine_line(measurement.environment)}"
 
 
@@ -229,7 +229,7 @@ def summary_tables(measurement: Measurement) -> list[Table]:
 
 
 def _pair(rows: Sequence[Row]) -> Table:
-    """Return a pair's table: each side alone, both in sequence, together by each mechanism and order, and the ideal."""
+    """Return a pair's table: compute and collective alone, in sequence, together by mechanism and order; the ideal."""
     first = rows[0]
     compute_us, comm_us = first.compute_alone.us, first.best_comm_alone_us
     serial_us, ideal_us = compute_us + comm_us, max(compute_us, comm_us)
@@ -302,7 +302,7 @@ def _matmul(blocks: Sequence[BlockRow]) -> Table:
 
 
 def _or_empty(value: T | None) -> T | str:
-    """Return `value`, or "" for None, as for the bandwidth of a matmul."""
+    """Return `value`, or "" for None: a matmul has no bandwidth."""
     return "" if value is None else value
 
 
@@ -344,7 +344,7 @@ def _mechanisms(rows: Sequence[Row]) -> Table:
 
 
 def _means(rows: Sequence[Row], title: str, of: Callable[[Row], str]) -> Iterable[Table]:
-    """Yield tables of the mean of `hidden` with a column per collective or order; nothing if there is only one."""
+    """Yield a table of the mean of `hidden` with a column per collective or order; nothing if there is only one."""
     names = list(dict.fromkeys(map(of, rows)))
     if len(names) > 1:
         columns = (Column("mechanism"), *(Column(name, say.ratio) for name in names))

@@ -135,7 +135,7 @@ def _parts(found: Prediction) -> Table:
 
 
 def _observed(found: ObservedStep) -> Table:
-    """Return the table of what may make an observed step slower or faster than usual; its unit is the verdict."""
+    """Return the table of possible causes of an unusually slow or fast observed step; its unit text is the verdict."""
     change = found.step_us / found.usual_us - 1.0
     which = "slower" if change > 0 else "faster"
     return Table(
@@ -200,7 +200,7 @@ def confidence_lines(found: Prediction) -> list[str]:
 
 
 def comparison_line(found: RatioError) -> str:
-    """Return a line on the error of the ratio between two choices of a search."""
+    """Return a line on the error of predicted ratios between the step times of a search's choices."""
     return (
         "≈ is too close to the first to call: the ratio of two ways to run one model on as many GPUs was off "
         f"by at most {say.percent(found.factor - 1, digits=1)} in {say.percent(found.level)} of {found.pairs:,} "
@@ -247,7 +247,7 @@ def _stages(found: Prediction, figures: Mapping[str, Figure] | None) -> Table:
 
 
 def curve_title(curve: Curve) -> str:
-    """Return the title of a curve: the help text of its flag, or the name of its field."""
+    """Return the title of a curve: the help text of the flag that it sweeps, or the name of the field."""
     return f"Over {curve.name}" if "." in curve.name or not curve.means else curve.means.removesuffix(".")
 
 
@@ -360,7 +360,7 @@ WAY_NOTES = (
 
 
 def _objective_column(first: PlanOutcome, objective: Objective) -> Column:
-    """Return the column of what the objective ranks by; cost is in GPU-hours where the job has no price."""
+    """Return the column of the figure that the objective ranks by; cost is in GPU-hours where the job has no price."""
     price = first.run.cost / first.run.gpu_hours if first.run and first.run.cost else None
 
     def useful_tokens_per_s(choice: PlanOutcome) -> float:
@@ -375,7 +375,7 @@ def _objective_column(first: PlanOutcome, objective: Objective) -> Column:
 
 
 def _recomputed(choice: PlanOutcome) -> str:
-    """Return what backward computes again: modules, or what the fields of recomputation say."""
+    """Return what backward recomputes, as text: modules, or else kind, method and number of layers."""
     said = [choice.settings[f"training.recompute{field}"] for field in ("", "_modules", "_method", "_num_layers")]
     return setting(said[1] or tuple(str(each) for each in said if each is not None))
 
@@ -420,7 +420,7 @@ def _three_digits(value: float) -> str:
 
 
 def fits_note(point: PlanOutcome) -> str:
-    """Return "" if a job surely fits in memory, else a note that it does not, or with P(fits) if unsure."""
+    """Return "" if a job surely fits in memory, else a note that it does not fit, or if unsure with P(fits)."""
     said = "" if point.fits else "does not fit"
     probability = point.fits_probability
     if probability is None or not UNSURE < probability < 1.0 - UNSURE:
@@ -437,7 +437,7 @@ def setting(value: object) -> str:
 
 
 def varying(choices: Sequence[PlanOutcome]) -> Sequence[str]:
-    """Return the fields in which some choice differs from the default; an interleaved schedule shows in `virtual`."""
+    """Return the fields in which some choice differs from the default; `virtual` tells an interleaved schedule."""
     fields = choices[0].settings if choices else {}
     told = (1, None, False, "1f1b", "interleaved")
     return [name for name in fields if any(each.settings[name] not in told for each in choices)]

@@ -34,7 +34,7 @@ def text(value: object, style: str = "", limit: int = 1200) -> Text:
 
 
 def line(console: Console, value: object, style: str = "", limit: int = 1200) -> None:
-    """Print a line that only the terminal may wrap, so that what is piped stays one line."""
+    """Print a line that only the terminal may wrap, so that piped output keeps it as one line."""
     console.print(text(value, style, limit), soft_wrap=True)
 
 
@@ -65,7 +65,7 @@ def below(console: Console, value: str, style: str = "", most: int | None = None
 
 
 def print_tables(tables: Iterable[Table], console: Console) -> None:
-    """Print tables; one without rows and notes is skipped with its title."""
+    """Print tables, except those without rows and notes, whose titles are left out as well."""
     for table in tables:
         if table.rows or table.notes:
             print_table(table, console)
@@ -74,7 +74,7 @@ def print_tables(tables: Iterable[Table], console: Console) -> None:
 def print_table(table: Table, console: Console) -> None:
     """Print a table with its title, and below it the number of missing rows, the legend and the notes.
 
-    Where it is wider than the terminal, texts wrap; then optional columns are left out, and it says which. Where
+    In a table wider than the terminal, texts wrap; then optional columns are left out, and a line names them. If
     that is not enough, lines are longer than the terminal.
     """
     heading(console, table.title, table.unit)

@@ -1,4 +1,4 @@
-"""Write pages that interpret no text of a trace or result; three measures keep a hostile name from running.
+"""Write pages that interpret no text of a trace or result; three measures keep a hostile name from running as code.
 
 The template escapes everything, data for scripts is JSON without `<`, and the page's own Content-Security-Policy lets
 run only the scripts whose SHA-256 it names and forbids every request.

@@ -1,4 +1,4 @@
-"""Show the choices of `tune` on a terminal or as a page: the time saved, what was tried, why other pairs are left."""
+"""Show the choices of `tune` on a terminal or a page: time saved, mechanisms tried, why other pairs stay with stock."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def headline(tuned: Tuned) -> str:
 
 
 def verdict(tuned: Tuned) -> str:
-    """Return one line that counts the choices and sums up what they save."""
+    """Return one line with the number of choices and the sum of the time that they save."""
     chosen = [pair for pair in tuned.pair if not pair.is_left]
     pairs = f"{len(tuned.pair)} pair{'s' * (len(tuned.pair) != 1)}"
     if not chosen:
@@ -178,7 +178,7 @@ def _notes(tuned: Tuned) -> list[str]:
 def pair_tables(pairs: Sequence[TunedPair]) -> tuple[Table, ...]:
     """Return a table for each of the first `MAX_PAIRS` pairs, largest saving per step first.
 
-    Each has all that was tried, the fastest first and what is marked last, or else the times before and after.
+    Each has all mechanisms tried, the fastest first and marked ones last; if none was tried, the choice and stock.
     """
     ordered = sorted(enumerate(pairs, 1), key=lambda one: (one[1].is_left, -one[1].saved_us))
     return tuple(_pair(number, pair, len(pairs) > OPEN_PAIRS) for number, pair in ordered[:MAX_PAIRS])
@@ -228,7 +228,7 @@ def _bar(us: float, sigma_us: float, longest: float, look: str) -> LengthBar:
 
 
 def facts(pair: TunedPair) -> str:
-    """Return further facts on a pair: modules, launch order, each side alone, the next best mechanism."""
+    """Return further facts on a pair: modules, launch order, compute and collective alone, the next best mechanism."""
     known = {
         "in": " ".join(pair.where),
         "launched": ORDERS[pair.first] if pair.first else "in any order",

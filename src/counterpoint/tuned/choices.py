@@ -1,4 +1,4 @@
-"""Find the choice of a tuning for a call, and leave out the choices that were made for another machine. No torch."""
+"""Find a tuning's choice for a call, among the choices that are valid on this machine. No torch."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Choices:
         here: this machine; only its device, GPU and versions are compared.
 
     Raises:
-        Misconfigured: a pair cannot be; see `check_choices`.
+        Misconfigured: a pair is invalid; see `check_choices`.
     """
 
     def __init__(self, tuning: Tuned, here: Environment) -> None:
@@ -112,9 +112,9 @@ class Choices:
     ) -> TunedPair | None:
         """Return the tuning's choice for a call; None if it has none, so that built-in rules decide.
 
-        A pair that names the module comes before all others, whatever its size. Of the others the nearest in size
-        decides, up to a factor of 2. Where several are equally near, such as one beside each of several matmuls, the
-        mechanism counts whose times have the least sum over all of them.
+        A pair that names the call's module comes before all others, whatever its size. Else the pair nearest in size
+        decides, up to a factor of 2. Where several pairs are equally near, such as one for each of several matmuls,
+        the mechanism with the least total time over all of these pairs is chosen.
 
         Args:
             operation: name of the operation, as in `StepPair.operation`.
@@ -226,7 +226,7 @@ def _check(what: str, given: str, allowed: Sequence[str]) -> None:
 
 
 def _is_knob(knob: str) -> bool:
-    """Return whether a knob is known and has a value that it allows."""
+    """Return whether a knob is known and its value is allowed."""
     key, equals, value = knob.partition("=")
     if key not in KNOBS or bool(equals) != bool(KNOBS[key]):
         return False

@@ -76,12 +76,12 @@ class MatmulOp(Record, frozen=True, kw_only=True):
 
     @property
     def flops(self) -> float:
-        """Return the floating-point operations, 2 for each multiplication with its addition."""
+        """Return the number of floating-point operations: 2 for each multiply-add."""
         return 2.0 * self.batch * self.m * self.n * self.k
 
     @property
     def num_bytes(self) -> float:
-        """Return the bytes that are read and written if every matrix is moved once."""
+        """Return the bytes read and written if every matrix is read or written once."""
         operands, product = self.m * self.k + self.k * self.n, self.m * self.n
         return float(self.batch) * ((1 if self.fp8 else self.element_bytes) * operands + self.element_bytes * product)
 
@@ -89,7 +89,7 @@ class MatmulOp(Record, frozen=True, kw_only=True):
 class FlashAttentionOp(Record, frozen=True, kw_only=True):
     """Describes fused attention, whose scores stay on chip: 2 matmuls forward, 5 backward (arXiv 2307.08691).
 
-    Of the products, forward one and backward three are as wide as queries and keys, the others as values.
+    One product forward and three backward are as wide as queries and keys, the others as wide as values.
     """
 
     name: str
@@ -107,7 +107,7 @@ class FlashAttentionOp(Record, frozen=True, kw_only=True):
 
     @property
     def kernels(self) -> int:
-        """Return the number of kernels launched; backward has two more: its output gradient's sum, and dq's cast."""
+        """Return the number of kernels launched; backward has two more: one sums the output gradient, one casts dq."""
         return 3 if self.backward else 1
 
     @property
@@ -143,7 +143,7 @@ Operation: TypeAlias = MatmulOp | FlashAttentionOp | MemoryBoundOp
 
 
 class LayerWork(Record, frozen=True, kw_only=True):
-    """Holds the operations of a layer, embedding or head; `core` to `experts` are parts of `forward` to recompute."""
+    """Holds the operations of a layer, embedding or head; `core` to `experts` repeat parts of `forward`."""
 
     forward: tuple[Operation, ...] = ()
     core: tuple[Operation, ...] = ()  # of attention: scores, softmax, values
@@ -188,7 +188,7 @@ class LocalShape(Record, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, parallel: Parallel, training: Training) -> LocalShape:
-        """Return the local shape for a job; it is equal on all ranks."""
+        """Return the part of a micro-batch that each rank of a job works on; it is equal on all ranks."""
         return cls(
             batch=training.micro_batch,
             queries=training.sequence // parallel.cp,
@@ -215,9 +215,9 @@ class LocalShape(Record, frozen=True, kw_only=True):
         return self.batch * self.queries
 
     def expert_rows(self, experts: Experts) -> float:
-        """Return the rows that experts have room for, over the mean: `imbalance`, or `ep` for fixed-size buffers.
+        """Return (token rows that experts' buffers hold) / (mean rows): `imbalance`, or `ep` for fixed-size buffers.
 
-        Sizes are fixed where no host waits to know how many come, and every choice of every rank may be of this one's.
+        Buffers have a fixed size where no host waits for the number of rows: all ranks may choose this rank's experts.
         """
         return experts.imbalance if self.exchange in ("all_to_all", "by_node") else float(self.ep)
 
@@ -228,7 +228,7 @@ class LocalShape(Record, frozen=True, kw_only=True):
 
 
 def _weight_casts(parallel: Parallel, training: Training) -> float:
-    """Return the casts of weights to fp8 per micro-batch: below zero 3 one per step, else 1, or 0 with `fp8_gather`."""
+    """Return how often a micro-batch casts weights to fp8: once a step below zero 3; else 1, or 0 with `fp8_gather`."""
     if parallel.zero < 3:
         return 1 / training.micro_batches(parallel)
     return 0.0 if training.fp8_gather else 1.0
@@ -262,7 +262,7 @@ def _linear(
 ) -> LayerWork:
     """Return the operations of a linear layer: `batch` products [m, k] x [k, n] forward, twice as many backward.
 
-    Without `m`, all tokens are its input, which a norm writes if `normed`; `fp8`: it is in fp8 where the job is.
+    Without `m`, the input is all tokens of the rank. `normed`: a norm writes the input; `fp8`: fp8 if the job is.
     """
     rows, size = local.tokens if m is None else m, local.element_bytes
     fp8 = fp8 and bool(local.fp8)
@@ -350,7 +350,7 @@ def _rotary(local: LocalShape, num_bytes: float) -> LayerWork:
 
 
 def _norms(name: str, local: LocalShape, elements: float, *, count: int) -> LayerWork:
-    """Return `count` norms of `elements` elements in all; backward reads x and dy twice and writes dx."""
+    """Return the operations of `count` norms of `elements` elements in all; backward reads x, dy twice, writes dx."""
     (each, kernels), (each_back, kernels_back) = FUSED_NORM if local.fused_norms else EAGER_NORM
     size = local.element_bytes / 2
     return LayerWork(
@@ -372,7 +372,7 @@ def _flash(model: Model, local: LocalShape) -> LayerWork:
 
 
 def _scores(model: Model, local: LocalShape) -> LayerWork:
-    """Return the operations of attention that keeps its scores in memory; a causal softmax reads only half of them."""
+    """Return unfused attention's operations: scores go to memory, and a causal softmax reads only half of them."""
     batch, size = local.batch * model.heads // local.tp, local.element_bytes
     q, k, d, v = local.queries, local.keys, model.head_width, model.value_width
     elements = float(batch) * q * k
@@ -534,8 +534,8 @@ def head_work(model: Model, local: LocalShape) -> LayerWork:
 def mtp_work(model: Model, local: LocalShape) -> LayerWork:
     """Return the operations that a multi-token prediction module has besides its layer (arXiv 2412.19437, section 2.2).
 
-    The last layer's output and the embedding of the next token, both normalised, are projected together, each rank's
-    tokens by itself; embedding and head are those of the model, once more.
+    The last layer's output and the embedding of the next token, both normalised, are projected together; each rank
+    projects its own tokens. The model's embedding and head run once more.
     """
     elements = float(local.tokens_between) * model.hidden
     return _join(

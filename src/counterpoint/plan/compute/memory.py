@@ -5,7 +5,7 @@ gradients    grad_bytes · the same                              / shards with z
              once more for what error feedback keeps of compressed ones
 optimizer    STATE_BYTES · the same                              / shards with zero 1, 2 and 3
              less what is on the host: `offload_optimizer`
-gathered     zero 3: parameters and gradients of the layers that are whole at once: 1 + prefetch
+gathered     zero 3: parameters and gradients of the layers that are unsharded at once: 1 + prefetch
 activations  per layer and micro-batch, t tokens, size bytes of an element (arXiv 2205.05198, equations 1 to 6):
                between blocks, / tp with sequence parallelism
                  inputs of 2 norms and of 2 blocks 4 · size · t · h, masks of 2 dropouts 2 · t · h
@@ -17,7 +17,7 @@ activations  per layer and micro-batch, t tokens, size bytes of an element (arXi
                selective recomputation drops what its modules keep: core_attn the core; layernorm the inputs of both
                  blocks; mlp and moe what is inside the feed-forward block; moe_act the input of its second matrix
                full recomputation leaves the layer's input only: size · t · h; of units of several layers one input
-               what is dropped is whole again for the layer, or unit of layers, at work
+               dropped activations are in memory again for the layer, or unit of layers, at work
              for GPT-3 this is 34 · t · h + 5 · heads · sequence · t
              times layers of a stage, times micro-batches that the stage has in flight (`schedule.in_flight`)
              less what waits on the host, `offload_activations`, of which two layers are being copied or in use
@@ -84,18 +84,18 @@ def memory(job: Job) -> Memory:
 
 
 def stage_totals(job: Job) -> list[float]:
-    """Return the total GiB of one GPU, for each stage."""
+    """Return the total GiB of one GPU of each stage."""
     return [sum(gib.values()) for gib in stage_memory(job)]
 
 
 def least_totals(job: Job) -> list[float]:
-    """Return a lower bound of each stage's GiB, whatever zero shards and over however many ranks."""
+    """Return a lower bound of each stage's GiB over all zero stages and numbers of shards."""
     found = stage_memory(replace(job, parallel=replace(job.parallel, zero=3, shard=None)))
     return [sum(gib.values()) - gib["gathered"] for gib in found]
 
 
 def stage_memory(job: Job) -> list[dict[str, float]]:
-    """Return the GiB of one GPU by purpose, for each stage."""
+    """Return the GiB of one GPU of each stage, by purpose."""
     known: dict[tuple[StagePart, ...], tuple[dict[str, float], _Activations]] = {}
     host = job.training.offload_activations
     found = []
@@ -111,7 +111,7 @@ def stage_memory(job: Job) -> list[dict[str, float]]:
 
 
 def least_gib(job: Job) -> float:
-    """Return a lower bound of the fullest stage's GiB, whatever is sharded or recomputed, and however layers lie."""
+    """Return a lower bound of the fullest stage's GiB over all shardings, recomputations and splits of layers."""
     whole = StagePart(layers=job.model.layers, routed=job.model.expert_layers, embedding=True, head=True)
     training = job.training
     each = training.element_bytes + training.grad_bytes + _state_bytes(training)
@@ -119,7 +119,7 @@ def least_gib(job: Job) -> float:
 
 
 def sharded_parameters(job: Job, stage: StagePart) -> float:
-    """Return the parameters in one rank's zero shard: over all replicas, or over `parallel.shard` ranks."""
+    """Return the number of parameters in one rank's zero shard, over all replicas or `parallel.shard` ranks."""
     count, group = part_parameters(job.model, job.parallel, stage), axes(job.parallel)
     ranks = group["dp_cp"].ranks if job.parallel.shard is None else group["shard"].ranks
     return count.shared / ranks + count.experts / group["expert_dp"].ranks
@@ -137,7 +137,7 @@ def _state_bytes(training: Training) -> float:
 
 
 def _same_in_every_stage(job: Job, stage: StagePart) -> dict[str, float]:
-    """Return a GPU's GiB by purpose, of all that does not depend on the stage's place in the pipeline."""
+    """Return a GPU's GiB by purpose, with 0 for activations, which depend on the stage's place in the pipeline."""
     model, training, parallel = job.model, job.training, job.parallel
     whole, sharded = part_parameters(model, parallel, stage).total, sharded_parameters(job, stage)
     local, element = LocalShape.of(parallel, training), training.element_bytes
@@ -240,7 +240,7 @@ def activation_bytes(
 ) -> float:
     """Return the bytes of activations that one layer keeps for one micro-batch on one rank.
 
-    Backward computes `recompute` again; where that is selective, `modules`. Without `experts` the layer is dense.
+    Backward recomputes as `recompute` says; if "selective", `modules`. Without `experts` the layer is dense.
     """
     dropped = modules if recompute == "selective" else ()
     size, wide = local.element_bytes, float(local.tokens_between) * model.hidden

@@ -6,7 +6,7 @@ streaming  us = bytes / (bandwidth · memory) + kernels · launch
 
 host     us = kernels · host, the time of the CPU to launch them; it runs ahead of the GPU where that is longer
 
-The parts reached are the group `efficiency` of the GPU's profile (`machine/profile.py`).
+The fractions of peaks that are reached are the group `efficiency` of the GPU's profile (`machine/profile.py`).
 """
 
 from __future__ import annotations
@@ -75,11 +75,11 @@ class GpuRates(Record, frozen=True, kw_only=True):
 
 
 def clock_kept(gpu: ClusterGpu, known: Efficiency) -> float:
-    """Return a GPU's clock during training as a fraction of its clock in short bursts, to which its figures refer.
+    """Return a GPU's clock during training as a fraction of its clock in short bursts, for which peaks are stated.
 
-    Power is static + dynamic, the dynamic part grows with the clock times the square of a voltage that is proportional
-    to it: under a lower limit the clock falls with the cube root of what the limit leaves. A locked clock is kept where
-    the limit allows it.
+    Power is static + dynamic; dynamic power grows with the cube of the clock (clock · voltage², voltage proportional
+    to clock). So under a lower power limit the clock falls with the cube root of the dynamic power that is left. A
+    locked clock is kept where the limit allows it.
     """
     limit, sheet = 1.0, find_gpu(gpu.name)
     if gpu.power_watts is not None:

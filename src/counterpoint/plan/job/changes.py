@@ -71,7 +71,7 @@ def swept(
 
 
 def on_nodes(job: Job, nodes: int, *, batch_grows: bool) -> Job:
-    """Return the job on `nodes` nodes, with dp adjusted, as `build_job` makes it for `nodes` or `weak_nodes`.
+    """Return the job on `nodes` nodes, with dp adjusted, as `build_job` returns it for `nodes` or `weak_nodes`.
 
     Args:
         job: the job.
@@ -103,7 +103,7 @@ def _built(tables: Table, changes: Mapping[str, str]) -> Job:
 
 
 def _job_or_reason(tables: Table, changes: Mapping[str, str], ranks: int | None) -> Job | Misconfigured:
-    """Return the job after changes, with dp set so that it has `ranks` ranks; or the error why it cannot be."""
+    """Return the job after changes, with dp set to give `ranks` ranks, or the error that says why it is impossible."""
     try:
         if ranks is None:
             return _built(tables, changes)
@@ -164,7 +164,7 @@ def _nodes(flag: str, text: str) -> int:
 
 
 def with_levels(job: Job, change: Callable[[Level], dict[str, float]]) -> Job:
-    """Return the job with the fields of every network level that `change` returns for it."""
+    """Return the job with each network level changed in the fields that `change` returns for that level."""
     levels = tuple(replace(level, **change(level)) for level in job.cluster.levels)
     return replace(job, cluster=replace(job.cluster, levels=levels, network=None))
 

@@ -23,7 +23,7 @@ HOST_LINKS = {  # GB/s, by the first letters of a GPU's name
 
 
 class ClusterGpu(JobRecord, frozen=True, kw_only=True):
-    """Holds the data sheet of one GPU; the fraction of it that is reached is measured (`machine/profile.py`)."""
+    """Holds the data sheet of one GPU; its profile (`machine/profile.py`) has the measured fractions of these peaks."""
 
     name: Name  # as in `machine/gpus.py`
     # dense peak by precision, in 10^12 operations per second
@@ -78,7 +78,7 @@ class Cluster(Record, frozen=True, kw_only=True):
     """Describes a cluster: equal GPUs below a tree of network levels."""
 
     gpu: ClusterGpu  # of every rank
-    levels: tuple[Level, ...]  # inside out; the last holds all GPUs
+    levels: tuple[Level, ...]  # innermost first; the last holds all GPUs
     network: str | None = None  # name of the network that the levels are from; None: they were written out, or changed
     fits: str = ""  # file of a network of one's own whose fitted protocols count, also where levels were changed
 
@@ -108,7 +108,7 @@ class Cluster(Record, frozen=True, kw_only=True):
         return self.levels[0].size
 
     def level_of(self, ranks: int, stride: int = 1) -> int:
-        """Return the lowest level that joins `ranks` ranks, `stride` apart, by index; Misconfigured if none does."""
+        """Return the index of the lowest level that joins `ranks` ranks, `stride` apart; Misconfigured if none does."""
         span = (ranks - 1) * stride + 1
         for index, level in enumerate(self.levels):
             if span <= level.size:

@@ -72,7 +72,7 @@ class Ranks(JobRecord, frozen=True, kw_only=True):
 
 
 class TrainingSoftware(JobRecord, frozen=True, kw_only=True):
-    """Names the training software of a job: no figure depends on it, only which measured steps are alike."""
+    """Names a job's training software; it only decides on defaults and on which measured steps are similar."""
 
     name: Name = "unknown"  # Megatron, FSDP2, DeepSpeed, MaxText, nanotron, ...
     version: Text = ""  # its date, or a version that begins with its year, as 25.07
@@ -85,7 +85,7 @@ class TrainingSoftware(JobRecord, frozen=True, kw_only=True):
 
     @property
     def expert_exchange(self) -> ExpertExchange:
-        """Return how this software's tokens get to their experts where a job does not say it."""
+        """Return how this software sends tokens to experts, for jobs that do not say it."""
         return "by_node" if self.name.casefold() in BY_NODE else "all_to_all"
 
 
@@ -133,7 +133,7 @@ class ClusterTable(JobRecord, frozen=True, kw_only=True):
     gpu: Name | ClusterGpu
     gpus: Count | None = None  # None: as many as the job has ranks, or the levels hold
     network: Text | None = None
-    levels: tuple[Level, ...] | None = None  # instead of a network, inside out
+    levels: tuple[Level, ...] | None = None  # instead of a network, innermost first
     fits: Text = ""  # file of a network of one's own, whose fitted protocols count for `levels`
     clock_ghz: Rate | None = None
     power_watts: Rate | None = None
@@ -344,7 +344,7 @@ def parse_job(tables: Table, *, nodes: int | None = None, batch_grows: bool = Fa
 
 
 def _model(table: Table) -> Model:
-    """Return the known model of this name, changed by the other fields; beside `layers` a name is only a label."""
+    """Return the known model of this name with the other fields applied; if `layers` is given, it is only a label."""
     if isinstance(table, Mapping) and isinstance(table.get("name"), str) and "layers" not in table:
         known = msgspec.to_builtins(find_model(table["name"]))
         table = _merged({name: value for name, value in known.items() if value is not None}, table)
@@ -378,7 +378,7 @@ def job_toml(job: Job) -> str:
 
 
 def _cluster_fields(cluster: Cluster) -> dict[str, Any]:
-    """Return a cluster as a table; GPU and network are only named where their names say everything."""
+    """Return a cluster as a table, with only the names of GPU and network where their figures follow from the names."""
     gpu, known = _changed_fields(cluster.gpu), GPUS.get(cluster.gpu.name)
     found: dict[str, Any] = {"gpu": gpu}
     limits = {name: value for name, value in gpu.items() if name in OF_GPUS}

@@ -58,7 +58,7 @@ class LatentAttention(JobRecord, frozen=True, kw_only=True):
 
     @property
     def latent_width(self) -> int:
-        """Return the total width of the down projections, which every rank of tp computes whole."""
+        """Return the total width of the down projections, which tp does not shard."""
         return (self.q_lora_rank or 0) + self.kv_lora_rank + self.qk_rope_head_dim
 
 
@@ -145,7 +145,7 @@ class Model(JobRecord, frozen=True, kw_only=True):
         return self.experts_between(0, self.layers)
 
     def experts_between(self, first: int, end: int) -> int:
-        """Return the number of layers with experts in `range(first, end)`: the last of every `every` has them."""
+        """Return the number of layers with experts in `range(first, end)`: the last of each `every` layers has them."""
         if self.experts is None:
             return 0
         dense, every = self.experts.first_dense, self.experts.every
@@ -174,7 +174,7 @@ class ParameterCount(Record, frozen=True, kw_only=True):
         return self.shared + self.experts
 
     def of_rank(self, tp: int, ep: int, expert_tp: int) -> ParameterCount:
-        """Return one rank's count: `tp` ranks share matrices, `ep` the experts, `expert_tp` an expert's matrices."""
+        """Return one rank's count: `tp` ranks divide matrices, `ep` the experts, `expert_tp` each expert's matrices."""
         return ParameterCount(
             shared=(self.shared - self.uncut) / tp + self.uncut, experts=self.experts / expert_tp / ep
         )  # fmt: skip
@@ -194,7 +194,7 @@ def divides(small: str, divisor: int, large: str, number: int) -> None:
 
 @lru_cache(maxsize=256)
 def layer_parameters(model: Model, experts: Experts | None = None) -> ParameterCount:
-    """Return the number of parameters of one whole layer: a dense one, or one with these `experts`."""
+    """Return the number of parameters of one unsharded layer: a dense one, or one with these `experts`."""
     matrices, biased = 3 if model.gated else 2, model.biased == "all"
     uncut = 0
     if (mla := model.mla) is not None:
@@ -216,7 +216,7 @@ def layer_parameters(model: Model, experts: Experts | None = None) -> ParameterC
 
 
 def _cut_attention(model: Model) -> int:
-    """Return the number of parameters of the attention matrices that tp cuts."""
+    """Return the number of parameters of the attention matrices that tp shards."""
     out = model.heads * model.value_width * model.hidden
     if (mla := model.mla) is not None:
         up = (mla.q_lora_rank or model.hidden) * model.head_width
@@ -230,7 +230,7 @@ def _block_bias(model: Model, width: int) -> int:
 
 
 def mtp_parameters(model: Model) -> float:
-    """Return how many parameters a multi-token prediction module has besides its layer; tp cuts none of them."""
+    """Return how many parameters a multi-token prediction module has besides its layer; tp shards none of them."""
     return 2.0 * model.hidden * model.hidden + 3.0 * model.hidden
 
 

@@ -258,7 +258,7 @@ class StagePart(Record, frozen=True, kw_only=True):
 
 
 def deal_layers(model: Model, parallel: Parallel) -> tuple[tuple[StagePart, ...], ...]:
-    """Return `[stage][part]`, dealt round robin: by `stage_layers`, else equal; `ends_count`: both ends have one less.
+    """Return parts as `[stage][part]`, dealt round robin; their layers: `stage_layers`, else equal (see `ends_count`).
 
     Which layers of a part have experts follows from their place in the model.
     """
@@ -285,7 +285,7 @@ def _dealt(model: Model, layers: tuple[int, ...], stages: int) -> tuple[tuple[St
 
 
 def whole_stage(parts: tuple[StagePart, ...]) -> StagePart:
-    """Return one part that has all layers of a stage's parts."""
+    """Return all parts of a stage joined into one part."""
     return StagePart(
         layers=sum(part.layers for part in parts),
         routed=sum(part.routed for part in parts),
@@ -296,7 +296,7 @@ def whole_stage(parts: tuple[StagePart, ...]) -> StagePart:
 
 
 def part_parameters(model: Model, parallel: Parallel, part: StagePart) -> ParameterCount:
-    """Return the parameters of one rank that runs this part, before zero shards them."""
+    """Return the parameters that one rank holds of this part, before zero shards them."""
     dense, sparse = (
         layer_parameters(model, experts).of_rank(parallel.tp, parallel.ep, parallel.experts_cut)
         for experts in (None, model.experts)

@@ -1,4 +1,4 @@
-"""Compute the hops and the bytes of each algorithm of a collective at each network level, and choose as NCCL does.
+"""Compute a collective's hops and bytes at each network level for each algorithm, and choose one as NCCL does.
 
 n ranks; level i joins u_i units into u_(i+1), f_i = u_i / u_(i+1); m_i = n / u_i ranks share a link into it
 (`group.py`). Bytes are parts of S, the full array, per GPU and direction; hops are those of the longest chain.
@@ -10,7 +10,7 @@ n ranks; level i joins u_i units into u_(i+1), f_i = u_i / u_(i+1); m_i = n / u_
     direct                1 + (peers - 1)/8              (n - m_i)/n, see below        every rank to every other at once
 
 reduce_scatter is the same backwards, all_reduce both: twice the hops, twice the bytes. peers = m_(i+1) - m_i, those
-that are met at level i. What goes further up takes the NIC, too, but no NVLink: there, it is peers/n. Further:
+that are met at level i. Bytes to higher levels take the NIC, too, but no NVLink: there, they are peers/n. Further:
 
     tree                  all_reduce: f_i - 1 over NVLink, log2 f_i above, up and down; 2/m_i bytes (NCCL: chains
                           inside a node, double binary trees above); broadcast: half of both
@@ -27,13 +27,13 @@ recursive doubling; NCCL's src/graph/tuning.cc for steps of ring and tree; NCCL 
 channel at once (NCCL_MAX_DEV_WORK_P2P_PER_BATCH).
 
 In NCCL's own model the time of each candidate, an algorithm with a protocol, is a line over the bytes S, latency +
-rate · S, and NCCL takes the lowest line. The time predicted is that of the network's figures, fitted ones where
-something was measured, and jumps where NCCL changes its choice. It would fall there if NCCL changed too late. Such a
-fall was never measured and is not modelled: the prediction is never less than what a former choice cost at the last of
-its sizes.
+rate · S, and NCCL takes the lowest line. The predicted time follows from the network's figures, fitted
+where something was measured, and jumps where NCCL changes its choice. It would fall there if NCCL changed too late. No
+such fall was ever measured, and none is modelled: the prediction is never less than the time of an earlier choice at
+the largest size for which NCCL takes it.
 
-Where figures were fitted, NCCL's choice is that on the links that were measured, for each size, also where a job has
-other links: at which size NCCL changes there was not measured. So more bandwidth or less latency never takes longer.
+Where figures were fitted, NCCL's choice for each size is its choice on the measured links, even if a job has other
+links: where NCCL changes its choice on those was not measured. So more bandwidth or less latency never takes longer.
 
 Bandwidth of one GPU at a level is min(1, 1 / (oversubscription · active)) of the level's, with `active` the part of the
 GPUs that send up there at once: all groups of an axis (1, the usual case) or only some stages. Traffic to higher levels
@@ -41,8 +41,8 @@ takes the links below, too, so no level is faster than a network below it. Not m
 uplink while another is idle; the efficiency of `network` has their mean in it.
 
 Where a node has lost NICs, all wait for it. A group of all its GPUs spreads over the NICs that are left, as NCCL's
-channels do: (GPUs - lost) / GPUs of the bandwidth. A group of some of its GPUs has their NICs, and whoever has lost one
-shares that of another GPU: 1 / ceil(GPUs / NICs left). So says NCCL's search for paths; it was not measured.
+channels do: (GPUs - lost) / GPUs of the bandwidth. A group of some of its GPUs uses these GPUs' NICs, and a GPU
+that has lost its NIC shares another GPU's: 1 / ceil(GPUs / NICs left), by NCCL's search for paths; not measured.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _direct(operation: str, at: Reach) -> Schedule | None:
 
 
 def _waves(peers: float) -> float:
-    """Return the hops that messages to `peers` peers take, of which 8 are sent to at once."""
+    """Return the hops of messages to `peers` peers, sent to `PEERS_AT_ONCE` peers at a time."""
     return 1 + max(peers - 1, 0) / PEERS_AT_ONCE
 
 
@@ -160,12 +160,12 @@ ALGORITHMS: dict[str, Callable[[str, Reach], Schedule | None]] = {
 
 @lru_cache(maxsize=65536)
 def schedule(operation: str, algorithm: str, at: Reach) -> Schedule | None:
-    """Return an algorithm's hops and bytes, by phase, in a group of two ranks or more; None: it cannot run in it."""
+    """Return an algorithm's hops and bytes, by phase, in a group of two ranks or more; None: it cannot run there."""
     return ALGORITHMS[algorithm](operation, at)
 
 
 def own_share(operation: str, algorithm: str, at: Reach) -> float:
-    """Return the fraction of S that a rank copies or adds without sending: in a ring, the shard that ends there."""
+    """Return the fraction of S that a rank copies or adds but does not send: in a ring, the last shard received."""
     return 1 / at.ranks if algorithm == "ring" and operation in PASSES else 0.0
 
 
@@ -201,7 +201,7 @@ class Candidate(NamedTuple):
 
     @property
     def nccl_us(self) -> float:
-        """Return the µs by NCCL's own model."""
+        """Return the collective's µs by NCCL's own model."""
         return self.nccl_latency_us + self.nccl_bandwidth_us
 
 
@@ -213,7 +213,7 @@ class Links(NamedTuple):
     gb_per_s: tuple[float, ...]
 
     def measured(self, gb_per_s: Mapping[Kind, float]) -> Links:
-        """Return these links with the given GB/s by kind of level, and without latency of the levels."""
+        """Return these links with the given GB/s for each kind of level, and no latency at any level."""
         if not gb_per_s:
             return self
         rates = (gb_per_s.get(level.kind, STAND_IN_GB_PER_S) for level in self.levels)
@@ -292,7 +292,7 @@ def _candidate(
     own_kb: float,
     links: tuple[Links, Links],
 ) -> Candidate:
-    """Return the candidate with its time on the first links, and by NCCL's own model on the second links."""
+    """Return the candidate with its time on `links[0]`, and its time in NCCL's own model on `links[1]`."""
     protocol, compared = protocols
     hops, bandwidth = compared_us = links[0].hops_and_bandwidth_us(protocol, phases, num_bytes)
     own_us = own_kb / protocol.own_gb_per_s if protocol.own_gb_per_s else 0.0
@@ -312,7 +312,7 @@ def _candidate(
 
 
 def nccl_choice(offered: Sequence[Candidate]) -> Candidate:
-    """Return the candidate that NCCL chooses, with a time not below that of its choice for fewer bytes."""
+    """Return the candidate that NCCL chooses; its time is at least that of NCCL's choice for any fewer bytes."""
     best = min((each for each in offered if each.most >= 1), key=attrgetter("nccl_us"))
     us = best.us
     if any(each.protocol.fit for each in offered):  # NCCL's own figures have no jump where its choice changes
@@ -323,13 +323,13 @@ def nccl_choice(offered: Sequence[Candidate]) -> Candidate:
 
 
 def _start(candidate: Candidate, offered: Sequence[Candidate]) -> float:
-    """Return the fraction of the bytes from which no candidate of lower latency is faster; ∞: never."""
+    """Return the fraction of the bytes above which no candidate of lower latency is faster; ∞: none."""
     before = (other for other in offered if other.nccl_latency_us < candidate.nccl_latency_us)
     return max((min(_crossing(other, candidate), other.most) for other in before), default=0.0)
 
 
 def _end(candidate: Candidate, offered: Sequence[Candidate]) -> float:
-    """Return the fraction of the bytes up to which no candidate of higher bandwidth is faster; 0 or less: never."""
+    """Return the fraction of the bytes up to which no candidate of higher bandwidth is faster; 0 or less: none."""
     after = (other for other in offered if other.nccl_bandwidth_us < candidate.nccl_bandwidth_us)
     return min([candidate.most, *(_crossing(candidate, other) for other in after)])
 

@@ -111,8 +111,8 @@ def estimate(
         The time, its parts, and what validates it.
 
     Raises:
-        Misconfigured: An unknown operation or algorithm, one that cannot run it, fewer than 0 bytes, a group
-            larger than the cluster.
+        Misconfigured: An unknown operation or algorithm, an algorithm that cannot run the operation, fewer than 0
+            bytes, a group larger than the cluster.
     """
     _check(operation, num_bytes, algorithm)
     at = reach(group, network.cluster)
@@ -214,7 +214,7 @@ def _outside(operation: str, num_bytes: float, links: Links, best: Candidate, ne
 
 
 class CollectiveTimes:
-    """Caches the estimates of one network; share one cache among all jobs of a search, which mostly need equal ones."""
+    """Caches one network's estimates; share one cache among all jobs of a search, which mostly need equal estimates."""
 
     def __init__(self, network: Network) -> None:
         self.network = network
@@ -234,7 +234,7 @@ class CollectiveTimes:
 
 
 class MeshTimes:
-    """Finds the estimates of a job's collectives by the axis of its mesh."""
+    """Finds the estimates of a job's collectives by mesh axis."""
 
     def __init__(self, times: CollectiveTimes, parallel: Parallel) -> None:
         self._times = times
@@ -255,7 +255,7 @@ class MeshTimes:
         return int(members) if members == int(members) else 1
 
     def reached(self, axis: Axis) -> tuple[int, int]:
-        """Return the nodes over which a group of this axis lies, and its ranks in each; one node without a network."""
+        """Return how many nodes a group of this axis spans, and its ranks per node; 1 node if level 0 is a network."""
         cluster, ranks = self._times.network.cluster, self.groups[axis].ranks
         nodes = 1 if cluster.levels[0].kind == "network" else int(reach(self.groups[axis], cluster).units[1])
         return nodes, -(-ranks // nodes)
@@ -265,5 +265,5 @@ class MeshTimes:
         return self.between(self.reached(axis)[1], self.groups[axis].stride, operation, round(num_bytes))
 
     def between(self, ranks: int, stride: int, operation: str, num_bytes: float) -> float:
-        """Return the µs of one collective in a group of `ranks` ranks, `stride` apart, that need not be an axis."""
+        """Return the µs of one collective in a group of `ranks` ranks, `stride` apart, of an axis or not."""
         return self._times.find(operation, num_bytes, Group(ranks=ranks, stride=stride)).us

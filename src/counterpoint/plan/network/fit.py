@@ -1,7 +1,7 @@
 """Fit a network to the user's own nccl-tests output, and keep it in a file that a job can name.
 
-Each operation gets a latency and a rate for each kind of link, as factors a and b of NCCL's own model, which says what
-the protocol that it takes needs for hops and for bytes (`network.py`):
+For each operation and kind of link, latency and rate are fitted as factors a and b on the times of hops and of bytes
+in NCCL's own model (`network.py`):
 
     T = latency of the levels + a · (base + H) + b · X          with the least sum of squares of T / measured - 1
 
@@ -63,7 +63,7 @@ class NetworkFit(Record, frozen=True, kw_only=True):
 def fit_network(
     files: Sequence[str], *, network: str | None = None, gpu: str | None = None, ranks: int | None = None
 ) -> NetworkFit:
-    """Return the network that explains the times in nccl-tests' output files.
+    """Return the network fitted to the times in nccl-tests' output files.
 
     Args:
         files: paths, or OPERATION=PATH where neither the text nor the file's name says the operation.
@@ -173,7 +173,7 @@ def _kind(row: Measured, cluster: Cluster) -> Kind:
 
 
 def _gb_per_s(cluster: Cluster) -> dict[Kind, float]:
-    """Return the GB/s of the links by kind: of levels of one kind, the slowest."""
+    """Return the GB/s of each kind of link; of several levels of one kind, that of the slowest."""
     found: dict[Kind, float] = {}
     for level, rate in zip(cluster.levels, shared_gb_per_s(cluster.levels), strict=True):
         found[level.kind] = min(rate, found.get(level.kind, rate))
@@ -181,7 +181,7 @@ def _gb_per_s(cluster: Cluster) -> dict[Kind, float]:
 
 
 def _columns(rows: Sequence[Measured], cluster: Cluster) -> F64:
-    """Return `[rows, 4]` in µs: the levels' latency, base + H and X of NCCL's model, and the measured time."""
+    """Return `[rows, 4]` in µs: the levels' latency, latency and bandwidth of NCCL's model, and the measured time."""
     own = {level.name: level.latency_us for level in cluster.levels}
     cluster = replace(cluster, levels=tuple(replace(level, latency_us=0.0) for level in cluster.levels))
     nccl, found = Network(cluster=cluster, protocols=nccl_protocols()), []
@@ -227,7 +227,7 @@ def _protocols(operation: str, kind: Kind, factors: F64, fit: Fit) -> Iterator[P
 
 
 def _errors(rows: Sequence[Measured], columns: F64) -> Iterator[FitError]:
-    """Yield the errors by ranks and by thirds of the size range, each third predicted by a fit without its rows.
+    """Yield the errors by number of ranks; each third of the sizes is predicted by a fit to the other two thirds.
 
     Raises:
         Misconfigured: too few sizes, or rows that follow no law.

@@ -83,7 +83,7 @@ class Reach(NamedTuple):
         members(i) = ranks / units[i] = ranks of the group below one link into level i, whose bandwidths add up
 
     Groups of an axis tile the cluster: rank 0 of the first is GPU 0. Where a group's extent does not divide a unit,
-    some groups straddle a border that others do not: the one that straddles most is meant, since all wait for it.
+    some groups straddle a border that others do not: this is the group that straddles most, since all wait for it.
     """
 
     ranks: int
@@ -95,7 +95,7 @@ class Reach(NamedTuple):
 
     @property
     def crossed(self) -> tuple[int, ...]:
-        """Return the levels, inside out, at which some of the group's ranks are joined."""
+        """Return the levels whose links the group crosses, the innermost first."""
         return tuple(i for i in range(len(self.shares_uplink)) if self.units[i] > self.units[i + 1])
 
     def members(self, level: int) -> float:
@@ -103,7 +103,7 @@ class Reach(NamedTuple):
         return self.ranks / self.units[level]
 
     def fan(self, level: int) -> float:
-        """Return how many units of the level below, if they hold ranks of the group, one unit of `level` joins."""
+        """Return how many units of the level below that hold ranks of the group are joined by one unit of `level`."""
         return self.units[level] / self.units[level + 1]
 
 

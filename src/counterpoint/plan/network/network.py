@@ -1,4 +1,4 @@
-"""Describe the figures of NCCL's protocols on a cluster's links, with their sources; and the networks by name.
+"""Describe latencies and bandwidths of NCCL's protocols on a cluster's links, with sources; and the named networks.
 
 A collective that makes `steps` hops, moves `share · S` bytes of every GPU over its slowest level, and in which every
 rank handles a shard of its own without sending it, takes
@@ -9,10 +9,10 @@ rank handles a shard of its own without sending it, takes
     time      T = base + (H^j + X^j)^(1/j) + O + fill · √(base · X)
 
 NCCL's own model has j = 1, O = 0 and fill = 0 for each of its three protocols, and it takes the protocol that is the
-fastest there. What was fitted to measurements has figures of its own for the same protocols (j = 2: while one slice is
-under way the next is sent, so the longer of hops and bytes hides most of the other; fill: pipelines that fill), but is
-taken where NCCL's model takes it on the links that were measured (`algorithms.py`). T never falls with more bytes,
-less bandwidth or more latency.
+fastest there. Fitted protocols have the same names and other figures (j = 2: while one slice is under way the next is
+sent, so the longer of hops and bytes hides most of the other; fill: pipelines that fill), but each is taken where
+NCCL's model takes the protocol of its name on the measured links (`algorithms.py`). T never falls with more bytes, less
+bandwidth or more latency.
 
 Networks by name have their levels from networks.toml, NCCL's figures from protocols.toml and fitted ones from fits/. A
 fit serves clusters of the GPUs that it names; elsewhere NCCL's own figures count.
@@ -46,7 +46,7 @@ LARGEST = 1e7  # largest figure allowed in a file
 
 
 class FittedRange(Record, frozen=True, kw_only=True):
-    """Describes the measured rows of one group size and similar bytes, with the fit's error on held-out rows."""
+    """Describes the measured rows of one group size and a range of bytes, with the fit's error on held-out rows."""
 
     ranks: int  # ranks of the group
     smallest_bytes: int  # of the full array, as `largest_bytes`
@@ -80,7 +80,7 @@ class Fit(Record, frozen=True, kw_only=True):
         return "" if self.worst(ranks, num_bytes) is not None else "no row was held out"
 
     def worst(self, ranks: int, num_bytes: float) -> float | None:
-        """Return the largest held-out error for this number of ranks and bytes; between two ranges, that of both."""
+        """Return the largest held-out error for this number of ranks and bytes; between two ranges, the larger one."""
         ranges = [each for each in self.spans if each.ranks == ranks]
         below = [each for each in ranges if each.smallest_bytes <= num_bytes][-1:]
         above = [each for each in ranges if each.largest_bytes >= num_bytes][:1]
@@ -146,7 +146,7 @@ class Protocol(Record, frozen=True, kw_only=True):
 
     @property
     def precedence(self) -> int:
-        """Return 2 if fitted to given operations, 1 if fitted to all, 0 if from a source; the highest is used."""
+        """Return the protocol's precedence (highest is used): 2 if fitted to given operations, 1 if to all, else 0."""
         return 0 if self.fit is None else 2 if self.operations else 1
 
     def time_us(self, hops_us: float, bandwidth_us: float, own_us: float) -> float:
@@ -191,8 +191,8 @@ class Network(Record, frozen=True, kw_only=True):
     def protocols_for(self, operation: str, algorithm: str, kind: str) -> tuple[tuple[Protocol, Protocol], ...]:
         """Return the protocols of highest precedence, each with the protocol whose figures NCCL compares.
 
-        NCCL compares its own figures for the protocol of that name, and takes no protocol that has none. Where no
-        protocol here is NCCL's own, each is compared by its own figures.
+        NCCL compares its own figures for the protocol of the same name; a protocol without such figures is not taken.
+        Where none of the network's protocols is NCCL's own, each is compared by the figures that it has.
 
         Raises:
             Misconfigured: no protocol serves it.
@@ -216,7 +216,7 @@ class OwnNetwork(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
     schema: Literal["counterpoint.network/1"] = "counterpoint.network/1"
     source: str
     gpu: str  # on which it was measured
-    levels: tuple[Level, ...]  # inside out, at their full size
+    levels: tuple[Level, ...]  # innermost first, at full size
     protocols: tuple[Protocol, ...]
 
 

@@ -64,7 +64,7 @@ def launch_files(placement: Placement, mesh: Sequence[tuple[str, int]] = ()) -> 
 
 
 def distribution(placement: Placement) -> str | None:
-    """Return Slurm's `--distribution` that gives this placement on the hosts in the order listed; None: none does."""
+    """Return Slurm's `--distribution` that gives this placement on the hosts in their listed order; None: none does."""
     host, hosts, rank = _hosts(placement), len(placement.hosts), np.arange(len(placement.slots))
     if len(rank) != hosts * placement.gpus:
         return None

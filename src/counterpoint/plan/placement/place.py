@@ -6,7 +6,7 @@
 Hosts are taken as listed, in tree order, and in tree order with the hosts of a group kept together (`Topology.packed`).
 From the cheapest of these orders, ranks of two hosts and whole hosts are swapped while that lowers C, for at most
 `MAX_WORK`. Of orders that cost the same, rings and groups that follow the tree win: over leaves A, B, A, B a ring runs
-A, A, B, B. Every cost that is told is exact: groups are counted, not expanded.
+A, A, B, B. Every reported cost is exact: groups are counted, not expanded.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ WORTH = 1e-6  # fraction of a vertex's mean cost: smaller gains are float32 roun
 
 
 class Placement(Record, frozen=True, kw_only=True):
-    """Records an order of the ranks, and how much it saves."""
+    """Records the order of ranks that was found, with its cost and the costs of default orders."""
 
     hosts: tuple[str, ...]  # names, as the topology lists them
     gpus: int  # GPUs of each host
@@ -86,7 +86,7 @@ def place(traffic: RankTraffic, topology: Topology, *, seed: int = 0) -> Placeme
 
 
 def _host_orders(traffic: RankTraffic, topology: Topology) -> dict[str, I64]:
-    """Return orders of the hosts: as listed, along the network's tree, and along it with groups kept together."""
+    """Return orders of the hosts: as listed, along the network's tree, and along the tree with groups kept together."""
     found = {"in order": np.arange(len(topology.hosts)), "rail-optimised": topology.tree_order}
     for part in traffic.parts:
         block = -(-int(np.ptp(part.members[0]) + 1) // topology.gpus)  # hosts that a group spans
@@ -96,12 +96,12 @@ def _host_orders(traffic: RankTraffic, topology: Topology) -> dict[str, I64]:
 
 
 def _filled(order: I64, topology: Topology) -> I64:
-    """Return the slots in the order in which ranks fill them, host by host in this order."""
+    """Return the slots (GPUs) as ranks fill them, host by host in the given order."""
     return (order[:, None] * topology.gpus + np.arange(topology.gpus)).ravel()
 
 
 def _improved(traffic: RankTraffic, topology: Topology, slots: I64) -> tuple[I64, str]:
-    """Return the slots after swapping ranks and whole hosts as long as that helps, and a note on the swaps."""
+    """Return the ranks' slots after swaps of ranks and of whole hosts that lower the cost, and a note on the swaps."""
     count, size = len(topology.hosts), topology.num_slots
     if count > MAX_SWAPPED:
         return slots, f"no swaps: {count} hosts are more than {MAX_SWAPPED}"
@@ -159,7 +159,7 @@ def _cost(traffic: F32, bins: I64, distance: F32) -> float:
 
 
 def _best_swaps(traffic: F32, bins: I64, distance: F32, *, worth: float) -> tuple[I64, I64]:
-    """Return two arrays of vertices to swap pairwise: the best pair first, no bin twice."""
+    """Return two arrays of vertices to swap pairwise: the best pair first, and no bin in two pairs."""
     count, inside = len(bins), np.diag(distance)
     apart = 2 * distance - inside - inside[:, None]
     moved = traffic @ distance[bins]
@@ -182,7 +182,7 @@ def _best_swaps(traffic: F32, bins: I64, distance: F32, *, worth: float) -> tupl
 
 
 def _seated(hosts: I64, gpus: int) -> I64:
-    """Return each rank's slot with the ranks of a host sorted onto its GPUs, as launchers count."""
+    """Return each rank's slot: the ranks of a host take its GPUs in ascending order, as launchers number them."""
     order = np.argsort(hosts, kind="stable")
     starts = np.searchsorted(hosts[order], hosts[order])  # index of the first rank on each rank's host
     seated = np.empty_like(hosts)
@@ -244,7 +244,7 @@ def _unit_rows(topology: Topology) -> list[I64]:
 
 
 def _add_groups(sent: F64, part: AxisTraffic, topology: Topology, slots: I64) -> None:
-    """Add each rank's bytes to `sent` by level: those to partners in its unit of that level, but in no lower one."""
+    """Add each rank's bytes to `sent`, at the lowest level whose unit holds both the rank and its partner."""
     host = slots[part.members] // topology.gpus
     group = np.arange(len(part.members))[:, None]
     bytes_each = np.repeat(part.pair_bytes, part.members.shape[1])

@@ -1,4 +1,4 @@
-"""Read a topology from a file of any kind, which its name tells, and for JSON its content.
+"""Read a topology from a file of any format, told by the file's name and for JSON by its content.
 
 Topograph's instance list has each host with the switches above it, the closest first:
 
@@ -108,7 +108,7 @@ class _Matrix(msgspec.Struct):
 
 
 def read_matrix_json(text: str | bytes) -> Topology:
-    """Return the topology of a distance matrix in JSON; raise Misconfigured if the text is none."""
+    """Return the topology of a distance matrix in JSON; raise Misconfigured if the text holds none."""
     try:
         found = msgspec.json.decode(text, type=_Matrix)
     except msgspec.DecodeError as error:

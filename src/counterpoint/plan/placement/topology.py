@@ -36,7 +36,7 @@ NVLINK_LINKS = 50 / 390  # GB/s of a 400 Gb/s NIC over NVLink's: see above
 
 
 class TopologyLevel(Record, frozen=True, kw_only=True):
-    """Describes one level of a topology; levels are counted inside out, and the first is the host."""
+    """Describes one level of a topology; levels are counted from the innermost, and the first is the host."""
 
     name: str  # "host", "leaf", "spine"; "tier 3" where a file has no names
     distance: float  # distance of GPUs that this level joins and no lower one does
@@ -51,7 +51,7 @@ class TopologyLevel(Record, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Topology:
-    """Describes equal hosts below a tree of units, or below a measured matrix. A slot is one GPU: host · gpus + place.
+    """Describes equal hosts below a tree of units, or below a measured matrix. Slots are GPUs: host · gpus + GPU there.
 
     Raises:
         Misconfigured: Names that occur twice, units that are not nested, a matrix that is not square or symmetric.
@@ -59,7 +59,7 @@ class Topology:
 
     hosts: tuple[str, ...]  # names, in the order in which a launcher would fill them
     gpus: int  # GPUs of each host
-    levels: tuple[TopologyLevel, ...]  # levels inside out; the first is the host, the last joins everything
+    levels: tuple[TopologyLevel, ...]  # innermost first: the first is the host, the last joins everything
     units: I64  # `[levels - 1, hosts]`, the unit of each host at each level above the host
     matrix: F64 | None = None  # `[hosts, hosts]` measured distances, symmetric; None: those of the levels
 
@@ -79,7 +79,7 @@ class Topology:
     def tree_order(self) -> I64:
         """Return host indices unit by unit, larger units first; for equal hosts it does not depend on the listed order.
 
-        Of measured hosts, each is followed by the closest of those that are left.
+        With measured distances, each host is followed by the closest remaining host.
         """
         if self.matrix is not None:
             return _nearest_next(self.matrix)
@@ -89,7 +89,7 @@ class Topology:
         return np.lexsort(keys)
 
     def packed(self, block: int) -> I64:
-        """Return host indices along the tree, each run of `block` hosts below the lowest unit that has room for it.
+        """Return host indices along the tree; each run of `block` hosts lies below the lowest unit with room for it.
 
         Hosts that fill no block in their unit are joined to blocks one level above, and so on; what is left comes last.
         """
@@ -146,7 +146,7 @@ class Topology:
 
     @classmethod
     def of_paths(cls, paths: Mapping[str, Sequence[str]], gpus: int) -> Topology:
-        """Return the topology of hosts with the switches above each, closest first; a level per tier of switches."""
+        """Return the topology of hosts, given the switches above each, closest first; each tier becomes a level."""
         if not paths or len(paths) > MAX_HOSTS:
             raise Misconfigured(f"the topology has {len(paths)} hosts: give 1 to {MAX_HOSTS}")
         tiers = max(map(len, paths.values()))

@@ -5,7 +5,7 @@
     "line"  each rank exchanges with the next one only (pipeline stages)
     "ring"  the same, and the last with the first (interleaved stages)
 
-M(i, j) is the sum of both ways, in bytes of one step. A group of thousands of ranks is a handful of numbers this way,
+M(i, j) adds up both directions, in bytes of one step. A group of thousands of ranks is a handful of numbers this way,
 where its matrix would have millions; `pairs` expands it. What a rank sends on an axis is the sum of
 
     all_gather, reduce_scatter   (n - 1) / n · S          of layers and micro-batches: `exchanges.py`
@@ -61,7 +61,7 @@ class AxisTraffic:
 
     @property
     def in_pairs(self) -> bool:
-        """Return whether pairs are at most as many as ranks, so that they are listed, not counted by group."""
+        """Return whether there are no more pairs than ranks; pairs are then listed instead of counted by group."""
         return self.pattern != "all" or self.members.shape[1] == 2
 
 
@@ -74,7 +74,7 @@ class RankTraffic:
     mesh: tuple[tuple[str, int], ...] = ()  # axes and their lengths, the fastest first; (): the ranks form no mesh
 
     def with_rings(self) -> RankTraffic:
-        """Return this traffic plus a ring in each group that carries the fraction `RING` of its collective's bytes."""
+        """Return this traffic plus a ring in each group; a ring carries the fraction `RING` of the group's bytes."""
         rings = [
             replace(part, pattern="ring", pair_bytes=RING * part.pair_bytes * (part.members.shape[1] - 1) / 2)
             for part in self.parts
@@ -83,7 +83,7 @@ class RankTraffic:
         return replace(self, parts=(*self.parts, *rings))
 
     def between(self, label: I64, count: int) -> F64:
-        """Return the bytes between ranks of each two labels, both directions: `[count, count]`; 0 inside a label.
+        """Return the bytes, in both directions, between the ranks of every two labels: `[count, count]`, diagonal 0.
 
         Args:
             label: `[world_size]`, below `count`: the host of each rank, or the rank itself.

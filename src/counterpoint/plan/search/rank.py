@@ -1,4 +1,4 @@
-"""Rank the results of searches by an objective, mark their Pareto front, and say what keeps a choice from the first.
+"""Rank searches' results by an objective, mark their Pareto front, and say where each choice loses to the best.
 
     step       µs of a step
     cost       GPU-µs of a step, with its share of what failures and checkpoints lose
@@ -21,7 +21,7 @@ from counterpoint.records.prediction import OBJECTIVES, Objective, PartChange, P
 
 
 def check_objective(objective: str, job: Job, counts: Sequence[int | None]) -> Objective:
-    """Return the objective; raise Misconfigured for an unknown one, and where it ranks as the step does."""
+    """Return the objective; raise Misconfigured if it is unknown, or would rank choices as the step time does."""
     if objective not in OBJECTIVES:
         raise Misconfigured(f"--objective {printable(objective, 80)}: give one of {', '.join(OBJECTIVES)}")
     if objective != "step" and len(set(counts)) < 2:
@@ -36,7 +36,7 @@ def check_objective(objective: str, job: Job, counts: Sequence[int | None]) -> O
 
 
 def ranked(results: Sequence[SearchResult], objective: Objective) -> tuple[SearchResult, ...]:
-    """Return the results, that of the best choice first and those without choices last, with their choices compared."""
+    """Return the results, that with the best choice first, and add each choice's difference from the best choice."""
     found = sorted(results, key=lambda it: sum(_taken(it.choices[0], objective).values()) if it.choices else inf)
     first = found[0].choices[0]
     front = _front(choice for each in found for choice in each.choices)
@@ -51,7 +51,7 @@ def ranked(results: Sequence[SearchResult], objective: Objective) -> tuple[Searc
 
 
 def _taken(choice: PlanOutcome, objective: Objective) -> dict[str, float]:
-    """Return the µs or GPU-µs that a step of a choice takes, by part and loss."""
+    """Return a choice's µs per step (GPU-µs for "cost"), by part of the step and by loss to failures or checkpoints."""
     found = dict(choice.parts)
     if objective != "step" and choice.run is not None:
         whole_us = sum(found.values()) / choice.run.goodput
@@ -60,7 +60,7 @@ def _taken(choice: PlanOutcome, objective: Objective) -> dict[str, float]:
 
 
 def _most_added(taken: Mapping[str, float], first: Mapping[str, float]) -> PartChange | None:
-    """Return the part by which a choice exceeds the first most; None if there is none."""
+    """Return the part in which a choice exceeds the best choice most; None if no part is longer."""
     change, name = max((taken[name] - first.get(name, 0.0), name) for name in taken)
     return PartChange(name=name, change=change / sum(first.values())) if change > 0.0 else None
 
@@ -70,7 +70,7 @@ def _figures(choice: PlanOutcome) -> tuple[float, ...]:
 
 
 def _front(choices: Iterable[PlanOutcome]) -> set[tuple[float, ...]]:
-    """Return GPUs, step and memory of the choices than which no other has as little of all three."""
+    """Return (GPUs, step, memory) of the choices on the Pareto front: no other choice needs as little of all three."""
     front: list[tuple[float, ...]] = []
     for each in sorted(set(map(_figures, choices))):  # what exceeds another in nothing comes before it
         if not any(all(have <= want for have, want in zip(kept, each, strict=True)) for kept in front):

@@ -1,4 +1,4 @@
-"""Find the fastest ways to divide a job by best-first search, with lower bounds of the step time that are proved.
+"""Find the fastest ways to divide a job by best-first search, with proved lower bounds of the step time.
 
     division        tp, cp, pp, dp, ep, micro-batch         `least_division_us`: no bubble, recomputation, shards
     pipeline        with schedule, parts, layers            `least_stages_us`, `least_of_balanced_us`: with a bubble
@@ -6,9 +6,9 @@
     way             with zero and shards                    `least_step_us`, if it fits in memory: all but the pipeline
     answer          the same way                            `predict_step`
 
-What has the least time so far is opened: a division becomes its pipelines, and so on.
-An answer that is opened is next in the result: all that is left takes longer, or as long and no less memory.
-So a way is left out only where it does not fit, cannot be, or its bound is above the last answer: nothing is guessed.
+The open node with the least lower bound is expanded: a division becomes its pipelines, and so on.
+An answer that comes up is next in the result: all other nodes take longer, or as long with no less memory.
+So a way is left out only if it does not fit, is impossible, or its bound is above the last answer: nothing is guessed.
 Of the ways that differ in recomputation only, the fastest that fits is listed.
 """
 
@@ -74,7 +74,7 @@ ROUNDING = 1 - 1e-9  # a bound and a step add up the same times in different ord
 
 
 class _Node(NamedTuple):
-    """Describes all ways that share the first `decided` choices of division, pipeline, recomputation and sharding."""
+    """Describes all ways to divide a job that agree in the first `decided` of these fields, from `division` on."""
 
     job: Job
     decided: int
@@ -91,7 +91,7 @@ class _Node(NamedTuple):
 
 
 Progress: TypeAlias = Callable[[int, int, float | None], None]
-"""Told of divisions that are done, of all of them, and of the fastest step so far."""
+"""Called with the number of finished divisions, the number of all divisions, and the fastest step's µs so far."""
 
 
 def search(
@@ -138,7 +138,7 @@ def search_each(
     min_fits: float | None = None,
     objective: str = "step",
 ) -> tuple[SearchResult, ...]:
-    """Return the result of `search` for each number of GPUs; one without any way has the reason and no choices.
+    """Return the result of `search` for each number of GPUs; where no way fits, it holds the reason and no choices.
 
     They are ranked by the objective, "step", "cost" or "goodput". All other arguments are those of `search`.
 
@@ -237,7 +237,7 @@ class _Search:
         )
 
     def _find(self) -> None:
-        """Open what has the least time so far until the fastest ways are listed."""
+        """Expand the open node with the least lower bound until the `best` fastest ways are listed."""
         total, done = len(self.open), 0
         opened = (self._open_division, self._open_pipeline, self._open_recomputation, self._answer)
         while self.open and len(self.choices) < self.best:
@@ -253,7 +253,7 @@ class _Search:
                 self.progress(done, total, self.fastest)
 
     def _list(self, node: _Node) -> None:
-        """List a predicted way unless the same way with another recomputation is listed, or enough are."""
+        """List a predicted way, unless `best` ways, or this way with another recomputation, are listed already."""
         if node.step is not None and node.family not in self.families and len(self.choices) < self.best:
             self.families.add(node.family)
             self.fastest_us = self.fastest_us or node.step.step_us
@@ -282,7 +282,7 @@ class _Search:
         return max(found * sum(1 for _ in shardings(self.job, division, self.fixed)) * len(self.again), 1)
 
     def _least(self, job: Job, least: Callable[[Job, GpuRates, MeshTimes, LayerTimes], float]) -> float:
-        """Return a lower bound of the step µs while sharding is open: zero 3 may spare kernels that add gradients."""
+        """Return a lower bound of the step µs over all shardings; zero 3 may spare kernels that add up gradients."""
         mesh = MeshTimes(self.prices, job.parallel)
         layers = self._layer_times(job, mesh)
         if not job.training.fused_accumulation:
@@ -338,7 +338,7 @@ class _Search:
                 self.impossible += 1
 
     def _that_fits(self, job: Job, node: _Node, totals: Callable[[Job], list[float]]) -> Job | None:
-        """Return the job if it fits in memory, its stages dealt and the fewest layers recomputed; else None."""
+        """Return the job with layers dealt to stages and as few recomputed as memory allows; None if it cannot fit."""
         if node.again.num_layers != 0:
             return self._dealt(job, node.pipeline, totals)
         parts = [part.layers for stage in deal_layers(job.model, job.parallel) for part in stage]
@@ -377,7 +377,7 @@ class _Search:
         self._push(step.step_us, node._replace(step=step))
 
     def _choice(self, job: Job, step: PredictedStep) -> PlanOutcome:
-        """Return the outcome of a way, on the whole memory of its GPU."""
+        """Return the outcome of a way on the GPU's full memory, not on the smaller memory that `min_fits` asks for."""
         if job.cluster.gpu != self.gpu:
             job = _of_gpu(job, self.gpu)
             step = predict_step(job, prices=self.prices, rates=self.rates)

@@ -1,4 +1,4 @@
-"""List the ways to divide a job: the axes of a search, their values, those that the user fixed, layers dealt unevenly.
+"""List the ways to divide a job: the axes of a search, their values, values that the user fixed, uneven stages.
 
 | axis | values |
 |---|---|
@@ -14,7 +14,7 @@
 | zero, shard | 0 to 3; shards over all replicas, or over those of a unit of the network, such as a node |
 | recompute | none; every set of modules; full; full of the fewest layers of each part that fits |
 
-A value that is fixed is taken even where the list does not have it, such as tp = 16 or zero_bubble.
+A fixed value is used even if the list does not have it, such as tp = 16 or zero_bubble.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Division(NamedTuple):
 
 
 class Pipeline(NamedTuple):
-    """Describes how layers are dealt to stages and scheduled; `layers` is one of LAYOUTS, or the layers by part."""
+    """Describes the schedule, and the layers per stage: `layers` is one of LAYOUTS, or the layers of each part."""
 
     schedule: str
     virtual: int
@@ -172,13 +172,13 @@ def pipelines(job: Job, division: Division, fixed: Fixed) -> Iterator[Pipeline]:
 
 
 def _virtual(layers: int, pp: int) -> tuple[int, ...]:
-    """Return the numbers of parts per stage, above 1, that divide a stage's layers (ends counted as layers or not)."""
+    """Return numbers of parts per stage, above 1, that divide a stage's layers (embedding and head counted or not)."""
     each = {layers // pp, -(-layers // pp), *((layers + 2) // pp for _ in (0,) if (layers + 2) % pp == 0)}
     return tuple(sorted({virtual for stage in each for virtual in divisors(stage) if virtual > 1}))
 
 
 def shardings(job: Job, division: Division, fixed: Fixed) -> Iterator[Sharding]:
-    """Yield each zero stage with its shards: over all replicas, or over the replicas in one unit of a network level."""
+    """Yield each zero stage, sharded over all replicas or over the replicas in one unit of a network level."""
     dp = division.dp
     replica = division.tp * division.cp
     units = {level.size // replica for level in job.cluster.levels[:-1] if level.size % replica == 0}
@@ -276,13 +276,13 @@ def _recomputing(training: Training, again: Recomputation) -> Training:
 
 
 def balanced(layers: int, layer_us: float, ends_us: Sequence[float], room: Sequence[int]) -> tuple[int, ...] | None:
-    """Return the layers of each stage so that the busiest has least to do; None if there is no room for all of them.
+    """Return the layers of each stage so that the busiest stage has least to do; None if not all layers have room.
 
     Layers go one by one to the stage that has least to do with one more, of those that have room; of equal stages the
     later one is taken, which has fewer micro-batches in flight. Where all layers take equally long, no other way to
     deal them has a shorter busiest stage (`tests/proof/plan/test_search.py` tries all); where only some have experts,
-    the mean of all stands for each. `ends_us` has by stage the time of what it runs besides layers, `room` the most
-    layers that it can have.
+    each counts as the mean of all. `ends_us` has the time of embedding or head on each stage, `room` the most layers
+    that each stage can have.
     """
     if sum(room) < layers:
         return None
@@ -328,7 +328,7 @@ def balanced_job(
 
 
 def least_of_balanced_us(job: Job, rates: GpuRates, mesh: MeshTimes, layers: LayerTimes) -> float:
-    """Return a lower bound of the step µs, however layers are dealt, for a job without zero and recomputation."""
+    """Return a lower bound of the step µs of `job`, without zero and recomputation, over all splits of its layers."""
     if 0 < job.model.expert_layers < job.model.layers:  # unequal layers can be dealt more evenly than equal ones
         return least_division_us(job, rates, mesh, layers)
     model, ends_us, layer_us = job.model, _ends(job, end_us(job, rates, layers)), layers.mean_us(job.model)

@@ -1,4 +1,4 @@
-"""Predict how long replicas exchange gradients (with zero also parameters), and how much compute does not hide.
+"""Predict how long replicas exchange gradients (with zero also parameters), and how much of that is exposed.
 
 Compute is cut into n equal pieces, as many as buckets or layers, and a collective follows (or precedes) each piece:
 
@@ -87,9 +87,10 @@ def overlapped_in_pieces_us(
 ) -> float:
     """Return the µs of compute and collectives in equal pieces; a piece's collectives overlap a neighbour's compute.
 
-    It is at most the time of all collectives after all compute. `compute_us` is compute alone and `comms` are the
-    collectives of all pieces: layers, or buckets, the last of which is a part of one; in whole ones, time would fall
-    where more bytes begin another bucket. `persistent` says whether matmuls hold their SMs to their end.
+    The result is at most the time of all collectives after all compute. `compute_us` is compute alone, and `comms` are
+    the collectives of all pieces. A piece is a layer or a bucket; the last bucket counts as a fraction, since with
+    whole buckets time would fall where more bytes begin another one. `persistent` says whether matmuls hold their SMs
+    to their end.
     """
     parts = tuple((name, us / pieces) for name, us in comms)
     alone = sum(us for _, us in parts)
@@ -118,9 +119,9 @@ def layer_collectives(
 def layer_copies_us(job: Job, rates: GpuRates, count: ParameterCount, element: int) -> tuple[float, float]:
     """Return the µs of FSDP2's copies for these parameters, in forward and in backward.
 
-    Whole layers are copied out of the gathered buffer, and gradients into the one that is reduced, unless the mechanism
-    sends every byte to where it belongs. The own shard is cast to the dtype in which it is gathered (and copied from
-    there into the buffer), and its gradients back to float32.
+    Unsharded layers are copied out of the all_gather's buffer, and gradients into the reduce_scatter's, unless the
+    mechanism sends every byte to where it belongs. The rank's own shard is cast to the dtype in which it is gathered
+    (and copied into the all_gather's buffer), and the shard's gradients are cast back to float32.
     A parameter has `element` bytes while it is gathered.
     """
     made, gradient = job.training.element_bytes, job.training.grad_bytes
@@ -139,7 +140,7 @@ def layer_copies_us(job: Job, rates: GpuRates, count: ParameterCount, element: i
 def _collectives(
     job: Job, prices: MeshTimes, count: ParameterCount, alone_us: Callable[[Axis, str, float], float], element: int
 ) -> tuple[list[CollectiveTime], list[CollectiveTime]]:
-    """Return the collectives of parameters and those of gradients; replicas of a shard all_reduce its gradients."""
+    """Return the collectives of parameters and of gradients; ranks with the same shard all_reduce its gradients."""
     gathered, gradients = [], []
     for axis, replicas, parameters in _sharded_axes(job, count):
         size = parameters * job.training.grad_bytes
@@ -156,7 +157,7 @@ def _collectives(
 
 
 def _sharded_axes(job: Job, count: ParameterCount) -> list[tuple[Axis, tuple[Axis, ...], float]]:
-    """Return (axis, the axes of its replicas, number of parameters) for each axis that shards or reduces parameters."""
+    """Return (axis, axes that replicate its shards, parameters) for each axis that shards or reduces parameters."""
     found: list[tuple[Axis, tuple[Axis, ...], float]] = []
     if count.shared:
         whole = job.parallel.shard is None or job.parallel.zero == 0
@@ -170,11 +171,11 @@ def replica_exchange(
     job: Job, rates: GpuRates, prices: MeshTimes, count: ParameterCount, *, forward_us: float, backward_us: float,
     host_us: float,
 ) -> CommTime:  # fmt: skip
-    """Return the time of the replicas' collectives, zero 0 to 2: gradients after backward, parameters before forward.
+    """Return the time (zero 0 to 2) to reduce gradients after backward and to gather parameters before forward.
 
     The stage that ends last has `count` parameters, and takes `forward_us` and `backward_us` for one micro-batch on its
-    GPU. Its host takes `host_us` longer, which may hide what either direction sends: in shares, a kernel that takes
-    longer could move it to where it hides more.
+    GPU. Its host takes `host_us` longer, which may hide collectives in either direction. That time is not divided
+    between both, or a longer kernel could move it to where it hides more.
     """
     _check_whole(job)
     if job.training.local_steps > 1:
@@ -234,7 +235,7 @@ def _sent_us(prices: MeshTimes, axis: Axis, sent: Sent) -> float:
 
 
 def _check_whole(job: Job) -> None:
-    """Raise Misconfigured where local SGD or asynchronous replicas come with zero, compression or each other."""
+    """Raise Misconfigured where local SGD or asynchronous replicas are used with zero, compression or each other."""
     training = job.training
     apart = f"training.local_steps = {training.local_steps}" if training.local_steps > 1 else ""
     apart = apart or ("training.asynchronous = true" if training.asynchronous else "")
@@ -334,7 +335,7 @@ def _powersgd_flops(rank: int, shapes: Shapes) -> tuple[float, float]:
 
 
 def _divided(rank: int, shapes: Shapes) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Return the gradients' shapes in two lists: those that two factors of `rank` make smaller, and the others."""
+    """Return the shapes of gradients that two factors of `rank` make smaller, and the shapes of the others."""
     low = [(rows, columns) for rows, columns in shapes if rank * (rows + columns) < rows * columns]
     return low, [(rows, columns) for rows, columns in shapes if rank * (rows + columns) >= rows * columns]
 

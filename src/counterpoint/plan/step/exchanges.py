@@ -14,7 +14,7 @@ A = micro_batch · sequence / cp · hidden · bytes of an element; blocks are at
     pp            send_recv of A / tp per stage; without sequence parallelism gathered again over tp   arXiv 2104.04473
 
 Backward, the gradient of a block's input is on its way while dW is made (`Parallel.overlap_tp`). The second all_gather
-is of that input, which is kept in parts only: dW needs it, so it does not run during dW and counts as exposed. Keys and
+is of that input, which is kept sharded: dW needs it, so it does not run during dW and counts as exposed. Keys and
 values of cp are gathered before attention starts: exposed, as Llama 3 does it.
 
 In fp8 the all_gathers of dense layers are of one byte, as Transformer Engine and torchao have them; with scales of
@@ -23,14 +23,14 @@ rows, which differ by direction, of two.
 With `Parallel.expert_tp` = 1 every rank of tp sends its own tokens to whole experts: their block needs nothing of tp,
 unless there are shared experts, which tp cuts.
 
-Tokens that are gathered are as many whatever the router chose: A of all ranks of ep, against A · per_token · imbalance
-that are sent. By node, a token goes over the NIC once for each node that has an expert of it, of n nodes on average
+Gathered tokens are as many whatever the router chose: A of all ranks of ep, against A · per_token · imbalance where
+tokens are sent. By node, a token goes over the NIC once for each node that has an expert of it, of n nodes on average
 n (1 - (1 - 1/n)^per_token), at most `expert_nodes`, and at the same time over NVLink once to each rank with one. Slabs
-hold `capacity_factor` times the mean; what one does not hold goes in a further round, so the busiest rank decides on
-their number. With `Parallel.overlap_ep` = "halves" each of these comes twice, of half the tokens.
+hold `capacity_factor` times the mean; tokens beyond that go in further rounds, so the busiest rank decides on the
+number of rounds. With `Parallel.overlap_ep` = "halves" each exchange runs twice, with half of the tokens.
 
-With `Parallel.pieces_tp` collectives with a product before or after them run beside it, in pieces, and the input is
-gathered again during the product of its gradient. Products of experts are not cut.
+With `Parallel.pieces_tp` collectives right before or after a matmul run beside that matmul, in pieces, and the input
+is gathered again during the matmul of its gradient. Matmuls of experts are not cut.
 """
 
 from __future__ import annotations
@@ -82,14 +82,14 @@ class Exchange(Record, frozen=True, kw_only=True):
 
 
 def _distinct(count: int, draws: int) -> float:
-    """Return how many of `count` places are drawn at least once, on average."""
+    """Return the expected number of distinct places in `draws` draws from `count` places."""
     return count * (1.0 - (1.0 - 1.0 / count) ** draws)
 
 
 def layer_exchanges(
     model: Model, parallel: Parallel, training: Training, experts: Experts | None = None
 ) -> tuple[Exchange, ...]:
-    """Return the exchanges of one layer for one micro-batch; recomputation repeats those of forward.
+    """Return one layer's exchanges for one micro-batch, without those that recomputation repeats.
 
     `experts` are those of the layer; None: a dense layer.
     """
@@ -102,9 +102,9 @@ def layer_exchanges(
 
 
 def _in_fp8(exchanges: tuple[Exchange, ...], local: LocalShape, experts: Experts | None) -> tuple[Exchange, ...]:
-    """Return the exchanges with all_gathers in one byte per element where fp8 products read them: ranks cast first.
+    """Return the exchanges with all_gathers of one byte per element where fp8 matmuls read the gathered array.
 
-    Sums are in bf16, and so is what a router reads.
+    Ranks cast to fp8 before they gather. Sums, and what a router reads, are in bf16.
     """
     if local.fp8 in ("", "rowwise") or experts is not None:
         return exchanges
@@ -139,7 +139,7 @@ def _tensor(model: Model, parallel: Parallel, local: LocalShape, experts: Expert
 def _tensor_of_latents(
     model: Model, mla: LatentAttention, local: LocalShape, whole: int, *, during_dw: bool
 ) -> tuple[Exchange, ...]:
-    """Return the tp exchanges of a layer with latent attention: the input stays sharded, its latents are gathered."""
+    """Return the tp exchanges of a layer with latent attention, which gathers latents instead of its input."""
     width = mla.latent_width if mla.q_lora_rank is not None else mla.latent_width + model.hidden
     found: list[Exchange] = []
     for ffn, entering in enumerate((local.tokens * width * local.element_bytes, whole)):
@@ -154,7 +154,7 @@ def _tensor_of_latents(
 
 
 def _tensor_in_pieces(model: Model, local: LocalShape, whole: int, experts: Experts | None) -> tuple[Exchange, ...]:
-    """Return the tp exchanges that run in pieces beside products: at the first and the last weight of each block."""
+    """Return a layer's tp exchanges, cut in pieces that overlap the first and the last matmul of each block."""
     queries = model.heads * model.head_width // local.tp
     keys = max(model.key_heads // local.tp, 1) * model.head_width
     width = model.ffn_width // local.tp
@@ -221,7 +221,7 @@ def _sent_tokens(model: Model, parallel: Parallel, experts: Experts, local: Loca
 
 
 def _gathered_tokens(model: Model, parallel: Parallel, experts: Experts, local: LocalShape) -> tuple[Exchange, ...]:
-    """Return the exchanges where every rank gathers all tokens, and the experts' outputs are reduce_scattered."""
+    """Return the exchanges by which every rank gathers all tokens and reduce_scatters the experts' outputs."""
     tokens = parallel.ep * local.tokens_between
     whole, choices = tokens * model.hidden * local.element_bytes, tokens * experts.per_token
     return (
@@ -235,7 +235,7 @@ def _gathered_tokens(model: Model, parallel: Parallel, experts: Experts, local: 
 
 
 def stage_exchanges(model: Model, parallel: Parallel, training: Training) -> tuple[Exchange, ...]:
-    """Return what one stage sends to the next one in one direction, for one micro-batch."""
+    """Return the exchanges by which one stage sends one micro-batch to the next stage, in one direction."""
     local = LocalShape.of(parallel, training)
     whole = local.tokens * model.hidden * local.element_bytes
     part = Exchange(axis="pp", operation="send_recv", num_bytes=-(-whole // parallel.tp))

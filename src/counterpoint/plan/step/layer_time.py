@@ -1,7 +1,7 @@
-"""Predict one layer, and one part of a stage, on one rank: compute by kind, communication alone and exposed.
+"""Predict the time of a layer, and of a part of a stage, on one rank: compute by kind, communication, exposed parts.
 
 forward   = compute + every exchange                            activations are needed before anything can go on
-            those in pieces beside a product count what the product takes longer (`pieces_us`)
+            exchanges in pieces beside a matmul count only the matmul's extra time (`pieces_us`)
 backward  = compute + recomputed + exchanges; those `during_dw` run together with the weight gradients' products:
             exposed = together(dW, exchanges) - dW              (`pair/together.py`)
 experts   `overlap_ep` = "halves": one half of an exchange is exposed, one runs together with the products of experts;
@@ -61,10 +61,10 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "float8_e4m3fn", "fp32":
 def pieces_us(
     operation: TensorOperation, columns: int, depth: int, dtype: str, rows: int, ranks: int, gpu: tuple[str, str]
 ) -> float:
-    """Return the µs that a product with communication in pieces takes beyond the product alone.
+    """Return how many µs longer a matmul takes with communication in pieces beside it than alone.
 
-    Both are by an estimated curve of the product, with `rows` of all ranks, `columns`, and `depth` elements in each
-    sum; `gpu` has its name, and the file of its profile as `ClusterGpu.machine` has it.
+    Both times are estimates. The matmul has `rows` over all ranks, `columns`, and `depth` elements in each sum; `gpu`
+    holds the GPU's name and the file of its profile (`ClusterGpu.machine`).
 
     Raises:
         Misconfigured: the GPU's data sheet is not known.
@@ -80,7 +80,7 @@ def pieces_us(
 
 
 class TimeByPart(Record, frozen=True, kw_only=True):
-    """Holds the µs of a rank by part; for communication only the exposed µs."""
+    """Holds the µs of a rank by part of a step; communication counts only where it is exposed."""
 
     matmul_us: float = 0.0
     attention_us: float = 0.0
@@ -105,7 +105,7 @@ class TimeByPart(Record, frozen=True, kw_only=True):
         return self.matmul_us + self.attention_us + self.memory_bound_us + self.recompute_us + self.shard_copies_us
 
     def plus(self, other: TimeByPart, times: float = 1.0) -> TimeByPart:
-        """Return this time plus `times` times the other."""
+        """Return this time + `times` · `other`."""
         pairs = zip(self.__struct_fields__, astuple(self), astuple(other), strict=True)
         return TimeByPart(**{name: mine + times * more for name, mine, more in pairs})
 
@@ -128,19 +128,19 @@ class MicroBatchTime(Record, frozen=True, kw_only=True):
 
     @property
     def gpu_us(self) -> float:
-        """Return the µs of forward and backward without those that the GPU waits for the host."""
+        """Return the µs of forward and backward, without the time in which the GPU waits for its host."""
         return self.total_us - self.forward.host_us - self.backward.host_us
 
     def with_host(self) -> MicroBatchTime:
-        """Return this time with the µs that the GPU waits for the host; they count in backward, where it catches up.
+        """Return this time plus the µs that the GPU waits for its host; they count in backward.
 
-        In shares that follow the GPU's times, a slower kernel could move them to where they hide more communication.
+        If both directions shared them by the GPU's times, a slower kernel could move them to where they hide more.
         """
         late = TimeByPart(host_us=max(sum(self.launch_us) - self.gpu_us, 0.0))
         return msgspec.structs.replace(self, backward=self.backward.plus(late))
 
     def plus(self, other: MicroBatchTime, times: float = 1.0) -> MicroBatchTime:
-        """Return this time plus `times` times the other."""
+        """Return this time + `times` · `other`."""
         comm_us = dict(self.comm_us)
         for axis, us in other.comm_us.items():
             comm_us[axis] = comm_us.get(axis, 0.0) + times * us
@@ -161,7 +161,7 @@ class MicroBatchTime(Record, frozen=True, kw_only=True):
 class LayerTimes(Record, frozen=True, kw_only=True):
     """Holds the time of one dense layer and one with experts, with recomputation as the job asks for.
 
-    Where only some layers are computed again whole, `rest` has the times of the others.
+    Where only some layers are recomputed in full, `rest` has the times of the others.
     """
 
     dense: MicroBatchTime
@@ -198,7 +198,7 @@ def layer_times(job: Job, rates: GpuRates, prices: MeshTimes) -> LayerTimes:
 
 
 def part_time(job: Job, rates: GpuRates, prices: MeshTimes, part: StagePart, layers: LayerTimes) -> MicroBatchTime:
-    """Return the time of one micro-batch in a part of a stage: its layers, its ends, and what zero 3 adds."""
+    """Return one micro-batch's time in a part of a stage: its layers, embedding and head, and what zero 3 adds."""
     found = layers.of_part(part, job.training.recomputed_layers(part.layers))
     found = _with_ends(found, job, rates, part, layers)
     if job.parallel.zero == 3 and job.parallel.dp * job.parallel.cp > 1:
@@ -207,7 +207,7 @@ def part_time(job: Job, rates: GpuRates, prices: MeshTimes, part: StagePart, lay
 
 
 def with_offloading(job: Job, part: StagePart, time: MicroBatchTime) -> MicroBatchTime:
-    """Return a part's time with the exposed copies of activations: to the host beside forward, back beside backward."""
+    """Return a part's time plus the exposed time of copying activations to the host (forward) and back (backward)."""
     if not job.training.offload_activations:
         return time
     copy_us = offloaded_bytes(job, part) / job.cluster.gpu.host_bytes_per_us
@@ -217,7 +217,7 @@ def with_offloading(job: Job, part: StagePart, time: MicroBatchTime) -> MicroBat
 
 
 def layer_time(job: Job, rates: GpuRates, prices: MeshTimes, experts: Experts | None = None) -> MicroBatchTime:
-    """Return the time of one micro-batch in one layer, which without `experts` is a dense one."""
+    """Return the time of one micro-batch in one layer; without `experts` the layer is dense."""
     model, parallel, training = job.model, job.parallel, job.training
     work = layer_work(model, LocalShape.of(parallel, training), experts)
     exchanges = layer_exchanges(model, parallel, training, experts)
@@ -250,7 +250,7 @@ def layer_time(job: Job, rates: GpuRates, prices: MeshTimes, experts: Experts | 
 
 
 def _without_last(exchange: Exchange) -> Exchange:
-    """Return an exchange without the last product's, which early-stopped recomputation does not repeat."""
+    """Return an exchange less the last matmul's collective, which early-stopped recomputation skips."""
     last = exchange.axis == "tp" and exchange.operation in ("reduce_scatter", "all_reduce") and exchange.product is None
     return msgspec.structs.replace(exchange, count=exchange.count - 1) if last else exchange
 
@@ -258,7 +258,7 @@ def _without_last(exchange: Exchange) -> Exchange:
 def _again(
     job: Job, work: LayerWork, sent: list[Exchange], *, routed: bool
 ) -> tuple[tuple[Operation, ...], list[Exchange]]:
-    """Return the operations and exchanges that backward repeats, out of those of forward, `work` and `sent`."""
+    """Return the operations of `work` and the forward exchanges of `sent` that backward repeats."""
     training = job.training
     if training.recompute == "full":
         if not training.early_stop or routed:  # combining needs the experts' outputs again
@@ -272,14 +272,14 @@ def _again(
 
 
 def end_us(job: Job, rates: GpuRates, layers: LayerTimes) -> tuple[float, float]:
-    """Return the µs, forward plus backward, of the embedding and of the head with multi-token prediction."""
+    """Return the µs, forward plus backward, of the embedding, and of the head with multi-token prediction."""
     ends = StagePart(layers=0, embedding=True), StagePart(layers=0, head=True, mtp=job.model.mtp)
     first, last = (_with_ends(MicroBatchTime(), job, rates, end, layers) for end in ends)
     return first.total_us, last.total_us
 
 
 def _with_ends(found: MicroBatchTime, job: Job, rates: GpuRates, part: StagePart, layers: LayerTimes) -> MicroBatchTime:
-    """Return a time plus that of what the part has besides layers: embedding, head, multi-token prediction."""
+    """Return a time plus that of the part's embedding, head and multi-token prediction, where it has them."""
     if part.embedding:
         found = found.plus(_end_time(job, rates, embedding_work))
     if part.head:
@@ -345,7 +345,7 @@ def _exposed(
     experts_us: float,
     compute_us: float,
 ) -> dict[str, float]:
-    """Return exposed µs by part; exchanges during weight gradients divide theirs in proportion to their time alone."""
+    """Return exposed µs by part; exchanges during dW share one exposed time in proportion to their times alone."""
     exposed: dict[str, float] = {}
     during_dw, halves, others = [], [], []
     for exchange in exchanges:
@@ -378,7 +378,7 @@ def _exposed(
 
 
 def _beside_product_us(job: Job, prices: MeshTimes, exchange: Exchange, product: tuple[int, int]) -> float:
-    """Return the µs that a product with its exchange in pieces takes beyond the product; at most the exchange's µs."""
+    """Return how many µs longer a matmul takes with its exchange in pieces than alone; at most the exchange's µs."""
     local = LocalShape.of(job.parallel, job.training)
     scatter = exchange.operation == "reduce_scatter"
     us = pieces_us(
@@ -404,7 +404,7 @@ def _accumulation(job: Job, experts: Experts | None) -> tuple[Operation, ...]:
 def _sharding_time(
     job: Job, rates: GpuRates, prices: MeshTimes, part: StagePart, alone: MicroBatchTime
 ) -> MicroBatchTime:
-    """Return the time that zero 3 adds to a part: copies and exposed communication; embedding and head are one unit."""
+    """Return the time that zero 3 adds to a part: copies, exposed communication; embedding and head are one unit."""
     mechanism, persistent = job.disturbance_of("dp"), rates.efficiency.persistent
     count = max(part.layers + part.mtp, 1)
     alike = StagePart(layers=part.layers, routed=part.routed, mtp=part.mtp)

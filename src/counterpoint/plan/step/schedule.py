@@ -1,4 +1,4 @@
-"""Schedule micro-batches through a pipeline: the order of each stage, and when the last one ends.
+"""Schedule micro-batches through a pipeline: the order of operations on each stage, and when the last one ends.
 
 `orders` lists, for each stage, its slots (forward or backward, part of the model, micro-batch). The graph:
 
@@ -158,8 +158,8 @@ def pipeline_us(name: ScheduleName, times: StageTimes, micro_batches: int) -> fl
 def least_pipeline_us(name: ScheduleName, times: StageTimes, micro_batches: int) -> float:
     """Return a lower bound of `pipeline_us`, without simulating the pipeline.
 
-    A stage begins after the first parts of those before it, does all its work, and its last backward (of its first
-    part, but for zero_bubble, which may end with a postponed dW) goes back through them.
+    A stage begins after the first parts of all earlier stages and does all its work; then its last backward (of its
+    first part) goes back through the earlier stages, except in zero_bubble, which may end with a postponed dW.
     """
     before = after = least = 0.0
     for forward, backward in zip(times.forward, times.backward, strict=True):
@@ -172,7 +172,7 @@ def least_pipeline_us(name: ScheduleName, times: StageTimes, micro_batches: int)
 def least_of_any_stages_us(
     layers_us: float, ends_us: Sequence[float], micro_batches: int, *, virtual: int = 1, send_us: float = 0.0
 ) -> float:
-    """Return a lower bound of `least_pipeline_us` over all ways to deal layers of `layers_us` in total to stages.
+    """Return a lower bound of `least_pipeline_us` over all splits among stages of layers with `layers_us` in total.
 
     Stage s with layers of x_s and ends of e_s cannot end before before_s + micro_batches · (x_s + e_s), where
     before_s = sum of (x / virtual + 2 · send_us) of the stages before it. Within a time T it has room for

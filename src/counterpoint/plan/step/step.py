@@ -103,12 +103,12 @@ class PredictedStep(Record, frozen=True, kw_only=True):
 
     @property
     def comm_to_compute(self) -> float:
-        """Return the time of communication alone over the time of compute alone."""
+        """Return the time of communication alone / the time of compute alone."""
         return sum(self.comm_us.values()) / (self.serial_us - sum(self.comm_us.values()))
 
 
 class _Timed(NamedTuple):
-    """Holds the parts of a step, and the other times that its summary needs."""
+    """Holds what `_summary` needs: a step's parts, its times of communication, stages and slowest rank, and notes."""
 
     parts: dict[str, float]
     comm_us: dict[str, float]
@@ -132,10 +132,10 @@ def least_step_us(job: Job, rates: GpuRates, mesh: MeshTimes, layers: LayerTimes
 
 
 def least_division_us(job: Job, rates: GpuRates, mesh: MeshTimes, layers: LayerTimes) -> float:
-    """Return a lower bound of the step µs of all jobs with these degrees, whatever pipeline, zero and recomputation.
+    """Return a lower bound of the step µs over all pipelines, zero stages and recomputations of a job's degrees.
 
-    The busiest stage does the mean of all stages, or more: of the layers without what zero adds, and of both ends. The
-    slowest of all ranks takes longer by its part of the layers' compute. `job` is without zero and recomputation.
+    The busiest stage takes at least the mean over all stages: of the layers without what zero adds, and of embedding
+    and head. The slowest rank adds its delay in the layers' compute. `job` has neither zero nor recomputation.
     """
     whole = StagePart(
         layers=job.model.layers, routed=job.model.expert_layers, embedding=True, head=True, mtp=job.model.mtp
@@ -145,7 +145,7 @@ def least_division_us(job: Job, rates: GpuRates, mesh: MeshTimes, layers: LayerT
 
 
 def least_stages_us(job: Job, rates: GpuRates, mesh: MeshTimes, layers: LayerTimes) -> float:
-    """Return a lower bound of the step µs of all jobs with this pipeline; `job` has neither zero nor recomputation."""
+    """Return a lower bound of the step µs over all zero stages and recomputations of `job`, which has neither."""
     stages, micro = deal_layers(job.model, job.parallel), job.training.micro_batches(job.parallel)
     times = _stage_times(job, mesh, stages, _part_times(job, rates, mesh, stages, layers), least_pipeline_us)
     return least_pipeline_us(job.parallel.schedule, times, micro) + _least_stragglers_us(job, layers)
@@ -154,10 +154,10 @@ def least_stages_us(job: Job, rates: GpuRates, mesh: MeshTimes, layers: LayerTim
 def least_dealt_us(
     job: Job, rates: GpuRates, mesh: MeshTimes, layers: LayerTimes, stages: Sequence[int], ends_us: Sequence[float]
 ) -> float:
-    """Return a lower bound of the step µs of all jobs with this job's schedule, however layers are dealt.
+    """Return a lower bound of the step µs over all splits of layers among stages, with this job's schedule.
 
-    `job` is without zero and recomputation, `stages` has the layers of each stage, dealt so that the busiest has least
-    to do, and `ends_us` by stage the time of what it runs besides layers.
+    `job` has neither zero nor recomputation; `stages` has the layers of each stage, dealt so that the busiest stage has
+    least to do, and `ends_us` the time of embedding or head on each stage.
     """
     parallel, micro, layer_us = job.parallel, job.training.micro_batches(job.parallel), layers.mean_us(job.model)
     least_us = micro * max(count * layer_us + us for count, us in zip(stages, ends_us, strict=True))
@@ -243,7 +243,7 @@ def _notes(job: Job, rates: GpuRates) -> tuple[str, ...]:
 
 
 def _offloading(job: Job) -> tuple[str, ...]:
-    """Return a note on the memory that a GPU has on its host, and the rates of copies and updates."""
+    """Return a note on the GiB that each GPU offloads to its host, and on the rates of copies and updates."""
     training = job.training
     whole = replace(job, training=replace(training, offload_optimizer=0.0, offload_activations=0.0))
     if whole == job:
@@ -274,10 +274,10 @@ def _part_times(job: Job, rates: GpuRates, mesh: MeshTimes, stages: tuple[Stage,
 def _stage_times(
     job: Job, mesh: MeshTimes, stages: tuple[Stage, ...], part_times: PartTimes, path: PathTime
 ) -> StageTimes:
-    """Return the times of all parts: on the GPUs, or to launch them where the hosts end later.
+    """Return the times of all parts: the GPUs' to run them, or the hosts' to launch them where the hosts end later.
 
-    Without overlap sender and receiver wait, so a send becomes part of both. What a host adds to its GPU's time cannot
-    be divided among slots: in whichever shares, some slot gets shorter where a kernel gets longer.
+    Without overlap sender and receiver wait, so a send becomes part of both stages' times. The time that a host adds to
+    its GPU's is not divided among slots: whatever the shares, a longer kernel would make some slot shorter.
     """
     send_us = _send_us(job, mesh)
     waits = 0.0 if job.parallel.overlap_pp else send_us
@@ -311,7 +311,7 @@ def _send_us(job: Job, mesh: MeshTimes) -> float:
 
 
 def _ends(job: Job, rates: GpuRates, mesh: MeshTimes, stage: Stage, part_times: PartTimes) -> CommTime:
-    """Return the time of the replicas' exchange on this stage, once a step, or with zero 2 after every micro-batch."""
+    """Return the time in which a stage's replicas exchange gradients: once a step, or per micro-batch with zero 2."""
     found = CommTime()
     apart = job.compression is not None or job.training.local_steps > 1 or job.training.asynchronous
     if job.parallel.zero < 3 or apart:
@@ -331,7 +331,7 @@ def _ends(job: Job, rates: GpuRates, mesh: MeshTimes, stage: Stage, part_times: 
 
 
 def _slowest(job: Job) -> float:
-    """Return the time of the slowest rank over the mean, as `job.ranks` describes the ranks."""
+    """Return the slowest rank's time / the mean time, as `job.ranks` describes the ranks."""
     spread, slow, parallel = job.ranks.jitter, job.ranks.slow, job.parallel
     if not job.training.asynchronous:
         return max(expected_slowest(spread, parallel.world_size), slow)
@@ -340,7 +340,7 @@ def _slowest(job: Job) -> float:
 
 
 def expected_slowest(spread: float, ranks: int) -> float:
-    """Return the expected time of the slowest of `ranks` ranks over the mean time, at least 1."""
+    """Return the expected time of the slowest of `ranks` ranks / the mean time, at least 1."""
     positive("ranks", ranks)
     if not spread or ranks == 1:
         return 1.0

@@ -174,7 +174,7 @@ def _experts(reading: Reading, name: str) -> dict[str, int] | None:
 
 
 def _window(reading: Reading, kind: ModelKind, layers: int) -> dict[str, int]:
-    """Return the attention window, and every how many layers one has none; empty where all layers see all tokens."""
+    """Return the fields `window` and `full_every` of a model; empty where all layers see all tokens."""
     types = reading.take("layer_types")
     width = reading.whole("sliding_window", "attention_chunk_size", least=0)
     pattern = reading.whole("sliding_window_pattern", "_sliding_window_pattern") or kind.full_every

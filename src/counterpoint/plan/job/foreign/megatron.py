@@ -128,7 +128,7 @@ def _latent(reading: Reading) -> dict[str, int]:
 
 
 def _vocabulary(reading: Reading, tp: int) -> int | None:
-    """Return the rows of the embedding, padded as by Megatron-LM; None: the tokenizer decides."""
+    """Return the number of embedding rows, padded as by Megatron-LM; None: the tokenizer decides."""
     rows, unit = reading.whole("vocab_size"), (reading.whole("make_vocab_size_divisible_by") or 128) * tp
     return reading.whole("padded_vocab_size") or (None if rows is None else -(-rows // unit) * unit)
 
@@ -192,7 +192,7 @@ def _training(reading: Reading) -> dict[str, Any]:
 
 
 def _offloaded(reading: Reading) -> float | None:
-    """Return the part of the optimizer's states that is on the host; None: nothing is."""
+    """Return the fraction of the optimizer's states that is on the host; None: all states are on the GPU."""
     part = reading.number("optimizer_offload_fraction") if "optimizer_offload_fraction" in reading.values else 1.0
     return part if reading.truth("optimizer_cpu_offload") else None
 
@@ -265,7 +265,7 @@ def _parallel(reading: Reading) -> dict[str, Any]:
 
 
 def _uneven(reading: Reading, pp: int, virtual: int) -> list[int]:
-    """Return the layers of each stage where the first or last stage has its own number; empty where neither has."""
+    """Return the number of layers of each stage if the first or last stage has its own number; empty if neither has."""
     layers = reading.needed("num_layers")
     ends = [reading.whole(f"decoder_{end}_pipeline_num_layers", least=0) for end in ("first", "last")]
     if ends == [None, None]:

@@ -39,7 +39,7 @@ class Reading:
         return None
 
     def whole(self, *names: str, least: int = 1) -> int | None:
-        """Return an integer that is at least `least`, or None if the file has none of these names."""
+        """Return the integer, at least `least`, under the first of these names; None if the file has none of them."""
         value = self.take(*names)
         if isinstance(value, str) and value.strip().lstrip("+-").replace("_", "").isdecimal() and len(value) < 20:
             value = int(value)
@@ -50,14 +50,14 @@ class Reading:
         return value
 
     def needed(self, *names: str) -> int:
-        """Return an integer above 0; raise Misconfigured if the file has none of these names."""
+        """Return the integer above 0 under the first of these names; raise Misconfigured if the file has none."""
         found = self.whole(*names)
         if found is None:
             raise Misconfigured(f"{self.what} without {names[0]}: add it")
         return found
 
     def truth(self, *names: str, default: bool = False) -> bool:
-        """Return a boolean; `default` if the file has none of these names."""
+        """Return the boolean under the first of these names; `default` if the file has none of them."""
         value = self.take(*names)
         if value is None:
             return default
@@ -67,7 +67,7 @@ class Reading:
         return found
 
     def word(self, *names: str, allowed: tuple[str, ...] = ()) -> str | None:
-        """Return a text, one of `allowed` if that is given, or None if the file has none of these names."""
+        """Return the text, one of `allowed` if given, under the first of these names; None if the file has none."""
         value = self.take(*names)
         if value is None:
             return None
@@ -76,7 +76,7 @@ class Reading:
         return value
 
     def number(self, *names: str) -> float:
-        """Return a number; 0 if the file has none of these names."""
+        """Return the number under the first of these names; 0 if the file has none of them."""
         value = self.take(*names)
         try:
             found = float(str(value)) if value is not None and not isinstance(value, bool) else 0.0
