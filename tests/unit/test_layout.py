@@ -1,7 +1,5 @@
 """The arrows of the map: which room may import which, what stays out of it, and what is there only once."""
 
-from __future__ import annotations
-
 import ast
 from collections import defaultdict
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """The clock: close to what was measured, and right where the answer is known."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import msgspec

@@ -1,7 +1,5 @@
 """The executor issues what was lowered, on the right streams, everything made before; by a driver that takes notes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

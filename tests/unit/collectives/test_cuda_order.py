@@ -1,7 +1,5 @@
 """Memory of a GPU is used again after what streams still do with it, and events are used again after that."""
 
-from __future__ import annotations
-
 import gc
 import threading
 

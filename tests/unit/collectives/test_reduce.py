@@ -4,8 +4,6 @@ The kernel runs in Triton's interpreter and is compiled for Hopper, each in one 
 a numpy that its interpreter works with) is not installed these tests are skipped.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

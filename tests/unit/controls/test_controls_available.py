@@ -1,7 +1,5 @@
 """`available` says why not, and never raises; options that a process group gets; splits that a GPU can make."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType, SimpleNamespace
 

@@ -1,7 +1,5 @@
 """From the profiler's entries to records of what ran."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 

@@ -1,7 +1,5 @@
 """Occupancy shaping without a GPU: bytes by the calculator's rule, what is refused and why, what verify believes."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

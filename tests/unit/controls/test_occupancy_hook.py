@@ -1,7 +1,5 @@
 """The two hooks without a GPU: what Triton's launcher is told, and what CUPTI's callback reads and writes."""
 
-from __future__ import annotations
-
 import ctypes
 import sys
 import types

@@ -1,7 +1,5 @@
 """Waiting for the rank whose experts have most to do is told with figures, and balanced experts are not accused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from random import Random
 from typing import Any

@@ -1,7 +1,5 @@
 """What is advised fits what was seen."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every time without GPU operations has a cause, and together they are the idle time."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from typing import Any

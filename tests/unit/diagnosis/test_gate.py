@@ -1,7 +1,5 @@
 """Gates for CI: what an expression means, what it allows, and what it holds against an earlier run."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 

@@ -1,7 +1,5 @@
 """What is said of one process that drives several GPUs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Which collective of one rank is which of another: by Seq, by Comms Id, by order, and where one is missing."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

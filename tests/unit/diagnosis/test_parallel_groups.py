@@ -1,7 +1,5 @@
 """Which parallelism a collective serves: by its group's name, else by its use, where nothing else does the same."""
 
-from __future__ import annotations
-
 import pytest
 
 from counterpoint.diagnosis.analysis.parallel_groups import parallel_of

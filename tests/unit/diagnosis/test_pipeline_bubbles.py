@@ -1,7 +1,5 @@
 """Waiting between the stages of a pipeline is a finding where it is sure to be that."""
 
-from __future__ import annotations
-
 import pytest
 
 from counterpoint.diagnosis.api import diagnose_digests

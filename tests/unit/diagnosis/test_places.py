@@ -1,7 +1,5 @@
 """Collectives are named by what the program says of them, and by nothing where it says nothing."""
 
-from __future__ import annotations
-
 import pytest
 
 from counterpoint.diagnosis.api import diagnose_digests

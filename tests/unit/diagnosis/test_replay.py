@@ -1,7 +1,5 @@
 """The replay against step times worked out by hand. A launch reaches the GPU after 10 µs in all of these jobs."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A group that needs longer than others for the same is named, and groups that differ for a reason are not."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

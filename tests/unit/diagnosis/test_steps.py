@@ -1,7 +1,5 @@
 """Where steps begin and end: by ProfilerStep, by the program's ranges, by optimizers, by repetition, or not at all."""
 
-from __future__ import annotations
-
 import pytest
 
 from counterpoint.diagnosis.reading.steps import StepWindows, find_steps

@@ -1,7 +1,5 @@
 """Who is blamed, and who is not, in jobs of a few operations."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

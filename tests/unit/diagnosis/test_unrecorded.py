@@ -1,7 +1,5 @@
 """Waiting for ranks without a trace is suspected from what is usual, and else said to be unknown."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The what-if of zero-SM collectives against step times worked out by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

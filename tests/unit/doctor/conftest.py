@@ -1,7 +1,5 @@
 """Made-up machines: a healthy node of 8 × H200, from which every test takes something away."""
 
-from __future__ import annotations
-
 from itertools import permutations
 
 import pytest

@@ -1,7 +1,5 @@
 """Every check on made-up machines: silent on a healthy one, and each fault told by exactly its check."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Probes and what they share, as far as that runs without a GPU."""
 
-from __future__ import annotations
-
 import ctypes
 import random
 import types

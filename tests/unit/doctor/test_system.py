@@ -1,7 +1,5 @@
 """/sys, /proc and /etc on made-up trees: what is read, and what is not when it is missing or rubbish."""
 
-from __future__ import annotations
-
 import os
 import struct
 from pathlib import Path

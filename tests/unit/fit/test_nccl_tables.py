@@ -1,7 +1,5 @@
 """What NCCL prints of its own model, of several versions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import suppress
 

@@ -1,7 +1,5 @@
 """Machine facts: where a profile comes from, what it says of figures that are another GPU's, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`counterpoint.measure`: bad requests end before any rank is started, and a run's outcomes become one measurement."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """From trials to rows: interleaved rounds, late trials, times of all ranks, and the ratios of a row, by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

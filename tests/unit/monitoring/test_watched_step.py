@@ -1,7 +1,5 @@
 """What `watch` says of a diagnosis, and where it goes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

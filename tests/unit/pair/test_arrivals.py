@@ -1,7 +1,5 @@
 """Matmuls that depend on communication: their times by rows, the order and time in which rows come, and the rule."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """The rule against a machine whose truth is known, and against figures of a real one."""
 
-from __future__ import annotations
-
 import pytest
 from budget_rule import gemm_curve
 from hypothesis import given

@@ -1,7 +1,5 @@
 """The rule beside what was measured on one machine: 4 x H200, NCCL 2.28.9, 2026-11-21, 8192^3 beside an all_gather."""
 
-from __future__ import annotations
-
 from statistics import fmean, median
 
 import msgspec

@@ -1,7 +1,5 @@
 """What lies between measured points."""
 
-from __future__ import annotations
-
 import pytest
 from budget_rule import gemm_curve, products_of
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Cuts of a matmul that depends on communication: they are the best there are, and keep what communication needs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import combinations, pairwise
 

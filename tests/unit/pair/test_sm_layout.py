@@ -1,7 +1,5 @@
 """Which SMs clusters take, and what is left."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

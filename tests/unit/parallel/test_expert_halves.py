@@ -1,7 +1,5 @@
 """Halves of a dispatch and a combine: what was between them forward is between them backward, too."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

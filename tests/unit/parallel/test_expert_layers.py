@@ -1,7 +1,5 @@
 """Grouped matmuls, their delayed weight gradients, and the order in which a layer in parts runs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

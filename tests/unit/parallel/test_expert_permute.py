@@ -1,7 +1,5 @@
 """Rows of this rank's experts, beside a loop over tokens and choices; the kernels: tests/process/parallel."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

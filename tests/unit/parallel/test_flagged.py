@@ -1,7 +1,5 @@
 """Which rows a matmul that polls takes when, and what it refuses; the matmuls themselves: tests/process/parallel."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

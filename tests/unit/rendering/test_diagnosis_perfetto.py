@@ -1,7 +1,5 @@
 """The Chrome trace: lanes as threads, findings as marks, counters worked out by hand."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

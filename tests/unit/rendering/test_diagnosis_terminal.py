@@ -1,7 +1,5 @@
 """The terminal summary: order, numbers, folding, and inert names."""
 
-from __future__ import annotations
-
 import io
 
 import msgspec

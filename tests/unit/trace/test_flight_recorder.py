@@ -1,7 +1,5 @@
 """Dumps of NCCL's flight recorder, hostile ones too."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import struct

@@ -1,7 +1,5 @@
 """Whatever way a trace is spelt and cut into blocks, it reads as the same timeline."""
 
-from __future__ import annotations
-
 from decimal import Decimal
 from pathlib import Path
 from typing import Any

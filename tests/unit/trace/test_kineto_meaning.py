@@ -1,7 +1,5 @@
 """What a trace says: launches, collectives and their metadata, shapes, devices; on NVIDIA, AMD and without a GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Files, folders, patterns and archives: what is found, what is passed over, what is refused."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import os

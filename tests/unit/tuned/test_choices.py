@@ -1,7 +1,5 @@
 """Which choices of a tuning count on a machine, and which one a call gets."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -1,7 +1,5 @@
 """`counterpoint.toml`: what is written is read as the same, and everything else is refused by name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec
