@@ -37,6 +37,7 @@ def test_a_cut_is_reported_where_it_is(tmp_path: Path) -> None:
     whole = kt.text(SMALL)
     error = spoilt(whole[:-30], tmp_path, "rank0.json")
     assert (error.offset, "truncated" in error.reason) == (len(whole) - 30, True)
+    assert str(error).endswith(f" (at byte {len(whole) - 30})")
 
 
 def test_the_cap_can_be_raised(tmp_path: Path) -> None:
