@@ -1,5 +1,6 @@
 """Waiting for the rank whose experts have most to do is told with figures, and balanced experts are not accused."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -53,11 +54,7 @@ def leg(style: str, start: float, end: float, load: float, *, back: bool) -> lis
 
 
 def moe(
-    loads: list[list[float]],
-    *,
-    style: str = "by-size",
-    attention: tuple[float, ...] = (500.0,) * 4,
-    slow: float = 1.0,
+    loads: list[list[float]], *, style: str = "by-size", attention: tuple[float, ...] = (500.0,) * 4, slow: float = 1.0
 ) -> list[Rank]:
     """Record layers of attention, dispatch, experts and combine; `loads`: per layer each rank's share of the tokens.
 
@@ -84,6 +81,10 @@ def moe(
     return [rank(*part, steps=((-10.0, begin - 20),)) for part in parts]
 
 
+def changed(ranks: list[Rank], change: Callable[[Op], Op]) -> list[Rank]:
+    return [replace(r, ops=tuple(map(change, r.ops))) for r in ranks]
+
+
 def diagnosed(ranks: list[Rank]) -> Diagnosis:
     return diagnose_digests([digested(r, n, len(ranks)) for n, r in enumerate(ranks)], ["x"] * len(ranks)).diagnosis
 
@@ -93,6 +94,7 @@ def imbalance(d: Diagnosis) -> list[Finding]:
 
 
 HOT = [[0.7, 0.6, 0.6, 2.1]] * LAYERS
+TURNS = [[2.2 if r == layer % 4 else 0.6 for r in range(4)] for layer in range(8)]
 EVEN = [[1.0, 1.0, 1.0, 1.0]] * LAYERS
 
 
@@ -116,8 +118,7 @@ def test_the_rank_of_hot_experts_is_named_with_figures(style: str) -> None:
 
 def test_hot_experts_may_change_from_layer_to_layer() -> None:
     """No rank is late in all, but in each exchange one is."""
-    turns = [[2.2 if r == layer % 4 else 0.6 for r in range(4)] for layer in range(8)]
-    d = diagnosed(moe(turns))
+    d = diagnosed(moe(TURNS))
     (found,) = imbalance(d)
     assert "the busiest rank of each exchange takes 2.2 x the mean" in found.evidence
     assert found.cost_us == pytest.approx(8 * 640)
@@ -147,8 +148,7 @@ def test_a_slow_gpu_stays_one() -> None:
 
 def test_jitter_elsewhere_makes_no_rank_slow() -> None:
     """Hot experts that take turns leave ranks equal in all: 1 % elsewhere is more than that, but no slow GPU."""
-    turns = [[2.2 if r == layer % 4 else 0.6 for r in range(4)] for layer in range(8)]
-    (found,) = imbalance(diagnosed(moe(turns, style="by-name", attention=(500.0, 500.0, 502.0, 505.0))))
+    (found,) = imbalance(diagnosed(moe(TURNS, style="by-name", attention=(500.0, 500.0, 502.0, 505.0))))
     assert found.cost_us == pytest.approx(8 * 640, rel=0.01)
 
 
@@ -156,18 +156,10 @@ def test_jitter_elsewhere_makes_no_rank_slow() -> None:
 def test_experts_of_equal_sizes_are_suspected_and_no_gpu_is_drained(rotating: bool) -> None:
     """Grouped GEMMs between all-to-alls of equal sizes take 3 x as long on one rank; everything else is equal."""
     loads = [[3.0 if r == (layer % 4 if rotating else 3) else 1.0 for r in range(4)] for layer in range(8)]
-    ranks = [
-        replace(
-            r,
-            ops=tuple(
-                o
-                if "deep_ep" not in o.name
-                else exchange(NCCL, o.start, o.end, op="all_to_all", group="3", in_nelems=TOKENS, out_nelems=TOKENS)
-                for o in r.ops
-            ),
-        )
-        for r in moe(loads, style="by-name")
-    ]
+    equal: dict[str, Any] = {"op": "all_to_all", "group": "3", "in_nelems": TOKENS, "out_nelems": TOKENS}
+    ranks = changed(
+        moe(loads, style="by-name"), lambda o: exchange(NCCL, o.start, o.end, **equal) if "deep_ep" in o.name else o
+    )
     d = diagnosed(ranks)
     (found,) = imbalance(d)
     assert found.title.startswith("Expert imbalance, probably")
@@ -176,36 +168,32 @@ def test_experts_of_equal_sizes_are_suspected_and_no_gpu_is_drained(rotating: bo
     assert "drain" not in str([f.advice for f in d.findings])
 
 
-def test_embedding_tables_are_no_experts() -> None:
-    """Their rows are exchanged in the same way."""
-    ranks = moe(HOT)
-    tables = [
-        replace(r, ops=tuple(replace(o, name=o.name.replace("cutlass_grouped_gemm", "split_embedding")) for o in r.ops))
-        for r in ranks
-    ]
-    assert not imbalance(diagnosed(tables))
-
-
 def test_one_rank_alone_accuses_nobody() -> None:
-    ranks = moe(HOT)
-    d = diagnose_digests([digested(ranks[0], 0, 4)], ["x"]).diagnosis
-    assert not imbalance(d)
+    assert not imbalance(diagnose_digests([digested(moe(HOT)[0], 0, 4)], ["x"]).diagnosis)
 
 
 def renamed(ranks: list[Rank], kernel: str = "cutlass_grouped_gemm", group: str | None = "mesh_ep") -> list[Rank]:
     """Return ranks with another name of the experts' kernel, and of the group."""
 
-    def changed(o: Op) -> Op:
+    def another(o: Op) -> Op:
         name = o.name.replace("cutlass_grouped_gemm", kernel)
         return replace(o, name=name, info=o.info and replace(o.info, group_desc=group))
 
-    return [replace(r, ops=tuple(map(changed, r.ops))) for r in ranks]
+    return changed(ranks, another)
 
 
-@pytest.mark.parametrize("group", ["mesh_dp_shard", "TENSOR_MODEL_PARALLEL_GROUP", "mesh_efsdp"])
-def test_groups_that_gather_something_else_have_no_experts(group: str) -> None:
-    """Parameters of experts are gathered, and their gradients scattered, around the same kernels."""
-    assert not imbalance(diagnosed(renamed(moe(HOT, style="gathered"), group=group)))
+@pytest.mark.parametrize(
+    ("style", "names"),
+    [
+        # parameters of experts are gathered, and their gradients scattered, around the same kernels
+        *(("gathered", {"group": name}) for name in ("mesh_dp_shard", "TENSOR_MODEL_PARALLEL_GROUP", "mesh_efsdp")),
+        # whatever the group is named, gathered rows are also multiplied by matrices that all tokens share
+        *((style, {"kernel": "nvjet_hsh_192x192"}) for style in ("gathered", "copied")),
+        ("by-size", {"kernel": "split_embedding"}),  # rows of embedding tables are exchanged in the same way
+    ],
+)
+def test_what_is_not_of_experts_accuses_nobody(style: str, names: dict[str, str]) -> None:
+    assert not imbalance(diagnosed(renamed(moe(HOT, style=style), **names)))
 
 
 def test_without_a_name_gathered_tokens_are_suspected() -> None:
@@ -214,28 +202,20 @@ def test_without_a_name_gathered_tokens_are_suspected() -> None:
     assert found.title.startswith("Expert imbalance, probably")
 
 
-@pytest.mark.parametrize("style", ["gathered", "copied"])
-def test_matmuls_that_are_not_of_experts_accuse_nobody(style: str) -> None:
-    """Whatever the group is named: gathered rows are also multiplied by matrices that all tokens share."""
-    assert not imbalance(diagnosed(renamed(moe(HOT, style=style), kernel="nvjet_hsh_192x192")))
-
-
 def test_weights_gradients_go_home_before_experts_compute() -> None:
     """Backward, a small reduce_scatter lies between the gather and the experts; the one behind them is the way back."""
+    small: dict[str, Any] = {
+        "op": "reduce_scatter",
+        "group": "5",
+        "group_desc": "mesh_ep",
+        "in_nelems": 4000,
+        "out_nelems": 1000,
+    }
     ranks = []
     for r in moe(HOT, style="gathered"):
-        ops = list(r.ops)
-        for o in r.ops:
-            if "AllGather" in o.name:
-                more = {
-                    "op": "reduce_scatter",
-                    "group": "5",
-                    "group_desc": "mesh_ep",
-                    "in_nelems": 4000,
-                    "out_nelems": 1000,
-                }
-                ops.append(exchange("ncclDevKernel_ReduceScatter_Sum", o.end + 1, o.end + 6, **more))
-        ranks.append(replace(r, ops=tuple(ops)))
+        ends = [o.end for o in r.ops if "AllGather" in o.name]
+        more = [exchange("ncclDevKernel_ReduceScatter_Sum", end + 1, end + 6, **small) for end in ends]
+        ranks.append(replace(r, ops=(*r.ops, *more)))
     (found,) = imbalance(diagnosed(ranks))
     assert found.rank == 3
     assert found.cost_us == pytest.approx(LAYERS * (560 + 600 + 600) / 3)

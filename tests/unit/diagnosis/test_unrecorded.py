@@ -28,20 +28,21 @@ def gathers(durations: Sequence[float], *, about: CollectiveInfo | None = None) 
     parts: list[Op] = []
     at = 0.0
     for number, us in enumerate(durations):
-        begin = at + 100.0
-        end = begin + us
-        launch = 0.1 * number
-        parts += [
-            op("matmul", at, begin, launch=launch),
-            comm("all_gather", begin, end, info=about or info(), launch=launch),
-        ]
-        at = end
+        begin, launch = at + 100.0, 0.1 * number
+        parts += [op("matmul", at, begin, launch=launch)]
+        parts += [comm("all_gather", begin, at := begin + us, info=about or info(), launch=launch)]
     return rank(*parts, steps=((0.0, at),))
 
 
-def reduction(at: float, us: float, nelems: int = 1 << 26) -> Op:
-    """Record an all-reduce that is launched 100 µs before it begins."""
-    return comm("all_reduce", at + 100, at + 100 + us, info=info("all_reduce", nelems), launch=at)
+def reductions(usual_nelems: int, last_us: float, last_nelems: int) -> Rank:
+    """Record six all-reduces of 500 µs that are launched 100 µs before they begin, and a last one."""
+    parts: list[Op] = []
+    for number in range(7):
+        at, last = 2000.0 * number, number == 6
+        us, nelems = (last_us, last_nelems) if last else (500, usual_nelems)
+        parts += [op("matmul", at, at + 100)]
+        parts += [comm("all_reduce", at + 100, at + 100 + us, info=info("all_reduce", nelems), launch=at)]
+    return rank(*parts, steps=((0.0, 12_100.0 + last_us),))
 
 
 def diagnosed(*ranks: Rank, world: int = WORLD) -> Diagnosis:
@@ -91,57 +92,37 @@ def test_a_healthy_rank_alone_is_not_accused_and_its_waiting_is_unknown() -> Non
     assert d.collectives[0].wait_us == {"0": None}
 
 
-def test_contention_is_no_waiting() -> None:
-    """A collective that shares links or SMs takes up to twice as long."""
-    assert found(diagnosed(gathers(one_slow(1.9 * USUAL_US))), "suspected_wait") is None
-
-
-def test_what_has_no_size_is_not_compared() -> None:
-    """Collectives of any size may hide behind one name."""
-    assert found(diagnosed(gathers(one_slow(20_000.0), about=info(nelems=None))), "suspected_wait") is None
+@pytest.mark.parametrize(
+    "alone",
+    [
+        gathers(one_slow(1.9 * USUAL_US)),  # a collective that shares links or SMs takes up to twice as long
+        gathers(one_slow(20_000.0), about=info(nelems=None)),  # collectives of any size may hide behind one name
+        reductions(1 << 20, 5000, 10 << 20),  # ten times the bytes may take ten times as long
+    ],
+    ids=["contention", "no size", "larger"],
+)
+def test_what_may_take_longer_is_no_waiting(alone: Rank) -> None:
+    assert found(diagnosed(alone), "suspected_wait") is None
 
 
 def test_a_small_collective_that_takes_longer_than_large_ones_waits() -> None:
     """The one all-reduce of a few bytes in a step is where ranks meet."""
-    parts: list[Op] = []
-    for number in range(6):
-        at = 2000.0 * number
-        parts += [
-            op("matmul", at, at + 100),
-            comm("all_reduce", at + 100, at + 600, info=info("all_reduce"), launch=at),
-        ]
-    parts += [
-        op("matmul", 12_000, 12_100),
-        comm("all_reduce", 12_100, 20_100, info=info("all_reduce", 1), launch=12_000.0),
-    ]
-    suspected = found(diagnosed(rank(*parts, steps=((0.0, 20_100.0),))), "suspected_wait")
+    suspected = found(diagnosed(reductions(1 << 26, 8000, 1)), "suspected_wait")
     assert suspected is not None
     assert 6000.0 < suspected.cost_us <= 8000.0
     assert "all_reduce #6" in suspected.evidence
 
 
-def test_a_larger_collective_may_take_longer() -> None:
-    """Ten times the bytes may take ten times as long."""
-    parts: list[Op] = []
-    for number in range(6):
-        at = 2000.0 * number
-        parts += [op("matmul", at, at + 100), reduction(at, 500, 1 << 20)]
-    parts += [op("matmul", 12_000, 12_100), reduction(12_000, 5000, 10 << 20)]
-    assert found(diagnosed(rank(*parts, steps=((0.0, 17_100.0),))), "suspected_wait") is None
-
-
 def test_the_late_rank_may_be_missing_among_several() -> None:
     """All that are there wait for it together."""
-    slow = one_slow(20_000.0)
-    d = diagnosed(*(gathers(slow) for _ in range(3)))
+    d = diagnosed(*[gathers(one_slow(20_000.0))] * 3)
     assert found(d, "suspected_wait") is not None
     assert d.stragglers == ()
 
 
 def test_with_all_ranks_waiting_is_told_and_nothing_is_suspected() -> None:
     """Who is late is known then; or, if all came at once, that it was the transfer."""
-    slow = one_slow(20_000.0)
-    d = diagnosed(*(gathers(slow) for _ in range(WORLD)))
+    d = diagnosed(*[gathers(one_slow(20_000.0))] * WORLD)
     exposed = found(d, "exposed_comm")
     assert found(d, "suspected_wait") is None
     assert exposed is not None
