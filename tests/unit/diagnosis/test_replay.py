@@ -72,19 +72,14 @@ def test_ranks_that_nothing_joins_do_not_wait_for_each_other() -> None:
 
 
 DEPENDENT = rank(  # the second kernel begins 2 µs after the collective, long after the first kernel
-    op("matmul", 10, 110, launch=0),
-    comm("all_gather", 11, 211, launch=1),
-    op("matmul", 213, 313, launch=2),
+    op("matmul", 10, 110, launch=0), comm("all_gather", 11, 211, launch=1), op("matmul", 213, 313, launch=2)
 )
 SYNCHRONISED = rank(  # the host waits from 20 to 215 for the collective, and works for 10 µs before the next launch
-    comm("all_reduce", 10, 210, launch=0),
-    host("cudaStreamSynchronize", 20, 215),
-    op("matmul", 235, 335, launch=225),
+    comm("all_reduce", 10, 210, launch=0), host("cudaStreamSynchronize", 20, 215), op("matmul", 235, 335, launch=225)
 )
 LAUNCH_BOUND = rank(op("add", 10, 20, launch=0), op("add", 60, 70, launch=50), op("add", 110, 120, launch=100))
 BLOCKED = rank(  # the collective begins as the kernel's last blocks leave
-    op("nvjet", 10, 210, launch=0),
-    comm("all_gather", 200, 300, launch=20),
+    op("nvjet", 10, 210, launch=0), comm("all_gather", 200, 300, launch=20)
 )
 ROUNDED = (
     rank(  # no latency, times rounded: the collective begins 0.3 µs before the end of the kernel that it waits for

@@ -56,12 +56,7 @@ def gpu(index: int) -> GpuReading:
 
 def device(index: int) -> CudaDevice:
     return CudaDevice(
-        name="NVIDIA H200",
-        num_sms=132,
-        copy_engines=3,
-        stream_memory_ops=True,
-        multicast=True,
-        dma_buf=True,
+        name="NVIDIA H200", num_sms=132, copy_engines=3, stream_memory_ops=True, multicast=True, dma_buf=True
     )
 
 

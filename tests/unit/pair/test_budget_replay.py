@@ -67,12 +67,7 @@ def comm_curve(mechanism: str) -> CommCurve:
 
 CURVES = Curves(
     layout=SmLayout.even(132),
-    gemms={
-        GEMM: gemm_curve(
-            GEMM,
-            tuple(sorted((n, GEMM_US / kept) for n, kept in KEPT.items())),
-        )
-    },
+    gemms={GEMM: gemm_curve(GEMM, tuple(sorted((n, GEMM_US / kept) for n, kept in KEPT.items())))},
     comms={comm_key("all_gather", SmSplit.parse(name)): comm_curve(name) for name in COMM_US},
 )
 CALIBRATION = msgspec.structs.replace(default_profile().contention, head_start_us=HEAD_US)  # the rest as by default
