@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from counterpoint.diagnosis.api import diagnose_digests
 from counterpoint.records.diagnosis import Diagnosis, Finding
 from counterpoint.trace.timeline import CollectiveInfo, Kind
-from tests.support.job_builder import COMM_STREAM, Op, Rank, digested, op, rank
+from tests.support.job_builder import COMM_STREAM, Op, Rank, diagnosed, op, rank
 
 TOKENS = 1 << 20  # that each rank has, in elements
 LAYERS = 6
@@ -85,10 +84,6 @@ def changed(ranks: list[Rank], change: Callable[[Op], Op]) -> list[Rank]:
     return [replace(r, ops=tuple(map(change, r.ops))) for r in ranks]
 
 
-def diagnosed(ranks: list[Rank]) -> Diagnosis:
-    return diagnose_digests([digested(r, n, len(ranks)) for n, r in enumerate(ranks)], ["x"] * len(ranks)).diagnosis
-
-
 def imbalance(d: Diagnosis) -> list[Finding]:
     return [f for f in d.findings if f.kind == "expert_imbalance"]
 
@@ -101,7 +96,7 @@ EVEN = [[1.0, 1.0, 1.0, 1.0]] * LAYERS
 @STYLES
 def test_the_rank_of_hot_experts_is_named_with_figures(style: str) -> None:
     """The others wait 560, 600 and 600 µs in each of six layers, 587 on average."""
-    d = diagnosed(moe(HOT, style=style))
+    d = diagnosed(*moe(HOT, style=style))
     (found,) = imbalance(d)
     assert found.cost_us == pytest.approx(LAYERS * (560 + 600 + 600) / 3)
     assert "Equal shares of the same work would save 2.64 ms a step" in found.evidence
@@ -118,7 +113,7 @@ def test_the_rank_of_hot_experts_is_named_with_figures(style: str) -> None:
 
 def test_hot_experts_may_change_from_layer_to_layer() -> None:
     """No rank is late in all, but in each exchange one is."""
-    d = diagnosed(moe(TURNS))
+    d = diagnosed(*moe(TURNS))
     (found,) = imbalance(d)
     assert "the busiest rank of each exchange takes 2.2 x the mean" in found.evidence
     assert found.cost_us == pytest.approx(8 * 640)
@@ -136,19 +131,19 @@ def test_hot_experts_may_change_from_layer_to_layer() -> None:
 )
 def test_balanced_experts_are_not_accused(job: dict[str, object], style: str) -> None:
     """Whoever else is late, and why."""
-    assert not imbalance(diagnosed(moe(**job, style=style)))  # type: ignore[arg-type]
+    assert not imbalance(diagnosed(*moe(**job, style=style)))  # type: ignore[arg-type]
 
 
 def test_a_slow_gpu_stays_one() -> None:
     """What is slow everywhere is slow with experts, too."""
-    d = diagnosed(moe(EVEN, slow=1.8, style="by-name"))
+    d = diagnosed(*moe(EVEN, slow=1.8, style="by-name"))
     assert [(s.rank, s.cause) for s in d.stragglers] == [(3, "slow_kernels")]
     assert [f.rank for f in d.findings if f.kind == "straggler"] == [3]
 
 
 def test_jitter_elsewhere_makes_no_rank_slow() -> None:
     """Hot experts that take turns leave ranks equal in all: 1 % elsewhere is more than that, but no slow GPU."""
-    (found,) = imbalance(diagnosed(moe(TURNS, style="by-name", attention=(500.0, 500.0, 502.0, 505.0))))
+    (found,) = imbalance(diagnosed(*moe(TURNS, style="by-name", attention=(500.0, 500.0, 502.0, 505.0))))
     assert found.cost_us == pytest.approx(8 * 640, rel=0.01)
 
 
@@ -160,7 +155,7 @@ def test_experts_of_equal_sizes_are_suspected_and_no_gpu_is_drained(rotating: bo
     ranks = changed(
         moe(loads, style="by-name"), lambda o: exchange(NCCL, o.start, o.end, **equal) if "deep_ep" in o.name else o
     )
-    d = diagnosed(ranks)
+    d = diagnosed(*ranks)
     (found,) = imbalance(d)
     assert found.title.startswith("Expert imbalance, probably")
     assert found.cost_us == pytest.approx(8 * 800)
@@ -169,7 +164,7 @@ def test_experts_of_equal_sizes_are_suspected_and_no_gpu_is_drained(rotating: bo
 
 
 def test_one_rank_alone_accuses_nobody() -> None:
-    assert not imbalance(diagnose_digests([digested(moe(HOT)[0], 0, 4)], ["x"]).diagnosis)
+    assert not imbalance(diagnosed(moe(HOT)[0], world_size=4))
 
 
 def renamed(ranks: list[Rank], kernel: str = "cutlass_grouped_gemm", group: str | None = "mesh_ep") -> list[Rank]:
@@ -193,12 +188,12 @@ def renamed(ranks: list[Rank], kernel: str = "cutlass_grouped_gemm", group: str 
     ],
 )
 def test_what_is_not_of_experts_accuses_nobody(style: str, names: dict[str, str]) -> None:
-    assert not imbalance(diagnosed(renamed(moe(HOT, style=style), **names)))
+    assert not imbalance(diagnosed(*renamed(moe(HOT, style=style), **names)))
 
 
 def test_without_a_name_gathered_tokens_are_suspected() -> None:
     """By their kernels alone."""
-    (found,) = imbalance(diagnosed(renamed(moe(HOT, style="gathered"), group=None)))
+    (found,) = imbalance(diagnosed(*renamed(moe(HOT, style="gathered"), group=None)))
     assert found.title.startswith("Expert imbalance, probably")
 
 
@@ -216,7 +211,7 @@ def test_weights_gradients_go_home_before_experts_compute() -> None:
         ends = [o.end for o in r.ops if "AllGather" in o.name]
         more = [exchange("ncclDevKernel_ReduceScatter_Sum", end + 1, end + 6, **small) for end in ends]
         ranks.append(replace(r, ops=(*r.ops, *more)))
-    (found,) = imbalance(diagnosed(ranks))
+    (found,) = imbalance(diagnosed(*ranks))
     assert found.rank == 3
     assert found.cost_us == pytest.approx(LAYERS * (560 + 600 + 600) / 3)
 
@@ -229,9 +224,9 @@ def test_planted_loads_are_found_and_others_are_not(style: str, seed: int) -> No
     hot, layers = draw.randrange(4), draw.randint(3, 9)
     attention = tuple(draw.uniform(200.0, 210.0) for _ in range(4))
     jitter = [[draw.uniform(0.99, 1.01) for _ in range(4)] for _ in range(layers)]
-    assert not imbalance(diagnosed(moe(jitter, style=style, attention=attention)))
+    assert not imbalance(diagnosed(*moe(jitter, style=style, attention=attention)))
     loads = [[draw.uniform(1.6, 2.4) if r == hot else draw.uniform(0.5, 0.9) for r in range(4)] for _ in range(layers)]
-    (found,) = imbalance(diagnosed(moe(loads, style=style, attention=attention)))
+    (found,) = imbalance(diagnosed(*moe(loads, style=style, attention=attention)))
     waited = sum(400.0 * (load[hot] - load[r]) for load in loads for r in range(4) if r != hot) / 3
     assert found.rank == hot
     assert found.cost_us == pytest.approx(waited, rel=0.01)
@@ -245,4 +240,4 @@ def test_copies_alone_do_not_make_clocks_drift() -> None:
     ]  # fmt: skip
     ranks = moe(loads, style="copied", attention=(200.0, 205.0, 210.0, 200.0))
     copies = [replace(r, ops=tuple(o for o in r.ops if o.info is None)) for r in ranks]
-    assert [f.rank for f in imbalance(diagnosed(copies))] == [0]
+    assert [f.rank for f in imbalance(diagnosed(*copies))] == [0]

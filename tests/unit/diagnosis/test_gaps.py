@@ -9,13 +9,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from counterpoint.diagnosis.api import diagnose_digests
 from counterpoint.diagnosis.findings.advice import advise_operation
 from counterpoint.diagnosis.reading.host_threads import CATEGORIES
 from counterpoint.diagnosis.reading.intervals import Intervals
 from counterpoint.records.diagnosis import Diagnosis, Finding
 from counterpoint.trace.timeline import Device, HostKind, Kind
-from tests.support.job_builder import Host, Op, Rank, comm, digested, host, op, rank
+from tests.support.job_builder import Host, Op, Rank, comm, diagnosed, digested, host, op, rank
 
 NAN = float("nan")
 PAGEABLE, PINNED = "Memcpy HtoD (Pageable -> Device)", "Memcpy HtoD (Pinned -> Device)"
@@ -30,11 +29,6 @@ def causes(*parts: Op | Host, **more: Any) -> dict[str, float]:
     within = (d.gaps.start >= d.gpu.start[0]) & (d.gaps.end <= d.gpu.end.max())
     us = np.bincount(d.gaps.category[within], weights=d.gaps.time[within], minlength=len(CATEGORIES))
     return {name: t for name, t in zip(CATEGORIES, us.tolist(), strict=True) if t > 1e-6}
-
-
-def diagnosed(*ranks: Rank) -> Diagnosis:
-    digests = [digested(r, number, len(ranks)) for number, r in enumerate(ranks)]
-    return diagnose_digests(digests, [d.path for d in digests]).diagnosis
 
 
 def finding(d: Diagnosis, kind: str) -> Finding:

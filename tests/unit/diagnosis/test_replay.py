@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 
 from counterpoint.diagnosis.analysis.replay import replay
-from counterpoint.diagnosis.api import diagnose_digests
 from counterpoint.diagnosis.reading.traced_job import TracedJob
 from counterpoint.records.diagnosis import Replay
 from counterpoint.trace.timeline import HostKind, Kind
-from tests.support.job_builder import COMM_STREAM, COMPUTE_STREAM, Host, Op, Rank, comm, digested, host, job, op, rank
+from tests.support.job_builder import COMM_STREAM, COMPUTE_STREAM, Host, Op, Rank, comm, diagnosed, host, job, op, rank
 
 NAN = float("nan")
 
@@ -48,7 +47,7 @@ def test_unchanged_replay_gives_the_measured_step() -> None:
 def test_measured_step_is_that_of_the_account(apart: int) -> None:
     """Also where one rank's step begins before the other's: the mean of 260 µs, and of so much more."""
     ranks = [rank(*w.ops, *w.hosts, steps=[(at, 60)]) for w, at in zip(LATE_RANK, (-apart, 0), strict=True)]
-    told = diagnose_digests([digested(r, number, 2) for number, r in enumerate(ranks)], ["0", "1"]).diagnosis
+    told = diagnosed(*ranks)
     assert told.replay is not None
     assert told.replay.measured_us == pytest.approx(260 + apart / 2)
     assert [told.replay.replayed_us, told.totals.duration_us] == pytest.approx([told.replay.measured_us] * 2)
@@ -66,7 +65,7 @@ def test_ranks_that_nothing_joins_do_not_wait_for_each_other() -> None:
     assert replayed_us(played) == pytest.approx((2110 + 6110) / 2, rel=0.01)
     assert step_us(played, "no stall on any rank") == pytest.approx(2110, rel=0.01)
     assert step_us(played, "hosts free (CUDA graphs)") == pytest.approx(2110, rel=0.01)
-    told = diagnose_digests([digested(one, 0, 2), digested(late, 1, 2)], ["0", "1"]).diagnosis
+    told = diagnosed(one, late)
     assert told.findings[0].cost_us == pytest.approx(2000, rel=0.03)
     assert "the others wait" not in str(told.findings)
 

@@ -11,13 +11,12 @@ from counterpoint.collectives.program.clock import simulate
 from counterpoint.collectives.program.operations import even_call, plan_all
 from counterpoint.collectives.program.tuning import best_tuning
 from counterpoint.diagnosis.analysis.replay import NO_FSDP2_COPIES, ZERO_SM, replay
-from counterpoint.diagnosis.api import diagnose_digests
 from counterpoint.diagnosis.reading.traced_job import traced_stack
 from counterpoint.machine import profile
 from counterpoint.machine.profile import default_profile
 from counterpoint.records.diagnosis import Replay
 from counterpoint.trace.timeline import CollectiveInfo, Device
-from tests.support.job_builder import Op, Rank, comm, digested, job, op, rank
+from tests.support.job_builder import Op, Rank, comm, diagnosed, job, op, rank
 
 ELEMENTS = 1 << 27  # of the full array
 CHUNK_CAT = "void at::native::detail::chunk_cat_cuda_kernel<float, c10::BFloat16>(c10::BFloat16**)"
@@ -124,7 +123,7 @@ def test_the_advice_says_what_the_replay_says() -> None:
     """The line that a user can copy, and both step times."""
     last = op("matmul", 2000, 2400, launch=1.0)
     one = rank(op(CHUNK_CAT, 10, 410, launch=0.0), collective("all_gather", 410, 2000), last)
-    found = diagnose_digests([digested(one, n, 2) for n in range(2)], ["rank0", "rank1"]).diagnosis
+    found = diagnosed(one, one)
     copies = next(f for f in found.findings if f.kind == "fsdp2_copies")
     assert copies.cost_us == pytest.approx(400)
     assert "counterpoint.overlap(model) after fully_shard" in copies.advice
