@@ -10,14 +10,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 import numpy.typing as npt
 
-from counterpoint.collectives.cuda.lower import (
-    Addresses,
-    CopyAsync,
-    DriverCall,
-    MemoryOperations,
-    ReduceLaunch,
-    lower,
-)
+from counterpoint.collectives.cuda.lower import Addresses, CopyAsync, DriverCall, MemoryOperations, ReduceLaunch, lower
 from counterpoint.collectives.program.calls import Call
 from counterpoint.collectives.program.steps import AwaitEvent, Program, RecordEvent
 

@@ -4,12 +4,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from counterpoint.collectives.cuda.lower import (
-    CopyAsync,
-    DriverCall,
-    MemoryOperation,
-    MemoryOperations,
-)
+from counterpoint.collectives.cuda.lower import CopyAsync, DriverCall, MemoryOperation, MemoryOperations
 from counterpoint.collectives.program.steps import AwaitEvent, RecordEvent
 
 KINDS: dict[int, Literal["wait", "write"]] = {1: "wait", 2: "write"}

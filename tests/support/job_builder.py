@@ -13,8 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from counterpoint.diagnosis.api import diagnose_digests
 from counterpoint.diagnosis.reading.digest import RankDigest, digest
 from counterpoint.diagnosis.reading.traced_job import TracedJob, assemble
+from counterpoint.records.diagnosis import Diagnosis
 from counterpoint.trace.timeline import CollectiveInfo, Device, GpuOps, HostKind, HostOps, Kind, Timeline
 
 COMPUTE_STREAM, COMM_STREAM = 7, 20
@@ -94,6 +96,12 @@ def launched(o: Op) -> float:
 
 def job(*ranks: Rank) -> TracedJob:
     return assemble([digested(r, number, len(ranks)) for number, r in enumerate(ranks)])
+
+
+def diagnosed(*ranks: Rank, world_size: int | None = None) -> Diagnosis:
+    """The diagnosis of these ranks, the first ones of a job of `world_size` (None: there are no others)."""
+    digests = [digested(r, number, world_size or len(ranks)) for number, r in enumerate(ranks)]
+    return diagnose_digests(digests, [d.path for d in digests]).diagnosis
 
 
 def digested(r: Rank, number: int = 0, world_size: int = 1) -> RankDigest:

@@ -14,6 +14,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from counterpoint.trace.kineto import read_kineto
+from counterpoint.trace.source import Limits, find_traces
 from counterpoint.trace.timeline import Timeline
 
 Event = dict[str, Any]
@@ -206,6 +208,24 @@ NASTY = [
     "}, {", '"}, {"', "\\", '\\"}, {\\"', "]}", '"traceEvents": [', "µs 通信 😀", "<b>&amp;</b>", "tab\tnew\nline\x00",
     "",
 ]  # fmt: skip
+
+
+SMALL = [kernel("a", 1.0, 2.0, grid=[1, 1, 1]), op("aten::mm", 0.0, 1.0, dims=[[2]])]
+
+
+def read(path: Path, limits: Limits | None = None) -> Timeline:
+    with find_traces([str(path)], limits or Limits()) as (file,):
+        return read_kineto(file, limits)[0]
+
+
+def bomb(path: Path, parts: tuple[bytes, bytes, bytes], repeats: int) -> Path:
+    """A gzip file that repeats its middle part."""
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        file.write(parts[0])
+        for _ in range(repeats):
+            file.write(parts[1])
+        file.write(parts[2])
+    return path
 
 
 def plain(timeline: Timeline, *without: str) -> Any:

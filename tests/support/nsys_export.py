@@ -114,5 +114,16 @@ class NsysExport:
         return path
 
 
+def edited_export(path: Path, *statements: str) -> Path:
+    """A small export, in which these statements were carried out."""
+    export = NsysExport()
+    export.kernel("nvjet_tst_128x256", 50, 90, launch=(20, 30))
+    export.range("aten::mm, op_id = 1, sizes = [[1]]", 10, 40)
+    with closing(sqlite3.connect(export.write(path))) as db, db:
+        for statement in statements:
+            db.execute(statement)
+    return path
+
+
 def _payload(schema: int, fields: bytes) -> bytes:
     return struct.pack("<IIIIQQ", 1, 0, schema, 0, len(fields), 32 + len(fields)) + fields

@@ -1,7 +1,5 @@
 """Unit tests start no process: one that does belongs to tests/process."""
 
-from __future__ import annotations
-
 import multiprocessing.process
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The benchmarks' own machinery: made-up traces that hold together, and a run in small."""
 
-from __future__ import annotations
-
 import json
 import sys
 from itertools import pairwise

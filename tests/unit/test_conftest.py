@@ -1,7 +1,5 @@
 """No test hides: each is walked, and each skip can be made a failure."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

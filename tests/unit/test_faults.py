@@ -1,7 +1,5 @@
 """Faults that recorders plant (examples/faults.py): those that need no GPU to be seen."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The arrows of the map: which room may import which, what stays out of it, and what is there only once."""
 
-from __future__ import annotations
-
 import ast
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -37,38 +35,11 @@ ALLOWED: dict[str, set[str]] = {  # room: the rooms it may import, besides the f
     "rendering": set(),
 }
 FREE = {"__init__", "__main__", "cli", "commands"}  # they join the rooms
-NO_TORCH = {
-    "errors",
-    "records",
-    "rehearsed",
-    "trace",
-    "diagnosis",
-    "rendering",
-    "plan",
-    "machine",
-    "doctor",
-    "pair",
-    "processes",
-    "read_file",
-    "tuned",
-    *FREE,
-}
+NO_TORCH = {"errors", "records", "rehearsed", "trace", "diagnosis", "rendering", "plan", "machine", "doctor", "pair"}
+NO_TORCH |= {"processes", "read_file", "tuned", *FREE}
 GPU_PACKAGES = {"torch", "triton", "cuda"}
-GPU_ROOMS = {
-    "collectives",
-    "controls",
-    "ddp",
-    "expert_parallel",
-    "measurement",
-    "pair",
-    "parallel",
-    "rehearsal",
-    "tensor_parallel",
-    "torch_backend",
-    "torchtitan",
-    "tuned",
-    "tuning",
-}
+GPU_ROOMS = {"collectives", "controls", "ddp", "expert_parallel", "measurement", "pair", "parallel", "rehearsal"}
+GPU_ROOMS |= {"tensor_parallel", "torch_backend", "torchtitan", "tuned", "tuning"}
 ANALYSIS_PACKAGES = {"polars", "jinja2", "scipy", "yaml"}
 
 

@@ -1,7 +1,5 @@
 """`counterpoint measure` around the measuring: what goes to which file and stream. No rank is started."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

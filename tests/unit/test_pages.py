@@ -1,7 +1,5 @@
 """The pages: what is generated is current, and the examples in them are commands and names that exist."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import re

@@ -1,7 +1,5 @@
 """Which of several ranks' endings is the cause: pure functions, no process."""
 
-from __future__ import annotations
-
 import pytest
 
 from counterpoint.errors import Misconfigured, PeerTimeout

@@ -1,7 +1,5 @@
 """The reader of published rows: a file that is wrong is refused, with its name and the row."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

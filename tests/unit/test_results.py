@@ -1,7 +1,5 @@
 """The measurements in results/: each says where it is from, none is large, and rows kept apart are found again."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

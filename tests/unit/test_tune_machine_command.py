@@ -1,7 +1,5 @@
 """`counterpoint tune --machine` around the measuring: what it writes and says, and what does not go with it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -15,8 +15,6 @@ from hypothesis import strategies as st
 from counterpoint.diagnosis.reading.digest import digest
 from counterpoint.errors import BadTrace
 from counterpoint.trace import chunks
-from counterpoint.trace.kineto import read_kineto
-from counterpoint.trace.source import Limits, find_traces
 from counterpoint.trace.timeline import Timeline
 from tests.support import kineto_trace as kt
 
@@ -45,9 +43,7 @@ def small_blocks() -> Iterator[None]:
 
 def read(content: bytes) -> Timeline:
     with tempfile.TemporaryDirectory() as folder:
-        path = kt.write_bytes(Path(folder) / "rank0.json", content)
-        with find_traces([str(path)], Limits()) as (file,):
-            return read_kineto(file)[0]
+        return kt.read(kt.write_bytes(Path(folder) / "rank0.json", content))
 
 
 @st.composite

@@ -6,17 +6,9 @@ from pathlib import Path
 import pytest
 
 from counterpoint.errors import BadTrace
-from counterpoint.trace.kineto import read_kineto
-from counterpoint.trace.source import Limits, find_traces
-from counterpoint.trace.timeline import Timeline
+from counterpoint.trace.source import Limits
 from tests.support import kineto_trace as kt
-
-SMALL = [kt.kernel("a", 1.0, 2.0, grid=[1, 1, 1]), kt.op("aten::mm", 0.0, 1.0, dims=[[2]])]
-
-
-def read(path: Path, limits: Limits | None = None) -> Timeline:
-    with find_traces([str(path)], limits or Limits()) as (file,):
-        return read_kineto(file, limits)[0]
+from tests.support.kineto_trace import SMALL, bomb, read
 
 
 @pytest.mark.parametrize("events_first", [False, True], ids=["header first", "events first"])
@@ -51,16 +43,6 @@ BOMBS = {
     "spaces after the events": (b'{"traceEvents": [{"ph": "M"}]', b" " * (1 << 20), b"}"),
     "valid events": (b'{"traceEvents": [{"ph": "M"}', b', {"ph": "i"}' * (1 << 16), b"]}"),
 }
-
-
-def bomb(path: Path, parts: tuple[bytes, bytes, bytes], repeats: int) -> Path:
-    """A gzip file that repeats its middle part."""
-    with gzip.open(path, "wb", compresslevel=1) as file:
-        file.write(parts[0])
-        for _ in range(repeats):
-            file.write(parts[1])
-        file.write(parts[2])
-    return path
 
 
 @pytest.mark.parametrize("parts", BOMBS.values(), ids=BOMBS.keys())

@@ -1,7 +1,5 @@
 """Programs carried out on several tensors: the same bytes as on one, wherever the tensors lie."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import accumulate
 

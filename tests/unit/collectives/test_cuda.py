@@ -1,7 +1,5 @@
 """The executor issues what was lowered, on the right streams, everything made before; by a driver that takes notes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -12,7 +10,7 @@ from typing import cast
 import pytest
 
 from counterpoint.collectives.cuda.call import Prepared
-from counterpoint.collectives.cuda.driver import BindReduction, EventPool, Executor
+from counterpoint.collectives.cuda.driver import BindReduction, Bound, EventPool, Executor
 from counterpoint.collectives.cuda.lower import Addresses, CopyAsync, DriverCall, ReduceLaunch, awaited, lower
 from counterpoint.collectives.program.operations import plan
 from counterpoint.collectives.program.reductions import Reduction
@@ -51,13 +49,23 @@ def summing(reductions: Reductions) -> BindReduction:
     return partial(reductions.bind_reduction, reduction=SUM)
 
 
+def bound(name: str) -> tuple[FakeDriver, Executor, Bound]:
+    """A driver, its executor, and a call that is bound to `STREAM` with its sums."""
+    driver = FakeDriver()
+    executor = Executor(driver=driver)
+    return driver, executor, executor.bind(lowered(name), STREAM, reduction=summing(Reductions(driver)))
+
+
+def times(driver: FakeDriver, call: str) -> int:
+    """How often a function of the driver was called."""
+    return [entry[0] for entry in driver.log].count(call)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_issued_is_what_was_lowered(name: str) -> None:
-    driver = FakeDriver()
-    executor, launcher = Executor(driver=driver), summing(Reductions(driver))
-    bound = executor.bind(lowered(name), STREAM, reduction=launcher)
+    driver, executor, call = bound(name)
     driver.log.clear()
-    bound()
+    call()
     issued = driver.decoded({STREAM: 0, executor.reduce_stream: 1}, {})
     reduced = [entry[1] for entry in driver.log if entry[0] == "reduce"]
     plain = [replace(c, local=False) if isinstance(c, CopyAsync) else c for c in lowered(name)]
@@ -67,12 +75,11 @@ def test_what_is_issued_is_what_was_lowered(name: str) -> None:
 
 
 def test_issuing_twice_is_the_same_twice() -> None:
-    driver = FakeDriver()
-    bound = Executor(driver=driver).bind(lowered("all_gather"), STREAM)
+    driver, _, call = bound("all_gather")
     driver.log.clear()
-    bound()
+    call()
     once = list(driver.log)
-    bound()
+    call()
     assert driver.log == [*once, *once]
 
 
@@ -98,10 +105,8 @@ def test_a_graph_is_one_call() -> None:
     driver.log.clear()
     graph = executor.graph(lowered("all_gather"))
     names = [entry[0] for entry in driver.log]
-    assert (names[0], names[-3:]) == (
-        "cuStreamBeginCapture",
-        ["cuStreamEndCapture", "cuGraphInstantiate", "cuGraphDestroy"],
-    )
+    assert names[0] == "cuStreamBeginCapture"
+    assert names[-3:] == ["cuStreamEndCapture", "cuGraphInstantiate", "cuGraphDestroy"]
     assert {entry[-1] for entry in driver.log if entry[0] == "cuMemcpyDtoDAsync"} == {executor.side_stream}
     driver.log.clear()
     graph.launch(STREAM)
@@ -150,31 +155,26 @@ def test_a_capture_that_fails_is_ended() -> None:
 
 
 def test_a_refused_call_stops_the_rest() -> None:
-    driver = FakeDriver()
-    bound = Executor(driver=driver).bind(lowered("all_gather"), STREAM)
+    driver, _, call = bound("all_gather")
     driver.refuse["cuMemcpyDtoDAsync"] = 700
     driver.log.clear()
     with pytest.raises(CounterpointError, match="700; the collective was issued in part"):
-        bound()
-    assert [entry[0] for entry in driver.log].count("cuMemcpyDtoDAsync") == 1
+        call()
+    assert times(driver, "cuMemcpyDtoDAsync") == 1
 
 
 def test_events_come_back() -> None:
-    driver = FakeDriver()
-    executor, launcher = Executor(driver=driver), summing(Reductions(driver))
-    executor.bind(lowered("reduce_scatter, chunks"), STREAM, reduction=launcher).close()
-    made = [entry[0] for entry in driver.log].count("cuEventCreate")
-    executor.bind(lowered("reduce_scatter, chunks"), STREAM, reduction=launcher)
-    assert [entry[0] for entry in driver.log].count("cuEventCreate") == made > 0
+    driver, executor, call = bound("reduce_scatter, chunks")
+    call.close()
+    made = times(driver, "cuEventCreate")
+    executor.bind(lowered("reduce_scatter, chunks"), STREAM, reduction=summing(Reductions(driver)))
+    assert times(driver, "cuEventCreate") == made > 0
 
 
 def test_close_destroys_events() -> None:
-    driver = FakeDriver()
-    executor, launcher = Executor(driver=driver), summing(Reductions(driver))
-    executor.bind(lowered("reduce_scatter, chunks"), STREAM, reduction=launcher)
+    driver, executor, _ = bound("reduce_scatter, chunks")
     executor.close()
-    names = [entry[0] for entry in driver.log]
-    assert names.count("cuEventDestroy") == names.count("cuEventCreate") > 0
+    assert times(driver, "cuEventDestroy") == times(driver, "cuEventCreate") > 0
 
 
 def test_streams_are_made_ahead_and_used_again() -> None:
@@ -182,13 +182,13 @@ def test_streams_are_made_ahead_and_used_again() -> None:
     driver = FakeDriver()
     executors = [Executor(driver=driver) for _ in range(50)]
     handles = {int(stream) for each in executors for stream in (each.reduce_stream, each.side_stream)}
-    made = [entry[0] for entry in driver.log].count("cuStreamCreateWithPriority")
+    made = times(driver, "cuStreamCreateWithPriority")
     assert len(handles) == 100
     for executor in executors:
         executor.close()
     again = [Executor(driver=driver) for _ in range(50)]
     assert handles >= {int(stream) for each in again for stream in (each.reduce_stream, each.side_stream)}
-    assert [entry[0] for entry in driver.log].count("cuStreamCreateWithPriority") == made
+    assert times(driver, "cuStreamCreateWithPriority") == made
 
 
 def test_letting_go_sets_every_awaited_word() -> None:
@@ -221,9 +221,7 @@ def test_parameters_are_laid_out_as_the_driver_reads_them() -> None:
     from counterpoint.collectives.cuda.lower import MemoryOperation, MemoryOperations
 
     address = 0x7F00_1234_5678
-    made = _parameters(
-        driver,
-        MemoryOperations((MemoryOperation("wait", address, 1), MemoryOperation("write", address, 7)), 0),
-    )
+    operations = MemoryOperation("wait", address, 1), MemoryOperation("write", address, 7)
+    made = _parameters(driver, MemoryOperations(operations, 0))
     raw = [ctypes.string_at(entry.getPtr(), 32) for entry in made]
     assert [struct.unpack("<I4xQQI", each[:28]) for each in raw] == [(1, address, 1, 0), (2, address, 7, 0)]

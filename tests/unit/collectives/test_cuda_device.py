@@ -1,7 +1,5 @@
 """In which context a thread calls the driver: that of torch's current device, or for the time of a call the GPU's."""
 
-from __future__ import annotations
-
 import threading
 
 import torch

@@ -1,7 +1,5 @@
 """What can be said about GPUs' symmetric memory without a GPU: who cannot share it and why, and where regions begin."""
 
-from __future__ import annotations
-
 import os
 from types import MappingProxyType, SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Memory of a GPU is used again after what streams still do with it, and events are used again after that."""
 
-from __future__ import annotations
-
 import gc
 import threading
 
@@ -33,8 +31,12 @@ class Device:
         return gate
 
 
-def test_a_moment_passes_when_its_stream_comes_to_it() -> None:
-    device = Device()
+@pytest.fixture
+def device() -> Device:
+    return Device()
+
+
+def test_a_moment_passes_when_its_stream_comes_to_it(device: Device) -> None:
     gate = device.block(device.one)
     moment = device.events.record(device.one)
     before = device.events.passed(moment)
@@ -43,24 +45,22 @@ def test_a_moment_passes_when_its_stream_comes_to_it() -> None:
     assert (before, device.events.passed(moment)) == (False, True)
 
 
-def test_events_are_used_again() -> None:
-    device = Device()
+def test_events_are_used_again(device: Device) -> None:
     for _ in range(3):
         device.events.record(device.one)
         gc.collect()
     assert len(device.events._made) == 1
 
 
-def test_a_broken_device_is_told() -> None:
-    device = Device()
+def test_a_broken_device_is_told(device: Device) -> None:
     moment = device.events.record(device.one)
     device.events._query = lambda event: (700,)
     with pytest.raises(CounterpointError, match="cuEventQuery failed: 700"):
         device.events.passed(moment)
 
 
-def test_another_stream_waits_for_the_last_use() -> None:
-    device, seen = Device(), list[str]()
+def test_another_stream_waits_for_the_last_use(device: Device) -> None:
+    seen = list[str]()
     device.order.used(HERE, device.one)
     gate = device.block(device.one)
     device.gpu.kernel(lambda: seen.append("old"))
@@ -74,14 +74,15 @@ def test_another_stream_waits_for_the_last_use() -> None:
     assert seen == ["old", "new"]
 
 
-def test_only_uses_of_these_bytes_count() -> None:
-    device = Device()
-    device.order.used(THERE, device.two)
-    assert device.order.freed(HERE, 512) == ()
+@pytest.mark.parametrize(
+    ("at", "capture", "after"), [(THERE, 0, ()), (HERE, 3, "never")], ids=["other bytes", "in a graph"]
+)
+def test_what_need_not_or_cannot_be_waited_for(device: Device, at: Location, capture: int, after: object) -> None:
+    device.order.used(at, device.two, capture=capture)
+    assert device.order.freed(HERE, 512) == after
 
 
-def test_every_stream_is_waited_for() -> None:
-    device = Device()
+def test_every_stream_is_waited_for(device: Device) -> None:
     device.order.used(HERE, device.one)
     device.order.used(HERE + 64, device.two)
     after = device.order.freed(HERE, 512)
@@ -89,15 +90,8 @@ def test_every_stream_is_waited_for() -> None:
     assert {moment.stream for moment in after} == {device.one, device.two}
 
 
-def test_what_is_in_a_graph_is_kept() -> None:
-    device = Device()
-    device.order.used(HERE, device.one, capture=3)
-    assert device.order.freed(HERE, 512) == "never"
-
-
-def test_what_dies_in_a_capture_is_free_after_it() -> None:
+def test_what_dies_in_a_capture_is_free_after_it(device: Device) -> None:
     """Its stream's end cannot be waited for before, but the graph does not use it."""
-    device = Device()
     device.order.used(HERE, device.one)
     device.gpu.driver.cuStreamBeginCapture(device.one, 2)
     during = device.order.freed(HERE, 512)
@@ -105,7 +99,6 @@ def test_what_dies_in_a_capture_is_free_after_it() -> None:
     assert (during, type(device.order.freed(HERE, 512))) == ("later", tuple)
 
 
-def test_neighbours_that_become_one_keep_the_latest_points() -> None:
-    device = Device()
+def test_neighbours_that_become_one_keep_the_latest_points(device: Device) -> None:
     first, second, other = (device.events.record(stream) for stream in (device.one, device.one, device.two))
     assert set(device.order.merged((first, other), (second,))) == {second, other}

@@ -1,7 +1,5 @@
 """Blocks that are released early: whole for ever, and their peers are told once for each use."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

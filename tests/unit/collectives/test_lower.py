@@ -1,7 +1,5 @@
 """Lowered calls, replayed on a machine of bytes, do what torch's operations do; and they are as few as can be."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """Ranks that have met others before find each other by the keys of a store, as torch's symmetric memory writes them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import count
 

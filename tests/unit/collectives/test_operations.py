@@ -1,7 +1,5 @@
 """The registry: what a row says holds for its programs, and a new row is all that a new collective needs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

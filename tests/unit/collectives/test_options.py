@@ -1,7 +1,5 @@
 """Options of a communicator: which must be equal on all ranks."""
 
-from __future__ import annotations
-
 import pytest
 
 from counterpoint.collectives.options import CommunicatorOptions

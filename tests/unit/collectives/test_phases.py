@@ -1,7 +1,5 @@
 """Calls over several hosts: proved for whole grids, wrong ones are caught, and the clock knows its bounds."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """The pool: tensors in symmetric memory never overlap, are used again, and lie where they lie on every rank."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Programs put every byte where torch's operation puts it, for any group, size, split and chunking, in any order."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import pytest

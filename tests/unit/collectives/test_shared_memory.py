@@ -1,7 +1,5 @@
 """Shared memory: peers write where they should, nobody is let in who has no card, and nothing is left behind."""
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 import os

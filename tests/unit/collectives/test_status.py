@@ -1,7 +1,5 @@
 """The status: every flag has a word of its own, and rests as the programs expect."""
 
-from __future__ import annotations
-
 import ctypes
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """A call that comes again is looked up; whatever makes it another call is seen."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Tensors that do not fit a call are refused before anything is sent."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

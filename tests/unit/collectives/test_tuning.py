@@ -1,7 +1,5 @@
 """The best tuning is never slower than the plain one, the same for all who ask, and what the sizes make one expect."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Turns on the links: who tells whom, and when there are none."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

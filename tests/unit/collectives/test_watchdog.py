@@ -1,7 +1,5 @@
 """What a wait that does not end is told, from what the others show."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

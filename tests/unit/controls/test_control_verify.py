@@ -1,7 +1,5 @@
 """`verify` of every control on what really ran: records of tests/gpu/test_controls.py on 2 x H200, 2026-11-21."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

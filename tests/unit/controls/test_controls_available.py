@@ -1,7 +1,5 @@
 """`available` says why not, and never raises; options that a process group gets; splits that a GPU can make."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -64,15 +62,7 @@ def test_nccls_own_stream_is_raised_with_the_priority(level: str, raised: bool) 
     assert options.is_high_priority_stream is raised
 
 
-@pytest.mark.parametrize(
-    ("compute_sms", "side"),
-    [
-        (124, "comm"),
-        (108, "comm"),
-        (112, "compute"),
-        (8, "compute"),
-    ],
-)
+@pytest.mark.parametrize(("compute_sms", "side"), [(124, "comm"), (108, "comm"), (112, "compute"), (8, "compute")])
 def test_one_cut_gives_both_sides(compute_sms: int, side: str) -> None:
     """On 132 SMs in groups of 8, either side may be the group."""
     assert plan_split(compute_sms, total=132, grain=8) == side

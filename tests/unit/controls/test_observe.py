@@ -1,10 +1,13 @@
 """From the profiler's entries to records of what ran."""
 
-from __future__ import annotations
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 
+from counterpoint.controls import observe
 from counterpoint.controls.observe import (
     CapturedKernel,
     ProfilerEvent,
@@ -85,6 +88,21 @@ def test_clusters_come_from_the_same_launch_only(node: CapturedKernel, cluster: 
 def test_each_captured_kernel_is_used_once() -> None:
     node = CapturedKernel(name="ncclDevKernel_AllGather_RING_LL", grid=(24, 1, 1), cluster=(2, 1, 1))
     assert [one.cluster for one in with_clusters((record(KERNEL),) * 2, (node,))] == [(2, 1, 1), None]
+
+
+def test_each_pair_has_the_clusters_of_its_own_communication(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is captured alone, with and without controls."""
+
+    def captured(launch: Callable[[], Any], *, device: object) -> tuple[CapturedKernel, ...]:
+        return (CapturedKernel(name="ncclDevKernel_AllGather_RING_LL", grid=(24, 1, 1), cluster=launch()),)
+
+    pairs: list[Any] = [SimpleNamespace(comm=lambda n=n: (n, 1, 1), compute_stream=0, comm_stream=0) for n in (1, 2, 4)]
+    monkeypatch.setattr(observe, "sides_of_all", lambda every, device: [((), (record(KERNEL),)) for _ in every])
+    monkeypatch.setattr(observe, "captured_kernels", captured)
+    monkeypatch.setattr(observe, "sm_ids", lambda stream: ())
+    found = observe.see_all(pairs[1:], without=pairs[0], device=None, clusters=True)
+    clusters = [(seen.comm[0].cluster, seen.comm_without[0].cluster) for seen in found]
+    assert clusters == [((2, 1, 1), (1, 1, 1)), ((4, 1, 1), (1, 1, 1))]
 
 
 def kernel(name: str, duration_us: float = 1.0) -> Launched:

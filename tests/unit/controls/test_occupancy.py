@@ -1,10 +1,9 @@
 """Occupancy shaping without a GPU: bytes by the calculator's rule, what is refused and why, what verify believes."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -28,47 +27,26 @@ footprints = st.builds(
 )
 
 
-def fit(block: Footprint, sm: SmLimits) -> int:
-    return block.most_on(sm)
-
-
 def with_smem(block: Footprint, smem_bytes: int) -> Footprint:
     return dataclasses.replace(block, smem_bytes=smem_bytes)
 
 
 @given(footprints, st.integers(0, 31), st.sampled_from([H200, A40]))
-def test_the_bytes_leave_exactly_the_blocks_asked_for(block: Footprint, draw: int, sm: SmLimits) -> None:
-    """Whatever the kernel: as many blocks fit as were asked for, if more fitted before."""
-    assume(most := fit(block, sm))
+def test_the_least_bytes_leave_exactly_the_blocks_asked_for(block: Footprint, draw: int, sm: SmLimits) -> None:
+    """Whatever the kernel: between what a block needs and what it may have; 128 fewer would let another block in."""
+    assume(most := block.most_on(sm))
     wanted = 1 + draw % most
     smem = smem_for_blocks_per_sm(wanted, kernel=block, sm=sm)
-    assert fit(with_smem(block, smem), sm) == wanted
-
-
-@given(footprints, st.integers(0, 31), st.sampled_from([H200, A40]))
-def test_one_unit_less_leaves_one_block_more(block: Footprint, draw: int, sm: SmLimits) -> None:
-    """The bytes are the least: 128 fewer let another block in."""
-    assume((most := fit(block, sm)) > 1)
-    wanted = 1 + draw % (most - 1)
-    smem = smem_for_blocks_per_sm(wanted, kernel=block, sm=sm)
-    assert fit(with_smem(block, smem - 128), sm) > wanted
-
-
-@given(footprints, st.integers(0, 31), st.sampled_from([H200, A40]))
-def test_no_block_gets_less_than_it_needs_or_more_than_it_may(block: Footprint, draw: int, sm: SmLimits) -> None:
-    assume(most := fit(block, sm))
-    wanted = 1 + draw % most
-    assert block.smem_bytes <= smem_for_blocks_per_sm(wanted, kernel=block, sm=sm) <= sm.most_smem_per_block
+    assert block.smem_bytes <= smem <= sm.most_smem_per_block
+    assert with_smem(block, smem).most_on(sm) == wanted
+    assert wanted == most or with_smem(block, smem - 128).most_on(sm) > wanted
 
 
 @pytest.mark.parametrize(
     ("wanted", "smem"),
     [
         (1, 116864 - 1024),  # more than half of 233472, less what the system takes
-        (2, 77952 - 1024),
-        (3, 58496 - 1024),
-        (4, 46720 - 1024),
-        (7, 29312 - 1024),
+        *((2, 77952 - 1024), (3, 58496 - 1024), (4, 46720 - 1024), (7, 29312 - 1024)),
     ],
 )
 def test_bytes_of_the_study(wanted: int, smem: int) -> None:
@@ -77,19 +55,21 @@ def test_bytes_of_the_study(wanted: int, smem: int) -> None:
     assert smem_for_blocks_per_sm(wanted, kernel=block, sm=H200) == smem
 
 
-@pytest.mark.parametrize("wanted", [0, -1, 9])
-def test_more_blocks_than_fit_cannot_be_had(wanted: int) -> None:
-    """Shared memory lowers the number: 8 fit, so 9 are refused, as is less than one."""
-    block = Footprint(threads=128, regs_per_thread=64, smem_bytes=24576)
-    with pytest.raises(Misconfigured, match="8 fit"):
-        smem_for_blocks_per_sm(wanted, kernel=block, sm=H200)
-
-
-def test_a_number_that_no_size_gives_is_refused() -> None:
-    """Volta's 96 KiB in units of 128 bytes have no size that leaves exactly 31 blocks."""
-    block = Footprint(threads=32, regs_per_thread=16, smem_bytes=0)
-    with pytest.raises(Misconfigured, match="exactly 31"):
-        smem_for_blocks_per_sm(31, kernel=block, sm=V100)
+@pytest.mark.parametrize(
+    ("wanted", "block", "sm", "said"),
+    [
+        # shared memory lowers the number: 8 fit, so 9 are refused, as is less than one
+        *(
+            (wanted, Footprint(threads=128, regs_per_thread=64, smem_bytes=24576), H200, "8 fit")
+            for wanted in (0, -1, 9)
+        ),
+        # Volta's 96 KiB in units of 128 bytes have no size that leaves exactly 31 blocks
+        (31, Footprint(threads=32, regs_per_thread=16, smem_bytes=0), V100, "exactly 31"),
+    ],
+)
+def test_blocks_that_cannot_be_had_are_refused(wanted: int, block: Footprint, sm: SmLimits, said: str) -> None:
+    with pytest.raises(Misconfigured, match=said):
+        smem_for_blocks_per_sm(wanted, kernel=block, sm=sm)
 
 
 GEMM = Footprint(threads=128, regs_per_thread=64, smem_bytes=24576)
@@ -129,7 +109,7 @@ def test_the_rule_gives_what_the_sms_wrote_down() -> None:
 
 @given(footprints, footprints)
 def test_a_guest_never_makes_room(block: Footprint, guest: Footprint) -> None:
-    assert blocks_beside(block, guest, sm=H200) <= fit(block, H200)
+    assert blocks_beside(block, guest, sm=H200) <= block.most_on(H200)
 
 
 KERNEL = UnshapedKernel(
@@ -161,15 +141,16 @@ def test_what_cannot_be_shaped_stays_and_says_why(
     assert (found.dynamic_smem_bytes, reason in str(found.refused)) == (kernel.dynamic_smem_bytes, True), found.refused
 
 
-@pytest.mark.parametrize("options", [{}, {"blocks_per_sm": 2, "smem_bytes": 60000}, {"blocks_per_sm": 0}])
-def test_exactly_one_setting_is_taken(options: dict[str, int]) -> None:
-    with pytest.raises(Misconfigured, match="exactly one"):
-        OccupancyShaping(**options)  # type: ignore[arg-type]
-
-
-def test_a_broken_expression_is_refused() -> None:
-    with pytest.raises(Misconfigured, match="regular expression"):
-        OccupancyShaping(blocks_per_sm=1, kernels="(")
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        *((wrong, "exactly one") for wrong in ({}, {"blocks_per_sm": 2, "smem_bytes": 60000}, {"blocks_per_sm": 0})),
+        ({"blocks_per_sm": 1, "kernels": "("}, "regular expression"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(Misconfigured, match=said):
+        OccupancyShaping(**options)
 
 
 @pytest.mark.parametrize(
@@ -185,18 +166,12 @@ def test_name(control: OccupancyShaping, name: str) -> None:
 
 
 def ran(smem_bytes: int | None, *, name: str = "matmul", regs: int = 64, threads: int = 128) -> Launched:
-    return Launched(
-        kind="kernel",
-        name=name,
-        grid=(16384, 1, 1),
-        block=(threads, 1, 1),
-        regs_per_thread=regs,
-        smem_bytes=smem_bytes,
-        duration_us=100.0,
-    )
+    return Launched(kind="kernel", name=name, grid=(16384, 1, 1), block=(threads, 1, 1), regs_per_thread=regs,
+                    smem_bytes=smem_bytes, duration_us=100.0)  # fmt: skip
 
 
 CONTROL = OccupancyShaping(blocks_per_sm=2, sm=H200)
+PERSISTENT = ran(213188, name="nvjet_sm90", regs=168, threads=384)
 
 
 @pytest.mark.parametrize(
@@ -207,13 +182,7 @@ CONTROL = OccupancyShaping(blocks_per_sm=2, sm=H200)
         pytest.param(CONTROL, ran(57472), ran(24576), False, id="other-bytes"),
         pytest.param(CONTROL, ran(76928), ran(76928), False, id="was-so-before"),
         pytest.param(CONTROL, ran(76928, name="other"), ran(24576), False, id="another-kernel"),
-        pytest.param(
-            CONTROL,
-            ran(213188, name="nvjet", regs=168, threads=384),
-            ran(213188, name="nvjet", regs=168, threads=384),
-            False,
-            id="persistent",
-        ),
+        pytest.param(CONTROL, PERSISTENT, PERSISTENT, False, id="persistent"),
         pytest.param(CONTROL, ran(None), ran(24576), False, id="unknown-size"),
         pytest.param(OccupancyShaping(smem_bytes=60000, sm=H200), ran(60000), ran(24576), True, id="bytes"),
         pytest.param(OccupancyShaping(smem_bytes=60000, sm=H200), ran(24576), ran(24576), False, id="bytes-no-op"),
@@ -227,9 +196,7 @@ def test_verify(control: OccupancyShaping, with_it: Launched, without: Launched,
 
 def test_verify_names_what_to_do_for_a_persistent_kernel() -> None:
     """One block per SM cannot become fewer; the grid can."""
-    nvjet = ran(213188, name="nvjet_sm90", regs=168, threads=384)
-    evidence = CONTROL.verify(Observation(compute=(nvjet,), compute_without=(nvjet,)))
-    assert "gemm_sms" in evidence.seen
+    assert "gemm_sms" in CONTROL.verify(Observation(compute=(PERSISTENT,), compute_without=(PERSISTENT,))).seen
 
 
 def test_another_kernel_that_now_takes_longer_does_not_hide_the_proof() -> None:

@@ -1,7 +1,5 @@
 """The two hooks without a GPU: what Triton's launcher is told, and what CUPTI's callback reads and writes."""
 
-from __future__ import annotations
-
 import ctypes
 import sys
 import types
@@ -61,10 +59,7 @@ class Cupti:
         """One launch: enter, then what the driver would read, then exit."""
         kept = ctypes.c_uint64(77)
         data = launch_hook._CallbackData(
-            site=ENTER,
-            symbol=b"kernel_name",
-            parameters=ctypes.addressof(arguments),
-            ours=ctypes.pointer(kept),
+            site=ENTER, symbol=b"kernel_name", parameters=ctypes.addressof(arguments), ours=ctypes.pointer(kept)
         )
         self.callback(None, 1, call, ctypes.pointer(data))
         self.during.append(config.smem)
@@ -86,11 +81,7 @@ def config(smem: int, *attributes: tuple[int, tuple[int, ...]]) -> Any:
         array[index].id = kind
         array[index].value[: len(values)] = values
     made = launch_hook._Config(
-        grid=(8, 2, 1),
-        block=(128, 1, 1),
-        smem=smem,
-        attributes=ctypes.addressof(array),
-        num_attributes=len(attributes),
+        grid=(8, 2, 1), block=(128, 1, 1), smem=smem, attributes=ctypes.addressof(array), num_attributes=len(attributes)
     )
     made.held = array  # as the caller would
     return made
@@ -111,26 +102,17 @@ def run(cupti: Cupti, call: int, made: Any, shaper: Told) -> int:
 
 @pytest.mark.parametrize("call", [BY_VALUE, BY_REFERENCE])
 def test_the_driver_reads_what_was_decided(cupti: Cupti, call: int) -> None:
-    assert run(cupti, call, config(100), Told()) == 5000
-
-
-def test_the_callers_structure_is_put_back(cupti: Cupti) -> None:
-    made = config(0)
-    run(cupti, BY_REFERENCE, made, Told())
-    assert made.smem == 0
+    """For the launch as it is described to the shaper; the caller's structure is put back."""
+    made, told = config(100), Told()
+    assert run(cupti, call, made, told) == 5000
+    assert made.smem == 100
+    assert told.asked == {
+        "handle": 99, "threads": 128, "dynamic_smem_bytes": 100, "clustered": False, "cooperative": False,
+    }  # fmt: skip
 
 
 def test_an_inactive_shaper_leaves_the_launch_alone(cupti: Cupti) -> None:
     assert run(cupti, BY_REFERENCE, config(100), Told(active=False)) == 100
-
-
-@pytest.mark.parametrize("call", [BY_VALUE, BY_REFERENCE])
-def test_the_launch_is_described(cupti: Cupti, call: int) -> None:
-    told = Told()
-    run(cupti, call, config(100), told)
-    assert told.asked == {
-        "handle": 99, "threads": 128, "dynamic_smem_bytes": 100, "clustered": False, "cooperative": False,
-    }  # fmt: skip
 
 
 def test_clusters_and_cooperative_launches_are_told(cupti: Cupti) -> None:
@@ -139,14 +121,9 @@ def test_clusters_and_cooperative_launches_are_told(cupti: Cupti) -> None:
     assert (told.asked["clustered"], told.asked["cooperative"]) == (True, True)
 
 
-def test_a_failure_is_raised_on_exit(cupti: Cupti) -> None:
+def test_a_failure_is_raised_on_exit_and_leaves_the_launch_alone(cupti: Cupti) -> None:
     """ctypes would print and forget it."""
     with pytest.raises(Unsupported, match="planted"):
-        run(cupti, BY_REFERENCE, config(100), Failing())
-
-
-def test_a_launch_that_failed_to_be_decided_is_unchanged(cupti: Cupti) -> None:
-    with pytest.raises(Unsupported):
         run(cupti, BY_REFERENCE, config(100), Failing())
     assert cupti.during == [100]
 
@@ -190,14 +167,10 @@ def call(launcher: type[Launcher], packed: object = (4, 1, 24576)) -> Any:
 
 
 def test_triton_is_told_more_shared_memory(triton: type[Launcher]) -> None:
-    with shaped_triton(Told()):
-        assert call(triton) == (8, 1, 1, 7, 99, (4, 1, 5000), None, "argument")
-
-
-def test_triton_kernels_are_described(triton: type[Launcher]) -> None:
+    """For the kernel as it is described to the shaper."""
     told = Told()
     with shaped_triton(told):
-        call(triton, (8, 2, 1024))
+        assert call(triton, (8, 2, 1024)) == (8, 1, 1, 7, 99, (8, 2, 5000), None, "argument")
     assert told.asked == {
         "handle": 99, "threads": 256, "dynamic_smem_bytes": 1024, "clustered": True, "cooperative": False,
     }  # fmt: skip

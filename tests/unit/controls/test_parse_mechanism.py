@@ -1,7 +1,5 @@
 """Names of mechanisms: what they ask for, and what is refused with which words."""
 
-from __future__ import annotations
-
 import pytest
 
 from counterpoint.controls.gemm_sms import GemmSmFit, GemmSmLimit

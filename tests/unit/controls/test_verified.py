@@ -1,7 +1,5 @@
 """`verified`: a pair under controls of which each has to show its effect, on records of what ran."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Accounts, waits and transfers against numbers worked out by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What a collective is: by its metadata, its kernel, and the host operation that launched it."""
 
-from __future__ import annotations
-
 import pytest
 
 from counterpoint.diagnosis.analysis.stragglers import _STRUCTURAL

@@ -1,7 +1,5 @@
 """Two runs of a job: what grew, by how much a step, and what cannot be compared."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a rank's digest keeps of its trace."""
 
-from __future__ import annotations
-
 import pytest
 
 from counterpoint.diagnosis.reading.digest import matrix_product

@@ -1,17 +1,15 @@
 """Waiting for the rank whose experts have most to do is told with figures, and balanced experts are not accused."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 from typing import Any
 
 import pytest
 
-from counterpoint.diagnosis.api import diagnose_digests
 from counterpoint.records.diagnosis import Diagnosis, Finding
 from counterpoint.trace.timeline import CollectiveInfo, Kind
-from tests.support.job_builder import COMM_STREAM, Op, Rank, digested, op, rank
+from tests.support.job_builder import COMM_STREAM, Op, Rank, diagnosed, op, rank
 
 TOKENS = 1 << 20  # that each rank has, in elements
 LAYERS = 6
@@ -55,11 +53,7 @@ def leg(style: str, start: float, end: float, load: float, *, back: bool) -> lis
 
 
 def moe(
-    loads: list[list[float]],
-    *,
-    style: str = "by-size",
-    attention: tuple[float, ...] = (500.0,) * 4,
-    slow: float = 1.0,
+    loads: list[list[float]], *, style: str = "by-size", attention: tuple[float, ...] = (500.0,) * 4, slow: float = 1.0
 ) -> list[Rank]:
     """Record layers of attention, dispatch, experts and combine; `loads`: per layer each rank's share of the tokens.
 
@@ -86,8 +80,8 @@ def moe(
     return [rank(*part, steps=((-10.0, begin - 20),)) for part in parts]
 
 
-def diagnosed(ranks: list[Rank]) -> Diagnosis:
-    return diagnose_digests([digested(r, n, len(ranks)) for n, r in enumerate(ranks)], ["x"] * len(ranks)).diagnosis
+def changed(ranks: list[Rank], change: Callable[[Op], Op]) -> list[Rank]:
+    return [replace(r, ops=tuple(map(change, r.ops))) for r in ranks]
 
 
 def imbalance(d: Diagnosis) -> list[Finding]:
@@ -95,13 +89,14 @@ def imbalance(d: Diagnosis) -> list[Finding]:
 
 
 HOT = [[0.7, 0.6, 0.6, 2.1]] * LAYERS
+TURNS = [[2.2 if r == layer % 4 else 0.6 for r in range(4)] for layer in range(8)]
 EVEN = [[1.0, 1.0, 1.0, 1.0]] * LAYERS
 
 
 @STYLES
 def test_the_rank_of_hot_experts_is_named_with_figures(style: str) -> None:
     """The others wait 560, 600 and 600 µs in each of six layers, 587 on average."""
-    d = diagnosed(moe(HOT, style=style))
+    d = diagnosed(*moe(HOT, style=style))
     (found,) = imbalance(d)
     assert found.cost_us == pytest.approx(LAYERS * (560 + 600 + 600) / 3)
     assert "Equal shares of the same work would save 2.64 ms a step" in found.evidence
@@ -118,8 +113,7 @@ def test_the_rank_of_hot_experts_is_named_with_figures(style: str) -> None:
 
 def test_hot_experts_may_change_from_layer_to_layer() -> None:
     """No rank is late in all, but in each exchange one is."""
-    turns = [[2.2 if r == layer % 4 else 0.6 for r in range(4)] for layer in range(8)]
-    d = diagnosed(moe(turns))
+    d = diagnosed(*moe(TURNS))
     (found,) = imbalance(d)
     assert "the busiest rank of each exchange takes 2.2 x the mean" in found.evidence
     assert found.cost_us == pytest.approx(8 * 640)
@@ -137,20 +131,19 @@ def test_hot_experts_may_change_from_layer_to_layer() -> None:
 )
 def test_balanced_experts_are_not_accused(job: dict[str, object], style: str) -> None:
     """Whoever else is late, and why."""
-    assert not imbalance(diagnosed(moe(**job, style=style)))  # type: ignore[arg-type]
+    assert not imbalance(diagnosed(*moe(**job, style=style)))  # type: ignore[arg-type]
 
 
 def test_a_slow_gpu_stays_one() -> None:
     """What is slow everywhere is slow with experts, too."""
-    d = diagnosed(moe(EVEN, slow=1.8, style="by-name"))
+    d = diagnosed(*moe(EVEN, slow=1.8, style="by-name"))
     assert [(s.rank, s.cause) for s in d.stragglers] == [(3, "slow_kernels")]
     assert [f.rank for f in d.findings if f.kind == "straggler"] == [3]
 
 
 def test_jitter_elsewhere_makes_no_rank_slow() -> None:
     """Hot experts that take turns leave ranks equal in all: 1 % elsewhere is more than that, but no slow GPU."""
-    turns = [[2.2 if r == layer % 4 else 0.6 for r in range(4)] for layer in range(8)]
-    (found,) = imbalance(diagnosed(moe(turns, style="by-name", attention=(500.0, 500.0, 502.0, 505.0))))
+    (found,) = imbalance(diagnosed(*moe(TURNS, style="by-name", attention=(500.0, 500.0, 502.0, 505.0))))
     assert found.cost_us == pytest.approx(8 * 640, rel=0.01)
 
 
@@ -158,19 +151,11 @@ def test_jitter_elsewhere_makes_no_rank_slow() -> None:
 def test_experts_of_equal_sizes_are_suspected_and_no_gpu_is_drained(rotating: bool) -> None:
     """Grouped GEMMs between all-to-alls of equal sizes take 3 x as long on one rank; everything else is equal."""
     loads = [[3.0 if r == (layer % 4 if rotating else 3) else 1.0 for r in range(4)] for layer in range(8)]
-    ranks = [
-        replace(
-            r,
-            ops=tuple(
-                o
-                if "deep_ep" not in o.name
-                else exchange(NCCL, o.start, o.end, op="all_to_all", group="3", in_nelems=TOKENS, out_nelems=TOKENS)
-                for o in r.ops
-            ),
-        )
-        for r in moe(loads, style="by-name")
-    ]
-    d = diagnosed(ranks)
+    equal: dict[str, Any] = {"op": "all_to_all", "group": "3", "in_nelems": TOKENS, "out_nelems": TOKENS}
+    ranks = changed(
+        moe(loads, style="by-name"), lambda o: exchange(NCCL, o.start, o.end, **equal) if "deep_ep" in o.name else o
+    )
+    d = diagnosed(*ranks)
     (found,) = imbalance(d)
     assert found.title.startswith("Expert imbalance, probably")
     assert found.cost_us == pytest.approx(8 * 800)
@@ -178,67 +163,55 @@ def test_experts_of_equal_sizes_are_suspected_and_no_gpu_is_drained(rotating: bo
     assert "drain" not in str([f.advice for f in d.findings])
 
 
-def test_embedding_tables_are_no_experts() -> None:
-    """Their rows are exchanged in the same way."""
-    ranks = moe(HOT)
-    tables = [
-        replace(r, ops=tuple(replace(o, name=o.name.replace("cutlass_grouped_gemm", "split_embedding")) for o in r.ops))
-        for r in ranks
-    ]
-    assert not imbalance(diagnosed(tables))
-
-
 def test_one_rank_alone_accuses_nobody() -> None:
-    ranks = moe(HOT)
-    d = diagnose_digests([digested(ranks[0], 0, 4)], ["x"]).diagnosis
-    assert not imbalance(d)
+    assert not imbalance(diagnosed(moe(HOT)[0], world_size=4))
 
 
 def renamed(ranks: list[Rank], kernel: str = "cutlass_grouped_gemm", group: str | None = "mesh_ep") -> list[Rank]:
     """Return ranks with another name of the experts' kernel, and of the group."""
 
-    def changed(o: Op) -> Op:
+    def another(o: Op) -> Op:
         name = o.name.replace("cutlass_grouped_gemm", kernel)
         return replace(o, name=name, info=o.info and replace(o.info, group_desc=group))
 
-    return [replace(r, ops=tuple(map(changed, r.ops))) for r in ranks]
+    return changed(ranks, another)
 
 
-@pytest.mark.parametrize("group", ["mesh_dp_shard", "TENSOR_MODEL_PARALLEL_GROUP", "mesh_efsdp"])
-def test_groups_that_gather_something_else_have_no_experts(group: str) -> None:
-    """Parameters of experts are gathered, and their gradients scattered, around the same kernels."""
-    assert not imbalance(diagnosed(renamed(moe(HOT, style="gathered"), group=group)))
+@pytest.mark.parametrize(
+    ("style", "names"),
+    [
+        # parameters of experts are gathered, and their gradients scattered, around the same kernels
+        *(("gathered", {"group": name}) for name in ("mesh_dp_shard", "TENSOR_MODEL_PARALLEL_GROUP", "mesh_efsdp")),
+        # whatever the group is named, gathered rows are also multiplied by matrices that all tokens share
+        *((style, {"kernel": "nvjet_hsh_192x192"}) for style in ("gathered", "copied")),
+        ("by-size", {"kernel": "split_embedding"}),  # rows of embedding tables are exchanged in the same way
+    ],
+)
+def test_what_is_not_of_experts_accuses_nobody(style: str, names: dict[str, str]) -> None:
+    assert not imbalance(diagnosed(*renamed(moe(HOT, style=style), **names)))
 
 
 def test_without_a_name_gathered_tokens_are_suspected() -> None:
     """By their kernels alone."""
-    (found,) = imbalance(diagnosed(renamed(moe(HOT, style="gathered"), group=None)))
+    (found,) = imbalance(diagnosed(*renamed(moe(HOT, style="gathered"), group=None)))
     assert found.title.startswith("Expert imbalance, probably")
-
-
-@pytest.mark.parametrize("style", ["gathered", "copied"])
-def test_matmuls_that_are_not_of_experts_accuse_nobody(style: str) -> None:
-    """Whatever the group is named: gathered rows are also multiplied by matrices that all tokens share."""
-    assert not imbalance(diagnosed(renamed(moe(HOT, style=style), kernel="nvjet_hsh_192x192")))
 
 
 def test_weights_gradients_go_home_before_experts_compute() -> None:
     """Backward, a small reduce_scatter lies between the gather and the experts; the one behind them is the way back."""
+    small: dict[str, Any] = {
+        "op": "reduce_scatter",
+        "group": "5",
+        "group_desc": "mesh_ep",
+        "in_nelems": 4000,
+        "out_nelems": 1000,
+    }
     ranks = []
     for r in moe(HOT, style="gathered"):
-        ops = list(r.ops)
-        for o in r.ops:
-            if "AllGather" in o.name:
-                more = {
-                    "op": "reduce_scatter",
-                    "group": "5",
-                    "group_desc": "mesh_ep",
-                    "in_nelems": 4000,
-                    "out_nelems": 1000,
-                }
-                ops.append(exchange("ncclDevKernel_ReduceScatter_Sum", o.end + 1, o.end + 6, **more))
-        ranks.append(replace(r, ops=tuple(ops)))
-    (found,) = imbalance(diagnosed(ranks))
+        ends = [o.end for o in r.ops if "AllGather" in o.name]
+        more = [exchange("ncclDevKernel_ReduceScatter_Sum", end + 1, end + 6, **small) for end in ends]
+        ranks.append(replace(r, ops=(*r.ops, *more)))
+    (found,) = imbalance(diagnosed(*ranks))
     assert found.rank == 3
     assert found.cost_us == pytest.approx(LAYERS * (560 + 600 + 600) / 3)
 
@@ -251,9 +224,9 @@ def test_planted_loads_are_found_and_others_are_not(style: str, seed: int) -> No
     hot, layers = draw.randrange(4), draw.randint(3, 9)
     attention = tuple(draw.uniform(200.0, 210.0) for _ in range(4))
     jitter = [[draw.uniform(0.99, 1.01) for _ in range(4)] for _ in range(layers)]
-    assert not imbalance(diagnosed(moe(jitter, style=style, attention=attention)))
+    assert not imbalance(diagnosed(*moe(jitter, style=style, attention=attention)))
     loads = [[draw.uniform(1.6, 2.4) if r == hot else draw.uniform(0.5, 0.9) for r in range(4)] for _ in range(layers)]
-    (found,) = imbalance(diagnosed(moe(loads, style=style, attention=attention)))
+    (found,) = imbalance(diagnosed(*moe(loads, style=style, attention=attention)))
     waited = sum(400.0 * (load[hot] - load[r]) for load in loads for r in range(4) if r != hot) / 3
     assert found.rank == hot
     assert found.cost_us == pytest.approx(waited, rel=0.01)
@@ -267,4 +240,4 @@ def test_copies_alone_do_not_make_clocks_drift() -> None:
     ]  # fmt: skip
     ranks = moe(loads, style="copied", attention=(200.0, 205.0, 210.0, 200.0))
     copies = [replace(r, ops=tuple(o for o in r.ops if o.info is None)) for r in ranks]
-    assert [f.rank for f in imbalance(diagnosed(copies))] == [0]
+    assert [f.rank for f in imbalance(diagnosed(*copies))] == [0]

@@ -1,14 +1,11 @@
 """What is advised fits what was seen."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from counterpoint.diagnosis.analysis.analysis import Analysis
-from counterpoint.diagnosis.api import diagnose_digests
 from counterpoint.diagnosis.findings.communication import find_exposed
 from counterpoint.diagnosis.findings.findings import verdict
 from counterpoint.diagnosis.reading.traced_job import assemble, traced_stack
@@ -16,7 +13,7 @@ from counterpoint.records.causes import IDLE_CAUSES, Cause
 from counterpoint.records.diagnosis import Diagnosis, Finding
 from counterpoint.rendering.diagnosis_tables import idle_sentence
 from counterpoint.trace.timeline import Device, Kind
-from tests.support.job_builder import H200, Op, comm, digested, job, op, rank
+from tests.support.job_builder import H200, Op, comm, diagnosed, digested, job, op, rank
 
 NAN = float("nan")
 
@@ -56,8 +53,7 @@ def contended(device: Device, kernel: str = "gemm_kernel") -> Diagnosis:
             ops.append(comm("all_gather", at + 205 + late, at + 565, launch=float(i)))
         ops.append(comm("reduce_scatter", 2300.0, 2600.0, launch=5.0))
         ranks.append(rank(*ops, device=device))
-    digests = [digested(r, number, 2) for number, r in enumerate(ranks)]
-    return diagnose_digests(digests, ["rank0", "rank1"]).diagnosis
+    return diagnosed(*ranks)
 
 
 @pytest.mark.parametrize("device", [AMD, CPU], ids=["amd", "cpu"])
@@ -124,8 +120,7 @@ def test_no_finding_reads_zero_and_a_recording_without_steps_is_no_step() -> Non
     found = contended(H200)
     assert all(round(f.cost_us / 1e3, 2) > 0 for f in found.findings)
     ops = (op("matmul", 0, 100, launch=0.0), comm("all_gather", 100, 190))
-    digests = [digested(rank(*ops, steps=()), 0, 1)]
-    whole = diagnose_digests(digests, ["rank0"]).diagnosis
+    whole = diagnosed(rank(*ops, steps=()))
     assert whole.steps[0].name == "whole trace"
     assert not [f.title for f in whole.findings if "the step" in f.title]
     assert "of the recording (0.09 ms) is communication" in str(whole.findings)
@@ -135,7 +130,7 @@ def test_a_gpu_that_was_not_recorded_is_judged_by_nobody() -> None:
     """Operations of the host stand for its own, and say nothing of it."""
     unseen = replace(H200, recorded=False)
     parts = [op("aten::mm", 0, 100, launch=NAN), op("aten::mm", 2000, 2100, launch=NAN)]
-    d = diagnose_digests([digested(rank(*parts, steps=((0.0, 2100.0),), device=unseen))], ["rank0"]).diagnosis
+    d = diagnosed(rank(*parts, steps=((0.0, 2100.0),), device=unseen))
     assert "GPU activity was not recorded" in d.verdict
     assert (d.findings, d.idle, d.replay, d.stragglers) == ((), None, None, ())
 
@@ -143,7 +138,7 @@ def test_a_gpu_that_was_not_recorded_is_judged_by_nobody() -> None:
 def test_communication_without_any_compute_in_the_trace() -> None:
     """A rank whose collectives were recorded alone: nobody knows what ran beside them."""
     parts = [comm("all_reduce", 0, 900, launch=NAN), op("aten::empty", 905, 906, launch=NAN)]
-    d = diagnose_digests([digested(rank(*parts, steps=((0.0, 1000.0),), device=CPU))], ["rank0"]).diagnosis
+    d = diagnosed(rank(*parts, steps=((0.0, 1000.0),), device=CPU))
     assert d.findings[0].advice.startswith("record compute as well")
     assert d.verdict.endswith("ms of it can be saved.")
 
@@ -155,7 +150,7 @@ def test_communication_that_costs_nothing_is_explained() -> None:
         at = 100.0 * i
         parts += [op("add", at + 10, at + 20, launch=at), comm("all_gather", at + 30, at + 90, launch=at + 21)]
     parts.append(op("add", 4010, 4020, launch=4000))
-    d = diagnose_digests([digested(rank(*parts, steps=((0.0, 4020.0),)))], ["rank0"]).diagnosis
+    d = diagnosed(rank(*parts, steps=((0.0, 4020.0),)))
     assert "exposed_comm" not in [f.kind for f in d.findings]
     assert "waits for it. Without communication it would take as long" in d.verdict
 
@@ -163,7 +158,7 @@ def test_communication_that_costs_nothing_is_explained() -> None:
 def test_times_are_of_the_recording_where_no_steps_were_found() -> None:
     """Ten kernels 4 ms apart, and nothing that repeats by name."""
     ops = [op(f"kernel{i}", 4000.0 * i, 4000.0 * i + 20, launch=4000.0 * i - 10) for i in range(1, 11)]
-    d = diagnose_digests([digested(rank(*ops, steps=()))], ["rank0"]).diagnosis
+    d = diagnosed(rank(*ops, steps=()))
     assert not d.has_steps
     assert d.findings
     assert not [f for f in d.findings if "a step" in f.title + f.evidence or "the step" in f.title + f.evidence]
@@ -194,7 +189,7 @@ def test_verdict_tells_the_usual_step_beside_the_mean(last: int, said: str) -> N
     """Where one long step makes the mean longer than what a reader sees again."""
     begins = (0, 100, 200, 300)
     r = rank(*[op("a", at + 10, at + 95) for at in begins], steps=[(0, 100), (100, 200), (200, 300), (300, 300 + last)])
-    assert diagnose_digests([digested(r)], ["0"]).diagnosis.verdict.startswith(said)
+    assert diagnosed(r).verdict.startswith(said)
 
 
 @pytest.mark.parametrize("cause", [c for c in IDLE_CAUSES.values() if c.title], ids=lambda c: c.name)

@@ -1,7 +1,5 @@
 """Every time without GPU operations has a cause, and together they are the idle time."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from typing import Any
@@ -11,16 +9,18 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from counterpoint.diagnosis.api import diagnose_digests
 from counterpoint.diagnosis.findings.advice import advise_operation
 from counterpoint.diagnosis.reading.host_threads import CATEGORIES
 from counterpoint.diagnosis.reading.intervals import Intervals
 from counterpoint.records.diagnosis import Diagnosis, Finding
 from counterpoint.trace.timeline import Device, HostKind, Kind
-from tests.support.job_builder import Host, Op, Rank, comm, digested, host, op, rank
+from tests.support.job_builder import Host, Op, Rank, comm, diagnosed, digested, host, op, rank
 
 NAN = float("nan")
+PAGEABLE, PINNED = "Memcpy HtoD (Pageable -> Device)", "Memcpy HtoD (Pinned -> Device)"
 OP, PYTHON, ANNOTATION = HostKind.OP, HostKind.PYTHON, HostKind.ANNOTATION
+LOCK = "<built-in method acquire of _thread.lock object>"
+LOADER = host("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 150.0, 5000.0, ANNOTATION)
 
 
 def causes(*parts: Op | Host, **more: Any) -> dict[str, float]:
@@ -29,11 +29,6 @@ def causes(*parts: Op | Host, **more: Any) -> dict[str, float]:
     within = (d.gaps.start >= d.gpu.start[0]) & (d.gaps.end <= d.gpu.end.max())
     us = np.bincount(d.gaps.category[within], weights=d.gaps.time[within], minlength=len(CATEGORIES))
     return {name: t for name, t in zip(CATEGORIES, us.tolist(), strict=True) if t > 1e-6}
-
-
-def diagnosed(*ranks: Rank) -> Diagnosis:
-    digests = [digested(r, number, len(ranks)) for number, r in enumerate(ranks)]
-    return diagnose_digests(digests, [d.path for d in digests]).diagnosis
 
 
 def finding(d: Diagnosis, kind: str) -> Finding:
@@ -52,7 +47,9 @@ def stalled(*hosts: Host, us: float = 5000.0, launch: float | None = None, **mor
         ("allocator", [host("cudaFree", 150, 5000)]),
         ("allocator", [host("cudaMalloc", 150, 5000, thread=3)]),  # its lock holds up every thread
         ("garbage_collection", [host("Python GC collect", 150, 5000, thread=3)]),
-        ("late_input", [host("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 150, 5000, ANNOTATION)]),
+        ("late_input", [LOADER]),
+        # the loader decodes: the copy in it is no blocking copy, the decoding no operation of the step
+        ("late_input", [LOADER, host("aten::stack", 160, 4990, OP)]),
         ("synchronise", [host("aten::item", 150, 5000, OP)]),
         ("copy", [host("cudaMemcpy", 150, 5000)]),
         ("copy", [host("cudaMemcpyAsync", 150, 5000)]),
@@ -73,13 +70,6 @@ def test_a_stall_is_what_the_host_was_in(category: str, ranges: list[Host]) -> N
     assert sum(found.values()) == pytest.approx(5000)
 
 
-def test_what_is_inside_a_loader_is_late_input() -> None:
-    """The loader decodes: the copy in it is no blocking copy, the decoding no operation of the step."""
-    loader = host("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 120, 5090, ANNOTATION)
-    inside = host("aten::stack", 130, 5000, OP)
-    assert stalled(loader, inside)["late_input"] >= 4900
-
-
 def test_a_gap_is_inside_the_range_around_its_own_operation() -> None:
     """Each of two gaps has an operation in a Python function of its own, and not in that of the range before it."""
     parts: list[Op | Host] = [op("kernel", 10, 110, launch=0.0)]
@@ -92,9 +82,6 @@ def test_a_gap_is_inside_the_range_around_its_own_operation() -> None:
     d = digested(rank(*parts))
     seen = {(d.names[o], d.names[i]) for o, i in zip(d.gaps.operation, d.gaps.inside, strict=True) if i >= 0}
     assert seen == {("tokenizer.a", "a.py(1): outer"), ("tokenizer.b", "b.py(1): outer")}
-
-
-LOCK = "<built-in method acquire of _thread.lock object>"
 
 
 @pytest.mark.parametrize(
@@ -113,9 +100,18 @@ LOCK = "<built-in method acquire of _thread.lock object>"
         ([], {"launch": NAN}, {"no_launch_recorded": 5000}),  # as in a trace of the GPU alone, or one with holes
         # the host waited until the kernel had ended, and needs 60 µs to launch again
         ([host("cudaStreamSynchronize", 20, 113)], {"us": 80.0}, {"synchronise": 80}),
+        # the GPU had run dry before it was called
+        ([host("cudaStreamSynchronize", 130, 131)], {"us": 80.0}, {"launch": 80}),
+        # `__call__` of what was compiled is in every step
+        ([host("torch/_inductor/codecache.py(906): __call__", 150, 5000, PYTHON)], {},
+         {"operation": 4850, "unrecorded": 150}),
+        ([host("cudaFree", 115, 5105)], {"launch": NAN}, {"allocator": 4990, "no_launch_recorded": 10}),
+        # 3000 µs in the allocator, 1500 in the tokenizer
+        ([host("cudaFree", 150, 3150), host("tokenizer.encode", 3200, 4700, PYTHON)], {},
+         {"allocator": 3000, "operation": 1500, "unrecorded": 500}),
     ],
 )  # fmt: skip
-def test_a_stall_with_one_cause(hosts: list[Host], more: dict[str, float], expected: dict[str, float]) -> None:
+def test_causes_of_a_stall(hosts: list[Host], more: dict[str, float], expected: dict[str, float]) -> None:
     assert stalled(*hosts, **more) == {category: pytest.approx(us) for category, us in expected.items()}
 
 
@@ -123,22 +119,9 @@ def test_a_stall_with_one_cause(hosts: list[Host], more: dict[str, float], expec
 def test_a_range_that_touches_the_one_before_keeps_its_children(overlap: float) -> None:
     """The loader begins as the synchronisation ends, and the dataset's own function right within it."""
     waits = host("cudaStreamSynchronize", 20, 150.0 + overlap)
-    loader = host("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 150.0, 5000.0, ANNOTATION)
-    found = stalled(waits, loader, host("dataset.py(20): __getitem__", 150.0 + max(overlap, 0.0), 5000.001, PYTHON))
+    found = stalled(waits, LOADER, host("dataset.py(20): __getitem__", 150.0 + max(overlap, 0.0), 5000.001, PYTHON))
     assert found["late_input"] == pytest.approx(4850.0, abs=3.0)
     assert "operation" not in found
-
-
-def test_two_causes_share_a_gap() -> None:
-    """3000 µs in the allocator, 1500 in the tokenizer."""
-    found = stalled(host("cudaFree", 150, 3150), host("tokenizer.encode", 3200, 4700, PYTHON))
-    assert found["allocator"] == pytest.approx(3000)
-    assert found["operation"] == pytest.approx(1500)
-    assert sum(found.values()) == pytest.approx(5000)
-
-
-def test_a_host_in_something_explains_a_kernel_without_a_launch() -> None:
-    assert stalled(host("cudaFree", 115, 5105), launch=NAN)["allocator"] == pytest.approx(4990)
 
 
 def shares(d: Diagnosis, category: str) -> dict[str, float]:
@@ -149,14 +132,8 @@ def shares(d: Diagnosis, category: str) -> dict[str, float]:
 
 def test_each_name_gets_the_time_that_it_covers() -> None:
     """One gap, one cause, two calls; together less than the gap, which also holds slow Python."""
-    d = diagnosed(
-        rank(
-            op("before", 10, 110, launch=0.0),
-            op("after", 5110, 5210, launch=5100.0),
-            host("cudaFree", 150, 3150),
-            host("cudaMalloc", 3200, 4700),
-        )
-    )
+    around = op("before", 10, 110, launch=0.0), op("after", 5110, 5210, launch=5100.0)
+    d = diagnosed(rank(*around, host("cudaFree", 150, 3150), host("cudaMalloc", 3200, 4700)))
     assert shares(d, "allocator") == {"cudaFree": pytest.approx(3000), "cudaMalloc": pytest.approx(1500)}
 
 
@@ -195,17 +172,9 @@ def test_a_stream_that_is_busy_with_earlier_work_is_not_idle() -> None:
 
 def test_a_range_in_a_cut_trace_explains_its_gap() -> None:
     """It spans most of what was recorded, but not most of the step."""
-    d = diagnosed(
-        rank(
-            op("add", 5000, 5100, launch=4990.0), host("## backward ##", 3000, 5000, ANNOTATION), steps=((0.0, 9000.0),)
-        )
-    )
+    backward = host("## backward ##", 3000, 5000, ANNOTATION)
+    d = diagnosed(rank(op("add", 5000, 5100, launch=4990.0), backward, steps=((0.0, 9000.0),)))
     assert shares(d, "operation") == {"## backward ##": pytest.approx(1990, abs=15)}
-
-
-def test_running_compiled_code_is_no_compilation() -> None:
-    """`__call__` of what was compiled is in every step."""
-    assert "start_up" not in stalled(host("torch/_inductor/codecache.py(906): __call__", 150, 5000, PYTHON))
 
 
 def test_launches_in_bursts_are_told_as_such() -> None:
@@ -228,11 +197,6 @@ def test_a_part_of_the_step_is_not_moved_out_of_it(name: str, moves: bool) -> No
     assert ("out of the step" in finding(d, "host_stall").advice) == moves
 
 
-def test_a_synchronisation_with_an_idle_gpu_is_not_the_cause() -> None:
-    """The GPU had run dry before it was called."""
-    assert stalled(host("cudaStreamSynchronize", 130, 131), us=80.0)["launch"] >= 78
-
-
 def test_a_first_launch_that_takes_long_loads_the_kernel() -> None:
     """The call takes 4 ms, the kernel was never seen before."""
     found = causes(
@@ -250,10 +214,8 @@ def test_gaps_before_the_first_and_after_the_last_operation_count() -> None:
     assert d.idle is not None
     assert d.idle.idle_us == pytest.approx(9000)
     assert d.idle.idle_us == pytest.approx(d.totals.idle_us)
-    assert {c.category for c in d.idle.causes} >= {
-        "start_up",
-        "nothing_recorded",
-    }  # before the first launch: CUDA starts
+    found = {c.category for c in d.idle.causes}
+    assert found >= {"start_up", "nothing_recorded"}  # before the first launch: CUDA starts
 
 
 def many(count: int, kernel_us: float, gap_us: float, *, hosts: bool = True) -> Rank:
@@ -490,7 +452,7 @@ def copies(name: str, us: float) -> Diagnosis:
 
 def test_copies_cost_no_more_than_they_take() -> None:
     """The host is in the call for 3 ms, the copy takes 1: the time in which the GPU idles has a finding of its own."""
-    first = op("Memcpy HtoD (Pageable -> Device)", 10, 1010, kind=Kind.MEMCPY, launch=0, call_us=3000, bytes=1 << 20)
+    first = op(PAGEABLE, 10, 1010, kind=Kind.MEMCPY, launch=0, call_us=3000, bytes=1 << 20)
     d = diagnosed(rank(first, op("matmul", 3040, 4040, launch=3030), steps=[(0, 4045)]))
     assert finding(d, "copies").cost_us == pytest.approx(1000, abs=1)
     assert sum(f.cost_us for f in d.findings) <= d.totals.duration_us
@@ -499,7 +461,7 @@ def test_copies_cost_no_more_than_they_take() -> None:
 @pytest.mark.parametrize("aside", [False, True])
 def test_copies_on_a_stream_of_their_own_are_not_told_to_use_one(aside: bool) -> None:
     stream = 41 if aside else 7
-    parts = [op("Memcpy HtoD (Pinned -> Device)", 10 + 3000 * i, 2010 + 3000 * i, kind=Kind.MEMCPY, launch=5.0 * i,
+    parts = [op(PINNED, 10 + 3000 * i, 2010 + 3000 * i, kind=Kind.MEMCPY, launch=5.0 * i,
                 stream=stream, bytes=1 << 20) for i in range(3)]  # fmt: skip
     parts += [op("matmul", 2010 + 3000 * i, 3010 + 3000 * i, launch=5.0 * i + 2) for i in range(3)]
     found = finding(diagnosed(rank(*parts)), "copies")
@@ -509,7 +471,7 @@ def test_copies_on_a_stream_of_their_own_are_not_told_to_use_one(aside: bool) ->
 
 def test_copies_both_ways_at_once_say_so() -> None:
     """No compute runs beside them, but each runs beside the other for 700 µs."""
-    up = op("Memcpy HtoD (Pinned -> Device)", 10, 1010, kind=Kind.MEMCPY, launch=0.0, bytes=1 << 20)
+    up = op(PINNED, 10, 1010, kind=Kind.MEMCPY, launch=0.0, bytes=1 << 20)
     down = op("Memcpy DtoH (Device -> Pinned)", 310, 1310, kind=Kind.MEMCPY, launch=5.0, stream=9, bytes=1 << 20)
     found = finding(diagnosed(rank(up, down)), "copies")
     assert found.evidence.count("0.70 ms beside copies another way") == 2
@@ -520,7 +482,7 @@ def test_copies_that_other_work_waits_for_cost_more_than_they_run_alone() -> Non
     parts: list[Op | Host] = [op("other", 10, 3010, launch=0.0, stream=11)]
     for i in range(3):
         at, called = 2000.0 * i, 20.0 * i + 5
-        parts.append(op("Memcpy HtoD (Pinned -> Device)", at + 10, at + 1010, kind=Kind.MEMCPY, launch=called,
+        parts.append(op(PINNED, at + 10, at + 1010, kind=Kind.MEMCPY, launch=called,
                         stream=9, call_us=1, bytes=1 << 20))  # fmt: skip
         parts.append(host("cudaStreamWaitEvent", called + 2, called + 3))
         parts.append(op("matmul", at + 1010, at + 2010, launch=called + 4, call_us=1))
@@ -535,7 +497,7 @@ def test_a_job_without_kernels_does_not_start_up_all_the_time() -> None:
     copies_only: list[Op | Host] = []
     for i in range(3):
         at = 1000.0 * i
-        copies_only.append(op("Memcpy HtoD (Pageable -> Device)", at + 610, at + 900, kind=Kind.MEMCPY, launch=at,
+        copies_only.append(op(PAGEABLE, at + 610, at + 900, kind=Kind.MEMCPY, launch=at,
                               call_us=605))  # fmt: skip
         copies_only.append(host("cudaMemcpyAsync", at, at + 605))
     assert "start_up" not in causes(*copies_only)
@@ -567,7 +529,7 @@ def test_what_is_advised_on_a_long_operation(name: str, said: str) -> None:
 
 def test_pageable_copies_are_a_finding() -> None:
     """1 MiB in 400 µs: 2.6 GB/s from pageable memory."""
-    d = copies("Memcpy HtoD (Pageable -> Device)", 400.0)
+    d = copies(PAGEABLE, 400.0)
     found = finding(d, "copies")
     assert found.cost_us == pytest.approx(400, rel=0.02)
     assert "pageable host memory" in found.evidence
@@ -582,11 +544,11 @@ def test_pageable_copies_are_a_finding() -> None:
     "ops",
     [
         # the host launches the next kernel only 1000 µs later: without the copy the step would take as long
-        (op("Memcpy HtoD (Pageable -> Device)", 10, 410, kind=Kind.MEMCPY, launch=0.0),
+        (op(PAGEABLE, 10, 410, kind=Kind.MEMCPY, launch=0.0),
          op("matmul", 1010, 1110, launch=1000.0)),
         # beside compute
         (op("matmul", 100, 1000, launch=10.0),
-         op("Memcpy HtoD (Pinned -> Device)", 110, 900, kind=Kind.MEMCPY, stream=9, launch=20.0, bytes=1 << 20)),
+         op(PINNED, 110, 900, kind=Kind.MEMCPY, stream=9, launch=20.0, bytes=1 << 20)),
     ],
     ids=["not waited for", "hidden"],
 )  # fmt: skip
@@ -596,7 +558,7 @@ def test_copies_that_cost_nothing_are_no_finding(ops: tuple[Op, Op]) -> None:
 
 def test_copies_of_a_trace_without_launches_cost_what_is_exposed() -> None:
     """The replay cannot move a host that it does not know."""
-    copy = op("Memcpy HtoD (Pinned -> Device)", 10, 410, kind=Kind.MEMCPY, launch=NAN)
+    copy = op(PINNED, 10, 410, kind=Kind.MEMCPY, launch=NAN)
     d = diagnosed(rank(copy, op("matmul", 410, 510, launch=NAN), steps=((0.0, 510.0),)))
     assert finding(d, "copies").cost_us == pytest.approx(400)
 
@@ -604,7 +566,7 @@ def test_copies_of_a_trace_without_launches_cost_what_is_exposed() -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("Memcpy HtoD (Pinned -> Device)", "copy ahead"),
+        (PINNED, "copy ahead"),
         ("Memcpy DtoH (Device -> Pinned)", "copy back"),
         ("CopyDeviceToHost", "copy back"),
         ("Memcpy DtoD (Device -> Device)", "avoid the copy"),
@@ -627,7 +589,7 @@ def test_what_copies_take_and_what_they_cost_are_both_said() -> None:
 
 
 def test_a_step_of_no_length_is_diagnosed() -> None:
-    copy = op("Memcpy HtoD (Pinned -> Device)", 10, 410, kind=Kind.MEMCPY, launch=0.0)
+    copy = op(PINNED, 10, 410, kind=Kind.MEMCPY, launch=0.0)
     assert not diagnosed(rank(copy, steps=((500.0, 500.0),))).findings
 
 
@@ -647,14 +609,8 @@ def test_a_rank_without_a_gpu_says_what_its_host_was_in() -> None:
     assert "GPU" not in finding(d, "host_stall").title + finding(d, "host_stall").evidence
 
 
-NAMES = (
-    "aten::add",
-    "cudaLaunchKernel",
-    "cudaFree",
-    "cudaStreamSynchronize",
-    "train.py(1): step",
-    "enumerate(DataLoader)",
-)
+NAMES = ("aten::add", "cudaLaunchKernel", "cudaFree", "cudaStreamSynchronize", "train.py(1): step",
+         "enumerate(DataLoader)")  # fmt: skip
 KINDS = (HostKind.OP, HostKind.RUNTIME, HostKind.PYTHON, HostKind.ANNOTATION, HostKind.SYNC)
 times = st.integers(0, 3000).map(float)
 

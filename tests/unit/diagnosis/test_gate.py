@@ -1,22 +1,19 @@
 """Gates for CI: what an expression means, what it allows, and what it holds against an earlier run."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 
-from counterpoint.diagnosis.api import diagnose_digests
 from counterpoint.diagnosis.comparison import check_gate, parse_gate
 from counterpoint.errors import Misconfigured
 from counterpoint.records.diagnosis import Diagnosis
-from tests.support.job_builder import comm, job, op, rank
+from tests.support.job_builder import comm, diagnosed, op, rank
 
 
 @pytest.fixture(scope="module")
 def diagnosis() -> Diagnosis:
     """One step of 200 µs on two ranks: 100 of compute, 100 of exposed communication."""
     one = rank(op("matmul", 0, 100, launch=0.0), comm("all_reduce", 100, 200))
-    return diagnose_digests(list(job(one, one).digests), ["rank0.json", "rank1.json"]).diagnosis
+    return diagnosed(one, one)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """What is said of one process that drives several GPUs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -9,7 +7,7 @@ import pytest
 from counterpoint.diagnosis.api import diagnose_digests
 from counterpoint.records.diagnosis import Diagnosis, Finding
 from counterpoint.trace.timeline import DEVICE_BITS
-from tests.support.job_builder import Op, comm, digested, op, rank
+from tests.support.job_builder import Op, comm, diagnosed, digested, op, rank
 
 
 def on(gpu: int, stream: int = 7) -> int:
@@ -17,8 +15,8 @@ def on(gpu: int, stream: int = 7) -> int:
     return (gpu << DEVICE_BITS) + stream
 
 
-def diagnosed(*ops: Op, until: float) -> Diagnosis:
-    return diagnose_digests([digested(rank(*ops, steps=((0.0, until),)))], ["rank0"]).diagnosis
+def worked(*ops: Op, until: float) -> Diagnosis:
+    return diagnosed(rank(*ops, steps=((0.0, until),)))
 
 
 def turns(d: Diagnosis) -> Finding | None:
@@ -28,7 +26,7 @@ def turns(d: Diagnosis) -> Finding | None:
 def in_turn(gpus: int, us: float = 10_000.0) -> Diagnosis:
     """Each GPU works for as long, one after another, without a pause."""
     ops = [op("matmul", i * us, (i + 1) * us, stream=on(i), launch=0.0) for i in range(gpus)]
-    return diagnosed(*ops, until=gpus * us)
+    return worked(*ops, until=gpus * us)
 
 
 @pytest.mark.parametrize("gpus", [2, 4])
@@ -60,7 +58,7 @@ def test_gpus_of_several_processes_are_not_taken_for_one_process() -> None:
 
 def test_gpus_that_work_at_once_are_accounted_for_one_by_one() -> None:
     """Nothing to find, and no time counts twice."""
-    d = diagnosed(*(op("matmul", 0, 10_000, stream=on(i), launch=0.0) for i in range(2)), until=10_000)
+    d = worked(*(op("matmul", 0, 10_000, stream=on(i), launch=0.0) for i in range(2)), until=10_000)
     assert turns(d) is None
     assert (d.totals.compute_us, d.totals.idle_us) == (10_000.0, 0.0)
     assert "2 GPUs" in str(d.notes)
@@ -69,7 +67,7 @@ def test_gpus_that_work_at_once_are_accounted_for_one_by_one() -> None:
 def test_gpus_that_work_at_once_in_part() -> None:
     """The second one works for half as long: one process per GPU is advised, not another schedule."""
     ops = (op("matmul", 0, 10_000, stream=on(0), launch=0.0), op("matmul", 0, 5000, stream=on(1), launch=1.0))
-    found = turns(diagnosed(*ops, until=10_000))
+    found = turns(worked(*ops, until=10_000))
     assert found is not None
     assert found.cost_us == pytest.approx(2500.0)
     assert "only in part: each is busy 50% to 100%" in found.title
@@ -79,7 +77,7 @@ def test_gpus_that_work_at_once_in_part() -> None:
 def test_a_context_on_another_gpu_is_no_second_gpu() -> None:
     """A few µs on GPU 0 by the process of GPU 1."""
     ops = (op("fill", 0, 5, stream=on(0), launch=0.0), op("matmul", 5, 10_000, stream=on(1), launch=1.0))
-    d = diagnosed(*ops, until=10_000)
+    d = worked(*ops, until=10_000)
     assert d.per_gpu == ()
     assert d.totals.compute_us == pytest.approx(10_000)
 
@@ -90,7 +88,7 @@ def test_compute_of_another_gpu_hides_no_communication() -> None:
         op("matmul", 0, 1000, stream=on(0), launch=0.0), comm("broadcast", 1000, 2000, stream=on(0, 20), launch=1.0),
         op("matmul", 0, 2000, stream=on(1), launch=2.0),
     )  # fmt: skip
-    d = diagnosed(*ops, until=2000)
+    d = worked(*ops, until=2000)
     assert d.totals.hidden == 0.0
     assert d.totals.exposed_comm_us == pytest.approx(500.0)  # of the mean GPU
     assert sum(kind.exposed_us for kind in d.collective_kinds) == pytest.approx(500.0)

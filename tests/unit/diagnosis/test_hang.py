@@ -1,7 +1,5 @@
 """Who is missing in a hang: verdicts on made-up dumps."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

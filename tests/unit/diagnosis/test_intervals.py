@@ -1,7 +1,5 @@
 """Intersections of sets of times; distinct rows of a table, as numpy finds them but faster."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Which collective of one rank is which of another: by Seq, by Comms Id, by order, and where one is missing."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -52,35 +50,20 @@ def test_id_that_never_changes_is_the_communicators() -> None:
     assert job(both, both).joined.by == ("seq", "seq", "seq")
 
 
+@pytest.mark.parametrize("ends", [(100, 250, 330, 500, 640, 700), (100, 200, 300, 400, 500, 600)])
 @pytest.mark.parametrize("lost", range(6))
-def test_one_of_equal_collectives_is_missing(lost: int) -> None:
-    """At every place of a run of identical ones with uneven pauses, the ends tell which."""
-    ends = [100, 250, 330, 500, 640, 700]
+def test_one_of_equal_collectives_is_missing(lost: int, ends: tuple[float, ...]) -> None:
+    """At every place of a run of identical ones with uneven pauses, or equal ones, the ends tell which."""
     j = job(plain(*ends), plain(*[e for i, e in enumerate(ends) if i != lost]), plain(*ends))
-    expected = [[i, -1 if i == lost else i - (i > lost), i] for i in range(6)]
-    assert rows(j) == expected
+    assert rows(j) == [[i, -1 if i == lost else i - (i > lost), i] for i in range(6)]
 
 
-@pytest.mark.parametrize("lost", range(6))
-def test_one_of_evenly_spaced_collectives_is_missing(lost: int) -> None:
-    """The same with equal pauses."""
-    ends = [100.0 * (i + 1) for i in range(6)]
-    j = job(plain(*ends), plain(*[e for i, e in enumerate(ends) if i != lost]))
-    assert rows(j) == [[i, -1 if i == lost else i - (i > lost)] for i in range(6)]
-
-
-def test_two_ranks_lack_different_collectives() -> None:
-    """Equally long sequences of equal operations that do not belong together one to one."""
+@pytest.mark.parametrize("lost", [(2, 5), (2, 4, 6)])
+def test_each_rank_lacks_another_collective(lost: tuple[int, ...]) -> None:
+    """What a rank lacks is shared by the others; of two ranks it stays alone, though both have equally many."""
     ends = [100, 250, 330, 500, 640, 700, 880, 990]
-    j = job(plain(*ends[:2], *ends[3:]), plain(*ends[:5], *ends[6:]))
-    assert [r.count(-1) for r in rows(j)] == [0, 0, 1, 0, 0, 1, 0, 0]
-
-
-def test_what_the_reference_lacks_joins_the_others() -> None:
-    """Each of three ranks lacks another one: the other two still share it."""
-    ends = [100, 250, 330, 500, 640, 700, 880, 990]
-    j = job(*[plain(*[e for i, e in enumerate(ends) if i != lost]) for lost in (2, 4, 6)])
-    assert [r.count(-1) for r in rows(j)] == [0, 0, 1, 0, 1, 0, 1, 0]
+    j = job(*[plain(*[e for i, e in enumerate(ends) if i != missing]) for missing in lost])
+    assert [r.count(-1) for r in rows(j)] == [int(i in lost) for i in range(8)]
 
 
 def test_other_operation_is_never_a_partner() -> None:

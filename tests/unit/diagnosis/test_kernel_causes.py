@@ -1,7 +1,5 @@
 """Why a kernel is slower beside communication, told apart by grid, CTAs and kind."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Collectives that found every SM taken: each proof, and the cases in which nothing may be said."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

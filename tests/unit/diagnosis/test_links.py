@@ -1,7 +1,5 @@
 """What links carry is said only of a known GPU and of groups on one host."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

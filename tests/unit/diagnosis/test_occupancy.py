@@ -1,7 +1,5 @@
 """Blocks per SM and waves against the CUDA occupancy calculator, each derivation written out."""
 
-from __future__ import annotations
-
 import pytest
 
 from counterpoint.machine.gpus import find_gpu, peak_tflops

@@ -1,15 +1,12 @@
 """Which parallelism a collective serves: by its group's name, else by its use, where nothing else does the same."""
 
-from __future__ import annotations
-
 import pytest
 
 from counterpoint.diagnosis.analysis.parallel_groups import parallel_of
-from counterpoint.diagnosis.api import diagnose_digests
-from counterpoint.records.diagnosis import Diagnosis
+from counterpoint.records.diagnosis import Collective
 from counterpoint.trace.classify import parallelism
 from counterpoint.trace.timeline import CollectiveInfo, HostKind, Kind
-from tests.support.job_builder import Host, Op, comm, digested, host, op, rank
+from tests.support.job_builder import Host, Op, comm, diagnosed, host, op, rank
 
 ANNOTATION, PYTHON = HostKind.ANNOTATION, HostKind.PYTHON
 BACKWARD = "autograd::engine::evaluate_function: MmBackward0"
@@ -98,13 +95,14 @@ def collectives(
     return [*parts, host(around[phase], at, at + 100.0 * count, ANNOTATION)]
 
 
-def diagnosed(*parts: Op | Host, world: int = 16) -> Diagnosis:
+def found(*parts: Op | Host) -> tuple[Collective, ...]:
+    """The collectives of rank 0 of 16."""
     made = rank(op("matmul", 0, 5, launch=-10.0), *parts, steps=((-20.0, 1e5),))
-    return diagnose_digests([digested(made, 0, world)], ["a"]).diagnosis
+    return diagnosed(made, world_size=16).collectives
 
 
-def served(*parts: Op | Host, world: int = 16) -> set[str | None]:
-    return {c.parallel for c in diagnosed(*parts, world=world).collectives}
+def served(*parts: Op | Host) -> set[str | None]:
+    return {c.parallel for c in found(*parts)}
 
 
 NEAR, APART, OUTER = "[0, 1, 2, 3]", "[0, 4]", "[0, 8]"
@@ -153,8 +151,8 @@ def test_ddp_beside_tensor_parallelism() -> None:
     slices = [*collectives("all_reduce", NEAR), *collectives("all_reduce", NEAR, phase="backward", at=5000.0)]
     replicas = collectives("all_reduce", APART, phase="backward", at=8000.0)
     wrapped = host("DistributedDataParallel.forward", 0, 4000, ANNOTATION)
-    found = diagnosed(*slices, *replicas, wrapped)
-    assert {(c.group, c.parallel) for c in found.collectives} == {(NEAR, "tp"), (APART, "dp")}
+    groups = {(c.group, c.parallel) for c in found(*slices, *replicas, wrapped)}
+    assert groups == {(NEAR, "tp"), (APART, "dp")}
 
 
 def test_experts_kernels_tell_it_without_metadata() -> None:

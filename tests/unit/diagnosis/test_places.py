@@ -1,19 +1,16 @@
 """Collectives are named by what the program says of them, and by nothing where it says nothing."""
 
-from __future__ import annotations
-
 import pytest
 
-from counterpoint.diagnosis.api import diagnose_digests
 from counterpoint.records.diagnosis import Diagnosis
 from counterpoint.trace.timeline import CollectiveInfo, HostKind
-from tests.support.job_builder import Host, Op, Rank, comm, digested, host, op, rank
+from tests.support.job_builder import Host, Op, comm, diagnosed, host, op, rank
 
 ANNOTATION, PYTHON = HostKind.ANNOTATION, HostKind.PYTHON
 
 
-def diagnosed(*parts: Op | Host) -> Diagnosis:
-    return diagnose_digests([digested(Rank(ops=rank(*parts).ops, hosts=rank(*parts).hosts), 0, 2)], ["a"]).diagnosis
+def first_of_two(*parts: Op | Host) -> Diagnosis:
+    return diagnosed(rank(*parts, steps=()), world_size=2)
 
 
 def at(time: float, *, thread: int = 0, desc: str | None = None) -> Op:
@@ -27,7 +24,7 @@ def places(d: Diagnosis) -> list[tuple[str | None, str | None]]:
 
 def test_ranges_around_the_launch_name_phase_and_module() -> None:
     """The innermost module counts; what lies beside a launch does not."""
-    d = diagnosed(
+    d = first_of_two(
         host("nn.Module: Llama_0", 0, 200, PYTHON),
         host("nn.Module: LlamaDecoderLayer_3", 50, 150, PYTHON),
         host("nn.Module: Linear_9", 60, 70, PYTHON),
@@ -50,7 +47,7 @@ def test_ranges_around_the_launch_name_phase_and_module() -> None:
 
 def test_what_is_recomputed_in_backward_is_backward() -> None:
     """Activation checkpointing runs modules forward inside autograd."""
-    d = diagnosed(
+    d = first_of_two(
         host("autograd::engine::evaluate_function: CheckpointBackward", 0, 200, HostKind.OP),
         host("nn.Module: Block_1", 50, 150, PYTHON),
         at(100),
@@ -60,7 +57,7 @@ def test_what_is_recomputed_in_backward_is_backward() -> None:
 
 def test_the_thread_of_autograd_is_backward_and_other_threads_are_not() -> None:
     """Hooks at the end of backward run outside any range."""
-    d = diagnosed(
+    d = first_of_two(
         host("Optimizer.step#SGD.step", 500, 600, ANNOTATION),
         host("autograd::engine::evaluate_function: MmBackward0", 0, 50, HostKind.OP, thread=1),
         at(100, thread=1),
@@ -74,7 +71,7 @@ def test_the_table_holds_operation_size_group_and_phase() -> None:
     """Kinds differ in phase; a group's best is what its links can do at least."""
     parts: list[Op | Host] = [host("FSDP::post_backward (layers.0)", 0, 450, ANNOTATION)]
     parts += [op("matmul", 0, 10), at(100, desc="mesh_dp"), at(200, desc="mesh_dp"), at(500, desc="mesh_dp")]
-    twice, once = diagnosed(*parts).collective_kinds
+    twice, once = first_of_two(*parts).collective_kinds
     assert (twice.op, twice.parallel, twice.bytes, twice.phase, twice.count) == ("all_reduce", "dp", 256, "backward", 2)
     assert (once.phase, once.count, once.wait_us) == (None, 1, None)
     assert twice.bus_gb_per_s == pytest.approx(256 / 50 / 1e3)

@@ -1,7 +1,5 @@
 """The replay against step times worked out by hand. A launch reaches the GPU after 10 µs in all of these jobs."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 
@@ -9,23 +7,10 @@ import numpy as np
 import pytest
 
 from counterpoint.diagnosis.analysis.replay import replay
-from counterpoint.diagnosis.api import diagnose_digests
 from counterpoint.diagnosis.reading.traced_job import TracedJob
 from counterpoint.records.diagnosis import Replay
 from counterpoint.trace.timeline import HostKind, Kind
-from tests.support.job_builder import (
-    COMM_STREAM,
-    COMPUTE_STREAM,
-    Host,
-    Op,
-    Rank,
-    comm,
-    digested,
-    host,
-    job,
-    op,
-    rank,
-)
+from tests.support.job_builder import COMM_STREAM, COMPUTE_STREAM, Host, Op, Rank, comm, diagnosed, host, job, op, rank
 
 NAN = float("nan")
 
@@ -62,7 +47,7 @@ def test_unchanged_replay_gives_the_measured_step() -> None:
 def test_measured_step_is_that_of_the_account(apart: int) -> None:
     """Also where one rank's step begins before the other's: the mean of 260 µs, and of so much more."""
     ranks = [rank(*w.ops, *w.hosts, steps=[(at, 60)]) for w, at in zip(LATE_RANK, (-apart, 0), strict=True)]
-    told = diagnose_digests([digested(r, number, 2) for number, r in enumerate(ranks)], ["0", "1"]).diagnosis
+    told = diagnosed(*ranks)
     assert told.replay is not None
     assert told.replay.measured_us == pytest.approx(260 + apart / 2)
     assert [told.replay.replayed_us, told.totals.duration_us] == pytest.approx([told.replay.measured_us] * 2)
@@ -80,25 +65,20 @@ def test_ranks_that_nothing_joins_do_not_wait_for_each_other() -> None:
     assert replayed_us(played) == pytest.approx((2110 + 6110) / 2, rel=0.01)
     assert step_us(played, "no stall on any rank") == pytest.approx(2110, rel=0.01)
     assert step_us(played, "hosts free (CUDA graphs)") == pytest.approx(2110, rel=0.01)
-    told = diagnose_digests([digested(one, 0, 2), digested(late, 1, 2)], ["0", "1"]).diagnosis
+    told = diagnosed(one, late)
     assert told.findings[0].cost_us == pytest.approx(2000, rel=0.03)
     assert "the others wait" not in str(told.findings)
 
 
 DEPENDENT = rank(  # the second kernel begins 2 µs after the collective, long after the first kernel
-    op("matmul", 10, 110, launch=0),
-    comm("all_gather", 11, 211, launch=1),
-    op("matmul", 213, 313, launch=2),
+    op("matmul", 10, 110, launch=0), comm("all_gather", 11, 211, launch=1), op("matmul", 213, 313, launch=2)
 )
 SYNCHRONISED = rank(  # the host waits from 20 to 215 for the collective, and works for 10 µs before the next launch
-    comm("all_reduce", 10, 210, launch=0),
-    host("cudaStreamSynchronize", 20, 215),
-    op("matmul", 235, 335, launch=225),
+    comm("all_reduce", 10, 210, launch=0), host("cudaStreamSynchronize", 20, 215), op("matmul", 235, 335, launch=225)
 )
 LAUNCH_BOUND = rank(op("add", 10, 20, launch=0), op("add", 60, 70, launch=50), op("add", 110, 120, launch=100))
 BLOCKED = rank(  # the collective begins as the kernel's last blocks leave
-    op("nvjet", 10, 210, launch=0),
-    comm("all_gather", 200, 300, launch=20),
+    op("nvjet", 10, 210, launch=0), comm("all_gather", 200, 300, launch=20)
 )
 ROUNDED = (
     rank(  # no latency, times rounded: the collective begins 0.3 µs before the end of the kernel that it waits for
@@ -148,6 +128,10 @@ def case(claim: str, name: str, us: float, *ranks: Rank, **given: Any) -> Any:
         # the collective waits for the first kernel only, which takes 50 then, and ends before the second does
         case("as many kernels are taken one by one", NO_STRAGGLER, 260,
              rank(op("a", 10, 60, launch=0), op("b", 60, 260, launch=2), ASKS, comm("all_reduce", 60, 410, launch=5)),
+             rank(op("a", 10, 310, launch=0), op("b", 310, 360, launch=2), ASKS,
+                  comm("all_reduce", 310, 410, launch=5)), typical={1: 0}),
+        case("kernels that take as long together stay", NO_STRAGGLER, 410,
+             rank(op("a", 10, 60, launch=0), op("b", 60, 360, launch=2), ASKS, comm("all_reduce", 60, 410, launch=5)),
              rank(op("a", 10, 310, launch=0), op("b", 310, 360, launch=2), ASKS,
                   comm("all_reduce", 310, 410, launch=5)), typical={1: 0}),
         # the kernel of 100 stays although the typical one takes 200
@@ -211,11 +195,7 @@ def test_scenarios_without_a_cause_are_not_replayed() -> None:
     """No straggler, contention, blocked collective, stall or copy: questions about communication and launches only."""
     played = replay(job(*LATE_RANK), blocked=[np.zeros(2, bool)] * 2)
     assert played is not None
-    assert [w.name for w in played.what_if] == [
-        "communication twice as fast",
-        "communication free",
-        "hosts free (CUDA graphs)",
-    ]
+    assert [w.name for w in played.what_if] == [TWICE, FREE, HOSTS_FREE]
 
 
 def test_a_call_that_copies_is_no_stall() -> None:

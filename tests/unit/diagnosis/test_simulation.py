@@ -1,7 +1,5 @@
 """Graphs simulated together, level by level, against the plain pass over each of them, to the last bit."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

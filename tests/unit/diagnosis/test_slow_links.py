@@ -1,15 +1,12 @@
 """A group that needs longer than others for the same is named, and groups that differ for a reason are not."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 
-from counterpoint.diagnosis.api import diagnose_digests
 from counterpoint.records.diagnosis import Finding
 from counterpoint.trace.timeline import CollectiveInfo, Kind
-from tests.support.job_builder import COMPUTE_STREAM, Op, digested, op, rank
+from tests.support.job_builder import COMPUTE_STREAM, Op, diagnosed, op, rank
 
 PAIRS = ((0, 1), (2, 3), (4, 5), (6, 7))
 CALLS = 6
@@ -38,7 +35,7 @@ def slow_links(took: dict[tuple[int, int], float], elements: dict[tuple[int, int
             ]
         queued = [replace(o, launch=-100.0 + n) for n, o in enumerate(ops)]  # one stream, all launched in time
         ranks += [rank(*queued, steps=((-110.0, CALLS * each),)) for _ in pair]
-    d = diagnose_digests([digested(r, n, 8) for n, r in enumerate(ranks)], ["x"] * 8).diagnosis
+    d = diagnosed(*ranks)
     return [f for f in d.findings if f.kind == "slow_link"]
 
 

@@ -1,7 +1,5 @@
 """Where steps begin and end: by ProfilerStep, by the program's ranges, by optimizers, by repetition, or not at all."""
 
-from __future__ import annotations
-
 import pytest
 
 from counterpoint.diagnosis.reading.steps import StepWindows, find_steps
@@ -18,15 +16,24 @@ def windows(r: Rank) -> list[tuple[float, float]]:
     return list(zip(steps.start.tolist(), steps.end.tolist(), strict=True))
 
 
-def test_gpu_that_runs_past_the_host_ends_the_step() -> None:
-    """Host 0-50 and 50-100; the GPU works for them until 90 and 130: windows follow one another."""
-    r = rank(op("a", 20, 90, launch=10.0), op("b", 90, 130, launch=60.0), steps=((0.0, 50.0), (50.0, 100.0)))
-    assert windows(r) == [(0.0, 90.0), (90.0, 130.0)]
-
-
-def test_host_that_outlasts_the_gpu_ends_the_step() -> None:
-    """Nothing runs after 30, the host returns at 50."""
-    assert windows(rank(op("a", 20, 30, launch=10.0), steps=((0.0, 50.0),))) == [(0.0, 50.0)]
+@pytest.mark.parametrize(
+    ("ops", "steps", "expected"),
+    [
+        # the GPU works for the steps 0-50 and 50-100 of the host until 90 and 130: windows follow one another
+        ([op("a", 20, 90, launch=10.0), op("b", 90, 130, launch=60.0)], [(0, 50), (50, 100)], [(0, 90), (90, 130)]),
+        # nothing runs after 30, the host returns at 50
+        ([op("a", 20, 30, launch=10.0)], [(0, 50)], [(0, 50)]),
+        # time between ranges of the profiler belongs to the step before
+        ([op("a", at + 20, at + 30) for at in (0, 100, 200)], [(0, 60), (100, 160), (200, 260)],
+         [(0, 100), (100, 200), (200, 260)]),
+        # the GPU was busy with earlier work for 5 ms: a profiler's step begins where it says nevertheless
+        ([op("a", 5_000, 5_400, launch=10.0), op("b", 5_400, 5_900, launch=20.0)], [(0, 100)], [(0, 5_900)]),
+    ],
+)  # fmt: skip
+def test_what_ends_later_ends_the_step(
+    ops: list[Op], steps: list[tuple[float, float]], expected: list[tuple[float, float]]
+) -> None:
+    assert windows(rank(*ops, steps=steps)) == expected
 
 
 def layered(steps: int, layers: int, *, warm_up: int = 0, pause: float = 50.0) -> Rank:
@@ -42,20 +49,16 @@ def layered(steps: int, layers: int, *, warm_up: int = 0, pause: float = 50.0) -
     return rank(*ops, steps=())
 
 
-@pytest.mark.parametrize(("steps", "layers"), [(2, 4), (3, 2), (5, 8), (12, 3)])
-def test_repeated_layers_are_not_steps(steps: int, layers: int) -> None:
-    """A step is what holds the optimizer too."""
-    assert (found(layered(steps, layers)).found_by, len(windows(layered(steps, layers)))) == ("repetition", steps)
+@pytest.mark.parametrize(("steps", "layers", "warm_up"), [(2, 4, 0), (3, 2, 0), (5, 8, 0), (12, 3, 0), (4, 24, 2)])
+def test_repeated_layers_are_not_steps(steps: int, layers: int, warm_up: int) -> None:
+    """A step is what holds the optimizer too; operations before the first step leave as many whole steps."""
+    steps_of = found(layered(steps, layers, warm_up=warm_up))
+    assert (steps_of.found_by, len(steps_of.names)) == ("repetition", steps)
 
 
 def test_repeated_steps_follow_one_another() -> None:
     """Three steps of 4 x 60 + 30 µs, 50 µs apart: each ends with its own last kernel."""
     assert windows(layered(3, 4)) == [(0.0, 270.0), (270.0, 590.0), (590.0, 910.0)]
-
-
-def test_steps_begin_after_a_warm_up() -> None:
-    """Two operations before the first step leave as many whole steps."""
-    assert len(windows(layered(4, 24, warm_up=2))) == 4
 
 
 def test_work_that_does_not_repeat_is_one_step() -> None:
@@ -64,24 +67,14 @@ def test_work_that_does_not_repeat_is_one_step() -> None:
     assert (found(r).found_by, windows(r)) == ("whole", [(0.0, 98.0)])
 
 
-def test_layers_alone_are_not_cut_into_steps_without_all_kinds() -> None:
-    """One step of many layers and one optimizer: nothing repeats as a whole."""
-    assert len(windows(layered(1, 8))) == 1
-
-
 def inference(layers: int, *, graph: bool = False, wait: bool = False, forwards: int = 1) -> Rank:
     """Forward passes: an embedding, equal layers, a head and a sampler; by a launch each, or one for all."""
     parts: list[Op | Host] = []
     at = 100.0
     for _ in range(forwards):
         begun = at
-        names = [
-            "embedding",
-            *["qkv", "attention", "out", "elementwise_kernel<gpu_kernel_impl<[lambda(int)]>>", "down"] * layers,
-            "head",
-            "sample",
-        ]
-        for name in names:
+        layer = ["qkv", "attention", "out", "elementwise_kernel<gpu_kernel_impl<[lambda(int)]>>", "down"]
+        for name in ("embedding", *layer * layers, "head", "sample"):
             parts.append(op(name, at, at + 40, launch=begun - 20 if graph else None))
             at += 45
         if wait:
@@ -128,10 +121,8 @@ def looped(names: list[str], *, inner: str | None = None, pause: float = 10.0, t
         parts.append(host(name, at, at + 100, HostKind.ANNOTATION, thread=thread))
         if inner is not None:
             parts += [host(inner, at + 2 + 48 * n, at + 48 + 48 * n, HostKind.ANNOTATION) for n in range(2)]
-        parts += [
-            op("a", at + 30, at + 60, launch=at + 10, thread=thread),
-            op("b", at + 60, at + 105, launch=at + 60, thread=thread),
-        ]
+        parts += [op("a", at + 30, at + 60, launch=at + 10, thread=thread)]
+        parts += [op("b", at + 60, at + 105, launch=at + 60, thread=thread)]
         at += 100 + pause
     return rank(*parts, steps=())
 
@@ -151,6 +142,13 @@ def test_numbered_ranges_of_the_program_are_steps(names: list[str]) -> None:
     steps = found(looped(names, inner="aten_part"))
     assert (steps.found_by, steps.names) == ("annotation", tuple(names))
     assert steps.end.tolist() == [110.0, 220.0, 325.0]
+
+
+def test_one_named_range_around_the_work_is_a_step() -> None:
+    """A recording of a single execution."""
+    assert found(looped(["execute_context_1(8_8)_generation_0(0)"])).names == (
+        "execute_context_1(8_8)_generation_0(0)",
+    )
 
 
 @pytest.mark.parametrize("name", ["train_step", "Train Step", "training_batch", "my loop"])
@@ -174,13 +172,6 @@ def test_the_outermost_level_that_repeats() -> None:
     r = looped(["iteration 1", "iteration 2", "iteration 3"], inner="micro step")
     around = host("training step loop", -5, 400, HostKind.ANNOTATION)
     assert found(rank(*r.ops, *r.hosts, around, steps=())).names == ("iteration 1", "iteration 2", "iteration 3")
-
-
-def test_one_named_range_around_the_work_is_a_step() -> None:
-    """A recording of a single execution."""
-    assert found(looped(["execute_context_1(888_788544)_generation_0(0)"])).names == (
-        "execute_context_1(888_788544)_generation_0(0)",
-    )
 
 
 def test_what_lies_between_ranges_belongs_to_the_step_before() -> None:
@@ -210,13 +201,10 @@ def test_pauses_that_come_after_every_range_belong_to_steps(pause: float) -> Non
     assert (steps.end - steps.start).tolist() == [100.0 + pause] * 3 + [105.0]
 
 
-def test_time_between_ranges_of_the_profiler() -> None:
-    """It belongs to the step before, unless steps lie between that were not recorded."""
-    ops = [op("a", at + 20, at + 30) for at in (0.0, 100.0, 200.0)]
-    together = rank(*ops, steps=((0.0, 60.0), (100.0, 160.0), (200.0, 260.0)))
-    assert windows(together) == [(0.0, 100.0), (100.0, 200.0), (200.0, 260.0)]
+def test_steps_that_were_not_recorded_leave_time_to_none() -> None:
+    ops = [op("a", at + 20, at + 30) for at in (0.0, 100.0)]
     ranges = [host(f"ProfilerStep#{n}", at, at + 60, HostKind.ANNOTATION) for n, at in ((3, 0.0), (7, 100.0))]
-    assert windows(rank(*ops[:2], *ranges, steps=())) == [(0.0, 60.0), (100.0, 160.0)]
+    assert windows(rank(*ops, *ranges, steps=())) == [(0.0, 60.0), (100.0, 160.0)]
 
 
 def test_the_profiler_s_ranges_as_operations() -> None:
@@ -263,11 +251,10 @@ def test_a_stream_that_was_busy_with_what_was_not_recorded() -> None:
 
 
 def test_a_first_operation_that_queued_for_what_was_not_recorded() -> None:
-    """The GPU was busy with earlier work for 5 ms; a profiler's step begins where it says nevertheless."""
+    """The GPU was busy with earlier work for 5 ms."""
     ops = [op("a", 5_000, 5_400, launch=10.0), op("b", 5_400, 5_900, launch=20.0)]
     begun = host("execute_model", 0, 100, HostKind.ANNOTATION)
     assert windows(rank(*ops, begun, steps=())) == [(5_000.0, 5_900.0)]
-    assert windows(rank(*ops, steps=((0.0, 100.0),))) == [(0.0, 5_900.0)]
 
 
 def optimized(steps: int, *, twice: bool = False) -> Rank:
@@ -292,26 +279,23 @@ def test_steps_end_with_their_optimizer(twice: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("hosts", "said"),
     [
-        ("capture_32_FULL", "graph capture"), ("CUDAGraphNode.record (dynamo_timed)", "graph capture"),
-        ("cudaFree", "start-up"), ("compile_fx.codegen (dynamo_timed)", "compilation"),
-        ("triton/compiler/compiler.py(226): compile", "compilation"),
+        ([host("capture_32_FULL", 100, 800)], "graph capture"),
+        ([host("CUDAGraphNode.record (dynamo_timed)", 100, 800)], "graph capture"),
+        ([host("cudaFree", 100, 800)], "start-up"),
+        ([host("compile_fx.codegen (dynamo_timed)", 100, 800)], "compilation"),
+        ([host("triton/compiler/compiler.py(226): compile", 100, 800)], "compilation"),
+        # a capture reaches from its begin to its end
+        ([host("cudaStreamBeginCapture", 100, 102), host("cudaStreamEndCapture", 795, 800)], "graph capture"),
     ],
-)  # fmt: skip
-def test_set_up_in_a_recording_is_named(name: str, said: str) -> None:
+)
+def test_set_up_in_a_recording_is_named(hosts: list[Host], said: str) -> None:
     """A whole trace of it is not sold as a step without saying so."""
-    r = rank(op("a", 50, 60), op("b", 900, 950), host(name, 100, 800), steps=())
-    (note,) = found(r).notes
+    (note,) = found(rank(op("a", 50, 60), op("b", 900, 950), *hosts, steps=())).notes
     assert said in note
     assert "0.7 of 0.9 ms" in note
-    assert name in note
-
-
-def test_a_capture_reaches_from_its_begin_to_its_end() -> None:
-    calls = [host("cudaStreamBeginCapture", 100, 102), host("cudaStreamEndCapture", 700, 705)]
-    (note,) = found(rank(op("a", 50, 60), op("b", 900, 950), *calls, steps=())).notes
-    assert "0.6 of 0.9 ms" in note
+    assert hosts[-1].name in note
 
 
 def test_a_step_that_compiles_is_left_out() -> None:
@@ -328,11 +312,11 @@ def test_a_first_step_that_starts_up_is_left_out() -> None:
     """CUDA starts once; memory that is freed in a later step is a trouble of the program, and counts."""
     steps = tuple((1000.0 * n, 1000.0 * (n + 1)) for n in range(4))
     ops = [op("a", at + 920, at + 950) for at, _ in steps]
-    first, third = (found(rank(*ops, host("cudaFree", at, at + 800), steps=steps)) for at in (0.0, 2000.0))
-    assert (first.names, first.left_out) == (
-        ("ProfilerStep#1", "ProfilerStep#2", "ProfilerStep#3"), ("ProfilerStep#0",),
-    )  # fmt: skip
+    frees = [host("cudaFree", at, at + 800) for at, _ in steps]
+    first, third, every = (found(rank(*ops, *calls, steps=steps)) for calls in (frees[:1], frees[2:3], frees))
+    assert (first.names, first.left_out) == (tuple(f"ProfilerStep#{n}" for n in (1, 2, 3)), ("ProfilerStep#0",))
     assert (len(third.names), third.notes) == (4, ())
+    assert every.notes == ()
 
 
 def test_ranks_that_leave_out_other_steps_share_the_rest() -> None:
@@ -343,13 +327,6 @@ def test_ranks_that_leave_out_other_steps_share_the_rest() -> None:
         parts += [op("a", 1000.0 * n + 920, 1000.0 * n + 950)]
     compiled = host("compile_fx.codegen (dynamo_timed)", 10, 800, HostKind.OP)
     assert job(rank(*parts, steps=()), rank(*parts, compiled, steps=())).step_names == ("step 1", "step 2")
-
-
-def test_an_allocator_that_is_always_busy_is_no_start_up() -> None:
-    """A fault of every step is for the findings to name."""
-    steps = tuple((1000.0 * n, 1000.0 * (n + 1)) for n in range(4))
-    ops = [op("a", at + 920, at + 950) for at, _ in steps]
-    assert found(rank(*ops, *[host("cudaFree", at, at + 800) for at, _ in steps], steps=steps)).notes == ()
 
 
 CAPTURED = layered(12, 3)
@@ -371,12 +348,15 @@ CAPTURED = layered(12, 3)
         rank(*(op("conv", 100.0 * n + 20, 100.0 * n + 80, launch=100.0 * n + 10) for n in range(4)), *(
             host(f"conv2d {n}", 100.0 * n, 100.0 * n + 90, HostKind.ANNOTATION) for n in range(4)),
             host("cudaDeviceSynchronize", 400, 20_000), steps=()),
+        # one step of many layers and one optimizer: nothing repeats as a whole
+        layered(1, 8),
         # one optimizer's step: there is nothing to count from
         optimized(1),
         # layers that are captured, not run
         rank(*CAPTURED.ops, host("capture_8192_PIECEWISE", -10, 5000, HostKind.ANNOTATION), steps=()),
     ],
-    ids=["small repeats", "logger", "unequal parts", "short ranges", "operators", "one optimizer", "captured"],
+    ids=["small repeats", "logger", "unequal parts", "short ranges", "operators", "one step of layers", "one optimizer",
+         "captured"],
 )  # fmt: skip
 def test_what_is_no_steps_is_one_whole(r: Rank) -> None:
     assert found(r).found_by == "whole"

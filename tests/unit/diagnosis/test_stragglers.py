@@ -1,7 +1,5 @@
 """Who is blamed, and who is not, in jobs of a few operations."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -24,9 +22,8 @@ def blamed(*ranks: Rank) -> list[tuple[int, str]]:
 
 
 def reduce(start: float, end: float, *, members: str = "[0, 1, 2, 3]", group: str = "dp", **more: object) -> Op:
-    info = CollectiveInfo(
-        op="all_reduce", group=group, group_ranks=members, in_nelems=1024, out_nelems=1024, dtype="Float"
-    )
+    size = {"in_nelems": 1024, "out_nelems": 1024}
+    info = CollectiveInfo(op="all_reduce", group=group, group_ranks=members, dtype="Float", **size)  # type: ignore[arg-type]
     return Op(name="ncclDevKernel_AllReduce", start=start, end=end, kind=Kind.COMM, stream=20, info=info, **more)  # type: ignore[arg-type]
 
 
@@ -75,12 +72,8 @@ def test_one_slow_kernel_is_not_a_slow_gpu() -> None:
     """Attention takes 4 x as long in the same grid, the matmuls as long as elsewhere."""
 
     def one(attention: float) -> Rank:
-        parts = [
-            op("matmul", 10, 210),
-            op("flash_fwd", 210, 210 + attention),
-            op("matmul", 210 + attention, 410 + attention),
-        ]
-        return rank(*parts, reduce(410 + attention, 1300))
+        parts = [op("matmul", 10, 210), op("flash_fwd", 210, 210 + attention)]
+        return rank(*parts, op("matmul", 210 + attention, 410 + attention), reduce(410 + attention, 1300))
 
     found = stragglers(job(*[one(800.0 if r == 1 else 200.0) for r in range(4)]))
     assert [(s.rank, s.cause, s.detail) for s in found] == [(1, "slow_kernel", "flash_fwd")]
@@ -155,42 +148,27 @@ def test_wait_that_compute_hides_blames_nobody() -> None:
     assert blamed(late, busy, busy, busy) == []
 
 
+def crossed(r: int, between: float, end: float) -> Rank:
+    """Rank `r` of 2 x 2, where rank 0 stalls for 790 µs: an all-reduce in one group, a kernel, one in the other."""
+    tp, dp = ("[0, 1]", "[2, 3]")[r // 2], ("[0, 2]", "[1, 3]")[r % 2]
+    stall = 790.0 if r == 0 else 0.0
+    begin, together = 10 + stall, 950 if r < 2 else 350
+    parts: list[Op | Host] = [op("warm", 0, 10, launch=-10.0), op("matmul", begin, begin + 100, launch=begin - 10)]
+    parts += [host("tokenizer.encode", 20, 790, HostKind.ANNOTATION)] if stall else []
+    parts += [reduce(begin + 100, together, members=tp, group="tp", launch=begin)]
+    parts += [op("matmul", together, together + between, launch=begin + 1)] if between else []
+    parts += [reduce(together + between, end, members=dp, group="dp", launch=begin + 2)]
+    return rank(*parts, steps=[(0, end)])
+
+
 def test_inherited_delay_is_not_blamed() -> None:
-    """Rank 0 stalls; rank 1 waits for it in their group and is late for rank 3 in the other: only rank 0 is blamed."""
-
-    def member(r: int, stall: float) -> Rank:
-        tp, dp = ("[0, 1]", "[2, 3]")[r // 2], ("[0, 2]", "[1, 3]")[r % 2]
-        hosts = (host("tokenizer.encode", 20, 790, HostKind.ANNOTATION),) if stall else ()
-        begin = 10 + stall
-        together = 950 if r < 2 else 350
-        return rank(
-            op("warm", 0, 10, launch=-10.0),
-            op("matmul", begin, begin + 100, launch=begin - 10), *hosts,
-            reduce(begin + 100, together, members=tp, group="tp", launch=begin),
-            op("matmul", together, together + 50, launch=begin + 1),
-            reduce(together + 50, 1100, members=dp, group="dp", launch=begin + 2),
-        )  # fmt: skip
-
-    assert [b[0] for b in blamed(*[member(r, 790.0 if r == 0 else 0.0) for r in range(4)])] == [0]
+    """Rank 1 waits for rank 0 in their group and is late for rank 3 in the other: only rank 0 is blamed."""
+    assert [b[0] for b in blamed(*[crossed(r, 50, 1100) for r in range(4)])] == [0]
 
 
 def test_nobody_stands_still_for_longer_than_it_waits() -> None:
-    """Rank 0 stalls for 790 µs: in one group rank 1 waits for it, in the next rank 2 does, no rank in both."""
-
-    def member(r: int) -> Rank:
-        stall = 790.0 if r == 0 else 0.0
-        tp, dp = ("[0, 1]", "[2, 3]")[r // 2], ("[0, 2]", "[1, 3]")[r % 2]
-        hosts = (host("tokenizer.encode", 20, 790, HostKind.ANNOTATION),) if stall else ()
-        begin, together = 10 + stall, 950 if r < 2 else 350
-        return rank(
-            op("warm", 0, 10, launch=-10.0),
-            op("matmul", begin, begin + 100, launch=begin - 10), *hosts,
-            reduce(begin + 100, together, members=tp, group="tp", launch=begin),
-            reduce(together, 1000, members=dp, group="dp", launch=begin + 2),
-            steps=[(0, 1000)],
-        )  # fmt: skip
-
-    (late,) = stragglers(job(*[member(r) for r in range(4)]))
+    """In one group rank 1 waits for rank 0, in the next rank 2 does, no rank in both."""
+    (late,) = stragglers(job(*[crossed(r, 0, 1000) for r in range(4)]))
     assert late.rank == 0
     assert late.delay_us == pytest.approx(790.0)
 

@@ -1,18 +1,16 @@
 """Waiting for ranks without a trace is suspected from what is usual, and else said to be unknown."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 
-from counterpoint.diagnosis.api import diagnose_digests
 from counterpoint.records.diagnosis import Diagnosis, Finding
 from counterpoint.trace.timeline import CollectiveInfo
-from tests.support.job_builder import Op, Rank, comm, digested, op, rank
+from tests.support.job_builder import Op, Rank, comm, diagnosed, op, rank
 
 USUAL_US = 500.0
 WORLD = 8
@@ -30,25 +28,24 @@ def gathers(durations: Sequence[float], *, about: CollectiveInfo | None = None) 
     parts: list[Op] = []
     at = 0.0
     for number, us in enumerate(durations):
-        begin = at + 100.0
-        end = begin + us
-        launch = 0.1 * number
-        parts += [
-            op("matmul", at, begin, launch=launch),
-            comm("all_gather", begin, end, info=about or info(), launch=launch),
-        ]
-        at = end
+        begin, launch = at + 100.0, 0.1 * number
+        parts += [op("matmul", at, begin, launch=launch)]
+        parts += [comm("all_gather", begin, at := begin + us, info=about or info(), launch=launch)]
     return rank(*parts, steps=((0.0, at),))
 
 
-def reduction(at: float, us: float, nelems: int = 1 << 26) -> Op:
-    """Record an all-reduce that is launched 100 µs before it begins."""
-    return comm("all_reduce", at + 100, at + 100 + us, info=info("all_reduce", nelems), launch=at)
+def reductions(usual_nelems: int, last_us: float, last_nelems: int) -> Rank:
+    """Record six all-reduces of 500 µs that are launched 100 µs before they begin, and a last one."""
+    parts: list[Op] = []
+    for number in range(7):
+        at, last = 2000.0 * number, number == 6
+        us, nelems = (last_us, last_nelems) if last else (500, usual_nelems)
+        parts += [op("matmul", at, at + 100)]
+        parts += [comm("all_reduce", at + 100, at + 100 + us, info=info("all_reduce", nelems), launch=at)]
+    return rank(*parts, steps=((0.0, 12_100.0 + last_us),))
 
 
-def diagnosed(*ranks: Rank, world: int = WORLD) -> Diagnosis:
-    digests = [digested(r, number, world) for number, r in enumerate(ranks)]
-    return diagnose_digests(digests, [d.path for d in digests]).diagnosis
+recorded = partial(diagnosed, world_size=WORLD)
 
 
 def found(d: Diagnosis, kind: str) -> Finding | None:
@@ -63,7 +60,7 @@ def one_slow(slow_us: float, count: int = 32) -> list[float]:
 
 def test_one_slow_collective_among_many_is_waiting_for_a_rank_without_a_trace() -> None:
     """It is as large as the others: nothing but a late rank makes it take so long."""
-    suspected = found(diagnosed(gathers(one_slow(20_000.0))), "suspected_wait")
+    suspected = found(recorded(gathers(one_slow(20_000.0))), "suspected_wait")
     assert suspected is not None
     assert suspected.cost_us == pytest.approx(20_000.0 - 1.05 * USUAL_US, rel=0.02)
     assert "waiting for a rank that was not recorded" in suspected.title
@@ -72,7 +69,7 @@ def test_one_slow_collective_among_many_is_waiting_for_a_rank_without_a_trace() 
 
 def test_suspected_waiting_in_a_recording_without_steps_is_of_the_recording() -> None:
     """Nobody knows how many steps it is."""
-    d = diagnosed(replace(gathers(one_slow(20_000.0)), steps=()))
+    d = recorded(replace(gathers(one_slow(20_000.0)), steps=()))
     suspected = found(d, "suspected_wait")
     assert suspected is not None
     assert not d.has_steps
@@ -82,7 +79,7 @@ def test_suspected_waiting_in_a_recording_without_steps_is_of_the_recording() ->
 
 def test_a_healthy_rank_alone_is_not_accused_and_its_waiting_is_unknown() -> None:
     """What all collectives of a size take is no proof of anything."""
-    d = diagnosed(gathers(one_slow(USUAL_US)))
+    d = recorded(gathers(one_slow(USUAL_US)))
     exposed = found(d, "exposed_comm")
     assert found(d, "suspected_wait") is None
     assert exposed is not None
@@ -93,57 +90,37 @@ def test_a_healthy_rank_alone_is_not_accused_and_its_waiting_is_unknown() -> Non
     assert d.collectives[0].wait_us == {"0": None}
 
 
-def test_contention_is_no_waiting() -> None:
-    """A collective that shares links or SMs takes up to twice as long."""
-    assert found(diagnosed(gathers(one_slow(1.9 * USUAL_US))), "suspected_wait") is None
-
-
-def test_what_has_no_size_is_not_compared() -> None:
-    """Collectives of any size may hide behind one name."""
-    assert found(diagnosed(gathers(one_slow(20_000.0), about=info(nelems=None))), "suspected_wait") is None
+@pytest.mark.parametrize(
+    "alone",
+    [
+        gathers(one_slow(1.9 * USUAL_US)),  # a collective that shares links or SMs takes up to twice as long
+        gathers(one_slow(20_000.0), about=info(nelems=None)),  # collectives of any size may hide behind one name
+        reductions(1 << 20, 5000, 10 << 20),  # ten times the bytes may take ten times as long
+    ],
+    ids=["contention", "no size", "larger"],
+)
+def test_what_may_take_longer_is_no_waiting(alone: Rank) -> None:
+    assert found(recorded(alone), "suspected_wait") is None
 
 
 def test_a_small_collective_that_takes_longer_than_large_ones_waits() -> None:
     """The one all-reduce of a few bytes in a step is where ranks meet."""
-    parts: list[Op] = []
-    for number in range(6):
-        at = 2000.0 * number
-        parts += [
-            op("matmul", at, at + 100),
-            comm("all_reduce", at + 100, at + 600, info=info("all_reduce"), launch=at),
-        ]
-    parts += [
-        op("matmul", 12_000, 12_100),
-        comm("all_reduce", 12_100, 20_100, info=info("all_reduce", 1), launch=12_000.0),
-    ]
-    suspected = found(diagnosed(rank(*parts, steps=((0.0, 20_100.0),))), "suspected_wait")
+    suspected = found(recorded(reductions(1 << 26, 8000, 1)), "suspected_wait")
     assert suspected is not None
     assert 6000.0 < suspected.cost_us <= 8000.0
     assert "all_reduce #6" in suspected.evidence
 
 
-def test_a_larger_collective_may_take_longer() -> None:
-    """Ten times the bytes may take ten times as long."""
-    parts: list[Op] = []
-    for number in range(6):
-        at = 2000.0 * number
-        parts += [op("matmul", at, at + 100), reduction(at, 500, 1 << 20)]
-    parts += [op("matmul", 12_000, 12_100), reduction(12_000, 5000, 10 << 20)]
-    assert found(diagnosed(rank(*parts, steps=((0.0, 17_100.0),))), "suspected_wait") is None
-
-
 def test_the_late_rank_may_be_missing_among_several() -> None:
     """All that are there wait for it together."""
-    slow = one_slow(20_000.0)
-    d = diagnosed(*(gathers(slow) for _ in range(3)))
+    d = recorded(*[gathers(one_slow(20_000.0))] * 3)
     assert found(d, "suspected_wait") is not None
     assert d.stragglers == ()
 
 
 def test_with_all_ranks_waiting_is_told_and_nothing_is_suspected() -> None:
     """Who is late is known then; or, if all came at once, that it was the transfer."""
-    slow = one_slow(20_000.0)
-    d = diagnosed(*(gathers(slow) for _ in range(WORLD)))
+    d = recorded(*[gathers(one_slow(20_000.0))] * WORLD)
     exposed = found(d, "exposed_comm")
     assert found(d, "suspected_wait") is None
     assert exposed is not None
@@ -153,14 +130,14 @@ def test_with_all_ranks_waiting_is_told_and_nothing_is_suspected() -> None:
 @pytest.mark.parametrize(("count", "said"), [(1, "as_measured"), (3, "partly_joined"), (WORLD, "joined")])
 def test_the_replay_says_whether_waits_in_collectives_are_joined(count: int, said: str) -> None:
     """A reader must know what a replay rests on."""
-    replay = diagnosed(*(gathers(one_slow(USUAL_US)) for _ in range(count))).replay
+    replay = recorded(*(gathers(one_slow(USUAL_US)) for _ in range(count))).replay
     assert replay is not None
     assert (replay.waits, replay.collective_waits) == ("explained", said)
 
 
 def test_faster_communication_does_not_end_suspected_waiting() -> None:
     """Only the usual time of a collective is what links could shorten."""
-    replay = diagnosed(gathers(one_slow(20_000.0))).replay
+    replay = recorded(gathers(one_slow(20_000.0))).replay
     assert replay is not None
     what_if = {case.name: case.step_us for case in replay.what_if}
     assert what_if["communication free"] >= 19_000.0
@@ -172,7 +149,7 @@ def test_a_suspected_wait_costs_what_the_replay_saves_without_it() -> None:
     parts: list[Op] = [op("matmul", 0, 5000, launch=0.0)]
     begins = [(1000, 1000), (2000, 1000), (3000, 8000), (11_000, 1000), (12_000, 1000)]
     parts += [comm("all_reduce", at, at + us, info=info("all_reduce"), launch=10.0) for at, us in begins]
-    d = diagnosed(rank(*parts, steps=((0.0, 13_000.0),)))
+    d = recorded(rank(*parts, steps=((0.0, 13_000.0),)))
     suspected = found(d, "suspected_wait")
     assert suspected is not None
     assert d.replay is not None

@@ -1,7 +1,5 @@
 """The what-if of zero-SM collectives against step times worked out by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +11,12 @@ from counterpoint.collectives.program.clock import simulate
 from counterpoint.collectives.program.operations import even_call, plan_all
 from counterpoint.collectives.program.tuning import best_tuning
 from counterpoint.diagnosis.analysis.replay import NO_FSDP2_COPIES, ZERO_SM, replay
-from counterpoint.diagnosis.api import diagnose_digests
 from counterpoint.diagnosis.reading.traced_job import traced_stack
 from counterpoint.machine import profile
 from counterpoint.machine.profile import default_profile
 from counterpoint.records.diagnosis import Replay
 from counterpoint.trace.timeline import CollectiveInfo, Device
-from tests.support.job_builder import Op, Rank, comm, digested, job, op, rank
+from tests.support.job_builder import Op, Rank, comm, diagnosed, job, op, rank
 
 ELEMENTS = 1 << 27  # of the full array
 CHUNK_CAT = "void at::native::detail::chunk_cat_cuda_kernel<float, c10::BFloat16>(c10::BFloat16**)"
@@ -27,10 +24,11 @@ CAST = "void multi_tensor_apply_kernel<TensorListMetadata<2>, CopyFunctor, at::n
 COPY_IN = CAST.replace("float", "c10::BFloat16")
 
 
-def collective(name: str, start: float, end: float, dtype: str = "BFloat16", elements: int = ELEMENTS) -> Op:
-    info = CollectiveInfo(
-        op=name, group="0", group_size=2, in_nelems=elements // 2, out_nelems=elements, dtype=dtype
-    )  # fmt: skip
+def collective(
+    name: str, start: float, end: float, dtype: str = "BFloat16", elements: int = ELEMENTS, ranks: int = 2
+) -> Op:
+    size = {"in_nelems": elements // 2, "out_nelems": elements}
+    info = CollectiveInfo(op=name, group="0", group_size=ranks, dtype=dtype, **size)  # type: ignore[arg-type]
     return comm(name, start, end, info=info, launch=0.0)
 
 
@@ -96,17 +94,21 @@ def test_copies_of_fsdp2_vanish_and_casts_stay() -> None:
     assert took[ZERO_SM] == pytest.approx(410 - 300 + alone_us("all_gather", 2 * ELEMENTS), rel=1e-3)
 
 
+GATHER = collective("all_gather", 200, 1800)
+
+
 @pytest.mark.parametrize(
-    ("collective_op", "device"),
+    ("gather", "device"),
     [
-        (collective("all_gather", 200, 230, elements=1 << 10), "NVIDIA H200"),
-        (collective("all_gather", 200, 1800), "NVIDIA B200"),
-        (collective("all_gather", 200, 1800), "AMD Instinct MI300X"),
+        (collective("all_gather", 200, 230, elements=1 << 10), "NVIDIA H200"),  # NCCL is faster
+        (replace(GATHER, info=CollectiveInfo(op="all_gather", group="0", group_size=2)), "NVIDIA H200"),  # of any size
+        (collective("all_gather", 200, 1800, ranks=16), "NVIDIA H200"),  # more ranks than a host has
+        (GATHER, "NVIDIA B200"),  # without measured rates
+        (GATHER, "AMD Instinct MI300X"),
     ],
 )
-def test_nothing_is_promised_where_nothing_is_known(collective_op: Op, device: str) -> None:
-    """What NCCL moves faster, GPUs without measured rates, and other vendors."""
-    one = rank(op("matmul", 10, 200, launch=0.0), collective_op, device=Device(name=device, num_sms=132))
+def test_nothing_is_promised_where_nothing_is_known(gather: Op, device: str) -> None:
+    one = rank(op("matmul", 10, 200, launch=0.0), gather, device=Device(name=device, num_sms=132))
     assert ZERO_SM not in played(one)
 
 
@@ -117,24 +119,11 @@ def test_a_profile_of_another_gpu_does_not_count(monkeypatch: pytest.MonkeyPatch
     assert played(one) == plain
 
 
-def test_a_collective_of_unknown_size_stays_with_nccl() -> None:
-    one = replace(collective("all_gather", 200, 1800), info=CollectiveInfo(op="all_gather", group="0", group_size=2))
-    assert ZERO_SM not in played(rank(op("matmul", 10, 200, launch=0.0), one))
-
-
-def test_more_ranks_than_a_host_has_stay_with_nccl() -> None:
-    one = collective("all_gather", 200, 1800)
-    assert one.info is not None
-    wide = replace(one, info=replace(one.info, group_size=16))
-    assert ZERO_SM not in played(rank(op("matmul", 10, 200, launch=0.0), wide))
-
-
 def test_the_advice_says_what_the_replay_says() -> None:
     """The line that a user can copy, and both step times."""
-    one = rank(
-        op(CHUNK_CAT, 10, 410, launch=0.0), collective("all_gather", 410, 2000), op("matmul", 2000, 2400, launch=1.0)
-    )
-    found = diagnose_digests([digested(one, n, 2) for n in range(2)], ["rank0", "rank1"]).diagnosis
+    last = op("matmul", 2000, 2400, launch=1.0)
+    one = rank(op(CHUNK_CAT, 10, 410, launch=0.0), collective("all_gather", 410, 2000), last)
+    found = diagnosed(one, one)
     copies = next(f for f in found.findings if f.kind == "fsdp2_copies")
     assert copies.cost_us == pytest.approx(400)
     assert "counterpoint.overlap(model) after fully_shard" in copies.advice

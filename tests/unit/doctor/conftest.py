@@ -1,7 +1,5 @@
 """Made-up machines: a healthy node of 8 × H200, from which every test takes something away."""
 
-from __future__ import annotations
-
 from itertools import permutations
 
 import pytest
@@ -58,12 +56,7 @@ def gpu(index: int) -> GpuReading:
 
 def device(index: int) -> CudaDevice:
     return CudaDevice(
-        name="NVIDIA H200",
-        num_sms=132,
-        copy_engines=3,
-        stream_memory_ops=True,
-        multicast=True,
-        dma_buf=True,
+        name="NVIDIA H200", num_sms=132, copy_engines=3, stream_memory_ops=True, multicast=True, dma_buf=True
     )
 
 

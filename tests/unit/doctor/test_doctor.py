@@ -1,7 +1,5 @@
 """`counterpoint doctor`: what is printed, the JSON contract, exit codes."""
 
-from __future__ import annotations
-
 import io
 
 import msgspec

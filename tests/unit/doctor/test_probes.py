@@ -1,7 +1,5 @@
 """Probes and what they share, as far as that runs without a GPU."""
 
-from __future__ import annotations
-
 import ctypes
 import random
 import types
@@ -65,12 +63,9 @@ class FakeNvml(types.ModuleType):
     def __init__(self, answers: dict[str, Any]) -> None:
         super().__init__("pynvml")
         self.answers = {
-            "nvmlInit": None,
-            "nvmlDeviceGetCount": 1,
-            "nvmlDeviceGetHandleByIndex": "handle",
-            "nvmlSystemGetDriverVersion": b"580.159.04",
-            "nvmlDeviceGetName": b"NVIDIA H200",
-        } | answers
+            "nvmlInit": None, "nvmlDeviceGetCount": 1, "nvmlDeviceGetHandleByIndex": "handle",
+            "nvmlSystemGetDriverVersion": b"580.159.04", "nvmlDeviceGetName": b"NVIDIA H200",
+        } | answers  # fmt: skip
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("nvml") and name not in self.answers:
@@ -187,11 +182,29 @@ def saying(number: int) -> Callable[..., int]:
     return answer
 
 
-def test_a_libcuda_without_its_functions_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file of that name which is no driver ends in one line, not in a traceback."""
-    libcuda(monkeypatch)
-    with pytest.raises(ProbeFailed, match="has no cuInit: it is not NVIDIA's driver"):
-        Driver()
+OK = {"cuInit": lambda flags: 0}
+
+
+@pytest.mark.parametrize(
+    ("answers", "read", "said"),
+    [
+        # a file of that name which is no driver ends in one line, not in a traceback
+        ({}, Driver, "has no cuInit: it is not NVIDIA's driver"),
+        (OK | {"cuDeviceGetCount": saying(-3)}, lambda: Driver().device_count(), "cuDeviceGetCount says -3"),
+        (
+            OK | {"cuDeviceGetCount": saying(2 * 10**9)},
+            lambda: Driver().device_count(),
+            "cuDeviceGetCount says 2000000000",
+        ),
+        (OK | {"cuDriverGetVersion": saying(-5)}, lambda: Driver().version(), "cuDriverGetVersion says -5"),
+    ],
+)
+def test_a_driver_that_is_not_in_order_has_failed(
+    monkeypatch: pytest.MonkeyPatch, answers: dict[str, Any], read: Callable[[], object], said: str
+) -> None:
+    libcuda(monkeypatch, **answers)
+    with pytest.raises(ProbeFailed, match=said):
+        read()
 
 
 def test_a_name_of_an_error_that_is_no_text_is_shown_as_far_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,20 +216,6 @@ def test_a_name_of_an_error_that_is_no_text_is_shown_as_far_as_it_is(monkeypatch
     libcuda(monkeypatch, cuInit=lambda flags: 999, cuGetErrorName=name)
     with pytest.raises(ProbeFailed, match=r"cuInit failed: .EVIL \(999\)"):
         Driver()
-
-
-@pytest.mark.parametrize("count", [-3, 2_000_000_000])
-def test_a_number_of_gpus_that_cannot_be_has_failed(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    libcuda(monkeypatch, cuInit=lambda flags: 0, cuDeviceGetCount=saying(count))
-    with pytest.raises(ProbeFailed, match=f"cuDeviceGetCount says {count}"):
-        Driver().device_count()
-
-
-def test_a_version_of_cuda_that_cannot_be_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A driver of CUDA -1.99 is not in order."""
-    libcuda(monkeypatch, cuInit=lambda flags: 0, cuDriverGetVersion=saying(-5))
-    with pytest.raises(ProbeFailed, match="cuDriverGetVersion says -5"):
-        Driver().version()
 
 
 @pytest.mark.parametrize(
@@ -257,13 +256,8 @@ def test_a_name_that_is_no_text_costs_the_name_only(monkeypatch: pytest.MonkeyPa
 def test_a_missing_driver_is_a_reason_in_every_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkup, "ask_probe", lambda probe, **_: Answer(output=None, reason=f"no {probe}"))
     reasons = collect_readings(bandwidth=True, torch=True).unavailable
-    assert reasons == {
-        "nvml": "no nvml",
-        "cuda": "no cuda",
-        "nccl": "no nccl",
-        "torch": "no torch",
-        "bandwidth": "it takes two GPUs that CUDA shows",
-    }
+    each = {probe: f"no {probe}" for probe in ("nvml", "cuda", "nccl", "torch")}
+    assert reasons == {**each, "bandwidth": "it takes two GPUs that CUDA shows"}
 
 
 def test_an_answer_that_is_no_reading_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

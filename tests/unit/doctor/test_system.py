@@ -1,7 +1,5 @@
 """/sys, /proc and /etc on made-up trees: what is read, and what is not when it is missing or rubbish."""
 
-from __future__ import annotations
-
 import os
 import struct
 from pathlib import Path
@@ -42,21 +40,23 @@ PORT = {
 
 
 def test_an_rdma_port_is_read(tmp_path: Path) -> None:
-    write(tmp_path, PORT)  # type: ignore[arg-type]
-    assert read_system(tmp_path).rdma == (
-        RdmaPort(
-            device="mlx5_0", port="1", link_layer="InfiniBand", state="ACTIVE", rate_gbit_per_s=400.0,
-            firmware="28.39.1002", board="MT_0000000838", mtu=2044,
-        ),
+    assert port(tmp_path) == RdmaPort(
+        device="mlx5_0", port="1", link_layer="InfiniBand", state="ACTIVE", rate_gbit_per_s=400.0,
+        firmware="28.39.1002", board="MT_0000000838", mtu=2044,
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("rubbish", ["", "fast", "-1", "nan Gb/sec", "1e99", "\xff\xfe"])
-def test_a_rate_that_is_no_number_is_unknown(tmp_path: Path, rubbish: str) -> None:
-    write(tmp_path, PORT | {MLX + "ports/1/rate": rubbish.encode("latin-1")})
-    rdma = read_system(tmp_path).rdma
+def port(root: Path, **files: bytes) -> RdmaPort:
+    """The port of a machine on which these files hold something else."""
+    write(root, PORT | {MLX + name.replace("__", "/"): content for name, content in files.items()})
+    rdma = read_system(root).rdma
     assert rdma is not None
-    assert rdma[0].rate_gbit_per_s is None
+    return rdma[0]
+
+
+@pytest.mark.parametrize("rubbish", [b"", b"fast", b"-1", b"nan Gb/sec", b"1e99", b"\xff\xfe"])
+def test_a_rate_that_is_no_number_is_unknown(tmp_path: Path, rubbish: bytes) -> None:
+    assert port(tmp_path, ports__1__rate=rubbish).rate_gbit_per_s is None
 
 
 def test_interfaces_without_hardware_are_left_out(tmp_path: Path) -> None:
@@ -106,10 +106,8 @@ def test_acs_is_told_from_configuration_space(space: bytes, answer: bool | None)
 
 
 def test_nccl_conf_is_read_without_comments() -> None:
-    assert parse_conf("# site\nNCCL_DEBUG=WARN\n NCCL_P2P_DISABLE = 1 # why\nrubbish\n") == {
-        "NCCL_DEBUG": "WARN",
-        "NCCL_P2P_DISABLE": "1",
-    }
+    found = parse_conf("# site\nNCCL_DEBUG=WARN\n NCCL_P2P_DISABLE = 1 # why\nrubbish\n")
+    assert found == {"NCCL_DEBUG": "WARN", "NCCL_P2P_DISABLE": "1"}
 
 
 def test_the_open_kernel_module_is_recognised(tmp_path: Path) -> None:
@@ -119,10 +117,7 @@ def test_the_open_kernel_module_is_recognised(tmp_path: Path) -> None:
 
 
 def test_an_endless_file_is_read_in_part(tmp_path: Path) -> None:
-    write(tmp_path, PORT | {MLX + "fw_ver": b"9" * (1 << 20)})
-    rdma = read_system(tmp_path).rdma
-    assert rdma is not None
-    assert len(rdma[0].firmware or "") <= 64 << 10
+    assert len(port(tmp_path, fw_ver=b"9" * (1 << 20)).firmware or "") <= 64 << 10
 
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:

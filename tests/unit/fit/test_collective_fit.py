@@ -1,7 +1,5 @@
 """Fits, on rows from another model than theirs: pipelines that overlap and fill otherwise, and noise."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from math import sqrt
 

@@ -1,7 +1,5 @@
 """The benchmark of the collective model, on the rows it comes with."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import collective_model

@@ -1,7 +1,5 @@
 """Rows from this project's own building blocks."""
 
-from __future__ import annotations
-
 import pytest
 from fit.measured import from_blocks
 

@@ -1,18 +1,10 @@
 """What NCCL prints of its own model, of several versions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
-from fit.nccl_tables import (
-    MAX_TEXT,
-    tuning_pick,
-    tuning_picks,
-    tuning_rows,
-    tuning_table,
-)
+from fit.nccl_tables import MAX_TEXT, tuning_pick, tuning_picks, tuning_rows, tuning_table
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -61,18 +53,11 @@ def test_the_pick_is_the_least_time(num_bytes: int, way: tuple[str, str]) -> Non
     assert (cell.algorithm, cell.protocol) == way
 
 
-def test_an_operation_that_is_not_there_is_refused() -> None:
-    with pytest.raises(Misconfigured, match=r"'all_to_all' is not in the table; it has: all_reduce, broadcast"):
-        tuning_pick(tuning_table(TABLE), "all_to_all", 1)
-
-
 def test_a_table_is_rows_to_fit() -> None:
     """1 KiB to 1 GiB of each operation, at NCCL's own time."""
     rows = tuning_rows(tuning_table(TABLE), ranks=16)
-    assert (len(rows), rows[-1]) == (
-        42,
-        Measured(operation="all_reduce", ranks=16, num_bytes=1 << 30, us=25.0 + (1 << 30) / 250e3),
-    )
+    last = Measured(operation="all_reduce", ranks=16, num_bytes=1 << 30, us=25.0 + (1 << 30) / 250e3)
+    assert (len(rows), rows[-1]) == (42, last)
 
 
 def test_picks_are_read_by_name_and_by_number() -> None:
@@ -85,22 +70,23 @@ def test_picks_are_read_by_name_and_by_number() -> None:
     assert found == [("all_gather", 37756928, "Ring", "Simple"), ("all_reduce", 4096, "Tree", "LL")]
 
 
-def test_a_log_without_a_table_is_refused() -> None:
-    with pytest.raises(Misconfigured, match="NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=TUNING"):
-        tuning_table("NCCL INFO Bootstrap : Using eth0")
-
-
-def test_text_is_capped() -> None:
-    with pytest.raises(Misconfigured, match="give at most"):
-        tuning_table(" " * (MAX_TEXT + 1))
+@pytest.mark.parametrize(
+    ("ask", "said"),
+    [
+        (lambda: tuning_pick(tuning_table(TABLE), "all_to_all", 1),
+         "'all_to_all' is not in the table; it has: all_reduce, broadcast"),
+        (lambda: tuning_table("NCCL INFO Bootstrap : Using eth0"), "NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=TUNING"),
+        (lambda: tuning_table(" " * (MAX_TEXT + 1)), "give at most"),
+    ],
+)  # fmt: skip
+def test_what_holds_no_answer_is_refused(ask: Callable[[], object], said: str) -> None:
+    with pytest.raises(Misconfigured, match=said):
+        ask()
 
 
 @given(text=st.text(st.sampled_from(list("AllReduce |/0123456789.\nNCCL INFO float sum-Tree")), max_size=400))
 def test_no_text_breaks_the_readers(text: str) -> None:
-    readers: tuple[Callable[[str], tuple[object, ...]], ...] = (
-        tuning_table,
-        tuning_picks,
-    )
+    readers: tuple[Callable[[str], tuple[object, ...]], ...] = (tuning_table, tuning_picks)
     for read in readers:
         with suppress(Misconfigured):
             assert isinstance(read(text), tuple)

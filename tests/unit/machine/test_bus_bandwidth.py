@@ -1,7 +1,5 @@
 """Bus bandwidth is nccl-tests' for every operation."""
 
-from __future__ import annotations
-
 import pytest
 
 from counterpoint.machine.gpus import bus_factor, bus_gb_per_s

@@ -1,7 +1,5 @@
 """In which dtype something is measured: its own, or that of the device."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """Exchanges of tokens: their names, how tokens are routed, and what counts as a wrong result."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import pytest

@@ -1,7 +1,5 @@
 """Clocks and power: of the GPU that was measured."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 

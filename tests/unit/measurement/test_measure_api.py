@@ -1,7 +1,5 @@
 """`counterpoint.measure`: bad requests end before any rank is started, and a run's outcomes become one measurement."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
@@ -107,12 +105,6 @@ def test_outcomes_become_a_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (measured.suite, measured.rounds, measured.environment.torch) == ("quick", 5, "none")
 
 
-def test_a_scenario_that_nobody_measured_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "launch", replay(0))
-    with pytest.raises(CounterpointError, match="without having measured scenario"):
-        api.measure("quick", device="cpu")
-
-
 @pytest.mark.parametrize(("error", "stays"), [(PeerTimeout("x"), True), (Misconfigured("x"), False)])
 def test_logs_stay_only_where_the_error_names_them(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: CounterpointError, stays: bool
@@ -158,11 +150,17 @@ def lacking(*mechanisms: str) -> Callable[..., None]:
 
 
 @pytest.mark.parametrize(
-    ("mechanism", "said"),
-    [("a", "a: all_gather: no all_gather; all_reduce: no all_reduce$"), ("b", "b: too old$")],
+    ("launch", "said"),
+    [
+        (replay(0), "without having measured scenario"),
+        # a mechanism that lacks two collectives says both; one reason stands alone
+        (lacking("a"), "a: all_gather: no all_gather; all_reduce: no all_reduce$"),
+        (lacking("b"), "b: too old$"),
+    ],
 )
-def test_every_reason_is_kept(monkeypatch: pytest.MonkeyPatch, mechanism: str, said: str) -> None:
-    """A mechanism that lacks two collectives says both; one reason stands alone."""
-    monkeypatch.setattr(api, "launch", lacking(mechanism))
-    with pytest.raises(Unsupported, match=said):
+def test_what_was_not_measured_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, launch: Callable[..., None], said: str
+) -> None:
+    monkeypatch.setattr(api, "launch", launch)
+    with pytest.raises(CounterpointError, match=said):
         api.measure("quick", device="cpu")

@@ -1,7 +1,5 @@
 """What is opened is put back: buffers before each trial, registered memory at the end."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Named suites: whatever is in them can be parsed, has a unique name, and is what the issue's papers measured."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from itertools import chain

@@ -1,7 +1,5 @@
 """Cases of a trial, and how long the device is held back."""
 
-from __future__ import annotations
-
 import pytest
 
 from counterpoint.measurement.trial import DELAYED, Case, sides_of, spin_us

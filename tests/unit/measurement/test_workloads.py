@@ -1,7 +1,5 @@
 """Workloads: names, FLOPs, memory, and that what is prepared really computes."""
 
-from __future__ import annotations
-
 import pytest
 
 from counterpoint.errors import Misconfigured

@@ -1,7 +1,5 @@
 """What `watch` says of a diagnosis, and where it goes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec
@@ -9,26 +7,25 @@ import numpy as np
 import pytest
 
 import counterpoint
-from counterpoint.diagnosis.api import diagnose_digests
-from counterpoint.diagnosis.reading.digest import Engine, digest_file, pack_digest, unpack_digest
+from counterpoint.diagnosis.reading.digest import Engine, RankDigest, digest_file, pack_digest, unpack_digest
 from counterpoint.errors import BadTrace, Misconfigured
 from counterpoint.monitoring.beside import put, wait_for, watched_step
 from counterpoint.monitoring.exporters import JsonLines, Prometheus, TensorBoard, numbers
 from counterpoint.records.diagnosis import Diagnosis, Finding, WatchedStep
 from counterpoint.trace.source import Limits, TraceFile
 from counterpoint.trace.timeline import HostKind
-from tests.support.job_builder import Rank, comm, digested, host, op, rank
+from tests.support.job_builder import Rank, comm, diagnosed, host, op, rank
 
 SAMPLES = Path(__file__).parents[3] / "samples"
 
 
-def diagnosed(sample: str) -> Diagnosis:
-    return counterpoint.diagnose(SAMPLES / sample, engine=Engine(workers=1)).diagnosis
+def sample(name: str) -> Diagnosis:
+    return counterpoint.diagnose(SAMPLES / name, engine=Engine(workers=1)).diagnosis
 
 
 @pytest.fixture(scope="module")
 def stalled() -> WatchedStep:
-    return watched_step(diagnosed("fsdp-host-stall"), 1500, ("a note",))
+    return watched_step(sample("fsdp-host-stall"), 1500, ("a note",))
 
 
 def test_the_line_names_rank_and_operation(stalled: WatchedStep) -> None:
@@ -44,14 +41,14 @@ def test_the_line_names_rank_and_operation(stalled: WatchedStep) -> None:
 
 def test_a_job_in_which_nobody_is_late() -> None:
     """The dearest finding takes the place, and the ranks that are missing are counted."""
-    found = watched_step(diagnosed("fsdp-healthy"), 7, ())
+    found = watched_step(sample("fsdp-healthy"), 7, ())
     assert found.late_rank is None
     assert found.findings[0].title[1:] in found.line
 
 
 def test_recording_that_slows_hosts_makes_nobody_late() -> None:
     """Launches slowed by no more than recording slows the step are its doing; a stall in an operation never is."""
-    found = diagnosed("fsdp-host-stall")
+    found = sample("fsdp-host-stall")
     step_us = found.totals.duration_us / len(found.steps)
     (late, *others) = found.stragglers
     slow = [msgspec.structs.replace(late, detail=detail, delay_us=0.3 * step_us) for detail in ("launch", "encode")]
@@ -63,21 +60,20 @@ def test_recording_that_slows_hosts_makes_nobody_late() -> None:
 
 
 def test_the_line_tells_usual_steps_from_recorded_ones() -> None:
-    found = diagnosed("fsdp-healthy")
+    found = sample("fsdp-healthy")
     assert watched_step(found, 500, (), 100e3).line.startswith("step 500: 100 ms (156 ms while recorded), ")
     assert watched_step(found, 500, (), 150e3).line.startswith("step 500: 156 ms, ")
 
 
 def test_the_edge_of_a_recording_is_nobodys_fault() -> None:
     """The trace of one rank ends 10 ms before those of the others: that says nothing of the training."""
-    (late, *others) = diagnosed("fsdp-host-stall").stragglers
+    (late, *others) = sample("fsdp-host-stall").stragglers
     edge = msgspec.structs.replace(late, cause="unknown", detail="nothing_recorded")
-    found = msgspec.structs.replace(diagnosed("fsdp-host-stall"), stragglers=(edge, *others))
-    cut = Finding(
-        kind="not_recorded", cost_us=9e6, severity="high", title="Nothing was recorded", evidence="", advice=""
-    )
+    found = msgspec.structs.replace(sample("fsdp-host-stall"), stragglers=(edge, *others))
+    title = "Nothing was recorded"
+    cut = Finding(kind="not_recorded", cost_us=9e6, severity="high", title=title, evidence="", advice="")
     said = watched_step(msgspec.structs.replace(found, findings=(cut, *found.findings)), 500, ())
-    assert (said.late_rank, "Nothing was recorded" in said.line, "nothing was" in said.line) == (None, False, False)
+    assert (said.late_rank, title in said.line, "nothing was" in said.line) == (None, False, False)
 
 
 def test_a_host_that_is_late_before_its_first_event_is_not_blamed() -> None:
@@ -88,8 +84,7 @@ def test_a_host_that_is_late_before_its_first_event_is_not_blamed() -> None:
         gathers = [comm("AllGather", first, edge + 100.0, seq=1), comm("AllGather", edge + 300.0, edge + 400.0, seq=2)]
         return rank(op("gemm", edge + 100.0, edge + 300.0), *gathers, steps=[(0.0, edge + 500.0)])
 
-    digests = [digested(recorded(edge if number == 2 else 50.0), number, 3) for number in range(3)]
-    found = diagnose_digests(digests, ["0", "1", "2"]).diagnosis
+    found = diagnosed(*(recorded(edge if number == 2 else 50.0) for number in range(3)))
     assert [one.detail for one in found.stragglers] == ["nothing_recorded"]
     assert watched_step(found, 500, ()).late_rank is None
 
@@ -98,7 +93,7 @@ def test_the_line_of_one_rank_is_of_its_gpu_and_host() -> None:
     """It communicates with nobody: how long its GPU idles, for what, and in which operation of the host."""
     item = host("aten::item", 100.0, 700.0, HostKind.OP)
     gemms = [op("gemm", 10.0, 100.0), op("gemm", 720.0, 1000.0, launch=705.0)]
-    found = diagnose_digests([digested(rank(*gemms, item, steps=[(0.0, 1000.0)]))], ["0"]).diagnosis
+    found = diagnosed(rank(*gemms, item, steps=[(0.0, 1000.0)]))
     line = watched_step(found, 500, ()).line
     assert line == "step 500: 1.0 ms, GPU idle 63 %, 0.6 ms: the GPUs run dry at synchronisations (aten::item)"
 
@@ -140,9 +135,13 @@ def test_tensorboard_gets_figures_and_the_line(stalled: WatchedStep) -> None:
     assert calls == [*figures, ("counterpoint/watch", stalled.line, 1500), ("flush",)]
 
 
-def test_a_digest_survives_the_way() -> None:
+def sample_digest() -> RankDigest:
     path = SAMPLES / "fsdp-2-ranks" / "rank0.json.gz"
-    (digest,) = digest_file(TraceFile(path=path, label="rank0", format="kineto"), Limits())
+    return digest_file(TraceFile(path=path, label="rank0", format="kineto"), Limits())[0]
+
+
+def test_a_digest_survives_the_way() -> None:
+    digest = sample_digest()
     back = unpack_digest(pack_digest(digest), "there")
     assert (back.rank, back.names, back.job) == (digest.rank, digest.names, digest.job)
     tables = [(getattr(digest, name), getattr(back, name)) for name in ("gpu", "comm", "steps", "gaps", "waits")]
@@ -154,8 +153,7 @@ def test_a_digest_survives_the_way() -> None:
 
 
 def test_a_damaged_digest_is_refused() -> None:
-    path = SAMPLES / "fsdp-2-ranks" / "rank0.json.gz"
-    content = pack_digest(digest_file(TraceFile(path=path, label="rank0", format="kineto"), Limits())[0])
+    content = pack_digest(sample_digest())
     raw = msgspec.msgpack.decode(content)
     raw["flops"] = [[1 << 40], b""]
     for damaged in (content[:-1], b"", msgspec.msgpack.encode(raw)):

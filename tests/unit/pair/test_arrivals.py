@@ -1,10 +1,10 @@
 """Matmuls that depend on communication: their times by rows, the order and time in which rows come, and the rule."""
 
-from __future__ import annotations
-
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import msgspec
 import pytest
@@ -34,29 +34,6 @@ SCATTER = replace(GATHER, operation="matmul_reduce_scatter")
 def test_times_are_interpolated(rows: int, us: float) -> None:
     """Nothing for no rows, at least the first point's time, lines in between, in proportion beyond the last."""
     assert FLAT.us(rows) == pytest.approx(us)
-
-
-def test_far_beyond_the_points_nothing_is_said() -> None:
-    """Twice as many rows are the most."""
-    with pytest.raises(Misconfigured, match=r"bfloat16 rows x 7168 x 8192 was measured up to 8192 rows; 16385 are too"):
-        FLAT.us(16385)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"points": ()},
-        {"points": ((128, 30.0), (128, 31.0))},
-        {"points": ((0, 30.0),)},
-        {"points": ((128, math.nan),)},
-        {"points": ((128, 0.0),)},
-        {"n": 0},
-        {"dtype": "bf16"},
-    ],
-)
-def test_impossible_curves_are_refused(wrong: dict[str, object]) -> None:
-    with pytest.raises(Misconfigured, match=r"give"):
-        replace(FLAT, **wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("rows", [128, 1024, 4096, 8192])
@@ -129,22 +106,33 @@ def test_bytes_are_those_of_what_is_sent() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("of", "wrong"),
     [
-        {"shard_rows": (8192,)},
-        {"shard_rows": (0, 0)},
-        {"shard_rows": (-1, 9)},
-        {"batch": 0},
-        {"chunk_rows": 0},
-        {"message_bytes": 0},
-        {"curves": ()},
-        {"curves": (FLAT, replace(FLAT, k=64))},
-        {"operation": "matmul_reduce_scatter", "curves": (FLAT, FLAT)},
+        *((FLAT, {"points": points}) for points in ((), ((128, 30.0), (128, 31.0)), ((0, 30.0),))),
+        *((FLAT, wrong) for wrong in ({"points": ((128, math.nan),)}, {"points": ((128, 0.0),)}, {"n": 0})),
+        (FLAT, {"dtype": "bf16"}),
+        *((GATHER, {"shard_rows": rows}) for rows in ((8192,), (0, 0), (-1, 9))),
+        *((GATHER, wrong) for wrong in ({"batch": 0}, {"chunk_rows": 0}, {"message_bytes": 0}, {"curves": ()})),
+        (GATHER, {"curves": (FLAT, replace(FLAT, k=64))}),
+        (GATHER, {"operation": "matmul_reduce_scatter", "curves": (FLAT, FLAT)}),
     ],
 )
-def test_impossible_tasks_are_refused(wrong: dict[str, object]) -> None:
+def test_impossible_curves_and_tasks_are_refused(of: Any, wrong: dict[str, object]) -> None:
     with pytest.raises(Misconfigured, match=r"give"):
-        replace(GATHER, **wrong)  # type: ignore[arg-type]
+        replace(of, **wrong)
+
+
+@pytest.mark.parametrize(
+    ("ask", "said"),
+    [
+        # twice as many rows as were measured are the most
+        (lambda: FLAT.us(16385), "bfloat16 rows x 7168 x 8192 was measured up to 8192 rows; 16385 are too"),
+        (lambda: segments_of(GATHER, 8), "rank 8 of 8: give one of 0 to 7"),
+    ],
+)
+def test_what_is_out_of_reach_is_refused(ask: Callable[[], object], said: str) -> None:
+    with pytest.raises(Misconfigured, match=said):
+        ask()
 
 
 def test_rows_come_from_the_rank_before_first() -> None:
@@ -168,11 +156,6 @@ def test_rows_leave_for_the_rank_behind_first() -> None:
     assert [each.rank for each in found] == [2, 0, 1]
     assert found[-1].slabs == (Slab(4, 5),)
     assert all(one.us > two.us > 0 for one, two in pairwise(found))
-
-
-def test_a_rank_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(Misconfigured, match=r"rank 8 of 8: give one of 0 to 7"):
-        segments_of(GATHER, 8)
 
 
 @pytest.mark.parametrize(("ranks", "chunks"), [(2, 1), (2, 4), (4, 1), (8, 1), (8, 2)])

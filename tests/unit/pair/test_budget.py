@@ -1,6 +1,6 @@
 """The rule against a machine whose truth is known, and against figures of a real one."""
 
-from __future__ import annotations
+from typing import Any
 
 import pytest
 from budget_rule import gemm_curve
@@ -22,6 +22,8 @@ def test_predictions_are_exact_where_the_model_is(pair: tuple[str, int], choice:
     assert budget.objective_us == pytest.approx(true_us(*pair, choice, (order,)))
 
 
+GEMM = "gemm 8192x8192x8192"
+
 # 8 x H200, NCCL 2.28.9 (24 CTAs), 2026-11-20, gemm 8192x8192x8192 beside an all_gather: bytes, T_c alone, and T
 # launched together, communication 100 µs first, computation 100 µs first; T_g = 1410.3 µs.
 MEASURED: tuple[tuple[int, float, dict[Order, float]], ...] = (
@@ -32,24 +34,16 @@ MEASURED: tuple[tuple[int, float, dict[Order, float]], ...] = (
 )
 ON_8_H200 = Curves(
     layout=SmLayout.even(132),
-    gemms={
-        "gemm 8192x8192x8192": gemm_curve(
-            "gemm 8192x8192x8192",
-            ((132, 1410.3),),
-        )
-    },
-    comms={
-        ("all_gather", None, None): CommCurve(
-            points=tuple(CommPoint(size_bytes=size, time_us=us, num_ctas=24) for size, us, _ in MEASURED)
-        )
-    },
-)
+    gemms={GEMM: gemm_curve(GEMM, ((132, 1410.3),))},
+    comms={("all_gather", None, None): CommCurve(points=tuple(CommPoint(size_bytes=size, time_us=us, num_ctas=24)
+                                                              for size, us, _ in MEASURED))},
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(("size_bytes", "comm_us", "measured"), MEASURED)
 def test_stock_nccl_on_h200_is_predicted(size_bytes: int, comm_us: float, measured: dict[Order, float]) -> None:
     """From T_g and T_c alone, T of plain NCCL in every order is within 5 % of what was measured."""
-    predicted = predict(ON_8_H200, "gemm 8192x8192x8192", "all_gather", size_bytes, SmSplit()).together_us
+    predicted = predict(ON_8_H200, GEMM, "all_gather", size_bytes, SmSplit()).together_us
     assert predicted == pytest.approx(measured, rel=0.05)
 
 
@@ -62,9 +56,7 @@ def test_few_ctas_keep_the_waves() -> None:
 
 def test_the_worst_order_can_decide() -> None:
     """`worst` minimises the largest T: with SMs of its own no order has to wait."""
-    found = choose_split(
-        curves(), "gemm 8192x8192x8192", "all_gather", 1 << 28, objective="worst", candidates=CANDIDATES
-    )
+    found = choose_split(curves(), GEMM, "all_gather", 1 << 28, objective="worst", candidates=CANDIDATES)
     assert (found.objective_us, found.fits) == (max(found.together_us.values()), True)
 
 
@@ -73,33 +65,24 @@ def test_equal_choices_leave_things_as_they_are(objective: Objective) -> None:
     """Of two candidates with equal times the first is taken."""
     twins = (SmSplit(max_ctas=24), SmSplit())
     table = curves()
-    same = Curves(
-        layout=table.layout,
-        gemms=table.gemms,
-        comms={**table.comms, ("all_gather", 24, None): table.comms["all_gather", None, None]},
-    )
-    found = choose_split(same, "gemm 8192x8192x8192", "all_gather", 1 << 28, candidates=twins, objective=objective)
+    comms = {**table.comms, ("all_gather", 24, None): table.comms["all_gather", None, None]}
+    same = Curves(layout=table.layout, gemms=table.gemms, comms=comms)
+    found = choose_split(same, GEMM, "all_gather", 1 << 28, candidates=twins, objective=objective)
     assert found.split == twins[0]
 
 
 def test_hidden_is_one_where_nothing_waits() -> None:
     """A collective that fits beside 128 tiles on 132 SMs and disturbs nobody is hidden wholly."""
     gemm = "gemm 4096x1024x8192"
-    table = Curves(
-        layout=ONE_GPC,
-        gemms={gemm: gemm_curve(gemm, ((132, 1000.0),))},
-        comms={
-            ("all_gather", 4, None): CommCurve(
-                points=tuple(CommPoint(size_bytes=s, time_us=s, num_ctas=4) for s in (1, 99))
-            )
-        },
-    )
+    curve = CommCurve(points=tuple(CommPoint(size_bytes=s, time_us=s, num_ctas=4) for s in (1, 99)))
+    gemms = {gemm: gemm_curve(gemm, ((132, 1000.0),))}
+    table = Curves(layout=ONE_GPC, gemms=gemms, comms={("all_gather", 4, None): curve})
     found = predict(table, gemm, "all_gather", 50, SmSplit(max_ctas=4), contention=UNDISTURBED, orders=("together",))
     assert found.hidden == pytest.approx(1.0)
 
 
 def test_the_reason_names_the_limits_and_the_gain() -> None:
-    found = choose_split(curves(), "gemm 8192x8192x8192", "all_gather", 1 << 29, contention=UNDISTURBED)
+    found = choose_split(curves(), GEMM, "all_gather", 1 << 29, contention=UNDISTURBED)
     assert found.reason == (
         "16 CTAs beside 116 SMs: the collective starts beside the GEMM, the GEMM takes 18 waves instead of 16, "
         "1,644 µs, 29% less time than plain NCCL"
@@ -107,7 +90,7 @@ def test_the_reason_names_the_limits_and_the_gain() -> None:
 
 
 def test_without_plain_nccl_the_reason_claims_no_gain() -> None:
-    found = choose_split(curves(), "gemm 8192x8192x8192", "all_gather", 1 << 29, candidates=CANDIDATES[1:])
+    found = choose_split(curves(), GEMM, "all_gather", 1 << 29, candidates=CANDIDATES[1:])
     assert "plain NCCL" not in found.reason
 
 
@@ -119,17 +102,9 @@ def test_candidates_of_a_machine_are_those_of_the_suite() -> None:
 def test_what_was_not_measured_is_no_candidate() -> None:
     """Without curves of clusters of 2 none is proposed, though it would be faster."""
     table = curves()
-    known = Curves(
-        layout=SmLayout.even(132),
-        gemms=table.gemms,
-        comms={key: curve for key, curve in table.comms.items() if key[2] is None},
-    )
-    assert choose_split(known, "gemm 8192x8192x8192", "all_gather", 1 << 28).split.cga_cluster is None
-
-
-def test_a_size_off_the_curves_is_an_error() -> None:
-    with pytest.raises(Misconfigured, match="too far from the measured sizes"):
-        choose_split(curves(), "gemm 8192x8192x8192", "all_gather", 1 << 40)
+    comms = {key: curve for key, curve in table.comms.items() if key[2] is None}
+    known = Curves(layout=SmLayout.even(132), gemms=table.gemms, comms=comms)
+    assert choose_split(known, GEMM, "all_gather", 1 << 28).split.cga_cluster is None
 
 
 def test_the_cluster_of_a_choice_decides_whether_it_fits() -> None:
@@ -137,38 +112,36 @@ def test_the_cluster_of_a_choice_decides_whether_it_fits() -> None:
     table = curves()
     clustered = Curves(layout=SmLayout.even(132), gemms=table.gemms, comms=table.comms)
     names = ("nccl+max_ctas=16+gemm_sms=116", "nccl+max_ctas=16+cga_cluster=2+gemm_sms=116")
-    found = [predict(clustered, "gemm 8192x8192x8192", "all_gather", 1 << 28, SmSplit.parse(name)) for name in names]
+    found = [predict(clustered, GEMM, "all_gather", 1 << 28, SmSplit.parse(name)) for name in names]
     assert [budget.fits for budget in found] == [False, True]
 
 
 def test_waiting_ctas_have_their_share_left() -> None:
     """24 CTAs in clusters of 4 beside 108 SMs: 8 start at once, 16 have 2/3 of the bytes to move when the GEMM ends."""
-    gemm, size = "gemm 8192x8192x8192", 1 << 30
-    table = curves()
+    size, table = 1 << 30, curves()
     clustered = Curves(layout=SmLayout.even(132), gemms=table.gemms, comms=table.comms)
     choice = SmSplit.parse("nccl+gemm_sms=108")
-    found = predict(clustered, gemm, "all_gather", size, choice, orders=("together",), contention=UNDISTURBED)
+    found = predict(clustered, GEMM, "all_gather", size, choice, orders=("together",), contention=UNDISTURBED)
     left_us = table.comm("all_gather", size, SmSplit(max_ctas=16)).time_us * 16 / 24
-    assert found.objective_us == pytest.approx(table.gemms[gemm].time_us(108) + left_us)
+    assert found.objective_us == pytest.approx(table.gemms[GEMM].time_us(108) + left_us)
 
 
 @pytest.mark.parametrize(
-    ("orders", "candidates", "message"),
-    [((), CANDIDATES, "choose from: together, comm_first"), (ORDERS, (), "no candidate is given")],
+    ("size_bytes", "options", "message"),
+    [
+        (1 << 28, {"orders": ()}, "choose from: together, comm_first"),
+        (1 << 28, {"candidates": ()}, "no candidate is given"),
+        (1 << 40, {}, "too far from the measured sizes"),
+    ],
 )
-def test_nothing_to_choose_from_is_an_error(
-    orders: tuple[Order, ...], candidates: tuple[SmSplit, ...], message: str
-) -> None:
+def test_nothing_to_choose_from_is_an_error(size_bytes: int, options: dict[str, Any], message: str) -> None:
     with pytest.raises(Misconfigured, match=message):
-        choose_split(curves(), "gemm 8192x8192x8192", "all_gather", 1 << 28, orders=orders, candidates=candidates)
+        choose_split(curves(), GEMM, "all_gather", size_bytes, **options)
 
 
 def test_a_choice_without_alternatives_says_so() -> None:
-    alone, gemm = curves(), "gemm 8192x8192x8192"
-    plain = Curves(
-        layout=alone.layout,
-        gemms={gemm: gemm_curve(gemm, alone.gemms[gemm].points[-1:])},
-        comms={key: curve for key, curve in alone.comms.items() if key == ("all_gather", None, None)},
-    )
-    found = choose_split(plain, gemm, "all_gather", 100_000_000)
+    alone = curves()
+    comms = {key: curve for key, curve in alone.comms.items() if key[1:] == (None, None)}
+    gemms = {GEMM: gemm_curve(GEMM, alone.gemms[GEMM].points[-1:])}
+    found = choose_split(Curves(layout=alone.layout, gemms=gemms, comms=comms), GEMM, "all_gather", 100_000_000)
     assert found.reason.endswith("nothing else could be compared, the curves cover no other division")

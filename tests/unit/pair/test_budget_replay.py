@@ -1,7 +1,5 @@
 """The rule beside what was measured on one machine: 4 x H200, NCCL 2.28.9, 2026-11-21, 8192^3 beside an all_gather."""
 
-from __future__ import annotations
-
 from statistics import fmean, median
 
 import msgspec
@@ -69,12 +67,7 @@ def comm_curve(mechanism: str) -> CommCurve:
 
 CURVES = Curves(
     layout=SmLayout.even(132),
-    gemms={
-        GEMM: gemm_curve(
-            GEMM,
-            tuple(sorted((n, GEMM_US / kept) for n, kept in KEPT.items())),
-        )
-    },
+    gemms={GEMM: gemm_curve(GEMM, tuple(sorted((n, GEMM_US / kept) for n, kept in KEPT.items())))},
     comms={comm_key("all_gather", SmSplit.parse(name)): comm_curve(name) for name in COMM_US},
 )
 CALIBRATION = msgspec.structs.replace(default_profile().contention, head_start_us=HEAD_US)  # the rest as by default

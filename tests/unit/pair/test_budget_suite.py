@@ -1,7 +1,5 @@
 """The suites that rules and fits are made from: all in them can be measured, and is what is needed."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

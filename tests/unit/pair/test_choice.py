@@ -1,7 +1,5 @@
 """Names of divisions of the SMs."""
 
-from __future__ import annotations
-
 import pytest
 from measure_suites import BUDGET
 

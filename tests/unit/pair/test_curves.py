@@ -1,7 +1,5 @@
 """What lies between measured points."""
 
-from __future__ import annotations
-
 import pytest
 from budget_rule import gemm_curve, products_of
 from hypothesis import given
@@ -22,20 +20,15 @@ def timing(us: float) -> Timing:
 
 def affine(latency_us: float, gb_per_s: float, num_ctas: int) -> CommCurve:
     sizes = (1 << 20, 1 << 24, 1 << 28)
-    return CommCurve(
-        points=tuple(
-            CommPoint(size_bytes=size, time_us=latency_us + size / gb_per_s / 1e3, num_ctas=num_ctas) for size in sizes
-        )
-    )
+    times = [latency_us + size / gb_per_s / 1e3 for size in sizes]
+    points = [CommPoint(size_bytes=size, time_us=us, num_ctas=num_ctas) for size, us in zip(sizes, times, strict=True)]
+    return CommCurve(points=tuple(points))
 
 
 def curves(*limits: int | None) -> Curves:
     """An all_gather whose rate is 10 GB/s per CTA."""
-    return Curves(
-        layout=H200,
-        gemms={},
-        comms={("all_gather", limit, None): affine(0.0, 10.0 * (limit or 24), limit or 24) for limit in limits},
-    )
+    comms = {("all_gather", limit, None): affine(0.0, 10.0 * (limit or 24), limit or 24) for limit in limits}
+    return Curves(layout=H200, gemms={}, comms=comms)  # type: ignore[arg-type]
 
 
 STEPPED = ((108, 250.0), (132, 200.0))
@@ -93,11 +86,8 @@ def test_sizes_far_outside_are_refused(size: int) -> None:
 
 def test_small_arrays_take_the_ctas_that_were_seen() -> None:
     """NCCL takes fewer CTAs for small arrays; between two sizes the larger one's count is assumed."""
-    small, large = (
-        CommPoint(size_bytes=1000, time_us=5.0, num_ctas=8),
-        CommPoint(size_bytes=2000, time_us=6.0, num_ctas=24),
-    )
-    curve = CommCurve(points=(small, large))
+    small = CommPoint(size_bytes=1000, time_us=5.0, num_ctas=8)
+    curve = CommCurve(points=(small, CommPoint(size_bytes=2000, time_us=6.0, num_ctas=24)))
     assert [curve.at(size).num_ctas for size in (1000, 1001, 2000)] == [8, 24, 24]
 
 
@@ -140,13 +130,6 @@ def test_blocks_become_curves_without_marked_rows() -> None:
     assert (made.gemms[GEMM].points, list(made.comms)) == (((108, 250.0), (132, 200.0)), [("all_gather", None, None)])
 
 
-def test_unseen_ctas_have_to_be_given() -> None:
-    """Where nobody looked at plain NCCL, its CTAs are not made up."""
-    row = BlockRow(what="all_gather", mechanism="nccl", size_bytes=1000, time=timing(5.0))
-    with pytest.raises(Misconfigured, match="give default_ctas"):
-        curves_from([row], products_of([row]), layout=H200)
-
-
 def test_a_curve_that_ends_early_does_not_stop_the_others() -> None:
     """Small sizes of a limit that did nothing there are marked and missing; other limits know them."""
     known = curves(None, 8)
@@ -155,9 +138,16 @@ def test_a_curve_that_ends_early_does_not_stop_the_others() -> None:
     assert cut.fastest_us("all_gather", 1 << 20) == known.comms["all_gather", None, None].points[0].time_us
 
 
-@pytest.mark.parametrize(("size", "us"), [(1 << 20, 0.0), (1 << 20, -1.0), (0, 5.0)])
-def test_times_and_sizes_that_cannot_be_are_refused(size: int, us: float) -> None:
-    """A damaged measurement is told by name, and divides nothing by zero later."""
-    row = BlockRow(what="all_gather", mechanism="nccl", size_bytes=size, num_ctas=24, time=timing(us))
-    with pytest.raises(Misconfigured, match=r"all_gather by nccl: .* cannot be; measure it again"):
+@pytest.mark.parametrize(
+    ("size", "us", "ctas", "said"),
+    [
+        # a damaged measurement is told by name, and divides nothing by zero later
+        *((size, us, 24, "all_gather by nccl: .* cannot be; measure it again")
+          for size, us in ((1 << 20, 0.0), (1 << 20, -1.0), (0, 5.0))),
+        (1000, 5.0, None, "give default_ctas"),  # where nobody looked at plain NCCL, its CTAs are not made up
+    ],
+)  # fmt: skip
+def test_rows_that_make_no_point_are_refused(size: int, us: float, ctas: int | None, said: str) -> None:
+    row = BlockRow(what="all_gather", mechanism="nccl", size_bytes=size, num_ctas=ctas, time=timing(us))
+    with pytest.raises(Misconfigured, match=said):
         curves_from([row], products_of([row]), layout=H200)

@@ -1,7 +1,5 @@
 """Cuts of a matmul that depends on communication: they are the best there are, and keep what communication needs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import combinations, pairwise
 
@@ -145,9 +143,7 @@ def test_pieces_are_a_schedule(
 def test_own_rows_are_multiplied_while_others_come() -> None:
     """They are first; the highest first, so that the next shard, just below them, joins on."""
     task = ShardedMatmul(
-        operation="all_gather_matmul",
-        curves=(curve_of([20.0 * (i + 1) for i in range(64)]),),
-        shard_rows=(2048,) * 4,
+        operation="all_gather_matmul", curves=(curve_of([20.0 * (i + 1) for i in range(64)]),), shard_rows=(2048,) * 4
     )
     first, second = cut(task, 3).pieces[:2]
     assert (first.segment, second.segment > 0) == (0, True)

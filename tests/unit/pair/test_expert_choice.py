@@ -1,7 +1,5 @@
 """Which mechanism an exchange of tokens gets, and what is predicted of each."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

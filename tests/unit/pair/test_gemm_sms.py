@@ -1,7 +1,5 @@
 """How many SMs a GEMM leaves to the sums beside it, on cases that can be counted by hand."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 

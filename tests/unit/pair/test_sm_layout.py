@@ -1,6 +1,6 @@
 """Which SMs clusters take, and what is left."""
 
-from __future__ import annotations
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -17,10 +17,16 @@ def test_an_h200_has_six_gpcs_of_16_and_two_of_18() -> None:
     assert sorted(H200.gpc_sms) == [16] * 6 + [18] * 2
 
 
-@pytest.mark.parametrize("num_sms", [0, 1, 131])
-def test_sms_come_in_pairs(num_sms: int) -> None:
-    with pytest.raises(Misconfigured, match="even number"):
-        SmLayout.even(num_sms)
+@pytest.mark.parametrize(
+    ("ask", "number", "said"),
+    [
+        *((SmLayout.even, num_sms, "even number") for num_sms in (0, 1, 131)),  # SMs come in pairs
+        *((H200.gemm_sms_beside, num_ctas, "leave a GEMM no SM") for num_ctas in (131, 132, 133)),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(ask: Callable[[int], object], number: int, said: str) -> None:
+    with pytest.raises(Misconfigured, match=said):
+        ask(number)
 
 
 @pytest.mark.parametrize(
@@ -30,12 +36,6 @@ def test_sms_come_in_pairs(num_sms: int) -> None:
 def test_a_gemm_loses_an_sm_where_a_pair_is_broken(num_ctas: int, comm_cluster: int, left: int) -> None:
     """Clusters of 2 cannot use the odd SM of a GPC: one CTA costs two SMs."""
     assert H200.gemm_sms_beside(num_ctas, comm_cluster=comm_cluster) == left
-
-
-@pytest.mark.parametrize("num_ctas", [131, 132, 133])
-def test_a_collective_that_leaves_nothing_is_refused(num_ctas: int) -> None:
-    with pytest.raises(Misconfigured, match="leave a GEMM no SM"):
-        H200.gemm_sms_beside(num_ctas)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """One pair, wave by wave."""
 
-from __future__ import annotations
-
 import heapq
 
 import pytest

@@ -1,7 +1,5 @@
 """The time of a pair by its three models: what they agree on, what each knows, and that the one chosen misses least."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from itertools import groupby

@@ -1,7 +1,5 @@
 """On which hosts the ranks of a group lie, and which calls are taken there."""
 
-from __future__ import annotations
-
 import pytest
 
 from counterpoint.collectives.multihost.phases import Grid, best_slice_bytes

@@ -1,7 +1,5 @@
 """The thread that starts buckets: who waits for what, and in which order callbacks come."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Memory of single calls: what was given back serves the next call, on every rank the same."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

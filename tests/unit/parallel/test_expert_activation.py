@@ -1,7 +1,5 @@
 """What lies between the matmuls of an expert; the kernels: tests/process/parallel."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn import functional

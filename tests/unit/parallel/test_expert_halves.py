@@ -1,7 +1,6 @@
 """Halves of a dispatch and a combine: what was between them forward is between them backward, too."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -118,12 +117,17 @@ def test_two_halves_of_a_batch_overlap_backward_as_forward() -> None:
     torch.testing.assert_close(weights.grad, (grad * x.detach()).sum(-1, keepdim=True))
 
 
-def test_no_derivative_is_sent_that_nobody_needs() -> None:
-    said: list[str] = []
-    trip, scale = Trip(Log(said, 0)), torch.ones(4, requires_grad=True)
-    under_way = trip.start_dispatch(torch.randn(3, 4), torch.zeros(3, 1, dtype=torch.int32), torch.rand(3, 1))
+def there_and_back(x: Tensor, said: list[str], experts: Callable[[Tensor], Tensor]) -> Tensor:
+    """The sums of three tokens of one choice, one part after the other."""
+    trip = Trip(Log(said, 0))
+    under_way = trip.start_dispatch(x, torch.zeros(3, 1, dtype=torch.int32), torch.rand(3, 1))
     rows, _ = trip.finish_dispatch(under_way)
-    y = trip.finish_combine(trip.start_combine(rows * scale, under_way))
+    return trip.finish_combine(trip.start_combine(experts(rows), under_way))
+
+
+def test_no_derivative_is_sent_that_nobody_needs() -> None:
+    said, scale = list[str](), torch.ones(4, requires_grad=True)
+    y = there_and_back(torch.randn(3, 4), said, lambda rows: rows * scale)
     said.clear()
     y.sum().backward()
     assert said == ["spread starts 0", "spread ends 0"]
@@ -132,9 +136,6 @@ def test_no_derivative_is_sent_that_nobody_needs() -> None:
 
 def test_derivatives_of_derivatives_are_refused() -> None:
     x = torch.randn(3, 4, requires_grad=True)
-    trip = Trip(Log([], 0))
-    under_way = trip.start_dispatch(x, torch.zeros(3, 1, dtype=torch.int32), torch.rand(3, 1))
-    rows, _ = trip.finish_dispatch(under_way)
-    y = trip.finish_combine(trip.start_combine(rows.square(), under_way))
+    y = there_and_back(x, [], torch.square)
     with pytest.raises(Unsupported, match="leave it out"):
         torch.autograd.grad(y.sum(), x, create_graph=True)

@@ -1,7 +1,5 @@
 """Grouped matmuls, their delayed weight gradients, and the order in which a layer in parts runs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -55,9 +53,8 @@ def test_delayed_gradients_of_several_calls_are_added_up() -> None:
     assert weight.grad is not None
     wanted, weight.grad = weight.grad, None
     first, second, _ = delayed(weight, calls=3)
-    (
-        grouped_matmul(rows, first, OFFSETS)[:7].square().sum() + grouped_matmul(more, second, OFFSETS)[:7].sum()
-    ).backward()
+    one, other = grouped_matmul(rows, first, OFFSETS)[:7], grouped_matmul(more, second, OFFSETS)[:7]
+    (one.square().sum() + other.sum()).backward()
     torch.testing.assert_close(weight.grad, wanted, rtol=1e-13, atol=1e-13)
 
 
@@ -187,9 +184,8 @@ def test_a_layer_in_parts_is_the_whole_layer(kind: str, parts: int, shared: bool
     found = []
     for is_whole in (True, False):
         layer, (x, ids, weights) = Layer(), inputs()
-        experts: Any = {"weights": layer.experts.weights(), "a function": layer.experts.forward}.get(
-            kind, layer.experts
-        )
+        given: dict[str, Any] = {"weights": layer.experts.weights(), "a function": layer.experts.forward}
+        experts = given.get(kind, layer.experts)
 
         def run(x: Tensor, ids: Tensor, weights: Tensor, layer: Layer = layer, experts: Any = experts) -> Tensor:
             beside = layer.shared if shared else None
@@ -250,10 +246,9 @@ def test_stands_in_are_for_one_weight() -> None:
 
 
 def test_parts_are_positive() -> None:
-    layer = Layer()
     with pytest.raises(Misconfigured, match="parts=0: give 1 or more"):
         ExpertOptions(parts=0)
     with pytest.raises(Misconfigured, match="max_tokens=0: give 1 or more"):
         ExpertOptions(max_tokens=0)
     with pytest.raises(Misconfigured, match="parts=0: give 1 or more"):
-        overlapped_moe(*inputs(), layer.experts, here(), parts=0)
+        overlapped_moe(*inputs(), Layer().experts, here(), parts=0)

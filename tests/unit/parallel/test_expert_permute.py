@@ -1,7 +1,5 @@
 """Rows of this rank's experts, beside a loop over tokens and choices; the kernels: tests/process/parallel."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -49,17 +47,10 @@ def case(dtype: torch.dtype = torch.float32, *, tokens: int = 37, pad: int = 4, 
 
 
 @given(
-    kind=st.sampled_from(ROUTINGS),
-    tokens=st.integers(0, 40),
-    top_k=st.integers(1, 8),
-    experts=st.integers(1, 12),
-    ranks=st.sampled_from([1, 2, 3]),
-    rank=st.integers(0, 2),
-    pad=st.sampled_from([1, 3, 16]),
-    room=st.floats(0, 1.2),
-    dtype=st.sampled_from([torch.int32, torch.int64]),
-    seed=st.integers(0, 1000),
-)
+    kind=st.sampled_from(ROUTINGS), tokens=st.integers(0, 40), top_k=st.integers(1, 8), experts=st.integers(1, 12),
+    ranks=st.sampled_from([1, 2, 3]), rank=st.integers(0, 2), pad=st.sampled_from([1, 3, 16]), room=st.floats(0, 1.2),
+    dtype=st.sampled_from([torch.int32, torch.int64]), seed=st.integers(0, 1000),
+)  # fmt: skip
 def test_an_assignment_is_that_of_a_loop(
     kind: str, tokens: int, top_k: int, experts: int, ranks: int, rank: int, pad: int, room: float,
     dtype: torch.dtype, seed: int,
@@ -230,24 +221,19 @@ def test_assignments_that_cannot_be(ids: Tensor, what: dict[str, int]) -> None:
 
 def test_tensors_that_do_not_fit() -> None:
     x, found, weights = case()
-    rows = permute(x, found)
-    wrong: dict[str, Callable[[], object]] = {
-        "tokens": lambda: permute(x[1:], found),
-        "weights": lambda: permute(x, found, weights=weights[:, 1:]),
-        "out": lambda: permute(x, found, out=rows[1:]),
-        "rows": lambda: combine(rows[1:], found),
-        "grads": lambda: weight_grads(rows, x[:, 1:], found),
-    }
-    for name, call in wrong.items():
-        with pytest.raises(Misconfigured, match=rf"^{name} of \(.*give"):
-            call()
-    wrong = {
-        "tokens": lambda: permute(x.t().contiguous().t(), found),
-        "out": lambda: combine(rows, found, out=x.t().contiguous().t()),
-        "rows": lambda: combine(torch.cat([rows, rows], 1)[:, :HIDDEN], found),
-    }
-    for name, call in wrong.items():
-        with pytest.raises(Misconfigured, match=rf"^{name} of .*strides.*give"):
+    rows, apart = permute(x, found), x.t().contiguous().t()
+    wrong: list[tuple[str, Callable[[], object]]] = [
+        (r"tokens of \(", lambda: permute(x[1:], found)),
+        (r"weights of \(", lambda: permute(x, found, weights=weights[:, 1:])),
+        (r"out of \(", lambda: permute(x, found, out=rows[1:])),
+        (r"rows of \(", lambda: combine(rows[1:], found)),
+        (r"grads of \(", lambda: weight_grads(rows, x[:, 1:], found)),
+        ("tokens of .*strides", lambda: permute(apart, found)),
+        ("out of .*strides", lambda: combine(rows, found, out=apart)),
+        ("rows of .*strides", lambda: combine(torch.cat([rows, rows], 1)[:, :HIDDEN], found)),
+    ]
+    for said, call in wrong:
+        with pytest.raises(Misconfigured, match=f"^{said}.*give"):
             call()
 
 

@@ -1,7 +1,5 @@
 """Which rows a matmul that polls takes when, and what it refuses; the matmuls themselves: tests/process/parallel."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 
@@ -14,12 +12,7 @@ from counterpoint.collectives.program.operations import all_gather, all_to_all, 
 from counterpoint.collectives.program.steps import BlockPartition, Flag, Tuning, flag_word, partitions
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.pair.arrivals import ShardedRows, TensorOperation
-from counterpoint.parallel.tensor.flagged import (
-    MatmulTiles,
-    bind_flagged,
-    stored_tiles,
-    tile_runs,
-)
+from counterpoint.parallel.tensor.flagged import MatmulTiles, bind_flagged, stored_tiles, tile_runs
 
 
 @st.composite
@@ -131,8 +124,7 @@ def test_words_are_those_of_arrival(layout: ShardedRows) -> None:
 
 
 @pytest.mark.parametrize(
-    "what",
-    [{"rank": 2}, {"rank": -1}, {"rows": ()}, {"rows": (3, -1)}, {"batch": 0}, {"chunk_rows": 0}],
+    "what", [{"rank": 2}, {"rank": -1}, {"rows": ()}, {"rows": (3, -1)}, {"batch": 0}, {"chunk_rows": 0}]
 )
 def test_layouts_that_cannot_be(what: dict[str, Any]) -> None:
     with pytest.raises(Misconfigured, match="give"):

@@ -1,7 +1,5 @@
 """What needs no second rank: options, the names of torch that are looked for, the room's imports."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The order of prefetching, from the order in which modules began and what is inside what."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from hypothesis import given, settings

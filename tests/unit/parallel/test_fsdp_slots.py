@@ -1,7 +1,5 @@
 """Which modules share memory for their whole parameters."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

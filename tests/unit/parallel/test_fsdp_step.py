@@ -1,7 +1,5 @@
 """How the benchmark counts."""
 
-from __future__ import annotations
-
 from fsdp_step import COLUMNS, cells, summary
 
 LOOKS = {"stock": {"peak_gb": 40.0, "loss": 2.5, "norm": 1.25}, "overlap": {"peak_gb": 42.0, "loss": 2.5, "norm": 1.25}}

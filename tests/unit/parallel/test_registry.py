@@ -1,7 +1,5 @@
 """What is kept for a process group ends with it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

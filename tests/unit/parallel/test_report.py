@@ -1,7 +1,5 @@
 """What reports say that ran in the place of torch."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 

@@ -1,7 +1,5 @@
 """The pass in inductor's configuration beside the passes of others, and its report."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which collectives are fused with which matmuls, on small graphs; tests/dist runs them."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """What a group of tensor parallelism raises and keeps, without peers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Overrides of torchtitan: what they replace, by a stand-in of it, on one rank."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """What is said of a tuning that is followed, and which of its knobs are applied."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any

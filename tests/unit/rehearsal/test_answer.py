@@ -1,7 +1,5 @@
 """What is made of the reports of the ranks: what was the same, what differed, and how it is said."""
 
-from __future__ import annotations
-
 import io
 from dataclasses import dataclass, field
 from typing import Any

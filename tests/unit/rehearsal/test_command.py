@@ -1,7 +1,5 @@
 """What can be rehearsed: how many ranks a command names, and whether the GPUs here have room for them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NoReturn
 

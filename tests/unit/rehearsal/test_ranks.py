@@ -1,7 +1,5 @@
 """What makes a process a rank of a rehearsal, and what it then takes for its host."""
 
-from __future__ import annotations
-
 import os
 import re
 

@@ -1,7 +1,5 @@
 """Fixtures of the report's tests: diagnoses and a browser."""
 
-from __future__ import annotations
-
 import pytest
 
 from counterpoint.records.diagnosis import Diagnosis, TimelineLane

@@ -1,7 +1,5 @@
 """The page of a diagnosis as text: its data, its size, its colours."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The Chrome trace: lanes as threads, findings as marks, counters worked out by hand."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -96,6 +94,7 @@ def test_findings_are_slices_of_the_job_with_evidence_and_advice(tmp_path: Path,
 
 
 BESIDE = [span(0, "compute", 2.0, 3.0), span(0, "communication", 0.0, 10.0)]
+WAITS = [span(0, "wait", 0.0, 4.0), span(1, "wait", 1.0, 3.0)]
 ROW = [span(0, "communication", 0.0, 4.0), span(0, "communication", 4.0, 4.0)]  # one ends as the next begins
 
 
@@ -104,12 +103,7 @@ ROW = [span(0, "communication", 0.0, 4.0), span(0, "communication", 4.0, 4.0)]  
     [
         (BESIDE, "exposed communication", 0, [(0.0, 1), (2.0, 0), (5.0, 1), (10.0, 0)]),
         (BESIDE, "compute and communication at once", 0, [(0.0, 1), (2.0, 2), (5.0, 1), (10.0, 0)]),
-        (
-            [span(0, "wait", 0.0, 4.0), span(1, "wait", 1.0, 3.0)],
-            "ranks in wait",
-            JOB,
-            [(0.0, 1), (1.0, 2), (4.0, 1), (4.0, 0)],
-        ),
+        (WAITS, "ranks in wait", JOB, [(0.0, 1), (1.0, 2), (4.0, 1), (4.0, 0)]),
         (ROW, "exposed communication", 0, [(0.0, 1), (8.0, 0)]),
     ],
 )
@@ -148,10 +142,9 @@ def test_slices_of_a_thread_nest(name: str, tmp_path: Path) -> None:
     assert not [e for e in found if e["ph"] == "X" and e["dur"] < 0]
 
 
-@pytest.mark.parametrize("name", ["fsdp-host-stall"])
-def test_every_stream_is_a_thread(name: str, tmp_path: Path) -> None:
+def test_every_stream_is_a_thread(tmp_path: Path) -> None:
     """Computation, waiting and transfer of one stream share it; streams do not."""
-    result = diagnose(SAMPLES / name, engine=Engine(workers=1))
+    result = diagnose(SAMPLES / "fsdp-host-stall", engine=Engine(workers=1))
     found = events(tmp_path, result.diagnosis, list(result.stream_lanes))
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in found if e["name"] == "thread_name"}
     for lane in result.stream_lanes:

@@ -1,7 +1,5 @@
 """The tables of a diagnosis: the parts of an account, which ranks are shown, what is said of a replay."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 

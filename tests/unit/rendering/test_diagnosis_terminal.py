@@ -1,18 +1,15 @@
 """The terminal summary: order, numbers, folding, and inert names."""
 
-from __future__ import annotations
-
 import io
 
 import msgspec
 import pytest
 from rich.console import Console
 
-from counterpoint.diagnosis.api import diagnose_digests
 from counterpoint.records.diagnosis import Diagnosis, Idle, IdleCause, TimelineLane
 from counterpoint.rendering.diagnosis_terminal import render
 from tests.support import example_diagnosis as example
-from tests.support.job_builder import digested, op, rank
+from tests.support.job_builder import diagnosed, op, rank
 
 
 def printed(diagnosis: Diagnosis, *, width: int = 80, colour: bool = False, verbose: bool = True) -> str:
@@ -121,7 +118,7 @@ def test_collectives_are_ranked_by_exposed_time(training: Diagnosis) -> None:
 
 
 def test_missing_ranks_are_said_once() -> None:
-    text = printed(diagnose_digests([digested(rank(op("matmul", 0, 100)), 0, 8)], ["rank0"]).diagnosis, width=400)
+    text = printed(diagnosed(rank(op("matmul", 0, 100)), world_size=8), width=400)
     assert text.lower().count("no trace") == 1
 
 

@@ -1,7 +1,5 @@
 """Packed spans: what the page will draw is what the lanes held, within a tick."""
 
-from __future__ import annotations
-
 import base64
 import math
 from typing import Any

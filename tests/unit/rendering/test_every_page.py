@@ -1,7 +1,5 @@
 """What every page must do: stay small, ask for nothing, let no script run but its own, and keep names inert."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import re

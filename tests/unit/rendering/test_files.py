@@ -1,7 +1,5 @@
 """Atomic writing: a file appears whole or not at all."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

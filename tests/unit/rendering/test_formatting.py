@@ -1,7 +1,5 @@
 """Numbers as they are said."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

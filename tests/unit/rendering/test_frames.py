@@ -1,7 +1,5 @@
 """Data frames: schemas that do not depend on the rows, nested columns that polars can use."""
 
-from __future__ import annotations
-
 import msgspec
 import polars as pl
 import pytest

@@ -1,7 +1,5 @@
 """A job of 256 ranks: all on the page, the late one drawn and framed; and one line where a diagnosis is printed."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The page of `counterpoint measure --html`: what is drawn where, and that nothing on it is interpreted."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from counterpoint.rendering.measurement_html import figure, write_overlap_plot

@@ -1,7 +1,5 @@
 """A measurement on a terminal, the table next to it and the last line: what they say, and that names stay inert."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 

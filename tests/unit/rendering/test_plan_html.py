@@ -1,7 +1,5 @@
 """A prediction on a terminal and as a page: what is shown where, and that nothing in it is interpreted."""
 
-from __future__ import annotations
-
 import io
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A table in each medium: at every width, without a column lost in silence, and with names that stay text."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What `tune` prints and draws: choices first, then what stays and why; nothing of a file is interpreted."""
 
-from __future__ import annotations
-
 import io
 from html import unescape
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Communication is told by what it is: names of every library, and names that only sound like it."""
 
-from __future__ import annotations
-
 import pytest
 
 from counterpoint.trace.classify import (

@@ -1,7 +1,5 @@
 """Drifts of many ranks' clocks, computed together, against those of each rank alone."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Whatever way a trace is spelt and cut into blocks, it reads as the same timeline."""
 
-from __future__ import annotations
-
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -9,16 +7,8 @@ from typing import Any
 import pytest
 
 from counterpoint.trace import chunks
-from counterpoint.trace.kineto import read_kineto
-from counterpoint.trace.source import Limits, find_traces
-from counterpoint.trace.timeline import Timeline
 from tests.support import kineto_trace as kt
-from tests.support.kineto_trace import awkward, plain
-
-
-def read(path: Path) -> Timeline:
-    with find_traces([str(path)], Limits()) as (file,):
-        return read_kineto(file)[0]
+from tests.support.kineto_trace import awkward, plain, read
 
 
 @pytest.fixture(scope="module")

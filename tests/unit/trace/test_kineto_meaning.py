@@ -1,7 +1,5 @@
 """What a trace says: launches, collectives and their metadata, shapes, devices; on NVIDIA, AMD and without a GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,13 +15,19 @@ NCCL = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 
 
 @pytest.fixture
-def read(tmp_path: Path) -> Any:
+def read_all(tmp_path: Path) -> Any:
+    """All ranks of a file of these events."""
 
-    def through_a_file(events: list[kt.Event], head: dict[str, Any] | None = None) -> Timeline:
+    def through_a_file(events: list[kt.Event], head: dict[str, Any] | None = None) -> list[Timeline]:
         path = kt.write(tmp_path / "trace.json", events, head)
-        return read_kineto(TraceFile(path=path, label=path.name, format="kineto"))[0]
+        return read_kineto(TraceFile(path=path, label=path.name, format="kineto"))
 
     return through_a_file
+
+
+@pytest.fixture
+def read(read_all: Any) -> Any:
+    return lambda *given: read_all(*given)[0]
 
 
 def info_of(timeline: Timeline, row: int = 0) -> CollectiveInfo | None:
@@ -31,22 +35,18 @@ def info_of(timeline: Timeline, row: int = 0) -> CollectiveInfo | None:
     return timeline.collectives[at] if at >= 0 else None
 
 
-def test_an_operation_is_joined_with_the_call_that_launched_it(read: Any) -> None:
-    gpu = read(kt.launched("k", 100.0, 50.0, correlation=7, delay=20.0)).gpu
+@pytest.mark.parametrize("correlation", [7, 0])
+def test_an_operation_is_joined_with_the_call_that_launched_it(read: Any, correlation: int) -> None:
+    """Some profilers count from 0."""
+    gpu = read(kt.launched("k", 100.0, 50.0, correlation=correlation, delay=20.0)).gpu
     assert (gpu.launch_start[0], gpu.launch_end[0], gpu.launch_thread[0]) == (0.0, 3.0, 0)
 
 
 def test_a_graph_launches_many(read: Any) -> None:
     """Every kernel of a CUDA graph shares the correlation of its one call."""
+    call = kt.runtime("cudaGraphLaunch", 90.0, 5.0, correlation=7)
     kernels = [kt.kernel("k", 100.0 + n, 1.0, correlation=7) for n in range(3)]
-    assert (
-        read([kt.runtime("cudaGraphLaunch", 90.0, 5.0, correlation=7), *kernels]).gpu.launch_start.tolist() == [0.0] * 3
-    )
-
-
-def test_correlation_zero_is_one_like_any_other(read: Any) -> None:
-    """Some profilers count from 0."""
-    assert read(kt.launched("k", 100.0, 50.0, correlation=0)).gpu.launch_start.tolist() == [0.0]
+    assert read([call, *kernels]).gpu.launch_start.tolist() == [0.0] * 3
 
 
 def test_a_kernel_without_its_call_has_no_launch(read: Any) -> None:
@@ -83,23 +83,14 @@ def test_the_header_describes_groups(read: Any, listed: Any, found: str | None) 
     assert info.group_desc == found
 
 
-def test_the_hosts_record_is_found_by_external_id(read: Any) -> None:
-    """Where kernels carry no metadata (before PyTorch 2.4), record_param_comms with the same External id does."""
+@pytest.mark.parametrize("own", [{}, kt.metadata("allreduce")])
+def test_the_hosts_record_is_found_by_external_id(read: Any, own: dict[str, Any]) -> None:
+    """Where kernels carry no metadata (before PyTorch 2.4), and where they do: Seq and Comms Id are not among it."""
     facts = kt.metadata("allreduce", seq=12, comms_id=2**60)
-    events = [kt.param_comms(0.0, 9.0, external=5, more=facts), kt.kernel(NCCL, 10.0, 1.0, external=5)]
+    events = [kt.param_comms(0.0, 9.0, external=5, more=facts), kt.kernel(NCCL, 10.0, 1.0, external=5, more=own)]
     info = info_of(read(events))
     assert info is not None
     assert (info.op, info.seq, info.comms_id) == ("all_reduce", 12, str(2**60))
-
-
-def test_the_hosts_record_is_preferred(read: Any) -> None:
-    """It is the fuller one: Seq and Comms Id are not among a kernel's args."""
-    facts = kt.metadata("_allgather_base")
-    events = [kt.param_comms(0.0, 9.0, external=5, more=facts | {"Seq": 3}),
-              kt.kernel(NCCL, 10.0, 1.0, external=5, more=facts)]  # fmt: skip
-    info = info_of(read(events))
-    assert info is not None
-    assert info.seq == 3
 
 
 def test_metadata_makes_a_kernel_communication(read: Any) -> None:
@@ -122,9 +113,8 @@ def test_the_stream_does_not_matter(read: Any) -> None:
 
 def test_shapes_of_the_launching_operation(read: Any) -> None:
     """`Input Dims` by External id, also those of the first operation in the file."""
-    timeline = read(
-        [kt.op("aten::mm", 0.0, 9.0, external=1, dims=[[2, 3], [3, 4]]), kt.kernel("k", 5.0, 1.0, external=1)]
-    )
+    launcher = kt.op("aten::mm", 0.0, 9.0, external=1, dims=[[2, 3], [3, 4]])
+    timeline = read([launcher, kt.kernel("k", 5.0, 1.0, external=1)])
     assert timeline.shapes[timeline.gpu.shape[0]] == "[[2,3],[3,4]]"
 
 
@@ -158,12 +148,9 @@ def test_properties_that_make_no_sense_are_unknown(devices: Any, read: Any) -> N
     assert read([kt.kernel("k", 1.0, 1.0)], kt.header() | {"deviceProperties": devices}).device == Device()
 
 
-def test_a_device_number_is_only_a_number(read: Any) -> None:
-    assert len(read([kt.kernel("k", 1.0, 1.0, device=2**31 - 1)]).gpu) == 1
-
-
-def test_streams_of_two_devices_are_two(read: Any) -> None:
-    streams = read([kt.kernel("a", 1.0, 1.0), kt.kernel("b", 1.0, 1.0, device=1)]).gpu.stream
+@pytest.mark.parametrize("device", [1, 2**31 - 1])
+def test_streams_of_two_devices_are_two(read: Any, device: int) -> None:
+    streams = read([kt.kernel("a", 1.0, 1.0), kt.kernel("b", 1.0, 1.0, device=device)]).gpu.stream
     assert streams[0] != streams[1]
 
 
@@ -223,9 +210,8 @@ def test_gloo_metadata_is_matched_in_order(read: Any) -> None:
 
 def test_mtia(read: Any) -> None:
     """Device events of Meta's accelerator: work with its launch, copies; not what a stream does about events."""
-    call = kt.event("mtia_runtime", "runFunction - job_prep_and_submit_for_execution", 0.0, 2.0, correlation=7)
     events = [
-        call,
+        kt.event("mtia_runtime", "runFunction - job_prep_and_submit_for_execution", 0.0, 2.0, correlation=7),
         kt.event("mtia_ccp_events", "fc-dtype_Float", 5.0, 9.0, pid=9, tid=4, correlation=7, stream=1),
         kt.event("mtia_ccp_events", "dma_request", 15.0, 1.0, pid=9, tid=4),
         kt.event("mtia_ccp_events", "event_wait", 16.0, 500.0, pid=9, tid=4, stream=1),
@@ -267,23 +253,11 @@ def merged(read_all: Callable[[list[kt.Event]], list[Timeline]], *devices: int) 
     return read_all(events)
 
 
-@pytest.fixture
-def read_all(tmp_path: Path) -> Any:
-
-    def through_a_file(events: list[kt.Event]) -> list[Timeline]:
-        path = kt.write(tmp_path / "trace.json", events)
-        return read_kineto(TraceFile(path=path, label=path.name, format="kineto"))
-
-    return through_a_file
-
-
 def test_merged_processes_with_gpus_of_their_own_are_ranks(read_all: Any) -> None:
     """Each gets its own launches, though the numbers of these are the same, and both stay on one clock."""
     one, other = merged(read_all, 0, 1)
-    assert [(t.rank, t.rank_known, len(t.gpu), len(t.host)) for t in (one, other)] == [
-        (0, False, 5, 5),
-        (1, False, 5, 5),
-    ]
+    found = [(t.rank, t.rank_known, len(t.gpu), len(t.host)) for t in (one, other)]
+    assert found == [(0, False, 5, 5), (1, False, 5, 5)]
     assert one.origin_ns == other.origin_ns
     for t, begin in ((one, 0.0), (other, 500.0)):
         assert t.gpu.launch_start.tolist() == [begin + 100 * n for n in range(5)]

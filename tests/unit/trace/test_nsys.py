@@ -1,10 +1,6 @@
 """Nsight exports: numbers worked out by hand on small synthetic ones, and hostile files."""
 
-from __future__ import annotations
-
-import sqlite3
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,6 +28,7 @@ from tests.support.nsys_export import (
     STREAMS,
     SYNC,
     NsysExport,
+    edited_export,
     pid,
 )
 
@@ -194,19 +191,16 @@ def test_a_group_launched_as_one_kernel_per_call_keeps_them_apart(tmp_path: Path
     assert [timeline.collectives[i].in_nelems for i in timeline.gpu.collective] == [100, 28]
 
 
-def test_without_blobs_the_operation_is_known_and_its_bytes_are_not(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ends", "found"), [(40, [("all_gather", None, None)]), (19, [])])
+def test_without_blobs_the_call_around_the_launch_tells_the_operation(
+    tmp_path: Path, ends: int, found: list[tuple[str, None, None]]
+) -> None:
+    """Its bytes are not known; a call that ended before the launch says nothing."""
     export = NsysExport()
     export.kernel(ALL_GATHER, 50, 90, launch=(20, 30))
-    export.range("ncclAllGather", 10, 40)
-    (info,) = _one(tmp_path, export).collectives
-    assert (info.op, info.in_nelems, info.dtype) == ("all_gather", None, None)
-
-
-def test_a_call_that_ended_before_the_launch_is_not_its_collective(tmp_path: Path) -> None:
-    export = NsysExport()
-    export.kernel(ALL_GATHER, 50, 90, launch=(20, 30))
-    export.range("ncclAllGather", 10, 19)
-    assert _one(tmp_path, export).gpu.collective.tolist() == [-1]
+    export.range("ncclAllGather", 10, ends)
+    infos = _one(tmp_path, export).collectives
+    assert [(info.op, info.in_nelems, info.dtype) for info in infos] == found
 
 
 def test_shapes_are_those_of_the_innermost_open_operation(tmp_path: Path) -> None:
@@ -256,28 +250,28 @@ def test_a_synchronisation_is_on_the_thread_that_called_it(export: NsysExport, t
 
 
 @pytest.mark.parametrize(
-    ("values", "name"),
+    ("table", "values", "kind", "name"),
     [
-        ({"copyKind": 1, "srcKind": 1, "dstKind": 2}, "Memcpy HtoD (Pinned -> Device)"),
-        ({"copyKind": 2, "srcKind": 2, "dstKind": 0}, "Memcpy DtoH (Device -> Pageable)"),
-        ({"copyKind": 8}, "Memcpy DtoD (Device -> Device)"),
-        ({"copyKind": 8, "srcDeviceId": 1, "dstDeviceId": 1}, "Memcpy DtoD (Device -> Device)"),
-        ({"copyKind": 8, "srcDeviceId": 1, "dstDeviceId": 0}, "Memcpy PtoP (Device -> Device)"),
-        ({"copyKind": 10, "srcKind": None, "dstKind": None}, "Memcpy PtoP (Device -> Device)"),
-        ({"copyKind": 99}, "Memcpy Unknown (Unknown -> Unknown)"),
+        (MEMCPY, {"copyKind": 1, "srcKind": 1, "dstKind": 2}, Kind.MEMCPY, "Memcpy HtoD (Pinned -> Device)"),
+        (MEMCPY, {"copyKind": 2, "srcKind": 2, "dstKind": 0}, Kind.MEMCPY, "Memcpy DtoH (Device -> Pageable)"),
+        (MEMCPY, {"copyKind": 8}, Kind.MEMCPY, "Memcpy DtoD (Device -> Device)"),
+        (MEMCPY, {"copyKind": 8, "srcDeviceId": 1, "dstDeviceId": 1}, Kind.MEMCPY, "Memcpy DtoD (Device -> Device)"),
+        (MEMCPY, {"copyKind": 8, "srcDeviceId": 1, "dstDeviceId": 0}, Kind.COMM, "Memcpy PtoP (Device -> Device)"),
+        (MEMCPY, {"copyKind": 10, "srcKind": None, "dstKind": None}, Kind.COMM, "Memcpy PtoP (Device -> Device)"),
+        (MEMCPY, {"copyKind": 99}, Kind.MEMCPY, "Memcpy Unknown (Unknown -> Unknown)"),
+        (MEMSET, {"bytes": 64}, Kind.MEMCPY, "Memset (Device)"),
+        (GRAPH, {"correlationId": 3}, Kind.COMPUTE, "CUDA graph"),  # captured as one span
+        (KERNEL, {"demangledName": 77}, Kind.COMPUTE, "unknown"),  # which is not in StringIds
     ],
 )
-def test_copies_are_named_as_kineto_names_them(
-    export: NsysExport, tmp_path: Path, values: dict[str, int], name: str
+def test_operations_are_named_as_kineto_names_them(
+    tmp_path: Path, table: str, values: dict[str, int], kind: Kind, name: str
 ) -> None:
-    export.add(MEMCPY, start=10, end=20, globalPid=pid(1), **values)
-    assert _names(_one(tmp_path, export))[0] == name
-
-
-def test_memsets_are_not_communication(export: NsysExport, tmp_path: Path) -> None:
-    export.add(MEMSET, start=10, end=20, globalPid=pid(1), bytes=64)
+    export = NsysExport()
+    export.add(table, start=10, end=20, globalPid=pid(1), **values)
     timeline = _one(tmp_path, export)
-    assert (_names(timeline)[0], timeline.gpu.kind[0], timeline.gpu.bytes[0]) == ("Memset (Device)", Kind.MEMCPY, 64)
+    assert (_names(timeline), timeline.gpu.kind.tolist()) == ([name], [kind])
+    assert timeline.gpu.bytes[0] == values.get("bytes", timeline.gpu.bytes[0])
 
 
 def test_kernels_of_a_graph_share_the_launch_of_the_graph(tmp_path: Path) -> None:
@@ -285,13 +279,6 @@ def test_kernels_of_a_graph_share_the_launch_of_the_graph(tmp_path: Path) -> Non
     graph = export.kernel(GEMM, 50, 90, launch=(20, 30), call="cudaGraphLaunch_v10000", graphNodeId=1)
     export.kernel(GEMM, 91, 95, correlationId=graph, graphNodeId=2)
     assert _one(tmp_path, export).gpu.launch_start.tolist() == [0.0, 0.0]
-
-
-def test_a_graph_captured_as_one_span_is_compute(tmp_path: Path) -> None:
-    export = NsysExport()
-    export.add(GRAPH, start=50, end=90, globalPid=pid(1), correlationId=3)
-    timeline = _one(tmp_path, export)
-    assert (_names(timeline), timeline.gpu.kind.tolist()) == (["CUDA graph"], [Kind.COMPUTE])
 
 
 def test_device_properties_are_those_of_the_gpu_behind_the_ordinal(tmp_path: Path) -> None:
@@ -390,12 +377,6 @@ def test_an_old_schema_without_optional_columns_is_read_with_what_it_has(tmp_pat
         ["short", "Memcpy HtoD (Unknown -> Device)"], 1.0, ["step"])  # fmt: skip
 
 
-def test_a_name_missing_from_string_ids_is_unknown(tmp_path: Path) -> None:
-    export = NsysExport()
-    export.add(KERNEL, start=50, end=90, globalPid=pid(1), demangledName=77)
-    assert _names(_one(tmp_path, export)) == ["unknown"]
-
-
 def test_a_long_name_is_cut(tmp_path: Path) -> None:
     export = NsysExport()
     export.kernel("x" * 100_000, 50, 90)
@@ -404,17 +385,6 @@ def test_a_long_name_is_cut(tmp_path: Path) -> None:
 
 def test_the_path_is_quoted(export: NsysExport, tmp_path: Path) -> None:
     assert len(_one(tmp_path, export, "a?mode=rwc&b#c%20d.sqlite").gpu) == 1
-
-
-def _edit(path: Path, *statements: str) -> Path:
-    export = NsysExport()
-    export.kernel(GEMM, 50, 90, launch=(20, 30))
-    export.range("aten::mm, op_id = 1, sizes = [[1]]", 10, 40)
-    export.write(path)
-    with closing(sqlite3.connect(path)) as db, db:
-        for statement in statements:
-            db.execute(statement)
-    return path
 
 
 def test_migrations_of_unified_memory_are_the_cause_and_no_torch_is_advised(tmp_path: Path) -> None:
@@ -473,7 +443,7 @@ def test_rows_that_are_no_ranges_need_no_times(tmp_path: Path) -> None:
     ["start = -5", "start = 50.5", "start = NULL", "start = 'x'", "start = x'00'", '"end" = 5', '"end" = 1e300'],
 )
 def test_impossible_times_are_refused(tmp_path: Path, table: str, change: str) -> None:
-    path = _edit(tmp_path / "report.sqlite", f"UPDATE {table} SET {change}")
+    path = edited_export(tmp_path / "report.sqlite", f"UPDATE {table} SET {change}")
     with pytest.raises(BadTrace, match=f"{table} row 1 has impossible times"):
         read_nsys(path)
 
@@ -496,7 +466,7 @@ def test_impossible_times_are_refused(tmp_path: Path, table: str, change: str) -
     ],
 )
 def test_values_of_the_wrong_type_cost_only_themselves(tmp_path: Path, statement: str) -> None:
-    (timeline,) = read_nsys(_edit(tmp_path / "report.sqlite", statement))
+    (timeline,) = read_nsys(edited_export(tmp_path / "report.sqlite", statement))
     assert len(timeline.gpu) == 1
 
 
@@ -512,10 +482,11 @@ def test_values_of_the_wrong_type_cost_only_themselves(tmp_path: Path, statement
             (f"CREATE TABLE t AS SELECT * FROM {KERNEL}", *[f"INSERT INTO {KERNEL} SELECT * FROM t"] * 5),
             "more than 5 rows",
         ),
+        ((f"ALTER TABLE {NVTX} ADD COLUMN rowid INTEGER",), "has a column 'rowid'"),  # it hides the rows' numbers
     ],
 )
 def test_a_table_that_cannot_be_trusted_is_refused(tmp_path: Path, statements: tuple[str, ...], text: str) -> None:
-    path = _edit(tmp_path / "report.sqlite", *statements)
+    path = edited_export(tmp_path / "report.sqlite", *statements)
     with pytest.raises(BadTrace, match=text):
         read_nsys(path, max_rows=5)
 
@@ -549,9 +520,3 @@ def test_a_file_that_is_no_export_is_refused(
     with pytest.raises(BadTrace, match=text) as caught:
         read_nsys(tmp_path / name)
     assert caught.value.path == str(tmp_path / name)
-
-
-def test_a_column_that_hides_the_row_numbers_is_refused(tmp_path: Path) -> None:
-    path = _edit(tmp_path / "report.sqlite", f"ALTER TABLE {NVTX} ADD COLUMN rowid INTEGER")
-    with pytest.raises(BadTrace, match="has a column 'rowid'"):
-        read_nsys(path)

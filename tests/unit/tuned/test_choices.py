@@ -1,7 +1,5 @@
 """Which choices of a tuning count on a machine, and which one a call gets."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec
@@ -40,35 +38,20 @@ SMS = changed(GATHER, mechanism="zero_sm+gemm_sms=124")
     ("differs", "counts", "said"),
     [
         ({}, (GATHER, REDUCE, MATMUL, CTAS, ZERO_CTA, SMS), ()),
-        (
-            {"device": "cpu", "gpu": None, "nccl": None},
-            (),
-            ("made with device cuda, here is cpu: all choices ignored",),
-        ),
-        (
-            {"gpu": "NVIDIA A100", "torch": "3"},
-            (),
-            ("made with gpu NVIDIA H200, here is NVIDIA A100: all choices ignored",),
-        ),
-        (
-            {"torch": "2.13.0"},
-            (GATHER, REDUCE, CTAS, ZERO_CTA),
-            ("made with torch 2.11.0+cu130, here is 2.13.0: choices of dependent matmuls and of gemm_sms ignored",),
-        ),
-        (
-            {"nccl": "2.31.2"},
-            (GATHER, REDUCE, MATMUL, SMS),
-            ("made with nccl 2.28.9, here is 2.31.2: choices of NCCL's settings ignored",),
-        ),
-        (
-            {"counterpoint": "9"},
-            (GATHER, REDUCE, MATMUL, CTAS, ZERO_CTA, SMS),
-            ("made with counterpoint 0.1.0, here is 9: all choices followed",),
-        ),
+        ({"device": "cpu", "gpu": None, "nccl": None}, (),
+         ("made with device cuda, here is cpu: all choices ignored",)),
+        ({"gpu": "NVIDIA A100", "torch": "3"}, (),
+         ("made with gpu NVIDIA H200, here is NVIDIA A100: all choices ignored",)),
+        ({"torch": "2.13.0"}, (GATHER, REDUCE, CTAS, ZERO_CTA),
+         ("made with torch 2.11.0+cu130, here is 2.13.0: choices of dependent matmuls and of gemm_sms ignored",)),
+        ({"nccl": "2.31.2"}, (GATHER, REDUCE, MATMUL, SMS),
+         ("made with nccl 2.28.9, here is 2.31.2: choices of NCCL's settings ignored",)),
+        ({"counterpoint": "9"}, (GATHER, REDUCE, MATMUL, CTAS, ZERO_CTA, SMS),
+         ("made with counterpoint 0.1.0, here is 9: all choices followed",)),
         ({"driver": "1", "world_size": 8}, (GATHER, REDUCE, MATMUL, CTAS, ZERO_CTA, SMS), ()),
     ],
     ids=["nothing", "device", "GPU", "torch", "NCCL", "counterpoint", "what does not matter"],
-)
+)  # fmt: skip
 def test_what_differs_takes_its_choices_away(
     differs: dict[str, Any], counts: tuple[TunedPair, ...], said: tuple[str, ...]
 ) -> None:
@@ -78,18 +61,19 @@ def test_what_differs_takes_its_choices_away(
     assert tuple(map(str, choices.differences)) == said
 
 
-@pytest.mark.parametrize(("num_mib", "found"), [(64, True), (32, True), (128, True), (31.9, False), (128.1, False)])
-def test_a_pair_stands_for_sizes_within_a_factor_of_two(num_mib: float, found: bool) -> None:
-    assert (find(Choices(tuned(GATHER), HERE), num_mib) == GATHER) == found
-
-
-@pytest.mark.parametrize("other", [{"operation": "reduce_scatter"}, {"ranks": 8}, {"dtype": "float32"}])
-def test_another_operation_number_of_ranks_or_dtype_is_another_pair(other: dict[str, Any]) -> None:
-    assert find(Choices(tuned(GATHER), HERE), **other) is None
-
-
-def test_a_call_whose_dtype_is_not_known_takes_any() -> None:
-    assert find(Choices(tuned(GATHER), HERE), dtype=None) == GATHER
+@pytest.mark.parametrize(
+    ("call", "found"),
+    [
+        # a pair stands for sizes within a factor of two
+        *[({"num_mib": mib}, True) for mib in (64, 32, 128)], *[({"num_mib": mib}, False) for mib in (31.9, 128.1)],
+        *[(other, False) for other in ({"operation": "reduce_scatter"}, {"ranks": 8}, {"dtype": "float32"})],
+        ({"dtype": None}, True),  # a call whose dtype is not known takes any
+        ({"operation": "reduce_scatter", "where": ("layers.0",)}, False),  # its name of a module does not count
+    ],
+)  # fmt: skip
+def test_a_pair_stands_for_calls_that_are_alike(call: dict[str, Any], found: bool) -> None:
+    assert find(Choices(tuned(GATHER), HERE), **call) == (GATHER if found else None)
+    assert find(Choices(tuned(), HERE), **call) is None
 
 
 def test_the_nearest_size_decides() -> None:
@@ -108,20 +92,11 @@ def test_a_pair_that_names_the_module_comes_first(where: tuple[str, ...], found:
     assert (find(Choices(tuned(exact, named), HERE), where=where) == named) == found
 
 
-def test_a_name_of_another_operation_does_not_count() -> None:
-    assert find(Choices(tuned(GATHER), HERE), operation="reduce_scatter", where=("layers.0",)) is None
-
-
 def test_of_pairs_of_one_size_the_least_sum_of_times_decides() -> None:
     """Copies save 67 µs of each of 12 calls here, and cost 40 of each of 30 there."""
+    tried = Tried(mechanism="zero_sm", us=140.0, sigma_us=1.0, runs=9)
     beside = changed(
-        GATHER,
-        compute="gemm 64x64x64",
-        calls=30,
-        mechanism=LEAVE,
-        us=100.0,
-        stock_us=100.0,
-        tried=(Tried(mechanism="zero_sm", us=140.0, sigma_us=1.0, runs=9),),
+        GATHER, compute="gemm 64x64x64", calls=30, mechanism=LEAVE, us=100.0, stock_us=100.0, tried=(tried,)
     )
     assert find(Choices(tuned(GATHER, beside), HERE)) == beside
     assert find(Choices(tuned(GATHER, changed(beside, calls=3)), HERE)) == GATHER
@@ -154,22 +129,15 @@ def test_a_dependent_matmul_is_near_in_each_of_its_sizes(shape: tuple[int, int, 
     assert (pair == MATMUL) == found
 
 
-def test_nothing_is_found_in_an_empty_tuning() -> None:
-    assert find(Choices(tuned(), HERE)) is None
-
-
 @pytest.mark.parametrize(
     ("pair", "said"),
     [
         (changed(GATHER, mechanism="cuts"), "a pair of all_gather has mechanism 'cuts': allowed are leave, nccl, "),
         (
             changed(MATMUL, mechanism="zero_sm"),
-            "a pair of all_gather_matmul has mechanism 'zero_sm': allowed are leave, torch",
+            "of all_gather_matmul has mechanism 'zero_sm': allowed are leave, torch",
         ),
-        (
-            changed(GATHER, operation="exchange"),
-            "a pair of exchange has mechanism 'zero_sm': allowed are leave, torch, gather, slabs,",
-        ),
+        (changed(GATHER, operation="exchange"), "has mechanism 'zero_sm': allowed are leave, torch, gather, slabs,"),
         (changed(GATHER, operation="gather_all"), "operation 'gather_all': allowed are all_gather"),
         (changed(GATHER, compute_dtype="int7"), "dtype 'int7': allowed are bfloat16"),
     ],
