@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from counterpoint.records.measurement import Measurement
 
 
-IN_A_FILE = 140  # what nobody folds: mechanisms with three controls keep their line
+IN_A_FILE = 140  # columns where output is no terminal: mechanisms with three controls fit in a line
 
 
 def measure(

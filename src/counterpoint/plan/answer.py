@@ -62,7 +62,7 @@ CURVES = {  # what the values of a curve change, and what stays
     "weak_nodes": "Train on more or fewer nodes; the batch grows with them (weak scaling).",
     **dict.fromkeys(SAME_GPUS, "On as many GPUs: parallel.dp takes those that it leaves."),
 }
-MUCH = 0.4  # of a step in exposed communication, from which another division is worth a search
+MUCH = 0.4  # fraction of a step in exposed communication from which a search for another division pays
 NEGLIGIBLE = 1e-9  # fraction of a step: smaller differences of equal times are rounding errors
 MAX_BARS = 8000  # at most, in one timeline
 SHOWN_ROUNDS = 4  # rounds shown in a timeline; a round is as many micro-batches as there are stages

@@ -52,7 +52,7 @@ from counterpoint.records.prediction import RatioError, StepInterval
 LEVEL = 0.8  # probability of an interval: P10 to P90
 MOST_OF_SOURCE = 8.0  # most weight of one source in the error of ratios, in rows
 LIKE_IT = 3  # rows alike in all features that "validated" needs
-LEAST_SEEN = 0.7  # of the rows alike, the least fraction in intervals of other sources that "validated" needs
+LEAST_SEEN = 0.7  # least fraction of similar rows in the other sources' intervals that "validated" needs
 MEMORY_SPREAD = 0.15  # assumed standard deviation of ln(needed / predicted GiB)
 REMEDY = "benchmarks/plan_published.py --calibrate writes it"
 FILE = Path(__file__).with_name("measured_steps.json")
@@ -70,8 +70,8 @@ LOST: Mapping[str, float] = {  # a row whose feature differs counts exp(-this) a
     "other": 0.5, "software": 0.3,
 }  # fmt: skip
 YEAR_LOST = 0.1  # as in LOST, for each year of difference
-HALF = 2.0  # similar rows of a source that make it count half
-MOST_EFFECT = 0.3  # a source that is further off counts as if it were so far off
+HALF = 2.0  # number of similar rows with which a source counts half
+MOST_EFFECT = 0.3  # largest effect of a source: larger ones are cut to this
 PRIOR, BETWEEN, WITHIN = 0.3, 0.15, 0.08  # of a source of error 0: its weight, and both deviations
 UNKNOWN = "unknown"  # software and year that a job does not name; they count as alike
 GENERATIONS = {"A": "Ampere", "H": "Hopper", "B": "Blackwell", "L": "Ada", "M": "CDNA"}  # by a GPU's first letter

@@ -115,7 +115,7 @@ class Collective(Record, frozen=True, kw_only=True):
     step: str | None = None
     parallel: str | None = None  # dp | tp | pp | ep | cp | sp | dp+cp ...
     phase: str | None = None  # forward | backward | optimizer
-    module: str | None = None  # or layer, around the launch
+    module: str | None = None  # module (or layer) around the launch
 
 
 class CollectiveKind(Record, frozen=True, kw_only=True):
@@ -129,7 +129,7 @@ class CollectiveKind(Record, frozen=True, kw_only=True):
 
     op: str
     group: str
-    group_name: str | None  # what the program calls it
+    group_name: str | None  # the program's name of the group
     parallel: str | None
     ranks: int | None  # of the group
     bytes: int | None
@@ -246,7 +246,7 @@ class IdleCause(Record, frozen=True, kw_only=True):
     count: float  # gaps a step
     longest_us: float
     operations: tuple[HostTime, ...]  # host operations during the gaps, most time first; at most 5
-    functions: tuple[HostTime, ...]  # the Python functions around those, where stacks were recorded; at most 5
+    functions: tuple[HostTime, ...]  # Python functions around these operations, where stacks were recorded; at most 5
     phases: tuple[HostTime, ...] = ()  # forward, backward, optimizer: where the host was, as far as known
     modules: tuple[HostTime, ...] = ()  # or layers; at most 5
 
@@ -298,7 +298,7 @@ class TimelineLane(Record, frozen=True, kw_only=True):
     start_us: tuple[float, ...]
     duration_us: tuple[float, ...]
     labels: tuple[str, ...]
-    stream: str | None = None  # the one stream (without a GPU, thread) that all its spans are of; None: any
+    stream: str | None = None  # the one stream (without a GPU, thread) of all these spans; None: spans of any stream
 
 
 class Diagnosis(Record, frozen=True, kw_only=True):
@@ -389,8 +389,8 @@ class Comparison(Record, frozen=True, kw_only=True):
     findings: tuple[FindingChange, ...]
     idle: tuple[Change, ...]  # by cause
     exposed: tuple[Change, ...]  # by operation
-    late: tuple[Change, ...]  # by rank: how long the others stood still for it
-    kernels: tuple[KernelChange, ...]  # that became slower by name
+    late: tuple[Change, ...]  # by rank: how long the others waited for it
+    kernels: tuple[KernelChange, ...]  # those that became slower, by name
 
 
 WATCH_SCHEMA = "counterpoint.watch/1"
@@ -404,10 +404,10 @@ class WatchedStep(Record, frozen=True, kw_only=True):
     unix_s: float
     line: str
     verdict: str
-    ranks: tuple[int, ...]  # those that were read
+    ranks: tuple[int, ...]  # ranks whose traces were read
     world_size: int
     step_us: float
-    usual_us: float | None = None  # mean time of the unrecorded steps since the recording before
+    usual_us: float | None = None  # mean time of the unrecorded steps since the previous recording
     hidden: float | None  # share of the communication that is hidden; null: no communication was seen
     exposed_comm_us: float
     idle_us: float

@@ -47,7 +47,7 @@ class CommCalls(Record, frozen=True, kw_only=True):
     by: Literal["nccl", "other"]
     operation: str
     calls: int
-    us: float  # sum of their times, waiting for other ranks included
+    us: float  # sum of the calls' times, including waits for other ranks
 
 
 class RankEffect(Record, frozen=True, kw_only=True):
@@ -63,7 +63,7 @@ class RankEffect(Record, frozen=True, kw_only=True):
     sums: int  # number of kernels that add up what peers have sent
     sums_us: float
     calls: tuple[CommCalls, ...]  # longest first
-    communication_us: float  # of the copies between GPUs and of the calls
+    communication_us: float  # time of the copies between GPUs and of the calls
 
 
 class KnobEffect(Record, frozen=True, kw_only=True):
@@ -73,7 +73,7 @@ class KnobEffect(Record, frozen=True, kw_only=True):
     state: KnobState
     seen: str
     fix: str  # what to do or to record; empty if it took effect
-    on_ranks: tuple[int, ...]  # whose traces show this
+    on_ranks: tuple[int, ...]  # ranks whose traces show this
     pair: int | None = None  # its number in the file, from 1 on; None: there is no tuning
     operation: str | None = None
     compute: str | None = None

@@ -31,8 +31,8 @@ class Timing(Record, frozen=True, kw_only=True):
     p90_us: float
     rank: int
     per_rank_us: tuple[float, ...]  # the median of every rank
-    runs: int | None = None  # rounds that count; None: a result from before they were kept
-    rounds_us: tuple[float | None, ...] = ()  # None: a round that does not count; (): from before they were kept
+    runs: int | None = None  # rounds that count; None: an old result, without them
+    rounds_us: tuple[float | None, ...] = ()  # None: a round that does not count; (): an old result, without them
 
 
 class Scenario(Record, frozen=True, kw_only=True, tag=True):
@@ -66,9 +66,9 @@ class BlockRow(Record, frozen=True, kw_only=True):
     gb_per_s: float | None = None  # bus bandwidth, as nccl-tests counts it
     tflops: float | None = None
     can_hide: bool | None = None  # whether the communication can hide behind the matmul at all: pair/arrivals.py
-    over_longer: float | None = None  # time over that of the longer of matmul and collective alone, minus 1
+    over_longer: float | None = None  # time / time of the longer of matmul and collective alone - 1
     path: str | None = None  # how the calls were carried out, as their backend reports: "torch", "serial", "cuts"
-    why: str | None = None  # why they were carried out like that
+    why: str | None = None  # why the calls were carried out so
     dtype: str | None = None  # by torch's name; None: a result from before it was kept
     marked: str | None = None
 
@@ -82,7 +82,7 @@ class Block(Record, frozen=True, kw_only=True, tag=True):
     )
     mechanisms: tuple[str, ...]  # of a collective; of a workload: "stock", "gemm_sms=116"; of a matmul: "cuts"
     sizes_bytes: tuple[int, ...] = ()  # of a collective
-    dtype: str | None = None  # as of a `Scenario`
+    dtype: str | None = None  # as `Scenario.dtype`
 
 
 class Plan(Record, frozen=True, kw_only=True):
@@ -95,11 +95,11 @@ class Plan(Record, frozen=True, kw_only=True):
     rounds: int = 12
     dropped_rounds: int = 2
     seed: int = 0
-    timeout_s: float = 100.0  # of a collective that waits for a rank
+    timeout_s: float = 100.0  # limit for a collective that waits for a rank
     results: str  # rank 0 appends one `Outcome` a line here
     errors: str  # folder: a rank that fails writes rank<N>.json here
-    # time of CLOCK_MONOTONIC: after the first part, none begins that would end later, by the mean time of a part; each
-    # has an equal share of what is left, and more than twelve rounds only if they fit
+    # limit by CLOCK_MONOTONIC: after the first part, a part begins only if at mean duration it would end before this;
+    # each has an equal share of what is left, and more than twelve rounds only if they fit
     until_s: float | None = None
 
 
@@ -156,7 +156,7 @@ class Row(Record, frozen=True, kw_only=True):
     mechanism: str
     order: Order
     compute_alone: Timing  # T_g: without any control
-    compute_controlled: Timing  # alone, under this mechanism's controls: what they cost by themselves
+    compute_controlled: Timing  # compute alone under this mechanism's controls, which shows their cost
     comm_alone: Timing  # by this mechanism
     best_comm_alone_us: float  # by the fastest mechanism of the scenario: T_c
     best_mechanism: str
@@ -165,7 +165,7 @@ class Row(Record, frozen=True, kw_only=True):
     compute_together: Timing
     comm_together: Timing
     head_start_us: float  # measured; 0 for "together"
-    hidden: float  # share of the shorter side's time that overlap saves: pair/together.py
+    hidden: float  # fraction of the shorter of both times that overlap saves: pair/together.py
     ideal_fraction: float
     compute_kept: float
     comm_kept: float

@@ -44,7 +44,7 @@ class StepInterval(Record, frozen=True, kw_only=True):
     rows: int  # number of measured steps
     sources: tuple[str, ...]  # who measured them, the most similar first
     alike: float  # number of sources, each counted by how similar its steps are
-    slowest_us: float  # part of `high_us`: what the slowest of more ranks is expected to add
+    slowest_us: float  # part of `high_us`: expected delay by the slowest rank, if rows have other numbers of ranks
 
 
 class StepCause(Record, frozen=True, kw_only=True):
@@ -62,7 +62,7 @@ class ObservedStep(Record, frozen=True, kw_only=True):
     predicted_us: float
     usual_us: float  # median of such runs
     faster_than: float  # fraction of such runs
-    causes: tuple[StepCause, ...]  # the largest first; each by itself
+    causes: tuple[StepCause, ...]  # the largest first; each is a change by itself
 
 
 class RatioError(Record, frozen=True, kw_only=True):
@@ -110,7 +110,7 @@ class PartChange(Record, frozen=True, kw_only=True):
 class PlanOutcome(Record, frozen=True, kw_only=True):
     """Holds the main figures of one of several jobs; for an impossible job they are null and `why_not` says why."""
 
-    label: str = ""  # how it differs from the requested job: the value of a curve, or what is improved
+    label: str = ""  # how this job differs from the requested one: the value on a curve, or the resource improved
     settings: dict[str, Setting] = msgspec.field(default_factory=dict)  # of a search: fields that the search chose
     gpus: int | None = None
     step_us: float | None = None
@@ -126,7 +126,7 @@ class PlanOutcome(Record, frozen=True, kw_only=True):
     run: TrainingRun | None = None
     too_close: bool = False  # too close to the fastest choice of a search to tell which one is faster
     on_front: bool = False  # of a search: no other choice has as little of GPUs, step and memory
-    more: PartChange | None = None  # of a search: the part that exceeds that of the first choice most
+    more: PartChange | None = None  # of a search: the part that is longer than in the first choice by most
     why_not: str | None = None
 
 
@@ -145,12 +145,12 @@ class SearchResult(Record, frozen=True, kw_only=True):
     """
 
     gpus: int = 0
-    objective: Objective = "step"  # by which several numbers of GPUs are ranked
+    objective: Objective = "step"  # the objective that ranks results for several numbers of GPUs
     considered: int = 0
     priced: int = 0
     too_large: int = 0
     impossible: int = 0
-    complete: bool = True  # false: it was interrupted, and a faster way may have been left out
+    complete: bool = True  # false: the search was interrupted, and a faster way may have been left out
     why_not: str | None = None  # why there are no choices
     choices: tuple[PlanOutcome, ...] = ()
 
@@ -227,7 +227,7 @@ class Prediction(Record, frozen=True, kw_only=True):
     verdict: str
     validated: str
     interval: StepInterval | None = None
-    observed: ObservedStep | None = None  # all times are then shifted to it
+    observed: ObservedStep | None = None  # if given, all times are scaled to this step
     comparisons: RatioError | None = None
     notes: tuple[str, ...]
     job: dict[str, Any]

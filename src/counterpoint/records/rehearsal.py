@@ -43,10 +43,10 @@ class Rehearsal(Record, frozen=True, kw_only=True):
     device: Literal["cuda", "cpu"]  # of the ranks
     gpus: tuple[str, ...]  # names of the GPUs that the ranks shared; empty on CPUs
     world_size: int  # number of ranks
-    hosts: int  # among how many hosts they were counted
+    hosts: int  # number of hosts that the ranks were divided among
     steps: int  # of the optimizer, on the rank that made fewest
     peak_bytes: int  # most memory that torch reserved for one rank
-    reports: tuple[RehearsalReport, ...]  # what counterpoint replaced and moved; equal reports of several ranks are one
+    reports: tuple[RehearsalReport, ...]  # what counterpoint replaced and moved; equal reports are merged
     differences: tuple[str, ...]  # what was not the same on all ranks of a group, in sentences
     missing_ranks: tuple[int, ...]  # ranks that left no report, as a script does that ends by `os._exit`
     verdict: str  # what this shows, in a sentence, and what it cannot show

@@ -68,7 +68,7 @@ class Tried(_Strict, frozen=True, kw_only=True):
     paired_sigma_us: Micros | None = None  # of the difference to stock, round by round
     runs: Annotated[int, Meta(ge=1, le=1 << 30)]  # rounds that count
     predicted_us: Micros | None = None  # by the model that chose what to measure
-    marked: Sentence | None = None  # why the time must not be believed: a knob that did nothing
+    marked: Sentence | None = None  # why the time is invalid, such as a knob that did nothing
 
 
 class TunedPair(StepPair, frozen=True, kw_only=True):

@@ -460,7 +460,7 @@ def _routed(model: Model, experts: Experts, local: LocalShape) -> LayerWork:
     visits = tokens * experts.per_token
     rows = max(round(visits * experts.imbalance / per_rank / local.halves), 1)
     width = max(experts.width // cut, 1)
-    sorts = 2 if local.ep > 1 and local.exchange != "gather" else 1  # before they are sent, and by expert
+    sorts = 2 if local.ep > 1 and local.exchange != "gather" else 1  # of tokens: before they are sent, and by expert
     moved = there = sorts * 2.0 * local.element_bytes * visits * model.hidden
     if local.exchange == "gather":  # a sum for each token of every rank
         there = 1.0 * local.element_bytes * (visits + local.ep * tokens) * model.hidden

@@ -184,7 +184,7 @@ def _gathered(job: Job, stage: StagePart) -> float:
 class _Activations(NamedTuple):
     kept: float  # bytes until backward
     working: float  # bytes that a running layer needs in addition
-    layer: float  # of `kept`, bytes of the layer that has most
+    layer: float  # part of `kept` in the layer that keeps most
 
 
 def _activations(job: Job, parts: tuple[StagePart, ...]) -> _Activations:

@@ -32,10 +32,10 @@ class ClusterGpu(JobRecord, frozen=True, kw_only=True):
     memory_gib: Rate  # device memory
     memory_gb_per_s: Rate  # its bandwidth
     source: Text = ""  # of the figures
-    clock_ghz: Rate | None = None  # at which its SMs are locked; None: as high as power allows
+    clock_ghz: Rate | None = None  # clock at which its SMs are locked; None: as high as power allows
     power_watts: Rate | None = None  # its power limit; None: that of the data sheet
-    host_gb_per_s: Rate | None = None  # to host memory and back, each direction; None: by its name, `HOST_LINKS`
-    machine: Text = ""  # file of a profile of one's own (docs/reference/profile.md); "": the one that is shipped
+    host_gb_per_s: Rate | None = None  # to host memory and back, in each direction; None: `HOST_LINKS` by its name
+    machine: Text = ""  # file of the user's own profile (docs/reference/profile.md); "": the shipped profile
 
     @property
     def profile(self) -> Profile:
@@ -71,7 +71,7 @@ class Level(JobRecord, frozen=True, kw_only=True):
     latency_us: Micros  # of one hop at this level
     oversubscription: Factor = 1.0  # bandwidth of the links below over that of the links above; 1: non-blocking
     in_network_reduction: bool = False  # switches reduce (SHARP, NVLS)
-    failed_nics: Annotated[int, Meta(ge=0, le=1023)] = 0  # that one node has lost, of one NIC for each of its GPUs
+    failed_nics: Annotated[int, Meta(ge=0, le=1023)] = 0  # NICs that one node has lost, of one NIC per GPU
 
 
 class Cluster(Record, frozen=True, kw_only=True):
@@ -80,7 +80,7 @@ class Cluster(Record, frozen=True, kw_only=True):
     gpu: ClusterGpu  # of every rank
     levels: tuple[Level, ...]  # innermost first; the last holds all GPUs
     network: str | None = None  # name of the network that the levels are from; None: they were written out, or changed
-    fits: str = ""  # file of a network of one's own whose fitted protocols count, also where levels were changed
+    fits: str = ""  # file of the user's own network, whose fitted protocols count even if levels were changed
 
     def __post_init__(self) -> None:
         if not self.levels:

@@ -57,7 +57,7 @@ from counterpoint.records.toml import toml_table
 
 MAX_BYTES = 1 << 18
 ADVICE = "give a job as TOML, such as those of examples/plan"
-OVERLAPPED = ("dp", "tp", "ep")  # axes whose collectives may run beside compute; contexts' are waited for
+OVERLAPPED = ("dp", "tp", "ep")  # axes whose collectives may overlap with compute; compute waits for those of cp
 BY_NODE = ("deepseek", "automodel")  # software that sends a token once to each node: DeepEP, HybridEP
 MAX_LINE = 2000  # characters
 MAX_DEPTH = 8  # of tables and arrays in each other
@@ -66,8 +66,8 @@ MAX_DEPTH = 8  # of tables and arrays in each other
 class Ranks(JobRecord, frozen=True, kw_only=True):
     """Describes how much the ranks differ in speed."""
 
-    slow: Factor = 1.0  # one rank computes so many times as long as the others
-    # standard deviation of a rank's time over its mean, for which the step then waits
+    slow: Factor = 1.0  # factor by which one rank computes longer than the others
+    # standard deviation / mean of a rank's time; the step waits for the slowest rank
     jitter: Annotated[float, Meta(ge=0, le=10)] = 0.0
 
 
@@ -96,11 +96,11 @@ Hours = Annotated[float, Meta(ge=1e-2, le=1e9)]
 class Run(JobRecord, frozen=True, kw_only=True):
     """Describes the training to which a job's step belongs. Checkpoints are written if machines fail, or if asked."""
 
-    tokens: Tokens | None = None  # that are trained on; the last step is a whole one
+    tokens: Tokens | None = None  # tokens to train on, rounded up to whole steps
     steps: Annotated[int, Meta(ge=1, le=1_000_000_000)] | None = None  # instead of tokens
     price_per_gpu_hour: Annotated[float, Meta(ge=0, le=1e6)] | None = None  # in any currency
     gpu_mtbf_hours: Hours | None = None  # mean time between failures that one GPU causes; None: none
-    node_mtbf_hours: Hours | None = None  # that a node causes, besides those of its GPUs; None: none
+    node_mtbf_hours: Hours | None = None  # mean time between failures that a node causes, besides its GPUs; None: none
     restart_minutes: Annotated[float, Meta(ge=0, le=1e6)] = 10.0  # from a failure until training goes on
     checkpoint_minutes: Annotated[float, Meta(ge=1e-3, le=1e7)] | Literal["optimal"] = "optimal"  # of work between two
     checkpoint_seconds: Annotated[float, Meta(ge=0, le=1e6)] | None = None  # that training waits; None: size / storage
@@ -119,7 +119,7 @@ class OverlapTable(JobRecord, frozen=True, kw_only=True):
     """Holds the table [overlap] of a job's file: the mechanism by which collectives overlap with compute."""
 
     mechanism: Name = "nccl"
-    dp: Name | None = None  # of one axis, where it has another mechanism
+    dp: Name | None = None  # the mechanism of one axis, where it has another one
     tp: Name | None = None
     ep: Name | None = None
 
@@ -134,14 +134,14 @@ class ClusterTable(JobRecord, frozen=True, kw_only=True):
     gpus: Count | None = None  # None: as many as the job has ranks, or the levels hold
     network: Text | None = None
     levels: tuple[Level, ...] | None = None  # instead of a network, innermost first
-    fits: Text = ""  # file of a network of one's own, whose fitted protocols count for `levels`
+    fits: Text = ""  # file of the user's own network, whose fitted protocols count for `levels`
     clock_ghz: Rate | None = None
     power_watts: Rate | None = None
     host_gb_per_s: Rate | None = None
     machine: Text = ""
     nic_gbit: Rate | None = None  # Gb/s of one GPU's NIC, instead of the network's
-    nics: Annotated[int, Meta(ge=1, le=1024)] | None = None  # of a node; the network has one for each GPU
-    failed_nics: Annotated[int, Meta(ge=0, le=1023)] | None = None  # that one node has lost, for which all others wait
+    nics: Annotated[int, Meta(ge=1, le=1024)] | None = None  # NICs of a node; named networks have one per GPU
+    failed_nics: Annotated[int, Meta(ge=0, le=1023)] | None = None  # NICs lost by one node; all others wait for it
     oversubscription: Factor | None = None  # of the topmost level that the job crosses
 
     def __post_init__(self) -> None:
@@ -227,11 +227,11 @@ class Job(Record, frozen=True, kw_only=True):
     parallel: Parallel  # degrees of parallelism
     cluster: Cluster  # its machines; it has as many GPUs as the job has ranks, or more
     mechanism: str = "nccl"  # how collectives overlap with compute: a mechanism of the profile, `ideal` or `serial`
-    mechanisms: dict[str, str] = msgspec.field(default_factory=dict)  # of axes in OVERLAPPED that have another one
-    compression: Compression | None = None  # of gradients; None: sent whole
-    ranks: Ranks = Ranks()  # how much they differ in speed
+    mechanisms: dict[str, str] = msgspec.field(default_factory=dict)  # by axis of OVERLAPPED, where it has another one
+    compression: Compression | None = None  # of gradients; None: they are sent uncompressed
+    ranks: Ranks = Ranks()  # how much the ranks differ in speed
     software: TrainingSoftware = TrainingSoftware()
-    run: Run | None = None  # the training that the step is one of; None: only the step is asked for
+    run: Run | None = None  # the training that the step belongs to; None: only the step is predicted
 
     def __post_init__(self) -> None:
         for field, name in {"mechanism": self.mechanism, **self.mechanisms}.items():

@@ -35,9 +35,9 @@ class Experts(JobRecord, frozen=True, kw_only=True):
     per_token: Width  # experts that a token visits
     width: Width  # of each expert's feed-forward block
     shared: Annotated[int, Meta(ge=0, le=1024)] = 0  # experts that every token visits, of the same width
-    every: Layers = 1  # one layer in so many has experts; the others are dense
-    first_dense: Annotated[int, Meta(ge=0, le=10_000)] = 0  # so many layers at the beginning are dense, too
-    imbalance: Factor = 1.0  # tokens of the busiest rank over the mean; 1 is even
+    every: Layers = 1  # one layer in this many has experts; the others are dense
+    first_dense: Annotated[int, Meta(ge=0, le=10_000)] = 0  # this many layers at the beginning are dense, too
+    imbalance: Factor = 1.0  # tokens of the busiest rank / mean; 1: even
 
     def __post_init__(self) -> None:
         if self.per_token > self.count:
@@ -73,8 +73,8 @@ class Model(JobRecord, frozen=True, kw_only=True):
     head_dim: Width | None = None  # None: hidden / heads
     v_head_dim: Width | None = None  # of values; None: as of keys
     mla: LatentAttention | None = None  # instead of kv_heads, head_dim and v_head_dim
-    window: Count | None = None  # attention looks back only so many tokens; None: to the beginning
-    # one layer in so many looks back to the beginning in spite of `window`; None: none
+    window: Count | None = None  # attention looks back only this many tokens; None: to the beginning
+    # one layer in so many ignores `window` and attends to all earlier tokens; None: no layer does
     full_every: Layers | None = None
     qk_norm: bool = False  # queries and keys are normalised
     bias: Literal["none", "qkv", "all"] | None = None  # of matrices; None: "all" as in GPT-3, gated "none"
@@ -166,7 +166,7 @@ class ParameterCount(Record, frozen=True, kw_only=True):
 
     shared: float
     experts: float = 0.0
-    uncut: float = 0.0  # of `shared`, those that every rank of tp holds whole
+    uncut: float = 0.0  # of `shared`, those that tp does not shard
 
     @property
     def total(self) -> float:

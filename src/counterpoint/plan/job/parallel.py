@@ -14,7 +14,7 @@ from counterpoint.plan.job.fields import Count, Degree, JobRecord, Layers, Part,
 from counterpoint.plan.job.model import Model, ParameterCount, divides, layer_parameters, mtp_parameters
 from counterpoint.records import Record
 
-MAX_PARTS = 128  # stages of a pipeline, and parts of one: following the slots of more takes minutes
+MAX_PARTS = 128  # most stages of a pipeline, and parts per stage: simulating more takes minutes
 MAX_TOKENS = 10**12  # of a step
 RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act"]
 ExpertExchange = Literal["all_to_all", "by_node", "gather", "slabs"]
@@ -32,25 +32,25 @@ class Parallel(JobRecord, frozen=True, kw_only=True):
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"  # of micro-batches over stages
     cp: Degree = 1  # ranks that share a sequence
     ep: Degree = 1  # ranks that share the experts of a layer; taken from dp · cp
-    # 1: experts are not cut, and ep takes ranks of tp, too; None: tp cuts them as it cuts every matrix
+    # 1: tp does not shard experts, and ep takes ranks of tp, too; None: tp shards experts as it does every matrix
     expert_tp: Literal[1] | None = None
     # with ep, how tokens get to their experts: sent by counts that are exchanged first; once to each node and from
     # there over NVLink (DeepEP, HybridEP); all gathered; or in slabs of equal size for each pair of ranks
     expert_exchange: ExpertExchange = "all_to_all"
-    capacity_factor: Annotated[float, Meta(ge=0.1, le=1024)] = 1.25  # of a slab, over the mean of what it holds
+    capacity_factor: Annotated[float, Meta(ge=0.1, le=1024)] = 1.25  # size of a slab / mean of what it holds
     expert_nodes: Degree | None = None  # by_node: most nodes with experts of one token (node-limited routing)
     # with ep, tokens travel beside the experts of the other half of them (true, "halves"), or beside all compute of
     # another micro-batch (DualPipe, Megatron-Core's overlap_moe_expert_parallel_comm)
     overlap_ep: bool | Literal["halves", "micro_batches"] = False
     zero: Literal[0, 1, 2, 3] = 0  # sharded over dp: 1: optimizer states, 2: gradients, too, 3: parameters, too (FSDP)
-    shard: Degree | None = None  # with zero, ranks over which is sharded (HSDP); None: all of dp
+    shard: Degree | None = None  # with zero, number of ranks to shard over (HSDP); None: all of dp
     reshard_after_forward: bool = True  # with zero 3, parameters are gathered again in backward
     prefetch: Layers = 1  # with zero 3, layers gathered ahead
     bucket_bytes: Annotated[int, Meta(ge=1, le=1 << 40)] = 25 << 20  # with zero 0 and 1, gradients reduced at once
     overlap_tp: bool = True  # backward, tensor-parallel communication runs during the product for the weights' gradient
     pieces_tp: bool = False  # with tp and sequence, matmuls take rows as they come, and send them (`parallel/tensor/`)
     overlap_dp: bool = True  # gradients and parameters are sent during compute; False: after the last micro-batch
-    overlap_pp: bool = True  # what stages send each other runs during compute; False: sender and receiver wait for it
+    overlap_pp: bool = True  # sends between stages run during compute; False: sender and receiver wait for them
     ends_count: bool = False  # embedding and head count as a layer each when layers are divided among stages
     stage_layers: tuple[int, ...] | None = None  # of each of pp · virtual parts, in the model's order; None: equal
 
@@ -99,7 +99,7 @@ class Training(JobRecord, frozen=True, kw_only=True):
     global_batch: Count  # samples of one step over all ranks
     micro_batch: Width = 1  # samples that go through the model at once, on each replica
     precision: Precision = "bf16"  # of matrix products
-    # with precision = "fp8", whose maxima scale what is cast: the tensor's of earlier steps, its own, of rows or blocks
+    # with precision = "fp8", the maxima that scale a cast: of the tensor in earlier steps, of itself, of rows or blocks
     fp8_scaling: Literal["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"] = "delayed"
     fp8_attention: bool = False  # with precision = "fp8", attention is in fp8, too; False: in bf16
     fp8_gather: bool = False  # with precision = "fp8" and zero = 3, layers are cast before they are gathered
@@ -107,20 +107,20 @@ class Training(JobRecord, frozen=True, kw_only=True):
     recompute_modules: tuple[RecomputeModule, ...] = CORE_ONLY  # names of Megatron-LM; core_attn: arXiv 2205.05198
     recompute_method: Literal["uniform", "block"] | None = None  # of full: see `recompute_num_layers`; None: all layers
     recompute_num_layers: Layers | None = None  # block: so many of each part; uniform: all, as units of so many layers
-    # with recompute = "full", a layer is computed again up to the last input that backward needs, not to its end: what
-    # torch's checkpoint does since 2.1 without use_reentrant; Megatron-LM's does not
+    # with recompute = "full", a layer is recomputed up to the last input that backward needs, not to its end, as by
+    # torch's checkpoint since 2.1 without use_reentrant; Megatron-LM recomputes to the end
     early_stop: bool = False
-    # decides on the bytes of its states and on its traffic; adam_bf16: parameters and moments in bf16, no float32 copy
+    # decides on the bytes of states and on memory traffic; adam_bf16: parameters and moments in bf16, no float32 copy
     optimizer: Literal["adam", "adam8bit", "sgd", "adam_bf16"] = "adam"
     offload_optimizer: Share = 0.0  # part of its states that is on the host, whose CPUs update it (ZeRO-Offload)
-    offload_activations: Share = 0.0  # part of what backward needs that waits on the host, copied beside compute
+    offload_activations: Share = 0.0  # part of activations that wait on the host for backward, copied beside compute
     grad_bytes: Literal[2, 4] = 4  # of a gradient element while it is accumulated and reduced
     flash_attention: bool = True  # attention's scores never go to memory
     flash_version: Literal[1, 2, 3] = 3  # of FlashAttention, or what is as fast: cuDNN's is as 3 on Hopper
     fused_norms: bool = True  # a norm is one kernel, as in torch and Megatron-LM; False: an RMSNorm of tensor operators
     fused_kernels: bool = True  # neighbouring elementwise operators (Megatron-LM, torch.compile); False: eager kernels
     cuda_graphs: bool = False  # layers are replayed as CUDA graphs, so that the host launches nothing
-    fused_accumulation: bool = True  # weight gradients are added to their sum by the product that makes them
+    fused_accumulation: bool = True  # the matmul that makes a weight gradient adds it to the sum
     # steps between two averages of the replicas' parameters (local SGD); 1: gradients, every step
     local_steps: Width = 1
     asynchronous: bool = False  # replicas do not wait for each other: stale gradients (arXiv 1106.5730)
@@ -188,7 +188,7 @@ class Compression(JobRecord, frozen=True, kw_only=True):
     keep: Part = 0.01  # part of the elements that topk and randomk send
     bits: Literal[4, 8] = 8  # of a quantized element
     block: Width = 256  # quantized elements that share a scale
-    error_feedback: bool = True  # what was left out is added to the next gradient: one more buffer, two more passes
+    error_feedback: bool = True  # the compression error is added to the next gradient: one more buffer, two more passes
 
 
 def on_gpus(parallel: Parallel, training: Training, gpus: int, *, batch_grows: bool) -> tuple[Parallel, Training]:

@@ -57,8 +57,8 @@ class CollectiveEstimate(Record, frozen=True, kw_only=True):
     latency_us: float = 0.0  # base + H = base_us + Σ latency_us of the terms
     bandwidth_us: float = 0.0  # X, the sum over phases of their slowest level
     own_us: float = 0.0  # O: to copy or add the shard that a rank does not send
-    # the rest: time to fill pipelines, less the overlap of hops and bytes; and the difference to what NCCL's choice for
-    # fewer bytes costs at the last of its sizes, if that is more
+    # the rest: time to fill pipelines, less the overlap of hops and bytes; and what NCCL's choice for fewer
+    # bytes takes longer at its largest size, if it does
     joint_us: float = 0.0
     bus_gb_per_s: float = 0.0  # bus bandwidth as nccl-tests counts it
     terms: tuple[LevelTerm, ...] = ()  # parts of H and X, by phase and level

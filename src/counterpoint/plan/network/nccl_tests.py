@@ -20,7 +20,7 @@ from counterpoint.records import Record
 
 MAX_BYTES = 64 << 20
 MAX_RANKS = 1 << 20
-HOST_BOUND = 1.3  # times the shortest time: less is what one process takes to launch on all of its GPUs
+HOST_BOUND = 1.3  # times the shortest time: shorter rows show how long one process takes to launch on all GPUs
 PROGRAMS = {
     "all_gather_perf": "all_gather",
     "all_reduce_perf": "all_reduce",

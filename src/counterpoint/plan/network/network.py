@@ -94,12 +94,12 @@ class Protocol(Record, frozen=True, kw_only=True):
     base_us: float  # time to begin and to end, whatever is moved
     hop_us: dict[Kind, float]  # time of one hop, by kind of level
     efficiency: dict[Kind, float]  # part of the level's bandwidth that is reached in the limit, by kind
-    # by kind, limit of all GPUs of a group that are below one unit together; NCCL has one for LL
+    # by kind, most GB/s of all GPUs of a group below one unit together; NCCL has such a limit for LL
     ceiling_gb_per_s: dict[Kind, float] = msgspec.field(default_factory=dict)
     own_gb_per_s: float | None = None  # at which a rank copies or adds the shard that it does not send; None: at once
     join: float = 1.0  # j of the equation above, at least 1
     fill: float = 0.0  # of the equation above, 0 or more
-    # of a fitted one: NCCL chooses as if this times the bandwidth of its own model; it differs by version and tuner
+    # of a fitted protocol: NCCL chooses by its own model's bandwidth times this, which differs by version and tuner
     believed: float = 1.0
     most_bytes: int | None = None  # largest full array for which it is taken; None: any
     # these three: what the protocol serves; (): all. `kinds`: of the highest level that a group crosses
@@ -233,7 +233,7 @@ def names() -> tuple[str, ...]:
 
 
 def levels(name: str, num_gpus: int) -> tuple[Level, ...]:
-    """Return the levels that `num_gpus` GPUs need in a named network, inside out; the last is cut to whole units."""
+    """Return a named network's levels that `num_gpus` GPUs need, innermost first; the last is cut to whole units."""
     positive("cluster.gpus", num_gpus)
     found: list[Level] = []
     for level in all_levels(name):

@@ -28,9 +28,9 @@ F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
 RANDOM_ORDERS = 5  # number of random orders whose mean is reported as "random"
 CYCLES = 3  # of swapping ranks, then hosts
-MAX_SWAPPED = 4_096  # ranks, and hosts: a matrix of each two is made
+MAX_SWAPPED = 4_096  # most ranks, or hosts, that are swapped: it takes a matrix of all pairs
 MAX_WORK = 1.3e9  # pairs that are tried, half of them in the first cycle: some 20 s of CPU for 4,096 ranks
-BINS_OF_A_PAIR = 800  # in a sum over bins that takes as long as one pair
+BINS_OF_A_PAIR = 800  # a sum over so many bins takes as long as one pair
 ROWS = 128  # of a matrix that are held in the cache
 WORTH = 1e-6  # fraction of a vertex's mean cost: smaller gains are float32 rounding errors
 

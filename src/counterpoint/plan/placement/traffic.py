@@ -46,7 +46,7 @@ class AxisTraffic:
 
     axis: str  # name of the axis
     members: I64  # `[groups, ranks]`
-    pair_bytes: F64  # `[groups]`, of each pair that exchanges, both ways together
+    pair_bytes: F64  # `[groups]`, bytes of each pair that exchanges, both directions together
     pattern: Pattern = "all"  # which pairs exchange
 
     def pairs(self) -> tuple[I64, I64, F64]:

@@ -72,7 +72,7 @@ def _figures(choice: PlanOutcome) -> tuple[float, ...]:
 def _front(choices: Iterable[PlanOutcome]) -> set[tuple[float, ...]]:
     """Return (GPUs, step, memory) of the choices on the Pareto front: no other choice needs as little of all three."""
     front: list[tuple[float, ...]] = []
-    for each in sorted(set(map(_figures, choices))):  # what exceeds another in nothing comes before it
+    for each in sorted(set(map(_figures, choices))):  # a choice that is nowhere larger than another comes before it
         if not any(all(have <= want for have, want in zip(kept, each, strict=True)) for kept in front):
             front.append(each)
     return set(front)

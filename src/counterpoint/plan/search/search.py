@@ -186,7 +186,7 @@ class _Search:
         min_fits: float | None,
     ) -> None:  # fmt: skip
         self.gpu = job.cluster.gpu
-        if min_fits is not None:  # a smaller memory, in which ways fit that are sure enough to
+        if min_fits is not None:  # a smaller memory: ways that are predicted to fit in it fit with this probability
             job = _of_gpu(
                 job, replace(self.gpu, memory_gib=measured_errors().most_predicted_gib(self.gpu.memory_gib, min_fits))
             )

@@ -63,7 +63,7 @@ class Exchange(Record, frozen=True, kw_only=True):
     backward: bool = False  # they belong to backward
     during_dw: bool = False  # they run during the products for the weights' gradients
     product: tuple[int, int] | None = None  # n and k of the product that they run beside, in pieces
-    # what they run beside: of a pair of halves one runs beside the experts; or all beside another micro-batch
+    # what they overlap: of two halves, one overlaps the experts; or all overlap another micro-batch
     beside: Literal["", "experts", "micro_batch"] = ""
     per_token: int = 0  # by node: experts of a token; 0: every choice is sent by itself
     most_nodes: int | None = None  # by node: most nodes with experts of a token
@@ -116,7 +116,7 @@ def _in_fp8(exchanges: tuple[Exchange, ...], local: LocalShape, experts: Experts
 
 def _tensor(model: Model, parallel: Parallel, local: LocalShape, experts: Experts | None) -> tuple[Exchange, ...]:
     whole, during_dw = local.tokens * model.hidden * local.element_bytes, parallel.overlap_tp
-    blocks = 1 if local.experts_whole and experts is not None and not experts.shared else 2  # with exchanges over tp
+    blocks = 1 if local.experts_whole and experts is not None and not experts.shared else 2  # that exchange over tp
     if parallel.pieces_tp:
         return _tensor_in_pieces(model, local, whole, experts)[: 5 * blocks]
     if parallel.sequence and model.mla is not None:

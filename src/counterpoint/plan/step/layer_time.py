@@ -50,7 +50,7 @@ from counterpoint.plan.step.data_parallel import layer_collectives, layer_copies
 from counterpoint.plan.step.exchanges import Exchange, layer_exchanges
 from counterpoint.records import Record
 
-LAST_PRODUCT = "ffn out"  # of a dense layer: backward needs its input, and nothing behind it
+LAST_PRODUCT = "ffn out"  # of a dense layer: backward needs the input of this matmul, and nothing after it
 EXPOSED = {"tp": "tensor_us", "cp": "context_us", "ep": "expert_us"}
 
 
@@ -261,7 +261,7 @@ def _again(
     """Return the operations of `work` and the forward exchanges of `sent` that backward repeats."""
     training = job.training
     if training.recompute == "full":
-        if not training.early_stop or routed:  # combining needs the experts' outputs again
+        if not training.early_stop or routed:  # the combine needs the experts' outputs again
             return work.forward, sent
         return tuple(op for op in work.forward if op.name != LAST_PRODUCT), [_without_last(each) for each in sent]
     if training.recompute == "none":
@@ -417,7 +417,7 @@ def _sharding_time(
     found, comm_us = [], 0.0
     for turn, compute in enumerate((alone.forward, alone.backward)):
         comms = [(name, us * (part.layers + part.mtp)) for name, us in sent[turn]]
-        # the ends stay whole from forward to backward, so they are gathered once, and nothing overlaps with them
+        # embedding and head stay unsharded until backward: they are gathered once, and nothing overlaps that
         end_us = sum(us for name, us in end_sent[turn] if turn == 0 or name != "all_gather")
         exposed = sum(us for _, us in comms) + end_us
         comm_us += exposed

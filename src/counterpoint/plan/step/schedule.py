@@ -59,7 +59,7 @@ class StageTimes(Record, frozen=True, kw_only=True):
     forward: tuple[tuple[float, ...], ...]  # of one micro-batch
     backward: tuple[tuple[float, ...], ...]  # of one micro-batch, with `weight`
     weight: tuple[tuple[float, ...], ...] = ()  # the part of backward for weight gradients; used by zero_bubble
-    send_us: float = 0.0  # until the next stage has what was sent
+    send_us: float = 0.0  # from the send until the next stage has the data
 
     @property
     def stages(self) -> int:
@@ -150,7 +150,7 @@ def pipeline_us(name: ScheduleName, times: StageTimes, micro_batches: int) -> fl
     else:
         counts = ((SIMULATED_ROUNDS + more) * stages + rest for more in (0, 1))
         shorter, longer = (_end_us(_followed(name, times, count)) for count in counts)
-        period = max(longer - shorter, stages * times.busiest_us())  # never less than what the busiest stage has to do
+        period = max(longer - shorter, stages * times.busiest_us())  # never less than the busiest stage's work
         found_us = longer + (rounds - SIMULATED_ROUNDS - 1) * period
     return min(found_us, pipeline_us("1f1b", times, micro_batches)) if name == "zero_bubble" else found_us
 

@@ -71,7 +71,7 @@ OPTIMIZER_BYTES = {  # read and written per parameter: update; then norm 4, unsc
     "sgd": (20, 22),
     "adam_bf16": (14, 12),  # everything in two bytes, no master
 }
-CPU_GB_PER_S = 145.0  # of updates by all CPUs of a host
+CPU_GB_PER_S = 145.0  # rate of updates by all CPUs of a host
 CPU_GPUS = 8  # GPUs of that host
 CPU_SOURCE = "Megatron-Bridge, Qwen3-30B-A3B on 16 H100: 4.19 s a step instead of 1.00"
 QUANTILES = 2048  # of the distribution of the slowest rank
@@ -82,7 +82,7 @@ class PredictedStep(Record, frozen=True, kw_only=True):
     """Holds a predicted step; the µs of `parts` add up to `step_us`."""
 
     step_us: float  # of the whole job
-    parts: dict[str, float]  # µs by name, of the critical rank; of communication only the exposed part
+    parts: dict[str, float]  # µs by name, on the critical rank; communication counts only its exposed part
     comm_us: dict[str, float]  # communication alone, by axis
     serial_us: float  # if nothing overlapped
     ideal_us: float  # if everything overlapped
@@ -178,7 +178,7 @@ def _least_stragglers_us(job: Job, layers: LayerTimes) -> float:
 
 def _timed(job: Job, rates: GpuRates, mesh: MeshTimes, layers: LayerTimes, path: PathTime) -> _Timed:
     stages, micro = deal_layers(job.model, job.parallel), job.training.micro_batches(job.parallel)
-    # not in `_part_times`, whose bounds are of jobs without recomputation, which copy more
+    # not in `_part_times`: its lower bounds are of jobs without recomputation, which copy more
     part_times = {
         part: with_offloading(job, part, time) for part, time in _part_times(job, rates, mesh, stages, layers).items()
     }
@@ -321,7 +321,7 @@ def _ends(job: Job, rates: GpuRates, mesh: MeshTimes, stage: Stage, part_times: 
             backward_us=sum(part_times[part].backward.total_us - part_times[part].backward.host_us for part in stage),
             host_us=sum(part_times[part].backward.host_us for part in stage),
         )  # fmt: skip
-    shares_table = job.model.tied or job.model.mtp  # first and last stage, which add up its gradients
+    shares_table = job.model.tied or job.model.mtp  # first and last stage share the embedding, and add up its gradients
     if shares_table and job.parallel.pp > 1:
         size = job.model.vocab * job.model.hidden / job.parallel.tp * job.training.grad_bytes
         stride = mesh.groups["pp"].stride * (job.parallel.pp - 1)
