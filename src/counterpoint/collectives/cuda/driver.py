@@ -87,7 +87,7 @@ class StreamHandles(dict[int, Any]):
 
 
 class EventPool:
-    """Makes and reuses CUDA events, and marks points of streams by them."""
+    """Makes and reuses CUDA events, and marks points of streams by events."""
 
     def __init__(self, driver: Any) -> None:
         self._driver, self.handles = driver, StreamHandles(driver)
@@ -328,7 +328,7 @@ def _parameters(driver: Any, call: MemoryOperations) -> list[Any]:
 
 
 def hardware_queues() -> int:
-    """Return how many hardware queues CUDA spreads this process's streams over: 8 unless the environment says more."""
+    """Return how many hardware queues CUDA spreads streams over: CUDA_DEVICE_MAX_CONNECTIONS, or 8 if it is not set."""
     said = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
     return int(said) if said.isdecimal() else 8
 
@@ -351,7 +351,7 @@ def _name(error: Any) -> str:
 
 
 class StreamOrder:
-    """Records which streams use which tensors; as a `ReusePolicy` it delays reuse of freed memory until they are done.
+    """Records which streams use which tensors; as a `ReusePolicy` it delays reuse of freed memory for their work.
 
     A tensor dies on the host while work on it may still be queued. When its memory is freed, the present end of each
     stream that used it is recorded; the stream that uses the memory next waits for these points.
