@@ -272,7 +272,7 @@ class Communicator(EvenCollectives):
         return tensor
 
     def is_symmetric(self, tensor: Tensor) -> bool:
-        """Return whether a contiguous tensor lies in this rank's symmetric memory, so that peers write it in place."""
+        """Return whether a contiguous tensor lies in this rank's symmetric memory, where peers can write it."""
         return self._transport.locate(tensor) is not None
 
     def memory_pool(self) -> AbstractContextManager[None]:
@@ -294,7 +294,7 @@ class Communicator(EvenCollectives):
     def all_gather_coalesced(
         self, outputs: Tensors, inputs: Tensors, *, channel: int = 0, async_op: bool = False
     ) -> Work | None:
-        """Run several all_gathers as one call, with one handshake and one set of arrival signals for all of them.
+        """Run several all_gathers as one call, with one handshake and one set of arrival signals for all.
 
         In place if each input is this rank's block of its output.
 

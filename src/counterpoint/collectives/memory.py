@@ -179,7 +179,7 @@ class Pool:
 
 
 def next_region_bytes(last: int) -> int:
-    """Return the bytes of the next region: twice those of the last one, up to 256 MiB, but never fewer than the last.
+    """Return the next region's size: twice that of the last one, up to 256 MiB, but never less than that of the last.
 
     A larger tensor gets a region of its own size, which does not count as the last one here: if it did, a model's
     largest layer would cost three times its memory.

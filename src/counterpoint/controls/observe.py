@@ -388,29 +388,29 @@ def _kernel(node: Any) -> CapturedKernel:
 
 
 def nccl_kernels(launched: Iterable[Launched]) -> tuple[Launched, ...]:
-    """Return those of the launched items that are NCCL's own kernels."""
+    """Return NCCL's own kernels among the `launched` work."""
     return tuple(one for one in launched if one.kind == "kernel" and is_nccl(one.name))
 
 
 def symmetric_kernels(launched: Iterable[Launched]) -> tuple[Launched, ...]:
-    """Return NCCL's kernels that work on window-registered buffers (symmetric memory)."""
+    """Return NCCL's kernels among the `launched` work that use window-registered buffers (symmetric memory)."""
     return tuple(one for one in nccl_kernels(launched) if _SYMMETRIC.search(one.name))
 
 
 def copies(launched: Iterable[Launched]) -> tuple[Launched, ...]:
-    """Return the copies, whether by copy engines or within the device."""
+    """Return the copies among the `launched` work, whether by copy engines or within the device."""
     return tuple(one for one in launched if one.kind == "copy")
 
 
 def matmul_kernels(launched: Iterable[Launched]) -> tuple[Launched, ...]:
-    """Return GEMM kernels of cuBLAS, CUTLASS or Triton by their usual names; if there are none, the longest kernel."""
+    """Return GEMM kernels of cuBLAS, CUTLASS or Triton, known by name; if there are none, the longest kernel."""
     kernels = [one for one in launched if one.kind == "kernel"]
     found = [one for one in kernels if is_gemm_kernel(one.name)]
     return tuple(found or sorted(kernels, key=lambda one: -one.duration_us)[:1])
 
 
 def blocks(launched: Iterable[Launched]) -> list[int]:
-    """Return how many thread blocks the kernels have, sorted, each number once."""
+    """Return the kernels' numbers of thread blocks, sorted, each number once."""
     return sorted({one.num_blocks for one in launched})
 
 

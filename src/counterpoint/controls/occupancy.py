@@ -330,7 +330,7 @@ def device_limits(device: int | None = None) -> SmLimits:
 
 
 def _function(handle: int) -> Any:
-    """Return the `CUfunction` of a handle, which may be that of a `CUfunction` (Triton) or `CUkernel` (cuBLAS)."""
+    """Return the `CUfunction` of a handle, which is a `CUfunction` (from Triton) or a `CUkernel` (from cuBLAS)."""
     from cuda.bindings import driver
 
     function = driver.CUfunction(handle)

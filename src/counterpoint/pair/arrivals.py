@@ -189,7 +189,7 @@ class ShardedMatmul:
 
     @property
     def collective(self) -> Literal["all_gather", "reduce_scatter"]:
-        """Return PyTorch's name of the communication."""
+        """Return PyTorch's name of the collective."""
         return "reduce_scatter" if self.is_scatter else "all_gather"
 
     @property

@@ -40,7 +40,7 @@ _NCCL = "nccl"  # the mechanism of a profile that needs SMs
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertExchange:
-    """Describes the exchange of one MoE layer: each of a rank's `tokens` tokens goes to `top_k` of all experts."""
+    """Describes the token exchange of an MoE layer: each of a rank's `tokens` tokens goes to `top_k` of all experts."""
 
     ranks: int
     top_k: int

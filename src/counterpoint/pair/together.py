@@ -50,7 +50,7 @@ _BY_DEFINITION = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pair:
-    """Describes GEMMs that run one after the other, and a collective that runs at the same time. Times in µs."""
+    """Describes GEMMs that run one after the other, and a collective that runs at the same time, with times in µs."""
 
     products: tuple[Product, ...]  # the GEMMs; () where the computation is something else
     compute_us: float  # the GEMMs alone, on all SMs

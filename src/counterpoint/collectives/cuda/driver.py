@@ -82,7 +82,7 @@ class StreamHandles(dict[int, Any]):
 
 
 class EventPool:
-    """Makes and reuses CUDA events, and marks points of streams by them."""
+    """Makes and reuses CUDA events, and marks points of streams by events."""
 
     def __init__(self, driver: Any) -> None:
         self._driver, self.handles = driver, StreamHandles(driver)
@@ -323,7 +323,7 @@ def _parameters(driver: Any, call: MemoryOperations) -> list[Any]:
 
 
 def hardware_queues() -> int:
-    """Return how many hardware queues CUDA spreads this process's streams over: 8 unless the environment says more."""
+    """Return how many hardware queues CUDA spreads streams over: CUDA_DEVICE_MAX_CONNECTIONS, or 8 if it is not set."""
     said = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
     return int(said) if said.isdecimal() else 8
 

@@ -176,7 +176,7 @@ class CallQueue:
         }
 
     def _note(self, submission: Submission, prepared: Prepared, stream: int, capture: int) -> None:
-        """Record in `StreamOrder` which memory the call uses; repeated calls do so only after memory was freed."""
+        """Record in `StreamOrder` which memory the call uses; repeated calls need this only after a free."""
         order = self.context.order
         now = order.epoch, stream
         for at in (submission.at, *submission.input_at):
@@ -252,7 +252,7 @@ class CudaChannel(CallQueue):
     def _agreed(
         self, submission: Submission, number: int, known: _Needs | None, capture: int
     ) -> tuple[_Needs, dict[int, Location]]:
-        """Return a call's needs and peers' output places; ranks meet first if they must allocate or exchange any."""
+        """Return a call's `_Needs` and where peers' outputs lie; ranks meet first to allocate or exchange them."""
         own = submission.shown_at
         grows = known is not None and not self.staging.fits(known.staging_bytes)
         lands = known is not None and own == LANDING and has_equal_outputs(known.program.call)
@@ -365,7 +365,7 @@ class MailboxRoom:
 
 
 class MailboxLine(CallQueue):
-    """Issues the messages of one line: those from this rank to one other, or from one other rank to this one."""
+    """Issues the messages of one line (queue): all messages from this rank to one other rank, or from that to this."""
 
     def __init__(self, room: MailboxRoom, channel: int) -> None:
         super().__init__(

@@ -288,7 +288,7 @@ class FlagLayout:
 
     @property
     def captured_bytes(self) -> int:
-        """Return the bytes of all flags but those of early-release blocks: the first part of the region."""
+        """Return the bytes of the flags of channels and mailbox, which come first in the region."""
         return self._blocks * self._stride
 
     def _tensor(self, memory: SymmetricMemory) -> Any:
@@ -297,7 +297,7 @@ class FlagLayout:
 
 
 class Growth:
-    """Makes regions of symmetric memory with all ranks, which meet first so that an error can name a missing rank.
+    """Makes regions of symmetric memory on all ranks, which first meet, so that an error can name a missing rank.
 
     The ranks meet on the channel of `announcer`, which serves nothing else. A rank may take up to `max_bytes`; None: no
     limit.

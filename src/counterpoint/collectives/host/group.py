@@ -20,7 +20,7 @@ class PeerFailed(Unsupported):
 
 
 def membership(group: Any) -> tuple[int, int]:
-    """Return this process's rank in the group and the number of ranks; raise if it is in no group or another one."""
+    """Return this process's rank in `group` and the group's size; raise if the process is not in the group."""
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_initialized():

@@ -121,7 +121,7 @@ class Watchdog:
         self._processes = {peer: os.pidfd_open(pid) for peer, pid in enumerate(pids) if peer != rank}
 
     def peers(self, line: int) -> tuple[int, ...]:
-        """Return the peers that take part in the calls on `line` of this rank's status: one rank, or all others."""
+        """Return the peers that take part in the calls on `line` of this rank's status: one peer, or all."""
         if line < len(self.statuses):
             return (line,)
         return tuple(rank for rank in range(len(self.statuses)) if rank != self.rank)

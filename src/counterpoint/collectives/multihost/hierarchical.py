@@ -129,7 +129,7 @@ class HierarchicalCommunicator(EvenCollectives):
         self.inside.set_timeout(timeout_s)
 
     def is_symmetric(self, tensor: Any) -> bool:
-        """Return whether a contiguous tensor lies in the symmetric memory of this host, where peers write in place."""
+        """Return whether a contiguous tensor lies in this host's symmetric memory, where its ranks can write."""
         return self.inside.is_symmetric(tensor)
 
     def empty(self, *shape: int, dtype: Any = None) -> Any:
@@ -231,7 +231,7 @@ class StreamWork:
     keep: tuple[Any, ...]
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Return True once the current stream waits for the call; with `timeout_s` the host, too, waits, up to so long.
+        """Return True once the current stream waits for the call and, with `timeout_s`, the host has waited for it.
 
         Raises:
             PeerTimeout: `timeout_s` has passed.
@@ -316,7 +316,7 @@ class _PhaseRun:
         return communicator.call(call.operation, output, input, root=root, op=op, factor=factor, async_op=True)
 
     def add_up(self, phase: Phase) -> None:
-        """Combine the parts from other hosts in the order of hosts; bfloat16 and float16 in float32, rounded once."""
+        """Add up the hosts' parts in the order of hosts; bfloat16 and float16 in float32, with one rounding."""
         import torch
 
         assert self.reduction is not None

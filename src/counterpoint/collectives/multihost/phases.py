@@ -186,7 +186,7 @@ class _PhaseList:
 
 
 def _all_gather(plan: _PhaseList) -> None:
-    """Gather the blocks of this host first, which need no transfer, then each other host's blocks as they arrive."""
+    """Gather this host's own blocks first, which need no network, then each other host's blocks as they arrive."""
     block, local = plan.even_block(), plan.local
     own = plan.call.source_span(plan.rank, plan.rank)
     come = {}
@@ -201,7 +201,7 @@ def _all_gather(plan: _PhaseList) -> None:
 
 
 def _reduce_scatter(plan: _PhaseList) -> None:
-    """Reduce other hosts' blocks inside this host and send the sums, then reduce its own; at last add up all sums."""
+    """Reduce other hosts' blocks inside this host and send the sums, then reduce its own; add up the sums last."""
     block, hosts = plan.even_block(), plan.hosts
     inside, output = operations.reduce_scatter(plan.local, block), Span("output", 0, block)
     come = []

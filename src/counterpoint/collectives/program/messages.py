@@ -71,7 +71,7 @@ class Mailbox:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Represents a message between two ranks; slot `first` takes its first piece, the next slots the other pieces."""
+    """Represents a message between two ranks; slot `first` takes the first piece, the next slots take the others."""
 
     source: int
     target: int

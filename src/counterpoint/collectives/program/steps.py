@@ -260,7 +260,7 @@ class Program:
 
     @cached_property
     def symmetric(self) -> frozenset[Buffer]:
-        """Return the buffers that peers write on any rank, which must be symmetric memory."""
+        """Return the buffers that must be symmetric memory, as peers write them on some rank."""
         return frozenset(op.flag.buffer for op in _operations(self.cycle()))
 
     @cached_property

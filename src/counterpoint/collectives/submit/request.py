@@ -197,7 +197,7 @@ def even_blocks_of(
 
 
 def _full_bytes(ranks: GroupRank, row: Operation, output: Any, input: Any, root: int) -> int:
-    """Return the bytes of the full array, given the tensors; raise if one is missing, or given where it must not be."""
+    """Return the full array's bytes, from this rank's tensors; raise if one is missing, or given where none may be."""
     whole = ALIGNMENT * ranks.world_size  # bytes of a sample full array, to learn which part of it each tensor is
     unit = _even_call(row.layout.name, ranks.world_size, whole, root=root)
     found = []
@@ -287,7 +287,7 @@ def reduce_scatter_coalesced(
 def _coalesced_scatter(
     ranks: RankContext, outputs: TensorList, inputs: TensorList, op: str, factor: float
 ) -> _CoalescedScatter:
-    """Return the call as if its tensors lay one behind the other; raise if shapes do not fit or dtypes differ."""
+    """Return the call as if its tensors lay side by side; raise if shapes do not fit or dtypes differ."""
     pairs = _pairs(outputs, inputs)
     for output, input in pairs:
         check(output, None, ranks.device)
@@ -329,7 +329,7 @@ def _pairs(outputs: TensorList, inputs: TensorList) -> list[tuple[Any, Any]]:
 
 
 def _summary(tensors: TensorList, parts: Parts, *, places: bool) -> str:
-    """Return a line that is equal on all ranks: number of tensors, bytes, first dtype, and a digest of the layout."""
+    """Return a text that is equal on all ranks: number of tensors, bytes, first dtype, and a digest of the layout."""
     dtypes = [dtype_name(tensor.dtype) for tensor in tensors.tensors]
     rest = repr((dtypes, parts.shares, parts.sizes, parts.starts if places else ()))
     digest = blake2b(rest.encode(), digest_size=8).hexdigest()
@@ -374,7 +374,7 @@ def _check_own_block(ranks: GroupRank, output: Any, input: Any, leave_own: bool)
 
 
 def send_recv(ranks: RankContext, output: Any, input: Any, peer: int) -> Submission:
-    """Describe a send to one other rank, a receive from it, or both; a tensor that is None is left out."""
+    """Describe a send to rank `peer`, a receive from it, or both; None for a tensor leaves that direction out."""
     _check_peer(ranks, peer)
     check(output, input, ranks.device)
     sizes = [[0] * ranks.world_size for _ in range(ranks.world_size)]

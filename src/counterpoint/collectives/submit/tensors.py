@@ -78,7 +78,7 @@ class TensorList:
 
     @property
     def shape_key(self) -> Hashable:
-        """Return a key of everything in the tensors that a call depends on, except their addresses."""
+        """Return a key of everything about the tensors that a call uses, except their addresses."""
         if self._shape_key is None:
             self._shape_key = tuple([_shape_key(tensor) for tensor in self.tensors])
         return self._shape_key
@@ -135,7 +135,7 @@ def tensors_of(tensor: Any) -> tuple[Any, ...]:
 
 
 def block_bytes(output: Any, input: Any, count: int, device: torch.device = CPU) -> int:
-    """Return the bytes of the input; raise unless both are on `device` and the output is `count` times as large."""
+    """Return the bytes of the input; raise unless the output is `count` times as large and both are on `device`."""
     check(output, input, device)
     if output.numel() != count * input.numel():
         raise Misconfigured(
@@ -199,7 +199,7 @@ def cut(flat: Any, span: Span) -> Any:
 
 
 def tensor_key(tensor: Any) -> Hashable:
-    """Return a key of everything in a tensor or list that a call depends on: equal keys give equal submissions."""
+    """Return a key of everything about a tensor or list that a call uses: equal keys give equal submissions."""
     if tensor is None:
         return None
     if type(tensor) is TensorList:
