@@ -245,7 +245,7 @@ class CudaWork:
 
     @in_context
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Return True once the current stream waits for the call and, with `timeout_s`, the host has waited for it, too.
+        """Return True once the current stream waits for the call and, with `timeout_s`, the host has waited for it.
 
         Raises:
             PeerTimeout: `timeout_s` has passed, or the communicator has failed as a rank died or did not come in time.

@@ -231,7 +231,7 @@ class StreamWork:
     keep: tuple[Any, ...]
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Return True once the current stream waits for the call and, with `timeout_s`, the host has waited for it, too.
+        """Return True once the current stream waits for the call and, with `timeout_s`, the host has waited for it.
 
         Raises:
             PeerTimeout: `timeout_s` has passed.
