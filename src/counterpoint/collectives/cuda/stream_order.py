@@ -14,7 +14,7 @@ _IN_A_GRAPH = -1  # stands for a stream: a graph uses the memory at every replay
 
 
 class StreamOrder:
-    """Records which streams use which tensors; as a `ReusePolicy` it delays reuse of freed memory for their work.
+    """Records which streams use which tensors; a `ReusePolicy` by which freed memory is reused only after their work.
 
     A tensor dies on the host while work on it may still be queued. When its memory is freed, the present end of each
     stream that used it is recorded; the stream that uses the memory next waits for these points.

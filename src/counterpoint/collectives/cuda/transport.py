@@ -271,7 +271,7 @@ class CudaTransport:
             )
 
     def start(self, submission: Submission, number: int, keep: tuple[Any, ...]) -> CudaWork | None:
-        """Queue a call; return its `Work` with `async_op`, else None; raise if the communicator has failed."""
+        """Queue a call; return its `Work` with `async_op`, else None; raise if the call cannot be queued."""
         self.failure.check()
         if self.early.dropped:
             self.early.collect()

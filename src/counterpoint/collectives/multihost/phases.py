@@ -94,7 +94,7 @@ def phases(call: Call, grid: Grid, rank: int, *, slice_bytes: int | None = None)
         call: all_gather, reduce_scatter, all_reduce, all_to_all, broadcast or barrier; blocks of equal sizes.
         grid: on which hosts the ranks are.
         rank: rank among all of the grid.
-        slice_bytes: size of the slices on which all_reduce and broadcast work, so that both levels run at the same
+        slice_bytes: rough size of slices on which all_reduce and broadcast work, so that both levels run at the same
             time; None: they work on the whole array.
 
     Raises:
@@ -118,7 +118,7 @@ def phases(call: Call, grid: Grid, rank: int, *, slice_bytes: int | None = None)
 def best_slice_bytes(num_bytes: int) -> int:
     """Return the slice size in bytes with which an all_reduce or broadcast of `num_bytes` is about fastest (simulated).
 
-    Two slices let both levels run at the same time; from 512 MiB four do; below 32 MiB a second slice costs what it
+    Two slices, or from 512 MiB four, let both levels run at the same time; below 32 MiB a second slice costs what it
     wins.
     """
     if num_bytes < 32 << 20:

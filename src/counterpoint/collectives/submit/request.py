@@ -106,8 +106,8 @@ class RankContext(GroupRank):
         ranks. `line` is the line of the status that counts the call; None: that of calls of all ranks. For several
         tensors `layout` says where each lies in the buffers of the call, and `local` at which addresses, if no peer
         writes that buffer. With `overlaps` the input shares bytes with the output and is not in place. `tuning`
-        None is what the transport chooses. `Misconfigured` is raised if the output is an early-release tensor, which
-        the call does not allow.
+        None is what the transport chooses. `Misconfigured` is raised if the output is an early-release tensor and
+        the call does not allow such an output.
         """
         transport = self.transport
         known = call if isinstance(call, Call) else None
