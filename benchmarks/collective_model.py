@@ -29,7 +29,7 @@ from fit.protocols import DIALECTS, Checked, Dialect, fit_protocols, held_out, s
 from provenance import provenance, read_measurement, write_result
 from tables import markdown, print_table
 
-from counterpoint.machine.gpus import bus_factor
+from counterpoint.machine.bus_bandwidth import bus_factor
 from counterpoint.plan.job.cluster import Cluster, find_gpu
 from counterpoint.plan.network.estimate import estimate
 from counterpoint.plan.network.group import Group

@@ -24,7 +24,7 @@ from provenance import gpu_provenance, write_result
 from step_rig import start
 
 from counterpoint.collectives.cuda.lower import ReduceLaunch
-from counterpoint.collectives.cuda.sums import bind
+from counterpoint.collectives.cuda.sum_launch import bind
 from counterpoint.collectives.host.group import torch_function
 from counterpoint.collectives.program import operations
 from counterpoint.collectives.program.calls import Call

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from counterpoint.collectives.cuda.device import CudaCard, why_not
 from counterpoint.collectives.cuda.driver import BindReduction, Bound, Executor, Graph
 from counterpoint.collectives.cuda.lower import Addresses, DriverCall, lower
+from counterpoint.collectives.cuda.peer_access import CudaCard, why_not
 from counterpoint.collectives.cuda.regions import CudaMemory
-from counterpoint.collectives.cuda.sums import bind
+from counterpoint.collectives.cuda.sum_launch import bind
 from counterpoint.collectives.memory import Location
 from counterpoint.collectives.program.calls import Call
 from counterpoint.collectives.program.operations import plan

@@ -23,7 +23,7 @@ from tables import print_table
 from counterpoint.collectives.program.operations import even_call
 from counterpoint.collectives.program.steps import Tuning
 from counterpoint.collectives.program.tuning import best_tuning
-from counterpoint.machine.gpus import bus_factor
+from counterpoint.machine.bus_bandwidth import bus_factor
 from counterpoint.machine.profile import Profile, profile_json, profile_of
 from counterpoint.measurement.suites import BURSTS, GEMM, MACHINE_LOADS, SUM, capped, few_sms
 from counterpoint.measurement.workloads import find_workload

@@ -25,8 +25,8 @@ from counterpoint.errors import Unsupported
 from counterpoint.measurement.session import Session
 from counterpoint.parallel import group as rank_groups
 from counterpoint.parallel.expert import Dispatcher, ExpertOptions, LocalExperts, overlapped_moe
-from counterpoint.parallel.expert.mechanism import ExpertLayout
 from counterpoint.parallel.expert.permute import narrowed
+from counterpoint.parallel.expert.token_mechanism import ExpertLayout
 from tests.dist.communicator_cuda_programs import delays
 from tests.dist.tensor_programs import on_software_gpu
 from tests.support.ranks import PATIENT, error_of

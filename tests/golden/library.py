@@ -49,7 +49,7 @@ from counterpoint.collectives.program.steps import (
     Step,
     Tuning,
 )
-from counterpoint.machine.gpus import bus_factor
+from counterpoint.machine.bus_bandwidth import bus_factor
 from counterpoint.machine.profile import Contention, default_profile
 from counterpoint.measurement.workloads import find_workload
 from counterpoint.pair.choice import choose_gemm_sms, choose_split

@@ -16,7 +16,8 @@ from typing import Any
 
 from counterpoint.collectives.program.operations import even_call
 from counterpoint.collectives.program.tuning import best_tuning, with_link_turns
-from counterpoint.machine.gpus import bus_factor, bus_gb_per_s, find_gpu
+from counterpoint.machine.bus_bandwidth import bus_factor, bus_gb_per_s
+from counterpoint.machine.gpus import find_gpu
 from counterpoint.machine.profile import Profile, default_profile
 from counterpoint.measurement.suites import GEMM, LASTING, STREAM, SUM, capped, few_sms, parts_of
 from counterpoint.measurement.workloads import find_workload

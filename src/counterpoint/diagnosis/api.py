@@ -17,7 +17,7 @@ from counterpoint.diagnosis.comparison import compare, is_diagnosis, read_diagno
 from counterpoint.diagnosis.findings.findings import find_findings, verdict
 from counterpoint.diagnosis.findings.imbalance import notes_on_gpus
 from counterpoint.diagnosis.reading.digest import Engine, RankDigest, digest_all
-from counterpoint.diagnosis.reading.host_threads import CATEGORIES
+from counterpoint.diagnosis.reading.host_categories import CATEGORIES
 from counterpoint.diagnosis.reading.traced_job import TracedJob, assemble
 from counterpoint.errors import BadTrace
 from counterpoint.records.diagnosis import Comparison, Diagnosis, Source, TimelineLane

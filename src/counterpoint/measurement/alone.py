@@ -20,12 +20,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from counterpoint.collectives.cuda.lower import ReduceLaunch
-from counterpoint.collectives.cuda.sums import bind
+from counterpoint.collectives.cuda.sum_launch import bind
 from counterpoint.collectives.host.group import torch_function
 from counterpoint.collectives.program.reductions import Reduction
 from counterpoint.controls.control import applied
 from counterpoint.controls.parse import parse_mechanism
-from counterpoint.machine.gpus import bus_gb_per_s
+from counterpoint.machine.bus_bandwidth import bus_gb_per_s
 from counterpoint.measurement.collective import elements_of, memory_bytes
 from counterpoint.measurement.gpu_usage import observe, observe_compute
 from counterpoint.measurement.mechanisms import Mechanism, find_mechanism

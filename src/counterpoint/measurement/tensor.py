@@ -18,7 +18,7 @@ from counterpoint.collectives.host.group import torch_function
 from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.collectives.submit.tensors import dtype_name
 from counterpoint.errors import Misconfigured
-from counterpoint.machine.gpus import bus_gb_per_s
+from counterpoint.machine.bus_bandwidth import bus_gb_per_s
 from counterpoint.machine.profile import profile_of
 from counterpoint.measurement.collective import Comm, allocate, relative_error
 from counterpoint.measurement.mechanisms import joined

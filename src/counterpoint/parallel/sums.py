@@ -12,7 +12,7 @@ from torch import Tensor
 from counterpoint.collectives.cpu.call import reference
 from counterpoint.collectives.cuda.device import raw_stream
 from counterpoint.collectives.cuda.lower import ReduceLaunch
-from counterpoint.collectives.cuda.sums import bind
+from counterpoint.collectives.cuda.sum_launch import bind
 from counterpoint.collectives.program.reductions import Reduction
 from counterpoint.collectives.program.steps import COPY
 from counterpoint.collectives.submit.tensors import dtype_name, reduction_of

@@ -24,7 +24,8 @@ from counterpoint.collectives.program.clock import simulate
 from counterpoint.collectives.program.operations import even_call, measured_by, plan_all
 from counterpoint.collectives.program.tuning import best_tuning
 from counterpoint.errors import Misconfigured, Unsupported
-from counterpoint.machine.gpus import bus_factor, find_gpu
+from counterpoint.machine.bus_bandwidth import bus_factor
+from counterpoint.machine.gpus import find_gpu
 from counterpoint.machine.profile import Profile, Rates
 from counterpoint.measurement.workloads import (
     ComputeOperation,

@@ -14,7 +14,7 @@ from triton.compiler import ASTSource
 
 from counterpoint.collectives.cuda.lower import ReduceLaunch
 from counterpoint.collectives.cuda.sum_kernel import combine
-from counterpoint.collectives.cuda.sums import launch_of, with_types
+from counterpoint.collectives.cuda.sum_launch import launch_of, with_types
 from counterpoint.collectives.program.reductions import Reduction
 
 

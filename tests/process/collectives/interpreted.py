@@ -17,7 +17,7 @@ import torch
 from counterpoint.collectives.cpu.call import reference
 from counterpoint.collectives.cuda.lower import ReduceLaunch
 from counterpoint.collectives.cuda.sum_kernel import combine
-from counterpoint.collectives.cuda.sums import launch_of, with_types
+from counterpoint.collectives.cuda.sum_launch import launch_of, with_types
 from counterpoint.collectives.program.reductions import Reduction
 
 GUARD = 64  # bytes on both sides of every array that must stay as they are

@@ -16,8 +16,8 @@ from unittest.mock import patch
 import torch
 
 from counterpoint.parallel.expert import slabs as module
-from counterpoint.parallel.expert.mechanism import ExpertLayout
 from counterpoint.parallel.expert.slabs import pack
+from counterpoint.parallel.expert.token_mechanism import ExpertLayout
 from tests.support.routing import routing
 
 

@@ -9,7 +9,7 @@ from counterpoint.collectives.program.clock import simulate
 from counterpoint.collectives.program.operations import all_reduce, plan_all, reduce_scatter
 from counterpoint.collectives.program.steps import Tuning
 from counterpoint.collectives.program.tuning import best_tuning
-from counterpoint.machine.gpus import bus_gb_per_s
+from counterpoint.machine.bus_bandwidth import bus_gb_per_s
 from counterpoint.machine.profile import Rates, default_profile
 
 H200 = default_profile().rates

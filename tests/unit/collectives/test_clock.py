@@ -19,7 +19,7 @@ from counterpoint.collectives.program.operations import (
 )
 from counterpoint.collectives.program.steps import Copy, Reduce, Tuning
 from counterpoint.errors import CounterpointError, Misconfigured
-from counterpoint.machine.gpus import bus_gb_per_s
+from counterpoint.machine.bus_bandwidth import bus_gb_per_s
 from counterpoint.machine.profile import Rates, default_profile
 
 MIB = 1 << 20

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._C._distributed_c10d import _SymmetricMemory
 
-from counterpoint.collectives.cuda.device import CudaCard, prepare_process, why_not
+from counterpoint.collectives.cuda.peer_access import CudaCard, prepare_process, why_not
 from counterpoint.collectives.cuda.regions import CudaMemory, _addresses, _Region, living_segments
 from counterpoint.collectives.memory import Location
 from counterpoint.errors import Misconfigured, Unsupported

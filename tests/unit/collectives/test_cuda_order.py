@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from counterpoint.collectives.cuda.driver import EventPool
-from counterpoint.collectives.cuda.stream_order import StreamOrder
+from counterpoint.collectives.cuda.memory_reuse import StreamOrder
 from counterpoint.collectives.memory import Location
 from counterpoint.errors import CounterpointError
 from tests.support.software_gpu import SoftwareGpu

@@ -17,7 +17,7 @@ from counterpoint.collectives.program.operations import (
 from counterpoint.collectives.program.steps import Copy
 from counterpoint.collectives.program.tuning import best_tuning
 from counterpoint.errors import Misconfigured
-from counterpoint.machine.gpus import bus_gb_per_s
+from counterpoint.machine.bus_bandwidth import bus_gb_per_s
 from counterpoint.machine.profile import default_profile
 from tests.support.check import check
 from tests.support.explore import explore

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from counterpoint.collectives.cpu.call import reference
 from counterpoint.collectives.cuda.lower import ReduceLaunch
-from counterpoint.collectives.cuda.sums import Layout, launch_of
+from counterpoint.collectives.cuda.sum_launch import Layout, launch_of
 from counterpoint.collectives.program.operations import all_reduce, plan
 from counterpoint.collectives.program.reductions import Reduction, ReductionOp
 from counterpoint.collectives.program.steps import Reduce

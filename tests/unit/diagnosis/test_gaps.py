@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from counterpoint.diagnosis.findings.advice import advise_operation
-from counterpoint.diagnosis.reading.host_threads import CATEGORIES
+from counterpoint.diagnosis.reading.host_categories import CATEGORIES
 from counterpoint.diagnosis.reading.intervals import Intervals
 from counterpoint.records.diagnosis import Diagnosis, Finding
 from counterpoint.trace.timeline import Device, HostKind, Kind

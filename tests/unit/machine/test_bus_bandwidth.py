@@ -2,7 +2,7 @@
 
 import pytest
 
-from counterpoint.machine.gpus import bus_factor, bus_gb_per_s
+from counterpoint.machine.bus_bandwidth import bus_factor, bus_gb_per_s
 
 
 @pytest.mark.parametrize(

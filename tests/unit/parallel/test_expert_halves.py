@@ -9,7 +9,7 @@ from torch import Tensor
 
 from counterpoint.errors import Unsupported
 from counterpoint.parallel.expert.dispatcher import Trip
-from counterpoint.parallel.expert.mechanism import Halves
+from counterpoint.parallel.expert.token_mechanism import Halves
 from counterpoint.parallel.report import RoutedPath
 
 

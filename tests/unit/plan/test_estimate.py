@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from counterpoint.errors import Misconfigured
-from counterpoint.machine.gpus import bus_factor
+from counterpoint.machine.bus_bandwidth import bus_factor
 from counterpoint.plan.job.cluster import Cluster, Level, find_gpu
 from counterpoint.plan.network.algorithms import nccl_algorithms, schedule
 from counterpoint.plan.network.estimate import CollectiveEstimate, estimate

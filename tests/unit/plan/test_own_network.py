@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from counterpoint.errors import Misconfigured
-from counterpoint.machine.gpus import bus_factor
+from counterpoint.machine.bus_bandwidth import bus_factor
 from counterpoint.plan.job.changes import build_job
 from counterpoint.plan.job.cluster import Cluster, find_gpu
 from counterpoint.plan.job.job import job_toml, parse_job, read_tables

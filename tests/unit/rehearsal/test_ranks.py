@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from counterpoint.collectives.cuda.device import CudaCard, why_not
+from counterpoint.collectives.cuda.peer_access import CudaCard, why_not
 from counterpoint.errors import Misconfigured
 from counterpoint.rehearsed import host_id, is_rehearsal, local_rank, rank_variables, visible_devices
 from counterpoint.tuning.script_launch import parse_command

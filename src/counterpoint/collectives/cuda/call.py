@@ -22,8 +22,8 @@ from counterpoint.collectives.cuda.driver import (
     in_context,
 )
 from counterpoint.collectives.cuda.lower import WORD_BYTES, DriverCall, MemoryOperation, MemoryOperations
+from counterpoint.collectives.cuda.memory_reuse import StreamOrder
 from counterpoint.collectives.cuda.regions import FlagLayout, Growth
-from counterpoint.collectives.cuda.stream_order import StreamOrder
 from counterpoint.collectives.host.shared_memory import RankStatus
 from counterpoint.collectives.host.watchdog import CurrentCall, Failure, PeerWaiter, Watchdog
 from counterpoint.collectives.memory import SymmetricMemory

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-incomplete-defs
-"""Define the Triton kernel of reductions; `sums.py` imports this module, which needs Triton, at the first launch."""
+"""Define the Triton kernel of reductions; `sum_launch.py` imports it, and so Triton, at the first launch."""
 
 import triton
 import triton.language as tl

@@ -21,9 +21,9 @@ from typing import Any
 from counterpoint.collectives.cuda.call import STEPS, CudaContext, CudaWork
 from counterpoint.collectives.cuda.driver import Bound, EventPool, Executor, in_context
 from counterpoint.collectives.cuda.lower import WORD_BYTES, MemoryOperation, MemoryOperations
+from counterpoint.collectives.cuda.memory_reuse import StreamOrder
 from counterpoint.collectives.cuda.queues import LANDING, CallQueue, CudaChannel, MailboxRoom
 from counterpoint.collectives.cuda.regions import CudaMemory, FlagLayout, Growth, torch_pool
-from counterpoint.collectives.cuda.stream_order import StreamOrder
 from counterpoint.collectives.host.announce import Announcer
 from counterpoint.collectives.host.shared_memory import MAX_CHUNKS, SharedMemory
 from counterpoint.collectives.host.watchdog import CurrentCall, Failure, PeerWaiter, Watchdog

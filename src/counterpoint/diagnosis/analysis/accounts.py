@@ -11,7 +11,8 @@ import numpy as np
 from counterpoint.diagnosis.analysis.parallel_groups import parallels
 from counterpoint.diagnosis.reading.intervals import Intervals
 from counterpoint.diagnosis.reading.traced_job import TracedJob, gpus_of
-from counterpoint.machine.gpus import bus_factor, bus_gb_per_s, link_gb_per_s, peak_tflops
+from counterpoint.machine.bus_bandwidth import bus_factor, bus_gb_per_s
+from counterpoint.machine.gpus import link_gb_per_s, peak_tflops
 from counterpoint.machine.profile import own_profile_of_traces
 from counterpoint.records.diagnosis import Account, Collective, CollectiveKind, GpuAccount, RankAccount, StepTime
 from counterpoint.trace.classify import is_multi_tensor

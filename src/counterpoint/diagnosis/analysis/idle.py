@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from counterpoint.diagnosis.reading.gaps import STALL_US, Gaps, Pauses
-from counterpoint.diagnosis.reading.host_threads import CATEGORIES
+from counterpoint.diagnosis.reading.host_categories import CATEGORIES
 from counterpoint.diagnosis.reading.intervals import Intervals
 from counterpoint.diagnosis.reading.modules import PHASES, module_of
 from counterpoint.diagnosis.reading.traced_job import TracedJob

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from counterpoint.diagnosis.analysis.idle import time_in
-from counterpoint.diagnosis.reading.host_threads import CATEGORIES
+from counterpoint.diagnosis.reading.host_categories import CATEGORIES
 from counterpoint.diagnosis.reading.modules import PHASES, Places, in_words, module_of
 from counterpoint.diagnosis.reading.traced_job import TracedJob
 from counterpoint.records.causes import IDLE_CAUSES

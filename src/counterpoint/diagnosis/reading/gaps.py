@@ -11,10 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from counterpoint.diagnosis.reading.host_threads import (
+from counterpoint.diagnosis.reading.host_categories import (
     ALLOCATOR,
     BETWEEN,
-    BLOCKING_COPY_US,
     CATEGORIES,
     COPY,
     EARLIER_WORK,
@@ -24,14 +23,12 @@ from counterpoint.diagnosis.reading.host_threads import (
     OPERATION,
     PAGES,
     QUEUED,
-    SHORT_US,
     START_UP,
     SYNCHRONISE,
     UNRECORDED,
-    GapPieces,
-    HostThreads,
     category_of,
 )
+from counterpoint.diagnosis.reading.host_threads import BLOCKING_COPY_US, SHORT_US, GapPieces, HostThreads
 from counterpoint.diagnosis.reading.intervals import Intervals
 from counterpoint.diagnosis.reading.steps import StepWindows
 from counterpoint.trace.timeline import (

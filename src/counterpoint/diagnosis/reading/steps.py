@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from counterpoint.diagnosis.reading.host_threads import ALLOCATION, CAPTURE, COMPILATION, CUDA_START, says
+from counterpoint.diagnosis.reading.host_categories import ALLOCATION, CAPTURE, COMPILATION, CUDA_START, says
 from counterpoint.diagnosis.reading.intervals import Intervals
 from counterpoint.diagnosis.reading.repetition import repeated_steps
 from counterpoint.records.diagnosis import WHOLE_TRACE

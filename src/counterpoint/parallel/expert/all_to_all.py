@@ -23,9 +23,9 @@ from counterpoint.collectives.host.watchdog import Watchdog
 from counterpoint.collectives.options import CommunicatorOptions
 from counterpoint.collectives.submit.tensors import flat_bytes
 from counterpoint.errors import PeerTimeout, Unsupported
-from counterpoint.parallel.expert.mechanism import ExpertLayout, Halves, TokenMechanism, too_many
 from counterpoint.parallel.expert.overflow import no_room
 from counterpoint.parallel.expert.permute import Assignment, assign, combine, narrowed, permute, weight_grads
+from counterpoint.parallel.expert.token_mechanism import ExpertLayout, Halves, TokenMechanism, too_many
 from counterpoint.parallel.options import ExpertOptions
 from counterpoint.parallel.report import RoutedPath
 

@@ -28,8 +28,8 @@ from counterpoint.machine.profile import default_profile
 from counterpoint.pair.expert_choice import ExpertExchange, choose_expert
 from counterpoint.parallel.expert.all_to_all import AllToAll
 from counterpoint.parallel.expert.gathering import GatherAll
-from counterpoint.parallel.expert.mechanism import ExpertLayout, Halves, TokenMechanism, finished
 from counterpoint.parallel.expert.slabs import Slabs
+from counterpoint.parallel.expert.token_mechanism import ExpertLayout, Halves, TokenMechanism, finished
 from counterpoint.parallel.group import RankGroup, rank_group, torch_group
 from counterpoint.parallel.options import ExpertOptions
 from counterpoint.parallel.report import CallCounts, Report

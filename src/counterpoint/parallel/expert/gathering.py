@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from counterpoint.collectives.work import PartitionedWork
-from counterpoint.parallel.expert.mechanism import ExpertLayout, Halves, OwnCommunication
 from counterpoint.parallel.expert.permute import Assignment, assign, bounded, combine, narrowed, permute, weight_grads
+from counterpoint.parallel.expert.token_mechanism import ExpertLayout, Halves, OwnCommunication
 from counterpoint.parallel.group import CHANNELS, RankGroup
 from counterpoint.parallel.options import ExpertOptions
 from counterpoint.parallel.report import RoutedPath

@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from counterpoint.parallel.expert.mechanism import ExpertLayout, Halves, OwnCommunication
 from counterpoint.parallel.expert.permute import (
     Assignment,
     assign,
@@ -39,6 +38,7 @@ from counterpoint.parallel.expert.permute import (
     triton_kernels,
     weight_grads,
 )
+from counterpoint.parallel.expert.token_mechanism import ExpertLayout, Halves, OwnCommunication
 from counterpoint.parallel.group import CHANNELS, RankGroup
 from counterpoint.parallel.options import ExpertOptions
 from counterpoint.parallel.report import RoutedPath

@@ -9,7 +9,7 @@ which one NCCL takes. `algorithm` asks for the time of another algorithm, whethe
 from __future__ import annotations
 
 from counterpoint.errors import Misconfigured, printable
-from counterpoint.machine.gpus import bus_factor
+from counterpoint.machine.bus_bandwidth import bus_factor
 from counterpoint.plan.job.parallel import Parallel
 from counterpoint.plan.network.algorithms import (
     ALGORITHMS,

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from counterpoint.errors import Misconfigured, printable
-from counterpoint.machine.gpus import bus_factor
+from counterpoint.machine.bus_bandwidth import bus_factor
 from counterpoint.plan.network.network import OPERATIONS
 from counterpoint.read_file import read_text
 from counterpoint.records import Record

@@ -29,7 +29,7 @@ from counterpoint.collectives.program.operations import even_call, plan_all
 from counterpoint.collectives.program.steps import Tuning
 from counterpoint.collectives.program.tuning import best_tuning, with_link_turns
 from counterpoint.errors import Misconfigured
-from counterpoint.machine.gpus import bus_factor
+from counterpoint.machine.bus_bandwidth import bus_factor
 from counterpoint.machine.profile import Profile, Rates
 from counterpoint.pair.sm_split import SmSplit
 from counterpoint.records.measurement import BlockRow, Measurement
