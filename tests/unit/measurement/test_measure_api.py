@@ -164,3 +164,15 @@ def test_what_was_not_measured_is_an_error(
     monkeypatch.setattr(api, "launch", launch)
     with pytest.raises(CounterpointError, match=said):
         api.measure("quick", device="cpu")
+
+
+@pytest.mark.parametrize(("cores", "given", "threads"), [(9, None, "4"), (1, None, "1"), (9, "7", "7")])
+def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch, cores: int, given: str | None, threads: str) -> None:
+    """Unless the user gives the number; which rank it is comes from here, whatever the user has set."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)))
+    monkeypatch.setenv("LOCAL_RANK", "5")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    found = api._environment(1, 2, 4000)
+    assert (found["OMP_NUM_THREADS"], found["LOCAL_RANK"], found["MASTER_PORT"]) == (threads, "1", "4000")

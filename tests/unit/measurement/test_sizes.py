@@ -1,10 +1,15 @@
 """From a wanted time to a size."""
 
+from typing import Any, cast
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from counterpoint.measurement.pairs import size_for_time, time_at
+from counterpoint.errors import Unsupported
+from counterpoint.measurement.mechanisms import find_mechanism
+from counterpoint.measurement.pairs import Calibration, _size_bytes, size_for_time, time_at
+from counterpoint.records.measurement import Scenario
 
 CURVE = tuple((1 << power, 20.0 + (1 << power) / 300e3) for power in range(20, 31, 2))  # 20 µs + 300 GB/s
 
@@ -23,3 +28,22 @@ def test_the_fastest_mechanism_counts() -> None:
 
 def test_measured_points_are_kept() -> None:
     assert [time_at(CURVE, size) for size, _ in CURVE] == pytest.approx([time for _, time in CURVE])
+
+
+def test_the_ratio_is_of_the_computation() -> None:
+    """Three times 400 µs by the fastest mechanism that runs; with none there is no size."""
+    nothing: list[tuple[int, float]] = []
+    known = {("all_gather", "nccl"): CURVE, ("all_gather", "zero_sm"): nothing, ("all_reduce", "nccl"): nothing}
+    calibration = Calibration(collectives=dict(known))
+    mechanisms = [find_mechanism(name, "cuda") for name in ("nccl", "zero_sm")]
+
+    def size(collective: str) -> int:
+        scenario = Scenario(
+            name="s", workload="gemm 1x1x1", collective=collective, mechanisms=("nccl",), orders=(), ratio=3.0
+        )
+        return _size_bytes(cast(Any, None), scenario, mechanisms, lambda: 400.0, calibration)
+
+    assert time_at(CURVE, size("all_gather")) == pytest.approx(1200.0, rel=1e-3)
+    calibration.collectives["all_reduce", "zero_sm"] = nothing
+    with pytest.raises(Unsupported, match="all_reduce by nccl, zero_sm could not be started"):
+        size("all_reduce")
