@@ -110,25 +110,23 @@ def test_neighbours_that_become_one_keep_the_latest_points(device: Device) -> No
 
 
 def test_a_call_notes_on_which_streams_it_uses_memory(device: Device) -> None:
-    """Each time it changes the stream or memory was freed, and not again in between."""
-    watchdog = SimpleNamespace(rank=0, statuses=[SimpleNamespace(channels=[None])])
-    context: Any = SimpleNamespace(
-        gpu=device.gpu, events=device.events, order=device.order, waiter=SimpleNamespace(watchdog=watchdog)
-    )
+    """Each time the stream is another or memory was freed."""
+    waiter = SimpleNamespace(watchdog=SimpleNamespace(rank=0, statuses=[SimpleNamespace(channels=[None])]))
+    context: Any = SimpleNamespace(gpu=device.gpu, events=device.events, order=device.order, waiter=waiter)
     executor = Executor(driver=device.gpu.driver)
     queue = CallQueue(context, executor, device.one, 0)
     prepared = Prepared(SimpleNamespace(), (), executor)  # type: ignore[arg-type]
     submission = Submission(text="", channel=0, line=0, at=HERE, input_at=(THERE,))
 
-    def streams(*issued: int) -> list[int]:
+    def noted(*issued: int) -> list[set[int]]:
         for stream in issued:
             queue._issue(submission, prepared, stream, stream, 0)
-        here, there = (device.order.freed(at, 512) for at in (HERE, THERE))
-        assert not isinstance(here, str)
-        assert not isinstance(there, str)
-        assert [one.stream for one in here] == [one.stream for one in there]
-        return [one.stream for one in here]
+        return [{getattr(point, "stream", -1) for point in device.order.freed(at, 512)} for at in (HERE, THERE)]
 
-    assert [streams(device.one), streams(device.one), streams(device.one, device.two), streams()] == [
-        [device.one], [device.one], [device.one, device.two], [],
-    ]  # fmt: skip
+    one, two = device.one, device.two
+    assert [noted(one), noted(one), noted(one, two), noted()] == [
+        [{one}] * 2,
+        [{one}] * 2,
+        [{one, two}] * 2,
+        [set()] * 2,
+    ]

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from counterpoint.collectives.memory import Location
-from counterpoint.collectives.program.calls import Call
 from counterpoint.collectives.program.steps import Copy, Tuning
 from counterpoint.collectives.submit import request
 from counterpoint.collectives.submit.submission import NOWHERE, Programs, Submission
@@ -218,18 +217,9 @@ def test_not_more_calls_are_remembered_than_may_be(ranks: Ranks, monkeypatch: py
     assert len(ranks.submitter._known) <= 3
 
 
-@pytest.mark.parametrize(
-    ("name", "output", "input", "own"),
-    [
-        ("all_gather", WHOLE, WHOLE[:32], "in_place"),
-        ("all_gather", WHOLE, WHOLE[32:], "copy"),  # the block of another rank
-        ("all_gather", WHOLE, torch.zeros(32), "copy"),
-        ("all_reduce", WHOLE, WHOLE.clone(), "consumer"),
-        ("all_to_all", WHOLE, WHOLE, "copy"),
-        ("gather", WHOLE, WHOLE[:32], "copy"),  # only the root could be in place
-    ],
-)
-def test_a_call_is_in_place_if_all_ranks_can_be(name: str, output: torch.Tensor, input: torch.Tensor, own: str) -> None:
-    call = request.even_blocks_of(request.GroupRank(rank=0, world_size=2, device=CPU), output, input, name).call
-    assert isinstance(call, Call)
-    assert call.own == own
+def test_a_call_is_in_place_if_all_ranks_can_be() -> None:
+    """Not with the block of another rank, nor where only the root could be."""
+    ranks = request.GroupRank(rank=0, world_size=2, device=CPU)
+    given = [("all_gather", WHOLE[:32]), ("all_gather", WHOLE[32:]), ("all_to_all", WHOLE), ("gather", WHOLE[:32])]
+    calls: list[Any] = [request.even_blocks_of(ranks, WHOLE, input, name).call for name, input in given]
+    assert [call.own for call in calls] == ["in_place", "copy", "copy", "copy"]

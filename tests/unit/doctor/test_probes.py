@@ -119,10 +119,7 @@ def test_the_state_of_the_fabric_is_named(
 
 
 def test_links_are_read_from_fields_and_else_from_counters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A field that the GPU does not have (here 161, replays) is asked for by the function of older GPUs.
-
-    A link that is down is asked for nothing.
-    """
+    """A field that the GPU lacks (here 161, replays) is asked for by the function of older GPUs, if the link is up."""
 
     def fields(_: object, wanted: list[tuple[int, int]]) -> list[types.SimpleNamespace]:
         return [

@@ -143,8 +143,7 @@ def test_an_interrupted_search_gives_what_it_has() -> None:
 def test_a_command_writes_what_it_finds(tmp_path: Path) -> None:
     """The winner is a job that is read again, and the table has a row for each way."""
     job, table, winner = parse_job(TABLES), tmp_path / "ways.csv", tmp_path / "winner.toml"
-    fix = ("pp=1", "tp=2", "micro_batch=1", "recompute=none", "zero=3")
-    asked = _Looking(fix=fix, gpus="8", top=1, csv=table, winner=winner, min_fits=None, objective=None)
+    asked = _Looking(fix=("tp=8",), gpus="8", top=1, csv=table, winner=winner, min_fits=None, objective=None)
     found = asked.results(job, None)
     assert parse_job(tomllib.loads(winner.read_text())) == chosen_job(job, found[0])
     assert table.read_text() == search_csv(found)

@@ -11,7 +11,7 @@ from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.records.rehearsal import RankReport
 from counterpoint.rehearsal import api
 from counterpoint.rehearsal.rank import TASK_VARIABLE, RehearsalTask
-from counterpoint.tuning.script_launch import RunCommand, parse_command
+from counterpoint.tuning.script_launch import REHEARSED, RunCommand, parse_command
 
 GIB = 1 << 30
 
@@ -115,7 +115,7 @@ def test_no_gpu_is_told(
 
 
 def test_what_ranks_leave_is_read(monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
-    """They get the task and one thread each; a rank without a report is missing, and all that they print is shown."""
+    """They get the task and what the user set; a rank without a report is missing, and all that they print is shown."""
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
 
     def run_ranks(run: RunCommand, program: str, **given: Any) -> None:
@@ -123,14 +123,14 @@ def test_what_ranks_leave_is_read(monkeypatch: pytest.MonkeyPatch, capfdbinary: 
         folder = Path(task.folder)
         assert (folder, task.world_size, task.ranks_per_host, task.gpus) == (given["folder"], 4, 2, ())
         assert (given["variables"]["OMP_NUM_THREADS"], given["variables"]["A"]) == ("3", "b")
+        assert (str(run), program) == ("torchrun --nproc-per-node 4 train.py", REHEARSED)
         (folder / "reports").mkdir()
         for rank in (0, 1, 3):
             report = RankReport(rank=rank, steps=5 - rank, peak_bytes=0, reports={}, calls={}, members={})
             (folder / f"reports/rank{rank}.json").write_bytes(msgspec.json.encode(report))
         (folder / "script.log").write_bytes(b"loss 1.0")
-        assert given["progress"]()[1] == 8
-        with (folder / "script.log").open("ab") as log:
-            log.write(b", 0.5")
+        assert given["progress"]() == (0, 8)  # no rank has ended a step
+        (folder / "script.log").write_bytes(b"loss 1.0, 0.5")
 
     monkeypatch.setattr(api, "run_ranks", run_ranks)
     found = api.rehearse("A=b torchrun --nproc-per-node 4 train.py", device="cpu", hosts=2, echo=True)

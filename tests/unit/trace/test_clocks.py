@@ -36,12 +36,17 @@ def test_times_of_a_clock_come_back() -> None:
 def test_planted_clocks_are_found() -> None:
     """A rank late by the host's order, two of another host known through one of them, one that drifts, one alone."""
     at = np.arange(1, 42) * 1e5
-    end = at[:, None] + np.array([0.0, 40.0, 5000.0, 5060.0, -700.0, 0.0])
+    end = at[:, None] + np.array([0.0, 40.0, -5000.0, -4940.0, 700.0, np.nan])
     end[:, 4] += 1e-4 * (at - at[20])
-    end[:, 5] = np.nan
     end[:21, 3], end[21:, 0] = np.nan, np.nan
+    clocks, second_order = align_clocks(end), 2 * 1e-4**2
+    np.testing.assert_allclose(clocks.offset, [0.0, 0.0, -4990.0, -4990.0, 680.0, np.nan], atol=1.0)
+    np.testing.assert_allclose(clocks.drift, [0.0, 0.0, 0.0, 0.0, 1e-4, 0.0], atol=second_order)
+
+
+def test_an_offset_is_as_uncertain_as_its_median() -> None:
+    """Ends 4 µs off their means at 40 collectives: 1.4826 · 4 is their deviation, 1.25 / √40 of it the median's."""
+    end = np.arange(40)[:, None] * 1e3 + np.array([0.0, 5000.0])
+    end[:, 1] += np.tile([8.0, -8.0], 20)
     clocks = align_clocks(end)
-    np.testing.assert_allclose(clocks.offset, [0.0, 0.0, 5010.0, 5010.0, -720.0, np.nan], atol=1.0)
-    np.testing.assert_allclose(
-        clocks.drift, [0.0, 0.0, 0.0, 0.0, 1e-4, 0.0], atol=2e-8
-    )  # drift², as the fit is over own time
+    np.testing.assert_allclose([clocks.offset[1], clocks.uncertainty[1]], [5000.0, 1.25 * 1.4826 * 4 / 40**0.5])
