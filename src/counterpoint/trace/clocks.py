@@ -56,7 +56,7 @@ def align_clocks(end: F64) -> Clocks:
     deviation = 1.4826 * np.nanmedian(np.abs(residual), axis=0)
     error = deviation / np.sqrt(np.maximum(count, 1)) * 1.25
     error[0] = 0.0
-    total = offset[known] + shift - shift[0]
+    total = offset[known] + shift  # the reference's shift is 0
     common = _one_per_host(total, slope, _RESOLUTION_US + 3 * error)
     offset[known], drift[known] = common, slope
     uncertainty[known] = np.maximum(error, np.abs(total - common))

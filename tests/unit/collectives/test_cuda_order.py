@@ -2,12 +2,17 @@
 
 import gc
 import threading
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from counterpoint.collectives.cuda.driver import EventPool
+from counterpoint.collectives.cuda.call import Prepared
+from counterpoint.collectives.cuda.driver import EventPool, Executor
 from counterpoint.collectives.cuda.memory_reuse import StreamOrder
+from counterpoint.collectives.cuda.queues import CallQueue
 from counterpoint.collectives.memory import Location
+from counterpoint.collectives.submit.submission import Submission
 from counterpoint.errors import CounterpointError
 from tests.support.software_gpu import SoftwareGpu
 
@@ -102,3 +107,26 @@ def test_what_dies_in_a_capture_is_free_after_it(device: Device) -> None:
 def test_neighbours_that_become_one_keep_the_latest_points(device: Device) -> None:
     first, second, other = (device.events.record(stream) for stream in (device.one, device.one, device.two))
     assert set(device.order.merged((first, other), (second,))) == {second, other}
+
+
+def test_a_call_notes_on_which_streams_it_uses_memory(device: Device) -> None:
+    """Each time the stream is another or memory was freed."""
+    waiter = SimpleNamespace(watchdog=SimpleNamespace(rank=0, statuses=[SimpleNamespace(channels=[None])]))
+    context: Any = SimpleNamespace(gpu=device.gpu, events=device.events, order=device.order, waiter=waiter)
+    executor = Executor(driver=device.gpu.driver)
+    queue = CallQueue(context, executor, device.one, 0)
+    prepared = Prepared(SimpleNamespace(), (), executor)  # type: ignore[arg-type]
+    submission = Submission(text="", channel=0, line=0, at=HERE, input_at=(THERE,))
+
+    def noted(*issued: int) -> list[set[int]]:
+        for stream in issued:
+            queue._issue(submission, prepared, stream, stream, 0)
+        return [{getattr(point, "stream", -1) for point in device.order.freed(at, 512)} for at in (HERE, THERE)]
+
+    one, two = device.one, device.two
+    assert [noted(one), noted(one), noted(one, two), noted()] == [
+        [{one}] * 2,
+        [{one}] * 2,
+        [{one, two}] * 2,
+        [set()] * 2,
+    ]

@@ -215,3 +215,11 @@ def test_not_more_calls_are_remembered_than_may_be(ranks: Ranks, monkeypatch: py
     for size in range(1, 10):
         ranks.start("all_reduce", WHOLE[:size], WHOLE[:size], 0, "sum", 1.0)
     assert len(ranks.submitter._known) <= 3
+
+
+def test_a_call_is_in_place_if_all_ranks_can_be() -> None:
+    """Not with the block of another rank, nor where only the root could be."""
+    ranks = request.GroupRank(rank=0, world_size=2, device=CPU)
+    given = [("all_gather", WHOLE[:32]), ("all_gather", WHOLE[32:]), ("all_to_all", WHOLE), ("gather", WHOLE[:32])]
+    calls: list[Any] = [request.even_blocks_of(ranks, WHOLE, input, name).call for name, input in given]
+    assert [call.own for call in calls] == ["in_place", "copy", "copy", "copy"]

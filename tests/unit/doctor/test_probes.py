@@ -119,7 +119,7 @@ def test_the_state_of_the_fabric_is_named(
 
 
 def test_links_are_read_from_fields_and_else_from_counters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A field that the GPU does not have (here 161, replays) is asked for by the function of older GPUs."""
+    """A field that the GPU lacks (here 161, replays) is asked for by the function of older GPUs, if the link is up."""
 
     def fields(_: object, wanted: list[tuple[int, int]]) -> list[types.SimpleNamespace]:
         return [
@@ -129,13 +129,14 @@ def test_links_are_read_from_fields_and_else_from_counters(monkeypatch: pytest.M
 
     fake(
         monkeypatch,
-        nvmlDeviceGetNvLinkState=1,
+        nvmlDeviceGetNvLinkState=lambda handle, link: int(link == 0),
         nvmlDeviceGetFieldValues=fields,
         nvmlDeviceGetNvLinkErrorCounter=lambda handle, link, which: 70 + which,
     )
     links = read_nvml().gpus[0].nvlinks
     assert links is not None
     assert links[0] == NvLink(active=True, replays=70, recoveries=162, crc_errors=163, speed_mb_per_s=164)
+    assert links[1] == NvLink(active=False, replays=None, recoveries=None, crc_errors=None, speed_mb_per_s=None)
 
 
 def test_a_gpu_that_fell_off_the_bus_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,8 @@ def test_an_exchange_is_read_from_its_name() -> None:
     assert exchange == TokenExchange(layer="mixtral-8x7b", tokens=4096, routing="zipf")
     assert [exchange.capacity(ranks) for ranks in (2, 8)] == [2 * 4096 * 2, 8 * 4096]
     assert exchange.size_bytes(2) == 4096 * 2 * 4096 * 2
+    # weights 3 · 8 · 4 · 2 / 2, of 10 rows 3 · 4 inside, and 2 + 3 times 8 outside
+    assert find_exchange("exchange 8x4x2x1 5 uniform").memory_bytes(2, 2, 1) == 2 * (96 + 10 * 12 + 5 * 10 * 8)
     of_any_model = ExpertLayer(hidden=1024, ffn=512, experts=64, top_k=4)
     assert find_exchange("exchange 1024x512x64x4 128 uniform").sizes == of_any_model
 

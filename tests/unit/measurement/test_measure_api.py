@@ -126,6 +126,7 @@ def test_ranks_wait_longer_than_their_launcher(monkeypatch: pytest.MonkeyPatch) 
     waits: list[tuple[float, float]] = []
 
     def launch(plan: Plan, **options: Any) -> None:
+        assert plan.device == "cpu"
         waits.append((plan.timeout_s, options["timeout_s"] + STARTUP_S))
         replay()(plan)
 
@@ -133,6 +134,12 @@ def test_ranks_wait_longer_than_their_launcher(monkeypatch: pytest.MonkeyPatch) 
     for timeout_s in (0.5, 1e4, float("inf")):
         api.measure("quick", device="cpu", timeout_s=timeout_s)
     assert [rank > launcher for rank, launcher in waits] == [True, True, False]  # no clock waits for ever
+
+
+def test_ranks_are_as_many_as_asked_or_as_gpus() -> None:
+    """Two on CPUs, where up to 64 may be asked for; a GPU holds one."""
+    asked = [("cpu", None), ("cpu", 64), ("cuda", None), ("cuda", 2), ("cuda", 8)]
+    assert [api._world_size(device, ranks, 8) for device, ranks in asked] == [2, 64, 8, 2, 8]
 
 
 def lacking(*mechanisms: str) -> Callable[..., None]:
@@ -164,3 +171,16 @@ def test_what_was_not_measured_is_an_error(
     monkeypatch.setattr(api, "launch", launch)
     with pytest.raises(CounterpointError, match=said):
         api.measure("quick", device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("cores", "given", "threads"), [(9, {}, "4"), (1, {}, "1"), (9, {"OMP_NUM_THREADS": "7"}, "7")]
+)
+def test_ranks_share_the_cores(
+    monkeypatch: pytest.MonkeyPatch, cores: int, given: dict[str, str], threads: str
+) -> None:
+    """Unless the user gives the number; which rank it is comes from here, whatever the user has set."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)))
+    monkeypatch.setattr("os.environ", {"LOCAL_RANK": "5"} | given)
+    found = api._environment(1, 2, 4000)
+    assert (found["OMP_NUM_THREADS"], found["LOCAL_RANK"], found["MASTER_PORT"]) == (threads, "1", "4000")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from counterpoint.commands.plan import _Looking
 from counterpoint.errors import Misconfigured
 from counterpoint.plan.job.job import job_toml, parse_job
 from counterpoint.plan.search.search import chosen_job, search, search_each
@@ -136,3 +138,12 @@ def test_an_interrupted_search_gives_what_it_has() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         search(parse_job(TABLES), progress=at_once)
+
+
+def test_a_command_writes_what_it_finds(tmp_path: Path) -> None:
+    """The winner is a job that is read again, and the table has a row for each way."""
+    job, table, winner = parse_job(TABLES), tmp_path / "ways.csv", tmp_path / "winner.toml"
+    asked = _Looking(fix=("tp=8",), gpus="8", top=1, csv=table, winner=winner, min_fits=None, objective=None)
+    found = asked.results(job, None)
+    assert parse_job(tomllib.loads(winner.read_text())) == chosen_job(job, found[0])
+    assert table.read_text() == search_csv(found)

@@ -19,7 +19,7 @@ from counterpoint.plan.job.model import Experts, Model, find_model
 from counterpoint.plan.job.parallel import Compression, Parallel, Training
 from counterpoint.plan.network.estimate import CollectiveTimes
 from counterpoint.plan.network.network import levels, network_of
-from counterpoint.plan.step.step import PredictedStep, predict_step
+from counterpoint.plan.step.step import OPTIMIZER_BYTES, PredictedStep, predict_step
 
 NAMES = (*default_profile().mechanisms, "ideal", "serial")
 SMALL = Model(layers=16, hidden=2048, heads=16, kv_heads=8, ffn=8192, gated=True, vocab=32000)
@@ -121,6 +121,16 @@ def test_zero_3_sends_parameters_twice_and_gradients_once() -> None:
         for z in (1, 3)
     )  # fmt: skip
     assert three / one == pytest.approx(1.5, rel=0.1)
+
+
+@pytest.mark.parametrize(("zero", "cast"), [(0, 6), (1, 6), (2, 6), (3, 0)])
+def test_gradients_of_two_bytes_are_cast_unless_shards_are(zero: int, cast: int) -> None:
+    """With zero 3 each is cast as it is reduced; the update itself moves the same bytes."""
+    four, two = (
+        predict_step(job(gpus=8, dp=8, zero=zero, global_batch=8, grad_bytes=size)).parts["optimizer_us"]
+        for size in (4, 2)
+    )
+    assert two / four == pytest.approx(1 + cast / sum(OPTIMIZER_BYTES["adam"]))
 
 
 def test_keeping_parameters_saves_a_gather() -> None:

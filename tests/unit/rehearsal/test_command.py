@@ -1,13 +1,17 @@
 """What can be rehearsed: how many ranks a command names, and whether the GPUs here have room for them."""
 
 from collections.abc import Callable
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
+import msgspec
 import pytest
 
 from counterpoint.errors import Misconfigured, Unsupported
+from counterpoint.records.rehearsal import RankReport
 from counterpoint.rehearsal import api
-from counterpoint.tuning.script_launch import parse_command
+from counterpoint.rehearsal.rank import TASK_VARIABLE, RehearsalTask
+from counterpoint.tuning.script_launch import REHEARSED, RunCommand, parse_command
 
 GIB = 1 << 30
 
@@ -108,3 +112,27 @@ def test_no_gpu_is_told(
     monkeypatch.setattr(api, "visible_gpus", found)
     with pytest.raises(Unsupported, match="no GPU here; --device cpu"):
         api._gpus(device, 2)
+
+
+def test_what_ranks_leave_is_read(monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    """They get the task and what the user set; a rank without a report is missing, and all that they print is shown."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+
+    def run_ranks(run: RunCommand, program: str, **given: Any) -> None:
+        task = msgspec.json.decode(Path(given["variables"][TASK_VARIABLE]).read_bytes(), type=RehearsalTask)
+        folder = Path(task.folder)
+        assert (folder, task.world_size, task.ranks_per_host, task.gpus) == (given["folder"], 4, 2, ())
+        assert (given["variables"]["OMP_NUM_THREADS"], given["variables"]["A"]) == ("3", "b")
+        assert (str(run), program) == ("torchrun --nproc-per-node 4 train.py", REHEARSED)
+        (folder / "reports").mkdir()
+        for rank in (0, 1, 3):
+            report = RankReport(rank=rank, steps=5 - rank, peak_bytes=0, reports={}, calls={}, members={})
+            (folder / f"reports/rank{rank}.json").write_bytes(msgspec.json.encode(report))
+        (folder / "script.log").write_bytes(b"loss 1.0")
+        assert given["progress"]() == (0, 8)  # no rank has ended a step
+        (folder / "script.log").write_bytes(b"loss 1.0, 0.5")
+
+    monkeypatch.setattr(api, "run_ranks", run_ranks)
+    found = api.rehearse("A=b torchrun --nproc-per-node 4 train.py", device="cpu", hosts=2, echo=True)
+    assert (found.steps, found.missing_ranks, found.hosts, found.device) == (2, (2,), 2, "cpu")
+    assert capfdbinary.readouterr().out == b"loss 1.0, 0.5"
