@@ -229,8 +229,8 @@ def test_other_profilers_raise_no_alarm(look: str) -> None:
 
 
 def test_kernels_without_host_events_still_name_the_rank() -> None:
-    """What it did is not known without its host: that it stalled is."""
-    assert suspects(damaged(STALL, "gpu_only")) == [(5, "host_stall", None)]
+    """Without events of its host nobody knows what it did, and no cause is claimed."""
+    assert suspects(damaged(STALL, "gpu_only")) == [(5, "no_host_events", None)]
 
 
 def test_straggler_costs_its_delay_where_nothing_can_be_replayed() -> None:
