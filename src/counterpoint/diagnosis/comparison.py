@@ -76,7 +76,7 @@ def read_diagnosis(path: Path) -> Diagnosis:
 
 
 def compare(now: Diagnosis, before: Diagnosis) -> Comparison:
-    """Return the changes of a mean step, in µs, from an earlier run to this one."""
+    """Return how a mean step changed from the diagnosis `before` to the diagnosis `now`, in µs."""
     step = _change("step", _step_us(before), _step_us(now))
     findings = _findings(now, before)
     parts = _changes(_parts(before), _parts(now))
@@ -193,7 +193,7 @@ def _kind(k: KernelComparison) -> tuple[str, tuple[int, ...], tuple[int, ...], s
 
 
 def _mean(k: KernelComparison) -> float | None:
-    """Return the mean µs of a kernel over all calls, alone or beside communication; None if no times are known."""
+    """Return a kernel's mean µs over launches alone and launches beside communication; None if no times are known."""
     parts = [(k.alone_us, k.alone_count), (k.overlapped_us, k.overlapped_count)]
     seen = [(us, count) for us, count in parts if us is not None and count > 0]
     count = sum(count for _, count in seen)
@@ -238,7 +238,7 @@ def _verdict(step: Change, findings: tuple[FindingChange, ...], parts: tuple[Cha
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gate:
-    """Describes one bound on a metric; times are per step; `%` is a share of the step for times, of 1 for ratios.
+    """Describes one bound on a metric: a time per step or a ratio; `%` is a share of the step, or of 1 for ratios.
 
     Where `against` is true, `bound` is the allowed excess over the earlier diagnosis, and `%` is a share of its value.
     """
@@ -302,7 +302,7 @@ def check_gate(gate: Gate, now: Diagnosis, earlier: Diagnosis | None = None) -> 
 
 
 def _value(metric: str, unit: str, d: Diagnosis) -> float | None:
-    """Return the value of a metric in a unit; None if the diagnosis does not know it."""
+    """Return a metric's value in `unit`; None if the diagnosis does not state the metric."""
     if metric == "stragglers":
         return float(len(d.stragglers))
     value: float | None = getattr(d.totals, _TIMES.get(metric, metric))

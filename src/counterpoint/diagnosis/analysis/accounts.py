@@ -70,7 +70,7 @@ def _activity(job: TracedJob, column: int, rows: Bools) -> Activity:
 
 
 def waits(job: TracedJob, busy: list[Activity]) -> Waits:
-    """Split every collective into the wait for the last rank and the transfer after it has arrived."""
+    """Return each rank's µs in every collective, split into the wait for the last rank and the transfer afterwards."""
     start, end = job.joined.start, job.joined.end
     arrival, copies = _arrivals(job)
     last = np.nanmax(start, axis=1)
@@ -127,7 +127,7 @@ def _exposed_once(job: TracedJob, column: int, busy: Activity, start: F64, end: 
 
 
 def _complete(job: TracedJob) -> Bools:
-    """Return which collectives [J] are joined over all ranks of their group, as far as the group's size is known."""
+    """Return for which collectives [J] all ranks of the group (of unknown size: at least two ranks) have a trace."""
     present, size = (job.joined.row >= 0).sum(axis=1), most_stated(job, "size")
     return np.asarray((size == 1) | job.alone | (present >= 2) & ((present >= size) | (not job.missing)))
 
@@ -379,7 +379,7 @@ def link_of_group(job: TracedJob, members: tuple[int, ...] | None) -> float | No
 
 
 def _on_one_host(job: TracedJob, members: tuple[int, ...] | None) -> bool:
-    """Return whether a group lies on one host, assuming that ranks fill hosts in order, as the recorded ranks do.
+    """Return whether all ranks of a group are on one host; False if the recorded ranks do not fill hosts in order.
 
     `members` None: all ranks.
     """

@@ -53,7 +53,7 @@ class Analysis:
 
     @cached_property
     def per_rank(self) -> tuple[RankAccount, ...]:
-        """Return one account per rank."""
+        """Return each rank's account: its time split into compute, communication, copies and idle time."""
         return accounts.rank_accounts(self.job, self.busy, self.waits)
 
     @cached_property
@@ -88,7 +88,7 @@ class Analysis:
 
     @cached_property
     def experts(self) -> ExpertWaits:
-        """Return the µs that ranks computed between dispatch and combine, and waited for one another."""
+        """Return each rank's µs of compute between dispatch and combine, and of waiting in the combine."""
         return expert_waits(self.job, self.waits, self.busy)
 
     @cached_property
@@ -107,7 +107,7 @@ class Analysis:
 
     @property
     def told_late(self) -> tuple[Straggler, ...]:
-        """Return the late ranks that get a finding, without ranks late because of experts if experts have a finding."""
+        """Return the late ranks to report: without ranks that their experts delay, if expert imbalance is reported."""
         return tuple(s for s in self.stragglers if not self.expert_imbalance or s.detail != EXPERTS)
 
     @cached_property
@@ -127,7 +127,7 @@ class Analysis:
 
     @cached_property
     def rank_idle(self) -> tuple[RankIdle, ...]:
-        """Return each rank's gaps in the steps, the times in which its GPU ran nothing."""
+        """Return each rank's gaps in the steps: the times in which the rank's GPU ran nothing."""
         return idle_of_ranks(self.job, self.per_rank)
 
     @cached_property
@@ -162,7 +162,7 @@ class Analysis:
         return {w.name: max(played.replayed_us - w.step_us, 0.0) for w in played.what_if} if played else {}
 
     def _typical(self) -> dict[int, int]:
-        """Return each late rank's stand-in: of the ranks that are not late, the one with median compute time."""
+        """Return the stand-in of each late rank: the rank with median compute time among ranks that are not late."""
         late = {self.job.ranks.index(rank) for s in self.stragglers for rank in s.ranks}
         others = (column for column in range(len(self.job.ranks)) if column not in late)
         healthy = sorted(others, key=lambda column: self.per_rank[column].compute_us)

@@ -51,13 +51,13 @@ def idle_of_ranks(job: TracedJob, per_rank: tuple[RankAccount, ...]) -> tuple[Ra
 
 
 def time_in(job: TracedJob, column: int, steps: I64) -> F64:
-    """Return, for each row of a rank's `Gaps`, how many of its µs lie in these steps."""
+    """Return how many µs of each row of a rank's `Gaps` lie in the given steps."""
     within = Intervals.union(job.step_start[steps, column], job.step_end[steps, column])
     return _share_inside(job, column, job.digests[column].gaps, within)
 
 
 def _share_inside(job: TracedJob, column: int, table: Gaps | Pauses, within: Intervals) -> F64:
-    """Return, for each row of a rank's gaps or pauses, how many of its µs lie in these intervals."""
+    """Return how many µs of each of a rank's gaps or pauses lie in the given intervals."""
     start, end = job.on_job_clock(column, table.start), job.on_job_clock(column, table.end)
     inside = within.within(start, end)
     return np.asarray(table.time * np.minimum(inside / np.maximum(end - start, 1e-9), 1.0))
