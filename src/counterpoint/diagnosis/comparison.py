@@ -285,7 +285,7 @@ def parse_gate(text: str) -> Gate:
 
 
 def check_gate(gate: Gate, now: Diagnosis, earlier: Diagnosis | None = None) -> GateResult:
-    """Return whether a diagnosis passes a gate; it fails if a diagnosis that the gate needs lacks the metric."""
+    """Return whether the diagnosis `now` passes a gate; fail the gate if a diagnosis it needs lacks the metric."""
     unit = "ms" if gate.against and gate.unit == "%" and gate.metric in _TIMES else gate.unit
     value, before = _value(gate.metric, unit, now), _value(gate.metric, unit, earlier) if earlier else None
     if value is None or (gate.against and before is None):

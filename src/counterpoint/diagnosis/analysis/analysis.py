@@ -37,7 +37,7 @@ from counterpoint.records.diagnosis import (
 
 @dataclass(frozen=True)
 class Analysis:
-    """Holds the cached results of one job in µs; arrays index ranks as `job` does, collectives as `job.joined` does."""
+    """Holds cached results of one job in µs; arrays list ranks in `job` order and collectives in `job.joined` order."""
 
     job: TracedJob
 
@@ -122,7 +122,7 @@ class Analysis:
 
     @cached_property
     def unrecorded(self) -> Unrecorded:
-        """Return which collectives lack traces of ranks, and how many µs each seems to have waited for such ranks."""
+        """Return which collectives lack traces of some ranks, and each one's suspected wait for these ranks in µs."""
         return find_unrecorded(self.job, self.busy, self.waits)
 
     @cached_property

@@ -90,7 +90,7 @@ def _levels(graph: ReplayGraph) -> tuple[I64, I64]:
 
 
 def _by_level(graphs: Sequence[ReplayGraph], begun: I64, known: I64) -> list[F64]:
-    """Simulate graphs level by level; every array has one row per node, in order of levels, and a column per graph."""
+    """Simulate graphs level by level, on arrays with a row per node, sorted by level, and a column per graph."""
     order = np.argsort(begun, kind="stable")
     place = np.empty_like(order)
     place[order] = np.arange(len(order))

@@ -26,7 +26,7 @@ _Signatures = dict[tuple[str, tuple[int, ...], str], F64]  # durations by name, 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Why:
-    """Holds why a rank is late, where in the program, and the longest gap of its GPU if its GPU idles."""
+    """Holds why a rank is late, where in the program, and, if idle time is the cause, the GPU's longest gap."""
 
     cause: StragglerCause
     evidence: str

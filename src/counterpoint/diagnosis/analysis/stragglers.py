@@ -125,7 +125,7 @@ def _late_together(job: TracedJob, w: Waits, delays: Delays) -> I64:
 
 
 def _as_one(w: Waits, delays: Delays, late: I64) -> Delays:
-    """Return the delays with all `late` ranks merged into the first one, so that only other ranks' waits count."""
+    """Return the delays with all `late` ranks treated as one, the first: only the waits of other ranks count."""
     own = np.flatnonzero(np.isin(delays.column, late))
     others = np.delete(w.exposed_wait[delays.collective[own]], late, axis=1)
     alone = np.isfinite(others).any(axis=1)
@@ -166,7 +166,7 @@ def _stands_out(job: TracedJob, delays: Delays, late: I64, total: F64, per_step:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Excess:
-    """Holds by how many µs, per activity, a late rank exceeds the median of the others in the steps that it delayed."""
+    """Holds a late rank's µs per activity minus the median of the other ranks, in the steps that the rank delayed."""
 
     compute: float
     memcpy: float

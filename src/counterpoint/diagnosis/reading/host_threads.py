@@ -1,4 +1,4 @@
-"""Find the host's activity during gaps of the GPU: each thread's innermost range, and the range around it.
+"""Find the host's activity in gaps between GPU operations: each thread's innermost range and the one around it.
 
 `CATEGORIES` are the causes of idle time, by their numbers in a digest. A name puts a host range into one of them:
 allocation, start-up, compilation, graph capture, waiting, input, copies; a range of any other name is an OPERATION.
@@ -83,19 +83,19 @@ _PATTERNS = (
 
 @lru_cache(maxsize=1 << 13)
 def says(name: str, *patterns: re.Pattern[str]) -> bool:
-    """Return whether one of the patterns is found in a name; results are cached, since ranks share names."""
+    """Return whether any of the patterns occurs in a name; results are cached, since ranks share names."""
     return any(pattern.search(name) for pattern in patterns)
 
 
 @lru_cache(maxsize=1 << 13)  # the ranks of a job share their names
 def category_of(name: str) -> int:
-    """Return the category of a host range with this name, as an index into CATEGORIES."""
+    """Return the idle-time category of host ranges with this name, as an index into CATEGORIES."""
     return next((_NUMBER[c] for c, patterns in _PATTERNS if any(p.search(name) for p in patterns)), OPERATION)
 
 
 @dataclass(slots=True)
 class GapPieces:
-    """Holds parts of gaps, each with its cause and the row of the host range at that time (-1: none)."""
+    """Holds pieces of gaps, each with a cause and the row of the host range at that time (-1: none)."""
 
     gap: I64
     start: F64
@@ -105,7 +105,7 @@ class GapPieces:
 
     @classmethod
     def joined(cls, parts: list[GapPieces]) -> GapPieces:
-        """Return one table of the pieces of all `parts`, in order."""
+        """Concatenate the tables `parts` into one."""
         return cls(*(np.concatenate([getattr(p, name) for p in parts]) for name in cls.__dataclass_fields__))
 
 
@@ -173,7 +173,7 @@ class HostThreads:
 
     @classmethod
     def of(cls, timeline: Timeline, own: U8, idle: Intervals) -> HostThreads:
-        """Return the host ranges that overlap `idle`, by thread; `own` is the category of each name."""
+        """Return the host ranges that overlap the intervals `idle`, by thread; `own` is the category of each name."""
         host, gpu = timeline.host, timeline.gpu
         frames = np.array([says(n, _FRAME) for n in timeline.names], bool)
         use = (host.end > host.start) & (host.kind != HostKind.SYNC)
@@ -207,7 +207,7 @@ class HostThreads:
         return cls(host, category, inside, shared, layers, tuple(ranked.tolist()), float(first), float(last))
 
     def explain(self, thread: int, gap: I64, start: F64, end: F64) -> GapPieces:
-        """Return the host's activity in [start, end) of each gap; a short gap gets the activity at its midpoint."""
+        """Return the host's activity in [start, end) of each gap; for a short gap, the activity at the midpoint."""
         short = end - start <= SHORT_US
         some = ~short & (end > start)
         at_once = self._seen_at_once(self._layers(thread), gap[short], start[short], end[short])
@@ -226,7 +226,7 @@ class HostThreads:
         return GapPieces.joined([*parts, GapPieces(*left, none, np.full(len(none), -1))])
 
     def _layers(self, thread: int) -> list[_Layer]:
-        """Return layers by precedence: calls that block all threads, then `thread`, then the other threads."""
+        """Return the layers by precedence: calls that block all threads, then `thread`, then the other threads."""
         others = [~t for t in self.order if t != thread]
         return [self.shared, *(self.layers[t] for t in [thread, *others] if t in self.layers)]
 
