@@ -142,7 +142,7 @@ def _late(d: Diagnosis) -> dict[str, float]:
 
 
 def _findings(now: Diagnosis, before: Diagnosis) -> tuple[FindingChange, ...]:
-    """Match findings by kind (late ranks also by rank, stalls by title); of several that match, take the costliest."""
+    """Match both diagnoses' findings by kind (late ranks also by rank, stalls by title); of several, the costliest."""
     old, new = (_by_key(d) for d in (before, now))
     out = []
     for key in {**new, **old}:

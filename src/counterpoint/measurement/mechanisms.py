@@ -1,4 +1,4 @@
-"""Parse names of mechanisms, without torch, so that the command line refuses wrong ones before starting processes.
+"""Parse names of mechanisms, without torch, so that the command line can refuse wrong names before it starts ranks.
 
 A name is a base and any number of controls: `nccl`, `nccl+priority=high`, `nccl+max_ctas=8+gemm_sms=124`.
 """
@@ -20,14 +20,14 @@ _MADE_OF = {"nccl_zero_cta": "nccl+cta_policy=zero+windows"}
 
 @dataclass(frozen=True, kw_only=True)
 class Mechanism:
-    """Represents a mechanism: a base, such as `nccl`, and its controls."""
+    """Represents a mechanism: a way to run collectives, such as `nccl`, with settings (controls)."""
 
     name: str
     controls: tuple[Control, ...]
 
     @property
     def base(self) -> str:
-        """Return the name without its controls."""
+        """Return the mechanism's name without controls: `nccl` of `nccl+max_ctas=8`."""
         return self.name.partition("+")[0]
 
     @property
@@ -78,5 +78,5 @@ def find_mechanism(name: str, device_type: str) -> Mechanism:
 
 
 def joined(*reasons: str | None) -> str | None:
-    """Return the given reasons joined into one text; None if all are None."""
+    """Join the given reasons into one text; return None if all are None."""
     return "; ".join(filter(None, reasons)) or None

@@ -101,7 +101,7 @@ def is_matmul(name: str) -> bool:
 
 
 def is_host_matmul(name: str) -> bool:
-    """Return whether a host operation is a matrix product, such as those of a CPU job."""
+    """Return whether a host operation is a matrix product (`aten::mm`), as found in traces without GPU activity."""
     return name in _HOST_GEMM
 
 

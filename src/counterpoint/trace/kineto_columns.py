@@ -300,7 +300,7 @@ def absorb(columns: Columns, runs: EventRuns[KinetoEvent], run: bytes, events: l
 
 
 def _read_bare(columns: Columns, events: list[KinetoEvent], kind: Any) -> None:
-    """Set the kinds of events without a category: torch.autograd.profiler told them by process; count the others."""
+    """Set the kinds of events without a category by their process, as torch.autograd.profiler did; count the rest."""
     for i in np.flatnonzero(kind == _IGNORED).tolist():
         if not events[i].cat:
             pid = str(events[i].pid)
@@ -399,7 +399,7 @@ def _described_calls(columns: Columns, events: list[KinetoEvent], name: Any) -> 
 
 
 def _info_of_inputs(name: str, args: EventArgs) -> CollectiveInfo | None:
-    """Return a collective's metadata from the inputs of its c10d operation (output tensor first); None if unknown."""
+    """Return a collective's metadata, derived from the inputs of its c10d operation (output first); None if unknown."""
     op = classify.host_collective(name)
     try:
         shapes = msgspec.json.decode(args.dims, type=list[Any])

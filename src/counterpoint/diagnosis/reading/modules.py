@@ -71,7 +71,7 @@ class NamedRanges:
         return cls(timeline, row[told[host.name[row]]], phase, module, serves, _autograd_threads(timeline))
 
     def at(self, thread: I64, time: F64) -> tuple[Places, I64]:
-        """Return the place of each time on its thread, and the parallelism named around it (1 + index into _SERVES)."""
+        """Return phase and module at each time on a thread, and the parallelism named (1 + index into _SERVES)."""
         host = self.timeline.host
         phase, module = np.zeros(len(time), np.uint8), np.full(len(time), -1, np.int32)
         serves = np.zeros(len(time), np.int64)
