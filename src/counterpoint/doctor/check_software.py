@@ -259,7 +259,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def environment(readings: Readings, profile: Profile) -> list[Check]:
-    """Return a check `environment.NAME` for every variable whose value hurts; if none does, one named `environment`."""
+    """Return a check `environment.NAME` per variable whose value hurts overlap; if none does, a check `environment`."""
     conf = readings.system.nccl_conf if readings.system else {}
     values = conf | readings.environment
     found = []

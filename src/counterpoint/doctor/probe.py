@@ -98,7 +98,7 @@ def _why(code: int, stderr: bytes) -> str:
 
 
 def main() -> int:
-    """Run the probe that the first argument names, with all other output on stderr, and return the exit code."""
+    """Run the probe that the first argument names; write its reading to stdout, all else to stderr."""
     result = os.dup(1)
     os.dup2(2, 1)
     try:

@@ -153,7 +153,7 @@ class PairRate(Record, frozen=True, kw_only=True):
 
 
 class Bandwidth(Record, frozen=True, kw_only=True):
-    """Holds median GB/s of copies between GPUs: pairs alone, and all GPUs at once in a ring; indices are CUDA's."""
+    """Holds median GB/s of copies: of pairs of GPUs alone, and of the slowest pair while all GPUs copy at once."""
 
     pairs: tuple[PairRate, ...]
     rotation: tuple[PairRate, ...] = ()  # for each rotation, its slowest GPU; `target - source` is its shift

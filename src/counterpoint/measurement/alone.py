@@ -138,7 +138,7 @@ def cost(session: Session, block: Block, plan: Plan, unavailable: dict[str, str]
 def _stock(
     what: str, trial: Callable[[], Trial], *, num_bytes: int | None = None, flops: int | None = None
 ) -> Experiment:
-    """Return an experiment whose only mechanism is `stock`; rows have GB/s or TFLOP/s if bytes or FLOPs are given."""
+    """Return an experiment that runs `trial` as mechanism `stock`; rows state GB/s with bytes, TFLOP/s with FLOPs."""
 
     def rows(samples: SamplesOf[str]) -> list[BlockRow]:
         time_us = time_of(samples[what], compute_time)

@@ -286,7 +286,7 @@ def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 
 def read_outcomes(path: Path) -> tuple[Outcome, ...]:
-    """Return the outcomes in complete lines, in the order measured; raise Misconfigured if the file is gone."""
+    """Return the outcomes in the complete lines of a results file, in order; raise Misconfigured if it was deleted."""
     try:
         text = path.read_bytes()
     except FileNotFoundError:

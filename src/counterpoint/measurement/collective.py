@@ -49,7 +49,7 @@ def collectives() -> tuple[str, ...]:
 
 
 def find(collective: str, world_size: int, size_bytes: int) -> Call:
-    """Return the `Call` of a collective, named as in PyTorch; raise Misconfigured if it cannot be measured."""
+    """Return the `Call` of a collective by its PyTorch name; raise Misconfigured for one that cannot be measured."""
     if collective not in collectives():
         raise Misconfigured(f"there is no collective {collective!r}; choose from: {', '.join(collectives())}")
     return even_call(collective, world_size, size_bytes)

@@ -32,7 +32,7 @@ class Mechanism:
 
     @property
     def settings(self) -> str:
-        """Return the base and the current settings of all controls; mechanisms of one name can differ in them."""
+        """Return the base and all controls' current settings as text; mechanisms of one name can differ in settings."""
         return "+".join([self.base, *(control.name for control in self.controls)])
 
     @property
@@ -61,7 +61,7 @@ class Mechanism:
 
 
 def find_mechanism(name: str, device_type: str) -> Mechanism:
-    """Return the mechanism called `name`; raise Misconfigured, with what is allowed, for a wrong base or control."""
+    """Return the mechanism called `name`; raise Misconfigured, which lists the choices, for a wrong base or control."""
     base, plus, rest = name.partition("+")
     if base not in BASES[device_type]:
         there = ", ".join(BASES[device_type])

@@ -150,7 +150,7 @@ def _size_bytes(
     compute_us: Callable[[], float],
     calibration: Calibration,
 ) -> int:
-    """Return the full array's bytes: as asked, or so that the fastest base mechanism takes `ratio` · compute time."""
+    """Return the message size: as asked, or so that the fastest base mechanism takes `ratio` times the compute time."""
     if scenario.size_bytes is not None:
         return scenario.size_bytes
     if scenario.ratio is None:

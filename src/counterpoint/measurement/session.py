@@ -104,7 +104,7 @@ class Session:
         return raise_together(self._hosts, action)
 
     def require_memory(self, needed: int, what: str) -> None:
-        """Raise NotEnoughMemory on all ranks if one has less than `needed` bytes free; all ranks call it together."""
+        """Raise NotEnoughMemory on all ranks if any rank lacks `needed` free bytes; all ranks call it together."""
         free = min(self.gather(self.free_bytes()))
         if needed > 0.95 * free:
             raise NotEnoughMemory(

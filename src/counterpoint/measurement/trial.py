@@ -39,7 +39,7 @@ DELAYED: dict[Case, Side] = {"comm_first": "compute", "compute_first": "comm"}
 
 
 def sides_of(case: Case, *, host_waits: bool = False) -> tuple[Side, ...]:
-    """Return the sides in the order in which the host queues them: the collective first, as prefetching does.
+    """Return "compute" and "comm" in the order in which the host queues them: "comm" first, as in prefetching.
 
     The delay alone decides which side the device reaches first. If `host_waits` for the device within the collective,
     the computation is queued before it.

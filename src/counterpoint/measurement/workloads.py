@@ -177,7 +177,7 @@ def is_dependent(what: str) -> bool:
 
 
 def find_dependent(what: str) -> DependentMatmul:
-    """Return the `DependentMatmul` called `what`; raise Misconfigured, with the allowed forms, if there is none."""
+    """Return the `DependentMatmul` called `what`; raise Misconfigured, which lists the allowed forms, otherwise."""
     found = re.fullmatch(rf"({'|'.join(_DEPENDENT)}) ([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", what)
     if found is None:
         forms = ", ".join(f"{name} MxNxK" for name in _DEPENDENT)
@@ -240,7 +240,7 @@ class TokenExchange:
         return find_layer(self.layer)
 
     def size_bytes(self, itemsize: int) -> int:
-        """Return the bytes that one rank dispatches: each token is sent to `top_k` experts."""
+        """Return the bytes of one rank's tokens, each counted `top_k` times, once per expert."""
         return self.tokens * self.sizes.top_k * self.sizes.hidden * itemsize
 
     def capacity(self, world_size: int) -> int:
@@ -261,7 +261,7 @@ def is_exchange(what: str) -> bool:
 
 
 def find_exchange(what: str) -> TokenExchange:
-    """Return the `TokenExchange` called `what`; raise Misconfigured, which lists the allowed forms, for other names."""
+    """Return the `TokenExchange` called `what`; raise Misconfigured, which lists the allowed forms, otherwise."""
     found = re.fullmatch(rf"exchange (\S+) ([1-9]\d{{0,6}}) ({'|'.join(ROUTINGS)})", what)
     if found is None:
         raise Misconfigured(f"there is no exchange {printable(what)!r}; {_ALLOWED_EXCHANGES}")

@@ -81,7 +81,7 @@ def _one_per_host(offset: F64, slope: F64, resolution: F64) -> F64:
 
 
 def _first_guess(end: F64) -> F64:
-    """Return first estimates of all clocks' offsets (µs): median differences of ends between ranks with most in common.
+    """Return estimated offsets of all clocks (µs): median differences of ends between ranks with many collectives.
 
     NaN where no collective connects a rank to the first one.
     """
