@@ -142,7 +142,10 @@ def _late(d: Diagnosis) -> dict[str, float]:
 
 
 def _findings(now: Diagnosis, before: Diagnosis) -> tuple[FindingChange, ...]:
-    """Match both diagnoses' findings by kind (late ranks also by rank, stalls by title); of several, the costliest."""
+    """Return the change of each finding, matched by kind, late ranks also by rank, and stalls by title.
+
+    Of several findings that match, the costliest counts.
+    """
     old, new = (_by_key(d) for d in (before, now))
     out = []
     for key in {**new, **old}:

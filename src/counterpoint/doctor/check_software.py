@@ -26,7 +26,7 @@ _FEW_CTAS = (
 
 
 def answers(readings: Readings) -> list[Check]:
-    """Return a problem, named `answers.PROBE`, for every probe that hung, crashed or failed."""
+    """Return a check `answers.PROBE` with status `problem` for every probe that hung, crashed or failed."""
     return [
         problem(
             f"answers.{probe}", readings.unavailable.get(probe, "it failed"),

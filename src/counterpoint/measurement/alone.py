@@ -117,7 +117,7 @@ def compute_alone(session: Session, block: Block, plan: Plan, unavailable: dict[
 
 
 def is_cost(what: str) -> bool:
-    """Return whether `what` names a cost of a machine: a launch, a lasting load, or a sum."""
+    """Return whether block `what` measures a cost of the machine: of a launch, a lasting load, or a sum of buffers."""
     return what in _OF_HOST or what.startswith(_LASTING) or _SUM.fullmatch(what) is not None
 
 

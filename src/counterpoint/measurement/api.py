@@ -112,7 +112,7 @@ def measure_parts(
     budget_s: float | None = None,
     progress: Progress | None = None,
 ) -> Measurement:
-    """Measure scenarios and building blocks, which must have distinct names, and return results in their order.
+    """Return the measurement of scenarios and building blocks, which must have distinct names, in their order.
 
     Only `measure` and `tune` start ranks, both by this function; its other arguments are those of `measure`, and
     `world_size` comes from `count_ranks`. After `budget_s` seconds nothing more is measured, and missing parts have no
@@ -214,7 +214,7 @@ def _gather(plan: Plan, outcomes: Sequence[Outcome]) -> Measurement:
 
 
 def _unavailable(plan: Plan, outcomes: Sequence[Outcome]) -> dict[str, str]:
-    """Return why each mechanism was not measured for some parts of the plan; of several reasons, with operations."""
+    """Return why each mechanism was not measured for some parts; several reasons each name their operations."""
     what = {part.name: part.collective if isinstance(part, Scenario) else part.what for part in plan.parts}
     found: dict[str, dict[str, list[str]]] = {}
     for outcome in outcomes:

@@ -94,7 +94,7 @@ class SampleTokens:
 
 
 def expert_scales(experts: Tensor) -> Tensor:
-    """Return, per number of an expert, the factor by which the test's expert multiplies its rows."""
+    """Return, for each expert's number, the factor by which this expert multiplies rows in a check."""
     return 1.0 + (experts % _SCALES).float() / _SCALES
 
 
@@ -208,7 +208,7 @@ def _rows_at_experts(session: Session, exchange: TokenExchange, tokens: SampleTo
 
 
 class _Leg:
-    """Runs one leg (dispatch or combine) repeatedly; before a combine comes an untimed dispatch."""
+    """Runs one leg of an exchange, dispatch or combine, repeatedly; dispatches untimed before each combine."""
 
     def __init__(self, session: Session, mechanism: Checked[Dispatcher], leg: str, tokens: SampleTokens) -> None:
         self.name, self.leg = mechanism.name, leg

@@ -70,7 +70,7 @@ def offered(
 
 
 def memory_of(mechanism: Mechanism) -> Memory:
-    """Return the kind of memory a mechanism's buffers need; NCCL windows are its own, other kinds are shared."""
+    """Return the kind of memory that a mechanism's buffers need; mechanisms share all kinds but NCCL windows."""
     if mechanism.windows is not None:
         return "windows"
     return "symmetric" if mechanism.base == "zero_sm" else "plain"
@@ -204,7 +204,7 @@ class Checked(Generic[C]):
         return " and ".join(ways), "; ".join(dict.fromkeys(ways.values()))
 
     def marked(self, path: str, why: str) -> str | None:
-        """Return why the mechanism's rows must not be believed, given its calls' path and reason; None if they may."""
+        """Return why to distrust the mechanism's rows: a wrong first result, or another path than asked; else None."""
         went = f"ran as {path}: {why}" if self.name in FORCED and path != self.name else None
         return joined(self.wrong, went)
 
@@ -219,7 +219,7 @@ def open_checked(
     *,
     allowed: str,
 ) -> list[Checked[C]]:
-    """Open the mechanisms that can run, and check each one's first result; all ranks call this together.
+    """Return the mechanisms that can run, opened, each with its first result checked; all ranks call it together.
 
     `open_caller` returns the `Caller` of a mechanism, to be closed by the user of this function; `first` runs a call
     and returns its result; `errors` returns a result's relative error on this rank and the allowed error (twice the

@@ -47,7 +47,7 @@ def play_rounds(
     session: Session, trials: Mapping[Key, Callable[[], Trial]], *, rounds: int, dropped: int, seed: int,
     until_s: float = math.inf,
 ) -> dict[Key, Samples]:  # fmt: skip
-    """Run each trial once per round; return all ranks' results by key, without the first `dropped` rounds.
+    """Return all ranks' results of running each trial once per round, by key, without the first `dropped` rounds.
 
     Each round has a new random order, by `seed`, so that drifting clocks affect all trials alike. A trial in which any
     rank queued too slowly does not count on any, as long as three others remain. After every twelfth round it ends if

@@ -28,7 +28,7 @@ class NotEnoughMemory(Unsupported):
 
 
 class Session:
-    """Joins the process group of torchrun's environment variables; `close` leaves it.
+    """Represents this rank in a measurement: joins torchrun's process group, which `close` leaves.
 
     On `cuda` it uses NCCL and the GPU of number LOCAL_RANK (Unsupported if there is none); on `cpu`, gloo and one
     thread. A collective waits `timeout_s` for other ranks. What is measured communicates `dtype` and computes in
@@ -147,7 +147,7 @@ class Session:
         return self._groups[key]
 
     def lanes(self, compute: Callable[[], None], comm: Callable[[], None]) -> Lanes:
-        """Return `Lanes` that run `compute` and `comm` on two streams of default priority (none on a CPU)."""
+        """Return `Lanes` that run `compute` and `comm` on two streams of default priority; a CPU has no streams."""
         if not self.is_cuda:
             return Lanes(compute_stream=None, comm_stream=None, compute=compute, comm=comm)
         return Lanes(compute_stream=self._streams[0], comm_stream=self._streams[1], compute=compute, comm=comm)

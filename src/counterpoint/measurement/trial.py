@@ -69,7 +69,7 @@ class CudaStage:
         self._delay = _CopyDelay(HEAD_START_US, device, group)
 
     def run(self, lanes: Lanes, case: Case, *, host_waits: bool = False) -> Trial:
-        """Run one trial and wait for the device; return the trial's times. All ranks call it with the same case.
+        """Return the times of one trial, run until the device is idle; all ranks call it with the same case.
 
         `host_waits` says that the host waits for the device within `lanes.comm`. What the host queues after that is
         late by design: the times include it, and the trial does not count as late.
@@ -142,7 +142,7 @@ class CpuStage:
         self.group = group
 
     def run(self, lanes: Lanes, case: Case, *, host_waits: bool = False) -> Trial:
-        """Run one trial like `CudaStage.run`; each side has a thread, so a waiting host makes nothing late."""
+        """Run one trial like `CudaStage.run`, with computation and collective in a thread each, so neither is late."""
         launches = {"compute": lanes.compute, "comm": lanes.comm}
         times: dict[str, float] = {}
         failures: list[BaseException] = []

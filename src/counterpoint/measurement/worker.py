@@ -157,7 +157,7 @@ def _commit() -> str | None:
 
 
 def measure_part(session: Session, part: Scenario | Block, plan: Plan, calibration: Calibration) -> Outcome:
-    """Measure one scenario or block; return its rows, or why it has none. All ranks call it with the same arguments.
+    """Return all rows of one scenario or block, or why it has none. All ranks call it with the same arguments.
 
     `calibration` is what scenarios of the same dtypes share.
 

@@ -64,7 +64,7 @@ def align_clocks(end: F64) -> Clocks:
 
 
 def _one_per_host(offset: F64, slope: F64, resolution: F64) -> F64:
-    """Set offsets (µs) that differ by less than `resolution` to their median; return them relative to the reference.
+    """Return the offsets (µs), ones closer than `resolution` set to their median, relative to the reference clock.
 
     Ranks with such offsets are on one host. They leave a ring in the same order in every collective, which must not
     count as a difference of clocks. Clocks that drift are not grouped.
@@ -81,7 +81,7 @@ def _one_per_host(offset: F64, slope: F64, resolution: F64) -> F64:
 
 
 def _first_guess(end: F64) -> F64:
-    """Return estimated offsets of all clocks (µs): median differences of ends between ranks with many collectives.
+    """Return estimated offsets of all clocks (µs): median differences of ends of collectives that ranks share.
 
     NaN where no collective connects a rank to the first one.
     """

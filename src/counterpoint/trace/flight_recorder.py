@@ -119,7 +119,7 @@ def _kind(path: Path) -> str | None:
 
 
 def read_dump(path: Path) -> FlightDump:
-    """Read the dump of the rank whose number ends the file's name.
+    """Return the dump of the rank whose number ends the file's name.
 
     Raises:
         BadTrace: too large, damaged, a pickle of more than plain values, or a name without a rank.
@@ -186,7 +186,7 @@ def _dump(found: dict[str, Any], rank: int, label: str) -> FlightDump:
 
 
 def _last(found: dict[str, Any], raw: Sequence[dict[str, Any]]) -> dict[str, tuple[int | None, int | None, int | None]]:
-    """Return, by name of process group, the last enqueued, started and completed sequence number.
+    """Return the last enqueued, started and completed sequence number, by name of process group.
 
     A group that also sends and receives is left out, since its numbers may be of these calls; so are Gloo's groups,
     whose numbers count all calls.

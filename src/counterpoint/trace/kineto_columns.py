@@ -379,7 +379,7 @@ def _absorb_host(
 
 
 def _described_calls(columns: Columns, events: list[KinetoEvent], name: Any) -> Any:
-    """Return, per event, the index in `infos` of the collective that the event calls; -1: no collective.
+    """Return the index in `infos` of the collective that each event calls; -1: the event calls none.
 
     c10d describes collectives in `record_param_comms`. Where the backend records no such event, as with gloo, the
     inputs of the operation (`c10d::_allgather_base_`) tell all but the dtype of lists of tensors, which

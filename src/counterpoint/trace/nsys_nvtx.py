@@ -113,7 +113,7 @@ def _cut(column: str) -> tuple[str, str]:
 
 
 def innermost(ranges: NvtxRanges, chosen: I64, thread: I64, time: I64) -> I64:
-    """Return, per `thread` and `time`, the index of the innermost open range among the nesting ranges `chosen`, or -1.
+    """Return the index of the innermost range, of `chosen` nesting ones, open at each `thread` and `time`; -1: none.
 
     The depth at a time is the number of starts minus the number of ends before it; the innermost range is the last one
     that started at this depth.
@@ -227,7 +227,7 @@ def one_per_kernel(infos: list[CollectiveInfo], kernels: int) -> list[Collective
 
 
 def _total(infos: list[CollectiveInfo], side: str) -> int | None:
-    """Return the sum of field `side` over calls; None if a call lacks it (a send's output, a receive's input: 0)."""
+    """Return the sum of field `side` over calls (0 for a send's output or receive's input); None if a call lacks it."""
     values = [0 if info.op in ("send", "recv") and getattr(info, side) is None else getattr(info, side)
               for info in infos]  # fmt: skip
     return None if None in values else sum(values)

@@ -128,7 +128,7 @@ class Export:
         return {name: data[name] if name in data else np.full(rows, defaults[name]) for name in defaults}
 
     def texts(self, table: str, expressions: tuple[str, ...], *, where: str = "1") -> Iterator[tuple[object, ...]]:
-        """Yield for each row the values of `expressions` (SQL, never from the file), in the row order of `ints`."""
+        """Yield, per row, the values of the SQL `expressions` (never text of the file), in the row order of `ints`."""
         sql = f'SELECT {", ".join(expressions)} FROM "{table}" WHERE {where} ORDER BY rowid LIMIT ?'
         cursor = self._sql.execute(sql, (self._max_rows,))
         return chain.from_iterable(iter(lambda: cursor.fetchmany(_CHUNK), []))

@@ -79,7 +79,7 @@ def rank_from_name(name: str) -> int | None:
 
 
 def recordings(files: Sequence[TraceFile]) -> dict[str, list[TraceFile]]:
-    """Group a job's files by recording; return them by recording name, earliest first; a single recording is ''.
+    """Return a job's files grouped by recording, by name, earliest first; a single recording is named ''.
 
     There are several recordings if two files are of the same rank or worker, and the files differ in iteration
     (`iteration_10/rank0.json`), in the numbers of their folder, or in time.
@@ -122,7 +122,7 @@ def _folder_of(file: TraceFile) -> str:
 
 
 def _turn(files: Sequence[TraceFile]) -> Callable[[TraceFile], str]:
-    """Return a function that names a file's recording: `recording N` for file N, by time, of a worker."""
+    """Return a function that maps a file to a recording: `recording N` for the N-th file, by time, of a worker."""
     stated = [(file, _WORKER.match(re.split(r"[/\\!]", file.label)[-1])) for file in files]
     times: dict[str, list[int]] = {}
     for _, found in stated:

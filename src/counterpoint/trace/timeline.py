@@ -59,7 +59,7 @@ class Device:
 
     @property
     def from_host(self) -> bool:
-        """Return whether host operations stand in for GPU operations, since the job runs without a GPU."""
+        """Return whether host operations stand in for GPU operations: in CPU jobs, or if no GPU was recorded."""
         return self.name == "cpu" or not self.recorded
 
 

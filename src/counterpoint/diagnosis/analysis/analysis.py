@@ -48,7 +48,7 @@ class Analysis:
 
     @cached_property
     def waits(self) -> Waits:
-        """Return the µs for which each rank waits, and transfers bytes, in each collective."""
+        """Return each rank's µs of waiting and of transfer in each collective."""
         return accounts.waits(self.job, self.busy)
 
     @cached_property
@@ -58,7 +58,7 @@ class Analysis:
 
     @cached_property
     def per_gpu(self) -> tuple[GpuAccount, ...]:
-        """Return one account per GPU of each process that drives several GPUs."""
+        """Return the account of each GPU of processes that drive several GPUs."""
         return accounts.gpu_accounts(self.job, self.busy, self.waits)
 
     @cached_property
@@ -107,7 +107,7 @@ class Analysis:
 
     @property
     def told_late(self) -> tuple[Straggler, ...]:
-        """Return the late ranks to report: without ranks that their experts delay, if expert imbalance is reported."""
+        """Return the late ranks to report; if expert imbalance is reported, without ranks whose experts delay them."""
         return tuple(s for s in self.stragglers if not self.expert_imbalance or s.detail != EXPERTS)
 
     @cached_property

@@ -115,7 +115,7 @@ def _expert_compute(job: TracedJob, came: F64, busy: list[Activity], before: I64
 def blame_experts(
     job: TracedJob, busy: list[Activity], found: ExpertWaits, stragglers: tuple[Straggler, ...]
 ) -> tuple[Straggler, ...]:
-    """Return the stragglers; those whose experts make them compute longer get the experts as their cause."""
+    """Return the stragglers, with the experts as cause of each rank that computes longer because of its experts."""
     out = []
     for s in stragglers:
         column = job.ranks.index(s.rank)
@@ -190,7 +190,7 @@ def expert_imbalance(
 
 
 def _slow_elsewhere(job: TracedJob, busy: list[Activity], found: ExpertWaits, column: int) -> bool:
-    """Return whether a rank's compute outside experts also exceeds other ranks' median, by at least half as much."""
+    """Return whether a rank also computes longer than others outside its experts (at least half as much longer)."""
     if len(busy) < 2 or not len(found.combine):
         return False
     within = np.nansum(found.compute, axis=0)

@@ -263,7 +263,7 @@ def _quantile(values: F64, q: float) -> float | None:
 def _cause(
     name: str, slowdown: float | None, alone: F64, beside: F64, ctas: int, before: int | None, after: int | None
 ) -> KernelCause:
-    """Return why a kernel is slower beside communication; "none" if by under 5 %, or less than its spread alone."""
+    """Return why communication slows a kernel; "none" if by under 5 %, or by less than the spread of times alone."""
     if slowdown is None or slowdown < _SLOWER or np.median(beside) <= np.percentile(alone, 75):
         return "none"
     if ctas == 0 or _MEMORY_BOUND.search(name):
@@ -350,7 +350,7 @@ def _of_rank(job: TracedJob, column: int) -> tuple[list[Blocked], set[tuple[str,
 
 
 def _lead(gpu: GpuOps, previous: I64, ops: I32) -> I64:
-    """Return each collective's first GPU operation; a local copy right before the collective on its stream counts."""
+    """Return each collective's first GPU operation, or the local copy right before it on the same stream."""
     before = np.maximum(previous[ops], 0)
     near = gpu.start[ops] - gpu.end[before] < 2 * _CLOSE_US
     return np.where((previous[ops] >= 0) & (gpu.kind[before] == Kind.MEMCPY) & near, before, ops).astype(np.int64)

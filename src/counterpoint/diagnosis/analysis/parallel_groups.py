@@ -1,4 +1,4 @@
-"""Find out which parallelism (dp, tp, pp, ep, cp, sp) a collective serves, by its group's name, else by its use.
+"""Find the parallelism (dp, tp, pp, ep, cp, sp) of a collective by its group's name, else by the group's traffic.
 
 Programs name their groups: Megatron `TENSOR_MODEL_PARALLEL_GROUP`, DeviceMesh `mesh_dp_shard`, vLLM `tp:0`. Where no
 name says it, the launch or kernel may (FSDP's ranges, DeepEP's kernels). Else it is told from the members of the group

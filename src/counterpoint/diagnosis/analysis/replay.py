@@ -1,4 +1,4 @@
-"""Replay the steps by simulation, unchanged and with one change each, to see how much time each change saves.
+"""Simulate the steps unchanged and with single changes, such as free communication, to see what each saves.
 
 Every step time comes out of a simulation of `ReplayGraph`; nothing is subtracted from the measured step. These keep
 their measured values: durations of operations, host time between calls, and small unexplained gaps. These are

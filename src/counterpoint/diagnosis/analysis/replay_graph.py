@@ -70,7 +70,7 @@ class ReplayGraph:
     steps: int = 0
 
     def mean_us(self, last_us: F64) -> float:
-        """Return the mean µs of a step over ranks if each island's last node ends at `last_us` (µs after node 0)."""
+        """Return the mean µs of a step over ranks, given the end of each island's last node in µs after node 0."""
         return float(((last_us - self.head_us) * self.own).sum()) / self.steps
 
 
@@ -284,7 +284,7 @@ def _host_chain(launch: F64, enter: F64, leave: F64) -> tuple[I64, F64, F64]:
 
 
 def _stated(job: TracedJob, c: int, row: I64) -> I64:
-    """Return, per operation, the one that ended last of those that recorded stream waits made it await; -1: none."""
+    """Return, per operation, the awaited operation that ended last, by recorded stream waits; -1: none."""
     gpu, waits = job.digests[c].gpu, job.digests[c].waits
     stated = np.full(len(row), -1, np.int64)
     known = np.flatnonzero(waits.stream_wait_for >= 0)
@@ -304,7 +304,7 @@ def _stated(job: TracedJob, c: int, row: I64) -> I64:
 
 
 def _asked(launch: F64, start: F64, end: F64, stream: I64, calls: F64) -> I64:
-    """Return the operation that each operation awaited, guessed from times of cudaStreamWaitEvent calls; -1: none.
+    """Return which operation each operation awaited, guessed from times of cudaStreamWaitEvent calls; -1: none.
 
     An operation launched after such a call waits for the last operation launched to some other stream before the call.
     That must have ended before it began, which leaves few streams; of those the last to end is taken.
@@ -327,7 +327,7 @@ def _asked(launch: F64, start: F64, end: F64, stream: I64, calls: F64) -> I64:
 
 
 def _seen(start: F64, end: F64, launch: F64, stream: I64, kind: U8, base: F64) -> I64:
-    """Return, per operation, another stream's operation that ended as it began, if later than `base`; -1: none.
+    """Return the other stream's operation that ended just as each operation began, if after `base`; -1: none.
 
     Either it waited for the other operation, launched before it (an event can be awaited only once it is recorded), or
     the other one is a kernel that held every SM until its last blocks; it then begins a little before this kernel ends.

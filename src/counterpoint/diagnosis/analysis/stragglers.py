@@ -242,7 +242,7 @@ def _excess(spent: F64, column: int, late: I64) -> _Excess:
 
 
 def _alike(one: _Excess, latest: _Excess) -> bool:
-    """Return whether a late rank has at least half of the latest rank's excess in the latter's longest activity."""
+    """Return whether excess `one` is at least half of excess `latest` in the activity where `latest` is largest."""
     kind = max(("idle", "compute", "memcpy"), key=lambda name: float(getattr(latest, name)))
     return bool(getattr(one, kind) >= _SAME_CAUSE_SHARE * getattr(latest, kind))
 

@@ -127,7 +127,7 @@ def _keys(job: TracedJob, rows: I64, size: I64) -> I64:
 
 
 def _from_other_sizes(keys: I64, low: F64) -> F64:
-    """Return the most µs that collectives of each key should take, judged by equal collectives of other sizes."""
+    """Return the most µs that collectives of each key should take, by the same operation's times at other sizes."""
     measure = np.full(len(keys), np.inf)
     cuts = np.flatnonzero((keys[1:, :2] != keys[:-1, :2]).any(axis=1)) + 1
     for part in np.split(np.arange(len(keys)), cuts):

@@ -113,7 +113,7 @@ def without_fsdp2_copies(graph: ReplayGraph, copies: Bools, hosts: Sequence[I64]
 
 
 def _transfers(graph: ReplayGraph, job: TracedJob, profile: Profile, *, fsdp2: bool) -> tuple[F64, F64]:
-    """Return, per node, its collective's µs on copy engines (NaN: NCCL keeps it) and the µs of adding up data."""
+    """Return, per node, its collective's µs on copy engines (NaN: NCCL keeps it), and its µs of reduction kernels."""
     found, sums = np.full(len(graph.row), np.nan), np.zeros(len(graph.row))
     known: dict[tuple[str, int, int], float] = {}
     for c, digest in enumerate(job.digests):

@@ -191,7 +191,7 @@ def find_slow_links(a: Analysis) -> Iterator[Finding]:
 
 
 def _slow_groups(w: Waits, collectives: tuple[Collective, ...], moving: F64) -> Iterator[_SlowGroup]:
-    """Yield process groups whose collectives take longer than equal ones of other groups with as many ranks."""
+    """Yield process groups whose collectives take longer than equally large ones of other groups of as many ranks."""
     alike: dict[tuple[str, int, int, str | None], dict[tuple[int, ...], list[int]]] = defaultdict(dict)
     for j in np.flatnonzero((w.step >= 0) & w.complete).tolist():
         c = collectives[j]

@@ -1,4 +1,4 @@
-"""Find why GPUs idle: the time per cause, host operations during it, and waits that it causes on other ranks."""
+"""Find why GPUs idle: the time per cause, host operations meanwhile, and the resulting waits of other ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NAMES_ARE = {  # causes whose names in the evidence are not host operations dur
 
 
 def find_idle(a: Analysis) -> Iterator[Finding]:
-    """Yield findings on why the GPUs of ranks that are not late idle; costs are µs per step.
+    """Yield findings on causes of idle time, on ranks that are not late; costs are µs per step.
 
     Where hosts of different ranks stall one after the other, each stall makes the other ranks wait in collectives. The
     replay without stalls saves more than the replay without late ranks; if the difference is more than the ranks' own

@@ -75,7 +75,7 @@ def _idle_before(job: TracedJob, w: Waits, busy: list[Activity], rows: I64) -> F
 
 
 def find_expert_imbalance(a: Analysis) -> Iterator[Finding]:
-    """Yield a finding if ranks wait for the rank whose experts have most work, unless it is slow elsewhere too."""
+    """Yield a finding if ranks wait for a rank whose experts have most work, unless that rank is slow otherwise too."""
     job, found = a.job, a.expert_imbalance
     if found is None:
         return

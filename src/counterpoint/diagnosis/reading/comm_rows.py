@@ -145,7 +145,7 @@ def _runs(gpu: GpuOps, rows: I64, is_copy: Bools, world: int | None) -> tuple[I6
 
 
 def _rounds(gpu: GpuOps, run: I64, world: int | None) -> list[I64]:
-    """Split successive copies into collectives of world - 1 equal copies each; leave them whole if that fails."""
+    """Split successive copies into collectives of world - 1 equal copies; else return them as one collective."""
     peers = (world or 0) - 1
     if peers >= 1 and len(run) > peers and len(run) % peers == 0:
         parts = np.split(run, len(run) // peers)
@@ -169,7 +169,7 @@ def _op(info: CollectiveInfo | None, host: str | None, name: str) -> str:
 
 
 def _host_ops(timeline: Timeline, rows: I64) -> list[str | None]:
-    """Return, per GPU operation, the collective that the innermost naming host range around its launch names."""
+    """Return, per GPU operation, the collective that host ranges around its launch name: the innermost that does."""
     gpu, host = timeline.gpu, timeline.host
     begun = [classify.host_collective(name) for name in timeline.names]
     says = np.array([op is not None for op in begun], bool)

@@ -168,7 +168,7 @@ def _idle(timeline: Timeline, steps: StepWindows) -> tuple[F64, F64, I64]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Launches:
-    """Holds, for each gap, when and on which thread the operation that ends it was launched."""
+    """Holds when, and on which thread, the operation that ends each gap was launched."""
 
     known: Bools  # whether the launch is recorded
     launched: F64  # when it was launched; if not known, the end of the gap

@@ -119,7 +119,7 @@ class _Layer:
 
     @classmethod
     def flat(cls, rows: I64, start: F64, end: F64, parent: I64) -> _Layer:
-        """Return the spans in which each of `rows` (sorted by start) is innermost; `parent`: each row's outer row."""
+        """Return the spans in which each host range of `rows` (by start) is innermost; `parent`: enclosing range."""
         edge = np.concatenate((end[::-1], start))  # at equal times: ends before starts, inner ends before outer ends
         label = np.concatenate((parent[rows][::-1], rows)).astype(np.int32)
         order = np.argsort(edge, kind="stable")
@@ -135,7 +135,7 @@ class _Layer:
         return np.where((span >= 0) & (when < np.append(self.end, 0.0)[span]), np.append(self.row, -1)[span], -1)
 
     def over(self, gap: I64, start: F64, end: F64) -> tuple[tuple[I64, F64, F64, I64], tuple[I64, F64, F64]]:
-        """Split the time windows of gaps into parts inside spans, with the spans' rows, and parts outside."""
+        """Split the time windows of gaps into pieces inside this layer's spans, with the spans' rows, and the rest."""
         low = np.searchsorted(self.end, start, side="right")
         count = np.maximum(np.searchsorted(self.start, end, side="left") - low, 0)
         first = np.cumsum(count) - count

@@ -133,7 +133,7 @@ def _tokens(table: CommRows, members: I64) -> list[tuple[str, int]]:
 
 
 def align(reference: list[tuple[str, int]], reference_end: F64, other: list[tuple[str, int]], other_end: F64) -> I64:
-    """Return the index in `reference` of the partner of each element of `other`; -1: none.
+    """Return the index of the element of `reference` that each element of `other` matches; -1: none.
 
     A dynamic programme runs over k = partner - own index in a band: matched elements must have equal tokens, and the
     difference of their ends should equal that of the match before, since clocks may differ, but not the times between

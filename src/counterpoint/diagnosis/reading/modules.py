@@ -107,7 +107,7 @@ class NamedRanges:
         return found
 
     def gaps(self, gaps: Gaps) -> Places:
-        """Return each gap's phase and module: those at its middle on the thread that launched the operation ending it.
+        """Return each gap's phase and module: at the gap's middle, on the thread that launched the next operation.
 
         If that operation was launched before the middle of the gap, the place of its launch counts instead.
         """
@@ -169,7 +169,7 @@ def _autograd_threads(timeline: Timeline) -> frozenset[int]:
 def _around(
     at: npt.NDArray[np.float64], start: npt.NDArray[np.float64], end: npt.NDArray[np.float64]
 ) -> tuple[I64, I64]:
-    """Return all (range, time inside the range) as two index arrays, in order of ranges; `at` must be sorted."""
+    """Return all pairs of a range and a time inside it, as two index arrays, by range; `at` must be sorted."""
     low, high = np.searchsorted(at, start, side="left"), np.searchsorted(at, end, side="right")
     count = np.maximum(high - low, 0)
     if count.sum() > _MOST_PAIRS:

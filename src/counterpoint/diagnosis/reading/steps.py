@@ -254,7 +254,7 @@ def _is_part(timeline: Timeline, row: int) -> bool:
 
 
 def _families(timeline: Timeline) -> Iterator[tuple[bool, I64]]:
-    """Yield, per name and thread, whether the name is typical of steps, and the rows of ranges with that name.
+    """Yield (whether a name is typical of steps, rows of ranges with that name) for each name and thread.
 
     Names that differ only in numbers or in brackets count as one. Ranges inside a range of the same name are left out.
     """
@@ -344,7 +344,7 @@ def _share(found: _SetUp, steps: StepWindows) -> F64:
 
 
 def _without_set_up(steps: StepWindows, set_up: list[_SetUp]) -> StepWindows:
-    """Return the steps without steps of much set-up work, if any others remain; add a note on the former."""
+    """Return the steps; drop ones with much set-up work, unless no others remain, and add notes on them."""
     keep = np.ones(len(steps.names), bool)
     notes = list(steps.notes)
     for found in set_up:

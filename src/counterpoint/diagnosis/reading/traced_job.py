@@ -57,7 +57,7 @@ class TracedJob:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Return the rank of each column."""
+        """Return the rank of each column (of arrays [S, R])."""
         return tuple(d.rank for d in self.digests)
 
     @property
@@ -102,7 +102,7 @@ class TracedJob:
 
     @property
     def islands(self) -> I64:
-        """Return an island number per rank; collectives join ranks of one island, directly or through other ranks."""
+        """Return, per rank, its island's number; an island is a set of ranks that collectives connect."""
         there = self.joined.row >= 0
         there = there[there.sum(axis=1) >= 2]
         there = there[np.unique(np.packbits(there, axis=1), axis=0, return_index=True)[1]]  # one for each set of ranks
@@ -400,7 +400,7 @@ class TracedStack:
 
     @property
     def overlaps(self) -> bool:
-        """Return whether `counterpoint.overlap(model)` can replace the collectives: those of FSDP2 with NCCL."""
+        """Return whether `counterpoint.overlap(model)` can replace the collectives: yes for FSDP2 with NCCL."""
         return self.fsdp2 and self.nvidia_nccl
 
 
