@@ -124,7 +124,7 @@ class RdmaPort(Record, frozen=True, kw_only=True):
 
 
 class NetPort(Record, frozen=True, kw_only=True):
-    """Describes one network interface with hardware behind it."""
+    """Describes one network interface of a physical or virtual device (no bridge, tunnel or loopback)."""
 
     name: str
     state: str | None = None

@@ -49,7 +49,7 @@ def main() -> None:
 
 
 class Worker:
-    """Runs a plan on this rank; `scenario` is the name of the part being measured."""
+    """Runs a plan on this rank; `scenario` is the name of the scenario or block being measured."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan

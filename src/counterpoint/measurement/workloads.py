@@ -236,7 +236,7 @@ class TokenExchange:
 
     @property
     def sizes(self) -> ExpertLayer:
-        """Return the sizes of the experts."""
+        """Return the experts' sizes: hidden, ffn, number of experts, and experts per token."""
         return find_layer(self.layer)
 
     def size_bytes(self, itemsize: int) -> int:
