@@ -187,7 +187,7 @@ def _machine_pairs(device: str, num_sms: int) -> tuple[Scenario, ...]:
 
 
 def _machine_blocks(device: str, num_sms: int) -> tuple[Block, ...]:
-    """Return the blocks: collectives alone by size and CTAs, GEMMs by SMs and load, a memory stream, sum, launches."""
+    """Return blocks that measure collectives by size and CTAs, GEMMs by SMs and load, memory stream, sum, launches."""
     stock_and_own = BASES[device][0], "zero_sm"
     alone = tuple(
         Block(name=name, what=name, mechanisms=stock_and_own, sizes_bytes=_MACHINE_SIZES[device]) for name in BY_TORCH
