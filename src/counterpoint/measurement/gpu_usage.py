@@ -90,7 +90,7 @@ def _judged(session: Session, controls: Sequence[Control], seen: Observation, li
 
 
 def usage_of(seen: Observation, limits: SmLimits) -> Usage:
-    """Return both sides' blocks and SMs, and the longest compute kernel's waves alone and beside the collective."""
+    """Return blocks and SMs of the observed kernels, and the longest compute kernel's waves alone and beside comm."""
     ctas = max((launched.num_blocks for launched in seen.comm), default=0)
     kernels = [launched for launched in seen.compute if launched.kind == "kernel" and launched.block is not None]
     if not kernels:
