@@ -42,11 +42,11 @@ class Result:
     analysis: Analysis
 
     def __repr__(self) -> str:
-        """Return one line with the verdict."""
+        """Return the verdict as one line of text."""
         return f"Result({self.diagnosis!r})"
 
     def _repr_html_(self) -> str:
-        """Return the verdict and the findings for a notebook."""
+        """Return the verdict and the findings as HTML for a notebook."""
         return self.diagnosis._repr_html_()
 
     @property
@@ -67,7 +67,7 @@ class Result:
         return frames(self.diagnosis)
 
     def against(self, base: Result | Diagnosis | str | os.PathLike[str]) -> Comparison:
-        """Return the comparison of a mean step of this run with a mean step of an earlier run.
+        """Return the comparison of this recording's mean step with an earlier recording's mean step.
 
         `base`: the earlier run's result or diagnosis, the file that `--json` wrote, or the traces.
         """
@@ -108,7 +108,7 @@ def read_ranks(
     limits: Limits | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> tuple[list[RankDigest], list[str]]:
-    """Return the digests of a job's ranks and their file names; of several recordings only the last is read.
+    """Return the digests of a job's ranks, and the file names; read only the last of several recordings.
 
     Args:
         source: as in `diagnose`.
@@ -132,7 +132,7 @@ def read_ranks(
 
 
 def _last_recording(files: list[TraceFile], notes: list[str]) -> list[TraceFile]:
-    """Return the files of the last recording of a job, and add a note that names the other recordings."""
+    """Return the files of a job's last recording; if there are others, append a note that names them to `notes`."""
     found = recordings(files)
     *others, last = found
     if others:
@@ -205,7 +205,7 @@ def _draw_lanes(a: Analysis, *, by_stream: bool = False) -> tuple[TimelineLane, 
 
 
 def _host(job: TracedJob, column: int) -> list[TimelineLane]:
-    """Return the lane of host activity in long GPU gaps, without gaps caused by slow launches or queued work."""
+    """Return a lane of a rank's host activity in long GPU gaps, except gaps by slow launches or queued work."""
     gaps, names = job.digests[column].gaps, job.digests[column].names
     late = np.isin(gaps.category, (CATEGORIES.index("launch"), CATEGORIES.index("queued")))
     rows = np.flatnonzero(gaps.whole & ~late & (gaps.end - gaps.start > _SHORTEST_GAP_US))
@@ -217,7 +217,7 @@ def _host(job: TracedJob, column: int) -> list[TimelineLane]:
 
 
 def _streams(job: TracedJob, column: int, rows: I64, stream: I64, by_stream: bool) -> list[tuple[str | None, I64]]:
-    """Return a pair of name and rows for each stream; without `by_stream`, a single pair: None and all rows."""
+    """Return (name, its elements of `rows`) for each stream; without `by_stream`, only (None, `rows`)."""
     if not by_stream:
         return [(None, rows)]
     kind = "thread" if job.digests[column].device.from_host else "stream"
@@ -270,7 +270,7 @@ def _lane(
 
 
 def _merged(start: F64, end: F64, text: list[str]) -> tuple[F64, F64, list[str]]:
-    """Merge close spans until at most `_SPANS` are left; a merged span takes the label of its longest part."""
+    """Merge neighbouring spans until at most `_SPANS` are left; merged spans get the label of the longest one."""
     pause = 0.0
     while len(start) > _SPANS:
         pause = max(2 * pause, 0.5)

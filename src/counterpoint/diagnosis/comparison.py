@@ -76,7 +76,7 @@ def read_diagnosis(path: Path) -> Diagnosis:
 
 
 def compare(now: Diagnosis, before: Diagnosis) -> Comparison:
-    """Return the changes of a mean step, in µs, from an earlier run to this one."""
+    """Return how a mean step changed from the diagnosis `before` to the diagnosis `now`, in µs."""
     step = _change("step", _step_us(before), _step_us(now))
     findings = _findings(now, before)
     parts = _changes(_parts(before), _parts(now))
@@ -142,7 +142,10 @@ def _late(d: Diagnosis) -> dict[str, float]:
 
 
 def _findings(now: Diagnosis, before: Diagnosis) -> tuple[FindingChange, ...]:
-    """Match findings by kind (late ranks also by rank, stalls by title); of several that match, take the costliest."""
+    """Return the change of each finding, matched by kind, late ranks also by rank, and stalls by title.
+
+    Of several findings that match, the costliest counts.
+    """
     old, new = (_by_key(d) for d in (before, now))
     out = []
     for key in {**new, **old}:
@@ -193,7 +196,7 @@ def _kind(k: KernelComparison) -> tuple[str, tuple[int, ...], tuple[int, ...], s
 
 
 def _mean(k: KernelComparison) -> float | None:
-    """Return the mean µs of a kernel over all calls, alone or beside communication; None if no times are known."""
+    """Return a kernel's mean µs over launches alone and launches beside communication; None if no times are known."""
     parts = [(k.alone_us, k.alone_count), (k.overlapped_us, k.overlapped_count)]
     seen = [(us, count) for us, count in parts if us is not None and count > 0]
     count = sum(count for _, count in seen)
@@ -238,7 +241,7 @@ def _verdict(step: Change, findings: tuple[FindingChange, ...], parts: tuple[Cha
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gate:
-    """Describes one bound on a metric; times are per step; `%` is a share of the step for times, of 1 for ratios.
+    """Describes one bound on a metric: a time per step or a ratio; `%` is a share of the step, or of 1 for ratios.
 
     Where `against` is true, `bound` is the allowed excess over the earlier diagnosis, and `%` is a share of its value.
     """
@@ -285,7 +288,7 @@ def parse_gate(text: str) -> Gate:
 
 
 def check_gate(gate: Gate, now: Diagnosis, earlier: Diagnosis | None = None) -> GateResult:
-    """Return whether a diagnosis passes a gate; it fails if a diagnosis that the gate needs lacks the metric."""
+    """Return whether the diagnosis `now` passes a gate; fail the gate if a diagnosis it needs lacks the metric."""
     unit = "ms" if gate.against and gate.unit == "%" and gate.metric in _TIMES else gate.unit
     value, before = _value(gate.metric, unit, now), _value(gate.metric, unit, earlier) if earlier else None
     if value is None or (gate.against and before is None):
@@ -302,7 +305,7 @@ def check_gate(gate: Gate, now: Diagnosis, earlier: Diagnosis | None = None) -> 
 
 
 def _value(metric: str, unit: str, d: Diagnosis) -> float | None:
-    """Return the value of a metric in a unit; None if the diagnosis does not know it."""
+    """Return a metric's value in `unit`; None if the diagnosis does not state the metric."""
     if metric == "stragglers":
         return float(len(d.stragglers))
     value: float | None = getattr(d.totals, _TIMES.get(metric, metric))

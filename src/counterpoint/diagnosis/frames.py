@@ -1,4 +1,4 @@
-"""Turn a diagnosis into polars frames, with columns typed after the record fields, even where a frame is empty."""
+"""Turn a diagnosis into polars frames; columns have the types of the record fields, even in an empty frame."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def frames(diagnosis: Diagnosis) -> dict[str, pl.DataFrame]:
-    """Return frames `steps`, `per_rank`, `collectives`, `stragglers`, `kernels`, `findings`, `what_if`.
+    """Return a diagnosis as frames `steps`, `per_rank`, `collectives`, `stragglers`, `kernels`, `findings`, `what_if`.
 
     Columns are the fields of the records, times are µs. Fields that hold several values become nested columns:
     `wait_us` of a collective is `List[Struct{rank: Int64, us: Float64}]` in order of rank (explode, then unnest: one
@@ -70,7 +70,7 @@ def _cell(value: Any) -> Any:
 
 
 def _dtype(hint: Any) -> Any:
-    """Return the polars type of a scalar, `X | None`, literal, `tuple[X, ...]`, `tuple[X, X, X]`, `dict[rank, µs]`."""
+    """Return the polars type for the type hint of a record field, such as `float | None` or `tuple[int, ...]`."""
     import polars as pl
 
     origin, args = get_origin(hint), get_args(hint)

@@ -1,4 +1,4 @@
-"""Find out which ranks are missing in a hang, from dumps of NCCL's flight recorder.
+"""Find which ranks have not entered a collective that hangs, from dumps of NCCL's flight recorder.
 
 In each process group the collectives of all ranks have the same sequence numbers. A group is stuck in the first one
 that not all of its ranks have completed: ranks that have entered it wait for the others. A rank that is missing in one
@@ -26,12 +26,12 @@ _PENDING_SHOWN = 16
 
 
 def diagnose_hang(paths: Sequence[Path]) -> Hang:
-    """Read the dumps of one job and find the missing ranks; raise `BadTrace` for a dump that cannot be read."""
+    """Read a job's dumps and find which ranks have not entered a collective; raise `BadTrace` for a bad dump."""
     return find_hang([read_dump(path) for path in paths])
 
 
 def find_hang(dumps: Sequence[FlightDump]) -> Hang:
-    """Find the missing ranks; raise `BadTrace` if there is no dump, or two dumps of one rank."""
+    """Find which ranks have not entered a collective; raise `BadTrace` for no dump, or two dumps of one rank."""
     if not dumps:
         raise BadTrace("no flight-recorder dump")
     by_rank: dict[int, FlightDump] = {}
@@ -62,7 +62,7 @@ def find_hang(dumps: Sequence[FlightDump]) -> Hang:
 
 
 def _groups(by_rank: dict[int, FlightDump]) -> list[tuple[str, tuple[int, ...]]]:
-    """Return name and ranks of every process group.
+    """Return the name and the ranks of every process group.
 
     Groups with one name and different ranks are distinct, as after a split. A group whose ranks no dump states has the
     ranks that recorded calls in it.
@@ -81,7 +81,7 @@ def _groups(by_rank: dict[int, FlightDump]) -> list[tuple[str, tuple[int, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class _Progress:
-    """Holds the progress of one rank in the collectives of one group.
+    """Holds how far one rank has got in the collectives of one process group.
 
     `calls` and `state` map a sequence number to its entries, and to the state of the least advanced one.
     `scheduled`, `started` and `completed` are the last numbers in that state; None: unknown, or none yet. `whole`: the
@@ -145,7 +145,7 @@ def _group(name: str, ranks: tuple[int, ...], by_rank: dict[int, FlightDump]) ->
 
 
 def _stuck(progress: dict[int, _Progress]) -> int | None:
-    """Return the sequence number of the first collective that a rank has entered and not every rank has completed.
+    """Return the sequence number of the first collective that some rank has entered but not all have completed.
 
     None if every collective that a rank has entered was completed by all.
     """
@@ -158,7 +158,7 @@ def _stuck(progress: dict[int, _Progress]) -> int | None:
 
 
 def _never_entered(p: _Progress, seq: int) -> bool:
-    """Return whether a rank has surely not entered a collective; False if its entries were overwritten."""
+    """Return whether a rank has surely not entered collective `seq`; False if overwritten entries leave that open."""
     return p.scheduled < seq if p.scheduled is not None else p.whole
 
 
@@ -187,7 +187,7 @@ def _call(entry: FlightEntry) -> CollectiveCall:
 
 
 def _mismatches(progress: dict[int, _Progress], stuck: int | None) -> tuple[Mismatch, ...]:
-    """Return how ranks' calls differ in the first collective, from `stuck` on, in which any calls differ.
+    """Return how ranks' calls differ in the first collective, from number `stuck` on, that ranks call differently.
 
     Later collectives are not compared: after one extra or missing call, all later calls differ.
     """
@@ -228,7 +228,7 @@ def _compared(seq: int, called: dict[int, list[FlightEntry]]) -> list[Mismatch]:
 
 
 def _signature(entry: FlightEntry, what: str) -> object:
-    """Return the part of a call (`what`) that must be equal on all ranks; sizes are numbers of elements."""
+    """Return a call's operation, sizes or dtypes (`what`), in a form that must be equal on all ranks."""
     if what == "operation":
         return entry.operation
     if not _SAME_SIZE.match(entry.operation):
@@ -239,7 +239,7 @@ def _signature(entry: FlightEntry, what: str) -> object:
 
 
 def _pending(by_rank: dict[int, FlightDump]) -> list[str]:
-    """Return a line of text on each unfinished send and receive, up to a limit."""
+    """Return a line of text on each unfinished send and receive, at most `_PENDING_SHOWN` lines."""
     said = []
     for dump in by_rank.values():
         for entry in dump.entries:
@@ -250,7 +250,7 @@ def _pending(by_rank: dict[int, FlightDump]) -> list[str]:
 
 
 def _guilt(group: GroupState, waiting: set[int]) -> tuple[int, int]:
-    """Return a sort key: groups that explain the hang better come first, and among equal ones the larger."""
+    """Return a sort key by which process groups that explain the hang better come first; of equal ones, larger ones."""
     if group.stuck is None:
         return 9, 0
     if group.mismatches:
@@ -301,7 +301,7 @@ def _verdict(groups: list[GroupState], waiting: set[int], pending: list[str]) ->
 
 
 def _cycle(groups: list[GroupState]) -> str:
-    """Return the verdict on ranks that wait for each other: ranks missing in one group wait in another."""
+    """Return the verdict on a deadlock across groups: ranks that one group waits for wait in another group."""
     stuck = [(g, g.stuck) for g in groups if g.stuck is not None and g.missing]
     parts = [
         f"{_ranks(g.waiting)} in {call.operation} #{call.seq} of {_name(g)} for {_ranks(g.missing)}"

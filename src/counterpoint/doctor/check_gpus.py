@@ -1,4 +1,4 @@
-"""Check the GPUs themselves: how many, shared with whom, at which clocks, with which memory errors.
+"""Check the GPUs: their number, other processes on them, clocks and memory errors.
 
 All checks but the first apply one rule to every GPU.
 """
@@ -25,7 +25,7 @@ LOW_POWER = 0.99  # share of the default power limit: below it, somebody has low
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuRule:
-    """Describes one fault to look for on each GPU: how to find it, what it does to a job, and its remedy."""
+    """Describes one fault to look for on each GPU: how to detect the fault, what it does to a job, and its remedy."""
 
     name: str
     known_by: str  # the attribute that is None where NVML does not say

@@ -66,7 +66,7 @@ def copy_engines(readings: Readings) -> Check:
 
 
 def stream_memory_ops(readings: Readings) -> Check:
-    """Check that a stream can wait for a flag in memory without an SM."""
+    """Check that a stream can wait for a flag in memory (cuStreamWaitValue32) without an SM."""
     if not readings.devices:
         return not_seen("stream_memory_ops", readings.why_no_device())
     if all(device.stream_memory_ops for device in readings.devices):
@@ -147,7 +147,7 @@ def _link_errors(gpu: GpuReading) -> str | None:
 
 
 def pcie(readings: Readings) -> Check:
-    """Check PCIe lanes, replays (packets sent again) and, on a busy GPU, the generation: an idle GPU may lower it."""
+    """Check PCIe lanes, replays (packets sent again) and, on busy GPUs, the generation, which idle GPUs may lower."""
     found = readings.gpus
     if not found or all(gpu.pcie_width is None for gpu in found):
         return not_seen("pcie", readings.unavailable.get("nvml", "NVML does not say"))
@@ -217,7 +217,7 @@ def _rdma(readings: Readings) -> tuple[RdmaPort, ...]:
 
 
 def nics(readings: Readings) -> Check:
-    """Check for network ports that are down, or unlike similar ports in rate or firmware, and for RoCE with low MTU."""
+    """Check for network ports that are down, differ from similar ones in rate or firmware, or run RoCE at low MTU."""
     ports = _rdma(readings)
     if not ports:
         return _no_nics(readings)
@@ -260,7 +260,7 @@ def _no_nics(readings: Readings) -> Check:
 
 
 def _odd_ones(alike: list[RdmaPort]) -> list[str]:
-    """Return a text for each port that is down, or unlike ports on the same kind of board in rate or firmware."""
+    """Return a text per port that is down, or differs in rate or firmware from ports on the same kind of board."""
     up = [port for port in alike if port.state == "ACTIVE"]
     if not up:
         return []  # this machine does not use ports of this kind
@@ -277,7 +277,7 @@ def _odd_ones(alike: list[RdmaPort]) -> list[str]:
 
 
 def gpudirect(readings: Readings) -> Check:
-    """Check that NICs read and write GPU memory without the host."""
+    """Check that NICs can read and write GPU memory without copies through the host (GPUDirect RDMA)."""
     if not _rdma(readings) or readings.system is None:
         return not_seen("gpudirect", "no RDMA port")
     modules = readings.system.modules

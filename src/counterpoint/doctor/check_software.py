@@ -1,4 +1,4 @@
-"""Check that driver, NCCL and torch fit together and support overlap, and that no variable prevents it.
+"""Check that driver, NCCL and torch fit together and support overlap, and that no environment variable prevents it.
 
 NCCL's variables may also stand in /etc/nccl.conf, which the environment overrides.
 """
@@ -26,7 +26,7 @@ _FEW_CTAS = (
 
 
 def answers(readings: Readings) -> list[Check]:
-    """Return a problem, named `answers.PROBE`, for every probe that hung, crashed or failed."""
+    """Return a check `answers.PROBE` with status `problem` for every probe that hung, crashed or failed."""
     return [
         problem(
             f"answers.{probe}", readings.unavailable.get(probe, "it failed"),
@@ -121,7 +121,7 @@ def torch(readings: Readings) -> Check:
 
 
 def torch_runtime(readings: Readings) -> Check:
-    """Check that an imported torch shows the driver's devices and loads the NCCL that check `nccl` found."""
+    """Check that torch, once imported, shows the driver's devices and has loaded the NCCL that check `nccl` found."""
     found = readings.torch_runtime
     if found is None:
         return not_seen("torch_runtime", readings.unavailable.get("torch", "not asked for (--device-checks)"))
@@ -143,7 +143,7 @@ def torch_runtime(readings: Readings) -> Check:
 
 
 def multicast(readings: Readings) -> Check:
-    """Report NVLink multicast, never as a fault: NCCL needs fewer SMs with it, and counterpoint does not use it."""
+    """Report whether GPUs offer NVLink multicast, never as a fault: NCCL may use it, counterpoint does not."""
     if not readings.devices:
         return not_seen("multicast", readings.why_no_device())
     offered = all(device.multicast for device in readings.devices)
@@ -170,7 +170,7 @@ class Rule(NamedTuple):
 
 
 def _on(value: str, profile: Profile) -> bool:
-    """Return whether the value switches a variable on (not empty, 0, false, no or off)."""
+    """Return whether the value switches an environment variable on (not empty, 0, false, no or off)."""
     return value.strip().lower() not in ("", "0", "false", "no", "off")
 
 
@@ -199,7 +199,7 @@ def _one(value: str, profile: Profile) -> bool:
 
 
 def _local(value: str, profile: Profile) -> bool:
-    """Return whether the value is the level `LOC` (or 0), which allows no direct access to a peer."""
+    """Return whether the value of a level variable is `LOC` or 0, which allows no direct access to a peer."""
     return value.strip().upper() in ("LOC", "0")
 
 
@@ -259,7 +259,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def environment(readings: Readings, profile: Profile) -> list[Check]:
-    """Return a check `environment.NAME` for every variable whose value hurts; if none does, one named `environment`."""
+    """Return a check `environment.NAME` per variable whose value hurts overlap; if none does, a check `environment`."""
     conf = readings.system.nccl_conf if readings.system else {}
     values = conf | readings.environment
     found = []

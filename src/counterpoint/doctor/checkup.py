@@ -61,7 +61,7 @@ def collect_readings(
     limit_s: float = 60.0,
     tell: Callable[[str], None] = lambda what: None,
 ) -> Readings:
-    """Return all readings of this machine; NVML is asked first, so that its list of processes has none of ours.
+    """Return all readings of this machine; ask NVML first, so that no probe of ours is in NVML's list of processes.
 
     With `bandwidth`, copies between GPUs are measured, which takes some seconds and 512 MiB of memory on each; with
     `torch`, torch is imported in a child process, too. Each child may take `limit_s` seconds; before each, `tell` gets
@@ -92,7 +92,7 @@ def collect_readings(
 
 
 def examine(readings: Readings, *, torch: bool = False, profile: Profile | None = None) -> Checkup:
-    """Return all checks of a machine, with `torch_runtime` if `torch`; profile None: the shipped one of its GPU."""
+    """Return all checks of a machine, with `torch_runtime` if `torch`; profile None: the shipped profile of the GPU."""
     names = [seen.name for seen in readings.gpus or readings.devices]
     known = profile or shipped_profile(names[0] if names else None)
     checks = [check(readings) for check in (*LINK_CHECKS, *SOFTWARE_CHECKS)]
@@ -107,11 +107,11 @@ def examine(readings: Readings, *, torch: bool = False, profile: Profile | None 
 
 
 def _profile(profile: Profile) -> Check:
-    """Return a check that says which of the profile's figures were measured on this kind of GPU, and when."""
+    """Return a check, always ok, that says which of the profile's figures were measured on this GPU model, and when."""
     return fine("profile", str(profile), digest=profile.digest)
 
 
 def exit_code(checks: tuple[Check, ...], *, strict: bool = False) -> int:
-    """Return exit code 1 if a check is a problem (or, if `strict`, a warning), else 0; `not_seen` counts as neither."""
+    """Return exit code 1 if any check is a problem or, with `strict`, a warning; else 0, also for `not_seen`."""
     wrong = {"problem", "warning"} if strict else {"problem"}
     return int(any(check.status in wrong for check in checks))

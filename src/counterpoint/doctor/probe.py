@@ -37,7 +37,7 @@ _PACKAGE_ROOT = Path(__file__).resolve().parents[3]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """Holds the output of a child process, or the reason why there is none."""
+    """Holds the output of a child process, or the reason why the process gave no output."""
 
     output: bytes | None
     reason: str | None = None
@@ -45,7 +45,7 @@ class Answer:
 
 
 def ask_probe(probe: str, *, limit_s: float, without: Sequence[str] = ()) -> Answer:
-    """Run one of `PROBES` in a child of at most `limit_s` seconds, without the variables named in `without`."""
+    """Run one of `PROBES` in a child process for at most `limit_s` s, without the environment variables `without`."""
     environment = {name: value for name, value in os.environ.items() if name not in without}
     above = environment.get("PYTHONPATH")
     environment["PYTHONPATH"] = os.pathsep.join([str(_PACKAGE_ROOT), *([above] if above else [])])
@@ -54,7 +54,7 @@ def ask_probe(probe: str, *, limit_s: float, without: Sequence[str] = ()) -> Ans
 
 
 def run_child(command: Sequence[str], *, limit_s: float, env: Mapping[str, str] | None = None) -> Answer:
-    """Return the output of `command`, or why there is none in `limit_s` seconds; never raise because of the command.
+    """Return the output of `command`, or why it gave none in `limit_s` seconds; a failing command never raises.
 
     Its output goes to files: a process stuck in the kernel cannot be killed, and would keep a pipe open for ever.
     """
@@ -98,7 +98,7 @@ def _why(code: int, stderr: bytes) -> str:
 
 
 def main() -> int:
-    """Run the probe that the first argument names, with all other output on stderr, and return the exit code."""
+    """Run the probe that the first argument names; write its reading to stdout, all else to stderr."""
     result = os.dup(1)
     os.dup2(2, 1)
     try:

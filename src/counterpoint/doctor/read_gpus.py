@@ -53,7 +53,7 @@ _PEER_READ = 0
 
 
 def read_nvml() -> Nvml:
-    """Read every GPU, lost ones last; raise `ProbeUnavailable` if there is no NVML, `ProbeFailed` if it fails."""
+    """Read every GPU by NVML, lost ones last; raise `ProbeUnavailable` without NVML, `ProbeFailed` if NVML fails."""
     try:
         ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -93,7 +93,7 @@ def _text(value: object) -> str:
 
 def _asking(nvml: Any, handle: Any) -> Callable[..., Any]:
     def ask(name: str, *arguments: object) -> Any:
-        """Return the answer of an NVML function; None if driver, GPU or nvidia-ml-py lack it, or text is not UTF-8."""
+        """Call an NVML function; return None if driver, GPU or nvidia-ml-py lack it, or its text is not UTF-8."""
         try:
             return getattr(nvml, name)(handle, *arguments)
         except (nvml.NVMLError, AttributeError, UnicodeDecodeError):
@@ -163,7 +163,7 @@ def _link(nvml: Any, ask: Callable[..., Any], link: int, active: bool) -> NvLink
 
 
 def _field(nvml: Any, value: Any) -> int | None:
-    """Return a field's value, read from the member of the union that its type names."""
+    """Return the value of an NVML field, read from the union's member for the field's type; None if NVML failed."""
     members = {0: "dVal", 1: "uiVal", 2: "ulVal", 3: "ullVal", 4: "sllVal", 5: "siVal", 6: "usVal"}
     if value.nvmlReturn != nvml.NVML_SUCCESS or value.valueType not in members:
         return None
@@ -171,7 +171,7 @@ def _field(nvml: Any, value: Any) -> int | None:
 
 
 def _fabric(nvml: Any, handle: Any) -> str | None:
-    """Return the state of the NVSwitch fabric; None if there is none, or with a driver before 535."""
+    """Return a GPU's state in the NVSwitch fabric; None without a fabric, or with a driver before 535."""
     try:
         info = nvml.c_nvmlGpuFabricInfoV_t()
         nvml.nvmlDeviceGetGpuFabricInfoV(handle, ctypes.byref(info))
@@ -208,7 +208,7 @@ _COPIES_AT_ONCE = 4  # per GPU, so that those launched first still run when the 
 
 
 def read_cuda() -> Cuda:
-    """Read every device that this process may use, and the ordered pairs of devices without peer access."""
+    """Read by CUDA every device that this process may use, and the ordered pairs of devices without peer access."""
     driver = Driver()
     version = driver.version()
     devices = range(driver.device_count())
@@ -241,7 +241,7 @@ class _CopyDevice:
 
 
 def choose_pairs(gpus: int, *, chance: random.Random, most: int = MAX_PAIRS) -> list[tuple[int, int]]:
-    """Choose random pairs of GPUs (a < b): all if at most `most`, else about `most`, with each GPU at least once."""
+    """Choose pairs of GPUs (a < b): all, or about `most` random ones that include each GPU at least once."""
     every = list(combinations(range(gpus), 2))
     if len(every) <= most:
         return every
@@ -254,7 +254,7 @@ def choose_pairs(gpus: int, *, chance: random.Random, most: int = MAX_PAIRS) -> 
 
 
 def measure_bandwidth() -> Bandwidth:
-    """Measure GB/s of random pairs both ways, then of rotations; raise `ProbeUnavailable` with fewer than 2 GPUs."""
+    """Measure copies in GB/s: random pairs, both ways, then all GPUs at once; raise `ProbeUnavailable` below 2 GPUs."""
     driver = Driver()
     count = driver.device_count()
     if count < 2:
@@ -281,7 +281,7 @@ def _prepare(driver: Driver, device: int) -> _CopyDevice:
 
 
 def _map_peers(driver: Driver, gpus: list[_CopyDevice]) -> None:
-    """Enable peer access where it is allowed; copies between other GPUs are measured through host memory."""
+    """Enable peer access between all GPUs that allow it; CUDA copies through host memory between the others."""
     for mine, gpu in enumerate(gpus):
         driver.use(gpu.context)
         for other, peer in enumerate(gpus):
@@ -313,7 +313,7 @@ def _rates(driver: Driver, gpus: list[_CopyDevice], pairs: list[tuple[int, int]]
 
 
 def _push(driver: Driver, source: _CopyDevice, target: _CopyDevice, copies: int) -> None:
-    """Queue `copies` copies from one GPU to another, between the two events of the source."""
+    """Queue `copies` copies from one GPU to another, between the source GPU's start and end events."""
     driver.use(source.context)
     stream = c_void_p(source.stream)
     driver.call("cuEventRecord", c_void_p(source.start), stream)

@@ -1,4 +1,4 @@
-"""Define the records of a machine's readings, and make the records of checks; an unknown value is None, never a guess.
+"""Define records of a machine's readings, and make records of checks; unknown values are None, never guesses.
 
 A probe runs in a child process and prints a reading as JSON, or raises `ProbeUnavailable`; `checkup.examine` turns all
 of them into checks. Texts from outside become safe to print where `fine`, `warning`, `problem` and `not_seen` use them.
@@ -58,7 +58,7 @@ class GpuReading(Record, frozen=True, kw_only=True):
 
 
 class Nvml(Record, frozen=True, kw_only=True):
-    """Holds NVML's readings of all GPUs, and the reasons that NVML gives where it denies peer access."""
+    """Holds NVML's readings of all GPUs, and NVML's reason for each pair of GPUs without peer access."""
 
     driver: str | None = None
     gpus: tuple[GpuReading, ...] = ()
@@ -124,7 +124,7 @@ class RdmaPort(Record, frozen=True, kw_only=True):
 
 
 class NetPort(Record, frozen=True, kw_only=True):
-    """Describes one network interface with hardware behind it."""
+    """Describes one network interface of a physical or virtual device (no bridge, tunnel or loopback)."""
 
     name: str
     state: str | None = None
@@ -145,7 +145,7 @@ class System(Record, frozen=True, kw_only=True):
 
 
 class PairRate(Record, frozen=True, kw_only=True):
-    """Holds the rate in GB/s at which a copy engine of one GPU pushes to another GPU."""
+    """Holds the rate in GB/s at which one GPU's copy engine writes to another GPU."""
 
     source: int
     target: int
@@ -153,7 +153,7 @@ class PairRate(Record, frozen=True, kw_only=True):
 
 
 class Bandwidth(Record, frozen=True, kw_only=True):
-    """Holds median GB/s between GPUs: of pairs alone, then of all GPUs at once in a rotation; indices are CUDA's."""
+    """Holds median GB/s of copies: of pairs of GPUs alone, and of the slowest pair while all GPUs copy at once."""
 
     pairs: tuple[PairRate, ...]
     rotation: tuple[PairRate, ...] = ()  # for each rotation, its slowest GPU; `target - source` is its shift
@@ -199,27 +199,27 @@ _LIMIT = 600
 
 
 def fine(name: str, seen: str, means: str = "", **values: Value) -> Check:
-    """Return a check that found nothing in the way of overlap."""
+    """Return a check with status `ok`: nothing was found that reduces overlap."""
     return _check(name, "ok", seen, means, "", values)
 
 
 def warning(name: str, seen: str, *, means: str, fix: str, **values: Value) -> Check:
-    """Return a check that found a fault which may reduce overlap, or may hide another fault."""
+    """Return a check with status `warning`: a fault that may reduce overlap, or may hide another fault."""
     return _check(name, "warning", seen, means, fix, values)
 
 
 def problem(name: str, seen: str, *, means: str, fix: str, **values: Value) -> Check:
-    """Return a check that found a fault which reduces or prevents overlap."""
+    """Return a check with status `problem`: a fault that reduces or prevents overlap."""
     return _check(name, "problem", seen, means, fix, values)
 
 
 def not_seen(name: str, why: str) -> Check:
-    """Return a check that could not be made, with the reason."""
+    """Return a check with status `not_seen`, with the reason why nothing could be checked."""
     return _check(name, "not_seen", why, "", "", {})
 
 
 def and_so_on(items: Iterable[str], most: int = 8) -> str:
-    """Join at most `most` of the items, and say how many more there are."""
+    """Join the first `most` items into one text, which ends with the number of further items."""
     every = list(items)
     return "; ".join(every[:most]) + (f"; and {len(every) - most} more" if len(every) > most else "")
 

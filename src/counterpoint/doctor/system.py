@@ -36,7 +36,7 @@ _ASSIGNED = re.compile(r"""^(__version__|cuda|hip)\b[^=\n]*= *["']([^"'\n]*)["']
 
 
 def read_system(root: Path = Path("/")) -> System:
-    """Return the facts in files below `root`; never raise: an unreadable fact is None."""
+    """Return facts on drivers, PCI and network from files below `root`; never raise: an unreadable fact is None."""
     sys = root / "sys"
     driver = _read(root / "proc/driver/nvidia/version")
     modules = tuple(sorted(path.name for path in _list(sys / "module"))) if _is_there(sys / "module") else None
@@ -64,7 +64,7 @@ def parse_conf(text: str) -> dict[str, str]:
 
 
 def acs_redirects(config: bytes) -> bool | None:
-    """Return whether a bridge with this configuration space sends peer-to-peer requests up to the root complex.
+    """Return whether a PCI bridge with this configuration space redirects peer-to-peer requests to the root complex.
 
     Return None if the extended part, which only root may read, is missing. Source: PCI Express base specification, 7.7.
     """
@@ -82,7 +82,7 @@ def acs_redirects(config: bytes) -> bool | None:
 
 
 def _bytes(path: Path, most: int) -> bytes | None:
-    """Return at most `most` bytes of a file, or None if it cannot be read; never block, not even on a pipe."""
+    """Return at most `most` bytes of a file, or None if the file cannot be read; never block, not even on a pipe."""
     try:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             return file.read(most)
@@ -112,7 +112,7 @@ def _list(path: Path) -> list[Path]:
 
 
 def _number(text: str | None) -> float | None:
-    """Return the first word of `text` as a number; None for rubbish and for -1, which is "unknown" in /sys."""
+    """Return the first word of `text` as a number; None for no number, and for -1, which is "unknown" in /sys."""
     try:
         value = float((text or "").split()[0])
     except (IndexError, ValueError):
@@ -170,7 +170,7 @@ def _net(folder: Path) -> list[NetPort]:
 
 
 def read_software() -> InstalledTorch:
-    """Read from its files which torch the running Python has; do not import it."""
+    """Return the version and features of the torch that this Python would import, read from files without importing."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return InstalledTorch()
@@ -178,7 +178,7 @@ def read_software() -> InstalledTorch:
 
 
 def read_torch_files(folder: Path) -> InstalledTorch:
-    """Read the folder of torch: `version.py`, and the files that hold the features we use."""
+    """Read torch's version from `version.py` in `folder`, and whether torch's files have the features we use."""
     assigned = dict(_ASSIGNED.findall(_whole(folder / "version.py")))
     features = {name: mark in _whole(folder / path) for name, (path, mark) in _FEATURES.items()}
     return InstalledTorch(
@@ -197,7 +197,7 @@ def _whole(path: Path) -> str:
 
 
 def read_nccl() -> Nccl:
-    """Load libnccl as torch finds it (LD_PRELOAD, RPATH, loader's path); raise `ProbeUnavailable` if none loads."""
+    """Load and describe the libnccl that torch would find; raise `ProbeUnavailable` if none loads."""
     for path, found_by in _candidates():
         try:
             library = ctypes.CDLL(path)
@@ -224,14 +224,14 @@ def _candidates() -> Iterator[tuple[str, str]]:
 
 
 def nccl_version(code: int) -> tuple[int, int, int]:
-    """Return (major, minor, patch) of an NCCL_VERSION_CODE: 22809 is 2.28.9; until 2.8 it had fewer digits."""
+    """Return (major, minor, patch) of an NCCL_VERSION_CODE: 22809 is 2.28.9; codes up to 2.8 have fewer digits."""
     if code < 10000:
         return code // 1000, code % 1000 // 100, code % 100
     return code // 10000, code % 10000 // 100, code % 100
 
 
 def _loaded_nccl() -> str | None:
-    """Return the path of the libnccl mapped into this process; None if there is none."""
+    """Return the path of the libnccl mapped into this process; None if none is mapped."""
     for line in Path("/proc/self/maps").read_text(errors="replace").splitlines():
         path = line.split(maxsplit=5)[5:]
         if path and Path(path[0]).name.startswith("libnccl.so"):
@@ -240,7 +240,7 @@ def _loaded_nccl() -> str | None:
 
 
 def read_torch_runtime() -> TorchRuntime:
-    """Import torch and ask for its devices and the NCCL that it loaded; raise `ProbeUnavailable` if that fails."""
+    """Import torch, return its number of devices and loaded NCCL; raise `ProbeUnavailable` if torch does not start."""
     try:
         torch: Any = importlib.import_module("torch")
         devices = torch.cuda.device_count()

@@ -1,4 +1,4 @@
-"""Measure a computation and a collective alone, in sequence and together, and how much each loses and why.
+"""Measure a computation and a collective alone, in sequence and together: how much does each lose, and why?
 
 `counterpoint.measure` is `api.measure`. It makes a plan of names (suites.py, workloads.py, mechanisms.py) and starts a
 process per rank. On a rank, worker.py measures one part of the plan after another, and session.py joins the others:

@@ -45,7 +45,7 @@ _WIDTH = 64  # width of the layer, so small that its kernels are shorter than th
 
 
 def collective_alone(session: Session, block: Block, plan: Plan, unavailable: dict[str, str]) -> Iterator[Experiment]:
-    """Yield one experiment, with all mechanisms, for each size of a collective."""
+    """Yield one experiment per message size: a collective alone, by every mechanism."""
     asked = [find_mechanism(name, session.device.type) for name in block.mechanisms]
     mechanisms = offered(session, asked, block.what, unavailable)
     for size in block.sizes_bytes if mechanisms else ():
@@ -82,7 +82,7 @@ def _of_size(
 
 
 def compute_alone(session: Session, block: Block, plan: Plan, unavailable: dict[str, str]) -> Iterator[Experiment]:
-    """Yield the experiment of a computation alone under each setting of its controls."""
+    """Yield the experiment that times a computation alone under each setting of its controls."""
     workload = find_workload(block.what)
     session.require_memory(workload.memory_bytes(session.compute_dtype.itemsize), block.what)
     found = [(name, () if name == "stock" else parse_mechanism(f"nccl+{name}")[1]) for name in block.mechanisms]
@@ -117,7 +117,7 @@ def compute_alone(session: Session, block: Block, plan: Plan, unavailable: dict[
 
 
 def is_cost(what: str) -> bool:
-    """Return whether `what` names a cost of a machine: a launch, a lasting load, or a sum."""
+    """Return whether block `what` measures a cost of the machine: of a launch, a lasting load, or a sum of buffers."""
     return what in _OF_HOST or what.startswith(_LASTING) or _SUM.fullmatch(what) is not None
 
 
@@ -138,7 +138,7 @@ def cost(session: Session, block: Block, plan: Plan, unavailable: dict[str, str]
 def _stock(
     what: str, trial: Callable[[], Trial], *, num_bytes: int | None = None, flops: int | None = None
 ) -> Experiment:
-    """Return an experiment whose only mechanism is `stock`; rows have GB/s or TFLOP/s if bytes or FLOPs are given."""
+    """Return an experiment that runs `trial` as mechanism `stock`; rows state GB/s with bytes, TFLOP/s with FLOPs."""
 
     def rows(samples: SamplesOf[str]) -> list[BlockRow]:
         time_us = time_of(samples[what], compute_time)
@@ -157,7 +157,7 @@ def _stock(
 
 
 def _sum(session: Session, what: str, size_bytes: int) -> Iterator[Experiment]:
-    """Yield the experiment of the sum kernel on all SMs; its GB/s count memory read and written."""
+    """Yield the experiment that times the sum kernel on all SMs; its GB/s count bytes read and written."""
     world, shard = session.world_size, size_bytes // session.world_size // 512 * 512
     session.require_memory((world + 1) * shard, f"{what} of {size_bytes / 1e9:.2f} GB")
     sources = torch.empty(world * shard // 2, dtype=torch.bfloat16, device=session.device).normal_()
@@ -176,7 +176,7 @@ def _sum(session: Session, what: str, size_bytes: int) -> Iterator[Experiment]:
 
 
 def _lasting(session: Session, what: str) -> Callable[[], float]:
-    """Return a function that measures the µs of a workload, after the device has run it for some time without pause."""
+    """Run a workload without pause until the device is warm; return a function that measures the workload's µs."""
     workload = find_workload(what.removeprefix(_LASTING))
     session.require_memory(workload.memory_bytes(session.dtype.itemsize), what)
     run = prepare(workload, session.device, session.dtype, seed=session.rank)
@@ -190,7 +190,7 @@ def _lasting(session: Session, what: str) -> Callable[[], float]:
 
 
 def _each_us(session: Session, run: Callable[[], object], times: int) -> float:
-    """Return the µs per run of `times` runs, from the first launch until the device has finished."""
+    """Run `run` `times` times; return the µs per repetition, from the first launch until the device has finished."""
     begun = time.perf_counter()
     for _ in range(times):
         run()
@@ -199,7 +199,7 @@ def _each_us(session: Session, run: Callable[[], object], times: int) -> float:
 
 
 def _host_us(session: Session, launch: Callable[[], object], operations: int = 1) -> float:
-    """Return the host's µs per operation over several calls, without waiting for the device."""
+    """Return the host's µs to launch one operation, as a mean over several calls, without waiting for the device."""
     session.synchronize()
     session.gather(None)
     begun = time.perf_counter()
@@ -248,6 +248,6 @@ class _Counting(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run one operation and count it."""
+        """Run one operation, and count it unless it only makes a view."""
         self.operations += not function.is_view
         return function(*args, **(kwargs or {}))

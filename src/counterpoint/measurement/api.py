@@ -1,4 +1,4 @@
-"""Define `counterpoint.measure`: start one process per rank, merge their results, report in one error why ranks ended.
+"""Define `counterpoint.measure`: start a process per rank, merge results, and raise one error if ranks fail.
 
 It does not import torch. Ranks get torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT), so
 that `torchrun --nproc-per-node 8 -m counterpoint.measurement.worker plan.json` starts the same program.
@@ -112,7 +112,7 @@ def measure_parts(
     budget_s: float | None = None,
     progress: Progress | None = None,
 ) -> Measurement:
-    """Return the measurement of scenarios and building blocks (no two of one name), in the given order.
+    """Return the measurement of scenarios and building blocks, which must have distinct names, in their order.
 
     Only `measure` and `tune` start ranks, both by this function; its other arguments are those of `measure`, and
     `world_size` comes from `count_ranks`. After `budget_s` seconds nothing more is measured, and missing parts have no
@@ -169,7 +169,7 @@ def _gpus(verb: str = "measure") -> tuple[str, ...]:
 
 
 def _num_sms() -> int:
-    """Return the number of SMs of this machine's GPUs, by their data sheet."""
+    """Return the number of SMs of this machine's first GPU by its data sheet; `SMS` if its model is unknown."""
     sheet = find_gpu(_gpus()[0])
     return SMS if sheet is None else sheet.sm.num_sms
 
@@ -187,7 +187,7 @@ def _world_size(device: str, asked: int | None, gpus: int) -> int:
 
 
 def _gather(plan: Plan, outcomes: Sequence[Outcome]) -> Measurement:
-    """Return all outcomes merged into one measurement, in the plan's order."""
+    """Merge the outcomes of all parts into one measurement, in the plan's order; raise if a part is missing."""
     environment = next((outcome.environment for outcome in reversed(outcomes) if outcome.environment), None)
     place = {part.name: index for index, part in enumerate(plan.parts)}
     missing = [name for name in place if name not in {outcome.scenario for outcome in outcomes}]
@@ -214,7 +214,7 @@ def _gather(plan: Plan, outcomes: Sequence[Outcome]) -> Measurement:
 
 
 def _unavailable(plan: Plan, outcomes: Sequence[Outcome]) -> dict[str, str]:
-    """Return, by mechanism, why it was not measured for some parts; if reasons differ, each names its operations."""
+    """Return why each mechanism was not measured for some parts; several reasons each name their operations."""
     what = {part.name: part.collective if isinstance(part, Scenario) else part.what for part in plan.parts}
     found: dict[str, dict[str, list[str]]] = {}
     for outcome in outcomes:
@@ -242,7 +242,7 @@ def launch(
     progress: Progress | None = None,
     module: str = WORKER,
 ) -> None:
-    """Run all scenarios of `plan`, whose results file exists and is empty; return when all ranks have ended well.
+    """Start ranks that run all of `plan`; return when all have ended well. The plan's results file must exist, empty.
 
     Call it from a thread that lives until it returns: the kernel kills the ranks when that thread ends. `folder` gets
     plan.json and rank<N>.log with all that the ranks print. `startup_s` is added to `timeout_s`, the longest time
@@ -286,7 +286,7 @@ def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 
 def read_outcomes(path: Path) -> tuple[Outcome, ...]:
-    """Return the outcomes in complete lines, in the order measured; raise Misconfigured if the file is gone."""
+    """Return the outcomes in the complete lines of a results file, in order; raise Misconfigured if it was deleted."""
     try:
         text = path.read_bytes()
     except FileNotFoundError:
@@ -295,14 +295,14 @@ def read_outcomes(path: Path) -> tuple[Outcome, ...]:
 
 
 class _Results:
-    """Watches the results file of a plan grow, and reports the finished parts."""
+    """Watches a plan's results file for growth, and reports how many parts of the plan are finished."""
 
     def __init__(self, plan: Plan, tell: Progress) -> None:
         self._plan, self._tell = plan, tell
         self._size: int | None = -1
 
     def size(self) -> int | None:
-        """Return the file's size; None if it was deleted, which `read_outcomes` then reports."""
+        """Report progress if the results file has grown; return its size, or None if the file was deleted."""
         results = Path(self._plan.results)
         try:
             size = results.stat().st_size
@@ -315,7 +315,7 @@ class _Results:
 
 
 def _hung(ranks: Processes, plan: Plan, folder: Path, timeout_s: float) -> CounterpointError:
-    """Return the error for a hang, after each rank has written its stack to its log."""
+    """Make each hanging rank write its stack to its log and abort; return the error for the hang."""
     abort(process.pid for process in ranks if exit_code(process) is None)
     wait_for_all(ranks, SETTLE_S)
     reason = f"no progress for {timeout_s:g} s {_during(plan)}"
@@ -335,7 +335,7 @@ def _remains(ranks: Processes, plan: Plan, folder: Path) -> list[Remains]:
 
 
 def _next(plan: Plan) -> str | None:
-    """Return the part being measured, by name: the first in the plan without a result; None after the last one."""
+    """Return the name of the part being measured, the first of the plan without a result; None after the last."""
     done = {outcome.scenario for outcome in read_outcomes(Path(plan.results))}
     return next((part.name for part in plan.parts if part.name not in done), None)
 

@@ -1,4 +1,4 @@
-"""Run the collective of a pair: random buffers, one launch on the current stream, a check of the result.
+"""Run a collective to be measured: make random buffers, launch on the current stream, check the result.
 
 Sizes are of the full array, as nccl-tests counts: what all_gather returns, what reduce_scatter takes, what all_reduce
 and broadcast hold, what each rank gives to all_to_all, what each rank sends on to the next in send_recv.
@@ -28,11 +28,11 @@ _CHUNK = {"cuda": 1 << 24, "cpu": 1 << 18}  # elements made and compared at once
 
 
 class WrongResult(CounterpointError):
-    """Is raised when a collective delivered wrong data, which makes its time meaningless."""
+    """Is raised when a collective delivered wrong data, so that its time means nothing."""
 
 
 def elements_of(size_bytes: int, itemsize: int, world_size: int) -> int:
-    """Return the number of elements of an array of about `size_bytes`, with shards of multiples of 64 elements."""
+    """Return the number of elements of an array of about `size_bytes` that splits into shards of multiples of 64."""
     grain = 64 * world_size
     return max(1, round(size_bytes / itemsize / grain)) * grain
 
@@ -49,7 +49,7 @@ def collectives() -> tuple[str, ...]:
 
 
 def find(collective: str, world_size: int, size_bytes: int) -> Call:
-    """Return the `Call` of a collective, named as in PyTorch; raise Misconfigured if it cannot be measured."""
+    """Return the `Call` of a collective by its PyTorch name; raise Misconfigured for one that cannot be measured."""
     if collective not in collectives():
         raise Misconfigured(f"there is no collective {collective!r}; choose from: {', '.join(collectives())}")
     return even_call(collective, world_size, size_bytes)
@@ -76,7 +76,7 @@ class Buffers:
 
     @property
     def own_block(self) -> Tensor | None:
-        """Return this rank's block of the output, if the input may lie in it, else None."""
+        """Return this rank's block of the output buffer if the collective can take its input from there, else None."""
         span = self.call.input_span(self.rank)
         if span.buffer != "output" or _in_one_tensor(self.call):
             return None
@@ -102,7 +102,7 @@ class Comm:
         self.communicator.call(buffers.collective, buffers.recv, buffers.send if own is None else own)
 
     def reset(self) -> None:
-        """Restore the data that an in-place collective has overwritten; never call it inside a timed region."""
+        """Restore the input data that an in-place collective has overwritten; call this outside timed regions only."""
         buffers = self.buffers
         if _in_one_tensor(buffers.call):
             buffers.recv.copy_(buffers.send)
@@ -171,7 +171,7 @@ def _chunk(like: Tensor, seed: int, rank: int, index: int) -> Tensor:
 
 
 def _part(like: Tensor, seed: int, rank: int, start: int, length: int) -> Tensor:
-    """Return `length` elements, from `start`, of the data that `fill` writes on `rank`; other chunks are not made."""
+    """Return elements [start, start + length) of the data that `fill` writes on `rank`, making only needed chunks."""
     step = _CHUNK[like.device.type]
     first, last = start // step, (start + length - 1) // step
     chunks = [_chunk(like, seed, rank, index) for index in range(first, last + 1)]
@@ -179,7 +179,7 @@ def _part(like: Tensor, seed: int, rank: int, start: int, length: int) -> Tensor
 
 
 def _compare(buffers: Buffers, got: Tensor, sources: Iterable[int], offset: int) -> None:
-    """Raise WrongResult unless copies are equal, and sums have at most twice the error of a rank-by-rank sum."""
+    """Raise WrongResult if copied data differ, or sums have over twice the error of adding rank by rank."""
     step = _CHUNK[got.device.type]
     for start in range(0, got.numel(), step):
         piece = got[start : start + step]
@@ -201,5 +201,5 @@ def _compare(buffers: Buffers, got: Tensor, sources: Iterable[int], offset: int)
 
 
 def relative_error(got: Tensor, exact: Tensor) -> float:
-    """Return ‖got - exact‖ / ‖exact‖ in float64; NaN never passes a comparison."""
+    """Return ‖got - exact‖ / ‖exact‖ in float64; NaN if `got` has NaN, which fails every comparison."""
     return float((got.double() - exact).norm() / exact.norm())

@@ -1,4 +1,4 @@
-"""Measure tokens that travel to their experts and back, by every mechanism: alone and beside other work.
+"""Measure token exchanges (dispatch to experts, and combine) by every mechanism, alone and beside other work.
 
 A dispatch begins with tokens and ends with rows in the order of this rank's experts; a combine begins with such rows
 and ends with sums. All mechanisms take turns in the same rounds. Before it is timed, a dispatch and a combine are
@@ -45,7 +45,7 @@ _SCALES = 128  # number of different expert factors, exact in bfloat16, so that 
 
 
 def routed(way: str, tokens: int, layer: ExpertLayer, generator: torch.Generator) -> Tensor:
-    """Return random experts for each token, int64 `[tokens, top_k]` on the generator's device, none twice for a token.
+    """Return distinct random experts for each token, int64 `[tokens, top_k]` on the generator's device.
 
     By `zipf` the i-th expert is wanted 1 / i times as much as the first, and experts lie in a random order on the
     ranks, the same everywhere; by `one-hot` all tokens go to the first experts; by `uniform` experts are wanted
@@ -62,7 +62,7 @@ def routed(way: str, tokens: int, layer: ExpertLayer, generator: torch.Generator
 
 @dataclass(frozen=True, kw_only=True)
 class SampleTokens:
-    """Holds the tokens that one rank dispatches, with their experts and weights."""
+    """Holds the tokens that one rank dispatches, and each token's experts and weights."""
 
     x: Tensor
     ids: Tensor
@@ -83,7 +83,7 @@ class SampleTokens:
         return dispatcher.dispatch(self.x, self.ids, self.weights)
 
     def errors(self, sums: Tensor) -> tuple[float, float]:
-        """Return the relative error of `sums` (experts scale by `expert_scales`), and twice that of rounding."""
+        """Return the relative error of the combined `sums`, and the allowed error: twice the error of rounding."""
         exact, plain = torch.zeros_like(self.x, dtype=torch.float64), torch.zeros_like(self.x, dtype=torch.float32)
         for ids, weights in zip(self.ids.t(), self.weights.t(), strict=True):
             scales = expert_scales(ids)[:, None]
@@ -94,13 +94,13 @@ class SampleTokens:
 
 
 def expert_scales(experts: Tensor) -> Tensor:
-    """Return the factor by which each expert multiplies its rows, given the experts' numbers."""
+    """Return, for each expert's number, the factor by which this expert multiplies rows in a check."""
     return 1.0 + (experts % _SCALES).float() / _SCALES
 
 
 @torch.no_grad()
 def exchange(session: Session, block: Block, plan: Plan, unavailable: dict[str, str]) -> Iterator[Experiment]:
-    """Yield an experiment for each leg (dispatch, combine) of an exchange by each mechanism, alone and with other work.
+    """Yield an experiment for the dispatch and one for the combine: every mechanism, alone and with other work.
 
     Raises:
         Misconfigured: there is no such exchange, the ranks cannot share its experts, or memory does not suffice.
@@ -142,7 +142,7 @@ def exchange(session: Session, block: Block, plan: Plan, unavailable: dict[str, 
 
 
 def _round_trip(session: Session, tokens: SampleTokens, dispatcher: Dispatcher) -> Tensor:
-    """Return the combined tokens after a dispatch to experts that multiply by `expert_scales`."""
+    """Dispatch tokens to experts that multiply by `expert_scales`; return the combined tokens."""
     rows, offsets, handle = tokens.dispatch(dispatcher)
     experts = torch.bucketize(torch.arange(len(rows), device=rows.device), offsets.long(), right=True)
     first = session.rank * len(offsets)
@@ -153,7 +153,7 @@ def _round_trip(session: Session, tokens: SampleTokens, dispatcher: Dispatcher) 
 
 
 class _Work(NamedTuple):
-    """Holds one kind of work that runs together with an exchange."""
+    """Holds one kind of work to run beside a token exchange."""
 
     name: str
     run: Callable[[], Any]
@@ -164,7 +164,7 @@ class _Work(NamedTuple):
 def _other_works(
     session: Session, exchange: TokenExchange, tokens: SampleTokens, seed: int
 ) -> Iterator[tuple[_Work, ...]]:
-    """Yield works to run beside an exchange: experts of similarly routed tokens, a dense matmul, a parameter gather."""
+    """Yield the work to run beside an exchange: experts on similarly routed tokens, a dense matmul, an all-gather."""
     layer, kind = exchange.sizes, session.device.type
     make = partial(torch.empty, device=session.device, dtype=session.dtype)
     generator = torch.Generator(device=session.device).manual_seed(seed + 1)
@@ -191,7 +191,7 @@ def _other_works(
 
 
 def _rows_at_experts(session: Session, exchange: TokenExchange, tokens: SampleTokens) -> tuple[Tensor, Tensor]:
-    """Return the rows of this rank's experts and the offsets where each expert's rows end, by torch's all_gather."""
+    """Gather all ranks' tokens; return the rows of this rank's experts, and the offset where each expert's rows end."""
 
     def gathered(tensor: Tensor) -> Tensor:
         out = tensor.new_empty(session.world_size * len(tensor), *tensor.shape[1:])
@@ -208,7 +208,7 @@ def _rows_at_experts(session: Session, exchange: TokenExchange, tokens: SampleTo
 
 
 class _Leg:
-    """Runs one leg (dispatch or combine) repeatedly; before a combine comes an untimed dispatch."""
+    """Runs one leg of an exchange, dispatch or combine, repeatedly; dispatches untimed before each combine."""
 
     def __init__(self, session: Session, mechanism: Checked[Dispatcher], leg: str, tokens: SampleTokens) -> None:
         self.name, self.leg = mechanism.name, leg
@@ -240,7 +240,7 @@ class _Leg:
 def _of_leg(
     session: Session, exchange: TokenExchange, legs: Sequence[_Leg], seen: Sequence[Observed], works: Sequence[_Work]
 ) -> Experiment:
-    """Return the experiment of one leg alone, and together with each of `works`."""
+    """Return the experiment of one leg (dispatch or combine) by each mechanism, alone and together with each work."""
     cases: tuple[Case, ...] = ("serial", "together")
     trials: dict[tuple[str, str, str], Callable[[], Trial]] = {}
     for one in legs:
@@ -307,7 +307,7 @@ def _of_leg(
 
 
 def _observed(session: Session, mechanisms: Sequence[Checked[Dispatcher]], tokens: SampleTokens) -> list[Observed]:
-    """Return the blocks of each mechanism's largest transport kernel; our mechanisms are marked if they run one."""
+    """Return the number of blocks of each mechanism's largest transport kernel; mark our mechanisms if they run one."""
     if not session.is_cuda:
         return [Observed() for _ in mechanisms]
 

@@ -1,4 +1,4 @@
-"""Observe GPUs during a measurement: kernels, SMs, whether controls took effect, clocks and power."""
+"""Observe GPUs during a measurement: kernels, used SMs, effect of controls, clocks and power."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _REASONS = {  # nvml.h, nvmlClocksEventReason*; idle and "applications clocks" a
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observed:
-    """Holds observations besides times: SMs, evidence of controls, and a reason if the row must not be believed."""
+    """Holds used SMs, evidence that controls took effect, and, in `marked`, why not to believe a row's times."""
 
     usage: Usage | None = None
     evidence: tuple[Evidence, ...] = ()
@@ -37,7 +37,7 @@ class Observed:
 
 
 def observe(session: Session, opened: Sequence[Opened], stock: Opened) -> list[Observed]:
-    """Return what runs under each mechanism when its pair is launched as in timed trials.
+    """Return observations of each mechanism's computation and collective, launched together as in timed trials.
 
     All ranks call it; `stock` is the same pair without any control. Usage is rank 0's; a control that failed on any
     rank marks the row.
@@ -56,7 +56,7 @@ def observe(session: Session, opened: Sequence[Opened], stock: Opened) -> list[O
 def observe_compute(
     session: Session, settings: Sequence[tuple[Lanes, Sequence[Control]]], stock: Lanes
 ) -> list[Observed]:
-    """Return what is observed of a computation alone under each setting; for pairs see `observe`."""
+    """Return observations of a computation alone under each setting of controls."""
 
     def look() -> list[Observation]:
         lanes = [stock, *(lanes for lanes, _ in settings)]
@@ -69,7 +69,7 @@ def observe_compute(
 def _observe(
     session: Session, settings: list[Sequence[Control]], look: Callable[[], list[Observation]]
 ) -> list[Observed]:
-    """Return observations under each setting on all ranks, judged by the setting's controls; empty ones on a CPU."""
+    """Run `look` on all ranks, let each setting's controls judge what it saw; return empty observations on a CPU."""
     if not session.is_cuda:
         return [Observed() for _ in settings]
     try:
@@ -90,7 +90,7 @@ def _judged(session: Session, controls: Sequence[Control], seen: Observation, li
 
 
 def usage_of(seen: Observation, limits: SmLimits) -> Usage:
-    """Return blocks and SMs of each side, and the longest compute kernel's waves alone and with the collective."""
+    """Return blocks and SMs of the observed kernels, and the longest compute kernel's waves alone and beside comm."""
     ctas = max((launched.num_blocks for launched in seen.comm), default=0)
     kernels = [launched for launched in seen.compute if launched.kind == "kernel" and launched.block is not None]
     if not kernels:
@@ -134,7 +134,7 @@ def read_device(uuid: str) -> DeviceReading | None:
 
 
 def device_state(session: Session) -> DeviceState | None:
-    """Return current clocks and power over all ranks, which call it together; None on CPUs."""
+    """Return the extremes of current clocks and power over all ranks; None on CPUs. All ranks call it together."""
     return combine(session.gather(read_device(session.gpu_uuid) if session.is_cuda else None))
 
 
@@ -150,7 +150,7 @@ def driver_version() -> str | None:
 
 
 def combine(readings: Sequence[DeviceReading | None]) -> DeviceState | None:
-    """Return the extreme readings over all ranks; None if no rank could read its GPU."""
+    """Return the extreme clocks, power and temperature over all ranks; None if no rank could read its GPU."""
     known = [reading for reading in readings if reading is not None]
     if not known:
         return None

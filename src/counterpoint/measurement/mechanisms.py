@@ -1,4 +1,4 @@
-"""Parse names of mechanisms, without torch, so that the command line refuses wrong ones before starting processes.
+"""Parse names of mechanisms, without torch, so that the command line can refuse wrong names before it starts ranks.
 
 A name is a base and any number of controls: `nccl`, `nccl+priority=high`, `nccl+max_ctas=8+gemm_sms=124`.
 """
@@ -20,19 +20,19 @@ _MADE_OF = {"nccl_zero_cta": "nccl+cta_policy=zero+windows"}
 
 @dataclass(frozen=True, kw_only=True)
 class Mechanism:
-    """Represents a mechanism: a base, such as `nccl`, and its controls."""
+    """Represents a mechanism: a way to run collectives, such as `nccl`, with settings (controls)."""
 
     name: str
     controls: tuple[Control, ...]
 
     @property
     def base(self) -> str:
-        """Return the name without its controls."""
+        """Return the mechanism's name without controls: `nccl` of `nccl+max_ctas=8`."""
         return self.name.partition("+")[0]
 
     @property
     def settings(self) -> str:
-        """Return the base and the current settings of all controls; mechanisms of one name can differ in them."""
+        """Return the base and all controls' current settings as text; mechanisms of one name can differ in settings."""
         return "+".join([self.base, *(control.name for control in self.controls)])
 
     @property
@@ -61,7 +61,7 @@ class Mechanism:
 
 
 def find_mechanism(name: str, device_type: str) -> Mechanism:
-    """Return the mechanism called `name`; raise Misconfigured, with what is allowed, for a wrong base or control."""
+    """Return the mechanism called `name`; raise Misconfigured, which lists the choices, for a wrong base or control."""
     base, plus, rest = name.partition("+")
     if base not in BASES[device_type]:
         there = ", ".join(BASES[device_type])
@@ -78,5 +78,5 @@ def find_mechanism(name: str, device_type: str) -> Mechanism:
 
 
 def joined(*reasons: str | None) -> str | None:
-    """Return the given reasons joined into one text; None if all are None."""
+    """Join the given reasons into one text; return None if all are None."""
     return "; ".join(filter(None, reasons)) or None

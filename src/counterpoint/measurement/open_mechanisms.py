@@ -1,4 +1,4 @@
-"""Prepare mechanisms for timing, and first check the data that they deliver.
+"""Prepare mechanisms for timing, and check the data that they deliver.
 
 A collective has a process group, buffers, and streams with the controls applied (`open_all`). Matmuls and token
 exchanges are run by a `Caller`, whose first result is compared with float64 (`open_checked`).
@@ -57,7 +57,7 @@ class Opened:
 def offered(
     session: Session, mechanisms: Sequence[Mechanism], collective: str, unavailable: dict[str, str]
 ) -> list[Mechanism]:
-    """Return the mechanisms that can run this collective on all ranks; the others' reasons go to `unavailable`.
+    """Return the mechanisms that can run this collective on all ranks; put why others cannot into `unavailable`.
 
     All ranks call it.
     """
@@ -70,7 +70,7 @@ def offered(
 
 
 def memory_of(mechanism: Mechanism) -> Memory:
-    """Return the kind of memory that a mechanism needs; windows belong to one mechanism, other kinds are shared."""
+    """Return the kind of memory that a mechanism's buffers need; mechanisms share all kinds but NCCL windows."""
     if mechanism.windows is not None:
         return "windows"
     return "symmetric" if mechanism.base == "zero_sm" else "plain"
@@ -80,7 +80,7 @@ def memory_of(mechanism: Mechanism) -> Memory:
 def open_mechanism(
     session: Session, mechanism: Mechanism, collective: str, numel: int, stock: Lanes, shared: dict[Memory, Buffers]
 ) -> Iterator[Opened]:
-    """Yield a mechanism with process group, buffers and `Lanes`, valid inside the context; all ranks enter together.
+    """Yield a mechanism with process group, buffers and `Lanes`, to use inside the context; all ranks enter together.
 
     `stock` has the streams and the computation of the pair, and its `comm` is replaced. Mechanisms share the buffers in
     `shared`, by kind of memory; missing ones are added.
@@ -126,7 +126,7 @@ def open_mechanism(
 
 
 def _release(windows: NcclWindows, kind: type[BaseException] | None, *_: object) -> None:
-    """Release the windows, except after an unexpected error, when the GPU may wait for ranks that are gone."""
+    """Release NCCL windows, unless an unexpected error ended the context: then the GPU may wait for ranks forever."""
     if kind is None or issubclass(kind, Unsupported):
         windows.release()
 
@@ -177,10 +177,10 @@ def open_all(
 
 
 class Caller(Protocol):
-    """Runs calls by one mechanism, and reports by which path each call went."""
+    """Runs calls by one mechanism, and reports the path (such as `torch`) that carried out each kind of call."""
 
     def report(self) -> Report:
-        """Return the path of each kind of call, and the reason for it."""
+        """Return, per kind of call, the path that carried out the call, and why."""
 
     def close(self) -> None:
         """Close the communicator; all ranks call it together."""
@@ -198,13 +198,13 @@ class Checked(Generic[C]):
     wrong: str | None  # why its first result is wrong; None if it is right
 
     def path(self, session: Session) -> tuple[str, str]:
-        """Return the paths that calls took so far on all ranks, and the reasons; all ranks call it together."""
+        """Return the paths that carried out calls on all ranks so far, and why; all ranks call this together."""
         found = session.gather({str(row.path): row.why for row in self.caller.report().calls})
         ways = {path: why for rank in found for path, why in rank.items()}
         return " and ".join(ways), "; ".join(dict.fromkeys(ways.values()))
 
     def marked(self, path: str, why: str) -> str | None:
-        """Return why the mechanism's rows must not be believed, given its calls' path and reason; None if they may."""
+        """Return why to distrust the mechanism's rows: a wrong first result, or another path than asked; else None."""
         went = f"ran as {path}: {why}" if self.name in FORCED and path != self.name else None
         return joined(self.wrong, went)
 
@@ -219,7 +219,7 @@ def open_checked(
     *,
     allowed: str,
 ) -> list[Checked[C]]:
-    """Return the mechanisms that can run, opened, and how first results are wrong; all ranks call it together.
+    """Return the mechanisms that can run, opened, each with its first result checked; all ranks call it together.
 
     `open_caller` returns the `Caller` of a mechanism, to be closed by the user of this function; `first` runs a call
     and returns its result; `errors` returns a result's relative error on this rank and the allowed error (twice the

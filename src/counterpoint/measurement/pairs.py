@@ -34,7 +34,7 @@ _CALIBRATING_ROUNDS = 5
 
 @dataclass(kw_only=True)
 class Calibration:
-    """Caches measurements that many scenarios of the same dtypes share.
+    """Caches measurements that scenarios with the same dtypes share.
 
     These are the µs of each workload, the µs of each collective by size, and what ran under each mechanism, since a
     profiler takes a second or two to start.
@@ -45,7 +45,7 @@ class Calibration:
     observed: dict[tuple[str, str, str], Observed] = field(default_factory=dict)  # workload, collective, settings
 
     def workload_us(self, session: Session, name: str, compute: Callable[[], None]) -> float:
-        """Return the µs of a workload that runs alone."""
+        """Return the µs of a workload alone; measure it at first use."""
         if name not in self.workloads:
             lanes = session.lanes(compute, lambda: None)
             trials = {name: lambda: session.stage.run(lanes, "compute_alone")}
@@ -54,7 +54,7 @@ class Calibration:
         return self.workloads[name]
 
     def curve(self, session: Session, collective: str, base: str) -> Curve:
-        """Return points (bytes, µs) of a collective alone by one mechanism; empty if it cannot run."""
+        """Return points (bytes, µs) of a collective alone by one base mechanism; empty if the mechanism cannot run."""
         key = (collective, base)
         if key not in self.collectives:
             points: list[tuple[int, float]] = []
@@ -70,7 +70,7 @@ class Calibration:
         return self.collectives[key]
 
     def observe(self, session: Session, scenario: Scenario, opened: Sequence[Opened], plain: Opened) -> list[Observed]:
-        """Return what ran under each mechanism, observed once per workload and collective, at the first size."""
+        """Return observations of each mechanism, made once per workload and collective, at the first message size."""
         keys = [(scenario.workload, scenario.collective, each.mechanism.settings) for each in opened]
         if not all(key in self.observed for key in keys):
             self.observed |= zip(keys, observe(session, opened, plain), strict=True)
@@ -80,7 +80,7 @@ class Calibration:
 def pair(
     session: Session, scenario: Scenario, plan: Plan, calibration: Calibration, unavailable: dict[str, str]
 ) -> Iterator[Experiment]:
-    """Yield the experiment of a scenario, with all mechanisms in all orders; nothing if no mechanism can run."""
+    """Yield the experiment of a scenario: all mechanisms in all launch orders; nothing if no mechanism can run."""
     workload = find_workload(scenario.workload)
     asked = [find_mechanism(name, session.device.type) for name in scenario.mechanisms]
     mechanisms = offered(session, asked, scenario.collective, unavailable)
@@ -132,7 +132,7 @@ def pair(
 def _trials(
     session: Session, opened: Sequence[Opened], orders: Sequence[Order]
 ) -> dict[tuple[str, str], Callable[[], Trial]]:
-    """Return the trials of one round by (mechanism, case); the plain computation is (`""`, `compute_alone`).
+    """Return the trials of one round by (mechanism, case); the computation without controls is (`""`, `compute_alone`).
 
     For each mechanism these are the collective alone, the computation alone under its controls, both one after the
     other, and both in each order.
@@ -150,7 +150,7 @@ def _size_bytes(
     compute_us: Callable[[], float],
     calibration: Calibration,
 ) -> int:
-    """Return the full array's bytes: as asked, or so that the fastest base mechanism takes `ratio` · compute time."""
+    """Return the message size: as asked, or so that the fastest base mechanism takes `ratio` times the compute time."""
     if scenario.size_bytes is not None:
         return scenario.size_bytes
     if scenario.ratio is None:
@@ -191,7 +191,7 @@ def _fitted_sms(
 
 
 def time_at(curve: Curve, size_bytes: float) -> float:
-    """Return the time in µs at a size, interpolated log-log on the curve.
+    """Return the µs of a collective of `size_bytes`, interpolated log-log on its curve (points of bytes and µs).
 
     Below the measured sizes the first segment is extended; above them, time is proportional to size.
     """
@@ -205,7 +205,7 @@ def time_at(curve: Curve, size_bytes: float) -> float:
 
 
 def size_for_time(curves: Sequence[Curve], time_us: float, *, smallest: int = 1 << 14, largest: int = 1 << 36) -> int:
-    """Return the bytes, within the bounds, at which the fastest of `curves` takes `time_us`; found by bisection."""
+    """Return, by bisection within the bounds, the bytes for which the fastest of `curves` takes `time_us`."""
     low, high = math.log(smallest), math.log(largest)
     for _ in range(60):
         middle = (low + high) / 2

@@ -34,7 +34,7 @@ TURN = 12  # rounds that are played even if time is short, and after each of whi
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """Holds trials, by key, that alternate in the same rounds, and a function that makes rows from all ranks' samples.
+    """Holds trials, by key, to run in each round, and a function that makes result rows from all ranks' samples.
 
     `rows` is called on all ranks, with the keys of `trials`, before the generator that yielded the experiment goes on.
     """
@@ -47,7 +47,7 @@ def play_rounds(
     session: Session, trials: Mapping[Key, Callable[[], Trial]], *, rounds: int, dropped: int, seed: int,
     until_s: float = math.inf,
 ) -> dict[Key, Samples]:  # fmt: skip
-    """Return the trials of all ranks by key, each run once per round; those of the first `dropped` rounds are not kept.
+    """Return all ranks' results of running each trial once per round, by key, without the first `dropped` rounds.
 
     Each round has a new random order, by `seed`, so that drifting clocks affect all trials alike. A trial in which any
     rank queued too slowly does not count on any, as long as three others remain. After every twelfth round it ends if
@@ -69,7 +69,7 @@ def play_rounds(
 
 
 def _that_count(samples: Samples) -> list[bool]:
-    """Return for each round whether it counts: no rank was late. If fewer than three rounds are left, all count."""
+    """Return a mask of rounds that count: no rank was late. If fewer than three remain, all rounds count."""
     in_time = _in_time(samples)
     return in_time if sum(in_time) >= _FEWEST else [True] * len(in_time)
 
@@ -79,7 +79,7 @@ def _in_time(samples: Samples) -> list[bool]:
 
 
 def why_late(*found: Samples) -> str | None:
-    """Return why results from these samples must not be believed; None if enough trials were in time."""
+    """Return why to distrust results of these samples: late trials; None if enough trials were in time."""
     for samples in found:
         in_time = _in_time(samples)
         if sum(in_time) < min(_FEWEST, len(in_time)):
@@ -91,7 +91,7 @@ def why_late(*found: Samples) -> str | None:
 
 
 def timing(per_rank: Sequence[Sequence[float]], counts: Sequence[bool] | None = None) -> Timing:
-    """Return the median, 10th and 90th percentile of the rank with the largest median, from the µs [rank][round].
+    """Return the `Timing` of µs [rank][round]: median, 10th and 90th percentile of the rank with the largest median.
 
     `counts` says for each round whether it counts; None: all do.
     """
@@ -113,22 +113,22 @@ def timing(per_rank: Sequence[Sequence[float]], counts: Sequence[bool] | None = 
 
 
 def time_of(samples: Samples, measure: Callable[[Trial], float]) -> Timing:
-    """Return the `Timing` of the numbers that `measure` returns for the trials."""
+    """Return the `Timing` of the µs that `measure` returns for each trial."""
     return timing([[measure(trial) for trial in rank] for rank in samples], _that_count(samples))
 
 
 def compute_time(trial: Trial) -> float:
-    """Return the computation's µs, from the moment when its stream reached it."""
+    """Return the computation's µs, from the moment when its stream reached the computation."""
     return trial.compute_end - trial.compute_start
 
 
 def comm_time(trial: Trial) -> float:
-    """Return the collective's µs, from the moment when its stream reached it."""
+    """Return the collective's µs, from the moment when its stream reached the collective."""
     return trial.comm_end - trial.comm_start
 
 
 def both_time(trial: Trial) -> float:
-    """Return the µs from the first start to the last end of both sides."""
+    """Return the µs from the first start to the last end of computation and collective."""
     return max(trial.compute_end, trial.comm_end) - min(trial.compute_start, trial.comm_start)
 
 
@@ -145,7 +145,7 @@ def row(
     observed: Observed,
     device: DeviceState | None,
 ) -> Row:
-    """Return one row of the result, for one mechanism and order.
+    """Return one row of the measurement, for one mechanism and launch order.
 
     `samples` are by (mechanism, case), and the computation without any control is (`""`, `compute_alone`). `best` is
     the fastest mechanism alone and its time in µs, `size_bytes` the full array as it was run, and `peak_tflops` the

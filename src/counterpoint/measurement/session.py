@@ -1,4 +1,4 @@
-"""Join the ranks of a measurement: devices, process groups, trial stage, and exchange of values."""
+"""Connect the ranks of a measurement: devices, process groups, runner of trials, and exchange of values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class NotEnoughMemory(Unsupported):
 
 
 class Session:
-    """Joins the process group of torchrun's environment variables; `close` leaves it.
+    """Represents this rank in a measurement: joins torchrun's process group, which `close` leaves.
 
     On `cuda` it uses NCCL and the GPU of number LOCAL_RANK (Unsupported if there is none); on `cpu`, gloo and one
     thread. A collective waits `timeout_s` for other ranks. What is measured communicates `dtype` and computes in
@@ -55,7 +55,7 @@ class Session:
         self.stage: CudaStage | CpuStage = CudaStage(self.device, self.world) if self.is_cuda else CpuStage(self._hosts)
 
     def use_dtypes(self, dtype: str | None = None, compute_dtype: str | None = None) -> tuple[str, str]:
-        """Measure in these dtypes from now on (torch's names); None: the device's default.
+        """Measure in these dtypes (torch's names) from now on; None: the device's default dtype.
 
         Returns:
             The dtypes of what is communicated and of the computation.
@@ -87,7 +87,7 @@ class Session:
         return torch.cuda.get_device_name(self.device) if self.is_cuda else None
 
     def synchronize(self) -> None:
-        """Wait until this rank's GPU has done all queued work; on a CPU there is nothing to wait for."""
+        """Wait until this rank's GPU has done all queued work; do nothing on a CPU."""
         if self.is_cuda:
             torch.cuda.synchronize(self.device)
 
@@ -104,7 +104,7 @@ class Session:
         return raise_together(self._hosts, action)
 
     def require_memory(self, needed: int, what: str) -> None:
-        """Raise NotEnoughMemory on all ranks if one has less than `needed` bytes free; all ranks call it together."""
+        """Raise NotEnoughMemory on all ranks if any rank lacks `needed` free bytes; all ranks call it together."""
         free = min(self.gather(self.free_bytes()))
         if needed > 0.95 * free:
             raise NotEnoughMemory(
@@ -122,13 +122,13 @@ class Session:
         return kilobytes * 1024 // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
     def give_memory_back(self) -> None:
-        """Return unused cached memory to the device."""
+        """Give PyTorch's unused cached memory back to the device."""
         gc.collect()
         if self.is_cuda:
             torch.cuda.empty_cache()
 
     def group(self, controls: Sequence[Control]) -> dist.ProcessGroup:
-        """Return a process group of all ranks with the options of `controls`; each set of controls has one group."""
+        """Return a process group of all ranks with NCCL options set by `controls`; equal options share one group."""
         if not self.is_cuda:
             return self.world
         options = dist.ProcessGroupNCCL.Options()
@@ -147,7 +147,7 @@ class Session:
         return self._groups[key]
 
     def lanes(self, compute: Callable[[], None], comm: Callable[[], None]) -> Lanes:
-        """Return `Lanes` that run `compute` and `comm` on two streams of default priority (none on a CPU)."""
+        """Return `Lanes` that run `compute` and `comm` on two streams of default priority; a CPU has no streams."""
         if not self.is_cuda:
             return Lanes(compute_stream=None, comm_stream=None, compute=compute, comm=comm)
         return Lanes(compute_stream=self._streams[0], comm_stream=self._streams[1], compute=compute, comm=comm)
@@ -177,7 +177,7 @@ def _gpu(local_rank: int) -> torch.device:
 
 
 def _described(options: Any) -> str:
-    """Return all readable fields of the options as text, so that a control's change shows up."""
+    """Return all readable fields of NCCL options as text, to detect changes by controls."""
     config = options.config
     fields = {name: getattr(config, name) for name in sorted(dir(config)) if not name.startswith("_")}
     return repr((options.is_high_priority_stream, {k: v for k, v in fields.items() if not callable(v)}))

@@ -49,7 +49,7 @@ FORUM = (
 def pairs_of(
     workloads: Iterable[str], collectives: Iterable[str], ratios: Iterable[float], mechanisms: Sequence[str] = STOCK
 ) -> tuple[Scenario, ...]:
-    """Return a scenario for every combination; the collective takes `ratio` times as long as the workload."""
+    """Return a scenario per combination; at ratio r, the collective takes r times as long as the workload."""
     return tuple(
         Scenario(
             name=f"{workload} | {collective} | {ratio:g}",
@@ -73,7 +73,7 @@ def _sized(workload: str, collective: str, size_mib: int, mechanisms: Sequence[s
 
 
 def _offered(mechanisms: Sequence[str], collective: str) -> tuple[str, ...]:
-    """Return those of `mechanisms` that are measured for this collective."""
+    """Return the names in `mechanisms` that apply to this collective."""
     without = {"nccl_zero_cta"} if OPERATIONS[collective].layout.reduces else {"zero_sm+gemm_sms=fit"}
     without |= set() if collective in measured_by("programs") else {"zero_sm"}
     return tuple(name for name in mechanisms if name not in without)
@@ -93,7 +93,7 @@ LLAMA_ROWS = 8192
 
 
 def _tensor_blocks(device: str, world_size: int, mechanisms: tuple[str, ...]) -> tuple[Block, ...]:
-    """Return matmuls that depend on communication: those on the results page, and Llama-3 layers split over the ranks.
+    """Return blocks of matmuls with a collective: the results page's shapes, and Llama-3 layers split over the ranks.
 
     Rows are rounded up to a multiple that ranks can share. Matrices that they cannot share are left out.
     """
@@ -117,7 +117,7 @@ EXPERT_TOKENS = (1024, 4096, 8192)  # of a rank
 
 
 def _expert_blocks(device: str, world_size: int, mechanisms: tuple[str, ...]) -> tuple[Block, ...]:
-    """Return token exchanges of MoE layers whose experts can be divided among these ranks."""
+    """Return blocks of token exchanges of MoE layers whose experts divide evenly among `world_size` ranks."""
     on_cpus = device == "cpu"
     layers = [name for name, layer in EXPERT_LAYERS.items() if layer.experts % world_size == 0]
     return tuple(
@@ -129,7 +129,7 @@ def _expert_blocks(device: str, world_size: int, mechanisms: tuple[str, ...]) ->
 
 
 def _chosen(suite: str, mechanisms: Sequence[str] | None, there: Sequence[str]) -> tuple[str, ...]:
-    """Return the mechanisms to measure, without repeats; raise Misconfigured for one that the suite does not have."""
+    """Return the mechanisms to measure, without duplicates; raise Misconfigured for one that the suite lacks."""
     chosen = tuple(dict.fromkeys(mechanisms or there))
     wrong = next((name for name in chosen if name not in there), None)
     if wrong is not None:
@@ -155,17 +155,17 @@ _CTA_LIMITS = ("nccl", *(f"nccl+max_ctas={ctas}" for ctas in (4, 8, 16)), "nccl+
 
 
 def capped(num_sms: int = SMS) -> str:
-    """Return the mechanism that profiles call `nccl_capped`: 16 CTAs, and a GEMM limited to the other SMs."""
+    """Return the mechanism that profiles call `nccl_capped`: NCCL limited to 16 CTAs, a GEMM to the other SMs."""
     return f"nccl+max_ctas=16+cga_cluster=2+gemm_sms={num_sms - 16}"
 
 
 def few_sms(num_sms: int = SMS) -> tuple[str, ...]:
-    """Return zero_sm mechanisms whose GEMMs leave few SMs (8 or 16) free for sums."""
+    """Return the `zero_sm` mechanisms whose GEMM leaves 8 or 16 SMs free for the sums of reductions."""
     return tuple(f"zero_sm+gemm_sms={num_sms - free}" for free in (8, 16))
 
 
 def _machine_pairs(device: str, num_sms: int) -> tuple[Scenario, ...]:
-    """Return pairs that show what compute and collective lose; on GPUs, also with SMs divided, or few SMs for sums.
+    """Return pairs that show how compute and collective slow each other, on GPUs also with SMs divided between them.
 
     A collective that would wait for one long GEMM starts between shorter ones, so a layer is measured like a GEMM.
     """
@@ -187,7 +187,7 @@ def _machine_pairs(device: str, num_sms: int) -> tuple[Scenario, ...]:
 
 
 def _machine_blocks(device: str, num_sms: int) -> tuple[Block, ...]:
-    """Return the blocks: collectives alone by size and CTAs, GEMMs by SMs and load, a memory stream, sum, launches."""
+    """Return blocks that measure collectives by size and CTAs, GEMMs by SMs and load, memory stream, sum, launches."""
     stock_and_own = BASES[device][0], "zero_sm"
     alone = tuple(
         Block(name=name, what=name, mechanisms=stock_and_own, sizes_bytes=_MACHINE_SIZES[device]) for name in BY_TORCH
@@ -227,7 +227,7 @@ SUITES = (*PAIRS, "tensor", "expert", "machine")
 def parts_of(
     suite: str, *, device: str, world_size: int = 2, mechanisms: Sequence[str] | None = None, num_sms: int = SMS
 ) -> tuple[Scenario | Block, ...]:
-    """Return the pairs and building blocks of a named suite, with the given mechanisms, or those of the suite.
+    """Return the pairs and building blocks of a named suite, with the given mechanisms or the suite's own.
 
     The layers of `tensor` and `expert` are divided among `world_size` ranks; `machine` divides the `num_sms` of the
     GPU.

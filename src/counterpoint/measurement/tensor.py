@@ -1,4 +1,4 @@
-"""Measure matmuls that depend on communication: matmul and collective alone, and together by every mechanism.
+"""Measure matmuls that depend on a collective: matmul and collective alone, and together by every mechanism.
 
 All of them take turns in the same rounds. A result is compared with that of float64 before it is timed, and the
 report of the group that ran its calls says by which path: a mechanism that did not take effect is marked.
@@ -42,7 +42,7 @@ _MATMUL = "matmul alone"
 
 @dataclass(frozen=True, kw_only=True)
 class Operands:
-    """Holds a matmul's operands on this rank: random numbers, since zeros would make it faster."""
+    """Holds a matmul's operands on this rank: random numbers, since zeros would speed the matmul up."""
 
     call: DependentMatmul
     rows: Tensor  # [m, k], different on each rank
@@ -59,14 +59,14 @@ class Operands:
         return cls(call=call, rows=rows, shard=rows[: call.m // session.world_size], weight=weight)
 
     def by(self, group: TensorGroup) -> Callable[[], Tensor]:
-        """Return a function that runs the matmul and its collective by a group's mechanism."""
+        """Return a function that runs the matmul and its collective by the mechanism of `group`."""
         weight = Weight(matrix=self.weight)
         if self.call.collective == "all_gather":
             return lambda: group.all_gather_matmul(self.shard, [weight], 0)[1][0]
         return lambda: group.matmul_reduce_scatter(self.rows, weight, "sum", 0)
 
     def plain(self, session: Session, dtype: torch.dtype) -> Tensor:
-        """Return the result, computed in `dtype` by torch's collective and one matmul. All ranks call it together."""
+        """Return the result of torch's collective and one matmul, computed in `dtype`. All ranks call it together."""
         weight, ranks = self.weight.to(dtype), session.world_size
         if self.call.collective == "all_gather":
             whole = torch.empty_like(self.rows)
@@ -80,7 +80,7 @@ class Operands:
 
 @torch.no_grad()
 def dependent_matmul(session: Session, block: Block, plan: Plan, unavailable: dict[str, str]) -> Iterator[Experiment]:
-    """Yield the experiment of a matmul and its collective: both alone, and together by each mechanism.
+    """Yield the experiment of a matmul and its collective: each alone, and both together by each mechanism.
 
     Raises:
         Misconfigured: there is no such matmul, its rows do not divide, or memory does not suffice.

@@ -1,4 +1,4 @@
-"""Run one trial: computation and collective are released together on every rank, and timed on one clock.
+"""Run one trial: release computation and collective together on every rank, and time both on one clock.
 
 The host's launch time is not part of it. On a GPU everything is queued behind a spin kernel, the ranks are aligned by
 a tiny all_reduce, and CUDA events take the times; a trial whose launches came too late is marked. On a CPU each side
@@ -39,7 +39,7 @@ DELAYED: dict[Case, Side] = {"comm_first": "compute", "compute_first": "comm"}
 
 
 def sides_of(case: Case, *, host_waits: bool = False) -> tuple[Side, ...]:
-    """Return the sides in the order in which the host queues them: the collective first, as prefetching does.
+    """Return "compute" and "comm" in the order in which the host queues them: "comm" first, as in prefetching.
 
     The delay alone decides which side the device reaches first. If `host_waits` for the device within the collective,
     the computation is queued before it.
@@ -49,7 +49,7 @@ def sides_of(case: Case, *, host_waits: bool = False) -> tuple[Side, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """Holds times in µs after the release, NaN for a side that did not run; `late`: the host queued too slowly."""
+    """Holds one trial's times in µs after the release; NaN: did not run; `late`: the host queued too slowly."""
 
     compute_start: float = float("nan")
     compute_end: float = float("nan")
@@ -69,7 +69,7 @@ class CudaStage:
         self._delay = _CopyDelay(HEAD_START_US, device, group)
 
     def run(self, lanes: Lanes, case: Case, *, host_waits: bool = False) -> Trial:
-        """Return the times of one trial once the device is idle; all ranks call it with the same case.
+        """Return the times of one trial, run until the device is idle; all ranks call it with the same case.
 
         `host_waits` says that the host waits for the device within `lanes.comm`. What the host queues after that is
         late by design: the times include it, and the trial does not count as late.
@@ -109,7 +109,7 @@ class CudaStage:
 
 
 def spin_us(host_us: float) -> float:
-    """Return for how many µs to delay the device while the host queues a trial that took `host_us` before."""
+    """Return the µs to delay the device while the host queues a trial, which took the host `host_us` before."""
     return min(1.5 * host_us + _SPIN_MARGIN_US, _MOST_SPIN_US)
 
 
@@ -142,7 +142,7 @@ class CpuStage:
         self.group = group
 
     def run(self, lanes: Lanes, case: Case, *, host_waits: bool = False) -> Trial:
-        """Run one trial like `CudaStage.run`; each side has a thread, so a waiting host makes nothing late."""
+        """Run one trial like `CudaStage.run`, with computation and collective in a thread each, so neither is late."""
         launches = {"compute": lanes.compute, "comm": lanes.comm}
         times: dict[str, float] = {}
         failures: list[BaseException] = []

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """Run one rank; torch is only imported once this process is sure to die with its parent."""
+    """Run one rank; first make sure that this process dies with its parent, then import torch."""
     die_with_parent()
     if is_rehearsal():
         sys.exit(f"{NO_TIMES}: measure and tune outside of counterpoint rehearse")
@@ -49,14 +49,14 @@ def main() -> None:
 
 
 class Worker:
-    """Runs a plan on this rank, and remembers which scenario is running."""
+    """Runs a plan on this rank; `scenario` is the name of the scenario or block being measured."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.scenario: str | None = None
 
     def run(self) -> None:
-        """Join the other ranks, check that all agree with each other and the plan, measure, and leave."""
+        """Join the other ranks, check that all agree on plan, torch and GPU model, measure, and leave."""
         try:
             import torch
 
@@ -74,7 +74,7 @@ class Worker:
         session.close()
 
     def _measure(self, session: Session) -> None:
-        """Measure all parts of the plan."""
+        """Measure all scenarios and blocks of the plan, and append each outcome to the results file."""
         from counterpoint.measurement.pairs import Calibration
         from counterpoint.measurement.rounds import TURN
         from counterpoint.measurement.session import NotEnoughMemory
@@ -107,13 +107,13 @@ class Worker:
 
 
 def _share(until_s: float, left: int) -> float:
-    """Return when the first of `left` equal shares of the time until `until_s` ends."""
+    """Divide the time until `until_s` into `left` equal shares; return when the first share ends."""
     now = time.monotonic()
     return now + (until_s - now) / max(left, 1)
 
 
 def _of_dtypes(outcome: Outcome, dtype: str, compute_dtype: str) -> Outcome:
-    """Return the outcome with the measured dtypes filled in on its rows."""
+    """Return the outcome with the measured dtypes added to all rows."""
     rows = tuple(msgspec.structs.replace(row, dtype=dtype, compute_dtype=compute_dtype) for row in outcome.rows)
     blocks = tuple(msgspec.structs.replace(row, dtype=dtype) for row in outcome.blocks)
     return msgspec.structs.replace(outcome, rows=rows, blocks=blocks)
@@ -157,7 +157,7 @@ def _commit() -> str | None:
 
 
 def measure_part(session: Session, part: Scenario | Block, plan: Plan, calibration: Calibration) -> Outcome:
-    """Return all rows of a part, or why it has none. All ranks call it with the same arguments.
+    """Return all rows of one scenario or block, or why it has none. All ranks call it with the same arguments.
 
     `calibration` is what scenarios of the same dtypes share.
 
@@ -192,7 +192,7 @@ def measure_part(session: Session, part: Scenario | Block, plan: Plan, calibrati
 def _experiments(
     session: Session, part: Scenario | Block, plan: Plan, calibration: Calibration, unavailable: dict[str, str]
 ) -> Generator[Experiment, None, None]:
-    """Yield the experiments of a part, by its kind; reasons why mechanisms cannot run go to `unavailable`."""
+    """Yield the experiments of one scenario or block; put why mechanisms cannot run into `unavailable`."""
     from counterpoint.measurement.alone import collective_alone, compute_alone, cost, is_cost
     from counterpoint.measurement.collective import collectives
     from counterpoint.measurement.expert import exchange

@@ -1,4 +1,4 @@
-"""Find by name what is measured: computations, work that depends on communication, and dtypes.
+"""Parse the names of what is measured: computations, matmuls with a collective, token exchanges, and dtypes.
 
 Computations are short lists of operations, which `prepare` runs; it alone imports torch. Names: `gemm MxNxK`,
 `gemm MxNxK*R` (R times, each with its own weights), `llama-8b layer T`, `llama-70b layer T` (the four matrix products
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComputeOperation:
-    """Represents one operation, as made by `matmul`, `attention` or `elementwise`."""
+    """Represents one compute operation, as made by `matmul`, `attention` or `elementwise`."""
 
     kind: Literal["matmul", "attention", "elementwise"]
     sizes: tuple[int, ...]
@@ -51,7 +51,7 @@ def elementwise(elements: int) -> ComputeOperation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """Represents operations that run in sequence on one stream."""
+    """Represents compute operations that run in sequence on one stream."""
 
     name: str
     operations: tuple[ComputeOperation, ...]
@@ -68,7 +68,7 @@ class Workload:
         return products if len(products) == len(self.operations) else ()
 
     def memory_bytes(self, itemsize: int) -> int:
-        """Return the bytes of all operands; operations do not share them."""
+        """Return the bytes of all operations' operands, none of them shared."""
         return sum(operation.numel for operation in self.operations) * itemsize
 
 
@@ -91,7 +91,7 @@ _ALLOWED = "gemm MxNxK, gemm MxNxK*R, llama-8b layer T, llama-70b layer T, atten
 
 
 def find_workload(name: str) -> Workload:
-    """Return the workload called `name`; raise Misconfigured, with the allowed forms, if there is none."""
+    """Return the workload called `name`; raise Misconfigured, which lists the allowed forms, for any other name."""
     for pattern, make in _NAMES:
         match = re.fullmatch(pattern, name)
         if match:
@@ -100,7 +100,7 @@ def find_workload(name: str) -> Workload:
 
 
 def prepare(workload: Workload, device: torch.device, dtype: torch.dtype, seed: int) -> Callable[[], None]:
-    """Return a function that launches the workload on the current stream; its operands are allocated once.
+    """Return a function that launches the workload on the current stream, with operands allocated here, once.
 
     These are random, never zeros: zeros make a bf16 product 13 % faster (measured 2026-10-28, H200).
     """
@@ -143,7 +143,7 @@ _DEPENDENT = get_args(TensorOperation)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DependentMatmul:
-    """Represents a matmul [m, k] @ [k, n] on each rank, its rows all_gathered before or reduce_scattered after."""
+    """Represents a matmul [m, k] @ [k, n] per rank, after an all_gather of its input or before a reduce_scatter."""
 
     operation: TensorOperation
     m: int  # rows of all ranks
@@ -152,12 +152,12 @@ class DependentMatmul:
 
     @property
     def collective(self) -> str:
-        """Return PyTorch's name of the communication."""
+        """Return PyTorch's name of the collective."""
         return "all_gather" if self.operation == "all_gather_matmul" else "reduce_scatter"
 
     @property
     def moved(self) -> int:
-        """Return the number of elements of the full array that is communicated."""
+        """Return the number of elements in the collective's full array."""
         return self.m * (self.k if self.operation == "all_gather_matmul" else self.n)
 
     @property
@@ -166,18 +166,18 @@ class DependentMatmul:
         return 2 * self.m * self.n * self.k
 
     def memory_bytes(self, itemsize: int) -> int:
-        """Return an upper bound of a rank's bytes: operands, buffers, results, and some float64 copies to check."""
+        """Return an upper bound of a rank's bytes: operands, buffers, results, and float64 copies to check results."""
         operands, product = self.m * self.k + self.k * self.n, self.m * self.n
         return itemsize * (6 * operands + 8 * product) + 8 * (operands + 3 * product)
 
 
 def is_dependent(what: str) -> bool:
-    """Return whether a building block's name is that of a `DependentMatmul`."""
+    """Return whether `what`, the name of a building block, names a `DependentMatmul`."""
     return what.partition(" ")[0] in _DEPENDENT
 
 
 def find_dependent(what: str) -> DependentMatmul:
-    """Return the `DependentMatmul` called `what`; raise Misconfigured, with the allowed forms, if there is none."""
+    """Return the `DependentMatmul` called `what`; raise Misconfigured, which lists the allowed forms, otherwise."""
     found = re.fullmatch(rf"({'|'.join(_DEPENDENT)}) ([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", what)
     if found is None:
         forms = ", ".join(f"{name} MxNxK" for name in _DEPENDENT)
@@ -189,7 +189,7 @@ def find_dependent(what: str) -> DependentMatmul:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertLayer:
-    """Represents the experts of a layer: gated feed-forward blocks, with `top_k` experts per token."""
+    """Represents the experts of an MoE layer: gated feed-forward blocks, with `top_k` experts per token."""
 
     hidden: int
     ffn: int
@@ -211,7 +211,7 @@ _ALLOWED_EXCHANGES = (
 
 
 def find_layer(name: str) -> ExpertLayer:
-    """Return the experts called `name`; raise Misconfigured, with the allowed forms, if there are none."""
+    """Return the experts called `name`; raise Misconfigured, which lists the allowed forms, for any other name."""
     if name in EXPERT_LAYERS:
         return EXPERT_LAYERS[name]
     found = re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,5})x([1-9]\d{0,3})x([1-9]\d{0,2})", name)
@@ -231,16 +231,16 @@ class TokenExchange:
 
     @property
     def name(self) -> str:
-        """Return the name of the exchange, without the leg or case that is measured."""
+        """Return the name of the exchange: layer, tokens and routing."""
         return f"{self.layer} {self.tokens} {self.routing}"
 
     @property
     def sizes(self) -> ExpertLayer:
-        """Return the sizes of the experts."""
+        """Return the experts' sizes: hidden, ffn, number of experts, and experts per token."""
         return find_layer(self.layer)
 
     def size_bytes(self, itemsize: int) -> int:
-        """Return the bytes of one rank's tokens, counted `top_k` times."""
+        """Return the bytes of one rank's tokens, each counted `top_k` times, once per expert."""
         return self.tokens * self.sizes.top_k * self.sizes.hidden * itemsize
 
     def capacity(self, world_size: int) -> int:
@@ -256,12 +256,12 @@ class TokenExchange:
 
 
 def is_exchange(what: str) -> bool:
-    """Return whether a building block's name is that of a `TokenExchange`."""
+    """Return whether `what`, the name of a building block, names a `TokenExchange`."""
     return what.partition(" ")[0] == "exchange"
 
 
 def find_exchange(what: str) -> TokenExchange:
-    """Return the `TokenExchange` called `what`; raise Misconfigured, with the allowed forms, if there is none."""
+    """Return the `TokenExchange` called `what`; raise Misconfigured, which lists the allowed forms, otherwise."""
     found = re.fullmatch(rf"exchange (\S+) ([1-9]\d{{0,6}}) ({'|'.join(ROUTINGS)})", what)
     if found is None:
         raise Misconfigured(f"there is no exchange {printable(what)!r}; {_ALLOWED_EXCHANGES}")

@@ -1,4 +1,4 @@
-"""Cut a JSON trace of any layout and size into runs of whole events that can be decoded.
+"""Cut a JSON trace of any layout and size into blocks of whole events that can be decoded.
 
 The array of events is cut at the last `}, {` of each block, and decoding proves the cut: JSON is read from left to
 right, so bytes that start with an event and decode as a list of objects also end with one. Where a cut falls into a
@@ -31,7 +31,7 @@ E = TypeVar("E")
 
 
 class EventRuns(Generic[E]):
-    """Iterates over runs of whole events, (bytes, typed events); at the end `header` holds all other keys of the file.
+    """Iterates over blocks of whole events as (bytes, typed events); then `header` holds all other keys of the file.
 
     Args:
         stream: decompressed bytes.
@@ -63,7 +63,7 @@ class EventRuns(Generic[E]):
         return BadTrace(reason, path=self._label, offset=self._offset + at)
 
     def offset_of(self, run: bytes, index: int) -> int:
-        """Return the byte offset in the file of event `index` of the run that was yielded last."""
+        """Return the byte offset in the file of event `index` of `run`, which must be the block yielded last."""
         return self._run_offset + _element(run, index)
 
     def __iter__(self) -> Iterator[tuple[bytes, list[E]]]:
@@ -182,7 +182,7 @@ class EventRuns(Generic[E]):
 
 
 def _last_boundary(buffer: bytes) -> int:
-    """Return the offset after the last `}` that another event seems to follow; 0 if there is none near the end."""
+    """Return the offset after the last `}` that another event seems to follow; 0 if no such `}` is near the end."""
     at = len(buffer)
     for _ in range(64):
         at = buffer.rfind(b"}", 0, at)
@@ -194,7 +194,7 @@ def _last_boundary(buffer: bytes) -> int:
 
 
 def _walk(buffer: bytes) -> tuple[int, int | None]:
-    """Scan all tokens; return the offsets of the end of the last whole event and of the closing `]` (or None)."""
+    """Scan all tokens; return the offset after the last whole event, and the offset of the closing `]` (or None)."""
     depth, last = 0, 0
     for token in _TOKEN.finditer(buffer):
         mark = token.group()
@@ -212,7 +212,7 @@ def _walk(buffer: bytes) -> tuple[int, int | None]:
 
 
 def _element(run: bytes, index: int) -> int:
-    """Return the byte offset of event number `index` in a run."""
+    """Return the byte offset of event number `index` in the block `run`."""
     depth = 0
     for token in _TOKEN.finditer(run):
         mark = token.group()

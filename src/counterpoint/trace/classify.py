@@ -91,7 +91,7 @@ _TORCH_DTYPES = {  # dtypes whose C++ name differs from torch's
 
 
 def is_nccl(name: str) -> bool:
-    """Return whether a kernel is one of NCCL's own, or of a library that copies NCCL (RCCL, MSCCL, HCCL)."""
+    """Return whether a kernel belongs to NCCL or to a library derived from NCCL (RCCL, MSCCL, HCCL)."""
     return bool(_CCL.search(_symbol(name)))
 
 
@@ -101,12 +101,12 @@ def is_matmul(name: str) -> bool:
 
 
 def is_host_matmul(name: str) -> bool:
-    """Return whether a host operation is a matrix product; without GPU activity, a trace has only these products."""
+    """Return whether a host operation is a matrix product (`aten::mm`), as found in traces without GPU activity."""
     return name in _HOST_GEMM
 
 
 def is_gemm_kernel(name: str) -> bool:
-    """Return whether a kernel is a GEMM alone: not attention or a split-K sum, which have similar names."""
+    """Return whether a kernel is a GEMM, not attention or a split-K sum with a similar name."""
     return is_matmul(name) and not _NOT_GEMM.search(name)
 
 
@@ -126,7 +126,7 @@ def kernel_kind(name: str) -> Kind:
 
 
 def _symbol(name: str) -> str:
-    """Return the kernel's qualified name alone: `a::f` for `void a::f<b, 2>(c*)` and for its mangled form."""
+    """Return a kernel's qualified name only: `a::f` for `void a::f<b, 2>(c*)` and for the mangled name."""
     if name.startswith("_Z"):
         return _demangled(name)
     depth, kept = 0, []
@@ -168,13 +168,13 @@ def normal_op(name: str) -> str:
 
 
 def is_known_op(op: str) -> bool:
-    """Return whether `op` is the name of a collective, unlike words such as `coalesced`."""
+    """Return whether `op` names a known collective, unlike words such as `coalesced`."""
     return op in _KNOWN_OPS
 
 
 @lru_cache(maxsize=_REMEMBERED)
 def host_collective(name: str) -> str | None:
-    """Return the collective named by a host range (`nccl:all_to_all`, `c10d::alltoall_base_`), else None."""
+    """Return the collective that a host range such as `nccl:all_to_all` or `c10d::alltoall_base_` names, else None."""
     found = _HOST_COLLECTIVE.match(name)
     op = normal_op(found.group(1)) if found else ""
     return op if op in _KNOWN_OPS else None
@@ -201,7 +201,7 @@ def expert_leg(kernel_name: str) -> str | None:
 
 
 def parallelism(kernel_name: str) -> str | None:
-    """Return the parallelism for which a communication kernel is made: `ep` or `tp` (in inference), else None."""
+    """Return the parallelism that a communication kernel serves by its name: `ep` or `tp` (in inference), else None."""
     if expert_leg(kernel_name):
         return "ep"
     return "tp" if _TENSOR_PARALLEL.search(_symbol(kernel_name)) else None
@@ -213,7 +213,7 @@ def is_barrier(op: str) -> bool:
 
 
 def torch_dtype(dtype: str | None) -> str | None:
-    """Return torch's name of a dtype, as in `bfloat16`, from the profiler's (`c10::BFloat16`); None if unknown."""
+    """Return torch's name (`bfloat16`) of the dtype that the profiler spells `c10::BFloat16`; None if unknown."""
     if dtype_bytes(dtype) is None:
         return None
     name = _plain(dtype or "")
@@ -225,7 +225,7 @@ def _plain(dtype: str) -> str:
 
 
 def dtype_bytes(dtype: str | None) -> int | None:
-    """Return the bytes of one element of a dtype as the profiler spells it (`c10::Half`); None if unknown."""
+    """Return the bytes per element of a dtype in the profiler's spelling (`c10::Half`); None if unknown."""
     if dtype is None:
         return None
     return _DTYPE_BYTES.get(_plain(dtype))

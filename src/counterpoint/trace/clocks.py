@@ -1,4 +1,4 @@
-"""Put all ranks on one clock, estimated from collectives, which all of their ranks finish at nearly the same time.
+"""Put all ranks on one clock, estimated from collectives, since ranks finish a collective almost at once.
 
 Offsets (and drifts, where the trace is long enough to show one) are fitted robustly to the ends of joined collectives.
 An offset smaller than the spread of those ends counts as zero, so clocks of ranks on one host are not changed.
@@ -30,7 +30,7 @@ class Clocks:
     pivot: float
 
     def corrected(self, rank_index: int, at: F64) -> F64:
-        """Return the times `at` of one rank on the reference clock, unchanged if its offset is not known."""
+        """Convert the times `at` of one rank to the reference clock; leave them unchanged if the offset is unknown."""
         offset, drift = self.offset[rank_index], self.drift[rank_index]
         if not np.isfinite(offset):
             return at
@@ -64,7 +64,7 @@ def align_clocks(end: F64) -> Clocks:
 
 
 def _one_per_host(offset: F64, slope: F64, resolution: F64) -> F64:
-    """Return the offsets (µs) with those less than `resolution` apart set to their median; the reference has 0.
+    """Return the offsets (µs), ones closer than `resolution` set to their median, relative to the reference clock.
 
     Ranks with such offsets are on one host. They leave a ring in the same order in every collective, which must not
     count as a difference of clocks. Clocks that drift are not grouped.
@@ -81,7 +81,7 @@ def _one_per_host(offset: F64, slope: F64, resolution: F64) -> F64:
 
 
 def _first_guess(end: F64) -> F64:
-    """Return all clocks' offsets (µs), by median differences of ends between ranks that share most collectives.
+    """Return estimated offsets of all clocks (µs): median differences of ends of collectives that ranks share.
 
     NaN where no collective connects a rank to the first one.
     """
@@ -105,7 +105,7 @@ def _first_guess(end: F64) -> F64:
 
 
 def _polish(local: F64, pivot: float) -> tuple[F64, F64, F64]:
-    """Return residuals (µs), offsets (µs) and drifts, fitted alternately by medians; a drift below the noise is 0."""
+    """Return residuals (µs), offsets (µs) and drifts, fitted by medians in turn; drifts below the noise become 0."""
     shift, slope = np.zeros(local.shape[1]), np.zeros(local.shape[1])
     span = float(np.nanmax(local) - np.nanmin(local)) if np.isfinite(local).any() else 0.0
     residual = local
@@ -135,14 +135,14 @@ def _polish(local: F64, pivot: float) -> tuple[F64, F64, F64]:
 
 
 def _apart(end: F64) -> tuple[F64, F64]:
-    """Return each end minus its collective's median (µs), and each rank's median of these minus the first rank's."""
+    """Return ends minus the collective's median end (µs), and each rank's median of these, relative to rank 0."""
     residual = end - np.nanmedian(end, axis=1, keepdims=True)
     step = np.nanmedian(residual, axis=0)
     return residual, step - step[0]
 
 
 def _steady(x: F64, y: F64, slope: float) -> bool:
-    """Return whether both halves of the trace show the drift; if not, the rank's lateness varies, not its clock."""
+    """Return whether both halves of the trace show the drift; if not, varying lateness of the rank looks like drift."""
     middle = float(np.nanmedian(x))
     halves = [_slope(x[part], y[part]) for part in (x <= middle, x > middle)]
     return all(half * np.sign(slope) > 0.5 * abs(slope) for half in halves)
@@ -165,7 +165,7 @@ def _slopes(x: F64, y: F64) -> F64:
 
 
 def _slope(x: F64, y: F64) -> float:
-    """Return the median slope over pairs of points that are half the range apart (as by Theil-Sen)."""
+    """Return the median slope of `y` over `x` in pairs of points half the range apart (similar to Theil-Sen)."""
     keep = np.isfinite(x) & np.isfinite(y)
     x, y = x[keep], y[keep]
     half = len(x) // 2

@@ -1,4 +1,4 @@
-"""Read dumps of NCCL's flight recorder: the calls that each rank had scheduled, started and completed in a hang.
+"""Read dumps of NCCL's flight recorder: the collectives that each rank had scheduled, started or completed.
 
 torch writes one file for each rank, a pickle (`TORCH_NCCL_DUMP_ON_TIMEOUT`, `_dump_fr_trace`) or JSON, which has no
 stacks; versions 1.1 (torch 2.2) to 2.10 (torch 2.13) are read, of NCCL, Gloo and backends that write the same. A pickle
@@ -83,7 +83,7 @@ class _PlainUnpickler(pickle._Unpickler):
 
 
 def find_dumps(sources: Sequence[str]) -> list[Path]:
-    """Return the dumps that `sources` name (files, folders, globs); an empty list if any file is a trace."""
+    """Return the paths of dumps in `sources` (files, folders, globs); an empty list if any file is a trace."""
     found: list[Path] = []
     for source in sources:
         path = Path(source)
@@ -119,7 +119,7 @@ def _kind(path: Path) -> str | None:
 
 
 def read_dump(path: Path) -> FlightDump:
-    """Return the dump of one rank, whose number stands at the end of the file's name.
+    """Return the dump of the rank whose number ends the file's name.
 
     Raises:
         BadTrace: too large, damaged, a pickle of more than plain values, or a name without a rank.
@@ -186,7 +186,7 @@ def _dump(found: dict[str, Any], rank: int, label: str) -> FlightDump:
 
 
 def _last(found: dict[str, Any], raw: Sequence[dict[str, Any]]) -> dict[str, tuple[int | None, int | None, int | None]]:
-    """Return the last enqueued, started and completed sequence number of each group, by its name.
+    """Return the last enqueued, started and completed sequence number, by name of process group.
 
     A group that also sends and receives is left out, since its numbers may be of these calls; so are Gloo's groups,
     whose numbers count all calls.
@@ -205,7 +205,7 @@ def _last(found: dict[str, Any], raw: Sequence[dict[str, Any]]) -> dict[str, tup
 
 
 def _entries(raw: Sequence[dict[str, Any]]) -> tuple[FlightEntry, ...]:
-    """Return a dump's calls; the entry after a batch of calls (`coalesced`) only gives these calls their state.
+    """Return a dump's calls; an entry `coalesced` is no call, but states the progress of the batch of calls before it.
 
     The calls of a batch share a sequence number, and are never marked as started or completed themselves. Only the
     calls show which of the batch's two sequence numbers is theirs.
@@ -254,7 +254,7 @@ def _entry(raw: dict[str, Any]) -> FlightEntry:
 
 
 def _sequence(raw: dict[str, Any], is_p2p: bool) -> int:
-    """Return a call's number among collectives, or among sends and receives; before version 2.0 both share a count."""
+    """Return a call's sequence number; from version 2.0 on, sends and receives are numbered apart from collectives."""
     key = "p2p_seq_id" if is_p2p else "collective_seq_id"
     return int(raw[key] if key in raw else raw["seq_id"])
 
@@ -264,7 +264,7 @@ def _backend(raw: dict[str, Any]) -> str:
 
 
 def _group_of(raw: dict[str, Any]) -> tuple[str, str]:
-    """Return name and description of the group of a call; before version 2.0 a group has only a number."""
+    """Return name and description of a call's process group; before version 2.0, its number and ""."""
     group = raw.get("process_group")
     if group is None:
         return str(int(raw["pg_id"])), ""

@@ -53,7 +53,7 @@ def read_kineto(
     *,
     progress: Callable[[int], None] | None = None,
 ) -> list[Timeline]:
-    """Return the timeline of the file's rank, or one per rank if a tool merged several processes into the file.
+    """Return the file's timelines: one, or one per process if a tool merged several processes into the file.
 
     A file that cannot be read raises `BadTrace` with the byte offset.
 
@@ -69,7 +69,7 @@ def read_kineto(
 def _read_events(
     file: TraceFile, limits: Limits, progress: Callable[[int], None] | None
 ) -> tuple[Columns, dict[str, Any]]:
-    """Return the events of a file as columns, and the other keys of the file."""
+    """Return the events of a file as columns, and the file's other top-level keys."""
     columns = Columns()
     collecting = gc.isenabled()
     gc.disable()  # millions of short-lived structs, which cannot form cycles, are decoded
@@ -117,7 +117,7 @@ def _timelines(file: TraceFile, header: dict[str, Any], columns: Columns) -> lis
 
 
 def _check_devices(columns: Columns, label: str) -> None:
-    """Raise `BadTrace` if a device whose events this reader does not know ran operations, which would not count."""
+    """Raise `BadTrace` if a device whose events this reader cannot interpret ran operations."""
     for pid, name in columns.processes.items():
         if _OTHER_DEVICE.search(name) and columns.bare[pid]:
             raise BadTrace(
@@ -128,7 +128,7 @@ def _check_devices(columns: Columns, label: str) -> None:
 
 
 def _no_events(columns: Columns) -> str:
-    """Return why a file has no event that can be read: it has none, or they are not those of PyTorch."""
+    """Return why no event of a file can be read: there are none, or another program than PyTorch wrote them."""
     if not columns.bare:
         return "no timed events: recorded without activities, or not a PyTorch trace"
     shown = ", ".join(f"{count} of {columns.processes.get(pid, pid)!r}" for pid, count in columns.bare.most_common(3))
@@ -136,7 +136,7 @@ def _no_events(columns: Columns) -> str:
 
 
 def _matmul_dtypes(columns: Columns) -> dict[int, str]:
-    """Return the dtype of matmuls' first input, by index of their input shapes; unknown dtypes are left out."""
+    """Return the dtype of the first input of matmuls, by the index of their input shapes; omit unknown dtypes."""
     found = {}
     for shape, raw in columns.matmul_types.items():
         try:
@@ -157,7 +157,7 @@ def _timeline(
     host: dict[str, Any],
     origin: float,
 ) -> Timeline:
-    """Return the timeline of the events of one process; removes the columns from `host` to save memory."""
+    """Return the timeline of one process's events; empty `host` on the way, to save memory."""
     names = tuple(columns.names)
     shapes = tuple("".join(s.decode("utf-8", "replace").split()) for s in columns.shapes)
     device = _commonest(gpu["device"]) if gpu else 0
@@ -208,7 +208,7 @@ def _odd_arguments(columns: Columns) -> tuple[str, ...]:
 
 
 def _unknown_categories(columns: Columns) -> tuple[str, ...]:
-    """Return a note on events of unknown category with a stream; they count as GPU operations if no others do."""
+    """Return a note on events of unknown category with a stream; without other GPU operations, they count as such."""
     if not columns.unknown:
         return ()
     shown = ", ".join(f"{category} ({count})" for category, count in columns.unknown.most_common(3))
@@ -217,7 +217,7 @@ def _unknown_categories(columns: Columns) -> tuple[str, ...]:
 
 
 def _described(infos: tuple[CollectiveInfo, ...], stated: dict[str, Any]) -> tuple[CollectiveInfo, ...]:
-    """Return the metadata of collectives, completed by group descriptions from the file header (`pg_config`)."""
+    """Return the metadata of collectives, with missing group descriptions added from the file header (`pg_config`)."""
     listed = stated.get("pg_config")
     found = [group for group in listed if isinstance(group, dict)] if isinstance(listed, list) else []
     known = {str(group.get("pg_name")): group.get("pg_desc") for group in found}
@@ -231,7 +231,7 @@ def _described(infos: tuple[CollectiveInfo, ...], stated: dict[str, Any]) -> tup
 
 
 def _commonest(devices: Any) -> int:
-    """Return the number of the device that ran most operations; 0 if the trace states none."""
+    """Return the number of the device that ran most operations; 0 if the trace states no device."""
     numbers, counts = np.unique(devices[devices >= 0], return_counts=True)
     return int(numbers[counts.argmax()]) if len(numbers) else 0
 
@@ -271,7 +271,7 @@ def _finish_gpu(gpu: dict[str, Any], host: dict[str, Any], columns: Columns, nam
 
 
 def _dims(text: bytes) -> tuple[int, int, int]:
-    """Parse the grid or block of a kernel, `[128, 4, 1]`; zeros where it is missing."""
+    """Parse the grid or block of a kernel, such as `[128, 4, 1]`; return zeros if `text` is empty or malformed."""
     try:
         found = msgspec.json.decode(text, type=list[int]) if text else []
     except msgspec.DecodeError:
@@ -320,7 +320,7 @@ def _device_of(header: dict[str, Any], device: int) -> Device:
 def _device_ops_of_host(
     host: HostOps, names: tuple[str, ...], infos: list[CollectiveInfo], info_of_row: Any, shape_of_row: Any
 ) -> GpuOps:
-    """Return the host's compute and communication as GPU operations, for a rank that has no GPU.
+    """Return the host's compute and communication in the form of GPU operations, for a rank without a GPU.
 
     Communication is what the backend's threads report (`gloo:all_reduce`) or, failing that, c10d's
     `record_param_comms`; compute is every outermost `aten::` operation (what encloses these may wait inside).
@@ -351,7 +351,7 @@ def _device_ops_of_host(
 
 
 def _outermost(host: HostOps, rows: Any) -> Any:
-    """Return the `rows` of host ranges that no other of `rows` on the same thread encloses."""
+    """Return those host ranges among `rows` that no other range of `rows` on the same thread encloses."""
     kept = []
     for thread in np.unique(host.thread[rows]):
         own = rows[host.thread[rows] == thread]
@@ -363,7 +363,7 @@ def _outermost(host: HostOps, rows: Any) -> Any:
 def _nearest_info(
     host: HostOps, names: tuple[str, ...], infos: list[CollectiveInfo], info_of_row: Any, rows: Any, is_comm: Any
 ) -> Any:
-    """Return for each row its index into `infos`: its own, else the next unused info of the same operation, else -1.
+    """Return each row's index into `infos`: as recorded, else the next unused info of the same operation, else -1.
 
     Gloo runs a reduce_scatter as an all_reduce, so this function treats both as the same operation. Where the info of
     an operation has no dtype, an info that names no operation supplies it.

@@ -1,4 +1,4 @@
-"""Decode Kineto events and append them to columns, which hold the needed data of a trace while it is read."""
+"""Decode Kineto events and append their data to columns while a trace is read."""
 
 from __future__ import annotations
 
@@ -95,13 +95,13 @@ class KinetoEvent(_EventFields, gc=False):
 
 
 class LooseEvent(_EventFields, gc=False):
-    """Holds an event with undecoded arguments, so that the event is not lost if one argument is malformed."""
+    """Holds an event with undecoded arguments, so that one malformed argument does not lose the event."""
 
     args: msgspec.Raw = _RAW
 
 
 class EventStart(msgspec.Struct, gc=False):
-    """Holds the start of an event as an exact decimal, since float64 would round it."""
+    """Holds an event's start as an exact decimal, since float64 would round it."""
 
     ph: str = ""
     ts: Decimal | None = None
@@ -135,7 +135,7 @@ _WHOLE = re.compile(rb'"?(-?\d{1,18})\.0*"?')
 
 
 class EventNames(Intern[str]):
-    """Numbers the names of events, and lists the numbers of the names whose arguments the reader needs.
+    """Numbers the names of events, and lists the numbers of matmuls and collectives, whose arguments the reader needs.
 
     A trace has few names and many events, so each name is looked at once.
     """
@@ -153,7 +153,7 @@ class EventNames(Intern[str]):
         return number
 
     def rows(self, name: Any, wanted: list[int]) -> list[int]:
-        """Return the indices of the elements of `name` (numbers of names) that are in `wanted`."""
+        """Return the indices of elements of `name` (numbers of names) that occur in `wanted`."""
         if not wanted:
             return []
         chosen = np.zeros(len(self), bool)
@@ -164,7 +164,7 @@ class EventNames(Intern[str]):
 
 @dataclass
 class Columns:
-    """Holds the data read so far: a list of arrays per column, and the tables into which columns hold indices."""
+    """Holds the events read so far: a list of arrays per column, and tables of names and shapes that columns index."""
 
     categories: Categories = field(default_factory=Categories)
     names: EventNames = field(default_factory=EventNames)
@@ -187,7 +187,7 @@ class Columns:
     odd: Counter[str] = field(default_factory=Counter)  # number of arguments of a wrong type, by argument
 
     def decode_loosely(self, run: bytes) -> list[KinetoEvent]:
-        """Return the events of a run; an argument of a wrong type is dropped and counted in `odd`."""
+        """Return the events in the bytes `run`; drop arguments of a wrong type and count them in `odd`."""
         odd: Counter[str] = Counter()
         events = [
             KinetoEvent(e.ph, e.cat, e.name, e.pid, e.tid, e.ts, e.dur, _args_of(e.args, odd) if e.args else None)
@@ -197,7 +197,7 @@ class Columns:
         return events
 
     def info_of(self, args: EventArgs) -> int:
-        """Append the metadata of a collective to `infos` and return the index in `infos`."""
+        """Append a collective's metadata to `infos`, and return the index of the new entry."""
         self.infos.append(
             CollectiveInfo(
                 op=classify.normal_op(args.collective or ""),
@@ -217,13 +217,13 @@ class Columns:
         return len(self.infos) - 1
 
     def note_types(self, shape: int, types: bytes) -> None:
-        """Record the input dtypes of a matmul by index of its shapes; mark shapes that occur with several dtypes."""
+        """Record a matmul's input dtypes under the index of its shapes; mark shapes that occur with several dtypes."""
         if self.matmul_types.setdefault(shape, types) != types:
             self.matmul_types[shape] = b""
 
 
 def _args_of(raw: msgspec.Raw, odd: Counter[str]) -> EventArgs | None:
-    """Return an event's arguments without those of a wrong type; `"0x0"` and `7.0` count as integers."""
+    """Return an event's arguments, except arguments of a wrong type; `"0x0"` and `7.0` count as integers."""
     try:
         return _ARGS.decode(raw)
     except msgspec.ValidationError:
@@ -249,7 +249,7 @@ def _args_of(raw: msgspec.Raw, odd: Counter[str]) -> EventArgs | None:
 
 
 def _number(text: bytes) -> bytes:
-    """Return a JSON value as an integer if it stands for one (`"7"`, `7.0`), else unchanged."""
+    """Return the JSON text of an integer for `"0x7"`, `"7"` or `7.0`; other JSON text unchanged."""
     if found := _HEXADECIMAL.fullmatch(text):
         return b"%d" % int(found.group(1), 16)
     if found := _WHOLE.fullmatch(text):
@@ -258,7 +258,7 @@ def _number(text: bytes) -> bytes:
 
 
 def absorb(columns: Columns, runs: EventRuns[KinetoEvent], run: bytes, events: list[KinetoEvent]) -> None:
-    """Append a run of events to the columns; raise `BadTrace` with the event's byte offset for an impossible time."""
+    """Append the decoded `events` to the columns; raise `BadTrace` with the byte offset for an impossible time."""
     columns.count += len(events)
     timed = [e for e in events if e.ph == "X"]
     if len(timed) < len(events):
@@ -300,7 +300,7 @@ def absorb(columns: Columns, runs: EventRuns[KinetoEvent], run: bytes, events: l
 
 
 def _read_bare(columns: Columns, events: list[KinetoEvent], kind: Any) -> None:
-    """Set the kinds of events without a category: torch.autograd.profiler told them by process; count the others."""
+    """Set the kinds of events without a category by their process, as torch.autograd.profiler did; count the rest."""
     for i in np.flatnonzero(kind == _IGNORED).tolist():
         if not events[i].cat:
             pid = str(events[i].pid)
@@ -309,7 +309,7 @@ def _read_bare(columns: Columns, events: list[KinetoEvent], kind: Any) -> None:
 
 
 def _exact_starts(run: bytes, base_us: int) -> Any:
-    """Return the starts of complete events minus `base_us`, exact to the ns even if the file counts from 1970."""
+    """Return the starts of complete events minus `base_us` in µs, exact to the ns even if the file counts from 1970."""
     instants = msgspec.json.decode(b"[" + run + b"]", type=list[EventStart], strict=False)
     return np.array([float((i.ts or 0) - base_us) for i in instants if i.ph == "X"], np.float64)
 
@@ -379,7 +379,7 @@ def _absorb_host(
 
 
 def _described_calls(columns: Columns, events: list[KinetoEvent], name: Any) -> Any:
-    """Return the index in `infos` of the collective that each event calls; -1 for an event that calls none.
+    """Return the index in `infos` of the collective that each event calls; -1: the event calls none.
 
     c10d describes collectives in `record_param_comms`. Where the backend records no such event, as with gloo, the
     inputs of the operation (`c10d::_allgather_base_`) tell all but the dtype of lists of tensors, which
@@ -399,7 +399,7 @@ def _described_calls(columns: Columns, events: list[KinetoEvent], name: Any) -> 
 
 
 def _info_of_inputs(name: str, args: EventArgs) -> CollectiveInfo | None:
-    """Return a collective's metadata from the inputs of its c10d operation (output tensor first); None if unknown."""
+    """Return a collective's metadata, derived from the inputs of its c10d operation (output first); None if unknown."""
     op = classify.host_collective(name)
     try:
         shapes = msgspec.json.decode(args.dims, type=list[Any])
@@ -421,7 +421,7 @@ def _info_of_inputs(name: str, args: EventArgs) -> CollectiveInfo | None:
 
 
 def _numel(shape: Any) -> int | None:
-    """Return the number of elements of a tensor or of a list of tensors by shape; None for another value."""
+    """Return the number of elements of a shape or a list of shapes; None for any other value."""
     if not isinstance(shape, list) or not shape:
         return None
     tensors = shape if isinstance(shape[0], list) else [shape]
@@ -435,7 +435,7 @@ def _is_length(value: object) -> bool:
 
 
 def _threads(threads: Intern[tuple[Any, ...]], events: list[KinetoEvent]) -> Any:
-    """Return the index of each event's (pid, tid) in a table of threads; both may be any JSON value."""
+    """Return, per event, the index of (pid, tid) in the table `threads`; pid and tid may be any JSON values."""
     pids, tids = [e.pid for e in events], [e.tid for e in events]
     try:
         if pids.count(pids[0]) == len(pids):  # one process, as in most traces: a faster way to the same numbers
@@ -471,6 +471,6 @@ def _stream_of(tid: Any) -> int:
 
 
 def _text(raw: msgspec.Raw) -> str | None:
-    """Return the text of a value that some versions write as a string, others as a list or number."""
+    """Return the JSON text `raw` without quotes: a value that versions write as string, list or number; None: empty."""
     text = bytes(raw).decode("utf-8", "replace").strip().strip('"')
     return text if text and text != "null" else None

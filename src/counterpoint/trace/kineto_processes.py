@@ -1,4 +1,4 @@
-"""Separate the processes of a trace file into which a tool merged the traces of several processes.
+"""Separate the processes in a trace file that a tool merged from the traces of several processes.
 
 Each process numbers its launches from 1 on, so one table of all launches would join operations wrongly.
 """
@@ -82,7 +82,7 @@ def find_processes(
 
 
 def _owners(could: Any) -> Any:
-    """Return for each place (column; a GPU) the process (row) that surely launched its operations; -1: unclear."""
+    """Return, per GPU (column of `could`), the process (row) that surely launched its operations; -1: unclear."""
     owner = np.full(could.shape[1], -1, np.int64)
     for _ in range(len(could)):
         most = could.max(axis=0)
@@ -96,7 +96,7 @@ def _owners(could: Any) -> Any:
 
 
 def _launched(gpu: dict[str, Any], host: dict[str, Any], calls: Any, place: Any, count: int) -> Any:
-    """Return the share of each GPU's operations that one of `calls`, begun before them, launched."""
+    """Return, per GPU, the share of operations that one of the earlier host calls `calls` may have launched."""
     calls = calls[np.lexsort((host["start"][calls], host["correlation"][calls]))]
     keys = host["correlation"][calls]
     at = np.searchsorted(keys, gpu["correlation"], side="right") - 1

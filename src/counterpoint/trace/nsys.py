@@ -164,7 +164,7 @@ def _copy_name(kind: int, source: int, target: int) -> str:
 
 
 def _runtime(export: Export, names: Intern[str]) -> _HostTable:
-    """Return all CUDA runtime and driver calls, which Nsight stores in one table."""
+    """Return all CUDA runtime and driver calls in the export, from Nsight's one table for both."""
     table = _CUPTI + "RUNTIME"
     data = export.ints(table, {"start": -1, "end": -1, "globalTid": 0, "correlationId": -1, "nameId": -1})
     version = re.compile(r"_v\d+(_ptsz|_ptds)?$")  # version suffix of a call's name, which Kineto leaves out
@@ -181,7 +181,7 @@ _SYNC_NAMES = {1: "Event Sync", 2: "Stream Wait Event", 3: "Stream Sync", 4: "Co
 
 
 def _syncs(export: Export, names: Intern[str], runtime: _HostTable) -> _HostTable:
-    """Return the synchronisations that the driver recorded, on the thread of the host call that requested them."""
+    """Return the synchronisations that CUPTI recorded, each on the thread of the host call that requested it."""
     columns = {"start": -1, "end": -1, "streamId": -1, "correlationId": -1, "globalPid": 0, "syncType": 0,
                "eventId": -1, "eventSyncId": -1}  # fmt: skip
     data = export.ints(_CUPTI + "SYNCHRONIZATION", columns)
@@ -222,7 +222,7 @@ def _process(thread: I64) -> I64:
 
 
 def _join(process: I64, key: I64, to_process: I64, to_key: I64) -> I64:
-    """Return, for each pair of process and key, the row with this pair in `to_process` and `to_key`; -1: none."""
+    """Return, per element of `process` and `key`, the row with equal `to_process` and `to_key`; -1: none."""
     found = np.full(len(key), -1, np.int64)
     for one in np.unique(process):
         mine, theirs = np.flatnonzero(process == one), np.flatnonzero(to_process == one)
@@ -256,7 +256,7 @@ def _launches(process: I64, correlation: I64, runtime: _HostTable) -> tuple[I64,
 
 
 def _shapes(nvtx: NvtxRanges, runtime: _HostTable, launch: I64) -> I64:
-    """Return, per GPU operation, the input shapes of the innermost NVTX range around its launch, by index; -1: none."""
+    """Return, per GPU operation, the index of the input shapes of the innermost NVTX range around its launch, or -1."""
     found = np.full(len(launch), -1, np.int64)
     shaped = np.flatnonzero((nvtx.shape >= 0) & (nvtx.nests == 1))
     known = np.flatnonzero(launch >= 0)
@@ -270,7 +270,7 @@ def _shapes(nvtx: NvtxRanges, runtime: _HostTable, launch: I64) -> I64:
 def _collectives(
     gpu: dict[str, I64], runtime: _HostTable, launch: I64, calls: NcclCalls
 ) -> tuple[I64, tuple[CollectiveInfo, ...]]:
-    """Return all collectives, and per GPU operation the index of its collective (-1: none), from NCCL's ranges."""
+    """Return each GPU operation's index into the collectives (-1: none), and all collectives, from NCCL's ranges."""
     found, infos = np.full(len(launch), -1, np.int64), list[CollectiveInfo]()
     kernels = np.flatnonzero((gpu["kind"] == Kind.COMM) & (gpu["gridX"] > 0) & (launch >= 0))
     thread, start, end = (np.array(column, np.int64) for column in (calls.thread, calls.start, calls.end))
@@ -334,7 +334,7 @@ class _Builder:
         )  # fmt: skip
 
     def _priorities(self, rank: RankId) -> dict[int, int]:
-        """Return the priorities of streams of the rank's process, by stream; the default stream may be missing."""
+        """Return the stream priorities of the rank's process, by stream; the default stream may be missing."""
         mine = self.streams["processId"] == rank.process >> _PID_BITS & _MOST_PIDS
         return dict(zip(self.streams["streamId"][mine].tolist(), self.streams["priority"][mine].tolist(), strict=True))
 

@@ -58,7 +58,7 @@ class NcclCalls:
 
 
 def read_nvtx(export: Export, names: Intern[str], shapes: Intern[str]) -> NvtxRanges:
-    """Return all ranges that were opened and closed; marks, domains and ranges left open are dropped."""
+    """Return all NVTX ranges that were opened and closed; drop marks, domains and ranges left open."""
     columns = {"start": -1, "end": -1, "eventType": 59, "globalTid": 0, "textId": -1}
     data = export.ints(_TABLE, columns, open_ends=True)
     keep = np.isin(data["eventType"], _PUSH_POP + _START_END) & (data["end"] != OPEN_END)
@@ -79,7 +79,7 @@ def read_nvtx(export: Export, names: Intern[str], shapes: Intern[str]) -> NvtxRa
 
 
 def _texts(export: Export, text_id: I64, names: Intern[str], shapes: Intern[str]) -> tuple[I32, I32]:
-    """Return name and shapes (indices) of every NVTX row, from its `text`, else from StringIds by its `textId`."""
+    """Return, per NVTX row, the indices of its name and shapes, read from `text` or, by `textId`, from StringIds."""
     named: dict[int, int] = {}
     shaped: dict[int, int] = {}
     for key, name, shape in export.strings(((_TABLE, "textId"),), _cut("value")):
@@ -113,7 +113,7 @@ def _cut(column: str) -> tuple[str, str]:
 
 
 def innermost(ranges: NvtxRanges, chosen: I64, thread: I64, time: I64) -> I64:
-    """Return the index of the innermost of the `chosen` nesting ranges open on each `thread` at each `time`, else -1.
+    """Return the index of the innermost range, of `chosen` nesting ones, open at each `thread` and `time`; -1: none.
 
     The depth at a time is the number of starts minus the number of ends before it; the innermost range is the last one
     that started at this depth.
@@ -138,7 +138,7 @@ def innermost(ranges: NvtxRanges, chosen: I64, thread: I64, time: I64) -> I64:
 
 
 def nccl_calls(export: Export, ranges: NvtxRanges, names: Intern[str]) -> NcclCalls:
-    """Return the NCCL calls of all threads; calls in a group are launched in its outermost ncclGroupEnd."""
+    """Return all threads' NCCL calls; a group's calls are launched by its outermost ncclGroupEnd."""
     matched = [_NCCL.match(text) for text in tuple(names)]
     is_nccl = np.array([m is not None for m in matched], bool)
     mine = np.flatnonzero(is_nccl[ranges.name] & (ranges.nests == 1))
@@ -207,7 +207,7 @@ def _info(function: str, fields: Mapping[str, int], sizes: Mapping[int, int]) ->
 
 
 def one_per_kernel(infos: list[CollectiveInfo], kernels: int) -> list[CollectiveInfo]:
-    """Return the infos of `kernels` kernels launched together: one per kernel if the numbers agree, else their sum."""
+    """Return `infos` if there is one, or one per kernel of a joint launch; else a single info with their sums."""
     if len(infos) in (1, kernels):
         return infos
     ops = {info.op for info in infos}
@@ -227,14 +227,14 @@ def one_per_kernel(infos: list[CollectiveInfo], kernels: int) -> list[Collective
 
 
 def _total(infos: list[CollectiveInfo], side: str) -> int | None:
-    """Return the sum of field `side` over calls; None if a call lacks it (a send's output, a receive's input: 0)."""
+    """Return the sum of field `side` over calls (0 for a send's output or receive's input); None if a call lacks it."""
     values = [0 if info.op in ("send", "recv") and getattr(info, side) is None else getattr(info, side)
               for info in infos]  # fmt: skip
     return None if None in values else sum(values)
 
 
 def _payloads(export: Export) -> dict[int, dict[str, int]]:
-    """Return the decoded fields of NCCL's payloads, by row of the NVTX table; undecodable ones are left out."""
+    """Return the decoded fields of NCCL's NVTX payloads, by row of the NVTX table; omit undecodable payloads."""
     entries = export.small("NVTX_PAYLOAD_SCHEMA_ENTRIES", ("schemaId", "type", "name", "offset"))
     layouts: dict[object, dict[str, tuple[str, int]]] = {}
     for entry in entries:

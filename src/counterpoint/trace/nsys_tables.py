@@ -1,4 +1,4 @@
-"""Read the tables of a Nsight Systems SQLite export safely, as columns, and find its ranks, their GPUs and UTC.
+"""Read the tables of a Nsight Systems SQLite export safely, as columns; find its ranks, GPUs and UTC time.
 
 The file is not trusted: it is opened read-only and immutable, only plain tables are read, and the type of every value
 is checked, because SQLite lets any column hold anything.
@@ -100,11 +100,11 @@ class Export:
         return self._columns[table]
 
     def bad(self, reason: str) -> BadTrace:
-        """Return the error that says what is wrong with this file."""
+        """Return a `BadTrace` that names this file and `reason`."""
         return BadTrace(reason, path=self.path)
 
     def ints(self, table: str, defaults: Mapping[str, int], *, open_ends: bool = False) -> dict[str, I64]:
-        """Return integer columns of `table`: empty if it is missing; raise `BadTrace` if it has too many rows.
+        """Return integer columns of `table`, empty ones if the table is missing; raise `BadTrace` for too many rows.
 
         Values that are missing, NULL or no integers become those in `defaults`. Rows with impossible times (see
         `odd_times`) are left out; not with `open_ends`, where an `end` of NULL becomes `OPEN_END`.
@@ -128,13 +128,13 @@ class Export:
         return {name: data[name] if name in data else np.full(rows, defaults[name]) for name in defaults}
 
     def texts(self, table: str, expressions: tuple[str, ...], *, where: str = "1") -> Iterator[tuple[object, ...]]:
-        """Yield for each row the values of `expressions` (SQL, never from the file), in the row order of `ints`."""
+        """Yield, per row, the values of the SQL `expressions` (never text of the file), in the row order of `ints`."""
         sql = f'SELECT {", ".join(expressions)} FROM "{table}" WHERE {where} ORDER BY rowid LIMIT ?'
         cursor = self._sql.execute(sql, (self._max_rows,))
         return chain.from_iterable(iter(lambda: cursor.fetchmany(_CHUNK), []))
 
     def small(self, table: str, names: tuple[str, ...]) -> list[dict[str, object]]:
-        """Return the rows of a small table, each as a dictionary of those columns `names` that exist."""
+        """Return the rows of a small table as dictionaries of the columns `names`, as far as these exist."""
         present = [name for name in names if name.lower() in self.columns(table)]
         if not present:
             return []
@@ -151,14 +151,14 @@ class Export:
         return self.texts("StringIds", ("id", *expressions), where=where)
 
     def names(self, *users: tuple[str, str]) -> Iterator[tuple[int, str]]:
-        """Yield id and text (`unknown` if none) of the StringIds rows to which the columns `users` refer."""
+        """Yield id and text (`unknown` if not text) of the StringIds rows to which the columns `users` refer."""
         text = f"CASE typeof(value) WHEN 'text' THEN substr(value, 1, {MAX_TEXT}) END"
         for key, name in self.strings(users, (text,)):
             assert isinstance(key, int)  # the SQL query guarantees it
             yield key, text_or_unknown(name)
 
     def _block(self, table: str, fields: Mapping[str, str]) -> I64:
-        """Return integers [fields, rows]; SQLite joins each column into one text, twice as fast as fetching rows."""
+        """Return integers [fields, rows]; let SQLite join each column into one text: twice as fast as fetching rows."""
         lists = ", ".join(f"group_concat({field})" for field in fields.values())
         inner = ", ".join(f'"{name}"' for name in fields)
         chunk = f'SELECT rowid AS at, {inner} FROM "{table}" WHERE rowid > ? ORDER BY rowid LIMIT {_CHUNK}'
@@ -196,7 +196,7 @@ class Export:
 
 
 def _numbers(text: str, count: int) -> I64:
-    """Return the `count` integers in `text`; raise ValueError if it holds anything else."""
+    """Parse the `count` integers in `text`; raise ValueError if `text` holds anything else."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # numpy only warns if it stops at text that is not a number
         try:
@@ -296,7 +296,7 @@ def _lone(pair: tuple[int, int], variables: dict[str, int], file_name: str, by_n
 
 
 def _by_nccl(pairs: Sequence[tuple[int, int]], communicators: Sequence[NcclCommunicator]) -> list[RankId]:
-    """Return the pairs' ranks in the largest NCCL communicator if each pair has a distinct one, else an empty list."""
+    """Return each pair's rank in the largest NCCL communicator; an empty list unless all pairs have distinct ranks."""
     size = max((one.num_ranks for one in communicators), default=0)
     joined: dict[int, list[NcclCommunicator]] = {}
     for one in communicators:
@@ -314,7 +314,7 @@ def _by_nccl(pairs: Sequence[tuple[int, int]], communicators: Sequence[NcclCommu
 
 
 def _environment(export: Export) -> dict[str, int]:
-    """Return the launcher's environment variables in the export that have a number as value."""
+    """Return the launcher's environment variables with numbers as values, as the export recorded them."""
     stored = [row.get("value") for row in export.small("TARGET_INFO_SYSTEM_ENV", ("name", "value"))
               if row.get("name") == "DeviceEnvironment"]  # fmt: skip
     stored += [row.get("value") for row in export.small("META_DATA_CAPTURE", ("name", "value"))

@@ -79,7 +79,7 @@ def rank_from_name(name: str) -> int | None:
 
 
 def recordings(files: Sequence[TraceFile]) -> dict[str, list[TraceFile]]:
-    """Return the files of a job's recordings by the recording's name, earliest first; a single one is named ''.
+    """Return a job's files grouped by recording, by name, earliest first; a single recording is named ''.
 
     There are several recordings if two files are of the same rank or worker, and the files differ in iteration
     (`iteration_10/rank0.json`), in the numbers of their folder, or in time.
@@ -95,7 +95,7 @@ def recordings(files: Sequence[TraceFile]) -> dict[str, list[TraceFile]]:
 
 
 def _clash(files: Sequence[TraceFile]) -> bool:
-    """Return whether the names of two files state the same rank or worker."""
+    """Return whether the names of any two files state the same rank or worker."""
     found = [_identity(file) for file in files]
     stated = [identity for identity in found if identity is not None]
     return len(set(stated)) < len(stated)
@@ -122,7 +122,7 @@ def _folder_of(file: TraceFile) -> str:
 
 
 def _turn(files: Sequence[TraceFile]) -> Callable[[TraceFile], str]:
-    """Return a function that names a file's recording: `recording N` for its worker's file N by time."""
+    """Return a function that maps a file to a recording: `recording N` for the N-th file, by time, of a worker."""
     stated = [(file, _WORKER.match(re.split(r"[/\\!]", file.label)[-1])) for file in files]
     times: dict[str, list[int]] = {}
     for _, found in stated:
@@ -141,7 +141,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 @contextmanager
 def find_traces(sources: Sequence[str], limits: Limits, notes: list[str] | None = None) -> Iterator[list[TraceFile]]:
-    """Yield the list of the trace files that `sources` name; unpacked archives exist until the context ends.
+    """Yield the trace files in `sources` as a list; files unpacked from archives are deleted as the context ends.
 
     Timelines that this library wrote itself are skipped, with an entry in `notes`.
 
@@ -272,7 +272,7 @@ def _open_tar(path: Path, label: str, most_bytes: int) -> tarfile.TarFile:
 
 
 def _member(source: IO[bytes], name: str, number: int, label: str, scratch: Path) -> list[TraceFile]:
-    """Copy one member of an archive to `scratch`; return a list of this file, empty if it is not a trace."""
+    """Copy one member of an archive to `scratch`; return a list with the copy, empty if it is no trace."""
     base = re.sub(r"[^\w.-]", "_", name.rsplit("/", 1)[-1], flags=re.ASCII)
     target = scratch / f"{number:06d}-{base[-100:]}"
     with target.open("wb") as copy:
@@ -282,7 +282,7 @@ def _member(source: IO[bytes], name: str, number: int, label: str, scratch: Path
 
 
 def _sniff(path: Path, label: str, *, strict: bool) -> TraceFile | None:
-    """Return a file with the format that its first bytes show; if no trace, None, or raise `BadTrace` if `strict`."""
+    """Return a file with the format that its first bytes show; for no trace return None or, if `strict`, raise."""
     try:
         with path.open("rb") as raw:
             head = raw.read(_HEAD_BYTES)
@@ -310,7 +310,7 @@ def _sniff(path: Path, label: str, *, strict: bool) -> TraceFile | None:
 
 
 def _no_trace(path: Path, label: str, head: bytes) -> BadTrace:
-    """Return the error for a file that is not a trace: what the file is, and what to do."""
+    """Return the error for a file that is no trace, which says what the file is and what to do."""
     if head.startswith(_ZIP_MAGIC):
         return BadTrace("a zip; unpack it and give its folder, or give a tar", path=label)
     if path.suffix in (".nsys-rep", ".qdrep", ".qdstrm"):
@@ -324,7 +324,7 @@ def _no_trace(path: Path, label: str, head: bytes) -> BadTrace:
 
 
 class _Capped(io.RawIOBase):
-    """Reads from a stream; raises `BadTrace` with the offset for damage and for more bytes than the limit."""
+    """Reads from a stream; raises `BadTrace` with the byte offset if data are damaged or exceed the limit."""
 
     def __init__(self, stream: BinaryIO, label: str, limit: int) -> None:
         self._stream, self._label, self._limit, self._count = stream, label, limit, 0
@@ -357,7 +357,7 @@ class _Capped(io.RawIOBase):
 
 
 def open_bytes(file: TraceFile, limits: Limits) -> io.RawIOBase:
-    """Return a stream of a trace's decompressed bytes, never more of them than `limits` allows.
+    """Return a stream of a trace's decompressed bytes, which raises `BadTrace` beyond what `limits` allows.
 
     Raises:
         BadTrace: the file cannot be opened; on a cluster every worker needs it under the same path.
@@ -407,11 +407,11 @@ def _open_zstd(path: Path, label: str) -> Any:
 
 
 def _damage() -> tuple[type[Exception], ...]:
-    """Return the exception types that archives raise for damage."""
+    """Return the exception types that reading a damaged archive raises."""
     return (*_DAMAGED, *_zstd_errors())
 
 
 def _zstd_errors() -> tuple[type[Exception], ...]:
-    """Return the exception types that the loaded zstd module raises for damage; empty if none is loaded."""
+    """Return the exception types that the loaded zstd module raises for damaged data; empty if none is loaded."""
     module = sys.modules.get("compression.zstd") or sys.modules.get("zstandard")
     return (module.ZstdError,) if module else ()

@@ -59,7 +59,7 @@ class Device:
 
     @property
     def from_host(self) -> bool:
-        """Return whether host operations stand in for GPU operations, of which the trace has none."""
+        """Return whether host operations stand in for GPU operations: in CPU jobs, or if no GPU was recorded."""
         return self.name == "cpu" or not self.recorded
 
 
@@ -155,7 +155,7 @@ class Timeline(RankFacts):
 
 
 def device_of(stream: I64) -> I64:
-    """Return the number of the GPU of each stream; 0 if the process drives one GPU, -1 if the trace states none."""
+    """Return each stream's GPU number; 0 if the process drives one GPU, -1 if the trace states no GPU."""
     return stream >> DEVICE_BITS
 
 
@@ -203,13 +203,13 @@ def previous_on_stream(stream: I64) -> I64:
 
 
 def sorted_gpu(columns: dict[str, Any]) -> GpuOps:
-    """Return `GpuOps` sorted by start (then stream)."""
+    """Return `columns` as `GpuOps`, sorted by start, then stream."""
     order = np.lexsort((columns["stream"], columns["start"]))
     return GpuOps(**{name: columns[name][order] for name in GpuOps.__dataclass_fields__ if name in columns})
 
 
 def sorted_host(columns: dict[str, Any]) -> HostOps:
-    """Return `HostOps` sorted by start, enclosing ranges first; without columns, an empty table.
+    """Return `columns` as `HostOps`, sorted by start, enclosing ranges first; without columns, an empty table.
 
     Removes the columns from `columns`, so that a large trace is not in memory twice.
     """

@@ -33,7 +33,7 @@ class Activity:
     gpus: dict[int, Activity] = field(default_factory=dict)  # empty for one GPU
 
     def by_gpu(self, stream: I64) -> list[tuple[I64, Activity]]:
-        """Return, for each GPU, the indices in `stream` of streams on this GPU, and the GPU's activity."""
+        """Return, per GPU, the indices of the elements of `stream` that lie on the GPU, and the GPU's activity."""
         number = device_of(stream)
         if not self.gpus:
             return [(np.arange(len(stream)), self)]
@@ -42,7 +42,7 @@ class Activity:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Waits:
-    """Holds each rank's arrival, wait and transfer in each joined collective: [J, R] in µs; NaN: rank took no part."""
+    """Holds each rank's arrival, wait and transfer in each collective: [J, R] in µs; NaN: the rank took no part."""
 
     arrival: F64  # start of the rank's kernel; of peer copies: when they were launched and next on their stream
     last_start: F64  # [J] start of the rank that started last
@@ -71,7 +71,7 @@ def _activity(job: TracedJob, column: int, rows: Bools) -> Activity:
 
 
 def waits(job: TracedJob, busy: list[Activity]) -> Waits:
-    """Split every collective into the wait for the last rank and the transfer after it has arrived."""
+    """Return each rank's µs in every collective, split into the wait for the last rank and the transfer afterwards."""
     start, end = job.joined.start, job.joined.end
     arrival, copies = _arrivals(job)
     last = np.nanmax(start, axis=1)
@@ -128,7 +128,7 @@ def _exposed_once(job: TracedJob, column: int, busy: Activity, start: F64, end: 
 
 
 def _complete(job: TracedJob) -> Bools:
-    """Return which collectives [J] are joined over all ranks of their group, as far as the group's size is known."""
+    """Return a mask of collectives [J] of which all ranks of the group (unknown size: at least two) have a trace."""
     present, size = (job.joined.row >= 0).sum(axis=1), most_stated(job, "size")
     return np.asarray((size == 1) | job.alone | (present >= 2) & ((present >= size) | (not job.missing)))
 
@@ -167,12 +167,12 @@ def steps(job: TracedJob) -> tuple[StepTime, ...]:
 
 
 def rank_accounts(job: TracedJob, busy: list[Activity], w: Waits) -> tuple[RankAccount, ...]:
-    """Return one account per rank over all steps; for a process that drives several GPUs, the mean of its GPUs."""
+    """Return each rank's times by activity, over all steps; for a process with several GPUs, means over its GPUs."""
     return tuple(_rank_account(job, column, rank, w) for column, rank in enumerate(busy))
 
 
 def gpu_accounts(job: TracedJob, busy: list[Activity], w: Waits) -> tuple[GpuAccount, ...]:
-    """Return one account per GPU of each process that drives several GPUs."""
+    """Return the times by activity of each GPU of processes that drive several GPUs."""
     return tuple(gpu for column, rank in enumerate(busy) for gpu in _gpus(job, column, rank, w))
 
 
@@ -193,7 +193,7 @@ def _rank_account(job: TracedJob, column: int, busy: Activity, w: Waits) -> Rank
 
 
 def _account(job: TracedJob, column: int, busy: Activity, w: Waits, only: int | None = None) -> Account:
-    """Return the account of a rank, or of GPU `only` of its process."""
+    """Return the times by activity of a rank, or of GPU `only` of the rank's process."""
     d, start, end = job.digests[column], job.step_start[:, column], job.step_end[:, column]
     mine = np.ones(len(d.gpu), bool) if only is None else device_of(d.gpu.stream) == only
     duration = float((end - start).sum())
@@ -380,7 +380,7 @@ def link_of_group(job: TracedJob, members: tuple[int, ...] | None) -> float | No
 
 
 def _on_one_host(job: TracedJob, members: tuple[int, ...] | None) -> bool:
-    """Return whether a group lies on one host, assuming that ranks fill hosts in order, as the recorded ranks do.
+    """Return whether all ranks of a group are on one host; False if the recorded ranks do not fill hosts in order.
 
     `members` None: all ranks.
     """

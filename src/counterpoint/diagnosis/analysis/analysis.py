@@ -37,7 +37,7 @@ from counterpoint.records.diagnosis import (
 
 @dataclass(frozen=True)
 class Analysis:
-    """Holds the cached results of one job in µs; arrays index ranks as `job` does, collectives as `job.joined` does."""
+    """Holds cached results of one job in µs; arrays list ranks in `job` order and collectives in `job.joined` order."""
 
     job: TracedJob
 
@@ -48,17 +48,17 @@ class Analysis:
 
     @cached_property
     def waits(self) -> Waits:
-        """Return the µs for which each rank waits, and transfers bytes, in each collective."""
+        """Return each rank's µs of waiting and of transfer in each collective."""
         return accounts.waits(self.job, self.busy)
 
     @cached_property
     def per_rank(self) -> tuple[RankAccount, ...]:
-        """Return one account per rank."""
+        """Return each rank's account: its time split into compute, communication, copies and idle time."""
         return accounts.rank_accounts(self.job, self.busy, self.waits)
 
     @cached_property
     def per_gpu(self) -> tuple[GpuAccount, ...]:
-        """Return one account per GPU of each process that drives several GPUs."""
+        """Return the account of each GPU of processes that drive several GPUs."""
         return accounts.gpu_accounts(self.job, self.busy, self.waits)
 
     @cached_property
@@ -88,7 +88,7 @@ class Analysis:
 
     @cached_property
     def experts(self) -> ExpertWaits:
-        """Return the µs that ranks computed between dispatch and combine, and waited for one another."""
+        """Return each rank's µs of compute between dispatch and combine, and of waiting in the combine."""
         return expert_waits(self.job, self.waits, self.busy)
 
     @cached_property
@@ -107,7 +107,7 @@ class Analysis:
 
     @property
     def told_late(self) -> tuple[Straggler, ...]:
-        """Return the late ranks that get a finding, without ranks late because of experts if experts have a finding."""
+        """Return the late ranks to report; if expert imbalance is reported, without ranks whose experts delay them."""
         return tuple(s for s in self.stragglers if not self.expert_imbalance or s.detail != EXPERTS)
 
     @cached_property
@@ -122,12 +122,12 @@ class Analysis:
 
     @cached_property
     def unrecorded(self) -> Unrecorded:
-        """Return which collectives lack traces of ranks, and how many µs each seems to have waited for such ranks."""
+        """Return which collectives lack traces of some ranks, and each one's suspected wait for these ranks in µs."""
         return find_unrecorded(self.job, self.busy, self.waits)
 
     @cached_property
     def rank_idle(self) -> tuple[RankIdle, ...]:
-        """Return each rank's gaps in the steps, the times in which its GPU ran nothing."""
+        """Return each rank's gaps in the steps: the times in which the rank's GPU ran nothing."""
         return idle_of_ranks(self.job, self.per_rank)
 
     @cached_property
@@ -162,7 +162,7 @@ class Analysis:
         return {w.name: max(played.replayed_us - w.step_us, 0.0) for w in played.what_if} if played else {}
 
     def _typical(self) -> dict[int, int]:
-        """Return each late rank's stand-in: of the ranks that are not late, the one with median compute time."""
+        """Return the stand-in of each late rank: the rank with median compute time among ranks that are not late."""
         late = {self.job.ranks.index(rank) for s in self.stragglers for rank in s.ranks}
         others = (column for column in range(len(self.job.ranks)) if column not in late)
         healthy = sorted(others, key=lambda column: self.per_rank[column].compute_us)

@@ -1,4 +1,4 @@
-"""Find waiting that comes from experts with unequal load.
+"""Find waiting that unequal load of MoE experts causes.
 
 Tokens are dispatched to the ranks of their experts, computed, and combined. The rank whose experts got most
 tokens comes last to the combine, and the others wait. A dispatch and its combine are recognised by kernel names (DeepEP
@@ -44,7 +44,7 @@ _JITTER_SHARE = 0.02  # ... if that is more than jitter
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertWaits:
-    """Holds ranks' µs of compute and wait from each dispatch to its combine [pairs, ranks]; NaN: rank not in pair."""
+    """Holds µs of compute between dispatch and combine, and of waiting in the combine: [pairs, ranks]; NaN: absent."""
 
     combine: I64  # row of Joined
     last: I64  # column of the rank that came last to the combine
@@ -54,7 +54,7 @@ class ExpertWaits:
     waited: F64  # exposed wait in the combine for the rank whose experts took longest
 
     def caused_by(self, column: int) -> float:
-        """Return the µs of waiting for one rank's experts: the mean over the waiting ranks, summed over pairs."""
+        """Return the µs of waiting for one rank's experts: the mean over the waiting ranks, summed over combines."""
         others = np.delete(self.waited[self.last == column], column, axis=1)
         count = np.maximum(np.isfinite(others).sum(axis=1), 1)
         return float((np.nansum(others, axis=1) / count).sum())
@@ -115,7 +115,7 @@ def _expert_compute(job: TracedJob, came: F64, busy: list[Activity], before: I64
 def blame_experts(
     job: TracedJob, busy: list[Activity], found: ExpertWaits, stragglers: tuple[Straggler, ...]
 ) -> tuple[Straggler, ...]:
-    """Return the stragglers, with experts as the cause of those that compute longer because of their experts."""
+    """Return the stragglers, with the experts as cause of each rank that computes longer because of its experts."""
     out = []
     for s in stragglers:
         column = job.ranks.index(s.rank)
@@ -166,7 +166,7 @@ class ExpertImbalance:
 def expert_imbalance(
     job: TracedJob, busy: list[Activity], found: ExpertWaits, step_us: float
 ) -> ExpertImbalance | None:
-    """Return the cost of unequal load of experts, without ranks slow elsewhere too; None if the cost is small."""
+    """Return the cost of unequal load of experts, except on ranks slow elsewhere too; None if the cost is small."""
     slow = [c for c in range(len(job.ranks)) if _slow_elsewhere(job, busy, found, c)]
     counted = ~np.isin(found.last, slow)
     waited = found.waited[counted]
@@ -190,7 +190,7 @@ def expert_imbalance(
 
 
 def _slow_elsewhere(job: TracedJob, busy: list[Activity], found: ExpertWaits, column: int) -> bool:
-    """Return whether a rank computes longer than the median of the other ranks also outside of its experts."""
+    """Return whether a rank also computes longer than others outside its experts (at least half as much longer)."""
     if len(busy) < 2 or not len(found.combine):
         return False
     within = np.nansum(found.compute, axis=0)

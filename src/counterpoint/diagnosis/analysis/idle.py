@@ -51,13 +51,13 @@ def idle_of_ranks(job: TracedJob, per_rank: tuple[RankAccount, ...]) -> tuple[Ra
 
 
 def time_in(job: TracedJob, column: int, steps: I64) -> F64:
-    """Return, for each row of a rank's `Gaps`, how many of its µs lie in these steps."""
+    """Return how many µs of each row of a rank's `Gaps` lie in the given steps."""
     within = Intervals.union(job.step_start[steps, column], job.step_end[steps, column])
     return _share_inside(job, column, job.digests[column].gaps, within)
 
 
 def _share_inside(job: TracedJob, column: int, table: Gaps | Pauses, within: Intervals) -> F64:
-    """Return, for each row of a rank's gaps or pauses, how many of its µs lie in these intervals."""
+    """Return how many µs of each of a rank's gaps or pauses lie in the given intervals."""
     start, end = job.on_job_clock(column, table.start), job.on_job_clock(column, table.end)
     inside = within.within(start, end)
     return np.asarray(table.time * np.minimum(inside / np.maximum(end - start, 1e-9), 1.0))
@@ -145,7 +145,7 @@ def _launching(job: TracedJob, column: int) -> tuple[float, float, float]:
 
 
 def long_pauses(job: TracedJob, column: int) -> F64:
-    """Return the pauses of a rank's host that last at least `LONG_US` within the steps, as µs each."""
+    """Return the µs of each pause of a rank's host that lasts at least `LONG_US` within the steps."""
     us = np.bincount(job.digests[column].gaps.pauses.number, _time_paused(job, column))
     return np.asarray(us[us >= LONG_US])
 
@@ -164,7 +164,7 @@ class HostPauses:
 
 
 def _time_paused(job: TracedJob, column: int) -> F64:
-    """Return, for each row of a rank's `Pauses`, how many of its µs lie in the steps."""
+    """Return how many µs of each row of a rank's `Pauses` lie in the steps."""
     return _share_inside(job, column, job.digests[column].gaps.pauses, job.steps_of(column))
 
 
@@ -180,7 +180,7 @@ def _some_host_pauses(job: TracedJob, columns: list[int], category: int) -> floa
 
 
 def share_out(job: TracedJob, columns: list[int], own: dict[str, float], left_us: float) -> dict[str, HostPauses]:
-    """Return each cause's share of `left_us`, the cost of stalls beyond own idle time, by how long hosts pause for it.
+    """Return `left_us`, the cost of stalls beyond own idle time, split among causes by how long hosts pause for each.
 
     A cause's own idle time plus its share of `left_us` is at most the time in which some host pauses for the cause.
     """

@@ -51,7 +51,7 @@ _EARLY = 0.25  # last part of a kernel, in which its blocks leave SMs free and o
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelSet:
-    """Holds the comparison of each kind of kernel, and the µs of every GPU operation without contention."""
+    """Holds kinds of kernels compared alone and beside communication, and GPU operations' µs without contention."""
 
     kernels: tuple[KernelComparison, ...]  # highest cost first
     alone_us: tuple[F64, ...]  # per rank and GPU operation; NaN: same as measured
@@ -103,7 +103,7 @@ def compare_overlap(job: TracedJob, busy: list[Activity]) -> KernelSet:
 def _compared(
     job: TracedJob, rows: _ComputeRows, members: I64, fact: _Fact, limits: SmLimits | None, alone_us: tuple[F64, ...]
 ) -> KernelComparison:
-    """Compare one kind of kernel; write the µs of its operations without contention into `alone_us`."""
+    """Compare a kind of kernel alone and beside communication; write its µs without contention into `alone_us`."""
     share = rows.share[members]
     alone, beside = members[share <= _ALONE], members[share >= _OVERLAPPED]
     kernel = _kernel(fact, rows, alone, beside, limits, len(job.ranks))
@@ -142,7 +142,7 @@ def _by_size(job: TracedJob, rows: _ComputeRows, members: I64, *, shaped: bool) 
 
 
 def _place_in_step(job: TracedJob, rows: _ComputeRows, members: I64) -> I64:
-    """Return the index of each operation among those of its kind in the same step and rank."""
+    """Return each operation's index among the operations of its kind in the same step of the same rank."""
     column, op = rows.column[members], rows.op[members]
     start = np.array([job.op_start[c][o] for c, o in zip(column.tolist(), op.tolist(), strict=True)])
     step = np.zeros(len(members), np.int64)
@@ -249,7 +249,7 @@ def _kernel(
 
 
 def _most_slowdown(cause: KernelCause, sms: int, ctas: int, before: int | None, after: int | None) -> float:
-    """Return the largest factor by which a cause can slow a kernel, as if half of an unknown GPU's SMs were taken."""
+    """Return the largest slowdown that a cause can explain; if the number of SMs is unknown, half count as taken."""
     more_waves = after / before if before and after else 1.0
     fewer_sms = sms / (sms - ctas) if sms > ctas else 2.0
     most = {"tail_effect": more_waves, "sm_contention": max(fewer_sms, more_waves)}
@@ -263,7 +263,7 @@ def _quantile(values: F64, q: float) -> float | None:
 def _cause(
     name: str, slowdown: float | None, alone: F64, beside: F64, ctas: int, before: int | None, after: int | None
 ) -> KernelCause:
-    """Return why a kernel is slower; "none" if by at most 5 %, or by less than the spread of its times alone."""
+    """Return why communication slows a kernel; "none" if by under 5 %, or by less than the spread of times alone."""
     if slowdown is None or slowdown < _SLOWER or np.median(beside) <= np.percentile(alone, 75):
         return "none"
     if ctas == 0 or _MEMORY_BOUND.search(name):
@@ -286,7 +286,7 @@ class Blocked:
 
 
 def find_blocked(job: TracedJob) -> tuple[Blocked, ...]:
-    """Return every collective that waited for a kernel to leave SMs, with proof that it did not depend on it."""
+    """Return every collective that waited for a kernel to leave SMs, with proof that no dependency made it wait."""
     suspects: list[Blocked] = []
     free: set[tuple[str, str]] = set()  # (collective operation, kernel name) seen running at the same time
     for column in range(len(job.digests)):
@@ -350,7 +350,7 @@ def _of_rank(job: TracedJob, column: int) -> tuple[list[Blocked], set[tuple[str,
 
 
 def _lead(gpu: GpuOps, previous: I64, ops: I32) -> I64:
-    """Return each collective's first operation: a local copy (which needs SMs) right before it, else its own."""
+    """Return each collective's first GPU operation, or the local copy right before it on the same stream."""
     before = np.maximum(previous[ops], 0)
     near = gpu.start[ops] - gpu.end[before] < 2 * _CLOSE_US
     return np.where((previous[ops] >= 0) & (gpu.kind[before] == Kind.MEMCPY) & near, before, ops).astype(np.int64)

@@ -1,4 +1,4 @@
-"""Find out which parallelism (dp, tp, pp, ep, cp, sp) a collective serves, by its group's name, else by its use.
+"""Find the parallelism (dp, tp, pp, ep, cp, sp) of a collective by its group's name, else by the group's traffic.
 
 Programs name their groups: Megatron `TENSOR_MODEL_PARALLEL_GROUP`, DeviceMesh `mesh_dp_shard`, vLLM `tp:0`. Where no
 name says it, the launch or kernel may (FSDP's ranges, DeepEP's kernels). Else it is told from the members of the group
@@ -40,7 +40,7 @@ _ONE_HOST = 8  # ranks: groups of tensor parallelism are usually not larger
 
 @lru_cache(maxsize=1 << 14)
 def parallel_of(*names: str | None) -> str | None:
-    """Return, by a process group's names, the parallelism it serves: dp, tp, pp, ep, cp, sp, or several as dp+cp."""
+    """Return the parallelism that a process group's names state: dp, tp, pp, ep, cp, sp, or several as dp+cp."""
     for name in names:
         words = _WORD.findall((name or "").lower())
         found = {kind for kind in map(_KIND.get, words) if kind not in (None, "ep")}
@@ -89,7 +89,7 @@ def parallels(job: TracedJob) -> list[str | None]:
 
 
 def _by_use(job: TracedJob, members: tuple[int, ...] | None, facts: list[tuple[str, str | None, int]]) -> str | None:
-    """Return the parallelism of a group by its members and by operation, phase and bytes of its collectives."""
+    """Return a group's parallelism, guessed from its ranks and its collectives' operations, phases and bytes."""
     if members is None or len(members) < 2:
         return None
     apart = np.unique(np.diff(members))

@@ -1,4 +1,4 @@
-"""Replay the steps by simulation, unchanged and with one change each, to see how much time each change saves.
+"""Simulate the steps unchanged and with single changes, such as free communication, to see what each saves.
 
 Every step time comes out of a simulation of `ReplayGraph`; nothing is subtracted from the measured step. These keep
 their measured values: durations of operations, host time between calls, and small unexplained gaps. These are
@@ -135,7 +135,7 @@ def _without_sms(
     blocked: Sequence[Bools] | None,
     hosts: Sequence[I64],
 ) -> dict[str, ReplayGraph]:
-    """Return up to two graphs by name of the change: with collectives on copy engines, and without FSDP2's copies."""
+    """Return, by name, the graphs with collectives on copy engines and without FSDP2's copies, where these apply."""
     found: dict[str, ReplayGraph] = {}
     if stack is None or not stack.nvidia_nccl:
         return found
@@ -156,7 +156,7 @@ def _step_us(graph: ReplayGraph, ends: F64) -> float:
 
 
 def _explained_only(graph: ReplayGraph) -> ReplayGraph:
-    """Return the graph with unexplained waits cut to `SOON_US`: operations wait only along edges."""
+    """Return the graph with each operation's wait that no edge explains cut to `SOON_US`."""
     follows = (graph.row >= 0) & ((graph.host > 0) | (graph.stream > 0))
     return changed(graph, lag=np.where(follows, np.minimum(graph.lag, SOON_US), graph.lag))
 
@@ -172,7 +172,7 @@ def _communication(graph: ReplayGraph, factor: float, waiting: F64) -> ReplayGra
 
 
 def _of_hosts(graph: ReplayGraph, job: TracedJob, ends: F64, hosts: Sequence[I64]) -> dict[str, ReplayGraph]:
-    """Return, by name, the graphs in which hosts take no time or do not stall; empty if no launch is recorded."""
+    """Return, by name, the graphs without host time and without host stalls; empty if no launch is recorded."""
     if not (np.isfinite(graph.order) & (graph.row >= 0)).any():
         return {}
     found = {"hosts free (CUDA graphs)": _hosts_free(graph, ends, hosts)}
@@ -183,7 +183,7 @@ def _of_hosts(graph: ReplayGraph, job: TracedJob, ends: F64, hosts: Sequence[I64
 
 
 def _hosts_free(graph: ReplayGraph, ends: F64, hosts: Sequence[I64]) -> ReplayGraph:
-    """Return the graph without host time; new edges keep the order, but let no operation begin later than unchanged.
+    """Return the graph without host time; new edges keep the measured order, and delay no operation.
 
     `ends`: end of every node in the unchanged replay, µs.
     """
@@ -203,14 +203,14 @@ def _hosts_free(graph: ReplayGraph, ends: F64, hosts: Sequence[I64]) -> ReplayGr
 
 
 def _operations(graph: ReplayGraph) -> list[I64]:
-    """Return the nodes of each rank that are GPU operations."""
+    """Return, per rank, the nodes that are GPU operations."""
     ops = np.flatnonzero(graph.row >= 0)
     ops = ops[np.argsort(graph.column[ops], kind="stable")]
     return np.split(ops, np.searchsorted(graph.column[ops], np.arange(1, int(graph.column.max()) + 1)))
 
 
 def _ended_before(graph: ReplayGraph, ops: I64, nodes: I64) -> I64:
-    """Return, for each node, which of the `ops` launched before the node ended last before it began; 0: none."""
+    """Return, per node, the operation of `ops`, launched earlier, that ended last before the node began; 0: none."""
     by_end = ops[np.argsort(graph.end[ops], kind="stable")]
     last = np.searchsorted(graph.end[by_end], graph.begin[nodes] + ROUNDED_US, side="right") - 1
     near = last[:, None] - np.arange(LOOK_BACK)
@@ -231,7 +231,7 @@ def _no_stall(graph: ReplayGraph, stalling: F64, hosts: Sequence[I64]) -> Replay
 
 
 def _in_copies(graph: ReplayGraph, job: TracedJob, hosts: Sequence[I64]) -> F64:
-    """Return the µs of each node's `host_gap` that the host spent in the call of the copy before the node."""
+    """Return the µs of each node's `host_gap` that the host spent in the copy call just before the node."""
     call = of_operations(graph, [d.gpu.launch_end - d.gpu.launch_start for d in job.digests], 0.0)
     calling = np.zeros(len(graph.row))
     for own in hosts:
@@ -275,7 +275,7 @@ def _is_local(graph: ReplayGraph, nodes: I64) -> Bools:
 
 
 def _stretch(graph: ReplayGraph, nodes: I64) -> I64:
-    """Return the number of communication operations up to each node, equal on all ranks that run the same program."""
+    """Return each node's stretch: the number of communication operations up to it, equal on ranks of one program."""
     return np.cumsum((graph.row[nodes] >= 0) & (graph.kind[nodes] == Kind.COMM))
 
 

@@ -1,4 +1,4 @@
-"""Build the graph that a replay simulates: its nodes are GPU operations, its edges what they wait for.
+"""Build the graph that a replay simulates: nodes are GPU operations and host calls, edges are their dependencies.
 
 A node is a GPU operation, or the return of a host call that waited for the GPU. Each node begins some time after the
 last of at most four other nodes has ended:
@@ -42,7 +42,7 @@ LOOK_BACK = 16  # number of ends that are examined for each begin
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayGraph:
-    """Holds a replay's nodes, each after the nodes on which it depends; columns have one length; µs; edge 0: none."""
+    """Holds a replay's nodes in topological order, as columns of equal length with times in µs; edge 0: none."""
 
     column: I64  # of TracedJob
     row: I64  # of GpuOps; -1: a host call
@@ -70,12 +70,12 @@ class ReplayGraph:
     steps: int = 0
 
     def mean_us(self, last_us: F64) -> float:
-        """Return the mean µs of a step over ranks if each island's last node ends at `last_us` (µs after node 0)."""
+        """Return the mean µs of a step over ranks, given the end of each island's last node in µs after node 0."""
         return float(((last_us - self.head_us) * self.own).sum()) / self.steps
 
 
 def build_graph(job: TracedJob, limit: int) -> ReplayGraph | None:
-    """Return the graph of the middle steps: one step, or as many as have at most `limit` GPU operations.
+    """Return the graph of the middle steps: one step, or more with together at most `limit` GPU operations.
 
     Return None if no operation runs in these steps, or they take no time.
     """
@@ -112,7 +112,7 @@ def by_host(graph: ReplayGraph) -> list[I64]:
 
 
 def since_host(graph: ReplayGraph, hosts: Sequence[I64], gap: F64) -> F64:
-    """Return, for every node, the sum of `gap` over nodes in host order, from after its `host` up to the node."""
+    """Return, per node, the sum of `gap` in host order, from just after the node's `host` up to the node itself."""
     total = np.zeros(len(graph.row))
     for nodes in hosts:
         total[nodes] = np.cumsum(gap[nodes])
@@ -120,7 +120,7 @@ def since_host(graph: ReplayGraph, hosts: Sequence[I64], gap: F64) -> F64:
 
 
 def of_operations(graph: ReplayGraph, values: Sequence[Any], absent: Any) -> Any:
-    """Return every node's value: that of its operation in `values` (an array per rank); `absent` for a host call."""
+    """Return, per node, its operation's element of `values` (an array per rank); `absent` for a host call."""
     first = np.cumsum([0] + [len(v) for v in values])
     found = np.full(len(graph.row), absent)
     ops = graph.row >= 0
@@ -129,7 +129,7 @@ def of_operations(graph: ReplayGraph, values: Sequence[Any], absent: Any) -> Any
 
 
 def without_contention(graph: ReplayGraph, alone_us: Sequence[F64]) -> ReplayGraph:
-    """Return the graph in which every operation takes its time alone, as far as that time is known."""
+    """Return the graph with each operation's duration replaced by its time without contention, where known."""
     alone = of_operations(graph, alone_us, np.nan)
     return replace(graph, duration=np.where(np.isfinite(alone), alone, graph.duration))
 
@@ -246,7 +246,7 @@ def _host_calls(job: TracedJob, c: int, row: I64, begin: float, finish: float) -
 
 
 def _awaited(enter: F64, leave: F64, launch: F64, end: F64) -> I64:
-    """Return the operation for whose end each host call waited; -1: none."""
+    """Return, per blocking host call, the GPU operation that the host awaited; -1: none."""
     launched = np.flatnonzero(np.isfinite(launch))
     launched = launched[np.argsort(launch[launched], kind="stable")]
     found = np.full(len(enter), -1, np.int64)
@@ -269,7 +269,7 @@ def _awaited(enter: F64, leave: F64, launch: F64, end: F64) -> I64:
 
 
 def _host_chain(launch: F64, enter: F64, leave: F64) -> tuple[I64, F64, F64]:
-    """Return columns `host`, `host_gap` and `after_host` of operations and host calls, by the order of host calls."""
+    """Return columns `host`, `host_gap` and `after_host` of operations and host calls, from their order on the host."""
     n = len(launch)
     met, left = np.concatenate((launch, enter)), np.concatenate((launch, leave))
     order = np.argsort(left, kind="stable")
@@ -284,7 +284,7 @@ def _host_chain(launch: F64, enter: F64, leave: F64) -> tuple[I64, F64, F64]:
 
 
 def _stated(job: TracedJob, c: int, row: I64) -> I64:
-    """Return, for each operation, the last to end of the operations it awaited by recorded stream waits; -1: none."""
+    """Return, per operation, the awaited operation that ended last, by recorded stream waits; -1: none."""
     gpu, waits = job.digests[c].gpu, job.digests[c].waits
     stated = np.full(len(row), -1, np.int64)
     known = np.flatnonzero(waits.stream_wait_for >= 0)
@@ -304,7 +304,7 @@ def _stated(job: TracedJob, c: int, row: I64) -> I64:
 
 
 def _asked(launch: F64, start: F64, end: F64, stream: I64, calls: F64) -> I64:
-    """Return the operation that each operation awaited, guessed from times of cudaStreamWaitEvent calls; -1: none.
+    """Return which operation each operation awaited, guessed from times of cudaStreamWaitEvent calls; -1: none.
 
     An operation launched after such a call waits for the last operation launched to some other stream before the call.
     That must have ended before it began, which leaves few streams; of those the last to end is taken.
@@ -327,7 +327,7 @@ def _asked(launch: F64, start: F64, end: F64, stream: I64, calls: F64) -> I64:
 
 
 def _seen(start: F64, end: F64, launch: F64, stream: I64, kind: U8, base: F64) -> I64:
-    """Return the other stream's operation that ended as each one began, if that was later than `base`; -1: none.
+    """Return the other stream's operation that ended just as each operation began, if after `base`; -1: none.
 
     Either it waited for the other operation, launched before it (an event can be awaited only once it is recorded), or
     the other one is a kernel that held every SM until its last blocks; it then begins a little before this kernel ends.
@@ -423,7 +423,7 @@ def _sorted(graph: ReplayGraph) -> ReplayGraph:
 
 
 def _with_lags(graph: ReplayGraph) -> ReplayGraph:
-    """Set `lag` to the part of each begin that the edges do not explain; 0 for a rank's first host node."""
+    """Set each node's `lag`: the µs by which it began later than its edges explain; 0 for a rank's first host node."""
     end = graph.end
     base = end[graph.host] + graph.after_host
     for edge in (graph.stream, graph.event):

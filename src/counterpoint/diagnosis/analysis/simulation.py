@@ -20,7 +20,7 @@ _EDGES = ("host", "stream", "event", "seen")
 
 
 def simulate(graph: ReplayGraph) -> F64:
-    """Return the end (µs after node 0) of every node of one graph, by one pass over its nodes."""
+    """Simulate one graph in one pass over its nodes; return the end of every node in µs after node 0."""
     ends = [0.0] * len(graph.row)
     last_arrival = [0.0] * (int(graph.collective.max()) + 1)
     to_come = np.bincount(graph.collective[graph.arrives], minlength=len(last_arrival)).tolist()
@@ -54,7 +54,7 @@ def simulate(graph: ReplayGraph) -> F64:
 
 
 def simulate_all(graphs: Sequence[ReplayGraph]) -> list[F64]:
-    """Return each graph's ends of all nodes (µs after node 0); the graphs have equal nodes and collectives."""
+    """Simulate graphs with equal nodes and collectives; return, per graph, the end of every node in µs after node 0."""
     if not graphs:
         return []
     largest = max(graphs, key=_number_of_edges)
@@ -77,7 +77,7 @@ def _has_no_other_edges(graph: ReplayGraph, other: ReplayGraph) -> bool:
 
 
 def _levels(graph: ReplayGraph) -> tuple[I64, I64]:
-    """Return the level at which every node begins, and the level at which its end is known; both are 0 for node 0.
+    """Return each node's depth in the graph: the level at which it begins, and the level at which its end is known.
 
     Levels are times of a simulation in which each node takes no time and begins 1 after the nodes it depends on.
     """
@@ -90,7 +90,7 @@ def _levels(graph: ReplayGraph) -> tuple[I64, I64]:
 
 
 def _by_level(graphs: Sequence[ReplayGraph], begun: I64, known: I64) -> list[F64]:
-    """Simulate graphs level by level; every array has one row per node, in order of levels, and a column per graph."""
+    """Simulate graphs level by level, on arrays with a row per node, sorted by level, and a column per graph."""
     order = np.argsort(begun, kind="stable")
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
@@ -130,7 +130,7 @@ def _by_level(graphs: Sequence[ReplayGraph], begun: I64, known: I64) -> list[F64
 
 
 def _flat(graphs: Sequence[ReplayGraph], edge: str, order: I64, place: I64) -> I64:
-    """Return, per edge, its node's index in the flat table of ends; one column if all graphs share the edges."""
+    """Return, per edge, its source node's index in the flattened ends; one column if all graphs share the edges."""
     columns = [getattr(graph, edge) for graph in graphs]
     if all(column is columns[0] for column in columns):
         columns = columns[:1]

@@ -1,4 +1,4 @@
-"""Say why a rank is late: what its host did while its GPU idled, its copies, or its kernels."""
+"""Find why a rank is late: host work while the rank's GPU idled, exposed copies, or slow or additional kernels."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _Signatures = dict[tuple[str, tuple[int, ...], str], F64]  # durations by name, 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Why:
-    """Holds why a rank is late, where in the program, and the longest gap of its GPU if its GPU idles."""
+    """Holds why a rank is late, where in the program, and, if idle time is the cause, the GPU's longest gap."""
 
     cause: StragglerCause
     evidence: str
@@ -37,7 +37,7 @@ class Why:
 
 
 def host_cause(job: TracedJob, column: int, late: I64, steps: I64) -> Why:
-    """Return the cause of a rank's longer idle time: the category that exceeds that of the typical other rank most.
+    """Return the cause of a rank's longer idle time: the category that exceeds the other ranks' median most.
 
     The evidence names a second category where the first makes up less than half of the excess.
     """
@@ -95,13 +95,13 @@ def host_cause(job: TracedJob, column: int, late: I64, steps: I64) -> Why:
 
 
 def _idle_by_category(job: TracedJob, column: int, steps: I64) -> F64:
-    """Return the idle µs of a rank in these steps, by category of `CATEGORIES`."""
+    """Return a rank's idle µs in these steps, per category of `CATEGORIES`."""
     us = time_in(job, column, steps)
     return np.bincount(job.digests[column].gaps.category, us, len(CATEGORIES)).astype(np.float64)
 
 
 def _host_was_recorded(job: TracedJob, column: int) -> bool:
-    """Return whether a rank's trace says of any gap what the host did, or holds a call that waits for the GPU."""
+    """Return whether a rank's trace shows the host's activity in any gap, or any host call that waits for the GPU."""
     digest = job.digests[column]
     known = (IDLE_CAUSES[CATEGORIES[number]].recorded for number in np.unique(digest.gaps.category).tolist())
     return any(known) or bool(len(digest.waits.start))
@@ -113,7 +113,7 @@ def _place(places: Places, row: int, names: tuple[str, ...]) -> tuple[str | None
 
 
 def copy_cause(copies_us: float, felt: float) -> Why:
-    """Return late input as the cause, for copies that no compute hid."""
+    """Return late input as the cause of lateness by exposed copies."""
     evidence = f"copies that ran beside no compute explain {copies_us / 1e3:.2f} of its {felt / 1e3:.2f} ms"
     return Why(cause="late_input", detail="memcpy", evidence=evidence)
 
@@ -182,7 +182,7 @@ def compute_cause(job: TracedJob, column: int, late: I64, steps: I64, compute_us
 
 
 def _slowest(mine: _Signatures, theirs: _Signatures) -> tuple[str | None, float, float]:
-    """Return the one kernel name that explains the slowness (or None), and the slowdowns of it and of all others.
+    """Return the kernel that explains most of the slowness (or None), its slowdown, and that of all other kernels.
 
     A slow GPU is slow in several kernels. If power limits the GPU, these may be its matrix products only; so a product
     is named only if there are other products and all other kernels are nearly as fast as on the peer.
@@ -209,7 +209,7 @@ def _slowest(mine: _Signatures, theirs: _Signatures) -> tuple[str | None, float,
 
 
 def _by_place(job: TracedJob, column: int, steps: I64) -> tuple[dict[str | None, float], dict[str | None, float]]:
-    """Return the compute µs of a rank in some steps, by phase and by module; the key None means unknown."""
+    """Return a rank's compute µs in some steps, by phase and by module; the key None means unknown."""
     d = job.digests[column]
     rows = np.flatnonzero((d.gpu.kind == Kind.COMPUTE) & job.in_steps(column, steps))
     us, places = (d.gpu.end - d.gpu.start)[rows], d.op_places
@@ -222,7 +222,7 @@ def _by_place(job: TracedJob, column: int, steps: I64) -> tuple[dict[str | None,
 
 
 def _mostly(mine: dict[str | None, float], theirs: dict[str | None, float]) -> str | None:
-    """Return the phase or module with at least half of the time by which `mine` exceeds `theirs`, else None."""
+    """Return the phase or module that makes up at least half of the excess of `mine` over `theirs`; else None."""
     longer = {place: us - theirs.get(place, 0.0) for place, us in mine.items()}
     whole = sum(mine.values()) - sum(theirs.values())
     most = max(longer, key=lambda place: longer[place], default=None)
@@ -230,7 +230,7 @@ def _mostly(mine: dict[str | None, float], theirs: dict[str | None, float]) -> s
 
 
 def _signatures(job: TracedJob, column: int, steps: I64) -> _Signatures:
-    """Return the µs of the compute kernels of some steps, by name, grid + block, and shapes."""
+    """Return the µs of a rank's compute kernels in some steps, by name, grid + block, and input shapes."""
     d, gpu = job.digests[column], job.digests[column].gpu
     rows = np.flatnonzero((gpu.kind == Kind.COMPUTE) & job.in_steps(column, steps))
     if not len(rows):

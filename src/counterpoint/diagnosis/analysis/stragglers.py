@@ -1,4 +1,4 @@
-"""Find ranks that make the other ranks wait, and why.
+"""Find the ranks that make other ranks wait, and why they are late.
 
 A rank makes others wait if they have exposed waiting in collectives that it entered last. The cause shows in how the
 time of this late rank r in those steps differs from that of the typical other rank o:
@@ -44,7 +44,7 @@ _STRUCTURAL = ("send_recv", "recv", "send")  # pipeline stages wait for one anot
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Delays:
-    """Holds, for each collective, the column of its last rank and the median exposed wait of the others (µs)."""
+    """Holds, per collective, the column of the rank that came last and the other ranks' median exposed wait in µs."""
 
     collective: I64
     column: I64
@@ -52,7 +52,7 @@ class Delays:
 
 
 def find_delays(job: TracedJob, w: Waits) -> Delays:
-    """Return the delays of the steps' collectives that have more than one rank, except sends and receives."""
+    """Return the delays in collectives of more than one rank inside the steps, except sends and receives."""
     rows, columns, felt = [], [], []
     for j in np.flatnonzero(w.step >= 0).tolist():
         there = np.flatnonzero(np.isfinite(w.arrival[j]))
@@ -76,7 +76,7 @@ def _felt_per_step(job: TracedJob, w: Waits, delays: Delays, column: int) -> F64
 def _stood_still_per_step(
     job: TracedJob, busy: list[Activity], w: Waits, delays: Delays, column: int, late: I64
 ) -> F64:
-    """Return a late rank's µs of delay in each step, at most the longest time for which a rank not `late` stood still.
+    """Return a late rank's delay in each step in µs, but no more than the longest time for which another rank waited.
 
     The bound is needed since a rank may come last in a chain of collectives of different groups, in which different
     ranks wait.
@@ -91,14 +91,14 @@ def _stood_still_per_step(
 
 
 def _stood_still(w: Waits, busy: Activity, column: int, rows: I64) -> float:
-    """Return the µs that a rank waits in these collectives while it computes nothing; each µs counts once."""
+    """Return for how many µs a rank waits in the collectives `rows` and computes nothing; overlaps count once."""
     came = w.arrival[rows, column]
     waited = Intervals.union(came, came + w.wait[rows, column])
     return float((waited.end - waited.start - busy.compute.within(waited.start, waited.end)).sum())
 
 
 def find_stragglers(job: TracedJob, busy: list[Activity], w: Waits, delays: Delays) -> tuple[Straggler, ...]:
-    """Return the ranks whose delays stand out, worst first; none on a healthy job."""
+    """Return the ranks that delay others far more than is usual, worst first; none on a healthy job."""
     if len(job.ranks) < 2 or not len(delays.column):
         return ()
     together = _late_together(job, w, delays)
@@ -110,7 +110,7 @@ def find_stragglers(job: TracedJob, busy: list[Activity], w: Waits, delays: Dela
 
 
 def _late_together(job: TracedJob, w: Waits, delays: Delays) -> I64:
-    """Return the columns of ranks that mostly arrive as late as the last rank, starting with the rank of most delay."""
+    """Return the columns of ranks that mostly arrive about as late as the last one, by falling delay."""
     came = w.arrival[delays.collective]
     there = np.isfinite(came)
     longest = np.nan_to_num(np.nanmax(w.exposed_wait[delays.collective], axis=1))
@@ -125,7 +125,7 @@ def _late_together(job: TracedJob, w: Waits, delays: Delays) -> I64:
 
 
 def _as_one(w: Waits, delays: Delays, late: I64) -> Delays:
-    """Return the delays with all `late` ranks merged into the first one, so that only other ranks' waits count."""
+    """Return the delays with all `late` ranks treated as one, the first: only the waits of other ranks count."""
     own = np.flatnonzero(np.isin(delays.column, late))
     others = np.delete(w.exposed_wait[delays.collective[own]], late, axis=1)
     alone = np.isfinite(others).any(axis=1)
@@ -166,7 +166,7 @@ def _stands_out(job: TracedJob, delays: Delays, late: I64, total: F64, per_step:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Excess:
-    """Holds by how many µs, per activity, a late rank exceeds the median of the others in the steps that it delayed."""
+    """Holds a late rank's µs per activity minus the median of the other ranks, in the steps that the rank delayed."""
 
     compute: float
     memcpy: float
@@ -222,7 +222,7 @@ def _explain(
 
 
 def _waited_elsewhere(job: TracedJob, busy: list[Activity], w: Waits, felt_in: I64, column: int, steps: I64) -> float:
-    """Return the µs that a rank itself waited in these steps, in collectives of other groups than it delayed."""
+    """Return the µs that a rank itself waited in these steps in collectives of groups that it did not delay."""
     there = np.isfinite(job.joined.start)
 
     def same_ranks(j: int, k: int) -> bool:  # or fewer ranks, if a trace lacks one of the group's collectives
@@ -242,20 +242,20 @@ def _excess(spent: F64, column: int, late: I64) -> _Excess:
 
 
 def _alike(one: _Excess, latest: _Excess) -> bool:
-    """Return whether a late rank has at least half the latest rank's excess in the activity where that is largest."""
+    """Return whether excess `one` is at least half of excess `latest` in the activity where `latest` is largest."""
     kind = max(("idle", "compute", "memcpy"), key=lambda name: float(getattr(latest, name)))
     return bool(getattr(one, kind) >= _SAME_CAUSE_SHARE * getattr(latest, kind))
 
 
 def _spent_by_all(job: TracedJob, busy: list[Activity], w: Waits, steps: I64) -> F64:
-    """Return what `_spent` returns for every rank in these steps: [R, 4] in µs."""
+    """Return every rank's µs per activity (as of `_spent`) in these steps: [R, 4]."""
     waited = [Intervals.union(came, came + wait) for came, wait in zip(w.arrival.T, w.wait.T, strict=True)]
     start, end = job.step_start[steps], job.step_end[steps]
     return np.array([_spent(b, waited[c], start[:, c], end[:, c]) for c, b in enumerate(busy)])
 
 
 def _spent(busy: Activity, waited: Intervals, start: F64, end: F64) -> tuple[float, float, float, float]:
-    """Return the µs of compute, exposed copies, exposed communication and waits, and idle time in the windows."""
+    """Return a rank's µs of compute, exposed copies, exposed communication or waits, and idle time in the windows."""
     compute = float(busy.compute.within(start, end).sum())
     copying = float((busy.compute | busy.memcpy).within(start, end).sum())
     working = float((busy.any | waited).within(start, end).sum())

@@ -1,4 +1,4 @@
-"""Estimate waiting for ranks that have no trace, by the usual time of equal collectives in this recording.
+"""Estimate how long collectives waited for ranks without a trace, by usual times of equal collectives.
 
 Where every rank of a group is read, the last arrival tells waiting from moving bytes. With one rank's trace, or without
 that of the late rank, both look alike. What can be said is a lower bound: among collectives of one operation, group and
@@ -26,7 +26,7 @@ _EVEN = ("all_reduce", "all_gather", "reduce_scatter")  # ranks move equally man
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unrecorded:
-    """Holds, per joined collective [J], the µs of suspected waiting for ranks without a trace; `exposed_us`: [J, R]."""
+    """Holds each joined collective's suspected waiting for ranks without a trace, in µs [J]; `exposed_us`: [J, R]."""
 
     incomplete: Bools  # a rank of its group has no trace: waiting for it shows as transfer
     usual_us: F64  # longest usual time of such a collective if no rank is late; NaN: unknown
@@ -45,7 +45,7 @@ class Unrecorded:
 
 
 def find_unrecorded(job: TracedJob, busy: list[Activity], w: Waits) -> Unrecorded:
-    """Return which collectives lack traces of ranks, and how many µs each seems to have waited for such ranks."""
+    """Return which collectives lack traces of some ranks, and the suspected µs of waiting for these ranks in each."""
     there = job.joined.row >= 0
     incomplete = ~w.complete
     transfer = np.where(there, w.transfer, np.inf).min(axis=1, initial=np.inf)
@@ -70,7 +70,7 @@ def find_unrecorded(job: TracedJob, busy: list[Activity], w: Waits) -> Unrecorde
 
 
 def _several(job: TracedJob, column: int) -> Intervals:
-    """Return the intervals in which several communication operations run on a rank."""
+    """Return the intervals in which at least two communication operations run at once on a rank."""
     rows = job.digests[column].gpu.kind == Kind.COMM
     start, end = np.sort(job.op_start[column][rows]), np.sort(job.op_end[column][rows])
     at = np.concatenate((start, end))
@@ -82,7 +82,7 @@ def _several(job: TracedJob, column: int) -> Intervals:
 
 
 def _usual(job: TracedJob, own: F64, judged: Bools) -> tuple[F64, F64]:
-    """Return, per collective, the longest usual time and the limit above which waiting is suspected (µs).
+    """Return, per collective, the longest transfer µs that are usual, and the limit above which waiting is suspected.
 
     Returns:
         The longest time that counts as usual for the collective's kind, and the time beyond which waiting is suspected.
@@ -118,7 +118,7 @@ def _usual(job: TracedJob, own: F64, judged: Bools) -> tuple[F64, F64]:
 
 
 def _keys(job: TracedJob, rows: I64, size: I64) -> I64:
-    """Return a key per collective: a number for operation and group, a number for the set of ranks, and bytes."""
+    """Return three integers per collective: an id of operation and group, an id of the recorded ranks, and bytes."""
     names = list(zip(job.joined.op, job.joined.group, strict=True))
     table = {name: i for i, name in enumerate(dict.fromkeys(names))}
     named = np.array([table[names[j]] for j in rows.tolist()], np.int64)
@@ -127,7 +127,7 @@ def _keys(job: TracedJob, rows: I64, size: I64) -> I64:
 
 
 def _from_other_sizes(keys: I64, low: F64) -> F64:
-    """Return the most µs that each key's collectives should take, by times of its operation in other sizes."""
+    """Return the most µs that collectives of each key should take, by the same operation's times at other sizes."""
     measure = np.full(len(keys), np.inf)
     cuts = np.flatnonzero((keys[1:, :2] != keys[:-1, :2]).any(axis=1)) + 1
     for part in np.split(np.arange(len(keys)), cuts):

@@ -56,7 +56,7 @@ def zero_sm(
     alone_us: Sequence[F64] | None = None,
     blocked: Sequence[Bools] | None = None,
 ) -> ReplayGraph | None:
-    """Return the graph with collectives on copy engines, which take no SM.
+    """Return the graph with collectives moved from NCCL kernels to copy engines, which take no SM.
 
     None if there is no collective that copy engines would move, or the copy engines of this GPU model are unknown.
 
@@ -96,13 +96,13 @@ def zero_sm(
 
 
 def fsdp2_copies(digest: RankDigest) -> Bools:
-    """Return which GPU operations are copies that FSDP2 makes between parameters and its collectives' buffers."""
+    """Return a mask of GPU operations that are FSDP2's copies between parameters and buffers of collectives."""
     copies = np.array([bool(_COPY.search(name)) for name in digest.names], bool)
     return copies[digest.gpu.name] & (digest.gpu.kind != Kind.COMM) if len(copies) else np.zeros(0, bool)
 
 
 def without_fsdp2_copies(graph: ReplayGraph, copies: Bools, hosts: Sequence[I64]) -> ReplayGraph:
-    """Return the graph in which the nodes `copies`, and launching them, take no time."""
+    """Return the graph in which the nodes `copies`, and their launches, take no time."""
     launching = since_host(graph, hosts, np.where(copies, graph.host_gap, 0.0))
     return replace(
         graph,
@@ -113,7 +113,7 @@ def without_fsdp2_copies(graph: ReplayGraph, copies: Bools, hosts: Sequence[I64]
 
 
 def _transfers(graph: ReplayGraph, job: TracedJob, profile: Profile, *, fsdp2: bool) -> tuple[F64, F64]:
-    """Return, per node, its collective's µs on copy engines (NaN: it stays with NCCL), and the µs of its sums."""
+    """Return, per node, its collective's µs on copy engines (NaN: NCCL keeps it), and its µs of reduction kernels."""
     found, sums = np.full(len(graph.row), np.nan), np.zeros(len(graph.row))
     known: dict[tuple[str, int, int], float] = {}
     for c, digest in enumerate(job.digests):
@@ -145,7 +145,7 @@ def _alone_us(op: str, size: int, ranks: int, profile: Profile) -> float:
 
 
 def _without_nccl(graph: ReplayGraph, moved: Bools, profile: Profile) -> F64:
-    """Return durations (µs) without the slowdown of compute by NCCL kernels that copy engines replace."""
+    """Return node durations (µs) less the slowdown of compute by NCCL kernels that copy engines replace."""
     duration, lost = graph.duration.copy(), 1.0 - disturbance("nccl", profile).compute_kept
     for c in np.unique(graph.column[1:]).tolist():
         compute = np.flatnonzero((graph.column == c) & (graph.kind == Kind.COMPUTE))
@@ -156,7 +156,7 @@ def _without_nccl(graph: ReplayGraph, moved: Bools, profile: Profile) -> F64:
 
 
 def _beside(graph: ReplayGraph, ends: F64, duration: F64, lost: F64) -> F64:
-    """Return durations (µs) with compute slowed by the copies that overlap it, according to a simulation's `ends`.
+    """Return node durations (µs) with compute slowed by copies that overlap it in a simulation with these `ends`.
 
     `lost`: share of its speed that compute loses beside each node; NaN: the node stays with NCCL or is no collective.
     """

@@ -116,7 +116,7 @@ def advise_kernel(worst: KernelComparison, num_sms: int | None, stack: TracedSta
 
 
 def no_sm_collectives(a: Analysis) -> str:
-    """Return text on what can replace collectives that need SMs, with the step time that a replay predicts."""
+    """Return text on what can replace collectives that need SMs, with the replayed step time if it is shorter."""
     if not a.stack.overlaps:
         return _NO_SM_COLLECTIVES + _ZERO_CTA * a.stack.nvidia_nccl
     played = a.replay
@@ -148,7 +148,7 @@ def advise_launch_order(num_sms: int | None, ctas: int, stack: TracedStack, no_s
 
 
 def advise_exposed(account: Account, stack: TracedStack, no_sm: str, *, by_copies: bool = False) -> str:
-    """Return the advice on exposed communication; `by_copies`: copies, which need no SM, make up most of it."""
+    """Return the advice on exposed communication; `by_copies`: most of it is peer copies, which need no SM."""
     if (account.wait_us or 0.0) > (account.transfer_us or 0.0):
         return "fix the late ranks and the launch order first. Most of it is waiting: faster links would not help"
     ratio = account.comm_to_compute or 0.0
@@ -202,7 +202,7 @@ def advise_idle(job: TracedJob, columns: list[int], cause: IdleCause, named: tup
 
 
 def advise_operation(name: str, otherwise: str) -> str:
-    """Return the advice on a long host operation: saving, making tensors, a part of the step; else `otherwise`."""
+    """Return the advice on a long host operation that saves, makes tensors or belongs to the step; else `otherwise`."""
     if _SAVES.search(name):
         return (
             "save in the background: torch.distributed.checkpoint.async_save, or a thread that writes a copy in memory"
@@ -236,7 +236,7 @@ def in_parentheses(*names: str | None) -> str:
 
 
 def saves_otherwise(job: TracedJob, cost: float, exposed: float) -> str:
-    """Return text on how much time removing a problem saves, if it differs from the exposed time; else ""."""
+    """Return text on the time that removing a problem saves, if that differs much from the exposed time; else ""."""
     what = "a step" if job.has_steps else "the recording"
     if cost * _ABOUT_SHARE > exposed:
         return f"; without it {what} would take {cost / 1e3:.2f} ms less, for other work waits for it"

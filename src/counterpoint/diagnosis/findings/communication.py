@@ -47,7 +47,7 @@ _RECORD_ALL = (
 
 
 def find_exposed(a: Analysis) -> Iterator[Finding]:
-    """Yield a finding on exposed communication, during which no compute runs."""
+    """Yield a finding if exposed communication, beside which no compute runs, takes a notable share of a step."""
     job, account, w, kinds = a.job, a.totals, a.waits, a.kinds
     share = account.exposed_comm_us / account.duration_us if account.duration_us > 0 else 0.0
     if share < LEAST_EXPOSED_SHARE:
@@ -86,7 +86,7 @@ def find_exposed(a: Analysis) -> Iterator[Finding]:
 def _say_waiting(
     account: Account, unrecorded: Unrecorded, inside: Bools, steps: int, *, untold: bool, stages: bool
 ) -> str:
-    """Return text on how much of the time in collectives is waiting, or that this is unknown for lack of traces."""
+    """Return text on the share of waiting in the time in collectives, or on why the share is unknown."""
     known = None
     if account.wait_us is not None and account.transfer_us is not None:
         known = account.wait_us / max(account.wait_us + account.transfer_us, 1e-9)
@@ -104,7 +104,7 @@ def _say_waiting(
 
 
 def find_suspected_waits(a: Analysis) -> Iterator[Finding]:
-    """Yield a finding on collectives that take far longer than usual, and so seem to wait for ranks without a trace."""
+    """Yield a finding if collectives take far longer than usual, and so seem to wait for ranks without a trace."""
     job, w, unrecorded, steps = a.job, a.waits, a.unrecorded, a.job.num_steps
     rows = np.flatnonzero((w.step >= 0) & (unrecorded.excess_us > 0))
     exposed = float(np.nansum(unrecorded.exposed_us[rows])) / len(job.ranks) / steps
@@ -139,7 +139,7 @@ def find_suspected_waits(a: Analysis) -> Iterator[Finding]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _SlowGroup:
-    """Holds a group that needs longer than other groups for one operation and size; times in µs."""
+    """Holds a process group that needs longer than other groups for the same operation and size; times in µs."""
 
     ranks: tuple[int, ...]
     op: str
@@ -150,7 +150,7 @@ class _SlowGroup:
 
 
 def find_slow_links(a: Analysis) -> Iterator[Finding]:
-    """Yield a finding on the group that loses most time because its link is slower than that of other groups.
+    """Yield a finding on the process group that loses most time by a link slower than other groups' links.
 
     The cost is the exposed time per step that its ranks would save at the usual speed, at most the time that the replay
     saves without any communication.
@@ -191,7 +191,7 @@ def find_slow_links(a: Analysis) -> Iterator[Finding]:
 
 
 def _slow_groups(w: Waits, collectives: tuple[Collective, ...], moving: F64) -> Iterator[_SlowGroup]:
-    """Yield groups that need longer than the median of other groups of equal operation, size and number of ranks."""
+    """Yield process groups whose collectives take longer than equally large ones of other groups of as many ranks."""
     alike: dict[tuple[str, int, int, str | None], dict[tuple[int, ...], list[int]]] = defaultdict(dict)
     for j in np.flatnonzero((w.step >= 0) & w.complete).tolist():
         c = collectives[j]

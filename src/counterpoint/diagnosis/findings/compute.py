@@ -33,7 +33,7 @@ _OF_SEVERAL = (
 
 
 def find_late_ranks(a: Analysis) -> Iterator[Finding]:
-    """Yield a finding for each rank, or set of ranks, that makes the others wait."""
+    """Yield a finding for each rank, or set of ranks, that makes the other ranks wait."""
     job, late = a.job, a.told_late
     whole = sum(s.delay_us for s in late)
     launched = all(np.isfinite(at).any() for at in job.launch)  # else the replay cannot change host times
@@ -68,7 +68,7 @@ def _late_title(s: Straggler) -> str:
 
 
 def find_slow_kernels(a: Analysis) -> Iterator[Finding]:
-    """Yield a finding for each cause that makes kernels take longer beside communication."""
+    """Yield a finding for each cause by which communication slows kernels: tail effect, SM contention, bandwidth."""
     job, kernels = a.job, a.kernels.kernels
     whole = sum(k.cost_us for k in kernels)
     for cause in ("tail_effect", "sm_contention", "bandwidth"):
@@ -136,7 +136,7 @@ def find_launch_order(a: Analysis) -> Iterator[Finding]:
 
 
 def find_fsdp2_copies(a: Analysis) -> Iterator[Finding]:
-    """Yield a finding on the copies that FSDP2 makes between parameters and the buffers of its collectives."""
+    """Yield a finding if FSDP2's copies between parameters and buffers of collectives cost time."""
     job, cost = a.job, a.saved_us.get(NO_FSDP2_COPIES, 0.0)
     if cost < LEAST_SHARE * a.step_us:
         return

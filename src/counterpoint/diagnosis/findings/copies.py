@@ -29,7 +29,7 @@ _WHAT = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Copies:
-    """Sums up the copies with one direction and kind of host memory, over all steps and ranks."""
+    """Holds the sums, over all steps and ranks, of the copies with one direction and kind of host memory."""
 
     way: str
     memory: str  # pageable | pinned | unified | ""
@@ -42,7 +42,7 @@ class _Copies:
 
 
 def find_copies(a: Analysis) -> Iterator[Finding]:
-    """Yield a finding if exposed copies, beside which no compute or communication runs, take much of a step."""
+    """Yield a finding if exposed copies, beside which nothing else runs, take a notable share of a step."""
     job, busy, step = a.job, a.busy, a.step_us
     steps, ranks = job.num_steps, len(job.ranks)
     exposed = whole = 0.0
@@ -80,12 +80,12 @@ def find_copies(a: Analysis) -> Iterator[Finding]:
 
 
 def _copies(count: float) -> str:
-    """Return the number of copies per step and rank in words."""
+    """Return the number of copies per step and rank as text."""
     return f"{count:,.0f} copies" if count >= 1.5 else "1 copy" if count >= 0.95 else "less than 1 copy"
 
 
 def _kinds(job: TracedJob, busy: list[Activity]) -> list[_Copies]:
-    """Return the sums of copies in the steps, by direction and kind of host memory, most exposed first."""
+    """Return the copies in the steps, summed by direction and kind of host memory, most exposed first."""
     sums: dict[tuple[str, str], list[float]] = {}
     for c, d in enumerate(job.digests):
         labels = [_label(name) for name in d.names]
@@ -137,7 +137,7 @@ def _label(name: str) -> tuple[str, str]:
 
 
 def _advise(kinds: list[_Copies], torch: bool) -> str:
-    """Return advice on the most exposed copies; it compares pageable with pinned rates if the trace has both."""
+    """Return advice on the most exposed kind of copies; for pageable copies, with the rate of pinned ones if known."""
     worst = kinds[0]
     if worst.memory == "unified":
         return IDLE_CAUSES["page_migration"].advice

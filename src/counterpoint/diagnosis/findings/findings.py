@@ -102,7 +102,7 @@ def _cost(finding: Finding) -> str:
 
 
 def _usually(job: TracedJob, mean_ms: float) -> str:
-    """Return words on the median step, if a few long steps make the mean much longer than the median; else ""."""
+    """Return text on the median step if a few long steps make the mean much longer than the median; else ""."""
     each = (job.step_end - job.step_start).mean(axis=1) / 1e3
     usual, longest = float(np.median(each)), int(each.argmax())
     if mean_ms <= _UNEVEN_FACTOR * usual:

@@ -1,4 +1,4 @@
-"""Find why GPUs idle: the time of each cause, the host operations meanwhile, and the waits of other ranks."""
+"""Find why GPUs idle: the time per cause, host operations meanwhile, and the resulting waits of other ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NAMES_ARE = {  # causes whose names in the evidence are not host operations dur
 
 
 def find_idle(a: Analysis) -> Iterator[Finding]:
-    """Yield findings on why GPUs idle, on ranks that are not late; costs are µs per step.
+    """Yield findings on causes of idle time, on ranks that are not late; costs are µs per step.
 
     Where hosts of different ranks stall one after the other, each stall makes the other ranks wait in collectives. The
     replay without stalls saves more than the replay without late ranks; if the difference is more than the ranks' own
@@ -111,7 +111,7 @@ def _evidence(
 
 
 def _pausing(job: TracedJob, columns: list[int], held: HostPauses) -> str:
-    """Return text on how long, and in which operations, hosts pause while GPUs idle or wait for another rank."""
+    """Return text on how long hosts pause, and in which operations, while GPUs idle or wait for another rank."""
     ranks = len(held.columns or columns)
     whose = f"the host{'s' * (ranks > 1)} of {_whose(job, held)}" if held.columns else "hosts"
     verb = "pauses" if whose.startswith("the host ") else "pause"
@@ -136,7 +136,7 @@ def _pace(job: TracedJob, idle: Idle) -> str:
 
 
 def _gaps(job: TracedJob, cause: IdleCause) -> str:
-    """Return text with the number of gaps per step, or in all steps if there is less than one gap per step."""
+    """Return the number of gaps as text: per step, or over all steps if a step has less than one."""
     steps = len(job.step_names)
     count, within = (cause.count, "") if cause.count >= 1 else (cause.count * steps, f" in {steps} steps")
     number = max(round(count), 1)
@@ -144,7 +144,7 @@ def _gaps(job: TracedJob, cause: IdleCause) -> str:
 
 
 def _stalls_of_all(job: TracedJob, saved_us: float) -> str:
-    """Return text on the joint cost of the stalls of all ranks, if known, and on how often every host pauses."""
+    """Return text on the joint cost of all ranks' stalls, if known, and on how often each host pauses."""
     text = ""
     if saved_us > 0 and not job.islands.any():
         text = f"; the others wait meanwhile: without any rank's stalls a step would be {_ms(saved_us)} ms shorter"

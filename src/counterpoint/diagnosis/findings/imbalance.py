@@ -30,7 +30,7 @@ _ADVICE_IN_PART = (
 
 
 def find_pipeline_bubbles(a: Analysis) -> Iterator[Finding]:
-    """Yield a finding on waiting for neighbouring pipeline stages, in sends and receives matched by ids.
+    """Yield a finding if pipeline stages wait for their neighbours, in sends and receives matched by ids.
 
     Idle time of the late stage before its send or receive does not count as bubble: its host caused the delay.
     """
@@ -63,7 +63,7 @@ def find_pipeline_bubbles(a: Analysis) -> Iterator[Finding]:
 
 
 def _idle_before(job: TracedJob, w: Waits, busy: list[Activity], rows: I64) -> F64:
-    """Return the µs that the last rank of each collective had idled since the end of its previous communication."""
+    """Return, per collective, the µs that its last rank idled between its previous communication and its arrival."""
     idle = np.zeros(len(rows))
     for column in np.unique(w.last_column[rows]).tolist():
         own = rows[w.last_column[rows] == column]
@@ -75,7 +75,7 @@ def _idle_before(job: TracedJob, w: Waits, busy: list[Activity], rows: I64) -> F
 
 
 def find_expert_imbalance(a: Analysis) -> Iterator[Finding]:
-    """Yield a finding on waiting for the rank whose experts have most work, unless this rank is slow elsewhere too."""
+    """Yield a finding if ranks wait for a rank whose experts have most work, unless that rank is slow otherwise too."""
     job, found = a.job, a.expert_imbalance
     if found is None:
         return
@@ -95,7 +95,7 @@ def find_expert_imbalance(a: Analysis) -> Iterator[Finding]:
 
 
 def find_turns(a: Analysis) -> Iterator[Finding]:
-    """Yield a finding if a process's GPUs idle while its other GPUs work; the cost is the mean of this idle time."""
+    """Yield a finding if a GPU idles while another GPU of its process works; the cost is this time per step and GPU."""
     job, per_rank, per_gpu = a.job, a.per_rank, a.per_gpu
     if any(d.processes > 1 for d in job.digests):
         return  # GPUs of several processes may be waiting for one another
@@ -125,7 +125,7 @@ def find_turns(a: Analysis) -> Iterator[Finding]:
 
 
 def notes_on_gpus(a: Analysis) -> tuple[str, ...]:
-    """Return notes on ranks whose process drives several GPUs: that times are means, and how busy each GPU is."""
+    """Return, per rank whose process drives several GPUs, a note that times are means, and how busy each GPU is."""
     per_gpu = a.per_gpu
     processes = {d.rank: d.processes for d in a.job.digests}
     ranks = sorted({gpu.rank for gpu in per_gpu})

@@ -1,4 +1,4 @@
-"""List one rank's collectives: each communication kernel and each run of peer copies on one stream is one row."""
+"""List one rank's collectives: each row is a communication kernel, or successive peer copies on one stream."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class CommRows:
 
 
 def comm_rows(timeline: Timeline, ranges: NamedRanges) -> CommRows:
-    """Return the collectives of one rank, found from communication kernels and runs of peer copies."""
+    """Return the collectives of one rank: communication kernels, and series of peer copies."""
     gpu = timeline.gpu
     rows = np.flatnonzero(gpu.kind == Kind.COMM)
     is_copy = np.array([n.startswith("Memcpy") for n in timeline.names], bool)[gpu.name[rows]]
@@ -102,7 +102,7 @@ def _serves(
     group: tuple[str, ...],
     phase: tuple[str | None, ...],
 ) -> tuple[str | None, ...]:
-    """Return each collective's parallelism, told by ranges around its launch, by its kernel, or by signs of DDP.
+    """Return each collective's parallelism, as host ranges around the launch, the kernel or signs of DDP show it.
 
     DDP reduces gradients in backward: a group all of whose all-reduces run in backward is DDP's.
     """
@@ -126,7 +126,7 @@ def _members(gpu: GpuOps, first: int, last: int) -> I64:
 
 
 def _runs(gpu: GpuOps, rows: I64, is_copy: Bools, world: int | None) -> tuple[I64, I64]:
-    """Return the first and last operation of each collective: one kernel, or a run of copies on one stream."""
+    """Return the first and last GPU operation of each collective: a kernel, or successive copies on one stream."""
     first, last = list(rows[~is_copy]), list(rows[~is_copy])
     copies = rows[is_copy]
     for stream in np.unique(gpu.stream[copies]):
@@ -145,7 +145,7 @@ def _runs(gpu: GpuOps, rows: I64, is_copy: Bools, world: int | None) -> tuple[I6
 
 
 def _rounds(gpu: GpuOps, run: I64, world: int | None) -> list[I64]:
-    """Split a run of copies into collectives of world - 1 equal copies, if the run consists of such collectives."""
+    """Split successive copies into collectives of world - 1 equal copies; else return them as one collective."""
     peers = (world or 0) - 1
     if peers >= 1 and len(run) > peers and len(run) % peers == 0:
         parts = np.split(run, len(run) // peers)
@@ -155,7 +155,7 @@ def _rounds(gpu: GpuOps, run: I64, world: int | None) -> list[I64]:
 
 
 def _op(info: CollectiveInfo | None, host: str | None, name: str) -> str:
-    """Return a collective's operation, as named by its metadata, else its kernel, else the host range that launched it.
+    """Return a collective's operation by its metadata, else its kernel's name, else the host range that launched it.
 
     NCCL runs an all-to-all with the kernel of sends and receives, so the host range decides between them.
     """
@@ -169,7 +169,7 @@ def _op(info: CollectiveInfo | None, host: str | None, name: str) -> str:
 
 
 def _host_ops(timeline: Timeline, rows: I64) -> list[str | None]:
-    """Return, per operation, the collective named by the innermost host range around its launch that names one."""
+    """Return, per GPU operation, the collective that host ranges around its launch name: the innermost that does."""
     gpu, host = timeline.gpu, timeline.host
     begun = [classify.host_collective(name) for name in timeline.names]
     says = np.array([op is not None for op in begun], bool)
@@ -210,7 +210,7 @@ def _payload(elements: int | None, info: CollectiveInfo | None) -> int:
 
 
 def _bytes(info: CollectiveInfo | None, op: str, size: int, copied: int) -> int:
-    """Return the bytes of a collective's full array, as nccl-tests counts them; -1 if they are not known."""
+    """Return a collective's message size, as nccl-tests counts it: the bytes of the full array; -1: not known."""
     if info is not None and info.in_nelems is not None and info.out_nelems is not None:
         item = classify.dtype_bytes(info.dtype)
         if item is not None and not classify.is_barrier(op):

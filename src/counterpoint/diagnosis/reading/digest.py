@@ -1,4 +1,4 @@
-"""Reduce each rank's trace to a digest, which is small enough to send and has all data that the diagnosis needs.
+"""Reduce each rank's trace to a digest: all data that the diagnosis needs, small enough to send.
 
 Reading and digesting a rank needs nothing from other ranks, so it can run on the machine that has the rank's file;
 everything that joins ranks works on digests. Ranks are read in this process, in parallel processes, or on a Dask
@@ -120,7 +120,7 @@ def _waits(timeline: Timeline) -> HostWaits:
 
 
 def _stream_waits(timeline: Timeline) -> tuple[F64, I64, I32]:
-    """Return host time, waiting stream and awaited GPU operation of each stream wait whose event the trace states.
+    """Return host time, waiting stream and awaited GPU operation of each stream wait with a recorded event.
 
     The awaited operation is the last one launched on the event's stream before the event was recorded.
     """
@@ -143,7 +143,7 @@ def _stream_waits(timeline: Timeline) -> tuple[F64, I64, I32]:
 
 
 def matrix_product(shapes: str) -> tuple[int, int, int, int] | None:
-    """Return M, N, K and batch size of the matrix product of inputs with these shapes; None if no product fits.
+    """Return M, N, K and batch size of the matrix product of inputs with these shapes; None if shapes do not fit.
 
     The factors are the first two adjacent inputs that fit, since `aten::addmm` puts its bias first; `aten::linear`
     transposes its weight. Rows of several sequences times one matrix count as rows of one product.
@@ -192,12 +192,12 @@ class _Column(msgspec.Struct, array_like=True, frozen=True):
 
 
 def pack_digest(digest: RankDigest) -> bytes:
-    """Return a digest as bytes."""
+    """Serialize a digest to bytes."""
     return msgspec.msgpack.encode(digest, enc_hook=_encode)
 
 
 def unpack_digest(data: bytes, path: str) -> RankDigest:
-    """Return the digest that `pack_digest` turned into these bytes.
+    """Return the digest that `pack_digest` serialized to these bytes.
 
     Raises:
         BadTrace: the bytes are no packed digest; the error names their source `path`.
@@ -262,7 +262,7 @@ def digest_file(file: TraceFile, limits: Limits) -> list[RankDigest]:
 def digest_all(
     files: list[TraceFile], limits: Limits, engine: Engine, progress: Progress | None = None
 ) -> list[RankDigest]:
-    """Return digests in the order of `files`.
+    """Return the digests of all files, in the order of `files`.
 
     Raises `BadTrace` for the first file (in that order) that cannot be read, `CounterpointError` if a process or worker
     died, and `Unsupported` if dask is not installed or its scheduler does not answer.
@@ -311,7 +311,7 @@ def _in_processes(files: list[TraceFile], limits: Limits, workers: int, tell: Pr
 
 
 def _results(futures: list[Any], completed: Iterable[Any], tell: Progress) -> list[RankDigest]:
-    """Return the digests in the order of `futures`; as soon as one fails, raise the error of the first failed one."""
+    """Return the digests in the order of `futures`; once a future fails, raise the error of the first failed one."""
     for done, future in enumerate(completed):
         tell(done + 1, len(futures), "ranks read")
         if future.exception() is not None:
@@ -331,7 +331,7 @@ def _main_left_alone() -> Iterator[None]:
 
 
 def _start_worker() -> None:
-    """Let Ctrl-C, which reaches every process of the terminal, end this worker at once and without a traceback.
+    """Make Ctrl-C, which reaches all processes of the terminal, end this worker at once without a traceback.
 
     Let it keep freed memory, too, since it reads and frees thousands of blocks: glibc returns free memory at the top of
     its heap only beyond twice the largest mapping freed so far, so one large mapping is freed (untouched) first.

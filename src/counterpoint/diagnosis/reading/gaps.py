@@ -1,4 +1,4 @@
-"""Assign causes to all time in which a rank's GPU ran nothing, judged by the host's activity meanwhile.
+"""Assign causes to all time in which a rank's GPU ran nothing, by the host's activity in that time.
 
 A gap ends when a GPU operation starts. Until that operation is launched the GPU waits for the host: the cause is the
 innermost host range of the launching thread at each moment, or, where that thread has none, of another thread. After
@@ -55,7 +55,7 @@ _EARLIER_US = 1000.0  # a queued operation waits longer on an idle GPU only for 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NamedShares:
-    """Holds each name's share of each cause's idle time in the rank's steps; columns have one length."""
+    """Holds the share of each named host range or operation in each cause's idle time in the rank's steps."""
 
     category: U8
     name: I32
@@ -63,7 +63,7 @@ class NamedShares:
 
     @classmethod
     def of(cls, category: U8, name: I64, time: F64, whole: F64) -> NamedShares:
-        """Return the sums of `time` by category and name (-1: none), as shares of `whole`, the µs per category."""
+        """Return the sums of `time` by category and name, each as a share of the category's µs in `whole`."""
         causes, named, shares = [np.empty(0, np.uint8)], [np.empty(0, np.int32)], [np.empty(0)]
         for each in np.flatnonzero(whole > 0).tolist():
             rows = (category == each) & (name >= 0)
@@ -116,7 +116,7 @@ class Gaps:
 
     @property
     def whole(self) -> Bools:
-        """Return a mask of each gap's first row, which has the gap's main cause."""
+        """Return a mask of rows that are the first, with the main cause, of their gap."""
         return np.concatenate(([True], self.start[1:] > self.start[:-1])) if len(self) else np.zeros(0, bool)
 
 
@@ -165,7 +165,7 @@ def _idle(timeline: Timeline, steps: StepWindows) -> tuple[F64, F64, I64]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Launches:
-    """Holds, for each gap, when and on which thread the operation that ends it was launched."""
+    """Holds when, and on which thread, the operation that ends each gap was launched."""
 
     known: Bools  # whether the launch is recorded
     launched: F64  # when it was launched; if not known, the end of the gap
@@ -207,7 +207,7 @@ class _Launches:
 
 
 def _queued(gpu: GpuOps, waits: _Launches, start: F64, end: F64) -> GapPieces:
-    """Return the part of each gap after the launch of the operation that ends it, with the part's cause.
+    """Return the part of each gap between the launch and the start of the operation that ends the gap, with a cause.
 
     If the next operation is the first of its stream and began long after its launch, the stream was busy with work that
     was launched before the recording began.
@@ -230,7 +230,7 @@ def _blocking(host: HostOps, own: U8) -> I64:
 
 
 def _judge(timeline: Timeline, threads: HostThreads, waits: _Launches, pieces: GapPieces, start: F64, end: F64) -> None:
-    """Refine the categories of `pieces` in place: slow launches, stalls, start-up or synchronisation."""
+    """Refine the categories of `pieces` in place, to slow launches, stalls, start-up or synchronisation."""
     gpu, host, gap = timeline.gpu, timeline.host, pieces.gap
     launched = np.isfinite(gpu.launch_start)
     kernels = launched & (gpu.kind != Kind.MEMCPY)
@@ -296,7 +296,7 @@ def _captures(timeline: Timeline) -> Intervals:
 def _named(
     timeline: Timeline, threads: HostThreads, thread: I64, pieces: GapPieces, op: I64, steps: Intervals
 ) -> tuple[NamedShares, NamedShares]:
-    """Return the steps' idle time by name: of host ranges or GPU operations, and of Python functions around them.
+    """Return the steps' idle time by names of host ranges or GPU operations, and of Python functions around them.
 
     Each range gets the time in which it was innermost, also in short gaps, which have one cause. A gap caused by
     a wait of the host is entirely named after the call that waited.
@@ -325,7 +325,7 @@ def _table(
     timeline: Timeline, threads: HostThreads, pieces: GapPieces, start: F64, end: F64, op: I64, host_us: F64,
     operations: NamedShares, functions: NamedShares, pauses: Pauses,
 ) -> Gaps:  # fmt: skip
-    """Sum up the pieces of each gap and cause into one row, named after the host range with the most time."""
+    """Return one row per gap and cause: the sum of their pieces, named after the host range with the most time."""
     name = np.where(pieces.row >= 0, np.append(timeline.host.name, -1)[pieces.row], -1)
     key = pieces.gap * len(CATEGORIES) + pieces.category
     order = np.lexsort((name, key))
@@ -355,7 +355,7 @@ def _table(
 
 
 def _paused(timeline: Timeline, steps: StepWindows) -> tuple[F64, F64, I32, F64]:
-    """Return start, end and thread of each long time without launches, and when the GPU had finished earlier work."""
+    """Return start, end and thread of each long pause in launches, and when the GPU had finished earlier work."""
     gpu = timeline.gpu
     rows = np.flatnonzero(np.isfinite(gpu.launch_start))
     rows = rows[np.argsort(gpu.launch_start[rows], kind="stable")]

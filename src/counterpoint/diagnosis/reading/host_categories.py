@@ -69,11 +69,11 @@ _PATTERNS = (
 
 @lru_cache(maxsize=1 << 13)
 def says(name: str, *patterns: re.Pattern[str]) -> bool:
-    """Return whether one of the patterns is found in a name; results are cached, since ranks share names."""
+    """Return whether any of the patterns occurs in a name; results are cached, since ranks share names."""
     return any(pattern.search(name) for pattern in patterns)
 
 
 @lru_cache(maxsize=1 << 13)  # the ranks of a job share their names
 def category_of(name: str) -> int:
-    """Return the category of a host range with this name, as an index into CATEGORIES."""
+    """Return the idle-time category of host ranges with this name, as an index into CATEGORIES."""
     return next((_NUMBER[c] for c, patterns in _PATTERNS if any(p.search(name) for p in patterns)), OPERATION)

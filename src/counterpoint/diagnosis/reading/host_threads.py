@@ -1,4 +1,4 @@
-"""Find the host's activity during gaps of the GPU: each thread's innermost range, and the range around it.
+"""Find the host's activity in gaps between GPU operations: each thread's innermost range and the one around it.
 
 `host_categories.py` says which cause of idle time a range's name stands for.
 """
@@ -34,7 +34,7 @@ _LIBRARY = re.compile(r"^<|^nn\.Module|(^|/)torch/|^(threading|queue|selectors|c
 
 @dataclass(slots=True)
 class GapPieces:
-    """Holds parts of gaps, each with its cause and the row of the host range at that time (-1: none)."""
+    """Holds pieces of gaps, each with a cause and the row of the host range at that time (-1: none)."""
 
     gap: I64
     start: F64
@@ -44,7 +44,7 @@ class GapPieces:
 
     @classmethod
     def joined(cls, parts: list[GapPieces]) -> GapPieces:
-        """Return one table of the pieces of all `parts`, in order."""
+        """Concatenate the tables `parts` into one."""
         return cls(*(np.concatenate([getattr(p, name) for p in parts]) for name in cls.__dataclass_fields__))
 
 
@@ -58,7 +58,7 @@ class _Layer:
 
     @classmethod
     def flat(cls, rows: I64, start: F64, end: F64, parent: I64) -> _Layer:
-        """Return the spans in which each of `rows` (sorted by start) is innermost; `parent`: each row's outer row."""
+        """Return the spans in which each host range of `rows` (by start) is innermost; `parent`: enclosing range."""
         edge = np.concatenate((end[::-1], start))  # at equal times: ends before starts, inner ends before outer ends
         label = np.concatenate((parent[rows][::-1], rows)).astype(np.int32)
         order = np.argsort(edge, kind="stable")
@@ -74,7 +74,7 @@ class _Layer:
         return np.where((span >= 0) & (when < np.append(self.end, 0.0)[span]), np.append(self.row, -1)[span], -1)
 
     def over(self, gap: I64, start: F64, end: F64) -> tuple[tuple[I64, F64, F64, I64], tuple[I64, F64, F64]]:
-        """Split the time windows of gaps into parts inside spans, with the spans' rows, and parts outside."""
+        """Split the time windows of gaps into pieces inside this layer's spans, with the spans' rows, and the rest."""
         low = np.searchsorted(self.end, start, side="right")
         count = np.maximum(np.searchsorted(self.start, end, side="left") - low, 0)
         first = np.cumsum(count) - count
@@ -112,7 +112,7 @@ class HostThreads:
 
     @classmethod
     def of(cls, timeline: Timeline, own: U8, idle: Intervals) -> HostThreads:
-        """Return the host ranges that overlap `idle`, by thread; `own` is the category of each name."""
+        """Return the host ranges that overlap the intervals `idle`, by thread; `own` is the category of each name."""
         host, gpu = timeline.host, timeline.gpu
         frames = np.array([says(n, _FRAME) for n in timeline.names], bool)
         use = (host.end > host.start) & (host.kind != HostKind.SYNC)
@@ -146,7 +146,7 @@ class HostThreads:
         return cls(host, category, inside, shared, layers, tuple(ranked.tolist()), float(first), float(last))
 
     def explain(self, thread: int, gap: I64, start: F64, end: F64) -> GapPieces:
-        """Return the host's activity in [start, end) of each gap; a short gap gets the activity at its midpoint."""
+        """Return the host's activity in [start, end) of each gap; for a short gap, the activity at the midpoint."""
         short = end - start <= SHORT_US
         some = ~short & (end > start)
         at_once = self._seen_at_once(self._layers(thread), gap[short], start[short], end[short])
@@ -165,7 +165,7 @@ class HostThreads:
         return GapPieces.joined([*parts, GapPieces(*left, none, np.full(len(none), -1))])
 
     def _layers(self, thread: int) -> list[_Layer]:
-        """Return layers by precedence: calls that block all threads, then `thread`, then the other threads."""
+        """Return the layers by precedence: calls that block all threads, then `thread`, then the other threads."""
         others = [~t for t in self.order if t != thread]
         return [self.shared, *(self.layers[t] for t in [thread, *others] if t in self.layers)]
 

@@ -1,4 +1,4 @@
-"""Represent sets of times as sorted, disjoint intervals, with union, intersection and length in O(n log n).
+"""Represent sets of times as sorted, disjoint intervals, with union, intersection and total length in O(n log n).
 
 `unique_rows` does what numpy's `unique(..., axis=0)` does, several times as fast.
 """
@@ -51,7 +51,7 @@ class Intervals:
         return np.maximum(self.before(end) - self.before(start), 0.0)
 
     def __and__(self, other: Intervals) -> Intervals:
-        """Return the intersection with another set."""
+        """Return the times that lie in both sets."""
         if not len(self) or not len(other):
             return Intervals(np.empty(0), np.empty(0))
         first = np.searchsorted(other.end, self.start, side="right")
@@ -63,11 +63,11 @@ class Intervals:
         )
 
     def __or__(self, other: Intervals) -> Intervals:
-        """Return the union with another set."""
+        """Return the times that lie in either set."""
         return Intervals.union(np.concatenate((self.start, other.start)), np.concatenate((self.end, other.end)))
 
     def covers(self, at: F64) -> Bools:
-        """Return, for each time in `at`, whether it lies in an interval."""
+        """Return a mask of the times in `at` that lie in an interval."""
         index = np.searchsorted(self.start, at, side="right") - 1
         return (index >= 0) & (at < self.end[np.maximum(index, 0)]) if len(self) else np.zeros(len(at), bool)
 

@@ -81,7 +81,7 @@ def _join_group(
 
 
 def _ids(table: CommRows, members: I64, by: str) -> list[Hashable] | None:
-    """Return an identity per row: id, operation, and count of earlier rows with both; None if any row lacks an id.
+    """Return a key per row: id, operation, and the count of earlier rows with both; None if any row lacks an id.
 
     Return None, too, if all rows have one id, which is then the communicator's, not the collective's.
     """
@@ -127,13 +127,13 @@ def _by_order(columns: dict[int, I64], rows: list[CommRows], base_us: list[float
 
 
 def _tokens(table: CommRows, members: I64) -> list[tuple[str, int]]:
-    """Return, per row, what is equal on all ranks: the operation, and its bytes (-1 if bytes may differ by rank)."""
+    """Return, per row, facts that are equal on all ranks: operation, and bytes (-1 if ranks' bytes may differ)."""
     uneven = ("all_to_all", "send_recv", "unknown", "nccl")
     return [(table.op[r], -1 if table.op[r] in uneven else int(table.bytes[r])) for r in members.tolist()]
 
 
 def align(reference: list[tuple[str, int]], reference_end: F64, other: list[tuple[str, int]], other_end: F64) -> I64:
-    """Return the index in `reference` of the partner of each element of `other`; -1: none.
+    """Return the index of the element of `reference` that each element of `other` matches; -1: none.
 
     A dynamic programme runs over k = partner - own index in a band: matched elements must have equal tokens, and the
     difference of their ends should equal that of the match before, since clocks may differ, but not the times between
@@ -192,7 +192,7 @@ def align(reference: list[tuple[str, int]], reference_end: F64, other: list[tupl
 
 
 def _same_rhythm(tokens: list[tuple[str, int]], lag: F64, penalty: float) -> bool:
-    """Return whether equal sequences match one to one, rather than each missing a different one of equal collectives.
+    """Return whether equal sequences match one to one: differences of ends show that no rank lacks a collective.
 
     The differences of ends decide, except for operations that ranks need not end together (`LOOSE_ENDS`).
     """

@@ -1,4 +1,4 @@
-"""Find the place of a launch or gap in the program, its phase and its module or layer, by host ranges around it.
+"""Find the phase and the module or layer in which a launch or gap lies, by the host ranges around it.
 
 Nothing is guessed from order or size: a name comes from ranges of the host around a launch or a time, or from the
 thread that launched.
@@ -57,7 +57,7 @@ class NamedRanges:
 
     @classmethod
     def of(cls, timeline: Timeline) -> NamedRanges:
-        """Return the host ranges of a rank that name a phase, module or parallelism."""
+        """Return a rank's host ranges that name a phase, a module or a parallelism."""
         host, names = timeline.host, timeline.names
         count = len(names)
         phase, module, serves = np.zeros(count, np.uint8), np.zeros(count, bool), np.zeros(count, np.int64)
@@ -71,7 +71,7 @@ class NamedRanges:
         return cls(timeline, row[told[host.name[row]]], phase, module, serves, _autograd_threads(timeline))
 
     def at(self, thread: I64, time: F64) -> tuple[Places, I64]:
-        """Return the place of each time on its thread, and the parallelism named around it (1 + index into _SERVES)."""
+        """Return phase and module at each time on a thread, and the parallelism named (1 + index into _SERVES)."""
         host = self.timeline.host
         phase, module = np.zeros(len(time), np.uint8), np.full(len(time), -1, np.int32)
         serves = np.zeros(len(time), np.int64)
@@ -89,7 +89,7 @@ class NamedRanges:
         return Places(phase=phase, module=module), serves
 
     def launches(self, rows: I64) -> tuple[Places, tuple[str | None, ...]]:
-        """Return the places of the launches of some GPU operations, and the parallelism that each serves."""
+        """Return the phase, the module and the parallelism in which the GPU operations `rows` were launched."""
         gpu = self.timeline.gpu
         thread = gpu.launch_thread[rows].astype(np.int64)
         found, serves = self.at(thread, gpu.launch_start[rows])
@@ -98,7 +98,7 @@ class NamedRanges:
         return found, tuple(_SERVES[s - 1][0] if s else None for s in serves.tolist())
 
     def compute(self) -> Places:
-        """Return a place per GPU operation: for the longest compute operations, that of the launch; else none."""
+        """Return phase and module of each GPU operation's launch, but only for the longest compute operations."""
         gpu = self.timeline.gpu
         found = Places(phase=np.zeros(len(gpu), np.uint8), module=np.full(len(gpu), -1, np.int32))
         rows = _longest(np.flatnonzero(gpu.kind == Kind.COMPUTE), gpu.end - gpu.start)
@@ -107,7 +107,7 @@ class NamedRanges:
         return found
 
     def gaps(self, gaps: Gaps) -> Places:
-        """Return each gap's place: where the thread that launched the operation ending the gap was in the gap's middle.
+        """Return each gap's phase and module: at the gap's middle, on the thread that launched the next operation.
 
         If that operation was launched before the middle of the gap, the place of its launch counts instead.
         """
@@ -134,7 +134,7 @@ def module_of(name: str) -> str | None:
 
 
 def in_words(phase: str | None, module: str | None) -> str:
-    """Return a place as text, ", in backward of layers.3"; empty if neither phase nor module is known."""
+    """Return phase and module as text, ", in backward of layers.3"; empty if neither is known."""
     if phase is None:
         return f", in {module}" if module else ""
     return f", in {phase} of {module}" if module else f", in {phase}"
@@ -155,7 +155,7 @@ def _phase_of(name: str) -> int:
 
 
 def _autograd_threads(timeline: Timeline) -> frozenset[int]:
-    """Return the threads that run nothing but backward: autograd's own, one per device."""
+    """Return autograd's own threads, one per device, which run nothing but backward."""
     host, names = timeline.host, timeline.names
     begun = np.array([name.startswith(_AUTOGRAD) for name in names], bool)
     other = np.array([name.startswith(_OF_THE_MAIN_THREAD) for name in names], bool)
@@ -169,7 +169,7 @@ def _autograd_threads(timeline: Timeline) -> frozenset[int]:
 def _around(
     at: npt.NDArray[np.float64], start: npt.NDArray[np.float64], end: npt.NDArray[np.float64]
 ) -> tuple[I64, I64]:
-    """Return indices of all pairs of a range and a time inside this range, in order of ranges; `at` is sorted."""
+    """Return all pairs of a range and a time inside it, as two index arrays, by range; `at` must be sorted."""
     low, high = np.searchsorted(at, start, side="left"), np.searchsorted(at, end, side="right")
     count = np.maximum(high - low, 0)
     if count.sum() > _MOST_PAIRS:

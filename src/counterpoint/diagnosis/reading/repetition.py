@@ -52,25 +52,25 @@ def repeated_steps(timeline: Timeline) -> tuple[F64, F64] | None:
 
 
 def _earliest(timeline: Timeline, first: float, pause: float) -> float:
-    """Return the start (µs) of the step whose first operation begins at `first`: up to `pause` earlier."""
+    """Return the start (µs) of the step whose first operation begins at `first`, at most `pause` µs earlier."""
     gpu, host = timeline.gpu, timeline.host
     recorded = min(first, float(host.start.min())) if len(host) else first
     return float(min(first, max(first - pause, recorded, gpu.end[gpu.start < first].max(initial=-np.inf))))
 
 
 def _waits(timeline: Timeline, rows: I64) -> I64:
-    """Return the indices at which the host's waits for the GPU divide `rows`, from 0 to `len(rows)`."""
+    """Return the indices that split `rows` at the host's waits for the GPU, with 0 and `len(rows)`."""
     passed = np.searchsorted(_host_waits(timeline), timeline.gpu.launch_start[rows])
     return np.concatenate(([0], np.flatnonzero(np.diff(passed) > 0) + 1, [len(rows)])).astype(np.int64)
 
 
 def _optimizes(timeline: Timeline, rows: I64) -> bool:
-    """Return whether a kernel of an optimizer is among these operations."""
+    """Return whether any of the operations `rows` is a kernel of an optimizer."""
     return any(_OPTIMIZER.search(timeline.names[kind]) for kind in np.unique(timeline.gpu.name[rows]).tolist())
 
 
 def _are_layers(timeline: Timeline, rows: I64, edges: I64) -> bool:
-    """Return whether the repeats between `edges` of `rows` are layers of one step rather than steps."""
+    """Return whether the repeated sequences between `edges` of `rows` are layers of one step, not steps."""
     gpu = timeline.gpu
     took = (gpu.end - gpu.start)[rows]
     if took[edges[0] : edges[-1]].sum() < _MOST * took.sum():
@@ -97,7 +97,7 @@ def _host_waits(timeline: Timeline) -> F64:
 
 
 def _period(timeline: Timeline, rows: I64) -> tuple[int, int] | None:
-    """Return the index of the first step's first operation, and the operations per step; None: no period.
+    """Return the index of the first step's first operation, and the number of operations per step; None: no period.
 
     Layers repeat, too, so a period counts only if one window of that length holds nearly all kinds of operations that
     recur, and nearly every operation equals the one a period later. Of the first operations that leave the most whole
@@ -132,7 +132,7 @@ def _period(timeline: Timeline, rows: I64) -> tuple[int, int] | None:
 
 
 def _candidates(tokens: I64, recurring: I64, occurrences: I64) -> list[int]:
-    """Return the 32 most frequent distances between repeats of the rarest operations, ascending."""
+    """Return the 32 most frequent distances between repeats of the rarest recurring operations, ascending."""
     distances: dict[int, int] = {}
     for token in recurring[np.argsort(occurrences[recurring], kind="stable")][:64].tolist():
         for gap in np.diff(np.flatnonzero(tokens == token)).tolist():

@@ -65,7 +65,7 @@ class StepWindows:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _SetUp:
-    """Holds the times of one kind of set-up work on a rank's host: graph capture, compilation or start-up."""
+    """Holds when a rank's host did one kind of set-up work: graph capture, compilation or start-up."""
 
     label: str
     ranges: Intervals
@@ -112,7 +112,7 @@ def _whole(timeline: Timeline) -> StepWindows:
 def _windows(
     timeline: Timeline, names: tuple[str, ...], begin: F64, until: F64, found_by: str, follows: Bools | None = None
 ) -> StepWindows:
-    """Return one step per host range (sorted by start); a step ends when all work that the range launched has ended.
+    """Return one step per host range (sorted by start); a step ends with the last GPU work that the range launched.
 
     The time between two ranges belongs to the first of them, unless it is longer than `_PAUSE` usual steps, or
     `follows` says that the ranges are not consecutive.
@@ -150,7 +150,7 @@ def _reach(gpu: GpuOps, begin: F64, until: F64) -> F64:
 
 
 def _outside(timeline: Timeline, steps: StepWindows) -> tuple[str, ...]:
-    """Return a note on the recorded time that lies in no step, if this time is long."""
+    """Return a note on recorded time outside the steps, if it is long."""
     tables = [t for t in (timeline.gpu, timeline.host) if len(t)]
     low, high = min(float(t.start.min()) for t in tables), max(float(t.end.max()) for t in tables)
     pauses = np.maximum(steps.start[1:] - steps.end[:-1], 0.0)
@@ -176,7 +176,7 @@ def _launched(gpu: GpuOps) -> F64:
 
 
 def _earlier_work(gpu: GpuOps, begins: float, launched_inside: Bools, found_by: str) -> float:
-    """Return the µs at which the first step's work starts if earlier work delayed it on the GPU; else -infinity.
+    """Return when the first step's work starts on the GPU (µs) if earlier work delayed it; else -infinity.
 
     An operation without a launch, in a trace that has launches, was launched before the recording. If the first
     operation of a stream, before most of the work, starts long after its launch, and nothing recorded ran between, the
@@ -203,7 +203,7 @@ def _earlier_work(gpu: GpuOps, begins: float, launched_inside: Bools, found_by: 
 
 
 def _from_annotations(timeline: Timeline) -> StepWindows | None:
-    """Return steps from the program's ranges: the longest that repeat and launch most work, else a single range.
+    """Return steps by the program's ranges: the longest repeating ones that launch most work, else a single range.
 
     Return None if no range with the name of a step, and no repeating range, launches enough of the work.
     """
@@ -238,14 +238,14 @@ def _from_annotations(timeline: Timeline) -> StepWindows | None:
 
 
 def _alike(length: F64, work: F64) -> bool:
-    """Return whether most ranges, which launch most of the work, have similar lengths, as steps have."""
+    """Return whether ranges are like steps: most of them, with most of the work, have similar lengths."""
     median = np.quantile(length, 0.5, method="lower")
     alike = (length <= _SIMILAR_FACTOR * median) & (length * _SIMILAR_FACTOR >= median)
     return bool(alike.mean() > 0.5 and work[alike].sum() > 0.5 * work.sum())
 
 
 def _is_part(timeline: Timeline, row: int) -> bool:
-    """Return whether a range's name extends that of a range around it, as `predict 0 1` inside `predict 0`."""
+    """Return whether a range's name begins with the name of a range around it: `predict 0 1` inside `predict 0`."""
     host, own = timeline.host, timeline.names[timeline.host.name[row]]
     around = (host.kind == HostKind.ANNOTATION) & (host.thread == host.thread[row])
     around &= (host.start <= host.start[row]) & (host.end >= host.end[row])
@@ -254,7 +254,7 @@ def _is_part(timeline: Timeline, row: int) -> bool:
 
 
 def _families(timeline: Timeline) -> Iterator[tuple[bool, I64]]:
-    """Yield pairs for each name and thread: whether the name is typical of steps, and the rows of its ranges there.
+    """Yield (whether a name is typical of steps, rows of ranges with that name) for each name and thread.
 
     Names that differ only in numbers or in brackets count as one. Ranges inside a range of the same name are left out.
     """
@@ -286,7 +286,7 @@ def _families(timeline: Timeline) -> Iterator[tuple[bool, I64]]:
 
 
 def _outermost(timeline: Timeline, rows: I64) -> I64:
-    """Return those of `rows` (sorted by start) that begin while no earlier row is still open."""
+    """Return the ranges of `rows` (sorted by start) that begin while no earlier one is open."""
     host = timeline.host
     reach = np.concatenate(([-np.inf], np.maximum.accumulate(host.end[rows])[:-1]))
     return rows[host.start[rows] >= reach - _ROUNDING_US]
@@ -316,7 +316,7 @@ def _between_optimizers(timeline: Timeline) -> StepWindows | None:
 
 
 def _set_up(timeline: Timeline) -> list[_SetUp]:
-    """Return the times in which the host captured graphs, compiled or started up, one entry per kind."""
+    """Return when the host captured graphs, compiled or started up: one entry per kind of set-up work."""
     host = timeline.host
     found = []
     for label, patterns, share, first_only in (
@@ -339,12 +339,12 @@ def _set_up(timeline: Timeline) -> list[_SetUp]:
 
 
 def _share(found: _SetUp, steps: StepWindows) -> F64:
-    """Return the share (0 to 1) of each step that this set-up work takes."""
+    """Return the share (0 to 1) of each step that the set-up work `found` takes."""
     return found.ranges.within(steps.start, steps.end) / np.maximum(steps.end - steps.start, 1e-3)
 
 
 def _without_set_up(steps: StepWindows, set_up: list[_SetUp]) -> StepWindows:
-    """Return the steps, with notes on those of much set-up work, and without these if others remain."""
+    """Return the steps; drop ones with much set-up work, unless no others remain, and add notes on them."""
     keep = np.ones(len(steps.names), bool)
     notes = list(steps.notes)
     for found in set_up:

@@ -57,7 +57,7 @@ class TracedJob:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Return the rank of each column."""
+        """Return the rank of each column (of arrays [S, R])."""
         return tuple(d.rank for d in self.digests)
 
     @property
@@ -72,22 +72,22 @@ class TracedJob:
 
     @property
     def gpu_recorded(self) -> bool:
-        """Return whether the trace has the operations of at least one rank's GPU, or the ranks use no GPU."""
+        """Return whether the trace has GPU operations of at least one rank, or is of a job without GPUs."""
         return any(d.device.recorded for d in self.digests)
 
     @property
     def each(self) -> str:
-        """Return the words after a time per step: "a step", or "in the recording" if no steps were found."""
+        """Return the words that follow a time per step: "a step", or "in the recording" if no steps were found."""
         return "a step" if self.has_steps else "in the recording"
 
     @property
     def each_rank(self) -> str:
-        """Return the words after a mean time over ranks: "a step and rank" or "in the recording per rank"."""
+        """Return the words that follow a mean over ranks: "a step and rank" or "in the recording per rank"."""
         return "a step and rank" if self.has_steps else "in the recording per rank"
 
     @property
     def whole(self) -> str:
-        """Return the noun to which shares refer: "step", or "recording" if no steps were found."""
+        """Return the noun of which shares are taken: "step", or "recording" if no steps were found."""
         return "step" if self.has_steps else "recording"
 
     @property
@@ -97,12 +97,12 @@ class TracedJob:
 
     @property
     def uses_torch(self) -> bool:
-        """Return whether the program uses, or may use, PyTorch: Nsight also records other programs."""
+        """Return whether the program uses PyTorch; False only for an Nsight Systems export without names of PyTorch."""
         return any(d.format != "nsys" or any(map(_TORCH.search, d.names)) for d in self.digests)
 
     @property
     def islands(self) -> I64:
-        """Return an island number per rank; collectives join ranks of one island, directly or through other ranks."""
+        """Return, per rank, its island's number; an island is a set of ranks that collectives connect."""
         there = self.joined.row >= 0
         there = there[there.sum(axis=1) >= 2]
         there = there[np.unique(np.packbits(there, axis=1), axis=0, return_index=True)[1]]  # one for each set of ranks
@@ -191,7 +191,7 @@ def assemble(digests: list[RankDigest]) -> TracedJob:
 
 
 def numbered(digests: list[RankDigest], notes: list[str]) -> list[RankDigest]:
-    """Return the digests with distinct ranks: ranks stated by the traces, else numbers in the order of the files."""
+    """Return the digests with distinct ranks: as the traces state them, else numbered in the order of the files."""
     stated: dict[int, RankDigest] = {}
     for d in (d for d in digests if d.rank_known):
         if d.rank in stated:
@@ -262,7 +262,7 @@ def _clocks(joined: Joined, digests: list[RankDigest], notes: list[str]) -> Cloc
 def _steps(
     digests: list[RankDigest], clocks: Clocks, base: list[float], notes: list[str]
 ) -> tuple[float, tuple[str, ...], F64, F64]:
-    """Return time zero, and names, starts and ends [S, R] of the steps that ranks share, else of one rank's steps."""
+    """Return time zero, and names, starts and ends [S, R] of the steps common to all ranks, else of one rank's."""
     best = ("profiler", "annotation", "optimizer", "repetition", "whole")
     column = min(range(len(digests)), key=lambda c: best.index(digests[c].steps.found_by))
     steps = digests[column].steps
@@ -323,7 +323,7 @@ def _note_joins(joined: Joined, digests: list[RankDigest], missing: tuple[int, .
 
 
 def _own_notes(digests: list[RankDigest]) -> list[str]:
-    """Return the notes on single traces: in full for a few ranks, and the number of other ranks with notes."""
+    """Return the notes on single ranks' traces: in full for a few ranks, then the number of other ranks with notes."""
     said = [d for d in digests if d.notes]
     notes = [f"rank {d.rank}: {note}" for d in said[:_RANKS_QUOTED] for note in d.notes]
     if len(said) > _RANKS_QUOTED:
@@ -395,12 +395,12 @@ class TracedStack:
 
     @property
     def nvidia_nccl(self) -> bool:
-        """Return whether NCCL's own settings apply, which RCCL and gloo lack."""
+        """Return whether the job communicates by NCCL on NVIDIA GPUs, so that NCCL's own settings apply."""
         return self.nccl and self.vendor == "nvidia"
 
     @property
     def overlaps(self) -> bool:
-        """Return whether `counterpoint.overlap(model)` can replace the collectives."""
+        """Return whether `counterpoint.overlap(model)` can replace the collectives: yes for FSDP2 with NCCL."""
         return self.fsdp2 and self.nvidia_nccl
 
 
