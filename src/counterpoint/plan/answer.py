@@ -1,4 +1,4 @@
-"""Turn a predicted step into printable records: its explained parts, timeline, curves and sensitivities."""
+"""Turn a predicted step into printable records: times by part of the step, timeline, curves and sensitivities."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def answer(
 
 
 def _anchored(job: Job, found: PredictedStep, anchor: Anchor | None) -> tuple[PredictedStep, StepInterval]:
-    """Return a predicted step and its interval, both corrected by `anchor`, an observed step, if there is one."""
+    """Return a predicted step and its time's interval, both corrected by the observed step `anchor` if it is given."""
     interval = step_interval(job, found)
     if anchor is None:
         return found, interval
@@ -141,7 +141,7 @@ def _prediction(job: Job, found: PredictedStep, asked: Mapping[str, str], anchor
 
 
 def _advice(job: Job, found: PredictedStep) -> tuple[str, ...]:
-    """Return notes: on much exposed communication, and on zero 3 where it takes more memory than zero 2."""
+    """Return notes where much communication is exposed, and where zero 3 takes more memory than zero 2 would."""
     notes = []
     if found.exposed_comm_us >= MUCH * found.step_us:
         share = f"{found.exposed_comm_us / found.step_us:.0%}"
@@ -160,7 +160,7 @@ def _parts(found: PredictedStep) -> dict[str, float]:
 
 
 def outcome(job: Job, found: PredictedStep, anchor: Anchor | None = None, **named: Any) -> PlanOutcome:
-    """Return the summary of a predicted step for its job: step time, throughput, memory and the like.
+    """Return a job's main figures from its predicted step: step time, throughput, memory and the like.
 
     Args:
         job: the job.
@@ -250,7 +250,7 @@ def _with_gpu(job: Job, **figures: object) -> Job:
 
 
 def _timeline(job: Job, found: PredictedStep, factor: float) -> tuple[Bar, ...]:
-    """Return the bars of all stages for a few micro-batches, all times multiplied by `factor`."""
+    """Return the timeline's bars, tasks of all stages for the first micro-batches, with times scaled by `factor`."""
     bars = scheduled(job.parallel.schedule, found.times, min(found.micro_batches, SHOWN_ROUNDS * job.parallel.pp))
     return tuple(
         Bar(
@@ -264,7 +264,7 @@ def _timeline(job: Job, found: PredictedStep, factor: float) -> tuple[Bar, ...]:
 def place_job(
     job: Job, path: Path, hosts: str | None, *, name: str | None = None
 ) -> tuple[PlacementResult, tuple[LaunchFile, ...]]:
-    """Return the rank orders compared for a job on a topology's hosts, and launchers' files for the best order.
+    """Return a comparison of rank orders for a job on a topology's hosts, and launchers' files for the best order.
 
     Args:
         job: the job, whose groups and the bytes that they exchange decide on the order.

@@ -83,7 +83,7 @@ def spent(training: float, *, mean: float, checkpoint: float, interval: float, r
 
 
 def optimal_interval(checkpoint: float, mean: float) -> float:
-    """Return the checkpoint interval (seconds of work) that costs least time, by Daly; ∞ where nothing fails."""
+    """Return Daly's optimal checkpoint interval, in seconds of work; ∞ where nothing fails."""
     if mean == inf:
         return inf
     if checkpoint >= 2 * mean:

@@ -1,4 +1,4 @@
-"""Compare an observed step with its job's usual steps, and correct predictions of other ways to run the job by it.
+"""Compare an observed step with its job's usual steps, and scale predictions for a changed job by the observed step.
 
 The error of a prediction has a part that all ways to run the job at hand share (`confidence.py`): its software, its
 cluster, its way of timing. One observed step tells that part: other ways to run the same job are predicted by
@@ -71,7 +71,7 @@ class Anchor(NamedTuple):
         )
 
     def interval(self, job: Job, found: PredictedStep, wide: StepInterval) -> StepInterval:
-        """Return a shifted step's interval: no width for the observed job, else the error of ratios of two predictions.
+        """Return a shifted step's interval: no width for the observed job, else the error of a predicted ratio.
 
         Args:
             job: the job of the shifted step.

@@ -49,7 +49,7 @@ class StepTime(Record, frozen=True, kw_only=True):
 
 
 class Account(Record, frozen=True, kw_only=True):
-    """Splits the time of all analysed steps into compute, communication, copies and idle; of a rank or their mean.
+    """Splits the time of all analysed steps into compute, communication, copies and idle, of one rank or as mean.
 
     duration = compute + exposed_comm + exposed memcpy + idle; communication = overlapped + exposed_comm.
     `hidden` = overlapped / communication. wait + transfer = time inside collectives that were matched across ranks,
@@ -144,7 +144,7 @@ class CollectiveKind(Record, frozen=True, kw_only=True):
 
 
 class Straggler(Record, frozen=True, kw_only=True):
-    """Names a rank that makes others wait; `delay_us` sums up how much later than the others it entered collectives."""
+    """Names a rank that makes others wait; `delay_us` is the sum of its delays in entering collectives."""
 
     rank: int
     delay_us: float
@@ -190,7 +190,7 @@ class KernelComparison(Record, frozen=True, kw_only=True):
 
 
 class Finding(Record, frozen=True, kw_only=True):
-    """Describes one problem to act on; `cost_us` is the µs that it adds to a step, by the replay if there is one."""
+    """Describes one problem to act on; `cost_us`: µs that the problem adds to a step, by the replay if there is one."""
 
     kind: str  # straggler | tail_effect | launch_order | sm_contention | bandwidth | exposed_comm | ...
     cost_us: float
@@ -232,7 +232,7 @@ class Finding(Record, frozen=True, kw_only=True):
 
 
 class HostTime(Record, frozen=True, kw_only=True):
-    """Names a host operation or Python function, and the µs of one cause of idle time in which the host ran it."""
+    """Names a host operation or Python function, and for how many µs of a cause's idle time the host ran it."""
 
     name: str
     us: float
@@ -366,7 +366,7 @@ class FindingChange(Change, frozen=True, kw_only=True):
 
 
 class KernelChange(Change, frozen=True, kw_only=True):
-    """Holds a kernel's µs per step in both runs, at this run's number of calls; only grids and shapes in both count."""
+    """Holds a kernel's µs per step in both runs, at this run's number of calls, for grids and shapes in both runs."""
 
     slowdown: float
 

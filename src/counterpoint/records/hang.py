@@ -1,4 +1,4 @@
-"""Define the record that `diagnose` prints of NCCL flight-recorder dumps: which ranks are missing in a hang.
+"""Define the record that `diagnose` prints for NCCL flight-recorder dumps: which ranks are missing in a hang.
 
 `Hang` is the contract `counterpoint.hang/1`: keys may be added, never renamed. What is not known is `null`.
 """

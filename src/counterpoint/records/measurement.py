@@ -20,7 +20,7 @@ PairClass = Literal["G-long", "C-long", "GC-equal"]
 
 
 class Timing(Record, frozen=True, kw_only=True):
-    """Holds the median (µs) over rounds, with 10th and 90th percentile, of the rank whose median is the largest.
+    """Holds the median (µs) over rounds, with 10th and 90th percentile, on the rank with the largest median.
 
     `rounds_us` has the slowest rank's time of each round; the slowest rank may change between rounds. Durations whose
     rounds were measured in alternation can be compared by `rounds_us`, round by round.

@@ -48,7 +48,7 @@ class StepInterval(Record, frozen=True, kw_only=True):
 
 
 class StepCause(Record, frozen=True, kw_only=True):
-    """Names one way in which the run may differ from the job, the µs that this adds to the step, and how to tell."""
+    """Names one way in which a run may differ from its job, the µs that it adds to the step, and how to check it."""
 
     name: str
     us: float
@@ -56,7 +56,7 @@ class StepCause(Record, frozen=True, kw_only=True):
 
 
 class ObservedStep(Record, frozen=True, kw_only=True):
-    """Compares an observed step with its job's usual steps; `causes` are ways in which the run may differ from it."""
+    """Compares an observed step with its job's usual steps; `causes`: ways in which the run may differ from its job."""
 
     step_us: float
     predicted_us: float
@@ -156,7 +156,7 @@ class SearchResult(Record, frozen=True, kw_only=True):
 
 
 class LevelLoad(Record, frozen=True, kw_only=True):
-    """Counts the bytes that cross one network level per step, in both directions; `time_us` is of its busiest GPU."""
+    """Counts bytes per step over one network level, both directions; `time_us`: transfer time of the busiest GPU."""
 
     level: str
     num_bytes: float

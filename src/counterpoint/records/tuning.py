@@ -24,7 +24,7 @@ Micros = Annotated[float, Meta(ge=0, le=1e12)]
 
 
 def as_sentence(text: str) -> str:
-    """Return a text, cut to the greatest length that a sentence may have in the file."""
+    """Return a text, cut to the greatest length that the file allows for a sentence."""
     return text[:_LONGEST]
 
 

@@ -75,7 +75,7 @@ class GpuRates(Record, frozen=True, kw_only=True):
 
 
 def clock_kept(gpu: ClusterGpu, known: Efficiency) -> float:
-    """Return a GPU's clock during training as a fraction of its clock in short bursts, for which peaks are stated.
+    """Return a GPU's clock during training / its clock in short bursts, at which data sheets state peak rates.
 
     Power is static + dynamic; dynamic power grows with the cube of the clock (clock · voltage², voltage proportional
     to clock). So under a lower power limit the clock falls with the cube root of the dynamic power that is left. A
@@ -93,7 +93,7 @@ def clock_kept(gpu: ClusterGpu, known: Efficiency) -> float:
 
 
 def _of_sheet(highest: float | None, gpu: ClusterGpu, field: str, given: float) -> float:
-    """Return the data sheet's highest clock or power; Misconfigured if it is unknown or `given` is out of range."""
+    """Return the data sheet's `highest` clock or power; raise Misconfigured if unknown, or `given` is out of range."""
     if highest is None:
         raise Misconfigured(
             f"gpu.{field} = {given}: what {printable(gpu.name)} has without it is not known; leave it out"

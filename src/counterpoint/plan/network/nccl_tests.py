@@ -105,7 +105,7 @@ Lines = list[tuple[int, str]]
 
 
 def _split(text: str) -> Iterator[Lines]:
-    """Yield the lines of each run; a line that names the program or command begins a new run."""
+    """Yield the lines of each run of nccl-tests; a line that names the program or command begins a new run."""
     lines: Lines = []
     seen_rows = False
     for number, line in enumerate(text.splitlines(), start=1):
@@ -119,7 +119,7 @@ def _split(text: str) -> Iterator[Lines]:
 
 
 def _run(lines: Lines, operation: str | None, ranks: int | None) -> NcclTestsRun | None:
-    """Return one run, or None if its lines have no row."""
+    """Return the run of nccl-tests that these lines print; None if no line is a row of its table."""
     numbered = [(number, found) for number, line in lines if (found := _ROW.search(line))]
     if not numbered:
         return None

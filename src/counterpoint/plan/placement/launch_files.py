@@ -64,7 +64,7 @@ def launch_files(placement: Placement, mesh: Sequence[tuple[str, int]] = ()) -> 
 
 
 def distribution(placement: Placement) -> str | None:
-    """Return Slurm's `--distribution` that gives this placement on the hosts in their listed order; None: none does."""
+    """Return the `--distribution` by which Slurm makes this placement on the hosts as listed; None: no value does."""
     host, hosts, rank = _hosts(placement), len(placement.hosts), np.arange(len(placement.slots))
     if len(rank) != hosts * placement.gpus:
         return None

@@ -51,7 +51,7 @@ class TopologyLevel(Record, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Topology:
-    """Describes equal hosts below a tree of units, or below a measured matrix. Slots are GPUs: host · gpus + GPU there.
+    """Describes equal hosts below a tree of units, or below a measured matrix; slot = host · gpus + GPU of the host.
 
     Raises:
         Misconfigured: Names that occur twice, units that are not nested, a matrix that is not square or symmetric.
@@ -89,7 +89,7 @@ class Topology:
         return np.lexsort(keys)
 
     def packed(self, block: int) -> I64:
-        """Return host indices along the tree; each run of `block` hosts lies below the lowest unit with room for it.
+        """Return host indices in blocks of `block` hosts, each below the lowest unit of the tree with room for it.
 
         Hosts that fill no block in their unit are joined to blocks one level above, and so on; what is left comes last.
         """

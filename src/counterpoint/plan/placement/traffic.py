@@ -42,7 +42,7 @@ PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class AxisTraffic:
-    """Describes the traffic inside the equal groups of one axis."""
+    """Describes the traffic inside the groups of one mesh axis, which have equal shapes."""
 
     axis: str  # name of the axis
     members: I64  # `[groups, ranks]`
@@ -61,7 +61,7 @@ class AxisTraffic:
 
     @property
     def in_pairs(self) -> bool:
-        """Return whether there are no more pairs than ranks; pairs are then listed instead of counted by group."""
+        """Return whether to list traffic by pairs of ranks: true if a group has no more pairs than ranks."""
         return self.pattern != "all" or self.members.shape[1] == 2
 
 
@@ -128,7 +128,7 @@ class RankTraffic:
 
 
 def sent_bytes(job: Job) -> dict[Axis, float]:
-    """Return the bytes that one rank sends per step, by axis; for pp, to one neighbour."""
+    """Return the bytes that one rank sends per step, by mesh axis; for pp, to one neighbour."""
     model, parallel, training = job.model, job.parallel, job.training
     found: dict[Axis, float] = {}
     routed, micro = model.expert_layers, training.micro_batches(parallel)

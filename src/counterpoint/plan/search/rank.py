@@ -1,4 +1,4 @@
-"""Rank searches' results by an objective, mark their Pareto front, and say where each choice loses to the best.
+"""Rank results of searches by an objective, mark their Pareto front, and say why each choice is not the best.
 
     step       µs of a step
     cost       GPU-µs of a step, with its share of what failures and checkpoints lose
@@ -36,7 +36,7 @@ def check_objective(objective: str, job: Job, counts: Sequence[int | None]) -> O
 
 
 def ranked(results: Sequence[SearchResult], objective: Objective) -> tuple[SearchResult, ...]:
-    """Return the results, that with the best choice first, and add each choice's difference from the best choice."""
+    """Return the results sorted by their best choices, each choice with its difference from the best of all."""
     found = sorted(results, key=lambda it: sum(_taken(it.choices[0], objective).values()) if it.choices else inf)
     first = found[0].choices[0]
     front = _front(choice for each in found for choice in each.choices)

@@ -74,7 +74,7 @@ ROUNDING = 1 - 1e-9  # a bound and a step add up the same times in different ord
 
 
 class _Node(NamedTuple):
-    """Describes all ways to divide a job that agree in the first `decided` of these fields, from `division` on."""
+    """Describes all ways to divide a job with equal values of the first `decided` fields, counted from `division`."""
 
     job: Job
     decided: int
@@ -86,7 +86,7 @@ class _Node(NamedTuple):
 
     @property
     def family(self) -> tuple[object, ...]:
-        """Return all choices of a way except its recomputation."""
+        """Return all settings of a way except its recomputation; of each family only the fastest way is listed."""
         return self.division, self.pipeline, self.sharding
 
 
@@ -104,7 +104,7 @@ def search(
     anchor: Anchor | None = None,
     min_fits: float | None = None,
 ) -> SearchResult:
-    """Return the `best` fastest ways to divide this job's model and batch on GPUs of its kind.
+    """Return the `best` fastest ways to divide a job's model and batch on GPUs of the job's kind.
 
     Args:
         job: the job; what is no axis of a search stays as it is.
@@ -179,7 +179,7 @@ def _on_gpus(job: Job, gpus: int) -> Job:
 
 
 class _Search:
-    """Holds the open nodes of one search, and counts those it has visited."""
+    """Holds the open nodes of one best-first search, the ways found, and counts of ways considered."""
 
     def __init__(
         self, job: Job, gpus: int, fixed: Fixed, best: int, progress: Progress | None, anchor: Anchor | None,
@@ -253,7 +253,7 @@ class _Search:
                 self.progress(done, total, self.fastest)
 
     def _list(self, node: _Node) -> None:
-        """List a predicted way, unless `best` ways, or this way with another recomputation, are listed already."""
+        """Add a predicted way to `choices`, unless they have `best` ways or this way with another recomputation."""
         if node.step is not None and node.family not in self.families and len(self.choices) < self.best:
             self.families.add(node.family)
             self.fastest_us = self.fastest_us or node.step.step_us
@@ -292,7 +292,7 @@ class _Search:
         return least(job, self.rates, mesh, layers)
 
     def _layer_times(self, job: Job, mesh: MeshTimes) -> LayerTimes:
-        """Return the (cached) layer times of a job; they depend on neither pipeline nor shards, nor on zero below 3."""
+        """Return a job's layer times, cached for all pipelines, numbers of shards and zero stages below 3."""
         parallel = replace(
             job.parallel, pp=1, virtual=1, schedule="1f1b", ends_count=False, stage_layers=None, shard=None,
             zero=3 if job.parallel.zero == 3 else 0,
@@ -338,7 +338,7 @@ class _Search:
                 self.impossible += 1
 
     def _that_fits(self, job: Job, node: _Node, totals: Callable[[Job], list[float]]) -> Job | None:
-        """Return the job with layers dealt to stages and as few recomputed as memory allows; None if it cannot fit."""
+        """Return the job with layers dealt to stages and as few layers recomputed as fit in memory; None: none fit."""
         if node.again.num_layers != 0:
             return self._dealt(job, node.pipeline, totals)
         parts = [part.layers for stage in deal_layers(job.model, job.parallel) for part in stage]

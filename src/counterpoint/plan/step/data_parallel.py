@@ -117,7 +117,7 @@ def layer_collectives(
 
 
 def layer_copies_us(job: Job, rates: GpuRates, count: ParameterCount, element: int) -> tuple[float, float]:
-    """Return the µs of FSDP2's copies for these parameters, in forward and in backward.
+    """Return the µs of FSDP2's copies of `count` parameters and their gradients, in forward and in backward.
 
     Unsharded layers are copied out of the all_gather's buffer, and gradients into the reduce_scatter's, unless the
     mechanism sends every byte to where it belongs. The rank's own shard is cast to the dtype in which it is gathered
@@ -288,7 +288,7 @@ def compress(
 def _compressed_bytes(
     how: Compression, shapes: Shapes, group: tuple[int, int], element_bytes: int
 ) -> tuple[list[Sent], float, float]:
-    """Return the collectives, and the bytes that encoding and decoding read and write, by method of compression."""
+    """Return a compression method's collectives, and the bytes that encoding and decoding read and write."""
     elements, (ranks, in_node) = _elements(shapes), group
     whole = float(elements * element_bytes)
     match how.method:

@@ -89,7 +89,7 @@ def _distinct(count: int, draws: int) -> float:
 def layer_exchanges(
     model: Model, parallel: Parallel, training: Training, experts: Experts | None = None
 ) -> tuple[Exchange, ...]:
-    """Return one layer's exchanges for one micro-batch, without those that recomputation repeats.
+    """Return one layer's exchanges for one micro-batch, not counting repetitions in recomputation.
 
     `experts` are those of the layer; None: a dense layer.
     """

@@ -46,7 +46,7 @@ FSDP = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}  #
 
 
 def is_megatron(text: str) -> bool:
-    """Return whether a text names the number of layers as Megatron-LM does, in its printed list, YAML or a script."""
+    """Return whether a text is Megatron-LM's printed list, YAML or script, by how it states the number of layers."""
     return SCRIPT.search(text) is not None or re.search(r"\bnum_layers( \.{3,}|[ \t]*:[ \t]) *\d", text) is not None
 
 
@@ -159,7 +159,7 @@ def _experts(reading: Reading, layers: int, ffn: int) -> dict[str, int] | None:
 
 
 def _frequency(reading: Reading, layers: int) -> tuple[int, int]:
-    """Return (n, d): every n-th layer has experts, after d dense ones; read from "2" or "[0, 0, 0, 1, ...]"."""
+    """Return (n, d) from "2" or "[0, 0, 0, 1, ...]": after d dense layers, every n-th layer has experts."""
     given = (reading.word("moe_layer_freq") or "1").replace(" ", "")
     if given.isdecimal():
         return max(int(given[:6]), 1), 0

@@ -96,7 +96,7 @@ class Reading:
         self.said.append(text)
 
     def notes(self, neutral: re.Pattern[str]) -> tuple[str, ...]:
-        """Return the notes: names that were read, assumptions, names that `neutral` matches, and unknown names.
+        """Return all notes: names read, assumptions, ignored names without effect (`neutral` matches), unknown names.
 
         Switches that are off are left out.
         """
