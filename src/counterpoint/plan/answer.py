@@ -207,7 +207,7 @@ def _point(label: str, job: Job | Misconfigured, anchor: Anchor | None) -> PlanO
 
 
 def scaling(job: Job, anchor: Anchor | None = None) -> tuple[Curve, ...]:
-    """Return strong- and weak-scaling curves from 1/4 to 4 times the nodes, without counts that the job cannot use."""
+    """Return strong- and weak-scaling curves for 1/4 to 4 times the nodes, without node counts that do not work."""
     nodes = max(1, job.parallel.world_size // job.cluster.gpus_per_node)
     counts = sorted({max(1, nodes // 4), max(1, nodes // 2), nodes, 2 * nodes, 4 * nodes})
     found = []

@@ -98,7 +98,7 @@ class Anchor(NamedTuple):
         )
 
     def _causes(self, slower: bool) -> Iterator[StepCause]:
-        """Yield each change of the job that alone would make its step slower, or faster, than predicted."""
+        """Yield the known changes that each make the job's step slower (`slower` false: faster) than predicted."""
         for name, change, tell in SLOWER if slower else FASTER:
             try:
                 us = predict_step(change(self.job)).step_us - self.predicted_us

@@ -350,7 +350,7 @@ COMPARISON_SCHEMA = "counterpoint.comparison/1"
 
 
 class Change(Record, frozen=True, kw_only=True):
-    """Holds one time (µs) in the earlier run and in this run; None: the run does not have this time; it counts as 0."""
+    """Holds one time (µs) in the earlier run and in this run; None: a run does not have the time, and 0 is assumed."""
 
     name: str
     before_us: float | None
@@ -359,7 +359,7 @@ class Change(Record, frozen=True, kw_only=True):
 
 
 class FindingChange(Change, frozen=True, kw_only=True):
-    """Holds the cost of one finding in the earlier run and in this run; None: not found. `name` is its title."""
+    """Holds one finding's cost in the earlier run and in this run; None: not found. `name` is the finding's title."""
 
     kind: str
     rank: int | None

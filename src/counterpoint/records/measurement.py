@@ -226,7 +226,7 @@ class Measurement(Record, frozen=True, kw_only=True):
 
 
 class Launched(Record, frozen=True, kw_only=True):
-    """Describes one kernel, copy or memset as the profiler (CUPTI) or the driver saw it; unknown is `null`."""
+    """Describes one kernel, copy or memset as the profiler (CUPTI) or the driver saw it; unknown fields are `null`."""
 
     kind: Literal["kernel", "copy", "memset"]
     name: str

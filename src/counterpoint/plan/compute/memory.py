@@ -119,7 +119,7 @@ def least_gib(job: Job) -> float:
 
 
 def sharded_parameters(job: Job, stage: StagePart) -> float:
-    """Return how many of a stage's parameters a shard of zero holds, over all replicas or `parallel.shard` ranks."""
+    """Return how many parameters of a stage one rank's zero shard has, over all replicas or `parallel.shard` ranks."""
     count, group = part_parameters(job.model, job.parallel, stage), axes(job.parallel)
     ranks = group["dp_cp"].ranks if job.parallel.shard is None else group["shard"].ranks
     return count.shared / ranks + count.experts / group["expert_dp"].ranks

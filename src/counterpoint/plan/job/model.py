@@ -162,7 +162,7 @@ class Model(JobRecord, frozen=True, kw_only=True):
 
 
 class ParameterCount(Record, frozen=True, kw_only=True):
-    """Counts parameters: `shared` ones are reduced over all replicas, `experts` over ranks with the same experts."""
+    """Counts parameters: all replicas reduce gradients of `shared` ones, ranks with the same experts of `experts`."""
 
     shared: float
     experts: float = 0.0

@@ -30,7 +30,7 @@ SAME_LINK = 0.02  # largest relative difference between a link's bandwidth and a
 
 
 class LevelTerm(Record, frozen=True, kw_only=True):
-    """Describes one phase at one network level: `latency_us` = hops · hop_us, `bandwidth_us` = share · S / gb_per_s."""
+    """Describes a collective's phase at one level: `latency_us` = hops · hop_us, `bandwidth_us` = share · S / GB/s."""
 
     level: str
     hops: float

@@ -128,7 +128,7 @@ def _read(text: str, ranks: int | None) -> tuple[NcclTestsRun, ...]:
 
 
 def _gpu(runs: Sequence[NcclTestsRun], given: str | None) -> str:
-    """Return the name of the GPU on which all runs were made."""
+    """Return the name of the GPU of all runs; raise Misconfigured if runs differ, or the name is not known."""
     if given is not None:
         return find_gpu(given).name
     found = {run.gpu for run in runs}

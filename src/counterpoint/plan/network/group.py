@@ -103,7 +103,7 @@ class Reach(NamedTuple):
         return self.ranks / self.units[level]
 
     def fan(self, level: int) -> float:
-        """Return how many units of the level below that hold ranks of the group are joined by one unit of `level`."""
+        """Return how many units of the level below one unit of `level` joins, of the units with ranks of the group."""
         return self.units[level] / self.units[level + 1]
 
 

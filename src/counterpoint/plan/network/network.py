@@ -271,7 +271,7 @@ def network_of(cluster: Cluster, *, nccl: tuple[int, int] = (2, 28), name: str =
 
 
 def _is_replaced(protocol: Protocol, own: tuple[Protocol, ...]) -> bool:
-    """Return whether the user's own protocols cover the operations and links of a shipped one."""
+    """Return whether an `own` protocol of the user has the same operations as `protocol` and a link kind in common."""
     return any(each.operations == protocol.operations and {*each.kinds} & {*protocol.kinds} for each in own)
 
 

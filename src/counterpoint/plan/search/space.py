@@ -172,7 +172,7 @@ def pipelines(job: Job, division: Division, fixed: Fixed) -> Iterator[Pipeline]:
 
 
 def _virtual(layers: int, pp: int) -> tuple[int, ...]:
-    """Return numbers of parts per stage, above 1, that divide a stage's layers (embedding and head counted or not)."""
+    """Return the numbers of parts per stage, above 1, that divide a stage's layers (embedding, head counted or not)."""
     each = {layers // pp, -(-layers // pp), *((layers + 2) // pp for _ in (0,) if (layers + 2) % pp == 0)}
     return tuple(sorted({virtual for stage in each for virtual in divisors(stage) if virtual > 1}))
 

@@ -140,7 +140,7 @@ def layer_copies_us(job: Job, rates: GpuRates, count: ParameterCount, element: i
 def _collectives(
     job: Job, prices: MeshTimes, count: ParameterCount, alone_us: Callable[[Axis, str, float], float], element: int
 ) -> tuple[list[CollectiveTime], list[CollectiveTime]]:
-    """Return the collectives of parameters and of gradients; ranks with the same shard all_reduce its gradients."""
+    """Return the collectives of parameters and of gradients, with all_reduces over ranks that hold the same shard."""
     gathered, gradients = [], []
     for axis, replicas, parameters in _sharded_axes(job, count):
         size = parameters * job.training.grad_bytes

@@ -207,7 +207,7 @@ def part_time(job: Job, rates: GpuRates, prices: MeshTimes, part: StagePart, lay
 
 
 def with_offloading(job: Job, part: StagePart, time: MicroBatchTime) -> MicroBatchTime:
-    """Return a part's time plus the exposed time of copying activations to the host (forward) and back (backward)."""
+    """Return a part's time plus the exposed time to copy activations to the host (forward) and back (backward)."""
     if not job.training.offload_activations:
         return time
     copy_us = offloaded_bytes(job, part) / job.cluster.gpu.host_bytes_per_us
@@ -404,7 +404,7 @@ def _accumulation(job: Job, experts: Experts | None) -> tuple[Operation, ...]:
 def _sharding_time(
     job: Job, rates: GpuRates, prices: MeshTimes, part: StagePart, alone: MicroBatchTime
 ) -> MicroBatchTime:
-    """Return the time of zero 3's copies and exposed communication in a stage's part; the model's ends are one unit."""
+    """Return the time that zero 3 adds to a stage's part: copies, and exposed communication of layers and both ends."""
     mechanism, persistent = job.disturbance_of("dp"), rates.efficiency.persistent
     count = max(part.layers + part.mtp, 1)
     alike = StagePart(layers=part.layers, routed=part.routed, mtp=part.mtp)
