@@ -71,7 +71,7 @@ SHOWN_ROUNDS = 4  # rounds shown in a timeline; a round is as many micro-batches
 def answer(
     job: Job, *, asked: Mapping[str, str] | None = None, detailed: bool = False, anchor: Anchor | None = None
 ) -> Prediction:
-    """Return the printable prediction of a job.
+    """Return a job's predicted step as a `Prediction`, the record that is printed.
 
     Args:
         job: the job.
@@ -154,7 +154,7 @@ def _advice(job: Job, found: PredictedStep) -> tuple[str, ...]:
 
 
 def _parts(found: PredictedStep) -> dict[str, float]:
-    """Return the µs of each part of a step, without negligible parts."""
+    """Return the µs of a predicted step by part (`PARTS`), without negligible parts."""
     each = {name: found.parts[f"{name}_us"] for name in PARTS}
     return {name: us for name, us in each.items() if us > NEGLIGIBLE * found.step_us}
 
@@ -190,7 +190,7 @@ def outcome(job: Job, found: PredictedStep, anchor: Anchor | None = None, **name
 
 
 def curve(name: str, jobs: Iterable[tuple[str, Job | Misconfigured]], anchor: Anchor | None = None) -> Curve:
-    """Return a curve: the predicted step for each (value, job) from `swept`, or why that job is impossible."""
+    """Return a curve with a point per (value, job) from `swept`: the predicted step, or why the job is impossible."""
     points = tuple(_point(label, job, anchor) for label, job in jobs)
     if all(point.why_not for point in points):
         raise Misconfigured(f"{name}: no value can be: {points[0].why_not}")

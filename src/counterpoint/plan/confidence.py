@@ -216,7 +216,7 @@ def source_weights(sources: Sequence[str]) -> np.ndarray:
 def conformal_quantile(errors: np.ndarray, weights: np.ndarray, level: float) -> float:
     """Return the smallest error up to which the fraction `level` of all weight lies; infinite with too few rows.
 
-    All weight includes 1 for the predicted step, whose error may be larger than those of all rows.
+    The total weight includes 1 for the predicted step, whose error may be larger than every row's error.
     """
     order = np.argsort(errors, kind="stable")
     reached = np.cumsum(weights[order])
@@ -301,7 +301,7 @@ class MeasuredErrors:
         )
 
     def _lost(self, features: Mapping[str, str]) -> np.ndarray:
-        """Return the dissimilarity d between each row's features and these; a row's weight is exp(-d)."""
+        """Return each row's dissimilarity d to the given features; the row's weight is exp(-d)."""
         lost = np.zeros(len(self.rows))
         for name, each in LOST.items():
             if features[name] != UNKNOWN:
@@ -335,7 +335,7 @@ class MeasuredErrors:
         )
 
     def validated(self, features: Mapping[str, str]) -> str:
-        """Return a line: the error of rows with equal features, or "not validated" and how the closest row differs."""
+        """Return a line: "validated" and the error of rows with equal features, or "not validated" and why not."""
         found = self.likely(features)
         unlike = {  # of software and year that are not named, nobody can say that they differ
             name: self._values[name] != features[name] for name in FEATURES if features[name] != UNKNOWN
@@ -449,7 +449,7 @@ def measured_errors() -> MeasuredErrors:
 
 
 def step_interval(job: Job, found: PredictedStep) -> StepInterval:
-    """Return the interval of a predicted step, based on the rows that the package ships."""
+    """Return the interval of a predicted step's time, from errors of the measured steps that the package ships."""
     return measured_errors().interval(job_features(job), found.step_us, found.slowest_us)
 
 

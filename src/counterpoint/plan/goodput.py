@@ -10,7 +10,8 @@ N · e^restart · (e^(interval + checkpoint) - 1), is in parts
     lost work     N · (e^(interval + checkpoint) - 1 - interval - checkpoint)
     restarts      N · (e^(interval + checkpoint) - 1) · (e^restart - 1)          with failures during restarts
 
-The interval is given, or Daly's optimum (equation 37), which is Young's √(2 · checkpoint · mean) for short checkpoints.
+The interval is given by the job, or is Daly's optimum (equation 37): for short checkpoints, Young's √(2 · checkpoint ·
+mean).
 """
 
 from __future__ import annotations

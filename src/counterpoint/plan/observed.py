@@ -1,11 +1,11 @@
 """Compare an observed step with its job's usual steps, and scale predictions for a changed job by the observed step.
 
-The error of a prediction has a part that all ways to run the job at hand share (`confidence.py`): its software, its
-cluster, its way of timing. One observed step tells that part: other ways to run the same job are predicted by
+One part of a prediction's error is the same for all ways to run a job (`confidence.py`): it comes from the software,
+the cluster and the way of timing. One observed step measures that part: other ways to run the same job are predicted by
 
     step = predicted · observed / predicted of the job as it ran
 
-and their interval is that of ratios of two predictions, which is narrower than an interval of a step.
+and their interval is the error of a ratio of two predictions, which is narrower than the interval of one step.
 """
 
 from __future__ import annotations

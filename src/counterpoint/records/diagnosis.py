@@ -24,7 +24,7 @@ Severity = Literal["high", "medium", "low"]
 
 
 def ranks_in_words(ranks: tuple[int, ...]) -> str:
-    """Return ascending ranks as text, `ranks 0-3, 5, 8-15`; of more than 8 runs only the first are named."""
+    """Return ascending ranks as text, `ranks 0-3, 5, 8-15`; of more than 8 ranges only the first 8 are named."""
     starts = [r for r, before in zip(ranks, (None, *ranks), strict=False) if before is None or r - before > 1]
     ends = [r for r, after in zip(ranks, (*ranks[1:], None), strict=True) if after is None or after - r > 1]
     runs = [f"{a}-{b}" if b > a else str(a) for a, b in zip(starts, ends, strict=True)]
@@ -93,8 +93,8 @@ class Collective(Record, frozen=True, kw_only=True):
     """Describes one collective, matched across the ranks that took part in it.
 
     The wait of a rank = last start - own start, null where no other rank is matched; transfer = last end - last start;
-    exposed = mean over ranks of the time in it with no compute running. `bytes` is the full array (nccl-tests), null
-    where the trace does not say.
+    exposed = mean over ranks of the time inside the collective while no compute runs. `bytes` is the full array
+    (nccl-tests), null where the trace does not say.
     """
 
     op: str
@@ -119,12 +119,12 @@ class Collective(Record, frozen=True, kw_only=True):
 
 
 class CollectiveKind(Record, frozen=True, kw_only=True):
-    """Sums up the collectives of one operation, group, size and phase in the analysed steps; means per call.
+    """Sums up the collectives of one operation, group, size and phase in the analysed steps: count, times, bandwidth.
 
-    `exposed_us` is per step and rank; of concurrent collectives, the one that compute waits for counts.
-    `best_gb_per_s` is the highest bus bandwidth of any kind of the group in this recording: its links can do as much.
-    `link_gb_per_s` is what the links of one GPU carry, by the user's machine profile or the data sheet; null for an
-    unknown GPU, and where the group may be on several hosts.
+    `exposed_us` is per step and rank; of concurrent collectives, the one that compute waits for counts. `best_gb_per_s`
+    is the highest bus bandwidth that any kind of collective of the group has in this recording. `link_gb_per_s` is what
+    the links of one GPU carry, by the user's machine profile or the data sheet; null for an unknown GPU, and where the
+    group may be on several hosts.
     """
 
     op: str
@@ -254,7 +254,7 @@ class IdleCause(Record, frozen=True, kw_only=True):
 class Idle(Record, frozen=True, kw_only=True):
     """Splits the idle time of a step (mean over ranks) into causes, which add up to `idle_us`; the longest is first.
 
-    `explained_us` is the idle time whose cause the trace shows. launches: calls per step that put something on the GPU;
+    `explained_us` is the idle time whose cause the trace shows. launches: calls per step that launch work on the GPU;
     launch_interval_us: from one launch to the next, without stalls; kernel_us: duration of the mean compute kernel.
     """
 
@@ -374,7 +374,7 @@ class KernelChange(Change, frozen=True, kw_only=True):
 class Comparison(Record, frozen=True, kw_only=True):
     """Compares a run with an earlier run; every list has the largest growth first.
 
-    `parts` add up to `step`: compute, exposed communication, copies, idle.
+    `parts` (compute, exposed communication, copies, idle) add up to `step`.
     """
 
     schema: str = COMPARISON_SCHEMA

@@ -52,8 +52,8 @@ class Scenario(Record, frozen=True, kw_only=True, tag=True):
 class BlockRow(Record, frozen=True, kw_only=True):
     """Holds the time of one operation alone: a collective with a size and a number of CTAs, a copy, or a GEMM.
 
-    Other rows hold the time of a matmul that depends on communication, or of one of its two parts (these rows have
-    `can_hide`), or of one leg of an exchange of tokens.
+    Other rows hold the time of a matmul that depends on communication, or of this matmul or communication alone (all
+    these rows have `can_hide`), or of one leg of an exchange of tokens.
     """
 
     # "all_gather", "gemm 8192x8192x8192", "all_gather_matmul 8192x7168x8192", "dispatch mixtral-8x7b 4096 zipf"

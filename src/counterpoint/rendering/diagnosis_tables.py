@@ -1,7 +1,7 @@
 """Make the tables of a diagnosis: time by kind, idle time, collectives, late ranks, kernels, what-ifs.
 
-Totals are shown **per step** (the mean over the analysed steps), because that is what a user notices; data frames and
-JSON keep the sums.
+Totals are shown **per step** (the mean over the analysed steps), because users notice the time of a step; data frames
+and JSON keep the sums.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def verbose_tables(diagnosis: Diagnosis) -> list[Table]:
 
 
 def steps_in(diagnosis: Diagnosis) -> int:
-    """Return the number of analysed steps, at least 1; sums are divided by it for means per step."""
+    """Return the number of analysed steps, at least 1, by which sums are divided for means per step."""
     return max(1, len(diagnosis.steps))
 
 
@@ -79,7 +79,7 @@ def budget(account: Account) -> dict[str, float]:
 
 
 def worst_ranks(accounts: Sequence[RankAccount], limit: int, late: Container[int] = ()) -> list[RankAccount]:
-    """Return at most `limit` accounts in order of rank: those of late ranks, then of ranks with least compute."""
+    """Return at most `limit` accounts, of late ranks and then of ranks with least compute, in order of rank."""
     if len(accounts) <= limit:
         return list(accounts)
     worst = sorted(

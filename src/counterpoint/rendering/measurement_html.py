@@ -1,4 +1,4 @@
-"""Draw `hidden` against T_c / T_g on one page: a panel per collective and launch order, a line per mechanism."""
+"""Draw the hidden fraction against T_c / T_g on a page: a panel per collective and order, a line per mechanism."""
 
 from __future__ import annotations
 
@@ -76,7 +76,8 @@ def _details(measurement: Measurement) -> list[Table]:
 def figure(rows: Sequence[Row]) -> Figure:
     """Return a figure with a row of panels per collective and a column per launch order, all with the same axes.
 
-    Each point is a row at its measured ratio; the line joins the means of the rows that asked for the same ratio.
+    Each point is a row at its measured ratio; a line joins the means of the rows for which the same ratio was
+    requested.
     """
     mechanisms = list(dict.fromkeys(row.mechanism for row in rows))
     collectives = list(dict.fromkeys(row.operation for row in rows))

@@ -437,7 +437,7 @@ def setting(value: object) -> str:
 
 
 def varying(choices: Sequence[PlanOutcome]) -> Sequence[str]:
-    """Return the fields in which a choice differs from the defaults, but no schedule that `virtual` implies."""
+    """Return the fields with another value than the default in a choice; `virtual` already tells "interleaved"."""
     fields = choices[0].settings if choices else {}
     told = (1, None, False, "1f1b", "interleaved")
     return [name for name in fields if any(each.settings[name] not in told for each in choices)]

@@ -74,8 +74,8 @@ def print_tables(tables: Iterable[Table], console: Console) -> None:
 def print_table(table: Table, console: Console) -> None:
     """Print a table below its title, then the number of rows left out, the legend and the notes.
 
-    In a table wider than the terminal, texts wrap; then optional columns are left out, and a line names them. If
-    that is not enough, lines are longer than the terminal.
+    In a table wider than the terminal, texts wrap; then optional columns are left out, and a line names these columns.
+    If the rest is still too wide, lines are longer than the terminal.
     """
     heading(console, table.title, table.unit)
     rows = table.filled()[: table.most]

@@ -178,7 +178,8 @@ def _notes(tuned: Tuned) -> list[str]:
 def pair_tables(pairs: Sequence[TunedPair]) -> tuple[Table, ...]:
     """Return a table for each of the first `MAX_PAIRS` pairs, largest saving per step first.
 
-    Each has all mechanisms tried, the fastest first and marked ones last; if none was tried, the choice and stock.
+    Each table has all mechanisms tried, the fastest first and marked ones last; if none was tried, the choice and
+    stock.
     """
     ordered = sorted(enumerate(pairs, 1), key=lambda one: (one[1].is_left, -one[1].saved_us))
     return tuple(_pair(number, pair, len(pairs) > OPEN_PAIRS) for number, pair in ordered[:MAX_PAIRS])

@@ -8,14 +8,14 @@
     latent attention: products into the latents are not cut; with sequence parallelism each rank makes those of its
     tokens (Megatron-LM, multi_latent_attention.py)
 
-Bytes of the memory-bound operations are those of the kernels that run: `fused` as Megatron-LM has them (arXiv
+The bytes of a memory-bound operation are summed over the kernels that run: `fused` as Megatron-LM has them (arXiv
 2104.04473, section 4.2: bias + GeLU, bias + dropout + add, scale + mask + softmax), `eager` one kernel per operator, as
 in the profile of a Llama-3-8B layer on H200 (`samples/fsdp-healthy`). Without flash attention the scores go to memory:
 softmax and dropout over [micro_batch, heads / tp, sequence, sequence].
 
-In fp8 are the linear layers of the blocks: not attention unless asked for, and never the router, embedding and logits.
-Their input, their weight (once a step, with zero 3 whenever it was gathered) and the gradient of their output are cast,
-each in two layouts, since fp8 products want both operands with k in a row.
+In an fp8 job the linear layers of the blocks run in fp8, attention only if asked for, and router, embedding and logits
+never. Each linear layer casts its input, its weight (once a step, with zero 3 after each all_gather) and the gradient
+of its output, each in two layouts, since fp8 matmuls want both operands contiguous along k.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class LayerWork(Record, frozen=True, kw_only=True):
     backward: tuple[Operation, ...] = ()
 
     def recomputed(self, modules: Collection[RecomputeModule], *, routed: bool) -> tuple[Operation, ...]:
-        """Return the forward operations of `modules`, which backward recomputes; `routed`: the layer has experts."""
+        """Return the forward operations of `modules` that backward recomputes; `routed`: the layer has experts."""
         found = self.core if "core_attn" in modules else ()
         if "layernorm" in modules:
             found += self.norms
@@ -166,7 +166,7 @@ class LayerWork(Record, frozen=True, kw_only=True):
 
 
 class LocalShape(Record, frozen=True, kw_only=True):
-    """Describes the part of a micro-batch that one rank works on."""
+    """Describes one rank's share of a micro-batch: tokens, and how many ranks shard matrices and experts."""
 
     batch: int  # samples
     queries: int  # tokens of a sample on this rank
@@ -215,7 +215,7 @@ class LocalShape(Record, frozen=True, kw_only=True):
         return self.batch * self.queries
 
     def expert_rows(self, experts: Experts) -> float:
-        """Return (token rows that experts' buffers hold) / (mean rows): `imbalance`, or `ep` for fixed-size buffers.
+        """Return token rows in the experts' buffers / mean rows: `imbalance`, or `ep` for buffers of fixed size.
 
         Buffers have a fixed size where no host waits for the number of rows: all ranks may choose this rank's experts.
         """
@@ -262,7 +262,8 @@ def _linear(
 ) -> LayerWork:
     """Return the operations of a linear layer: `batch` products [m, k] x [k, n] forward, twice as many backward.
 
-    Without `m`, the input is all tokens of the rank. `normed`: a norm writes the input; `fp8`: fp8 if the job is.
+    Without `m`, the input is all tokens of the rank. `normed`: a norm writes the input; `fp8`: the layer runs in fp8 if
+    the job does.
     """
     rows, size = local.tokens if m is None else m, local.element_bytes
     fp8 = fp8 and bool(local.fp8)
@@ -350,7 +351,7 @@ def _rotary(local: LocalShape, num_bytes: float) -> LayerWork:
 
 
 def _norms(name: str, local: LocalShape, elements: float, *, count: int) -> LayerWork:
-    """Return the operations of `count` norms of `elements` elements in all; backward reads x, dy twice, writes dx."""
+    """Return the operations of `count` norms over `elements` elements in total, forward and backward."""
     (each, kernels), (each_back, kernels_back) = FUSED_NORM if local.fused_norms else EAGER_NORM
     size = local.element_bytes / 2
     return LayerWork(

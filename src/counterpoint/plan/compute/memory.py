@@ -1,4 +1,4 @@
-"""Compute the memory of the fullest GPU: what it keeps from step to step, and what a micro-batch keeps for backward.
+"""Compute the memory of the fullest GPU: parameters and states kept over steps, activations kept for backward.
 
 parameters   bytes of an element · parameters of the rank             / shards with zero 3
 gradients    grad_bytes · the same                              / shards with zero 2 and 3
@@ -188,7 +188,7 @@ class _Activations(NamedTuple):
 
 
 def _activations(job: Job, parts: tuple[StagePart, ...]) -> _Activations:
-    """Return the bytes of activations of one micro-batch in a stage."""
+    """Return the bytes of one micro-batch's activations in a stage: kept for backward, in use, and of one layer."""
     model, training = job.model, job.training
     local, kind, modules = LocalShape.of(job.parallel, training), training.recompute, training.recompute_modules
     stage, kept, working, layer = whole_stage(parts), 0.0, 0.0, 0.0
@@ -215,7 +215,7 @@ def _activations(job: Job, parts: tuple[StagePart, ...]) -> _Activations:
 
 
 def _under_way(model: Model, experts: Experts, local: LocalShape, capacity_factor: float) -> float:
-    """Return the bytes of the fixed buffers that carry tokens to experts and back; all layers share them."""
+    """Return the bytes of the fixed-size buffers in which tokens travel to experts and back; all layers share them."""
     mean = float(local.tokens_between) * experts.per_token
     rows = {
         "all_to_all": 0.0,

@@ -28,7 +28,7 @@ MIN_DYNAMIC = 0.01  # least dynamic power, as a fraction of the power limit with
 
 
 class GpuRates(Record, frozen=True, kw_only=True):
-    """Holds the rates of one GPU in one precision; peaks are the data sheet's, scaled to the clock the GPU keeps."""
+    """Holds one GPU's rates in one precision; peaks are the data sheet's, scaled to the GPU's clock in training."""
 
     gpu: str  # its name
     peak: float  # FLOP per µs; in an fp8 job the bf16 peak, for operations that are not in fp8

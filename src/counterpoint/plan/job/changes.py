@@ -4,7 +4,7 @@
     swept(tables, {}, "nodes", ["1", "2", "4"])                  one job for each value
 
 Values are as TOML has them; a bare word stands for a string. Flags that name a part of the job come first, then fields,
-then the number of nodes, whatever order they are given in; only the job in the end has to be possible.
+then the number of nodes, whatever order they are given in; only the resulting job has to be possible.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def with_levels(job: Job, change: Callable[[Level], dict[str, float]]) -> Job:
 
 
 def scaled_links(job: Job, factor: float, *, network: bool) -> Job:
-    """Return the job with `factor` times the bandwidth between nodes (`network`), or inside them."""
+    """Return the job with `factor` times the bandwidth between nodes (`network` true) or inside nodes (false)."""
     return with_levels(
         job, lambda level: {"gb_per_s": factor * level.gb_per_s} if (level.kind == "network") == network else {}
     )

@@ -108,7 +108,7 @@ class Cluster(Record, frozen=True, kw_only=True):
         return self.levels[0].size
 
     def level_of(self, ranks: int, stride: int = 1) -> int:
-        """Return the lowest level's index that joins `ranks` ranks, `stride` apart; raise Misconfigured if no one."""
+        """Return the index of the lowest level that joins `ranks` ranks, `stride` apart, or raise Misconfigured."""
         span = (ranks - 1) * stride + 1
         for index, level in enumerate(self.levels):
             if span <= level.size:

@@ -182,7 +182,8 @@ class ClusterTable(JobRecord, frozen=True, kw_only=True):
     def linked(self, cluster: Cluster, ranks: int) -> Cluster:
         """Return the cluster with `nic_gbit`, `nics`, `failed_nics` and `oversubscription` applied.
 
-        All levels of a named network are written out, also those above the job, so that it can grow afterwards.
+        All levels of a named network are written out, also levels above the job, so that the cluster can grow
+        afterwards.
 
         Raises:
             Misconfigured: the job uses no network between nodes.
@@ -257,11 +258,11 @@ class Job(Record, frozen=True, kw_only=True):
         return self.cluster.gpu.profile
 
     def mechanism_of(self, axis: str) -> str:
-        """Return the name of the mechanism that runs the collectives of one axis."""
+        """Return the name of the mechanism that runs the collectives of one mesh axis."""
         return self.mechanisms.get(axis, self.mechanism)
 
     def disturbance_of(self, axis: str) -> Disturbance:
-        """Return by how much compute and the collectives of one axis slow each other down."""
+        """Return by how much compute and the collectives of one mesh axis slow each other down."""
         return disturbance(self.mechanism_of(axis), self.profile)
 
 

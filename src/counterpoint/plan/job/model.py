@@ -162,7 +162,7 @@ class Model(JobRecord, frozen=True, kw_only=True):
 
 
 class ParameterCount(Record, frozen=True, kw_only=True):
-    """Counts parameters: all replicas reduce gradients of `shared` ones, ranks with the same experts of `experts`."""
+    """Counts parameters: gradients of `shared` are reduced over all replicas, of `experts` over fewer ranks."""
 
     shared: float
     experts: float = 0.0
@@ -238,8 +238,8 @@ def layer_flops(model: Model, sequence: int, experts: Experts | None = None) -> 
     """Return the forward FLOPs of one token in one layer, for samples of `sequence` tokens.
 
     They are 2 per parameter of a matrix that the token visits, and 2 · heads · (d + v) · sequence of attention, which
-    is counted in full although flash attention skips the causal half (arXiv 2204.02311, appendix B); of a window, the
-    same multiple of what it leaves.
+    is counted in full although flash attention skips the causal half (arXiv 2204.02311, appendix B); a sliding window
+    lowers this count by the fraction of pairs that it drops.
     """
     matrices = 3 if model.gated else 2
     visited = _cut_attention(model) + (model.hidden * model.mla.latent_width if model.mla else 0)

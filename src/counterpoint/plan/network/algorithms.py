@@ -165,7 +165,7 @@ def schedule(operation: str, algorithm: str, at: Reach) -> Schedule | None:
 
 
 def own_share(operation: str, algorithm: str, at: Reach) -> float:
-    """Return the fraction of S that a rank copies or adds but does not send: in a ring, the last shard received."""
+    """Return the fraction of the full array that a rank copies or adds, but does not send: in a ring, one shard."""
     return 1 / at.ranks if algorithm == "ring" and operation in PASSES else 0.0
 
 

@@ -2,8 +2,8 @@
 
     T = base + (H^j + X^j)^(1/j) + O + fill · √(base · X)      H hops, X links, O the own shard (`network.py`)
 
-Each protocol has the figures of the network at hand, fitted ones where something was measured; `algorithms.py` says
-which one NCCL takes. `algorithm` asks for the time of another algorithm, whether or not NCCL offers it.
+Each protocol has the figures of the given network, fitted ones where collectives were measured; `algorithms.py` says
+which protocol NCCL takes. `algorithm` asks for the time of another algorithm, whether or not NCCL offers it.
 """
 
 from __future__ import annotations

@@ -99,11 +99,11 @@ class Reach(NamedTuple):
         return tuple(i for i in range(len(self.shares_uplink)) if self.units[i] > self.units[i + 1])
 
     def members(self, level: int) -> float:
-        """Return how many ranks of the group one unit of the level below holds on average; 1 at level 0."""
+        """Return the mean number of ranks of the group in one unit of the level below; 1 at level 0."""
         return self.ranks / self.units[level]
 
     def fan(self, level: int) -> float:
-        """Return how many units of the level below one unit of `level` joins, of the units with ranks of the group."""
+        """Return the mean number of units, one level below, that hold ranks of the group in one unit of `level`."""
         return self.units[level] / self.units[level + 1]
 
 

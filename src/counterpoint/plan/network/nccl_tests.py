@@ -2,7 +2,7 @@
 
 A run is one program of nccl-tests (all_reduce_perf and so on): lines that begin with #, which name its devices, then a
 line for each size, out of place and in place. Sizes are of the full array. Launchers may put a prefix before each line.
-Each row says its time, and bandwidths that follow from it: time, operation and ranks have to agree with them.
+Each row has a time and the bandwidths that follow from it: they must agree with time, operation and number of ranks.
 """
 
 from __future__ import annotations

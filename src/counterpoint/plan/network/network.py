@@ -15,7 +15,7 @@ NCCL's model takes the protocol of its name on the measured links (`algorithms.p
 bandwidth or more latency.
 
 Networks by name have their levels from networks.toml, NCCL's figures from protocols.toml and fitted ones from fits/. A
-fit serves clusters of the GPUs that it names; elsewhere NCCL's own figures count.
+fit serves clusters of the GPUs that it names; other clusters have NCCL's own figures.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Write a placement as the text of files that launchers read; the caller saves the files.
 
 Launchers count the ranks of a host by rank number (`SLURM_LOCALID`, `OMPI_COMM_WORLD_LOCAL_RANK`), programs take the
-GPU of that number, and a `Placement` gives out the GPUs of a host in the same order.
-Formats: srun(1) (`--distribution`, SLURM_HOSTFILE), mpirun(1) of Open MPI (rankfile, hostfile), PyTorch's `DeviceMesh`.
+GPU of that number, and a `Placement` gives the GPUs of a host to ranks in the same order. Formats: srun(1)
+(`--distribution`, SLURM_HOSTFILE), mpirun(1) of Open MPI (rankfile, hostfile), PyTorch's `DeviceMesh`.
 """
 
 from __future__ import annotations

@@ -126,9 +126,9 @@ def _improved(traffic: RankTraffic, topology: Topology, slots: I64) -> tuple[I64
 def _swapped(matrix: F64, bins: I64, distance: F32, *, work: float) -> tuple[I64, int]:
     """Return each vertex's bin after swaps of two vertices that lower Σ D · M, and the number of swaps.
 
-    With E[i, j] = Σ_k M(i, k) · D(bin of j, bin of k), what i would cost in the place of j, their swap changes the sum
-    by E[i, j] - E[i, i] + E[j, i] - E[j, j] + M(i, j) · (2 D(i, j) - D(i, i) - D(j, j)); the last term, because E sees
-    the other at its old place. A round looks at all pairs, and makes as many of the best swaps as lower the sum
+    With E[i, j] = Σ_k M(i, k) · D(bin of j, bin of k), the cost of i in the bin of j, a swap of i and j changes the sum
+    by E[i, j] - E[i, i] + E[j, i] - E[j, j] + M(i, j) · (2 D(i, j) - D(i, i) - D(j, j)); the last term, because E has
+    the other vertex in its old bin. A round looks at all pairs, and makes as many of the best swaps as lower the sum
     together, no bin twice: the local search of quadratic assignment (Koopmans and Beckmann 1957).
 
     Args:

@@ -8,8 +8,8 @@ format is that of the manual page topology.conf(5). Blocks: the first size is a 
 blocks as it is times the first, in the order of the file.
 
 `topology.yaml` has several named topologies (manual page topology.yaml(5)). PyYAML parses; mappings, lists and strings
-are built here from its events, so that no object is ever constructed, no alias expanded and no nesting followed beyond
-what such a file has. Numbers and `True` stay text, as host names must.
+are built here from its events, so that no object is constructed, no alias is expanded, and nesting deeper than in such
+a file is refused. Numbers and `True` stay text, as host names must.
 """
 
 from __future__ import annotations

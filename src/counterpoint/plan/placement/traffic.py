@@ -5,8 +5,8 @@
     "line"  each rank exchanges with the next one only (pipeline stages)
     "ring"  the same, and the last with the first (interleaved stages)
 
-M(i, j) adds up both directions, in bytes of one step. A group of thousands of ranks is a handful of numbers this way,
-where its matrix would have millions; `pairs` expands it. What a rank sends on an axis is the sum of
+M(i, j) adds up both directions, in bytes of one step. So a group of thousands of ranks is stored as a handful of
+numbers instead of a matrix of millions; `pairs` lists the pairs. The bytes that a rank sends on an axis are the sum of
 
     all_gather, reduce_scatter   (n - 1) / n · S          of layers and micro-batches: `exchanges.py`
     all_reduce                   2 · (n - 1) / n · S      of gradients and shards: `data_parallel.py`
@@ -83,7 +83,7 @@ class RankTraffic:
         return replace(self, parts=(*self.parts, *rings))
 
     def between(self, label: I64, count: int) -> F64:
-        """Return the bytes, in both directions, between the ranks of every two labels: `[count, count]`, diagonal 0.
+        """Return the bytes, both directions summed, between ranks of every two labels: `[count, count]`, diagonal 0.
 
         Args:
             label: `[world_size]`, below `count`: the host of each rank, or the rank itself.

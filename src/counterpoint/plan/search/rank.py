@@ -4,8 +4,9 @@
     cost       GPU-µs of a step, with its share of what failures and checkpoints lose
     goodput    µs of a step, with that share
 
-All results have one batch and one price, so these rank tokens, money and useful tokens per hour alike.
-On one number of GPUs what is lost grows with the step (goodput.py): the fastest choice is the best by all three.
+All results have one batch and one price, so these rank tokens, money and useful tokens per hour alike. On one number of
+GPUs the time lost to failures and checkpoints grows with the step (goodput.py): the fastest choice is the best by all
+three.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def _taken(choice: PlanOutcome, objective: Objective) -> dict[str, float]:
 
 
 def _most_added(taken: Mapping[str, float], first: Mapping[str, float]) -> PartChange | None:
-    """Return the part in which a choice exceeds the best choice most; None if no part is longer."""
+    """Return the part of a step in which a choice exceeds the best choice most; None if no part is longer."""
     change, name = max((taken[name] - first.get(name, 0.0), name) for name in taken)
     return PartChange(name=name, change=change / sum(first.values())) if change > 0.0 else None
 

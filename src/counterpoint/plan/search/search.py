@@ -138,9 +138,9 @@ def search_each(
     min_fits: float | None = None,
     objective: str = "step",
 ) -> tuple[SearchResult, ...]:
-    """Return the result of `search` for each number of GPUs; where no way fits, it holds the reason and no choices.
+    """Return `search`'s result for each number of GPUs; where no way fits, the result holds only the reason.
 
-    They are ranked by the objective, "step", "cost" or "goodput". All other arguments are those of `search`.
+    The results are ranked by `objective`: "step", "cost" or "goodput". For all other arguments see `search`.
 
     Raises:
         Misconfigured: no number of GPUs has a result, for the reason of the first; the objective has no effect.
@@ -338,7 +338,7 @@ class _Search:
                 self.impossible += 1
 
     def _that_fits(self, job: Job, node: _Node, totals: Callable[[Job], list[float]]) -> Job | None:
-        """Return the job with layers dealt to stages and as few layers recomputed as fit in memory; None: none fit."""
+        """Return the job with layers dealt to stages, as few recomputed as memory allows; None if no job would fit."""
         if node.again.num_layers != 0:
             return self._dealt(job, node.pipeline, totals)
         parts = [part.layers for stage in deal_layers(job.model, job.parallel) for part in stage]

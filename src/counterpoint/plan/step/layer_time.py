@@ -134,7 +134,8 @@ class MicroBatchTime(Record, frozen=True, kw_only=True):
     def with_host(self) -> MicroBatchTime:
         """Return this time, with the µs that the GPU waits for its host added to backward.
 
-        If both directions shared them by the GPU's times, a slower kernel could move them to where they hide more.
+        The wait is not divided between forward and backward: a slower kernel could shift it to where it hides more
+        communication.
         """
         late = TimeByPart(host_us=max(sum(self.launch_us) - self.gpu_us, 0.0))
         return msgspec.structs.replace(self, backward=self.backward.plus(late))
@@ -159,7 +160,7 @@ class MicroBatchTime(Record, frozen=True, kw_only=True):
 
 
 class LayerTimes(Record, frozen=True, kw_only=True):
-    """Holds the time of one dense layer and one with experts, with recomputation as the job asks for.
+    """Holds the time of one dense layer and of one layer with experts, with the job's recomputation.
 
     Where only some layers are recomputed in full, `rest` has the times of the others.
     """

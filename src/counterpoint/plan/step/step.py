@@ -134,8 +134,9 @@ def least_step_us(job: Job, rates: GpuRates, mesh: MeshTimes, layers: LayerTimes
 def least_division_us(job: Job, rates: GpuRates, mesh: MeshTimes, layers: LayerTimes) -> float:
     """Return a lower bound of the step µs over all pipelines, zero stages and recomputations of a job's division.
 
-    The busiest stage takes at least the mean over all stages: of the layers without what zero adds, and of embedding
-    and head. The slowest rank adds its delay in the layers' compute. `job` has neither zero nor recomputation.
+    The busiest stage takes at least the mean over all stages of the time of layers (without zero's communication),
+    embedding and head. The slowest rank adds its delay in the layers' compute. `job` has neither zero nor
+    recomputation.
     """
     whole = StagePart(
         layers=job.model.layers, routed=job.model.expert_layers, embedding=True, head=True, mtp=job.model.mtp
@@ -277,7 +278,7 @@ def _stage_times(
     """Return the times of all stages' parts: of GPUs to run them, or of hosts to launch them if hosts end later.
 
     Without overlap sender and receiver wait, so a send becomes part of both stages' times. The time that a host adds to
-    its GPU's is not divided among slots: whatever the shares, a longer kernel would make some slot shorter.
+    its GPU's is not divided among slots, since then a longer kernel could make a slot shorter.
     """
     send_us = _send_us(job, mesh)
     waits = 0.0 if job.parallel.overlap_pp else send_us

@@ -1,7 +1,7 @@
 """Read a Hugging Face config.json: it gives the model, but nothing about the training.
 
-Which names the widths have, and what a kind of model has without saying so, is as in `transformers`
-(src/transformers/models/*/configuration_*.py and modeling_*.py).
+The names of widths, and the properties that a kind of model has although its file does not state them, are from
+`transformers` (src/transformers/models/*/configuration_*.py and modeling_*.py).
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     num_layers ............ 32           the list; it has every argument
     num_layers: 32                       YAML, also of Megatron-Bridge: the names of tables above a key do not matter
 
-Defaults of arguments that YAML leaves out are those of megatron/training/arguments.py. A shell script is refused: which
-of its variables and branches count is known to a shell only, and the list says it.
+Defaults of arguments that YAML leaves out are those of megatron/training/arguments.py. A shell script is refused: only
+a shell knows which of its variables and branches count; the printed list has the result.
 """
 
 from __future__ import annotations
