@@ -92,7 +92,7 @@ def answer(
 
 
 def _anchored(job: Job, found: PredictedStep, anchor: Anchor | None) -> tuple[PredictedStep, StepInterval]:
-    """Return a predicted step and its time's interval, both corrected by the observed step `anchor` if it is given."""
+    """Return a predicted step and the interval of its time, both scaled by the observed step `anchor` if given."""
     interval = step_interval(job, found)
     if anchor is None:
         return found, interval
@@ -164,7 +164,7 @@ def outcome(job: Job, found: PredictedStep, anchor: Anchor | None = None, **name
 
     Args:
         job: the job.
-        found: its step.
+        found: the job's predicted step.
         anchor: an observed step, as `answer` takes it.
         named: fields that tell this outcome from others: `label`, or `settings` and `too_close`.
 

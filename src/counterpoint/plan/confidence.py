@@ -315,7 +315,7 @@ class MeasuredErrors:
         """Return the interval around a predicted step time.
 
         Args:
-            features: of its job.
+            features: features of the step's job.
             step_us: the predicted time.
             slowest_us: what its slowest rank is expected to add; counts by the share of rows with other ranks.
         """

@@ -166,7 +166,7 @@ def predict_on(measured: MeasuredStep, here: Cluster, there: Cluster, *, ranks: 
         measured: the step.
         here: the cluster that it was measured on.
         there: the other cluster.
-        ranks: ranks of the job there, a multiple of those here, or a divisor.
+        ranks: number of ranks there, a multiple or a divisor of the measured number.
         slow: factor on the compute time of the slowest rank.
     """
     times = [(each, each.transfer_us * _ratio(each, measured, here, there, ranks)) for each in measured.collectives]

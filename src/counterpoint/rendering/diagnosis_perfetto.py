@@ -149,7 +149,7 @@ def _spans(lane: TimelineLane) -> Iterator[Event]:
 
 
 def _counters(lanes: Sequence[TimelineLane]) -> Iterator[Event]:
-    """Yield counters: of each rank compute with communication, and exposed communication; of the job, waiting ranks."""
+    """Yield counters: per rank, compute and communication at once, exposed communication; per job, waiting ranks."""
     ranks = sorted({lane.rank for lane in lanes})
     waits: list[tuple[F64, I64]] = []
     for rank in ranks:

@@ -238,7 +238,7 @@ def _run(run: TrainingRun) -> Table:
 
 
 def _stages(found: Prediction, figures: Mapping[str, Figure] | None) -> Table:
-    """Return the table around the pipeline's timeline; only an HTML page shows the figure."""
+    """Return a table whose figure is the pipeline's timeline; only an HTML page shows the figure."""
     stages = len({bar.stage for bar in found.timeline})
     micro = f"{found.micro_batches} micro-batch{'' if found.micro_batches == 1 else 'es'}"
     drawn = f"; the first {4 * stages} are drawn" if (found.micro_batches or 0) > 4 * stages else ""
@@ -437,7 +437,7 @@ def setting(value: object) -> str:
 
 
 def varying(choices: Sequence[PlanOutcome]) -> Sequence[str]:
-    """Return the fields with another value than the default in a choice; `virtual` already tells "interleaved"."""
+    """Return the fields that differ from the default in a choice; "interleaved" does not count, `virtual` shows it."""
     fields = choices[0].settings if choices else {}
     told = (1, None, False, "1f1b", "interleaved")
     return [name for name in fields if any(each.settings[name] not in told for each in choices)]

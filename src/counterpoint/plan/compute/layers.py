@@ -228,7 +228,7 @@ class LocalShape(Record, frozen=True, kw_only=True):
 
 
 def _weight_casts(parallel: Parallel, training: Training) -> float:
-    """Return fp8 casts of each weight per micro-batch: below zero 3 one per step, else 1, or 0 with `fp8_gather`."""
+    """Return fp8 casts per weight and micro-batch: 1 / micro-batches below zero 3, else 1, or 0 with `fp8_gather`."""
     if parallel.zero < 3:
         return 1 / training.micro_batches(parallel)
     return 0.0 if training.fp8_gather else 1.0

@@ -46,11 +46,11 @@ class GpuRates(Record, frozen=True, kw_only=True):
         Args:
             gpu: its data sheet, clock and power limit.
             precision: of linear layers.
-            efficiency: what is reached; None: what the GPU's profile says.
-            burst: of single kernels at the highest clock, instead of a training under the power limit.
+            efficiency: the fractions of peaks that are reached; None: as in the GPU's profile.
+            burst: rates of single kernels at the highest clock, instead of a training under the power limit.
 
         Raises:
-            Misconfigured: it does not compute in this precision, or cannot have this clock or power.
+            Misconfigured: the GPU does not compute in this precision, or cannot have this clock or power.
         """
         if precision not in gpu.tflops:
             listed = ", ".join(gpu.tflops)

@@ -310,7 +310,7 @@ def parse_job(tables: Table, *, nodes: int | None = None, batch_grows: bool = Fa
 
     Args:
         tables: the tables of the document.
-        nodes: on how many nodes it runs, whatever its replicas and GPUs are in the tables; None: as these say.
+        nodes: number of nodes, which replaces the tables' numbers of replicas and GPUs; None: the tables decide.
         batch_grows: with `nodes`, the batch grows with the replicas; False: it stays.
 
     Raises:

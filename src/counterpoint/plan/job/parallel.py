@@ -22,7 +22,7 @@ CORE_ONLY: tuple[RecomputeModule, ...] = ("core_attn",)
 
 
 class Parallel(JobRecord, frozen=True, kw_only=True):
-    """Holds the degrees of parallelism; world size = dp · pp · cp · tp. From rank to rank tp varies first, pp last."""
+    """Holds the degrees of parallelism; world size = dp · pp · cp · tp. From rank to rank tp varies fastest."""
 
     dp: Degree = 1  # replicas of the model, or shards of it with `zero`
     tp: Degree = 1  # ranks that share every matrix

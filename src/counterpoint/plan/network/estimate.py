@@ -99,10 +99,10 @@ def estimate(
     """Predict the time of one collective while all groups of the same shape run it at the same time.
 
     Args:
-        operation: PyTorch's name.
+        operation: PyTorch's name of the collective.
         num_bytes: Bytes of the full array S: what all_gather returns, what reduce_scatter takes, what all_reduce and
             broadcast hold, what each rank gives to all_to_all, what each rank sends to the next in send_recv.
-        group: Its ranks.
+        group: The ranks that take part.
         network: The cluster, and what NCCL reaches on it.
         algorithm: The algorithm to use, as NCCL_ALGO sets it; None: the fastest in NCCL's own model.
         active: Part of all GPUs that send through oversubscribed levels at once.

@@ -67,12 +67,12 @@ def fit_network(
 
     Args:
         files: paths, or OPERATION=PATH where neither the text nor the file's name says the operation.
-        network: a named one whose levels it has; None: NVLink of one host.
-        gpu: its name; None: as the files say.
-        ranks: of every run; None: as the files say.
+        network: name of a network with the same levels; None: NVLink of one host.
+        gpu: name of the GPU; None: as the files say.
+        ranks: number of ranks of every run; None: as the files say.
 
     Returns:
-        Its levels, fitted protocols and held-out errors.
+        The network's levels, fitted protocols and held-out errors.
 
     Raises:
         Misconfigured: files that cannot be read, contradict themselves or each other, or have too few sizes.

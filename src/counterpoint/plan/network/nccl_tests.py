@@ -63,8 +63,8 @@ def read_nccl_tests(path: Path, *, operation: str | None = None, ranks: int | No
 
     Args:
         path: the file.
-        operation: of all its runs; None: as the text or the file's name says.
-        ranks: of all its runs; None: as the text says.
+        operation: the collective of all runs in the file; None: as the text or the file's name says.
+        ranks: number of ranks of all runs in the file; None: as the text says.
 
     Raises:
         Misconfigured: with the file's name, if it cannot be read or is none of nccl-tests.
@@ -85,8 +85,8 @@ def nccl_tests_runs(text: str, *, operation: str | None = None, ranks: int | Non
 
     Args:
         text: what nccl-tests printed.
-        operation: of all runs; None: from the name of the program before or in each.
-        ranks: of all runs; None: from each list of devices.
+        operation: the collective of all runs; None: from the name of the program before or in each run.
+        ranks: number of ranks of all runs; None: from each run's list of devices.
 
     Raises:
         Misconfigured: no rows; what is neither given nor in the text; or lines that contradict each other.

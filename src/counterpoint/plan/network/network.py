@@ -195,7 +195,7 @@ class Network(Record, frozen=True, kw_only=True):
         Where none of the network's protocols is NCCL's own, each is compared by the figures that it has.
 
         Raises:
-            Misconfigured: no protocol serves it.
+            Misconfigured: no protocol serves the operation.
         """
         serving = [protocol for protocol in self.protocols if protocol.serves(operation, algorithm, kind)]
         own = {protocol.name: protocol for protocol in serving if protocol.fit is None}

@@ -5,8 +5,8 @@
     "line"  each rank exchanges with the next one only (pipeline stages)
     "ring"  the same, and the last with the first (interleaved stages)
 
-M(i, j) adds up both directions, in bytes of one step. So a group of thousands of ranks is stored as a handful of
-numbers instead of a matrix of millions; `pairs` lists the pairs. The bytes that a rank sends on an axis are the sum of
+M(i, j) adds up both directions, in bytes of one step. Stored as groups, thousands of ranks take a handful of numbers
+instead of a matrix of millions; `pairs` lists the pairs. The bytes that a rank sends on an axis are the sum of
 
     all_gather, reduce_scatter   (n - 1) / n · S          of layers and micro-batches: `exchanges.py`
     all_reduce                   2 · (n - 1) / n · S      of gradients and shards: `data_parallel.py`

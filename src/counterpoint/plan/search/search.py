@@ -116,7 +116,7 @@ def search(
         min_fits: ways that fit in memory with a lower probability are left out; None: those predicted not to fit.
 
     Raises:
-        Misconfigured: nothing fits, or a fixed value cannot be.
+        Misconfigured: no way fits in memory, or a fixed value is not allowed.
     """
     if best < 1:
         raise Misconfigured(f"{best} ways: give 1 or more")
@@ -206,7 +206,7 @@ class _Search:
         self.fastest_us: float | None = None  # of the first choice
 
     def result(self) -> SearchResult:
-        """Return the fastest ways; raise Misconfigured if none fits in memory."""
+        """Return the fastest ways to divide the job; raise Misconfigured if no way fits in memory."""
         self._begin()
         complete = True
         try:
@@ -277,7 +277,7 @@ class _Search:
                 self.impossible += ways
 
     def _ways(self, division: Division) -> int:
-        """Return the number of ways with this division; 1 if the batch is not divisible by it."""
+        """Return the number of ways to divide the job that have this division, at least 1."""
         found = sum(1 for _ in pipelines(self.job, division, self.fixed))
         return max(found * sum(1 for _ in shardings(self.job, division, self.fixed)) * len(self.again), 1)
 

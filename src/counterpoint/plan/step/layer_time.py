@@ -346,7 +346,7 @@ def _exposed(
     experts_us: float,
     compute_us: float,
 ) -> dict[str, float]:
-    """Return exposed µs by part; exchanges during dW share one exposed time in proportion to their times alone."""
+    """Return the µs of exposed communication by part; exchanges during dW share one exposed time, by their µs alone."""
     exposed: dict[str, float] = {}
     during_dw, halves, others = [], [], []
     for exchange in exchanges:
