@@ -239,7 +239,7 @@ def student_factor(freedom: float) -> float:
 
 
 class Likely(NamedTuple):
-    """Describes the likely errors, ln(measured / predicted), of one job whose source has no measured rows."""
+    """Describes the likely distribution of ln(measured / predicted) for a job of a source without measured rows."""
 
     errors: NormalDist  # with the quantiles of Student's t at both ends of an interval of LEVEL
     seen: float  # fraction of similar rows that lay in the interval of the other sources' rows
@@ -253,7 +253,7 @@ class Likely(NamedTuple):
 
 
 class MeasuredErrors:
-    """Holds measured rows, with errors and features as arrays; `measured_errors` returns the rows that are shipped."""
+    """Holds measured rows, with errors and features as arrays; `measured_errors` returns it with the shipped rows."""
 
     def __init__(self, rows: Sequence[CalibrationRow], memory: MemoryNeed | None = None) -> None:
         self.rows, self.memory = tuple(rows), memory

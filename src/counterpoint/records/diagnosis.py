@@ -76,14 +76,14 @@ class Account(Record, frozen=True, kw_only=True):
 
 
 class GpuAccount(Account, frozen=True, kw_only=True):
-    """Holds the account of one GPU of a process that drives several GPUs."""
+    """Holds the split of time (`Account`) of one GPU of a process that drives several GPUs."""
 
     rank: int
     gpu: int  # its number on the host
 
 
 class RankAccount(Account, frozen=True, kw_only=True):
-    """Holds the account of one rank: of its GPU, or the mean over all GPUs that its process drives."""
+    """Holds the split of time (`Account`) of one rank: of its GPU, or the mean over all GPUs of its process."""
 
     rank: int
     other_gpu_us: float = 0.0  # the part of idle_us in which another GPU of the process works

@@ -62,7 +62,7 @@ class GroupState(Record, frozen=True, kw_only=True):
 
 
 class Hang(Record, frozen=True, kw_only=True):
-    """Holds the whole answer on a hang; the group that explains it comes first."""
+    """Holds the whole answer on a hang; the group that explains the hang comes first."""
 
     schema: str = SCHEMA
     files: tuple[str, ...]

@@ -212,7 +212,7 @@ class Environment(Record, frozen=True, kw_only=True):
 
 
 class Measurement(Record, frozen=True, kw_only=True):
-    """Holds all rows of one suite."""
+    """Holds all measured rows of one suite of scenarios and blocks."""
 
     schema: str = MEASUREMENT_SCHEMA
     suite: str

@@ -34,7 +34,7 @@ class Bar(Record, frozen=True, kw_only=True):
 
 
 class StepInterval(Record, frozen=True, kw_only=True):
-    """Holds the interval in which the step time lies with probability `level`, from errors on measured steps."""
+    """Holds the interval in which the step time lies with probability `level`, by errors on measured steps."""
 
     level: float
     seen: float  # fraction of similar measured steps that lay in the interval predicted from other sources' steps
@@ -174,7 +174,7 @@ class RankOrder(Record, frozen=True, kw_only=True):
 
 
 class PlacementResult(Record, frozen=True, kw_only=True):
-    """Holds the rank order found and the orders it is compared with; `host_of` has the host of every rank.
+    """Holds the rank order found and the orders compared with it; `host_of` has the host of every rank.
 
     `files` maps the name of each file for launchers, whether it was written or not, to text on how to use it.
     """

@@ -175,7 +175,7 @@ def times_of_torch(block: BlockRow, blocks: Iterable[BlockRow]) -> float | None:
 
 
 def render(measurement: Measurement, console: Console) -> None:
-    """Print a table for each pair and matmul, then the summaries over all mechanisms."""
+    """Print a table for each pair of compute and collective and each matmul, then summaries over all mechanisms."""
     from counterpoint.rendering.print_table import QUIET, print_tables, text
 
     console.print(text(f"{scope(measurement)} · {_rounds(measurement)}", QUIET))
@@ -207,7 +207,7 @@ def where_table(measurement: Measurement) -> Table:
 
 
 def detail_tables(measurement: Measurement) -> list[Table]:
-    """Return a table for each pair and each matmul, and one for all building blocks."""
+    """Return a table for each pair of compute and collective, each matmul, and one for all building blocks."""
     pairs = grouped(measurement.rows, lambda each: each.scenario)
     found = [*map(_pair, pairs.values()), *map(_matmul, by_matmul(measurement.blocks).values())]
     blocks = [block for block in measurement.blocks if block.can_hide is None]

@@ -176,7 +176,7 @@ def _notes(tuned: Tuned) -> list[str]:
 
 
 def pair_tables(pairs: Sequence[TunedPair]) -> tuple[Table, ...]:
-    """Return a table for each of the first `MAX_PAIRS` pairs, largest saving per step first.
+    """Return a table for each of the first `MAX_PAIRS` pairs of compute and collective, largest saving first.
 
     Each table has all mechanisms tried, the fastest first and marked ones last; if none was tried, the choice and
     stock.

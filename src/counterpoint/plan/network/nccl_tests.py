@@ -155,7 +155,7 @@ def _operation(lines: Lines, given: str | None, where: str) -> str:
 
 
 def _ranks(devices: Sequence[re.Match[str]], given: int | None, where: str) -> int:
-    """Return the number of ranks of a run; raise Misconfigured if the listed devices and the given number differ."""
+    """Return the number of ranks of an nccl-tests run; raise Misconfigured if listed devices and `given` differ."""
     listed = Counter(int(found.group(1)) for found in devices)
     if len({found.group(2) for found in devices}) > 1:
         raise Misconfigured(f"{where} has several groups at once: give one of all ranks together")

@@ -67,7 +67,7 @@ class Reading:
         return found
 
     def word(self, *names: str, allowed: tuple[str, ...] = ()) -> str | None:
-        """Return a text, one of `allowed` if given, from the first of these names in the file; None if none is."""
+        """Return a text, one of `allowed` if given, from the first of these names in the file; None if it has none."""
         value = self.take(*names)
         if value is None:
             return None
