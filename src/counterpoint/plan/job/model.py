@@ -162,7 +162,7 @@ class Model(JobRecord, frozen=True, kw_only=True):
 
 
 class ParameterCount(Record, frozen=True, kw_only=True):
-    """Counts parameters: gradients of `shared` are reduced over all replicas, of `experts` over equal experts."""
+    """Counts parameters whose gradients all replicas reduce (`shared`), or ranks with the same experts (`experts`)."""
 
     shared: float
     experts: float = 0.0

@@ -377,7 +377,7 @@ class _Search:
         self._push(step.step_us, node._replace(step=step))
 
     def _choice(self, job: Job, step: PredictedStep) -> PlanOutcome:
-        """Return a way's main figures on the GPU's full memory, also where `min_fits` made the search assume less."""
+        """Return a way's main figures with the GPU's full memory, even if `min_fits` made the search assume less."""
         if job.cluster.gpu != self.gpu:
             job = _of_gpu(job, self.gpu)
             step = predict_step(job, prices=self.prices, rates=self.rates)
