@@ -253,7 +253,7 @@ class Likely(NamedTuple):
 
 
 class MeasuredErrors:
-    """Holds measured rows, with errors and features as arrays; `measured_errors` returns the shipped rows so."""
+    """Holds measured rows, with errors and features as arrays; `measured_errors` has the rows that are shipped."""
 
     def __init__(self, rows: Sequence[CalibrationRow], memory: MemoryNeed | None = None) -> None:
         self.rows, self.memory = tuple(rows), memory
