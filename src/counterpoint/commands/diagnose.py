@@ -81,7 +81,7 @@ def diagnose(
 
 
 def _bytes(max_trace_gb: float) -> int:
-    """Return the number of bytes that a trace may take when decompressed."""
+    """Return --max-trace-gb in bytes; raise Misconfigured if the number is too large."""
     if not max_trace_gb < 1 << 30:
         raise Misconfigured(f"--max-trace-gb {max_trace_gb}: give GiB of memory, such as 64")
     return int(max_trace_gb * (1 << 30))
@@ -107,7 +107,7 @@ def _refuse_with_dumps(*options: object) -> None:
 
 
 def _hang(dumps: list[Path], json: str | None, json_path: Path | None, *, quiet: bool) -> None:
-    """Print which ranks are missing in a hang, and write that to `json`."""
+    """Print which ranks are missing in a hang, and write the record to `json_path` if `json` is given."""
     from counterpoint.diagnosis.hang import diagnose_hang
     from counterpoint.rendering.diagnosis_terminal import render_hang
 

@@ -66,7 +66,7 @@ def doctor(
 
 
 def _check(given: list[str], json: str | None, *, quiet: bool) -> None:
-    """Say whether copy engines moved the communication of traces, or a tuning took effect; exit with 1 if not."""
+    """Print whether copy engines moved traces' communication, or a tuning took effect; exit with 0 if so, else 1."""
     traces = [name for name in given if not name.endswith(_TUNING)]
     tunings = [name for name in given if name.endswith(_TUNING)]
     if len(tunings) > 1:

@@ -1,4 +1,4 @@
-"""End an interrupted command with all its ranks, and add to a later error where the command's results are."""
+"""End an interrupted command with all its ranks, and say in a later error where the command's results are."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from counterpoint.errors import CounterpointError
 
 @contextmanager
 def adding(hint: str) -> Iterator[None]:
-    """Append `hint`, which says where the results are, to an error raised inside."""
+    """Append `hint`, which says where the results are, to a CounterpointError raised inside the block."""
     try:
         yield
     except ReaderGone:
@@ -28,7 +28,7 @@ def adding(hint: str) -> Iterator[None]:
 
 @contextmanager
 def ending_cleanly() -> Iterator[None]:
-    """End all ranks on Ctrl-C, SIGTERM or a closed terminal, then this process with 128 + the signal's number."""
+    """End all ranks on Ctrl-C, SIGTERM or a closed terminal, then exit with 128 + the signal's number."""
 
     def stop(number: int, frame: FrameType | None) -> NoReturn:
         for each in before:

@@ -153,7 +153,7 @@ def plan(
 
 
 def _observed_us(text: str | None, traces: Path | None) -> float | None:
-    """Return the µs of the step that a job took, from --observed or the traces; None without both."""
+    """Return the µs of a job's observed step, from --observed or else from the traces; None without both."""
     if traces is None:
         from counterpoint.plan.observed import read_duration
 
@@ -165,7 +165,7 @@ def _observed_us(text: str | None, traces: Path | None) -> float | None:
 
 
 def _named(given: Mapping[str, object]) -> list[str]:
-    """Return the names of the options that have a value."""
+    """Return the names of the options that were given a value."""
     return [name for name, value in given.items() if value is not None]
 
 
@@ -223,7 +223,7 @@ def _from_trace(traces: Path, recorded_on: str | None, asked: Mapping[str, str],
 
 
 def _changes(texts: list[str], flags: Mapping[str, str]) -> dict[str, str]:
-    """Return the value that a flag or --set gives each name; raise Misconfigured where a name has two values."""
+    """Return the changes by name, from flags and --set; raise Misconfigured where a name has two values."""
     changes = dict(flags)
     for text in texts:
         name, value = _assignment("--set", text)
@@ -251,7 +251,7 @@ class _Looking(NamedTuple):
     objective: str | None
 
     def results(self, job: Job, anchor: Anchor | None) -> tuple[SearchResult, ...]:
-        """Search, and write the files that were asked for; `anchor` is the job's observed step."""
+        """Return the search's results, and write the files that were asked for; `anchor`: the job's observed step."""
         from counterpoint.plan.job.job import job_toml
         from counterpoint.plan.search.search import chosen_job, search_each
         from counterpoint.plan.search.space import read_fixed

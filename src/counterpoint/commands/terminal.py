@@ -95,7 +95,7 @@ def writing(where: object) -> Iterator[None]:
 
 
 def json_file(json: str | None) -> Path | None:
-    """Return the path that `--json` names, None for - (print) or no name; raise `Misconfigured` if unusable."""
+    """Return the file that `--json` names; None for `-` (print) or no `--json`; raise `Misconfigured` if unusable."""
     if json == "":
         raise Misconfigured("--json without a name; give a file, or - to print it")
     if json == "-" and sys.stdout is None:
@@ -104,7 +104,7 @@ def json_file(json: str | None) -> Path | None:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a file completely or keep the old one; `writing` says which error an `OSError` becomes."""
+    """Write a file completely or keep the old one; raise CounterpointError, as `writing` does, if that fails."""
     with writing(path), replacing(path) as file:
         file.write(content)
 
@@ -122,7 +122,7 @@ def write_json(record: object, path: Path | None) -> None:
 
 
 def show(render: Callable[[Console], None], wrote: Iterable[Path | None] = (), *, in_a_file: int = NARROWEST) -> None:
-    """Print by `render` in at least 80 columns (`in_a_file` where it is no terminal), then name the written files."""
+    """Print by `render`, at least 80 columns wide (not on a terminal: `in_a_file`), then name the written files."""
     from rich.console import Console
 
     console = Console(soft_wrap=False)

@@ -142,7 +142,7 @@ def _tune_machine(out: Path, *, device: str | None, nproc: int | None, timeout: 
 
 
 def _export(source: Path, form: str, out: Path | None, html: Path | None) -> None:
-    """Write a tuning in another form, to a file or to standard output, and as a page if `html` is given."""
+    """Write a tuning in another format, to a file or to standard output, and as a page if `html` is given."""
     from counterpoint.tuned.file import read_tuned
     from counterpoint.tuning.exporters import export
 
@@ -175,7 +175,7 @@ def _draw(tuned: Tuned, html: Path) -> None:
 
 
 def _print(tuned: Tuned, out: Path, *others: Path | None) -> None:
-    """Print the choices and which files were written; where a pair gets a mechanism, say last how to use them."""
+    """Print the choices and the names of written files; if a pair gets a mechanism, say last how to use the tuning."""
     from counterpoint.rendering.tuning_tables import render_tuned
 
     show(lambda console: render_tuned(tuned, console), (*others, out))

@@ -1,4 +1,4 @@
-"""Turn a predicted step into printable records: its explained parts, timeline, curves and sensitivities."""
+"""Turn a predicted step into printable records: times by part of the step, timeline, curves and sensitivities."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ SHOWN_ROUNDS = 4  # rounds shown in a timeline; a round is as many micro-batches
 def answer(
     job: Job, *, asked: Mapping[str, str] | None = None, detailed: bool = False, anchor: Anchor | None = None
 ) -> Prediction:
-    """Return the printable prediction of a job.
+    """Return a job's predicted step as a `Prediction`, the record that is printed.
 
     Args:
         job: the job.
@@ -92,7 +92,7 @@ def answer(
 
 
 def _anchored(job: Job, found: PredictedStep, anchor: Anchor | None) -> tuple[PredictedStep, StepInterval]:
-    """Return a predicted step and its interval, both corrected by `anchor`, an observed step, if there is one."""
+    """Return a predicted step and the interval of its time, both scaled by the observed step `anchor` if given."""
     interval = step_interval(job, found)
     if anchor is None:
         return found, interval
@@ -141,7 +141,7 @@ def _prediction(job: Job, found: PredictedStep, asked: Mapping[str, str], anchor
 
 
 def _advice(job: Job, found: PredictedStep) -> tuple[str, ...]:
-    """Return notes: on much exposed communication, and on zero 3 where it takes more memory than zero 2."""
+    """Return notes where much communication is exposed, and where zero 3 takes more memory than zero 2 would."""
     notes = []
     if found.exposed_comm_us >= MUCH * found.step_us:
         share = f"{found.exposed_comm_us / found.step_us:.0%}"
@@ -154,17 +154,17 @@ def _advice(job: Job, found: PredictedStep) -> tuple[str, ...]:
 
 
 def _parts(found: PredictedStep) -> dict[str, float]:
-    """Return the µs of each part of a step, without negligible parts."""
+    """Return the µs of a predicted step by part (`PARTS`), without negligible parts."""
     each = {name: found.parts[f"{name}_us"] for name in PARTS}
     return {name: us for name, us in each.items() if us > NEGLIGIBLE * found.step_us}
 
 
 def outcome(job: Job, found: PredictedStep, anchor: Anchor | None = None, **named: Any) -> PlanOutcome:
-    """Return the summary of a predicted step for its job: step time, throughput, memory and the like.
+    """Return a job's main figures from its predicted step: step time, throughput, memory and the like.
 
     Args:
         job: the job.
-        found: its step.
+        found: the job's predicted step.
         anchor: an observed step, as `answer` takes it.
         named: fields that tell this outcome from others: `label`, or `settings` and `too_close`.
 
@@ -190,7 +190,7 @@ def outcome(job: Job, found: PredictedStep, anchor: Anchor | None = None, **name
 
 
 def curve(name: str, jobs: Iterable[tuple[str, Job | Misconfigured]], anchor: Anchor | None = None) -> Curve:
-    """Return a curve: the predicted step for each (value, job) from `swept`, or why that job is impossible."""
+    """Return a curve with a point per (value, job) from `swept`: the predicted step, or why the job is impossible."""
     points = tuple(_point(label, job, anchor) for label, job in jobs)
     if all(point.why_not for point in points):
         raise Misconfigured(f"{name}: no value can be: {points[0].why_not}")
@@ -207,7 +207,7 @@ def _point(label: str, job: Job | Misconfigured, anchor: Anchor | None) -> PlanO
 
 
 def scaling(job: Job, anchor: Anchor | None = None) -> tuple[Curve, ...]:
-    """Return strong- and weak-scaling curves from 1/4 to 4 times the nodes, without counts that the job cannot use."""
+    """Return strong- and weak-scaling curves for 1/4 to 4 times the nodes, without node counts that do not work."""
     nodes = max(1, job.parallel.world_size // job.cluster.gpus_per_node)
     counts = sorted({max(1, nodes // 4), max(1, nodes // 2), nodes, 2 * nodes, 4 * nodes})
     found = []
@@ -250,7 +250,7 @@ def _with_gpu(job: Job, **figures: object) -> Job:
 
 
 def _timeline(job: Job, found: PredictedStep, factor: float) -> tuple[Bar, ...]:
-    """Return the bars of all stages for a few micro-batches, all times multiplied by `factor`."""
+    """Return the timeline's bars, tasks of all stages for the first micro-batches, with times scaled by `factor`."""
     bars = scheduled(job.parallel.schedule, found.times, min(found.micro_batches, SHOWN_ROUNDS * job.parallel.pp))
     return tuple(
         Bar(
@@ -264,7 +264,7 @@ def _timeline(job: Job, found: PredictedStep, factor: float) -> tuple[Bar, ...]:
 def place_job(
     job: Job, path: Path, hosts: str | None, *, name: str | None = None
 ) -> tuple[PlacementResult, tuple[LaunchFile, ...]]:
-    """Return the rank orders compared for a job on a topology's hosts, and launchers' files for the best order.
+    """Return a comparison of rank orders for a job on a topology's hosts, and launchers' files for the best order.
 
     Args:
         job: the job, whose groups and the bytes that they exchange decide on the order.

@@ -81,7 +81,7 @@ Error = Annotated[float, Meta(ge=-3, le=3)]
 
 
 class _RowFigures(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Holds the figures of a row (one measured step) without its features."""
+    """Holds the figures of one measured step, a row of the data file, without the step's features."""
 
     source: Text  # who measured; errors common to all rows of a source do not show in its spread
     name: Text  # of the row in its source
@@ -98,7 +98,7 @@ class CalibrationRow(_RowFigures, frozen=True, kw_only=True):
 
 
 class _FileRow(_RowFigures, frozen=True, kw_only=True):
-    """Holds one row of the data file, with its features by index: many rows share the same ones."""
+    """Holds one row of the data file; `features` is an index, since many rows have equal features."""
 
     features: Annotated[int, Meta(ge=0)]  # index in `_File.features`
 
@@ -122,7 +122,7 @@ class _File(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def job_features(job: Job) -> dict[str, str]:
-    """Return the features by which a job is matched with measured steps, in words; `FEATURES` names them."""
+    """Return a job's features by name (`FEATURES`), as text; they decide which measured steps are similar to it."""
     parallel, training = job.parallel, job.training
     return {
         "GPU": job.cluster.gpu.name,
@@ -168,7 +168,7 @@ def _collectives(job: Job) -> str:
 
 
 def _unusual(job: Job) -> str:
-    """Return in words the rare properties of a job (compressed gradients, locked clocks, ...), or "nothing"."""
+    """Return as text a job's rare properties (compressed gradients, locked clocks, ...), or "nothing"."""
     model, training, gpu = job.model, job.training, job.cluster.gpu
     sheet = GPUS.get(gpu.name, gpu)
     found = {
@@ -198,7 +198,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _band(value: int, last: Sequence[int]) -> str:
-    """Return the range that contains a number, in words: "9 to 64"."""
+    """Return as text the range that contains `value`, such as "9 to 64"; `last` has the last number of each range."""
     low = 1
     for high in last:
         if value <= high:
@@ -216,7 +216,7 @@ def source_weights(sources: Sequence[str]) -> np.ndarray:
 def conformal_quantile(errors: np.ndarray, weights: np.ndarray, level: float) -> float:
     """Return the smallest error up to which the fraction `level` of all weight lies; infinite with too few rows.
 
-    All weight includes 1 for the predicted step, whose error may be larger than those of all rows.
+    The total weight includes 1 for the predicted step, whose error may be larger than every row's error.
     """
     order = np.argsort(errors, kind="stable")
     reached = np.cumsum(weights[order])
@@ -233,13 +233,13 @@ def weighted_median(values: np.ndarray, weights: np.ndarray) -> float:
 
 
 def student_factor(freedom: float) -> float:
-    """Return Student's t quantile / normal quantile at the ends of LEVEL (Abramowitz and Stegun 26.7.5)."""
+    """Return the quotient of Student's t and normal quantiles at both ends of LEVEL (Abramowitz and Stegun 26.7.5)."""
     z = NormalDist().inv_cdf((1 + LEVEL) / 2)
     return 1 + (z**2 + 1) / (4 * freedom) + (5 * z**4 + 16 * z**2 + 3) / (96 * freedom**2)
 
 
 class Likely(NamedTuple):
-    """Describes the likely errors, ln(measured / predicted), of one job whose source has no measured rows."""
+    """Describes the likely distribution of ln(measured / predicted) for a job of a source without measured rows."""
 
     errors: NormalDist  # with the quantiles of Student's t at both ends of an interval of LEVEL
     seen: float  # fraction of similar rows that lay in the interval of the other sources' rows
@@ -248,12 +248,12 @@ class Likely(NamedTuple):
 
     @property
     def ends(self) -> tuple[float, float, float]:
-        """Return the lower end of the interval at LEVEL, its middle and its upper end."""
+        """Return the interval of the error at LEVEL: its lower end, middle and upper end."""
         return self.errors.inv_cdf((1 - LEVEL) / 2), self.errors.mean, self.errors.inv_cdf((1 + LEVEL) / 2)
 
 
 class MeasuredErrors:
-    """Holds the measured rows, with their features as numbers; `measured_errors` returns those of the package."""
+    """Holds measured rows, with errors and features as arrays; `measured_errors` has the rows that are shipped."""
 
     def __init__(self, rows: Sequence[CalibrationRow], memory: MemoryNeed | None = None) -> None:
         self.rows, self.memory = tuple(rows), memory
@@ -266,7 +266,7 @@ class MeasuredErrors:
         self._likely: dict[tuple[str, ...], Likely] = {}
 
     def likely(self, features: Mapping[str, str]) -> Likely:
-        """Return the error's distribution for a job with these features; Misconfigured with fewer than two sources."""
+        """Return the distribution of a job's error by its features; raise Misconfigured with fewer than two sources."""
         key = tuple(features[name] for name in FEATURES)
         if key not in self._likely:
             self._likely[key] = self._find_likely(features)
@@ -301,7 +301,7 @@ class MeasuredErrors:
         )
 
     def _lost(self, features: Mapping[str, str]) -> np.ndarray:
-        """Return the dissimilarity d of each row to these features; the row weighs exp(-d)."""
+        """Return each row's dissimilarity d to the given features; the row's weight is exp(-d)."""
         lost = np.zeros(len(self.rows))
         for name, each in LOST.items():
             if features[name] != UNKNOWN:
@@ -315,7 +315,7 @@ class MeasuredErrors:
         """Return the interval around a predicted step time.
 
         Args:
-            features: of its job.
+            features: features of the step's job.
             step_us: the predicted time.
             slowest_us: what its slowest rank is expected to add; counts by the share of rows with other ranks.
         """
@@ -335,7 +335,7 @@ class MeasuredErrors:
         )
 
     def validated(self, features: Mapping[str, str]) -> str:
-        """Return a line: the error of rows with equal features, or "not validated" and how the closest row differs."""
+        """Return a line: "validated" and the error of rows with equal features, or "not validated" and why not."""
         found = self.likely(features)
         unlike = {  # of software and year that are not named, nobody can say that they differ
             name: self._values[name] != features[name] for name in FEATURES if features[name] != UNKNOWN
@@ -363,7 +363,7 @@ class MeasuredErrors:
 
     @cached_property
     def comparisons(self) -> RatioError | None:
-        """Return the error of predicted ratios between two steps of one series; None: too few pairs of steps."""
+        """Return the error of a predicted ratio of two steps of one series; None if pairs of steps are too few."""
         groups: dict[tuple[str, str], list[float]] = defaultdict(list)
         for row in self.rows:
             groups[row.source, row.series].append(row.error)
@@ -449,7 +449,7 @@ def measured_errors() -> MeasuredErrors:
 
 
 def step_interval(job: Job, found: PredictedStep) -> StepInterval:
-    """Return the interval of a predicted step, based on the rows that the package ships."""
+    """Return the interval of a predicted step's time, from errors of the measured steps that the package ships."""
     return measured_errors().interval(job_features(job), found.step_us, found.slowest_us)
 
 
@@ -459,6 +459,6 @@ def fits_in_memory(found: PredictedStep) -> float:
 
 
 def too_close(step_us: float, fastest_us: float) -> bool:
-    """Return whether two steps of one model differ by less than the error of predicted ratios."""
+    """Return whether `step_us` exceeds `fastest_us`, but by no more than the error of a predicted ratio."""
     known = measured_errors().comparisons
     return known is not None and fastest_us < step_us <= fastest_us * known.factor

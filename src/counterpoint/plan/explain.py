@@ -82,7 +82,7 @@ def _comm(job: Job, found: PredictedStep) -> list[str]:
 
 
 def _collectives(job: Job, part: str) -> list[str]:
-    """Return lines that explain each collective on the axes of one part of the step, with latency and bandwidth."""
+    """Return lines that explain the collectives of one part of the step, on each mesh axis: latency and bandwidth."""
     prices = CollectiveTimes(network_of(job.cluster))
     predict_step(job, prices=prices)
     mesh = axes(job.parallel)

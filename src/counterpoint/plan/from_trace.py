@@ -45,7 +45,7 @@ ONE_NODE = {"H200": "h100"}  # GPUs whose NVLink network is named after another 
 
 
 class MeasuredCollective(Record, frozen=True, kw_only=True):
-    """Holds one kind of collective in a step; `calls` and `transfer_us` are totals of a step, averaged over ranks."""
+    """Holds one kind of collective in a step; `calls` and `transfer_us` are sums over a step, averaged over ranks."""
 
     operation: str
     num_bytes: int
@@ -82,7 +82,7 @@ class MeasuredStep(Record, frozen=True, kw_only=True):
 
 
 def answer_from_trace(diagnosis: Diagnosis, *, recorded_on: str | None, asked: Mapping[str, str]) -> Prediction:
-    """Predict the measured step after the changes `asked`; `recorded_on` names its network (None: one NVLink node)."""
+    """Predict a traced step after the changes `asked`; `recorded_on`: the trace's network (None: one NVLink node)."""
     for name in asked:
         if name not in ALLOWED:
             raise Misconfigured(
@@ -102,7 +102,7 @@ def answer_from_trace(diagnosis: Diagnosis, *, recorded_on: str | None, asked: M
 
 
 def _nvlink(measured: MeasuredStep) -> str:
-    """Return the NVLink network's name for the measured GPUs; raise Misconfigured if it is not known."""
+    """Return the name of the NVLink network of the traced GPUs' nodes; raise Misconfigured if none is known."""
     name = f"nvlink-{ONE_NODE.get(measured.gpu, measured.gpu.lower())}"
     if name in names() and measured.ranks <= all_levels(name)[-1].size:
         return name
@@ -112,7 +112,7 @@ def _nvlink(measured: MeasuredStep) -> str:
 
 
 def measured_step(diagnosis: Diagnosis) -> MeasuredStep:
-    """Return a diagnosis as one mean step; raise Misconfigured if ranks, steps or sizes are missing."""
+    """Return the mean step of a diagnosis; raise Misconfigured if ranks, steps or all message sizes are missing."""
     if diagnosis.missing_ranks:
         missing = ", ".join(map(str, diagnosis.missing_ranks[:8]))
         raise Misconfigured(
@@ -142,7 +142,7 @@ def measured_step(diagnosis: Diagnosis) -> MeasuredStep:
 
 
 def _by_kind(known: Iterable[Collective], world_size: int, steps: int) -> tuple[MeasuredCollective, ...]:
-    """Return collectives merged by operation, size, group size and stride; calls and µs are those of a mean rank."""
+    """Return collectives merged by operation, size, group size and stride; calls and µs are means per rank and step."""
     found: dict[tuple[str, int, int, int], list[Collective]] = defaultdict(list)
     for each in known:
         stride = each.ranks[1] - each.ranks[0]
@@ -160,13 +160,13 @@ def _by_kind(known: Iterable[Collective], world_size: int, steps: int) -> tuple[
 
 
 def predict_on(measured: MeasuredStep, here: Cluster, there: Cluster, *, ranks: int, slow: float = 1.0) -> Prediction:
-    """Return the step predicted on `ranks` ranks of another cluster; Misconfigured if its groups cannot grow so far.
+    """Return the step predicted on `ranks` ranks of another cluster; raise Misconfigured if a group cannot grow so far.
 
     Args:
         measured: the step.
         here: the cluster that it was measured on.
         there: the other cluster.
-        ranks: ranks of the job there, a multiple of those here, or a divisor.
+        ranks: number of ranks there, a multiple or a divisor of the measured number.
         slow: factor on the compute time of the slowest rank.
     """
     times = [(each, each.transfer_us * _ratio(each, measured, here, there, ranks)) for each in measured.collectives]
@@ -199,7 +199,7 @@ def predict_on(measured: MeasuredStep, here: Cluster, there: Cluster, *, ranks: 
 
 
 def _parts(measured: MeasuredStep, comm_us: float, ranks: int, slow: float) -> tuple[TimePart, ...]:
-    """Return compute, exposed communication, waits and rest of a step on `ranks` ranks with `comm_us` of transfers."""
+    """Return a step's compute, exposed communication, waits and rest on `ranks` ranks; `comm_us`: all transfers."""
     shrinks_us = measured.lists_us * (1.0 - measured.ranks / ranks) if _shards_grow(measured) else 0.0
     compute_us = (measured.compute_us - shrinks_us) * slow
     exposed_us = max(comm_us - measured.hidden * min(compute_us, comm_us), 0.0)

@@ -10,7 +10,8 @@ N · e^restart · (e^(interval + checkpoint) - 1), is in parts
     lost work     N · (e^(interval + checkpoint) - 1 - interval - checkpoint)
     restarts      N · (e^(interval + checkpoint) - 1) · (e^restart - 1)          with failures during restarts
 
-The interval is given, or Daly's optimum (equation 37), which is Young's √(2 · checkpoint · mean) for short checkpoints.
+The interval is given by the job, or is Daly's optimum (equation 37): for short checkpoints, Young's √(2 · checkpoint ·
+mean).
 """
 
 from __future__ import annotations
@@ -50,15 +51,15 @@ def spent(training: float, *, mean: float, checkpoint: float, interval: float, r
     Args:
         training: seconds of all steps.
         mean: seconds between failures; ∞: there are none.
-        checkpoint: seconds that training waits for one.
-        interval: seconds of work between two; ∞: none is written, and a failure begins anew.
+        checkpoint: seconds that training waits for one checkpoint.
+        interval: seconds of work between two checkpoints; ∞: none is written, and after a failure training begins anew.
         restart: seconds from a failure until training goes on.
 
     Returns:
         The parts, which add up.
 
     Raises:
-        Misconfigured: failures are so frequent that it never ends.
+        Misconfigured: failures are so frequent that the training never ends.
     """
     each = min(interval, training)
     count, written = training / each, 0.0 if interval == inf else checkpoint
@@ -83,7 +84,7 @@ def spent(training: float, *, mean: float, checkpoint: float, interval: float, r
 
 
 def optimal_interval(checkpoint: float, mean: float) -> float:
-    """Return the checkpoint interval (seconds of work) that costs least time, by Daly; ∞ where nothing fails."""
+    """Return Daly's optimal checkpoint interval, in seconds of work; ∞ where nothing fails."""
     if mean == inf:
         return inf
     if checkpoint >= 2 * mean:
@@ -104,7 +105,7 @@ def training_run(job: Job, step_us: float, interval_us: tuple[float, float] | No
         Its days, GPU-hours, cost and goodput; None where the job does not say how long it is.
 
     Raises:
-        Misconfigured: it would never end.
+        Misconfigured: the training would never end.
     """
     run = job.run
     if run is None:

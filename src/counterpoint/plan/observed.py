@@ -1,11 +1,11 @@
-"""Compare an observed step with its job's usual steps, and correct predictions of other ways to run the job by it.
+"""Compare an observed step with its job's usual steps, and scale predictions for a changed job by the observed step.
 
-The error of a prediction has a part that all ways to run the job at hand share (`confidence.py`): its software, its
-cluster, its way of timing. One observed step tells that part: other ways to run the same job are predicted by
+One part of a prediction's error is the same for all ways to run a job (`confidence.py`): it comes from the software,
+the cluster and the way of timing. One observed step measures that part: other ways to run the same job are predicted by
 
     step = predicted · observed / predicted of the job as it ran
 
-and their interval is that of ratios of two predictions, which is narrower than an interval of a step.
+and their interval is the error of a ratio of two predictions, which is narrower than the interval of one step.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Anchor(NamedTuple):
         )
 
     def interval(self, job: Job, found: PredictedStep, wide: StepInterval) -> StepInterval:
-        """Return a shifted step's interval: no width for the observed job, else the error of ratios of two predictions.
+        """Return a shifted step's interval: no width for the observed job, else the error of a predicted ratio.
 
         Args:
             job: the job of the shifted step.
@@ -98,7 +98,7 @@ class Anchor(NamedTuple):
         )
 
     def _causes(self, slower: bool) -> Iterator[StepCause]:
-        """Yield each change of the job that alone would make its step slower, or faster, than predicted."""
+        """Yield the known changes that each make the job's step slower (`slower` false: faster) than predicted."""
         for name, change, tell in SLOWER if slower else FASTER:
             try:
                 us = predict_step(change(self.job)).step_us - self.predicted_us

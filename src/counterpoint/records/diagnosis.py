@@ -24,7 +24,7 @@ Severity = Literal["high", "medium", "low"]
 
 
 def ranks_in_words(ranks: tuple[int, ...]) -> str:
-    """Return ascending ranks as text, `ranks 0-3, 5, 8-15`; of more than 8 runs only the first are named."""
+    """Return ascending ranks as text, `ranks 0-3, 5, 8-15`; of more than 8 ranges only the first 8 are named."""
     starts = [r for r, before in zip(ranks, (None, *ranks), strict=False) if before is None or r - before > 1]
     ends = [r for r, after in zip(ranks, (*ranks[1:], None), strict=True) if after is None or after - r > 1]
     runs = [f"{a}-{b}" if b > a else str(a) for a, b in zip(starts, ends, strict=True)]
@@ -49,7 +49,7 @@ class StepTime(Record, frozen=True, kw_only=True):
 
 
 class Account(Record, frozen=True, kw_only=True):
-    """Splits the time of all analysed steps into compute, communication, copies and idle; of a rank or their mean.
+    """Splits the time of all analysed steps into compute, communication, copies and idle, of one rank or as mean.
 
     duration = compute + exposed_comm + exposed memcpy + idle; communication = overlapped + exposed_comm.
     `hidden` = overlapped / communication. wait + transfer = time inside collectives that were matched across ranks,
@@ -76,14 +76,14 @@ class Account(Record, frozen=True, kw_only=True):
 
 
 class GpuAccount(Account, frozen=True, kw_only=True):
-    """Holds the account of one GPU of a process that drives several GPUs."""
+    """Holds the split of time (`Account`) of one GPU of a process that drives several GPUs."""
 
     rank: int
     gpu: int  # its number on the host
 
 
 class RankAccount(Account, frozen=True, kw_only=True):
-    """Holds the account of one rank: of its GPU, or the mean over all GPUs that its process drives."""
+    """Holds the split of time (`Account`) of one rank: of its GPU, or the mean over all GPUs of its process."""
 
     rank: int
     other_gpu_us: float = 0.0  # the part of idle_us in which another GPU of the process works
@@ -93,8 +93,8 @@ class Collective(Record, frozen=True, kw_only=True):
     """Describes one collective, matched across the ranks that took part in it.
 
     The wait of a rank = last start - own start, null where no other rank is matched; transfer = last end - last start;
-    exposed = mean over ranks of the time in it with no compute running. `bytes` is the full array (nccl-tests), null
-    where the trace does not say.
+    exposed = mean over ranks of the time inside the collective while no compute runs. `bytes` is the full array
+    (nccl-tests), null where the trace does not say.
     """
 
     op: str
@@ -119,12 +119,12 @@ class Collective(Record, frozen=True, kw_only=True):
 
 
 class CollectiveKind(Record, frozen=True, kw_only=True):
-    """Sums up the collectives of one operation, group, size and phase in the analysed steps; means per call.
+    """Sums up the collectives of one operation, group, size and phase in the analysed steps: count, times, bandwidth.
 
-    `exposed_us` is per step and rank; of concurrent collectives, the one that compute waits for counts.
-    `best_gb_per_s` is the highest bus bandwidth of any kind of the group in this recording: its links can do as much.
-    `link_gb_per_s` is what the links of one GPU carry, by the user's machine profile or the data sheet; null for an
-    unknown GPU, and where the group may be on several hosts.
+    `exposed_us` is per step and rank; of concurrent collectives, the one that compute waits for counts. `best_gb_per_s`
+    is the highest bus bandwidth that any kind of collective of the group has in this recording. `link_gb_per_s` is what
+    the links of one GPU carry, by the user's machine profile or the data sheet; null for an unknown GPU, and where the
+    group may be on several hosts.
     """
 
     op: str
@@ -144,7 +144,7 @@ class CollectiveKind(Record, frozen=True, kw_only=True):
 
 
 class Straggler(Record, frozen=True, kw_only=True):
-    """Names a rank that makes others wait; `delay_us` sums up how much later than the others it entered collectives."""
+    """Names a rank that makes others wait; `delay_us` is the sum of its delays in entering collectives."""
 
     rank: int
     delay_us: float
@@ -190,7 +190,7 @@ class KernelComparison(Record, frozen=True, kw_only=True):
 
 
 class Finding(Record, frozen=True, kw_only=True):
-    """Describes one problem to act on; `cost_us` is the µs that it adds to a step, by the replay if there is one."""
+    """Describes one problem to act on; `cost_us`: µs that the problem adds to a step, by the replay if there is one."""
 
     kind: str  # straggler | tail_effect | launch_order | sm_contention | bandwidth | exposed_comm | ...
     cost_us: float
@@ -232,7 +232,7 @@ class Finding(Record, frozen=True, kw_only=True):
 
 
 class HostTime(Record, frozen=True, kw_only=True):
-    """Names a host operation or Python function, and the µs of one cause of idle time in which the host ran it."""
+    """Names a host operation or Python function, and for how many µs of a cause's idle time the host ran it."""
 
     name: str
     us: float
@@ -254,7 +254,7 @@ class IdleCause(Record, frozen=True, kw_only=True):
 class Idle(Record, frozen=True, kw_only=True):
     """Splits the idle time of a step (mean over ranks) into causes, which add up to `idle_us`; the longest is first.
 
-    `explained_us` is the idle time whose cause the trace shows. launches: calls per step that put something on the GPU;
+    `explained_us` is the idle time whose cause the trace shows. launches: calls per step that launch work on the GPU;
     launch_interval_us: from one launch to the next, without stalls; kernel_us: duration of the mean compute kernel.
     """
 
@@ -350,7 +350,7 @@ COMPARISON_SCHEMA = "counterpoint.comparison/1"
 
 
 class Change(Record, frozen=True, kw_only=True):
-    """Holds one time (µs) in the earlier run and in this run; None: the run does not have this time; it counts as 0."""
+    """Holds one time (µs) in the earlier run and in this run; None: a run does not have the time, and 0 is assumed."""
 
     name: str
     before_us: float | None
@@ -359,14 +359,14 @@ class Change(Record, frozen=True, kw_only=True):
 
 
 class FindingChange(Change, frozen=True, kw_only=True):
-    """Holds the cost of one finding in the earlier run and in this run; None: not found. `name` is its title."""
+    """Holds one finding's cost in the earlier run and in this run; None: not found. `name` is the finding's title."""
 
     kind: str
     rank: int | None
 
 
 class KernelChange(Change, frozen=True, kw_only=True):
-    """Holds a kernel's µs per step in both runs, at this run's number of calls; only grids and shapes in both count."""
+    """Holds a kernel's µs per step in both runs, at this run's number of calls, for grids and shapes in both runs."""
 
     slowdown: float
 
@@ -374,7 +374,7 @@ class KernelChange(Change, frozen=True, kw_only=True):
 class Comparison(Record, frozen=True, kw_only=True):
     """Compares a run with an earlier run; every list has the largest growth first.
 
-    `parts` add up to `step`: compute, exposed communication, copies, idle.
+    `parts` (compute, exposed communication, copies, idle) add up to `step`.
     """
 
     schema: str = COMPARISON_SCHEMA

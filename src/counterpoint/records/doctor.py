@@ -42,7 +42,7 @@ KnobState = Literal["took_effect", "no_effect", "not_seen"]
 
 
 class CommCalls(Record, frozen=True, kw_only=True):
-    """Counts the calls of one collective operation that counterpoint's copy engines did not carry out."""
+    """Counts the calls of one collective operation that counterpoint did not carry out by copy engines."""
 
     by: Literal["nccl", "other"]
     operation: str

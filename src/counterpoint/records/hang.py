@@ -1,4 +1,4 @@
-"""Define the record that `diagnose` prints of NCCL flight-recorder dumps: which ranks are missing in a hang.
+"""Define the record that `diagnose` prints for NCCL flight-recorder dumps: which ranks are missing in a hang.
 
 `Hang` is the contract `counterpoint.hang/1`: keys may be added, never renamed. What is not known is `null`.
 """
@@ -62,7 +62,7 @@ class GroupState(Record, frozen=True, kw_only=True):
 
 
 class Hang(Record, frozen=True, kw_only=True):
-    """Holds the whole answer on a hang; the group that explains it comes first."""
+    """Holds the whole answer on a hang; the group that explains the hang comes first."""
 
     schema: str = SCHEMA
     files: tuple[str, ...]

@@ -20,7 +20,7 @@ PairClass = Literal["G-long", "C-long", "GC-equal"]
 
 
 class Timing(Record, frozen=True, kw_only=True):
-    """Holds the median (µs) over rounds, with 10th and 90th percentile, of the rank whose median is the largest.
+    """Holds the median (µs) over rounds, with 10th and 90th percentile, on the rank with the largest median.
 
     `rounds_us` has the slowest rank's time of each round; the slowest rank may change between rounds. Durations whose
     rounds were measured in alternation can be compared by `rounds_us`, round by round.
@@ -52,8 +52,8 @@ class Scenario(Record, frozen=True, kw_only=True, tag=True):
 class BlockRow(Record, frozen=True, kw_only=True):
     """Holds the time of one operation alone: a collective with a size and a number of CTAs, a copy, or a GEMM.
 
-    Other rows hold the time of a matmul that depends on communication, or of one of its two parts (these rows have
-    `can_hide`), or of one leg of an exchange of tokens.
+    Other rows hold the time of a matmul that depends on communication, or of this matmul or communication alone (all
+    these rows have `can_hide`), or of one leg of an exchange of tokens.
     """
 
     # "all_gather", "gemm 8192x8192x8192", "all_gather_matmul 8192x7168x8192", "dispatch mixtral-8x7b 4096 zipf"
@@ -212,7 +212,7 @@ class Environment(Record, frozen=True, kw_only=True):
 
 
 class Measurement(Record, frozen=True, kw_only=True):
-    """Holds all rows of one suite."""
+    """Holds all measured rows of one suite of scenarios and blocks."""
 
     schema: str = MEASUREMENT_SCHEMA
     suite: str
@@ -226,7 +226,7 @@ class Measurement(Record, frozen=True, kw_only=True):
 
 
 class Launched(Record, frozen=True, kw_only=True):
-    """Describes one kernel, copy or memset as the profiler (CUPTI) or the driver saw it; unknown is `null`."""
+    """Describes one kernel, copy or memset as the profiler (CUPTI) or the driver saw it; unknown fields are `null`."""
 
     kind: Literal["kernel", "copy", "memset"]
     name: str

@@ -34,7 +34,7 @@ class Bar(Record, frozen=True, kw_only=True):
 
 
 class StepInterval(Record, frozen=True, kw_only=True):
-    """Holds the interval in which the step time lies with probability `level`, from errors on measured steps."""
+    """Holds the interval in which the step time lies with probability `level`, by errors on measured steps."""
 
     level: float
     seen: float  # fraction of similar measured steps that lay in the interval predicted from other sources' steps
@@ -48,7 +48,7 @@ class StepInterval(Record, frozen=True, kw_only=True):
 
 
 class StepCause(Record, frozen=True, kw_only=True):
-    """Names one way in which the run may differ from the job, the µs that this adds to the step, and how to tell."""
+    """Names one way in which a run may differ from its job, the µs that it adds to the step, and how to check it."""
 
     name: str
     us: float
@@ -56,7 +56,7 @@ class StepCause(Record, frozen=True, kw_only=True):
 
 
 class ObservedStep(Record, frozen=True, kw_only=True):
-    """Compares an observed step with its job's usual steps; `causes` are ways in which the run may differ from it."""
+    """Compares an observed step with its job's usual steps; `causes`: ways in which the run may differ from its job."""
 
     step_us: float
     predicted_us: float
@@ -156,7 +156,7 @@ class SearchResult(Record, frozen=True, kw_only=True):
 
 
 class LevelLoad(Record, frozen=True, kw_only=True):
-    """Counts the bytes that cross one network level per step, in both directions; `time_us` is of its busiest GPU."""
+    """Counts bytes per step over one network level, both directions; `time_us`: transfer time of the busiest GPU."""
 
     level: str
     num_bytes: float
@@ -174,7 +174,7 @@ class RankOrder(Record, frozen=True, kw_only=True):
 
 
 class PlacementResult(Record, frozen=True, kw_only=True):
-    """Holds the rank order found and the orders it is compared with; `host_of` has the host of every rank.
+    """Holds the rank order found and the orders compared with it; `host_of` has the host of every rank.
 
     `files` maps the name of each file for launchers, whether it was written or not, to text on how to use it.
     """

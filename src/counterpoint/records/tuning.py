@@ -24,7 +24,7 @@ Micros = Annotated[float, Meta(ge=0, le=1e12)]
 
 
 def as_sentence(text: str) -> str:
-    """Return a text, cut to the greatest length that a sentence may have in the file."""
+    """Return a text, cut to the greatest length that the file allows for a sentence."""
     return text[:_LONGEST]
 
 
@@ -59,7 +59,8 @@ class StepPair(_Strict, frozen=True, kw_only=True):
 class Tried(_Strict, frozen=True, kw_only=True):
     """Holds the measured time of a pair by one mechanism, from the first start to the last end.
 
-    Where `paired_sigma_us` is known, `us` is stock's time minus the difference over the rounds that both share.
+    Where `paired_sigma_us` is known, `us` is stock's time minus the mean difference between both in the rounds that
+    both ran.
     """
 
     mechanism: Name  # of measurement/mechanisms.py: "nccl+max_ctas=8"

@@ -17,7 +17,7 @@ MAX_NAME = 44  # fits beside the figures in 80 columns
 
 
 def render_comparison(compared: Comparison, console: Console) -> None:
-    """Print the parts that grew or shrank, in ms per step, and as the last line the verdict."""
+    """Print what changed between two runs, in ms per step, and as the last line the verdict."""
     hidden = f"hidden: {say.percent(compared.hidden_before)} before, {say.percent(compared.hidden_now)} now"
     idle = [replace(change, name=say.IDLE_CAUSES.get(change.name, change.name)) for change in compared.idle]
     parts = [replace(compared.step, name="step"), *compared.parts]
@@ -36,7 +36,7 @@ def render_comparison(compared: Comparison, console: Console) -> None:
 
 
 def _changes(title: str, unit: str, rows: Sequence[Change], notes: Sequence[str] = ()) -> Table:
-    """Return a table of the largest changes, in their given order; it is empty without changes."""
+    """Return a table of the largest changes, in their given order; without changes the table has no rows."""
     largest = sorted(rows, key=lambda it: -abs(it.change_us))[:MAX_ROWS]
     shown = [it for it in rows if any(it is each for each in largest)]
     more = [f"and {len(rows) - len(shown)} more"] * (len(rows) > len(shown))

@@ -45,7 +45,7 @@ F64 = npt.NDArray[np.float64]
 
 
 def write_html(path: Path, diagnosis: Diagnosis, lanes: Sequence[TimelineLane]) -> None:
-    """Write the page; `path` appears complete or not at all.
+    """Write a diagnosis as a page; `path` appears complete or not at all.
 
     Raises:
         OSError: the folder is missing or may not be written to.
@@ -148,7 +148,7 @@ def _lanes_table(packed: PackedTimeline) -> Table:
 
 
 def _map_table(diagnosis: Diagnosis) -> Table | None:
-    """Return a table of each rank's wait for others in a large job, `NODE` ranks per row; None for a small job."""
+    """Return a table of the time that each rank of a large job waits, `NODE` ranks per row; None for a small job."""
     if len(diagnosis.per_rank) <= MAP_FROM:
         return None
     steps = steps_in(diagnosis)
@@ -175,7 +175,7 @@ def _map_table(diagnosis: Diagnosis) -> Table | None:
 
 
 def _kinds(packed: PackedTimeline) -> list[tuple[str, str, str]]:
-    """Return the timeline's legend as (lane, colour, name); all other lanes share the entry `host`."""
+    """Return the timeline's legend as (lane, colour, name); lanes of other names share the entry `host`."""
     kinds = [
         ("compute", "compute", "compute"),
         ("communication", "transfer", "communication"),
@@ -211,7 +211,7 @@ class LaneTotal:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedTimeline:
-    """Holds the timeline as `data` for the page's script; `notes` say which ranks and spans the limits left out."""
+    """Holds the timeline as `data` for the page's script; `notes` say which ranks and spans are left out."""
 
     data: dict[str, Any]
     drawn: tuple[LaneTotal, ...]
@@ -219,7 +219,7 @@ class PackedTimeline:
 
 
 def pack_timeline(diagnosis: Diagnosis, lanes: Sequence[TimelineLane]) -> PackedTimeline:
-    """Return the spans as uint32 ticks since the first start, sorted by start, with labels as indices into a table.
+    """Return the lanes' spans as uint32 ticks since the first start, sorted by start; labels become indices.
 
     A tick is 1 / (2^32 - 1) of the whole window: 2.3 ns in 10 s. Above `MAX_RANKS` ranks those with the most exposed
     communication stay; above `MAX_SPANS` spans the longest stay.

@@ -32,7 +32,7 @@ BATCH = 4096  # events encoded at a time: bounds memory, keeps writes large
 
 
 def write_perfetto(path: Path, diagnosis: Diagnosis, lanes: Sequence[TimelineLane]) -> None:
-    """Write the trace; `path` appears complete or not at all. Spans without a finite time are left out.
+    """Write a diagnosis as a trace; `path` appears complete or not at all. Spans of infinite time are left out.
 
     Raises:
         OSError: the folder is missing or may not be written to.
@@ -71,7 +71,7 @@ def _events(diagnosis: Diagnosis, lanes: Sequence[TimelineLane]) -> Iterator[Eve
 
 
 def _threads(pid: int, process: str, order: int, tracks: dict[str, list[Event]]) -> Iterator[Event]:
-    """Yield a process with a thread per track, and more threads for slices that would partly overlap others."""
+    """Yield the events of a process with one thread per track; slices that would partly overlap get more threads."""
     names: dict[int, str] = {}
     placed: list[Event] = []
     for number, (name, slices) in enumerate(tracks.items(), start=1):
@@ -85,7 +85,7 @@ def _threads(pid: int, process: str, order: int, tracks: dict[str, list[Event]])
 
 
 def _nested(slices: list[Event]) -> list[list[Event]]:
-    """Return the slices split into few lists, in each of which any two follow or enclose each other."""
+    """Return the slices split into few lists; any two slices of a list follow or enclose each other."""
     levels: list[list[Event]] = []
     open_ends: list[list[int]] = []  # of the slices around the last one of each list, ns
     for each in sorted(slices, key=lambda each: (each["ts"], -each["dur"])):
@@ -123,7 +123,7 @@ def _slice(name: str, pid: int, tid: int, start_us: float, duration_us: float, c
 
 
 def _marks(number: int, finding: Finding, diagnosis: Diagnosis) -> tuple[Event, Event]:
-    """Return a slice on the findings' track, and an instant mark where it begins, on its rank or on the whole job.
+    """Return a finding's slice on the findings' track, and its instant mark on the finding's rank or the whole job.
 
     The slice covers the time range of the finding, or all steps.
     """
@@ -149,7 +149,7 @@ def _spans(lane: TimelineLane) -> Iterator[Event]:
 
 
 def _counters(lanes: Sequence[TimelineLane]) -> Iterator[Event]:
-    """Yield counters: per rank, compute and communication at once, and exposed communication; the ranks that wait."""
+    """Yield counters: per rank, compute and communication at once, exposed communication; per job, waiting ranks."""
     ranks = sorted({lane.rank for lane in lanes})
     waits: list[tuple[F64, I64]] = []
     for rank in ranks:
@@ -173,7 +173,7 @@ def _counter(name: str, pid: int, unit: str, time: F64, value: I64) -> Iterator[
 
 
 def _running(lanes: Sequence[TimelineLane], rank: int, names: tuple[str, ...]) -> tuple[F64, I64]:
-    """Return the instants `[n]` when lanes of `names` change, and which run from then on, `[names, n]`, 0 or 1."""
+    """Return the instants `[n]` when lanes in `names` start or end, and which lanes run from then on, `[names, n]`."""
     times, rows, deltas = [np.empty(0)], [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     for lane in lanes:
         if lane.rank == rank and lane.name in names:

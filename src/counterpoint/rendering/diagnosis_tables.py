@@ -1,7 +1,7 @@
 """Make the tables of a diagnosis: time by kind, idle time, collectives, late ranks, kernels, what-ifs.
 
-Totals are shown **per step** (the mean over the analysed steps), because that is what a user notices; data frames and
-JSON keep the sums.
+Totals are shown **per step** (the mean over the analysed steps), because users notice the time of a step; data frames
+and JSON keep the sums.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def verbose_tables(diagnosis: Diagnosis) -> list[Table]:
 
 
 def steps_in(diagnosis: Diagnosis) -> int:
-    """Return the number of analysed steps, at least 1; sums are divided by it for means per step."""
+    """Return the number of analysed steps, at least 1, by which sums are divided for means per step."""
     return max(1, len(diagnosis.steps))
 
 
@@ -65,7 +65,7 @@ def late_ranks(diagnosis: Diagnosis) -> set[int]:
 
 
 def budget(account: Account) -> dict[str, float]:
-    """Return the µs of each of `PARTS`, which add up to the account's duration; copies are all time left over."""
+    """Return the µs of each of `PARTS`; they add up to the account's duration, since copies get the rest."""
     wait = min(account.exposed_wait_us or 0.0, account.exposed_comm_us)
     copies = account.duration_us - account.compute_us - account.exposed_comm_us - account.idle_us
     return {
@@ -79,7 +79,7 @@ def budget(account: Account) -> dict[str, float]:
 
 
 def worst_ranks(accounts: Sequence[RankAccount], limit: int, late: Container[int] = ()) -> list[RankAccount]:
-    """Return the accounts in order of rank; of more than `limit`, the late ranks and those with least compute."""
+    """Return at most `limit` accounts, of late ranks and then of ranks with least compute, in order of rank."""
     if len(accounts) <= limit:
         return list(accounts)
     worst = sorted(
@@ -140,7 +140,7 @@ def budget_table(diagnosis: Diagnosis, limit: int) -> Table | None:
 
 
 def idle_sentence(diagnosis: Diagnosis) -> str:
-    """Return a sentence on the GPUs' idle time per step, the explained part, and what the trace lacks."""
+    """Return a sentence on the GPUs' idle time per step: how long, and how much of that the trace explains."""
     idle = diagnosis.idle
     if idle is None:
         return "Idle: unknown"
@@ -157,7 +157,7 @@ def idle_causes(diagnosis: Diagnosis) -> list[IdleCause]:
 
 
 def idle_table(diagnosis: Diagnosis) -> Table | None:
-    """Return a table of idle time by cause, longest first, with the operations in which the host was."""
+    """Return a table of idle time by cause, longest first, with the operations that the host ran meanwhile."""
     causes = idle_causes(diagnosis)
     if not causes:
         return None
@@ -183,7 +183,7 @@ def _mostly_in(cause: IdleCause) -> Cell:
 
 
 def group_of(kind: CollectiveKind) -> str:
-    """Return a kind's parallel group, or else the name that the program or the trace gives the group, and its size."""
+    """Return the name of a collective's group: its parallel axis if known, else its name in the trace; and its size."""
     name = kind.parallel or kind.group_name or kind.group
     return f"{name} ×{kind.ranks}" if kind.ranks else name
 
@@ -226,13 +226,13 @@ def by_exposed(collectives: Sequence[Collective], limit: int) -> list[Collective
 
 
 def waits(collective: Collective) -> tuple[float | None, float | None]:
-    """Return the mean and the longest wait of ranks in a collective (µs); None if no other rank's trace is joined."""
+    """Return the mean and longest wait (µs) of ranks in a collective; (None, None) if no rank's wait is known."""
     known = [us for us in collective.wait_us.values() if us is not None]
     return (sum(known) / len(known), max(known)) if known else (None, None)
 
 
 def collectives_table(diagnosis: Diagnosis) -> Table | None:
-    """Return a table of the most exposed collectives; on a page also with the wait of each rank, if ranks are few."""
+    """Return a table of the most exposed collectives; on a page also each rank's wait, if ranks are few."""
     if not diagnosis.collectives:
         return None
     shown = by_exposed(diagnosis.collectives, MAX_COLLECTIVES)
@@ -353,7 +353,7 @@ def _comm_ctas(k: KernelComparison) -> Cell:
 
 
 def replayed_waits(replay: Replay) -> str | None:
-    """Return a sentence on the waits that a replay keeps as measured; None if it explains all of them."""
+    """Return a sentence on the waits that a replay keeps as measured; None if the replay explains all waits."""
     kept = []
     if replay.collective_waits in ("as_measured", "partly_joined"):
         some = "some " if replay.collective_waits == "partly_joined" else ""
@@ -364,13 +364,13 @@ def replayed_waits(replay: Replay) -> str | None:
 
 
 def replayed_steps(diagnosis: Diagnosis) -> str:
-    """Return how many steps the replay covers, as text; empty if it covers all."""
+    """Return text that says how many steps the replay covers; empty if the replay covers all steps."""
     replayed, every = diagnosis.replay.steps if diagnosis.replay else None, len(diagnosis.steps)
     return f", mean of {replayed} of {every} steps" if replayed and replayed < every else ""
 
 
 def replay_table(diagnosis: Diagnosis) -> Table | None:
-    """Return a table of the replayed step of each what-if, with speed-ups relative to the unchanged replay."""
+    """Return a table of each what-if's replayed step, with the speed-up over the unchanged replay."""
     replay = diagnosis.replay
     if replay is None:
         return None
@@ -402,7 +402,7 @@ def replay_table(diagnosis: Diagnosis) -> Table | None:
 
 
 def notes(diagnosis: Diagnosis) -> list[str]:
-    """Return the diagnosis's notes, and one on the clocks' largest offset."""
+    """Return the diagnosis's notes, and a note on the largest offset between ranks' clocks."""
     said = list(diagnosis.notes)
     offsets = {rank: us for rank, us in diagnosis.clock_offsets_us.items() if us}
     if offsets:

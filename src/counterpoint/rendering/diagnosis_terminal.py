@@ -53,7 +53,7 @@ def _scope(diagnosis: Diagnosis) -> str:
 
 
 def _findings(findings: Sequence[Finding], console: Console, *, verbose: bool) -> None:
-    """Print the remedies, then their reasons; without `verbose` only the costliest findings, one sentence each."""
+    """Print each finding's remedy and reason; without `verbose` only the costliest findings, in one sentence each."""
     heading(console, "What to do", "cost of step time")
     if not findings:
         console.print(text("No findings."))
@@ -72,7 +72,7 @@ def _findings(findings: Sequence[Finding], console: Console, *, verbose: bool) -
 
 
 def _first_sentence(advice: str) -> str:
-    """Return advice up to the end of its first sentence."""
+    """Return the first sentence of advice."""
     return re.split(r"(?<=[a-z0-9)])\. (?=[A-Z])", advice, maxsplit=1)[0]
 
 

@@ -34,7 +34,7 @@ def verdict(checkup: Checkup) -> str:
 
 
 def render_checkup(checkup: Checkup, console: Console) -> None:
-    """Print a checkup, its verdict first. It is readable at 80 columns, without colour, and piped."""
+    """Print a checkup, the verdict first; it stays readable at 80 columns, without colour, and piped."""
     line(console, verdict(checkup), "bold")
     driver = [f"driver {checkup.driver}"] if checkup.driver else []
     models = [f"{checkup.gpus.count(name)} × {name}" for name in dict.fromkeys(checkup.gpus)]
@@ -48,7 +48,7 @@ def render_checkup(checkup: Checkup, console: Console) -> None:
 
 
 def _advise(checks: Sequence[Check], console: Console) -> None:
-    """Print for each check the observation, its meaning and the fix."""
+    """Print each check's observation, meaning and fix."""
     for check in checks:
         _print(console, _mark(check), check.name, "bold")
         for value, style in ((check.seen, ""), (check.means, QUIET), ("→ " + check.fix, "")):
@@ -56,14 +56,14 @@ def _advise(checks: Sequence[Check], console: Console) -> None:
 
 
 def _list(checks: Sequence[Check], console: Console) -> None:
-    """Print a line for each check."""
+    """Print one line for each check: its name and the observation."""
     for check in checks:
         head = Text.assemble(_mark(check), text(f"{check.name:{NAME_WIDTH}}", "bold"))
         _print(console, head, check.seen)
 
 
 def _gather(checks: Sequence[Check], console: Console) -> None:
-    """Print the checks that could not be made; those with the same reason share one entry."""
+    """Print the checks that could not be made; checks with the same reason share one entry."""
     for reason in dict.fromkeys(check.seen for check in checks):
         _print(console, _mark(checks[0]), reason)
         _print(console, Text("   "), ", ".join(check.name for check in checks if check.seen == reason), QUIET)
@@ -82,7 +82,7 @@ def _mark(check: Check) -> Text:
 
 
 def _print(console: Console, head: Text, value: str, style: str = "") -> None:
-    """Print `head` and, to its right, the wrapped text, without spaces at the ends of lines."""
+    """Print `head` and, to its right, `value` wrapped to the terminal, without spaces at the ends of lines."""
     for part in text(value, style).wrap(console, max(20, console.width - head.cell_len)) or [Text()]:
         part.rstrip()
         console.print(Text.assemble(head, part), soft_wrap=True)

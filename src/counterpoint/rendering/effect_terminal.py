@@ -29,7 +29,7 @@ def render_effect(effect: Effect, console: Console) -> None:
 
 
 def _print_choices(knobs: Sequence[KnobEffect], all_ranks: tuple[int, ...], console: Console) -> None:
-    """Print a line for each pair, and below it one for each of its choices."""
+    """Print a line for each pair of a tuning, and below that a line for each choice for the pair."""
     if knobs:
         heading(console, "Choices", "the worst that any rank shows")
     width = max((len(text(knob.knob).plain) for knob in knobs), default=0)
@@ -62,7 +62,7 @@ def _share(rank: RankEffect) -> float:
 
 
 def _copies(ranks: Sequence[RankEffect]) -> Table:
-    """Return a table of the transfers by copy engines, on the ranks where copy engines moved the smallest share."""
+    """Return a table of transfers by copy engines, of the ranks with the smallest share of such transfers."""
     shown = sorted(sorted(ranks, key=_share)[:MAX_RANKS], key=lambda rank: rank.rank)
     more = [f"The {len(shown)} ranks of which copy engines moved least; --json has all."]
     return Table(
@@ -85,7 +85,7 @@ def _copies(ranks: Sequence[RankEffect]) -> Table:
 
 
 def _calls(ranks: Sequence[RankEffect]) -> Table:
-    """Return a table of all other calls by operation, with the rank on which they took longest."""
+    """Return a table of all calls without copy engines, by operation, with the rank on which these take longest."""
     kinds: dict[tuple[str, str], list[tuple[int, CommCalls]]] = {}
     for rank in ranks:
         for call in rank.calls:

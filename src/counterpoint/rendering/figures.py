@@ -57,7 +57,7 @@ class Panel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figure:
-    """Holds panels in rows of `columns`; `shared` panels have one legend and zoom together."""
+    """Describes panels, `columns` in each row; if `shared`, all panels have one legend and zoom together."""
 
     looks: Sequence[Look]
     panels: Sequence[Panel]

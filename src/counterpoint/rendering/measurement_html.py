@@ -1,4 +1,4 @@
-"""Draw `hidden` against T_c / T_g on one page: a panel per collective and launch order, a line per mechanism."""
+"""Draw the hidden fraction against T_c / T_g on a page: a panel per collective and order, a line per mechanism."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PANEL_PX = 260
 
 
 def write_overlap_plot(path: Path, measurement: Measurement) -> None:
-    """Write the page; `path` appears complete or not at all.
+    """Write a measurement as a page; `path` appears complete or not at all.
 
     Raises:
         OSError: the folder is missing or may not be written to.
@@ -65,7 +65,7 @@ def _headline(measurement: Measurement) -> str:
 
 
 def _details(measurement: Measurement) -> list[Table]:
-    """Return tables of the first `MAX_TABLES` pairs and matmuls, folded if there are many."""
+    """Return a table for each of the first `MAX_TABLES` pairs and matmuls, folded if there are many tables."""
     found = detail_tables(measurement)
     shown = [replace(table, folded=len(found) > OPEN_TABLES) for table in found[:MAX_TABLES]]
     if len(shown) < len(found):
@@ -74,9 +74,10 @@ def _details(measurement: Measurement) -> list[Table]:
 
 
 def figure(rows: Sequence[Row]) -> Figure:
-    """Return panels with a row for each collective and a column for each launch order, all with the same axes.
+    """Return a figure with a row of panels per collective and a column per launch order, all with the same axes.
 
-    Each point is a row at its measured ratio; the line joins the means of the rows that asked for the same ratio.
+    Each point is a row at its measured ratio; a line joins the means of the rows for which the same ratio was
+    requested.
     """
     mechanisms = list(dict.fromkeys(row.mechanism for row in rows))
     collectives = list(dict.fromkeys(row.operation for row in rows))
@@ -145,7 +146,7 @@ def _x(row: Row) -> float:
 
 
 def _text(row: Row) -> str:
-    """Return the tooltip of a row, shown below the mechanism's name."""
+    """Return the tooltip of a row's point: `hidden`, T_c / T_g, the pair, and why the row is marked."""
     marked = f", MARKED: {row.marked}" if row.marked else ""
     hidden = f"hidden {row.hidden:.2f} at T_c/T_g {_x(row):.2f}"
     return clean(f"{hidden}: {row.workload} + {row.collective} {say.size(row.size_bytes)}{marked}", 240)

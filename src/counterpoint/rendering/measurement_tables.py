@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 
 def summary(measurement: Measurement, out: str | None) -> dict[str, object]:
-    """Return the last output of `counterpoint measure`: each mechanism's figures, and the file with all results."""
+    """Return what `counterpoint measure` prints last: each mechanism's figures, and the file with all results."""
     where = measurement.environment
     found, matmuls = mechanism_summaries(measurement.rows), matmul_summaries(measurement.blocks)
     times_torch = {it.mechanism: _rounded(it.times_torch) for it in matmuls}
@@ -74,7 +74,7 @@ def _rounded(value: float | None) -> float | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MechanismSummary:
-    """Summarizes one mechanism over its valid rows (not marked); without valid rows all figures are None."""
+    """Summarizes one mechanism over its valid (not marked) rows; without valid rows, all figures are None."""
 
     mechanism: str
     hidden: float | None  # mean
@@ -106,7 +106,7 @@ def _summarize(mechanism: str, rows: Sequence[Row]) -> MechanismSummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MatmulSummary:
-    """Summarizes one mechanism over its valid dependent matmuls (not marked); without any all figures are None."""
+    """Summarizes one mechanism over its valid (not marked) dependent matmuls; without any, all figures are None."""
 
     mechanism: str
     over_hiding: float | None  # mean of `over_longer` where the communication can hide
@@ -169,13 +169,13 @@ def by_matmul(blocks: Iterable[BlockRow]) -> dict[str, list[BlockRow]]:
 
 
 def times_of_torch(block: BlockRow, blocks: Iterable[BlockRow]) -> float | None:
-    """Return a block's speed-up over torch's collective and one matmul; None if torch's time was not measured."""
+    """Return a matmul's speed-up over torch's collective and one matmul; None if torch's time was not measured."""
     stock = next((one.time.us for one in blocks if one.mechanism == "torch" and one.marked is None), None)
     return None if stock is None or block.over_longer is None else stock / block.time.us
 
 
 def render(measurement: Measurement, console: Console) -> None:
-    """Print a table for each pair and matmul, then the summaries over all mechanisms."""
+    """Print a table for each pair of compute and collective and each matmul, then summaries over all mechanisms."""
     from counterpoint.rendering.print_table import QUIET, print_tables, text
 
     console.print(text(f"{scope(measurement)} · {_rounds(measurement)}", QUIET))
@@ -207,7 +207,7 @@ def where_table(measurement: Measurement) -> Table:
 
 
 def detail_tables(measurement: Measurement) -> list[Table]:
-    """Return a table for each pair and each matmul, and one for all building blocks."""
+    """Return a table for each pair of compute and collective, each matmul, and one for all building blocks."""
     pairs = grouped(measurement.rows, lambda each: each.scenario)
     found = [*map(_pair, pairs.values()), *map(_matmul, by_matmul(measurement.blocks).values())]
     blocks = [block for block in measurement.blocks if block.can_hide is None]
@@ -274,7 +274,7 @@ def _order(name: str) -> str:
 
 
 def _matmul(blocks: Sequence[BlockRow]) -> Table:
-    """Return a table of the mechanisms of one dependent matmul, and of its parts alone."""
+    """Return a table of one dependent matmul by each mechanism, and of matmul and collective alone."""
 
     def tone(block: BlockRow) -> tables.Tone:
         return "marked" if block.marked else "quiet" if block.over_longer is None else ""
@@ -302,7 +302,7 @@ def _matmul(blocks: Sequence[BlockRow]) -> Table:
 
 
 def _or_empty(value: T | None) -> T | str:
-    """Return `value`, or "" for None: a matmul has no bandwidth."""
+    """Return `value`, or "" in place of None."""
     return "" if value is None else value
 
 
@@ -344,7 +344,7 @@ def _mechanisms(rows: Sequence[Row]) -> Table:
 
 
 def _means(rows: Sequence[Row], title: str, of: Callable[[Row], str]) -> Iterable[Table]:
-    """Yield a table of the mean of `hidden` with a column per collective or order; nothing if there is only one."""
+    """Yield a table of the mean `hidden` with a column per collective or order; nothing if all rows share one."""
     names = list(dict.fromkeys(map(of, rows)))
     if len(names) > 1:
         columns = (Column("mechanism"), *(Column(name, say.ratio) for name in names))

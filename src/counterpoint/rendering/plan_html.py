@@ -28,7 +28,7 @@ LONG_US = 1e8  # from here on seconds, whose numbers fit beside an axis
 
 
 def write_plan_page(path: Path, found: Prediction) -> None:
-    """Write the page, or raise OSError; `path` appears complete or not at all."""
+    """Write a prediction as a page, or raise OSError; `path` appears complete or not at all."""
     figures = {
         curve.name: curves_figure(curve)
         for curve in found.curves
@@ -84,7 +84,7 @@ def _communication(found: Prediction) -> Table:
 
 
 def timeline_figure(bars: Sequence[Bar]) -> Figure:
-    """Return the timeline figure: a row for each stage, the first on top, and a bar for each task of a micro-batch."""
+    """Return the pipeline's timeline: a row for each stage, the first on top, and a bar for each task."""
     stages = sorted({bar.stage for bar in bars})
     drawn = {kind: [bar for bar in bars if bar.kind == kind] for kind in KINDS}
     drawn = {kind: of for kind, of in drawn.items() if of}
@@ -141,7 +141,7 @@ def curves_figure(curve: Curve) -> Figure:
 
 
 def _band(points: Sequence[PlanOutcome], look: int, us: float) -> list[Marks]:
-    """Return the band between the ends of the steps' intervals; empty if a point has no interval."""
+    """Return the band between the ends of all points' intervals; empty if a point has no interval."""
     ends = [(point.low_us, point.high_us) for point in points]
     low = [low / us for low, _ in ends if low is not None]
     high = [high / us for _, high in ends if high is not None]

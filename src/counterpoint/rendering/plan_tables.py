@@ -44,7 +44,7 @@ UNSURE = 0.05  # P(fits) is shown between this and 1 minus this
 
 
 def render_prediction(found: Prediction, console: Console) -> None:
-    """Print a prediction. It is readable at 80 columns, without colour, and piped."""
+    """Print a prediction so that it is readable at 80 columns, without colour, and piped."""
     from counterpoint.rendering.print_table import QUIET, line, print_tables
 
     line(console, headline(found), "bold")
@@ -79,7 +79,7 @@ def render_network_fit(errors: Sequence[FitError], host_bound: int, path: str | 
 
 
 def tables(found: Prediction, figures: Mapping[str, Figure] | None = None) -> list[Table]:
-    """Return all tables in reading order; `figures`: an HTML page's figures by curve name, or `timeline`."""
+    """Return all tables in reading order; `figures`: the figures of a page, by name of the curve, or `timeline`."""
     close = [] if found.comparisons is None else [comparison_line(found.comparisons)]
     made = [_observed(found.observed)] if found.observed else []
     if found.search is not None:
@@ -101,7 +101,7 @@ def tables(found: Prediction, figures: Mapping[str, Figure] | None = None) -> li
 
 
 def words(name: str) -> str:
-    """Return the readable name of a part, a flag or a field: `weak_nodes` as "nodes"."""
+    """Return the readable name of a step's part, a flag or a field: `weak_nodes` as "nodes"."""
     return name.removeprefix("weak_").replace("_", " ")
 
 
@@ -135,7 +135,7 @@ def _parts(found: Prediction) -> Table:
 
 
 def _observed(found: ObservedStep) -> Table:
-    """Return the table of possible causes of an unusually slow or fast observed step; its unit text is the verdict."""
+    """Return a table of possible causes of an unusually slow or fast observed step, with the verdict as its unit."""
     change = found.step_us / found.usual_us - 1.0
     which = "slower" if change > 0 else "faster"
     return Table(
@@ -185,7 +185,7 @@ def stage_memory_line(found: Prediction) -> str:
 
 
 def confidence_lines(found: Prediction) -> list[str]:
-    """Return lines on the model's past errors, and on the data behind the interval and P(fits)."""
+    """Return lines on the model's past errors, and on the data from which the interval and P(fits) come."""
     lines = [f"error of the model: {found.validated}"]
     if found.interval is not None:
         each = found.interval
@@ -200,7 +200,7 @@ def confidence_lines(found: Prediction) -> list[str]:
 
 
 def comparison_line(found: RatioError) -> str:
-    """Return a line on the error of predicted ratios between the step times of a search's choices."""
+    """Return a line on the error of the predicted ratio of two choices' step times."""
     return (
         "≈ is too close to the first to call: the ratio of two ways to run one model on as many GPUs was off "
         f"by at most {say.percent(found.factor - 1, digits=1)} in {say.percent(found.level)} of {found.pairs:,} "
@@ -238,7 +238,7 @@ def _run(run: TrainingRun) -> Table:
 
 
 def _stages(found: Prediction, figures: Mapping[str, Figure] | None) -> Table:
-    """Return the table that holds the pipeline's timeline; the figure is only shown on an HTML page."""
+    """Return a table whose figure is the pipeline's timeline; only an HTML page shows the figure."""
     stages = len({bar.stage for bar in found.timeline})
     micro = f"{found.micro_batches} micro-batch{'' if found.micro_batches == 1 else 'es'}"
     drawn = f"; the first {4 * stages} are drawn" if (found.micro_batches or 0) > 4 * stages else ""
@@ -326,7 +326,7 @@ def _search(search: SearchResult, close: Sequence[str]) -> Table:
 
 
 def _way_columns(choices: Sequence[PlanOutcome], objective: Objective) -> tuple[Column, ...]:
-    """Return the columns of ways to divide a job; a narrow terminal leaves out the layers first, MFU last."""
+    """Return the columns of a table of ways to divide a job; narrow terminals drop the layers first, MFU last."""
 
     def of(name: str) -> Callable[[PlanOutcome], str]:
         return lambda choice: setting(choice.settings[name])
@@ -360,7 +360,7 @@ WAY_NOTES = (
 
 
 def _objective_column(first: PlanOutcome, objective: Objective) -> Column:
-    """Return the column of the figure that the objective ranks by; cost is in GPU-hours where the job has no price."""
+    """Return the column of the figure that `objective` ranks by; for a job without a price, cost is GPU-hours."""
     price = first.run.cost / first.run.gpu_hours if first.run and first.run.cost else None
 
     def useful_tokens_per_s(choice: PlanOutcome) -> float:
@@ -381,7 +381,7 @@ def _recomputed(choice: PlanOutcome) -> str:
 
 
 def _searches(searches: Sequence[SearchResult]) -> Table:
-    """Return a table of the best way for each number of GPUs; the notes say why a number has none."""
+    """Return a table of the best way for each number of GPUs; the notes say why no way fits some numbers."""
     choices, objective = [search.choices[0] for search in searches if search.choices], searches[0].objective
     return Table(
         title="The fastest way for each number of GPUs",
@@ -393,7 +393,7 @@ def _searches(searches: Sequence[SearchResult]) -> Table:
 
 
 def _placement(placement: PlacementResult) -> Table:
-    """Return the table of rank orders with their costs by network level; its notes explain each written file."""
+    """Return a table of rank orders with their costs by network level; the notes explain each written file."""
     best = placement.orders[0]
 
     def cost_at(place: int) -> Callable[[RankOrder], float]:
@@ -420,7 +420,7 @@ def _three_digits(value: float) -> str:
 
 
 def fits_note(point: PlanOutcome) -> str:
-    """Return "" if a job surely fits in memory, else a note that it does not fit, or if unsure with P(fits)."""
+    """Return a note that a job does not fit in memory, or P(fits) where that is unsure; "" if the job surely fits."""
     said = "" if point.fits else "does not fit"
     probability = point.fits_probability
     if probability is None or not UNSURE < probability < 1.0 - UNSURE:
@@ -437,7 +437,7 @@ def setting(value: object) -> str:
 
 
 def varying(choices: Sequence[PlanOutcome]) -> Sequence[str]:
-    """Return the fields in which some choice differs from the default; `virtual` tells an interleaved schedule."""
+    """Return the fields that differ from the default in a choice; "interleaved" does not count, `virtual` shows it."""
     fields = choices[0].settings if choices else {}
     told = (1, None, False, "1f1b", "interleaved")
     return [name for name in fields if any(each.settings[name] not in told for each in choices)]

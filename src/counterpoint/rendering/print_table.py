@@ -29,12 +29,12 @@ BETWEEN = 1  # spaces between columns
 
 
 def text(value: object, style: str = "", limit: int = 1200) -> Text:
-    """Return text that is never read as markup, with control characters escaped, cut at `limit`."""
+    """Return `value` as text that is never read as markup, with control characters escaped, cut at `limit`."""
     return Text(printable(str(value), limit), style=style)
 
 
 def line(console: Console, value: object, style: str = "", limit: int = 1200) -> None:
-    """Print a line that only the terminal may wrap, so that piped output keeps it as one line."""
+    """Print a line that only the terminal itself may wrap: piped, it stays one line."""
     console.print(text(value, style, limit), soft_wrap=True)
 
 
@@ -65,17 +65,17 @@ def below(console: Console, value: str, style: str = "", most: int | None = None
 
 
 def print_tables(tables: Iterable[Table], console: Console) -> None:
-    """Print tables, except those without rows and notes, whose titles are left out as well."""
+    """Print tables; a table without rows and notes is left out, with its title."""
     for table in tables:
         if table.rows or table.notes:
             print_table(table, console)
 
 
 def print_table(table: Table, console: Console) -> None:
-    """Print a table with its title, and below it the number of missing rows, the legend and the notes.
+    """Print a table below its title, then the number of rows left out, the legend and the notes.
 
-    In a table wider than the terminal, texts wrap; then optional columns are left out, and a line names them. If
-    that is not enough, lines are longer than the terminal.
+    In a table wider than the terminal, texts wrap; then optional columns are left out, and a line names these columns.
+    If the rest is still too wide, lines are longer than the terminal.
     """
     heading(console, table.title, table.unit)
     rows = table.filled()[: table.most]
@@ -111,7 +111,7 @@ def print_table(table: Table, console: Console) -> None:
 
 
 def _fitting(table: Table, texts: Sequence[Sequence[str]], most: int) -> tuple[list[int], list[int]]:
-    """Return the indices of the columns that fit the terminal, and the width of every column."""
+    """Return the indices of the columns that fit in `most` characters, and the width of every column."""
     widths = [
         BAR_WIDTH if column.is_bar else max(map(cell_len, "\n".join((column.head, *cells)).split("\n")))
         for column, *cells in zip(table.columns, *texts, strict=True)
@@ -133,7 +133,7 @@ def _fitting(table: Table, texts: Sequence[Sequence[str]], most: int) -> tuple[l
 
 
 def _bar(row: TableRow, place: int) -> Text | None:
-    """Return a bar drawn with one glyph per look; None if the cell is no bar."""
+    """Return a cell's bar as text, with one glyph per look; None if the cell is no bar."""
     cell = row.cells[place] if place < len(row.cells) else None
     if not isinstance(cell, LengthBar):
         return None

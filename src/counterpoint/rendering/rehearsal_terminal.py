@@ -10,7 +10,7 @@ from counterpoint.rendering import print_table as terminal
 
 
 def render_rehearsal(found: Rehearsal, console: Console) -> None:
-    """Print a rehearsal, its verdict first. Its reports are as wide as their tables."""
+    """Print a rehearsal, the verdict first; reports are printed as wide as their tables are."""
 
     def line(text: str, style: str = "") -> None:
         terminal.line(console, text, style)

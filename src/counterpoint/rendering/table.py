@@ -1,6 +1,6 @@
 """Hold a table once, as values and columns with their formats; each medium renders it by one function.
 
-These are `print_table.print_table`, `markdown` below, and the macro `table` of page/parts.html.
+The functions are `print_table.print_table`, `markdown` below, and the macro `table` of page/parts.html.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Column:
     """Describes a column: its name, format and source of values.
 
     Args:
-        name: at its head; at a line break, a terminal breaks it.
-        format: of its values, which align right; None: the column holds texts, which align left and wrap.
+        name: text at the column's head; a terminal breaks it at a line break.
+        format: makes a value text, which aligns right; None: the column holds texts, which align left and wrap.
         of: returns the value of a record, for tables whose rows are records.
         optional: a terminal that is too narrow leaves the column out, the last such column first.
         page_only: a terminal never shows it.
@@ -78,7 +78,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
-    """Holds the cells of a row; if there are fewer than columns, the last is a text that spans the rest."""
+    """Holds the cells of a row; if cells are fewer than columns, the last cell is a text that spans the rest."""
 
     cells: Sequence[object]
     tone: Tone = ""  # "marked": must not be believed; its first cell begins with "!"
@@ -114,7 +114,7 @@ class Table:
         return next(texts, 0)
 
     def filled(self) -> list[TableRow]:
-        """Return all rows of the table."""
+        """Return all rows as `TableRow`s; the columns make them from other objects in `rows`."""
         return [each if isinstance(each, TableRow) else self._row_of(each) for each in self.rows]
 
     def _row_of(self, record: object) -> TableRow:

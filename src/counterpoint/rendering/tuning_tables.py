@@ -30,7 +30,7 @@ def render_tuned(tuned: Tuned, console: Console) -> None:
 
 
 def write_tuning_page(path: Path, tuned: Tuned) -> None:
-    """Write the page; `path` appears complete or not at all.
+    """Write a tuning as a page; `path` appears complete or not at all.
 
     Raises:
         OSError: the folder is missing or may not be written to.
@@ -159,7 +159,7 @@ def _next_best(pair: TunedPair) -> str:
 
 
 def _notes(tuned: Tuned) -> list[str]:
-    """Return notes on what was not measured, and one for each mechanism with marked rows, with the reason."""
+    """Return notes: what was not measured, and for each mechanism with marked measurements the reason."""
     reasons: dict[str, str] = {}
     for pair in tuned.pair:
         for tried in pair.tried:
@@ -176,9 +176,10 @@ def _notes(tuned: Tuned) -> list[str]:
 
 
 def pair_tables(pairs: Sequence[TunedPair]) -> tuple[Table, ...]:
-    """Return a table for each of the first `MAX_PAIRS` pairs, largest saving per step first.
+    """Return a table for each of the first `MAX_PAIRS` pairs of compute and collective, largest saving first.
 
-    Each has all mechanisms tried, the fastest first and marked ones last; if none was tried, the choice and stock.
+    Each table has all mechanisms tried, the fastest first and marked ones last; if none was tried, the choice and
+    stock.
     """
     ordered = sorted(enumerate(pairs, 1), key=lambda one: (one[1].is_left, -one[1].saved_us))
     return tuple(_pair(number, pair, len(pairs) > OPEN_PAIRS) for number, pair in ordered[:MAX_PAIRS])

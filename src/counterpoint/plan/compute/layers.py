@@ -8,14 +8,14 @@
     latent attention: products into the latents are not cut; with sequence parallelism each rank makes those of its
     tokens (Megatron-LM, multi_latent_attention.py)
 
-Bytes of the memory-bound operations are those of the kernels that run: `fused` as Megatron-LM has them (arXiv
+The bytes of a memory-bound operation are summed over the kernels that run: `fused` as Megatron-LM has them (arXiv
 2104.04473, section 4.2: bias + GeLU, bias + dropout + add, scale + mask + softmax), `eager` one kernel per operator, as
 in the profile of a Llama-3-8B layer on H200 (`samples/fsdp-healthy`). Without flash attention the scores go to memory:
 softmax and dropout over [micro_batch, heads / tp, sequence, sequence].
 
-In fp8 are the linear layers of the blocks: not attention unless asked for, and never the router, embedding and logits.
-Their input, their weight (once a step, with zero 3 whenever it was gathered) and the gradient of their output are cast,
-each in two layouts, since fp8 products want both operands with k in a row.
+In an fp8 job the linear layers of the blocks run in fp8, attention only if asked for, and router, embedding and logits
+never. Each linear layer casts its input, its weight (once a step, with zero 3 after each all_gather) and the gradient
+of its output, each in two layouts, since fp8 matmuls want both operands contiguous along k.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ROTARY_BYTES = {"fused": 4, "eager": 20}  # per element of q and k; fused: read 
 
 
 class Cast(Record, frozen=True, kw_only=True):
-    """Describes the cast of an operand to fp8, in both memory layouts that the matrix products need."""
+    """Describes the cast of a matmul's operand to fp8, which writes the operand and its transpose."""
 
     num_bytes: float  # of an element: maximum, value and its transpose, scales
     kernels: int = 1
@@ -81,7 +81,7 @@ class MatmulOp(Record, frozen=True, kw_only=True):
 
     @property
     def num_bytes(self) -> float:
-        """Return the bytes read and written if every matrix is read or written once."""
+        """Return the bytes that the matmuls read and write if each matrix is read or written once."""
         operands, product = self.m * self.k + self.k * self.n, self.m * self.n
         return float(self.batch) * ((1 if self.fp8 else self.element_bytes) * operands + self.element_bytes * product)
 
@@ -143,7 +143,7 @@ Operation: TypeAlias = MatmulOp | FlashAttentionOp | MemoryBoundOp
 
 
 class LayerWork(Record, frozen=True, kw_only=True):
-    """Holds the operations of a layer, embedding or head; `core` to `experts` repeat parts of `forward`."""
+    """Holds the operations of a layer, embedding or head; the fields `core` to `experts` hold subsets of `forward`."""
 
     forward: tuple[Operation, ...] = ()
     core: tuple[Operation, ...] = ()  # of attention: scores, softmax, values
@@ -154,7 +154,7 @@ class LayerWork(Record, frozen=True, kw_only=True):
     backward: tuple[Operation, ...] = ()
 
     def recomputed(self, modules: Collection[RecomputeModule], *, routed: bool) -> tuple[Operation, ...]:
-        """Return the forward operations of `modules`, which backward recomputes; `routed`: the layer has experts."""
+        """Return the forward operations of `modules` that backward recomputes; `routed`: the layer has experts."""
         found = self.core if "core_attn" in modules else ()
         if "layernorm" in modules:
             found += self.norms
@@ -166,7 +166,7 @@ class LayerWork(Record, frozen=True, kw_only=True):
 
 
 class LocalShape(Record, frozen=True, kw_only=True):
-    """Describes the part of a micro-batch that one rank works on."""
+    """Describes one rank's share of a micro-batch: tokens, and how many ranks shard matrices and experts."""
 
     batch: int  # samples
     queries: int  # tokens of a sample on this rank
@@ -188,7 +188,7 @@ class LocalShape(Record, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, parallel: Parallel, training: Training) -> LocalShape:
-        """Return the part of a micro-batch that each rank of a job works on; it is equal on all ranks."""
+        """Return a micro-batch's shape and sharding on one rank of a job, equal on all ranks."""
         return cls(
             batch=training.micro_batch,
             queries=training.sequence // parallel.cp,
@@ -211,11 +211,11 @@ class LocalShape(Record, frozen=True, kw_only=True):
 
     @property
     def tokens(self) -> int:
-        """Return the tokens that attention and the matrices process on this rank."""
+        """Return the number of tokens that attention and matmuls process on this rank."""
         return self.batch * self.queries
 
     def expert_rows(self, experts: Experts) -> float:
-        """Return (token rows that experts' buffers hold) / (mean rows): `imbalance`, or `ep` for fixed-size buffers.
+        """Return token rows in the experts' buffers / mean rows: `imbalance`, or `ep` for buffers of fixed size.
 
         Buffers have a fixed size where no host waits for the number of rows: all ranks may choose this rank's experts.
         """
@@ -223,12 +223,12 @@ class LocalShape(Record, frozen=True, kw_only=True):
 
     @property
     def tokens_between(self) -> int:
-        """Return the tokens that norms, dropouts and additions process on this rank."""
+        """Return the number of tokens that norms, dropouts and residual additions process on this rank."""
         return self.tokens // self.tp if self.sequence else self.tokens
 
 
 def _weight_casts(parallel: Parallel, training: Training) -> float:
-    """Return how often a micro-batch casts weights to fp8: once a step below zero 3; else 1, or 0 with `fp8_gather`."""
+    """Return fp8 casts per weight and micro-batch: 1 / micro-batches below zero 3, else 1, or 0 with `fp8_gather`."""
     if parallel.zero < 3:
         return 1 / training.micro_batches(parallel)
     return 0.0 if training.fp8_gather else 1.0
@@ -262,7 +262,8 @@ def _linear(
 ) -> LayerWork:
     """Return the operations of a linear layer: `batch` products [m, k] x [k, n] forward, twice as many backward.
 
-    Without `m`, the input is all tokens of the rank. `normed`: a norm writes the input; `fp8`: fp8 if the job is.
+    Without `m`, the input is all tokens of the rank. `normed`: a norm writes the input; `fp8`: the layer runs in fp8 if
+    the job does.
     """
     rows, size = local.tokens if m is None else m, local.element_bytes
     fp8 = fp8 and bool(local.fp8)
@@ -302,7 +303,7 @@ def _attention(model: Model, local: LocalShape) -> LayerWork:
 
 
 def _projections(model: Model, local: LocalShape) -> list[LayerWork]:
-    """Return the operations that make queries, keys and values: products, their norms, rotary positions."""
+    """Return the operations that make queries, keys and values: matmuls, QK norms, rotary embeddings."""
     width, shared = model.head_width, max(model.key_heads // local.tp, 1)
     queries, keys, values = model.heads * width // local.tp, shared * width, shared * model.value_width
     if local.fused:
@@ -321,7 +322,7 @@ def _projections(model: Model, local: LocalShape) -> list[LayerWork]:
 
 
 def _latents(model: Model, mla: LatentAttention, local: LocalShape) -> list[LayerWork]:
-    """Return the operations that make latent attention's queries, keys, values: down and up products, norms, rotary."""
+    """Return the operations before latent attention's scores: down and up projections, norms, rotary embeddings."""
     heads, tokens, rope = model.heads // local.tp, float(local.tokens), mla.qk_rope_head_dim
     down = [_linear("kv down", local, n=mla.kv_lora_rank + rope, k=model.hidden, m=local.tokens_between)]
     if mla.q_lora_rank is not None:
@@ -350,7 +351,7 @@ def _rotary(local: LocalShape, num_bytes: float) -> LayerWork:
 
 
 def _norms(name: str, local: LocalShape, elements: float, *, count: int) -> LayerWork:
-    """Return the operations of `count` norms of `elements` elements in all; backward reads x, dy twice, writes dx."""
+    """Return the operations of `count` norms over `elements` elements in total, forward and backward."""
     (each, kernels), (each_back, kernels_back) = FUSED_NORM if local.fused_norms else EAGER_NORM
     size = local.element_bytes / 2
     return LayerWork(
@@ -444,14 +445,14 @@ def _first_matmuls(
 
 
 def _summed(model: Model, local: LocalShape, products: int, rows: int | None = None) -> LayerWork:
-    """Return the kernels that add up an input's gradients where several products read that input."""
+    """Return the kernels that sum an input's gradients where several matmuls read that input."""
     elements = float(local.tokens if rows is None else rows) * model.hidden
     adds = products - 1
     return LayerWork(backward=_traffic("input gradients", 3 * local.element_bytes * elements * adds, adds))
 
 
 def _routed(model: Model, experts: Experts, local: LocalShape) -> LayerWork:
-    """Return the operations of the router, of dispatch and combine, and of this rank's experts, as grouped products.
+    """Return the operations of a MoE block: router, dispatch, combine, and this rank's experts as grouped matmuls.
 
     The busiest rank sets the pace: its experts see `imbalance` times the mean of tokens.
     """

@@ -1,4 +1,4 @@
-"""Compute the memory of the fullest GPU: what it keeps from step to step, and what a micro-batch keeps for backward.
+"""Compute the memory of the fullest GPU: parameters and states kept over steps, activations kept for backward.
 
 parameters   bytes of an element · parameters of the rank             / shards with zero 3
 gradients    grad_bytes · the same                              / shards with zero 2 and 3
@@ -74,7 +74,7 @@ class Memory(Record, frozen=True, kw_only=True):
 
 
 def memory(job: Job) -> Memory:
-    """Return the memory of the fullest stage by purpose, with the total of every stage."""
+    """Return the memory of one GPU of the fullest pipeline stage by purpose, and the totals of all stages."""
     found = stage_memory(job)
     totals = tuple(sum(gib.values()) for gib in found)
     fullest = totals.index(max(totals))
@@ -84,18 +84,18 @@ def memory(job: Job) -> Memory:
 
 
 def stage_totals(job: Job) -> list[float]:
-    """Return the total GiB of one GPU of each stage."""
+    """Return the total GiB on one GPU of each pipeline stage."""
     return [sum(gib.values()) for gib in stage_memory(job)]
 
 
 def least_totals(job: Job) -> list[float]:
-    """Return a lower bound of each stage's GiB over all zero stages and numbers of shards."""
+    """Return, for each pipeline stage, a lower bound of a GPU's GiB over all zero stages and numbers of shards."""
     found = stage_memory(replace(job, parallel=replace(job.parallel, zero=3, shard=None)))
     return [sum(gib.values()) - gib["gathered"] for gib in found]
 
 
 def stage_memory(job: Job) -> list[dict[str, float]]:
-    """Return the GiB of one GPU of each stage, by purpose."""
+    """Return the GiB on one GPU of each pipeline stage, by purpose."""
     known: dict[tuple[StagePart, ...], tuple[dict[str, float], _Activations]] = {}
     host = job.training.offload_activations
     found = []
@@ -111,7 +111,7 @@ def stage_memory(job: Job) -> list[dict[str, float]]:
 
 
 def least_gib(job: Job) -> float:
-    """Return a lower bound of the fullest stage's GiB over all shardings, recomputations and splits of layers."""
+    """Return a lower bound of the fullest GPU's GiB over all shardings, recomputations and splits of layers."""
     whole = StagePart(layers=job.model.layers, routed=job.model.expert_layers, embedding=True, head=True)
     training = job.training
     each = training.element_bytes + training.grad_bytes + _state_bytes(training)
@@ -119,25 +119,25 @@ def least_gib(job: Job) -> float:
 
 
 def sharded_parameters(job: Job, stage: StagePart) -> float:
-    """Return the number of parameters in one rank's zero shard, over all replicas or `parallel.shard` ranks."""
+    """Return how many parameters of a stage one rank's zero shard has, over all replicas or `parallel.shard` ranks."""
     count, group = part_parameters(job.model, job.parallel, stage), axes(job.parallel)
     ranks = group["dp_cp"].ranks if job.parallel.shard is None else group["shard"].ranks
     return count.shared / ranks + count.experts / group["expert_dp"].ranks
 
 
 def offloaded_bytes(job: Job, part: StagePart) -> float:
-    """Return the bytes of activations of one micro-batch that a part of a stage copies to the host."""
+    """Return the bytes of one micro-batch's activations that a pipeline stage's part copies to the host."""
     return job.training.offload_activations * _activations(job, (part,)).kept
 
 
 def _state_bytes(training: Training) -> float:
-    """Return the bytes of the optimizer's states per parameter on the GPU; fp32 parameters need no master copy."""
+    """Return the bytes of optimizer states per parameter on the GPU; fp32 parameters need no master copy."""
     copy = 4 if training.precision == "fp32" and training.optimizer != "adam_bf16" else 0
     return (1 - training.offload_optimizer) * (STATE_BYTES[training.optimizer] - copy)
 
 
 def _same_in_every_stage(job: Job, stage: StagePart) -> dict[str, float]:
-    """Return a GPU's GiB by purpose, with 0 for activations, which depend on the stage's place in the pipeline."""
+    """Return one GPU's GiB by purpose, with 0 for activations, which depend on the pipeline stage's index."""
     model, training, parallel = job.model, job.training, job.parallel
     whole, sharded = part_parameters(model, parallel, stage).total, sharded_parameters(job, stage)
     local, element = LocalShape.of(parallel, training), training.element_bytes
@@ -172,7 +172,7 @@ def _verdict(gib: dict[str, float], available: float, job: Job) -> str:
 
 
 def _gathered(job: Job, stage: StagePart) -> float:
-    """Return the bytes of the parameters and gradients that are unsharded at the same time with zero 3."""
+    """Return the bytes of parameters and gradients that zero 3 holds unsharded at the same time."""
     model, parallel = job.model, job.parallel
     heaviest = layer_parameters(model, model.experts if stage.routed else None).of_rank(
         parallel.tp, parallel.ep, parallel.experts_cut
@@ -188,7 +188,7 @@ class _Activations(NamedTuple):
 
 
 def _activations(job: Job, parts: tuple[StagePart, ...]) -> _Activations:
-    """Return the bytes of activations of one micro-batch in a stage."""
+    """Return the bytes of one micro-batch's activations in a stage: kept for backward, in use, and of one layer."""
     model, training = job.model, job.training
     local, kind, modules = LocalShape.of(job.parallel, training), training.recompute, training.recompute_modules
     stage, kept, working, layer = whole_stage(parts), 0.0, 0.0, 0.0
@@ -215,7 +215,7 @@ def _activations(job: Job, parts: tuple[StagePart, ...]) -> _Activations:
 
 
 def _under_way(model: Model, experts: Experts, local: LocalShape, capacity_factor: float) -> float:
-    """Return the bytes of the fixed buffers that carry tokens to experts and back; all layers share them."""
+    """Return the bytes of the fixed-size buffers in which tokens travel to experts and back; all layers share them."""
     mean = float(local.tokens_between) * experts.per_token
     rows = {
         "all_to_all": 0.0,
@@ -227,7 +227,7 @@ def _under_way(model: Model, experts: Experts, local: LocalShape, capacity_facto
 
 
 def _mtp_bytes(model: Model, local: LocalShape) -> float:
-    """Return the bytes that the projection of multi-token prediction keeps: both of its inputs, raw and normalised."""
+    """Return the bytes that multi-token prediction's projection keeps for backward: both inputs, raw and normalised."""
     return 4.0 * local.element_bytes * local.tokens_between * model.hidden
 
 

@@ -28,7 +28,7 @@ MIN_DYNAMIC = 0.01  # least dynamic power, as a fraction of the power limit with
 
 
 class GpuRates(Record, frozen=True, kw_only=True):
-    """Holds the rates of one GPU in one precision; peaks are the data sheet's, scaled to the clock the GPU keeps."""
+    """Holds one GPU's rates in one precision; peaks are the data sheet's, scaled to the GPU's clock in training."""
 
     gpu: str  # its name
     peak: float  # FLOP per µs; in an fp8 job the bf16 peak, for operations that are not in fp8
@@ -46,11 +46,11 @@ class GpuRates(Record, frozen=True, kw_only=True):
         Args:
             gpu: its data sheet, clock and power limit.
             precision: of linear layers.
-            efficiency: what is reached; None: what the GPU's profile says.
-            burst: of single kernels at the highest clock, instead of a training under the power limit.
+            efficiency: the fractions of peaks that are reached; None: as in the GPU's profile.
+            burst: rates of single kernels at the highest clock, instead of a training under the power limit.
 
         Raises:
-            Misconfigured: it does not compute in this precision, or cannot have this clock or power.
+            Misconfigured: the GPU does not compute in this precision, or cannot have this clock or power.
         """
         if precision not in gpu.tflops:
             listed = ", ".join(gpu.tflops)
@@ -75,7 +75,7 @@ class GpuRates(Record, frozen=True, kw_only=True):
 
 
 def clock_kept(gpu: ClusterGpu, known: Efficiency) -> float:
-    """Return a GPU's clock during training as a fraction of its clock in short bursts, for which peaks are stated.
+    """Return a GPU's clock during training / its clock in short bursts, at which data sheets state peak rates.
 
     Power is static + dynamic; dynamic power grows with the cube of the clock (clock · voltage², voltage proportional
     to clock). So under a lower power limit the clock falls with the cube root of the dynamic power that is left. A
@@ -93,7 +93,7 @@ def clock_kept(gpu: ClusterGpu, known: Efficiency) -> float:
 
 
 def _of_sheet(highest: float | None, gpu: ClusterGpu, field: str, given: float) -> float:
-    """Return the data sheet's highest clock or power; Misconfigured if it is unknown or `given` is out of range."""
+    """Return the data sheet's `highest` clock or power; raise Misconfigured if unknown, or `given` is out of range."""
     if highest is None:
         raise Misconfigured(
             f"gpu.{field} = {given}: what {printable(gpu.name)} has without it is not known; leave it out"

@@ -1,10 +1,10 @@
-"""Change a job: by command-line flags, by fields of its file, or by one of these over several values.
+"""Change a job by command-line flags or by fields of its file, or sweep one of them over several values.
 
     build_job(tables, {"parallel.tp": "4", "nodes": "16"})       the file's tables with a field set, on 16 nodes
     swept(tables, {}, "nodes", ["1", "2", "4"])                  one job for each value
 
 Values are as TOML has them; a bare word stands for a string. Flags that name a part of the job come first, then fields,
-then the number of nodes, whatever order they are given in; only the job in the end has to be possible.
+then the number of nodes, whatever order they are given in; only the resulting job has to be possible.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SAME_GPUS = ("parallel.tp", "parallel.pp", "parallel.cp")  # when one of these i
 
 
 def build_job(tables: Table, changes: Mapping[str, str]) -> Job:
-    """Return the job of a file after changes, which are named as flags (`nodes`) or as fields (`parallel.tp`).
+    """Return the job of a file with changes applied, each named as a flag (`nodes`) or as a field (`parallel.tp`).
 
     Raises:
         Misconfigured: the job is impossible, or two changes contradict each other.
@@ -122,7 +122,7 @@ def _parallel(tables: Table, changes: Mapping[str, str]) -> Parallel:
 
 
 def _changed(tables: Table, changes: Mapping[str, str]) -> dict[str, Any]:
-    """Return a copy of the tables with flags and fields applied; values are checked later, when tables are read."""
+    """Return a copy of a job's tables with the changes applied; their values are checked when the tables are read."""
     changed = copy.deepcopy(dict(tables))
     for flag in ("gpu", "network", "mechanism"):
         if flag not in changes:
@@ -170,7 +170,7 @@ def with_levels(job: Job, change: Callable[[Level], dict[str, float]]) -> Job:
 
 
 def scaled_links(job: Job, factor: float, *, network: bool) -> Job:
-    """Return the job with `factor` times the bandwidth between nodes (`network`), or inside them."""
+    """Return the job with `factor` times the bandwidth between nodes (`network` true) or inside nodes (false)."""
     return with_levels(
         job, lambda level: {"gb_per_s": factor * level.gb_per_s} if (level.kind == "network") == network else {}
     )

@@ -51,7 +51,7 @@ class ClusterGpu(JobRecord, frozen=True, kw_only=True):
 
 @cache
 def plan_profile(gpu: str, machine: str) -> Profile:
-    """Return a GPU's profile from the file `machine`, or the shipped one; Misconfigured if the file is invalid."""
+    """Return a GPU's profile from the file `machine`, or the shipped one; raise Misconfigured for an invalid file."""
     if not machine:
         return shipped_profile(gpu)
     try:
@@ -104,11 +104,11 @@ class Cluster(Record, frozen=True, kw_only=True):
 
     @property
     def gpus_per_node(self) -> int:
-        """Return the number of GPUs below one unit of the innermost level."""
+        """Return the number of GPUs in one unit of the innermost network level."""
         return self.levels[0].size
 
     def level_of(self, ranks: int, stride: int = 1) -> int:
-        """Return the index of the lowest level that joins `ranks` ranks, `stride` apart; Misconfigured if none does."""
+        """Return the index of the lowest level that joins `ranks` ranks, `stride` apart, or raise Misconfigured."""
         span = (ranks - 1) * stride + 1
         for index, level in enumerate(self.levels):
             if span <= level.size:

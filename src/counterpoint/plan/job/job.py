@@ -72,20 +72,20 @@ class Ranks(JobRecord, frozen=True, kw_only=True):
 
 
 class TrainingSoftware(JobRecord, frozen=True, kw_only=True):
-    """Names a job's training software; it only decides on defaults and on which measured steps are similar."""
+    """Names a job's training software, which decides only on defaults and on the measured steps that are similar."""
 
     name: Name = "unknown"  # Megatron, FSDP2, DeepSpeed, MaxText, nanotron, ...
     version: Text = ""  # its date, or a version that begins with its year, as 25.07
 
     @property
     def year(self) -> int | None:
-        """Return the year with which the version begins; None if it begins otherwise."""
+        """Return the year at the beginning of the software's version, 2025 for "25.07"; None if no year is there."""
         found = re.match(r"(?:20)?([1-4]\d)[.\-]?(?:0\d|1[0-2])\b", self.version)
         return 2000 + int(found[1]) if found else None
 
     @property
     def expert_exchange(self) -> ExpertExchange:
-        """Return how this software sends tokens to experts, for jobs that do not say it."""
+        """Return the way in which this software sends tokens to experts by default."""
         return "by_node" if self.name.casefold() in BY_NODE else "all_to_all"
 
 
@@ -94,7 +94,7 @@ Hours = Annotated[float, Meta(ge=1e-2, le=1e9)]
 
 
 class Run(JobRecord, frozen=True, kw_only=True):
-    """Describes the training to which a job's step belongs. Checkpoints are written if machines fail, or if asked."""
+    """Describes the whole training that a step belongs to. Checkpoints are written if machines fail, or if asked."""
 
     tokens: Tokens | None = None  # tokens to train on, rounded up to whole steps
     steps: Annotated[int, Meta(ge=1, le=1_000_000_000)] | None = None  # instead of tokens
@@ -151,7 +151,7 @@ class ClusterTable(JobRecord, frozen=True, kw_only=True):
             raise Misconfigured("cluster.fits with cluster.network: it is for levels; name its file as network instead")
 
     def cluster(self, ranks: int) -> Cluster:
-        """Return the cluster without NIC settings (`linked` applies those); without `gpus` it has `ranks` GPUs."""
+        """Return the cluster before `linked` applies the NIC settings; it has `ranks` GPUs if `gpus` is not given."""
         gpu = self.gpu if isinstance(self.gpu, ClusterGpu) else find_gpu(self.gpu)
         gpu = replace(gpu, **{name: value for name in OF_GPUS if (value := getattr(self, name))})
         if self.network is not None:
@@ -170,7 +170,7 @@ class ClusterTable(JobRecord, frozen=True, kw_only=True):
         return written
 
     def on_nodes(self, nodes: int) -> tuple[int, Cluster]:
-        """Return the number of GPUs of `nodes` nodes, and the cluster with them."""
+        """Return the number of GPUs of `nodes` nodes, and the cluster with that many GPUs."""
         alone = replace(self, gpus=None)
         if self.network is None:
             written = alone.cluster(1)
@@ -182,7 +182,8 @@ class ClusterTable(JobRecord, frozen=True, kw_only=True):
     def linked(self, cluster: Cluster, ranks: int) -> Cluster:
         """Return the cluster with `nic_gbit`, `nics`, `failed_nics` and `oversubscription` applied.
 
-        All levels of a named network are written out, also those above the job, so that it can grow afterwards.
+        All levels of a named network are written out, also levels above the job, so that the cluster can grow
+        afterwards.
 
         Raises:
             Misconfigured: the job uses no network between nodes.
@@ -257,11 +258,11 @@ class Job(Record, frozen=True, kw_only=True):
         return self.cluster.gpu.profile
 
     def mechanism_of(self, axis: str) -> str:
-        """Return the name of the mechanism that runs the collectives of one axis."""
+        """Return the name of the mechanism that runs the collectives of one mesh axis."""
         return self.mechanisms.get(axis, self.mechanism)
 
     def disturbance_of(self, axis: str) -> Disturbance:
-        """Return by how much compute and the collectives of one axis slow each other down."""
+        """Return by how much compute and the collectives of one mesh axis slow each other down."""
         return disturbance(self.mechanism_of(axis), self.profile)
 
 
@@ -309,7 +310,7 @@ def parse_job(tables: Table, *, nodes: int | None = None, batch_grows: bool = Fa
 
     Args:
         tables: the tables of the document.
-        nodes: on how many nodes it runs, whatever its replicas and GPUs are in the tables; None: as these say.
+        nodes: number of nodes, which replaces the tables' numbers of replicas and GPUs; None: the tables decide.
         batch_grows: with `nodes`, the batch grows with the replicas; False: it stays.
 
     Raises:
@@ -344,7 +345,7 @@ def parse_job(tables: Table, *, nodes: int | None = None, batch_grows: bool = Fa
 
 
 def _model(table: Table) -> Model:
-    """Return the known model of this name with the other fields applied; if `layers` is given, it is only a label."""
+    """Return the known model called `name` with other fields applied; if `layers` is given, `name` is only a label."""
     if isinstance(table, Mapping) and isinstance(table.get("name"), str) and "layers" not in table:
         known = msgspec.to_builtins(find_model(table["name"]))
         table = _merged({name: value for name, value in known.items() if value is not None}, table)

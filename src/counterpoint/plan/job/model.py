@@ -107,7 +107,7 @@ class Model(JobRecord, frozen=True, kw_only=True):
 
     @property
     def key_heads(self) -> int:
-        """Return the number of key heads, which equals that of value heads."""
+        """Return the number of key heads, equal to the number of value heads."""
         return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
@@ -131,7 +131,7 @@ class Model(JobRecord, frozen=True, kw_only=True):
 
     @property
     def biased(self) -> Literal["none", "qkv", "all"]:
-        """Return which matrices have a bias: none, those of queries, keys and values, or all."""
+        """Return which matrices have a bias: none, only the projections to queries, keys and values, or all."""
         return self.bias or ("none" if self.gated else "all")
 
     @property
@@ -145,7 +145,7 @@ class Model(JobRecord, frozen=True, kw_only=True):
         return self.experts_between(0, self.layers)
 
     def experts_between(self, first: int, end: int) -> int:
-        """Return the number of layers with experts in `range(first, end)`: the last of each `every` layers has them."""
+        """Return how many layers of `range(first, end)` have experts: after dense layers, the last of every `every`."""
         if self.experts is None:
             return 0
         dense, every = self.experts.first_dense, self.experts.every
@@ -162,7 +162,7 @@ class Model(JobRecord, frozen=True, kw_only=True):
 
 
 class ParameterCount(Record, frozen=True, kw_only=True):
-    """Counts parameters: `shared` ones are reduced over all replicas, `experts` over ranks with the same experts."""
+    """Counts parameters whose gradients all replicas reduce (`shared`), or ranks with the same experts (`experts`)."""
 
     shared: float
     experts: float = 0.0
@@ -238,8 +238,8 @@ def layer_flops(model: Model, sequence: int, experts: Experts | None = None) -> 
     """Return the forward FLOPs of one token in one layer, for samples of `sequence` tokens.
 
     They are 2 per parameter of a matrix that the token visits, and 2 · heads · (d + v) · sequence of attention, which
-    is counted in full although flash attention skips the causal half (arXiv 2204.02311, appendix B); of a window, the
-    same multiple of what it leaves.
+    is counted in full although flash attention skips the causal half (arXiv 2204.02311, appendix B); a sliding window
+    lowers this count by the fraction of pairs that it drops.
     """
     matrices = 3 if model.gated else 2
     visited = _cut_attention(model) + (model.hidden * model.mla.latent_width if model.mla else 0)

@@ -22,7 +22,7 @@ CORE_ONLY: tuple[RecomputeModule, ...] = ("core_attn",)
 
 
 class Parallel(JobRecord, frozen=True, kw_only=True):
-    """Holds the degrees of parallelism; world size = dp · pp · cp · tp. Ranks count tp first, then cp, dp, pp."""
+    """Holds the degrees of parallelism; world size = dp · pp · cp · tp. From rank to rank tp varies fastest."""
 
     dp: Degree = 1  # replicas of the model, or shards of it with `zero`
     tp: Degree = 1  # ranks that share every matrix
@@ -151,7 +151,7 @@ class Training(JobRecord, frozen=True, kw_only=True):
             )
 
     def recomputed_layers(self, layers: int) -> int:
-        """Return how many of a part's layers are recomputed in full."""
+        """Return how many of the `layers` layers of a stage's part backward recomputes in full."""
         if self.recompute != "full":
             return 0
         if self.recompute_method == "block" and self.recompute_num_layers is not None:
@@ -165,7 +165,7 @@ class Training(JobRecord, frozen=True, kw_only=True):
 
     @property
     def gathered_bytes(self) -> int:
-        """Return the bytes of one layer parameter while it is gathered with zero 3."""
+        """Return the bytes of each layer parameter in an all_gather of zero 3."""
         return 1 if self.precision == "fp8" and self.fp8_gather else self.element_bytes
 
     def micro_batches(self, parallel: Parallel) -> int:
@@ -206,7 +206,7 @@ def on_gpus(parallel: Parallel, training: Training, gpus: int, *, batch_grows: b
 
 
 def check_division(model: Model, parallel: Parallel, training: Training) -> None:
-    """Raise Misconfigured, with the field, where the model or the batch is not divisible as asked."""
+    """Raise Misconfigured, with the field, where a degree of parallelism does not divide the model or the batch."""
     divides("parallel.tp", parallel.tp, "model.heads", model.heads)
     if parallel.pieces_tp and model.mla is not None:
         raise Misconfigured("parallel.pieces_tp with model.mla: its latents are not gathered in pieces; leave it out")
@@ -248,7 +248,7 @@ def _check_layers(model: Model, parallel: Parallel) -> None:
 
 
 class StagePart(Record, frozen=True, kw_only=True):
-    """Describes consecutive layers that one stage of the pipeline runs; a stage has one or several parts."""
+    """Describes a chunk of consecutive layers on a pipeline stage; a stage has several parts if interleaved."""
 
     layers: int  # how many, `routed` of them with experts
     routed: int = 0
@@ -258,7 +258,7 @@ class StagePart(Record, frozen=True, kw_only=True):
 
 
 def deal_layers(model: Model, parallel: Parallel) -> tuple[tuple[StagePart, ...], ...]:
-    """Return parts as `[stage][part]`, dealt round robin; their layers: `stage_layers`, else equal (see `ends_count`).
+    """Return the layers of all stages' parts, `[stage][part]`, dealt round robin: `stage_layers`, or else equally many.
 
     Which layers of a part have experts follows from their place in the model.
     """
@@ -296,7 +296,7 @@ def whole_stage(parts: tuple[StagePart, ...]) -> StagePart:
 
 
 def part_parameters(model: Model, parallel: Parallel, part: StagePart) -> ParameterCount:
-    """Return the parameters that one rank holds of this part, before zero shards them."""
+    """Return the number of parameters of a stage's part that one rank holds, before zero shards them."""
     dense, sparse = (
         layer_parameters(model, experts).of_rank(parallel.tp, parallel.ep, parallel.experts_cut)
         for experts in (None, model.experts)

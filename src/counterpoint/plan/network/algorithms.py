@@ -120,7 +120,7 @@ def _direct(operation: str, at: Reach) -> Schedule | None:
 
 
 def _waves(peers: float) -> float:
-    """Return the hops of messages to `peers` peers, sent to `PEERS_AT_ONCE` peers at a time."""
+    """Return the number of hops in which messages reach `peers` peers, `PEERS_AT_ONCE` at a time."""
     return 1 + max(peers - 1, 0) / PEERS_AT_ONCE
 
 
@@ -160,12 +160,12 @@ ALGORITHMS: dict[str, Callable[[str, Reach], Schedule | None]] = {
 
 @lru_cache(maxsize=65536)
 def schedule(operation: str, algorithm: str, at: Reach) -> Schedule | None:
-    """Return an algorithm's hops and bytes, by phase, in a group of two ranks or more; None: it cannot run there."""
+    """Return an algorithm's hops and bytes by phase, in a group of two or more ranks; None if it cannot run there."""
     return ALGORITHMS[algorithm](operation, at)
 
 
 def own_share(operation: str, algorithm: str, at: Reach) -> float:
-    """Return the fraction of S that a rank copies or adds but does not send: in a ring, the last shard received."""
+    """Return the fraction of the full array that a rank copies or adds, but does not send: in a ring, one shard."""
     return 1 / at.ranks if algorithm == "ring" and operation in PASSES else 0.0
 
 
@@ -221,7 +221,7 @@ class Links(NamedTuple):
         return Links(self.at, tuple(levels), tuple(rates))
 
     def hop_us(self, protocol: Protocol, level: int) -> float:
-        """Return the µs of one hop of the algorithm over this network level."""
+        """Return the µs of one hop of a protocol's message over this network level."""
         return protocol.hop_us[self.levels[level].kind] + self.levels[level].latency_us
 
     def reached_gb_per_s(self, protocol: Protocol, level: int) -> float:
@@ -244,7 +244,7 @@ class Links(NamedTuple):
 
 
 def shared_gb_per_s(levels: Sequence[Level], active: float = 1.0) -> tuple[float, ...]:
-    """Return one GPU's GB/s per direction at each level, while the fraction `active` of all GPUs sends over it."""
+    """Return one GPU's GB/s per direction at each level, while the fraction `active` of all GPUs sends at once."""
     if not 0 < active <= 1:
         raise Misconfigured(f"active = {active}: give the part of GPUs that send at once, above 0 and at most 1")
     shares: list[float] = []
@@ -292,7 +292,7 @@ def _candidate(
     own_kb: float,
     links: tuple[Links, Links],
 ) -> Candidate:
-    """Return the candidate with its time on `links[0]`, and its time in NCCL's own model on `links[1]`."""
+    """Return a candidate with its predicted time on `links[0]`, and its time by NCCL's own model on `links[1]`."""
     protocol, compared = protocols
     hops, bandwidth = compared_us = links[0].hops_and_bandwidth_us(protocol, phases, num_bytes)
     own_us = own_kb / protocol.own_gb_per_s if protocol.own_gb_per_s else 0.0
@@ -312,7 +312,7 @@ def _candidate(
 
 
 def nccl_choice(offered: Sequence[Candidate]) -> Candidate:
-    """Return the candidate that NCCL chooses; its time is at least that of NCCL's choice for any fewer bytes."""
+    """Return the candidate that NCCL chooses; its time is raised if NCCL's choice for fewer bytes takes longer."""
     best = min((each for each in offered if each.most >= 1), key=attrgetter("nccl_us"))
     us = best.us
     if any(each.protocol.fit for each in offered):  # NCCL's own figures have no jump where its choice changes
@@ -323,13 +323,13 @@ def nccl_choice(offered: Sequence[Candidate]) -> Candidate:
 
 
 def _start(candidate: Candidate, offered: Sequence[Candidate]) -> float:
-    """Return the fraction of the bytes above which no candidate of lower latency is faster; ∞: none."""
+    """Return the fraction of the bytes from which on this candidate beats all of lower latency; ∞: it never does."""
     before = (other for other in offered if other.nccl_latency_us < candidate.nccl_latency_us)
     return max((min(_crossing(other, candidate), other.most) for other in before), default=0.0)
 
 
 def _end(candidate: Candidate, offered: Sequence[Candidate]) -> float:
-    """Return the fraction of the bytes up to which no candidate of higher bandwidth is faster; 0 or less: none."""
+    """Return the fraction of the bytes up to which this candidate beats all of higher bandwidth; 0 or less: never."""
     after = (other for other in offered if other.nccl_bandwidth_us < candidate.nccl_bandwidth_us)
     return min([candidate.most, *(_crossing(candidate, other) for other in after)])
 

@@ -2,8 +2,8 @@
 
     T = base + (H^j + X^j)^(1/j) + O + fill · √(base · X)      H hops, X links, O the own shard (`network.py`)
 
-Each protocol has the figures of the network at hand, fitted ones where something was measured; `algorithms.py` says
-which one NCCL takes. `algorithm` asks for the time of another algorithm, whether or not NCCL offers it.
+Each protocol has the figures of the given network, fitted ones where collectives were measured; `algorithms.py` says
+which protocol NCCL takes. `algorithm` asks for the time of another algorithm, whether or not NCCL offers it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SAME_LINK = 0.02  # largest relative difference between a link's bandwidth and a
 
 
 class LevelTerm(Record, frozen=True, kw_only=True):
-    """Describes one phase at one network level: `latency_us` = hops · hop_us, `bandwidth_us` = share · S / gb_per_s."""
+    """Describes a collective's phase at one level: `latency_us` = hops · hop_us, `bandwidth_us` = share · S / GB/s."""
 
     level: str
     hops: float
@@ -96,13 +96,13 @@ def estimate(
     algorithm: str | None = None,
     active: float = 1.0,
 ) -> CollectiveEstimate:
-    """Predict the time of one collective while all groups of its kind run theirs at the same time.
+    """Predict the time of one collective while all groups of the same shape run it at the same time.
 
     Args:
-        operation: PyTorch's name.
+        operation: PyTorch's name of the collective.
         num_bytes: Bytes of the full array S: what all_gather returns, what reduce_scatter takes, what all_reduce and
             broadcast hold, what each rank gives to all_to_all, what each rank sends to the next in send_recv.
-        group: Its ranks.
+        group: The ranks that take part.
         network: The cluster, and what NCCL reaches on it.
         algorithm: The algorithm to use, as NCCL_ALGO sets it; None: the fastest in NCCL's own model.
         active: Part of all GPUs that send through oversubscribed levels at once.
@@ -170,7 +170,7 @@ def _explained(operation: str, num_bytes: float, best: Candidate, links: Links, 
 
 
 def _joint_us(best: Candidate) -> float:
-    """Return the µs beyond base, hops, bandwidth and own shard; exactly 0 where the model only adds these up."""
+    """Return a collective's µs beyond the sum of base, hops, bandwidth and own shard; rounding errors count as 0."""
     rest = best.us - best.protocol.base_us - best.hops_us - best.bandwidth_us - best.own_us
     return rest if abs(rest) > ROUNDING * best.us else 0.0
 
@@ -244,11 +244,11 @@ class MeshTimes:
         self._active: dict[Axis, float] = {"pp": 1.0 / parallel.pp}
 
     def find(self, axis: Axis, operation: str, num_bytes: float) -> CollectiveEstimate:
-        """Return the estimate of one collective in the groups of this axis."""
+        """Return the estimate of one collective in the groups of this mesh axis."""
         return self._times.find(operation, num_bytes, self.groups[axis], self._active.get(axis, 1.0))
 
     def in_node(self, axis: Axis) -> int:
-        """Return how many ranks of a group of this axis share a node; 1 where that number differs between nodes."""
+        """Return how many ranks of a group of this axis are on one node; 1 if that number differs between nodes."""
         cluster = self._times.network.cluster
         at = reach(self.groups[axis], cluster)
         members = at.members(1) if cluster.levels[0].kind != "network" else 1.0
@@ -265,5 +265,5 @@ class MeshTimes:
         return self.between(self.reached(axis)[1], self.groups[axis].stride, operation, round(num_bytes))
 
     def between(self, ranks: int, stride: int, operation: str, num_bytes: float) -> float:
-        """Return the µs of one collective in a group of `ranks` ranks, `stride` apart, of an axis or not."""
+        """Return the µs of one collective in a group of `ranks` ranks, `stride` apart, of any axis or none."""
         return self._times.find(operation, num_bytes, Group(ranks=ranks, stride=stride)).us

@@ -67,12 +67,12 @@ def fit_network(
 
     Args:
         files: paths, or OPERATION=PATH where neither the text nor the file's name says the operation.
-        network: a named one whose levels it has; None: NVLink of one host.
-        gpu: its name; None: as the files say.
-        ranks: of every run; None: as the files say.
+        network: name of a network with the same levels; None: NVLink of one host.
+        gpu: name of the GPU; None: as the files say.
+        ranks: number of ranks of every run; None: as the files say.
 
     Returns:
-        Its levels, fitted protocols and held-out errors.
+        The network's levels, fitted protocols and held-out errors.
 
     Raises:
         Misconfigured: files that cannot be read, contradict themselves or each other, or have too few sizes.
@@ -128,7 +128,7 @@ def _read(text: str, ranks: int | None) -> tuple[NcclTestsRun, ...]:
 
 
 def _gpu(runs: Sequence[NcclTestsRun], given: str | None) -> str:
-    """Return the name of the GPU on which all runs were made."""
+    """Return the name of the GPU of all runs; raise Misconfigured if runs differ, or the name is not known."""
     if given is not None:
         return find_gpu(given).name
     found = {run.gpu for run in runs}
@@ -152,7 +152,7 @@ def _base(runs: Sequence[NcclTestsRun], network: str | None, gpu: str) -> str:
 
 
 def _placed(row: Measured, run: NcclTestsRun, node: int, base: str) -> Measured:
-    """Return a row with the stride of its ranks: the GPUs per node where each host has one rank, else 1."""
+    """Return a measured row with its ranks' stride: the GPUs per node where each host has one rank, else 1."""
     here = min(run.ranks_per_host or node, row.ranks)
     if here > node:
         raise Misconfigured(
@@ -173,7 +173,7 @@ def _kind(row: Measured, cluster: Cluster) -> Kind:
 
 
 def _gb_per_s(cluster: Cluster) -> dict[Kind, float]:
-    """Return the GB/s of each kind of link; of several levels of one kind, that of the slowest."""
+    """Return the GB/s of each kind of link; where several levels have that kind, the GB/s of the slowest level."""
     found: dict[Kind, float] = {}
     for level, rate in zip(cluster.levels, shared_gb_per_s(cluster.levels), strict=True):
         found[level.kind] = min(rate, found.get(level.kind, rate))
@@ -181,7 +181,7 @@ def _gb_per_s(cluster: Cluster) -> dict[Kind, float]:
 
 
 def _columns(rows: Sequence[Measured], cluster: Cluster) -> F64:
-    """Return `[rows, 4]` in µs: the levels' latency, latency and bandwidth of NCCL's model, and the measured time."""
+    """Return `[rows, 4]` µs: latency of the levels, latency and bandwidth time by NCCL's model, measured time."""
     own = {level.name: level.latency_us for level in cluster.levels}
     cluster = replace(cluster, levels=tuple(replace(level, latency_us=0.0) for level in cluster.levels))
     nccl, found = Network(cluster=cluster, protocols=nccl_protocols()), []
@@ -227,7 +227,7 @@ def _protocols(operation: str, kind: Kind, factors: F64, fit: Fit) -> Iterator[P
 
 
 def _errors(rows: Sequence[Measured], columns: F64) -> Iterator[FitError]:
-    """Yield the errors by number of ranks; each third of the sizes is predicted by a fit to the other two thirds.
+    """Yield for each number of ranks the held-out error: a fit to two thirds of the sizes predicts the last third.
 
     Raises:
         Misconfigured: too few sizes, or rows that follow no law.

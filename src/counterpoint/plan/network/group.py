@@ -38,7 +38,7 @@ AXES: tuple[Axis, ...] = get_args(Axis)
 
 
 class Group(Record, frozen=True, kw_only=True):
-    """Describes the shape of all groups of one axis: `ranks` ranks, `stride` apart."""
+    """Describes the shape of all groups of one mesh axis: `ranks` ranks, `stride` apart."""
 
     ranks: int  # ranks of one group
     stride: int = 1  # distance from one rank to the next
@@ -59,7 +59,7 @@ class Group(Record, frozen=True, kw_only=True):
 
 @lru_cache(maxsize=4096)
 def axes(parallel: Parallel) -> Mapping[Axis, Group]:
-    """Return the group of each axis as a read-only mapping; unused axes have groups of one rank."""
+    """Return the shape of the groups of each mesh axis, read-only; groups of an unused axis have one rank."""
     tp, cp, dp, pp, ep = parallel.tp, parallel.cp, parallel.dp, parallel.pp, parallel.ep
     shard, cut = parallel.shard or dp, parallel.experts_cut
     return {
@@ -99,11 +99,11 @@ class Reach(NamedTuple):
         return tuple(i for i in range(len(self.shares_uplink)) if self.units[i] > self.units[i + 1])
 
     def members(self, level: int) -> float:
-        """Return how many ranks of the group one unit of the level below holds on average; 1 at level 0."""
+        """Return the mean number of ranks of the group in one unit of the level below; 1 at level 0."""
         return self.ranks / self.units[level]
 
     def fan(self, level: int) -> float:
-        """Return how many units of the level below that hold ranks of the group are joined by one unit of `level`."""
+        """Return the mean number of units, one level below, that hold ranks of the group in one unit of `level`."""
         return self.units[level] / self.units[level + 1]
 
 
@@ -126,7 +126,7 @@ def _reach(ranks: int, stride: int, levels: tuple[Level, ...]) -> Reach:
 
 
 def _units_touched(ranks: int, stride: int, size: int, num_gpus: int) -> int:
-    """Return the largest number of units of `size` GPUs over which the ranks of one group spread."""
+    """Return the largest number of units of `size` GPUs over which one group's ranks spread."""
     if stride >= size:
         return ranks
     extent = ranks * stride

@@ -2,7 +2,7 @@
 
 A run is one program of nccl-tests (all_reduce_perf and so on): lines that begin with #, which name its devices, then a
 line for each size, out of place and in place. Sizes are of the full array. Launchers may put a prefix before each line.
-Each row says its time, and bandwidths that follow from it: time, operation and ranks have to agree with them.
+Each row has a time and the bandwidths that follow from it: they must agree with time, operation and number of ranks.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def read_nccl_tests(path: Path, *, operation: str | None = None, ranks: int | No
 
     Args:
         path: the file.
-        operation: of all its runs; None: as the text or the file's name says.
-        ranks: of all its runs; None: as the text says.
+        operation: the collective of all runs in the file; None: as the text or the file's name says.
+        ranks: number of ranks of all runs in the file; None: as the text says.
 
     Raises:
         Misconfigured: with the file's name, if it cannot be read or is none of nccl-tests.
@@ -85,8 +85,8 @@ def nccl_tests_runs(text: str, *, operation: str | None = None, ranks: int | Non
 
     Args:
         text: what nccl-tests printed.
-        operation: of all runs; None: from the name of the program before or in each.
-        ranks: of all runs; None: from each list of devices.
+        operation: the collective of all runs; None: from the name of the program before or in each run.
+        ranks: number of ranks of all runs; None: from each run's list of devices.
 
     Raises:
         Misconfigured: no rows; what is neither given nor in the text; or lines that contradict each other.
@@ -105,7 +105,7 @@ Lines = list[tuple[int, str]]
 
 
 def _split(text: str) -> Iterator[Lines]:
-    """Yield the lines of each run; a line that names the program or command begins a new run."""
+    """Yield the lines of each run of nccl-tests; a line that names the program or command begins a new run."""
     lines: Lines = []
     seen_rows = False
     for number, line in enumerate(text.splitlines(), start=1):
@@ -119,7 +119,7 @@ def _split(text: str) -> Iterator[Lines]:
 
 
 def _run(lines: Lines, operation: str | None, ranks: int | None) -> NcclTestsRun | None:
-    """Return one run, or None if its lines have no row."""
+    """Return the run of nccl-tests that these lines print; None if no line is a row of its table."""
     numbered = [(number, found) for number, line in lines if (found := _ROW.search(line))]
     if not numbered:
         return None
@@ -155,7 +155,7 @@ def _operation(lines: Lines, given: str | None, where: str) -> str:
 
 
 def _ranks(devices: Sequence[re.Match[str]], given: int | None, where: str) -> int:
-    """Return the number of ranks of a run; raise Misconfigured if the listed devices and the given number differ."""
+    """Return the number of ranks of an nccl-tests run; raise Misconfigured if listed devices and `given` differ."""
     listed = Counter(int(found.group(1)) for found in devices)
     if len({found.group(2) for found in devices}) > 1:
         raise Misconfigured(f"{where} has several groups at once: give one of all ranks together")

@@ -15,7 +15,7 @@ NCCL's model takes the protocol of its name on the measured links (`algorithms.p
 bandwidth or more latency.
 
 Networks by name have their levels from networks.toml, NCCL's figures from protocols.toml and fitted ones from fits/. A
-fit serves clusters of the GPUs that it names; elsewhere NCCL's own figures count.
+fit serves clusters of the GPUs that it names; other clusters have NCCL's own figures.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class Protocol(Record, frozen=True, kw_only=True):
         return 0 if self.fit is None else 2 if self.operations else 1
 
     def time_us(self, hops_us: float, bandwidth_us: float, own_us: float) -> float:
-        """Return T = base + (H^j + X^j)^(1/j) + O + fill · √(base · X)."""
+        """Return a collective's µs: T = base + (H^j + X^j)^(1/j) + O + fill · √(base · X)."""
         longer, shorter = max(hops_us, bandwidth_us), min(hops_us, bandwidth_us)
         if not shorter:
             joined = longer
@@ -162,7 +162,7 @@ class Protocol(Record, frozen=True, kw_only=True):
 
 
 class Network(Record, frozen=True, kw_only=True):
-    """Holds a cluster and the protocols that a library has on it."""
+    """Holds a cluster and the protocols by which a library, such as NCCL, communicates on it."""
 
     name: str = ""  # name in messages
     cluster: Cluster  # GPUs and levels
@@ -195,7 +195,7 @@ class Network(Record, frozen=True, kw_only=True):
         Where none of the network's protocols is NCCL's own, each is compared by the figures that it has.
 
         Raises:
-            Misconfigured: no protocol serves it.
+            Misconfigured: no protocol serves the operation.
         """
         serving = [protocol for protocol in self.protocols if protocol.serves(operation, algorithm, kind)]
         own = {protocol.name: protocol for protocol in serving if protocol.fit is None}
@@ -263,7 +263,7 @@ def all_levels(name: str) -> tuple[Level, ...]:
 
 
 def network_of(cluster: Cluster, *, nccl: tuple[int, int] = (2, 28), name: str = "") -> Network:
-    """Return a cluster with NCCL's protocols and with fitted ones: the user's own, else those shipped for its GPU."""
+    """Return a cluster with NCCL's protocols and the fitted ones: the user's, and others shipped for its GPU."""
     own = read_network(cluster.fits).protocols if cluster.fits else ()
     fitted = (each for each in fitted_protocols() if cluster.gpu.name in each.gpus)
     shipped = (protocol for each in fitted for protocol in each.protocols if not _is_replaced(protocol, own))
@@ -271,12 +271,12 @@ def network_of(cluster: Cluster, *, nccl: tuple[int, int] = (2, 28), name: str =
 
 
 def _is_replaced(protocol: Protocol, own: tuple[Protocol, ...]) -> bool:
-    """Return whether the user's own protocols cover the operations and links of a shipped one."""
+    """Return whether an `own` protocol of the user has the same operations as `protocol` and a link kind in common."""
     return any(each.operations == protocol.operations and {*each.kinds} & {*protocol.kinds} for each in own)
 
 
 def own_file(network: str) -> str:
-    """Return the network's name if it is a file name; "" if it names a known network."""
+    """Return `network` if it is the name of a file; "" if it is the name of a known network."""
     return network if network.endswith(SUFFIX) else ""
 
 

@@ -1,8 +1,8 @@
 """Write a placement as the text of files that launchers read; the caller saves the files.
 
 Launchers count the ranks of a host by rank number (`SLURM_LOCALID`, `OMPI_COMM_WORLD_LOCAL_RANK`), programs take the
-GPU of that number, and a `Placement` gives out the GPUs of a host in the same order.
-Formats: srun(1) (`--distribution`, SLURM_HOSTFILE), mpirun(1) of Open MPI (rankfile, hostfile), PyTorch's `DeviceMesh`.
+GPU of that number, and a `Placement` gives the GPUs of a host to ranks in the same order. Formats: srun(1)
+(`--distribution`, SLURM_HOSTFILE), mpirun(1) of Open MPI (rankfile, hostfile), PyTorch's `DeviceMesh`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def launch_files(placement: Placement, mesh: Sequence[tuple[str, int]] = ()) -> 
 
 
 def distribution(placement: Placement) -> str | None:
-    """Return Slurm's `--distribution` that gives this placement on the hosts in their listed order; None: none does."""
+    """Return the `--distribution` by which Slurm makes this placement on the hosts as listed; None: no value does."""
     host, hosts, rank = _hosts(placement), len(placement.hosts), np.arange(len(placement.slots))
     if len(rank) != hosts * placement.gpus:
         return None

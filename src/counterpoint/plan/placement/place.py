@@ -54,7 +54,7 @@ class Placement(Record, frozen=True, kw_only=True):
 
 
 def place(traffic: RankTraffic, topology: Topology, *, seed: int = 0) -> Placement:
-    """Return the cheapest placement found, and the costs of the others; `seed` is for the random orders."""
+    """Return the cheapest placement found, with the costs of default orders; `seed` is for the random orders."""
     ranks, slots = traffic.world_size, topology.num_slots
     if ranks > slots:
         raise Misconfigured(
@@ -96,7 +96,7 @@ def _host_orders(traffic: RankTraffic, topology: Topology) -> dict[str, I64]:
 
 
 def _filled(order: I64, topology: Topology) -> I64:
-    """Return the slots (GPUs) as ranks fill them, host by host in the given order."""
+    """Return each rank's slot (GPU) if ranks fill all GPUs host by host, in the given order of hosts."""
     return (order[:, None] * topology.gpus + np.arange(topology.gpus)).ravel()
 
 
@@ -124,11 +124,11 @@ def _improved(traffic: RankTraffic, topology: Topology, slots: I64) -> tuple[I64
 
 
 def _swapped(matrix: F64, bins: I64, distance: F32, *, work: float) -> tuple[I64, int]:
-    """Return the bins after swapping two vertices at a time while that lowers Σ D · M, and the number of swaps.
+    """Return each vertex's bin after swaps of two vertices that lower Σ D · M, and the number of swaps.
 
-    With E[i, j] = Σ_k M(i, k) · D(bin of j, bin of k), what i would cost in the place of j, their swap changes the sum
-    by E[i, j] - E[i, i] + E[j, i] - E[j, j] + M(i, j) · (2 D(i, j) - D(i, i) - D(j, j)); the last term, because E sees
-    the other at its old place. A round looks at all pairs, and makes as many of the best swaps as lower the sum
+    With E[i, j] = Σ_k M(i, k) · D(bin of j, bin of k), the cost of i in the bin of j, a swap of i and j changes the sum
+    by E[i, j] - E[i, i] + E[j, i] - E[j, j] + M(i, j) · (2 D(i, j) - D(i, i) - D(j, j)); the last term, because E has
+    the other vertex in its old bin. A round looks at all pairs, and makes as many of the best swaps as lower the sum
     together, no bin twice: the local search of quadratic assignment (Koopmans and Beckmann 1957).
 
     Args:
@@ -154,7 +154,7 @@ def _swapped(matrix: F64, bins: I64, distance: F32, *, work: float) -> tuple[I64
 
 
 def _cost(traffic: F32, bins: I64, distance: F32) -> float:
-    """Return Σ D · M over all pairs of vertices."""
+    """Return Σ D · M over all pairs of vertices, with the distance D between their bins."""
     return float(np.einsum("ij,ij->", traffic, distance[np.ix_(bins, bins)], dtype=np.float64) / 2)
 
 
@@ -211,7 +211,7 @@ def _mean(levels: Sequence[LevelLoad]) -> LevelLoad:
 
 
 def placement_cost(name: str, traffic: RankTraffic, topology: Topology, slots: I64) -> RankOrder:
-    """Return the exact cost C of one placement, with its parts by level.
+    """Return the exact cost C of one placement, in total and by level of the topology.
 
     Args:
         name: Name of the result.
@@ -239,12 +239,12 @@ def placement_cost(name: str, traffic: RankTraffic, topology: Topology, slots: I
 
 
 def _unit_rows(topology: Topology) -> list[I64]:
-    """Return for each level the unit of every host; the first level is the host itself."""
+    """Return the unit of every host at each level of the topology; at the first level each host is its own unit."""
     return [np.arange(len(topology.hosts)), *topology.units]
 
 
 def _add_groups(sent: F64, part: AxisTraffic, topology: Topology, slots: I64) -> None:
-    """Add each rank's bytes to `sent`, at the lowest level whose unit holds both the rank and its partner."""
+    """Add each rank's bytes for each partner to `sent`, at the lowest level that joins the rank and the partner."""
     host = slots[part.members] // topology.gpus
     group = np.arange(len(part.members))[:, None]
     bytes_each = np.repeat(part.pair_bytes, part.members.shape[1])

@@ -8,8 +8,8 @@ format is that of the manual page topology.conf(5). Blocks: the first size is a 
 blocks as it is times the first, in the order of the file.
 
 `topology.yaml` has several named topologies (manual page topology.yaml(5)). PyYAML parses; mappings, lists and strings
-are built here from its events, so that no object is ever constructed, no alias expanded and no nesting followed beyond
-what such a file has. Numbers and `True` stay text, as host names must.
+are built here from its events, so that no object is constructed, no alias is expanded, and nesting deeper than in such
+a file is refused. Numbers and `True` stay text, as host names must.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Named(msgspec.Struct):
 
 
 def read_conf(text: str, *, gpus: int) -> Topology:
-    """Return the topology of a `topology.conf`, hosts in file order; it does not state `gpus`, the GPUs per host."""
+    """Return the topology in a `topology.conf`, hosts in file order; `gpus` per host, which the file does not state."""
     return _topology("topology.conf", _lines(text), gpus)
 
 
@@ -112,7 +112,7 @@ def _put(known: dict[str, list[str]], name: str, hosts: list[str], where: str) -
 
 
 def of_blocks(blocks: dict[str, list[str]], sizes: Sequence[int], gpus: int) -> Topology:
-    """Return the topology of hosts in blocks; sizes after the first add levels of joined blocks; the top joins all."""
+    """Return the topology of hosts in blocks; each of `sizes` but the first adds a level, and a top level joins all."""
     base = sizes[0] if sizes else min(map(len, blocks.values()))
     small = [name for name, hosts in blocks.items() if len(hosts) < base]
     if small:

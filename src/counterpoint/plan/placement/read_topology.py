@@ -1,4 +1,4 @@
-"""Read a topology from a file of any format, told by the file's name and for JSON by its content.
+"""Read a topology from a file; the file's name, and for JSON also the content, tells the format.
 
 Topograph's instance list has each host with the switches above it, the closest first:
 
@@ -41,7 +41,7 @@ MAX_MEASURED = 4_096  # rows
 
 
 def read_topology(path: Path, *, gpus: int = 8, name: str | None = None) -> Topology:
-    """Return the topology in a file; `gpus`: per host, if the file lacks them; `name`: one of a `topology.yaml`."""
+    """Return a file's topology; `gpus`: per host, if not in the file; `name`: which topology of a `topology.yaml`."""
     kind, shown = path.suffix.lower(), printable(str(path), 200)
     if kind not in (".conf", ".yaml", ".yml", ".json", ".csv"):
         raise Misconfigured(f"{shown}: not known by its name; give {KINDS}")
@@ -69,7 +69,7 @@ class _Instance(msgspec.Struct):
 
     @property
     def nvlink(self) -> str:
-        """Return the host's NVLink domain, from whichever field has it; "" if none does."""
+        """Return the host's NVLink domain from the first field that has one; "" if no field does."""
         found = self.nvlink_domain or (self.labels or {}).get(NVLINK_LABEL) or self.attributes.get("nvlink") or ""
         return found if isinstance(found, str) else ""
 

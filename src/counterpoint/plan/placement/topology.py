@@ -51,7 +51,7 @@ class TopologyLevel(Record, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Topology:
-    """Describes equal hosts below a tree of units, or below a measured matrix. Slots are GPUs: host · gpus + GPU there.
+    """Describes equal hosts below a tree of units, or below a measured matrix; slot = host · gpus + GPU of the host.
 
     Raises:
         Misconfigured: Names that occur twice, units that are not nested, a matrix that is not square or symmetric.
@@ -77,7 +77,7 @@ class Topology:
 
     @cached_property
     def tree_order(self) -> I64:
-        """Return host indices unit by unit, larger units first; for equal hosts it does not depend on the listed order.
+        """Return host indices unit by unit, larger units first; for equal hosts the listed order does not matter.
 
         With measured distances, each host is followed by the closest remaining host.
         """
@@ -89,9 +89,10 @@ class Topology:
         return np.lexsort(keys)
 
     def packed(self, block: int) -> I64:
-        """Return host indices along the tree; each run of `block` hosts lies below the lowest unit with room for it.
+        """Return host indices in blocks of `block` hosts, each below the lowest unit of the tree with room for it.
 
-        Hosts that fill no block in their unit are joined to blocks one level above, and so on; what is left comes last.
+        Hosts that fill no block in their unit are joined to blocks one level above, and so on; hosts in no block come
+        last.
         """
         left, blocks = self.tree_order, []
         for row in self.units:
@@ -116,7 +117,7 @@ class Topology:
         return found
 
     def only(self, hosts: Sequence[str]) -> Topology:
-        """Return the topology of a subset of hosts, in the given order; distances and levels stay."""
+        """Return the topology of some of the hosts, in the given order, with unchanged distances and levels."""
         where = {name: index for index, name in enumerate(self.hosts)}
         missing = [name for name in hosts if name not in where]
         if missing:

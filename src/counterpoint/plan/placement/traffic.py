@@ -5,8 +5,8 @@
     "line"  each rank exchanges with the next one only (pipeline stages)
     "ring"  the same, and the last with the first (interleaved stages)
 
-M(i, j) adds up both directions, in bytes of one step. A group of thousands of ranks is a handful of numbers this way,
-where its matrix would have millions; `pairs` expands it. What a rank sends on an axis is the sum of
+M(i, j) adds up both directions, in bytes of one step. Stored as groups, thousands of ranks take a handful of numbers
+instead of a matrix of millions; `pairs` lists the pairs. The bytes that a rank sends on an axis are the sum of
 
     all_gather, reduce_scatter   (n - 1) / n · S          of layers and micro-batches: `exchanges.py`
     all_reduce                   2 · (n - 1) / n · S      of gradients and shards: `data_parallel.py`
@@ -42,7 +42,7 @@ PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class AxisTraffic:
-    """Describes the traffic inside the equal groups of one axis."""
+    """Describes the traffic inside the groups of one mesh axis, which have equal shapes."""
 
     axis: str  # name of the axis
     members: I64  # `[groups, ranks]`
@@ -61,7 +61,7 @@ class AxisTraffic:
 
     @property
     def in_pairs(self) -> bool:
-        """Return whether there are no more pairs than ranks; pairs are then listed instead of counted by group."""
+        """Return whether to list traffic by pairs of ranks: true if a group has no more pairs than ranks."""
         return self.pattern != "all" or self.members.shape[1] == 2
 
 
@@ -83,7 +83,7 @@ class RankTraffic:
         return replace(self, parts=(*self.parts, *rings))
 
     def between(self, label: I64, count: int) -> F64:
-        """Return the bytes, in both directions, between the ranks of every two labels: `[count, count]`, diagonal 0.
+        """Return the bytes, both directions summed, between ranks of every two labels: `[count, count]`, diagonal 0.
 
         Args:
             label: `[world_size]`, below `count`: the host of each rank, or the rank itself.
@@ -128,7 +128,7 @@ class RankTraffic:
 
 
 def sent_bytes(job: Job) -> dict[Axis, float]:
-    """Return the bytes that one rank sends per step, by axis; for pp, to one neighbour."""
+    """Return the bytes that one rank sends per step, by mesh axis; for pp, to one neighbour."""
     model, parallel, training = job.model, job.parallel, job.training
     found: dict[Axis, float] = {}
     routed, micro = model.expert_layers, training.micro_batches(parallel)

@@ -1,11 +1,12 @@
-"""Rank searches' results by an objective, mark their Pareto front, and say where each choice loses to the best.
+"""Rank results of searches by an objective, mark their Pareto front, and say why each choice is not the best.
 
     step       µs of a step
     cost       GPU-µs of a step, with its share of what failures and checkpoints lose
     goodput    µs of a step, with that share
 
-All results have one batch and one price, so these rank tokens, money and useful tokens per hour alike.
-On one number of GPUs what is lost grows with the step (goodput.py): the fastest choice is the best by all three.
+All results have one batch and one price, so these rank tokens, money and useful tokens per hour alike. On one number of
+GPUs the time lost to failures and checkpoints grows with the step (goodput.py): the fastest choice is the best by all
+three.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def check_objective(objective: str, job: Job, counts: Sequence[int | None]) -> O
 
 
 def ranked(results: Sequence[SearchResult], objective: Objective) -> tuple[SearchResult, ...]:
-    """Return the results, that with the best choice first, and add each choice's difference from the best choice."""
+    """Return the results sorted by their best choices, each choice with its difference from the best of all."""
     found = sorted(results, key=lambda it: sum(_taken(it.choices[0], objective).values()) if it.choices else inf)
     first = found[0].choices[0]
     front = _front(choice for each in found for choice in each.choices)
@@ -60,7 +61,7 @@ def _taken(choice: PlanOutcome, objective: Objective) -> dict[str, float]:
 
 
 def _most_added(taken: Mapping[str, float], first: Mapping[str, float]) -> PartChange | None:
-    """Return the part in which a choice exceeds the best choice most; None if no part is longer."""
+    """Return the part of a step in which a choice exceeds the best choice most; None if no part is longer."""
     change, name = max((taken[name] - first.get(name, 0.0), name) for name in taken)
     return PartChange(name=name, change=change / sum(first.values())) if change > 0.0 else None
 

@@ -74,7 +74,7 @@ ROUNDING = 1 - 1e-9  # a bound and a step add up the same times in different ord
 
 
 class _Node(NamedTuple):
-    """Describes all ways to divide a job that agree in the first `decided` of these fields, from `division` on."""
+    """Describes all ways to divide a job with equal values of the first `decided` fields, counted from `division`."""
 
     job: Job
     decided: int
@@ -86,7 +86,7 @@ class _Node(NamedTuple):
 
     @property
     def family(self) -> tuple[object, ...]:
-        """Return all choices of a way except its recomputation."""
+        """Return all settings of a way except its recomputation; of each family only the fastest way is listed."""
         return self.division, self.pipeline, self.sharding
 
 
@@ -104,7 +104,7 @@ def search(
     anchor: Anchor | None = None,
     min_fits: float | None = None,
 ) -> SearchResult:
-    """Return the `best` fastest ways to divide this job's model and batch on GPUs of its kind.
+    """Return the `best` fastest ways to divide a job's model and batch on GPUs of the job's kind.
 
     Args:
         job: the job; what is no axis of a search stays as it is.
@@ -116,7 +116,7 @@ def search(
         min_fits: ways that fit in memory with a lower probability are left out; None: those predicted not to fit.
 
     Raises:
-        Misconfigured: nothing fits, or a fixed value cannot be.
+        Misconfigured: no way fits in memory, or a fixed value is not allowed.
     """
     if best < 1:
         raise Misconfigured(f"{best} ways: give 1 or more")
@@ -138,9 +138,9 @@ def search_each(
     min_fits: float | None = None,
     objective: str = "step",
 ) -> tuple[SearchResult, ...]:
-    """Return the result of `search` for each number of GPUs; where no way fits, it holds the reason and no choices.
+    """Return `search`'s result for each number of GPUs; where no way fits, the result holds only the reason.
 
-    They are ranked by the objective, "step", "cost" or "goodput". All other arguments are those of `search`.
+    The results are ranked by `objective`: "step", "cost" or "goodput". For all other arguments see `search`.
 
     Raises:
         Misconfigured: no number of GPUs has a result, for the reason of the first; the objective has no effect.
@@ -179,7 +179,7 @@ def _on_gpus(job: Job, gpus: int) -> Job:
 
 
 class _Search:
-    """Holds the open nodes of one search, and counts those it has visited."""
+    """Holds the open nodes of one best-first search, the ways found, and counts of ways considered."""
 
     def __init__(
         self, job: Job, gpus: int, fixed: Fixed, best: int, progress: Progress | None, anchor: Anchor | None,
@@ -206,7 +206,7 @@ class _Search:
         self.fastest_us: float | None = None  # of the first choice
 
     def result(self) -> SearchResult:
-        """Return the fastest ways; raise Misconfigured if none fits in memory."""
+        """Return the fastest ways to divide the job; raise Misconfigured if no way fits in memory."""
         self._begin()
         complete = True
         try:
@@ -253,7 +253,7 @@ class _Search:
                 self.progress(done, total, self.fastest)
 
     def _list(self, node: _Node) -> None:
-        """List a predicted way, unless `best` ways, or this way with another recomputation, are listed already."""
+        """Add a predicted way to `choices`, unless they have `best` ways or this way with another recomputation."""
         if node.step is not None and node.family not in self.families and len(self.choices) < self.best:
             self.families.add(node.family)
             self.fastest_us = self.fastest_us or node.step.step_us
@@ -277,7 +277,7 @@ class _Search:
                 self.impossible += ways
 
     def _ways(self, division: Division) -> int:
-        """Return the number of ways with this division; 1 if the batch is not divisible by it."""
+        """Return the number of ways to divide the job that have this division, at least 1."""
         found = sum(1 for _ in pipelines(self.job, division, self.fixed))
         return max(found * sum(1 for _ in shardings(self.job, division, self.fixed)) * len(self.again), 1)
 
@@ -292,7 +292,7 @@ class _Search:
         return least(job, self.rates, mesh, layers)
 
     def _layer_times(self, job: Job, mesh: MeshTimes) -> LayerTimes:
-        """Return the (cached) layer times of a job; they depend on neither pipeline nor shards, nor on zero below 3."""
+        """Return a job's layer times, cached for all pipelines, numbers of shards and zero stages below 3."""
         parallel = replace(
             job.parallel, pp=1, virtual=1, schedule="1f1b", ends_count=False, stage_layers=None, shard=None,
             zero=3 if job.parallel.zero == 3 else 0,
@@ -338,7 +338,7 @@ class _Search:
                 self.impossible += 1
 
     def _that_fits(self, job: Job, node: _Node, totals: Callable[[Job], list[float]]) -> Job | None:
-        """Return the job with layers dealt to stages and as few recomputed as memory allows; None if it cannot fit."""
+        """Return the job with layers dealt to stages, as few recomputed as memory allows; None if no job would fit."""
         if node.again.num_layers != 0:
             return self._dealt(job, node.pipeline, totals)
         parts = [part.layers for stage in deal_layers(job.model, job.parallel) for part in stage]
@@ -377,7 +377,7 @@ class _Search:
         self._push(step.step_us, node._replace(step=step))
 
     def _choice(self, job: Job, step: PredictedStep) -> PlanOutcome:
-        """Return the outcome of a way on the GPU's full memory, not on the smaller memory that `min_fits` asks for."""
+        """Return a way's main figures with the GPU's full memory, even if `min_fits` made the search assume less."""
         if job.cluster.gpu != self.gpu:
             job = _of_gpu(job, self.gpu)
             step = predict_step(job, prices=self.prices, rates=self.rates)

@@ -55,7 +55,7 @@ Fixed = Mapping[str, tuple[Any, ...]]
 
 
 class Division(NamedTuple):
-    """Holds the degrees that determine the shapes of a layer and the number of replicas."""
+    """Holds the degrees of parallelism and the micro-batch size."""
 
     dp: int
     tp: int
@@ -66,7 +66,7 @@ class Division(NamedTuple):
 
 
 class Pipeline(NamedTuple):
-    """Describes the schedule, and the layers per stage: `layers` is one of LAYOUTS, or the layers of each part."""
+    """Describes a schedule and the layers per stage: `layers` is one of LAYOUTS, or each part's number of layers."""
 
     schedule: str
     virtual: int
@@ -74,7 +74,7 @@ class Pipeline(NamedTuple):
 
 
 class Sharding(NamedTuple):
-    """Holds the zero stage, and the number of ranks over which it shards."""
+    """Holds the zero stage, and the number of ranks over which that stage shards (None: all replicas)."""
 
     zero: int
     shard: int | None
@@ -90,7 +90,7 @@ class Recomputation(NamedTuple):
 
 
 def read_fixed(texts: Sequence[str]) -> dict[str, tuple[Any, ...]]:
-    """Return the values in `AXIS=VALUE,VALUE`, by axis; a list in brackets, such as [7,8,8,7], is one value."""
+    """Return the values in `AXIS=VALUE,VALUE` by axis of the search; a list in brackets, as [7,8,8,7], is one value."""
     found: dict[str, tuple[Any, ...]] = {}
     for text in texts:
         name, equals, value = (part.strip() for part in text.partition("="))
@@ -172,7 +172,7 @@ def pipelines(job: Job, division: Division, fixed: Fixed) -> Iterator[Pipeline]:
 
 
 def _virtual(layers: int, pp: int) -> tuple[int, ...]:
-    """Return numbers of parts per stage, above 1, that divide a stage's layers (embedding and head counted or not)."""
+    """Return the numbers of parts per stage, above 1, that divide a stage's layers (embedding, head counted or not)."""
     each = {layers // pp, -(-layers // pp), *((layers + 2) // pp for _ in (0,) if (layers + 2) % pp == 0)}
     return tuple(sorted({virtual for stage in each for virtual in divisors(stage) if virtual > 1}))
 
@@ -240,7 +240,7 @@ def divided(job: Job, division: Division, *, pieces_tp: bool) -> Job:
 
 
 def _even(layers: int, parts: int) -> tuple[int, ...]:
-    """Return the layers of each part, as even as possible; the last parts have one more."""
+    """Return the numbers of layers of `parts` parts, as even as possible; the last parts have one more."""
     each, more = divmod(layers, parts)
     return tuple(each + (part >= parts - more) for part in range(parts))
 
@@ -276,7 +276,7 @@ def _recomputing(training: Training, again: Recomputation) -> Training:
 
 
 def balanced(layers: int, layer_us: float, ends_us: Sequence[float], room: Sequence[int]) -> tuple[int, ...] | None:
-    """Return the layers of each stage so that the busiest stage has least to do; None if not all layers have room.
+    """Return each stage's number of layers so that the busiest stage has least to do; None if `room` is too small.
 
     Layers go one by one to the stage that has least to do with one more, of those that have room; of equal stages the
     later one is taken, which has fewer micro-batches in flight. Where all layers take equally long, no other way to
@@ -328,7 +328,7 @@ def balanced_job(
 
 
 def least_of_balanced_us(job: Job, rates: GpuRates, mesh: MeshTimes, layers: LayerTimes) -> float:
-    """Return a lower bound of the step µs of `job`, without zero and recomputation, over all splits of its layers."""
+    """Return a lower bound of the step µs over all splits of the layers of `job` (no zero, no recomputation)."""
     if 0 < job.model.expert_layers < job.model.layers:  # unequal layers can be dealt more evenly than equal ones
         return least_division_us(job, rates, mesh, layers)
     model, ends_us, layer_us = job.model, _ends(job, end_us(job, rates, layers)), layers.mean_us(job.model)
@@ -345,7 +345,7 @@ def _ends(job: Job, ends_us: tuple[float, float]) -> list[float]:
 
 
 def _parts(stages: Sequence[int], virtual: int) -> tuple[int, ...]:
-    """Return the layers of each part, in the model's order; the first parts of a stage have one more if needed."""
+    """Return each part's number of layers, in the model's order; a stage's first parts have one more if needed."""
     return tuple(layers // virtual + (turn < layers % virtual) for turn in range(virtual) for layers in stages)
 
 

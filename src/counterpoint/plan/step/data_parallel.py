@@ -85,7 +85,7 @@ class CompressedExchange(Record, frozen=True, kw_only=True):
 def overlapped_in_pieces_us(
     compute_us: float, comms: Sequence[CollectiveTime], pieces: float, mechanism: Disturbance, *, persistent: bool
 ) -> float:
-    """Return the µs of compute and collectives in equal pieces; a piece's collectives overlap a neighbour's compute.
+    """Return the µs of compute and collectives in equal pieces; collectives overlap a neighbouring piece's compute.
 
     The result is at most the time of all collectives after all compute. `compute_us` is compute alone, and `comms` are
     the collectives of all pieces. A piece is a layer or a bucket; the last bucket counts as a fraction, since with
@@ -117,7 +117,7 @@ def layer_collectives(
 
 
 def layer_copies_us(job: Job, rates: GpuRates, count: ParameterCount, element: int) -> tuple[float, float]:
-    """Return the µs of FSDP2's copies for these parameters, in forward and in backward.
+    """Return the µs of FSDP2's copies of `count` parameters and their gradients, in forward and in backward.
 
     Unsharded layers are copied out of the all_gather's buffer, and gradients into the reduce_scatter's, unless the
     mechanism sends every byte to where it belongs. The rank's own shard is cast to the dtype in which it is gathered
@@ -140,7 +140,7 @@ def layer_copies_us(job: Job, rates: GpuRates, count: ParameterCount, element: i
 def _collectives(
     job: Job, prices: MeshTimes, count: ParameterCount, alone_us: Callable[[Axis, str, float], float], element: int
 ) -> tuple[list[CollectiveTime], list[CollectiveTime]]:
-    """Return the collectives of parameters and of gradients; ranks with the same shard all_reduce its gradients."""
+    """Return the collectives of parameters and of gradients, with all_reduces over ranks that hold the same shard."""
     gathered, gradients = [], []
     for axis, replicas, parameters in _sharded_axes(job, count):
         size = parameters * job.training.grad_bytes
@@ -157,7 +157,7 @@ def _collectives(
 
 
 def _sharded_axes(job: Job, count: ParameterCount) -> list[tuple[Axis, tuple[Axis, ...], float]]:
-    """Return (axis, axes that replicate its shards, parameters) for each axis that shards or reduces parameters."""
+    """Return (axis, axes that replicate shards, parameters) for each mesh axis that shards or reduces parameters."""
     found: list[tuple[Axis, tuple[Axis, ...], float]] = []
     if count.shared:
         whole = job.parallel.shard is None or job.parallel.zero == 0
@@ -174,8 +174,8 @@ def replica_exchange(
     """Return the time (zero 0 to 2) to reduce gradients after backward and to gather parameters before forward.
 
     The stage that ends last has `count` parameters, and takes `forward_us` and `backward_us` for one micro-batch on its
-    GPU. Its host takes `host_us` longer, which may hide collectives in either direction. That time is not divided
-    between both, or a longer kernel could move it to where it hides more.
+    GPU. Its host takes `host_us` longer, which may hide collectives in either direction. `host_us` is not divided
+    between both directions: a longer kernel could shift it to where it hides more communication.
     """
     _check_whole(job)
     if job.training.local_steps > 1:
@@ -288,7 +288,7 @@ def compress(
 def _compressed_bytes(
     how: Compression, shapes: Shapes, group: tuple[int, int], element_bytes: int
 ) -> tuple[list[Sent], float, float]:
-    """Return the collectives, and the bytes that encoding and decoding read and write, by method of compression."""
+    """Return a compression method's collectives, and the bytes that encoding and decoding read and write."""
     elements, (ranks, in_node) = _elements(shapes), group
     whole = float(elements * element_bytes)
     match how.method:
@@ -335,7 +335,7 @@ def _powersgd_flops(rank: int, shapes: Shapes) -> tuple[float, float]:
 
 
 def _divided(rank: int, shapes: Shapes) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Return the shapes of gradients that two factors of `rank` make smaller, and the shapes of the others."""
+    """Return the gradients' shapes that two factors of rank `rank` make smaller, and all other shapes."""
     low = [(rows, columns) for rows, columns in shapes if rank * (rows + columns) < rows * columns]
     return low, [(rows, columns) for rows, columns in shapes if rank * (rows + columns) >= rows * columns]
 

@@ -1,4 +1,4 @@
-"""List the exchanges of a group's ranks for one layer and micro-batch: operations and bytes, without times.
+"""List the collectives of a layer and between stages for one micro-batch: operations and bytes, without times.
 
 A = micro_batch · sequence / cp · hidden · bytes of an element; blocks are attention and feed-forward, two per layer.
 
@@ -89,9 +89,9 @@ def _distinct(count: int, draws: int) -> float:
 def layer_exchanges(
     model: Model, parallel: Parallel, training: Training, experts: Experts | None = None
 ) -> tuple[Exchange, ...]:
-    """Return one layer's exchanges for one micro-batch, without those that recomputation repeats.
+    """Return one layer's exchanges for one micro-batch, not counting repetitions in recomputation.
 
-    `experts` are those of the layer; None: a dense layer.
+    `experts`: the experts of the layer; None: a dense layer.
     """
     local = LocalShape.of(parallel, training)
     return (
@@ -102,7 +102,7 @@ def layer_exchanges(
 
 
 def _in_fp8(exchanges: tuple[Exchange, ...], local: LocalShape, experts: Experts | None) -> tuple[Exchange, ...]:
-    """Return the exchanges with all_gathers of one byte per element where fp8 matmuls read the gathered array.
+    """Return the exchanges, with one byte per element in all_gathers of arrays that fp8 matmuls read.
 
     Ranks cast to fp8 before they gather. Sums, and what a router reads, are in bf16.
     """

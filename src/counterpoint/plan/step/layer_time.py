@@ -1,4 +1,4 @@
-"""Predict the time of a layer, and of a part of a stage, on one rank: compute by kind, communication, exposed parts.
+"""Predict one rank's time in a layer and in a part of a pipeline stage: compute by kind, and exposed communication.
 
 forward   = compute + every exchange                            activations are needed before anything can go on
             exchanges in pieces beside a matmul count only the matmul's extra time (`pieces_us`)
@@ -132,9 +132,10 @@ class MicroBatchTime(Record, frozen=True, kw_only=True):
         return self.total_us - self.forward.host_us - self.backward.host_us
 
     def with_host(self) -> MicroBatchTime:
-        """Return this time plus the µs that the GPU waits for its host; they count in backward.
+        """Return this time, with the µs that the GPU waits for its host added to backward.
 
-        If both directions shared them by the GPU's times, a slower kernel could move them to where they hide more.
+        The wait is not divided between forward and backward: a slower kernel could shift it to where it hides more
+        communication.
         """
         late = TimeByPart(host_us=max(sum(self.launch_us) - self.gpu_us, 0.0))
         return msgspec.structs.replace(self, backward=self.backward.plus(late))
@@ -159,7 +160,7 @@ class MicroBatchTime(Record, frozen=True, kw_only=True):
 
 
 class LayerTimes(Record, frozen=True, kw_only=True):
-    """Holds the time of one dense layer and one with experts, with recomputation as the job asks for.
+    """Holds the time of one dense layer and of one layer with experts, with the job's recomputation.
 
     Where only some layers are recomputed in full, `rest` has the times of the others.
     """
@@ -169,14 +170,14 @@ class LayerTimes(Record, frozen=True, kw_only=True):
     rest: LayerTimes | None = None
 
     def mean_us(self, model: Model) -> float:
-        """Return the mean µs of one layer, forward and backward; with the method "block", of unrecomputed layers."""
+        """Return the mean µs of a layer, forward and backward; with method "block", of layers not recomputed."""
         if self.rest is not None:
             return self.rest.mean_us(model)
         found = self.of_part(StagePart(layers=model.layers, routed=model.expert_layers), 0)
         return found.total_us / model.layers
 
     def of_part(self, part: StagePart, again: int) -> MicroBatchTime:
-        """Return the time of a part's layers, of which `again` are recomputed in full."""
+        """Return one micro-batch's time in the layers of a stage's part, with `again` of them recomputed in full."""
         found = MicroBatchTime().plus(self.dense, part.layers - part.routed)
         if part.routed:
             found = found.plus(self.routed, part.routed)
@@ -198,7 +199,7 @@ def layer_times(job: Job, rates: GpuRates, prices: MeshTimes) -> LayerTimes:
 
 
 def part_time(job: Job, rates: GpuRates, prices: MeshTimes, part: StagePart, layers: LayerTimes) -> MicroBatchTime:
-    """Return one micro-batch's time in a part of a stage: its layers, embedding and head, and what zero 3 adds."""
+    """Return one micro-batch's time in a stage's part: layers, embedding, head, zero 3's copies and collectives."""
     found = layers.of_part(part, job.training.recomputed_layers(part.layers))
     found = _with_ends(found, job, rates, part, layers)
     if job.parallel.zero == 3 and job.parallel.dp * job.parallel.cp > 1:
@@ -207,7 +208,7 @@ def part_time(job: Job, rates: GpuRates, prices: MeshTimes, part: StagePart, lay
 
 
 def with_offloading(job: Job, part: StagePart, time: MicroBatchTime) -> MicroBatchTime:
-    """Return a part's time plus the exposed time of copying activations to the host (forward) and back (backward)."""
+    """Return a part's time plus the exposed time to copy activations to the host (forward) and back (backward)."""
     if not job.training.offload_activations:
         return time
     copy_us = offloaded_bytes(job, part) / job.cluster.gpu.host_bytes_per_us
@@ -279,7 +280,7 @@ def end_us(job: Job, rates: GpuRates, layers: LayerTimes) -> tuple[float, float]
 
 
 def _with_ends(found: MicroBatchTime, job: Job, rates: GpuRates, part: StagePart, layers: LayerTimes) -> MicroBatchTime:
-    """Return a time plus that of the part's embedding, head and multi-token prediction, where it has them."""
+    """Return `found` plus the time of the part's embedding, head and multi-token prediction, if the part has them."""
     if part.embedding:
         found = found.plus(_end_time(job, rates, embedding_work))
     if part.head:
@@ -345,7 +346,7 @@ def _exposed(
     experts_us: float,
     compute_us: float,
 ) -> dict[str, float]:
-    """Return exposed µs by part; exchanges during dW share one exposed time in proportion to their times alone."""
+    """Return the µs of exposed communication by part; exchanges during dW share one exposed time, by their µs alone."""
     exposed: dict[str, float] = {}
     during_dw, halves, others = [], [], []
     for exchange in exchanges:
@@ -393,7 +394,7 @@ def _beside_product_us(job: Job, prices: MeshTimes, exchange: Exchange, product:
 
 
 def _accumulation(job: Job, experts: Experts | None) -> tuple[Operation, ...]:
-    """Return the kernel that adds gradients to those of earlier micro-batches; empty where a matrix product does it."""
+    """Return the kernel that adds gradients to earlier micro-batches' gradients; () if the dW matmul adds them."""
     training, parallel = job.training, job.parallel
     if training.fused_accumulation or training.micro_batches(parallel) == 1 or parallel.zero == 3:
         return ()
@@ -404,7 +405,7 @@ def _accumulation(job: Job, experts: Experts | None) -> tuple[Operation, ...]:
 def _sharding_time(
     job: Job, rates: GpuRates, prices: MeshTimes, part: StagePart, alone: MicroBatchTime
 ) -> MicroBatchTime:
-    """Return the time that zero 3 adds to a part: copies, exposed communication; embedding and head are one unit."""
+    """Return the time that zero 3 adds to a stage's part: copies, and exposed communication of layers and both ends."""
     mechanism, persistent = job.disturbance_of("dp"), rates.efficiency.persistent
     count = max(part.layers + part.mtp, 1)
     alike = StagePart(layers=part.layers, routed=part.routed, mtp=part.mtp)

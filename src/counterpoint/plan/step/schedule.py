@@ -172,7 +172,7 @@ def least_pipeline_us(name: ScheduleName, times: StageTimes, micro_batches: int)
 def least_of_any_stages_us(
     layers_us: float, ends_us: Sequence[float], micro_batches: int, *, virtual: int = 1, send_us: float = 0.0
 ) -> float:
-    """Return a lower bound of `least_pipeline_us` over all splits among stages of layers with `layers_us` in total.
+    """Return a lower bound of `least_pipeline_us` over all splits of `layers_us` of layers among stages.
 
     Stage s with layers of x_s and ends of e_s cannot end before before_s + micro_batches · (x_s + e_s), where
     before_s = sum of (x / virtual + 2 · send_us) of the stages before it. Within a time T it has room for

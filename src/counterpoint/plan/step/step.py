@@ -132,10 +132,11 @@ def least_step_us(job: Job, rates: GpuRates, mesh: MeshTimes, layers: LayerTimes
 
 
 def least_division_us(job: Job, rates: GpuRates, mesh: MeshTimes, layers: LayerTimes) -> float:
-    """Return a lower bound of the step µs over all pipelines, zero stages and recomputations of a job's degrees.
+    """Return a lower bound of the step µs over all pipelines, zero stages and recomputations of a job's division.
 
-    The busiest stage takes at least the mean over all stages: of the layers without what zero adds, and of embedding
-    and head. The slowest rank adds its delay in the layers' compute. `job` has neither zero nor recomputation.
+    The busiest stage takes at least the mean over all stages of the time of layers (without zero's communication),
+    embedding and head. The slowest rank adds its delay in the layers' compute. `job` has neither zero nor
+    recomputation.
     """
     whole = StagePart(
         layers=job.model.layers, routed=job.model.expert_layers, embedding=True, head=True, mtp=job.model.mtp
@@ -145,7 +146,7 @@ def least_division_us(job: Job, rates: GpuRates, mesh: MeshTimes, layers: LayerT
 
 
 def least_stages_us(job: Job, rates: GpuRates, mesh: MeshTimes, layers: LayerTimes) -> float:
-    """Return a lower bound of the step µs over all zero stages and recomputations of `job`, which has neither."""
+    """Return a lower bound of the step µs of `job` (no zero, no recomputation) over all zero stages, recomputations."""
     stages, micro = deal_layers(job.model, job.parallel), job.training.micro_batches(job.parallel)
     times = _stage_times(job, mesh, stages, _part_times(job, rates, mesh, stages, layers), least_pipeline_us)
     return least_pipeline_us(job.parallel.schedule, times, micro) + _least_stragglers_us(job, layers)
@@ -266,7 +267,7 @@ def _launch_bound(parts: list[MicroBatchTime], stage: Stage) -> tuple[str, ...]:
 
 
 def _part_times(job: Job, rates: GpuRates, mesh: MeshTimes, stages: tuple[Stage, ...], layers: LayerTimes) -> PartTimes:
-    """Return the time of each distinct part; inner stages of a pipeline have equal parts, which are computed once."""
+    """Return the time of each distinct stage part, computed once; inner stages of a pipeline have equal parts."""
     kinds = {part for stage in stages for part in stage}
     return {part: part_time(job, rates, mesh, part, layers) for part in kinds}
 
@@ -274,10 +275,10 @@ def _part_times(job: Job, rates: GpuRates, mesh: MeshTimes, stages: tuple[Stage,
 def _stage_times(
     job: Job, mesh: MeshTimes, stages: tuple[Stage, ...], part_times: PartTimes, path: PathTime
 ) -> StageTimes:
-    """Return the times of all parts: the GPUs' to run them, or the hosts' to launch them where the hosts end later.
+    """Return the times of all stages' parts: of GPUs to run them, or of hosts to launch them if hosts end later.
 
     Without overlap sender and receiver wait, so a send becomes part of both stages' times. The time that a host adds to
-    its GPU's is not divided among slots: whatever the shares, a longer kernel would make some slot shorter.
+    its GPU's is not divided among slots, since then a longer kernel could make a slot shorter.
     """
     send_us = _send_us(job, mesh)
     waits = 0.0 if job.parallel.overlap_pp else send_us

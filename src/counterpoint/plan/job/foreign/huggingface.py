@@ -1,7 +1,7 @@
 """Read a Hugging Face config.json: it gives the model, but nothing about the training.
 
-Which names the widths have, and what a kind of model has without saying so, is as in `transformers`
-(src/transformers/models/*/configuration_*.py and modeling_*.py).
+The names of widths, and the properties that a kind of model has although its file does not state them, are from
+`transformers` (src/transformers/models/*/configuration_*.py and modeling_*.py).
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 def read_config(values: Mapping[str, Any]) -> ForeignJob:
-    """Return the model of a config.json; raise Misconfigured if it is of a kind that cannot be planned."""
+    """Return the model that a config.json describes; raise Misconfigured if its `model_type` is not supported."""
     kind_name = values.get("model_type")
     inner = values.get("text_config")
     nested = isinstance(inner, Mapping) and str(kind_name) in NESTED
@@ -174,7 +174,7 @@ def _experts(reading: Reading, name: str) -> dict[str, int] | None:
 
 
 def _window(reading: Reading, kind: ModelKind, layers: int) -> dict[str, int]:
-    """Return the fields `window` and `full_every` of a model; empty where all layers see all tokens."""
+    """Return a model's sliding-window fields `window` and `full_every`; {} if every layer attends to all tokens."""
     types = reading.take("layer_types")
     width = reading.whole("sliding_window", "attention_chunk_size", least=0)
     pattern = reading.whole("sliding_window_pattern", "_sliding_window_pattern") or kind.full_every

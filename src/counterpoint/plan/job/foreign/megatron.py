@@ -3,8 +3,8 @@
     num_layers ............ 32           the list; it has every argument
     num_layers: 32                       YAML, also of Megatron-Bridge: the names of tables above a key do not matter
 
-Defaults of arguments that YAML leaves out are those of megatron/training/arguments.py. A shell script is refused: which
-of its variables and branches count is known to a shell only, and the list says it.
+Defaults of arguments that YAML leaves out are those of megatron/training/arguments.py. A shell script is refused: only
+a shell knows which of its variables and branches count; the printed list has the result.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ FSDP = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}  #
 
 
 def is_megatron(text: str) -> bool:
-    """Return whether a text names the number of layers as Megatron-LM does, in its printed list, YAML or a script."""
+    """Return whether a text is Megatron-LM's printed list, YAML or script, by how it states the number of layers."""
     return SCRIPT.search(text) is not None or re.search(r"\bnum_layers( \.{3,}|[ \t]*:[ \t]) *\d", text) is not None
 
 
@@ -159,7 +159,7 @@ def _experts(reading: Reading, layers: int, ffn: int) -> dict[str, int] | None:
 
 
 def _frequency(reading: Reading, layers: int) -> tuple[int, int]:
-    """Return (n, d): every n-th layer has experts, after d dense ones; read from "2" or "[0, 0, 0, 1, ...]"."""
+    """Return (n, d) from "2" or "[0, 0, 0, 1, ...]": after d dense layers, every n-th layer has experts."""
     given = (reading.word("moe_layer_freq") or "1").replace(" ", "")
     if given.isdecimal():
         return max(int(given[:6]), 1), 0

@@ -31,7 +31,7 @@ class Reading:
         self.said: list[str] = []
 
     def take(self, *names: str) -> object:
-        """Return the first value that the file has under these names, and count it as read; None if there is none."""
+        """Return the value of the first of these names that the file has, and count it as read; None if it has none."""
         for name in names:
             if name in self.values:
                 self.read[name] = None
@@ -39,7 +39,7 @@ class Reading:
         return None
 
     def whole(self, *names: str, least: int = 1) -> int | None:
-        """Return the integer, at least `least`, under the first of these names; None if the file has none of them."""
+        """Return an integer, `least` or more, from the first of these names in the file; None if no name is in it."""
         value = self.take(*names)
         if isinstance(value, str) and value.strip().lstrip("+-").replace("_", "").isdecimal() and len(value) < 20:
             value = int(value)
@@ -50,14 +50,14 @@ class Reading:
         return value
 
     def needed(self, *names: str) -> int:
-        """Return the integer above 0 under the first of these names; raise Misconfigured if the file has none."""
+        """Return an integer above 0 from the first of these names in the file; raise Misconfigured if none is in it."""
         found = self.whole(*names)
         if found is None:
             raise Misconfigured(f"{self.what} without {names[0]}: add it")
         return found
 
     def truth(self, *names: str, default: bool = False) -> bool:
-        """Return the boolean under the first of these names; `default` if the file has none of them."""
+        """Return a boolean from the first of these names in the file; `default` if no name is in it."""
         value = self.take(*names)
         if value is None:
             return default
@@ -67,7 +67,7 @@ class Reading:
         return found
 
     def word(self, *names: str, allowed: tuple[str, ...] = ()) -> str | None:
-        """Return the text, one of `allowed` if given, under the first of these names; None if the file has none."""
+        """Return a text, one of `allowed` if given, from the first of these names in the file; None if it has none."""
         value = self.take(*names)
         if value is None:
             return None
@@ -76,7 +76,7 @@ class Reading:
         return value
 
     def number(self, *names: str) -> float:
-        """Return the number under the first of these names; 0 if the file has none of them."""
+        """Return a number from the first of these names in the file; 0 if no name is in it."""
         value = self.take(*names)
         try:
             found = float(str(value)) if value is not None and not isinstance(value, bool) else 0.0
@@ -96,7 +96,7 @@ class Reading:
         self.said.append(text)
 
     def notes(self, neutral: re.Pattern[str]) -> tuple[str, ...]:
-        """Return the notes: names that were read, assumptions, names that `neutral` matches, and unknown names.
+        """Return all notes: names read, assumptions, ignored names without effect (`neutral` matches), unknown names.
 
         Switches that are off are left out.
         """
