@@ -50,12 +50,12 @@ if TYPE_CHECKING:
 
 
 class EvenCollectives:
-    """Declares the collectives on blocks of equal size, which `Communicator` and `HierarchicalCommunicator` both run.
+    """Declares the collectives on equal blocks that both `Communicator` and `HierarchicalCommunicator` run.
 
     Every method takes tensors of any dtype (reductions: see `reduce_scatter`), equal on all ranks in size and dtype.
     Sizes are in elements where shapes are given, else in bytes. Two arguments of all methods are explained here only:
 
-    - `channel` runs the call, after the calls that the channel was given before.
+    - `channel` runs the call, after the channel's earlier calls.
     - With `async_op` a method returns the call's `Work` at once; else it returns None when the output may be read.
 
     `Misconfigured` is raised if tensors or options do not fit a call, `PeerTimeout` if a rank died or did not make the
@@ -152,11 +152,11 @@ class EvenCollectives:
         return self._submit(request.uneven_all_to_all, output, input, channel, async_op, leave_own, *sizes)
 
     def broadcast(self, tensor: Tensor, src: int = 0, *, channel: int = 0, async_op: bool = False) -> Work | None:
-        """Copy the contiguous tensor of rank `src` to all ranks; `src` sends a large one once, others pass it on."""
+        """Copy the contiguous tensor of rank `src` to all ranks; a large one leaves `src` once, and others relay it."""
         return self._submit(request.even_blocks_of, tensor, None, channel, async_op, "broadcast", src)
 
     def barrier(self, *, channel: int = 0, async_op: bool = False) -> Work | None:
-        """Wait until every rank has made this call; on a GPU the current stream waits, and the host does not."""
+        """Wait until every rank has made this call; on a GPU the current stream waits, not the host."""
         return self._submit(request.even_blocks_of, None, None, channel, async_op, "barrier")
 
 
@@ -248,7 +248,7 @@ class Communicator(EvenCollectives):
         self._transport.watchdog.timeout_s = timeout_s
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None, early_release: bool = False) -> Tensor:
-        """Return an uninitialised, contiguous tensor in symmetric memory: as an output it costs no copy.
+        """Return an uninitialised, contiguous tensor in symmetric memory: as an output it needs no copy from a buffer.
 
         Its memory is reused when the last view of it has died. Ranks that make and drop tensors in the same order have
         them at the same offset; on GPUs they must, since peers write there. On a GPU, use the tensor on the current
@@ -285,7 +285,7 @@ class Communicator(EvenCollectives):
         return self._transport.memory_pool()
 
     def record_stream(self, tensor: Tensor, stream: torch.cuda.Stream | None = None) -> None:
-        """Record that `stream` uses a tensor from `empty`, or a view of it, outside a communicator's calls; GPUs only.
+        """Record that `stream` uses a tensor from `empty`, or a view of one, outside a communicator's calls; GPUs only.
 
         `stream` None is the current one. The memory is not reused before the work queued there has ended.
         """
@@ -294,7 +294,7 @@ class Communicator(EvenCollectives):
     def all_gather_coalesced(
         self, outputs: Tensors, inputs: Tensors, *, channel: int = 0, async_op: bool = False
     ) -> Work | None:
-        """Run several all_gathers as one call, with one handshake and one set of arrival signals for all.
+        """Run several all_gathers as one call, with a single handshake and a single set of arrival signals.
 
         In place if each input is this rank's block of its output.
 
@@ -356,9 +356,9 @@ class Communicator(EvenCollectives):
     def partitioned_all_to_all(
         self, output: Tensor, input: Tensor, *, dim: int = 0, chunk_rows: int, channel: int = 0
     ) -> PartitionedWork:
-        """Split the input along a dimension and send part r to rank r, chunk by chunk as the caller writes it.
+        """Split the input along a dimension and send block r to rank r, chunk by chunk as the caller writes the input.
 
-        This rank's own part stays in `input`.
+        This rank's own block stays in `input`.
 
         Args:
             output: tensor of `empty`, `[world_size, ...]`; block r is from rank r.
@@ -375,7 +375,7 @@ class Communicator(EvenCollectives):
     def scatter(
         self, tensor: Tensor, input: Tensor | None = None, src: int = 0, *, channel: int = 0, async_op: bool = False
     ) -> Work | None:
-        """Send block r of the input of rank `src` to rank r, where it is written into the contiguous `tensor`.
+        """Send block r of the input of rank `src` to rank r, into the contiguous `tensor` of rank r.
 
         `input` is `[world_size, *tensor.shape]` on rank `src`, None on the others.
         """
@@ -411,7 +411,7 @@ class Communicator(EvenCollectives):
     def send_recv(
         self, output: Tensor, input: Tensor, peer: int, *, channel: int = 0, async_op: bool = False
     ) -> Work | None:
-        """Send a tensor to rank `peer` and receive one from it at the same time; `peer` calls `send_recv`, too.
+        """Send a tensor to rank `peer` and receive one from `peer` at the same time; `peer` calls `send_recv`, too.
 
         `output` is contiguous, of the size that `peer` sends, and on a GPU from `empty`; `input` has its dtype.
         """
@@ -429,7 +429,7 @@ class Communicator(EvenCollectives):
         channel: int = 0,
         async_op: bool = False,
     ) -> Work | None:
-        """Run any collective of `OPERATIONS`, by its name, on blocks of equal size.
+        """Run the collective `name`, a key of `OPERATIONS`, on blocks of equal size.
 
         Args:
             name: name of the collective, such as `all_gather`.

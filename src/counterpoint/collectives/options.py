@@ -14,7 +14,7 @@ from counterpoint.machine.profile import Profile
 
 @dataclass(frozen=True, kw_only=True)
 class CommunicatorOptions:
-    """Holds the options of a `Communicator`; all but `timeout_s`, `graphs`, `sum_sms` must be equal on all ranks.
+    """Holds the options of a `Communicator`; all but `timeout_s`, `graphs` and `sum_sms` must be equal on all ranks.
 
     Args:
         channels: how many calls can run at the same time; a call runs on the channel that its `channel=` names.

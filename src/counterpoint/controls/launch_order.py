@@ -19,7 +19,7 @@ _FEWEST = 2  # round trips at least, so that every waiting stream gets its turn 
 
 @dataclass(frozen=True, kw_only=True)
 class CommFirst(Control):
-    """Holds the compute stream until the collective is next on its own stream, then `lead_us` more to let it take SMs.
+    """Delays compute until the collective is next on its own stream, then `lead_us` more, so that it takes SMs first.
 
         lead = CommFirst().lead(comm_stream, compute_stream)
         mark = lead.mark(); dist.all_gather_into_tensor(full, shard)  # on the collective's stream
@@ -44,7 +44,7 @@ class CommFirst(Control):
             raise Misconfigured(f"a lead of {self.lead_us} µs makes no sense; give 0 to 1000")
 
     def lead(self, comm_stream: Any, compute_stream: Any) -> Lead:
-        """Return a `Lead` of `lead_us` for these streams; this measures round trips and synchronizes the device."""
+        """Measure round trips between these streams, synchronize the device, and return a `Lead` of `lead_us`."""
         import torch
 
         device = compute_stream.device
@@ -65,7 +65,7 @@ class CommFirst(Control):
 
     @contextmanager
     def apply(self, lanes: Lanes) -> Iterator[Lanes]:
-        """Yield the lanes with a mark before each collective, and with compute held back until after that mark."""
+        """Yield the lanes with an event (mark) before each collective, and with compute delayed past the event."""
         import torch
 
         lead = self.lead(lanes.comm_stream, lanes.compute_stream)
@@ -84,7 +84,7 @@ class CommFirst(Control):
         yield replace(lanes, comm=comm, compute=compute)
 
     def verify(self, seen: Observation) -> Evidence:
-        """Compare how many µs before compute the collective starts with the control and without it."""
+        """Compare the µs by which the collective starts before compute, with the control and without it."""
         now, before = _lead_us(seen.comm, seen.compute), _lead_us(seen.comm_without, seen.compute_without)
         return self.evidence(
             asked=f"the collective starts {self.lead_us:g} µs or more before compute, and sooner than without it",
@@ -110,7 +110,7 @@ class Lead:
         return mark
 
     def hold(self, mark: Any) -> None:
-        """Let the current stream wait for `mark`, and then for the round trips."""
+        """Make the current stream wait for `mark`, and then for the round trips to the other stream."""
         import torch
 
         torch.cuda.current_stream(self.relay.device).wait_event(mark)

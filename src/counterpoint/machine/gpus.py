@@ -141,7 +141,7 @@ GPUS: tuple[GpuSheet, ...] = (  # `find_gpu` takes the first whose `name` is par
 
 
 def find_gpu(name: str | None) -> GpuSheet | None:
-    """Return the data sheet whose name is part of `name`, the driver's device name; None if no sheet's is."""
+    """Return the data sheet whose name occurs in `name`, the driver's device name; None if there is none."""
     return next((gpu for gpu in GPUS if name and gpu.name in name), None)
 
 

@@ -29,7 +29,7 @@ class SmLimits:
 
     @property
     def most_smem_per_block(self) -> int:
-        """Return how many bytes of shared memory a block may opt in to: an SM's, less the system's reserve."""
+        """Return how many bytes of shared memory a block may opt in to: all of an SM, less the system's reserve."""
         return self.smem - self.smem_reserved
 
 
@@ -63,7 +63,7 @@ def blocks_per_sm(*, threads: int, regs_per_thread: int, smem_bytes: int, sm: Sm
 
 
 def smem_for_blocks_per_sm(wanted: int, *, kernel: Footprint, sm: SmLimits) -> int:
-    """Return the least bytes of shared memory per block (static + dynamic) with which exactly `wanted` fit on an SM.
+    """Return the least bytes of shared memory per block (static + dynamic) so that exactly `wanted` fit on an SM.
 
     A block takes its shared memory and what the system reserves, in units of 128 bytes (256 before Ampere):
     `smem / (wanted + 1) < block <= smem / wanted`.

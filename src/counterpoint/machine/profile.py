@@ -40,11 +40,11 @@ Name = Annotated[str, Meta(min_length=1, max_length=80)]
 
 
 class _Strict(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Refuses unknown fields; all records of a profile derive from it."""
+    """Is the base class of all records of a profile; refuses unknown fields."""
 
 
 class _Group(_Strict, frozen=True, kw_only=True):
-    """Holds where a group's figures come from; all groups of a profile derive from this class."""
+    """Is the base class of a profile's groups of figures; holds where the figures come from."""
 
     source: Text = ""
     date: Text = ""
@@ -77,7 +77,7 @@ class NcclFacts(_Group, frozen=True, kw_only=True):
 
 
 class NcclRates(_Group, frozen=True, kw_only=True):
-    """Holds the terms of a collective's time by NCCL, alone: latency + bytes over a GPU's links / bus bandwidth."""
+    """Holds latency and bus bandwidth of NCCL alone: time = latency + bytes over a GPU's links / bus bandwidth."""
 
     latency_us: Micros
     bus_gb_per_s: dict[Operation, Rate]  # by operation, as nccl-tests count it, of large arrays
@@ -92,7 +92,7 @@ class SumRates(_Group, frozen=True, kw_only=True):
 
 
 class Chip(_Group, frozen=True, kw_only=True):
-    """Holds how the SMs are grouped and how the vendor's GEMMs use them."""
+    """Holds how a chip's SMs are grouped and how the vendor's GEMM kernels use the SMs."""
 
     largest_gpc: Count  # SMs of the largest GPC
     gemm_cluster: Count  # blocks of a GEMM that form a cluster
@@ -246,7 +246,7 @@ def own_profile(gpu: str | None, path: str | Path | None = None) -> Profile | No
 
 
 def own_profile_of_traces(gpu: str | None) -> Profile | None:
-    """Return the user's own profile for a traced GPU; None if there is none, or it is of another GPU."""
+    """Return the user's own profile for a traced GPU; None if none is given, or the one given is for another GPU."""
     try:
         return own_profile(gpu)
     except Misconfigured:
@@ -254,7 +254,7 @@ def own_profile_of_traces(gpu: str | None) -> Profile | None:
 
 
 def shipped_profile(gpu: str | None) -> Profile:
-    """Return the shipped profile of a GPU; figures not measured on it are the closest GPU's, or else H200's."""
+    """Return the shipped profile of a GPU; figures not measured on that GPU are the closest GPU's, or else H200's."""
     key = "this device" if gpu is None else _key(gpu)
     for found in _shipped():
         if key == found.gpu:
@@ -306,7 +306,7 @@ def profile_json(profile: Profile) -> bytes:
 
 @cache
 def default_profile() -> Profile:
-    """Return the profile of H200, whose figures stand in where a GPU was not measured."""
+    """Return the profile of H200, whose figures are used for what was not measured on a GPU."""
     return _completed((_FOLDER / _DEFAULT).read_bytes(), None)
 
 
@@ -326,7 +326,7 @@ _NAMED, _PROFILE = msgspec.json.Decoder(_Named), msgspec.json.Decoder(Profile)
 
 
 def _completed(content: bytes, default: Profile | None, own_gpu: str = "") -> Profile:
-    """Return the profile in a file's JSON; figures that the file lacks come from `default` (None: it lacks none).
+    """Return the profile in a file's JSON, with missing figures taken from `default` (None: no figure is missing).
 
     `own_gpu` is how the file's GPU is called where `default` has figures of it.
 
@@ -349,7 +349,7 @@ def _completed(content: bytes, default: Profile | None, own_gpu: str = "") -> Pr
 
 
 def _lacking(given: Mapping[str, Any], default: Profile) -> dict[str, str]:
-    """Return the groups and parts that a file lacks, each with the GPU on which `default`'s figures were measured."""
+    """Return the groups and single fields that a file lacks, each with the GPU on which `default` was measured."""
     found = {}
     for group in GROUPS:
         origin, parts = default.measured_on[group], given.get(group)
@@ -362,7 +362,7 @@ def _lacking(given: Mapping[str, Any], default: Profile) -> dict[str, str]:
 
 
 def _check_texts(found: Profile) -> None:
-    """Raise ValidationError for a group without source or date, and for text that would harm a terminal."""
+    """Raise ValidationError for a group without source or date, and for text with unprintable characters."""
     groups = _groups(found)
     unsourced = [group for group, facts in groups if not (facts.source and facts.date)]
     if unsourced:
@@ -378,7 +378,7 @@ def _as_shipped(gpu: str) -> str:
 
 
 def _joined(parts: Iterable[str]) -> list[str]:
-    """Return names of groups, each with its parts in brackets: "efficiency (depth, edge)"."""
+    """Return names of groups, each with its fields in brackets: "efficiency (depth, edge)"."""
     found: dict[str, list[str]] = {}
     for group, _, name in (part.partition(".") for part in parts):
         found.setdefault(group, []).extend([name] if name else [])
@@ -389,7 +389,7 @@ def _joined(parts: Iterable[str]) -> list[str]:
 
 
 def _known(facts: Any) -> Any:
-    """Return the facts of a group without those that are None; anything but a dict is returned as it is."""
+    """Return a dict without its None values; return anything but a dict unchanged."""
     return {key: each for key, each in facts.items() if each is not None} if isinstance(facts, dict) else facts
 
 

@@ -65,7 +65,7 @@ class ExpertExchange:
 
     @property
     def row_bytes(self) -> int:
-        """Return the bytes of a token on the wire."""
+        """Return the size in bytes of a token as sent between ranks."""
         return self.hidden * self.element_bytes
 
     @property
@@ -90,7 +90,7 @@ class ExpertPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Parts:
-    """Holds the µs of a mechanism alone: of its kernels, and of its collectives by PyTorch's names."""
+    """Holds a mechanism's µs without other work: of kernels, and of collectives by PyTorch's names."""
 
     kernels_us: float
     comms: tuple[tuple[str, float], ...]
@@ -108,7 +108,7 @@ def choose_expert(
     offered: Sequence[ExchangeMechanism] | None = None,
     host_us: Mapping[ExchangeMechanism, float] | None = None,
 ) -> ExpertPlan:
-    """Return the simplest mechanism, torch's first, whose time added to compute is within `MARGIN` of the least.
+    """Return the simplest mechanism (torch's is simplest) whose exposed time is within `MARGIN` of the least.
 
     Another mechanism than torch's is chosen only if it adds less than torch's by `MARGIN`. Two kinds of exchange are
     left to torch: those of few tokens, as in decoding, where over 70 % of the other mechanism's time would pass without
@@ -171,7 +171,7 @@ def predicted_us(task: ExpertExchange, mechanism: ExchangeMechanism, profile: Pr
 
 
 def _torch(task: ExpertExchange, profile: Profile) -> _Parts:
-    """Return the times by NCCL's all_to_all: to send the counts, wait for them on the host, and send rows both ways."""
+    """Return the times by NCCL: to send the counts, to wait for the counts on the host, and to send rows both ways."""
     rates = profile.nccl_rates
     crossing = task.most_rows * task.row_bytes * (task.ranks - 1) / task.ranks
     rows_us = rates.latency_us + crossing / rates.bus_gb_per_s["all_to_all"] / 1000
@@ -180,14 +180,14 @@ def _torch(task: ExpertExchange, profile: Profile) -> _Parts:
 
 
 def _slabs(task: ExpertExchange, profile: Profile) -> _Parts:
-    """Return the times of copies of a fixed size, in as many rounds as the rank with the most rows needs."""
+    """Return the times of fixed-size copies, in as many rounds as the rank with the most rows needs."""
     rounds = math.ceil(task.imbalance / task.capacity_factor)
     rows_us = rounds * _copied_us(task, task.mean_rows * task.capacity_factor / task.ranks, profile)
     return _Parts(kernels_us=_repacked_us(task, profile), comms=(("all_to_all", 2 * rows_us),))
 
 
 def _gather(task: ExpertExchange, profile: Profile) -> _Parts:
-    """Return the times of bringing all tokens to all ranks, and of reducing the experts' sums back to each rank."""
+    """Return the times of all-gathering all tokens, and of reduce-scattering the experts' weighted sums."""
     rows, tokens = task.most_rows, task.ranks * task.tokens
     kernels_us = _streamed_us(2 * rows, task, profile) + _streamed_us(rows + tokens, task, profile)
     routing_us = 3 * profile.rates.kernel_us + _copied_us(task, 8 * task.tokens * task.top_k / task.row_bytes, profile)
@@ -212,7 +212,7 @@ def _repacked_us(task: ExpertExchange, profile: Profile) -> float:
 
 
 def _streamed_us(rows: float, task: ExpertExchange, profile: Profile) -> float:
-    """Return the µs of a kernel that reads and writes `rows` rows together."""
+    """Return the µs of a kernel whose reads and writes add up to `rows` rows."""
     return profile.rates.kernel_us + rows * task.row_bytes / profile.sums.memory_gb_per_s / 1000
 
 

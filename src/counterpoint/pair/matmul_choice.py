@@ -75,7 +75,7 @@ class Cuts:
 
 
 def cut(task: ShardedMatmul, rank: int, profile: Profile | None = None) -> Cuts:
-    """Return the cuts of a rank's rows with the least predicted time, without cuts that save less than `WORTH` of it.
+    """Return the fastest predicted cuts of a rank's rows, less those cuts that save under `WORTH` of that time.
 
     Pieces begin and end at borders of tiles or the end of a slab; with over `MAX_CELLS` tiles, at some borders only.
     """
@@ -83,7 +83,7 @@ def cut(task: ShardedMatmul, rank: int, profile: Profile | None = None) -> Cuts:
 
 
 class RowAxis:
-    """Holds one rank's rows of a task in the order of this module's axis, as cells (runs of rows) that are never cut.
+    """Holds one rank's rows of a task in the order of this module's axis, as cells (consecutive rows) never cut.
 
     Attributes:
         segments: of the rank, in the order of `segments_of`.
@@ -113,18 +113,18 @@ class RowAxis:
 
     @property
     def serial_bounds(self) -> tuple[int, ...]:
-        """Return the bounds, in cells, of a call that is not cut; to scatter, own rows are a separate piece."""
+        """Return the piece bounds, in cells, of an uncut call; for a reduce_scatter, own rows are their own piece."""
         own = self.of_cell.count(0) if self.task.is_scatter else 0
         return tuple(sorted({0, own, len(self.cells)}))
 
     def cost_us(self, rows: int) -> float:
-        """Return the µs of the matmuls of `rows` consecutive rows, alone, with their launches."""
+        """Return the µs of the matmuls of `rows` consecutive rows without communication, launches included."""
         if rows not in self._known_us:
             self._known_us[rows] = sum(curve.us(rows) + self._launch_us for curve in self.task.curves)
         return self._known_us[rows]
 
     def after(self, start_us: float, work_us: float) -> float:
-        """Return when work of `work_us` alone ends if begun at `start_us`; communication slows it until `busy_us`."""
+        """Return when work of `work_us` that begins at `start_us` ends; communication slows the work until `busy_us`."""
         beside_us = max(0.0, self.busy_us - start_us) * self.kept
         if work_us <= beside_us:
             return start_us + work_us / self.kept
@@ -171,7 +171,7 @@ class RowAxis:
         return now
 
     def flagged_us(self, work_us: float) -> float:
-        """Return the µs at which a single matmul ends that takes its rows as they arrive, at no extra cost."""
+        """Return the µs at which a single matmul ends that processes rows as they arrive, without extra cost."""
         now = 0.0
         for segment in self.along:
             rows = sum(slab.rows for slab in segment.slabs)
@@ -194,7 +194,7 @@ class RowAxis:
         return index if complete else index - 1
 
     def _fewer(self, bounds: list[int], us: float) -> list[int]:
-        """Return the bounds without each one that saves less than `WORTH` of `us`, the least time."""
+        """Return the bounds less each bound that saves under `WORTH` of `us`, the least time."""
         for bound in bounds[1:-1]:
             without = [each for each in bounds if each != bound]
             if self.end_us(without) <= us * (1 + WORTH):
@@ -283,7 +283,7 @@ def choose_matmul(
 def with_best_chunks(task: ShardedMatmul, profile: Profile | None = None) -> ShardedMatmul:
     """Return the task with the largest chunks whose predicted time, on rank 0, is within `MARGIN` of the least.
 
-    It compares one, two and four chunks of the largest shard.
+    Compares one, two and four chunks of the largest shard.
     """
     block = task.batch * max(task.shard_rows)
     found = [replace(task, chunk_rows=-(-block // chunks)) for chunks in (1, 2, 4)]

@@ -85,7 +85,7 @@ class HierarchicalCommunicator(EvenCollectives):
     def of_mesh(
         cls, mesh: Any, *, timeout_s: float = 600.0, slice_bytes: int | None = None
     ) -> HierarchicalCommunicator:
-        """Return this rank's communicator of a torch DeviceMesh of two axes, the hosts first.
+        """Return this rank's communicator for a torch DeviceMesh of two axes: hosts, then ranks of a host.
 
         A rank waits `timeout_s` seconds for another rank of its host before it fails; `slice_bytes` is as in the class.
 
@@ -129,7 +129,7 @@ class HierarchicalCommunicator(EvenCollectives):
         self.inside.set_timeout(timeout_s)
 
     def is_symmetric(self, tensor: Any) -> bool:
-        """Return whether a contiguous tensor lies in this host's symmetric memory, where its ranks can write."""
+        """Return whether a contiguous tensor lies in symmetric memory that all ranks of this host can write."""
         return self.inside.is_symmetric(tensor)
 
     def empty(self, *shape: int, dtype: Any = None) -> Any:
@@ -137,7 +137,7 @@ class HierarchicalCommunicator(EvenCollectives):
         return self.inside.empty(*shape, dtype=dtype)
 
     def memory_pool(self) -> AbstractContextManager[None]:
-        """Return the `memory_pool` of this host's `Communicator`: a context that all its ranks enter together."""
+        """Return the `memory_pool` of this host's `Communicator`: a context that the host's ranks enter together."""
         return self.inside.memory_pool()
 
     def _submit(
@@ -167,7 +167,7 @@ class HierarchicalCommunicator(EvenCollectives):
         return None
 
     def _in_thread(self, text: str, run: Callable[[], BaseException | None], async_op: bool) -> Work | None:
-        """Queue a call for this communicator's thread; return its work with `async_op`, else wait for it."""
+        """Queue a call for this object's thread; return the call's `Work` with `async_op`, else wait for the call."""
         work = HostWork(text)
         self._under_way.add(work)
 
@@ -231,7 +231,7 @@ class StreamWork:
     keep: tuple[Any, ...]
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Return True once the current stream waits for the call and, with `timeout_s`, the host has waited for it.
+        """Make the current stream, and with `timeout_s` also the host, wait for the call; return True.
 
         Raises:
             PeerTimeout: `timeout_s` has passed.
@@ -316,7 +316,7 @@ class _PhaseRun:
         return communicator.call(call.operation, output, input, root=root, op=op, factor=factor, async_op=True)
 
     def add_up(self, phase: Phase) -> None:
-        """Add up the hosts' parts in the order of hosts; bfloat16 and float16 in float32, with one rounding."""
+        """Combine the hosts' partial results in host order; bfloat16 and float16 in float32, rounded once."""
         import torch
 
         assert self.reduction is not None
@@ -329,7 +329,7 @@ class _PhaseRun:
             combine(total, parts[-1], out=cut(self.buffers["output"], phase.output))
 
     def op_inside(self) -> tuple[str, float]:
-        """Return the op and factor of phases inside a host, which also scale for phases between hosts."""
+        """Return the op and factor of reductions inside a host, which also scale for the reductions between hosts."""
         if self.reduction is None:
             return "sum", 1.0
         if self.reduction.op == "avg" and self.communicator.grid.hosts > 1:
@@ -356,7 +356,7 @@ def _serve(calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
 
 
 def _check_grid(inside: Communicator, between: Any, host: int, hosts: int) -> None:
-    """Raise unless the groups form a grid: a host's ranks agree on the host, a rail's ranks on their local rank."""
+    """Raise unless the groups form a grid: `inside` has one host index, and `between` has one local rank."""
     import torch
 
     rails = gather_values(between, (inside.rank, inside.world_size))
