@@ -11,10 +11,10 @@ Rules that hold for every operation:
   only these two need the same order. Ranks are counted within the group.
 - A channel runs its calls one after the other; different channels run at the same time, as do different communicators.
 - The input may be in any memory; if it is not contiguous, or shares bytes with the output and is not in place, a copy
-  of it is sent. The output is contiguous. One that is not from `empty` costs a copy of its bytes: peers cannot write
-  there, so they write to a buffer of the channel (its landing), from which it is copied.
+  of it is sent. The output is contiguous. An output that is not from `empty` costs a copy: peers cannot write into
+  it, so they write to a buffer of the channel (the landing), from which the output is copied.
 - On a GPU a call runs on the current stream; with `async_op=True` it runs on the channel's own stream, after the work
-  queued on the current one, and `Work.wait` lets the current stream wait, not the host.
+  queued on the current stream, and `Work.wait` makes the current stream wait, not the host.
 - On a GPU, calls of any channel and `empty` come in the same order on all ranks if they make symmetric memory grow,
   since ranks meet to allocate it. A graph uses its buffers at every replay, so captured buffers are never reused.
 - A process forked from a rank (such as a DataLoader worker) may exit at any time, and must not make calls.
@@ -177,7 +177,7 @@ class Communicator(EvenCollectives):
         device: where all tensors are; None: this process's current GPU if the group has NCCL, else the CPU.
         before_step: on CPUs, called before every step of a program, in a thread of the channel; for tests.
         names: numbers by which errors call the ranks, such as those of a larger group; None: their ranks in the group.
-        options: its options; None: the defaults.
+        options: options of the communicator; None: the defaults.
 
     Raises:
         Unsupported: the ranks of this group cannot share memory; `available` returns the same reason.
@@ -253,8 +253,8 @@ class Communicator(EvenCollectives):
         Its memory is reused when the last view of it has died. Ranks that make and drop tensors in the same order have
         them at the same offset; on GPUs they must, since peers write there. On a GPU, use the tensor on the current
         stream: its memory is reused after the work queued so far on that stream, on the streams of calls with it, and
-        on those of `record_stream`. `dtype` None is torch's default. `Unsupported` is raised for more than `max_bytes`,
-        or more than the machine has.
+        on streams given to `record_stream`. `dtype` None is torch's default. `Unsupported` is raised for more than
+        `max_bytes`, or more than the machine has.
 
         With `early_release` the peers are told that the memory is free when the tensor has died (at the latest with
         this rank's next call or `empty`), not when the next call begins, which saves that call a round trip. So peers

@@ -255,7 +255,7 @@ class EarlyUse:
 class EarlyPool:
     """Makes output tensors with early release: peers may write a tensor's memory as soon as the tensor dies.
 
-    `create` makes a region (None: `memory.create` does), the first one of `region_bytes`; further ones grow as those of
+    `create` makes a region (None: `memory.create` does), the first one of `region_bytes`; further regions grow as in
     `Pool`. `release` is called with a block whose tensor has died, in the thread of the next `empty` or `collect`; it
     signals the peers, or returns why it does not. `taken` is called with a block that a new tensor takes.
     """

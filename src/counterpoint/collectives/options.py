@@ -23,10 +23,10 @@ class CommunicatorOptions:
         max_bytes: most symmetric memory of this rank; None: an eighth of the host's memory, on a GPU no limit.
         chunk_bytes: smallest piece in which blocks are sent and reduced, a multiple of 16; large blocks are sent in
             larger pieces. None: what is best for the device.
-        staging_bytes: most staging that a channel keeps for reduce_scatters; one that needs more runs in up to 1024
-            slices. None: as much as the largest needs, (n - 1) / n of its input.
+        staging_bytes: most staging that a channel keeps for reduce_scatters; a larger one runs in up to 1024 slices.
+            None: as much as the largest reduce_scatter needs, (n - 1) / n of its input.
         mailbox_bytes: on GPUs, room for messages from each other rank, made at once; `send` and `recv` go through it,
-            so that sends need no SM and may come before their `recv`. A multiple of 64; None: there is no such room.
+            so that sends need no SM and may come before their `recv`. A multiple of 64; None: no such room.
         reserve_bytes: size of the first region of `empty`, which is then allocated at once; None: when first needed.
         graphs: on GPUs, replay a repeated call from a CUDA graph; None: yes.
         sum_sms: on GPUs, most SMs that the sum kernel of a reduction runs on, with one large block each, so that it

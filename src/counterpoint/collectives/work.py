@@ -35,8 +35,8 @@ class Work(Protocol):
 class PartitionedWork(Protocol):
     """Represents a call whose caller supplies the input and takes the output partition by partition.
 
-    Partitions are sent and arrive in the order of `sent` and `received`. On a GPU `ready` and `arrived` are about the
-    current stream. The channel runs no other call before `finish`.
+    Partitions are sent and arrive in the order of `sent` and `received`. On a GPU `ready` and `arrived` order work on
+    the current stream. The channel runs no other call before `finish`.
     """
 
     sent: tuple[BlockPartition, ...]
@@ -96,7 +96,7 @@ class TorchWork:
         self._error: BaseException | None = None
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for all of torch's works (on CUDA the current stream waits, not the host); return True.
+        """Return True after waiting for all of torch's works; on CUDA the current stream waits, not the host.
 
         Raises:
             Misconfigured: `timeout_s` was given; a work of torch has only the timeout of its process group.

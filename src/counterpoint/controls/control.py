@@ -1,4 +1,4 @@
-"""Define what every control does: say why it cannot work here, act on one pair, verify that it took effect."""
+"""Define what every control does: say why it cannot work here, act on compute and collective, verify its effect."""
 
 from __future__ import annotations
 

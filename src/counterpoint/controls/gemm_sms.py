@@ -96,7 +96,7 @@ class GemmSmFit(Control):
     remedy: ClassVar[str] = "give a number of SMs, as in gemm_sms=124"
 
     def found(self, num_sms: int | None) -> Control:
-        """Return a `GemmSmLimit` of `num_sms`, which the rule found for a pair; if that is None, return this control."""
+        """Return a `GemmSmLimit` of `num_sms`, which a rule found for a pair; if it is None, return this control."""
         return self if num_sms is None else GemmSmLimit(num_sms=num_sms)
 
     def verify(self, seen: Observation) -> Evidence:

@@ -51,8 +51,8 @@ class GreenContexts(Control):
         with torch.cuda.stream(part.compute_stream): y = x @ w  # and the collective on part.comm_stream
 
     NCCL must be called with `async_op=False`: then it launches on the current stream, otherwise on its own, which is
-    in no green context. A GEMM still launches as for the whole device, NCCL too: CTAs beyond its SMs wait for the
-    first ones.
+    in no green context. GEMMs and NCCL still launch grids for the whole device: CTAs beyond their SMs wait until the
+    first CTAs end.
 
     `compute_sms` or the rest must be a multiple of 8 (Hopper; 2 on older GPUs).
     """

@@ -38,7 +38,7 @@ class LaunchShaper(Protocol):
     def dynamic_smem(
         self, handle: int, *, threads: int, dynamic_smem_bytes: int, clustered: bool, cooperative: bool
     ) -> int:
-        """Return how many bytes of dynamic shared memory a kernel gets that itself asks for `dynamic_smem_bytes`."""
+        """Return with how many bytes of dynamic shared memory to launch a kernel that asks for `dynamic_smem_bytes`."""
 
 
 class _CallbackData(ctypes.Structure):

@@ -128,7 +128,7 @@ class Lead:
 
 
 def _lead_us(comm: tuple[Launched, ...], compute: tuple[Launched, ...]) -> float:
-    """Return how many µs before the first compute kernel the collective starts; NaN if one side did not run."""
+    """Return how many µs before the first compute kernel the collective starts; NaN if one of them did not run."""
     starts = [one.start_us for one in nccl_kernels(comm) or comm if one.kind != "memset"]
     kernels = [one.start_us for one in compute if one.kind == "kernel"]
     return min(kernels) - min(starts) if starts and kernels else math.nan

@@ -179,10 +179,10 @@ def see_all(pairs: Sequence[Lanes], *, without: Lanes, device: Any, clusters: bo
     """Return the kernels and copies of each pair, with and without controls, in one profile; all ranks call it.
 
     Args:
-        pairs: as the controls gave them, while they are applied.
+        pairs: the lanes that controls yield, while the controls are applied.
         without: the same pair with the controls off.
         device: torch.device.
-        clusters: also look at cluster sizes of the collective (it is captured alone).
+        clusters: also look at cluster sizes of the collective, which is then captured alone.
 
     Raises:
         Unsupported: the profiler saw nothing.

@@ -23,7 +23,7 @@ class StreamPriority(Control):
     `high`: the highest that torch offers; `low`: the collective stays at 0, which is CUDA's lowest, and the compute
     stream gets the highest; `default`: 0; a number: exactly that, 0 or below. Does nothing once the blocks of the other
     side are resident (they are never pre-empted), and nothing for copies. A collective with `async_op=True` runs on
-    NCCL's own stream: `configure` raises that one, too.
+    NCCL's own stream: `configure` raises that stream, too.
     """
 
     setting: ClassVar[str] = "priority={level}"

@@ -7,7 +7,7 @@ Bus bandwidth is computed by one formula for measurements, traces, plans and the
 
     bus bandwidth = factor * bytes of the full array / time
 
-The factor is that of nccl-tests (doc/PERFORMANCE.md there, and the `getBw` of each of its tests), which makes the
+The factor is from nccl-tests (its doc/PERFORMANCE.md, and the `getBw` of each of its tests), which makes the
 figures of different operations and numbers of ranks comparable with the rate of one GPU's links.
 """
 

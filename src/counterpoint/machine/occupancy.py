@@ -63,7 +63,7 @@ def blocks_per_sm(*, threads: int, regs_per_thread: int, smem_bytes: int, sm: Sm
 
 
 def smem_for_blocks_per_sm(wanted: int, *, kernel: Footprint, sm: SmLimits) -> int:
-    """Return the least bytes of shared memory per block (static + dynamic) so that exactly `wanted` fit on an SM.
+    """Return the least shared memory per block (static + dynamic bytes) with which exactly `wanted` fit on an SM.
 
     A block takes its shared memory and what the system reserves, in units of 128 bytes (256 before Ampere):
     `smem / (wanted + 1) < block <= smem / wanted`.
@@ -114,7 +114,7 @@ def tiles_of(m: int, n: int, tile: tuple[int, int]) -> int:
 
 
 def waves(blocks: int, *, num_sms: int, blocks_per_sm: int) -> int:
-    """Return the number of waves in which `blocks` run on `num_sms` SMs."""
+    """Return the number of waves in which `blocks` thread blocks run on `num_sms` SMs."""
     return -(-blocks // (max(num_sms, 1) * blocks_per_sm))
 
 

@@ -1,8 +1,8 @@
 """Read and write profiles: files of the figures measured on one kind of machine, such as link rates.
 
 Profiles lie in `profiles/<gpu>.json`, each group of figures with its source and date; docs/reference/profile.md
-describes the groups. A file may leave groups out, and of `mechanisms` and `efficiency` parts. What a user's own file
-lacks is taken from the shipped profile of its GPU, or else the default profile, and `Profile.note` says so. A
+describes the groups. A file may leave out groups, and single entries of `mechanisms` and `efficiency`. What a user's
+own file lacks is taken from the shipped profile of its GPU, or else the default profile, and `Profile.note` says so. A
 user's own file is named by an argument or by the variable COUNTERPOINT_PROFILE.
 """
 

@@ -49,7 +49,7 @@ class Budget:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GemmSms:
-    """Holds the best number of SMs for a GEMM (None: all), and the pair's predicted µs for each number tried."""
+    """Holds the best number of SMs for a GEMM (None: all), and the predicted µs with its reduction for each number."""
 
     gemm_sms: int | None
     together_us: dict[int, float]
@@ -92,7 +92,7 @@ def predict(
         split: the division of the SMs.
         orders: launch orders that count.
         objective: over these orders, `mean` or `worst`.
-        contention: figures fitted to measured pairs; None: those of the default profile, H200.
+        contention: figures fitted to measured pairs; None: the default profile's, H200.
 
     Raises:
         Misconfigured: nothing was measured at or around this point; no order; the split leaves the GEMM no SM.
@@ -140,8 +140,8 @@ def choose_split(
 ) -> Budget:
     """Return the division of SMs with the least predicted time of GEMM and collective together; on a tie the first.
 
-    The arguments are those of `predict`, and `candidates` the splits to compare; None: those from `candidates_for` for
-    this machine that the curves cover.
+    The arguments are as in `predict`; `candidates` are the splits to compare, None: all from `candidates_for` for this
+    machine that the curves cover.
 
     Raises:
         Misconfigured: there is no candidate, or `predict` raises it.

@@ -181,11 +181,11 @@ def curves_from(
     layout: SmLayout,
     default_ctas: int | None = None,
 ) -> Curves:
-    """Return curves from rows of GEMMs and collectives measured alone, without rows marked or without an `SmSplit`.
+    """Return curves from rows of GEMMs and collectives measured alone; skip marked rows and rows of no `SmSplit`.
 
     Args:
         blocks: GEMMs as `stock` and `gemm_sms=N`, collectives as
-            `nccl[+max_ctas=N][+cga_cluster=N]`; of equal ones the last.
+            `nccl[+max_ctas=N][+cga_cluster=N]`; of rows with equal settings the last.
         products: the GEMMs of each workload, by its name; workloads that are not here are left out.
         layout: of the GPU.
         default_ctas: CTAs of plain NCCL, for rows whose kernels the profiler did not look at.

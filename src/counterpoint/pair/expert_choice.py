@@ -4,8 +4,8 @@
     gather  copy engines bring the tokens of all ranks; weighted sums of the local experts are reduced and scattered
     slabs   copy engines move a fixed number of rows to each rank, however many are wanted: for graphs
 
-A time is that of a dispatch and a combine together, with what is computed beside them. With n ranks, T tokens of a rank
-and k experts of each, a GPU receives and sends, both times:
+A time covers a dispatch, a combine and what is computed beside them. With n ranks, T tokens per rank and k experts per
+token, a GPU receives and sends, in the dispatch and again in the combine:
 
     torch   T k (n - 1) / n rows, more on the rank whose experts are wanted most
     slabs   as many times the capacity factor, in as many rounds as that rank needs
@@ -14,8 +14,8 @@ and k experts of each, a GPU receives and sends, both times:
 So gather moves less where k > n. Elsewhere, with nothing to hide behind, torch is left with the exchange, against the
 prediction: on 2 H200 Mixtral's layer (k = n = 2) took 11.4 ms by torch, 12.0 by gather (2026-11-23).
 Transport hides behind compute as the profile says of its mechanism; kernels that select, permute and add up rows do not
-hide at all, which is on the safe side. Not in it: tokens that go to two experts of one rank count twice, a host that is
-behind, ranks that are late, several hosts.
+hide at all, which is on the safe side. Not modelled: a host that is behind, late ranks, several
+hosts. A token that goes to two experts of one rank counts twice.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ def choose_expert(
     """Return the simplest mechanism (torch's is simplest) whose exposed time is within `MARGIN` of the least.
 
     Another mechanism than torch's is chosen only if it adds less than torch's by `MARGIN`. Two kinds of exchange are
-    left to torch: those of few tokens, as in decoding, where over 70 % of the other mechanism's time would pass without
-    any token; and those without compute beside them in which that mechanism moves no fewer bytes
+    left to torch: exchanges of few tokens, as in decoding, where over 70 % of the other mechanism's time would pass
+    without any token; and exchanges without compute beside them in which that mechanism moves no fewer bytes
     (`top_k <= ranks`).
     Ranks that give the same figures choose alike, which they must.
 

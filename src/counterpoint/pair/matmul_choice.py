@@ -75,7 +75,7 @@ class Cuts:
 
 
 def cut(task: ShardedMatmul, rank: int, profile: Profile | None = None) -> Cuts:
-    """Return the fastest predicted cuts of a rank's rows, less those cuts that save under `WORTH` of that time.
+    """Return the cuts of a rank's rows with the least predicted time; drop cuts that save a fraction below `WORTH`.
 
     Pieces begin and end at borders of tiles or the end of a slab; with over `MAX_CELLS` tiles, at some borders only.
     """
@@ -124,7 +124,7 @@ class RowAxis:
         return self._known_us[rows]
 
     def after(self, start_us: float, work_us: float) -> float:
-        """Return when work of `work_us` that begins at `start_us` ends; communication slows the work until `busy_us`."""
+        """Return when work of `work_us` that begins at `start_us` ends; communication slows it until `busy_us`."""
         beside_us = max(0.0, self.busy_us - start_us) * self.kept
         if work_us <= beside_us:
             return start_us + work_us / self.kept

@@ -65,7 +65,7 @@ class Pair:
 
 
 def together_us(pair: Pair, profile: Profile, model: Model | None = None, *, gemm_sms: int | None = None) -> float:
-    """Return the µs from the first launch until GEMMs and collective have ended; `model` None: by `model_for`.
+    """Return the µs from the first launch until GEMMs and collective have ended, by `model` (None: `model_for`).
 
     `gemm_sms` is the number of SMs that GEMMs may use beside a zero-SM reduction; only the model `sums` uses it.
     """
@@ -103,7 +103,10 @@ class OverlapRatios:
 
 
 def overlap(*, compute_us: float, comm_us: float, both_us: float, order: Order, head_us: float) -> OverlapRatios:
-    """Return how much a pair gains from overlap: g is `compute_us`, c `comm_us`, T `both_us` and h `head_us`."""
+    """Return how much compute and a collective that take `both_us` together gain from overlap.
+
+    In this module's equations g is `compute_us`, c `comm_us`, T `both_us` and h `head_us`.
+    """
     waiting_compute = compute_us + (head_us if order == "comm_first" else 0.0)
     waiting_comm = comm_us + (head_us if order == "compute_first" else 0.0)
     serial = compute_us + comm_us + (head_us if order != "together" else 0.0)
@@ -153,7 +156,7 @@ def kept_us(compute_us: float, comms: Sequence[tuple[str, float]], kept: Disturb
 
 
 def side_by_side_us(compute_us: float, comm_us: float, compute_kept: float, comm_kept: float) -> float:
-    """Return the µs until compute and collective end if both start at once, keep these speeds and never wait."""
+    """Return the µs until compute and collective end: both start at once, slowed to these fractions, and never wait."""
     slow_g, slow_c = compute_us / compute_kept, comm_us / comm_kept
     if slow_c <= slow_g:
         return compute_us + (1.0 - compute_kept) * slow_c

@@ -199,7 +199,7 @@ class CpuCall(HostWork):
         self.record.step = self.record.steps
 
     def _program(self) -> Program:
-        """Return this rank's program; in debug mode or with split sizes, first wait for all ranks to announce it."""
+        """Return this rank's program; in debug mode or with split sizes, first wait for all ranks' announcements."""
         rows = self._met() if self.submission.meets else []
         if self.submission.program is not None:
             return self.submission.program
@@ -317,7 +317,7 @@ class CpuCall(HostWork):
         return self.base[span.buffer] + span.offset
 
     def _at_peer(self, peer: int, span: Span) -> int:
-        """Return the address of `span` of `peer` in this process; `peer` published it before it signalled `ready`."""
+        """Return the address of `span` of `peer` in this process; `peer` published it before signalling `ready`."""
         if span.buffer == "staging":
             at = self._staging_of(peer)
         elif self.early is not None:

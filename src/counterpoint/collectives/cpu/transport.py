@@ -60,7 +60,7 @@ class CpuTransport:
         return Tuning(chunk_bytes=chunk_bytes, relay_bytes=4 * self._chunk_bytes)
 
     def locate(self, tensor: Any) -> Location | None:
-        """Return the place of a contiguous tensor in this rank's symmetric memory; None if it lies elsewhere."""
+        """Return the `Location` of a contiguous tensor in this rank's symmetric memory; None if it lies elsewhere."""
         return self.memory.locate(tensor.data_ptr(), tensor.nbytes)
 
     def place(self, call: Call | None, at: Location | None, num_bytes: int) -> str:

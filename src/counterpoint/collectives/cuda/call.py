@@ -245,7 +245,7 @@ class CudaWork:
 
     @in_context
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Make the current stream, and with `timeout_s` also the host, wait for the call; return True.
+        """Return True after making the current stream, and with `timeout_s` also the host, wait for the call.
 
         Raises:
             PeerTimeout: `timeout_s` has passed, or the communicator has failed as a rank died or did not come in time.

@@ -70,7 +70,7 @@ class StreamPoint:
 
 
 class StreamHandles(dict[int, Any]):
-    """Maps each stream's handle to one cached `CUstream`, as the driver would convert an integer at every call."""
+    """Maps each stream's handle to one cached `CUstream`, since the driver would convert an integer at every call."""
 
     def __init__(self, driver: Any) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class Executor:
     Lane `COPY` is the stream passed to `bind`, as a rule the caller's. Lane `REDUCE` is a stream of the highest
     priority: when a GEMM frees SMs, the reduction gets them before the next GEMM does.
 
-    Streams are made many at a time, and those of closed executors are used again: to make a stream, CUDA at times waits
+    Streams are made many at a time, and streams of closed executors are reused: to make a stream, CUDA at times waits
     until no stream of this process waits, which lasts for ever if a peer waits for the very call that asks for the
     stream (measured: docs/log.md).
 

@@ -116,7 +116,7 @@ class CudaMemory:
         self._located: dict[tuple[int, int], Location | None] = {}  # answers of `locate`, as long as regions stay
 
     def create(self, num_bytes: int) -> int:
-        """Make a region of `num_bytes` zeros and return its number; all ranks call this together, with the same size.
+        """Return the number of a new region, made of `num_bytes` zeros; all ranks call this together, with equal sizes.
 
         It takes some ms, waits for the current stream, and takes a multiple of 2 MiB of device memory.
 
@@ -133,7 +133,7 @@ class CudaMemory:
         return self._map(owner, owner=owner)
 
     def register(self, address: int, num_bytes: int) -> int:
-        """Make a region of memory that torch's symmetric allocator gave to a memory pool; return the region's number.
+        """Return the number of a region newly made of memory that torch's symmetric allocator gave to a memory pool.
 
         All ranks call it together, with the same size. The region stays valid when the tensors in it have died: torch
         reuses the memory for later tensors of that pool.
@@ -312,7 +312,7 @@ class Growth:
 
     @in_context
     def create(self, what: str, num_bytes: int, make: Callable[[], int] | None = None) -> int:
-        """Make a region together with all ranks and return its number; raise if a rank is missing or disagrees.
+        """Return the number of a region newly made by all ranks together; raise if a rank is missing or disagrees.
 
         `what` says what the region is for, in the same words on all ranks; `make` makes it (None: `memory.create`). In
         a graph capture the region is made beside the capture, and is no part of the graph.

@@ -105,7 +105,7 @@ class Watch:
             self._let_go(going)
 
     def _ended(self, call: CudaWork) -> bool:
-        """Return whether the first call of a channel has ended, and update its step in the status."""
+        """Return whether the first call of a channel has ended, and update the call's step in the status."""
         step = STEPS if call.is_completed() else int(self._events.passed(call.began))
         if step and call.begun_s is None:
             call.begun_s = time.monotonic()
@@ -153,7 +153,7 @@ class Watch:
         return int(record.step) if record.number == current.number else STEPS
 
     def _let_go(self, going: list[CudaWork]) -> None:
-        """Set the flags that the calls `going` wait for; if user graphs hold calls, all channels' and mailbox' flags."""
+        """Set the flags that the calls `going` wait for; if user graphs hold calls, all but early-release flags."""
         for call in going:
             self._side.let_go(call.prepared.calls)
         if self.captured:
@@ -241,7 +241,7 @@ class CudaTransport:
         return Tuning(chunk_bytes=chunk_bytes, arrivals="together")
 
     def locate(self, tensor: Any) -> Location | None:
-        """Return the place of a contiguous tensor in this rank's symmetric memory; None if it lies elsewhere."""
+        """Return the `Location` of a contiguous tensor in this rank's symmetric memory; None if it lies elsewhere."""
         return self.context.memory.locate(tensor.data_ptr(), tensor.nbytes)
 
     def place(self, call: Call | None, at: Location | None, num_bytes: int) -> str:
@@ -296,7 +296,7 @@ class CudaTransport:
 
     @in_context
     def record_stream(self, tensor: Any, stream: Any) -> None:
-        """Record that `stream` uses a tensor from `empty`: reuse of its memory then waits for work queued there."""
+        """Record that `stream` uses a tensor from `empty`: reuse of its memory then waits for the stream's work."""
         at = self.locate(tensor)
         if at is None:
             raise Misconfigured("record_stream of a tensor that is not from empty(): use torch's Tensor.record_stream")
@@ -305,7 +305,7 @@ class CudaTransport:
         context.order.used(at, handle, gpu.capture_of(context.events.handles[handle]))
 
     def memory_pool(self) -> AbstractContextManager[None]:
-        """Put CUDA tensors made by this thread in the `with` block into symmetric memory; ranks end it together."""
+        """Put CUDA tensors made by this thread in the `with` block into symmetric memory; all ranks end the block."""
         memory = self.context.memory
         assert isinstance(memory, CudaMemory), "stand-ins have no pools of torch"
         return torch_pool(memory, self.context.growth)

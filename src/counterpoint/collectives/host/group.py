@@ -82,7 +82,7 @@ def torch_function(operation: str) -> Any:
 def start_by_torch(
     call: Call, output: Any, input: Any, *, group: Any, op: str = "sum", async_op: bool = True
 ) -> list[Any]:
-    """Start `call` by torch.distributed; return torch's `Work` objects, or without `async_op` an empty list.
+    """Return torch's `Work` objects after starting `call` by torch.distributed; without `async_op` an empty list.
 
     The tensors are flat and contiguous; `input` is None if the collective has one tensor, `op` sum, avg, max or min. A
     collective for which torch has no function is sent block by block, in one batch.

@@ -102,7 +102,7 @@ def status_type(world_size: int, channels: int) -> type[ctypes.Structure]:
 
 
 def flag_index(flag: Flag, world_size: int) -> int:
-    """Return the index of a flag among a channel's words: flags of output come first, then those of staging."""
+    """Return the index of a flag among a channel's words: flags of output come first, then flags of staging."""
     half: Literal[0, 1] = 0 if flag.buffer == "output" else 1
     return half * flag_words(world_size, max_chunks=MAX_CHUNKS) + flag_word(flag, world_size)
 

@@ -10,8 +10,8 @@ It runs the phases of `phases.py`. Rules that hold for every operation:
 - Nothing else may use the process group between hosts while a call runs, and a call fails if the group does: a rank
   waits for one of another host until that rank's process ends, or for the group's timeout. Differences between hosts
   (operation, size) are not detected.
-- Reductions round once inside a host and once between hosts; sums inside are in the order of ranks, those between in
-  the order of the group's library, in a reduce_scatter in that of hosts. All ranks get the same bits.
+- Reductions round once inside a host and once between hosts; sums inside are in rank order, sums between hosts in the
+  order of the group's library, or in a reduce_scatter in host order. All ranks get the same bits.
 - A communicator that has failed once raises that error in every later call; the ranks of its host get an error, too.
 - On a GPU a call runs on the current stream, with `async_op=True` on a stream of its own after the work queued on the
   current one; `Work.wait` lets the current stream wait. The phases run on the streams of the two groups.
@@ -213,7 +213,7 @@ class HierarchicalCommunicator(EvenCollectives):
         return self._failed
 
     def _release_peers(self) -> None:
-        """End the communicator of this host, so that its ranks that wait for this one get an error."""
+        """End this host's communicator, so that ranks of the host that wait for this rank get an error."""
         self.inside.abort()
 
 
@@ -231,7 +231,7 @@ class StreamWork:
     keep: tuple[Any, ...]
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Make the current stream, and with `timeout_s` also the host, wait for the call; return True.
+        """Return True after making the current stream, and with `timeout_s` also the host, wait for the call.
 
         Raises:
             PeerTimeout: `timeout_s` has passed.
@@ -307,7 +307,7 @@ class _PhaseRun:
         return start_by_torch(phase.call, output, input, group=group, op=op)
 
     def start_inside(self, call: Call, output: Any, input: Any) -> Work | None:
-        """Start a call inside this host, by the communicator of its ranks, and return the work."""
+        """Start a call inside this host, by the host's `Communicator`, and return the call's `Work`."""
         communicator, (op, factor) = self.communicator.inside, self.op_inside()
         own = call.input_span(communicator.rank)
         if own.buffer == "output":

@@ -243,7 +243,7 @@ def _sum_between(plan: _PhaseList, span: Span, number: int) -> int:
 
 
 def _all_to_all(plan: _PhaseList) -> None:
-    """Add the phases of an all_to_all: each block goes to the local rank with the target's index, then to its host."""
+    """Add an all_to_all's phases: each block goes to the local rank with the target's index, then to the target."""
     block, local = plan.even_block(), plan.local
     inside = operations.all_to_all([[block] * local] * local)
     for distance, to, giver in plan.away():
@@ -255,7 +255,7 @@ def _all_to_all(plan: _PhaseList) -> None:
 
 
 def _broadcast(plan: _PhaseList) -> None:
-    """Add the phases of a broadcast: inside the root's host, one part per rank to other hosts, an all_gather there."""
+    """Add a broadcast's phases: on the root's host, one part per rank to the other hosts, all_gather on other hosts."""
     assert plan.call.root is not None
     root_host, root_index = divmod(plan.call.root, plan.local)
     slices, rest = plan.slices()

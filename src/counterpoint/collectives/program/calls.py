@@ -32,8 +32,8 @@ class Span:
 class BlockLayout:
     """Says how a collective lays out blocks in input and output, and which ranks send to which.
 
-    The input is one `block`, which goes to every receiver, or `blocks`, one for each rank in their order. The output is
-    `blocks`, one from each rank; a `shard`, this rank's combined one; or an `array` of all combined shards.
+    The input is one `block`, which goes to every receiver, or `blocks`, one for each rank in rank order. The output is
+    `blocks`, one from each rank; a `shard`, this rank's combined block; or an `array` of all combined shards.
     """
 
     name: str  # PyTorch's name of the collective

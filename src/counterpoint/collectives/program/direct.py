@@ -1,4 +1,4 @@
-"""Build programs of operations that only move data: every block is pushed once, straight to its place.
+"""Build programs of collectives that only move data: every block is pushed once, straight to its place.
 
 Rank r pushes to r + 1, r + 2, ...: while all ranks are in step, the links carry a permutation at every moment, so no
 two copies go to one receiver. Ranks that do not begin at the same time take turns on the links (`LinkTurns`).
@@ -52,7 +52,7 @@ def own_block(call: Call, rank: int) -> tuple[Step, ...]:
 
 
 def broadcast(call: Call, rank: int, tuning: Tuning) -> Program:
-    """Build a broadcast's program: the root pushes all of a small array to each rank, or one part of a large array.
+    """Return a broadcast's program: the root pushes all of a small array to each rank, or one part of a large array.
 
     Each rank relays its part to the others: the root's link carries the array once instead of world_size - 1 times, and
     each chunk is relayed while the next arrives. `finish` does not wait for the rank's own part, which arrived before.
@@ -113,7 +113,7 @@ def _relay_order(rank: int, root: int, world_size: int) -> list[int]:
 
 
 def barrier(call: Call, rank: int, tuning: Tuning) -> Program:
-    """Build the program of a barrier: two rounds of signals, in one batch.
+    """Return the program of a barrier: two rounds of signals, in one batch.
 
     With one round, a fast rank's next signal could be lost: its flag might still be set by the last one.
     """
@@ -139,7 +139,7 @@ def signal_ready(buffer: Symmetric, rank: int, peers: list[int], lane: int = COP
 
 
 def wait_ready(buffer: Symmetric, peers: list[int], lane: int = COPY) -> Batch:
-    """Return the waits until `buffer` of each of `peers` may be written."""
+    """Return the waits for the signals that `buffer` of each of `peers` may be written."""
     return Batch(tuple(Wait(Flag(buffer, "ready", peer)) for peer in peers), lane)
 
 

@@ -56,7 +56,7 @@ class Mailbox:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of a rank's mailbox."""
+        """Return the size in bytes of a rank's mailbox."""
         return (self.world_size - 1) * self.slots * self.slot_bytes
 
     def pieces(self, num_bytes: int) -> int:

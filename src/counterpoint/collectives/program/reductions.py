@@ -107,7 +107,7 @@ def widened(reduction: Reduction, dtype: str) -> Reduction:
 
 
 def reduce_scatter(call: Call, rank: int, tuning: Tuning) -> Program:
-    """Build a reduce_scatter's program: push shard t of the input to rank t's staging in chunks; rank t adds them up.
+    """Return a reduce_scatter's program: push shard t of the input to rank t's staging in chunks; rank t adds them up.
 
     With less staging than whole shards need, shards are sliced, and each slice is done like a call of its own: no rank
     pushes the next slice before every rank has added up the last. The steps have to stay in this order: two lanes may
@@ -127,7 +127,7 @@ def reduce_scatter(call: Call, rank: int, tuning: Tuning) -> Program:
 
 
 def all_reduce(call: Call, rank: int, tuning: Tuning) -> Program:
-    """Build an all_reduce's program: a reduce_scatter in chunks; each combined chunk is pushed to all ranks' outputs.
+    """Return an all_reduce's program: a reduce_scatter in chunks; each combined chunk is pushed to all ranks' outputs.
 
     All slices go out first: by the time the last is sent, the first chunks are combined, so the links never wait.
     Nobody has to say that output is free: a rank that pushed its slices is inside this call, and all slices of a chunk
@@ -205,7 +205,7 @@ def _chunks(call: Call, rank: int, tuning: Tuning, part: _Slice = _WHOLE) -> lis
 
 
 def _staged(call: Call, source: int, target: int, part: _Slice = _WHOLE) -> Span:
-    """Return the span in the staging of `target` for the slice from `source`; its own slice stays in its input."""
+    """Return the span in the staging of `target` for the slice from `source`; a rank's own slice stays in its input."""
     size = part.of(call.source_span(source, target)).num_bytes
     slot = -(-size // ALIGNMENT) * ALIGNMENT
     return Span("staging", slot * (source - (source > target)), size)

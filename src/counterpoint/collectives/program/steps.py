@@ -62,8 +62,8 @@ class Tuning:
         relay_bytes: from this size on, a broadcast gives each rank one part, and that rank passes it on to the others.
         turn_bytes: chunks of this size and more are pushed in turns, so that ranks which do not begin together never
             push to one receiver at once (`LinkTurns`), where every rank sends as much to every other; None: no chunk.
-        staging_bytes: most staging that a reduce_scatter takes: what is more comes in slices, one when the last has
-            been added up everywhere; None: all of it at once.
+        staging_bytes: most staging that a reduce_scatter takes: larger shards come in slices, each sent when all ranks
+            have added up the one before; None: the whole shard at once.
 
     Raises:
         Misconfigured: a size that is no positive multiple of 16, or staging of no bytes.
@@ -93,7 +93,7 @@ class Tuning:
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """Names a 32-bit word of `buffer`, in the memory of the rank that waits for it.
+    """Names a 32-bit word of `buffer`, in the memory of the rank that waits for the word.
 
     `ready`: `peer`, which writes 1 into it, may be pushed to; `arrived`: its chunk is there; `turn`: the link
     into `peer` is free, as the rank that pushed before says (`LinkTurns`). In a mailbox, `chunk` is the slot.

@@ -51,7 +51,7 @@ def chunk_bytes_of(call: Call, least: int, *, max_chunks: int) -> int:
 
 
 def with_link_turns(tuning: Tuning) -> Tuning:
-    """Return `tuning` with link turns for large chunks: for calls without a handshake, which ranks begin apart."""
+    """Return `tuning` with link turns for large chunks: without a handshake, ranks begin a call at different times."""
     return replace(tuning, turn_bytes=TURN_BYTES)
 
 

@@ -454,7 +454,7 @@ def _partitioned_block(ranks: RankContext, output: Any, input: Any, operation: s
 
 
 def _partitioned_layout(buffer: Buffer, tensor: Any, dim: int, share: int, count: int) -> TensorLayout:
-    """Return where `count` ranks' shares of `share` bytes lie in a buffer cut along `dim`; raise if it is invalid."""
+    """Return where `count` ranks' shares of `share` bytes lie in a buffer cut along `dim`; raise on a bad `dim`."""
     if not 0 <= dim < tensor.dim():
         raise Misconfigured(f"dim={dim} of a tensor of {tensor.dim()} dimensions: give one of them")
     batch = int(tensor.shape[:dim].numel())

@@ -146,7 +146,7 @@ class Transport(Protocol):
         """Return how many regions were made so far; a new one may cover addresses that were plain memory before."""
 
     def locate(self, tensor: Any) -> Location | None:
-        """Return the place of a contiguous tensor in this rank's symmetric memory; None if it lies elsewhere."""
+        """Return the `Location` of a contiguous tensor in this rank's symmetric memory; None if it lies elsewhere."""
 
     def place(self, call: Call | None, at: Location | None, num_bytes: int) -> str:
         """Return text that names the output's place if that must be the same on all ranks; "" if it may differ."""

@@ -38,7 +38,7 @@ class Submitter:
     def submit(
         self, build: BuildSubmission, output: Any, input: Any, channel: int, async_op: bool, *options: Any
     ) -> Work | None:
-        """Start a call; with `async_op` return its `Work` (`PartitionedWork` if in partitions), else wait for it.
+        """Return the started call's `Work` (`PartitionedWork` if in partitions); without `async_op` wait for the call.
 
         The call, which the function `build` of `request.py` describes, is numbered and queued. An error is raised if
         its tensors or options do not fit, or the communicator has failed.

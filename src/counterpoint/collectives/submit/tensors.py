@@ -54,7 +54,7 @@ class TensorList:
 
     @classmethod
     def split(cls, flat: torch.Tensor, sizes: tuple[int, ...]) -> TensorList:
-        """Return a list of the consecutive pieces, of `sizes` elements, of `flat`, which is contiguous; split lazily."""
+        """Return a list of the consecutive pieces of `flat` (contiguous), of `sizes` elements each; split lazily."""
         shape_key = (flat.dtype, flat.device, sizes)
         made = cls((), key=(shape_key, flat.data_ptr()))
         made._tensors, made._flat, made._sizes = None, flat, sizes
