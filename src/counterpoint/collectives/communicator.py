@@ -176,7 +176,7 @@ class Communicator(EvenCollectives):
             GPUs whenever symmetric memory grows.
         device: where all tensors are; None: this process's current GPU if the group has NCCL, else the CPU.
         before_step: on CPUs, called before every step of a program, in a thread of the channel; for tests.
-        names: numbers by which errors call the ranks, such as those of a larger group; None: their ranks in the group.
+        names: numbers by which errors call the ranks, such as ranks in a larger group; None: their ranks in the group.
         options: options of the communicator; None: the defaults.
 
     Raises:
@@ -251,7 +251,7 @@ class Communicator(EvenCollectives):
         """Return an uninitialised, contiguous tensor in symmetric memory: as an output it needs no copy from a buffer.
 
         Its memory is reused when the last view of it has died. Ranks that make and drop tensors in the same order have
-        them at the same offset; on GPUs they must, since peers write there. On a GPU, use the tensor on the current
+        them at the same offset; on GPUs they must, since peers write into them. On a GPU, use the tensor on the current
         stream: its memory is reused after the work queued so far on that stream, on the streams of calls with it, and
         on streams given to `record_stream`. `dtype` None is torch's default. `Unsupported` is raised for more than
         `max_bytes`, or more than the machine has.
@@ -287,7 +287,7 @@ class Communicator(EvenCollectives):
     def record_stream(self, tensor: Tensor, stream: torch.cuda.Stream | None = None) -> None:
         """Record that `stream` uses a tensor from `empty`, or a view of one, outside a communicator's calls; GPUs only.
 
-        `stream` None is the current one. The memory is not reused before the work queued there has ended.
+        `stream` None is the current one. The memory is not reused before the work queued on `stream` has ended.
         """
         self._transport.record_stream(tensor, stream)
 

@@ -227,12 +227,12 @@ _MOST_WASTE = 2  # a free block may be at most this many times as large as the t
 class EarlyBlock:
     """Represents a fixed-size block of symmetric memory for one early-release output at a time."""
 
-    number: int  # selects its flag words; the same on all ranks
-    part: int  # index of its region among those of the pool
-    at: Location  # where it begins
-    num_bytes: int  # its size
-    ready: bool = True  # peers have been told that it is free; no call has used it since
-    uses: Any = None  # work that must end before it is used again; the transport sets it (GPU: `StreamPoint`s)
+    number: int  # selects the block's flag words; the same on all ranks
+    part: int  # index of the block's region among the pool's regions
+    at: Location  # where the block begins
+    num_bytes: int  # size of the block
+    ready: bool = True  # peers have been told that the block is free; no call has used it since
+    uses: Any = None  # work that must end before the block is reused; set by the transport (GPU: `StreamPoint`s)
 
 
 @dataclass(frozen=True, slots=True)

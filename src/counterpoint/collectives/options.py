@@ -34,7 +34,7 @@ class CommunicatorOptions:
         share_gpu: on GPUs, let several ranks use one GPU: values and order are right, times are not; None: only where
             `counterpoint rehearse` runs the script.
         profile: measured figures of this machine, or their file; None: the file that the variable COUNTERPOINT_PROFILE
-            names, else the figures shipped for this GPU, else those of H200. `repr` of the communicator says which
+            names, else the figures shipped for this GPU, else H200's. `repr` of the communicator says which
             are assumed.
 
     Raises:

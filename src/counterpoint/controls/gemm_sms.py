@@ -17,7 +17,7 @@ from counterpoint.records.measurement import Evidence, Observation
 
 @dataclass(frozen=True, kw_only=True)
 class GemmSmLimit(Control):
-    """Lets GEMMs of this thread use at most `num_sms` SMs.
+    """Limits the GEMMs that this thread launches to `num_sms` SMs.
 
         with GemmSmLimit(num_sms=108).limit():
             loss = model(batch); loss.backward()

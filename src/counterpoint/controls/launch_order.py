@@ -1,4 +1,4 @@
-"""Let the collective take its SMs before the GEMM starts, without CUDA_DEVICE_MAX_CONNECTIONS."""
+"""Make the collective take its SMs before the GEMM starts, without setting CUDA_DEVICE_MAX_CONNECTIONS."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class CommFirst(Control):
     driver_calls: ClassVar[tuple[str, ...]] = ("cuMemsetD32Async",)
     remedy: ClassVar[str] = "let the host queue the collective before the compute, on another stream"
 
-    lead_us: float = 8.0  # between the collective's turn and the compute's, 0 to 1000
+    lead_us: float = 8.0  # µs between the collective's turn and compute's, 0 to 1000
 
     def __post_init__(self) -> None:
         if not 0 <= self.lead_us <= 1000:
@@ -98,7 +98,7 @@ class Lead:
     """Delays a stream by `round_trips` handovers to another stream and back, none of which needs an SM."""
 
     round_trips: int
-    relay: Any  # torch.cuda.Stream, neither of the two sides'
+    relay: Any  # torch.cuda.Stream, neither compute's nor the collective's
     target: Any  # torch.Tensor of one int32, for the memsets: without work in between the driver drops the waits
 
     def mark(self) -> Any:

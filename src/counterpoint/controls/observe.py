@@ -212,7 +212,7 @@ def see_all(pairs: Sequence[Lanes], *, without: Lanes, device: Any, clusters: bo
 def verified(
     controls: Sequence[Control], lanes: Lanes, *, device: Any, without: Lanes | None = None, group: Any = None
 ) -> Iterator[Lanes]:
-    """Yield `lanes` with all `controls` applied, after checking that each takes effect.
+    """Yield `lanes` with all `controls` applied, after checking that every control takes effect.
 
         with verified([GemmSmLimit(num_sms=108)], lanes, device=device) as lanes:
             ...  # launch lanes.comm on lanes.comm_stream, lanes.compute on lanes.compute_stream

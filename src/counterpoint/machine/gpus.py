@@ -23,7 +23,7 @@ from counterpoint.machine.occupancy import SmLimits
 class GpuSheet:
     """Holds the data sheet of one kind of GPU."""
 
-    name: str  # the part of the driver's device name that identifies it
+    name: str  # the part of the driver's device name that identifies the GPU
     bf16_tflops: float  # dense peak of matrix products in bf16 and fp16 (fp16 alone on V100)
     sm: SmLimits  # its SMs and what each of them holds
     tf32_tflops: float | None = None  # dense peaks in tf32 and fp8; None: not in this table, or not supported

@@ -23,7 +23,7 @@ class SmLimits:
     num_sms: int
     regs: int  # 32-bit registers
     smem: int  # bytes of shared memory
-    threads: int  # resident at once, as `blocks`
+    threads: int  # most resident at once, like `blocks`
     blocks: int = 32
     smem_reserved: int = 1024  # bytes per block, by the system; 0 before compute capability 8
 

@@ -56,7 +56,7 @@ class Rates(_Group, frozen=True, kw_only=True):
     """Holds what the steps of a collective's program cost on copy engines: rates in GB/s and times in µs."""
 
     push_gb_per_s: Rate  # one copy engine over the links, all GPUs at once
-    link_gb_per_s: Rate  # into one GPU, shared by all copies into it
+    link_gb_per_s: Rate  # links into one GPU, shared by all copies into that GPU
     hbm_gb_per_s: Rate  # device memory, bytes read and bytes written counted
     copy_us: Micros  # a copy, without its bytes
     kernel_us: Micros  # a reduction or local copy, without its bytes
@@ -73,7 +73,7 @@ class NcclFacts(_Group, frozen=True, kw_only=True):
     # by operation, the size of the full array (as nccl-tests count it) below which NCCL, alone, is faster or as
     # fast; 0: never
     crossover_bytes: dict[Operation, NumBytes]
-    full_speed_ctas: Count  # CTAs with which it about fills the links
+    full_speed_ctas: Count  # CTAs with which NCCL about fills the links
 
 
 class NcclRates(_Group, frozen=True, kw_only=True):
@@ -86,9 +86,9 @@ class NcclRates(_Group, frozen=True, kw_only=True):
 class SumRates(_Group, frozen=True, kw_only=True):
     """Holds how fast SMs add up copied data, in GB/s, with bytes read and bytes written counted."""
 
-    sm_gb_per_s: Rate  # one SM
-    memory_gb_per_s: Rate  # all SMs together
-    contention: Loss  # part of its speed that a GEMM loses while copies run
+    sm_gb_per_s: Rate  # rate of one SM
+    memory_gb_per_s: Rate  # rate of all SMs together
+    contention: Loss  # fraction of speed that a GEMM loses while copies run
 
 
 class Chip(_Group, frozen=True, kw_only=True):
@@ -102,11 +102,11 @@ class Chip(_Group, frozen=True, kw_only=True):
 class Contention(_Group, frozen=True, kw_only=True):
     """Holds how much a GEMM and an NCCL collective slow each other down, measured while both run."""
 
-    compute_loss: Loss  # part of its speed that a GEMM loses beside the collective at its full rate
-    comm_loss: Loss  # part of its speed that the collective loses beside a GEMM
+    compute_loss: Loss  # fraction of speed that a GEMM loses beside the collective at full rate
+    comm_loss: Loss  # fraction of speed that the collective loses beside a GEMM
     gemm_wins: Fraction  # launched together, how often the GEMM takes the SMs first on some rank
     comm_cluster: Count  # blocks of a thread block cluster of NCCL, unless `cga_cluster` sets it
-    head_start_us: Micros = 100.0  # by how much one side is launched before the other
+    head_start_us: Micros = 100.0  # time from the first launch (GEMM or collective) to the other's launch
 
 
 class Disturbance(_Group, frozen=True, kw_only=True):
@@ -137,21 +137,21 @@ class Efficiency(_Group, frozen=True, kw_only=True):
     load: Size  # elements of a tile's edge at which it would wait for its operands, had it no sum to compute
     # rows and columns that matmuls are cut into; of two that take as long, the first
     tiles: Annotated[tuple[tuple[Count, Count], ...], Meta(min_length=1, max_length=64)]
-    memory: Annotated[float, Meta(gt=0, le=2)]  # part of the bandwidth that streaming kernels reach
-    strided: Annotated[float, Meta(gt=0, le=1)]  # part of `memory` that they reach with a transposed view
-    fp8: Annotated[float, Meta(gt=0, le=1)]  # part of the fp8 peak over part of the bf16 peak that matmuls reach
-    clock: Annotated[float, Meta(gt=0, le=1)]  # clock that training keeps under the power limit, over that of bursts
-    static: Loss  # part of the power limit that does not fall with the clock
-    flash_forward: Annotated[float, Meta(gt=0, le=1)]  # part of the peak of flash attention, for endless sequences
-    flash_backward: Annotated[float, Meta(gt=0, le=1)]  # the same of its backward pass
-    flash1: Annotated[float, Meta(gt=0, le=1)]  # speed of FlashAttention 1 and 2 over that of the fastest
+    memory: Annotated[float, Meta(gt=0, le=2)]  # fraction of the bandwidth that streaming kernels reach
+    strided: Annotated[float, Meta(gt=0, le=1)]  # fraction of `memory` that kernels reach on a transposed view
+    fp8: Annotated[float, Meta(gt=0, le=1)]  # fraction of the fp8 peak that matmuls reach, over the bf16 fraction
+    clock: Annotated[float, Meta(gt=0, le=1)]  # clock that training keeps under the power limit, over bursts' clock
+    static: Loss  # fraction of the power limit that does not fall with the clock
+    flash_forward: Annotated[float, Meta(gt=0, le=1)]  # fraction of the peak of flash attention on endless sequences
+    flash_backward: Annotated[float, Meta(gt=0, le=1)]  # the same fraction in its backward pass
+    flash1: Annotated[float, Meta(gt=0, le=1)]  # speed of FlashAttention 1 and 2 over the fastest version's
     flash2: Annotated[float, Meta(gt=0, le=1)]
-    flash_length: Size  # keys at which flash attention reaches half of that
+    flash_length: Size  # keys at which flash attention reaches half of that fraction
     launch_us: Micros  # overhead of every kernel on the GPU
     host_us: Micros  # time of the host to launch one kernel of an eager layer
     host_collective_us: Micros  # time of the host to launch one collective
     host_shard_us: Micros  # time of the host for one gathering or scattering of a layer by FSDP2
-    persistent: bool  # matmuls hold their SMs to their end, and collectives wait
+    persistent: bool  # matmul kernels hold their SMs until they end, so collectives wait
     spread: Fraction  # standard deviation of a GPU's speed over the mean
 
 
@@ -159,7 +159,7 @@ class Profile(_Strict, frozen=True, kw_only=True):
     """Holds the figures of one GPU, some of which may come from measurements of another GPU."""
 
     gpu: Name  # name of the GPU in `gpus.py`
-    same_chip: tuple[Name, ...] = ()  # GPUs that were not measured and are closest to it
+    same_chip: tuple[Name, ...] = ()  # unmeasured GPUs that are closest to this GPU
     rates: Rates
     nccl: NcclFacts
     nccl_rates: NcclRates
@@ -215,7 +215,7 @@ GROUPS = ("rates", "nccl", "nccl_rates", "sums", "chip", "contention", "mechanis
 
 
 def profile_of(gpu: str | None, path: str | Path | None = None) -> Profile:
-    """Return the profile of a GPU: the file at `path` or in COUNTERPOINT_PROFILE, else a shipped profile.
+    """Return the profile of a GPU: the file that `path` or COUNTERPOINT_PROFILE names, else a shipped profile.
 
     `gpu` is the driver's device name; None: no GPU, as on a CPU.
 
@@ -226,7 +226,7 @@ def profile_of(gpu: str | None, path: str | Path | None = None) -> Profile:
 
 
 def own_profile(gpu: str | None, path: str | Path | None = None) -> Profile | None:
-    """Return the profile in the file at `path` or in COUNTERPOINT_PROFILE; None if neither is given.
+    """Return the profile in the file that `path` or COUNTERPOINT_PROFILE names; None if neither is given.
 
     Raises:
         Misconfigured: the file cannot be read, or is of another GPU.

@@ -161,11 +161,11 @@ class ShardedMatmul:
     """
 
     operation: TensorOperation
-    curves: tuple[RowCurve, ...]  # of each matmul that shares the gathered rows, such as q, k and v; one to scatter
-    shard_rows: tuple[int, ...]  # of each rank, in each batch element; they may differ
+    curves: tuple[RowCurve, ...]  # one per matmul that shares the gathered rows, such as q, k and v; one to scatter
+    shard_rows: tuple[int, ...]  # rows of each rank's shard in each batch element; ranks may differ
     batch: int = 1
     chunk_rows: int | None = None  # rows that are sent together, counted through the batch; None: all of a shard
-    message_bytes: int | None = None  # of an element that is sent; None: those of the operands, in fp8 rounded up to 2
+    message_bytes: int | None = None  # bytes of an element as sent; None: as the operands, in fp8 rounded up to 2
 
     def __post_init__(self) -> None:
         if self.world_size < 2 or min(self.shard_rows) < 0 or not sum(self.shard_rows):
@@ -237,7 +237,7 @@ class Segment:
     when the rows are computed until the call ends.
     """
 
-    rank: int  # whose shard it is
+    rank: int  # rank to whose shard the rows belong
     slabs: Slabs
     us: float
 
@@ -245,7 +245,7 @@ class Segment:
 def segments_of(task: ShardedMatmul, rank: int, profile: Profile | None = None) -> tuple[Segment, ...]:
     """Return all rows that a rank multiplies, as segments in the order in which the rank multiplies them.
 
-    An all_gather has the own shard first, which is there at 0, then chunk after chunk of rank - 1, rank - 2, ...
+    An all_gather has the own shard first, available at 0 µs, then chunk after chunk of rank - 1, rank - 2, ...
     A reduce_scatter has chunk after chunk for rank + 1, rank + 2, ..., and the own shard last.
 
     Raises:
@@ -282,7 +282,7 @@ class Hiding:
 
     hides: bool
     size: int  # columns of the local weights that follow an all_gather; their depth before a reduce_scatter
-    least: float  # size from which on it can
+    least: float  # least size with which communication can hide
     why: str
 
 

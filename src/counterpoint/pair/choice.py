@@ -36,13 +36,13 @@ class Budget:
     """Holds a division of SMs between GEMM and collective, and the times in µs predicted for that division."""
 
     split: SmSplit  # the division
-    compute_us: float  # the GEMM alone with the SMs of this split
-    comm_us: float  # the collective alone with the CTAs of this split
-    together_us: dict[Order, float]  # both, by launch order
+    compute_us: float  # µs of the GEMM alone with the SMs of this split
+    comm_us: float  # µs of the collective alone with the CTAs of this split
+    together_us: dict[Order, float]  # µs of both together, by launch order
     objective_us: float  # the mean, or the worst, of `together_us`
     hidden: float  # mean over orders; pair/together.py defines it
     waves_alone: int  # waves of the GEMM with the most tiles, on all SMs
-    waves_together: int  # waves of that GEMM on the SMs that it has beside the collective
+    waves_together: int  # waves of the same GEMM on the SMs that are left beside the collective
     fits: bool  # whether the collective starts beside a resident GEMM
     reason: str = field(default="", compare=False)  # why this division, in words
 

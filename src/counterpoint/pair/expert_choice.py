@@ -44,14 +44,14 @@ class ExpertExchange:
 
     ranks: int
     top_k: int
-    experts: int  # of all ranks
-    tokens: int  # of a rank, at most
+    experts: int  # number of experts on all ranks
+    tokens: int  # most tokens of a rank
     hidden: int
-    element_bytes: int = 2  # on the wire
-    beside_us: float = 0.0  # what is computed beside dispatch and combine, alone; 0: nothing
+    element_bytes: int = 2  # bytes of an element as sent
+    beside_us: float = 0.0  # µs of the compute beside dispatch and combine, alone; 0: no compute
     imbalance: float = 1.0  # rows of the rank with the most, over the mean
-    capacity_factor: float = 1.25  # of slabs: rows reserved for a rank, over the mean
-    captured: bool = False  # recorded in a CUDA graph
+    capacity_factor: float = 1.25  # with slabs: rows reserved for a rank, over the mean
+    captured: bool = False  # the exchange is recorded in a CUDA graph
 
     def __post_init__(self) -> None:
         sizes = (self.top_k, self.experts, self.hidden, self.element_bytes)
@@ -84,7 +84,7 @@ class ExpertPlan:
     """Holds the mechanism chosen for an exchange, and the predicted µs by which it was chosen."""
 
     mechanism: ExchangeMechanism
-    predicted_us: Mapping[ExchangeMechanism, float]  # dispatch, combine and what runs beside them; of all mechanisms
+    predicted_us: Mapping[ExchangeMechanism, float]  # µs of dispatch, combine and compute beside, by mechanism
     why: str  # one sentence
 
 

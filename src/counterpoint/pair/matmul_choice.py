@@ -1,7 +1,7 @@
 """Choose how a matmul that depends on communication runs, by each execution's predicted time. No torch.
 
     torch    NCCL and the matmul, one after the other
-    serial   copy engines, then the matmul; or the matmul of the peers' rows, then copy engines beside that of own rows
+    serial   copy engines, then the matmul; or the matmul of the peers' rows, then copy engines beside own rows' matmul
     cuts     the pieces of `cut`, multiplied by cuBLAS beside copy engines
     flagged  one persistent matmul that takes its tiles in the order in which rows arrive, beside copy engines
 
@@ -9,7 +9,7 @@ A piece is multiplied as soon as its rows have come (all_gather), or sent as soo
 The cuts with the least predicted time are found by dynamic programming over the µs of rows (`RowCurve`) and the
 times of arrival (`arrivals.py`).
 
-One axis of rows serves both: own rows, then those of rank - 1, rank - 2, ... An all_gather goes along it. A
+One axis of rows serves both: own rows, then rows of rank - 1, rank - 2, ... An all_gather goes along it. A
 reduce_scatter comes back along it, so it is the same in reversed time: an arrival, after the begin, becomes what is
 left to do until the end. docs/design/tensor.md has the equations and what they leave out.
 """
@@ -214,11 +214,11 @@ class MatmulPlan:
     """Holds how a matmul that depends on communication runs, and the predicted µs by which that was chosen."""
 
     mechanism: MatmulMechanism
-    pieces: tuple[Piece, ...]  # of this rank; uncut unless the mechanism is cuts
-    segments: tuple[Segment, ...]  # of this rank: its rows in the order of arrival or sending
-    predicted_us: Mapping[MatmulMechanism, float]  # of rank 0, so that all ranks choose alike
-    alone_us: float  # the matmul
-    comm_us: float  # the collective by NCCL
+    pieces: tuple[Piece, ...]  # this rank's pieces; uncut unless the mechanism is cuts
+    segments: tuple[Segment, ...]  # this rank's rows in the order of arrival or sending
+    predicted_us: Mapping[MatmulMechanism, float]  # µs on rank 0, so that all ranks choose alike
+    alone_us: float  # µs of the matmul alone
+    comm_us: float  # µs of the collective by NCCL alone
     hiding: Hiding
     estimated: bool  # a curve was not measured
     why: str  # one sentence
@@ -234,7 +234,7 @@ def choose_matmul(
 ) -> MatmulPlan:
     """Return the simplest execution predicted to take within `MARGIN` of the best time; torch's is the simplest.
 
-    Rank 0's predictions decide the mechanism, and the pieces are those of `rank`: ranks that are given the same
+    Rank 0's predictions decide the mechanism, and the pieces are for `rank`: ranks that are given the same
     curves and figures choose alike, which they must.
 
     Args:

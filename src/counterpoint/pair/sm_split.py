@@ -60,7 +60,7 @@ class SmLayout:
 
     @classmethod
     def even(cls, num_sms: int, chip: Chip | None = None) -> SmLayout:
-        """Return a layout of GPCs as equal as whole TPCs (pairs of SMs) allow: 132 SMs are 6 of 16 and 2 of 18."""
+        """Return a layout of GPCs as equal as whole TPCs (pairs of SMs) allow: 132 SMs are 6 GPCs of 16 and 2 of 18."""
         if num_sms < 2 or num_sms % 2:
             raise Misconfigured(f"{num_sms} SMs cannot be laid out; give an even number, such as 132 for an H200")
         chip = chip or default_profile().chip
@@ -89,7 +89,7 @@ class SmLayout:
 
 
 def _cluster(blocks: int, wanted: int) -> int:
-    """Return the cluster size `wanted`, or 1 if it does not divide the grid (NCCL and cuBLAS then use none)."""
+    """Return the cluster size `wanted`, or 1 if it does not divide the grid (NCCL and cuBLAS then use no clusters)."""
     return wanted if blocks % wanted == 0 else 1
 
 

@@ -61,7 +61,7 @@ class Pair:
     num_ctas: int  # CTAs of the collective, one SM each; 0 for copy engines
     world_size: int  # ranks
     layout: SmLayout  # SMs of the GPU
-    order: Order = "together"  # which side is launched first
+    order: Order = "together"  # whether GEMMs or collective are launched first
 
 
 def together_us(pair: Pair, profile: Profile, model: Model | None = None, *, gemm_sms: int | None = None) -> float:
@@ -186,7 +186,7 @@ class SmShares:
 
     waiting_ctas: int  # CTAs of the collective that find no SM beside a resident kernel
     sms_beside: int  # SMs that a kernel can use while the collective is resident
-    waiting_us: float = math.inf  # time that CTAs which waited still need once they start; at most the collective's
+    waiting_us: float = math.inf  # time that waiting CTAs need once they start; at most the collective's
     compute_slowdown: float = 1.0  # factor on a kernel's time at equal SMs, by memory bandwidth and power
     comm_slowdown: float = 1.0  # factor on the collective's time
 

@@ -154,7 +154,7 @@ class CpuCall(HostWork):
             raise
 
     def finish(self) -> None:
-        """Send the remaining partitions of the input, and wait for those of the output; see `PartitionedWork`."""
+        """Send the remaining partitions of the input, and wait for all of the output; see `PartitionedWork`."""
         self.ready(len(self.sent))
         self.arrived(len(self.received))
         self.is_finished = True

@@ -47,7 +47,7 @@ class CudaContext:
     events: EventPool  # events of the device
     order: StreamOrder  # records which streams use which memory
     flags: FlagLayout  # says where the flag words lie
-    watchdog: Watchdog  # looks at the ranks' processes and statuses
+    watchdog: Watchdog  # checks the ranks' processes and statuses
     waiter: PeerWaiter  # lets the host wait for peers
     failure: Failure  # holds the error that ended this communicator
     growth: Growth  # makes regions of symmetric memory
@@ -207,7 +207,7 @@ class CudaWork:
     `finish`; `record` shows the call in this rank's status.
     """
 
-    begun_s: float | None = None  # monotonic time when the watch first saw that it had begun
+    begun_s: float | None = None  # monotonic time at which the watch first saw that the call had begun
     _left = 0  # number of partitions of the input that were let leave
     _come = 0  # number of partitions of the output that a stream waits for
 

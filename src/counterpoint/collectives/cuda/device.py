@@ -219,7 +219,7 @@ class Gpu:
         """Return whether this GPU is torch's current device in the calling thread, which then has the GPU's context.
 
         Torch counts device 0 as current in a new thread, such as autograd's, which has no context until its first
-        kernel, so that the driver would refuse to make an event there. Such a thread gets the context here, once.
+        kernel, so that the driver would refuse to make an event. Such a thread gets the context here, once.
         """
         if self._current_device() != self.device.index:
             return False

@@ -54,7 +54,7 @@ def in_context(
 
 
 class StreamPoint:
-    """Marks a point of a stream: the end of all work that was queued there before.
+    """Marks a point of a stream: the end of all work that was queued on the stream before.
 
     When this object dies, in any thread, its event goes back to `free`, which needs no driver call. `serial` is larger
     than that of every earlier point. `capture` is the id of the graph capture that holds the point; 0: none.
@@ -167,7 +167,7 @@ class Executor:
         return self.stream()
 
     def stream(self) -> Any:
-        """Return a new stream of the highest priority, used by this executor alone until the executor is closed."""
+        """Return a stream of the highest priority that no other executor uses until this executor is closed."""
         if not self._spare:
             flags, (_, highest) = self.driver.CUstream_flags, self.call("cuCtxGetStreamPriorityRange")
             for _ in range(_STREAMS_AT_ONCE):

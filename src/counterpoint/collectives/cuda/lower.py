@@ -51,8 +51,8 @@ class Addresses:
         Misconfigured: the address of flags is no multiple of 4 bytes.
     """
 
-    input: int = 0  # this rank's only; not needed if the call is in place
-    output: tuple[int, ...] = ()  # by rank; 0 for a rank that this one does not write to
+    input: int = 0  # of this rank only; not needed if the call is in place
+    output: tuple[int, ...] = ()  # by rank; 0 for a rank whose output this rank does not write
     staging: tuple[int, ...] = ()  # by rank, for calls that reduce
     output_flags: tuple[int, ...] = ()  # by rank, flag words of `output`
     staging_flags: tuple[int, ...] = ()  # by rank, flag words of `staging`

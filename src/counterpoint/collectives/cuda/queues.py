@@ -104,7 +104,7 @@ class CallQueue:
         self._cache.close()
 
     def _end_partitions(self, cut: CudaWork) -> None:
-        """Record that `cut`, a call in partitions, ended as the queue's latest call; raise if `cut` is not finished."""
+        """Record the end of `cut`, a call in partitions, as the queue's latest end; raise if `cut` is not finished."""
         if not cut.is_finished:
             raise unfinished(cut.current)
         self.last[cut.ended.capture], self._cut = cut.ended, None

@@ -250,7 +250,7 @@ def _addresses(bases: tuple[int, ...], rank: int, own: int) -> tuple[int, ...]:
 class FlagLayout:
     """Says where the flag words of a GPU lie: in one region, with the same layout on every rank.
 
-    First come the flags of output and of staging for each channel, then those of the mailbox, if it has slots, and of
+    First come the flags of output and of staging for each channel, then flags of the mailbox, if it has slots, and of
     each early-release block. Between calls `ready` of staging, of slots and of free blocks is 1, all other flags are 0.
     All ranks make this together; a peer may write flags only when all ranks have made theirs.
     """

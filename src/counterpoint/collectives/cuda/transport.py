@@ -47,7 +47,7 @@ _MOST_S = 10.0  # seconds that released streams may take to reach their ends
 class Watch:
     """Runs the thread that watches the calls of one communicator.
 
-    Each of `queues` lists the calls that it has issued; this removes those that have ended. `side` sets the
+    Each of `queues` lists the calls that it has issued; this removes ended calls. `side` sets the
     flags that stuck calls wait for; its `side_stream` never waits for a peer.
     """
 

@@ -24,8 +24,8 @@ class _CallLine:
 
     own: RankStatus
     records: list[Any]
-    peers: list[tuple[int, RankStatus, list[Any]]]  # rank, its line, its records
-    free_below: int = 0  # calls below this number may take their slot: no peer reads what was in it
+    peers: list[tuple[int, RankStatus, list[Any]]]  # each peer's rank, line and records
+    free_below: int = 0  # calls below this number may take their record: no peer reads the old content
 
 
 class Announcer:

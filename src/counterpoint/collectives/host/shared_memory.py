@@ -110,7 +110,7 @@ def flag_index(flag: Flag, world_size: int) -> int:
 def new_status(kind: type[ctypes.Structure], buffer: Any, world_size: int, channels: int) -> RankStatus:
     """Return a rank's status in fresh memory, with every flag at its value between calls.
 
-    Staging and early-release blocks are empty, so every peer may push there: their `ready` flags are 1.
+    Staging and early-release blocks are empty, so every peer may push into them: their `ready` flags are 1.
     """
     status: RankStatus = kind.from_buffer(buffer)
     for peer in range(world_size):

@@ -46,14 +46,14 @@ class PeerStatus:
     """Records what a peer's status and the peer's process show about one call of this rank."""
 
     rank: int  # of the peer, as errors name it
-    latest: int = 0  # number of its latest call on the line in question
-    same: str | None = None  # its call with the number in question; None if it has not made it
-    now: str = "no call"  # the call that it is in, or was in last, in words
-    crossed: bool = False  # it is in a call on the same channel which this rank has not made
-    alive: bool = True  # its process has not ended
+    latest: int = 0  # number of the peer's latest call on the line in question
+    same: str | None = None  # the peer's call with the number in question; None: not made yet
+    now: str = "no call"  # the call that the peer is in, or was in last, in words
+    crossed: bool = False  # the peer is in a call on the same channel which this rank has not made
+    alive: bool = True  # the peer's process has not ended
     state: int = 0  # RUNNING, CLOSED or FAILED
-    reason: str = ""  # why it failed
-    culprits: tuple[int, ...] = ()  # the ranks because of which it failed
+    reason: str = ""  # why the peer failed
+    culprits: tuple[int, ...] = ()  # the ranks because of which the peer failed
 
 
 def verdict(

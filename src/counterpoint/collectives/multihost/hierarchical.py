@@ -14,7 +14,7 @@ It runs the phases of `phases.py`. Rules that hold for every operation:
   order of the group's library, or in a reduce_scatter in host order. All ranks get the same bits.
 - A communicator that has failed once raises that error in every later call; the ranks of its host get an error, too.
 - On a GPU a call runs on the current stream, with `async_op=True` on a stream of its own after the work queued on the
-  current one; `Work.wait` lets the current stream wait. The phases run on the streams of the two groups.
+  current one; `Work.wait` makes the current stream wait. The phases run on the streams of the two groups.
 
 **Not run on GPUs, nor on more than one host, yet**: proved and simulated, and run on CPUs as groups of one host.
 """

@@ -8,8 +8,8 @@ host by host.
 Every byte that has to leave a host does so once, split evenly over the rails. The output of a phase lies where the next
 phase reads it: no phase copies data within a rank, except for own blocks in an all_to_all and in an all_gather out of
 place. If one call gathered the blocks of all hosts, a copy would be needed to put them in order; so the hosts exchange
-them pair by pair, straight to their places, and the blocks of each host are passed on inside while those of the next
-one arrive. The phases, and which of them run at the same time:
+them pair by pair, straight to their places, and the blocks of each host are passed on inside while the next host's
+arrive. The phases, and which of them run at the same time:
 
 | operation | phases | at the same time |
 |---|---|---|
@@ -73,10 +73,10 @@ class Phase:
 
     level: Level  # which of the rank's two groups makes the call; here: none, this rank adds up `summands`
     call: Call  # the collective; its ranks are counted within the group
-    input: Span  # where its input lies in the rank's buffers; the same as `output` if the call is in place
-    output: Span  # where its output lies
-    after: tuple[int, ...] = ()  # numbers of this rank's phases that have to end before it begins
-    place: int = 0  # of a phase `here`: how many parts of the input come before the output in the sum
+    input: Span  # where the phase's input lies in the rank's buffers; the same as `output` if the call is in place
+    output: Span  # where the phase's output lies
+    after: tuple[int, ...] = ()  # numbers of this rank's phases that have to end before this phase begins
+    place: int = 0  # in a phase `here`: how many parts of the input come before the output in the sum
 
     def summands(self) -> tuple[Span, ...]:
         """Return the spans that a local sum adds up, in host order: other hosts' in input, this host's in output."""

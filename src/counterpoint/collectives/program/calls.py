@@ -59,13 +59,13 @@ class Call:
     """Represents a collective with the sizes of its blocks; equal on all ranks.
 
     `own` says how a rank's block for itself gets to its output. `in_place`: input is a view of output (or output of
-    input), so the block is there already; `copy`: by a local copy, which needs an SM; `consumer`: it stays in input,
-    where the reader of output has to look for it.
+    input), so the block is in output already; `copy`: by a local copy, which needs an SM; `consumer`: it stays in
+    input, where the reader of output has to look for it.
     """
 
     layout: BlockLayout
     sizes: tuple[tuple[int, ...], ...]  # as `Sizes`
-    root: int | None = None  # of broadcast, scatter and gather
+    root: int | None = None  # root of a broadcast, scatter or gather
     own: Own = "copy"
 
     @property

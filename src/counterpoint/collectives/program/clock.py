@@ -1,7 +1,7 @@
 """Simulate the programs of all ranks to predict how long a call takes on a machine with given rates.
 
 The model: the host issues one step after the other; a step of a lane begins when the one before it has ended; a copy
-costs a fixed time and that of its bytes, which share the receiver's link with other copies into it; a reduction or a
+costs a fixed time plus its bytes' time, which share the receiver's link with other copies into it; a reduction or a
 local copy moves its bytes through device memory, and begins only when SMs are free. Other steps cost the latency of a
 flag. Between hosts (`HostNetwork`) bytes share the network cards, and every message needs SMs.
 """
@@ -128,7 +128,7 @@ class _Flow:
 
     target: int
     left: float
-    far: bool = False  # to another host
+    far: bool = False  # whether the bytes go to another host
     lane: _Lane | None = None
 
 

@@ -45,7 +45,7 @@ class Mailbox:
 
     world_size: int
     slot_bytes: int  # size of a slot, the largest piece of a message
-    slots: int = SLOTS  # for each other rank
+    slots: int = SLOTS  # slots for each other rank
 
     def __post_init__(self) -> None:
         if self.slots < 1 or self.slot_bytes < 1 or self.slot_bytes % ALIGNMENT:

@@ -74,8 +74,8 @@ def measured_by(means: Means) -> tuple[str, ...]:
 def even_call(name: str, world_size: int, num_bytes: int, *, root: int = 0, own: Own | None = None) -> Call:
     """Return a call of the collective `name` on blocks of equal size; raise `Misconfigured` if that is impossible.
 
-    `num_bytes` are those of the full array, as nccl-tests counts: the largest tensor of a rank. `own` is as in `Call`;
-    None: the first that the collective allows.
+    `num_bytes` is the size of the full array, as nccl-tests counts: the largest tensor of a rank. `own` is as in
+    `Call`; None: the first that the collective allows.
     """
     row = find_operation(name)
     sizes = row.sizes(world_size, num_bytes, root)

@@ -3,7 +3,7 @@
 Sums are made in ascending rank order, in float32 for bfloat16 and float16 and in the dtype itself otherwise, and
 rounded once at the end: the same bits on every rank and in every run. NCCL rounds at every hop.
 
-Shards are pushed into staging chunk by chunk, and added up from there as they arrive.
+Shards are pushed into staging chunk by chunk, and added up from staging as they arrive.
 A chunk is reduced, on a lane of its own, as soon as it has arrived from every rank, while the next is on the links.
 """
 

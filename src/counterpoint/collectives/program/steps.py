@@ -58,7 +58,7 @@ class Tuning:
             Nothing hides the reduction of the last chunk. Multiple of 16.
         arrivals: `each`: a signal after every copy, so that a consumer can start on it; `together`: the signals of a
             chunk in one batch, after its last copy: fewer steps. Reductions need all ranks' chunks: always together.
-        peers_first: with `arrivals="each"`, push all chunks for one peer before those for the next.
+        peers_first: with `arrivals="each"`, push all chunks for one peer before chunks for the next.
         relay_bytes: from this size on, a broadcast gives each rank one part, and that rank passes it on to the others.
         turn_bytes: chunks of this size and more are pushed in turns, so that ranks which do not begin together never
             push to one receiver at once (`LinkTurns`), where every rank sends as much to every other; None: no chunk.
@@ -299,9 +299,9 @@ class Partitions:
 
     begin: tuple[Step, ...]  # before the first push: `release` without early release, and waits until peers are ready
     sent: tuple[BlockPartition, ...]  # partitions of the input
-    sends: tuple[tuple[Step, ...], ...]  # push each of them; they may run when the caller has written the partition
+    sends: tuple[tuple[Step, ...], ...]  # steps that push each; may run when the caller has written the partition
     received: tuple[BlockPartition, ...]  # partitions of the output
-    receives: tuple[tuple[Step, ...], ...]  # wait for each of them, after which the caller may read it
+    receives: tuple[tuple[Step, ...], ...]  # steps that wait for each; after them the caller may read the partition
 
     @property
     def steps(self) -> tuple[Step, ...]:

@@ -55,11 +55,11 @@ class Submission:
     text: str  # the call in words, which have to be equal on all ranks
     channel: int  # channel that runs it
     line: int  # line of the status that counts it: a peer's rank, or world_size for calls of all ranks
-    call: Call | UnevenSplits | None = None  # with uneven splits, `Call` is known only from the rows of all ranks
-    program: Program | None = None  # this rank's; None with uneven splits, or of a message
-    message: Message | None = None  # through a mailbox; `channel` is then the one that counts the line's messages
-    meets: bool = False  # all ranks announce and compare it before any begins
-    async_op: bool = False  # the caller does not wait for it
+    call: Call | UnevenSplits | None = None  # with uneven splits, the `Call` is made once all ranks' rows are known
+    program: Program | None = None  # this rank's program; None with uneven splits, or for a message
+    message: Message | None = None  # message through a mailbox; `channel` is then the channel that counts its line
+    meets: bool = False  # all ranks announce and compare the call before any rank begins it
+    async_op: bool = False  # the caller does not wait for the call
     partitioned: Literal["no", "output", "both"] = "no"  # the caller takes output, or also supplies input, by pieces
     reduction: Reduction | None = None  # how values are combined, if the call reduces
     layout: TensorLayout = ()  # where the tensors of a call lie in its buffers, if there are several
@@ -74,7 +74,7 @@ class Submission:
     overlaps: bool = False  # the input shares bytes with the output and is not in place, so that a copy must be sent
     epoch: int = 0  # `Transport.epoch` when this was made; after a new region an address may mean something else
     words: bytes = field(init=False)  # `text` as a status shows it: the first 159 bytes
-    row: tuple[int, ...] = field(init=False)  # bytes that it sends to each rank, if they do not know them yet; else ()
+    row: tuple[int, ...] = field(init=False)  # bytes sent to each rank, if peers do not know these yet; else ()
     prepared: dict[bool, Any] = field(init=False)  # the transport's driver calls, by whether they have a handshake
 
     def __post_init__(self) -> None:
