@@ -11,10 +11,10 @@ Rules that hold for every operation:
   only these two need the same order. Ranks are counted within the group.
 - A channel runs its calls one after the other; different channels run at the same time, as do different communicators.
 - The input may be in any memory; if it is not contiguous, or shares bytes with the output and is not in place, a copy
-  of it is sent. The output is contiguous. One that is not from `empty` costs a copy of its bytes: peers cannot write
-  there, so they write to a buffer of the channel (its landing), from which it is copied.
+  of it is sent. The output is contiguous. An output that is not from `empty` costs a copy: peers cannot write into
+  it, so they write to a buffer of the channel (the landing), from which the output is copied.
 - On a GPU a call runs on the current stream; with `async_op=True` it runs on the channel's own stream, after the work
-  queued on the current one, and `Work.wait` lets the current stream wait, not the host.
+  queued on the current stream, and `Work.wait` makes the current stream wait, not the host.
 - On a GPU, calls of any channel and `empty` come in the same order on all ranks if they make symmetric memory grow,
   since ranks meet to allocate it. A graph uses its buffers at every replay, so captured buffers are never reused.
 - A process forked from a rank (such as a DataLoader worker) may exit at any time, and must not make calls.
@@ -50,12 +50,12 @@ if TYPE_CHECKING:
 
 
 class EvenCollectives:
-    """Declares the collectives on blocks of equal size, which `Communicator` and `HierarchicalCommunicator` both run.
+    """Declares the collectives on equal blocks that both `Communicator` and `HierarchicalCommunicator` run.
 
     Every method takes tensors of any dtype (reductions: see `reduce_scatter`), equal on all ranks in size and dtype.
     Sizes are in elements where shapes are given, else in bytes. Two arguments of all methods are explained here only:
 
-    - `channel` runs the call, after the calls that the channel was given before.
+    - `channel` runs the call, after the channel's earlier calls.
     - With `async_op` a method returns the call's `Work` at once; else it returns None when the output may be read.
 
     `Misconfigured` is raised if tensors or options do not fit a call, `PeerTimeout` if a rank died or did not make the
@@ -152,11 +152,11 @@ class EvenCollectives:
         return self._submit(request.uneven_all_to_all, output, input, channel, async_op, leave_own, *sizes)
 
     def broadcast(self, tensor: Tensor, src: int = 0, *, channel: int = 0, async_op: bool = False) -> Work | None:
-        """Copy the contiguous tensor of rank `src` to all ranks; `src` sends a large one once, others pass it on."""
+        """Copy the contiguous tensor of rank `src` to all ranks; a large one leaves `src` once, and others relay it."""
         return self._submit(request.even_blocks_of, tensor, None, channel, async_op, "broadcast", src)
 
     def barrier(self, *, channel: int = 0, async_op: bool = False) -> Work | None:
-        """Wait until every rank has made this call; on a GPU the current stream waits, and the host does not."""
+        """Wait until every rank has made this call; on a GPU the current stream waits, not the host."""
         return self._submit(request.even_blocks_of, None, None, channel, async_op, "barrier")
 
 
@@ -176,8 +176,8 @@ class Communicator(EvenCollectives):
             GPUs whenever symmetric memory grows.
         device: where all tensors are; None: this process's current GPU if the group has NCCL, else the CPU.
         before_step: on CPUs, called before every step of a program, in a thread of the channel; for tests.
-        names: numbers by which errors call the ranks, such as those of a larger group; None: their ranks in the group.
-        options: its options; None: the defaults.
+        names: numbers by which errors call the ranks, such as ranks in a larger group; None: their ranks in the group.
+        options: options of the communicator; None: the defaults.
 
     Raises:
         Unsupported: the ranks of this group cannot share memory; `available` returns the same reason.
@@ -248,13 +248,13 @@ class Communicator(EvenCollectives):
         self._transport.watchdog.timeout_s = timeout_s
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None, early_release: bool = False) -> Tensor:
-        """Return an uninitialised, contiguous tensor in symmetric memory: as an output it costs no copy.
+        """Return an uninitialised, contiguous tensor in symmetric memory: as an output it needs no copy from a buffer.
 
         Its memory is reused when the last view of it has died. Ranks that make and drop tensors in the same order have
-        them at the same offset; on GPUs they must, since peers write there. On a GPU, use the tensor on the current
+        them at the same offset; on GPUs they must, since peers write into them. On a GPU, use the tensor on the current
         stream: its memory is reused after the work queued so far on that stream, on the streams of calls with it, and
-        on those of `record_stream`. `dtype` None is torch's default. `Unsupported` is raised for more than `max_bytes`,
-        or more than the machine has.
+        on streams given to `record_stream`. `dtype` None is torch's default. `Unsupported` is raised for more than
+        `max_bytes`, or more than the machine has.
 
         With `early_release` the peers are told that the memory is free when the tensor has died (at the latest with
         this rank's next call or `empty`), not when the next call begins, which saves that call a round trip. So peers
@@ -285,16 +285,16 @@ class Communicator(EvenCollectives):
         return self._transport.memory_pool()
 
     def record_stream(self, tensor: Tensor, stream: torch.cuda.Stream | None = None) -> None:
-        """Record that `stream` uses a tensor from `empty`, or a view of it, outside a communicator's calls; GPUs only.
+        """Record that `stream` uses a tensor from `empty`, or a view of one, outside a communicator's calls; GPUs only.
 
-        `stream` None is the current one. The memory is not reused before the work queued there has ended.
+        `stream` None is the current one. The memory is not reused before the work queued on `stream` has ended.
         """
         self._transport.record_stream(tensor, stream)
 
     def all_gather_coalesced(
         self, outputs: Tensors, inputs: Tensors, *, channel: int = 0, async_op: bool = False
     ) -> Work | None:
-        """Run several all_gathers as one call, with one handshake and one set of arrival signals for all.
+        """Run several all_gathers as one call, with a single handshake and a single set of arrival signals.
 
         In place if each input is this rank's block of its output.
 
@@ -356,9 +356,9 @@ class Communicator(EvenCollectives):
     def partitioned_all_to_all(
         self, output: Tensor, input: Tensor, *, dim: int = 0, chunk_rows: int, channel: int = 0
     ) -> PartitionedWork:
-        """Split the input along a dimension and send part r to rank r, chunk by chunk as the caller writes it.
+        """Split the input along a dimension and send block r to rank r, chunk by chunk as the caller writes the input.
 
-        This rank's own part stays in `input`.
+        This rank's own block stays in `input`.
 
         Args:
             output: tensor of `empty`, `[world_size, ...]`; block r is from rank r.
@@ -375,7 +375,7 @@ class Communicator(EvenCollectives):
     def scatter(
         self, tensor: Tensor, input: Tensor | None = None, src: int = 0, *, channel: int = 0, async_op: bool = False
     ) -> Work | None:
-        """Send block r of the input of rank `src` to rank r, where it is written into the contiguous `tensor`.
+        """Send block r of the input of rank `src` to rank r, into the contiguous `tensor` of rank r.
 
         `input` is `[world_size, *tensor.shape]` on rank `src`, None on the others.
         """
@@ -411,7 +411,7 @@ class Communicator(EvenCollectives):
     def send_recv(
         self, output: Tensor, input: Tensor, peer: int, *, channel: int = 0, async_op: bool = False
     ) -> Work | None:
-        """Send a tensor to rank `peer` and receive one from it at the same time; `peer` calls `send_recv`, too.
+        """Send a tensor to rank `peer` and receive one from `peer` at the same time; `peer` calls `send_recv`, too.
 
         `output` is contiguous, of the size that `peer` sends, and on a GPU from `empty`; `input` has its dtype.
         """
@@ -429,7 +429,7 @@ class Communicator(EvenCollectives):
         channel: int = 0,
         async_op: bool = False,
     ) -> Work | None:
-        """Run any collective of `OPERATIONS`, by its name, on blocks of equal size.
+        """Run the collective `name`, a key of `OPERATIONS`, on blocks of equal size.
 
         Args:
             name: name of the collective, such as `all_gather`.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class GpuStandIn(Protocol):
-    """Describes an object that tests pass as `device` in place of a `Gpu`; it also has the other methods of `Gpu`."""
+    """Describes an object that tests pass as `device` in place of a `Gpu`, with all methods of `Gpu`."""
 
     device: torch.device
     driver: Any
@@ -50,7 +50,7 @@ def available(group: ProcessGroup | None = None, *, device: Device = None, share
 
 
 def device_profile(group: ProcessGroup | None, device: Device, profile: Profile | str | Path | None) -> Profile:
-    """Return the machine's measured `Profile`, by which a communicator plans its calls; all ranks call this together.
+    """Return the `Profile` (measured rates) with which a communicator plans calls; all ranks call this together.
 
     `profile` is a profile, or the path of one; None: the file that COUNTERPOINT_PROFILE names, else the profile shipped
     for this GPU. An error on one rank, such as a profile of another GPU, is raised on all.
@@ -101,7 +101,7 @@ def open_transport(
 
 
 def _gpu(group: ProcessGroup | None, device: Device) -> Any:
-    """Return the `Gpu` that `device` names, or `device` itself if it stands in for a `Gpu`; None for the CPU."""
+    """Return the `Gpu` that `device` names, or `device` itself if it is a `GpuStandIn`; None for the CPU."""
     import torch
     import torch.distributed as dist
 
@@ -136,7 +136,7 @@ def _on_cpu(
 def _on_gpu(
     group: ProcessGroup | None, gpu: Any, options: CommunicatorOptions, profile: Profile, names: Sequence[int] | None
 ) -> Transport:
-    """Open the GPU transport with extra channels: one for ranks to meet before memory grows, two to count messages."""
+    """Open the GPU transport, with extra channels: one to meet before memory grows, two to count messages."""
     from counterpoint.collectives.cuda.transport import CudaTransport
 
     channels = options.channels + (1 if options.mailbox_bytes is None else 3)
@@ -152,7 +152,7 @@ def _on_gpu(
 def _joined(
     group: ProcessGroup | None, channels: int, max_bytes: int, timeout_s: float, names: Sequence[int] | None
 ) -> Iterator[tuple[SharedMemory, Watchdog]]:
-    """Yield shared memory that all ranks have mapped and a watchdog of their processes; close both on an error."""
+    """Yield shared memory mapped by all ranks and a watchdog of the ranks' processes; close both on an error."""
     rank, world_size = membership(group)
     memory = raise_together(
         group, lambda: SharedMemory(world_size=world_size, rank=rank, channels=channels, max_bytes=max_bytes)

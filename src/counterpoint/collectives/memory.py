@@ -1,4 +1,4 @@
-"""Define symmetric memory (this rank's memory, which peers have mapped, too) and pools of tensors in it.
+"""Define symmetric memory (memory of one rank that all peers have mapped) and pools that make tensors in it.
 
 Programs name memory by buffer and offset. A `Location` says where in a rank's symmetric memory a buffer begins; it
 means the same to every rank, while an address is valid in one process only. `Pool` makes the tensors of `empty`;
@@ -34,7 +34,7 @@ BLOCK_BYTES = 512  # divides blocks' sizes and offsets: no two tensors share a c
 
 @dataclass(frozen=True, slots=True, order=True)
 class Location:
-    """Names a byte of a rank's symmetric memory, by the number of its region and the offset in bytes."""
+    """Names a byte of a rank's symmetric memory, by a region's number and the byte's offset in that region."""
 
     region: int
     offset: int
@@ -53,10 +53,10 @@ class SymmetricMemory(Protocol):
         """Make a region of zeros, and return its number."""
 
     def release(self, region: int) -> None:
-        """Free a region that this rank no longer uses; a later region may get its number."""
+        """Free a region that this rank no longer uses; a later region may get the same number."""
 
     def address(self, rank: int, at: Location, num_bytes: int) -> int:
-        """Return the address at which bytes of `rank` are mapped here; raise `Misconfigured` if no region has them."""
+        """Return the address in this process of `num_bytes` at `at` of `rank`; raise if they lie in no region."""
 
     def locate(self, address: int, num_bytes: int) -> Location | None:
         """Return the location of the `num_bytes` at `address`; None if they are not in this rank's symmetric memory."""
@@ -73,16 +73,16 @@ NotReusable: TypeAlias = Literal["later", "never"]
 
 
 class ReusePolicy(Protocol):
-    """Decides when the memory of a dead tensor may be used again, on a device whose streams run behind the host."""
+    """Decides when a dead tensor's memory may be reused on a device whose streams run asynchronously to the host."""
 
     def freed(self, at: Location, num_bytes: int) -> tuple[Any, ...] | NotReusable:
-        """Return the work that must end before the freed bytes at `at` are reused, or "later" or "never"."""
+        """Return the work that must end before the freed bytes at `at` are reused; "later" (ask again), or "never"."""
 
     def taken(self, at: Location, after: tuple[Any, ...]) -> None:
-        """Let the next user of the bytes at `at` wait for the work in `after`."""
+        """Make the next user of the bytes at `at` wait for the work in `after`."""
 
     def merged(self, one: tuple[Any, ...], other: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the work that must end before a block that was joined from two free blocks is reused."""
+        """Return the work that must end before a block joined from two free blocks is reused."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -93,7 +93,7 @@ class _Block:
 
 
 class Pool:
-    """Makes tensors in symmetric memory, at the lowest free place; the place is free again when the last view dies.
+    """Makes tensors in symmetric memory, at the lowest free offset; a tensor's memory is freed when its last view dies.
 
     A tensor's place depends only on which others are alive, so ranks that make and drop tensors in the same order have
     them at the same offsets. Regions are added as needed and kept: the first has `region_bytes`, further ones are
@@ -128,7 +128,7 @@ class Pool:
         return storage.view(dtype).view(shape)
 
     def reserve(self) -> None:
-        """Make the first region now instead of at the first tensor; on a GPU all ranks call this together."""
+        """Allocate the first region now, not at the first tensor; on a GPU all ranks call this together."""
         with self._lock:
             self._grow(0)
 
@@ -157,7 +157,7 @@ class Pool:
         insort(self._free, _Block(Location(region, 0), size // BLOCK_BYTES * BLOCK_BYTES))
 
     def _collect(self) -> None:
-        """Put the blocks of dead tensors back among the free ones, and join neighbours."""
+        """Return the blocks of dead tensors to the free list, and join adjacent free blocks."""
         if not self._dropped:
             return
         for _ in range(len(self._dropped)):
@@ -179,16 +179,16 @@ class Pool:
 
 
 def next_region_bytes(last: int) -> int:
-    """Return the next region's size: twice that of the last one, up to 256 MiB, but never less than that of the last.
+    """Return the next region's size: twice the last region's, up to 256 MiB, but never less than the last region's.
 
-    A larger tensor gets a region of its own size, which does not count as the last one here: if it did, a model's
+    A larger tensor gets a region of its own size, which does not count as the last region here: if it did, a model's
     largest layer would cost three times its memory.
     """
     return max(last, min(2 * last, _MOST_BYTES))
 
 
 class GrowableRegion:
-    """Holds one region of symmetric memory, and replaces it by a larger one when it is too small.
+    """Holds one region of symmetric memory, and replaces it by a larger region when a call needs more.
 
     `release` frees the old region; None: it is kept, since a graph or a prepared call may hold its addresses.
     """
@@ -203,7 +203,7 @@ class GrowableRegion:
         return num_bytes <= self.num_bytes
 
     def grow_to(self, num_bytes: int) -> bool:
-        """Make the region at least `num_bytes` large; return whether a new region was made (equal on all ranks)."""
+        """Make the region at least `num_bytes` large; return True if that took a new region, equally on all ranks."""
         if self.fits(num_bytes):
             return False
         if self.region >= 0 and self._release is not None:
@@ -214,7 +214,7 @@ class GrowableRegion:
 
 
 def _grown(num_bytes: int) -> int:
-    """Return the bytes of a region for `num_bytes`: a power of two up to 64 MiB, then a multiple of 64 MiB."""
+    """Round `num_bytes` up to a region's size: a power of two up to 64 MiB, above that a multiple of 64 MiB."""
     if num_bytes <= _STEP_BYTES:
         return max(_SMALLEST_BYTES, 1 << (num_bytes - 1).bit_length())
     return -(-num_bytes // _STEP_BYTES) * _STEP_BYTES
@@ -225,14 +225,14 @@ _MOST_WASTE = 2  # a free block may be at most this many times as large as the t
 
 @dataclass(eq=False, kw_only=True, slots=True)
 class EarlyBlock:
-    """Represents a block of symmetric memory of fixed size, which holds one output at a time."""
+    """Represents a fixed-size block of symmetric memory for one early-release output at a time."""
 
-    number: int  # selects its flag words; the same on all ranks
-    part: int  # index of its region among those of the pool
-    at: Location  # where it begins
-    num_bytes: int  # its size
-    ready: bool = True  # peers have been told that it is free; no call has used it since
-    uses: Any = None  # work that must end before it is used again; the transport sets it (GPU: `StreamPoint`s)
+    number: int  # selects the block's flag words; the same on all ranks
+    part: int  # index of the block's region among the pool's regions
+    at: Location  # where the block begins
+    num_bytes: int  # size of the block
+    ready: bool = True  # peers have been told that the block is free; no call has used it since
+    uses: Any = None  # work that must end before the block is reused; set by the transport (GPU: `StreamPoint`s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,18 +244,18 @@ class EarlyUse:
 
     @property
     def handshake(self) -> bool:
-        """Return whether the next call needs a handshake, since a call has used the block after its last release."""
+        """Return whether the next call needs a handshake: True if a call has used the block since its release."""
         return not self.block.ready
 
     def __str__(self) -> str:
-        """Return the block and offset in words, which have to be equal on all ranks."""
+        """Return the block and offset as text, which must be equal on all ranks."""
         return f" into early-release block {self.block.number} + {self.offset}"
 
 
 class EarlyPool:
-    """Makes tensors whose memory peers may write as soon as the tensors die.
+    """Makes output tensors with early release: peers may write a tensor's memory as soon as the tensor dies.
 
-    `create` makes a region (None: `memory.create` does), the first one of `region_bytes`; further ones grow as those of
+    `create` makes a region (None: `memory.create` does), the first one of `region_bytes`; further regions grow as in
     `Pool`. `release` is called with a block whose tensor has died, in the thread of the next `empty` or `collect`; it
     signals the peers, or returns why it does not. `taken` is called with a block that a new tensor takes.
     """

@@ -14,7 +14,7 @@ from counterpoint.machine.profile import Profile
 
 @dataclass(frozen=True, kw_only=True)
 class CommunicatorOptions:
-    """Holds the options of a `Communicator`; all but `timeout_s`, `graphs`, `sum_sms` must be equal on all ranks.
+    """Holds the options of a `Communicator`; all but `timeout_s`, `graphs` and `sum_sms` must be equal on all ranks.
 
     Args:
         channels: how many calls can run at the same time; a call runs on the channel that its `channel=` names.
@@ -23,10 +23,10 @@ class CommunicatorOptions:
         max_bytes: most symmetric memory of this rank; None: an eighth of the host's memory, on a GPU no limit.
         chunk_bytes: smallest piece in which blocks are sent and reduced, a multiple of 16; large blocks are sent in
             larger pieces. None: what is best for the device.
-        staging_bytes: most staging that a channel keeps for reduce_scatters; one that needs more runs in up to 1024
-            slices. None: as much as the largest needs, (n - 1) / n of its input.
+        staging_bytes: most staging that a channel keeps for reduce_scatters; a larger one runs in up to 1024 slices.
+            None: as much as the largest reduce_scatter needs, (n - 1) / n of its input.
         mailbox_bytes: on GPUs, room for messages from each other rank, made at once; `send` and `recv` go through it,
-            so that sends need no SM and may come before their `recv`. A multiple of 64; None: there is no such room.
+            so that sends need no SM and may come before their `recv`. A multiple of 64; None: no such room.
         reserve_bytes: size of the first region of `empty`, which is then allocated at once; None: when first needed.
         graphs: on GPUs, replay a repeated call from a CUDA graph; None: yes.
         sum_sms: on GPUs, most SMs that the sum kernel of a reduction runs on, with one large block each, so that it
@@ -34,7 +34,7 @@ class CommunicatorOptions:
         share_gpu: on GPUs, let several ranks use one GPU: values and order are right, times are not; None: only where
             `counterpoint rehearse` runs the script.
         profile: measured figures of this machine, or their file; None: the file that the variable COUNTERPOINT_PROFILE
-            names, else the figures shipped for this GPU, else those of H200. `repr` of the communicator says which
+            names, else the figures shipped for this GPU, else H200's. `repr` of the communicator says which
             are assumed.
 
     Raises:

@@ -11,14 +11,14 @@ from counterpoint.errors import Misconfigured, PeerTimeout
 
 
 class Work(Protocol):
-    """Represents a started collective; until it has ended, its outputs must not be read nor its inputs overwritten.
+    """Represents a started collective; do not read outputs or overwrite inputs before the collective has ended.
 
-    Only this object keeps the call's tensors alive, until `wait`. So the caller's code alone decides when they die, not
-    the moment at which a thread ends; otherwise ranks would allocate their next tensors at different places.
+    Only this object keeps the call's tensors alive, until `wait`. So the caller's code decides when tensors die, not
+    the moment at which a thread ends; otherwise ranks would allocate their next tensors at different offsets.
     """
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Return True when the output may be read and the input overwritten; on a GPU the current stream waits.
+        """Wait until the output may be read and the input overwritten (on a GPU the current stream waits); return True.
 
         `timeout_s` limits this wait in seconds, while the collective goes on; None: wait until it ends or the
         communicator's watchdog ends it. `PeerTimeout` is raised if a rank died or made no such call in time, or if
@@ -35,8 +35,8 @@ class Work(Protocol):
 class PartitionedWork(Protocol):
     """Represents a call whose caller supplies the input and takes the output partition by partition.
 
-    Partitions are sent and arrive in the order of `sent` and `received`. On a GPU `ready` and `arrived` are about the
-    current stream. The channel runs no other call before `finish`.
+    Partitions are sent and arrive in the order of `sent` and `received`. On a GPU `ready` and `arrived` order work on
+    the current stream. The channel runs no other call before `finish`.
     """
 
     sent: tuple[BlockPartition, ...]
@@ -58,7 +58,7 @@ class PartitionedWork(Protocol):
 
 
 class HostWork:
-    """Represents a call that a thread of this process runs; errors name the call by `str(call)`. See `Work`."""
+    """Represents a call that runs in a thread of this process; errors name the call by `str(call)`. See `Work`."""
 
     def __init__(self, call: object, *, keep: tuple[Any, ...] = ()) -> None:
         self._call, self.keep = call, keep
@@ -89,14 +89,14 @@ class HostWork:
 
 
 class TorchWork:
-    """Represents a call that torch runs as one or more works of its own; errors name it by `text`. See `Work`."""
+    """Represents a call that torch runs as one or more torch `Work`s; errors name the call by `text`. See `Work`."""
 
     def __init__(self, text: str, works: Sequence[Any]) -> None:
         self._text, self._works = text, works
         self._error: BaseException | None = None
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Return True when the call has been waited for: on CUDA the current stream waits, and the host does not.
+        """Return True after waiting for all of torch's works; on CUDA the current stream waits, not the host.
 
         Raises:
             Misconfigured: `timeout_s` was given; a work of torch has only the timeout of its process group.
@@ -116,5 +116,5 @@ class TorchWork:
         return all(work.is_completed() for work in self._works)
 
     def exception(self) -> BaseException | None:
-        """Return the error that `wait` raised; None before, since torch reports errors only there."""
+        """Return the error that `wait` raised; None before `wait`, since torch reports errors only in `wait`."""
         return self._error

@@ -1,4 +1,4 @@
-"""Define what every control does: say why it cannot work here, act on one pair, verify that it took effect."""
+"""Define what every control does: say why it cannot work here, act on compute and collective, verify its effect."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from counterpoint.records.measurement import Evidence, Observation
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lanes:
-    """Holds the streams and launch functions of both sides of a pair; a control returns a copy with some replaced.
+    """Holds the streams and launch functions of compute and collective; a control returns a copy with some replaced.
 
-    `compute` and `comm` queue one trial of their side on the current stream and return at once.
+    `compute` and `comm` queue one trial of compute or of the collective on the current stream and return at once.
     """
 
     compute_stream: Any  # torch.cuda.Stream
@@ -27,7 +27,7 @@ class Lanes:
 
 
 class Control(ABC):
-    """Represents one control with its setting; subclasses are frozen keyword-only dataclasses."""
+    """Represents one way to share a GPU, with its setting; subclasses are frozen keyword-only dataclasses."""
 
     remedy: ClassVar[str]
     """What a user can do if the control did nothing, for the text of `NoEffect`."""
@@ -67,7 +67,7 @@ class Control(ABC):
 
     @contextmanager
     def apply(self, lanes: Lanes) -> Iterator[Lanes]:
-        """Yield the lanes with this control on; on exit turn it off again."""
+        """Yield the lanes with this control on; on exit turn the control off again."""
         yield lanes
 
 

@@ -17,7 +17,7 @@ from counterpoint.records.measurement import Evidence, Observation
 
 @dataclass(frozen=True, kw_only=True)
 class GemmSmLimit(Control):
-    """Lets GEMMs of this thread use at most `num_sms` SMs.
+    """Limits the GEMMs that this thread launches to `num_sms` SMs.
 
         with GemmSmLimit(num_sms=108).limit():
             loss = model(batch); loss.backward()
@@ -90,13 +90,13 @@ class GemmSmLimit(Control):
 
 @dataclass(frozen=True, kw_only=True)
 class GemmSmFit(Control):
-    """Stands for a limit that a rule finds for each pair: `found` returns that limit; this control limits nothing."""
+    """Is a placeholder for the GEMM SM limit that a rule finds per pair: `found` returns it; limits nothing itself."""
 
     setting: ClassVar[str] = "gemm_sms=fit"
     remedy: ClassVar[str] = "give a number of SMs, as in gemm_sms=124"
 
     def found(self, num_sms: int | None) -> Control:
-        """Return the limit to the SMs that the rule found for a pair; this control if the rule found none (None)."""
+        """Return a `GemmSmLimit` of `num_sms`, which a rule found for a pair; if it is None, return this control."""
         return self if num_sms is None else GemmSmLimit(num_sms=num_sms)
 
     def verify(self, seen: Observation) -> Evidence:
@@ -106,7 +106,7 @@ class GemmSmFit(Control):
 
 
 def _grids(seen: Observation) -> tuple[list[int], list[int], str]:
-    """Return the number of blocks of each GEMM with the control and without it, and both in words."""
+    """Return each GEMM's number of blocks with the control, without it, and a text that states both."""
     now, before = ([one.num_blocks for one in matmul_kernels(side)] for side in (seen.compute, seen.compute_without))
     text = f"GEMM grids of {written(sorted(set(now)))} blocks, without it {written(sorted(set(before)))}"
     return now, before, text
@@ -127,7 +127,7 @@ def _handle_target(handle: int, num_sms: int) -> Iterator[None]:
 
 @contextmanager
 def _carveout(num_sms: int) -> Iterator[None]:
-    """Set torch's private SM carve-out, the only limit for cuBLASLt, and restore the old one at the end."""
+    """Set torch's private SM carve-out, the only limit for cuBLASLt, and restore the old carve-out at the end."""
     import torch
 
     old = torch._C._get_sm_carveout_experimental()

@@ -1,4 +1,4 @@
-"""Give each side of a pair a stream on SMs of its own, by green contexts."""
+"""Give compute and a collective each a stream on separate SMs, by green contexts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from counterpoint.records.measurement import Evidence, Observation
 
 
 def plan_split(compute_sms: int, *, total: int, grain: int) -> Literal["compute", "comm"]:
-    """Return the side whose SMs the driver has to split off to give compute `compute_sms` and the collective the rest.
+    """Return whose SMs the driver must split off so that compute gets `compute_sms` and the collective the rest.
 
     The driver splits off groups of multiples of `grain` SMs (8 from compute capability 9.0); what remains may be odd.
 
@@ -51,8 +51,8 @@ class GreenContexts(Control):
         with torch.cuda.stream(part.compute_stream): y = x @ w  # and the collective on part.comm_stream
 
     NCCL must be called with `async_op=False`: then it launches on the current stream, otherwise on its own, which is
-    in no green context. A GEMM still launches as for the whole device, NCCL too: CTAs beyond its SMs wait for the
-    first ones.
+    in no green context. GEMMs and NCCL still launch grids for the whole device: CTAs beyond their SMs wait until the
+    first CTAs end.
 
     `compute_sms` or the rest must be a multiple of 8 (Hopper; 2 on older GPUs).
     """
@@ -88,7 +88,7 @@ class GreenContexts(Control):
         return None
 
     def partition(self, device: Any, *, compute_priority: int = 0, comm_priority: int = 0) -> Partition:
-        """Return two streams on disjoint SMs of `device`, made once for equal arguments and never destroyed.
+        """Return two streams on disjoint SMs of `device`, cached by arguments and never destroyed.
 
         They are never destroyed: torch's allocators record events on every stream that used a tensor or pinned memory,
         when that memory is freed, however late; on a destroyed green context this ends the process. `Misconfigured` is
@@ -104,7 +104,7 @@ class GreenContexts(Control):
 
     @contextmanager
     def apply(self, lanes: Lanes) -> Iterator[Lanes]:
-        """Yield the lanes with both streams replaced by those of the partition."""
+        """Yield the lanes with both streams replaced by the partition's streams."""
         part = self.partition(
             lanes.compute_stream.device,
             compute_priority=lanes.compute_stream.priority,
@@ -157,7 +157,7 @@ def _partition(device: int, compute_sms: int, compute_priority: int, comm_priori
 
 
 def _cut(device: int, num_sms: int) -> tuple[Any, Any]:
-    """Return a group of `num_sms` SMs and the rest of the device's SMs."""
+    """Return the device's SMs in two driver resources: a group of `num_sms`, and all others."""
     from cuda.bindings import driver
 
     all_sms = call_driver("cuDeviceGetDevResource", device, driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM)
@@ -166,7 +166,7 @@ def _cut(device: int, num_sms: int) -> tuple[Any, Any]:
 
 
 def _green_stream(device: int, resource: Any, priority: int) -> Any:
-    """Return a stream in a new green context of these SMs; raise if the driver gives it another number of SMs."""
+    """Return a stream in a new green context of the SMs `resource`; raise if the driver gives another number of SMs."""
     import torch
     from cuda.bindings import driver
 

@@ -1,4 +1,4 @@
-"""Change the shared memory of kernels at launch: of any kernel by CUPTI, of Triton's kernels by its launcher.
+"""Change the shared memory of kernels at launch: of any kernel by CUPTI, of Triton kernels by Triton's launcher.
 
 CUPTI calls us as the driver is about to launch. Its callback gets a pointer to the arguments of `cuLaunchKernel` and
 `cuLaunchKernelEx`, in the memory that the driver reads them from afterwards. What is written there, by value or by
@@ -31,14 +31,14 @@ _CLUSTER_DIMENSION, _COOPERATIVE = 4, 2  # CUlaunchAttributeID
 
 
 class LaunchShaper(Protocol):
-    """Says how much dynamic shared memory each kernel is launched with; must not launch anything itself."""
+    """Decides how much dynamic shared memory each kernel is launched with; must not launch anything itself."""
 
     active: bool  # while it is False, launches stay as they are
 
     def dynamic_smem(
         self, handle: int, *, threads: int, dynamic_smem_bytes: int, clustered: bool, cooperative: bool
     ) -> int:
-        """Return the bytes of dynamic shared memory for a kernel that itself asks for `dynamic_smem_bytes`."""
+        """Return with how many bytes of dynamic shared memory to launch a kernel that asks for `dynamic_smem_bytes`."""
 
 
 class _CallbackData(ctypes.Structure):

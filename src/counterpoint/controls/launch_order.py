@@ -1,4 +1,4 @@
-"""Let the collective take its SMs before the GEMM starts, without CUDA_DEVICE_MAX_CONNECTIONS."""
+"""Make the collective take its SMs before the GEMM starts, without setting CUDA_DEVICE_MAX_CONNECTIONS."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FEWEST = 2  # round trips at least, so that every waiting stream gets its turn 
 
 @dataclass(frozen=True, kw_only=True)
 class CommFirst(Control):
-    """Holds the compute stream until the collective is next on its own stream, then `lead_us` more to let it take SMs.
+    """Delays compute until the collective is next on its own stream, then `lead_us` more, so that it takes SMs first.
 
         lead = CommFirst().lead(comm_stream, compute_stream)
         mark = lead.mark(); dist.all_gather_into_tensor(full, shard)  # on the collective's stream
@@ -37,14 +37,14 @@ class CommFirst(Control):
     driver_calls: ClassVar[tuple[str, ...]] = ("cuMemsetD32Async",)
     remedy: ClassVar[str] = "let the host queue the collective before the compute, on another stream"
 
-    lead_us: float = 8.0  # between the collective's turn and the compute's, 0 to 1000
+    lead_us: float = 8.0  # µs between the collective's turn and compute's, 0 to 1000
 
     def __post_init__(self) -> None:
         if not 0 <= self.lead_us <= 1000:
             raise Misconfigured(f"a lead of {self.lead_us} µs makes no sense; give 0 to 1000")
 
     def lead(self, comm_stream: Any, compute_stream: Any) -> Lead:
-        """Return a `Lead` of `lead_us` for these streams; this measures round trips and synchronizes the device."""
+        """Measure round trips between these streams, synchronize the device, and return a `Lead` of `lead_us`."""
         import torch
 
         device = compute_stream.device
@@ -65,7 +65,7 @@ class CommFirst(Control):
 
     @contextmanager
     def apply(self, lanes: Lanes) -> Iterator[Lanes]:
-        """Yield the lanes with a mark before each collective, and with compute held back until after that mark."""
+        """Yield the lanes with an event (mark) before each collective, and with compute delayed past the event."""
         import torch
 
         lead = self.lead(lanes.comm_stream, lanes.compute_stream)
@@ -84,7 +84,7 @@ class CommFirst(Control):
         yield replace(lanes, comm=comm, compute=compute)
 
     def verify(self, seen: Observation) -> Evidence:
-        """Compare how many µs before compute the collective starts with the control and without it."""
+        """Compare the µs by which the collective starts before compute, with the control and without it."""
         now, before = _lead_us(seen.comm, seen.compute), _lead_us(seen.comm_without, seen.compute_without)
         return self.evidence(
             asked=f"the collective starts {self.lead_us:g} µs or more before compute, and sooner than without it",
@@ -98,7 +98,7 @@ class Lead:
     """Delays a stream by `round_trips` handovers to another stream and back, none of which needs an SM."""
 
     round_trips: int
-    relay: Any  # torch.cuda.Stream, neither of the two sides'
+    relay: Any  # torch.cuda.Stream, neither compute's nor the collective's
     target: Any  # torch.Tensor of one int32, for the memsets: without work in between the driver drops the waits
 
     def mark(self) -> Any:
@@ -110,7 +110,7 @@ class Lead:
         return mark
 
     def hold(self, mark: Any) -> None:
-        """Let the current stream wait for `mark`, and then for the round trips."""
+        """Make the current stream wait for `mark`, and then for the round trips to the other stream."""
         import torch
 
         torch.cuda.current_stream(self.relay.device).wait_event(mark)
@@ -128,7 +128,7 @@ class Lead:
 
 
 def _lead_us(comm: tuple[Launched, ...], compute: tuple[Launched, ...]) -> float:
-    """Return how many µs before the first compute kernel the collective starts; NaN if one side did not run."""
+    """Return how many µs before the first compute kernel the collective starts; NaN if one of them did not run."""
     starts = [one.start_us for one in nccl_kernels(comm) or comm if one.kind != "memset"]
     kernels = [one.start_us for one in compute if one.kind == "kernel"]
     return min(kernels) - min(starts) if starts and kernels else math.nan

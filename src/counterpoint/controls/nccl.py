@@ -1,4 +1,4 @@
-"""Set NCCL's options for one process group: CTAs, cluster size, CTA policy, and buffers in windows.
+"""Set NCCL's options for one process group: CTAs, cluster size, CTA policy, and buffers in symmetric windows.
 
 options = dist.ProcessGroupNCCL.Options()
 NcclCtas(max_ctas=8).configure(options)
@@ -155,7 +155,7 @@ class NcclCtaPolicy(Control):
         nccl_config(options).cta_policy = _NUMBER[self.policy]
 
     def verify(self, seen: Observation) -> Evidence:
-        """Compare NCCL's kernels and copies with those that the policy should lead to."""
+        """Check whether NCCL ran the kernels or copies that the policy should lead to."""
         kernels, moved = nccl_kernels(seen.comm), copies(seen.comm)
         now, before = blocks(kernels), blocks(nccl_kernels(seen.comm_without))
         took_effect, asked = {

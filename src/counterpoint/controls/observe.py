@@ -62,7 +62,7 @@ _SYMMETRIC = re.compile(r"ncclSym", re.IGNORECASE)  # ncclSymDevKernel_* in NCCL
 
 
 class ProfilerEvent(msgspec.Struct, frozen=True):
-    """Holds those fields of one entry of the profiler's trace that this module uses."""
+    """Holds the fields of one event in the profiler's trace that this module uses."""
 
     cat: str = ""
     name: str = ""
@@ -89,7 +89,7 @@ def observe(launch: Callable[[], None], *, device: Any) -> tuple[Launched, ...]:
 def _observed(
     launch: Callable[[], None], device: Any, streams: Sequence[Any] = ()
 ) -> tuple[tuple[Launched, ...], list[int | None]]:
-    """Return the GPU work of `launch`, with priorities on `streams`, and the profiler's number of each stream."""
+    """Return the GPU work of `launch`, with the priorities of `streams`, and the profiler's number of each stream."""
     import torch
 
     with torch.cuda.device(device):
@@ -102,7 +102,7 @@ def _observed(
 
 
 def _profiled(launch: Callable[[], None], device: Any, streams: Sequence[Any]) -> list[ProfilerEvent]:
-    """Return GPU events of `device`: one memset for each of `streams`, in their order, then those of `launch`."""
+    """Return GPU events of `device`: one memset on each of `streams`, in order, then the events of `launch`."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -128,7 +128,7 @@ def _profiled(launch: Callable[[], None], device: Any, streams: Sequence[Any]) -
 
 
 def device_of(event: ProfilerEvent) -> int | None:
-    """Return the index of the GPU that ran an event; of a copy to a peer, the GPU that pushes (`inDevice`)."""
+    """Return the index of the GPU that ran an event; for a peer-to-peer copy, of the GPU that pushes (`inDevice`)."""
     device: int | None = event.args.get("device", event.args.get("inDevice"))
     return device
 
@@ -171,7 +171,7 @@ def with_clusters(found: tuple[Launched, ...], captured: tuple[CapturedKernel, .
 
 
 def see(lanes: Lanes, *, without: Lanes, device: Any, clusters: bool = False) -> Observation:
-    """Return what one pair ran, with and without controls, for `Control.verify`; see `see_all`."""
+    """Return the kernels and copies of one pair, with and without controls, for `Control.verify`; see `see_all`."""
     return see_all([lanes], without=without, device=device, clusters=clusters)[0]
 
 
@@ -179,10 +179,10 @@ def see_all(pairs: Sequence[Lanes], *, without: Lanes, device: Any, clusters: bo
     """Return the kernels and copies of each pair, with and without controls, in one profile; all ranks call it.
 
     Args:
-        pairs: as the controls gave them, while they are applied.
+        pairs: the lanes that controls yield, while the controls are applied.
         without: the same pair with the controls off.
         device: torch.device.
-        clusters: also look at cluster sizes of the collective (it is captured alone).
+        clusters: also look at cluster sizes of the collective, which is then captured alone.
 
     Raises:
         Unsupported: the profiler saw nothing.
@@ -212,7 +212,7 @@ def see_all(pairs: Sequence[Lanes], *, without: Lanes, device: Any, clusters: bo
 def verified(
     controls: Sequence[Control], lanes: Lanes, *, device: Any, without: Lanes | None = None, group: Any = None
 ) -> Iterator[Lanes]:
-    """Yield `lanes` with all `controls` applied, after checking that each takes effect.
+    """Yield `lanes` with all `controls` applied, after checking that every control takes effect.
 
         with verified([GemmSmLimit(num_sms=108)], lanes, device=device) as lanes:
             ...  # launch lanes.comm on lanes.comm_stream, lanes.compute on lanes.compute_stream
@@ -262,7 +262,7 @@ def _of_ranks(mine: list[Evidence], group: Any) -> list[list[Evidence]]:
 
 
 def sides_of_all(pairs: Sequence[Lanes], device: Any) -> list[Sides]:
-    """Return the kernels of both sides of each pair, in one profile, as the profiler takes long to start.
+    """Return the compute and collective kernels of each pair, from one profile, as the profiler starts slowly.
 
     Both sides of a pair are released at the same moment, the collective queued first; one pair after the other. What
     ran on the compute stream is compute, everything else is the collective's. All ranks call it.
@@ -303,7 +303,7 @@ def communicates(one: Launched) -> bool:
 
 
 def sm_ids(stream: Any) -> tuple[int, ...]:
-    """Return the SMs on which a probe launched on `stream` ran; on an idle device these are all that it may use.
+    """Return the SMs on which a probe launched on `stream` ran; on an idle device these are all that `stream` may use.
 
     Every block takes the whole shared memory of an SM for 20 µs, and there is one for every SM of the device. The
     stream is synchronized. `Unsupported` is raised if the driver refuses the probe.

@@ -41,7 +41,7 @@ class OccupancyShaping(Control):
         smem_bytes: so much shared memory per block, static + dynamic. Exactly one of the two.
         kernels: regular expression; only kernels whose names it is found in.
         interpose: every launch of the process, not only Triton's.
-        sm: limits of an SM to judge by; None: those of the current device.
+        sm: limits of an SM to judge by; None: the current device's.
 
     Raises:
         Misconfigured: not exactly one of the two, one below 1, or not a regular expression.

@@ -1,4 +1,4 @@
-"""Give the streams of a pair a priority, so that one side goes first when both wait for SMs."""
+"""Give the streams of compute and a collective priorities, so that one goes first when both wait for SMs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from counterpoint.records.measurement import Evidence, Observation
 
 @dataclass(frozen=True, kw_only=True)
 class StreamPriority(Control):
-    """Gives the collective's stream a priority, which decides the side that goes first when both wait for SMs.
+    """Gives the collective's stream a priority, which decides whether collective or compute gets free SMs first.
 
         with StreamPriority(level="high").apply(lanes) as lanes:
             ...  # lanes.comm_stream goes first
@@ -23,7 +23,7 @@ class StreamPriority(Control):
     `high`: the highest that torch offers; `low`: the collective stays at 0, which is CUDA's lowest, and the compute
     stream gets the highest; `default`: 0; a number: exactly that, 0 or below. Does nothing once the blocks of the other
     side are resident (they are never pre-empted), and nothing for copies. A collective with `async_op=True` runs on
-    NCCL's own stream: `configure` raises that one, too.
+    NCCL's own stream: `configure` raises that stream, too.
     """
 
     setting: ClassVar[str] = "priority={level}"
@@ -47,7 +47,7 @@ class StreamPriority(Control):
 
     @contextmanager
     def apply(self, lanes: Lanes) -> Iterator[Lanes]:
-        """Yield the lanes with a new stream for the collective, and for `low` with one for compute, too."""
+        """Yield the lanes with a new stream for the collective, and at level `low` also with one for compute."""
         import torch
 
         device = lanes.comm_stream.device

@@ -1,4 +1,4 @@
-"""Call the CUDA driver, through cuda-bindings or, for processes without them and torch, through ctypes."""
+"""Call the CUDA driver through cuda-bindings, or through ctypes in processes without cuda-bindings and torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MOST_DEVICES = 1024  # more is no answer, and asking all of them would take day
 
 
 class ProbeUnavailable(Unsupported):
-    """Says that this process can read nothing of the machine; the text names the missing part."""
+    """Says that this process cannot read the machine's properties; the text names the missing part."""
 
 
 class ProbeFailed(ProbeUnavailable):
@@ -89,7 +89,7 @@ class Driver:
         return count
 
     def attribute(self, device: int, which: int) -> int:
-        """Return the value of a `CUdevice_attribute`; 0 if the driver does not know it."""
+        """Return the value of a `CUdevice_attribute`; 0 if the driver does not know the attribute."""
         value = c_int()
         return 0 if self._function("cuDeviceGetAttribute")(byref(value), which, device) else value.value
 

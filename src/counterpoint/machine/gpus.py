@@ -7,7 +7,7 @@ Bus bandwidth is computed by one formula for measurements, traces, plans and the
 
     bus bandwidth = factor * bytes of the full array / time
 
-The factor is that of nccl-tests (doc/PERFORMANCE.md there, and the `getBw` of each of its tests), which makes the
+The factor is from nccl-tests (its doc/PERFORMANCE.md, and the `getBw` of each of its tests), which makes the
 figures of different operations and numbers of ranks comparable with the rate of one GPU's links.
 """
 
@@ -23,7 +23,7 @@ from counterpoint.machine.occupancy import SmLimits
 class GpuSheet:
     """Holds the data sheet of one kind of GPU."""
 
-    name: str  # the part of the driver's device name that identifies it
+    name: str  # the part of the driver's device name that identifies the GPU
     bf16_tflops: float  # dense peak of matrix products in bf16 and fp16 (fp16 alone on V100)
     sm: SmLimits  # its SMs and what each of them holds
     tf32_tflops: float | None = None  # dense peaks in tf32 and fp8; None: not in this table, or not supported
@@ -141,7 +141,7 @@ GPUS: tuple[GpuSheet, ...] = (  # `find_gpu` takes the first whose `name` is par
 
 
 def find_gpu(name: str | None) -> GpuSheet | None:
-    """Return the data sheet whose name is part of `name`, the driver's device name; None if no sheet's is."""
+    """Return the data sheet whose name occurs in `name`, the driver's device name; None if there is none."""
     return next((gpu for gpu in GPUS if name and gpu.name in name), None)
 
 

@@ -23,13 +23,13 @@ class SmLimits:
     num_sms: int
     regs: int  # 32-bit registers
     smem: int  # bytes of shared memory
-    threads: int  # resident at once, as `blocks`
+    threads: int  # most resident at once, like `blocks`
     blocks: int = 32
     smem_reserved: int = 1024  # bytes per block, by the system; 0 before compute capability 8
 
     @property
     def most_smem_per_block(self) -> int:
-        """Return how many bytes of shared memory a block may opt in to: an SM's, less the system's reserve."""
+        """Return how many bytes of shared memory a block may opt in to: all of an SM, less the system's reserve."""
         return self.smem - self.smem_reserved
 
 
@@ -63,7 +63,7 @@ def blocks_per_sm(*, threads: int, regs_per_thread: int, smem_bytes: int, sm: Sm
 
 
 def smem_for_blocks_per_sm(wanted: int, *, kernel: Footprint, sm: SmLimits) -> int:
-    """Return the least bytes of shared memory per block (static + dynamic) with which exactly `wanted` fit on an SM.
+    """Return the least shared memory per block (static + dynamic bytes) with which exactly `wanted` fit on an SM.
 
     A block takes its shared memory and what the system reserves, in units of 128 bytes (256 before Ampere):
     `smem / (wanted + 1) < block <= smem / wanted`.
@@ -114,7 +114,7 @@ def tiles_of(m: int, n: int, tile: tuple[int, int]) -> int:
 
 
 def waves(blocks: int, *, num_sms: int, blocks_per_sm: int) -> int:
-    """Return the number of waves in which `blocks` run on `num_sms` SMs."""
+    """Return the number of waves in which `blocks` thread blocks run on `num_sms` SMs."""
     return -(-blocks // (max(num_sms, 1) * blocks_per_sm))
 
 

@@ -1,8 +1,8 @@
 """Read and write profiles: files of the figures measured on one kind of machine, such as link rates.
 
 Profiles lie in `profiles/<gpu>.json`, each group of figures with its source and date; docs/reference/profile.md
-describes the groups. A file may leave groups out, and of `mechanisms` and `efficiency` parts. What a user's own file
-lacks is taken from the shipped profile of its GPU, or else the default profile, and `Profile.note` says so. A
+describes the groups. A file may leave out groups, and single entries of `mechanisms` and `efficiency`. What a user's
+own file lacks is taken from the shipped profile of its GPU, or else the default profile, and `Profile.note` says so. A
 user's own file is named by an argument or by the variable COUNTERPOINT_PROFILE.
 """
 
@@ -40,11 +40,11 @@ Name = Annotated[str, Meta(min_length=1, max_length=80)]
 
 
 class _Strict(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Refuses unknown fields; all records of a profile derive from it."""
+    """Is the base class of all records of a profile; refuses unknown fields."""
 
 
 class _Group(_Strict, frozen=True, kw_only=True):
-    """Holds where a group's figures come from; all groups of a profile derive from this class."""
+    """Is the base class of a profile's groups of figures; holds where the figures come from."""
 
     source: Text = ""
     date: Text = ""
@@ -56,7 +56,7 @@ class Rates(_Group, frozen=True, kw_only=True):
     """Holds what the steps of a collective's program cost on copy engines: rates in GB/s and times in µs."""
 
     push_gb_per_s: Rate  # one copy engine over the links, all GPUs at once
-    link_gb_per_s: Rate  # into one GPU, shared by all copies into it
+    link_gb_per_s: Rate  # links into one GPU, shared by all copies into that GPU
     hbm_gb_per_s: Rate  # device memory, bytes read and bytes written counted
     copy_us: Micros  # a copy, without its bytes
     kernel_us: Micros  # a reduction or local copy, without its bytes
@@ -73,11 +73,11 @@ class NcclFacts(_Group, frozen=True, kw_only=True):
     # by operation, the size of the full array (as nccl-tests count it) below which NCCL, alone, is faster or as
     # fast; 0: never
     crossover_bytes: dict[Operation, NumBytes]
-    full_speed_ctas: Count  # CTAs with which it about fills the links
+    full_speed_ctas: Count  # CTAs with which NCCL about fills the links
 
 
 class NcclRates(_Group, frozen=True, kw_only=True):
-    """Holds the terms of a collective's time by NCCL, alone: latency + bytes over a GPU's links / bus bandwidth."""
+    """Holds latency and bus bandwidth of NCCL alone: time = latency + bytes over a GPU's links / bus bandwidth."""
 
     latency_us: Micros
     bus_gb_per_s: dict[Operation, Rate]  # by operation, as nccl-tests count it, of large arrays
@@ -86,13 +86,13 @@ class NcclRates(_Group, frozen=True, kw_only=True):
 class SumRates(_Group, frozen=True, kw_only=True):
     """Holds how fast SMs add up copied data, in GB/s, with bytes read and bytes written counted."""
 
-    sm_gb_per_s: Rate  # one SM
-    memory_gb_per_s: Rate  # all SMs together
-    contention: Loss  # part of its speed that a GEMM loses while copies run
+    sm_gb_per_s: Rate  # rate of one SM
+    memory_gb_per_s: Rate  # rate of all SMs together
+    contention: Loss  # fraction of speed that a GEMM loses while copies run
 
 
 class Chip(_Group, frozen=True, kw_only=True):
-    """Holds how the SMs are grouped and how the vendor's GEMMs use them."""
+    """Holds how a chip's SMs are grouped and how the vendor's GEMM kernels use the SMs."""
 
     largest_gpc: Count  # SMs of the largest GPC
     gemm_cluster: Count  # blocks of a GEMM that form a cluster
@@ -102,11 +102,11 @@ class Chip(_Group, frozen=True, kw_only=True):
 class Contention(_Group, frozen=True, kw_only=True):
     """Holds how much a GEMM and an NCCL collective slow each other down, measured while both run."""
 
-    compute_loss: Loss  # part of its speed that a GEMM loses beside the collective at its full rate
-    comm_loss: Loss  # part of its speed that the collective loses beside a GEMM
+    compute_loss: Loss  # fraction of speed that a GEMM loses beside the collective at full rate
+    comm_loss: Loss  # fraction of speed that the collective loses beside a GEMM
     gemm_wins: Fraction  # launched together, how often the GEMM takes the SMs first on some rank
     comm_cluster: Count  # blocks of a thread block cluster of NCCL, unless `cga_cluster` sets it
-    head_start_us: Micros = 100.0  # by how much one side is launched before the other
+    head_start_us: Micros = 100.0  # time from the first launch (GEMM or collective) to the other's launch
 
 
 class Disturbance(_Group, frozen=True, kw_only=True):
@@ -137,21 +137,21 @@ class Efficiency(_Group, frozen=True, kw_only=True):
     load: Size  # elements of a tile's edge at which it would wait for its operands, had it no sum to compute
     # rows and columns that matmuls are cut into; of two that take as long, the first
     tiles: Annotated[tuple[tuple[Count, Count], ...], Meta(min_length=1, max_length=64)]
-    memory: Annotated[float, Meta(gt=0, le=2)]  # part of the bandwidth that streaming kernels reach
-    strided: Annotated[float, Meta(gt=0, le=1)]  # part of `memory` that they reach with a transposed view
-    fp8: Annotated[float, Meta(gt=0, le=1)]  # part of the fp8 peak over part of the bf16 peak that matmuls reach
-    clock: Annotated[float, Meta(gt=0, le=1)]  # clock that training keeps under the power limit, over that of bursts
-    static: Loss  # part of the power limit that does not fall with the clock
-    flash_forward: Annotated[float, Meta(gt=0, le=1)]  # part of the peak of flash attention, for endless sequences
-    flash_backward: Annotated[float, Meta(gt=0, le=1)]  # the same of its backward pass
-    flash1: Annotated[float, Meta(gt=0, le=1)]  # speed of FlashAttention 1 and 2 over that of the fastest
+    memory: Annotated[float, Meta(gt=0, le=2)]  # fraction of the bandwidth that streaming kernels reach
+    strided: Annotated[float, Meta(gt=0, le=1)]  # fraction of `memory` that kernels reach on a transposed view
+    fp8: Annotated[float, Meta(gt=0, le=1)]  # fraction of the fp8 peak that matmuls reach, over the bf16 fraction
+    clock: Annotated[float, Meta(gt=0, le=1)]  # clock that training keeps under the power limit, over bursts' clock
+    static: Loss  # fraction of the power limit that does not fall with the clock
+    flash_forward: Annotated[float, Meta(gt=0, le=1)]  # fraction of the peak of flash attention on endless sequences
+    flash_backward: Annotated[float, Meta(gt=0, le=1)]  # the same fraction in its backward pass
+    flash1: Annotated[float, Meta(gt=0, le=1)]  # speed of FlashAttention 1 and 2 over the fastest version's
     flash2: Annotated[float, Meta(gt=0, le=1)]
-    flash_length: Size  # keys at which flash attention reaches half of that
+    flash_length: Size  # keys at which flash attention reaches half of that fraction
     launch_us: Micros  # overhead of every kernel on the GPU
     host_us: Micros  # time of the host to launch one kernel of an eager layer
     host_collective_us: Micros  # time of the host to launch one collective
     host_shard_us: Micros  # time of the host for one gathering or scattering of a layer by FSDP2
-    persistent: bool  # matmuls hold their SMs to their end, and collectives wait
+    persistent: bool  # matmul kernels hold their SMs until they end, so collectives wait
     spread: Fraction  # standard deviation of a GPU's speed over the mean
 
 
@@ -159,7 +159,7 @@ class Profile(_Strict, frozen=True, kw_only=True):
     """Holds the figures of one GPU, some of which may come from measurements of another GPU."""
 
     gpu: Name  # name of the GPU in `gpus.py`
-    same_chip: tuple[Name, ...] = ()  # GPUs that were not measured and are closest to it
+    same_chip: tuple[Name, ...] = ()  # unmeasured GPUs that are closest to this GPU
     rates: Rates
     nccl: NcclFacts
     nccl_rates: NcclRates
@@ -215,7 +215,7 @@ GROUPS = ("rates", "nccl", "nccl_rates", "sums", "chip", "contention", "mechanis
 
 
 def profile_of(gpu: str | None, path: str | Path | None = None) -> Profile:
-    """Return the profile of a GPU: the file at `path` or in COUNTERPOINT_PROFILE, else a shipped profile.
+    """Return the profile of a GPU: the file that `path` or COUNTERPOINT_PROFILE names, else a shipped profile.
 
     `gpu` is the driver's device name; None: no GPU, as on a CPU.
 
@@ -226,7 +226,7 @@ def profile_of(gpu: str | None, path: str | Path | None = None) -> Profile:
 
 
 def own_profile(gpu: str | None, path: str | Path | None = None) -> Profile | None:
-    """Return the profile in the file at `path` or in COUNTERPOINT_PROFILE; None if neither is given.
+    """Return the profile in the file that `path` or COUNTERPOINT_PROFILE names; None if neither is given.
 
     Raises:
         Misconfigured: the file cannot be read, or is of another GPU.
@@ -246,7 +246,7 @@ def own_profile(gpu: str | None, path: str | Path | None = None) -> Profile | No
 
 
 def own_profile_of_traces(gpu: str | None) -> Profile | None:
-    """Return the user's own profile for a traced GPU; None if there is none, or it is of another GPU."""
+    """Return the user's own profile for a traced GPU; None if none is given, or the one given is for another GPU."""
     try:
         return own_profile(gpu)
     except Misconfigured:
@@ -254,7 +254,7 @@ def own_profile_of_traces(gpu: str | None) -> Profile | None:
 
 
 def shipped_profile(gpu: str | None) -> Profile:
-    """Return the shipped profile of a GPU; figures not measured on it are the closest GPU's, or else H200's."""
+    """Return the shipped profile of a GPU; figures not measured on that GPU are the closest GPU's, or else H200's."""
     key = "this device" if gpu is None else _key(gpu)
     for found in _shipped():
         if key == found.gpu:
@@ -306,7 +306,7 @@ def profile_json(profile: Profile) -> bytes:
 
 @cache
 def default_profile() -> Profile:
-    """Return the profile of H200, whose figures stand in where a GPU was not measured."""
+    """Return the profile of H200, whose figures are used for what was not measured on a GPU."""
     return _completed((_FOLDER / _DEFAULT).read_bytes(), None)
 
 
@@ -326,7 +326,7 @@ _NAMED, _PROFILE = msgspec.json.Decoder(_Named), msgspec.json.Decoder(Profile)
 
 
 def _completed(content: bytes, default: Profile | None, own_gpu: str = "") -> Profile:
-    """Return the profile in a file's JSON; figures that the file lacks come from `default` (None: it lacks none).
+    """Return the profile in a file's JSON, with missing figures taken from `default` (None: no figure is missing).
 
     `own_gpu` is how the file's GPU is called where `default` has figures of it.
 
@@ -349,7 +349,7 @@ def _completed(content: bytes, default: Profile | None, own_gpu: str = "") -> Pr
 
 
 def _lacking(given: Mapping[str, Any], default: Profile) -> dict[str, str]:
-    """Return the groups and parts that a file lacks, each with the GPU on which `default`'s figures were measured."""
+    """Return the groups and single fields that a file lacks, each with the GPU on which `default` was measured."""
     found = {}
     for group in GROUPS:
         origin, parts = default.measured_on[group], given.get(group)
@@ -362,7 +362,7 @@ def _lacking(given: Mapping[str, Any], default: Profile) -> dict[str, str]:
 
 
 def _check_texts(found: Profile) -> None:
-    """Raise ValidationError for a group without source or date, and for text that would harm a terminal."""
+    """Raise ValidationError for a group without source or date, and for text with unprintable characters."""
     groups = _groups(found)
     unsourced = [group for group, facts in groups if not (facts.source and facts.date)]
     if unsourced:
@@ -378,7 +378,7 @@ def _as_shipped(gpu: str) -> str:
 
 
 def _joined(parts: Iterable[str]) -> list[str]:
-    """Return names of groups, each with its parts in brackets: "efficiency (depth, edge)"."""
+    """Return names of groups, each with its fields in brackets: "efficiency (depth, edge)"."""
     found: dict[str, list[str]] = {}
     for group, _, name in (part.partition(".") for part in parts):
         found.setdefault(group, []).extend([name] if name else [])
@@ -389,7 +389,7 @@ def _joined(parts: Iterable[str]) -> list[str]:
 
 
 def _known(facts: Any) -> Any:
-    """Return the facts of a group without those that are None; anything but a dict is returned as it is."""
+    """Return a dict without its None values; return anything but a dict unchanged."""
     return {key: each for key, each in facts.items() if each is not None} if isinstance(facts, dict) else facts
 
 

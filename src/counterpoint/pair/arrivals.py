@@ -34,7 +34,7 @@ Slabs: TypeAlias = tuple[Slab, ...]
 
 
 class Part(NamedTuple):
-    """Names consecutive rows by their place in the flattened matrix, and in this rank's shard if they are its own."""
+    """Names consecutive rows by slices of the flattened matrix and of this rank's shard (None: other ranks' rows)."""
 
     whole: slice
     own: slice | None
@@ -86,7 +86,7 @@ class ShardedRows:
 
     @property
     def most_sent(self) -> int:
-        """Return how many rows a chunk has at most: `chunk_rows`, or the rows of the largest shard."""
+        """Return the most rows of any chunk: `chunk_rows`, or if that is None the rows of the largest shard."""
         return self.chunk_rows or max(self.batch * max(self.rows), 1)
 
     def shard(self, peer: int) -> int:
@@ -94,12 +94,12 @@ class ShardedRows:
         return self.batch * self.rows[peer]
 
     def chunks(self, peer: int) -> tuple[range, ...]:
-        """Return the rows of each chunk of the peer's shard, counted within the shard."""
+        """Return for each chunk of the peer's shard the range of its rows within the shard."""
         rows = self.shard(peer)
         return tuple(range(start, min(start + self.most_sent, rows)) for start in range(0, rows, self.most_sent))
 
     def slabs(self, peer: int, rows: range) -> Slabs:
-        """Return where rows of the peer's shard are in the matrix: a slab for each batch element that they touch."""
+        """Return where `rows` of the peer's shard lie in the flattened matrix: one slab per batch element touched."""
         height, first = self.rows[peer], sum(self.rows[:peer])
         bounds = [rows.start, *range((rows.start // max(height, 1) + 1) * height, rows.stop, max(height, 1)), rows.stop]
         return tuple(
@@ -115,7 +115,7 @@ class ShardedRows:
         return batch * self.rows[self.rank] + row if 0 <= row < self.rows[self.rank] else None
 
     def parts(self, slabs: Iterable[Slab]) -> tuple[Part, ...]:
-        """Return the rows of slabs as parts, each of which has only rows of this rank or only rows of others."""
+        """Split slabs into parts, each with only rows of this rank or only rows of other ranks."""
         own = self.slabs(self.rank, range(self.shard(self.rank)))
         bounds = [bound for start, rows in own for bound in (start, start + rows)]
         found = []
@@ -127,7 +127,7 @@ class ShardedRows:
         return tuple(found)
 
     def word(self, peer: int, chunk: int) -> int:
-        """Return the index of the arrival word for this chunk of the peer's shard."""
+        """Return the index of the flag word that is set when this chunk of the peer's shard has arrived."""
         return chunk * self.world_size + peer
 
     def missing(self, error: int) -> tuple[int, int] | None:
@@ -161,11 +161,11 @@ class ShardedMatmul:
     """
 
     operation: TensorOperation
-    curves: tuple[RowCurve, ...]  # of each matmul that shares the gathered rows, such as q, k and v; one to scatter
-    shard_rows: tuple[int, ...]  # of each rank, in each batch element; they may differ
+    curves: tuple[RowCurve, ...]  # one per matmul that shares the gathered rows, such as q, k and v; one to scatter
+    shard_rows: tuple[int, ...]  # rows of each rank's shard in each batch element; ranks may differ
     batch: int = 1
     chunk_rows: int | None = None  # rows that are sent together, counted through the batch; None: all of a shard
-    message_bytes: int | None = None  # of an element that is sent; None: those of the operands, in fp8 rounded up to 2
+    message_bytes: int | None = None  # bytes of an element as sent; None: as the operands, in fp8 rounded up to 2
 
     def __post_init__(self) -> None:
         if self.world_size < 2 or min(self.shard_rows) < 0 or not sum(self.shard_rows):
@@ -199,13 +199,13 @@ class ShardedMatmul:
 
     @property
     def row_bytes(self) -> int:
-        """Return the bytes of one row that is sent: of the gathered input, or of the output to scatter."""
+        """Return the size in bytes of one row to send: of the input to gather, or of the output to scatter."""
         curve = self.curves[0]
         return (curve.n if self.is_scatter else curve.k) * self.element_bytes
 
     @property
     def element_bytes(self) -> int:
-        """Return the bytes of one element that is sent."""
+        """Return the size in bytes of one element of the rows to send."""
         own = DTYPES[self.curves[0].dtype][1]
         return self.message_bytes or (max(own, 2) if self.is_scatter else own)
 
@@ -221,11 +221,11 @@ class ShardedMatmul:
 
     @property
     def sharded(self) -> ShardedRows:
-        """Return the `ShardedRows` of this task, which say which rank has which rows."""
+        """Return the `ShardedRows` that say which rows of this task's matrix belong to which rank."""
         return ShardedRows(rows=self.shard_rows, batch=self.batch, chunk_rows=self.chunk_rows)
 
     def chunks_of(self, rank: int) -> list[Slabs]:
-        """Return for each chunk in which a rank's rows are sent the chunk's slabs of the flattened matrix."""
+        """Return for each chunk of a rank's rows the slabs of the flattened matrix that make up the chunk."""
         return [self.sharded.slabs(rank, rows) for rows in self.sharded.chunks(rank)]
 
 
@@ -233,11 +233,11 @@ class ShardedMatmul:
 class Segment:
     """Holds rows that arrive or are sent together: one slab for each batch element that the rows touch.
 
-    `us` of an all_gather: µs from the begin of the call until the rows are there. Of a reduce_scatter: least µs from
+    `us` of an all_gather: µs from the begin of the call until the rows arrive. Of a reduce_scatter: least µs from
     when the rows are computed until the call ends.
     """
 
-    rank: int  # whose shard it is
+    rank: int  # rank to whose shard the rows belong
     slabs: Slabs
     us: float
 
@@ -245,11 +245,11 @@ class Segment:
 def segments_of(task: ShardedMatmul, rank: int, profile: Profile | None = None) -> tuple[Segment, ...]:
     """Return all rows that a rank multiplies, as segments in the order in which the rank multiplies them.
 
-    An all_gather has the own shard first, which is there at 0, then chunk after chunk of rank - 1, rank - 2, ...
+    An all_gather has the own shard first, available at 0 µs, then chunk after chunk of rank - 1, rank - 2, ...
     A reduce_scatter has chunk after chunk for rank + 1, rank + 2, ..., and the own shard last.
 
     Raises:
-        Misconfigured: there is no such rank.
+        Misconfigured: `rank` is out of range.
     """
     profile = profile or default_profile()
     if not 0 <= rank < task.world_size:
@@ -282,7 +282,7 @@ class Hiding:
 
     hides: bool
     size: int  # columns of the local weights that follow an all_gather; their depth before a reduce_scatter
-    least: float  # size from which on it can
+    least: float  # least size with which communication can hide
     why: str
 
 
@@ -295,7 +295,7 @@ def hiding(
     link_bytes_per_s: float,
     element_bytes: int = 2,
 ) -> Hiding:
-    """Return whether the transfer can hide behind the matmul: the arithmetic then takes as long or longer.
+    """Return whether the transfer can hide behind the matmul: whether the arithmetic takes at least as long.
 
         all_gather + matmul       M K b (w - 1) / w / B <= 2 M N K / R    iff    N >= b R (w - 1) / (2 w B)
         matmul + reduce_scatter   M N b (w - 1) / w / B <= 2 M N K / R    iff    K >= the same
@@ -318,7 +318,7 @@ def hiding(
 
 
 def hiding_of(task: ShardedMatmul, profile: Profile | None = None) -> Hiding:
-    """Return `hiding` for a task, from the FLOP/s that its curves reach and the link bandwidth of the profile."""
+    """Return the `Hiding` of a task, by the FLOP/s in the task's curves and the profile's link bandwidth."""
     rates = (profile or default_profile()).rates
     size = task.curves[0].k if task.is_scatter else sum(curve.n for curve in task.curves)
     return hiding(
@@ -330,7 +330,7 @@ def hiding_of(task: ShardedMatmul, profile: Profile | None = None) -> Hiding:
 
 
 def _arrivals_us(task: ShardedMatmul, chunks: Sequence[Sequence[Slabs]], profile: Profile) -> list[float]:
-    """Return the µs at which each chunk of each peer arrives: pushed at the peer's pace, and after earlier chunks."""
+    """Return the µs at which each chunk arrives: after its peer's earlier pushes and this rank's earlier arrivals."""
     rates, then, found = profile.rates, 0.0, []
     for turn, blocks in enumerate(chunks):
         copies = [_copy_us(task, slabs, profile) for slabs in blocks]
@@ -344,7 +344,7 @@ def _arrivals_us(task: ShardedMatmul, chunks: Sequence[Sequence[Slabs]], profile
 def _tails_us(
     task: ShardedMatmul, chunks: Sequence[Sequence[Slabs]], sums: Sequence[float], profile: Profile
 ) -> list[float]:
-    """Return for each chunk the µs from its computation to the end: its send, the sends behind it, and the sums.
+    """Return for each chunk the µs from its computation to the call's end: the sends from it on, and the sums.
 
     Ranks are taken to be alike: the partials of an own chunk have come when this rank has sent the same chunk to its
     last peer. Its sum begins when earlier sums have ended.
@@ -370,7 +370,7 @@ def _copy_us(task: ShardedMatmul, slabs: Slabs, profile: Profile) -> float:
 
 
 def _sums_us(task: ShardedMatmul, rank: int, profile: Profile) -> list[float]:
-    """Return the µs of adding up each chunk of this rank: it reads all ranks' partial sums and writes the result."""
+    """Return the µs of adding up each chunk of this rank: reading all ranks' partial sums and writing the result."""
     bytes_per_us = 1000 * profile.sums.memory_gb_per_s
     return [
         profile.rates.kernel_us

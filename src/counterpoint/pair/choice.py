@@ -1,4 +1,4 @@
-"""Choose how many SMs each side of a pair gets, by the least predicted time of both together.
+"""Choose how many SMs a GEMM and a concurrent collective get, by the least predicted time of both together.
 
 `choose_split`      NCCL beside GEMMs: limits for both sides, over the launch orders
                     T(split) = mean over orders of max(end of the GEMM, end of the collective)
@@ -33,30 +33,30 @@ FREE_SMS = (0, 4, 8, 12, 16)  # SMs that a GEMM may leave free; cuBLAS' blocks c
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """Holds a division of SMs between both sides and the times predicted for it in µs."""
+    """Holds a division of SMs between GEMM and collective, and the times in µs predicted for that division."""
 
     split: SmSplit  # the division
-    compute_us: float  # the GEMM alone with the SMs of this split
-    comm_us: float  # the collective alone with the CTAs of this split
-    together_us: dict[Order, float]  # both, by launch order
+    compute_us: float  # µs of the GEMM alone with the SMs of this split
+    comm_us: float  # µs of the collective alone with the CTAs of this split
+    together_us: dict[Order, float]  # µs of both together, by launch order
     objective_us: float  # the mean, or the worst, of `together_us`
     hidden: float  # mean over orders; pair/together.py defines it
     waves_alone: int  # waves of the GEMM with the most tiles, on all SMs
-    waves_together: int  # waves of that GEMM on the SMs that it has beside the collective
+    waves_together: int  # waves of the same GEMM on the SMs that are left beside the collective
     fits: bool  # whether the collective starts beside a resident GEMM
     reason: str = field(default="", compare=False)  # why this division, in words
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GemmSms:
-    """Holds the best number of SMs for a GEMM (None: all), and the pair's predicted µs for each number tried."""
+    """Holds the best number of SMs for a GEMM (None: all), and the predicted µs with its reduction for each number."""
 
     gemm_sms: int | None
     together_us: dict[int, float]
 
 
 def choose_gemm_sms(pair: Pair, profile: Profile) -> GemmSms:
-    """Return the SMs for GEMMs beside a zero-SM reduction that give the least predicted time; on a tie the most SMs."""
+    """Return the number of SMs for GEMMs beside a zero-SM reduction with the least predicted time; on ties the most."""
     if pair.collective not in REDUCTIONS:
         raise Misconfigured(f"{pair.collective} adds up nothing; allowed are {', '.join(REDUCTIONS)}")
     if min(pair.size_bytes, pair.compute_us, pair.comm_us, pair.world_size - 1) <= 0:
@@ -82,7 +82,7 @@ def predict(
     objective: Objective = "mean",
     contention: Contention | None = None,
 ) -> Budget:
-    """Return the predicted times of a pair under one division of the SMs.
+    """Return the predicted times of a GEMM and a collective under one division of the SMs.
 
     Args:
         curves: times of both sides alone, as measured on the machine.
@@ -92,7 +92,7 @@ def predict(
         split: the division of the SMs.
         orders: launch orders that count.
         objective: over these orders, `mean` or `worst`.
-        contention: figures fitted to measured pairs; None: those of the default profile, H200.
+        contention: figures fitted to measured pairs; None: the default profile's, H200.
 
     Raises:
         Misconfigured: nothing was measured at or around this point; no order; the split leaves the GEMM no SM.
@@ -138,10 +138,10 @@ def choose_split(
     objective: Objective = "mean",
     contention: Contention | None = None,
 ) -> Budget:
-    """Return the division of SMs with the least predicted time of both sides together; on a tie the first.
+    """Return the division of SMs with the least predicted time of GEMM and collective together; on a tie the first.
 
-    The arguments are those of `predict`, and `candidates` the splits to compare; None: those from `candidates_for` for
-    this machine that the curves cover.
+    The arguments are as in `predict`; `candidates` are the splits to compare, None: all from `candidates_for` for this
+    machine that the curves cover.
 
     Raises:
         Misconfigured: there is no candidate, or `predict` raises it.
@@ -168,7 +168,7 @@ def choose_split(
 
 
 def candidates_for(layout: SmLayout, default_ctas: int, *, clusters: Iterable[int] = ()) -> tuple[SmSplit, ...]:
-    """Return divisions to try: NCCL's default CTAs or fewer, beside a GEMM on all SMs or on those the CTAs leave."""
+    """Return divisions to try: NCCL with default or fewer CTAs, beside a GEMM on all SMs or on the SMs left over."""
     counts = [None, *(count for count in FEWER_CTAS if count < default_ctas)]
     whole = layout.gemm_cluster
     left = {count: (layout.num_sms - (count or default_ctas)) // whole * whole for count in counts}
@@ -199,7 +199,7 @@ def _hidden(order: Order, compute_us: float, comm_us: float, both_us: float, kno
 
 
 def _reason(best: Budget, stock: Budget | None) -> str:
-    """Return in one sentence how both sides share the SMs, and what that saves over plain NCCL, if it was tried."""
+    """Return a sentence on how `best` divides the SMs, and what it saves over plain NCCL (`stock`), if tried."""
     clusters = f" in clusters of {best.split.cga_cluster}" if best.split.cga_cluster else ""
     sides = f"{best.split.max_ctas or 'NCCL’s own'} CTAs{clusters} beside {best.split.gemm_sms or 'all'} SMs"
     how = "the collective starts beside the GEMM" if best.fits else "the collective waits where a GEMM came first"

@@ -34,7 +34,7 @@ DTYPES = {  # torch's names: the precision of data sheets, and bytes of an eleme
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GemmCurve:
-    """Holds the measured µs of GEMMs that run one after the other, alone, by number of SMs."""
+    """Holds the measured µs of a sequence of GEMMs without communication, by number of SMs."""
 
     workload: str  # the name of the GEMMs in a suite
     products: tuple[Product, ...]  # M, N and K of each GEMM
@@ -47,11 +47,11 @@ class GemmCurve:
             raise Unsupported(f"{printable(self.workload)}: waves are known of GEMMs only; measure such a pair instead")
 
     def kernels(self, num_sms: int) -> tuple[GemmKernel, ...]:
-        """Return one kernel for each GEMM on `num_sms` SMs; their times add up to `time_us(num_sms)`."""
+        """Return a `GemmKernel` for each GEMM on `num_sms` SMs; the kernels' times add up to `time_us(num_sms)`."""
         return gemm_kernels(self.products, self.time_us(num_sms), num_sms, self.tile)
 
     def time_us(self, num_sms: int) -> float:
-        """Return the µs on `num_sms` SMs; between two measured points it falls in proportion to the waves."""
+        """Return the µs of the GEMMs on `num_sms` SMs; between two measured points the time follows the waves."""
         for (few, slow_us), (many, fast_us) in pairwise(self.points):
             if few <= num_sms <= many:
                 slow, fast, here = (sum(steps_of(self.products, sms, self.tile)) for sms in (few, many, num_sms))
@@ -65,7 +65,7 @@ class GemmCurve:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommPoint:
-    """Holds the µs of a collective alone, and how many CTAs NCCL used: for small arrays fewer than the limit."""
+    """Holds a collective's µs alone at one size, and how many CTAs NCCL used (for small arrays below the limit)."""
 
     size_bytes: int  # of the full array
     time_us: float
@@ -84,7 +84,7 @@ class CommCurve:
         return len(sizes) > 1 and sizes[0] / REACH <= size_bytes <= sizes[-1] * REACH
 
     def at(self, size_bytes: int) -> CommPoint:
-        """Return the µs of this size as latency + bytes / bandwidth, by a line through the two nearest points."""
+        """Return the `CommPoint` of a size: latency + bytes / bandwidth, by a line through the two nearest points."""
         sizes = [point.size_bytes for point in self.points]
         if not self.reaches(size_bytes):
             raise Misconfigured(f"{size_bytes} bytes are too far from the measured sizes {sizes}; measure nearer ones")
@@ -101,13 +101,13 @@ CommKey = tuple[str, int | None, int | None]
 
 
 def comm_key(collective: str, split: SmSplit) -> CommKey:
-    """Return the key in `Curves.comms` of a collective under the limits of a split."""
+    """Return a collective's key in `Curves.comms` under the NCCL limits of `split`."""
     return collective, split.max_ctas, split.cga_cluster
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curves:
-    """Holds the measured curves of a machine, from which `choose_split` predicts."""
+    """Holds the measured curves of a machine, from which `choose_split` predicts times."""
 
     layout: SmLayout
     gemms: Mapping[str, GemmCurve]  # by workload
@@ -120,7 +120,7 @@ class Curves:
         return self.gemms[workload]
 
     def comm(self, collective: str, size_bytes: int, split: SmSplit) -> CommPoint:
-        """Return a collective's `CommPoint` under a split's limits; its rate is interpolated between CTA counts."""
+        """Return a collective's `CommPoint` under a split's limits; rates are interpolated between CTA counts."""
         if (key := comm_key(collective, split)) in self.comms:
             return self.comms[key].at(size_bytes)
         limit, cluster = split.max_ctas, split.cga_cluster
@@ -154,7 +154,7 @@ class Curves:
         return max(point.num_ctas for point in self.comms[plain].points)
 
     def cover(self, workload: str, collective: str, size_bytes: int, split: SmSplit) -> bool:
-        """Return whether the curves have the times of both sides under this split, measured or interpolated."""
+        """Return whether the curves give GEMM and collective times under this split, measured or interpolated."""
         try:
             self.gemm(workload).time_us(split.gemm_sms or self.layout.num_sms)
         except Misconfigured:
@@ -162,7 +162,7 @@ class Curves:
         return self.cover_comm(collective, size_bytes, split)
 
     def cover_comm(self, collective: str, size_bytes: int, split: SmSplit) -> bool:
-        """Return whether the curves have the time of the collective under this split, measured or interpolated."""
+        """Return whether the curves give the time of the collective under this split, measured or interpolated."""
         try:
             self.comm(collective, size_bytes, split)
         except Misconfigured:
@@ -181,11 +181,11 @@ def curves_from(
     layout: SmLayout,
     default_ctas: int | None = None,
 ) -> Curves:
-    """Return curves from the building blocks of a measurement, without rows that are marked or are no `SmSplit`.
+    """Return curves from rows of GEMMs and collectives measured alone; skip marked rows and rows of no `SmSplit`.
 
     Args:
         blocks: GEMMs as `stock` and `gemm_sms=N`, collectives as
-            `nccl[+max_ctas=N][+cga_cluster=N]`; of equal ones the last.
+            `nccl[+max_ctas=N][+cga_cluster=N]`; of rows with equal settings the last.
         products: the GEMMs of each workload, by its name; workloads that are not here are left out.
         layout: of the GPU.
         default_ctas: CTAs of plain NCCL, for rows whose kernels the profiler did not look at.
@@ -247,9 +247,9 @@ class RowCurve:
         _dtype(self.dtype)
 
     def us(self, rows: int) -> float:
-        """Return the µs of `rows` rows: linear between two points, in proportion to rows beyond the last point.
+        """Return the matmul's µs for `rows` rows: linear between two points, proportional beyond the last point.
 
-        Fewer rows than at the first point take as long as those of the first point, which should be one tile.
+        Fewer rows than at the first point take as long as the first point's rows, which should be one tile.
 
         Raises:
             Misconfigured: there are over twice as many rows as were measured.
@@ -275,7 +275,7 @@ class RowCurve:
 def estimated_curve(
     n: int, k: int, dtype: str, rows: int, profile: Profile | None = None, *, step: int | None = None
 ) -> RowCurve:
-    """Return a row curve estimated, not measured, as a launch plus waves of tiles at the GPU's usual speed.
+    """Return an estimated (not measured) `RowCurve`: a launch plus waves of tiles at the GPU's usual speed.
 
     Args:
         n: columns of the product.
@@ -283,7 +283,7 @@ def estimated_curve(
         dtype: of the operands, by torch's name.
         rows: most rows that the curve will be asked for.
         profile: of the GPU; None: the default one, H200.
-        step: rows between two points; None: those of a tile.
+        step: rows between two points; None: the rows of a tile.
 
     Raises:
         Unsupported: the GPU's data sheet is not known, or has no peak of this dtype.

@@ -4,8 +4,8 @@
     gather  copy engines bring the tokens of all ranks; weighted sums of the local experts are reduced and scattered
     slabs   copy engines move a fixed number of rows to each rank, however many are wanted: for graphs
 
-A time is that of a dispatch and a combine together, with what is computed beside them. With n ranks, T tokens of a rank
-and k experts of each, a GPU receives and sends, both times:
+A time covers a dispatch, a combine and what is computed beside them. With n ranks, T tokens per rank and k experts per
+token, a GPU receives and sends, in the dispatch and again in the combine:
 
     torch   T k (n - 1) / n rows, more on the rank whose experts are wanted most
     slabs   as many times the capacity factor, in as many rounds as that rank needs
@@ -14,8 +14,8 @@ and k experts of each, a GPU receives and sends, both times:
 So gather moves less where k > n. Elsewhere, with nothing to hide behind, torch is left with the exchange, against the
 prediction: on 2 H200 Mixtral's layer (k = n = 2) took 11.4 ms by torch, 12.0 by gather (2026-11-23).
 Transport hides behind compute as the profile says of its mechanism; kernels that select, permute and add up rows do not
-hide at all, which is on the safe side. Not in it: tokens that go to two experts of one rank count twice, a host that is
-behind, ranks that are late, several hosts.
+hide at all, which is on the safe side. Not modelled: a host that is behind, late ranks, several
+hosts. A token that goes to two experts of one rank counts twice.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class ExpertExchange:
 
     ranks: int
     top_k: int
-    experts: int  # of all ranks
-    tokens: int  # of a rank, at most
+    experts: int  # number of experts on all ranks
+    tokens: int  # most tokens of a rank
     hidden: int
-    element_bytes: int = 2  # on the wire
-    beside_us: float = 0.0  # what is computed beside dispatch and combine, alone; 0: nothing
+    element_bytes: int = 2  # bytes of an element as sent
+    beside_us: float = 0.0  # µs of the compute beside dispatch and combine, alone; 0: no compute
     imbalance: float = 1.0  # rows of the rank with the most, over the mean
-    capacity_factor: float = 1.25  # of slabs: rows reserved for a rank, over the mean
-    captured: bool = False  # recorded in a CUDA graph
+    capacity_factor: float = 1.25  # with slabs: rows reserved for a rank, over the mean
+    captured: bool = False  # the exchange is recorded in a CUDA graph
 
     def __post_init__(self) -> None:
         sizes = (self.top_k, self.experts, self.hidden, self.element_bytes)
@@ -65,7 +65,7 @@ class ExpertExchange:
 
     @property
     def row_bytes(self) -> int:
-        """Return the bytes of a token on the wire."""
+        """Return the size in bytes of a token as sent between ranks."""
         return self.hidden * self.element_bytes
 
     @property
@@ -84,13 +84,13 @@ class ExpertPlan:
     """Holds the mechanism chosen for an exchange, and the predicted µs by which it was chosen."""
 
     mechanism: ExchangeMechanism
-    predicted_us: Mapping[ExchangeMechanism, float]  # dispatch, combine and what runs beside them; of all mechanisms
+    predicted_us: Mapping[ExchangeMechanism, float]  # µs of dispatch, combine and compute beside, by mechanism
     why: str  # one sentence
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Parts:
-    """Holds the µs of a mechanism alone: of its kernels, and of its collectives by PyTorch's names."""
+    """Holds a mechanism's µs without other work: of kernels, and of collectives by PyTorch's names."""
 
     kernels_us: float
     comms: tuple[tuple[str, float], ...]
@@ -108,11 +108,11 @@ def choose_expert(
     offered: Sequence[ExchangeMechanism] | None = None,
     host_us: Mapping[ExchangeMechanism, float] | None = None,
 ) -> ExpertPlan:
-    """Return the simplest mechanism, torch's first, whose time added to compute is within `MARGIN` of the least.
+    """Return the simplest mechanism (torch's is simplest) whose exposed time is within `MARGIN` of the least.
 
     Another mechanism than torch's is chosen only if it adds less than torch's by `MARGIN`. Two kinds of exchange are
-    left to torch: those of few tokens, as in decoding, where over 70 % of the other mechanism's time would pass without
-    any token; and those without compute beside them in which that mechanism moves no fewer bytes
+    left to torch: exchanges of few tokens, as in decoding, where over 70 % of the other mechanism's time would pass
+    without any token; and exchanges without compute beside them in which that mechanism moves no fewer bytes
     (`top_k <= ranks`).
     Ranks that give the same figures choose alike, which they must.
 
@@ -171,7 +171,7 @@ def predicted_us(task: ExpertExchange, mechanism: ExchangeMechanism, profile: Pr
 
 
 def _torch(task: ExpertExchange, profile: Profile) -> _Parts:
-    """Return the times by NCCL's all_to_all: to send the counts, wait for them on the host, and send rows both ways."""
+    """Return the times by NCCL: to send the counts, to wait for the counts on the host, and to send rows both ways."""
     rates = profile.nccl_rates
     crossing = task.most_rows * task.row_bytes * (task.ranks - 1) / task.ranks
     rows_us = rates.latency_us + crossing / rates.bus_gb_per_s["all_to_all"] / 1000
@@ -180,14 +180,14 @@ def _torch(task: ExpertExchange, profile: Profile) -> _Parts:
 
 
 def _slabs(task: ExpertExchange, profile: Profile) -> _Parts:
-    """Return the times of copies of a fixed size, in as many rounds as the rank with the most rows needs."""
+    """Return the times of fixed-size copies, in as many rounds as the rank with the most rows needs."""
     rounds = math.ceil(task.imbalance / task.capacity_factor)
     rows_us = rounds * _copied_us(task, task.mean_rows * task.capacity_factor / task.ranks, profile)
     return _Parts(kernels_us=_repacked_us(task, profile), comms=(("all_to_all", 2 * rows_us),))
 
 
 def _gather(task: ExpertExchange, profile: Profile) -> _Parts:
-    """Return the times of bringing all tokens to all ranks, and of reducing the experts' sums back to each rank."""
+    """Return the times of all-gathering all tokens, and of reduce-scattering the experts' weighted sums."""
     rows, tokens = task.most_rows, task.ranks * task.tokens
     kernels_us = _streamed_us(2 * rows, task, profile) + _streamed_us(rows + tokens, task, profile)
     routing_us = 3 * profile.rates.kernel_us + _copied_us(task, 8 * task.tokens * task.top_k / task.row_bytes, profile)
@@ -212,7 +212,7 @@ def _repacked_us(task: ExpertExchange, profile: Profile) -> float:
 
 
 def _streamed_us(rows: float, task: ExpertExchange, profile: Profile) -> float:
-    """Return the µs of a kernel that reads and writes `rows` rows together."""
+    """Return the µs of a kernel whose reads and writes add up to `rows` rows."""
     return profile.rates.kernel_us + rows * task.row_bytes / profile.sums.memory_gb_per_s / 1000
 
 

@@ -1,7 +1,7 @@
 """Choose how a matmul that depends on communication runs, by each execution's predicted time. No torch.
 
     torch    NCCL and the matmul, one after the other
-    serial   copy engines, then the matmul; or the matmul of the peers' rows, then copy engines beside that of own rows
+    serial   copy engines, then the matmul; or the matmul of the peers' rows, then copy engines beside own rows' matmul
     cuts     the pieces of `cut`, multiplied by cuBLAS beside copy engines
     flagged  one persistent matmul that takes its tiles in the order in which rows arrive, beside copy engines
 
@@ -9,7 +9,7 @@ A piece is multiplied as soon as its rows have come (all_gather), or sent as soo
 The cuts with the least predicted time are found by dynamic programming over the µs of rows (`RowCurve`) and the
 times of arrival (`arrivals.py`).
 
-One axis of rows serves both: own rows, then those of rank - 1, rank - 2, ... An all_gather goes along it. A
+One axis of rows serves both: own rows, then rows of rank - 1, rank - 2, ... An all_gather goes along it. A
 reduce_scatter comes back along it, so it is the same in reversed time: an arrival, after the begin, becomes what is
 left to do until the end. docs/design/tensor.md has the equations and what they leave out.
 """
@@ -75,7 +75,7 @@ class Cuts:
 
 
 def cut(task: ShardedMatmul, rank: int, profile: Profile | None = None) -> Cuts:
-    """Return the cuts of a rank's rows with the least predicted time, without cuts that save less than `WORTH` of it.
+    """Return the cuts of a rank's rows with the least predicted time; drop cuts that save a fraction below `WORTH`.
 
     Pieces begin and end at borders of tiles or the end of a slab; with over `MAX_CELLS` tiles, at some borders only.
     """
@@ -83,7 +83,7 @@ def cut(task: ShardedMatmul, rank: int, profile: Profile | None = None) -> Cuts:
 
 
 class RowAxis:
-    """Holds one rank's rows of a task in the order of this module's axis, as cells (runs of rows) that are never cut.
+    """Holds one rank's rows of a task in the order of this module's axis, as cells (consecutive rows) never cut.
 
     Attributes:
         segments: of the rank, in the order of `segments_of`.
@@ -113,18 +113,18 @@ class RowAxis:
 
     @property
     def serial_bounds(self) -> tuple[int, ...]:
-        """Return the bounds, in cells, of a call that is not cut; to scatter, own rows are a separate piece."""
+        """Return the piece bounds, in cells, of an uncut call; for a reduce_scatter, own rows are their own piece."""
         own = self.of_cell.count(0) if self.task.is_scatter else 0
         return tuple(sorted({0, own, len(self.cells)}))
 
     def cost_us(self, rows: int) -> float:
-        """Return the µs of the matmuls of `rows` consecutive rows, alone, with their launches."""
+        """Return the µs of the matmuls of `rows` consecutive rows without communication, launches included."""
         if rows not in self._known_us:
             self._known_us[rows] = sum(curve.us(rows) + self._launch_us for curve in self.task.curves)
         return self._known_us[rows]
 
     def after(self, start_us: float, work_us: float) -> float:
-        """Return when work of `work_us` alone ends if begun at `start_us`; communication slows it until `busy_us`."""
+        """Return when work of `work_us` that begins at `start_us` ends; communication slows it until `busy_us`."""
         beside_us = max(0.0, self.busy_us - start_us) * self.kept
         if work_us <= beside_us:
             return start_us + work_us / self.kept
@@ -171,7 +171,7 @@ class RowAxis:
         return now
 
     def flagged_us(self, work_us: float) -> float:
-        """Return the µs at which a single matmul ends that takes its rows as they arrive, at no extra cost."""
+        """Return the µs at which a single matmul ends that processes rows as they arrive, without extra cost."""
         now = 0.0
         for segment in self.along:
             rows = sum(slab.rows for slab in segment.slabs)
@@ -194,7 +194,7 @@ class RowAxis:
         return index if complete else index - 1
 
     def _fewer(self, bounds: list[int], us: float) -> list[int]:
-        """Return the bounds without each one that saves less than `WORTH` of `us`, the least time."""
+        """Return the bounds less each bound that saves under `WORTH` of `us`, the least time."""
         for bound in bounds[1:-1]:
             without = [each for each in bounds if each != bound]
             if self.end_us(without) <= us * (1 + WORTH):
@@ -214,11 +214,11 @@ class MatmulPlan:
     """Holds how a matmul that depends on communication runs, and the predicted µs by which that was chosen."""
 
     mechanism: MatmulMechanism
-    pieces: tuple[Piece, ...]  # of this rank; uncut unless the mechanism is cuts
-    segments: tuple[Segment, ...]  # of this rank: its rows in the order of arrival or sending
-    predicted_us: Mapping[MatmulMechanism, float]  # of rank 0, so that all ranks choose alike
-    alone_us: float  # the matmul
-    comm_us: float  # the collective by NCCL
+    pieces: tuple[Piece, ...]  # this rank's pieces; uncut unless the mechanism is cuts
+    segments: tuple[Segment, ...]  # this rank's rows in the order of arrival or sending
+    predicted_us: Mapping[MatmulMechanism, float]  # µs on rank 0, so that all ranks choose alike
+    alone_us: float  # µs of the matmul alone
+    comm_us: float  # µs of the collective by NCCL alone
     hiding: Hiding
     estimated: bool  # a curve was not measured
     why: str  # one sentence
@@ -234,7 +234,7 @@ def choose_matmul(
 ) -> MatmulPlan:
     """Return the simplest execution predicted to take within `MARGIN` of the best time; torch's is the simplest.
 
-    Rank 0's predictions decide the mechanism, and the pieces are those of `rank`: ranks that are given the same
+    Rank 0's predictions decide the mechanism, and the pieces are for `rank`: ranks that are given the same
     curves and figures choose alike, which they must.
 
     Args:
@@ -283,7 +283,7 @@ def choose_matmul(
 def with_best_chunks(task: ShardedMatmul, profile: Profile | None = None) -> ShardedMatmul:
     """Return the task with the largest chunks whose predicted time, on rank 0, is within `MARGIN` of the least.
 
-    It compares one, two and four chunks of the largest shard.
+    Compares one, two and four chunks of the largest shard.
     """
     block = task.batch * max(task.shard_rows)
     found = [replace(task, chunk_rows=-(-block // chunks)) for chunks in (1, 2, 4)]

@@ -1,4 +1,4 @@
-"""Describe how the SMs of a GPU are divided between a GEMM and a collective, and which blocks find room.
+"""Describe how a GPU's SMs are divided between a GEMM and a collective, and which thread blocks find free SMs.
 
 A cluster of k blocks needs k free SMs of one GPC. The driver does not tell where it puts clusters. Assumed are one
 block per SM (true of cuBLAS' persistent kernels and of NCCL beside them), and that clusters are dealt in turn, one to
@@ -27,7 +27,7 @@ class SmSplit:
 
     @property
     def mechanism(self) -> str:
-        """Return the name of this split in a suite: `nccl+max_ctas=16+cga_cluster=2+gemm_sms=116`."""
+        """Return this split as a mechanism's name, such as `nccl+max_ctas=16+cga_cluster=2+gemm_sms=116`."""
         limits = {"max_ctas": self.max_ctas, "cga_cluster": self.cga_cluster, "gemm_sms": self.gemm_sms}
         return "+".join(["nccl", *(f"{key}={value}" for key, value in limits.items() if value is not None)])
 
@@ -60,7 +60,7 @@ class SmLayout:
 
     @classmethod
     def even(cls, num_sms: int, chip: Chip | None = None) -> SmLayout:
-        """Return a layout of GPCs as equal as whole TPCs (pairs of SMs) allow: 132 SMs are 6 of 16 and 2 of 18."""
+        """Return a layout of GPCs as equal as whole TPCs (pairs of SMs) allow: 132 SMs are 6 GPCs of 16 and 2 of 18."""
         if num_sms < 2 or num_sms % 2:
             raise Misconfigured(f"{num_sms} SMs cannot be laid out; give an even number, such as 132 for an H200")
         chip = chip or default_profile().chip
@@ -75,7 +75,7 @@ class SmLayout:
         return sum(self.gpc_sms)
 
     def gemm_sms_beside(self, num_ctas: int, *, comm_cluster: int = 1) -> int:
-        """Return how many SMs a GEMM's clusters can use while `num_ctas` of a collective hold one SM each."""
+        """Return how many SMs a GEMM's clusters can use while `num_ctas` CTAs of a collective hold one SM each."""
         free, unplaced = _deal(sorted(self.gpc_sms), num_ctas, _cluster(num_ctas, comm_cluster))
         usable = sum(room - room % self.gemm_cluster for room in free)
         if unplaced or not usable:
@@ -89,7 +89,7 @@ class SmLayout:
 
 
 def _cluster(blocks: int, wanted: int) -> int:
-    """Return the cluster size `wanted`, or 1 if it does not divide the grid (NCCL and cuBLAS then use none)."""
+    """Return the cluster size `wanted`, or 1 if it does not divide the grid (NCCL and cuBLAS then use no clusters)."""
     return wanted if blocks % wanted == 0 else 1
 
 

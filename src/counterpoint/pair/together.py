@@ -61,11 +61,11 @@ class Pair:
     num_ctas: int  # CTAs of the collective, one SM each; 0 for copy engines
     world_size: int  # ranks
     layout: SmLayout  # SMs of the GPU
-    order: Order = "together"  # which side is launched first
+    order: Order = "together"  # whether GEMMs or collective are launched first
 
 
 def together_us(pair: Pair, profile: Profile, model: Model | None = None, *, gemm_sms: int | None = None) -> float:
-    """Return the µs from the first launch until both sides have ended, by `model` or the one that `model_for` names.
+    """Return the µs from the first launch until GEMMs and collective have ended, by `model` (None: `model_for`).
 
     `gemm_sms` is the number of SMs that GEMMs may use beside a zero-SM reduction; only the model `sums` uses it.
     """
@@ -103,7 +103,10 @@ class OverlapRatios:
 
 
 def overlap(*, compute_us: float, comm_us: float, both_us: float, order: Order, head_us: float) -> OverlapRatios:
-    """Return how much a pair gains from overlap: g is `compute_us`, c `comm_us`, T `both_us` and h `head_us`."""
+    """Return how much compute and a collective that take `both_us` together gain from overlap.
+
+    In this module's equations g is `compute_us`, c `comm_us`, T `both_us` and h `head_us`.
+    """
     waiting_compute = compute_us + (head_us if order == "comm_first" else 0.0)
     waiting_comm = comm_us + (head_us if order == "compute_first" else 0.0)
     serial = compute_us + comm_us + (head_us if order != "together" else 0.0)
@@ -131,12 +134,12 @@ def disturbance(mechanism: str, profile: Profile) -> Disturbance:
 
 
 def kept_us(compute_us: float, comms: Sequence[tuple[str, float]], kept: Disturbance, *, persistent: bool) -> float:
-    """Return the µs until compute and the collectives beside it, which run one after the other, have all ended.
+    """Return the µs until compute and a sequence of collectives that runs beside compute have both ended.
 
         behind      T = g + c             a persistent GEMM has all SMs, the collective waits for its end
         together    T = (1 - held) · side by side + held · behind                            never more than g + c
 
-    `held`, the part of collectives that wait, follows from the mean `hidden` = (g + c - T) / min(g, c) that was
+    `held`, the share of collectives that wait, follows from the mean `hidden` = (g + c - T) / min(g, c) that was
     measured over launch orders: held = 1 - hidden / hidden of side by side. It is 0 where GEMMs are not persistent:
     before Hopper their blocks come and go with every wave, and a collective gets in.
 
@@ -153,7 +156,7 @@ def kept_us(compute_us: float, comms: Sequence[tuple[str, float]], kept: Disturb
 
 
 def side_by_side_us(compute_us: float, comm_us: float, compute_kept: float, comm_kept: float) -> float:
-    """Return the µs until both sides end if they start together, keep these fractions of their speed and never wait."""
+    """Return the µs until compute and collective end: both start at once, slowed to these fractions, and never wait."""
     slow_g, slow_c = compute_us / compute_kept, comm_us / comm_kept
     if slow_c <= slow_g:
         return compute_us + (1.0 - compute_kept) * slow_c
@@ -173,23 +176,23 @@ class GemmKernel:
 
     @property
     def tile_us(self) -> float:
-        """Return the µs of one tile, which are also the µs of one wave."""
+        """Return the µs of one tile, equal to the µs of one wave."""
         return self.time_us / _rounds(self.tiles, self.num_sms)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SmShares:
-    """Says how many SMs each side gets while both run, and by what factor each slows down."""
+    """Says how many SMs GEMM and collective get while both run, and by what factor each slows down."""
 
     waiting_ctas: int  # CTAs of the collective that find no SM beside a resident kernel
     sms_beside: int  # SMs that a kernel can use while the collective is resident
-    waiting_us: float = math.inf  # time that CTAs which waited still need once they start; at most the collective's
+    waiting_us: float = math.inf  # time that waiting CTAs need once they start; at most the collective's
     compute_slowdown: float = 1.0  # factor on a kernel's time at equal SMs, by memory bandwidth and power
     comm_slowdown: float = 1.0  # factor on the collective's time
 
     @property
     def fits(self) -> bool:
-        """Return whether the whole collective starts beside a resident kernel."""
+        """Return whether all CTAs of the collective can start beside a resident GEMM."""
         return not self.waiting_ctas
 
 
@@ -202,7 +205,7 @@ def play(
     comm_first: bool,
     shares: SmShares,
 ) -> float:
-    """Return the µs at which both sides have ended, by following the kernels one after another, wave by wave.
+    """Return the µs at which kernels and collective have ended, simulated kernel by kernel and wave by wave.
 
     CTAs of a collective that find no SMs start when the kernel that holds them ends. While the collective is resident,
     a kernel whose blocks do not all fit works through its tiles on the SMs left; its other blocks join when the
@@ -235,7 +238,7 @@ def play(
 def play_order(
     order: Order, kernels: Sequence[GemmKernel], comm_us: float, shares: SmShares, contention: Contention
 ) -> float:
-    """Return the µs at which both sides have ended in one launch order, with the head start in `contention`."""
+    """Return the µs at which kernels and collective have ended in one launch order, with `contention`'s head start."""
     head_us = contention.head_start_us
     if order == "comm_first":
         return play(kernels, comm_us, compute_at_us=head_us, comm_at_us=0.0, comm_first=True, shares=shares)
@@ -283,7 +286,7 @@ def gemm_kernels(
 
 
 def sm_shares(kernels: Sequence[GemmKernel], num_ctas: int, layout: SmLayout, known: Contention) -> SmShares:
-    """Return how many SMs each side gets while kernels and a collective run, and how much each slows down."""
+    """Return how many SMs GEMM kernels and a collective get while both run, and how much each slows down."""
     cluster = known.comm_cluster
     waiting = (layout.waiting_ctas(gemm_sms=one.num_sms, num_ctas=num_ctas, comm_cluster=cluster) for one in kernels)
     return SmShares(
@@ -349,7 +352,7 @@ def _gemm_ends(pair: Pair, gemm_sms: int, tile: tuple[int, int]) -> list[float]:
 def _summed_us(
     there_us: float, after_us: float, moved: float, ends: Sequence[float], free_sms: int, sums: SumRates
 ) -> float:
-    """Return the µs at which a sum of `moved` bytes ends; it waits for its data (`there_us`) and a sum (`after_us`)."""
+    """Return when a sum of `moved` bytes ends that waits for its data (`there_us`) and an earlier sum (`after_us`)."""
     fast, slow = sums.memory_gb_per_s * 1000, free_sms * sums.sm_gb_per_s * 1000  # bytes per µs
     if not free_sms:
         begins = next((end for end in ends if end >= there_us), there_us)

@@ -154,7 +154,7 @@ class CpuCall(HostWork):
             raise
 
     def finish(self) -> None:
-        """Send the remaining partitions of the input, and wait for those of the output; see `PartitionedWork`."""
+        """Send the remaining partitions of the input, and wait for all of the output; see `PartitionedWork`."""
         self.ready(len(self.sent))
         self.arrived(len(self.received))
         self.is_finished = True
@@ -199,7 +199,7 @@ class CpuCall(HostWork):
         self.record.step = self.record.steps
 
     def _program(self) -> Program:
-        """Return this rank's program; in debug mode, or to learn split sizes, first wait for all ranks' calls."""
+        """Return this rank's program; in debug mode or with split sizes, first wait for all ranks' announcements."""
         rows = self._met() if self.submission.meets else []
         if self.submission.program is not None:
             return self.submission.program
@@ -221,7 +221,7 @@ class CpuCall(HostWork):
             raise mismatch(self.current, self.watchdog.names[peer], same)
 
     def _place_output(self) -> None:
-        """Publish where peers write the output: into the tensor if it is in symmetric memory, else into the landing."""
+        """Publish where peers write the output: the tensor if it is in symmetric memory, else the landing buffer."""
         submission = self.submission
         if not submission.output_bytes or not self.program.receives:
             return
@@ -234,7 +234,7 @@ class CpuCall(HostWork):
         self.record.output_offset, self.record.output_region = at.offset, at.region
 
     def _grow_staging(self) -> None:
-        """Replace staging that is too small; all ranks compute the same size, so all replace it at the same call."""
+        """Replace the staging buffer if it is too small, at the same call on all ranks: they compute equal sizes."""
         call, tuning, channel = self.program.call, self.program.tuning, self.channel
         if not call.reduces:
             return
@@ -317,7 +317,7 @@ class CpuCall(HostWork):
         return self.base[span.buffer] + span.offset
 
     def _at_peer(self, peer: int, span: Span) -> int:
-        """Return where this process has mapped `span` of `peer`; `peer` published it before it signalled `ready`."""
+        """Return the address of `span` of `peer` in this process; `peer` published it before signalling `ready`."""
         if span.buffer == "staging":
             at = self._staging_of(peer)
         elif self.early is not None:
@@ -337,13 +337,13 @@ class CpuCall(HostWork):
             raise
 
     def _staging_of(self, peer: int) -> Location:
-        """Return where the staging of `peer` lies, after waiting until `peer` has replaced it as often as this rank."""
+        """Wait until `peer` has replaced its staging as often as this rank; return where the staging of `peer` lies."""
         board = self.memory.statuses[peer].channels[self.channel.index]
         self.channel.waiter.wait_until(lambda: board.staging >= self.channel.status.staging, self.current, peer)
         return Location(board.staging_region, 0)
 
     def _early_of(self, peer: int, early: EarlyUse) -> Location:
-        """Return where the early-release output of `peer` lies, after waiting until `peer` has made its region."""
+        """Wait until `peer` has made its early-release region; return the location of the output of `peer` in it."""
         regions, part = self.memory.statuses[peer].early_regions, early.block.part
         self.channel.waiter.wait_until(lambda: regions[part] >= 0, self.current, peer)
         return Location(regions[part], early.block.at.offset + early.offset)
@@ -364,7 +364,7 @@ def combine(sources: Sequence[int], target: int, num_bytes: int, reduction: Redu
 
 
 def reference(sources: Sequence[Any], reduction: Reduction) -> Any:
-    """Return tensors of one shape combined in plain torch as the GPU kernel does: same order, same accumulator."""
+    """Combine tensors of one shape in plain torch as the GPU kernel does: in the same order and accumulator dtype."""
     import torch
 
     wide = [source.to(getattr(torch, reduction.accumulator)) for source in sources]

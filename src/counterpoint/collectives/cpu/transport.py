@@ -52,7 +52,7 @@ class CpuTransport:
         ]
 
     def tuning(self, call: Call, *, early_release: bool) -> Tuning:
-        """Return the tuning of `call`: chunks of `chunk_bytes`, or larger ones if there are too few flags for them."""
+        """Return the tuning of `call`: chunks of `options.chunk_bytes`, or larger chunks if there are too few flags."""
         return with_staging_slices(self._tuned, call, self._staging_bytes)
 
     def _tuned(self, call: Call) -> Tuning:
@@ -60,11 +60,11 @@ class CpuTransport:
         return Tuning(chunk_bytes=chunk_bytes, relay_bytes=4 * self._chunk_bytes)
 
     def locate(self, tensor: Any) -> Location | None:
-        """Return the place of a contiguous tensor in this rank's symmetric memory; None if it lies elsewhere."""
+        """Return the `Location` of a contiguous tensor in this rank's symmetric memory; None if it lies elsewhere."""
         return self.memory.locate(tensor.data_ptr(), tensor.nbytes)
 
     def place(self, call: Call | None, at: Location | None, num_bytes: int) -> str:
-        """Return "": on CPUs outputs may lie anywhere, since ranks read the places from each other's status."""
+        """Return "": on CPUs outputs may lie at different places, which ranks read from each other's statuses."""
         return ""
 
     @property
@@ -73,11 +73,11 @@ class CpuTransport:
         return self.memory.created
 
     def shown_at(self, at: Location | None, num_bytes: int) -> Location:
-        """Return `NOWHERE`: on CPUs the status shows the output's place once the call runs, not at announcement."""
+        """Return `NOWHERE`: on CPUs a rank publishes the output's place when the call runs, not at announcement."""
         return NOWHERE
 
     def read_at(self, input: Any) -> tuple[Location, ...]:
-        """Return (): on CPUs a call keeps its tensors alive until waited for, so their memory is not reused before."""
+        """Return (): on CPUs a call keeps its input alive until it has ended, so no location needs to be protected."""
         return ()
 
     def accept(self, submission: Submission) -> None:
@@ -85,7 +85,7 @@ class CpuTransport:
         self.check()
 
     def start(self, submission: Submission, number: int, keep: tuple[Any, ...]) -> CpuCall:
-        """Queue a call behind the others of its channel; raise if an earlier one failed. See `Transport.start`."""
+        """Queue a call behind its channel's other calls; raise if the communicator failed. See `Transport.start`."""
         self.failure.check()
         if self.early.dropped:
             self.early.collect()
@@ -134,7 +134,7 @@ class CpuTransport:
         return region
 
     def _release(self, block: EarlyBlock) -> None:
-        """Signal the peers that they may write a block: its tensor has died, so nothing on this rank reads it now."""
+        """Signal the peers that they may write an early-release block, whose last tensor on this rank has died."""
         if block.ready or self.failure.error is not None:
             return
         word = flag_word(Flag("output", "ready", self.memory.rank), self.memory.world_size)

@@ -40,14 +40,14 @@ _Lower: TypeAlias = Callable[[Sequence[Step]], tuple[DriverCall, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class CudaContext:
-    """Holds the objects that the queues, the watching thread and the calls of one communicator share."""
+    """Holds the objects that a communicator's queues, watching thread and calls share, such as memory and events."""
 
     gpu: Any  # this rank's `Gpu`, or a stand-in
     memory: SymmetricMemory  # symmetric memory of the group
     events: EventPool  # events of the device
     order: StreamOrder  # records which streams use which memory
     flags: FlagLayout  # says where the flag words lie
-    watchdog: Watchdog  # looks at the ranks' processes and statuses
+    watchdog: Watchdog  # checks the ranks' processes and statuses
     waiter: PeerWaiter  # lets the host wait for peers
     failure: Failure  # holds the error that ended this communicator
     growth: Growth  # makes regions of symmetric memory
@@ -56,7 +56,7 @@ class CudaContext:
 
 
 class Prepared:
-    """Holds one program's driver calls with fixed addresses, by part of the program, to be issued any number of times.
+    """Holds one program's driver calls with fixed addresses, to be issued any number of times, whole or part by part.
 
     The part `start` is the whole program, or, if the call is in the partitions `cut`, the steps before its pushes (with
     `supplied` the pushes, too); `lower` makes the driver calls of further parts when they are first issued.
@@ -91,7 +91,7 @@ class Prepared:
         self.noted = _NEVER  # epoch of `StreamOrder` and stream in which the use of its memory was last recorded
 
     def start(self, stream: int, events: EventPool, capture: int) -> None:
-        """Issue the part `start` on `stream`, which is in the graph capture with the id `capture` (0: none).
+        """Issue the first part, `start`, on `stream`, which is in the graph capture with the id `capture` (0: none).
 
         An error of the driver is raised; the peers may then wait for signals that were not issued.
         """
@@ -116,13 +116,13 @@ class Prepared:
         self._issue(("send", first, end), stream, lambda: self._lowered(self.sends[first:end]))
 
     def receive(self, first: int, end: int, stream: int) -> None:
-        """Let `stream` wait for the arrival of the partitions `first` to `end` - 1."""
+        """Make `stream` wait for the arrival of the partitions `first` to `end` - 1."""
         assert self.cut is not None
         receives = self.cut.receives[first:end]
         self._issue(("receive", first, end), stream, lambda: self._lowered(receives))
 
     def gate(self, word: int, value: int, stream: int) -> None:
-        """Let `stream` wait until the word at the address `word` is `value` or more, and then set the word to 0."""
+        """Make `stream` wait until the word at address `word` is `value` or more, and then set the word to 0."""
         operations = MemoryOperation("wait", word, value), MemoryOperation("write", word, 0)
         self._issue(operations, stream, lambda: (MemoryOperations(operations, COPY),))
 
@@ -134,7 +134,7 @@ class Prepared:
         return call.operations[0].address
 
     def close(self) -> None:
-        """Free the graph and the events; call this only when the last issued driver calls have run."""
+        """Free the graph and the events; call this only when the GPU has finished all issued driver calls."""
         for bound in self._bounds.values():
             bound.close()
         if self._graph is not None:
@@ -142,7 +142,7 @@ class Prepared:
         self._bounds, self._graph = {}, None
 
     def _issue(self, part: Hashable, stream: int, calls: Callable[[], tuple[DriverCall, ...]]) -> None:
-        """Issue one part of the call on a stream; `calls` makes the part's driver calls at its first issue there."""
+        """Issue `part` of the program on `stream`; `calls` makes the part's driver calls at its first issue."""
         bound = self._bounds.get((part, stream))
         if bound is None:
             bound = self._executor.bind(calls(), stream, reduction=self._reduction)
@@ -166,7 +166,7 @@ class PreparedCache:
         return len(self._cached)
 
     def get(self, key: Hashable) -> Prepared | None:
-        """Return the prepared call that was put under `key`; None if there is none, or it was evicted."""
+        """Return the prepared call cached under `key`; None if `key` was never cached or its call was evicted."""
         return self._cached.get(key)
 
     def put(self, key: Hashable, prepared: Prepared) -> None:
@@ -179,7 +179,7 @@ class PreparedCache:
         self._cached[key] = prepared
 
     def close(self) -> None:
-        """Close all prepared calls, evicted ones included; call this only when all of them have run."""
+        """Close all prepared calls, evicted ones included; call this only when the GPU has finished all of them."""
         for prepared in (*self._cached.values(), *self._leaving):
             prepared.close()
         self._cached.clear()
@@ -199,15 +199,15 @@ def _last_used(prepared: Prepared) -> int:
 
 
 class CudaWork:
-    """Represents a collective that was started on a GPU; see `Work`, and `PartitionedWork` for one in partitions.
+    """Represents a collective started on a GPU; see `Work`, and `PartitionedWork` for a call in partitions.
 
-    It has begun when its stream has passed the point `began`, by which all earlier calls of its channel have ended, and
-    has ended at the point `ended`: in partitions only after `finish`. In a graph capture, `wait` joins the call to the
+    The call begins at the point `began` of its stream, by which all earlier calls of its channel have ended, and
+    ends at the point `ended`: in partitions only after `finish`. In a graph capture, `wait` joins the call to the
     captured stream, and no more is known of it. This object keeps the tensors of `keep` alive until `wait` or
     `finish`; `record` shows the call in this rank's status.
     """
 
-    begun_s: float | None = None  # monotonic time when the watch first saw that it had begun
+    begun_s: float | None = None  # monotonic time at which the watch first saw that the call had begun
     _left = 0  # number of partitions of the input that were let leave
     _come = 0  # number of partitions of the output that a stream waits for
 
@@ -245,7 +245,7 @@ class CudaWork:
 
     @in_context
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Return True once the current stream waits for the call and, with `timeout_s`, the host has waited for it.
+        """Return True after making the current stream, and with `timeout_s` also the host, wait for the call.
 
         Raises:
             PeerTimeout: `timeout_s` has passed, or the communicator has failed as a rank died or did not come in time.
@@ -276,7 +276,7 @@ class CudaWork:
 
     @in_context
     def ready(self, count: int) -> None:
-        """Send the first `count` partitions of the input after the current stream's work; see `PartitionedWork`."""
+        """Send the first `count` partitions of the input behind the current stream's work; see `PartitionedWork`."""
         count = min(count, len(self.prepared.sends))
         if count <= self._left:
             return
@@ -308,7 +308,7 @@ class CudaWork:
 
     @in_context
     def arrived(self, count: int) -> None:
-        """Let the current stream wait for the first `count` partitions of the output; see `PartitionedWork`."""
+        """Make the current stream wait for the first `count` partitions of the output; see `PartitionedWork`."""
         count = min(count, len(self.received))
         if count <= self._come:
             return
@@ -317,7 +317,7 @@ class CudaWork:
 
     @in_context
     def finish(self) -> None:
-        """Send the remaining partitions, and let the current stream wait for all arrivals; see `PartitionedWork`."""
+        """Send the remaining partitions, and make the current stream wait for all arrivals; see `PartitionedWork`."""
         if self.is_finished:
             return
         self.ready(len(self.sent))
@@ -332,7 +332,7 @@ class CudaWork:
         self.is_finished, self.keep = True, ()
 
     def _current(self) -> tuple[int, int]:
-        """Return the current stream, and the id of its graph capture; raise if the communicator has failed."""
+        """Return the current stream and the id of its graph capture (0: none); raise if the communicator has failed."""
         context = self._context
         context.failure.check()
         current = context.gpu.current_stream()

@@ -1,4 +1,4 @@
-"""Define `Gpu`: all that a communicator needs of torch and of the driver, so that tests can replace it."""
+"""Define `Gpu`, the interface through which a communicator uses torch and the driver; tests replace it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from counterpoint.errors import Unsupported
 
 @lru_cache(maxsize=1)
 def raw_stream() -> Callable[[int], int]:
-    """Return torch's function that maps the index of a GPU to the handle of this thread's current stream there."""
+    """Return torch's function that maps a GPU's index to the handle of this thread's current stream on that GPU."""
     import torch
 
     found: Callable[[int], int] = getattr(
@@ -30,7 +30,7 @@ def raw_stream() -> Callable[[int], int]:
 
 
 class Gpu:
-    """Represents this process's GPU; a `device` without an index is the current one.
+    """Represents this process's GPU; `device` names the GPU, or without an index the current one.
 
     `Unsupported` is raised if there is no CUDA in this torch, no GPU, or no cuda-bindings.
     """
@@ -87,7 +87,7 @@ class Gpu:
         return bind(call, reduction, stream=stream, device_sms=self._sms)
 
     def enter_thread(self) -> None:
-        """Give the calling thread this GPU's context, and let it query events while other threads capture graphs.
+        """Give the calling thread this GPU's context, and allow it to query events while other threads capture graphs.
 
         Without the relaxed capture mode the driver refuses to query events during a capture of another thread.
         """
@@ -96,7 +96,7 @@ class Gpu:
 
     @contextmanager
     def relaxed(self) -> Iterator[None]:
-        """Allow calls that the driver by default refuses in a graph capture, such as event queries and kernel loading.
+        """Allow, in the `with` block, calls that the driver refuses in a graph capture, such as event queries.
 
         These calls do not become part of the graph.
         """
@@ -108,7 +108,7 @@ class Gpu:
 
     @contextmanager
     def beside_capture(self) -> Iterator[None]:
-        """Make a new stream current, to allow calls that the graph capture on the old stream refuses."""
+        """Make a new stream current in the `with` block, to allow calls that the capture on the old stream refuses."""
         import torch
 
         with self.relaxed(), torch.cuda.stream(torch.cuda.Stream(self.device)):
@@ -118,10 +118,10 @@ class Gpu:
         return self.driver.cuThreadExchangeStreamCaptureMode(mode)[1]
 
     def is_current(self) -> bool:
-        """Return whether the calling thread is in a context of this GPU: its current device in torch is this GPU.
+        """Return whether this GPU is torch's current device in the calling thread, which then has the GPU's context.
 
         Torch counts device 0 as current in a new thread, such as autograd's, which has no context until its first
-        kernel, so that the driver would refuse to make an event there. Such a thread gets the context here, once.
+        kernel, so that the driver would refuse to make an event. Such a thread gets the context here, once.
         """
         if self._current_device() != self.device.index:
             return False
@@ -133,7 +133,7 @@ class Gpu:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Make this GPU's context the current one, and restore the thread's earlier context, or none, at the end."""
+        """Make this GPU's context current in the `with` block, and restore the thread's earlier context at the end."""
         self.driver.cuCtxPushCurrent(self._context)
         try:
             yield
@@ -141,7 +141,7 @@ class Gpu:
             self.driver.cuCtxPopCurrent()
 
     def synchronize(self) -> None:
-        """Let the host wait until the work on the current stream has ended."""
+        """Block the host until the work on the current stream has ended."""
         import torch
 
         torch.cuda.current_stream(self.device).synchronize()

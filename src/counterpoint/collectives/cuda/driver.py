@@ -1,4 +1,4 @@
-"""Issue lowered calls through the CUDA driver: copy engines, stream memory operations, events; kernels only to reduce.
+"""Issue lowered calls by the CUDA driver: copies, stream memory operations and events; kernels only for reductions.
 
 `Executor.bind` makes handles, addresses and arrays of parameters once. What is left for each issue is a loop over
 (function, arguments): 0.1 to 0.3 µs each in Python (cuda-bindings 13.0, 2026-11-21), and the driver's own time. A
@@ -41,7 +41,7 @@ _Object = TypeVar("_Object", bound=_OnGpu)
 def in_context(
     method: Callable[Concatenate[_Object, _Arguments], _Result],
 ) -> Callable[Concatenate[_Object, _Arguments], _Result]:
-    """Return `method`, made to run in the context of its object's `_gpu`, whichever thread calls it."""
+    """Return `method` wrapped to run in the CUDA context of its object's `_gpu`, whichever thread calls it."""
 
     @wraps(method)
     def run(self: _Object, /, *arguments: _Arguments.args, **keywords: _Arguments.kwargs) -> _Result:
@@ -54,7 +54,7 @@ def in_context(
 
 
 class StreamPoint:
-    """Marks a point of a stream: the end of all work that was queued there before.
+    """Marks a point of a stream: the end of all work that was queued on the stream before.
 
     When this object dies, in any thread, its event goes back to `free`, which needs no driver call. `serial` is larger
     than that of every earlier point. `capture` is the id of the graph capture that holds the point; 0: none.
@@ -70,7 +70,7 @@ class StreamPoint:
 
 
 class StreamHandles(dict[int, Any]):
-    """Maps each stream's handle to one cached `CUstream`, as the driver would convert an integer at every call."""
+    """Maps each stream's handle to one cached `CUstream`, since the driver would convert an integer at every call."""
 
     def __init__(self, driver: Any) -> None:
         super().__init__()
@@ -103,11 +103,11 @@ class EventPool:
             return event
 
     def give_back(self, events: Sequence[Any]) -> None:
-        """Put events that came from `take` and are not used any more back into the pool."""
+        """Put unused events that came from `take` back into the pool."""
         self._free.extend(events)
 
     def record(self, stream: int, capture: int = 0) -> StreamPoint:
-        """Return a point at the end of a stream's work so far; `capture` is the stream's capture id (0: none)."""
+        """Mark the end of a stream's work so far by an event and return the point; `capture`: capture id (0: none)."""
         try:
             event = self._free.popleft()
         except IndexError:
@@ -118,7 +118,7 @@ class EventPool:
         return StreamPoint(event, stream, next(self._serials), capture, self._free)
 
     def wait(self, stream: int, point: StreamPoint) -> None:
-        """Let all later work of a stream wait for a point of any stream; raise if the driver refuses."""
+        """Make all later work of a stream wait for a point of any stream; raise if the driver refuses."""
         (error,) = self._wait(self.handles[stream], point.event, 0)
         if error:
             raise _refused("cuStreamWaitEvent", error)
@@ -143,7 +143,7 @@ class Executor:
     Lane `COPY` is the stream passed to `bind`, as a rule the caller's. Lane `REDUCE` is a stream of the highest
     priority: when a GEMM frees SMs, the reduction gets them before the next GEMM does.
 
-    Streams are made many at a time, and those of closed executors are used again: to make a stream, CUDA at times waits
+    Streams are made many at a time, and streams of closed executors are reused: to make a stream, CUDA at times waits
     until no stream of this process waits, which lasts for ever if a peer waits for the very call that asks for the
     stream (measured: docs/log.md).
 
@@ -163,11 +163,11 @@ class Executor:
 
     @cached_property
     def reduce_stream(self) -> Any:
-        """Return the stream of lane `REDUCE`, which is taken at the first use."""
+        """Return the stream of lane `REDUCE`, obtained at the first use."""
         return self.stream()
 
     def stream(self) -> Any:
-        """Return a stream of the highest priority, which belongs to this executor until the executor is closed."""
+        """Return a stream of the highest priority that no other executor uses until this executor is closed."""
         if not self._spare:
             flags, (_, highest) = self.driver.CUstream_flags, self.call("cuCtxGetStreamPriorityRange")
             for _ in range(_STREAMS_AT_ONCE):
@@ -176,7 +176,7 @@ class Executor:
         return self._streams[-1]
 
     def bind(self, calls: Sequence[DriverCall], stream: int, *, reduction: BindReduction | None = None) -> Bound:
-        """Return `calls` with converted arguments, to be issued any number of times, eagerly or in a graph capture.
+        """Return a `Bound` of `calls` with converted arguments, to be issued repeatedly, eagerly or in a graph capture.
 
         `stream` is the handle for lane `COPY`; `reduction` binds sums, and is needed if the calls reduce.
         """
@@ -207,7 +207,7 @@ class Executor:
         return Graph(executable, bound, self)
 
     def let_go(self, calls: Sequence[DriverCall]) -> None:
-        """Set every flag that `calls` wait for, so that streams stuck in them run on; for a watchdog that gives up.
+        """Set every flag that `calls` wait for, so that stuck streams go on; the watchdog uses this when it gives up.
 
         From then on the streams copy and sum wrong data, here and at peers: the group and its buffers are unusable.
         """
@@ -215,7 +215,7 @@ class Executor:
             self.call("cuStreamWriteValue32", self.side_stream, self.driver.CUdeviceptr(address), 1, 0)
 
     def close(self) -> None:
-        """Destroy events and give streams back; call this last, when all issued work has run."""
+        """Destroy events and give streams back; call this last, when the GPU has finished all issued work."""
         self.events.close()
         self._spare.extend(self._streams)
         self._streams = []
@@ -250,16 +250,16 @@ class Executor:
 
 
 class Bound:
-    """Holds driver functions with their converted arguments, and keeps the arrays alive that the driver reads."""
+    """Holds driver functions with converted arguments, to be issued repeatedly; keeps alive the arrays they read."""
 
     def __init__(self, calls: Sequence[_Issue], freed: Callable[[], object]) -> None:
         self._calls, self._freed = calls, freed
 
     def __call__(self) -> None:
-        """Issue all calls, in order; return before any of them has run.
+        """Issue all driver calls in order; return without waiting for the GPU.
 
         Raises:
-            CounterpointError: the driver refused one. Peers may wait for signals not issued: the group is unusable.
+            CounterpointError: the driver refused a call. Peers may wait for signals not issued: the group is unusable.
         """
         for function, arguments in self._calls:
             result = function(*arguments)
@@ -270,7 +270,7 @@ class Bound:
                 )
 
     def close(self) -> None:
-        """Give the events back to the pool; call this when the last issue has run, or was captured in a graph."""
+        """Give the events back to the pool; call this when the GPU has run the last issue or a graph captured it."""
         self._calls = ()
         self._freed()
 
@@ -287,7 +287,7 @@ class Graph:
         self._launch = executor.driver.cuGraphLaunch
 
     def launch(self, stream: Any) -> None:
-        """Replay the calls on a stream, given as `CUstream` or as handle.
+        """Replay the captured calls on `stream`, a `CUstream` or a handle.
 
         Raises:
             StaleGraph: the driver does not take this graph any more. It refuses copies of memory that was freed since
@@ -300,7 +300,7 @@ class Graph:
             raise StaleGraph(*refused.args) if int(error) == _INVALID_VALUE else refused
 
     def close(self) -> None:
-        """Destroy the graph; call this only when its last replay has run."""
+        """Destroy the graph; call this only when the GPU has finished the graph's last replay."""
         self._executor.call("cuGraphExecDestroy", self._executable)
         self._bound.close()
 
@@ -323,7 +323,7 @@ def _parameters(driver: Any, call: MemoryOperations) -> list[Any]:
 
 
 def hardware_queues() -> int:
-    """Return how many hardware queues CUDA spreads streams over: CUDA_DEVICE_MAX_CONNECTIONS, or 8 if it is not set."""
+    """Return over how many hardware queues CUDA spreads streams: CUDA_DEVICE_MAX_CONNECTIONS, or 8 if it is unset."""
     said = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
     return int(said) if said.isdecimal() else 8
 

@@ -51,8 +51,8 @@ class Addresses:
         Misconfigured: the address of flags is no multiple of 4 bytes.
     """
 
-    input: int = 0  # this rank's only; not needed if the call is in place
-    output: tuple[int, ...] = ()  # by rank; 0 for a rank that this one does not write to
+    input: int = 0  # of this rank only; not needed if the call is in place
+    output: tuple[int, ...] = ()  # by rank; 0 for a rank whose output this rank does not write
     staging: tuple[int, ...] = ()  # by rank, for calls that reduce
     output_flags: tuple[int, ...] = ()  # by rank, flag words of `output`
     staging_flags: tuple[int, ...] = ()  # by rank, flag words of `staging`
@@ -91,7 +91,7 @@ def _base(bases: Sequence[int], rank: int, what: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CopyAsync:
-    """Stands for one `cuMemcpyDtoDAsync`; a `local` one stays on this device, and is the only copy that needs SMs."""
+    """Represents one `cuMemcpyDtoDAsync`; a `local` copy, within this device, is the only kind that needs SMs."""
 
     target: int
     source: int
@@ -102,7 +102,7 @@ class CopyAsync:
 
 @dataclass(frozen=True, slots=True)
 class MemoryOperation:
-    """Writes `value` into the word at `address`, or waits until the word there is `value` or more."""
+    """Writes `value` into the word at `address`, or waits until that word is `value` or more."""
 
     kind: Literal["write", "wait"]
     address: int
@@ -111,7 +111,7 @@ class MemoryOperation:
 
 @dataclass(frozen=True, slots=True)
 class MemoryOperations:
-    """Stands for one `cuStreamBatchMemOp`, which runs its operations in order."""
+    """Represents one `cuStreamBatchMemOp`, which runs `operations` in order."""
 
     operations: tuple[MemoryOperation, ...]
     lane: int
@@ -119,7 +119,7 @@ class MemoryOperations:
 
 @dataclass(frozen=True, slots=True)
 class ReduceLaunch:
-    """Stands for one kernel that combines `num_bytes` at each of `sources`, in this order, into `target`."""
+    """Represents one kernel that combines `num_bytes` at each of `sources`, in this order, into `target`."""
 
     sources: tuple[int, ...]
     target: int
@@ -143,7 +143,7 @@ def lower(program: Program, addresses: Addresses, steps: Iterable[Step] | None =
 
 
 def awaited(calls: Iterable[DriverCall]) -> tuple[int, ...]:
-    """Return the addresses of the flags that these calls wait for, ascending; setting them releases stuck streams."""
+    """Return the addresses, ascending, of the flags that `calls` wait for; setting them releases stuck streams."""
     batches = (call.operations for call in calls if isinstance(call, MemoryOperations))
     waits = [operation for batch in batches for operation in batch if operation.kind == "wait"]
     return tuple(sorted({wait.address for wait in waits}))
@@ -175,7 +175,7 @@ def _calls(step: Step, program: Program, addresses: Addresses) -> Iterator[Drive
 def _operations(
     operations: Sequence[Signal | Wait], program: Program, addresses: Addresses
 ) -> Iterator[MemoryOperation]:
-    """Yield the memory operations of a batch in its order; each wait is followed by the reset of its flag to 0.
+    """Yield the memory operations of a batch in order; a write follows each wait and resets the wait's flag to 0.
 
     The reset cannot erase the peer's next signal, since the peer sends that only after a later signal from this rank.
 

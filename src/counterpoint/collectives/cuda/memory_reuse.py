@@ -14,7 +14,7 @@ _IN_A_GRAPH = -1  # stands for a stream: a graph uses the memory at every replay
 
 
 class StreamOrder:
-    """Records which streams use which tensors; a `ReusePolicy` by which freed memory is reused only after their work.
+    """Records which streams use which tensors, so that freed memory is reused only after these streams' work.
 
     A tensor dies on the host while work on it may still be queued. When its memory is freed, the present end of each
     stream that used it is recorded; the stream that uses the memory next waits for these points.
@@ -36,14 +36,14 @@ class StreamOrder:
             streams.add(use)
 
     def joined(self, at: Location, stream: int, into: int, capture: int = 0) -> None:
-        """Record that stream `into` uses the tensor at `at` and has waited for all work of `stream` on it."""
+        """Record that stream `into` uses the tensor at `at` and has waited for the work of `stream` on that tensor."""
         self.used(at, into, capture)
         if stream != into:
             self._uses[at].discard(stream)
 
     @in_context
     def freed(self, at: Location, num_bytes: int) -> tuple[StreamPoint, ...] | NotReusable:
-        """Return the points of streams that must have passed before the freed `num_bytes` at `at` are reused.
+        """Return the stream points to wait for before the freed `num_bytes` at `at` are reused, or "never" or "later".
 
         Return "never" if a graph may use the bytes at any replay, "later" while a stream that used them is in a graph
         capture, whose points cannot be waited for from outside.
@@ -63,7 +63,7 @@ class StreamOrder:
 
     @in_context
     def taken(self, at: Location, after: tuple[Any, ...]) -> None:
-        """Let the current stream wait for the points in `after`, and record that the stream uses the tensor at `at`."""
+        """Make the current stream wait for the points in `after`, and record that it uses the tensor at `at`."""
         stream = self._gpu.current_stream()
         self.taken_on(stream, self._gpu.capture_of(self._events.handles[stream]), at, after)
 

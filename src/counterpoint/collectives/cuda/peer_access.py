@@ -41,7 +41,7 @@ class CudaCard:
 
 
 def why_not(cards: Sequence[CudaCard], *, share_gpu: bool) -> str | None:
-    """Return why these ranks cannot share GPU memory, in equal words on all ranks; None if no card shows an obstacle.
+    """Return why the ranks with these cards cannot share GPU memory, in equal words on all ranks; None if they can.
 
     Two ranks of one GPU are an obstacle without `share_gpu`.
     """

@@ -1,4 +1,4 @@
-"""Issue the calls of a GPU communicator in order: announce each, compare it with the peers', queue its driver calls.
+"""Issue a GPU communicator's calls in order: announce each call, compare it with peers' calls, queue driver calls.
 
 *Where peers write.* We assume that each peer's output has the same region and offset as ours: pools give the same
 places on all ranks that make and drop their tensors in the same order. We verify it, since the place is part of the
@@ -56,7 +56,7 @@ _MOST_MESSAGES = 64  # prepared messages that a line caches; finding the one to 
 
 
 class CallQueue:
-    """Issues calls in order, each on the stream that was current when the call came, or on the queue's own `stream`."""
+    """Issues calls in order, each on the stream current at the time of the call, or on the queue's own `stream`."""
 
     def __init__(
         self, context: CudaContext, executor: Executor, stream: int, channel: int, *, most_prepared: int = 512
@@ -71,7 +71,7 @@ class CallQueue:
         self._cut: CudaWork | None = None  # the latest call in partitions
 
     def start(self, submission: Submission, number: int, keep: tuple[Any, ...]) -> CudaWork:
-        """Queue a call on the current stream, or with `async_op` on the queue's stream after the current stream's work.
+        """Queue a call on the current stream, or with `async_op` on the queue's own, behind the current stream's work.
 
         With `async_op` the call's work keeps the tensors of `keep` alive; without, stream order makes that needless.
 
@@ -97,32 +97,32 @@ class CallQueue:
             return self._queue(submission, number, keep, current, capture)
 
     def show(self) -> None:
-        """Announce as many of the calls in `unshown` as have free records; the watch calls this again and again."""
+        """Announce calls in `unshown` as far as records are free; the watching thread calls this again and again."""
 
     def close(self) -> None:
-        """Free graphs and events; call this only when all calls have run."""
+        """Free graphs and events; call this only when the GPU has finished all calls."""
         self._cache.close()
 
     def _end_partitions(self, cut: CudaWork) -> None:
-        """Take the end of the call in partitions `cut` as the queue's latest; raise if that call is not finished."""
+        """Record the end of `cut`, a call in partitions, as the queue's latest end; raise if `cut` is not finished."""
         if not cut.is_finished:
             raise unfinished(cut.current)
         self.last[cut.ended.capture], self._cut = cut.ended, None
 
     def _announced(self, submission: Submission, number: int) -> RankStatus:
-        """Announce a call and compare it with the peers' calls; return its record."""
+        """Announce a call in this rank's status and compare it with the peers' calls; return the status record."""
         record = self.announcer.announce(submission, number)
         self.announcer.compare(submission, number)
         return record
 
     def _prepared(self, submission: Submission, number: int, capture: int) -> Prepared:
-        """Return the driver calls of the call, prepared now or taken from the cache."""
+        """Return the call's driver calls, prepared now or taken from the cache."""
         raise NotImplementedError
 
     def _queue(
         self, submission: Submission, number: int, keep: tuple[Any, ...], current: int, capture: int
     ) -> CudaWork:
-        """Announce the call, compare it with the peers' calls, and only then issue it."""
+        """Announce the call, compare it with the peers' calls, and only then issue the call's driver calls."""
         stream = self.stream if submission.async_op else current
         try:
             record = self._announced(submission, number)
@@ -147,7 +147,7 @@ class CallQueue:
     def _issue(
         self, submission: Submission, prepared: Prepared, stream: int, current: int, capture: int
     ) -> tuple[StreamPoint, StreamPoint]:
-        """Queue the call after the channel's last one, record its memory use, and return its begin and end points."""
+        """Queue the call after the channel's last call, record its memory use, and return its begin and end points."""
         events, begin = self.context.events, None
         if capture not in self.last:  # the first call in this capture
             self._forget_captures()
@@ -169,14 +169,14 @@ class CallQueue:
         return begin, end
 
     def _forget_captures(self) -> None:
-        """Forget the latest call's end in each graph capture that is over."""
+        """Forget the end points of calls in graph captures that have ended."""
         current, handles = self.context.gpu.capture_of, self.context.events.handles
         self.last = {
             number: point for number, point in self.last.items() if number in (0, current(handles[point.stream]))
         }
 
     def _note(self, submission: Submission, prepared: Prepared, stream: int, capture: int) -> None:
-        """Record in `StreamOrder` which memory the call uses; repeated calls need this only after a free."""
+        """Record in `StreamOrder` which memory the call uses; a repeated call needs this only after a free."""
         order = self.context.order
         now = order.epoch, stream
         for at in (submission.at, *submission.input_at):
@@ -188,7 +188,7 @@ class CallQueue:
 
 @dataclass(frozen=True, slots=True)
 class _Needs:
-    """Holds a call's program and the memory that it needs; all but `program` and `writes` are equal on all ranks."""
+    """Holds a call's program and memory needs; all fields but `program` and `writes` are equal on all ranks."""
 
     program: Program
     staging_bytes: int
@@ -222,12 +222,12 @@ class CudaChannel(CallQueue):
         )
 
     def close(self) -> None:
-        """Free graphs, events and streams; call this only when all calls have run."""
+        """Free graphs, events and streams; call this only when the GPU has finished all calls."""
         super().close()
         self.executor.close()
 
     def _prepared(self, submission: Submission, number: int, capture: int) -> Prepared:
-        """Return the call's driver calls: those of its last start, unless an address or size in them has changed."""
+        """Return the call's driver calls, from its last start unless an address or size has changed since."""
         handshake = submission.early is None or not submission.early.block.ready
         prepared: Prepared | None = submission.prepared.get(handshake)
         if prepared is not None and prepared.epoch == self.context.growth.created:
@@ -252,7 +252,7 @@ class CudaChannel(CallQueue):
     def _agreed(
         self, submission: Submission, number: int, known: _Needs | None, capture: int
     ) -> tuple[_Needs, dict[int, Location]]:
-        """Return a call's `_Needs` and where peers' outputs lie; ranks meet first to allocate or exchange them."""
+        """Return a call's `_Needs` and peers' output locations; ranks meet first if memory or locations are missing."""
         own = submission.shown_at
         grows = known is not None and not self.staging.fits(known.staging_bytes)
         lands = known is not None and own == LANDING and has_equal_outputs(known.program.call)
@@ -283,7 +283,7 @@ class CudaChannel(CallQueue):
         return needs, where if told else {}
 
     def _prepare(self, submission: Submission, needs: _Needs, met: Mapping[int, Location], handshake: bool) -> Prepared:
-        """Lower the program to driver calls at real addresses, plus a copy out of the landing if peers write there."""
+        """Lower the program to driver calls; if peers write to the landing buffer, add a copy to the output."""
         addresses, program = self._addresses(submission, needs, met), needs.program
         options, early = self.context.options, not handshake
         graphs = options.graphs is not False
@@ -338,9 +338,9 @@ class CudaChannel(CallQueue):
 
 
 class MailboxRoom:
-    """Holds a communicator's mailbox memory and the lines (queues) of messages in it; all ranks make it together.
+    """Holds a communicator's mailbox memory and message queues (lines), one per peer and direction.
 
-    `executor` makes the streams; `queues` is given each new line.
+    All ranks make it together. `executor` makes the streams; each new line is added to `queues`.
     """
 
     def __init__(self, context: CudaContext, executor: Executor, mailbox: Mailbox, queues: list[CallQueue]) -> None:
@@ -355,7 +355,7 @@ class MailboxRoom:
         self._lines: dict[tuple[int, int], MailboxLine] = {}
 
     def line(self, channel: int, peer: int) -> MailboxLine:
-        """Return the line (queue) of messages with `peer` that `channel` counts; the first message makes the line."""
+        """Return the queue (line) of messages to or from `peer` that `channel` counts; make it at first use."""
         found = self._lines.get((channel, peer))
         if found is None:
             with self.context.gpu.relaxed():
@@ -365,7 +365,7 @@ class MailboxRoom:
 
 
 class MailboxLine(CallQueue):
-    """Issues the messages of one line (queue): all messages from this rank to one other rank, or from that to this."""
+    """Issues the messages of one line (queue): all messages to one peer, or all messages from one peer."""
 
     def __init__(self, room: MailboxRoom, channel: int) -> None:
         super().__init__(
@@ -377,12 +377,12 @@ class MailboxLine(CallQueue):
         _warn_if_queues_are_few()
 
     def close(self) -> None:
-        """Free events; call this only when all messages have run."""
+        """Free events; call this only when the GPU has finished all messages."""
         super().close()
         _open_lines.discard(self)
 
     def show(self) -> None:
-        """Announce the messages in `unshown` whose records are free; raise if a peer's message is a different one."""
+        """Announce the messages in `unshown` whose records are free; raise if the peer announced another message."""
         while self.unshown:
             submission, number = self.unshown[0]
             if not self.announcer.announce_if_free(submission, number):

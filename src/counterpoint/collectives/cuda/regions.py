@@ -1,4 +1,4 @@
-"""Make, number and address regions of GPUs' symmetric memory, each of which all ranks of a host make together.
+"""Make, number and address regions of GPUs' symmetric memory; all ranks of a host make each region together.
 
 We use `torch.distributed._symmetric_memory`, private but in torch 2.11 to 2.13: it makes memory with `cuMemCreate`,
 passes file descriptors between the processes of one host, and maps every peer's memory. We never use multicast.
@@ -39,7 +39,7 @@ _POOLS: list[Any] = []  # torch's memory pools, which live as long as the proces
 
 
 class NumberedStore(c10d.Store):  # type: ignore[misc]
-    """Passes keys on to a store, with torch's rendezvous numbers in them replaced by 0, 1, ... in order of use."""
+    """Wraps a store: replaces torch's rendezvous numbers in keys by 0, 1, ... in order of use."""
 
     def __init__(self, store: Any) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class NumberedStore(c10d.Store):  # type: ignore[misc]
 
 
 class Meeting:
-    """Stands in for a process group when torch exchanges symmetric memory: has the same ranks, but a `NumberedStore`.
+    """Replaces a process group when torch exchanges symmetric memory: it has the same ranks, but a `NumberedStore`.
 
     All ranks of the group make it together; if they make several, they make them in the same order.
     """
@@ -87,7 +87,7 @@ class Meeting:
         c10d._register_process_group(self.name, self._group)
 
     def end(self) -> None:
-        """Let torch forget the process group of this meeting."""
+        """Unregister this meeting's process group from torch."""
         c10d._unregister_process_group(self.name)
 
 
@@ -116,7 +116,7 @@ class CudaMemory:
         self._located: dict[tuple[int, int], Location | None] = {}  # answers of `locate`, as long as regions stay
 
     def create(self, num_bytes: int) -> int:
-        """Return the number of a new region of zeros; all ranks call this together, with the same size.
+        """Return the number of a new region, made of `num_bytes` zeros; all ranks call this together, with equal sizes.
 
         It takes some ms, waits for the current stream, and takes a multiple of 2 MiB of device memory.
 
@@ -133,7 +133,7 @@ class CudaMemory:
         return self._map(owner, owner=owner)
 
     def register(self, address: int, num_bytes: int) -> int:
-        """Return the number of a new region, made of memory that torch's symmetric allocator gave to a memory pool.
+        """Return the number of a region newly made of memory that torch's symmetric allocator gave to a memory pool.
 
         All ranks call it together, with the same size. The region stays valid when the tensors in it have died: torch
         reuses the memory for later tensors of that pool.
@@ -145,7 +145,7 @@ class CudaMemory:
         return self._map(view, owner=None)
 
     def _map(self, tensor: Any, *, owner: Any) -> int:
-        """Let all ranks map the memory of this rank's `tensor` as a new region, and return the region's number."""
+        """Map the memory of every rank's `tensor` on all ranks, as a new region; return the region's number."""
         try:
             handle = c10d._SymmetricMemory.rendezvous(tensor, self._meeting.name)
         except RuntimeError as error:
@@ -171,7 +171,7 @@ class CudaMemory:
         self._meeting.end()
 
     def address(self, rank: int, at: Location, num_bytes: int) -> int:
-        """Return the address at which this process maps bytes of `rank`; raise if no region of `rank` holds them."""
+        """Return the address in this process of `num_bytes` at `at` of `rank`; raise if they lie in no region."""
         region = self._regions.get(at.region)
         size = 0 if region is None else region.num_bytes
         if region is None or at.offset < 0 or at.offset + num_bytes > size:
@@ -229,7 +229,7 @@ class _Bytes:
 
 
 def _addresses(bases: tuple[int, ...], rank: int, own: int) -> tuple[int, ...]:
-    """Return the address of each rank's region, given the allocations' addresses (`bases`) and this rank's region.
+    """Return each rank's region address, from all allocations' addresses `bases` and this rank's region address `own`.
 
     Torch may put data before a region, of the same size on every rank.
 
@@ -250,7 +250,7 @@ def _addresses(bases: tuple[int, ...], rank: int, own: int) -> tuple[int, ...]:
 class FlagLayout:
     """Says where the flag words of a GPU lie: in one region, with the same layout on every rank.
 
-    First come the flags of output and of staging for each channel, then those of the mailbox, if it has slots, and of
+    First come the flags of output and of staging for each channel, then flags of the mailbox, if it has slots, and of
     each early-release block. Between calls `ready` of staging, of slots and of free blocks is 1, all other flags are 0.
     All ranks make this together; a peer may write flags only when all ranks have made theirs.
     """
@@ -270,25 +270,25 @@ class FlagLayout:
         tensor[self._blocks :, : memory.world_size] = 1
 
     def of_channel(self, index: int) -> Location:
-        """Return the location at which the flags for outputs of this channel's calls begin."""
+        """Return where the output flags of channel `index` begin."""
         return Location(self.region, 2 * index * self._stride)
 
     def of_staging(self, index: int) -> Location:
-        """Return the location at which the flags of this channel's staging begin."""
+        """Return where the staging flags of channel `index` begin."""
         return Location(self.region, (2 * index + 1) * self._stride)
 
     def of_block(self, number: int) -> Location:
-        """Return the location at which the flags of an early-release block begin."""
+        """Return where the flags of early-release block `number` begin."""
         return Location(self.region, (self._blocks + number) * self._stride)
 
     @property
     def of_mailbox(self) -> Location:
-        """Return the location at which the flags of the mailbox begin."""
+        """Return where the flags of the mailbox begin."""
         return Location(self.region, 2 * self._channels * self._stride)
 
     @property
     def captured_bytes(self) -> int:
-        """Return the bytes of the flags of channels and mailbox, which come first in the region."""
+        """Return how many bytes, from the region's start, hold the flags of channels and mailbox."""
         return self._blocks * self._stride
 
     def _tensor(self, memory: SymmetricMemory) -> Any:
@@ -297,7 +297,7 @@ class FlagLayout:
 
 
 class Growth:
-    """Makes regions of symmetric memory on all ranks, which first meet, so that an error can name a missing rank.
+    """Makes regions of symmetric memory; all ranks meet first, so that an error can name a missing rank.
 
     The ranks meet on the channel of `announcer`, which serves nothing else. A rank may take up to `max_bytes`; None: no
     limit.
@@ -312,7 +312,7 @@ class Growth:
 
     @in_context
     def create(self, what: str, num_bytes: int, make: Callable[[], int] | None = None) -> int:
-        """Return the number of a new region, which all ranks make together; raise if a rank is missing or disagrees.
+        """Return the number of a region newly made by all ranks together; raise if a rank is missing or disagrees.
 
         `what` says what the region is for, in the same words on all ranks; `make` makes it (None: `memory.create`). In
         a graph capture the region is made beside the capture, and is no part of the graph.
@@ -363,7 +363,7 @@ def torch_pool(memory: CudaMemory, growth: Growth) -> Iterator[None]:
 
 @contextmanager
 def allocation_trace(device: int) -> Iterator[Callable[[], list[dict[str, Any]]]]:
-    """Let torch record its allocator's actions; yield a function that returns the records, oldest first."""
+    """Make torch record its allocator's actions; yield a function that returns the records, oldest first."""
     was_enabled = torch._C._cuda_isHistoryEnabled()  # by the user, whose records go on
     if not was_enabled:
         torch.cuda.memory._record_memory_history("all", context=None)

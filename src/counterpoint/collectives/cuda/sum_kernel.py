@@ -17,7 +17,7 @@ def _pointer(address, start, DTYPE: tl.constexpr, ITEM_BYTES: tl.constexpr, ALIG
 @triton.jit
 def _read(address, start, left, DTYPE: tl.constexpr, ACC: tl.constexpr, ITEM_BYTES: tl.constexpr,
           ALIGNED: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr):  # fmt: skip
-    """Return one block of a source, widened to `ACC`; the cache may evict the block first, as it is read once."""
+    """Return one block of a source, widened to `ACC`; loads are marked evict-first, as each block is read once."""
     lanes = tl.arange(0, BLOCK)
     pointers = _pointer(address, start, DTYPE, ITEM_BYTES, ALIGNED) + lanes
     if TAIL:  # only the last block has a mask: a mask of any length makes every load one element wide

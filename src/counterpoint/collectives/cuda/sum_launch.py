@@ -28,7 +28,7 @@ class Layout:
 
     @classmethod
     def of(cls, sources: Sequence[int]) -> Layout:
-        """Return the layout of the source addresses, one for each rank; raise unless all but one are evenly spaced."""
+        """Return the layout of `sources`, one address per rank; raise unless all but one are evenly spaced."""
         for index, own in enumerate(sources):
             slots = [*sources[:index], *sources[index + 1 :]]
             stride = slots[1] - slots[0] if len(slots) > 1 else 0

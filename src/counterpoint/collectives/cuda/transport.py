@@ -1,4 +1,4 @@
-"""Run the collectives of one process group on GPUs by copy engines and stream memory operations; the host watches.
+"""Run one process group's collectives on GPUs by copy engines and stream memory operations; a thread watches them.
 
 Calls are announced and compared in statuses in host memory, as on CPUs; data and flags are in symmetric memory of the
 GPUs. A call runs on the caller's current stream, or with `async_op=True` on the channel's own, of high priority.
@@ -47,7 +47,7 @@ _MOST_S = 10.0  # seconds that released streams may take to reach their ends
 class Watch:
     """Runs the thread that watches the calls of one communicator.
 
-    Each of `queues` lists the calls that it has issued; this removes those that have ended. `side` sets the
+    Each of `queues` lists the calls that it has issued; this removes ended calls. `side` sets the
     flags that stuck calls wait for; its `side_stream` never waits for a peer.
     """
 
@@ -62,7 +62,7 @@ class Watch:
         self._thread.start()
 
     def drain(self, timeout_s: float | None = None) -> bool:
-        """Wait until no call is under way, up to `timeout_s`, or 10 s after a failure; return whether none is left."""
+        """Wait up to `timeout_s`, or 10 s after a failure, until no call is under way; return False if one still is."""
         self._pause_s = _CLOSING_S
         self._wake.set()
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -105,7 +105,7 @@ class Watch:
             self._let_go(going)
 
     def _ended(self, call: CudaWork) -> bool:
-        """Return whether the first call of a channel has ended, and update its step in the status."""
+        """Return whether the first call of a channel has ended, and update the call's step in the status."""
         step = STEPS if call.is_completed() else int(self._events.passed(call.began))
         if step and call.begun_s is None:
             call.begun_s = time.monotonic()
@@ -126,7 +126,7 @@ class Watch:
             self._failure.set(PeerTimeout(text, ranks=dead))
 
     def _judge(self, call: CudaWork) -> CounterpointError | None:
-        """Return the error of a call that will not end; None while it may still end."""
+        """Return why `call` will not end, as an error; None while the call may still end."""
         waited_s = 0.0 if call.begun_s is None else time.monotonic() - call.begun_s
         if waited_s < GRACE_S:
             return None
@@ -153,7 +153,7 @@ class Watch:
         return int(record.step) if record.number == current.number else STEPS
 
     def _let_go(self, going: list[CudaWork]) -> None:
-        """Set the flags that these calls wait for; if user graphs hold calls, set all flags of channels and mailbox."""
+        """Set the flags that the calls `going` wait for; if user graphs hold calls, all but early-release flags."""
         for call in going:
             self._side.let_go(call.prepared.calls)
         if self.captured:
@@ -222,7 +222,7 @@ class CudaTransport:
         return self._growth.created
 
     def tuning(self, call: Call, *, early_release: bool) -> Tuning:
-        """Return the tuning that is fastest in simulation (`program/clock.py`), or one of `chunk_bytes` if that is set.
+        """Return the tuning that is fastest in simulation, or one with chunks of `options.chunk_bytes` if that is set.
 
         Calls with an early release, of varied sizes, or of operations that torch cannot take get one chunk, with one
         arrival signal for each peer. Calls that have no handshake (early release, reductions) push large chunks in
@@ -241,17 +241,17 @@ class CudaTransport:
         return Tuning(chunk_bytes=chunk_bytes, arrivals="together")
 
     def locate(self, tensor: Any) -> Location | None:
-        """Return the place of a contiguous tensor in this rank's symmetric memory; None if it lies elsewhere."""
+        """Return the `Location` of a contiguous tensor in this rank's symmetric memory; None if it lies elsewhere."""
         return self.context.memory.locate(tensor.data_ptr(), tensor.nbytes)
 
     def place(self, call: Call | None, at: Location | None, num_bytes: int) -> str:
-        """Return in words where peers write the output, if all ranks must have the same place for it; else ""."""
+        """Return text that says where peers write the output, if the place must be equal on all ranks; else ""."""
         if call is None or not has_equal_outputs(call) or not num_bytes:
             return ""
         return " into the landing" if at is None else f" into region {at.region} + {at.offset}"
 
     def shown_at(self, at: Location | None, num_bytes: int) -> Location:
-        """Return where peers may write an output: at `at`, or in the channel's landing if that is None."""
+        """Return where peers may write an output: at `at`, or in the channel's landing buffer if `at` is None."""
         if at is not None:
             return at
         return LANDING if num_bytes else NOWHERE
@@ -296,7 +296,7 @@ class CudaTransport:
 
     @in_context
     def record_stream(self, tensor: Any, stream: Any) -> None:
-        """Record that `stream` uses a tensor from `empty`: reuse of its memory then waits for work queued there."""
+        """Record that `stream` uses a tensor from `empty`: reuse of its memory then waits for the stream's work."""
         at = self.locate(tensor)
         if at is None:
             raise Misconfigured("record_stream of a tensor that is not from empty(): use torch's Tensor.record_stream")
@@ -305,7 +305,7 @@ class CudaTransport:
         context.order.used(at, handle, gpu.capture_of(context.events.handles[handle]))
 
     def memory_pool(self) -> AbstractContextManager[None]:
-        """Put CUDA tensors made by this thread in the `with` block into symmetric memory; ranks end it together."""
+        """Put CUDA tensors made by this thread in the `with` block into symmetric memory; all ranks end the block."""
         memory = self.context.memory
         assert isinstance(memory, CudaMemory), "stand-ins have no pools of torch"
         return torch_pool(memory, self.context.growth)
@@ -342,7 +342,7 @@ class CudaTransport:
 
     @in_context
     def _taken(self, block: EarlyBlock) -> None:
-        """Let the current stream wait for this rank's work on the tensor that was in `block` before."""
+        """Make the current stream wait for this rank's work on the tensor that was in `block` before."""
         stream = self.context.gpu.current_stream()
         if self.context.gpu.capture_of(self.context.events.handles[stream]):
             raise Misconfigured("empty(early_release=True) in a capture: use empty(), whose memory the graph keeps")

@@ -24,12 +24,12 @@ class _CallLine:
 
     own: RankStatus
     records: list[Any]
-    peers: list[tuple[int, RankStatus, list[Any]]]  # rank, its line, its records
-    free_below: int = 0  # calls below this number may take their slot: no peer reads what was in it
+    peers: list[tuple[int, RankStatus, list[Any]]]  # each peer's rank, line and records
+    free_below: int = 0  # calls below this number may take their record: no peer reads the old content
 
 
 class Announcer:
-    """Announces this rank's calls on one channel, each as a record that counts `steps` steps."""
+    """Announces this rank's calls on one channel to peers: each as a record of how many of `steps` steps ran."""
 
     def __init__(self, waiter: PeerWaiter, channel: int, *, steps: int) -> None:
         self._steps = steps
@@ -39,7 +39,7 @@ class Announcer:
         self._fence = threading.Lock()
 
     def announce(self, submission: Submission, number: int) -> RankStatus:
-        """Write the call into a record of this rank's status once no peer reads what was there; return the record."""
+        """Write the call into a record of this rank's status once no peer reads the old content; return the record."""
         line = self._lines.get(submission.line) or self._line(submission.line)
         if number >= line.free_below:
             for peer, theirs, _ in line.peers:
@@ -57,7 +57,7 @@ class Announcer:
             return record
 
     def announce_if_free(self, submission: Submission, number: int) -> bool:
-        """Announce a message and return True, or False if its record is in use by an earlier message or by a peer."""
+        """Announce a message and return True; return False if an earlier message or a peer still uses its record."""
         line = self._line(submission.line)
         record = line.records[number % DEPTH]
         if record.step < record.steps or any(theirs.latest <= number - DEPTH for _, theirs, _ in line.peers):
@@ -66,7 +66,7 @@ class Announcer:
         return True
 
     def record(self, submission: Submission, number: int) -> RankStatus:
-        """Return the record of this rank's status that shows, once announced, the call with this number."""
+        """Return the record of this rank's status in which the call with this number is announced."""
         return self._line(submission.line).records[number % DEPTH]
 
     def compare(self, submission: Submission, number: int) -> None:

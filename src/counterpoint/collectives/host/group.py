@@ -56,7 +56,7 @@ def raise_together(group: Any, action: Callable[[], T]) -> T:
     """Return the result of `action`; if it raises on any rank, every rank raises, so that none waits for ever.
 
     Raises:
-        PeerFailed: it raised on another rank only.
+        PeerFailed: `action` raised on another rank only.
     """
     error: Exception | None = None
     try:
@@ -82,7 +82,7 @@ def torch_function(operation: str) -> Any:
 def start_by_torch(
     call: Call, output: Any, input: Any, *, group: Any, op: str = "sum", async_op: bool = True
 ) -> list[Any]:
-    """Return torch's `Work` objects of `call`, started by torch.distributed; without `async_op` an empty list.
+    """Return torch's `Work` objects after starting `call` by torch.distributed; without `async_op` an empty list.
 
     The tensors are flat and contiguous; `input` is None if the collective has one tensor, `op` sum, avg, max or min. A
     collective for which torch has no function is sent block by block, in one batch.

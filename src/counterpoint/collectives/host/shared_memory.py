@@ -48,14 +48,14 @@ RankStatus = Any
 
 
 class SharedRegion(ctypes.Structure):
-    """Describes a region's memory file by the owner's file descriptor and size; `serial` is written last; 0: none."""
+    """Describes a region's memory file: its descriptor and size; `serial` is written last, and 0 if there is none."""
 
     _fields_ = (("fd", ctypes.c_int32), ("num_bytes", ctypes.c_uint64), ("serial", ctypes.c_uint64))
 
 
 @lru_cache(maxsize=64)
 def status_type(world_size: int, channels: int) -> type[ctypes.Structure]:
-    """Return the ctypes class of a rank's status.
+    """Return the ctypes class of a rank's status: its calls, flags, regions and failure, which peers read.
 
     `channels[c].lines[p]` counts the calls that the owner made with rank p alone, `lines[world_size]` those of all; a
     line has the number of its latest call, and records of the last `DEPTH`. `staging` counts how often the channel's
@@ -102,7 +102,7 @@ def status_type(world_size: int, channels: int) -> type[ctypes.Structure]:
 
 
 def flag_index(flag: Flag, world_size: int) -> int:
-    """Return the index of a flag among a channel's words: flags of output come first, then those of staging."""
+    """Return the index of a flag among a channel's words: flags of output come first, then flags of staging."""
     half: Literal[0, 1] = 0 if flag.buffer == "output" else 1
     return half * flag_words(world_size, max_chunks=MAX_CHUNKS) + flag_word(flag, world_size)
 
@@ -110,7 +110,7 @@ def flag_index(flag: Flag, world_size: int) -> int:
 def new_status(kind: type[ctypes.Structure], buffer: Any, world_size: int, channels: int) -> RankStatus:
     """Return a rank's status in fresh memory, with every flag at its value between calls.
 
-    Staging and early-release blocks are empty, so every peer may push there: their `ready` flags are 1.
+    Staging and early-release blocks are empty, so every peer may push into them: their `ready` flags are 1.
     """
     status: RankStatus = kind.from_buffer(buffer)
     for peer in range(world_size):
@@ -206,7 +206,7 @@ class SharedMemory:
             self.statuses[rank] = self._type.from_buffer(mapping.buffer)
 
     def create(self, num_bytes: int) -> int:
-        """Return the number of a new region of zeros, allocated at once; raise `Unsupported` if memory is short."""
+        """Allocate a region of `num_bytes` zeros and return its number; raise `Unsupported` if memory is short."""
         with self._lock:
             region = next((number for number in range(MAX_REGIONS) if number not in self._own), None)
             held = sum(mapping.num_bytes for _, mapping in self._own.values())
@@ -232,7 +232,7 @@ class SharedMemory:
             os.close(fd)
 
     def address(self, rank: int, at: Location, num_bytes: int) -> int:
-        """Return the address at which this process maps bytes of `rank`; raise if no region of `rank` holds them."""
+        """Return the address in this process of `num_bytes` at `at` of `rank`; raise if they lie in no region."""
         mapping = self._mapping(rank, at.region)
         if mapping is None or at.offset < 0 or at.offset + num_bytes > mapping.num_bytes:
             raise Misconfigured(

@@ -30,7 +30,7 @@ _SPINS, _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _LOOK_S = 30, 20e-6, 1e-3, 0.05
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CurrentCall:
-    """Names the call that a rank is in: call number `number` on line `line` of its status."""
+    """Names the call that a rank is in: number `number` among its calls with one peer, or with all peers (`line`)."""
 
     text: str
     channel: int
@@ -46,14 +46,14 @@ class PeerStatus:
     """Records what a peer's status and the peer's process show about one call of this rank."""
 
     rank: int  # of the peer, as errors name it
-    latest: int = 0  # number of its latest call on the line in question
-    same: str | None = None  # its call with the number in question; None if it has not made it
-    now: str = "no call"  # the call that it is in, or was in last, in words
-    crossed: bool = False  # it is in a call on the same channel which this rank has not made
-    alive: bool = True  # its process has not ended
+    latest: int = 0  # number of the peer's latest call on the line in question
+    same: str | None = None  # the peer's call with the number in question; None: not made yet
+    now: str = "no call"  # the call that the peer is in, or was in last, in words
+    crossed: bool = False  # the peer is in a call on the same channel which this rank has not made
+    alive: bool = True  # the peer's process has not ended
     state: int = 0  # RUNNING, CLOSED or FAILED
-    reason: str = ""  # why it failed
-    culprits: tuple[int, ...] = ()  # the ranks because of which it failed
+    reason: str = ""  # why the peer failed
+    culprits: tuple[int, ...] = ()  # the ranks because of which the peer failed
 
 
 def verdict(
@@ -137,7 +137,7 @@ class Watchdog:
         return tuple(self.names[peer] for peer, process in self._processes.items() if _is_ready(process))
 
     def latest(self, current: CurrentCall, peer: int) -> int:
-        """Return the number of the latest call of `peer` on the line of `current`."""
+        """Return the number of the latest call of `peer` among the calls with the same ranks as `current`."""
         return int(self._line(current, peer).latest)
 
     def same(self, current: CurrentCall, peer: int) -> str | None:
@@ -146,11 +146,11 @@ class Watchdog:
         return _text(record.text) if self.latest(current, peer) >= current.number == record.number else None
 
     def record(self, current: CurrentCall, peer: int) -> RankStatus:
-        """Return the record for `peer`'s call with the number of `current`, valid once `peer` has made that call."""
+        """Return the record of `peer`'s call with the same number as `current`, valid once `peer` has made it."""
         return self._line(current, peer).records[current.number % DEPTH]
 
     def in_own_process(self) -> bool:
-        """Return whether this is the process that joined, and not one forked from it.
+        """Return True in the process that joined the group, False in a process forked from it.
 
         A forked child has the status of its parent mapped and runs its finalizers, but has none of its threads: it must
         neither end the communicator nor call it.

@@ -10,11 +10,11 @@ It runs the phases of `phases.py`. Rules that hold for every operation:
 - Nothing else may use the process group between hosts while a call runs, and a call fails if the group does: a rank
   waits for one of another host until that rank's process ends, or for the group's timeout. Differences between hosts
   (operation, size) are not detected.
-- Reductions round once inside a host and once between hosts; sums inside are in the order of ranks, those between in
-  the order of the group's library, in a reduce_scatter in that of hosts. All ranks get the same bits.
+- Reductions round once inside a host and once between hosts; sums inside are in rank order, sums between hosts in the
+  order of the group's library, or in a reduce_scatter in host order. All ranks get the same bits.
 - A communicator that has failed once raises that error in every later call; the ranks of its host get an error, too.
 - On a GPU a call runs on the current stream, with `async_op=True` on a stream of its own after the work queued on the
-  current one; `Work.wait` lets the current stream wait. The phases run on the streams of the two groups.
+  current one; `Work.wait` makes the current stream wait. The phases run on the streams of the two groups.
 
 **Not run on GPUs, nor on more than one host, yet**: proved and simulated, and run on CPUs as groups of one host.
 """
@@ -85,7 +85,7 @@ class HierarchicalCommunicator(EvenCollectives):
     def of_mesh(
         cls, mesh: Any, *, timeout_s: float = 600.0, slice_bytes: int | None = None
     ) -> HierarchicalCommunicator:
-        """Return this rank's communicator of a torch DeviceMesh of two axes, the hosts first.
+        """Return this rank's communicator for a torch DeviceMesh of two axes: hosts, then ranks of a host.
 
         A rank waits `timeout_s` seconds for another rank of its host before it fails; `slice_bytes` is as in the class.
 
@@ -129,7 +129,7 @@ class HierarchicalCommunicator(EvenCollectives):
         self.inside.set_timeout(timeout_s)
 
     def is_symmetric(self, tensor: Any) -> bool:
-        """Return whether a contiguous tensor lies in this host's symmetric memory, where its ranks can write."""
+        """Return whether a contiguous tensor lies in symmetric memory that all ranks of this host can write."""
         return self.inside.is_symmetric(tensor)
 
     def empty(self, *shape: int, dtype: Any = None) -> Any:
@@ -137,7 +137,7 @@ class HierarchicalCommunicator(EvenCollectives):
         return self.inside.empty(*shape, dtype=dtype)
 
     def memory_pool(self) -> AbstractContextManager[None]:
-        """Return the `memory_pool` of this host's `Communicator`: a context that all its ranks enter together."""
+        """Return the `memory_pool` of this host's `Communicator`: a context that the host's ranks enter together."""
         return self.inside.memory_pool()
 
     def _submit(
@@ -167,7 +167,7 @@ class HierarchicalCommunicator(EvenCollectives):
         return None
 
     def _in_thread(self, text: str, run: Callable[[], BaseException | None], async_op: bool) -> Work | None:
-        """Queue a call for this communicator's thread; return its work with `async_op`, else wait for it."""
+        """Queue a call for this object's thread; return the call's `Work` with `async_op`, else wait for the call."""
         work = HostWork(text)
         self._under_way.add(work)
 
@@ -213,7 +213,7 @@ class HierarchicalCommunicator(EvenCollectives):
         return self._failed
 
     def _release_peers(self) -> None:
-        """End the communicator of this host, so that its ranks that wait for this one get an error."""
+        """End this host's communicator, so that ranks of the host that wait for this rank get an error."""
         self.inside.abort()
 
 
@@ -231,7 +231,7 @@ class StreamWork:
     keep: tuple[Any, ...]
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Return True once the current stream waits for the call and, with `timeout_s`, the host has waited for it.
+        """Return True after making the current stream, and with `timeout_s` also the host, wait for the call.
 
         Raises:
             PeerTimeout: `timeout_s` has passed.
@@ -307,7 +307,7 @@ class _PhaseRun:
         return start_by_torch(phase.call, output, input, group=group, op=op)
 
     def start_inside(self, call: Call, output: Any, input: Any) -> Work | None:
-        """Start a call inside this host, by the communicator of its ranks, and return the work."""
+        """Start a call inside this host, by the host's `Communicator`, and return the call's `Work`."""
         communicator, (op, factor) = self.communicator.inside, self.op_inside()
         own = call.input_span(communicator.rank)
         if own.buffer == "output":
@@ -316,7 +316,7 @@ class _PhaseRun:
         return communicator.call(call.operation, output, input, root=root, op=op, factor=factor, async_op=True)
 
     def add_up(self, phase: Phase) -> None:
-        """Add up the hosts' parts in the order of hosts; bfloat16 and float16 in float32, with one rounding."""
+        """Combine the hosts' partial results in host order; bfloat16 and float16 in float32, rounded once."""
         import torch
 
         assert self.reduction is not None
@@ -329,7 +329,7 @@ class _PhaseRun:
             combine(total, parts[-1], out=cut(self.buffers["output"], phase.output))
 
     def op_inside(self) -> tuple[str, float]:
-        """Return the op and factor of phases inside a host, which also scale for phases between hosts."""
+        """Return the op and factor of reductions inside a host, which also scale for the reductions between hosts."""
         if self.reduction is None:
             return "sum", 1.0
         if self.reduction.op == "avg" and self.communicator.grid.hosts > 1:
@@ -356,7 +356,7 @@ def _serve(calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
 
 
 def _check_grid(inside: Communicator, between: Any, host: int, hosts: int) -> None:
-    """Raise unless the groups form a grid: a host's ranks agree on the host, a rail's ranks on their local rank."""
+    """Raise unless the groups form a grid: `inside` has one host index, and `between` has one local rank."""
     import torch
 
     rails = gather_values(between, (inside.rank, inside.world_size))

@@ -8,8 +8,8 @@ host by host.
 Every byte that has to leave a host does so once, split evenly over the rails. The output of a phase lies where the next
 phase reads it: no phase copies data within a rank, except for own blocks in an all_to_all and in an all_gather out of
 place. If one call gathered the blocks of all hosts, a copy would be needed to put them in order; so the hosts exchange
-them pair by pair, straight to their places, and the blocks of each host are passed on inside while those of the next
-one arrive. The phases, and which of them run at the same time:
+them pair by pair, straight to their places, and the blocks of each host are passed on inside while the next host's
+arrive. The phases, and which of them run at the same time:
 
 | operation | phases | at the same time |
 |---|---|---|
@@ -55,7 +55,7 @@ class Grid:
         return self.hosts * self.local
 
     def members(self, level: Level, rank: int) -> tuple[int, ...]:
-        """Return the ranks of the group in which `rank` runs phases of this level, in group order."""
+        """Return the ranks of the group in which `rank` runs phases of `level`: "inside", "between" or "here"."""
         host, index = divmod(rank, self.local)
         if level == "here":
             return (rank,)
@@ -73,13 +73,13 @@ class Phase:
 
     level: Level  # which of the rank's two groups makes the call; here: none, this rank adds up `summands`
     call: Call  # the collective; its ranks are counted within the group
-    input: Span  # where its input lies in the rank's buffers; the same as `output` if the call is in place
-    output: Span  # where its output lies
-    after: tuple[int, ...] = ()  # numbers of this rank's phases that have to end before it begins
-    place: int = 0  # of a phase `here`: how many parts of the input come before the output in the sum
+    input: Span  # where the phase's input lies in the rank's buffers; the same as `output` if the call is in place
+    output: Span  # where the phase's output lies
+    after: tuple[int, ...] = ()  # numbers of this rank's phases that have to end before this phase begins
+    place: int = 0  # in a phase `here`: how many parts of the input come before the output in the sum
 
     def summands(self) -> tuple[Span, ...]:
-        """Return the spans that a phase `here` adds up, in order: the parts of its input, and its output among them."""
+        """Return the spans that a local sum adds up, in host order: other hosts' in input, this host's in output."""
         size = self.output.num_bytes
         starts = range(self.input.offset, self.input.offset + self.input.num_bytes, size)
         parts = [Span(self.input.buffer, start, size) for start in starts]
@@ -93,7 +93,7 @@ def phases(call: Call, grid: Grid, rank: int, *, slice_bytes: int | None = None)
     Args:
         call: all_gather, reduce_scatter, all_reduce, all_to_all, broadcast or barrier; blocks of equal sizes.
         grid: on which hosts the ranks are.
-        rank: rank among all of the grid.
+        rank: rank among all ranks of the grid.
         slice_bytes: rough size of slices on which all_reduce and broadcast work, so that both levels run at the same
             time; None: they work on the whole array.
 
@@ -118,8 +118,8 @@ def phases(call: Call, grid: Grid, rank: int, *, slice_bytes: int | None = None)
 def best_slice_bytes(num_bytes: int) -> int:
     """Return the slice size in bytes with which an all_reduce or broadcast of `num_bytes` is about fastest (simulated).
 
-    Two slices, or from 512 MiB four, let both levels run at the same time; below 32 MiB a second slice costs what it
-    wins.
+    Two slices, or from 512 MiB four, let both levels run at the same time; below 32 MiB a second slice costs as
+    much as it saves.
     """
     if num_bytes < 32 << 20:
         return max(num_bytes, 1)
@@ -127,7 +127,7 @@ def best_slice_bytes(num_bytes: int) -> int:
 
 
 def scratch_bytes(found: Sequence[Phase]) -> int:
-    """Return the bytes of the scratch buffer in which these phases pass data to each other."""
+    """Return how many bytes of scratch buffer these phases need to pass data to each other."""
     spans = [span for phase in found for span in (phase.input, phase.output) if span.buffer == "scratch"]
     return max((span.offset + span.num_bytes for span in spans), default=0)
 
@@ -147,7 +147,7 @@ class _PhaseList:
         return len(self.phases) - 1
 
     def even_block(self) -> int:
-        """Return the bytes of every block; raise if blocks differ in size."""
+        """Return the size in bytes that all blocks have; raise if blocks differ in size."""
         found = {size for row in self.call.sizes for size in row}
         if len(found) > 1:
             raise Misconfigured(
@@ -171,7 +171,7 @@ class _PhaseList:
         return self.add("between", operations.send_recv(sizes), source, target, *after)
 
     def slices(self) -> tuple[list[Span], Span]:
-        """Return slices of the array that divide into an aligned block per local rank, and the span that is left."""
+        """Return slices of the array, each divisible into an aligned block per local rank, and the span left over."""
         size = self.call.output_bytes(self.rank)
         unit = ALIGNMENT * self.local
         step = max(1, (self.slice_bytes or size) // unit) * unit
@@ -180,13 +180,13 @@ class _PhaseList:
         return [Span("output", at, min(step, whole - at)) for at in starts], Span("output", whole, size - whole)
 
     def part(self, whole: Span) -> Span:
-        """Return the span of this rank's block of a slice, which is cut evenly among the ranks of a host."""
+        """Return the span of this rank's block in `whole`, a slice that is cut evenly among the ranks of a host."""
         block = whole.num_bytes // self.local
         return Span(whole.buffer, whole.offset + self.index * block, block)
 
 
 def _all_gather(plan: _PhaseList) -> None:
-    """Gather this host's own blocks first, which need no network, then each other host's blocks as they arrive."""
+    """Add the phases of an all_gather: this host's blocks first, without network, then each other host's blocks."""
     block, local = plan.even_block(), plan.local
     own = plan.call.source_span(plan.rank, plan.rank)
     come = {}
@@ -201,7 +201,7 @@ def _all_gather(plan: _PhaseList) -> None:
 
 
 def _reduce_scatter(plan: _PhaseList) -> None:
-    """Reduce other hosts' blocks inside this host and send the sums, then reduce its own; add up the sums last."""
+    """Add the phases of a reduce_scatter: reduce other hosts' blocks, send the sums, reduce own blocks, add up sums."""
     block, hosts = plan.even_block(), plan.hosts
     inside, output = operations.reduce_scatter(plan.local, block), Span("output", 0, block)
     come = []
@@ -217,7 +217,7 @@ def _reduce_scatter(plan: _PhaseList) -> None:
 
 
 def _all_reduce(plan: _PhaseList) -> None:
-    """Reduce-scatter all slices inside first, all-gather them last: no sum between hosts waits for a gather inside."""
+    """Add the phases of an all_reduce: reduce_scatters of all slices first, all_gathers last, so that no sum waits."""
     source: Buffer = plan.call.source_span(plan.rank, 0).buffer
     slices, rest = plan.slices()
     summed = []
@@ -243,7 +243,7 @@ def _sum_between(plan: _PhaseList, span: Span, number: int) -> int:
 
 
 def _all_to_all(plan: _PhaseList) -> None:
-    """Send each block to the local rank with its target's local index, and from there over that rail's network."""
+    """Add an all_to_all's phases: each block goes to the local rank with the target's index, then to the target."""
     block, local = plan.even_block(), plan.local
     inside = operations.all_to_all([[block] * local] * local)
     for distance, to, giver in plan.away():
@@ -255,7 +255,7 @@ def _all_to_all(plan: _PhaseList) -> None:
 
 
 def _broadcast(plan: _PhaseList) -> None:
-    """Broadcast on the root's host; each rank there sends its part of a slice to the other hosts, which gather it."""
+    """Add a broadcast's phases: on the root's host, one part per rank to the other hosts, all_gather on other hosts."""
     assert plan.call.root is not None
     root_host, root_index = divmod(plan.call.root, plan.local)
     slices, rest = plan.slices()
@@ -279,7 +279,7 @@ def _broadcast(plan: _PhaseList) -> None:
 
 
 def _barrier(plan: _PhaseList) -> None:
-    """Run a barrier inside each host, then one between hosts."""
+    """Add the phases of a barrier: one barrier inside each host, then one between hosts."""
     nothing = Span("output", 0, 0)
     number = plan.add("inside", operations.barrier(plan.local), nothing, nothing)
     if plan.hosts > 1:

@@ -1,4 +1,4 @@
-"""Define `Call`, a collective with its sizes, equal on every rank, and where its blocks lie in input and output.
+"""Define `Call`: a collective, the sizes of its blocks, and where they lie in input and output; equal on all ranks.
 
 Sizes are bytes; ranks count within the group. Blocks lie one after the other by rank, as torch puts them.
 """
@@ -32,8 +32,8 @@ class Span:
 class BlockLayout:
     """Says how a collective lays out blocks in input and output, and which ranks send to which.
 
-    The input is one `block`, which goes to every receiver, or `blocks`, one for each rank in their order. The output is
-    `blocks`, one from each rank; a `shard`, this rank's combined one; or an `array` of all combined shards.
+    The input is one `block`, which goes to every receiver, or `blocks`, one for each rank in rank order. The output is
+    `blocks`, one from each rank; a `shard`, this rank's combined block; or an `array` of all combined shards.
     """
 
     name: str  # PyTorch's name of the collective
@@ -56,16 +56,16 @@ class BlockLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """Represents a collective with its sizes; equal on all ranks.
+    """Represents a collective with the sizes of its blocks; equal on all ranks.
 
     `own` says how a rank's block for itself gets to its output. `in_place`: input is a view of output (or output of
-    input), so the block is there already; `copy`: by a local copy, which needs an SM; `consumer`: it stays in input,
-    where the reader of output has to look for it.
+    input), so the block is in output already; `copy`: by a local copy, which needs an SM; `consumer`: it stays in
+    input, where the reader of output has to look for it.
     """
 
     layout: BlockLayout
     sizes: tuple[tuple[int, ...], ...]  # as `Sizes`
-    root: int | None = None  # of broadcast, scatter and gather
+    root: int | None = None  # root of a broadcast, scatter or gather
     own: Own = "copy"
 
     @property
@@ -94,7 +94,7 @@ class Call:
         return self.layout.all_send or self.sizes[source][target] > 0
 
     def input_span(self, rank: int) -> Span:
-        """Return the span of the whole input of `rank`; in a call in place it is a part of the output."""
+        """Return the span of the whole input of `rank`; if the call is in place, a span of the output."""
         row = self.sizes[rank]
         if self.layout.input == "block":
             own = self.source_span(rank, rank)
@@ -111,7 +111,7 @@ class Call:
         return Span("input", 0, size)
 
     def target_span(self, source: int, target: int) -> Span:
-        """Return the span in the output of `target` for the block from `source`; in reductions, for shard `target`."""
+        """Return the span of the block from `source`, or of the combined shard `target`, in the output of `target`."""
         offset = {"shard": 0, "array": sum(self.sizes[source][:target])}.get(self.layout.output)
         found = self._offset_in_output(source, target) if offset is None else offset
         return Span("output", found, self.sizes[source][target])
@@ -121,7 +121,7 @@ class Call:
         return 0 if self.layout.input == "block" else sum(self.sizes[source][:target])
 
     def output_contents(self, rank: int) -> list[tuple[Span, tuple[int, ...], int]]:
-        """Return the blocks in the output of `rank`, each as (span, ranks it comes from, offset in their inputs)."""
+        """Return the blocks in the output of `rank`, as (span, contributing ranks, offset in these ranks' inputs)."""
         everyone = tuple(range(self.world_size))
         if self.reduces:
             shards = everyone if self.layout.output == "array" else (rank,)
@@ -129,11 +129,11 @@ class Call:
         return [(self.target_span(s, rank), (s,), self.input_offset(s, rank)) for s in everyone]
 
     def input_bytes(self, rank: int) -> int:
-        """Return the bytes of the input of `rank`, in place or not."""
+        """Return the size in bytes of the input of `rank`, whether the call is in place or not."""
         return self.input_span(rank).num_bytes
 
     def output_bytes(self, rank: int) -> int:
-        """Return the bytes of the output of `rank`."""
+        """Return the size in bytes of the output of `rank`."""
         match self.layout.output:
             case "shard":
                 return self.sizes[rank][rank]
@@ -146,7 +146,7 @@ class Call:
         return "output" if self.own == "in_place" and self.layout.output == "array" else "input"
 
     def _offset_in_output(self, source: int, target: int) -> int:
-        """Return the bytes that ranks below `source` put into the output of `target`."""
+        """Return the offset of the block from `source` in the output of `target`, after lower ranks' blocks."""
         return sum(row[target] for row in self.sizes[:source])
 
 
@@ -169,7 +169,7 @@ def make_call(layout: BlockLayout, sizes: Sizes, *, root: int | None = None, own
 
 
 def parts(num_bytes: int, count: int) -> tuple[tuple[int, int], ...]:
-    """Return (offset, bytes) of `count` parts, as equal as multiples of 16 bytes allow; some may be empty."""
+    """Return (offset, size) of `count` parts of `num_bytes`, as equal as 16-byte alignment allows, some maybe empty."""
     units = -(-num_bytes // ALIGNMENT)
     cuts = [min(num_bytes, units * index // count * ALIGNMENT) for index in range(count)] + [num_bytes]
     return tuple((low, high - low) for low, high in pairwise(cuts))

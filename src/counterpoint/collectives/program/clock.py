@@ -1,7 +1,7 @@
 """Simulate the programs of all ranks to predict how long a call takes on a machine with given rates.
 
 The model: the host issues one step after the other; a step of a lane begins when the one before it has ended; a copy
-costs a fixed time and that of its bytes, which share the receiver's link with other copies into it; a reduction or a
+costs a fixed time plus its bytes' time, which share the receiver's link with other copies into it; a reduction or a
 local copy moves its bytes through device memory, and begins only when SMs are free. Other steps cost the latency of a
 flag. Between hosts (`HostNetwork`) bytes share the network cards, and every message needs SMs.
 """
@@ -35,9 +35,9 @@ from counterpoint.machine.profile import Rates, default_profile
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostNetwork:
-    """Describes the network between hosts of `local` ranks: one network card per GPU, and NCCL, which needs SMs.
+    """Describes the network between hosts of `local` ranks each: a network card per GPU, used by NCCL, which needs SMs.
 
-    Assumed, not measured: 400 Gb/s less what protocols take; a message of NCCL over InfiniBand.
+    Assumed, not measured: 400 Gb/s less protocol overhead; the cost of an NCCL message over InfiniBand.
     """
 
     local: int
@@ -47,7 +47,7 @@ class HostNetwork:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimedStep:
-    """Records when a step of a rank ran, in µs; `start_us` is when its lane reached the step."""
+    """Records when a step of a rank's program ran, in µs; `start_us` is when the step's lane (stream) reached it."""
 
     rank: int
     lane: int
@@ -58,7 +58,7 @@ class TimedStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimulatedCall:
-    """Records the µs, on the clock of `arrive_us`, at which each rank had its output, and when every step ran."""
+    """Records when each rank had its output and when every step ran, in µs on the clock of `simulate`'s `arrive_us`."""
 
     rank_us: tuple[float, ...]
     steps: tuple[TimedStep, ...]
@@ -82,7 +82,7 @@ def simulate(
 
     Args:
         programs: one for each rank.
-        rates: rates of the machine; None: those of the default profile, H200.
+        rates: rates of the machine; None: the default profile's, H200.
         early_release: outputs were released before the call, which then has no handshake.
         arrive_us: when each rank begins; empty: all at 0.
         sms_free_us: until then a resident GEMM holds every SM; reductions, local copies and messages to other hosts
@@ -124,11 +124,11 @@ class _For:
 
 @dataclass(slots=True)
 class _Flow:
-    """Represents bytes on their way to the rank `target`, of which `left` have not arrived."""
+    """Represents a transfer of bytes to the rank `target`; `left` bytes have not arrived yet."""
 
     target: int
     left: float
-    far: bool = False  # to another host
+    far: bool = False  # whether the bytes go to another host
     lane: _Lane | None = None
 
 
@@ -137,7 +137,7 @@ _Lane: TypeAlias = Iterator[_Until | _For | _Flow]
 
 @dataclass(slots=True)
 class _Clock:
-    """Runs lanes: generators that yield what they wait for next: a time, a flag, an event or the end of a transfer."""
+    """Simulates lanes as generators; each yields what to wait for next: a time, flag, event or transfer's end."""
 
     rates: Rates
     network: HostNetwork
@@ -152,7 +152,7 @@ class _Clock:
     tickets: int = 0
 
     def add(self, program: Program, early_release: bool) -> None:
-        """Start the lanes of one rank's program, with the µs at which its host has issued each step."""
+        """Start the lanes of one rank's program; each step carries the µs at which the rank's host has issued it."""
         lanes: dict[int, list[tuple[float, Step]]] = {}
         issued = self.ended[program.rank] + self.rates.launch_us
         for step in program.cycle(early_release=early_release):
@@ -187,7 +187,7 @@ class _Clock:
             raise CounterpointError(f"ranks {ranks} wait for ever: let `check` say why")
 
     def flow_rates(self) -> list[float]:
-        """Return the bytes per µs of each flow: its share of the link or card that brings bytes into its target GPU.
+        """Return each transfer's bytes per µs: an equal share of the link or network card into the target GPU.
 
         Inside a host bytes come by the GPU's link, and a flow gets no more than one copy engine moves; from another
         host they come by the GPU's network card.

@@ -1,4 +1,4 @@
-"""Move a program for one buffer to several tensors: a step on data that spans tensors becomes several steps.
+"""Rewrite a program planned for one buffer to use several tensors: a step whose data spans tensors becomes several.
 
 A call of several tensors (`all_gather_coalesced`) is planned, proved and timed as a call of one: a rank's block is its
 share of the first tensor, then its share of the second, and so on. `Parts` says where the shares really lie, and
@@ -34,7 +34,7 @@ class Parts:
         return tuple(accumulate(self.shares))
 
     def places(self, offset: int, num_bytes: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (offset in the range, offset in the tensors' buffer, bytes) for each piece of a range of blocks."""
+        """Yield (offset in range, offset in tensors, size) of each piece of the range of `num_bytes` at `offset`."""
         at, block_bytes = offset, self.ends[-1]
         while at < offset + num_bytes:
             rank, within = divmod(at, block_bytes)
@@ -54,9 +54,9 @@ TensorLayout: TypeAlias = tuple[tuple[Buffer, Parts], ...]
 
 @dataclass(frozen=True, slots=True)
 class TensorAddresses:
-    """Maps offsets in a buffer to addresses of the tensors that form it, anywhere in the memory of this rank.
+    """Maps an offset in a buffer to an address in one of the tensors that together form the buffer on this rank.
 
-    A program over offsets so stays valid when the tensors are at other addresses.
+    So a program, which uses offsets, stays valid when the tensors' addresses change.
     """
 
     starts: tuple[int, ...]  # offset of each tensor in the buffer, as in `Parts`, ascending
@@ -71,7 +71,7 @@ class TensorAddresses:
 def place_on_tensors(program: Program, layout: TensorLayout) -> Program:
     """Return `program`, planned for contiguous blocks, with its spans moved to the tensors of `layout`.
 
-    The `num_bytes` of a sum's target stay those of one source, even if the target's dtype is wider.
+    A sum's target keeps the `num_bytes` of one source, even if the target's dtype is wider.
     """
     parts = dict(layout)
     placed = [
@@ -97,7 +97,7 @@ def _placed(step: Step, layout: Mapping[Buffer, Parts]) -> Iterator[Step]:
 
 
 def _pieces(spans: tuple[Span, ...], layout: Mapping[Buffer, Parts]) -> Iterator[tuple[Span, ...]]:
-    """Yield `spans`, all cut at the same offsets and moved to their tensors, without bytes that any of them lacks."""
+    """Yield pieces of `spans`, cut at common offsets and moved to the tensors, without bytes that a tensor lacks."""
     found = [_places(span, layout) for span in spans]
     cuts = sorted({cut for places in found for start, _, size in places for cut in (start, start + size)})
     for low, high in pairwise(cuts):

@@ -1,4 +1,4 @@
-"""Build programs of operations that only move data: every block is pushed once, straight to its place.
+"""Build programs of collectives that only move data: every block is pushed once, straight to its place.
 
 Rank r pushes to r + 1, r + 2, ...: while all ranks are in step, the links carry a permutation at every moment, so no
 two copies go to one receiver. Ranks that do not begin at the same time take turns on the links (`LinkTurns`).
@@ -29,7 +29,7 @@ MIN_RELAYS = 3  # two relays always push to the rank that the root pushes to: sl
 
 
 def exchange(call: Call, rank: int, tuning: Tuning) -> Program:
-    """Build an all_gather, all_to_all, gather, scatter or send_recv: wait until peers are ready, push, signal."""
+    """Build the program of an all_gather, all_to_all, gather, scatter or send_recv: wait for peers, push, signal."""
     to = [peer for peer in rotation(rank, call.world_size) if call.sends(rank, peer)]
     senders = [peer for peer in rotation(rank, call.world_size) if call.sends(peer, rank)]
     moves = {peer: (call.source_span(rank, peer), call.target_span(rank, peer)) for peer in to}
@@ -45,17 +45,17 @@ def exchange(call: Call, rank: int, tuning: Tuning) -> Program:
 
 
 def own_block(call: Call, rank: int) -> tuple[Step, ...]:
-    """Return the local copy of the rank's block for itself, if any; it comes last, as it may wait for a GEMM."""
+    """Return the step that copies the rank's block for itself, if needed; run it last, as it may wait for a GEMM."""
     if call.own != "copy" or call.sizes[rank][rank] == 0:
         return ()
     return (LocalCopy(call.source_span(rank, rank), call.target_span(rank, rank)),)
 
 
 def broadcast(call: Call, rank: int, tuning: Tuning) -> Program:
-    """Return a broadcast: the root pushes a small array to all ranks, or parts of a large one, which they relay.
+    """Return a broadcast's program: the root pushes all of a small array to each rank, or one part of a large array.
 
-    The root's link carries the message once instead of world_size - 1 times, and each chunk is passed on while the next
-    arrives. `finish` does not wait for the rank's own part, which arrived before.
+    Each rank relays its part to the others: the root's link carries the array once instead of world_size - 1 times, and
+    each chunk is relayed while the next arrives. `finish` does not wait for the rank's own part, which arrived before.
     """
     others, num_bytes = rotation(call.root or 0, call.world_size), call.output_bytes(rank)
     if len(others) < MIN_RELAYS or num_bytes < max(tuning.relay_bytes, 1):
@@ -77,7 +77,7 @@ def broadcast(call: Call, rank: int, tuning: Tuning) -> Program:
 
 
 def _relay(call: Call, rank: int, tuning: Tuning, part: Mapping[int, Span]) -> Program:
-    """Build the program of a rank that is not the root: relay its part chunk by chunk, and receive other parts."""
+    """Build the program of a rank other than the root: relay one part chunk by chunk, and receive the other parts."""
     assert call.root is not None
     others = _relay_order(rank, call.root, call.world_size)
     senders = [peer for peer in others if peer in part]
@@ -113,7 +113,7 @@ def _relay_order(rank: int, root: int, world_size: int) -> list[int]:
 
 
 def barrier(call: Call, rank: int, tuning: Tuning) -> Program:
-    """Return a barrier of two rounds of signals, in one batch.
+    """Return the program of a barrier: two rounds of signals, in one batch.
 
     With one round, a fast rank's next signal could be lost: its flag might still be set by the last one.
     """
@@ -126,7 +126,7 @@ def rotation(rank: int, world_size: int) -> list[int]:
 
 
 def chunked(span: Span, tuning: Tuning) -> list[Span]:
-    """Return `span` in chunks, the last one of at most `last_bytes`; an empty span is one empty chunk."""
+    """Cut `span` into chunks of `chunk_bytes`, the last of at most `last_bytes`; an empty span is one empty chunk."""
     size, last = span.num_bytes, tuning.last_bytes
     rest = size if last is None or last >= size else -(-(size - last) // ALIGNMENT) * ALIGNMENT
     cuts = [*range(0, max(1, rest), tuning.chunk_bytes or max(1, rest)), *([rest] if rest < size else []), size]
@@ -139,12 +139,12 @@ def signal_ready(buffer: Symmetric, rank: int, peers: list[int], lane: int = COP
 
 
 def wait_ready(buffer: Symmetric, peers: list[int], lane: int = COPY) -> Batch:
-    """Return the waits until `buffer` of each of `peers` may be written."""
+    """Return the waits for the signals that `buffer` of each of `peers` may be written."""
     return Batch(tuple(Wait(Flag(buffer, "ready", peer)) for peer in peers), lane)
 
 
 def arrivals(coming: Mapping[int, Span], tuning: Tuning) -> Batch:
-    """Return the waits for every chunk that peers push into the output; `coming` maps each peer to its span there."""
+    """Return the waits for every chunk that peers push into the output; `coming` maps peers to spans of the output."""
     return Batch(
         tuple(
             Wait(Flag("output", "arrived", peer, chunk), span if span.num_bytes else None)
@@ -155,7 +155,7 @@ def arrivals(coming: Mapping[int, Span], tuning: Tuning) -> Batch:
 
 
 def pushes(call: Call, rank: int, moves: Mapping[int, tuple[Span, Span]], tuning: Tuning) -> Iterator[Step]:
-    """Yield the steps that push each peer's (source, target) of `moves`, with arrival signals and turns."""
+    """Yield the steps that push to each peer the source span in `moves`, with arrival signals and link turns."""
     cut = {
         peer: list(zip(chunked(source, tuning), chunked(target, tuning), strict=True))
         for peer, (source, target) in moves.items()
@@ -188,14 +188,14 @@ def pushes(call: Call, rank: int, moves: Mapping[int, tuple[Span, Span]], tuning
 
 
 def arrival(peer: int, target: Span, rank: int, chunk: int) -> Signal:
-    """Return the signal to `peer` that `chunk` has arrived in its `target`."""
+    """Return the signal that tells `peer` that `chunk` has arrived in the span `target` of its buffer."""
     assert target.buffer in ("output", "staging"), "a copy pushes where its receiver has flags"
     return Signal(peer, Flag(target.buffer, "arrived", rank, chunk))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkTurns:
-    """Says when a rank waits for its turn on a link and passes the turn on, while it pushes `rounds` times to all.
+    """Says when a rank that pushes `rounds` chunks to every peer waits for its turn on a link, and passes the turn on.
 
     Without turns, a rank that is one copy ahead shares every further receiver's link with its neighbour, both at half
     the rate, while other links are idle; and all wait for the late one. In training steps a quarter to a third of the
@@ -234,7 +234,7 @@ class LinkTurns:
         return Batch(() if first or not self.taken_in(round) else (Wait(self._word(peer)),))
 
     def after(self, peer: int, round: int) -> Batch:
-        """Return the signal that passes the turn to the rank that pushes to `peer` next; empty if there is none."""
+        """Return the signal that passes the turn to the rank that pushes to `peer` next; empty if no rank does."""
         last = self._distance(peer) == self.world_size - 1
         if not self.taken_in(round) or (last and round == self.rounds - 1):
             return Batch(())

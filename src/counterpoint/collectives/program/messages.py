@@ -45,7 +45,7 @@ class Mailbox:
 
     world_size: int
     slot_bytes: int  # size of a slot, the largest piece of a message
-    slots: int = SLOTS  # for each other rank
+    slots: int = SLOTS  # slots for each other rank
 
     def __post_init__(self) -> None:
         if self.slots < 1 or self.slot_bytes < 1 or self.slot_bytes % ALIGNMENT:
@@ -56,7 +56,7 @@ class Mailbox:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of a rank's mailbox."""
+        """Return the size in bytes of a rank's mailbox."""
         return (self.world_size - 1) * self.slots * self.slot_bytes
 
     def pieces(self, num_bytes: int) -> int:
@@ -64,7 +64,7 @@ class Mailbox:
         return max(1, -(-num_bytes // self.slot_bytes))
 
     def slot(self, source: int, target: int, slot: int, num_bytes: int) -> Span:
-        """Return the span of a piece from `source` in the mailbox of `target`."""
+        """Return the span, in the mailbox of `target`, of a piece that `source` pushes into slot number `slot`."""
         row = source - (source > target)
         return Span("mailbox", (row * self.slots + slot) * self.slot_bytes, num_bytes)
 
@@ -81,7 +81,7 @@ class Message:
 
 @lru_cache(maxsize=4096)
 def message_program(message: Message, rank: int, mailbox: Mailbox) -> Program:
-    """Return the program of `rank` for a message; ranks other than its source and target have no steps."""
+    """Return the program of `rank` for a message; ranks other than the message's source and target have no steps."""
     sizes = [[0] * mailbox.world_size for _ in range(mailbox.world_size)]
     sizes[message.source][message.target] = message.num_bytes
     whole = Span("input" if rank == message.source else "output", 0, message.num_bytes)
@@ -103,7 +103,7 @@ def program_of_steps(
 
 
 def message_steps(message: Message, rank: int, mailbox: Mailbox, whole: Span, lane: int) -> Iterator[Step]:
-    """Yield the steps of the source or of the target; `whole` is the message in the input or output of `rank`."""
+    """Yield the steps that send or receive a message; `whole` is the message's span in input or output of `rank`."""
     source, target = message.source, message.target
     for piece in range(mailbox.pieces(message.num_bytes)):
         slot = (message.first + piece) % mailbox.slots

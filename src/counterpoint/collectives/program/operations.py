@@ -1,4 +1,4 @@
-"""Define the collectives: one row of `OPERATIONS` each, functions that make their calls, `plan` for programs.
+"""Define the collectives: for each a row of `OPERATIONS` and a function that makes its `Call`; `plan` makes programs.
 
 A new collective needs a row here and a program (in `direct.py`, `reductions.py`, or a file of its own). Proof, clock,
 tuning, executors, crossovers, `Communicator.call` and `measure` read everything specific to it from its row.
@@ -46,7 +46,7 @@ def find_operation(name: str) -> Operation:
 
 
 def has_equal_outputs(call: Call) -> bool:
-    """Return whether peers write into the outputs of this call, and these must be at the same place on every rank."""
+    """Return whether outputs must lie at the same place in every rank's symmetric memory, as peers write into them."""
     return call.layout.writes_outputs and OPERATIONS[call.operation].same_output
 
 
@@ -74,8 +74,8 @@ def measured_by(means: Means) -> tuple[str, ...]:
 def even_call(name: str, world_size: int, num_bytes: int, *, root: int = 0, own: Own | None = None) -> Call:
     """Return a call of the collective `name` on blocks of equal size; raise `Misconfigured` if that is impossible.
 
-    `num_bytes` are those of the full array, as nccl-tests counts: the largest tensor of a rank. `own` is as in `Call`;
-    None: the first that the collective allows.
+    `num_bytes` is the size of the full array, as nccl-tests counts: the largest tensor of a rank. `own` is as in
+    `Call`; None: the first that the collective allows.
     """
     row = find_operation(name)
     sizes = row.sizes(world_size, num_bytes, root)
@@ -285,13 +285,13 @@ def plan(call: Call, rank: int, tuning: Tuning = DEFAULT) -> Program:
 
 
 def plan_all(call: Call, tuning: Tuning = DEFAULT) -> tuple[Program, ...]:
-    """Return the programs of all ranks, for the checker and the clock."""
+    """Return the programs of all ranks for `call`: the checker and the simulation need all of them."""
     return tuple(plan(call, rank, tuning) for rank in range(call.world_size))
 
 
 @lru_cache(maxsize=1024)
 def most_staging_bytes(call: Call, tuning: Tuning) -> int:
-    """Return the largest staging size of any rank, in bytes; with slices, that of the first slice, the largest."""
+    """Return the largest staging size of any rank, in bytes; if the call is sliced, for its first (largest) slice."""
     if tuning.staging_bytes is not None and call.world_size > 1:
         call, tuning = reductions.slice_of(call, tuning.staging_bytes), replace(tuning, staging_bytes=None)
     return max(program.staging_bytes for program in plan_all(call, tuning)) if call.reduces else 0

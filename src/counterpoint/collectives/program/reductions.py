@@ -3,7 +3,7 @@
 Sums are made in ascending rank order, in float32 for bfloat16 and float16 and in the dtype itself otherwise, and
 rounded once at the end: the same bits on every rank and in every run. NCCL rounds at every hop.
 
-Shards are pushed into staging chunk by chunk, and added up from there as they arrive.
+Shards are pushed into staging chunk by chunk, and added up from staging as they arrive.
 A chunk is reduced, on a lane of its own, as soon as it has arrived from every rank, while the next is on the links.
 """
 
@@ -87,7 +87,7 @@ class Reduction:
 
     @property
     def item_bytes(self) -> int:
-        """Return the bytes of one input value."""
+        """Return the size of one input value in bytes."""
         return DTYPES[self.dtype][0]
 
     @property
@@ -107,7 +107,7 @@ def widened(reduction: Reduction, dtype: str) -> Reduction:
 
 
 def reduce_scatter(call: Call, rank: int, tuning: Tuning) -> Program:
-    """Return a reduce_scatter: push shard t of the input to rank t's staging in chunks, and add up the chunks there.
+    """Return a reduce_scatter's program: push shard t of the input to rank t's staging in chunks; rank t adds them up.
 
     With less staging than whole shards need, shards are sliced, and each slice is done like a call of its own: no rank
     pushes the next slice before every rank has added up the last. The steps have to stay in this order: two lanes may
@@ -127,7 +127,7 @@ def reduce_scatter(call: Call, rank: int, tuning: Tuning) -> Program:
 
 
 def all_reduce(call: Call, rank: int, tuning: Tuning) -> Program:
-    """Return an all_reduce: a reduce_scatter whose combined chunks are pushed to every output when they are ready.
+    """Return an all_reduce's program: a reduce_scatter in chunks; each combined chunk is pushed to all ranks' outputs.
 
     All slices go out first: by the time the last is sent, the first chunks are combined, so the links never wait.
     Nobody has to say that output is free: a rank that pushed its slices is inside this call, and all slices of a chunk
@@ -158,7 +158,7 @@ def _trivial(call: Call) -> bool:
 
 
 def _alone(call: Call, rank: int, tuning: Tuning) -> Program:
-    """Build the program of a single rank, or of no data: the input still goes through the reduction, to be scaled."""
+    """Build the program of a reduction with one rank or no data; one rank's input is still reduced, which scales it."""
     source, target = call.source_span(rank, rank), call.target_span(rank, rank)
     steps = (Reduce((source,), target, COPY),) if target.num_bytes else ()
     return Program(call=call, tuning=tuning, rank=rank, steps=steps)
@@ -189,7 +189,7 @@ def _slices(call: Call, tuning: Tuning) -> list[_Slice]:
 
 
 def slice_bytes(world_size: int, staging_bytes: int) -> int:
-    """Return the bytes of a slice of a shard, a multiple of 16, so that staging takes at most `staging_bytes`."""
+    """Return the size of a shard's slices, a multiple of 16 bytes, with which staging fits into `staging_bytes`."""
     return max(1, staging_bytes // (world_size - 1) // ALIGNMENT) * ALIGNMENT
 
 
@@ -205,7 +205,7 @@ def _chunks(call: Call, rank: int, tuning: Tuning, part: _Slice = _WHOLE) -> lis
 
 
 def _staged(call: Call, source: int, target: int, part: _Slice = _WHOLE) -> Span:
-    """Return the span in the staging of `target` for the slice from `source`; its own slice stays in its input."""
+    """Return the span in the staging of `target` for the slice from `source`; a rank's own slice stays in its input."""
     size = part.of(call.source_span(source, target)).num_bytes
     slot = -(-size // ALIGNMENT) * ALIGNMENT
     return Span("staging", slot * (source - (source > target)), size)
@@ -230,10 +230,10 @@ def _reduced(call: Call, rank: int, tuning: Tuning, chunk: int, lane: int, part:
 
 
 def _fork(lane: int) -> list[Step]:
-    """Return the steps that let `lane` begin only after earlier work on the caller's stream."""
+    """Return the steps that make `lane` wait for earlier work on the caller's stream."""
     return [] if lane == COPY else [RecordEvent(_BEGUN, COPY), AwaitEvent(_BEGUN, lane)]
 
 
 def _after(event: int, lane: int) -> list[Step]:
-    """Return the steps that let lane `COPY` wait until `lane` has reached this point of the list."""
+    """Return the steps that make lane `COPY` wait until `lane` has run all its steps listed so far."""
     return [] if lane == COPY else [RecordEvent(event, lane), AwaitEvent(event, COPY)]

@@ -50,7 +50,7 @@ HERE = 4  # lane in which a rank adds up data from other hosts; in models only
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tuning:
-    """Says how a program cuts and signals its copies; equal on all ranks.
+    """Says how a program cuts copies into chunks and signals their arrival; equal on all ranks.
 
     Args:
         chunk_bytes: a shard is sent in pieces of this size, each with its own arrival; None: in one. Multiple of 16.
@@ -58,12 +58,12 @@ class Tuning:
             Nothing hides the reduction of the last chunk. Multiple of 16.
         arrivals: `each`: a signal after every copy, so that a consumer can start on it; `together`: the signals of a
             chunk in one batch, after its last copy: fewer steps. Reductions need all ranks' chunks: always together.
-        peers_first: with `arrivals="each"`, push all chunks for one peer before those for the next.
+        peers_first: with `arrivals="each"`, push all chunks for one peer before chunks for the next.
         relay_bytes: from this size on, a broadcast gives each rank one part, and that rank passes it on to the others.
         turn_bytes: chunks of this size and more are pushed in turns, so that ranks which do not begin together never
             push to one receiver at once (`LinkTurns`), where every rank sends as much to every other; None: no chunk.
-        staging_bytes: most staging that a reduce_scatter takes: what is more comes in slices, one when the last has
-            been added up everywhere; None: all of it at once.
+        staging_bytes: most staging that a reduce_scatter takes: larger shards come in slices, each sent when all ranks
+            have added up the one before; None: the whole shard at once.
 
     Raises:
         Misconfigured: a size that is no positive multiple of 16, or staging of no bytes.
@@ -93,9 +93,9 @@ class Tuning:
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """Names a 32-bit word of `buffer`, in the memory of the rank that waits for it.
+    """Names a 32-bit word of `buffer`, in the memory of the rank that waits for the word.
 
-    `ready`: `peer`, which writes 1 into it, may be pushed to; `arrived`: what `peer` pushes is there; `turn`: the link
+    `ready`: `peer`, which writes 1 into it, may be pushed to; `arrived`: its chunk is there; `turn`: the link
     into `peer` is free, as the rank that pushed before says (`LinkTurns`). In a mailbox, `chunk` is the slot.
     """
 
@@ -123,7 +123,7 @@ def flag_words(world_size: int, *, max_chunks: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Pushes this rank's `source` to `target` of `peer`, by a copy engine without SMs; never zero bytes."""
+    """Pushes this rank's span `source` into span `target` of `peer`, by a copy engine without SMs; never zero bytes."""
 
     peer: int
     source: Span
@@ -133,7 +133,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class LocalCopy:
-    """Copies data within this rank: the one data movement that needs an SM, and so waits for a resident GEMM."""
+    """Copies data within this rank: the only copy that needs an SM, and so waits for a resident GEMM."""
 
     source: Span
     target: Span
@@ -179,7 +179,7 @@ class Reduce:
 
 @dataclass(frozen=True, slots=True)
 class RecordEvent:
-    """Records `event` at this point of the lane."""
+    """Records the event number `event` on the lane, behind the lane's earlier steps."""
 
     event: int
     lane: int
@@ -187,7 +187,7 @@ class RecordEvent:
 
 @dataclass(frozen=True, slots=True)
 class AwaitEvent:
-    """Waits until the lane that recorded `event` has passed it."""
+    """Makes the lane wait until another lane has reached its `RecordEvent` of `event`."""
 
     event: int
     lane: int
@@ -224,11 +224,11 @@ class Program:
 
     @cached_property
     def staging_bytes(self) -> int:
-        """Return the bytes of staging that peers write and this rank's reductions read."""
+        """Return how many bytes of staging this rank needs: peers write them, and its reductions read them."""
         return self.reduced_bytes("staging")
 
     def reduced_bytes(self, buffer: Buffer) -> int:
-        """Return the bytes of a buffer up to the last byte that reductions read in it."""
+        """Return how many bytes of a buffer this rank needs: up to the last byte that its reductions read."""
         read = (span for step in self.steps if isinstance(step, Reduce) for span in step.sources)
         return max((span.offset + span.num_bytes for span in read if span.buffer == buffer), default=0)
 
@@ -260,7 +260,7 @@ class Program:
 
     @cached_property
     def symmetric(self) -> frozenset[Buffer]:
-        """Return the buffers that must be symmetric memory, as peers write them on some rank."""
+        """Return the buffers that must be symmetric memory, since peers write into them on some rank."""
         return frozenset(op.flag.buffer for op in _operations(self.cycle()))
 
     @cached_property
@@ -299,9 +299,9 @@ class Partitions:
 
     begin: tuple[Step, ...]  # before the first push: `release` without early release, and waits until peers are ready
     sent: tuple[BlockPartition, ...]  # partitions of the input
-    sends: tuple[tuple[Step, ...], ...]  # push each of them; they may run when the caller has written the partition
+    sends: tuple[tuple[Step, ...], ...]  # steps that push each; may run when the caller has written the partition
     received: tuple[BlockPartition, ...]  # partitions of the output
-    receives: tuple[tuple[Step, ...], ...]  # wait for each of them, after which the caller may read it
+    receives: tuple[tuple[Step, ...], ...]  # steps that wait for each; after them the caller may read the partition
 
     @property
     def steps(self) -> tuple[Step, ...]:

@@ -28,14 +28,14 @@ _CUT_BYTES = 1 << 20  # smallest shard that is tried in chunks: a copy costs as 
 
 @lru_cache(maxsize=1024)
 def best_tuning(call: Call, rates: Rates | None = None, *, max_chunks: int = 16) -> Tuning:
-    """Return the tuning of `candidates` whose slowest rank is fastest in simulation; among equals, the simplest.
+    """Return the tuning of `candidates` with which the call ends earliest in simulation; of equals, the simplest.
 
-    All ranks begin at the same time, with a handshake and with SMs free. Never slower on that clock than `Tuning()`,
-    where blocks have one size. A consumer that starts on the first shard wants `arrivals="each"` and should not ask.
-    `rates` are the machine's, equal on all ranks; None: those of the default profile, H200.
+    All ranks begin at the same time, with a handshake and with SMs free. Never slower in simulation than `Tuning()`
+    if blocks have one size. A consumer that starts on the first shard needs `arrivals="each"`, not this function.
+    `rates` are the machine's, equal on all ranks; None: the default profile's, H200.
 
     Raises:
-        Misconfigured: `max_chunks`, the arrivals of one block that there are flags for, is below 1.
+        Misconfigured: `max_chunks`, the most chunks of one block for which there are flags, is below 1.
     """
     if max_chunks < 1:
         raise Misconfigured(f"max_chunks={max_chunks}: a block arrives at least once; give 1 or more")
@@ -51,15 +51,15 @@ def chunk_bytes_of(call: Call, least: int, *, max_chunks: int) -> int:
 
 
 def with_link_turns(tuning: Tuning) -> Tuning:
-    """Return `tuning` with link turns for large chunks: for calls without a handshake, whose ranks may begin apart."""
+    """Return `tuning` with link turns for large chunks: without a handshake, ranks begin a call at different times."""
     return replace(tuning, turn_bytes=TURN_BYTES)
 
 
 def with_staging_slices(tuned: Callable[[Call], Tuning], call: Call, staging_bytes: int | None) -> Tuning:
-    """Return `tuned(call)`, or the tuning of one slice for a reduce_scatter that needs more than `staging_bytes`.
+    """Return `tuned(call)`; for a reduce_scatter that needs more than `staging_bytes`, the tuning of one slice.
 
     Raises:
-        Misconfigured: the call would come in over `MAX_SLICES` slices: to plan each takes up to a millisecond.
+        Misconfigured: the call would need more than `MAX_SLICES` slices; planning each takes up to a millisecond.
     """
     if staging_bytes is None or "staging_bytes" not in OPERATIONS[call.operation].tuning or call.world_size == 1:
         return tuned(call)

@@ -1,4 +1,4 @@
-"""Make the `Submission` of a call: `even_blocks_of` for even blocks, other functions for other calls.
+"""Make the `Submission` of a call: by `even_blocks_of` if all blocks have equal size, else by other functions.
 
 The results depend only on the arguments and on where symmetric memory lies, so `Submitter` caches them.
 """
@@ -49,14 +49,14 @@ They return the submission, or raise Misconfigured if the tensors or options do 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupRank:
-    """Holds a rank and the size of its group; makes submissions that have a call, but no addresses."""
+    """Holds a rank and the size of its group; makes submissions that have a `Call`, but no program or addresses."""
 
     rank: int
     world_size: int
     device: Any  # torch.device of all tensors
 
     def is_symmetric(self, tensor: Any) -> bool:
-        """Return True: without a transport every contiguous tensor counts as one that peers can write."""
+        """Return True: without a transport every contiguous tensor counts as symmetric memory."""
         return True
 
     def submission(
@@ -75,7 +75,7 @@ class GroupRank:
 
 @dataclass(frozen=True, kw_only=True)
 class RankContext(GroupRank):
-    """Holds the transport of a rank's calls; makes submissions with program and addresses."""
+    """Holds a rank's transport; makes submissions with a program and addresses."""
 
     transport: Transport  # runs the calls
     debug: bool = False  # all ranks compare every call before it begins
@@ -100,10 +100,10 @@ class RankContext(GroupRank):
         partitioned: Literal["no", "output", "both"] = "no",
         tuning: Tuning | None = None,
     ) -> Submission:
-        """Return the submission of a call on these tensors, with channel 0 (`Submitter` sets the real one).
+        """Return the submission of a call on these tensors, with channel 0 (`Submitter` sets the real channel).
 
         Output and input are tensors, `TensorList`s or None. `text` describes the call in words that are equal on all
-        ranks. `line` is the line of the status that counts the call; None: that of calls of all ranks. For several
+        ranks. `line` is the line of the status that counts the call; None: the line for calls of all ranks. For several
         tensors `layout` says where each lies in the buffers of the call, and `local` at which addresses, if no peer
         writes that buffer. With `overlaps` the input shares bytes with the output and is not in place. `tuning`
         None is what the transport chooses. `Misconfigured` is raised if the output is an early-release tensor and
@@ -139,7 +139,7 @@ class RankContext(GroupRank):
         )
 
     def _early_use(self, call: Call | None, text: str, at: Location | None) -> EarlyUse | None:
-        """Return the early-release block of an output at `at`, None if it has none; with split sizes `call` is None."""
+        """Return the early-release block of an output at `at`, or None; raise if `call` forbids early release."""
         early = self.transport.early.use(at)
         if early is not None and call is not None:
             tuning = self.transport.programs.get(call, True).tuning
@@ -167,7 +167,7 @@ def even_blocks_of(
     *,
     leave_own: bool = False,
 ) -> Submission:
-    """Describe a call of the collective `name` on blocks of equal size."""
+    """Return the submission of the collective `name` on blocks of equal size."""
     check(output, input, ranks.device)
     row, in_place = find_operation(name), _in_place(ranks, output, input)
     num_bytes = _full_bytes(ranks, row, output, input, root)
@@ -197,7 +197,7 @@ def even_blocks_of(
 
 
 def _full_bytes(ranks: GroupRank, row: Operation, output: Any, input: Any, root: int) -> int:
-    """Return the full array's bytes, from this rank's tensors; raise if one is missing, or given where none may be."""
+    """Return the full array's size in bytes, from this rank's tensors; raise if a tensor is missing or superfluous."""
     whole = ALIGNMENT * ranks.world_size  # bytes of a sample full array, to learn which part of it each tensor is
     unit = _even_call(row.layout.name, ranks.world_size, whole, root=root)
     found = []
@@ -212,7 +212,7 @@ def _full_bytes(ranks: GroupRank, row: Operation, output: Any, input: Any, root:
 
 
 def _in_place(ranks: GroupRank, output: Any, input: Any) -> bool:
-    """Return whether the tensors are the same, or one of them is this rank's block of the other."""
+    """Return whether input and output are the same tensor, or one is this rank's block of the other."""
     if output is None or input is None or input is output:
         return output is input
     block, whole = (input, output) if input.nbytes <= output.nbytes else (output, input)
@@ -220,7 +220,7 @@ def _in_place(ranks: GroupRank, output: Any, input: Any) -> bool:
 
 
 def _own_of(ranks: GroupRank, row: Operation, output: Any, in_place: bool) -> Own:
-    """Return how a call treats the rank's own block: in place if the collective and the tensors allow that."""
+    """Return how the rank's own block reaches the output: "in_place" if the collective and the tensors allow that."""
     others: list[Own] = [own for own in row.layout.own if own != "in_place"]
     if not others:
         return "in_place"
@@ -229,7 +229,7 @@ def _own_of(ranks: GroupRank, row: Operation, output: Any, in_place: bool) -> Ow
 
 
 def all_gather_coalesced(ranks: RankContext, outputs: TensorList, inputs: TensorList) -> Submission:
-    """Describe several all_gathers as one call."""
+    """Return the submission of several all_gathers as one call."""
     pairs = _pairs(outputs, inputs)
     shares = tuple(block_bytes(*pair, ranks.world_size, ranks.device) for pair in pairs)
     if sum(shares) and not ranks.is_symmetric(outputs):
@@ -250,7 +250,7 @@ def all_gather_coalesced(ranks: RankContext, outputs: TensorList, inputs: Tensor
 
 @dataclass(frozen=True, slots=True)
 class _CoalescedScatter:
-    """Holds the part of a reduce_scatter_coalesced that does not depend on the addresses of its tensors."""
+    """Holds what a reduce_scatter_coalesced needs except the tensors' addresses; cached by shapes."""
 
     text: str
     call: Call
@@ -261,7 +261,7 @@ class _CoalescedScatter:
 def reduce_scatter_coalesced(
     ranks: RankContext, outputs: TensorList, inputs: TensorList, op: str, factor: float
 ) -> Submission:
-    """Describe several reduce_scatters as one call; for shapes seen before, only addresses are looked up."""
+    """Return the submission of several reduce_scatters as one call; for known shapes, only look up addresses."""
     key = outputs.shape_key, inputs.shape_key, op, factor
     known = ranks.scatters.get(key)
     if known is None:
@@ -287,7 +287,7 @@ def reduce_scatter_coalesced(
 def _coalesced_scatter(
     ranks: RankContext, outputs: TensorList, inputs: TensorList, op: str, factor: float
 ) -> _CoalescedScatter:
-    """Return the call as if its tensors lay side by side; raise if shapes do not fit or dtypes differ."""
+    """Return the call as planned for tensors that lie side by side; raise if shapes do not fit or dtypes differ."""
     pairs = _pairs(outputs, inputs)
     for output, input in pairs:
         check(output, None, ranks.device)
@@ -337,7 +337,7 @@ def _summary(tensors: TensorList, parts: Parts, *, places: bool) -> str:
 
 
 def all_to_all(ranks: GroupRank, output: Any, input: Any, leave_own: bool) -> Submission:
-    """Describe an all_to_all of blocks of equal size."""
+    """Return the submission of an all_to_all of blocks of equal size."""
     _check_own_block(ranks, output, input, leave_own)
     rows = input.shape[0] if input.dim() else 1
     if rows % ranks.world_size:
@@ -353,7 +353,7 @@ def uneven_all_to_all(
     output_split_sizes: Sequence[int] | None,
     input_split_sizes: Sequence[int] | None,
 ) -> Submission:
-    """Describe an all_to_all with split sizes; this rank learns other ranks' sizes only when the call runs."""
+    """Return the submission of an all_to_all with split sizes; ranks learn each other's sizes when the call runs."""
     _check_own_block(ranks, output, input, leave_own)
     if input_split_sizes is None or output_split_sizes is None:
         raise Misconfigured("all_to_all with one kind of split sizes: give both, or none")
@@ -366,7 +366,7 @@ def uneven_all_to_all(
 
 
 def _check_own_block(ranks: GroupRank, output: Any, input: Any, leave_own: bool) -> None:
-    """Raise if an all_to_all cannot write this output, or cannot leave this rank's own block out."""
+    """Raise if output and input overlap, or `leave_own` is set and the output is not symmetric memory."""
     if leave_own and output.nbytes and not ranks.is_symmetric(output):
         raise Misconfigured("all_to_all with leave_own: its output has to be from empty(), or all of it is copied")
     if output.nbytes and overlap(output, input):
@@ -374,7 +374,7 @@ def _check_own_block(ranks: GroupRank, output: Any, input: Any, leave_own: bool)
 
 
 def send_recv(ranks: RankContext, output: Any, input: Any, peer: int) -> Submission:
-    """Describe a send to rank `peer`, a receive from it, or both; None for a tensor leaves that direction out."""
+    """Return the submission of a send of `input` to `peer`, a receive of `output` from `peer`, or both (None: not)."""
     _check_peer(ranks, peer)
     check(output, input, ranks.device)
     sizes = [[0] * ranks.world_size for _ in range(ranks.world_size)]
@@ -388,7 +388,7 @@ def send_recv(ranks: RankContext, output: Any, input: Any, peer: int) -> Submiss
 
 
 def message(ranks: RankContext, output: Any, input: Any, peer: int) -> Submission:
-    """Describe a message that is sent to another rank (`output` None) or received from it (`input` None)."""
+    """Return the submission of a message to `peer` (`output` is None) or from `peer` (`input` is None)."""
     tensor = input if output is None else output
     _check_peer(ranks, peer)
     check(output, input, ranks.device)
@@ -417,7 +417,7 @@ def _check_peer(ranks: RankContext, peer: int) -> None:
 def partitioned_all_gather(
     ranks: RankContext, output: Any, input: Any, dim: int, chunk_rows: int, supplied: bool
 ) -> Submission:
-    """Describe an all_gather along `dim` whose output is taken chunk by chunk; this rank's block stays in input."""
+    """Return the submission of an all_gather along `dim` with output chunk by chunk; the own block stays in input."""
     count = ranks.world_size
     share = _partitioned_block(ranks, output, input, "all_gather", count)
     return ranks.submission(
@@ -432,7 +432,7 @@ def partitioned_all_gather(
 
 
 def partitioned_all_to_all(ranks: RankContext, output: Any, input: Any, dim: int, chunk_rows: int) -> Submission:
-    """Describe an all_to_all along `dim` whose input is supplied chunk by chunk; this rank's block stays in it."""
+    """Return the submission of an all_to_all along `dim` with input chunk by chunk; the own block stays in input."""
     count = ranks.world_size
     share = _partitioned_block(ranks, output, input, "all_to_all", 1) // count
     return ranks.submission(
@@ -447,14 +447,14 @@ def partitioned_all_to_all(ranks: RankContext, output: Any, input: Any, dim: int
 
 
 def _partitioned_block(ranks: RankContext, output: Any, input: Any, operation: str, count: int) -> int:
-    """Return the bytes of the input; raise unless the output is symmetric and `count` times as large."""
+    """Return the input's size in bytes; raise unless the output is in symmetric memory and `count` times as large."""
     if not ranks.is_symmetric(output):
         raise Misconfigured(f"{operation} in partitions: its output has to be a tensor of empty(); make one")
     return block_bytes(output, input, count, ranks.device)
 
 
 def _partitioned_layout(buffer: Buffer, tensor: Any, dim: int, share: int, count: int) -> TensorLayout:
-    """Return where `count` shares of `share` bytes lie in a buffer cut along `dim`; raise if `tensor` has no `dim`."""
+    """Return where `count` ranks' shares of `share` bytes lie in a buffer cut along `dim`; raise on a bad `dim`."""
     if not 0 <= dim < tensor.dim():
         raise Misconfigured(f"dim={dim} of a tensor of {tensor.dim()} dimensions: give one of them")
     batch = int(tensor.shape[:dim].numel())

@@ -1,4 +1,4 @@
-"""Define a call of this rank as data (`Submission`), and the interface of the device that runs it (`Transport`).
+"""Define a rank's call as data (`Submission`), and the interface of the code that runs calls (`Transport`).
 
 A `Submission` holds a text that all ranks compare, the rank's program, and where its tensors are. There are two
 `Transport`s: threads over shared memory (`cpu/transport.py`), and copy engines over symmetric memory
@@ -30,7 +30,7 @@ Rows: TypeAlias = Sequence[Sequence[int]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnevenSplits:
-    """Holds one rank's sizes in an all_to_all with split sizes, which ranks exchange before the call begins."""
+    """Holds one rank's split sizes of an all_to_all, which the ranks exchange before the call begins."""
 
     rank: int  # this rank
     row: tuple[int, ...]  # bytes that it sends to each rank
@@ -38,7 +38,7 @@ class UnevenSplits:
     own: Own  # how its own block is handled, as in `Call`
 
     def call(self, rows: Rows) -> Call:
-        """Return the call, given all ranks' rows of sizes; raise if what they send to this rank is not its `column`."""
+        """Return the call from all ranks' rows of sizes; raise if the sizes sent to this rank are not its `column`."""
         sent = tuple(row[self.rank] for row in rows)
         if sent != self.column:
             raise Misconfigured(
@@ -55,11 +55,11 @@ class Submission:
     text: str  # the call in words, which have to be equal on all ranks
     channel: int  # channel that runs it
     line: int  # line of the status that counts it: a peer's rank, or world_size for calls of all ranks
-    call: Call | UnevenSplits | None = None  # with uneven splits, `Call` is known only from the rows of all ranks
-    program: Program | None = None  # this rank's; None with uneven splits, or of a message
-    message: Message | None = None  # through a mailbox; `channel` is then the one that counts the line's messages
-    meets: bool = False  # all ranks announce and compare it before any begins
-    async_op: bool = False  # the caller does not wait for it
+    call: Call | UnevenSplits | None = None  # with uneven splits, the `Call` is made once all ranks' rows are known
+    program: Program | None = None  # this rank's program; None with uneven splits, or for a message
+    message: Message | None = None  # message through a mailbox; `channel` is then the channel that counts its line
+    meets: bool = False  # all ranks announce and compare the call before any rank begins it
+    async_op: bool = False  # the caller does not wait for the call
     partitioned: Literal["no", "output", "both"] = "no"  # the caller takes output, or also supplies input, by pieces
     reduction: Reduction | None = None  # how values are combined, if the call reduces
     layout: TensorLayout = ()  # where the tensors of a call lie in its buffers, if there are several
@@ -74,7 +74,7 @@ class Submission:
     overlaps: bool = False  # the input shares bytes with the output and is not in place, so that a copy must be sent
     epoch: int = 0  # `Transport.epoch` when this was made; after a new region an address may mean something else
     words: bytes = field(init=False)  # `text` as a status shows it: the first 159 bytes
-    row: tuple[int, ...] = field(init=False)  # bytes that it sends to each rank, if they do not know them yet; else ()
+    row: tuple[int, ...] = field(init=False)  # bytes sent to each rank, if peers do not know these yet; else ()
     prepared: dict[bool, Any] = field(init=False)  # the transport's driver calls, by whether they have a handshake
 
     def __post_init__(self) -> None:
@@ -83,12 +83,12 @@ class Submission:
         object.__setattr__(self, "prepared", {})
 
     def current(self, number: int) -> CurrentCall:
-        """Return a `CurrentCall` that names this call, with its number, for errors and the watchdog."""
+        """Return a `CurrentCall` that names this call and its number, for errors and the watchdog."""
         return CurrentCall(text=self.text, channel=self.channel, line=self.line, number=number)
 
 
 def unfinished(current: CurrentCall) -> Misconfigured:
-    """Return the error of a call whose channel is busy with a call in partitions that has to be finished first."""
+    """Return the error for a call behind `current`, a call in partitions of its channel that must be finished first."""
     return Misconfigured(
         f"a call behind {current}, which is under way in partitions: finish it first, or take another channel"
     )
@@ -98,7 +98,7 @@ _MOST_PROGRAMS = 1024
 
 
 class Programs:
-    """Plans and caches the programs of one rank; `choose_tuning(call, early_release=...)` is the same on all ranks."""
+    """Plans and caches the programs of one rank; `choose_tuning(call, early_release=...)` must agree on all ranks."""
 
     def __init__(self, rank: int, choose_tuning: Callable[..., Tuning]) -> None:
         self._rank, self._choose_tuning = rank, choose_tuning
@@ -146,22 +146,22 @@ class Transport(Protocol):
         """Return how many regions were made so far; a new one may cover addresses that were plain memory before."""
 
     def locate(self, tensor: Any) -> Location | None:
-        """Return the place of a contiguous tensor in this rank's symmetric memory; None if it lies elsewhere."""
+        """Return the `Location` of a contiguous tensor in this rank's symmetric memory; None if it lies elsewhere."""
 
     def place(self, call: Call | None, at: Location | None, num_bytes: int) -> str:
-        """Return the output's place in words, if it must be the same on all ranks; "" if it may differ."""
+        """Return text that names the output's place if that must be the same on all ranks; "" if it may differ."""
 
     def shown_at(self, at: Location | None, num_bytes: int) -> Location:
-        """Return where peers may write an output, as the status shows it when the call is announced."""
+        """Return where peers may write an output; the rank publishes this in its status when it announces the call."""
 
     def read_at(self, input: Any) -> tuple[Location, ...]:
-        """Return where an input's tensors lie in symmetric memory, which must not be reused before the call ends."""
+        """Return where an input's tensors lie in symmetric memory: none may be reused before the call ends."""
 
     def accept(self, submission: Submission) -> None:
-        """Check a new submission before its first start; raise if this device cannot run it."""
+        """Raise if this device cannot run a new submission; called before the submission's first start."""
 
     def start(self, submission: Submission, number: int, keep: tuple[Any, ...]) -> Work | PartitionedWork | None:
-        """Queue a call behind the others of its channel; return its work at once, or None if nobody has to wait for it.
+        """Queue a call behind its channel's other calls; return its work at once, or None if the host need not wait.
 
         The work of a call in partitions is a `PartitionedWork`.
 
@@ -174,7 +174,7 @@ class Transport(Protocol):
         """Raise the error that ended this communicator, if there was one."""
 
     def record_stream(self, tensor: Any, stream: Any) -> None:
-        """Record that `stream` uses `tensor`, so that work queued there delays the reuse of the tensor's memory."""
+        """Record that `stream` uses `tensor`, so that work queued on `stream` delays reuse of the tensor's memory."""
 
     def memory_pool(self) -> AbstractContextManager[None]:
         """Put tensors made by this thread in the `with` block into symmetric memory; `Unsupported` on CPUs."""

@@ -38,7 +38,7 @@ class Submitter:
     def submit(
         self, build: BuildSubmission, output: Any, input: Any, channel: int, async_op: bool, *options: Any
     ) -> Work | None:
-        """Return the started call's `Work` with `async_op` (`PartitionedWork` if in partitions), else wait for it.
+        """Return the started call's `Work` (`PartitionedWork` if in partitions); without `async_op` wait for the call.
 
         The call, which the function `build` of `request.py` describes, is numbered and queued. An error is raised if
         its tensors or options do not fit, or the communicator has failed.
@@ -66,7 +66,7 @@ class Submitter:
     def _new(
         self, build: BuildSubmission, output: Any, input: Any, channel: int, async_op: bool, options: tuple[Any, ...]
     ) -> tuple[Submission, Any]:
-        """Return a new submission, and what is sent: the input or a copy of it."""
+        """Return a new submission and the tensor to send: the input, or a contiguous copy without overlap."""
         if not 0 <= channel < self._channels:
             most = self._channels
             raise Misconfigured(f"channel={channel}: allowed are 0 to {most - 1}, by channels={most}")
@@ -91,7 +91,7 @@ class Submitter:
         self._known[key] = submission
 
     def _note_use(self, tensor: Any) -> None:
-        """Record that the current stream reads this tensor to copy it, if it lies in symmetric memory."""
+        """If the tensor lies in symmetric memory, record that the current stream reads it, for a copy."""
         for one in tensors_of(tensor):
             if one.is_cuda and one.numel():
                 first = one[(0,) * one.dim()]  # the first element, contiguous whatever the strides

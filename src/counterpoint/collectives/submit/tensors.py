@@ -1,4 +1,4 @@
-"""Check the tensors of a call, compute its block sizes, and describe tensors in words that all ranks compare."""
+"""Check the tensors of a call, compute block sizes, and describe tensors in a text that all ranks compare."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 class TensorList:
-    """Holds several tensors that one call treats as a single buffer, from the lowest to the highest of their bytes.
+    """Holds several tensors that one call treats as a single buffer, from the lowest byte of any to the highest.
 
     Empty tensors do not count for that range. Addresses and sizes are meaningful for contiguous tensors only: see
     `sendable`. A caller that repeats a call may keep its lists, or pass a `key` that is cheaper than `tensor_key` of
@@ -44,7 +44,7 @@ class TensorList:
 
     @classmethod
     def checked(cls, tensors: Sequence[torch.Tensor], *, shape_key: Hashable) -> TensorList:
-        """Return a list of tensors that are contiguous and neither conjugated nor negated.
+        """Return `tensors` as a list; the caller guarantees that all are contiguous and neither conjugated nor negated.
 
         `shape_key` is equal for lists of tensors of equal shapes and dtypes on the same device.
         """
@@ -54,7 +54,7 @@ class TensorList:
 
     @classmethod
     def split(cls, flat: torch.Tensor, sizes: tuple[int, ...]) -> TensorList:
-        """Return a list, made lazily, of the consecutive parts, of `sizes` elements, of a contiguous flat tensor."""
+        """Return a list of the consecutive pieces of `flat` (contiguous), of `sizes` elements each; split lazily."""
         shape_key = (flat.dtype, flat.device, sizes)
         made = cls((), key=(shape_key, flat.data_ptr()))
         made._tensors, made._flat, made._sizes = None, flat, sizes
@@ -90,7 +90,7 @@ class TensorList:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes from the lowest to the highest byte of all tensors, gaps between them included."""
+        """Return how many bytes lie from the lowest byte of any tensor to the highest, gaps included."""
         return self._spanned()[1]
 
     def data_ptr(self) -> int:
@@ -128,14 +128,14 @@ def tensor_list(tensors: Iterable[Any] | TensorList) -> TensorList:
 
 
 def tensors_of(tensor: Any) -> tuple[Any, ...]:
-    """Return the tensors of one argument of a call, which is None, a tensor or a `TensorList`."""
+    """Return the tensors in one argument of a call: in None, a tensor or a `TensorList`."""
     if isinstance(tensor, TensorList):
         return tensor.tensors
     return () if tensor is None else (tensor,)
 
 
 def block_bytes(output: Any, input: Any, count: int, device: torch.device = CPU) -> int:
-    """Return the bytes of the input; raise unless the output is `count` times as large and both are on `device`."""
+    """Return the input's size in bytes; raise unless the output is `count` times as large and both are on `device`."""
     check(output, input, device)
     if output.numel() != count * input.numel():
         raise Misconfigured(
@@ -156,7 +156,7 @@ def check(output: Any, input: Any, device: torch.device = CPU) -> None:
 
 
 def splits(tensor: Any, sizes: Sequence[int], world_size: int) -> tuple[int, ...]:
-    """Return the bytes of each block of `sizes` rows (dim 0); raise if `sizes` do not add up to the tensor's rows."""
+    """Return the bytes of each block, given `sizes` in rows (dim 0); raise if `sizes` do not add up to all rows."""
     rows = tensor.shape[0] if tensor.dim() else 1
     if len(sizes) != world_size or sum(sizes) != rows or min(sizes) < 0:
         raise Misconfigured(f"split sizes {list(sizes)} of {rows} rows: give {world_size} that add up to these")
@@ -193,13 +193,13 @@ def flat_bytes(tensor: Any, dtype: torch.dtype = torch.uint8) -> Any:
 
 
 def cut(flat: Any, span: Span) -> Any:
-    """Return the part of a flat tensor that `span`, which is in bytes, covers."""
+    """Return the elements of the flat tensor `flat` that `span` (in bytes) covers."""
     size = flat.element_size()
     return flat[span.offset // size : (span.offset + span.num_bytes) // size]
 
 
 def tensor_key(tensor: Any) -> Hashable:
-    """Return a key of everything about a tensor or list that a call uses: equal keys give equal submissions."""
+    """Return a cache key of a tensor or list (address, shape, dtype, ...): equal keys give equal submissions."""
     if tensor is None:
         return None
     if type(tensor) is TensorList:
@@ -215,7 +215,7 @@ def _shape_key(tensor: torch.Tensor) -> tuple[Hashable, ...]:
 
 
 def overlap(one: Any, other: Any) -> bool:
-    """Return whether two contiguous tensors, or two lists from their first to their last byte, share bytes."""
+    """Return whether the byte ranges (first to last byte) of two contiguous tensors or two lists overlap."""
     first, second = one.data_ptr(), other.data_ptr()
     return bool(first < second + other.nbytes and second < first + one.nbytes)
 
@@ -226,7 +226,7 @@ def is_block(part: Any, whole: Any, rank: int) -> bool:
 
 
 def overlap_elsewhere(outputs: Sequence[Any], inputs: Sequence[Any], in_place: Sequence[bool]) -> bool:
-    """Return whether an input shares bytes with any output, not counting its own output if that pair is in place.
+    """Return whether an input shares bytes with any output, except with the input's own output if `in_place`.
 
     If so, the inputs have to be sent as a copy. All tensors are contiguous; `in_place` says for each pair of output and
     input whether one of them is this rank's block of the other.
@@ -249,17 +249,17 @@ def overlap_elsewhere(outputs: Sequence[Any], inputs: Sequence[Any], in_place: S
 
 
 def reduction_of(op: Any, factor: float, tensor: Any) -> Reduction:
-    """Return the `Reduction` for `op` (its name or torch's ReduceOp) and this dtype; raise if they do not fit."""
+    """Return the `Reduction` for `op` (a name or torch's ReduceOp) and the tensor's dtype; raise if they do not fit."""
     return _reduction(reduction_name(op), dtype_name(tensor.dtype), float(factor))
 
 
 def reduction_name(op: Any) -> str:
-    """Return the name of a reduction that is given by name or as torch's ReduceOp."""
+    """Return the lower-case name of a reduction, given as a name or as torch's ReduceOp."""
     return op if isinstance(op, str) else str(getattr(op, "name", op)).lower()
 
 
 def described(tensor: Any) -> str:
-    """Return a tensor's size and dtype in words, which are equal on all ranks."""
+    """Return a tensor's size and dtype as text, without anything that differs between ranks."""
     return f"{tensor.nbytes} bytes of {dtype_name(tensor.dtype)}"
 
 
