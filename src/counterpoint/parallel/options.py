@@ -1,7 +1,7 @@
 """Define the options of the backend, of `overlap`, and of tensor and expert parallelism, all in one place.
 
-Those of the communicators that they open are a field, `communicator`. One set of ranks has one communicator
-(`group.py`): who opens it decides how, and options that differ from those of an open one are refused.
+Field `communicator` has the options of the communicators that they open. One set of ranks has one communicator
+(`group.py`): the first user sets its options, and users with other options are refused while it is open.
 
 | options | take effect in |
 |---|---|
@@ -45,7 +45,7 @@ class BackendOptions:
         nccl: `ProcessGroupNCCL.Options` of the inner group; None: NCCL's defaults.
         ranks_per_host: number of consecutive ranks that count as a host, equal on all ranks; None: the ranks of one
             machine do.
-        mailbox_bytes: device memory for the messages from each rank that sends any to this one; None: NCCL sends them.
+        mailbox_bytes: bytes of device memory for the messages from each sending rank; None: NCCL sends messages.
         tuned: the choices of `counterpoint tune`, or their file: they come before the crossovers. `off`: none; None:
             the file that the variable COUNTERPOINT_TUNED names.
 
@@ -124,7 +124,7 @@ class ExpertOptions:
         parts: number of parts into which `overlap` cuts a rank's tokens: communication of one part overlaps the experts
             of another;
             None: 2. A `Dispatcher` raises if it is given.
-        max_tokens: most tokens of a rank in one call of a layer; None: the most of any rank in the first. A
+        max_tokens: most tokens of a rank in one call of a layer; None: the most that any rank has in the first. A
             `Dispatcher`, which has an argument for it, raises if it is given.
 
     Raises:
@@ -168,7 +168,7 @@ class OverlapOptions:
 
     Args:
         communicator: options of the communicators of FSDP2, one for each set of ranks; None: as open, or the defaults,
-            with staging for gradients of 128 MiB: a larger array comes in slices.
+            with 128 MiB of staging for gradients: larger arrays are sent in slices.
         prefetch: modules to gather ahead, in the order in which they are seen to run; None: as FSDP2 does by itself,
             or by the lists that it has. Each costs the memory of one module.
         direct: gather parameters to where they are used, and scatter gradients from where autograd left them, so that
@@ -178,7 +178,7 @@ class OverlapOptions:
         tensor_parallel: options of the operations that run layers of tensor parallelism; None: those that the process
             groups have.
         expert_parallel: options of layers of experts and their dispatchers; None: the defaults on CPUs, and on GPUs,
-            where nothing was measured yet, these layers are left to `transformers`. All other options are of FSDP2.
+            where nothing was measured yet, these layers are left to `transformers`. All other options apply to FSDP2.
 
     Raises:
         Misconfigured: an option has a value that is not allowed.
@@ -205,8 +205,7 @@ class DdpOptions:
         communicator: options of the ranks' communicator; None: those of the open one, or the defaults, with all of a
             bucket in one chunk.
         wire_dtype: what gradients are sent as: torch.bfloat16, or torch.float8_e4m3fn with a scale for every 256
-            elements, of which the averages come back as bfloat16; None: as they are. Sums are always in float32 at
-            least.
+            elements (averages return as bfloat16); None: their own dtype. Sums are always in float32 at least.
 
     Raises:
         Misconfigured: another dtype.

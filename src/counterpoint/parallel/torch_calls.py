@@ -1,4 +1,4 @@
-"""Read the arguments of torch's calls, wrap our works as torch's `Work`, and keep torch.compile out of functions."""
+"""Read arguments of torch's calls, wrap a communicator's works as torch's `Work`, and keep torch.compile out."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SKIP: Any = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_fr
 
 
 def uncompiled(function: AnyFunction) -> AnyFunction:
-    """Return a function at which a graph of torch.compile ends, so that its host code runs at every call."""
+    """Make torch.compile end a graph at `function`, so that the host code in it runs at every call."""
     disabled: AnyFunction = torch.compiler.disable(function)
     return disabled
 
@@ -128,7 +128,7 @@ class StartedWork(TorchWork):
 
 
 def together(started: list[StartedWork]) -> StartedWork:
-    """Return one work that stands for several calls."""
+    """Return one work that waits for all calls in `started`."""
     works = [work for one in started for work in one.works]
     return StartedWork(works, [tensor for one in started for tensor in one.result()])
 
@@ -149,7 +149,7 @@ def num_bytes_of(tensor: Tensor) -> int:
 
 
 def call_options(kind: Any, given: Any, name: str, value: Any, timeout: Any) -> Any:
-    """Return the options of a call as an object of class `kind`; torch may give a single option instead."""
+    """Return a call's options as an object of class `kind`, made from a single option if torch passes one."""
     if isinstance(given, kind):
         return given
     options = kind()
@@ -160,7 +160,7 @@ def call_options(kind: Any, given: Any, name: str, value: Any, timeout: Any) -> 
 
 
 def op_and_factor(op: Any) -> tuple[str, float]:
-    """Return a communicator's name for a reduction of torch, and the factor of a PREMUL_SUM (otherwise 1).
+    """Return a communicator's name for torch's reduction `op`, and the factor of a PREMUL_SUM (else 1).
 
     A PREMUL_SUM by a tensor, which no communicator has, is called `premul_sum by a tensor`.
     """

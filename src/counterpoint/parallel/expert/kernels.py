@@ -53,7 +53,7 @@ def scan(counts, totals, blocks, WIDTH: tl.constexpr):
 def place(ids, stride, first_expert, choices, counts, totals, blocks, slots, sources, offsets, missing, capacity,
           pad_multiple, EXPERTS: tl.constexpr, BINS: tl.constexpr, TOP_K: tl.constexpr,
           BLOCK: tl.constexpr):  # fmt: skip
-    """Assign a row to every choice of a block: after those of earlier experts, earlier blocks and earlier choices."""
+    """Assign a row to every choice of a block, after the rows of earlier experts, blocks and choices."""
     block, lanes, bins = tl.program_id(0), tl.arange(0, BLOCK), tl.arange(0, BINS)
     total = tl.load(totals + bins, mask=bins < EXPERTS, other=0)
     padded = (total + pad_multiple - 1) // pad_multiple * pad_multiple

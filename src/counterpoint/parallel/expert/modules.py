@@ -66,7 +66,7 @@ class ExpertStyle:
 
 
 class Dispatchers:
-    """Makes one dispatcher for each pair of a layer's shape and a group of ranks, and closes them all."""
+    """Makes one `Dispatcher` for each layer shape and process group, and closes all of them."""
 
     def __init__(self, options: ExpertOptions) -> None:
         self.options, self.parts = options, options.parts or _PARTS
@@ -211,7 +211,7 @@ class OverlappedExpertParallel:
     """Runs the experts of a model by dispatchers, reports them, and gives them back to `transformers` by `restore`.
 
     Args:
-        model: `transformers` has made it with `ep_size`.
+        model: a model that `transformers` has made with `ep_size`.
         options: None: the defaults, and experts on GPUs are left to `transformers`, as nothing was measured there yet.
         tuning: chooses the mechanism of each module where the options name none; None: nothing does.
 
@@ -268,14 +268,14 @@ class OverlappedExpertParallel:
             dispatcher.check()
 
     def restore(self) -> None:
-        """Let `transformers` run every module as before. All ranks call it."""
+        """Let `transformers` run every module as before. All ranks call this."""
         while self._experts:
             self._experts.popitem()[1].undo()
         self._dispatchers.close()
 
 
 def expert_style(module: nn.Module) -> ExpertStyle | str | None:
-    """Return how a module's experts are spread, or a text why they cannot be replaced; None if they are not spread."""
+    """Return how a module's experts are divided among ranks, why they cannot be replaced, or None if not divided."""
     forward = vars(module).get("forward")
     if not is_function(forward, _FORWARD):
         return None

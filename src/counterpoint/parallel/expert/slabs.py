@@ -190,7 +190,7 @@ class Slabs(OwnCommunication):
         return first, most if options.overflow == "second_round" else first
 
     def _heads(self, tables: SlabExchange) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Start to copy the tables' heads to the host after they arrive; on CPUs return a view of them."""
+        """Start to copy each table's first `HEAD` numbers to the host once tables arrive; on CPUs, return a view."""
         if self._side is None:
             return tables.arriving[:, :HEAD], None
         heads = torch.empty(self._layout.world_size, HEAD, dtype=torch.int32, pin_memory=True)
@@ -231,7 +231,7 @@ class Slabs(OwnCommunication):
         saved: Tensor | None = None,
         dots: Tensor | None = None,
     ) -> Tensor:
-        """Return the rows of this rank's experts, when all have arrived, in expert order, times the weights if given.
+        """Return the rows of this rank's experts in expert order, times `weights` if given, once all rows have arrived.
 
         Args:
             exchanges: the exchange of each round.
@@ -263,7 +263,7 @@ class Packing:
     table: Tensor  # `[world_size, HEAD + parts * room]`, for each rank; -1 where there is no choice
 
     def of_places(self, begin: int, rows: int) -> Tensor:
-        """Return the slots of choices in a round that sends each rank places `begin` to `begin + rows`; -1 for none."""
+        """Return each choice's row in a round that sends every rank places `begin` to `begin + rows`; -1: none."""
         places = self.entries % self.room - begin
         is_here = (self.entries >= 0) & (places >= 0) & (places < rows)
         return torch.where(is_here, self.entries // self.room * rows + places, _NONE)
@@ -339,7 +339,7 @@ def _triton_pack(
 
 
 def as_assignment(slots: Tensor, rows: int) -> Assignment:
-    """Return the assignment of choices to `rows`, given their slots, int32 `[tokens, top_k]` (-1: none).
+    """Return the assignment of choices to `rows` rows, given each choice's row, int32 `[tokens, top_k]` (-1: none).
 
     Rows without a choice are left as they are, whatever `sources` holds: nobody reads them.
     """

@@ -1,4 +1,4 @@
-"""Implement FSDP2's two hooks and the work objects that torch waits for, by calls of a `Communicator`.
+"""Implement FSDP2's hooks for all-gather and reduce-scatter by calls of a `Communicator`.
 
 torch calls `allocate` for the output of an all-gather, copies this rank's shards into it, gathers, and copies the
 parameters out. It calls `allocate` for the input of a reduce-scatter, copies the gradients into it, calls `allocate`
@@ -112,7 +112,7 @@ class ShardGroups:
             one.check()
 
     def close(self) -> None:
-        """Leave all communicators; those without other users are closed."""
+        """Leave all communicators, and close those that have no other users."""
         for one in self._by_ranks.values():
             one.leave(self)
 
@@ -281,7 +281,7 @@ class ScatterHook(ReduceScatter):
 
 @dataclass(frozen=True, kw_only=True)
 class PrefetchTargets:
-    """Lists the modules, by number, that are gathered ahead when `module` runs in the forward or the backward pass."""
+    """Lists, by number, the modules to prefetch while `module` runs in the forward and in the backward pass."""
 
     module: int
     forward: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Put our hooks on FSDP2 modules, if their size and a tuning allow it, and take them off again."""
+"""Set counterpoint's hooks on FSDP2 modules, if their size and a tuning allow it, and remove these hooks."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ class ModuleChoice:
 
     @property
     def takes_gather(self) -> bool:
-        """Return whether our all-gather replaces torch's."""
+        """Return whether counterpoint's all-gather replaces torch's."""
         return self.gather is None or not self.gather.stays
 
     @property
     def takes_scatter(self) -> bool:
-        """Return whether our reduce_scatter replaces torch's."""
+        """Return whether counterpoint's reduce_scatter replaces torch's."""
         return self.scatter is None or not self.scatter.stays
 
     def reasons(self) -> dict[str, str]:
@@ -70,7 +70,7 @@ class ModuleChoice:
 
 
 class HookedModule:
-    """Sets our hooks on one module, for the collectives that its choice replaces; `undo` restores the earlier hooks.
+    """Sets hooks on one module for the collectives that `choice` replaces; `undo` restores the earlier hooks.
 
     Args:
         module: the module.
@@ -269,7 +269,7 @@ def _whole_parameters(
 
 
 def why_not_taken(module: ShardedModule, limit_bytes: int | None) -> str:
-    """Return why this module keeps torch's own collectives; "" if ours replace them."""
+    """Return why this module keeps torch's own collectives; "" if counterpoint's replace them."""
     if module.shard_group is None:
         return "it is replicated, not sharded"
     if not module.groups:

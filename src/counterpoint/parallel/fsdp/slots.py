@@ -121,7 +121,7 @@ class ParameterSlots:
         self._by_age: list[ParameterSlot] = []  # all slots, the one that was freed longest ago first
 
     def free_slot(self, module: ShardedModule, num_bytes: int) -> ParameterSlot:
-        """Return a slot that no module occupies, and whose last occupant left too long ago to be still computing.
+        """Return a free slot other than the `ahead` slots freed last, whose occupants may still be computing.
 
         This is the module's assigned slot if that is free, else another slot or a new one.
         """
@@ -192,7 +192,7 @@ class ModuleParameters:
         torch._foreach_copy_(self._own.tensors, shards(self._module))
 
     def gather(self, *, async_op: bool) -> Work | None:
-        """Gather all ranks' shards into the slot: on the current stream, or asynchronously behind its present work."""
+        """Gather all ranks' shards into the slot, on the current stream or asynchronously behind that stream's work."""
         if self._is_late:
             return None
         communicator: Communicator = self._group.communicator
@@ -203,7 +203,7 @@ class ModuleParameters:
         return work
 
     def read(self) -> None:
-        """Let FSDP2 read the parameters on the current stream, which has waited for the gather.
+        """Let FSDP2 read the parameters on the current stream; call this after that stream waited for the gather.
 
         Unsupported is raised if another module is in use in the same slot.
         """
@@ -280,7 +280,7 @@ class ModuleParameters:
 
 
 class _WholeParameter(Tensor):
-    """Represents a flat unsharded parameter whose storage stays, though FSDP2 believes it frees and allocates it."""
+    """Represents a flat unsharded parameter whose storage stays allocated even when FSDP2 frees it."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     _storage: _PermanentStorage

@@ -140,5 +140,5 @@ def _name_of(group: ProcessGroup | DeviceMesh) -> str:
 
 
 def _cache_hits() -> int:
-    """Return the number of graphs that came from inductor's cache, or, bundled, from autograd's cache."""
+    """Return the number of graphs that came from inductor's cache, also as part of an entry of autograd's cache."""
     return max(counters["inductor"]["fxgraph_cache_hit"], counters["aot_autograd"]["autograd_cache_hit"])

@@ -247,7 +247,7 @@ def _table(layout: ShardedRows, operation: TensorOperation, tile_rows: int, devi
 
 
 def _check(operation: TensorOperation, tensors: Mapping[str, torch.Tensor], layout: ShardedRows) -> None:
-    """Raise if a tensor has not the shape, strides or dtype that the matmul needs."""
+    """Raise if a tensor lacks the shape, strides or dtype that the matmul needs."""
     b = tensors["b"]
     (depth, columns), shard = b.shape, layout.shard(layout.rank)
     shapes = {

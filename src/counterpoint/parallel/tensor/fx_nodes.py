@@ -1,4 +1,4 @@
-"""Read nodes of inductor's graphs (after autograd): arguments by name, matmuls, and parts that are joined again."""
+"""Read nodes of inductor's graphs (after autograd): arguments by name, matmuls, and tensors split and joined again."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Matmul:
         """Return a node as a `Matmul`; None if the node is no matmul.
 
         Raises:
-            LeftToTorch: it is one that cannot be fused.
+            LeftToTorch: the matmul cannot be fused.
         """
         if node.target not in MATMULS:
             return None

@@ -78,7 +78,7 @@ class TensorGroup:
         return found
 
     def report(self) -> Report:
-        """Return a report: how many calls each mechanism ran, and why."""
+        """Return a report: how many matmul operations each mechanism ran, and why."""
         return Report(calls=self._counts.rows(), tuned=str(self._tuning or ""))
 
     def follow(self, tuning: FollowedTuning | None) -> None:
@@ -437,7 +437,7 @@ class TensorGroup:
         return Plans(torch_group(self.group), profile, self.options, self._tuning)
 
     def _empty(self, role: Literal["gathered", "staging"], *shape: int, dtype: torch.dtype) -> Tensor:
-        """Return symmetric memory for one operation, in the given role."""
+        """Return symmetric memory for one operation's gathered rows or staging, as `role` says."""
         assert self._ranks is not None
         return self._ranks.memory.shared(role, *shape, dtype=dtype)
 
@@ -481,7 +481,7 @@ def _resized(tensor: Tensor, dim: int, factor: float) -> tuple[int, ...]:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Return a tensor as a matrix of its rows."""
+    """Return a tensor as a matrix, with all leading dimensions flattened into rows."""
     return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 

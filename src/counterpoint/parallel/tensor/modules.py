@@ -102,7 +102,7 @@ class OverlappedLinear:
         )
 
     def misplaced(self) -> str:
-        """Return an error text if the weight is not placed where the style put it; "" if it is."""
+        """Return an error text if the weight's placement is not the one that the style set; "" if it is."""
         weight = self.weight
         if isinstance(weight, DTensor) and weight.placements == (Shard(self.style.weight_dim),):
             return ""
@@ -197,7 +197,7 @@ class SameInput:
         self.part()
 
     def part(self) -> None:
-        """Separate the layers that did not ask for their output from the others: they get another input, or none."""
+        """Stop sharing with layers that did not ask for their output, since their input is another one, or none."""
         others = [layer for layer in self.layers if layer.name in self._outs]
         if others:
             self.layers = [layer for layer in self.layers if layer not in others]
@@ -392,7 +392,7 @@ class OverlappedTensorParallel:
 
 
 def overlapped_linear(module: nn.Module, name: str = "") -> OverlappedLinear | str | None:
-    """Return a layer that our operations run from now on, or a text why they cannot; None if not tensor parallel."""
+    """Let counterpoint run a layer, and return it, or a text why that is impossible; None if not tensor parallel."""
     made = _present(module)
     if made is not None:
         made.name = name
@@ -452,7 +452,7 @@ def _layout(x: Tensor, local: Placement) -> Placement:
 
 
 def _unfit(x: Tensor, layout: Placement, layers: Sequence[OverlappedLinear]) -> str:
-    """Return why an input cannot be gathered for these layers, or be used as it is; "" if it can."""
+    """Return why an input can neither be gathered for these layers nor be used as it is; "" if it can."""
     for layer in layers:
         if why := layer.misplaced():
             return why

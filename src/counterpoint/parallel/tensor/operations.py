@@ -1,4 +1,4 @@
-"""Define `torch.ops.counterpoint`: matmuls with the collective before or after, by the schemas of torch's operations.
+"""Define `torch.ops.counterpoint`: matmuls fused with a collective, with the arguments of `torch.ops.symm_mem`.
 
 `torch.ops.symm_mem.fused_all_gather_matmul` and its three sisters take the same arguments. Ours work on CPUs and GPUs,
 have derivatives, can be captured in CUDA graphs and compiled, and several may be under way on one group. Each call
@@ -83,14 +83,14 @@ def _fake_products(
 def all_gather_matmul(
     a_shard: Tensor, weights: Sequence[Tensor], gather_dim: int, group_name: str, *, return_gathered: bool = True
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """Multiply all ranks' rows by each of this rank's weights, and start with rows that have arrived.
+    """Multiply all ranks' rows by each of this rank's weights, first the rows that have arrived.
 
     Args:
         a_shard: this rank's `[..., k]`, equal in shape and dtype on all ranks.
         weights: matrices `[k, n]`, which may differ in `n`, but not between ranks; a view `weight.t()` costs nothing.
         gather_dim: dimension along which shards lie behind one another by rank; not the last.
         group_name: name of the process group.
-        return_gathered: return the gathered rows, too; without them this rank's own are never copied.
+        return_gathered: return the gathered rows, too; if False, this rank's own rows are never copied.
 
     Returns:
         The gathered rows (None without `return_gathered`), and the product with each weight.
@@ -144,7 +144,7 @@ def all_gather_matmul_backward(
     needs_a: bool,
     needs_weights: bool,
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """Return the derivatives of `a_shard` and of the weights, given those of the products and the gathered rows."""
+    """Return the derivatives of `a_shard` and the weights, given the gradients of the products and gathered rows."""
     return tensor_group(group_name).all_gather_matmul_backward(
         a_shard, weights, grads, grad_gathered, gather_dim, needs_a=needs_a, needs_weights=needs_weights
     )
@@ -303,7 +303,7 @@ def _fake_all_reduce(a: Any, b: Any, *_: Any) -> Any:
 
 @_operation("matmul_all_reduce(Tensor a, Tensor b, str reduce_op, str group_name) -> Tensor", _fake_all_reduce)
 def matmul_all_reduce(a: Tensor, b: Tensor, reduce_op: str, group_name: str) -> Tensor:
-    """Do `matmul_reduce_scatter`, but return all rows of the sum on every rank; no size need divide by the ranks.
+    """Do `matmul_reduce_scatter`, but return all rows of the sum on every rank; sizes need not divide by the ranks.
 
     Backward takes the result's derivative as equal on all ranks, as in tensor parallelism (Megatron-LM's `g`), so it
     communicates nothing.

@@ -86,10 +86,10 @@ def grad_of_weight(rows: Tensor, grad: Tensor, matrix: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnSum:
-    """Holds a part of this rank's own rows, which a scatter sums up at one time.
+    """Describes a range of this rank's own rows that a scatter sums up over ranks in one step.
 
     Args:
-        rows: the rows of this part.
+        rows: the rows of this range.
         needed: number of partitions that must have arrived: from all peers, those of these rows and of all earlier
             ones.
         complete: number of own rows, from the first on, whose sums exist then; 0: earlier rows are still missing.
@@ -102,7 +102,7 @@ class OwnSum:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Steps:
-    """Holds the pieces of a plan, in the form that every call runs.
+    """Holds a plan's pieces with their rows, and the order of this rank's own sums, for all calls of one shape.
 
     Args:
         layout: layout of the rows over ranks.
@@ -116,7 +116,7 @@ class Steps:
 
     @classmethod
     def of(cls, pieces: Sequence[Piece], layout: ShardedRows) -> Steps:
-        """Return a plan's pieces as steps."""
+        """Return `Steps` made of a plan's pieces."""
         made = tuple((piece.segment, layout.parts(piece.slabs)) for piece in pieces)
         chunks, complete, sums = len(layout.chunks(layout.rank)), 0, []
         for part in (part for _, parts in made for part in parts):
@@ -179,7 +179,7 @@ class RowGather:
         Args:
             weights: right-hand sides, by each of which all rows are multiplied.
             products: output for each weight, `[batch * world_size * rows, n]`.
-            error: int32, 0, where a matmul says for what it has polled in vain.
+            error: int32, 0; a matmul whose polling times out writes the missing chunk to it.
         """
         assert isinstance(self.work, CudaWork)
         for weight, out in zip(weights, products, strict=True):
@@ -276,7 +276,7 @@ class RowScatter:
             a: `[batch * world_size * rows, k]`.
             matrix: `[k, n]`.
             stored: int32, zeros, kept from call to call: a count for each partition, set back here.
-            error: int32, 0, where the matmul says for what it has polled in vain.
+            error: int32, 0; if polling times out, the matmul writes the missing chunk to it.
         """
         work, first, layout = self.work, stored.data_ptr(), self.layout
         assert isinstance(work, CudaWork)

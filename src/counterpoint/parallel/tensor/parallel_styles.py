@@ -114,7 +114,7 @@ def prepared_input(module: nn.Module) -> PreparedInput | str | None:
 
 
 def is_gather(layout: Placement | None, desired: Placement | None) -> bool:
-    """Return whether a change from `layout` to `desired` is a gather."""
+    """Return whether changing a DTensor from `layout` to `desired` is an all-gather."""
     return isinstance(layout, Shard) and isinstance(desired, Replicate)
 
 

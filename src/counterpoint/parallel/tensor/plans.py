@@ -85,7 +85,7 @@ class Plans:
         self._host_us: dict[MatmulMechanism, float] | None = None
 
     def get(self, shape: MatmulShape, device: torch.device) -> tuple[MatmulPlan, Steps]:
-        """Return this rank's plan of a call, and its pieces in the form that calls run.
+        """Return this rank's plan of a call, and the plan's pieces as `Steps`.
 
         Raises:
             Unsupported: nothing is known of such matmuls, or they cannot be measured in a graph capture.
@@ -103,7 +103,7 @@ class Plans:
         return plan, Steps.of(plan.pieces, replace(layout, chunk_rows=task.chunk_rows))
 
     def catch_up(self) -> bool:
-        """Measure the matmuls that a backward pass estimated, unless in one now; return whether plans may change."""
+        """Measure the matmuls that a backward pass estimated, if none runs now; return whether plans may change."""
         if not self.estimated or not _may_measure():
             return False
         shapes, self.estimated = self.estimated, {}
