@@ -1,4 +1,4 @@
-"""Watch a training of Hugging Face's Trainer: `Trainer(..., callbacks=[TrainerWatch(every=500)])`."""
+"""Run `counterpoint.watch` in Hugging Face's Trainer: `Trainer(..., callbacks=[TrainerWatch(every=500)])`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from counterpoint.monitoring.api import TrainingWatch, watch
 
 
 class TrainerWatch(TrainerCallback):
-    """Watches a training of Trainer; takes the arguments of `counterpoint.watch`, and counts `global_step`."""
+    """Watches a `Trainer`'s training; takes the arguments of `counterpoint.watch`, and counts `global_step`."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         watch(*args, **options)  # wrong arguments are refused here, not when the training starts

@@ -50,12 +50,12 @@ _MATMUL = re.compile(r"gemm (\d{1,9})x(\d{1,9})x(\d{1,9})")
 
 
 def mechanism_base(pair: TunedPair) -> str:
-    """Return the chosen mechanism without its knobs."""
+    """Return the chosen mechanism without its settings (knobs): `nccl` of `nccl+max_ctas=8`."""
     return pair.mechanism.partition("+")[0]
 
 
 def mechanism_knobs(pair: TunedPair) -> tuple[str, ...]:
-    """Return the knobs of the chosen mechanism, such as `max_ctas=8`."""
+    """Return the settings (knobs) of the chosen mechanism, such as `max_ctas=8`."""
     return tuple(pair.mechanism.split("+")[1:])
 
 
@@ -71,7 +71,7 @@ def matmul_workload(rows: int, columns: int, k: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class MachineDifference:
-    """Names one difference between this machine and the one that a tuning was made on, and the choices it voids."""
+    """Names a difference between this machine and the machine that was tuned, and the choices that it voids."""
 
     field: Field
     made: str
@@ -157,7 +157,7 @@ def _us(pair: TunedPair, mechanism: str) -> float:
 
 
 def _distance(pair: StepPair, bytes_per_rank: float, compute: str | None) -> float:
-    """Return the distance between a pair and a call: the logarithm to base 2 of the largest ratio of their sizes."""
+    """Return the distance between a pair and a call: the base-2 logarithm of the largest ratio of their sizes."""
     far = _powers_of_two(pair.bytes_per_rank, bytes_per_rank)
     ours, theirs = (_MATMUL.fullmatch(name or "") for name in (pair.compute, compute))
     if compute is None or (ours is None and theirs is None):
@@ -191,7 +191,7 @@ _TAKEN: Mapping[Field, tuple[str, Callable[[TunedPair], bool]]] = {
 
 
 def _differences(made: Environment, here: Environment) -> Iterable[MachineDifference]:
-    """Yield the differences between two machines; stop after one of device or GPU, which voids all choices."""
+    """Yield the differences between two machines; stop after another device or GPU, which voids all choices."""
     for field, (ignored, _) in _TAKEN.items():
         there, now = getattr(made, field), getattr(here, field)
         if there != now:
@@ -226,7 +226,7 @@ def _check(what: str, given: str, allowed: Sequence[str]) -> None:
 
 
 def _is_knob(knob: str) -> bool:
-    """Return whether a knob is known and its value is allowed."""
+    """Return whether a setting `key=value` (a knob) is known and its value is allowed."""
     key, equals, value = knob.partition("=")
     if key not in KNOBS or bool(equals) != bool(KNOBS[key]):
         return False

@@ -1,4 +1,4 @@
-"""Define `counterpoint.tune`, which runs in the parent process of the ranks and imports no torch."""
+"""Define `counterpoint.tune`, which starts ranks to measure mechanisms, and imports no torch itself."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def tune(
     timeout_s: float = 120.0,
     progress: Progress | None = None,
 ) -> Tuned:
-    """Choose a mechanism for each pair of a step: a model preselects what is measured, and the measurement decides.
+    """Choose a mechanism for each collective and its computation, by measuring those that a model predicts as fastest.
 
     Stock and the three mechanisms with the least predicted time are measured in interleaved rounds, in one new process
     per rank. Pairs that weigh most in a step come first; when the budget is used up, those of a class that was
@@ -97,14 +97,14 @@ def tune(
 
 
 def _again(parts: Sequence[Part], choices: Sequence[TunedPair], budget_s: float, spent_s: float) -> list[Part]:
-    """Return the parts that are worth more rounds, as many as there is time for."""
+    """Return the parts of the measurement that more rounds may decide, as many as the time left allows."""
     looked_at = {part_of(each, ()).name: is_open(each) for each in choices if each.tried}
     again = [part for part in parts if looked_at.get(part.name)]
     return again[: max(0, int((budget_s - spent_s) * len(looked_at) / (LEAST_MORE * spent_s)))]
 
 
 def pairs_of(source: str | Path | Sequence[StepPair]) -> tuple[tuple[StepPair, ...], tuple[str, ...]]:
-    """Return the pairs of a source, and notes; raise Misconfigured if it has none, or one that cannot be measured."""
+    """Return the pairs in `source`, and notes; raise Misconfigured if there are none, or one cannot be measured."""
     if isinstance(source, str | Path):
         if Path(source).suffix == ".toml":
             return read_pairs(source), ()
@@ -135,7 +135,7 @@ def _ranks(pairs: Sequence[StepPair], device: str, world_size: int | None) -> in
 def _choice(
     pair: StepPair, expected: Mapping[str, Predicted], measured: Measurement, device: str, budget_s: float
 ) -> TunedPair:
-    """Return the decision for a pair; a pair without times is left to stock, with the reason why there are none."""
+    """Return a pair with its chosen mechanism; without measured times it keeps `stock`, with the reason why."""
     stock, ranks = stock_of(pair, device), measured.environment.world_size
     if pair.ranks != ranks:
         return left(pair, stock=stock, why=f"not measured: it has {pair.ranks} ranks, and {ranks} were started")
@@ -151,7 +151,7 @@ def _choice(
 
 
 def _out_of_time(expected: Predicted, stock: str, budget_s: float) -> str:
-    """Return that the budget was used up before a pair was measured, and what the model would have tried first."""
+    """Return a sentence that the time budget ended before a pair was measured, with the best predicted mechanism."""
     why = f"not measured: the budget of {budget_s:g} s was used up"
     known = {mechanism: us for mechanism, us in expected.items() if us}
     best = min(known, key=lambda mechanism: known[mechanism], default=stock)
@@ -161,7 +161,7 @@ def _out_of_time(expected: Predicted, stock: str, budget_s: float) -> str:
 
 
 def _followed(choices: Sequence[TunedPair]) -> Iterator[TunedPair]:
-    """Yield the choices; an unmeasured pair gets the choice of the largest measured pair of its class."""
+    """Yield the choices; give an unmeasured pair the choice of the largest measured pair of its class (`class_of`)."""
     measured: dict[object, TunedPair] = {}
     for choice in sorted(choices, key=lambda each: each.bytes_per_rank):
         if choice.tried:
@@ -172,7 +172,7 @@ def _followed(choices: Sequence[TunedPair]) -> Iterator[TunedPair]:
 
 
 def _notes(pairs: Sequence[StepPair], measured: Measurement, profile: Profile, device: str) -> Iterator[str]:
-    """Yield notes for a reader of the choices: what was measured otherwise or not at all, and what was assumed."""
+    """Yield notes for the user: what was measured in another dtype or not at all, and what was assumed."""
     if device == "cuda" and (assumed := profile.note()):
         yield as_sentence(assumed)
     dtypes = {dtype for pair in pairs for dtype in (pair.dtype, pair.computed_in)}

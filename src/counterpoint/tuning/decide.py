@@ -1,6 +1,6 @@
-"""Decide which mechanism a pair gets: one that is proved faster than stock, or none.
+"""Choose for each pair the mechanism that is proved faster than the default (`stock`), or none.
 
-Times over rounds: from the times x_r of n rounds (Yuen 1974), with g = n // 10:
+Means over rounds are computed from the times x_r of n rounds (Yuen 1974), with g = n // 10:
 
     mean of x without the g smallest and the g largest
     sigma = s_w / ((1 - 2 g / n) · sqrt(B))      s_w: standard deviation of the means of B batches of successive x, with
@@ -80,7 +80,7 @@ def _width(runs: int) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundMean:
-    """Holds the mean time over rounds and its standard error, in µs."""
+    """Holds the trimmed mean of a time over rounds, and the mean's standard error, in µs."""
 
     us: float
     sigma_us: float
@@ -88,7 +88,7 @@ class RoundMean:
 
     @classmethod
     def of(cls, times: RoundTimes) -> RoundMean | None:
-        """Return the mean of the rounds that count; None if there are fewer than five."""
+        """Return the trimmed mean over valid rounds; None if fewer than five are valid."""
         counted = [us for us in times if us is not None]
         runs, out = len(counted), len(counted) // 10
         if runs < FEWEST:
@@ -105,13 +105,13 @@ def _batches(runs: int) -> int:
 
 
 def apart(first: RoundTimes, second: RoundTimes) -> RoundTimes:
-    """Return the first time minus the second (µs) for each round that counts in both."""
+    """Return the first minus the second time (µs) of each round that is valid in both."""
     return [None if one is None or other is None else one - other for one, other in zip(first, second, strict=False)]
 
 
 @lru_cache(maxsize=64)
 def sigmas_of_proof(runs: int, candidates: int) -> float:
-    """Return how many sigma a gain must exceed to count as proved, given that the best of several candidates is taken.
+    """Return how many sigma a gain must exceed to be proved, given that the best of `candidates` is chosen.
 
         x = c · t,    P(T > t) = p / k,    T: Student's t,    p = P(N > 2) = 2.3 %,    N: normal
 
@@ -121,8 +121,8 @@ def sigmas_of_proof(runs: int, candidates: int) -> float:
     choice with a chance of at most 2.3 %. By 2 sigma alone it would be 12 % for three candidates and ten rounds, and
     51 % if noise lasts; benchmarks/tune_correlation.py has the shares by this bar.
 
-    c and the degrees of freedom are those of normal noise whose correlation from one round to the next is 0.8, as far
-    as B means of batches do not show it: 3.3 and 3.7 for ten rounds, 1.1 and 19 for 478. The degrees are at most
+    c and the degrees of freedom assume normal noise with a correlation of 0.8 from one round to the next, of which B
+    means of batches show a part: they are 3.3 and 3.7 for ten rounds, 1.1 and 19 for 478. The degrees are at most
     n - 1 - 3 g: with Yuen's n - 1 - 2 g that chance is 2.4 % in ten rounds of which none knows of another.
 
     Args:
@@ -134,9 +134,9 @@ def sigmas_of_proof(runs: int, candidates: int) -> float:
 
 
 def students_t(p: float, degrees: float) -> float:
-    """Return what Student's t exceeds with probability p, expanded in 1 / degrees (Abramowitz and Stegun 26.7.5).
+    """Return the value that Student's t exceeds with probability p, by Abramowitz and Stegun 26.7.5.
 
-    With 4 degrees it is 1 % too small for p = 0.8 %.
+    The value is a series in 1 / degrees; with 4 degrees it is 1 % too small for p = 0.8 %.
     """
     z, v = NormalDist().inv_cdf(1 - p), degrees
     return (
@@ -148,7 +148,7 @@ def students_t(p: float, degrees: float) -> float:
 
 
 def _of_batches(runs: int) -> tuple[float, float]:
-    """Return the degrees of freedom of sigma if rounds are correlated, and by how much it is then too small.
+    """Return sigma's degrees of freedom for correlated rounds, and the factor by which sigma is too small.
 
     With C, the covariance of the means of B batches of b rounds, and M C M, that of their distances from their mean:
     tr(M C M)² / tr((M C M)²) degrees (Satterthwaite 1946), and sigma² is tr(M C M) / (B (B - 1)) instead of mean(C).
@@ -169,8 +169,8 @@ def decide(
 ) -> TunedPair:
     """Return a pair with the mechanism chosen for it, and the reason.
 
-    `tried` has what was measured of it, with `stock`, the mechanism that runs where nothing is chosen; `compute_us` and
-    `comm_us` (by the fastest mechanism) are the times of each side alone.
+    `tried` has the measured mechanisms, also `stock`, which runs where nothing is chosen; `compute_us` and `comm_us`
+    (by the fastest mechanism) are the times of computation and collective alone.
     """
     base = next((each for each in tried if each.mechanism == stock), None)
     if base is None:
@@ -199,7 +199,7 @@ def decide(
 
 
 def is_open(found: TunedPair) -> bool:
-    """Return whether more rounds could prove a gain: nothing is, and some mechanism is not clearly slower."""
+    """Return whether more rounds could prove a gain: no gain is proved, and some mechanism may still be faster."""
     base = next((each for each in found.tried if each.mechanism == found.stock and each.marked is None), None)
     others = [each for each in found.tried if each.marked is None and each.mechanism != found.stock]
     if base is None or found.mechanism != LEAVE:
@@ -208,7 +208,7 @@ def is_open(found: TunedPair) -> bool:
 
 
 def left(pair: StepPair, *, stock: str, why: str, predicted_us: float | None = None) -> TunedPair:
-    """Return an unmeasured pair that stays with stock; sigma of a predicted time is set to the whole time."""
+    """Return an unmeasured pair that keeps `stock`; the sigma of its predicted time is set to the time itself."""
     us = predicted_us or 0.0
     return TunedPair(
         **_fields(pair), mechanism=LEAVE, why=why, us=us, sigma_us=us, stock=stock, stock_us=us, stock_sigma_us=us

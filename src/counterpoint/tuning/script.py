@@ -1,4 +1,4 @@
-"""Tune a training script unchanged: record steps, choose for their pairs, confirm by whole steps. No torch.
+"""Tune an unchanged training script: record steps, choose mechanisms, confirm them by whole steps. No torch.
 
 A script that calls `counterpoint.overlap` runs all variants in one process. Any other, a model of DDP, whose hook stays
 for good, and choices that are variables of the environment run one variant in a process: stock, tuned, tuned, stock.
@@ -78,16 +78,16 @@ def tune_script(
     timeout_s: float = TIMEOUT_S,
     progress: Progress | None = None,
 ) -> Tuned:
-    """Choose a mechanism for each pair of a script's steps, and keep the choices that its whole steps confirm.
+    """Choose a mechanism for each pair in a script's steps, and keep the choices that timed whole steps confirm.
 
     The script runs two times or more, unchanged, until each time enough of its optimizer's steps are done.
 
     Args:
-        command: what starts it: "torchrun --nproc-per-node 2 train.py".
-        device: cuda or cpu, on which it is known to run; None: whichever it does.
+        command: command that starts the script: "torchrun --nproc-per-node 2 train.py".
+        device: cuda or cpu, on which the script must run; None: whichever the script uses.
         profile: as of `tune`.
         budget_s: seconds for pairs, and as many for whole steps, which need five rounds at least.
-        rounds: of pairs.
+        rounds: number of rounds in which pairs are measured.
         timeout_s: longest time without a finished pair, or step of the script.
         progress: called as (done, in all, what runs now).
 
@@ -121,12 +121,12 @@ def tune_script(
 
 
 def record_script(command: RunCommand, folder: Path, *, timeout_s: float = TIMEOUT_S) -> ScriptResult:
-    """Record steps of a script with torch's collectives into `folder / RECORDED`; errors as of `launch_script`."""
+    """Record steps of a script with torch's collectives into `folder / RECORDED`; raise as `launch_script` does."""
     return launch_script(command, _task(folder, RECORDED), variables={TUNED_VARIABLE: _OFF}, timeout_s=timeout_s)
 
 
 class ScriptComparison:
-    """Runs a script's steps by each variant, all in one process or each in its own.
+    """Times a script's steps by each variant, all variants in one run of the script or each in its own run.
 
     `recorded` is what a run before has found out about the script; with `sets_variables` some choices are variables of
     the environment, which a process cannot change. `budget_s` is for all rounds of a comparison, of which there are
@@ -152,7 +152,7 @@ class ScriptComparison:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Return notes on how steps were compared, and how many choices they followed."""
+        """Return notes on how steps were compared, and how many choices took part in them."""
         apart = (f"steps were compared in processes apart: {self._why_apart}",) * (self.is_apart and self._runs > 0)
         return (*apart, f"whole steps: {self._followed}") if self._followed else apart
 
@@ -196,7 +196,7 @@ def _variables(variant: ScriptVariant) -> dict[str, str]:
 
 
 def _task(folder: Path, name: str, **asked: object) -> ScriptTask:
-    """Return a task with a new folder of its own."""
+    """Return a `ScriptTask` with the fields `asked` and a new folder."""
     (folder / name).mkdir()
     return replace(ScriptTask(folder=str(folder / name)), **asked)
 
@@ -213,7 +213,7 @@ def difference(first: Sequence[float], second: Sequence[float]) -> tuple[float, 
 
 
 def choices(tuned: Tuned) -> list[Choice]:
-    """Return all choices, by predicted saving per step, largest first."""
+    """Return a tuning's choices as indices of pairs with the same call, largest predicted saving per step first."""
     found: dict[tuple[object, ...], list[int]] = {}
     for index, pair in enumerate(tuned.pair):
         call = (pair.operation, pair.bytes_per_rank, pair.ranks, pair.dtype)
@@ -222,7 +222,7 @@ def choices(tuned: Tuned) -> list[Choice]:
 
 
 def chosen(tuned: Tuned) -> list[Choice]:
-    """Return the choices with a pair that is not left to torch, in the order of `choices`."""
+    """Return the choices that replace torch's collective for at least one pair, in the order of `choices`."""
     return [choice for choice in choices(tuned) if any(not tuned.pair[index].is_left for index in choice)]
 
 
@@ -250,7 +250,7 @@ def falsified(tuned: Tuned, times: StepTimes, without: Mapping[Choice, str]) -> 
 
 
 def take_back(tuned: Tuned, why: Mapping[Choice, str]) -> Tuned:
-    """Return the tuning with these choices left to torch, and the reasons."""
+    """Return `tuned` with the choices in `why` left to torch, each with its reason."""
     pairs = list(tuned.pair)
     for index, sentence in ((index, sentence) for choice, sentence in why.items() for index in choice):
         pair = pairs[index]
@@ -267,7 +267,7 @@ def take_back(tuned: Tuned, why: Mapping[Choice, str]) -> Tuned:
 
 
 def confirm(tuned: Tuned, compare: Compare, *, folder: Path, most_left_out: int = LEFT_OUT) -> Tuned:
-    """Return the tuning with the choices that whole steps confirm, and `step`; without choices nothing is run.
+    """Return the tuning with the choices that whole steps confirm, and with `step`; run nothing without choices.
 
     `compare` runs the script's steps, and the last round's results are those of `step`; `folder` gets the files that
     the variants follow. Of `most_left_out` choices steps without each are run, too: 0 where a variant costs much.
@@ -297,7 +297,7 @@ def confirm(tuned: Tuned, compare: Compare, *, folder: Path, most_left_out: int 
 
 
 def _step(times: StepTimes, after: str, rows: Sequence[StepVariant], said: Sequence[str]) -> StepTuning:
-    """Return the step times by stock and by the variant `after`, with all variants so far."""
+    """Return the step's times by torch (`stock`) and by the variant `after`, and the rows of all variants."""
     return StepTuning(
         before_us=median(times[STOCK]),
         after_us=median(times[after]),
@@ -308,7 +308,7 @@ def _step(times: StepTimes, after: str, rows: Sequence[StepVariant], said: Seque
 
 
 def _without(tuned: Tuned, most: int) -> dict[Choice, str]:
-    """Return a variant name for each choice, which is left out in it; if there is only one choice that is stock."""
+    """Return, for each choice, the name of the variant without it; the variant without an only choice is `stock`."""
     first, *others = chosen(tuned)
     if not others:
         return {first: STOCK}
@@ -316,7 +316,7 @@ def _without(tuned: Tuned, most: int) -> dict[Choice, str]:
 
 
 def _variants(tuned: Tuned, without: Mapping[Choice, str], folder: Path) -> list[ScriptVariant]:
-    """Return the variants stock, all choices, and all but one each; their files are written to a new folder."""
+    """Return variants with no choice, all choices, and all but one; write their files to a new folder."""
     files = Path(mkdtemp(prefix="choices-", dir=folder))
     sets = {TUNED: tuned} | {name: take_back(tuned, {choice: "left out"}) for choice, name in without.items()}
     sets.pop(STOCK, None)
