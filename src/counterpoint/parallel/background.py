@@ -96,11 +96,11 @@ class BackgroundCall:
         return True
 
     def is_completed(self) -> bool:
-        """Return whether the call has ended, with or without an error; always False if it was captured in a graph."""
+        """Return whether the call has ended, with or without an error; always False for a call captured in a graph."""
         return not self.captured and bool(self.future.done()) and (self.ended is None or bool(self.ended.query()))
 
     def exception(self) -> BaseException | None:
-        """Return the error that the call failed with; None if there is none, or it is not known yet."""
+        """Return the error with which the call failed; None if no error is known so far."""
         if not self.future.done():
             return None
         try:
@@ -138,7 +138,7 @@ class _Starter(threading.Thread):
 
     @contextmanager
     def waited_for(self) -> Iterator[None]:
-        """Raise `Misconfigured` if a wait for this thread in the `with` block would be a deadlock of threads."""
+        """Raise `Misconfigured` if waiting for this thread in the `with` block would be a deadlock."""
         here, behind = threading.current_thread(), self
         if not isinstance(here, _Starter):
             yield

@@ -189,7 +189,7 @@ class RankGroup:
             self._remove([number], "close")
 
     def _number_of(self, user: object) -> int:
-        """Return the key of `user` in `_users`; -1 if it has left."""
+        """Return the key of `user` in `_users`; -1 if `user` has left."""
         return next((number for number, one in self._users.items() if one.alive() is user), -1)
 
     def _forget_dropped(self) -> None:
@@ -289,7 +289,7 @@ class RankGroup:
             self._communicator.check()
 
     def close(self, how: Literal["close", "abort"] = "close") -> None:
-        """Close the communicator, or abort it; a later `open` makes another. All ranks call it."""
+        """Close the communicator, or abort it; a later `open` makes another. All ranks call this."""
         background, self._background = self._background, None
         communicator, self._communicator = self._communicator, None
         self._closed = communicator or self._closed

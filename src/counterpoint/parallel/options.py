@@ -68,7 +68,7 @@ class BackendOptions:
 
     @property
     def _timeout(self) -> timedelta:
-        """Return the timeout, under the name by which torch's device meshes read it."""
+        """Return the timeout; torch's device meshes read it by this name."""
         return timedelta(seconds=(self.communicator or CommunicatorOptions()).timeout_s)
 
 
@@ -99,7 +99,7 @@ class TensorOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertOptions:
-    """Holds options of a dispatcher, and of layers of experts; all but `communicator` must be equal on all ranks.
+    """Holds options of expert parallelism; all but `communicator` must be equal on all ranks.
 
     Args:
         communicator: options of the ranks' communicator; None: those of the open one, or the defaults.

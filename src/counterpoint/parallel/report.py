@@ -129,11 +129,11 @@ class Report(Record, frozen=True, kw_only=True):
 
     @property
     def taken(self) -> int:
-        """Return the number of modules and calls that counterpoint runs instead of torch."""
+        """Return how many modules and calls counterpoint runs instead of torch."""
         return sum(bool(row.runs) for row in self.modules) + sum(row.calls for row in self.calls if row.path != "torch")
 
     def of_kind(self, kind: ModuleKind) -> tuple[ModuleRow, ...]:
-        """Return the modules of one kind of parallelism."""
+        """Return the rows of modules with one kind of parallelism."""
         return tuple(row for row in self.modules if row.kind == kind)
 
     def require(self) -> Report:

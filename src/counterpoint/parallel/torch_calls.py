@@ -1,4 +1,4 @@
-"""Read arguments of torch's calls, wrap a communicator's works as torch's `Work`, and keep torch.compile out."""
+"""Read arguments of torch's calls, wrap a communicator's works as torch's `Work`, and hide code from torch.compile."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class StartedWork(TorchWork):
         self.wait()
 
     def is_started(self) -> bool:
-        """Return whether the call is under way or has ended, so that no thread has still to start it."""
+        """Return whether the call is under way or has ended, and does not wait for a thread to start it."""
         return self._future is None or not self.works or self._future.done()
 
     def is_completed(self) -> bool:
@@ -81,7 +81,7 @@ class StartedWork(TorchWork):
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> Any:
-        """Return the error that the call failed with; None if there is none, or it is not known yet."""
+        """Return the error with which the call failed; None if no error is known so far."""
         return next((error for work in self.works if (error := work.exception()) is not None), None)
 
     def result(self) -> list[Tensor]:
@@ -89,7 +89,7 @@ class StartedWork(TorchWork):
         return self._outputs
 
     def get_future(self) -> Any:
-        """Return a future of the outputs; on a GPU it is done at once: streams that wait for it wait for the call."""
+        """Return a future of the outputs; on a GPU, waiting for the future makes the stream wait for the call."""
         if self._future is None:
             on_gpu = any(tensor.is_cuda for tensor in self._outputs)
             self._future = self._future_in_stream() if on_gpu else self._future_by_thread()

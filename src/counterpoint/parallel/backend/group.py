@@ -124,7 +124,7 @@ class CounterpointGroup(dist.ProcessGroup):
         return NAME
 
     def report(self) -> Report:
-        """Return a report: how many calls each mechanism ran, and why."""
+        """Return a report: how many calls the communicator and torch ran, and why."""
         return Report(calls=self.counts.rows(), tuned=str(self.rank_group.tuning or ""))
 
     def _opened(self, group: Any, device: torch.device | None, options: CommunicatorOptions) -> AnyCommunicator:
@@ -337,7 +337,7 @@ class CounterpointGroup(dist.ProcessGroup):
         self.inner.group.set_timeout(timeout)
 
     def barrier(self, *args: Any, **keywords: Any) -> Any:
-        """Wait until all ranks are here and, as in torch's own backends, all earlier calls have ended."""
+        """Wait until all ranks have called this and, as in torch's own backends, all earlier calls have ended."""
         self.rank_group.drain()
         with self._keeping:
             earlier = [work for work in self._running if work.is_started()]
@@ -398,7 +398,7 @@ class CounterpointGroup(dist.ProcessGroup):
         self.counts.add(operation, num_bytes, "torch", why)
 
     def _takes_all(self, operation: str, outputs: list[Tensor], full: list[Tensor], op: str = "") -> bool:
-        """Return whether the communicator runs all calls of a batch; if not, torch runs all, and they are counted."""
+        """Return whether the communicator runs all calls of a batch; if not, count all calls as run by torch."""
         whys = [
             self._route(operation, [one], num_bytes_of(its), op).torch_why
             for one, its in zip(outputs, full, strict=True)
@@ -442,7 +442,7 @@ class CounterpointGroup(dist.ProcessGroup):
         return ""
 
     def _why_not_these(self, outputs: Sequence[Tensor]) -> str:
-        """Return why no communicator can take these tensors, whatever the call; "" if one can."""
+        """Return why no communicator can run any call with these outputs; "" if one can."""
         if len(outputs) != 1:
             return "several tensors" if outputs else "no tensor"
         if outputs[0].device.type != self._device_type:
@@ -462,7 +462,7 @@ class CounterpointGroup(dist.ProcessGroup):
         return min(measured, _BUCKET_BYTES) if may_be_bucket else measured
 
     def _agree(self, device: torch.device) -> None:
-        """Read the tuning and the crossovers, and check that the options that decide routes are equal on all ranks.
+        """Read the tuning and the least sizes for the communicator; check that options are equal on all ranks.
 
         All ranks call this together. An operation that was not measured against NCCL is left to NCCL, unless its size
         is given; otherwise the communicator runs calls of at least the crossover, and at least one byte.

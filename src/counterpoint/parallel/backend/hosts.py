@@ -90,7 +90,7 @@ def landing_bytes(grid: Grid, operation: str, num_bytes: int) -> int:
 
 
 def open_communicator(inner: InnerGroup, grid: Grid, device: Any, options: CommunicatorOptions) -> AnyCommunicator:
-    """Return a communicator of all ranks of `inner`, which call this together.
+    """Return a new communicator of all ranks of `inner`, over one host or several; these ranks call this together.
 
     Raises:
         Unsupported: ranks of one host cannot share memory.

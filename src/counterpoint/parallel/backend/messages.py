@@ -312,7 +312,7 @@ class MessagePairs:
         return token
 
     def _is_whole(self, token: str) -> bool:
-        """Return whether both ranks' store entries hold `token`; if not, the rank that made it will change one."""
+        """Return whether both ranks' store entries hold `token`; if not, the rank that made `token` will change one."""
         words = map(str, _ranks_of(token))
         return all(self._store.check([word]) and self._store.get(word).decode() == token for word in words)
 

@@ -1,4 +1,4 @@
-"""Send tokens to their experts and back while experts' matmuls run. Public as `counterpoint.expert_parallel`.
+"""Send MoE tokens to their experts and back while experts' matmuls run. Public as `counterpoint.expert_parallel`.
 
 - `dispatcher.py`: `Dispatcher`, for users, which decides how calls go and has their derivatives.
 - `mechanism.py`: sizes, and what a mechanism does that moves tokens: `all_to_all.py`, torch's

@@ -113,7 +113,7 @@ class Dispatcher:
         self._why = ""
 
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Handle]:
-        """Send tokens to their experts, and return the rows of this rank's experts.
+        """Send tokens to their experts, and return the token rows that this rank's experts get.
 
         Args:
             x: `[tokens, hidden]`, at most `max_tokens`; how many may differ between ranks.
@@ -148,7 +148,7 @@ class Dispatcher:
 
     @uncompiled
     def finish_dispatch(self, handle: Handle) -> tuple[Tensor, Tensor]:
-        """Finish a `dispatch`; return its rows and offsets."""
+        """Finish a `dispatch`; return the rows of this rank's experts, and the offset where each expert's rows end."""
         under_way = handle._advance("start_dispatch", "finish_dispatch")
         rows, offsets = handle._trip.finish_dispatch(under_way)
         handle._rows = len(rows)
@@ -170,7 +170,7 @@ class Dispatcher:
 
     @uncompiled
     def finish_combine(self, handle: Handle) -> Tensor:
-        """Finish a `combine`; return its sums, `[tokens, hidden]`."""
+        """Finish a `combine`; return each token's weighted sum of its experts' outputs, `[tokens, hidden]`."""
         under_way = handle._advance("start_combine", "finish_combine")
         handle._under_way = None
         return handle._trip.finish_combine(under_way)
@@ -195,7 +195,7 @@ class Dispatcher:
             self._mechanism.check()
 
     def close(self) -> None:
-        """Leave the communicator; its last user closes it. All ranks call this; a later dispatch opens another."""
+        """Leave the communicator, which its last user closes; a later dispatch opens another. All ranks call this."""
         mechanism, self._mechanism = self._mechanism, None
         ranks, self._ranks = self._ranks, None
         if ranks is not None:

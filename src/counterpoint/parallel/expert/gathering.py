@@ -123,7 +123,7 @@ class GatherAll(OwnCommunication):
     def spread(
         self, grads: Tensor, route: _Route, saved: Tensor | None
     ) -> Halves[tuple[Tensor, Halves[Tensor] | None]]:
-        """Gather the derivatives of the sums, and copy the rows that this rank's experts need."""
+        """Gather the gradients of all tokens' sums, and copy the rows that this rank's experts need."""
         arriving = self._gather(grads, route.block)
         yield
         if saved is None:

@@ -1,4 +1,4 @@
-"""Run the experts of a rank, and a layer of experts that overlaps dispatch and combine with matmuls.
+"""Run a rank's experts, and an MoE layer that overlaps dispatch and combine with matmuls.
 
 Weight gradients may be delayed. Autograd runs nodes in the reverse order of their making, so `delayed` makes a node for
 the weight before the rows arrive. The node of the matmul then returns only the gradient of its rows, and the weight's

@@ -1,4 +1,4 @@
-"""Define the sizes of a dispatcher, and the interface of the mechanisms that move tokens to their experts."""
+"""Define the layout of experts over ranks, and the interface of mechanisms that move tokens to their experts."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class ExpertLayout:
 
 
 def too_many(rank: int, tokens: int, layout: ExpertLayout) -> Misconfigured:
-    """Return the error of a call in which `rank` has more tokens than `max_tokens`."""
+    """Return the error for a call in which `rank` has more tokens than `max_tokens`."""
     return Misconfigured(
         f"rank {rank} dispatches {tokens} tokens at once, more than max_tokens={layout.max_tokens}: give a larger one "
         "(without one the first call of a layer decides, and its parts have a part of it each)"

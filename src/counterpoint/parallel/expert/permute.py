@@ -57,7 +57,7 @@ class Assignment:
 
     @property
     def top_k(self) -> int:
-        """Return the number of choices of each token."""
+        """Return the number of experts that each token chooses."""
         return self.slots.shape[1]
 
     def of_tokens(self, begin: int, end: int, *, pads: bool = True) -> Assignment:
@@ -76,7 +76,7 @@ def bounded(ids: Tensor, experts: int) -> Tensor:
 
 
 def assign(ids: Tensor, *, first_expert: int, num_experts: int, capacity: int, pad_multiple: int = 1) -> Assignment:
-    """Assign a row to each choice that names an expert of this rank.
+    """Assign a row to each token's choice of an expert of this rank.
 
     Args:
         ids: the experts that tokens chose, int32 or int64 [tokens, top_k]; experts of other ranks, or none (-1), get
@@ -196,7 +196,7 @@ def on_gpu(tensor: Tensor) -> bool:
 
 @cache
 def triton_kernels() -> Any:
-    """Return the module of the kernels.
+    """Return the module of Triton kernels, `kernels.py`.
 
     Raises:
         Unsupported: Triton is not installed.

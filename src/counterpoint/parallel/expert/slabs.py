@@ -67,7 +67,7 @@ class SlabExchange:
 
 @dataclass(frozen=True)
 class SlabRound:
-    """Describes one round of rows: each rank sends each other rank an equal number of rows."""
+    """Describes one exchange of rows, in which each rank sends every other rank equally many rows."""
 
     places: slice
     choices: Assignment  # assigns this rank's choices to the rows that it sends
@@ -220,7 +220,7 @@ class Slabs(OwnCommunication):
         return SlabExchange(arriving, work)
 
     def _send(self, tokens: Tensor, choices: Assignment) -> SlabExchange:
-        """Start to send the rows of one round."""
+        """Start to send the rows of one round to the ranks of their experts."""
         return self._exchange(permute(tokens, choices, zero_tail=False), OUT)
 
     def _unpacked(

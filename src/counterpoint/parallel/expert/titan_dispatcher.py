@@ -61,7 +61,7 @@ class TokenDispatching:
         topk_expert_ids_TK: Tensor,  # noqa: N803
         num_local_tokens_per_expert_E: Tensor,  # noqa: N803
     ) -> tuple[Tensor, Tensor, Any]:
-        """Send tokens to their experts, and return the rows of this rank's experts.
+        """Send tokens to their experts, and return the token rows that this rank's experts get.
 
         Args:
             x_TD: this rank's tokens.

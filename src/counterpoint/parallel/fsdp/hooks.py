@@ -90,7 +90,7 @@ class ShardGroups:
             raise
 
     def of(self, group: ProcessGroup) -> RankGroup:
-        """Return the `RankGroup` of `group`; raise if `overlap` did not know these ranks."""
+        """Return the `RankGroup` of `group`; raise if `overlap` found no group of these ranks."""
         known = self._by_group.get(group)
         if known is None:
             known = self._by_ranks.get(ranks_of(group))
@@ -103,11 +103,11 @@ class ShardGroups:
         return known
 
     def all(self) -> tuple[RankGroup, ...]:
-        """Return every `RankGroup` once."""
+        """Return all distinct `RankGroup`s."""
         return tuple(self._by_ranks.values())
 
     def check(self) -> None:
-        """Raise the error that ended one of the communicators, if one has ended."""
+        """Raise the error that ended a communicator, if one has failed."""
         for one in self._by_ranks.values():
             one.check()
 

@@ -37,7 +37,7 @@ class ModuleChoice:
 
     @classmethod
     def of(cls, module: ShardedModule, tuning: FollowedTuning | None) -> ModuleChoice:
-        """Return the tuning's choices for a module that is sharded."""
+        """Return the tuning's choices for the all-gather and the reduce_scatter of a sharded module."""
         if tuning is None:
             return cls()
         ranks, where = len(module.ranks), module.names
@@ -58,7 +58,7 @@ class ModuleChoice:
         return self.scatter is None or not self.scatter.stays
 
     def reasons(self) -> dict[str, str]:
-        """Return, by name of the collective, the tuning's reason for each collective that it has a choice for."""
+        """Return the reason for each of the tuning's choices, by name of the collective."""
         named = (("all_gather", self.gather), ("reduce_scatter", self.scatter))
         return {name: call.why for name, call in named if call is not None}
 
@@ -104,7 +104,7 @@ class HookedModule:
         set_hooks(module, self._gather or self._before[0], self._scatter or self._before[1])
 
     def traffic(self) -> tuple[Traffic, Traffic]:
-        """Return the traffic of the module's gathers and of its scatters."""
+        """Return the counts and sizes of the module's gathers and scatters so far."""
         named = (("all_gather", self._gather), ("reduce_scatter", self._scatter))
         gather, scatter = (
             Traffic(operation=name, torch_why="as tuned") if hook is None else hook.traffic() for name, hook in named
@@ -198,7 +198,7 @@ class OverlappedShards:
         return Report(modules=tuple(map(self._reported, self._torch_why)), notes=tuple(self._notes()))
 
     def check(self) -> None:
-        """Raise the error that ended one of the communicators, if one has ended."""
+        """Raise the error that ended a communicator, if one has failed."""
         if self._groups is not None:
             self._groups.check()
 

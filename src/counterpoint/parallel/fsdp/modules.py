@@ -47,7 +47,7 @@ class ShardedModule:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the names in the model of the modules that were given to `fully_shard` together."""
+        """Return the names of the modules that were given to `fully_shard` together."""
         return tuple(self.name.partition(" (group ")[0].split(", "))
 
     @property
@@ -76,7 +76,7 @@ class ShardedModule:
 
 
 class GatheredParameter(NamedTuple):
-    """Describes one parameter as FSDP2 gathers it: unsharded, padded bytes and dtype."""
+    """Describes one parameter as FSDP2 gathers it: padded bytes of all ranks' shards, and dtype."""
 
     num_bytes: int  # size of all ranks' shares, padded
     dtype: torch.dtype  # in which it is gathered
@@ -274,7 +274,7 @@ class _AllGatherInputs:
 
     @classmethod
     def install(cls) -> None:
-        """Replace FSDP2's function, once for all modules."""
+        """Replace FSDP2's function that casts shards, once for all modules."""
         from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
         present = inside(_fsdp_collectives, cls.NAME)
@@ -288,7 +288,7 @@ class _AllGatherInputs:
 
 
 def _replace_unsharded(parameter: FSDPParam, outputs: list[Tensor]) -> None:
-    """Make FSDP2's unsharded parameter a view of `outputs`, but keep its tensor object.
+    """Make FSDP2's unsharded parameter a view of `outputs`, but keep the parameter's tensor object.
 
     The object stays since an autograd graph may refer to it: the gradient is accumulated there, and what is saved
     for backward without a view is read there.
@@ -304,12 +304,12 @@ def _replace_unsharded(parameter: FSDPParam, outputs: list[Tensor]) -> None:
 
 
 def _local(parameter: Any) -> Any:
-    """Return this rank's local tensor of a DTensor; any other parameter as it is."""
+    """Return the local tensor of a DTensor on this rank; return any other parameter as it is."""
     return getattr(parameter, "_local_tensor", parameter)
 
 
 def _sizes(parameters: FSDPParamGroup) -> Iterator[tuple[int, torch.dtype]]:
-    """Yield, for each parameter, the bytes of this rank's padded part, and the dtype in which it is sent."""
+    """Yield, for each parameter, the bytes of this rank's padded shard, and the dtype in which the shard is sent."""
     policy = inside(parameters, "mp_policy").param_dtype
     for parameter in inside(parameters, "fsdp_params"):
         own = inside(parameter, "sharded_param").dtype

@@ -121,7 +121,7 @@ class ParameterSlots:
         self._by_age: list[ParameterSlot] = []  # all slots, the one that was freed longest ago first
 
     def free_slot(self, module: ShardedModule, num_bytes: int) -> ParameterSlot:
-        """Return a free slot other than the `ahead` slots freed last, whose occupants may still be computing.
+        """Return a free slot, but none of the `ahead` slots freed last, whose modules may still be computing.
 
         This is the module's assigned slot if that is free, else another slot or a new one.
         """
@@ -136,7 +136,7 @@ class ParameterSlots:
         return self._new(num_bytes)
 
     def note_freed(self, slot: ParameterSlot) -> None:
-        """Record that the occupant of this slot has just left."""
+        """Record that the module that occupied this slot has just left."""
         self._by_age.remove(slot)
         self._by_age.append(slot)
 
@@ -221,7 +221,7 @@ class ModuleParameters:
             self._slots.note_freed(self.slot)
 
     def restore(self) -> None:
-        """Let FSDP2 allocate its own tensors again; call this between two steps."""
+        """Let FSDP2 allocate its own parameter tensors again; call this between two steps."""
         self.free()
         skip_shard_cast(self._module, False)
         if self.slot is not None:
@@ -253,7 +253,7 @@ class ModuleParameters:
             self._device.current_stream().wait_event(self._sent)  # if the event was never recorded, this does not wait
 
     def _allocate(self) -> ParameterSlot:
-        """Make the module's tensors in a free slot, and let FSDP2 use them from now on."""
+        """Make the module's parameter tensors in a free slot, and let FSDP2 use them from now on."""
         self.layout, start = gathered_parameters(self._module), 0
         slot = self._slots.free_slot(self._module, sum(_aligned(one.num_bytes) for one in self.layout))
         rank, whole, own = self._group.rank, list[Tensor](), list[Tensor]()

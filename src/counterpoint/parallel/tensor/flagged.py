@@ -67,7 +67,7 @@ DEFAULT_TILES = MatmulTiles()
 
 
 class TileRun(NamedTuple):
-    """Describes rows that arrive together and lie together in source and target; `begin` and `end` count tiles."""
+    """Describes consecutive rows that arrive together; `begin` and `end` count tiles."""
 
     begin: int
     end: int
@@ -80,7 +80,7 @@ class TileRun(NamedTuple):
 
 @functools.lru_cache(maxsize=_MAX_LAYOUTS)
 def tile_runs(layout: ShardedRows, operation: TensorOperation, tile_rows: int) -> tuple[TileRun, ...]:
-    """Return runs of rows of C, in the order in which the matmul computes their tiles.
+    """Return the `TileRun`s of C's rows, in the order in which the matmul computes their tiles.
 
     all_gather_matmul: own rows first (source: the shard), then those of rank - 1, rank - 2, ... (source: the gathered
     matrix). matmul_reduce_scatter: rows for rank + 1, rank + 2, ..., own last (target: the shard). All other sources
@@ -112,7 +112,7 @@ def tile_runs(layout: ShardedRows, operation: TensorOperation, tile_rows: int) -
 
 
 def stored_tiles(layout: ShardedRows, columns: int, tiles: MatmulTiles = DEFAULT_TILES) -> dict[tuple[int, int], int]:
-    """Return, by (peer, chunk), the count in `stored` at which that chunk of `partial`, `columns` wide, may be sent."""
+    """Return, by (peer, chunk), the number of stored tiles at which that chunk of `partial` may be sent."""
     counts: Counter[tuple[int, int]] = Counter()
     for run in tile_runs(layout, "matmul_reduce_scatter", tiles.rows):
         if run.peer != layout.rank:
@@ -134,7 +134,7 @@ def bind_flagged(
     tiles: MatmulTiles = DEFAULT_TILES,
     max_spins: int = MAX_SPINS,
 ) -> Callable[[], None]:
-    """Compile and load a matmul that polls, and return a function that launches it on torch's current stream.
+    """Compile a matmul that polls flags, and return a function that launches this matmul on torch's current stream.
 
     all_gather_matmul: `out = gathered @ b + bias`, where `out` is `[rows, N]`. Peers' rows are copied into `gathered`,
     `[rows, K]`. Own rows are read from `own`, this rank's shard `[rows of the shard, K]`, and never from `gathered`.
@@ -239,7 +239,7 @@ def bind_flagged(
 
 @functools.lru_cache(maxsize=_MAX_LAYOUTS)
 def _table(layout: ShardedRows, operation: TensorOperation, tile_rows: int, device: torch.device) -> torch.Tensor:
-    """Return the table of runs on the device; the host waits for the copy, so that any stream may use the table."""
+    """Return the `TileRun`s as a table on the device; wait for the copy, so that any stream may use the table."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise Misconfigured(f"{layout} is new in a CUDA graph capture: bind the matmul once before the capture")
     rows = [(*run, 0) for run in tile_runs(layout, operation, tile_rows)]

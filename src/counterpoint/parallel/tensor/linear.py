@@ -100,7 +100,7 @@ def _autocast(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Bias]) -> A
 
 
 def _is_traced() -> bool:
-    """Return whether a compiler, or a dispatch mode such as that of fake tensors, traces operations now."""
+    """Return whether a compiler, or a dispatch mode such as `FakeTensorMode`, traces operations now."""
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 

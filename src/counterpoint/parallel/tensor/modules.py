@@ -145,7 +145,7 @@ class OverlappedLinear:
         return self._placed(out, layout)
 
     def _placed(self, out: Tensor, layout: Placement) -> Tensor:
-        """Return an output in the layout that the style asks for, given its present layout."""
+        """Return an output of the given layout in the layout that the style asks for."""
         style = self.style
         wanted = layout if style.output_layout == Shard(-1) else style.output_layout
         if wanted == layout and style.use_local_output:
@@ -182,7 +182,7 @@ class SameInput:
         self._outs = dict(zip([layer.name for layer in self.layers], outs, strict=True))
 
     def output(self, layer: OverlappedLinear, x: Tensor) -> Tensor | None:
-        """Return the kept output of a layer, and drop it; None if none was computed from this input."""
+        """Return and drop the kept output of a layer; None if no output was computed from this input."""
         if x is not self._x or _state(x) != self._seen:
             return None
         out = self._outs.pop(layer.name, None)
@@ -206,7 +206,7 @@ class SameInput:
 
 
 class SharedGather(PrepareModuleInput):
-    """Prepares a module's inputs as torch's style does; a gather runs together with the children's matmuls."""
+    """Prepares a module's inputs as torch's `PrepareModuleInput` does, but overlaps gathers with children's matmuls."""
 
     def __init__(self, module: nn.Module, prepared: PreparedInput, inputs: SameInput) -> None:
         vars(self).update(vars(prepared.style))
@@ -301,7 +301,7 @@ class OverlappedTensorParallel:
 
     @property
     def has_effect(self) -> bool:
-        """Return whether any layer was replaced."""
+        """Return whether counterpoint runs any layer."""
         return bool(self._linears)
 
     def first_left(self) -> str:
@@ -321,13 +321,13 @@ class OverlappedTensorParallel:
         return tuple(tensor_group(name).group for name in self._groups)
 
     def follow(self, tuning: FollowedTuning | None) -> None:
-        """Let a tuning choose how these modules' calls run until `restore`; None: built-in rules. All ranks call it."""
+        """Let a tuning choose how these modules run until `restore`; None: built-in rules. All ranks call this."""
         self._tuned = [tensor_group(name) for name in self._groups]
         for group in self._tuned:
             group.follow(tuning)
 
     def check(self) -> None:
-        """Raise the error that ended one of the communicators, if one has ended."""
+        """Raise the error that ended a communicator, if one has failed."""
         for name in self._groups:
             tensor_group(name).check()
 

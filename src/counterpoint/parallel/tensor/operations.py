@@ -480,7 +480,7 @@ def _sum_of_rows(grad: Tensor) -> Tensor:
 
 
 def _for_each(values: Sequence[Any] | None, count: int) -> list[Any]:
-    """Return a list with one value for each weight: the given values, or None for each."""
+    """Return `values` as a list, or `count` Nones if there are no values; raise for another number of values."""
     found = [None] * count if not values else list(values)
     if len(found) != count:
         raise Misconfigured(f"{len(found)} values for {count} weights: give one for each, or none")
@@ -488,7 +488,7 @@ def _for_each(values: Sequence[Any] | None, count: int) -> list[Any]:
 
 
 def _dtype(given: torch.dtype | int | None) -> torch.dtype | None:
-    """Return a dtype; in lists, torch's dispatcher gives its number instead."""
+    """Return `given` as a dtype; torch's dispatcher passes dtypes in lists as numbers."""
     if isinstance(given, int):
         found: torch.dtype = torch.ops.aten.empty.memory_format([0], dtype=given, device="cpu").dtype
         return found

@@ -1,4 +1,4 @@
-"""Overlap matmuls with the collective before or after them, each by a pipeline on a communicator.
+"""Overlap matmuls with the all-gather before or the reduce-scatter after them, in pieces or by polling.
 
 `RowGather` pushes this rank's rows to the peers while it multiplies rows that have arrived; it reads its own rows in
 place. `RowScatter` pushes each part of a product as soon as it is computed, the parts for peers first; the sums of its

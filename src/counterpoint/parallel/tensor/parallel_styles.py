@@ -166,7 +166,7 @@ def _style_of_transformers(closure: dict[str, Any]) -> LinearStyle | str | None:
 
 
 def _unfit(module: nn.Module, style: LinearStyle) -> str:
-    """Return why our operations cannot run a linear layer; "" if they can."""
+    """Return why counterpoint's operations cannot run a linear layer; "" if they can."""
     weight: Any = module.weight
     if style.mesh.ndim != 1:
         return f"its mesh has {style.mesh.ndim} dimensions"
