@@ -113,7 +113,7 @@ def watch(
     died: Callable[[], CounterpointError],
     hung: Callable[[], CounterpointError],
 ) -> None:
-    """Wait until all processes, as `started` yields them, have exited with 0.
+    """Wait until all processes have exited with code 0; raise an error if one fails or no progress comes in time.
 
     `progress` is called again and again, and returns another value after progress. After `timeout_s` seconds without
     progress (`startup_s` more before the first) the error that `hung` returns is raised, while the processes still run;

@@ -16,7 +16,7 @@ from counterpoint.records.diagnosis import WatchedStep
 
 
 def numbers(record: WatchedStep) -> dict[str, float]:
-    """Return the numbers of a `WatchedStep` by name: times in seconds and fractions, as Prometheus recommends.
+    """Return the numbers of a `WatchedStep` by name: times in seconds, shares as fractions, as Prometheus recommends.
 
     Unknown figures are left out; where no rank is late, `late_seconds` is 0.
     """

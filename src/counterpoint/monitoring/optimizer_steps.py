@@ -1,4 +1,4 @@
-"""Count a training's steps by its optimizer's steps."""
+"""Count training steps by the steps of the training's first optimizer."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class TrainerWatch(TrainerCallback):
         self._watch = watch(*self._arguments, **self._options)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """End a step."""
+        """Count a training step."""
         if self._watch is not None:
             self._watch.step()
 

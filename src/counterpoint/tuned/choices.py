@@ -84,7 +84,7 @@ class MachineDifference:
 
 
 class Choices:
-    """Holds those choices of a tuning that are valid on this machine.
+    """Holds the choices of a tuning that are valid on this machine.
 
     Args:
         tuning: the content of a file.
@@ -150,7 +150,7 @@ def _fastest(pairs: Sequence[TunedPair]) -> TunedPair | None:
 
 
 def _us(pair: TunedPair, mechanism: str) -> float:
-    """Return the µs of a pair with a mechanism; infinity if the mechanism was not tried, or its row is marked."""
+    """Return the µs of a pair with a mechanism; infinity if the mechanism was not tried, or its time is invalid."""
     times = {each.mechanism: each.us for each in pair.tried if each.marked is None}
     times |= {pair.mechanism: pair.us, pair.stock: pair.stock_us, LEAVE: pair.stock_us}
     return times.get(mechanism, inf)
@@ -201,7 +201,7 @@ def _differences(made: Environment, here: Environment) -> Iterable[MachineDiffer
 
 
 def check_choices(tuning: Tuned) -> None:
-    """Raise Misconfigured, with the allowed values, for an unknown operation, dtype, mechanism or knob."""
+    """Raise Misconfigured, with the allowed values, for an unknown operation, dtype, mechanism or setting."""
     for pair in tuning.pair:
         allowed: tuple[str, ...] = COLLECTIVE_MECHANISMS
         if _is_dependent(pair):

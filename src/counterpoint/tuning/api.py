@@ -38,7 +38,7 @@ def tune(
     timeout_s: float = 120.0,
     progress: Progress | None = None,
 ) -> Tuned:
-    """Choose a mechanism for each collective and its computation, by measuring those that a model predicts as fastest.
+    """Choose a mechanism for each collective and its computation: a model preselects, then measurement decides.
 
     Stock and the three mechanisms with the least predicted time are measured in interleaved rounds, in one new process
     per rank. Pairs that weigh most in a step come first; when the budget is used up, those of a class that was
@@ -120,7 +120,7 @@ def pairs_of(source: str | Path | Sequence[StepPair]) -> tuple[tuple[StepPair, .
 
 
 def _ranks(pairs: Sequence[StepPair], device: str, world_size: int | None) -> int:
-    """Return the number of ranks to start; raise Misconfigured if no pair has that number."""
+    """Return the number of ranks to start; raise Misconfigured if no pair runs on that number of ranks."""
     asked = sorted({pair.ranks for pair in pairs})
     if world_size is None:
         most = count_ranks(device, None if device == "cuda" else asked[0], verb="tune")
@@ -135,7 +135,7 @@ def _ranks(pairs: Sequence[StepPair], device: str, world_size: int | None) -> in
 def _choice(
     pair: StepPair, expected: Mapping[str, Predicted], measured: Measurement, device: str, budget_s: float
 ) -> TunedPair:
-    """Return a pair with its chosen mechanism; without measured times it keeps `stock`, with the reason why."""
+    """Return a compute-collective pair with its chosen mechanism; a pair without measured times keeps `stock`."""
     stock, ranks = stock_of(pair, device), measured.environment.world_size
     if pair.ranks != ranks:
         return left(pair, stock=stock, why=f"not measured: it has {pair.ranks} ranks, and {ranks} were started")
@@ -161,7 +161,7 @@ def _out_of_time(expected: Predicted, stock: str, budget_s: float) -> str:
 
 
 def _followed(choices: Sequence[TunedPair]) -> Iterator[TunedPair]:
-    """Yield the choices; give an unmeasured pair the choice of the largest measured pair of its class (`class_of`)."""
+    """Yield `choices`, but give unmeasured pairs the choice of their class's largest measured pair (`class_of`)."""
     measured: dict[object, TunedPair] = {}
     for choice in sorted(choices, key=lambda each: each.bytes_per_rank):
         if choice.tried:

@@ -131,7 +131,7 @@ def communication_of(digest: RankDigest) -> RankEffect:
 
 
 def _calls(digest: RankDigest, copies: Bools) -> tuple[CommCalls, ...]:
-    """Return counts and times of collectives not run by copy engines, by runner and operation, longest first."""
+    """Return counts and times of collectives run by NCCL or other kernels, by operation, longest first."""
     comm, found = digest.comm, defaultdict[tuple[bool, str], list[float]](list)
     for row in np.flatnonzero(~copies[comm.first]).tolist():
         name = digest.names[digest.gpu.name[comm.first[row]]]
@@ -155,7 +155,7 @@ def _busy_us(digest: RankDigest, rows: Bools) -> float:
 
 
 def _copies(per_rank: Sequence[RankEffect], notes: list[str]) -> KnobEffect:
-    """Return whether copy engines were used, as the state of the worst ranks, with the sum of their copies or calls."""
+    """Return whether copy engines were used: the worst state of any rank, and totals of the ranks in that state."""
     by_state = defaultdict[KnobState, list[RankEffect]](list)
     for rank in per_rank:
         by_state[copies_seen([rank]).state].append(rank)
@@ -209,7 +209,7 @@ def _effect(
     calls: Sequence[dict[TunedPair, PairCalls]],
     instead: str | None,
 ) -> KnobEffect:
-    """Return the effect of one knob: the worst state on any rank, and the ranks with that state."""
+    """Return the effect of one setting (knob): the worst state on any rank, and the ranks in that state."""
     by_state = defaultdict[KnobState, list[tuple[int, Sight]]](list)
     for digest, of_pairs in zip(digests, calls, strict=True):
         sight = sight_of(digest, pair, of_pairs.get(pair), knob)

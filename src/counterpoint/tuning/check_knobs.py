@@ -197,7 +197,7 @@ def _proved(took: bool, seen: str, fix: str) -> Sight:
 
 
 def copies_seen(ranks: Sequence[RankEffect]) -> Sight:
-    """Return took_effect if these ranks copied between GPUs, no_effect if others moved data, else not_seen."""
+    """Return `took_effect` if any rank copied between GPUs, `no_effect` if kernels communicated, else `not_seen`."""
     calls = [call for rank in ranks for call in rank.calls]
     if any(rank.copies for rank in ranks):
         count = sum(rank.copies for rank in ranks)
@@ -327,7 +327,7 @@ def _cluster(digest: RankDigest, pair: TunedPair, calls: PairCalls, value: str) 
 
 
 def _priority(digest: RankDigest, pair: TunedPair, calls: PairCalls, value: str) -> Sight:
-    """Check the stream priorities of NCCL's kernels against those of compute; lower values go first."""
+    """Check the priorities of NCCL's streams against the compute streams'; a lower value is a higher priority."""
     if not len(calls.kernels):
         return _no_call()
     computing = np.unique(digest.gpu.stream[digest.gpu.kind == Kind.COMPUTE]).tolist()

@@ -63,7 +63,7 @@ RoundTimes = Sequence[float | None]
 
 
 def standard_error(time: Timing, rounds: int) -> float:
-    """Return the standard error of a median in µs; `rounds` is used where the time has no count of its own."""
+    """Return the standard error of a time's median in µs; `rounds` is used if the time has no count of rounds."""
     runs = time.runs or rounds
     return math.sqrt(math.pi / 2 / runs) * (time.p90_us - time.p10_us) / _width(runs)
 
@@ -167,7 +167,7 @@ def _of_batches(runs: int) -> tuple[float, float]:
 def decide(
     pair: StepPair, tried: Sequence[Tried], *, stock: str, compute_us: float | None = None, comm_us: float | None = None
 ) -> TunedPair:
-    """Return a pair with the mechanism chosen for it, and the reason.
+    """Return a compute-collective pair with its chosen mechanism and the reason for the choice.
 
     `tried` has the measured mechanisms, also `stock`, which runs where nothing is chosen; `compute_us` and `comm_us`
     (by the fastest mechanism) are the times of computation and collective alone.
@@ -227,7 +227,7 @@ def _fields(pair: StepPair) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Bar:
-    """Holds the threshold that a candidate's gain must exceed."""
+    """Holds the threshold that a candidate mechanism's gain must exceed."""
 
     candidate: Tried
     us: float

@@ -1,4 +1,4 @@
-"""Plan what `tune` measures: the mechanisms of each pair and their order; and return the valid times. No torch.
+"""Plan what `tune` measures, the mechanisms of each pair and their order, and read the measured times. No torch.
 
 An independent pair is a `Scenario`, a matmul that depends on communication or an exchange of tokens is a `Block`. The
 time that counts is that of both sides, from the first start to the last end:
@@ -151,7 +151,7 @@ class PairTimes:
 
 
 def times_of(pair: StepPair, measured: Measurement) -> PairTimes:
-    """Return the measured times of a pair, by mechanism."""
+    """Return the measured times of a compute-collective pair, by mechanism."""
     device = measured.environment.device
     rounds, stock = measured.rounds - measured.dropped_rounds, stock_of(pair, device)
     blocks = [row for row in measured.blocks if row.dtype in (None, measured_dtype(pair.dtype, device))]
@@ -197,7 +197,7 @@ def _sum(rows: Sequence[BlockRow], rounds: int) -> tuple[Tried, RoundTimes]:
 def _added(
     rows: Sequence[Row] | Sequence[BlockRow], times: Sequence[Timing], rounds: int, *, part: float
 ) -> tuple[Tried, RoundTimes]:
-    """Return `part` times the sum of a mechanism's `times`, by means over valid rounds, else medians; and by round."""
+    """Return `part` times the sum of `times`, as a mean over valid rounds (else of medians), and for each round."""
     known = zip(*(each.rounds_us for each in times), strict=False)
     rounds_us = [None if None in of_round else part * sum(us or 0.0 for us in of_round) for of_round in known]
     mean = RoundMean.of(rounds_us) or RoundMean(

@@ -108,7 +108,7 @@ def _megatron(pairs: Sequence[Numbered], file: str) -> Iterator[str]:
 
 
 def _python(pairs: Sequence[Numbered], file: str) -> Iterator[str]:
-    """Yield a Python module with two functions: one applies the file to a model, one makes process group options."""
+    """Yield a Python module with two functions: one applies a tuning's file to a model, one makes group options."""
     settings = _best([pair for _, pair in pairs])
     lines = [
         f"    options.{name} = True\n" if name.startswith("is_") else f"    options.config.{name} = {value}\n"
@@ -170,7 +170,7 @@ def _settings_of(name: str) -> Settings | None:
 def _comments(
     pairs: Sequence[Numbered], settings: Settings, lacks: str, unknown: tuple[str, ...] = ()
 ) -> Iterator[str]:
-    """Yield a comment for each pair, whether it has these `settings`; `unknown`: fields that the format lacks."""
+    """Yield a comment for each pair that says if it follows `settings`; `unknown`: fields that the format lacks."""
     for number, pair in pairs:
         own = _own_settings(pair)
         if own is None:

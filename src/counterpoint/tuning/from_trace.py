@@ -158,7 +158,7 @@ class PairClass:
     modules: set[str | None] = field(default_factory=set)
 
     def pair(self, kind: PairKind) -> StepPair:
-        """Return one pair that stands for all calls of the class."""
+        """Return one `StepPair` that represents all calls of the class."""
         order, votes = self.first.most_common(1)[0]
         dtype = None
         if isinstance(kind.depends, TracedExchange):

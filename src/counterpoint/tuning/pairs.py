@@ -1,4 +1,4 @@
-"""Read the pairs of a step from `pairs.toml`, refuse those that cannot be measured, and say how each runs. No torch.
+"""Read compute-collective pairs from `pairs.toml`, check that they can be measured, and say how they run. No torch.
 
 docs/reference/tune.md describes the file: one table `[[pair]]` for each pair.
 """
@@ -36,7 +36,7 @@ MOST_BYTES = 1 << 38  # both sides on one rank: no GPU has that much memory
 
 
 class _PairsFile(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Represents the content of a pairs file."""
+    """Represents the content of `pairs.toml`."""
 
     pair: Annotated[tuple[StepPair, ...], Meta(min_length=1, max_length=10_000)]
 
@@ -66,7 +66,7 @@ def stock_of(pair: StepPair, device: str) -> str:
 
 
 def depends(pair: StepPair) -> bool:
-    """Return whether a pair's computation needs the collective's data, or the collective the computation's."""
+    """Return whether a pair's computation needs the collective's result, or the collective needs the computation's."""
     return is_dependent(pair.operation) or is_exchange(pair.operation)
 
 

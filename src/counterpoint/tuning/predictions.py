@@ -1,4 +1,4 @@
-"""Predict how long a pair takes by each mechanism, only from a machine's profile. No torch.
+"""Predict how long a compute-collective pair takes by each mechanism, from a machine's profile. No torch.
 
 The times of each side alone come from the profile, the slowdown beside each other from the models of `pair/`:
 

@@ -152,7 +152,7 @@ class ScriptComparison:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Return notes on how steps were compared, and how many choices took part in them."""
+        """Return notes on how steps were compared, and how many choices the steps followed."""
         apart = (f"steps were compared in processes apart: {self._why_apart}",) * (self.is_apart and self._runs > 0)
         return (*apart, f"whole steps: {self._followed}") if self._followed else apart
 
@@ -207,13 +207,13 @@ def sigma_of_median(values: Sequence[float]) -> float:
 
 
 def difference(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
-    """Return the first variant's µs minus the second's, paired by round, and the standard error."""
+    """Return the median difference in µs of two variants' steps, paired by round, and its standard error."""
     apart = [one - other for one, other in zip(first, second, strict=True)]
     return median(apart), sigma_of_median(apart)
 
 
 def choices(tuned: Tuned) -> list[Choice]:
-    """Return a tuning's choices as indices of pairs with the same call, largest predicted saving per step first."""
+    """Group the indices of a tuning's pairs with the same call into choices, largest predicted saving first."""
     found: dict[tuple[object, ...], list[int]] = {}
     for index, pair in enumerate(tuned.pair):
         call = (pair.operation, pair.bytes_per_rank, pair.ranks, pair.dtype)
@@ -308,7 +308,7 @@ def _step(times: StepTimes, after: str, rows: Sequence[StepVariant], said: Seque
 
 
 def _without(tuned: Tuned, most: int) -> dict[Choice, str]:
-    """Return, for each choice, the name of the variant without it; the variant without an only choice is `stock`."""
+    """Return, for each choice, the name of the variant without it; without the only choice it is `stock`."""
     first, *others = chosen(tuned)
     if not others:
         return {first: STOCK}

@@ -300,5 +300,5 @@ def _died(folder: Path, code: int) -> CounterpointError:
 
 
 def _statuses(text: str) -> dict[int, int]:
-    """Return the exit codes by rank that torchrun's text names."""
+    """Return exit codes by rank, as torchrun's log names them."""
     return {int(rank): int(status) for rank, status in _ENDED.findall(text)}

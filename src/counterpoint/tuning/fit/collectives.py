@@ -53,7 +53,7 @@ Vector = NDArray[np.floating]
 
 
 def fit_rates(measured: Measurement, known: Profile) -> Fitted:
-    """Return `rates`, the costs of the steps of zero-SM collectives. `known` has set the tunings that were measured."""
+    """Return `rates`, the step costs of zero-SM collectives, from times measured by ranks with profile `known`."""
     world_size = measured.environment.world_size
     found = {
         even_call(name, world_size, size): time
@@ -169,7 +169,7 @@ def _tuning(call: Call, measured: Measurement, known: Profile) -> Tuning:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimedCall:
-    """Holds the time of one collective alone, with the call and the tuning that ran."""
+    """Holds the time of one collective measured alone, with its call and the communicator's tuning."""
 
     call: Call
     tuning: Tuning
