@@ -1,7 +1,7 @@
 """Start the processes of ranks, watch them, end them all, and report in one error why a rank failed. No torch.
 
 `measurement/api.py` starts each rank itself, with torchrun's environment: torchrun's agent would import torch once more
-(seconds), restart and rendezvous are not wanted, and the parent of a rank is the only one who learns by which signal it
+(seconds), restart and rendezvous are not wanted, and only a rank's parent learns by which signal the rank
 died. `tuning/script_launch.py` starts the launcher that a user names, whose processes are the ranks.
 """
 

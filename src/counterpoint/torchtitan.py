@@ -30,7 +30,7 @@ def token_dispatcher(cfg: Any, *, hidden: int | None = None, max_tokens: int | N
     """Return the configuration of a token dispatcher that sends tokens by `counterpoint.expert_parallel`.
 
     Args:
-        cfg: configuration of torchtitan's `AllToAllTokenDispatcher`, or of a subclass, as the one that pads for float8.
+        cfg: configuration of torchtitan's `AllToAllTokenDispatcher`, or of a subclass, such as the float8 one.
         hidden: elements of a token; with `max_tokens`, buffers are made when the model is parallelized.
         max_tokens: most tokens that a rank dispatches at once, else all ranks raise; None: as many as any rank has at
             the first dispatch.

@@ -57,8 +57,8 @@ def watch(
         steps: number of steps recorded at a time.
         folder: folder on storage that all hosts see; None: only the ranks on rank 0's host are diagnosed.
         export: called on rank 0 with each `WatchedStep`; `counterpoint.monitoring.exporters` has some.
-        record_shapes: tells kernels of one name but different sizes apart; recorded steps take longer.
-        with_stack: names Python code where no operation was recorded; recorded steps take much longer.
+        record_shapes: record tensors' shapes, which distinguish kernels of one name; recorded steps take longer.
+        with_stack: record Python functions, to name code in which no operation ran; recorded steps take much longer.
 
     Raises:
         Misconfigured: a number of steps that cannot be recorded, or a folder that does not exist.
@@ -111,7 +111,7 @@ class TrainingWatch:
     def step(self) -> None:
         """Count a training step; call this after each step if no torch optimizer steps exactly once per training step.
 
-        After the first call, only these calls are counted as steps, not those of an optimizer.
+        After the first call, only these calls count as steps, no longer an optimizer's.
         """
         if self._optimizer_steps is not None:
             self._optimizer_steps.remove()

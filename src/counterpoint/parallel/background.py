@@ -31,7 +31,7 @@ from counterpoint.collectives.work import Work
 from counterpoint.errors import Misconfigured, PeerTimeout
 
 PIECE_BYTES = 1 << 28
-"""Limits the bytes of a bucket that are reduced at once: staging and landing get that size, and keep it.
+"""Limits the bytes of a bucket that are reduced at once, and so the size of staging and landing memory.
 
 Before its first step DDP has one bucket, of all gradients.
 """

@@ -25,7 +25,7 @@ from counterpoint.version import VERSION
 
 VARIABLE = "COUNTERPOINT_TUNED"
 OFF = "off"
-"""Stands in place of a file's name to say that no tuning is followed."""
+"""Is given in place of a file's name to say that no tuning is followed."""
 _GEMM_SMS = "gemm_sms"
 _AXES = 4  # most axes of a mesh: replicated, sharded, tensor and expert parallel
 

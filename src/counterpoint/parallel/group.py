@@ -112,7 +112,7 @@ class RankGroup:
 
     Args:
         group: process group of torch's own backends.
-        ranks: its ranks, counted in the job, in the order of the group.
+        ranks: the group's global ranks, in the order of the group.
         options: options of the communicator; None: as its users say.
         opened: opens the communicator.
     """

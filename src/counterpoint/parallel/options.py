@@ -175,7 +175,7 @@ class OverlapOptions:
             FSDP2 copies neither; False: FSDP2 copies both.
         limit_bytes: modules that gather more keep torch's collectives; None: no limit. Buffers as large as the largest
             module stay in symmetric memory for good.
-        tensor_parallel: options of the operations that run layers of tensor parallelism; None: those that the process
+        tensor_parallel: options of the operations that run layers of tensor parallelism; None: options that the process
             groups have.
         expert_parallel: options of layers of experts and their dispatchers; None: the defaults on CPUs, and on GPUs,
             where nothing was measured yet, these layers are left to `transformers`. All other options apply to FSDP2.

@@ -73,7 +73,7 @@ class ModuleRow(Record, frozen=True, kw_only=True):
     Args:
         name: name of the module in the model; for compiled collectives, the name of the graph.
         kind: kind of parallelism.
-        ranks: ranks among which it is divided, counted in the job.
+        ranks: global ranks among which the module is divided.
         replicas: number of copies of the shards (HSDP); torch adds their gradients up.
         style: its style in the model's parallel plan, such as `ColwiseParallel`, or the number of experts.
         runs: what runs the module instead of torch; empty: torch runs it.
@@ -114,7 +114,7 @@ class Report(Record, frozen=True, kw_only=True):
     """Reports how modules and calls run, and which tuning they follow; printing it shows tables.
 
     Args:
-        modules: those of FSDP2 first, then of DDP, tensor and expert parallelism, each in the order of the model.
+        modules: modules of FSDP2, then of DDP, tensor and expert parallelism, each in the order of the model.
         calls: counts of the calls of all operations and groups in the report, most calls first.
         tuned: the file that is followed, and how many of its choices calls had so far; empty: none is named.
         notes: lines about the whole model, such as what became of `prefetch`.

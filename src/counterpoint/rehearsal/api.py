@@ -47,7 +47,7 @@ def rehearse(
 
     Args:
         command: command that starts the script: "torchrun --nproc-per-node 8 train.py".
-        device: cuda, or cpu, where ranks see no GPU; None: cuda if there is a GPU.
+        device: cuda, or cpu, which hides GPUs from ranks; None: cuda, and Unsupported without a GPU.
         hosts: number of hosts to pretend: each has equally many consecutive ranks.
         timeout_s: longest time in which no rank prints anything or ends a step; five minutes more at the start.
         echo: print to standard output what the ranks print.

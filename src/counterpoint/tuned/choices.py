@@ -41,7 +41,7 @@ KNOBS: Mapping[str, str] = {
     "smem": "BYTES",
     "order": "comm_resident",
 }
-"""Every knob that may follow the base of a mechanism, and its allowed values in words; "" for one without a value."""
+"""Maps each setting (knob) that may follow a mechanism's base to its allowed values; "" if it takes no value."""
 FARTHEST = 2.0
 """Limits how far sizes may differ: the choice for a pair holds for calls of half to twice its size."""
 _STOCK = (LEAVE, "nccl", "nccl_zero_cta", "gloo", "torch")  # bases of mechanisms that torch itself runs
@@ -187,7 +187,7 @@ _TAKEN: Mapping[Field, tuple[str, Callable[[TunedPair], bool]]] = {
     "nccl": ("choices of NCCL's settings", lambda pair: pair.mechanism.startswith("nccl") and pair.mechanism != "nccl"),
     "counterpoint": ("", lambda pair: False),
 }
-"""Maps each field in which machines can differ to the choices that then do not count: in words, and as a test."""
+"""Maps each field in which machines can differ to the choices that a difference voids: in words, and as a test."""
 
 
 def _differences(made: Environment, here: Environment) -> Iterable[MachineDifference]:

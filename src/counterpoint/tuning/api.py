@@ -41,19 +41,20 @@ def tune(
     """Choose a mechanism for each collective and its computation: a model preselects, then measurement decides.
 
     Stock and the three mechanisms with the least predicted time are measured in interleaved rounds, in one new process
-    per rank. Pairs that weigh most in a step come first; when the budget is used up, those of a class that was
-    measured follow it, and the others stay as they are. What is left of the budget measures pairs again, with up to
-    twelve times as many rounds, of which the first rounds left open what is faster.
+    per rank. Pairs that weigh most in a step come first; when the budget is used up, pairs of a measured class
+    get the choice of that class, and the others stay as they are. What is left of the budget measures pairs again, with
+    up to twelve times as many rounds, if the first rounds left open what is faster.
 
     Args:
-        source: a file of pairs (docs/reference/tune.md), traces of a job as of `diagnose`, or pairs.
+        source: a file of pairs (docs/reference/tune.md), traces of a job as for `diagnose`, or pairs.
         device: cuda, or cpu for the same with gloo and threads.
-        world_size: ranks to start; None: as many as the pairs have that fit this machine. Others are not measured.
-        profile: a file with the figures of this machine; None: that in COUNTERPOINT_PROFILE, or the shipped one.
+        world_size: ranks to start; None: the pairs' largest number of ranks that fits this machine. Pairs of another
+            number are not measured.
+        profile: a file with this machine's figures; None: the file that COUNTERPOINT_PROFILE names, or the shipped one.
         budget_s: seconds after which no further pair is measured; the first one always is.
-        rounds: trials of each kind for a pair, of which the first two are dropped; twelve where time is short.
-        timeout_s: longest time without a finished pair.
-        progress: called as (pairs done, in all, what runs now).
+        rounds: rounds in which a pair is measured, of which the first two are dropped; twelve where time is short.
+        timeout_s: longest time in which no pair is finished.
+        progress: called as (pairs done, all pairs, what runs now).
 
     Returns:
         The choices with all that was tried, and why; `tuned.file.tuned_toml` writes them.

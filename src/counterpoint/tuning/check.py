@@ -42,9 +42,9 @@ def check(
     """Return whether copy engines moved a job's communication, or, with `tuned`, whether each choice took effect.
 
     Args:
-        traces: of some steps, as of `diagnose`.
+        traces: traces of some steps, as for `diagnose`.
         tuned: the content of `counterpoint.toml`; None: check only for copies between GPUs.
-        progress: called as (files done, files, what is going on).
+        progress: called as (files done, all files, what runs now).
 
     Raises:
         BadTrace: nothing to read, a damaged file, ranks of different jobs, or a trace that cannot show copies.
@@ -60,7 +60,7 @@ def find_effect(
 ) -> Effect:
     """Return whether copy engines were used, or each choice of `tuned` took effect, as `check` does, from digests.
 
-    `files` are the names of their traces; `notes`, on the input, come before those on the ranks.
+    `files` are the names of the ranks' traces; `notes`, on the input, come before notes on the ranks.
     """
     said = list(notes)
     digests = numbered(digests, said)

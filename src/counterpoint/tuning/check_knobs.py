@@ -29,7 +29,7 @@ from counterpoint.trace.timeline import I32, I64, Bools, Kind
 from counterpoint.tuned.choices import EXCHANGE, FARTHEST, Choices, mechanism_base, stays_with_torch
 
 CallClass = tuple[str, int, int, str, str | None]
-"""Operation, ranks, bytes per rank, dtype, and the compute of a matmul that depends on the call."""
+"""Holds operation, ranks, bytes per rank, dtype, and the name of a dependent matmul, if any."""
 SAME_SIZE = 0.02  # largest relative difference between the bytes of a copy run and those of a call
 LEAST = 0.5  # of the bytes of one call: fewer copies prove nothing
 _OPERATIONS = {  # operations of a tuning that NCCL makes by this collective
@@ -396,4 +396,4 @@ _PROOFS: dict[str, Callable[[RankDigest, TunedPair, PairCalls, str], Sight]] = {
     "cga_cluster": _cluster,
     "priority": _priority,
 }
-"""By key of a mechanism's name; others leave nothing in a trace."""
+"""Maps a setting's key to the check of its effect; settings with other keys leave nothing in a trace."""

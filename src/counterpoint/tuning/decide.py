@@ -59,7 +59,7 @@ CORRELATION = 0.8  # of a round with the next, up to which a choice is proved
 FEWEST = 5  # rounds from which something is told: of fewer nothing but large gains would be sure
 
 RoundTimes = Sequence[float | None]
-"""µs of each round; None: the round does not count."""
+"""Holds the µs of each round; None: the round is not valid."""
 
 
 def standard_error(time: Timing, rounds: int) -> float:

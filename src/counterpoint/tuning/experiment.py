@@ -1,7 +1,7 @@
 """Plan what `tune` measures, the mechanisms of each pair and their order, and read the measured times. No torch.
 
 An independent pair is a `Scenario`, a matmul that depends on communication or an exchange of tokens is a `Block`. The
-time that counts is that of both sides, from the first start to the last end:
+time that counts lasts from the first start to the last end of computation and collective:
 
     independent     mean over the launch orders of the pair; over all three where its order is not known
     dependent       matmul and collective by one mechanism
@@ -41,7 +41,7 @@ from counterpoint.tuning.predictions import predicted_times
 
 Part = Scenario | Block
 Predicted = Mapping[str, float | None]
-"""The µs that the model expects of each mechanism to measure, stock first; None where it has no figures."""
+"""Maps each mechanism to measure, stock first, to its predicted µs; None: the model has no figures for it."""
 
 MOST = 3
 # where no figure tells them apart: each is the best of its kind on results/budget-pairs-4xh200.json and pairs-4xh200
@@ -95,7 +95,7 @@ def _calls(pairs: Sequence[StepPair]) -> int:
 def shortlist(pair: StepPair, profile: Profile, *, device: str = "cuda", most: int = MOST) -> Predicted:
     """Return the default mechanism, then the `most` others with the least predicted time, fastest first.
 
-    On CPUs, of which `profile` has no figures, all mechanisms that run there are returned.
+    On CPUs, for which `profile` has no figures, all mechanisms that run on CPUs are returned.
     """
     stock = stock_of(pair, device)
     try:

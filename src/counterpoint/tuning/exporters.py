@@ -20,9 +20,9 @@ from counterpoint.records.tuning import LEAVE, Tuned, TunedPair
 from counterpoint.tuned.choices import EXCHANGE, check_choices
 
 Settings = tuple[tuple[str, int], ...]
-"""Fields of `ProcessGroupNCCL.Options` and their values, sorted: (("cga_cluster_size", 2), ("max_ctas", 8))."""
+"""Holds fields of `ProcessGroupNCCL.Options` and their values, sorted: (("cga_cluster_size", 2), ("max_ctas", 8))."""
 Numbered = tuple[int, TunedPair]
-"""A pair with its number in the file, from 1 on."""
+"""Holds a pair's number in the tuning's file, from 1 on, and the pair."""
 
 _VARIABLES = {  # of NCCL and torch, by the field of `ProcessGroupNCCL.Options`
     "max_ctas": VARIABLES["max_ctas"],
@@ -201,4 +201,4 @@ _WRITERS: dict[str, Callable[[Sequence[Numbered], str], Iterator[str]]] = {
     "python": _python,
 }
 FORMS = tuple(_WRITERS)
-"""The names of all forms."""
+"""Names all formats."""

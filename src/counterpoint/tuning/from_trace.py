@@ -70,8 +70,8 @@ def pairs_of_traces(
     """Return one pair for each class of collectives in a step, longest communication first, and notes on the rest.
 
     Args:
-        source: traces of one or all ranks, as of `diagnose`; recorded with `record_shapes=True`.
-        progress: called as (files done, files, what is going on).
+        source: traces of one or all ranks, as for `diagnose`; recorded with `record_shapes=True`.
+        progress: called as (files done, all files, what runs now).
 
     Raises:
         BadTrace: nothing to read, a damaged file, or ranks of different jobs.

@@ -61,11 +61,11 @@ TRIES = 3  # at most: each run leaves out the choices that the one before falsif
 _NEVER = f"{TRIES} runs of the script have confirmed no choices: this one is left, too"
 
 Choice = tuple[int, ...]
-"""Indices of the pairs of a tuning that have one call."""
+"""Holds the indices of a tuning's pairs that have the same call."""
 StepTimes = Mapping[str, Sequence[float]]
-"""µs of a step by the name of a variant, one for each round."""
+"""Maps the name of a variant to the µs of a step in each round."""
 Compare = Callable[[Sequence[ScriptVariant]], StepTimes]
-"""Runs the script's steps by variants in turns."""
+"""Runs the script's steps by several variants alternately, and returns the times."""
 
 
 def tune_script(
@@ -85,17 +85,17 @@ def tune_script(
     Args:
         command: command that starts the script: "torchrun --nproc-per-node 2 train.py".
         device: cuda or cpu, on which the script must run; None: whichever the script uses.
-        profile: as of `tune`.
-        budget_s: seconds for pairs, and as many for whole steps, which need five rounds at least.
+        profile: as for `tune`.
+        budget_s: seconds for measuring pairs, and again for timing whole steps, which takes five rounds at least.
         rounds: number of rounds in which pairs are measured.
-        timeout_s: longest time without a finished pair, or step of the script.
-        progress: called as (done, in all, what runs now).
+        timeout_s: longest time in which no pair is measured and no step of the script ends.
+        progress: called as (parts done, all parts, what runs now).
 
     Returns:
         The choices, with `step`.
 
     Raises:
-        Misconfigured: the command cannot be taken apart, the script makes too few steps, or has no pairs.
+        Misconfigured: no script is found in the command, or the script makes too few steps or has no pairs.
         Unsupported: nothing can be measured here.
         PeerTimeout: ranks died or hung; names them, and their log.
     """
@@ -128,9 +128,9 @@ def record_script(command: RunCommand, folder: Path, *, timeout_s: float = TIMEO
 class ScriptComparison:
     """Times a script's steps by each variant, all variants in one run of the script or each in its own run.
 
-    `recorded` is what a run before has found out about the script; with `sets_variables` some choices are variables of
-    the environment, which a process cannot change. `budget_s` is for all rounds of a comparison, of which there are
-    five at least; three in processes apart.
+    `recorded` is the result of an earlier run of the script, which recorded steps; with `sets_variables` some choices
+    are variables of the environment, which a process cannot change. `budget_s` is for all rounds of a comparison:
+    five rounds at least, or three if each variant has its own run.
     """
 
     def __init__(

@@ -43,7 +43,7 @@ from counterpoint.rehearsed import is_rehearsal
 
 TASK_VARIABLE = "COUNTERPOINT_TUNING_TASK"
 OverlapCalls = Literal["never", "switched", "fixed"]
-"""Whether the script calls `counterpoint.overlap`, and if so, whether that can be taken back between steps."""
+"""Says whether the script calls `counterpoint.overlap`, and whether the call can be undone between steps."""
 TIMEOUT_S = 120.0
 FIRST_STEP_S = 300.0  # added before the first step, while the model is built and compiled
 LOG = "script.log"  # these are names inside the folder of a task
@@ -198,7 +198,7 @@ def launch_script(
     without a finished step; the first one has five minutes more.
 
     Raises:
-        Misconfigured: the program of the command is not there, or the script ended too early.
+        Misconfigured: the command's program does not exist, or the script ended too early.
         PeerTimeout: ranks died, raised something or stopped making progress; names them and the log.
     """
     folder = Path(task.folder)
@@ -236,7 +236,7 @@ def run_ranks(
     progress, and five minutes more at the start, `lacking` says what has not happened.
 
     Raises:
-        Misconfigured: the program of the command is not there.
+        Misconfigured: the command's program does not exist.
         PeerTimeout: ranks died, raised something or stopped making progress; names them and the log.
     """
     if not timeout_s > 0:

@@ -1,8 +1,8 @@
 """Record the steps of a training script, or run and time them by several variants alternately, on all ranks.
 
-The script is not changed. Its steps are those of its first optimizer, and its call of `counterpoint.overlap` is
-answered by an object that can be switched: to torch's collectives, and to the choices of a file. All ranks count the
-same steps, so that they switch at the same ones; rank 0 alone decides how many rounds there are.
+The script is not changed. A step ends when the script's first optimizer steps. The script's call of
+`counterpoint.overlap` returns an object that can be switched: to torch's collectives, and to the choices of a file. All
+ranks count the same steps, so that they switch at the same step; rank 0 alone decides the number of rounds.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ where or how a tensor is stored: a call with an output that is not contiguous wr
 on one channel, in the order of the program. Asynchronous all_reduces (on CPUs, all asynchronous calls), and callbacks
 that make collectives, run in a thread (`background.py`), for which every later collective waits.
 
-The communicator is opened at the first call that it takes; over several hosts it is the one of `hosts.py`. If the ranks
+The communicator is opened at the first call that it takes; `hosts.py` has it for several hosts. If the ranks
 of a host cannot share memory, torch's own backends make all calls, and the report says why. Messages between two GPUs
 of a host go through mailboxes (`messages.py`), whatever their size, so that both ranks choose alike.
 

@@ -27,9 +27,9 @@ class InnerGroup:
     Args:
         options: what torch hands to a backend: store, rank, size, timeout, name and ranks.
         nccl: options of NCCL; None: its defaults.
-        name: names this group within the one that `options` describe.
+        name: name of this group within the group that `options` describe.
         ranks: its ranks, counted in the group that `options` describe; None: all.
-        with_nccl: take NCCL for CUDA tensors, if there is one.
+        with_nccl: take NCCL for CUDA tensors, if torch has NCCL and there is a GPU.
     """
 
     def __init__(

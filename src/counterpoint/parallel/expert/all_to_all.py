@@ -1,7 +1,7 @@
 """Move tokens by torch's all_to_all_single, after exchanging counts on the host: mechanism `torch`, the reference.
 
-Each rank sends one row for each choice, in the order of experts, and gets as many rows back, which it multiplies by
-their weights and adds up in the order of choices. This works between any ranks, but cannot be captured in a CUDA graph.
+Each rank sends one row for each choice, in the order of experts, and gets equally many rows back, which it multiplies
+by their weights and adds up in the order of choices. This works between any ranks, but not in a captured CUDA graph.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class GatherAll(OwnCommunication):
         return self._permuted(arriving, route, factors), assignment.offsets, route
 
     def combine(self, rows: Tensor, route: _Route, *, weighted: bool) -> Halves[tuple[Tensor, Tensor | None]]:
-        """Sum the outputs of this rank's experts for each token, send sums to the tokens' ranks, add them up there."""
+        """Sum the outputs of this rank's experts for each token, send sums to the tokens' ranks, and add them up."""
         layout, block, n, saved = self._layout, route.block, self._layout.world_size, rows if weighted else None
         arriving = self._memory.empty(n, block, layout.hidden, dtype=rows.dtype)
         leaving = rows.new_empty(n * block, layout.hidden)

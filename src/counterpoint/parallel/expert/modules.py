@@ -212,7 +212,7 @@ class OverlappedExpertParallel:
 
     Args:
         model: a model that `transformers` has made with `ep_size`.
-        options: None: the defaults, and experts on GPUs are left to `transformers`, as nothing was measured there yet.
+        options: None: the defaults, and `transformers` runs experts on GPUs, as nothing was measured on GPUs yet.
         tuning: chooses the mechanism of each module where the options name none; None: nothing does.
 
     Raises:

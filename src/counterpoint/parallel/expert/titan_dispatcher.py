@@ -71,7 +71,7 @@ class TokenDispatching:
 
         Returns:
             Rows of this rank's experts, of which those past the last expert's are not used; int32 numbers of rows of
-            each expert, with those that pad them; what `combine` takes.
+            each expert, with padding; and the argument `metadata` of `combine`.
         """
         scores, ids = topk_scores_TK, topk_expert_ids_TK
         if self.ep_mesh is None:

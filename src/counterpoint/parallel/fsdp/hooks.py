@@ -55,8 +55,8 @@ T = TypeVar("T")
 class ShardGroups:
     """Holds a `RankGroup`, with an open communicator, for each set of ranks over which FSDP2 shards.
 
-    All ranks of a group open its communicator together. Ranks in several groups open these in one order, that of the
-    ranks' numbers, so that no two ranks wait for each other.
+    All ranks of a group open its communicator together. Ranks in several groups open these in the order of
+    the ranks' numbers, so that no two ranks wait for each other.
 
     Args:
         groups: process groups.

@@ -78,7 +78,7 @@ class HookedModule:
         choice: the tuning's choices for this module.
         parameters: memory where peers write its unsharded parameters; None: FSDP2 copies them out of a buffer.
         copied_why: says why FSDP2 copies them; empty: it does not.
-        direct: gradients are sent from where they are.
+        direct: gradients are sent from where autograd left them, not from a buffer.
         prefetch: learns the order of modules; None: FSDP2 prefetches as it does by itself.
     """
 
@@ -258,7 +258,7 @@ def _whole_parameters(
 ) -> dict[ShardedModule, ModuleParameters]:
     """Return each module's unsharded parameters; modules that shard over the same ranks share slots of memory.
 
-    `ahead` is the number of modules that may be gathered ahead of the one that runs.
+    `ahead` is the number of modules that may be gathered before the module that runs has ended.
     """
     made: dict[ShardedModule, ModuleParameters] = {}
     for group in groups.all():

@@ -94,7 +94,7 @@ def sharded_modules(model: nn.Module) -> tuple[ShardedModule, ...]:
     """Return all sharded modules in `model`, in the order of `named_modules`.
 
     Raises:
-        Misconfigured: there is none, or FSDP1 wraps a part of the model.
+        Misconfigured: no module is sharded, or FSDP1 wraps a part of the model.
         Unsupported: this torch looks different inside; CPU offload.
     """
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel

@@ -176,7 +176,7 @@ class TensorGroup:
     ) -> tuple[Tensor | None, list[Tensor]]:
         """Return the derivatives of an `all_gather_matmul` with respect to `a_shard` and the weights.
 
-        Rows are gathered during the matmuls of the first; peers' parts of the sums arrive during those of the weights.
+        Rows are gathered during the matmuls for `a_shard`; peers' parts of its sums arrive during the others.
         """
         flat = [_flat(grad) for grad in grads]
         planned = None
@@ -330,8 +330,8 @@ class TensorGroup:
                 reduce_scatter.
             dim: dimension of `rows` that is gathered or scattered.
             columns: number of columns of each product.
-            product_dtype: dtype of a product that is scattered; None: that of `rows`.
-            k: elements of each sum; None: those of `rows`.
+            product_dtype: dtype of a product that is scattered; None: the dtype of `rows`.
+            k: inner dimension of the matmul; None: the last dimension of `rows`.
             name: name of the operation in the report; None: `operation`.
             may_poll: whether a matmul that polls does all that the call needs.
         """
@@ -528,7 +528,7 @@ def tensor_group(name: str, options: TensorOptions | None = None) -> TensorGroup
         options: make the `TensorGroup` anew with these; None: as it is, or with the defaults.
 
     Raises:
-        Misconfigured: there is no such group in this process.
+        Misconfigured: this process has no group of this name.
     """
     try:
         group = _c10d._resolve_process_group(name)

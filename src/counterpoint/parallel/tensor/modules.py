@@ -266,7 +266,7 @@ class OverlappedTensorParallel:
 
     Args:
         model: `parallelize_module` was called on it or on parts of it, or `transformers` has made it with a `tp_plan`.
-        options: options of the operations; None: those that their process groups have.
+        options: options of the operations; None: the options that their process groups have.
 
     Raises:
         Misconfigured: the model is overlapped already.

@@ -5,8 +5,8 @@ have derivatives, can be captured in CUDA graphs and compiled, and several may b
 runs in the way that was measured as fastest, down to torch's own collective and one matmul: see `group.py`.
 `*_linear` and `linear_*` do as `*_matmul` and `matmul_*`, with a bias.
 
-All ranks of a group make the same calls in the same order. The functions here are what the operations run: who calls
-them spares the dispatcher, and does without derivatives, but for `eager_*`, which are functions of autograd.
+All ranks of a group make the same calls in the same order. The functions here are what the operations run: calling
+them saves the dispatcher's time, but records no derivatives, except with `eager_*`, which are functions of autograd.
 """
 
 from __future__ import annotations
@@ -379,7 +379,7 @@ def all_gather_scaled_matmul(
         group_name: name of the process group.
         biases: for each weight `[n]` or None.
         result_scales: for each weight, as `torch._scaled_mm` takes it.
-        out_dtypes: for each weight the dtype of the product; None: that of the rows.
+        out_dtypes: for each weight the dtype of the product; None: the dtype of the rows.
         use_fast_accum: for each weight, as `torch._scaled_mm` takes it.
 
     Returns:
@@ -444,10 +444,10 @@ def scaled_matmul_reduce_scatter(
         orig_scatter_dim: dimension of the product, of shape `output_shape`, that is scattered.
         scatter_dim_after_maybe_reshape: that dimension of `a`, as it is given.
         group_name: name of the process group.
-        output_shape: shape of the product before it is scattered; None: that of `a` with `n` columns.
+        output_shape: shape of the product before it is scattered; None: the shape of `a` with `n` columns.
         bias: not supported, as it would be added once for each rank.
         result_scale: as `torch._scaled_mm` takes it.
-        out_dtype: dtype of the product; None: that of `a`.
+        out_dtype: dtype of the product; None: the dtype of `a`.
         use_fast_accum: as `torch._scaled_mm` takes it.
 
     Returns:

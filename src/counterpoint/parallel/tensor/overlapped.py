@@ -36,7 +36,7 @@ class Weight:
         bias: `[n]`, added to every row; None: none.
         scale: scale of a float8 matrix, as `torch._scaled_mm` takes it; None: the matrix is not float8.
         result_scale: scale of the result, as `torch._scaled_mm` takes it.
-        out_dtype: dtype of the product; None: that of the rows.
+        out_dtype: dtype of the product; None: the dtype of the rows.
         use_fast_accum: as `torch._scaled_mm` takes it.
     """
 
@@ -90,8 +90,8 @@ class OwnSum:
 
     Args:
         rows: the rows of this range.
-        needed: number of partitions that must have arrived: from all peers, those of these rows and of all earlier
-            ones.
+        needed: number of partitions that must have arrived: from all peers, the partitions of these rows and of all
+            earlier rows.
         complete: number of own rows, from the first on, whose sums exist then; 0: earlier rows are still missing.
     """
 
@@ -137,7 +137,7 @@ class RowGather:
         shard: this rank's rows, `[batch, rows, k]`, contiguous.
         gathered: `[batch, world_size * rows, k]`, of the communicator's `empty`.
         layout: layout of the rows over ranks.
-        chunk_rows: rows of a partition; None: those of the layout.
+        chunk_rows: rows of a partition; None: the layout's rows of a chunk.
         supplied: the shard is written; False: the block writes it, and lets partitions of `work` leave.
     """
 
@@ -166,7 +166,7 @@ class RowGather:
     def multiply(self, steps: Steps, multiply: Callable[[slice, Tensor], None]) -> None:
         """Call `multiply` with each piece's row numbers and rows, when these rows have arrived.
 
-        The `segment` of a piece is the number of partitions that have to be there.
+        The `segment` of a piece is the number of partitions that must have arrived.
         """
         for segment, parts in steps.pieces:
             self.work.arrived(segment)
@@ -246,7 +246,7 @@ class RowScatter:
             multiply: writes the product of rows, given their number and where to.
             between: called when all parts for peers have left, and sums are still to be made: what it computes hides
                 these sums.
-            summed: called with the number of own rows, from the first on, whose sums are there.
+            summed: called with the number of own rows, from the first on, whose sums are complete.
         """
         work, mine = self.work, self.blocks[self.layout.rank]  # this rank's block, which no peer writes
 

@@ -1,6 +1,6 @@
 """Fit the groups of a profile that depend on collectives alone: `rates`, `nccl` and `nccl_rates`.
 
-`rates` are those of the clock (`collectives/program/clock.py`):
+`rates`, by which the clock (`collectives/program/clock.py`) simulates programs, are fitted thus:
 
     minimise   sum over times of 2 (sqrt(1 + e²) - 1) + sum over figures of (log(figure / start) / WIDTH)²
     e = log(predicted / measured) / NOISE
@@ -184,7 +184,7 @@ def predicted_us(timed: TimedCall, rates: Rates) -> float:
 def rates_of(times: Sequence[TimedCall], start: Rates) -> Rates:
     """Return the rates with which the simulation of collectives fits `times` best.
 
-    Copies into one GPU do not meet in these programs, so one figure stands for the copy engine and the link.
+    Copies into one GPU never overlap in these programs, so one figure serves for the copy engine and the link.
 
     Args:
         times: collectives alone, with the host ahead of the device; at least `FEWEST`, of several sizes.
