@@ -40,10 +40,10 @@ def tune(
 ) -> Tuned:
     """Choose a mechanism for each collective and its computation: a model preselects, then measurement decides.
 
-    Stock and the three mechanisms with the least predicted time are measured in interleaved rounds, in one new process
-    per rank. Pairs that weigh most in a step come first; when the budget is used up, pairs of a measured class
-    get the choice of that class, and the others stay as they are. What is left of the budget measures pairs again, with
-    up to twelve times as many rounds, if the first rounds left open what is faster.
+    The default (`stock`) and the three mechanisms with the least predicted time are measured in interleaved rounds, in
+    one new process per rank. Pairs that take most of a step come first; when the budget is used up, unmeasured pairs
+    get the choice of a measured pair of their class, or keep the default. If budget is left, pairs for which the first
+    rounds left open what is faster are measured again, with up to twelve times as many rounds.
 
     Args:
         source: a file of pairs (docs/reference/tune.md), traces of a job as for `diagnose`, or pairs.

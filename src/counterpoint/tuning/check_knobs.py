@@ -3,8 +3,8 @@
 A trace shows kernels with their grids, and copies; only Nsight's exports show clusters and priorities of streams, and
 none shows SMs. What a trace cannot show counts as not seen, which proves nothing.
 Calls belong to the pair of a tuning that `Choices.find` names. A call of NCCL states its operation, size and ranks. A
-copy by counterpoint's engines states its bytes alone: runs of copies of the size of one call are that pair's, all
-others are shared by the pairs of which none was found.
+copy by counterpoint's engines states its bytes alone: a series of copies with the size of one call belongs to
+the pair with that size; all other copies are shared by the pairs for which no such series was found.
 """
 
 from __future__ import annotations

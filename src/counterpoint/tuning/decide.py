@@ -7,10 +7,10 @@ Means over rounds are computed from the times x_r of n rounds (Yuen 1974), with 
                                                  these g replaced by the next ones
 
 B is n for fewer than 20 rounds, about the larger of 10 and sqrt(n) for more: where noise lasts over some rounds, means
-of long batches hardly know of each other.
+of long batches are nearly independent.
 
-A hiccup in one of ten rounds is left out; a median would be less sure, by 1.2 times this sigma. Two times of the same
-rounds are compared by x_r = T_1,r - T_2,r: clocks that drift from round to round slow both alike and leave it as it is.
+A hiccup in one of ten rounds is left out; the sigma of a median would be 1.2 times as large. Two times of the same
+rounds are compared by x_r = T_1,r - T_2,r: clocks that drift from round to round slow both alike and cancel.
 
 From a median and its percentiles, where a measurement kept no rounds:
 
@@ -31,9 +31,9 @@ pair in which nothing is faster gets a choice with at most the chance of 2.3 % b
 many were tried, and though noise of a mechanism last over several rounds, up to a correlation of 0.8 from one to the
 next. Where rounds were not kept, x = 2 and sigma = sqrt(sigma_T² + sigma_stock²) of the medians T by themselves.
 
-Of what is proved the fastest is chosen. It was picked by the times that prove it, so that its gain is rather over- than
-understated. What is marked, since a knob did nothing or a rank was late, proves nothing. Where nothing is proved, the
-pair stays as it is.
+Of the proved mechanisms the fastest is chosen. The same times pick and prove it, so its gain is rather over- than
+understated. Times marked as invalid, since a setting did nothing or a rank was late, prove nothing. If no mechanism is
+proved, the pair keeps its default.
 """
 
 from __future__ import annotations

@@ -14,9 +14,9 @@ mean over rounds of `decide.py`
     us of another      us of stock - mean of (T_stock,r - T_r)
     paired_sigma_us    standard error of the mean of (T_stock,r - T_r)
 
-T_r is the mean over launch orders, or the sum over both legs of an exchange. These are measured one after the other:
-round r of one is added to round r of the other, as any two of them could be. A measurement that kept no rounds gives
-the median of each mechanism by itself, of the rank whose median is largest, and no `paired_sigma_us`.
+T_r is the mean over launch orders, or the sum over both legs of an exchange. Orders and legs are measured one
+after the other: round r of one is added to round r of the other, though any two rounds could be. A measurement that
+kept no rounds gives each mechanism's median, on the rank whose median is largest, and no `paired_sigma_us`.
 """
 
 from __future__ import annotations

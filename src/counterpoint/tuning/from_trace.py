@@ -1,21 +1,21 @@
 """Find the pairs of a training step in its traces: each kind of collective, and the matmuls that run beside it.
 
-Collectives of one operation, size, group size, dtype and phase are one class, for layers repeat. Its pair is the
-collective and the compute that runs from when it was ready (held up by a kernel that took every SM: `find_blocked`)
-until its end. If no matmul runs then, it is the compute until the next collective of its kind is ready: the two would
-overlap if the collective were asked for earlier. The class's longest matmul stands for all, as often as they take its
-time. A gather whose very next matmuls multiply the gathered rows is one pair with them, `all_gather_matmul`; so is a
-matmul and the scatter of its product, `matmul_reduce_scatter`.
+Collectives of one operation, size, group size, dtype and phase are one class, since layers repeat. The pair of a class
+is its collective and the compute that runs from when the collective is ready (perhaps held up by a kernel on every SM:
+`find_blocked`) until it ends. If no matmul runs in that time, the pair has the compute until the next collective of the
+class is ready: both would overlap if the collective were launched earlier. The class's longest matmul, repeated to fill
+the time of all its matmuls, represents them. A gather and the matmuls right after it that multiply the gathered rows
+are one pair, `all_gather_matmul`; so are a matmul and the scatter of its product, `matmul_reduce_scatter`.
 
 All_to_alls that bring tokens to their experts, and back, are `exchange`. A layer of experts routes M tokens by a matmul
-[M, hidden] @ [hidden, experts] and a topk of [M, experts]. Its dispatch sends each token once for each expert that it
-goes to, and its combine brings as much back; so do their derivatives:
+[M, hidden] @ [hidden, experts] and a topk of [M, experts]. The layer's dispatch sends each token once to each of the
+token's experts, and the layer's combine brings equally many bytes back; so do the derivatives of both:
 
     bytes sent by a dispatch = bytes received by a combine = M · top_k · hidden · bytes of an element
 
-which tells top_k. What comes to a rank is another size, which tells them from all_to_alls of equal parts. The width of
-an expert is that of a grouped matmul [rows, ffn] @ [experts / ranks, ffn, hidden]; where there is none it is taken to
-be `hidden`, for the times of an exchange do not depend on it.
+so top_k follows from the bytes. A rank receives another number of bytes than it sends, unlike in all_to_alls of equal
+parts. The width of an expert is `ffn` of a grouped matmul [rows, ffn] @ [experts / ranks, ffn, hidden]; without such a
+matmul the width is taken to be `hidden`, since the times of an exchange do not depend on it.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 The times of each side alone come from the profile, the slowdown beside each other from the models of `pair/`:
 
-    GEMMs alone             waves of tiles (`estimated_curve`); on fewer SMs `WAVES_COST` of what more waves cost,
-                            for under the power limit their clocks rise
-    NCCL alone              latency + bytes / bus bandwidth; with c CTAs the bandwidth is c / `full_speed_ctas` · 0.9
-                            of the whole, at most all of it
+    GEMMs alone             waves of tiles (`estimated_curve`); on fewer SMs only `WAVES_COST` of the additional
+                            waves' time, since at the power limit fewer SMs have higher clocks
+    NCCL alone              latency + bytes / bus bandwidth; with c CTAs it has the fraction
+                            c / `full_speed_ctas` · 0.9 of that bandwidth, at most 1
     copy engines alone      the collective's program on the clock of `collectives/program`
     NCCL beside GEMMs       `choice.predict`, by launch order
     copies beside others    `together_us`

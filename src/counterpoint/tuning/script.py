@@ -1,7 +1,7 @@
 """Tune an unchanged training script: record steps, choose mechanisms, confirm them by whole steps. No torch.
 
-A script that calls `counterpoint.overlap` runs all variants in one process. Any other, a model of DDP, whose hook stays
-for good, and choices that are variables of the environment run one variant in a process: stock, tuned, tuned, stock.
+If a script calls `counterpoint.overlap`, one run of it times all variants. Other scripts, DDP models (whose hook cannot
+be removed) and choices that set environment variables need a run for each variant: stock, tuned, tuned, stock.
 
 Choices are confirmed by steps in turns, round by round:
 
@@ -11,9 +11,10 @@ Choices are confirmed by steps in turns, round by round:
     slower                                   median(d) > 2 · sigma
     sigma = sqrt(pi / 2) · s / sqrt(n)       standard error of the median of n rounds whose standard deviation is s
 
-Steps of one round are compared, so that clocks that drift over rounds do not count. A choice without which the steps
-are faster is taken back; if none is to blame and `tuned` is slower than stock, all are. What remains is confirmed anew.
-Pairs whose communication is the same call, beside one matmul in forward and another in backward, are one choice.
+Steps are compared within a round, so that a GPU clock that drifts over rounds cancels. A choice without which steps are
+faster is taken back; if no single choice is to blame but `tuned` is slower than stock, all choices are taken back. The
+remaining choices are timed again. Pairs with the same call, beside one matmul in forward and another in backward, are
+one choice.
 """
 
 from __future__ import annotations

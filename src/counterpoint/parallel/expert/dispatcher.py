@@ -1,14 +1,14 @@
 """Define `Dispatcher`, which sends tokens to their experts and the experts' outputs back, and the derivatives of both.
 
 Each half of a dispatch or a combine is an autograd function of its own: the first half begins communication, the second
-half waits for it. Autograd runs nodes in the reverse order of their making. So the derivative of a second half, which
-begins communication backward, runs before the derivatives of all that was computed between the halves, and the
-derivative of the first half, which waits, runs after them: what was hidden forward is hidden backward, too. Between the
-halves an empty tensor stands for the communication.
+half waits for it. Autograd runs nodes in the reverse of the order in which they were created. So in backward the second
+half's derivative begins communication, then the derivatives of all that was computed between the halves run, and then
+the first half's derivative waits for the communication: what overlaps in forward also overlaps in backward. Between
+the halves an empty tensor represents the communication in autograd's graph.
 
-The derivative of a dispatch is a combine without weights. The derivative of a combine sends the derivatives of the sums
-to the rows; the derivatives of the weights go back while those of the experts are computed, and are waited for together
-with the derivatives of the tokens.
+The derivative of a dispatch is a combine without weights. The derivative of a combine sends the gradients of the sums
+to the ranks of the rows. The gradients of the routing weights go back while the experts' backward runs; the wait for
+them is the wait for the gradients of the tokens.
 """
 
 from __future__ import annotations

@@ -10,12 +10,12 @@ choices. Every rank sends every other a table of fixed size before any row: expe
 receiver knows on its device which rows arrive, in whichever round.
 
 Rows that do not fit a slab are treated as `overflow` says. `raise` and `drop` count them on the device; with `raise`,
-the next dispatch, `check` or `close` waits until earlier calls have told how many rows of any rank had no room, and
+the next dispatch, `check` or `close` waits for earlier calls' counts of rows without room on any rank, and
 raises on all ranks; a call in a capture does not check. A `second_round` loses no rows: the tables say how many rows
 the fullest slab lacks, and if this is not 0, a second all_to_all of that size follows when the dispatch is finished.
 For that, the host waits in each dispatch until the tables have arrived, while work that was queued after the start of
-the dispatch goes on. In a capture no host can wait: there one round has room for all rows, `world_size` times those of
-an even routing, while `raise` and `drop` send `capacity_factor` times those.
+the dispatch goes on. In a capture no host can wait: one round then has room for all rows, `world_size` times the
+rows of an even routing, while `raise` and `drop` send `capacity_factor` times these rows.
 """
 
 from __future__ import annotations

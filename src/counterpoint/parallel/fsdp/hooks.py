@@ -10,17 +10,17 @@ Streams and lifetimes on a GPU, read in torch 2.11 and 2.13 (`_fsdp_collectives.
 
 - A gather is allocated and this rank's shards are copied on the copy-in stream; the hook is called with the gather
   stream current, which waits for the copy-in stream; parameters are read on the compute stream, behind an event that
-  FSDP2 records after the hook. They are freed there, behind what reads them, while the GPU is far behind the host.
+  FSDP2 records after the hook. They are freed on that stream, behind what reads them; the GPU may be far behind then.
 - A buffer (with FSDP2's copies) is dropped by the host one module later in the forward pass, at once in the backward
   pass; but first FSDP2 makes the copy-in and the gather stream wait for the copy-out. So it may be used again, and its
   peers may know so, behind what is queued at that moment on **the stream that made it and the one that the call ran
-  on**; that is what `Communicator.empty` promises, and nothing has to be recorded here. The buffer of a gather in vain
+  on**; `Communicator.empty` promises this, so that no event has to be recorded here. The buffer of a gather in vain
   (prefetched, never used) is dropped without these waits: only the call's own stream knows its end.
-- `unshard(async_op=True)`: all of it on the compute stream; FSDP2 waits for our `Work` before it reads.
+- `unshard(async_op=True)`: all steps run on the compute stream; FSDP2 waits for the hook's `Work` before it reads.
 - What a scatter reads, gradients or buffer, is made on the compute stream and read by the call on the scatter stream;
   FSDP2 holds what `allocate` returned until the compute stream was made to wait for the call. Output: allocated on the
   scatter stream, written by the call, cast there or reduced further (HSDP) on the all-reduce stream; without a cast the
-  gradient is a view of it. So it comes from torch's own allocator.
+  gradient is a view of the output. So the output comes from torch's own allocator.
 """
 
 from __future__ import annotations

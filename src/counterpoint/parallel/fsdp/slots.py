@@ -7,8 +7,8 @@ module's tensors never move; but modules occupy a slot one after the other, so t
 modules are unsharded at the same time.
 
 *Order.* An occupant leaves its slot when FSDP2 frees its parameters; what is queued then on the current stream still
-reads them. The next occupant waits for that, on the stream on which it copies its own shards in, and its peers write
-behind their own waits: the call has a handshake.
+reads them. The next occupant waits for that work, on the stream on which it copies its own shards in; peers write only
+after they have waited likewise, since the gather has a handshake.
 
 *Which slot.* The order of the model says which modules may share a slot (`assign_slots`). FSDP2 runs modules in an
 order that is not known beforehand, but nearly always the order of the model; if it differs, a module allocates another

@@ -1,12 +1,12 @@
 """Bind matmuls that poll flags in memory and compute tiles in the order in which rows arrive, without a barrier.
 
-- `all_gather_matmul`: a tile begins when the word of the chunk that its rows are in says that they have arrived.
-- `matmul_reduce_scatter`: tiles of peers come first and are counted, so that a stream wait releases each chunk's copy;
-  own tiles come last, and add what peers have sent.
+- `all_gather_matmul`: a tile begins when the flag word of its rows' chunk says that the rows have arrived.
+- `matmul_reduce_scatter`: tiles for peers come first and are counted, so that a stream wait releases each chunk's copy;
+  tiles for this rank come last, and add what peers have sent.
 
 `ShardedRows` says which rank has which rows, and determines the order of tiles. The words at `words` and `stored` are
-32 bits wide; the word of a peer's chunk is at `4 * word(peer, chunk)`, as in `CudaWork`. The matmuls do not set words
-back: after them the stream does, by waits that reset (`collectives/cuda/lower.py`).
+32 bits wide; the word of a peer's chunk is at `4 * word(peer, chunk)`, as in `CudaWork`. The matmuls do not reset the
+words: after them the stream does, by waits that reset (`collectives/cuda/lower.py`).
 
 Copies for which a matmul polls are issued before it, on another stream. A matmul must be bound before any kernel of
 this process polls: compiling and loading may wait for the device, and so for a kernel that polls for work that is not

@@ -4,8 +4,8 @@
 rows, of a row-wise one its columns; a bias is `[out]` or None, and equal on all ranks in a row-wise layer. `dim`, never
 the last, is the dimension along which ranks have equal parts, in their order; `group` is the name of the process group.
 
-All of it can be compiled: where a graph is traced these are `torch.ops.counterpoint`, elsewhere functions of autograd,
-which cost the host a fraction of that.
+All functions can be compiled: in a traced graph they are `torch.ops.counterpoint`, elsewhere functions of autograd,
+which cost the host a fraction of an operation's time.
 """
 
 from __future__ import annotations

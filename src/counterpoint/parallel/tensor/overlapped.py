@@ -5,7 +5,7 @@ place. `RowScatter` pushes each part of a product as soon as it is computed, the
 own rows are made last, in the order of ranks, and rounded once. Both multiply in the pieces of a plan (`multiply`), or,
 on GPUs only, by one matmul that polls (`multiply_flagged`; see `flagged.py`).
 
-Rows are counted as in `pair/arrivals.py`, whose layout says in which chunks they leave; ranks have equally many.
+Rows are numbered as in `pair/arrivals.py`, whose layout says in which chunks rows leave; ranks have equally many rows.
 """
 
 from __future__ import annotations

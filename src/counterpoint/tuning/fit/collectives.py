@@ -6,10 +6,10 @@
     e = log(predicted / measured) / NOISE
 
 by Gauss-Newton steps in the logarithms of the figures. The first sum is e² for small e and 2 |e| for large ones: a few
-calls that the clock does not understand do not move the others. The second keeps figures where they were that the times
-do not tell apart, such as the latencies of a signal and of a batch, which every call has both of. A first fit has two
-unknowns, a factor of all GB/s and one of all µs, and the second starts from there: a machine ten times as slow is as
-far from its start as one that is alike.
+calls that the clock predicts badly do not spoil the fit of the others. The second sum keeps figures at their start if
+the times do not determine them, such as the latencies of a signal and of a batch, since every call has both. A first
+fit has two unknowns, a factor of all GB/s and one of all µs, and the second fit starts from the first one's result: so
+a machine ten times as slow as the start is fitted as well as a similar machine.
 """
 
 from __future__ import annotations
