@@ -5,7 +5,7 @@
     ...  # a step
     print(fused.report().require())
 
-It is a pass of inductor (`post_grad_custom_pre_pass`); `fx_fusion.py` has what it does to a graph. A pass that was set
+This sets a pass of inductor (`post_grad_custom_pre_pass`); `fx_fusion.py` changes the graphs. A pass that was set
 before runs first, as it did.
 """
 
@@ -33,7 +33,7 @@ _InferenceAware: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass
 def fuse_compiled(groups: Sequence[ProcessGroup | DeviceMesh] | None = None) -> FusedCompilations:
     """Fuse matmuls with their collectives in all graphs that torch.compile compiles from now on. All ranks call this.
 
-    What was compiled before stays as it is.
+    Graphs that are compiled already stay as they are.
 
     Args:
         groups: process groups, or meshes of one dimension, whose collectives may be fused; None: all. With FSDP that

@@ -150,8 +150,8 @@ def bind_flagged(
         operation: `all_gather_matmul` or `matmul_reduce_scatter`.
         tensors: tensors by the names above, and `b`, `[K, N]`, rows or columns adjacent (a weight is `weight.t()`).
         layout: layout of the rows over ranks.
-        words: address of the words of arrival.
-        error: address of a word that is 0. If `max_spins` polls were in vain, polling ends, `out` is wrong and the word
+        words: address of the flag words, one for each chunk.
+        error: address of a word that is 0. After `max_spins` polls in vain polling ends, `out` is wrong, and this word
             says which chunk was missing (`ShardedRows.missing`).
         stored: address of the counts of stored tiles, which are 0.
         bias: `[N]`.

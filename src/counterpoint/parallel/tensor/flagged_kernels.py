@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-incomplete-defs
 """Define Triton matmuls that poll flags in memory; `flagged.py` imports this file when it binds a matmul.
 
-A program takes every `num_programs`-th tile of C, in the order of the table of runs, in which `flagged.py` puts those
-runs first whose rows arrive first. A run consists of rows that arrive together, and no tile spans two runs.
+A program takes every `num_programs`-th tile of C, in the order of a table of `TileRun`s, in which `flagged.py` puts
+runs first whose rows arrive first. The rows of a run arrive together, and no tile spans two runs.
 
 One thread polls, by reads with acquire at system scope; a block barrier passes the order on to the other threads, and a
 proxy fence passes it on to TMA, which loads through another proxy than the one that has read the word. Results that a

@@ -525,7 +525,7 @@ def tensor_group(name: str, options: TensorOptions | None = None) -> TensorGroup
 
     Args:
         name: name of the process group.
-        options: make the `TensorGroup` anew with these; None: as it is, or with the defaults.
+        options: options of a new `TensorGroup`, which replaces the old one; None: the existing one, or the defaults.
 
     Raises:
         Misconfigured: this process has no group of this name.
