@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def _end(message: str) -> NoReturn:
-    """Print one line, whatever names the message contains, and exit with code 2."""
+    """Print a message on one line, with control characters escaped, and exit with code 2."""
     print(f"counterpoint: {printable(message, MAX_MESSAGE)}", file=sys.stderr)
     raise SystemExit(2) from None
 
@@ -66,7 +66,7 @@ def _root(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")
     ] = False,
 ) -> None:
-    """Take the options that come before a subcommand; the subcommands, added below, are in commands/."""
+    """Accept the options before a subcommand, such as `--version`; commands/ has the subcommands."""
 
 
 app.command()(diagnose)

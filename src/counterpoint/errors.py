@@ -1,4 +1,4 @@
-"""Define all exceptions of counterpoint; every text says what was given, what is allowed, and what to do."""
+"""Define all exceptions of counterpoint; each message says what was given, what is allowed, and what to do."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class CounterpointError(Exception):
 
 
 class Unsupported(CounterpointError):
-    """Says that the machine, or what is installed on it, lacks something; the text names what is missing."""
+    """Says that the machine or its software lacks something that is needed, which the message names."""
 
 
 class NoEffect(Unsupported):
-    """Says that a control (a setting, such as that of a measured pair) was applied, but did not change what ran.
+    """Says that a control (a setting, such as a limit of a GEMM's SMs) was applied, but did not change what ran.
 
     Args:
         control: the control as it was asked for, such as `gemm_sms=108`.
@@ -34,7 +34,7 @@ class NoEffect(Unsupported):
 
 
 class PeerTimeout(CounterpointError):
-    """Says that ranks died or did not answer in time; the text names them and what they did last."""
+    """Says that ranks died or did not answer in time; the message names these ranks and what they did last."""
 
     def __init__(self, reason: str, *, ranks: tuple[int, ...] = ()) -> None:
         self.reason, self.ranks = reason, ranks
@@ -45,7 +45,7 @@ class PeerTimeout(CounterpointError):
 
 
 class Misconfigured(CounterpointError, ValueError):
-    """Says that an option or argument has a value that is not allowed; the text names the allowed values."""
+    """Says that an option or argument has a value that is not allowed; the message names the allowed values."""
 
 
 class NoSuchValue(Misconfigured):
@@ -70,7 +70,7 @@ class BadTrace(CounterpointError):
 
 @contextmanager
 def needs_triton(what: str) -> Iterator[None]:
-    """Raise `Unsupported`, which says that `what` (a plural) need Triton, if an import in the `with` block fails."""
+    """Raise `Unsupported` if an import in the `with` block fails, saying that `what` (a plural noun) need Triton."""
     try:
         yield
     except ImportError as error:

@@ -1,7 +1,7 @@
-"""Start and watch the processes of ranks, leave none running, and say in one error why a rank ended. No torch.
+"""Start the processes of ranks, watch them, end them all, and report in one error why a rank failed. No torch.
 
 `measurement/api.py` starts each rank itself, with torchrun's environment: torchrun's agent would import torch once more
-(seconds), restart and rendezvous are not wanted, and the parent of a rank is the only one who learns by which signal it
+(seconds), restart and rendezvous are not wanted, and only a rank's parent learns by which signal the rank
 died. `tuning/script_launch.py` starts the launcher that a user names, whose processes are the ranks.
 """
 
@@ -56,7 +56,7 @@ _LAUNCHER = re.compile("/counterpoint/(rehearsal/|tuning/script)")  # our launch
 
 @contextmanager
 def run_folder(prefix: str) -> Iterator[Path]:
-    """Make a folder for tasks, logs and errors of one run; it stays after a PeerTimeout, whose text names the logs."""
+    """Make a folder for tasks, logs and errors of the ranks; keep it only after a PeerTimeout, which names the logs."""
     folder = Path(tempfile.mkdtemp(prefix=prefix))
     try:
         yield folder
@@ -70,7 +70,7 @@ def run_folder(prefix: str) -> Iterator[Path]:
 
 @contextmanager
 def reserved_port() -> Iterator[int]:
-    """Yield a port of this host that no other program gets while the block runs, yet rank 0 may listen on it."""
+    """Yield a port of this host on which rank 0 may listen, and which no other program gets in the `with` block."""
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))
@@ -84,7 +84,7 @@ def started(
     """Yield processes that run `command`, one for each log and environment; kill them and their children at the end.
 
     Each process has a session of its own: Ctrl-C reaches the parent alone, which then kills all of them. Raises OSError
-    if the program is not there.
+    if the program does not exist.
     """
     processes: list[subprocess.Popen[bytes]] = []
     try:
@@ -113,7 +113,7 @@ def watch(
     died: Callable[[], CounterpointError],
     hung: Callable[[], CounterpointError],
 ) -> None:
-    """Wait until all processes, as `started` yields them, have exited with 0.
+    """Wait until all processes have exited with code 0; raise an error if one fails or no progress comes in time.
 
     `progress` is called again and again, and returns another value after progress. After `timeout_s` seconds without
     progress (`startup_s` more before the first) the error that `hung` returns is raised, while the processes still run;
@@ -135,7 +135,7 @@ def watch(
 
 
 def exit_code(process: subprocess.Popen[bytes]) -> int | None:
-    """Return the exit code as `Popen.poll` does, without reaping: the pid stays reserved until its group is killed."""
+    """Return a process's exit code, None if it runs, without reaping it, so that its pid stays reserved."""
     ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     if ended is None:
         return None
@@ -150,7 +150,7 @@ def wait_for_all(processes: Processes, seconds: float) -> None:
 
 
 def abort(pids: Iterable[int]) -> None:
-    """Send SIGABRT to processes, at which faulthandler writes their stacks, and suppress their core dumps."""
+    """Send SIGABRT to processes, so that faulthandler writes their stacks, and suppress core dumps."""
     for pid in pids:
         with suppress(ProcessLookupError):
             resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0))
@@ -184,7 +184,7 @@ def failure_file(errors: Path, rank: int) -> Path:
 
 @contextmanager
 def leaving_word(errors: Path, rank: int, at: Callable[[], str | None]) -> Iterator[None]:
-    """If the block raises, write the error, with the step or part that `at` names, to a file, and exit with code 1."""
+    """If the `with` block raises, write the error, with the scenario that `at` names, to a file; exit with code 1."""
     try:
         yield
     except Exception as error:
@@ -217,7 +217,7 @@ def tail(log: Path) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Remains:
-    """Holds a rank's exit code (negative: a signal; None: it still runs), its failure and the end of its log."""
+    """Holds a rank's exit code (negative: a signal; None: the rank still runs), failure and end of log."""
 
     rank: int
     code: int | None
@@ -232,7 +232,7 @@ class Remains:
 
 
 def died(ranks: Sequence[Remains], *, during: str, logs: str, log: str | None = None) -> CounterpointError:
-    """Return the error to raise when a rank has ended badly: the cause, not its consequences on other ranks.
+    """Return the error to raise when ranks have failed: the cause, not other ranks' failures that follow from it.
 
     One of our own exceptions comes first, then a signal, then other exceptions, then a rank that left only its log. A
     rank that lost its connection to another rank, or repeats that rank's error, comes after that rank. `logs` is the
@@ -261,7 +261,7 @@ def died(ranks: Sequence[Remains], *, during: str, logs: str, log: str | None = 
 
 
 def hung(ranks: Sequence[Remains], *, reason: str, logs: str) -> PeerTimeout:
-    """Return the error to raise when no progress has come in time; its text says where up to four ranks are.
+    """Return the error to raise when ranks made no progress in time; its message says where up to four ranks are.
 
     Ranks that did not answer come first, as the likely cause. The logs end with the stacks of `abort`.
     """
@@ -280,7 +280,7 @@ def _at(failure: RankFailure, during: str) -> str:
 
 
 def _where(rank: Remains) -> str:
-    """Return in words where the rank's main thread is: its innermost frame in counterpoint, or in any file."""
+    """Return in words where a rank's main thread is: the innermost stack frame in counterpoint, or in any file."""
     if rank.code is not None and rank.code >= 0:
         return "had ended"
     threads = rank.log.rpartition("Fatal Python error")[2]  # the main thread, which gets the signal, comes last

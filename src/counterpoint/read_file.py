@@ -16,12 +16,12 @@ def read_text(path: Path, *, limit: int, advice: str) -> str:
     """Return the text of a file, without a byte order mark.
 
     Args:
-        path: a file; of pipes and devices only those that are open already, since others may never end.
-        limit: bytes that it may have.
-        advice: what the user should give instead; it goes into error messages.
+        path: a file; pipes and devices are read only if they are open already, since others may never end.
+        limit: most bytes that the file may have.
+        advice: what the user should give instead, for error messages.
 
     Raises:
-        Misconfigured: it cannot be read, is too large or no UTF-8.
+        Misconfigured: the file cannot be read, is too large or is no UTF-8.
     """
     name = printable(str(path), 200)
     try:
@@ -45,7 +45,7 @@ def parse_toml(text: str, name: str, advice: str) -> dict[str, Any]:
     """Return the tables of TOML text; `name` and `advice` go into the error message.
 
     Raises:
-        Misconfigured: it is no TOML.
+        Misconfigured: the text is no TOML.
     """
     try:
         return tomllib.loads(text)

@@ -1,6 +1,6 @@
-"""Tell whether this process is a rank of `counterpoint rehearse`, and which host it stands for. No torch.
+"""Tell whether this process is a rank of `counterpoint rehearse`, and which pretended host it is on. No torch.
 
-Several ranks of a rehearsal share one GPU: values, order, graphs and errors are those of as many GPUs, times are not.
+Several ranks of a rehearsal share a GPU: values, order, graphs and errors are as on as many GPUs, times are not.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ def is_rehearsal() -> bool:
 
 
 def local_rank() -> str:
-    """Return this rank's number on its host, "" if not set; in a rehearsal LOCAL_RANK itself is an index of a GPU."""
+    """Return this rank's number on its host, "" if not set; in a rehearsal LOCAL_RANK is a GPU's index instead."""
     return os.environ.get(_LOCAL_RANK) or os.environ.get("LOCAL_RANK", "")
 
 
 def host_id() -> str:
-    """Return a text that is equal in all processes of one host; in a rehearsal, of one pretended host."""
+    """Return a text that identifies this host, or, in a rehearsal, the pretended host of this rank."""
     boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else platform.node()
     return f"{boot}, rehearsed host {os.environ[_HOST]}" if is_rehearsal() else boot
 

@@ -30,7 +30,7 @@ def token_dispatcher(cfg: Any, *, hidden: int | None = None, max_tokens: int | N
     """Return the configuration of a token dispatcher that sends tokens by `counterpoint.expert_parallel`.
 
     Args:
-        cfg: configuration of torchtitan's `AllToAllTokenDispatcher`, or of a subclass, as the one that pads for float8.
+        cfg: configuration of torchtitan's `AllToAllTokenDispatcher`, or of a subclass, such as the float8 one.
         hidden: elements of a token; with `max_tokens`, buffers are made when the model is parallelized.
         max_tokens: most tokens that a rank dispatches at once, else all ranks raise; None: as many as any rank has at
             the first dispatch.
@@ -61,7 +61,7 @@ def _replaced(cfg: Any, mixin: type, more: dict[str, Any]) -> Any:
 
 @cache
 def _class_of(base: Any, mixin: type, names: tuple[str, ...]) -> Any:
-    """Return a subclass of `mixin` and a configurable class of torchtitan; its `Config` also has the fields `names`.
+    """Return a subclass of `mixin` and of torchtitan's class `base`, whose `Config` also has the fields `names`.
 
     torchtitan lets `Config.build` make the class in which the `Config` was defined.
     """
@@ -74,7 +74,7 @@ def _class_of(base: Any, mixin: type, names: tuple[str, ...]) -> Any:
 
 
 def _register() -> None:
-    """Tell torchtitan which of its classes each function replaces; old versions lack the parallel linear layers."""
+    """Register each function as torchtitan's override of a class; old versions lack the parallel linear layers."""
     override = importlib.import_module("torchtitan.config").override
     for module, name, factory, what, exact in (
         ("token_dispatcher", "AllToAllTokenDispatcher", token_dispatcher, "Tokens travel by copy engines.", False),

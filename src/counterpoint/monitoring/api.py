@@ -57,8 +57,8 @@ def watch(
         steps: number of steps recorded at a time.
         folder: folder on storage that all hosts see; None: only the ranks on rank 0's host are diagnosed.
         export: called on rank 0 with each `WatchedStep`; `counterpoint.monitoring.exporters` has some.
-        record_shapes: tells kernels of one name but different sizes apart; recorded steps take longer.
-        with_stack: names Python code where no operation was recorded; recorded steps take much longer.
+        record_shapes: record tensors' shapes, which distinguish kernels of one name; recorded steps take longer.
+        with_stack: record Python functions, to name code in which no operation ran; recorded steps take much longer.
 
     Raises:
         Misconfigured: a number of steps that cannot be recorded, or a folder that does not exist.
@@ -75,7 +75,7 @@ def watch(
 
 
 class TrainingWatch:
-    """Counts the steps of a training, and has some steps recorded and diagnosed; made by `counterpoint.watch`.
+    """Counts training steps, and has some of them recorded and diagnosed; made by `counterpoint.watch`.
 
     `count` is the number of steps so far.
     """
@@ -109,9 +109,9 @@ class TrainingWatch:
         self.close(linger=_LINGER_S if kind is None else 0.0)
 
     def step(self) -> None:
-        """End a training step, in loops without a torch optimizer, or with one that steps several times per step.
+        """Count a training step; call this after each step if no torch optimizer steps exactly once per training step.
 
-        After the first call, only these calls are counted as steps, not those of an optimizer.
+        After the first call, only these calls count as steps, no longer an optimizer's.
         """
         if self._optimizer_steps is not None:
             self._optimizer_steps.remove()
@@ -240,7 +240,7 @@ class TrainingWatch:
                 log.warning("step %d: not diagnosed: %s", step, _said(error))
 
     def _ask(self, step: int) -> WatchedStep | None:
-        """Run the diagnosis in a process beside the training and return its record; None on ranks other than 0."""
+        """Run the diagnosis in another process, and return its `WatchedStep`; None on ranks other than 0."""
         rank = _rank()
         todo = beside.Round(
             parent=os.getpid(),
@@ -275,7 +275,7 @@ class TrainingWatch:
             _store().set(f"{_KEY}/{key}", str(self._made[key]))
 
     def _seen(self, key: str) -> Path:
-        """Return the folder that another rank made at its first step; raise at once if it has not made one yet."""
+        """Return the folder that another rank made at its first step; raise at once if no folder is made yet."""
         if key in self._made:
             return self._made[key]
         if _world_size() == 1 or not _store().check([f"{_KEY}/{key}"]):

@@ -1,4 +1,4 @@
-"""Read and diagnose a recording in a process beside the training, at the lowest priority, without torch.
+"""Diagnose a recorded trace in a separate process of the lowest priority, without torch, while training goes on.
 
 The first rank of every host starts such a process, which digests the traces of the host's ranks. The process of
 rank 0 joins all digests, which the other hosts put into a common folder, and prints a `WatchedStep`. The process ends
@@ -36,7 +36,7 @@ _SLOWED = 1.25  # recorded / unrecorded step time from which the line names both
 
 
 class Round(Record, frozen=True, kw_only=True):
-    """Describes one recording to diagnose: its ranks, its traces, and the folder in which hosts exchange digests."""
+    """Describes one recording to diagnose: ranks, folder of traces, and folder in which hosts exchange digests."""
 
     parent: int  # the process of the training
     traces: str  # folder of this host's traces
@@ -48,7 +48,7 @@ class Round(Record, frozen=True, kw_only=True):
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of the diagnosing process: the training's import path, and one thread per library."""
+    """Return the environment variables of the diagnosing process: the import path, and one thread per math library."""
     package = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
@@ -56,7 +56,7 @@ def environment() -> dict[str, str]:
 
 
 def main() -> None:
-    """Diagnose the `Round` that comes on standard input; an expected error gives one line on stderr and exit code 2."""
+    """Diagnose the `Round` read from standard input; print an expected error on stderr and exit with code 2."""
     todo = msgspec.json.decode(sys.stdin.buffer.read(), type=Round)
     threading.Thread(target=_end_with, args=(todo.parent,), daemon=True).start()
     try:
@@ -80,7 +80,7 @@ def _end_with(parent: int) -> None:
 
 
 def _digests(todo: Round) -> tuple[list[RankDigest], dict[int, str]]:
-    """Return the digests of this host's ranks, and why some are missing; remove the traces that were read."""
+    """Return the digests of this host's traces, and why ranks have none, by rank; remove the traces that were read."""
     folder = Path(todo.traces)
     digests, excuses = [], dict.fromkeys(todo.ranks, "it has recorded nothing")
     for rank, path in wait_for(folder, set(todo.ranks)):
@@ -98,7 +98,7 @@ def _digests(todo: Round) -> tuple[list[RankDigest], dict[int, str]]:
 
 
 def put(folder: Path, name: str, data: bytes) -> None:
-    """Write a file of a round, such that only the complete file appears; raise if the common folder is missing."""
+    """Write a file atomically into the folder of a `Round`; raise if the parent of that folder is missing."""
     with writing(folder, name) as temporary:
         temporary.write_bytes(data)
 
@@ -108,7 +108,7 @@ def writing(folder: Path, name: str) -> Iterator[Path]:
     """Yield a temporary path to write to; the file gets its final name when the `with` block ends without an error.
 
     Raises:
-        CounterpointError: the common folder, which has the folder of the round, does not exist.
+        CounterpointError: the parent of `folder` does not exist.
     """
     if not folder.parent.is_dir():
         raise CounterpointError(
@@ -122,7 +122,7 @@ def writing(folder: Path, name: str) -> Iterator[Path]:
 
 
 def wait_for(folder: Path, ranks: set[int], still_s: float = _STILL_S) -> Iterator[tuple[int, Path]]:
-    """Yield each rank's file (data, or why it has none) as it appears, until none has come for `still_s` seconds."""
+    """Yield each rank and its file (data or a reason) as files appear, until none appears for `still_s` seconds."""
     last = time.monotonic()
     while ranks and time.monotonic() < last + still_s:
         for path in sorted(folder.glob("rank*.*")):
@@ -136,14 +136,14 @@ def wait_for(folder: Path, ranks: set[int], still_s: float = _STILL_S) -> Iterat
 
 
 def _remove(folder: Path, step: int) -> None:
-    """Remove the folder of a round, and folders of earlier rounds that nobody read."""
+    """Remove a recording's folder, and folders that are left of recordings at earlier steps."""
     for other in folder.parent.glob("step*"):
         if other.name[4:].isdigit() and int(other.name[4:]) <= step:
             shutil.rmtree(other, ignore_errors=True)
 
 
 def _joined(todo: Round, digests: list[RankDigest], excuses: dict[int, str]) -> WatchedStep:
-    """Return the summary of the diagnosis of all hosts' digests; remove the folder of this round."""
+    """Diagnose the digests of all hosts' ranks, and return a summary; remove the folder of the digests."""
     from counterpoint.diagnosis.api import diagnose_digests  # imported late: only the host of rank 0 needs it
 
     folder, others = Path(todo.digests), set(range(todo.world_size)) - set(todo.ranks)
@@ -164,7 +164,7 @@ def _joined(todo: Round, digests: list[RankDigest], excuses: dict[int, str]) -> 
 
 
 def watched_step(diagnosis: Diagnosis, step: int, notes: tuple[str, ...], usual_us: float | None = None) -> WatchedStep:
-    """Sum up a diagnosis by the times of its mean step; `usual_us` is the time of an unrecorded step."""
+    """Return a `WatchedStep` with the mean step times of a diagnosis; `usual_us` is the µs of an unrecorded step."""
     total, steps = diagnosis.totals, max(1, len(diagnosis.steps))
     late = _late(diagnosis, steps, usual_us)
     return WatchedStep(
@@ -189,7 +189,7 @@ def watched_step(diagnosis: Diagnosis, step: int, notes: tuple[str, ...], usual_
 
 
 def _late(diagnosis: Diagnosis, steps: int, usual_us: float | None) -> Straggler | None:
-    """Return the rank that makes the others wait longest, unless recording may have made it late.
+    """Return the rank that makes the others wait longest; None if the recording itself may have made that rank late.
 
     Where hosts are the limit, recording slows each launch, and some ranks more than others. Recordings of different
     ranks also begin and end at different times.

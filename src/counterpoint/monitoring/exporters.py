@@ -1,7 +1,6 @@
-"""Write the records of `watch` for other tools: lines of JSON, TensorBoard, Prometheus.
+"""Export the `WatchedStep` records of `watch` to JSON lines, TensorBoard or Prometheus.
 
-An exporter is a function of one `WatchedStep`; any callable will do. They run on rank 0, in a thread beside the
-training.
+An exporter is any callable that takes one `WatchedStep`. Exporters run on rank 0, in a thread beside the training.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from counterpoint.records.diagnosis import WatchedStep
 
 
 def numbers(record: WatchedStep) -> dict[str, float]:
-    """Return the figures of a record by name: times in seconds, shares from 0 to 1, as Prometheus recommends.
+    """Return the numbers of a `WatchedStep` by name: times in seconds, shares as fractions, as Prometheus recommends.
 
     Unknown figures are left out; where no rank is late, `late_seconds` is 0.
     """
@@ -31,25 +30,25 @@ def numbers(record: WatchedStep) -> dict[str, float]:
 
 
 class JsonLines:
-    """Appends each record to a file, as one line of JSON."""
+    """Appends each `WatchedStep` to a file, as one line of JSON."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
 
     def __call__(self, record: WatchedStep) -> None:
-        """Append a record."""
+        """Append a record to the file."""
         with self.path.open("ab") as file:
             file.write(msgspec.json.encode(record) + b"\n")
 
 
 class Prometheus:
-    """Writes the last record to a file for node_exporter's textfile collector; each record replaces the file."""
+    """Writes the latest `WatchedStep` to a file for node_exporter's textfile collector, replacing earlier ones."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
 
     def __call__(self, record: WatchedStep) -> None:
-        """Replace the file by one with this record."""
+        """Replace the file by a file with only this record."""
         late = "" if record.late_rank is None else f'{{rank="{record.late_rank}",cause="{record.late_cause}"}}'
         gauges = numbers(record) | {"watched_step": record.step, "watched_timestamp_seconds": record.unix_s}
         lines = []
@@ -62,7 +61,7 @@ class Prometheus:
 
 
 class TensorBoard:
-    """Adds figures, and the log line as text, to the TensorBoard run in a folder, or to a given `SummaryWriter`."""
+    """Adds each `WatchedStep`'s numbers and log line to TensorBoard, in a folder or by a given `SummaryWriter`."""
 
     def __init__(self, run: object) -> None:
         if isinstance(run, str | os.PathLike):
@@ -74,7 +73,7 @@ class TensorBoard:
         self.writer: Any = run
 
     def __call__(self, record: WatchedStep) -> None:
-        """Add a record's figures and log line to the run."""
+        """Add a record's numbers and log line to TensorBoard."""
         for name, value in numbers(record).items():
             self.writer.add_scalar(f"counterpoint/{name}", value, record.step)
         self.writer.add_text("counterpoint/watch", record.line, record.step)

@@ -1,4 +1,4 @@
-"""Watch a training of PyTorch Lightning: `Trainer(callbacks=[LightningWatch(every=500)])`."""
+"""Run `counterpoint.watch` in PyTorch Lightning: `Trainer(callbacks=[LightningWatch(every=500)])`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LightningWatch(Callback):
         self._watch, self._seen = watch(*self._arguments, **self._options), trainer.global_step
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
-        """End a step if the optimizers stepped; with gradient accumulation they do not after every batch."""
+        """Count a step if the optimizers stepped after this batch; with gradient accumulation they often do not."""
         if self._watch is not None and trainer.global_step != self._seen:
             self._seen = trainer.global_step
             self._watch.step()
@@ -37,6 +37,6 @@ class LightningWatch(Callback):
             self._watch.close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """End the watch at once."""
+        """End the watch at once, without waiting for a diagnosis."""
         if self._watch is not None:
             self._watch.close(linger=0.0)

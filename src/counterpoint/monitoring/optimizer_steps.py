@@ -1,4 +1,4 @@
-"""Count a training's steps by its optimizer's steps."""
+"""Count training steps by the steps of the training's first optimizer."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
 class OptimizerSteps:
-    """Calls a function after each step of the optimizer that steps first, in the thread that made this object.
+    """Calls `advance` after each step of the first optimizer to step in the thread that made this object.
 
     Several optimizers each step once per training step, so only the one that stepped first counts; if it is deleted,
     the next one that steps.
 
     Args:
-        advance: the function; what it raises comes out of `optimizer.step()`.
+        advance: a function; `optimizer.step()` raises the errors of this function.
     """
 
     def __init__(self, advance: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""Record some steps of one rank with torch.profiler, at the least cost, and never while another profiler runs."""
+"""Record some steps of one rank with torch.profiler, at low cost, and never while another profiler runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 
 class Recording:
-    """Records `steps` steps of this rank, after one step of warm-up; `step` is called at every step's end."""
+    """Records `steps` steps of this rank, after one step of warm-up; call method `step` at the end of every step."""
 
     def __init__(self, steps: int, *, record_shapes: bool, with_stack: bool) -> None:
         activities = [ProfilerActivity.CPU]
@@ -35,7 +35,7 @@ class Recording:
             self._profiler.start()
 
     def step(self) -> bool:
-        """End a step; return whether it was the last one, after which the recording only waits to be written."""
+        """Record the end of a step; return whether all steps are recorded, so that `write` may be called."""
         if self._left == self._all and torch.cuda.is_initialized():
             torch.cuda.synchronize()  # recordings begin after the last collective, and each operation has its launch
         self._left -= 1
@@ -54,10 +54,10 @@ class Recording:
 
 
 def _detach_afterwards() -> None:
-    """Have CUPTI leave the process after a recording: attached, it makes every later launch slower.
+    """Make CUPTI detach from the process after a recording, since an attached CUPTI slows every later launch.
 
-    Newer versions of torch do so themselves where that is safe (CUDA 12.6 and later). A variable that the user has set
-    is left alone.
+    Newer versions of torch do so themselves where that is safe (CUDA 12.6 and later). If the user has set the variable,
+    it stays as it is.
     """
     version = [int(part) for part in (torch.version.cuda or "0").split(".")]
     if version >= [12, 6]:
@@ -65,7 +65,7 @@ def _detach_afterwards() -> None:
 
 
 def _trace_only() -> Any:
-    """Return the profiler setting by which torch builds no Python events; None for a torch without that setting."""
+    """Return the profiler setting that keeps torch from building Python events; None if this torch lacks it."""
     try:
         return torch._C._profiler._ExperimentalConfig(trace_only=True)
     except (AttributeError, TypeError):
@@ -73,7 +73,7 @@ def _trace_only() -> Any:
 
 
 class OtherProfilers:
-    """Detects the profilers that the training itself uses: of two at once, the one that starts second breaks.
+    """Detects profilers that the training itself uses, since of two at once the one started second breaks.
 
     torch tells nobody that a profiler is being prepared. So methods of torch's profiler are wrapped while a watch
     lives: `give_way` is called before another profiler is prepared, and `any` is true from then on until that one has
@@ -87,7 +87,7 @@ class OtherProfilers:
         self._replaced: dict[str, Any] = {}
 
     def any(self) -> bool:
-        """Return whether another profiler records, or is prepared to."""
+        """Return whether another profiler records or is prepared to record."""
         return bool(getattr(autograd_profiler, "_is_profiler_enabled", False)) or len(self._prepared) > 0
 
     def own(self, act: Callable[[], Any]) -> Any:

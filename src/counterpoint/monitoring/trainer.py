@@ -1,4 +1,4 @@
-"""Watch a training of Hugging Face's Trainer: `Trainer(..., callbacks=[TrainerWatch(every=500)])`."""
+"""Run `counterpoint.watch` in Hugging Face's Trainer: `Trainer(..., callbacks=[TrainerWatch(every=500)])`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from counterpoint.monitoring.api import TrainingWatch, watch
 
 
 class TrainerWatch(TrainerCallback):
-    """Watches a training of Trainer; takes the arguments of `counterpoint.watch`, and counts `global_step`."""
+    """Watches a `Trainer`'s training; takes the arguments of `counterpoint.watch`, and counts `global_step`."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         watch(*args, **options)  # wrong arguments are refused here, not when the training starts
@@ -22,7 +22,7 @@ class TrainerWatch(TrainerCallback):
         self._watch = watch(*self._arguments, **self._options)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """End a step."""
+        """Count a training step."""
         if self._watch is not None:
             self._watch.step()
 

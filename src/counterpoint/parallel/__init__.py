@@ -1,6 +1,6 @@
 """Run the collectives of torch's FSDP2, DDP, tensor and expert parallelism without SMs, by copy engines.
 
-- `overlap.py`: the one line for FSDP2 (`fsdp/`), DDP (`ddp.py`), tensor (`tensor/`) and expert parallelism (`expert/`).
+- `overlap.py`: `overlap(model)`, for FSDP2 (`fsdp/`), DDP (`ddp.py`), tensor and expert parallelism (below).
 - `tensor/`: matmuls of tensor parallelism, `torch.ops.counterpoint`.
 - `expert/`: tokens of expert parallelism on their way to the experts and back.
 - `follow_tuning.py`: reads what `counterpoint tune` chose, equally on all ranks, for all of them.

@@ -31,7 +31,7 @@ from counterpoint.collectives.work import Work
 from counterpoint.errors import Misconfigured, PeerTimeout
 
 PIECE_BYTES = 1 << 28
-"""Limits the bytes of a bucket that are reduced at once: staging and landing get that size, and keep it.
+"""Limits the bytes of a bucket that are reduced at once, and so the size of staging and landing memory.
 
 Before its first step DDP has one bucket, of all gradients.
 """
@@ -41,7 +41,7 @@ _PAUSE_S = 1e-3
 
 
 def pieces(values: Tensor) -> Sequence[Tensor]:
-    """Return a flat tensor as parts of at most `PIECE_BYTES` bytes each."""
+    """Split a flat tensor into views of at most `PIECE_BYTES` bytes each."""
     return (values,) if values.nbytes <= PIECE_BYTES else values.split(PIECE_BYTES // values.itemsize)
 
 
@@ -96,11 +96,11 @@ class BackgroundCall:
         return True
 
     def is_completed(self) -> bool:
-        """Return whether the call has ended, with or without an error; always False if it was captured in a graph."""
+        """Return whether the call has ended, with or without an error; always False for a call captured in a graph."""
         return not self.captured and bool(self.future.done()) and (self.ended is None or bool(self.ended.query()))
 
     def exception(self) -> BaseException | None:
-        """Return the error that the call failed with; None if there is none, or it is not known yet."""
+        """Return the error with which the call failed; None if no error is known so far."""
         if not self.future.done():
             return None
         try:
@@ -111,7 +111,7 @@ class BackgroundCall:
 
 
 class _Starter(threading.Thread):
-    """Represents the thread that starts the calls of one `Background`; it does not keep the `Background` alive."""
+    """Is the thread that starts the calls of one `Background`, without keeping the `Background` alive."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(name="counterpoint-buckets", daemon=True)
@@ -121,7 +121,7 @@ class _Starter(threading.Thread):
         self._waits_for: _Starter | None = None  # the thread for which a callback in this thread waits
 
     def run(self) -> None:
-        """Start the calls that were handed over, until a None is handed over."""
+        """Start calls from the queue `items`, in order, until the queue yields None."""
         current: Any = None
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
@@ -138,7 +138,7 @@ class _Starter(threading.Thread):
 
     @contextmanager
     def waited_for(self) -> Iterator[None]:
-        """Let the caller wait for this thread; raise Misconfigured if the two would wait for each other."""
+        """Raise `Misconfigured` if waiting for this thread in the `with` block would be a deadlock."""
         here, behind = threading.current_thread(), self
         if not isinstance(here, _Starter):
             yield
@@ -159,7 +159,7 @@ class _Starter(threading.Thread):
 
 
 class Background:
-    """Starts calls on any channel of a communicator, in the order in which `start` gets them.
+    """Starts calls on any channel of a communicator from a background thread, in the order of `start`.
 
     Nothing else may use the communicator's channels before `drain` has returned.
 
@@ -179,7 +179,7 @@ class Background:
         self._close = weakref.finalize(self, self.thread.items.put, None)  # None ends the thread
 
     def start(self, run: Run, channel: int, value: Any) -> BackgroundCall:
-        """Hand `run` to the thread, to be queued behind the present work of the current stream.
+        """Let the thread call `run`, whose GPU work waits for what is now queued on the current stream.
 
         The caller itself runs `run`, at once, in a graph capture, in a callback in the thread, and if CUDA has one
         hardware queue.
@@ -229,10 +229,10 @@ class Background:
         return stream
 
     def drain(self) -> None:
-        """Wait until all calls handed over are queued (on a CPU: have ended), and their callbacks have run.
+        """Wait until all calls given to `start` are queued (on a CPU: have ended), and their callbacks have returned.
 
-        In a callback in the thread this returns at once: the calls handed over run after that callback. `Misconfigured`
-        is raised in a callback of another group for which callbacks of this thread wait.
+        In a callback in the thread this returns at once: calls given to `start` run after that callback.
+        `Misconfigured` is raised in a callback of another group for which callbacks of this thread wait.
         """
         if self.thread.done == self._handed or self.is_this_thread():
             return
@@ -242,12 +242,12 @@ class Background:
             reached.wait()
 
     def close(self) -> None:
-        """End the thread, after the calls that were handed over."""
+        """End the thread after all calls given to `start`."""
         self.drain()
         self.abort()
 
     def abort(self) -> None:
-        """Let the thread end after the calls handed over, without waiting; the communicator makes these calls fail."""
+        """Tell the thread to end after the calls given to `start`, which the communicator makes fail; do not wait."""
         self._close()
 
 

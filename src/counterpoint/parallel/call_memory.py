@@ -52,7 +52,7 @@ class CallMemory:
         return found[:num_bytes].view(dtype).view(shape)
 
     def give_back(self, tensor: Tensor) -> None:
-        """Allow `empty` to hand out one of its tensors again, once the work that is queued now has run."""
+        """Allow `empty` to return this tensor's memory again, once the work that is queued now has ended."""
         found = self._lent.pop(tensor.data_ptr(), None)
         if found is not None:
             self._free.append((found, self._stream() if self._on_gpu else 0))

@@ -1,4 +1,4 @@
-"""Run the all_reduces of DDP's gradient buckets by a `Communicator`: by one line, or as a communication hook.
+"""Run the all_reduces of DDP's gradient buckets by a `Communicator`, through `overlap` or a communication hook.
 
     model = DistributedDataParallel(model, bucket_cap_mb=100)
     overlapped = counterpoint.overlap(model)
@@ -136,7 +136,7 @@ class HookState:
         values.copy_(wire)
 
     def _average_as_float8(self, values: Tensor, channel: int) -> None:
-        """Average a piece over all ranks in place: exchange float8 blocks, sum in float32, gather bfloat16 averages."""
+        """Average `values` over ranks in place: exchange float8 blocks, sum in float32, gather bfloat16 averages."""
         communicator, ranks = self.communicator, self.communicator.world_size
         blocks = -(-values.numel() // (ranks * _BLOCK))  # for each rank
         padded = torch.zeros(ranks, blocks, _BLOCK, dtype=torch.float32, device=values.device)
@@ -232,10 +232,10 @@ class SymmetricBuckets:
 
 
 class OverlappedDdp:
-    """Reports a DDP model's replaced collectives; `restore`, or the end of a `with` block, gives them back to torch.
+    """Reports the replaced collectives of a DDP model; `restore`, or the end of a `with` block, restores torch's.
 
     Args:
-        model: no backward pass was run yet, and it has no hook.
+        model: a model without a hook, before its first backward pass.
         options: None: the defaults.
         tuned: tuning, as for `overlap`.
 
@@ -281,11 +281,11 @@ class OverlappedDdp:
         return self._state.report()
 
     def check(self) -> None:
-        """Raise the error that ended communication, if there was one; it names the ranks that failed."""
+        """Raise the error that ended communication, if any; its text names the failed ranks."""
         self._state.communicator.check()
 
     def restore(self) -> None:
-        """Let torch reduce all later buckets, and close the communicator. All ranks call it, between two steps.
+        """Let torch reduce all later buckets, and close the communicator. All ranks call this between two steps.
 
         DDP cannot remove the hook, which from then on only calls torch.
         """

@@ -1,4 +1,4 @@
-"""Follow a tuning: `counterpoint.toml`, named by an argument or by COUNTERPOINT_TUNED, equal on all ranks."""
+"""Run calls as `counterpoint tune` chose in `counterpoint.toml`, which must be equal on all ranks."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from counterpoint.version import VERSION
 
 VARIABLE = "COUNTERPOINT_TUNED"
 OFF = "off"
-"""Stands in place of a file's name to say that no tuning is followed."""
+"""Is given in place of a file's name to say that no tuning is followed."""
 _GEMM_SMS = "gemm_sms"
 _AXES = 4  # most axes of a mesh: replicated, sharded, tensor and expert parallel
 
 
 @dataclass(frozen=True, kw_only=True)
 class TunedCall:
-    """Holds a tuning's choice for one call.
+    """Holds the mechanism that a tuning chose for a collective call.
 
     Args:
-        mechanism: name of the mechanism, without its knobs.
+        mechanism: name of the mechanism, without its settings (knobs).
         stays: torch runs the call by its own collective.
         why: what was chosen, why, and which of its knobs are not applied.
     """
@@ -49,7 +49,7 @@ class FollowedTuning:
     """Looks up a tuning's choice for each call, and remembers which choices were used.
 
     Args:
-        choices: those that count here.
+        choices: the tuning's choices, and how this machine differs from the tuned one.
         name: name of the file, for reports.
     """
 
@@ -115,7 +115,7 @@ class FollowedTuning:
         return TunedCall(mechanism=mechanism_base(pair), stays=stays_with_torch(pair), why=why)
 
     def _knob_text(self, knob: str) -> str:
-        """Return why a knob of a choice is not applied; "" if it is applied."""
+        """Return why a choice's setting `knob`, `key=value`, is not applied; "" if it is."""
         if knob.startswith(f"{_GEMM_SMS}="):
             why_not = self._gemm_sms
         elif (setting := _setting(knob)) is None:
@@ -129,7 +129,7 @@ class FollowedTuning:
 
 
 def _setting(knob: str) -> tuple[str, str] | None:
-    """Return the variable, with its value, that sets a knob for later process groups; None if no variable sets it."""
+    """Return the environment variable and value that set a knob of later process groups; None if there is none."""
     if knob == "priority=high":
         return "TORCH_NCCL_HIGH_PRIORITY", "1"
     key, _, value = knob.partition("=")
@@ -139,11 +139,11 @@ def _setting(knob: str) -> tuple[str, str] | None:
 def follow_together(
     tuned: Tuned | str | Path | None, groups: Iterable[Any], *, device_type: str
 ) -> FollowedTuning | None:
-    """Return the tuning that calls follow; None if none is named. All ranks of all groups call this.
+    """Return the tuning that calls follow; None if no file is named. All ranks of all groups call this.
 
     Args:
         tuned: a tuning, the path of its file, or `off`; None: what COUNTERPOINT_TUNED names.
-        groups: process groups of this rank whose ranks decide together: those of all axes of a mesh.
+        groups: process groups of this rank whose ranks decide together: the groups of all axes of a mesh.
         device_type: type of the device of the groups' calls, cuda or cpu.
 
     Raises:
@@ -169,7 +169,7 @@ def follow_together(
 
 
 def _agree(groups: Iterable[Any], said: str) -> None:
-    """Raise unless all ranks of all groups give the same text `said`.
+    """Raise `Misconfigured` unless all ranks of all groups give the same text `said`.
 
     A difference in one group has to reach ranks that are in other groups only, so it is passed on, axis by axis. The
     order of groups is the same on all ranks, so that no two ranks wait for each other.
@@ -194,7 +194,7 @@ def _agree(groups: Iterable[Any], said: str) -> None:
 
 
 def _read(tuned: Tuned | str | Path | None) -> tuple[Tuned, str] | None:
-    """Return the tuning and its name; None if none is named."""
+    """Return the tuning and its file's name; None if no file is named."""
     if isinstance(tuned, Tuned):
         return tuned, "tuning"
     named = os.environ.get(VARIABLE) if tuned is None else str(tuned)
@@ -204,7 +204,7 @@ def _read(tuned: Tuned | str | Path | None) -> tuple[Tuned, str] | None:
 
 
 def this_machine(device_type: str) -> Environment:
-    """Return the description of this machine, to compare it with the one that a tuning was made on."""
+    """Return a description of this machine, to compare it with the machine on which a tuning was made."""
     on_gpu = device_type == "cuda"
     return Environment(
         device=device_type,

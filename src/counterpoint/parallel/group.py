@@ -1,4 +1,4 @@
-"""Hold the communicator of a process group's ranks in this process, and the routes of their calls.
+"""Hold one communicator for each set of ranks, and decide whether it or torch runs a call.
 
 Backend, FSDP2, DDP, tensor and expert parallelism each hold the `RankGroup` of their ranks. A call goes: hook, torch's
 group, operation or dispatcher -> `RankGroup.route` -> `RankGroup.communicator` -> `Submitter` -> transport -> driver.
@@ -59,7 +59,7 @@ Value = TypeVar("Value")
 
 
 class Route(NamedTuple):
-    """Names the path that runs calls of one kind, and the reason; path `torch`: the process group itself runs them."""
+    """Says whether a communicator or the process group itself (path `torch`) runs calls of one kind, and why."""
 
     path: RoutedPath
     why: str
@@ -82,14 +82,14 @@ class _User(NamedTuple):
 
 
 class PartitionedCalls:
-    """Alternates between the two channels of a pair, so that two partitioned calls can be under way at once."""
+    """Alternates between two channels of a communicator, so that two partitioned calls can be under way at once."""
 
     def __init__(self) -> None:
         self._open: dict[int, PartitionedWork] = {}  # calls under way, by channel
         self._latest: dict[tuple[int, ...], int] = {}  # channel of the latest call, by pair
 
     def channel(self, pair: tuple[int, ...]) -> int:
-        """Return the channel for the next call, after finishing the call that may still be under way on it."""
+        """Return the next call's channel, one of `pair`, after finishing any call still under way on that channel."""
         self._latest[pair] = 1 - self._latest.get(pair, 1)
         channel = pair[self._latest[pair]]
         if channel in self._open:
@@ -97,12 +97,12 @@ class PartitionedCalls:
         return channel
 
     def begin(self, channel: int, work: PartitionedWork) -> PartitionedWork:
-        """Record that a call is under way, and return its work."""
+        """Record that the call `work` is under way on `channel`, and return `work`."""
         self._open[channel] = work
         return work
 
     def finish(self, work: PartitionedWork) -> None:
-        """Finish a call, and free its channel."""
+        """Finish the call `work`, and free its channel."""
         work.finish()
         self._open = {channel: one for channel, one in self._open.items() if one is not work}
 
@@ -112,7 +112,7 @@ class RankGroup:
 
     Args:
         group: process group of torch's own backends.
-        ranks: its ranks, counted in the job, in the order of the group.
+        ranks: the group's global ranks, in the order of the group.
         options: options of the communicator; None: as its users say.
         opened: opens the communicator.
     """
@@ -183,17 +183,17 @@ class RankGroup:
         self._users[self._number_of(user)].memory.append(memory)
 
     def leave(self, user: object) -> None:
-        """End the use by `user`; the last user to leave closes the communicator. All ranks call this."""
+        """Unregister `user`; the last user to leave closes the communicator. All ranks call this."""
         number = self._number_of(user)
         if number >= 0:
             self._remove([number], "close")
 
     def _number_of(self, user: object) -> int:
-        """Return the number of a user; -1 if it has left."""
+        """Return the key of `user` in `_users`; -1 if `user` has left."""
         return next((number for number, one in self._users.items() if one.alive() is user), -1)
 
     def _forget_dropped(self) -> None:
-        """Remove the users that all ranks have dropped; each rank collects its garbage at a time of its own."""
+        """Unregister users that are garbage-collected on all ranks: each rank collects at a time of its own."""
         dropped = [number for number, one in self._users.items() if one.alive() is None]
         everywhere = set(dropped).intersection(*gather_values(self.group, dropped))
         if everywhere:
@@ -259,13 +259,13 @@ class RankGroup:
 
     @property
     def memory(self) -> CallMemory:
-        """Return the `CallMemory` of the communicator, which must be open."""
+        """Return the `CallMemory` of the communicator. Call this only while the communicator is open."""
         if self._memory is None:
             self._memory = CallMemory(self.communicator)
         return self._memory
 
     def background(self) -> Background:
-        """Return the thread that starts calls on the communicator, which must be open."""
+        """Return the `Background` of the communicator. Call this only while the communicator is open."""
         with self._opening:
             if self._background is None:
                 assert self._communicator is not None
@@ -284,12 +284,12 @@ class RankGroup:
             self._communicator.set_timeout(timeout_s)
 
     def check(self) -> None:
-        """Raise the error that ended the communicator, if there was one; it names the ranks that failed."""
+        """Raise the error that ended the communicator, if any; its text names the failed ranks."""
         if self._communicator is not None:
             self._communicator.check()
 
     def close(self, how: Literal["close", "abort"] = "close") -> None:
-        """Close the communicator, or abort it; a later `open` makes another. All ranks call it."""
+        """Close the communicator, or abort it; a later `open` makes another. All ranks call this."""
         background, self._background = self._background, None
         communicator, self._communicator = self._communicator, None
         self._closed = communicator or self._closed
@@ -310,12 +310,12 @@ class RankGroup:
         self.close(how)
 
     def follow(self, tuning: FollowedTuning | None) -> None:
-        """Let a tuning choose how later calls run; None: built-in rules. All ranks call it, between two steps."""
+        """Let a tuning choose how later calls run; None: built-in rules. All ranks call this between two steps."""
         self.tuning = tuning
         self.decide_anew()
 
     def decide_anew(self) -> None:
-        """Forget all routes, because reasons to use torch have changed. All ranks call this at the same point."""
+        """Forget cached routes, because reasons to use torch have changed. All ranks call this at the same point."""
         self._routes.clear()
 
     def route(
@@ -404,7 +404,7 @@ def rank_group(group: Any = None) -> RankGroup:
 
 
 def ranks_of(group: Any) -> tuple[int, ...]:
-    """Return the ranks of a process group, counted in the job, in the order of the group."""
+    """Return the global ranks of a process group, in the order of the group."""
     return tuple(dist.get_process_group_ranks(group))
 
 

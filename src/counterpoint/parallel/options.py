@@ -1,7 +1,7 @@
 """Define the options of the backend, of `overlap`, and of tensor and expert parallelism, all in one place.
 
-Those of the communicators that they open are a field, `communicator`. One set of ranks has one communicator
-(`group.py`): who opens it decides how, and options that differ from those of an open one are refused.
+Field `communicator` has the options of the communicators that they open. One set of ranks has one communicator
+(`group.py`): the first user sets its options, and users with other options are refused while it is open.
 
 | options | take effect in |
 |---|---|
@@ -45,7 +45,7 @@ class BackendOptions:
         nccl: `ProcessGroupNCCL.Options` of the inner group; None: NCCL's defaults.
         ranks_per_host: number of consecutive ranks that count as a host, equal on all ranks; None: the ranks of one
             machine do.
-        mailbox_bytes: device memory for the messages from each rank that sends any to this one; None: NCCL sends them.
+        mailbox_bytes: bytes of device memory for the messages from each sending rank; None: NCCL sends messages.
         tuned: the choices of `counterpoint tune`, or their file: they come before the crossovers. `off`: none; None:
             the file that the variable COUNTERPOINT_TUNED names.
 
@@ -68,7 +68,7 @@ class BackendOptions:
 
     @property
     def _timeout(self) -> timedelta:
-        """Return the timeout, under the name by which torch's device meshes read it."""
+        """Return the timeout; torch's device meshes read it by this name."""
         return timedelta(seconds=(self.communicator or CommunicatorOptions()).timeout_s)
 
 
@@ -78,11 +78,11 @@ class TensorOptions:
 
     Args:
         communicator: options of the ranks' communicator; None: those of the open one, or the defaults.
-        mechanism: `auto` takes the fastest by prediction; else the one that runs every call that can run so: `torch`
-            (its own collective, and one matmul), `serial` (copy engines, and a matmul that is not cut), `cuts`
-            (pieces), `flagged` (one matmul that takes its tiles as rows arrive; where that cannot be, `cuts`).
-        measure: time matmuls with each new `[k, n]` on the GPU in the first forward call that has it, which takes up to
-            a second; False: estimate them.
+        mechanism: `auto`: each call's fastest mechanism by prediction; else a mechanism for all calls that it can run:
+            `torch` (torch's collective, and one matmul), `serial` (copy engines, and one matmul), `cuts` (a matmul in
+            pieces), `flagged` (one matmul that computes tiles as rows arrive; where it cannot run, `cuts`).
+        measure: time matmuls of each new `[k, n]` on the GPU in the first forward call with this size, which takes up
+            to a second; False: estimate their times.
 
     Raises:
         Misconfigured: an option has a value that is not allowed.
@@ -99,33 +99,32 @@ class TensorOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertOptions:
-    """Holds options of a dispatcher, and of layers of experts; all but `communicator` must be equal on all ranks.
+    """Holds options of expert parallelism; all but `communicator` must be equal on all ranks.
 
     Args:
         communicator: options of the ranks' communicator; None: those of the open one, or the defaults.
-        mechanism: `auto` takes the fastest by prediction; else the one that moves all tokens: `torch` (counts, which
-            the host waits for, and all_to_all_single), `gather` (all ranks get all tokens), `slabs` (equally many rows
-            for each rank).
-        beside_us: µs of what the caller computes between the halves of a dispatch and a combine, when it runs alone;
-            `auto` goes by it.
-        overflow: what happens to choices for which there is no room: `raise` an error, at the next dispatch,
+        mechanism: `auto`: the fastest mechanism by prediction; else the mechanism that moves all tokens: `torch`
+            (all_to_all_single, after the host waits for counts), `gather` (all ranks get all tokens), `slabs` (equally
+            many rows for each rank).
+        beside_us: µs that the caller's computation between the halves of a dispatch and a combine takes alone; `auto`
+            predicts with it.
+        overflow: what happens to expert choices that exceed the capacity: `raise` an error, at the next dispatch,
             `check` or `close` at the latest; `drop` them, as if their weights were 0, and count them; send them in a
             `second_round`. Only a `capacity_factor` can leave a choice without room.
         capacity_factor: room for this many times the rows of an even routing; None: for all rows that may come, but
-            1.25 in the first round of `slabs` with a `second_round`. With `second_round` it limits what travels at
-            once, else the rows of a rank's experts, too.
-        wire_dtype: dtype in which tokens travel to their experts, with a scale for each token; None: their own.
-            Derivatives and results travel in their own.
-        pad_multiple: each expert's rows begin at a multiple of this, as float8 matmuls want them.
+            1.25 in the first round of `slabs` with a `second_round`. With `second_round` this limits the rows of one
+            exchange, else the rows of a rank's experts, too.
+        wire_dtype: dtype in which tokens travel to their experts, with a scale for each token; None: the
+            tokens' dtype. Derivatives and results travel in their own dtype.
+        pad_multiple: each expert's rows begin at a multiple of this number, as float8 matmuls need.
         equal_tokens: all ranks dispatch equally many tokens in each call. False: up to `max_tokens` each, and `gather`
-            sends blocks of `max_tokens`, since nobody waits to know how many there are.
-        zero_tail: also write zeros to the rows past the last offset, which takes as long as so many tokens. Grouped
-            matmuls skip these rows; what adds up all rows, such as the derivative of a norm's weight, needs zeros.
+            sends blocks of `max_tokens`, since no rank waits for the other ranks' numbers.
+        zero_tail: also write zeros to the rows past the last offset, which takes as long as copying as many tokens.
+            Grouped matmuls skip these rows; operations over all rows, such as a norm weight's derivative, need zeros.
         parts: number of parts into which `overlap` cuts a rank's tokens: communication of one part overlaps the experts
-            of another;
-            None: 2. A `Dispatcher` raises if it is given.
-        max_tokens: most tokens of a rank in one call of a layer; None: the most of any rank in the first. A
-            `Dispatcher`, which has an argument for it, raises if it is given.
+            of another; None: 2. A `Dispatcher` raises if `parts` is given.
+        max_tokens: most tokens of a rank in one call of a layer; None: the most that any rank has in the first. A
+            `Dispatcher`, which has an argument `max_tokens`, raises if this option is given.
 
     Raises:
         Misconfigured: an option has a value that is not allowed.
@@ -167,18 +166,18 @@ class OverlapOptions:
     """Holds options of `overlap`.
 
     Args:
-        communicator: options of the communicators of FSDP2, one for each set of ranks; None: as open, or the defaults,
-            with staging for gradients of 128 MiB: a larger array comes in slices.
-        prefetch: modules to gather ahead, in the order in which they are seen to run; None: as FSDP2 does by itself,
-            or by the lists that it has. Each costs the memory of one module.
-        direct: gather parameters to where they are used, and scatter gradients from where autograd left them, so that
-            FSDP2 copies neither; False: FSDP2 copies both.
-        limit_bytes: modules that gather more keep torch's collectives; None: no limit. Buffers as large as the largest
-            module stay in symmetric memory for good.
-        tensor_parallel: options of the operations that run layers of tensor parallelism; None: those that the process
+        communicator: options of FSDP2's communicators, one for each set of ranks; None: as open, or the defaults
+            with 128 MiB of staging for gradients: larger arrays are sent in slices.
+        prefetch: number of modules to gather ahead, in the order of the first forward pass; None: as FSDP2 does by
+            itself, or by its prefetch lists. Each costs the memory of one module.
+        direct: gather parameters to where modules use them, and scatter gradients from where autograd left them, so
+            that FSDP2 copies neither; False: FSDP2 copies both.
+        limit_bytes: modules that gather more bytes keep torch's collectives; None: no limit. Buffers as large as the
+            largest module stay in symmetric memory for good.
+        tensor_parallel: options of the operations that run layers of tensor parallelism; None: options that the process
             groups have.
         expert_parallel: options of layers of experts and their dispatchers; None: the defaults on CPUs, and on GPUs,
-            where nothing was measured yet, these layers are left to `transformers`. All other options are of FSDP2.
+            where nothing was measured yet, these layers are left to `transformers`. All other options apply to FSDP2.
 
     Raises:
         Misconfigured: an option has a value that is not allowed.
@@ -205,11 +204,10 @@ class DdpOptions:
         communicator: options of the ranks' communicator; None: those of the open one, or the defaults, with all of a
             bucket in one chunk.
         wire_dtype: what gradients are sent as: torch.bfloat16, or torch.float8_e4m3fn with a scale for every 256
-            elements, of which the averages come back as bfloat16; None: as they are. Sums are always in float32 at
-            least.
+            elements (averages return as bfloat16); None: their own dtype. Sums are always in float32 at least.
 
     Raises:
-        Misconfigured: another dtype.
+        Misconfigured: `wire_dtype` is another dtype.
     """
 
     communicator: CommunicatorOptions | None = None

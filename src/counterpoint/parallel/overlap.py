@@ -162,7 +162,7 @@ class Overlap:
         )
 
     def check(self) -> None:
-        """Raise the error that ended communication, if there was one; it names the ranks that failed.
+        """Raise the error that ended communication, if any; its text names the failed ranks.
 
         The next step raises it, too. On GPUs the host runs ahead: call it after a wait for the GPU (`loss.item()`)
         where a step that a peer has left must not be trusted, such as before a checkpoint.
@@ -179,7 +179,7 @@ class Overlap:
         self._shards.reset_iter_state()
 
     def restore(self) -> None:
-        """Put torch's own collectives back, and leave the communicators. All ranks call it, between two steps."""
+        """Put torch's own collectives back, and leave the communicators. All ranks call this between two steps."""
         self._undo.close()
 
 

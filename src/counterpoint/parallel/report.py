@@ -27,7 +27,7 @@ ModuleKind: TypeAlias = Literal["fsdp2", "ddp", "tensor", "expert", "compiled"]
 
 
 class CallRow(Record, frozen=True, kw_only=True):
-    """Counts the calls of one operation, class of sizes and path, and says why they took that path."""
+    """Counts the calls of one operation and size class that ran on one path, and says why that path was taken."""
 
     operation: str
     size_class: str
@@ -68,14 +68,14 @@ class Traffic(Record, frozen=True, kw_only=True):
 
 
 class ModuleRow(Record, frozen=True, kw_only=True):
-    """Reports how one module runs.
+    """Reports what runs one module's communication, and why.
 
     Args:
         name: name of the module in the model; for compiled collectives, the name of the graph.
         kind: kind of parallelism.
-        ranks: ranks among which it is divided, counted in the job.
+        ranks: global ranks among which the module is divided.
         replicas: number of copies of the shards (HSDP); torch adds their gradients up.
-        style: its place in the plan of the model, such as `ColwiseParallel`, or the number of experts.
+        style: its style in the model's parallel plan, such as `ColwiseParallel`, or the number of experts.
         runs: what runs the module instead of torch; empty: torch runs it.
         shared_with: modules with which it shares the communication.
         traffic: what the module's collectives have moved, for FSDP2 and DDP.
@@ -114,7 +114,7 @@ class Report(Record, frozen=True, kw_only=True):
     """Reports how modules and calls run, and which tuning they follow; printing it shows tables.
 
     Args:
-        modules: those of FSDP2 first, then of DDP, tensor and expert parallelism, each in the order of the model.
+        modules: modules of FSDP2, then of DDP, tensor and expert parallelism, each in the order of the model.
         calls: counts of the calls of all operations and groups in the report, most calls first.
         tuned: the file that is followed, and how many of its choices calls had so far; empty: none is named.
         notes: lines about the whole model, such as what became of `prefetch`.
@@ -129,11 +129,11 @@ class Report(Record, frozen=True, kw_only=True):
 
     @property
     def taken(self) -> int:
-        """Return the number of modules and calls that counterpoint runs instead of torch."""
+        """Return how many modules and calls counterpoint runs instead of torch."""
         return sum(bool(row.runs) for row in self.modules) + sum(row.calls for row in self.calls if row.path != "torch")
 
     def of_kind(self, kind: ModuleKind) -> tuple[ModuleRow, ...]:
-        """Return the modules of one kind of parallelism."""
+        """Return the rows of modules with one kind of parallelism."""
         return tuple(row for row in self.modules if row.kind == kind)
 
     def require(self) -> Report:
@@ -184,7 +184,7 @@ class CallCounts:
         self._counts[operation, num_bytes.bit_length(), path, why] += 1
 
     def rows(self) -> tuple[CallRow, ...]:
-        """Return a row for each operation, class of sizes, path and reason, most calls first."""
+        """Return a row for each operation, size class, path and reason, most calls first."""
         total: Counter[tuple[str, str, RoutedPath, str]] = Counter()
         for (operation, bits, path, why), calls in self._counts.items():
             total[operation, _SIZE_OF_BITS[bits], path, why] += calls
@@ -195,11 +195,11 @@ class CallCounts:
 
 
 def together(rows: Iterable[CallRow]) -> tuple[CallRow, ...]:
-    """Return the rows of several groups in one list, most calls first."""
+    """Return rows of several groups or layers sorted by number of calls, most first."""
     return tuple(sorted(rows, key=lambda row: -row.calls))
 
 
 def aligned_rows(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return a line of text for each row, with aligned columns."""
+    """Return each row of cells as a line of text, with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

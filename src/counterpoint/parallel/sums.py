@@ -46,7 +46,7 @@ def _bound(
     stream: int,
     index: int,
 ) -> Callable[[], Any]:
-    """Return a function that launches the sum of `count` sources, which lie `stride` bytes apart."""
+    """Return a function that launches a kernel to add `count` arrays, which lie `stride` bytes apart."""
     sources = tuple(range(first, first + count * stride, stride))
     sms = torch.cuda.get_device_properties(index).multi_processor_count
     return bind(

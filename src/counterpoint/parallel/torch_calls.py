@@ -1,4 +1,4 @@
-"""Read the arguments of torch's calls, wrap our works as torch's `Work`, and keep torch.compile out of functions."""
+"""Read arguments of torch's calls, wrap a communicator's works as torch's `Work`, and hide code from torch.compile."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SKIP: Any = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_fr
 
 
 def uncompiled(function: AnyFunction) -> AnyFunction:
-    """Return a function at which a graph of torch.compile ends, so that its host code runs at every call."""
+    """Make torch.compile end a graph at `function`, so that the host code in it runs at every call."""
     disabled: AnyFunction = torch.compiler.disable(function)
     return disabled
 
@@ -69,7 +69,7 @@ class StartedWork(TorchWork):
         self.wait()
 
     def is_started(self) -> bool:
-        """Return whether the call is under way or has ended, so that no thread has still to start it."""
+        """Return whether the call is under way or has ended, and does not wait for a thread to start it."""
         return self._future is None or not self.works or self._future.done()
 
     def is_completed(self) -> bool:
@@ -81,7 +81,7 @@ class StartedWork(TorchWork):
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> Any:
-        """Return the error that the call failed with; None if there is none, or it is not known yet."""
+        """Return the error with which the call failed; None if no error is known so far."""
         return next((error for work in self.works if (error := work.exception()) is not None), None)
 
     def result(self) -> list[Tensor]:
@@ -89,7 +89,7 @@ class StartedWork(TorchWork):
         return self._outputs
 
     def get_future(self) -> Any:
-        """Return a future of the outputs; on a GPU it is done at once: streams that wait for it wait for the call."""
+        """Return a future of the outputs; on a GPU, waiting for the future makes the stream wait for the call."""
         if self._future is None:
             on_gpu = any(tensor.is_cuda for tensor in self._outputs)
             self._future = self._future_in_stream() if on_gpu else self._future_by_thread()
@@ -128,7 +128,7 @@ class StartedWork(TorchWork):
 
 
 def together(started: list[StartedWork]) -> StartedWork:
-    """Return one work that stands for several calls."""
+    """Return one work that waits for all calls in `started`."""
     works = [work for one in started for work in one.works]
     return StartedWork(works, [tensor for one in started for tensor in one.result()])
 
@@ -149,7 +149,7 @@ def num_bytes_of(tensor: Tensor) -> int:
 
 
 def call_options(kind: Any, given: Any, name: str, value: Any, timeout: Any) -> Any:
-    """Return the options of a call as an object of class `kind`; torch may give a single option instead."""
+    """Return a call's options as an object of class `kind`, made from a single option if torch passes one."""
     if isinstance(given, kind):
         return given
     options = kind()
@@ -160,7 +160,7 @@ def call_options(kind: Any, given: Any, name: str, value: Any, timeout: Any) -> 
 
 
 def op_and_factor(op: Any) -> tuple[str, float]:
-    """Return a communicator's name for a reduction of torch, and the factor of a PREMUL_SUM (otherwise 1).
+    """Return a communicator's name for torch's reduction `op`, and the factor of a PREMUL_SUM (else 1).
 
     A PREMUL_SUM by a tensor, which no communicator has, is called `premul_sum by a tensor`.
     """

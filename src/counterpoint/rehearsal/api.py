@@ -1,4 +1,4 @@
-"""Rehearse a script: start its ranks on this machine's GPUs, wait, and report differences between ranks. No torch.
+"""Rehearse a script: run all its ranks on this machine's GPUs, and report differences between ranks. No torch.
 
 Each rank counts as a host of its own for NCCL, which refuses two ranks of one host on one GPU (`rehearsed.py`).
 """
@@ -43,12 +43,12 @@ def rehearse(
 ) -> Rehearsal:
     """Run an unmodified script with all its ranks on the GPUs of this machine, one of which is enough.
 
-    Values, order, graphs, memory and errors are those of as many GPUs; times are not, since ranks share a GPU.
+    Values, order, graphs, memory and errors are the same as on as many GPUs; times differ, since ranks share a GPU.
 
     Args:
         command: command that starts the script: "torchrun --nproc-per-node 8 train.py".
-        device: cuda, or cpu, where ranks see no GPU; None: cuda if there is a GPU.
-        hosts: number of hosts that the ranks stand for, in equal parts, in order.
+        device: cuda, or cpu, which hides GPUs from ranks; None: cuda, and Unsupported without a GPU.
+        hosts: number of hosts to pretend: each has equally many consecutive ranks.
         timeout_s: longest time in which no rank prints anything or ends a step; five minutes more at the start.
         echo: print to standard output what the ranks print.
 
@@ -95,7 +95,7 @@ def rehearse(
 
 
 def _echoed(log: BinaryIO, *, echo: bool) -> int:
-    """Read the new part of a log, print it if `echo`, and return the number of bytes read so far."""
+    """Read what is new in a log, print this text if `echo`, and return the number of bytes read so far."""
     text = log.read()
     if echo:
         sys.stdout.buffer.write(text)
@@ -180,13 +180,13 @@ def _rehearsal(
 
 
 def _texts(ranks: Sequence[RankReport]) -> dict[str, dict[int, str]]:
-    """Return, by name of a report and by rank, the text that the rank reports; "" if it has no such report."""
+    """Return the text of each report by name, then by rank; "" if a rank has no report of that name."""
     names = dict.fromkeys(name for each in ranks for name in each.reports)
     return {name: {each.rank: each.reports.get(name, "") for each in ranks} for name in names}
 
 
 def _different_counts(ranks: Sequence[RankReport]) -> Iterator[str]:
-    """Yield a sentence for each number of steps or calls that is not the same on all ranks of its group."""
+    """Yield a sentence for each count, of optimizer steps or of a group's calls, that differs between ranks."""
     counts: defaultdict[str, dict[int, int]] = defaultdict(dict)
     for each in ranks:
         counts["optimizer steps"][each.rank] = each.steps
@@ -201,7 +201,7 @@ def _different_counts(ranks: Sequence[RankReport]) -> Iterator[str]:
 
 
 def _by_value(values: Mapping[int, _Value]) -> dict[_Value, list[int]]:
-    """Return, for each value, the ranks that have it."""
+    """Return, for each value in `values`, the list of ranks with that value."""
     ranks: defaultdict[_Value, list[int]] = defaultdict(list)
     for rank, value in values.items():
         ranks[value].append(rank)

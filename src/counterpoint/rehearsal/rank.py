@@ -24,7 +24,7 @@ REPORT = "reports/rank{}.json"  # a `RankReport`, in the folder of the task
 
 
 class RehearsalTask(Record, frozen=True, kw_only=True):
-    """Tells a rank its folder, sizes and GPUs (entries of CUDA_VISIBLE_DEVICES to share; none: it runs on CPUs)."""
+    """Tells a rank the folder, sizes and GPUs of its rehearsal (entries of CUDA_VISIBLE_DEVICES; none: CPUs)."""
 
     folder: str
     world_size: int
@@ -33,7 +33,7 @@ class RehearsalTask(Record, frozen=True, kw_only=True):
 
 
 def main() -> None:
-    """Run the script that the command line names, as a rank of the rehearsal."""
+    """Run the script that the command line names as one rank of a rehearsal."""
     if TASK_VARIABLE not in os.environ:
         sys.exit(f"{TASK_VARIABLE} is not set: this is started by counterpoint rehearse 'torchrun ... train.py'")
     task = msgspec.json.decode(Path(os.environ[TASK_VARIABLE]).read_bytes(), type=RehearsalTask)

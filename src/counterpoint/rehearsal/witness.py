@@ -32,7 +32,7 @@ class Witness:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Record the objects that the `with` block makes and destroys, and at its end the reports of those left."""
+        """Record the objects that the `with` block makes, and their reports before groups are destroyed and at exit."""
         destroy = dist.destroy_process_group
 
         def destroying(group: Any = None) -> None:
@@ -65,7 +65,7 @@ class Witness:
         )
 
     def _is_within_another(self, text: str) -> bool:
-        """Return whether a longer report contains this text, as `overlap`'s report contains its dispatchers'."""
+        """Return whether a longer report contains this text: `overlap`'s report contains its dispatchers' reports."""
         return any(text in other and len(text) < len(other) for other in self._texts.values())
 
     def _overlapped(self, overlap: Callable[..., Any], model: Any, **options: Any) -> Any:
@@ -75,7 +75,7 @@ class Witness:
 
     @contextmanager
     def _making(self, kind: Any) -> Iterator[None]:
-        """Record every object of class `kind` that is made in the block."""
+        """Record every object of class `kind` that is made in the `with` block."""
         begin, witness = kind.__init__, self
 
         def beginning(made: Any, *args: Any, **keywords: Any) -> None:

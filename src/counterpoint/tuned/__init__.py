@@ -1,4 +1,4 @@
-"""Read `counterpoint.toml`, the file of what `counterpoint tune` chose, and find the choice for a call. No torch.
+"""Read `counterpoint.toml`, which `counterpoint tune` wrote, and find the choice for a call. No torch.
 
-`file.py` reads and writes the file. `choices.py` says which choices count on a machine, and which one a call gets.
+`file.py` reads and writes the file. `choices.py` says which choices apply on a machine, and which of them a call gets.
 """

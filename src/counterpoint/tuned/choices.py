@@ -41,7 +41,7 @@ KNOBS: Mapping[str, str] = {
     "smem": "BYTES",
     "order": "comm_resident",
 }
-"""Every knob that may follow the base of a mechanism, and its allowed values in words; "" for one without a value."""
+"""Maps each setting (knob) that may follow a mechanism's base to its allowed values; "" if it takes no value."""
 FARTHEST = 2.0
 """Limits how far sizes may differ: the choice for a pair holds for calls of half to twice its size."""
 _STOCK = (LEAVE, "nccl", "nccl_zero_cta", "gloo", "torch")  # bases of mechanisms that torch itself runs
@@ -50,12 +50,12 @@ _MATMUL = re.compile(r"gemm (\d{1,9})x(\d{1,9})x(\d{1,9})")
 
 
 def mechanism_base(pair: TunedPair) -> str:
-    """Return the chosen mechanism without its knobs."""
+    """Return the chosen mechanism without its settings (knobs): `nccl` of `nccl+max_ctas=8`."""
     return pair.mechanism.partition("+")[0]
 
 
 def mechanism_knobs(pair: TunedPair) -> tuple[str, ...]:
-    """Return the knobs of the chosen mechanism, such as `max_ctas=8`."""
+    """Return the settings (knobs) of the chosen mechanism, such as `max_ctas=8`."""
     return tuple(pair.mechanism.split("+")[1:])
 
 
@@ -71,7 +71,7 @@ def matmul_workload(rows: int, columns: int, k: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class MachineDifference:
-    """Names one difference between this machine and the one that a tuning was made on, and the choices it voids."""
+    """Names a difference between this machine and the machine that was tuned, and the choices that it voids."""
 
     field: Field
     made: str
@@ -84,7 +84,7 @@ class MachineDifference:
 
 
 class Choices:
-    """Holds those choices of a tuning that are valid on this machine.
+    """Holds the choices of a tuning that are valid on this machine.
 
     Args:
         tuning: the content of a file.
@@ -150,14 +150,14 @@ def _fastest(pairs: Sequence[TunedPair]) -> TunedPair | None:
 
 
 def _us(pair: TunedPair, mechanism: str) -> float:
-    """Return the µs of a pair with a mechanism; infinity if the mechanism was not tried, or its row is marked."""
+    """Return the µs of a pair with a mechanism; infinity if the mechanism was not tried, or its time is invalid."""
     times = {each.mechanism: each.us for each in pair.tried if each.marked is None}
     times |= {pair.mechanism: pair.us, pair.stock: pair.stock_us, LEAVE: pair.stock_us}
     return times.get(mechanism, inf)
 
 
 def _distance(pair: StepPair, bytes_per_rank: float, compute: str | None) -> float:
-    """Return the distance between a pair and a call: the logarithm to base 2 of the largest ratio of their sizes."""
+    """Return the distance between a pair and a call: the base-2 logarithm of the largest ratio of their sizes."""
     far = _powers_of_two(pair.bytes_per_rank, bytes_per_rank)
     ours, theirs = (_MATMUL.fullmatch(name or "") for name in (pair.compute, compute))
     if compute is None or (ours is None and theirs is None):
@@ -187,11 +187,11 @@ _TAKEN: Mapping[Field, tuple[str, Callable[[TunedPair], bool]]] = {
     "nccl": ("choices of NCCL's settings", lambda pair: pair.mechanism.startswith("nccl") and pair.mechanism != "nccl"),
     "counterpoint": ("", lambda pair: False),
 }
-"""Maps each field in which machines can differ to the choices that then do not count: in words, and as a test."""
+"""Maps each field in which machines can differ to the choices that a difference voids: in words, and as a test."""
 
 
 def _differences(made: Environment, here: Environment) -> Iterable[MachineDifference]:
-    """Yield the differences between two machines; stop after one of device or GPU, which voids all choices."""
+    """Yield the differences between two machines; stop after another device or GPU, which voids all choices."""
     for field, (ignored, _) in _TAKEN.items():
         there, now = getattr(made, field), getattr(here, field)
         if there != now:
@@ -201,7 +201,7 @@ def _differences(made: Environment, here: Environment) -> Iterable[MachineDiffer
 
 
 def check_choices(tuning: Tuned) -> None:
-    """Raise Misconfigured, with the allowed values, for an unknown operation, dtype, mechanism or knob."""
+    """Raise Misconfigured, with the allowed values, for an unknown operation, dtype, mechanism or setting."""
     for pair in tuning.pair:
         allowed: tuple[str, ...] = COLLECTIVE_MECHANISMS
         if _is_dependent(pair):
@@ -226,7 +226,7 @@ def _check(what: str, given: str, allowed: Sequence[str]) -> None:
 
 
 def _is_knob(knob: str) -> bool:
-    """Return whether a knob is known and its value is allowed."""
+    """Return whether a setting `key=value` (a knob) is known and its value is allowed."""
     key, equals, value = knob.partition("=")
     if key not in KNOBS or bool(equals) != bool(KNOBS[key]):
         return False

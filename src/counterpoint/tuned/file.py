@@ -28,7 +28,7 @@ def parse_tuned(text: str, name: str = "the text") -> Tuned:
     """Return the tuning in the text of a file; error messages call the file `name`.
 
     Raises:
-        Misconfigured: it is no TOML, or a field is missing, unknown or has a value that is not allowed.
+        Misconfigured: the text is no TOML, or a field is missing, unknown or has a value that is not allowed.
     """
     what, see = f"{name} is no tuning", "see docs/reference/tune.md"
     content = parse_toml(text, what, see)
@@ -54,12 +54,12 @@ def tuned_toml(tuning: Tuned) -> str:
 
 
 def tuned_digest(tuning: Tuned) -> str:
-    """Return a hash, 16 hexadecimal digits, of all choices and of the machine that they were made for."""
+    """Return a hash (16 hexadecimal digits) of a tuning's choices and of the machine for which they were made."""
     return blake2b(msgspec.json.encode(tuning, order="deterministic"), digest_size=8).hexdigest()
 
 
 def _without_none(value: Any) -> Any:
-    """Return nested mappings and lists without their entries that are None, for which TOML has no value."""
+    """Return nested mappings and lists without entries that are None, since TOML has no value for None."""
     if isinstance(value, dict):
         return {key: _without_none(each) for key, each in value.items() if each is not None}
     return [_without_none(each) for each in value] if isinstance(value, list) else value

@@ -1,11 +1,11 @@
-"""Measure a machine, choose a mechanism for each pair of a step, and prove that it helps: `counterpoint tune`.
+"""Choose, by measuring, how to run each pair of a collective and a computation: `counterpoint tune`.
 
 api.py            `counterpoint.tune`
-pairs.py          the pairs of a step from a file, which are refused, and how one runs where nothing is chosen
+pairs.py          the pairs of a step from a file, which pairs are refused, and how a pair runs where nothing is chosen
 from_trace.py     the pairs of a step from its traces
 predictions.py    what the model expects of each mechanism
 experiment.py     which mechanisms are measured, in which order, and the times that count
-decide.py         how sure times are, and which mechanism is chosen
+decide.py         the standard errors of times, and which mechanism is chosen
 exporters.py      the choices as files of other programs
 machine.py        measures a machine, and has a profile fitted to it by fit/
 script.py         tunes a training script as it is: records it, chooses, and confirms the choices by whole steps

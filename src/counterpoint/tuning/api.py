@@ -1,4 +1,4 @@
-"""Define `counterpoint.tune`, which runs in the parent process of the ranks and imports no torch."""
+"""Define `counterpoint.tune`, which starts ranks to measure mechanisms, and imports no torch itself."""
 
 from __future__ import annotations
 
@@ -38,22 +38,23 @@ def tune(
     timeout_s: float = 120.0,
     progress: Progress | None = None,
 ) -> Tuned:
-    """Choose a mechanism for each pair of a step: a model preselects what is measured, and the measurement decides.
+    """Choose a mechanism for each collective and its computation: a model preselects, then measurement decides.
 
-    Stock and the three mechanisms with the least predicted time are measured in interleaved rounds, in one new process
-    per rank. Pairs that weigh most in a step come first; when the budget is used up, those of a class that was
-    measured follow it, and the others stay as they are. What is left of the budget measures pairs again, with up to
-    twelve times as many rounds, of which the first rounds left open what is faster.
+    The default (`stock`) and the three mechanisms with the least predicted time are measured in interleaved rounds, in
+    one new process per rank. Pairs that take most of a step come first; when the budget is used up, unmeasured pairs
+    get the choice of a measured pair of their class, or keep the default. If budget is left, pairs for which the first
+    rounds left open what is faster are measured again, with up to twelve times as many rounds.
 
     Args:
-        source: a file of pairs (docs/reference/tune.md), traces of a job as of `diagnose`, or pairs.
+        source: a file of pairs (docs/reference/tune.md), traces of a job as for `diagnose`, or pairs.
         device: cuda, or cpu for the same with gloo and threads.
-        world_size: ranks to start; None: as many as the pairs have that fit this machine. Others are not measured.
-        profile: a file with the figures of this machine; None: that in COUNTERPOINT_PROFILE, or the shipped one.
+        world_size: ranks to start; None: the pairs' largest number of ranks that fits this machine. Pairs of another
+            number are not measured.
+        profile: a file with this machine's figures; None: the file that COUNTERPOINT_PROFILE names, or the shipped one.
         budget_s: seconds after which no further pair is measured; the first one always is.
-        rounds: trials of each kind for a pair, of which the first two are dropped; twelve where time is short.
-        timeout_s: longest time without a finished pair.
-        progress: called as (pairs done, in all, what runs now).
+        rounds: rounds in which a pair is measured, of which the first two are dropped; twelve where time is short.
+        timeout_s: longest time in which no pair is finished.
+        progress: called as (pairs done, all pairs, what runs now).
 
     Returns:
         The choices with all that was tried, and why; `tuned.file.tuned_toml` writes them.
@@ -97,14 +98,14 @@ def tune(
 
 
 def _again(parts: Sequence[Part], choices: Sequence[TunedPair], budget_s: float, spent_s: float) -> list[Part]:
-    """Return the parts that are worth more rounds, as many as there is time for."""
+    """Return the parts of the measurement that more rounds may decide, as many as the time left allows."""
     looked_at = {part_of(each, ()).name: is_open(each) for each in choices if each.tried}
     again = [part for part in parts if looked_at.get(part.name)]
     return again[: max(0, int((budget_s - spent_s) * len(looked_at) / (LEAST_MORE * spent_s)))]
 
 
 def pairs_of(source: str | Path | Sequence[StepPair]) -> tuple[tuple[StepPair, ...], tuple[str, ...]]:
-    """Return the pairs of a source, and notes; raise Misconfigured if it has none, or one that cannot be measured."""
+    """Return the pairs in `source`, and notes; raise Misconfigured if there are none, or one cannot be measured."""
     if isinstance(source, str | Path):
         if Path(source).suffix == ".toml":
             return read_pairs(source), ()
@@ -120,7 +121,7 @@ def pairs_of(source: str | Path | Sequence[StepPair]) -> tuple[tuple[StepPair, .
 
 
 def _ranks(pairs: Sequence[StepPair], device: str, world_size: int | None) -> int:
-    """Return the number of ranks to start; raise Misconfigured if no pair has that number."""
+    """Return the number of ranks to start; raise Misconfigured if no pair runs on that number of ranks."""
     asked = sorted({pair.ranks for pair in pairs})
     if world_size is None:
         most = count_ranks(device, None if device == "cuda" else asked[0], verb="tune")
@@ -135,7 +136,7 @@ def _ranks(pairs: Sequence[StepPair], device: str, world_size: int | None) -> in
 def _choice(
     pair: StepPair, expected: Mapping[str, Predicted], measured: Measurement, device: str, budget_s: float
 ) -> TunedPair:
-    """Return the decision for a pair; a pair without times is left to stock, with the reason why there are none."""
+    """Return a compute-collective pair with its chosen mechanism; a pair without measured times keeps `stock`."""
     stock, ranks = stock_of(pair, device), measured.environment.world_size
     if pair.ranks != ranks:
         return left(pair, stock=stock, why=f"not measured: it has {pair.ranks} ranks, and {ranks} were started")
@@ -151,7 +152,7 @@ def _choice(
 
 
 def _out_of_time(expected: Predicted, stock: str, budget_s: float) -> str:
-    """Return that the budget was used up before a pair was measured, and what the model would have tried first."""
+    """Return a sentence that the time budget ended before a pair was measured, with the best predicted mechanism."""
     why = f"not measured: the budget of {budget_s:g} s was used up"
     known = {mechanism: us for mechanism, us in expected.items() if us}
     best = min(known, key=lambda mechanism: known[mechanism], default=stock)
@@ -161,7 +162,7 @@ def _out_of_time(expected: Predicted, stock: str, budget_s: float) -> str:
 
 
 def _followed(choices: Sequence[TunedPair]) -> Iterator[TunedPair]:
-    """Yield the choices; an unmeasured pair gets the choice of the largest measured pair of its class."""
+    """Yield `choices`, but give unmeasured pairs the choice of their class's largest measured pair (`class_of`)."""
     measured: dict[object, TunedPair] = {}
     for choice in sorted(choices, key=lambda each: each.bytes_per_rank):
         if choice.tried:
@@ -172,7 +173,7 @@ def _followed(choices: Sequence[TunedPair]) -> Iterator[TunedPair]:
 
 
 def _notes(pairs: Sequence[StepPair], measured: Measurement, profile: Profile, device: str) -> Iterator[str]:
-    """Yield notes for a reader of the choices: what was measured otherwise or not at all, and what was assumed."""
+    """Yield notes for the user: what was measured in another dtype or not at all, and what was assumed."""
     if device == "cuda" and (assumed := profile.note()):
         yield as_sentence(assumed)
     dtypes = {dtype for pair in pairs for dtype in (pair.dtype, pair.computed_in)}

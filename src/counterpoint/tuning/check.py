@@ -1,8 +1,8 @@
 """Prove from traces of a job that copy engines moved its communication, or that each choice of a tuning took effect.
 
-A trace shows copies between GPUs, not who asked for them. Those that c10d describes as a collective are NCCL's own (its
-zero-CTA policy), and count as its calls; those of a process that computes on several GPUs may be the program's, so that
-nothing is said of such a trace.
+A trace shows copies between GPUs, not who asked for them. Copies that c10d describes as a collective are NCCL's own
+(its zero-CTA policy), and count as NCCL's calls; in a process that computes on several GPUs, copies may be the
+program's, so such a trace is refused.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ def check(
     *,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Effect:
-    """Return whether copy engines moved the communication of a job, or whether each choice of `tuned` took effect.
+    """Return whether copy engines moved a job's communication, or, with `tuned`, whether each choice took effect.
 
     Args:
-        traces: of some steps, as of `diagnose`.
-        tuned: the content of `counterpoint.toml`; None: copies between GPUs are all that is looked for.
-        progress: called as (files done, files, what is going on).
+        traces: traces of some steps, as for `diagnose`.
+        tuned: the content of `counterpoint.toml`; None: check only for copies between GPUs.
+        progress: called as (files done, all files, what runs now).
 
     Raises:
         BadTrace: nothing to read, a damaged file, ranks of different jobs, or a trace that cannot show copies.
-        Misconfigured: a pair has a mechanism that there is not.
+        Misconfigured: a pair has an unknown mechanism.
     """
     notes: list[str] = []
     digests, files = read_ranks(traces, notes, progress=progress)
@@ -58,9 +58,9 @@ def check(
 def find_effect(
     digests: list[RankDigest], tuned: Tuned | None = None, files: Sequence[str] = (), notes: Sequence[str] = ()
 ) -> Effect:
-    """Return whether these ranks used copy engines, or each choice of `tuned` took effect; `check` from digests.
+    """Return whether copy engines were used, or each choice of `tuned` took effect, as `check` does, from digests.
 
-    `files` are the names of their traces; `notes`, on the input, come before those on the ranks.
+    `files` are the names of the ranks' traces; `notes`, on the input, come before notes on the ranks.
     """
     said = list(notes)
     digests = numbered(digests, said)
@@ -108,7 +108,7 @@ def _check_shows_copies(digest: RankDigest) -> None:
 
 
 def communication_of(digest: RankDigest) -> RankEffect:
-    """Return how much a rank communicated by copy engines, and by which other means."""
+    """Return how much of a rank's communication ran by copy engines, and how much by NCCL and other kernels."""
     gpu = digest.gpu
     between = np.array([collective_op(name) == "peer_copy" for name in digest.names], bool)[gpu.name]
     copies = between & (gpu.kind == Kind.COMM) & (gpu.collective < 0)
@@ -131,7 +131,7 @@ def communication_of(digest: RankDigest) -> RankEffect:
 
 
 def _calls(digest: RankDigest, copies: Bools) -> tuple[CommCalls, ...]:
-    """Return the collectives that are no copies by engines, summed by who ran them and operation, longest first."""
+    """Return counts and times of collectives run by NCCL or other kernels, by operation, longest first."""
     comm, found = digest.comm, defaultdict[tuple[bool, str], list[float]](list)
     for row in np.flatnonzero(~copies[comm.first]).tolist():
         name = digest.names[digest.gpu.name[comm.first[row]]]
@@ -155,7 +155,7 @@ def _busy_us(digest: RankDigest, rows: Bools) -> float:
 
 
 def _copies(per_rank: Sequence[RankEffect], notes: list[str]) -> KnobEffect:
-    """Return whether copy engines were used, judged by the worst ranks, whose copies or calls are summed."""
+    """Return whether copy engines were used: the worst state of any rank, and totals of the ranks in that state."""
     by_state = defaultdict[KnobState, list[RankEffect]](list)
     for rank in per_rank:
         by_state[copies_seen([rank]).state].append(rank)
@@ -169,7 +169,7 @@ def _copies(per_rank: Sequence[RankEffect], notes: list[str]) -> KnobEffect:
 
 
 def _choices(tuned: Tuned, digests: Sequence[RankDigest], notes: list[str]) -> tuple[KnobEffect, ...]:
-    """Return the effect of each choice, in the order of the file."""
+    """Return the effect of each setting (knob) of each choice, in the order of the tuning's file."""
     machine = _traced_machine(tuned, digests[0])
     choices, overruled = Choices(tuned, machine), _overruled(tuned, machine)
     notes += [f"the file was {difference}" for difference in choices.differences]
@@ -182,15 +182,15 @@ def _choices(tuned: Tuned, digests: Sequence[RankDigest], notes: list[str]) -> t
 
 
 def _traced_machine(tuned: Tuned, digest: RankDigest) -> Environment:
-    """Return the machine of a trace; properties that the trace does not state are those of the tuning."""
+    """Return the machine of a trace, with the tuning's machine filling in what the trace does not state."""
     stated = {"gpu": digest.device.name, "nccl": digest.job.get("nccl_version")}
     return replace(tuned.made, **{name: value for name, value in stated.items() if value})
 
 
 def _overruled(tuned: Tuned, machine: Environment) -> dict[TunedPair, str]:
-    """Return the pairs that differ from others only in modules and compute, and whose choice programs do not follow.
+    """Return pairs that differ from others only in modules or compute, and whose choice programs do not follow.
 
-    With each comes the mechanism that calls without a named module follow.
+    Each is mapped to the mechanism that calls without a named module follow.
     """
     found: dict[TunedPair, str] = {}
     for (operation, ranks, size, dtype, compute), pairs in alike_pairs(tuned.pair).items():
@@ -209,7 +209,7 @@ def _effect(
     calls: Sequence[dict[TunedPair, PairCalls]],
     instead: str | None,
 ) -> KnobEffect:
-    """Return the effect of one knob: the worst state on any rank, and the ranks with that state."""
+    """Return the effect of one setting (knob): the worst state on any rank, and the ranks in that state."""
     by_state = defaultdict[KnobState, list[tuple[int, Sight]]](list)
     for digest, of_pairs in zip(digests, calls, strict=True):
         sight = sight_of(digest, pair, of_pairs.get(pair), knob)

@@ -1,10 +1,10 @@
-"""Prove from one rank's trace that one knob took effect: a pair's knob in a tuning, or the use of copy engines.
+"""Prove from one rank's trace that a setting (knob) of a tuning, or the use of copy engines, took effect.
 
 A trace shows kernels with their grids, and copies; only Nsight's exports show clusters and priorities of streams, and
-none shows SMs. What a trace cannot show is not seen, which is no proof either way.
+none shows SMs. What a trace cannot show counts as not seen, which proves nothing.
 Calls belong to the pair of a tuning that `Choices.find` names. A call of NCCL states its operation, size and ranks. A
-copy by counterpoint's engines states its bytes alone: runs of copies of the size of one call are that pair's, all
-others are shared by the pairs of which none was found.
+copy by counterpoint's engines states its bytes alone: a series of copies with the size of one call belongs to
+the pair with that size; all other copies are shared by the pairs for which no such series was found.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from counterpoint.trace.timeline import I32, I64, Bools, Kind
 from counterpoint.tuned.choices import EXCHANGE, FARTHEST, Choices, mechanism_base, stays_with_torch
 
 CallClass = tuple[str, int, int, str, str | None]
-"""Operation, ranks, bytes per rank, dtype, and the compute of a matmul that depends on the call."""
+"""Holds operation, ranks, bytes per rank, dtype, and the name of a dependent matmul, if any."""
 SAME_SIZE = 0.02  # largest relative difference between the bytes of a copy run and those of a call
 LEAST = 0.5  # of the bytes of one call: fewer copies prove nothing
 _OPERATIONS = {  # operations of a tuning that NCCL makes by this collective
@@ -41,7 +41,7 @@ _OPERATIONS = {  # operations of a tuning that NCCL makes by this collective
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PairCalls:
-    """Holds the calls of one pair in one rank's trace, as row numbers of its `comm` table."""
+    """Holds the calls of one tuned pair in one rank's trace, as row numbers of the trace's `comm` table."""
 
     kernels: I64  # of NCCL
     nccl_copies: I64  # by copy engines, as NCCL told c10d
@@ -49,7 +49,7 @@ class PairCalls:
     has_other_copies: bool  # copies of no pair's size, enough for one call of every pair without calls
 
     def during(self, digest: RankDigest) -> Intervals:
-        """Return the intervals of these calls; where the pair's copies cannot be identified, those of all copies."""
+        """Return the time intervals of these calls, or of all copies where the pair's copies cannot be identified."""
         rows = np.concatenate((self.kernels, self.nccl_copies, self.copies))
         if not len(rows) and self.has_other_copies:
             rows = np.flatnonzero(_own_copies(digest))
@@ -57,13 +57,13 @@ class PairCalls:
 
 
 def calls_of_pairs(digest: RankDigest, choices: Choices) -> dict[TunedPair, PairCalls]:
-    """Return the calls of every pair that applies on this rank's machine."""
+    """Return, for every tuned pair that applies on this rank's machine, the pair's calls in the trace."""
     comm, by_nccl = digest.comm, _by_nccl(digest)
     claimed, alike = defaultdict[TunedPair, list[int]](list), alike_pairs(choices.pairs)
 
     @cache
     def claim(operation: str, ranks: int, num_bytes: int, module: str | None) -> list[TunedPair]:
-        """Return the pairs that a call may belong to: the one that decides, and similar ones with the same choice."""
+        """Return the pairs that a call may belong to: the pair whose choice applies, and alike ones with it."""
         decides = _nearest(choices, operation, ranks, num_bytes / ranks, (module,) if module else ())
         alike_it = () if decides is None else alike[call_class(decides)]
         return [pair for pair in alike_it if decides and pair.mechanism == decides.mechanism and _is_of(pair, module)]
@@ -93,7 +93,7 @@ def calls_of_pairs(digest: RankDigest, choices: Choices) -> dict[TunedPair, Pair
 
 
 def alike_pairs(pairs: Iterable[TunedPair]) -> dict[CallClass, list[TunedPair]]:
-    """Return the pairs by class of calls (`call_class`)."""
+    """Group the pairs by what a program sees of their calls (`call_class`)."""
     found = defaultdict[CallClass, list[TunedPair]](list)
     for pair in pairs:
         found[call_class(pair)].append(pair)
@@ -101,7 +101,7 @@ def alike_pairs(pairs: Iterable[TunedPair]) -> dict[CallClass, list[TunedPair]]:
 
 
 def call_class(pair: TunedPair) -> CallClass:
-    """Return the features of a pair's calls that a program sees; pairs with equal ones differ only in modules."""
+    """Return what a program sees of a pair's calls; pairs with equal results differ only in modules."""
     compute = pair.compute if pair.operation in get_args(TensorOperation) else None
     return pair.operation, pair.ranks, pair.bytes_per_rank, pair.dtype, compute
 
@@ -118,7 +118,7 @@ def call_bytes(pair: TunedPair) -> int:
 def _nearest(
     choices: Choices, operation: str, ranks: int, bytes_per_rank: float, where: Sequence[str]
 ) -> TunedPair | None:
-    """Return the pair that decides for a call of NCCL; if two operations match, the pair closer in size."""
+    """Return the pair whose choice an NCCL call follows; if two operations match, the pair closer in size."""
     names = _OPERATIONS.get(operation, (operation,))
     found = [choices.find(name, ranks=ranks, bytes_per_rank=bytes_per_rank, where=where) for name in names]
     pairs = [pair for pair in found if pair is not None and pair.bytes_per_rank > 0]
@@ -134,7 +134,7 @@ def _nearest(
 
 
 def _told_apart(one: TunedPair, other: TunedPair) -> bool:
-    """Return whether programs tell the calls of two pairs apart by module, which needs calls with a module."""
+    """Return whether only a call's module tells which of two pairs' choices the call follows."""
     same_calls = (one.operation, one.ranks) == (other.operation, other.ranks) and bool(one.where)
     sizes = sorted((one.bytes_per_rank, other.bytes_per_rank))
     return same_calls and one.mechanism != other.mechanism and sizes[1] <= FARTHEST * sizes[0]
@@ -146,7 +146,7 @@ def _same_size(moved: I64, pair: TunedPair) -> Bools:
 
 
 def _runs(digest: RankDigest) -> tuple[I64, I64]:
-    """Return the copy runs not described by NCCL: their rows of `comm`, and the bytes that each sent."""
+    """Return the rows in `comm` of series of copies that NCCL did not make, and the bytes that each series sent."""
     comm = digest.comm
     rows = np.flatnonzero(_own_copies(digest) & (comm.bytes > 0) & (comm.size > 1))
     size = comm.size[rows].astype(np.int64)
@@ -185,7 +185,7 @@ _MATMULS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sight:
-    """Holds what one rank's trace shows about one knob."""
+    """Holds what one rank's trace shows about one setting (knob)."""
 
     state: KnobState
     seen: str
@@ -197,7 +197,7 @@ def _proved(took: bool, seen: str, fix: str) -> Sight:
 
 
 def copies_seen(ranks: Sequence[RankEffect]) -> Sight:
-    """Return whether these ranks copied between GPUs (all did or none did); copies or calls are summed."""
+    """Return `took_effect` if any rank copied between GPUs, `no_effect` if kernels communicated, else `not_seen`."""
     calls = [call for rank in ranks for call in rank.calls]
     if any(rank.copies for rank in ranks):
         count = sum(rank.copies for rank in ranks)
@@ -214,9 +214,9 @@ def copies_seen(ranks: Sequence[RankEffect]) -> Sight:
 
 
 def sight_of(digest: RankDigest, pair: TunedPair, calls: PairCalls | None, knob: str) -> Sight:
-    """Return whether a rank's trace proves that a knob (the base of the pair's mechanism, or `max_ctas=8`) worked.
+    """Return whether a rank's trace proves that `knob`, the pair's base mechanism or a setting of it, took effect.
 
-    `calls` are those of the pair on this rank; None: the choice does not count on this machine.
+    `calls` are the pair's calls on this rank; None: the choice does not apply on this machine.
     """
     if calls is None:
         return Sight(
@@ -235,7 +235,7 @@ def _measured(pair: TunedPair) -> str:
 
 
 def _stays(digest: RankDigest, pair: TunedPair, calls: PairCalls) -> Sight:
-    """Check that NCCL made the calls, by kernels or, where its zero-CTA policy was chosen, by copy engines."""
+    """Check that NCCL ran a pair's calls, by kernels or, with its zero-CTA policy, by copy engines."""
     if mechanism_base(pair) == "nccl_zero_cta":
         return _zero_cta(digest, pair, calls, "zero")
     made = len(calls.kernels) + len(calls.nccl_copies)
@@ -248,7 +248,7 @@ def _stays(digest: RankDigest, pair: TunedPair, calls: PairCalls) -> Sight:
 
 
 def _moved(digest: RankDigest, pair: TunedPair, calls: PairCalls) -> Sight:
-    """Check that copy engines moved the bytes, that NCCL did not, and that the flag-polling kernel ran."""
+    """Check that copy engines, not NCCL, moved a pair's bytes, and, for `flagged`, that the polling kernel ran."""
     if made := len(calls.kernels) + len(calls.nccl_copies):
         seen = f"{_calls_text(made)} by NCCL{_ctas_text(digest, calls.kernels)}"
         return Sight(state="no_effect", seen=seen, fix=_FOLLOW)
@@ -270,7 +270,7 @@ def _no_call() -> Sight:
 
 
 def _zero_cta(digest: RankDigest, pair: TunedPair, calls: PairCalls, value: str) -> Sight:
-    """Check that NCCL copied and ran no kernel; the default policy runs kernels, `efficiency` cannot be proved."""
+    """Check NCCL's CTA policy: `zero` copies without kernels, the default runs kernels, `efficiency` has no proof."""
     if value == "efficiency":
         return Sight(
             state="not_seen", seen="fewer CTAs than without it cannot be told from one trace", fix=_measured(pair)
@@ -295,7 +295,7 @@ def _fewest_ctas(digest: RankDigest, pair: TunedPair, calls: PairCalls, value: s
 
 
 def _within(digest: RankDigest, calls: PairCalls, allowed: Callable[[int], bool]) -> Sight:
-    """Check the number of CTAs of NCCL's kernels. One trace does not show how many NCCL takes without the limit."""
+    """Check that NCCL's kernels have an allowed number of CTAs; a trace does not show the number without the limit."""
     found = _ctas(digest, calls.kernels)
     if not found:
         return _no_call()
@@ -315,7 +315,7 @@ def _windows(digest: RankDigest, pair: TunedPair, calls: PairCalls, value: str) 
 
 
 def _cluster(digest: RankDigest, pair: TunedPair, calls: PairCalls, value: str) -> Sight:
-    """Check the cluster size of NCCL's kernels; 0 asks for no clusters, which a trace shows as one block."""
+    """Check the cluster size of NCCL's kernels; 0 means no clusters, which a trace shows as clusters of one block."""
     if not len(calls.kernels):
         return _no_call()
     if digest.gpu.cluster is None:
@@ -327,7 +327,7 @@ def _cluster(digest: RankDigest, pair: TunedPair, calls: PairCalls, value: str) 
 
 
 def _priority(digest: RankDigest, pair: TunedPair, calls: PairCalls, value: str) -> Sight:
-    """Check the stream priorities of NCCL's kernels against those of compute; lower values go first."""
+    """Check the priorities of NCCL's streams against the compute streams'; a lower value is a higher priority."""
     if not len(calls.kernels):
         return _no_call()
     computing = np.unique(digest.gpu.stream[digest.gpu.kind == Kind.COMPUTE]).tolist()
@@ -396,4 +396,4 @@ _PROOFS: dict[str, Callable[[RankDigest, TunedPair, PairCalls, str], Sight]] = {
     "cga_cluster": _cluster,
     "priority": _priority,
 }
-"""By key of a mechanism's name; others leave nothing in a trace."""
+"""Maps a setting's key to the check of its effect; settings with other keys leave nothing in a trace."""

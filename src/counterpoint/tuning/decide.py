@@ -1,16 +1,16 @@
-"""Decide which mechanism a pair gets: one that is proved faster than stock, or none.
+"""Choose for each pair the mechanism that is proved faster than the default (`stock`), or none.
 
-Times over rounds: from the times x_r of n rounds (Yuen 1974), with g = n // 10:
+Means over rounds are computed from the times x_r of n rounds (Yuen 1974), with g = n // 10:
 
     mean of x without the g smallest and the g largest
     sigma = s_w / ((1 - 2 g / n) · sqrt(B))      s_w: standard deviation of the means of B batches of successive x, with
                                                  these g replaced by the next ones
 
 B is n for fewer than 20 rounds, about the larger of 10 and sqrt(n) for more: where noise lasts over some rounds, means
-of long batches hardly know of each other.
+of long batches are nearly independent.
 
-A hiccup in one of ten rounds is left out; a median would be less sure, by 1.2 times this sigma. Two times of the same
-rounds are compared by x_r = T_1,r - T_2,r: clocks that drift from round to round slow both alike and leave it as it is.
+A hiccup in one of ten rounds is left out; the sigma of a median would be 1.2 times as large. Two times of the same
+rounds are compared by x_r = T_1,r - T_2,r: clocks that drift from round to round slow both alike and cancel.
 
 From a median and its percentiles, where a measurement kept no rounds:
 
@@ -31,9 +31,9 @@ pair in which nothing is faster gets a choice with at most the chance of 2.3 % b
 many were tried, and though noise of a mechanism last over several rounds, up to a correlation of 0.8 from one to the
 next. Where rounds were not kept, x = 2 and sigma = sqrt(sigma_T² + sigma_stock²) of the medians T by themselves.
 
-Of what is proved the fastest is chosen. It was picked by the times that prove it, so that its gain is rather over- than
-understated. What is marked, since a knob did nothing or a rank was late, proves nothing. Where nothing is proved, the
-pair stays as it is.
+Of the proved mechanisms the fastest is chosen. The same times pick and prove it, so its gain is rather over- than
+understated. Times marked as invalid, since a setting did nothing or a rank was late, prove nothing. If no mechanism is
+proved, the pair keeps its default.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ CORRELATION = 0.8  # of a round with the next, up to which a choice is proved
 FEWEST = 5  # rounds from which something is told: of fewer nothing but large gains would be sure
 
 RoundTimes = Sequence[float | None]
-"""µs of each round; None: the round does not count."""
+"""Holds the µs of each round; None: the round is not valid."""
 
 
 def standard_error(time: Timing, rounds: int) -> float:
-    """Return the standard error of a median in µs; `rounds` is used where the time has no count of its own."""
+    """Return the standard error of a time's median in µs; `rounds` is used if the time has no count of rounds."""
     runs = time.runs or rounds
     return math.sqrt(math.pi / 2 / runs) * (time.p90_us - time.p10_us) / _width(runs)
 
@@ -80,7 +80,7 @@ def _width(runs: int) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundMean:
-    """Holds the mean time over rounds and its standard error, in µs."""
+    """Holds the trimmed mean of a time over rounds, and the mean's standard error, in µs."""
 
     us: float
     sigma_us: float
@@ -88,7 +88,7 @@ class RoundMean:
 
     @classmethod
     def of(cls, times: RoundTimes) -> RoundMean | None:
-        """Return the mean of the rounds that count; None if there are fewer than five."""
+        """Return the trimmed mean over valid rounds; None if fewer than five are valid."""
         counted = [us for us in times if us is not None]
         runs, out = len(counted), len(counted) // 10
         if runs < FEWEST:
@@ -105,13 +105,13 @@ def _batches(runs: int) -> int:
 
 
 def apart(first: RoundTimes, second: RoundTimes) -> RoundTimes:
-    """Return the first time minus the second (µs) for each round that counts in both."""
+    """Return the first minus the second time (µs) of each round that is valid in both."""
     return [None if one is None or other is None else one - other for one, other in zip(first, second, strict=False)]
 
 
 @lru_cache(maxsize=64)
 def sigmas_of_proof(runs: int, candidates: int) -> float:
-    """Return how many sigma a gain must exceed to count as proved, given that the best of several candidates is taken.
+    """Return how many sigma a gain must exceed to be proved, given that the best of `candidates` is chosen.
 
         x = c · t,    P(T > t) = p / k,    T: Student's t,    p = P(N > 2) = 2.3 %,    N: normal
 
@@ -121,8 +121,8 @@ def sigmas_of_proof(runs: int, candidates: int) -> float:
     choice with a chance of at most 2.3 %. By 2 sigma alone it would be 12 % for three candidates and ten rounds, and
     51 % if noise lasts; benchmarks/tune_correlation.py has the shares by this bar.
 
-    c and the degrees of freedom are those of normal noise whose correlation from one round to the next is 0.8, as far
-    as B means of batches do not show it: 3.3 and 3.7 for ten rounds, 1.1 and 19 for 478. The degrees are at most
+    c and the degrees of freedom assume normal noise with a correlation of 0.8 from one round to the next, of which B
+    means of batches show a part: they are 3.3 and 3.7 for ten rounds, 1.1 and 19 for 478. The degrees are at most
     n - 1 - 3 g: with Yuen's n - 1 - 2 g that chance is 2.4 % in ten rounds of which none knows of another.
 
     Args:
@@ -134,9 +134,9 @@ def sigmas_of_proof(runs: int, candidates: int) -> float:
 
 
 def students_t(p: float, degrees: float) -> float:
-    """Return what Student's t exceeds with probability p, expanded in 1 / degrees (Abramowitz and Stegun 26.7.5).
+    """Return the value that Student's t exceeds with probability p, by Abramowitz and Stegun 26.7.5.
 
-    With 4 degrees it is 1 % too small for p = 0.8 %.
+    The value is a series in 1 / degrees; with 4 degrees it is 1 % too small for p = 0.8 %.
     """
     z, v = NormalDist().inv_cdf(1 - p), degrees
     return (
@@ -148,7 +148,7 @@ def students_t(p: float, degrees: float) -> float:
 
 
 def _of_batches(runs: int) -> tuple[float, float]:
-    """Return the degrees of freedom of sigma if rounds are correlated, and by how much it is then too small.
+    """Return sigma's degrees of freedom for correlated rounds, and the factor by which sigma is too small.
 
     With C, the covariance of the means of B batches of b rounds, and M C M, that of their distances from their mean:
     tr(M C M)² / tr((M C M)²) degrees (Satterthwaite 1946), and sigma² is tr(M C M) / (B (B - 1)) instead of mean(C).
@@ -167,10 +167,10 @@ def _of_batches(runs: int) -> tuple[float, float]:
 def decide(
     pair: StepPair, tried: Sequence[Tried], *, stock: str, compute_us: float | None = None, comm_us: float | None = None
 ) -> TunedPair:
-    """Return a pair with the mechanism chosen for it, and the reason.
+    """Return a compute-collective pair with its chosen mechanism and the reason for the choice.
 
-    `tried` has what was measured of it, with `stock`, the mechanism that runs where nothing is chosen; `compute_us` and
-    `comm_us` (by the fastest mechanism) are the times of each side alone.
+    `tried` has the measured mechanisms, also `stock`, which runs where nothing is chosen; `compute_us` and `comm_us`
+    (by the fastest mechanism) are the times of computation and collective alone.
     """
     base = next((each for each in tried if each.mechanism == stock), None)
     if base is None:
@@ -199,7 +199,7 @@ def decide(
 
 
 def is_open(found: TunedPair) -> bool:
-    """Return whether more rounds could prove a gain: nothing is, and some mechanism is not clearly slower."""
+    """Return whether more rounds could prove a gain: no gain is proved, and some mechanism may still be faster."""
     base = next((each for each in found.tried if each.mechanism == found.stock and each.marked is None), None)
     others = [each for each in found.tried if each.marked is None and each.mechanism != found.stock]
     if base is None or found.mechanism != LEAVE:
@@ -208,7 +208,7 @@ def is_open(found: TunedPair) -> bool:
 
 
 def left(pair: StepPair, *, stock: str, why: str, predicted_us: float | None = None) -> TunedPair:
-    """Return an unmeasured pair that stays with stock; sigma of a predicted time is set to the whole time."""
+    """Return an unmeasured pair that keeps `stock`; the sigma of its predicted time is set to the time itself."""
     us = predicted_us or 0.0
     return TunedPair(
         **_fields(pair), mechanism=LEAVE, why=why, us=us, sigma_us=us, stock=stock, stock_us=us, stock_sigma_us=us
@@ -227,7 +227,7 @@ def _fields(pair: StepPair) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Bar:
-    """Holds the threshold that a candidate's gain must exceed."""
+    """Holds the threshold that a candidate mechanism's gain must exceed."""
 
     candidate: Tried
     us: float

@@ -1,7 +1,7 @@
-"""Plan what `tune` measures: the mechanisms of each pair and their order; and return the valid times. No torch.
+"""Plan what `tune` measures, the mechanisms of each pair and their order, and read the measured times. No torch.
 
 An independent pair is a `Scenario`, a matmul that depends on communication or an exchange of tokens is a `Block`. The
-time that counts is that of both sides, from the first start to the last end:
+time that counts lasts from the first start to the last end of computation and collective:
 
     independent     mean over the launch orders of the pair; over all three where its order is not known
     dependent       matmul and collective by one mechanism
@@ -14,9 +14,9 @@ mean over rounds of `decide.py`
     us of another      us of stock - mean of (T_stock,r - T_r)
     paired_sigma_us    standard error of the mean of (T_stock,r - T_r)
 
-T_r is the mean over launch orders, or the sum over both legs of an exchange. These are measured one after the other:
-round r of one is added to round r of the other, as any two of them could be. A measurement that kept no rounds gives
-the median of each mechanism by itself, of the rank whose median is largest, and no `paired_sigma_us`.
+T_r is the mean over launch orders, or the sum over both legs of an exchange. Orders and legs are measured one
+after the other: round r of one is added to round r of the other, though any two rounds could be. A measurement that
+kept no rounds gives each mechanism's median, on the rank whose median is largest, and no `paired_sigma_us`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from counterpoint.tuning.predictions import predicted_times
 
 Part = Scenario | Block
 Predicted = Mapping[str, float | None]
-"""The µs that the model expects of each mechanism to measure, stock first; None where it has no figures."""
+"""Maps each mechanism to measure, stock first, to its predicted µs; None: the model has no figures for it."""
 
 MOST = 3
 # where no figure tells them apart: each is the best of its kind on results/budget-pairs-4xh200.json and pairs-4xh200
@@ -52,7 +52,7 @@ _BYTES_PER_US = 1e5  # assumed for pairs without a prediction, so that they can 
 def planned(
     pairs: Sequence[StepPair], profile: Profile, device: str, *, most: int
 ) -> tuple[tuple[Part, ...], dict[str, Predicted]]:
-    """Return the parts to measure, in order, and for each part's name the times that the model predicts.
+    """Return the parts of the measurement, in order, and by each part's name the predicted times of mechanisms.
 
     There is one part for all pairs that take equally long; of more than `most`, those with the most bytes in a step.
     First comes the largest of each class, by weight in a step, then the others. Predictions take milliseconds, a
@@ -65,7 +65,7 @@ def planned(
     expected = {name: shortlist(same[name][0], profile, device=device) for name in looked_at}
 
     def step_us(name: str) -> float:
-        """Return roughly the µs that the pairs of this name take in a step by stock."""
+        """Return an estimate of the µs per step that the pairs of this name take by their default mechanism."""
         by_stock = next(iter(expected[name].values()))
         return _calls(same[name]) * (by_stock or same[name][0].bytes_per_rank / _BYTES_PER_US)
 
@@ -79,7 +79,7 @@ def planned(
 
 
 def class_of(pair: StepPair) -> tuple[object, ...]:
-    """Return the class of a pair: where time is too short to measure all pairs, a class shares one mechanism.
+    """Return the class of a pair; if there is no time to measure all pairs, the pairs of a class share one mechanism.
 
     Pairs of a class share operation, ranks, dtypes, computation, launch order, and the power of two below
     `bytes_per_rank`. GEMMs of another shape are of another class: one tile more may take one wave more.
@@ -93,9 +93,9 @@ def _calls(pairs: Sequence[StepPair]) -> int:
 
 
 def shortlist(pair: StepPair, profile: Profile, *, device: str = "cuda", most: int = MOST) -> Predicted:
-    """Return stock and up to `most` mechanisms with the least predicted time; stock comes first, then the fastest.
+    """Return the default mechanism, then the `most` others with the least predicted time, fastest first.
 
-    On CPUs, of which `profile` has no figures, all mechanisms that run there are returned.
+    On CPUs, for which `profile` has no figures, all mechanisms that run on CPUs are returned.
     """
     stock = stock_of(pair, device)
     try:
@@ -106,13 +106,13 @@ def shortlist(pair: StepPair, profile: Profile, *, device: str = "cuda", most: i
 
 
 def best_of(times: Predicted, stock: str, most: int = MOST) -> Predicted:
-    """Return stock and the `most` other mechanisms with the least time; ties keep the order of naming."""
+    """Return `stock` and the `most` other mechanisms with the least time; ties keep the order in `times`."""
     others = sorted((name for name in times if name != stock), key=lambda name: times[name] or 0.0)
     return {name: times.get(name) for name in (stock, *others[:most])}
 
 
 def _offered(pair: StepPair, device: str) -> tuple[str, ...]:
-    """Return a pair's mechanisms, besides stock, that no model ranks; measuring them shows which cannot run."""
+    """Return a pair's mechanisms, besides the default, that no model ranks; measuring shows which of them can run."""
     if depends(pair):
         known: tuple[str, ...] = MATMUL_MECHANISMS if is_dependent(pair.operation) else EXCHANGE_MECHANISMS
         return tuple(name for name in known if name != stock_of(pair, device))
@@ -121,7 +121,7 @@ def _offered(pair: StepPair, device: str) -> tuple[str, ...]:
 
 
 def part_of(pair: StepPair, mechanisms: Sequence[str]) -> Part:
-    """Return the part of a measurement for a pair; pairs with the same sizes, dtypes and order share one name."""
+    """Return the part of the measurement for a pair; pairs with equal sizes, dtypes and launch order share one name."""
     asked = pair.dtype, pair.computed_in
     dtype, compute_dtype = (each if each in MEASURABLE else None for each in asked)  # None: that of the device
     if depends(pair):
@@ -143,7 +143,7 @@ def part_of(pair: StepPair, mechanisms: Sequence[str]) -> Part:
 
 @dataclass(frozen=True, kw_only=True)
 class PairTimes:
-    """Holds the measured times of a pair in µs; `tried` is empty if the pair was not measured."""
+    """Holds the measured µs of a pair by each mechanism and alone; `tried` is empty if the pair was not measured."""
 
     tried: tuple[Tried, ...] = ()
     compute_us: float | None = None  # alone
@@ -151,7 +151,7 @@ class PairTimes:
 
 
 def times_of(pair: StepPair, measured: Measurement) -> PairTimes:
-    """Return the measured times of a pair, by mechanism."""
+    """Return the measured times of a compute-collective pair, by mechanism."""
     device = measured.environment.device
     rounds, stock = measured.rounds - measured.dropped_rounds, stock_of(pair, device)
     blocks = [row for row in measured.blocks if row.dtype in (None, measured_dtype(pair.dtype, device))]
@@ -170,7 +170,7 @@ def times_of(pair: StepPair, measured: Measurement) -> PairTimes:
 
 
 def against_stock(found: Iterable[tuple[Tried, RoundTimes]], stock: str) -> tuple[Tried, ...]:
-    """Return the times with their paired difference to stock, where enough rounds of both are valid."""
+    """Return mechanisms' times, with their paired difference from `stock` if enough rounds of both are valid."""
     every = list(found)
     base = next((each for each in every if each[0].mechanism == stock), None)
     return tuple(each if base is None or each is base[0] else _paired(each, times, *base) for each, times in every)
@@ -185,19 +185,19 @@ def _paired(each: Tried, times: RoundTimes, base: Tried, base_times: RoundTimes)
 
 
 def _mean(rows: Sequence[Row], rounds: int) -> tuple[Tried, RoundTimes]:
-    """Return the mean time over launch orders: in all, and for each round."""
+    """Return the mean over launch orders of a mechanism's times: over all rounds, and for each round."""
     return _added(rows, [row.together for row in rows], rounds, part=1 / len(rows))
 
 
 def _sum(rows: Sequence[BlockRow], rounds: int) -> tuple[Tried, RoundTimes]:
-    """Return the sum of the times of parts that run one after the other: in all, and for each round."""
+    """Return the sum of the times of a mechanism's successive operations: over all rounds, and for each round."""
     return _added(rows, [row.time for row in rows], rounds, part=1.0)
 
 
 def _added(
     rows: Sequence[Row] | Sequence[BlockRow], times: Sequence[Timing], rounds: int, *, part: float
 ) -> tuple[Tried, RoundTimes]:
-    """Return `part` times the sum of a mechanism's times: the mean over valid rounds, else the sum of medians."""
+    """Return `part` times the sum of `times`, as a mean over valid rounds (else of medians), and for each round."""
     known = zip(*(each.rounds_us for each in times), strict=False)
     rounds_us = [None if None in of_round else part * sum(us or 0.0 for us in of_round) for of_round in known]
     mean = RoundMean.of(rounds_us) or RoundMean(

@@ -1,7 +1,7 @@
 """Write what `tune` chose for programs without counterpoint: shell variables, Megatron's communicators, Python.
 
-A form has lines only for what it can set. All else is a comment, so that every pair is found in every form. Names of a
-file reach these texts in comments alone, as one line of ASCII each.
+A format has lines only for what it can set. Comments name all else, so that every pair is found in every format. Names
+from a tuning's file reach these texts only in comments, as one line of ASCII each.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from counterpoint.records.tuning import LEAVE, Tuned, TunedPair
 from counterpoint.tuned.choices import EXCHANGE, check_choices
 
 Settings = tuple[tuple[str, int], ...]
-"""Fields of `ProcessGroupNCCL.Options` and their values, sorted: (("cga_cluster_size", 2), ("max_ctas", 8))."""
+"""Holds fields of `ProcessGroupNCCL.Options` and their values, sorted: (("cga_cluster_size", 2), ("max_ctas", 8))."""
 Numbered = tuple[int, TunedPair]
-"""A pair with its number in the file, from 1 on."""
+"""Holds a pair's number in the tuning's file, from 1 on, and the pair."""
 
 _VARIABLES = {  # of NCCL and torch, by the field of `ProcessGroupNCCL.Options`
     "max_ctas": VARIABLES["max_ctas"],
@@ -57,10 +57,10 @@ def export(tuned: Tuned, form: str, file: str = "counterpoint.toml") -> str:
     Args:
         tuned: what `tune` chose.
         form: one of `FORMS`.
-        file: where it is, which some forms name.
+        file: path of the tuning's file, which some formats contain.
 
     Raises:
-        Misconfigured: there is no such form, or a pair has a mechanism that there is not.
+        Misconfigured: `form` or a pair's mechanism is unknown.
     """
     if form not in FORMS:
         raise Misconfigured(f"there is no form {printable(form)!r}; choose from: {', '.join(FORMS)}")
@@ -108,7 +108,7 @@ def _megatron(pairs: Sequence[Numbered], file: str) -> Iterator[str]:
 
 
 def _python(pairs: Sequence[Numbered], file: str) -> Iterator[str]:
-    """Yield a Python module with two functions: one applies the file to a model, one makes process group options."""
+    """Yield a Python module with two functions: one applies a tuning's file to a model, one makes group options."""
     settings = _best([pair for _, pair in pairs])
     lines = [
         f"    options.{name} = True\n" if name.startswith("is_") else f"    options.config.{name} = {value}\n"
@@ -120,9 +120,9 @@ def _python(pairs: Sequence[Numbered], file: str) -> Iterator[str]:
 
 
 def _best(pairs: Sequence[TunedPair]) -> Settings:
-    """Return the NCCL settings that save most time per step, summed over all pairs that were measured with them.
+    """Return the NCCL settings that save most time per step, summed over all pairs measured with these settings.
 
-    A process or group has one value of each; a setting that costs other pairs more than it saves is not taken.
+    A process or group has one value of each setting; a setting that costs other pairs more than it saves is not taken.
     """
     times = [(pair, _times(pair)) for pair in pairs if _own_settings(pair) is not None]
     wanted = dict.fromkeys([(), *(_own_settings(pair) or () for pair, _ in times)])
@@ -133,7 +133,7 @@ def _best(pairs: Sequence[TunedPair]) -> Settings:
 
 
 def _times(pair: TunedPair) -> dict[Settings, float]:
-    """Return the µs of a pair by NCCL setting, for all settings measured; marked times are left out."""
+    """Return a pair's measured µs by NCCL settings; times marked as invalid are left out."""
     found: dict[Settings, float] = {}
     for each in sorted((each for each in pair.tried if each.marked is None), key=lambda each: -each.us):
         if (settings := _tried_settings(each.mechanism)) is not None:
@@ -170,7 +170,7 @@ def _settings_of(name: str) -> Settings | None:
 def _comments(
     pairs: Sequence[Numbered], settings: Settings, lacks: str, unknown: tuple[str, ...] = ()
 ) -> Iterator[str]:
-    """Yield a comment for each pair: whether it follows these settings; `unknown`: fields that the format lacks."""
+    """Yield a comment for each pair that says if it follows `settings`; `unknown`: fields that the format lacks."""
     for number, pair in pairs:
         own = _own_settings(pair)
         if own is None:
@@ -201,4 +201,4 @@ _WRITERS: dict[str, Callable[[Sequence[Numbered], str], Iterator[str]]] = {
     "python": _python,
 }
 FORMS = tuple(_WRITERS)
-"""The names of all forms."""
+"""Names all formats."""

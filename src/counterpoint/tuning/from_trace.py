@@ -1,21 +1,21 @@
 """Find the pairs of a training step in its traces: each kind of collective, and the matmuls that run beside it.
 
-Collectives of one operation, size, group size, dtype and phase are one class, for layers repeat. Its pair is the
-collective and the compute that runs from when it was ready (held up by a kernel that took every SM: `find_blocked`)
-until its end. If no matmul runs then, it is the compute until the next collective of its kind is ready: the two would
-overlap if the collective were asked for earlier. The class's longest matmul stands for all, as often as they take its
-time. A gather whose very next matmuls multiply the gathered rows is one pair with them, `all_gather_matmul`; so is a
-matmul and the scatter of its product, `matmul_reduce_scatter`.
+Collectives of one operation, size, group size, dtype and phase are one class, since layers repeat. The pair of a class
+is its collective and the compute that runs from when the collective is ready (perhaps held up by a kernel on every SM:
+`find_blocked`) until it ends. If no matmul runs in that time, the pair has the compute until the next collective of the
+class is ready: both would overlap if the collective were launched earlier. The class's longest matmul, repeated to fill
+the time of all its matmuls, represents them. A gather and the matmuls right after it that multiply the gathered rows
+are one pair, `all_gather_matmul`; so are a matmul and the scatter of its product, `matmul_reduce_scatter`.
 
 All_to_alls that bring tokens to their experts, and back, are `exchange`. A layer of experts routes M tokens by a matmul
-[M, hidden] @ [hidden, experts] and a topk of [M, experts]. Its dispatch sends each token once for each expert that it
-goes to, and its combine brings as much back; so do their derivatives:
+[M, hidden] @ [hidden, experts] and a topk of [M, experts]. The layer's dispatch sends each token once to each of the
+token's experts, and the layer's combine brings equally many bytes back; so do the derivatives of both:
 
     bytes sent by a dispatch = bytes received by a combine = M · top_k · hidden · bytes of an element
 
-which tells top_k. What comes to a rank is another size, which tells them from all_to_alls of equal parts. The width of
-an expert is that of a grouped matmul [rows, ffn] @ [experts / ranks, ffn, hidden]; where there is none it is taken to
-be `hidden`, for the times of an exchange do not depend on it.
+so top_k follows from the bytes. A rank receives another number of bytes than it sends, unlike in all_to_alls of equal
+parts. The width of an expert is `ffn` of a grouped matmul [rows, ffn] @ [experts / ranks, ffn, hidden]; without such a
+matmul the width is taken to be `hidden`, since the times of an exchange do not depend on it.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ def pairs_of_traces(
     *,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> tuple[tuple[StepPair, ...], tuple[str, ...]]:
-    """Return the classes of pairs in a step, longest communication first, and notes on what is left out.
+    """Return one pair for each class of collectives in a step, longest communication first, and notes on the rest.
 
     Args:
-        source: traces of one or all ranks, as of `diagnose`; recorded with `record_shapes=True`.
-        progress: called as (files done, files, what is going on).
+        source: traces of one or all ranks, as for `diagnose`; recorded with `record_shapes=True`.
+        progress: called as (files done, all files, what runs now).
 
     Raises:
         BadTrace: nothing to read, a damaged file, or ranks of different jobs.
@@ -82,7 +82,7 @@ def pairs_of_traces(
 
 
 def pairs_of_job(job: TracedJob, notes: Sequence[str] = ()) -> tuple[tuple[StepPair, ...], tuple[str, ...]]:
-    """Return the pairs of ranks whose traces were already read, and notes, which begin with `notes`."""
+    """Return the pairs of a job with digested traces, and `notes` with new ones appended."""
     found: defaultdict[PairKind, PairClass] = defaultdict(PairClass)
     left_out: Counter[str] = Counter()
     blocked = find_blocked(job)
@@ -134,7 +134,7 @@ def _calls(count: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PairKind:
-    """Identifies one class of collectives."""
+    """Identifies one class of collectives by operation, size, ranks, dtype, phase and dependent computation."""
 
     operation: str
     bytes_per_rank: int
@@ -146,7 +146,7 @@ class PairKind:
 
 @dataclass(slots=True)
 class PairClass:
-    """Sums up the calls of one class of collectives."""
+    """Sums up the calls of one class of collectives, and the matmuls beside them."""
 
     calls: int = 0
     comm_us: float = 0.0
@@ -158,7 +158,7 @@ class PairClass:
     modules: set[str | None] = field(default_factory=set)
 
     def pair(self, kind: PairKind) -> StepPair:
-        """Return one pair that stands for all calls of the class."""
+        """Return one `StepPair` that represents all calls of the class."""
         order, votes = self.first.most_common(1)[0]
         dtype = None
         if isinstance(kind.depends, TracedExchange):
@@ -179,11 +179,11 @@ class PairClass:
         )
 
     def pairs(self, kind: PairKind) -> float:
-        """Return the number of pairs that the calls make up: a token exchange is two calls, dispatch and combine."""
+        """Return how many pairs the calls make; for token exchanges, two calls, dispatch and combine, make one pair."""
         return self.calls / (len(LEGS) if isinstance(kind.depends, TracedExchange) else 1)
 
     def _longest(self) -> tuple[str, str | None]:
-        """Return the longest matmul, repeated to last as long as all matmuls of a call, with its dtype or None."""
+        """Return the longest matmul, repeated to fill the time of all matmuls of a call, and its dtype or None."""
         longest = max(self.beside_us, key=lambda product: self.beside_us[product])
         us = sum(self.beside_us.values()) / self.calls
         times = min(max(round(us / self.alone_us[longest]), 1), _REPEATS)
@@ -195,7 +195,7 @@ def _gemm(product: Product, times: int = 1) -> str:
 
 
 def _patterns(modules: set[str | None]) -> tuple[str, ...]:
-    """Return module names as fnmatch patterns such as `layers.*`; () if one is unknown or there are too many."""
+    """Return module names as fnmatch patterns such as `layers.*`; () if a name is unknown or there are too many."""
     names = sorted({re.sub(r"\d+", "*", name) for name in modules if name})
     return () if None in modules or len(names) > _MODULES else tuple(names)
 
@@ -223,7 +223,7 @@ class _Rank:
         self.exchanges = exchanges_of(self.digest, self.rows, every)
 
     def add_to(self, found: defaultdict[PairKind, PairClass], left_out: Counter[str]) -> None:
-        """Add this rank's calls to their classes; count calls that are no pair in `left_out`, by reason."""
+        """Add this rank's calls to their classes in `found`; count calls that make no pair in `left_out`, by reason."""
         comm, rows = self.digest.comm, self.rows
         beside, unknown = self._beside(self.ready[rows], self.done[rows])
         until = np.where(np.isfinite(self.next_ready[rows]), self.next_ready[rows], self.done[rows])
@@ -265,7 +265,7 @@ class _Rank:
                     members.dtypes.setdefault(self.products[number], dtype)
 
     def _add_exchange(self, found: defaultdict[PairKind, PairClass], row: int, exchange: TracedExchange) -> None:
-        """Add a dispatch, a combine or a backward of one of them to its class."""
+        """Add one call of an MoE token exchange (dispatch, combine or a backward) to its class."""
         comm = self.digest.comm
         sent, received = int(comm.sent[row]), int(comm.received[row])
         dtype = comm.dtype[row] or ""
@@ -279,7 +279,7 @@ class _Rank:
         members.modules.add(comm.module[row])
 
     def _no_pair(self, row: int) -> str | None:
-        """Return why a collective cannot be one side of a pair; None if it can."""
+        """Return why a collective cannot be paired with a computation; None if it can."""
         comm = self.digest.comm
         if comm.op[row] == "peer_copy":
             return "copies"
@@ -290,13 +290,13 @@ class _Rank:
         return "small" if comm.bytes[row] < _SMALLEST_BYTES * comm.size[row] else None
 
     def _order(self, compute_ran: bool) -> Order | None:
-        """Return which side reached the GPU first; None in traces without GPUs."""
+        """Return whether computation or collective reached the GPU first; None in traces without GPUs."""
         if self.digest.device.from_host:
             return None
         return "compute_first" if compute_ran else "comm_first"
 
     def _products(self) -> tuple[list[Product], I64, list[Product]]:
-        """Return the matmul shapes told apart, the index among them of each row of `matmuls` (-1: none), and all."""
+        """Return the longest matmul shapes, an index of them for each row of `matmuls` (-1: none), and all shapes."""
         gpu, rows = self.digest.gpu, self.matmuls
         number: dict[Product, int] = {}
         by_shape = np.full(len(self.digest.shapes) + 1, -1, np.int64)  # the last, index -1, stands for no shape
@@ -319,7 +319,7 @@ class _Rank:
         return [float(us[self.which == i].mean()) for i in range(len(self.products))]
 
     def _beside(self, start: F64, end: F64) -> tuple[F64, F64]:
-        """Return the µs inside time windows of each known matmul [products, windows], and of unknown ones [windows]."""
+        """Return the µs in each time window of each known matmul [products, windows], and of all others [windows]."""
         known = [self._within(self.which == i, start, end) for i in range(len(self.products))]
         return np.array(known).reshape(len(known), len(start)), self._within(self.which < 0, start, end)
 
@@ -328,7 +328,7 @@ class _Rank:
         return Intervals.union(self.start[rows], self.end[rows]).within(start, end)
 
     def _next_ready(self) -> F64:
-        """Return for each collective when the next of its operation and group is ready; infinity: there is none."""
+        """Return for each collective when the next of its operation and group is ready; infinity if none follows."""
         comm = self.digest.comm
         found = np.full(len(comm), np.inf)
         last: dict[tuple[str, str], float] = {}
@@ -339,7 +339,7 @@ class _Rank:
         return found
 
     def _dependents(self) -> tuple[dict[int, Product], set[tuple[str, int]]]:
-        """Return by row the matmul that depends on a collective or feeds it, and (operation, bytes) of all such rows.
+        """Return by row of a collective the matmul that reads or feeds it, and the (operation, bytes) of such rows.
 
         A matmul for the gradient of a weight has a left factor of as many bytes, but sums over the gathered rows: its M
         is not that of most, and it can only wait.
@@ -351,10 +351,10 @@ class _Rank:
         return {row: product for row, product in found.items() if product[0] == commonest[0][0]}, waiting
 
     def _next_to(self, row: int) -> Product | None:
-        """Return the matmul that reads the rows gathered by this collective or writes those it scatters; None: none.
+        """Return the matmul that reads the rows that this collective gathers, or writes the rows it scatters, or None.
 
-        It is the one that starts next after a gather, or ended last before a scatter, with a left factor or a product
-        of exactly as many bytes, while little ran beside the collective. Matmuls of the same rows that follow a gather
+        This matmul starts next after a gather, or ended last before a scatter, with a left factor or a product of
+        exactly as many bytes, while little ran beside the collective. Matmuls of the same rows that follow a gather
         at once, as of query, key and value, are one with as many columns.
         """
         comm = self.digest.comm
@@ -397,13 +397,13 @@ class TracedExchange:
     top_k: int
 
     def compute(self, uneven: float) -> str:
-        """Return the exchange's name; `uneven` is the mean |received - sent| of a rank over what it sends."""
+        """Return the exchange's name; `uneven` is a rank's mean |received - sent| / sent."""
         routing = "zipf" if uneven > _UNEVEN else "uniform"
         return f"{self.hidden}x{self.ffn}x{self.experts}x{self.top_k} {self.tokens} {routing}"
 
 
 def exchanges_of(digest: RankDigest, rows: I64, products: Iterable[Product]) -> dict[int, TracedExchange]:
-    """Return the exchange to which each all_to_all belongs, given the rows of a rank's collectives and its matmuls."""
+    """Return, by row, the token exchange of each all_to_all among `rows`, given the rank's matmul shapes."""
     if not any(digest.comm.op[row] == "all_to_all" for row in rows.tolist()):
         return {}
     shapes = list(_tensors(digest))
@@ -421,7 +421,7 @@ def exchanges_of(digest: RankDigest, rows: I64, products: Iterable[Product]) -> 
 def _fitting(
     digest: RankDigest, row: int, routers: Iterable[Product], downs: dict[tuple[int, int], int]
 ) -> set[TracedExchange]:
-    """Return the exchanges whose tokens, once per choice of an expert, this all_to_all may send or receive.
+    """Return the token exchanges that fit the bytes that this all_to_all sends or receives.
 
     What comes to a rank may be a multiple of its tokens by chance: the exchange of most calls is the right one.
     """
@@ -439,7 +439,7 @@ def _fitting(
 
 
 def _tensors(digest: RankDigest) -> Iterator[tuple[bool, list[tuple[int, ...]]]]:
-    """Yield the input shapes of each kind of compute operation, and whether it is a topk."""
+    """Yield, for each kind of compute operation, whether it is a topk, and the shapes of its inputs."""
     gpu = digest.gpu
     is_topk = np.array(["topk" in name.lower() for name in digest.names], bool)
     computes = np.flatnonzero((gpu.kind == Kind.COMPUTE) & (gpu.shape >= 0))
@@ -457,14 +457,14 @@ def _is_length(value: object) -> bool:
 
 
 def _routed(tensors: list[tuple[int, ...]]) -> tuple[int, int] | None:
-    """Return the numbers of tokens and experts of a topk over experts; None if it is none."""
+    """Return the numbers of tokens and experts if `tensors` fit a topk over experts, else None."""
     if not tensors or not 2 <= len(tensors[0]) <= 3:
         return None
     return math.prod(tensors[0][:-1]), tensors[0][-1]
 
 
 def _grouped(tensors: list[tuple[int, ...]]) -> Product | None:
-    """Return experts, width and columns of a grouped matmul; None if it is none."""
+    """Return experts, width and columns if `tensors` fit a grouped matmul, else None."""
     if len(tensors) < 2 or (len(tensors[0]), len(tensors[1])) != (2, 3) or tensors[0][1] != tensors[1][1]:
         return None
     experts, width, columns = tensors[1]

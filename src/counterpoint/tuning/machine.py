@@ -1,4 +1,4 @@
-"""Measure this machine, and fit a profile to the measurement.
+"""Measure this machine, and fit its profile (figures for predictions) to the measurement.
 
 The suite `machine` (measurement/suites.py) measures; a pure function turns its rows into the groups of
 `machine/profile.py`, each by the file that knows it:
@@ -6,7 +6,7 @@ The suite `machine` (measurement/suites.py) measures; a pure function turns its 
     rates, nccl, nccl_rates                     fit/collectives.py
     efficiency, sums, contention, mechanisms    fit/matmuls.py: of efficiency some fields
 
-`chip` is not measured. A group that the rows do not tell is left out, and the profile says why (`left_out`).
+`chip` is not measured. A group for which rows are missing is left out, and the profile says why (`left_out`).
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ def fit_profile(measured: Measurement, *, known: Profile) -> Profile:
     """Return a profile fitted to a measurement; groups of the profile without rows stay as shipped.
 
     Args:
-        measured: rows of the suite `machine`, or of others that hold some of the same.
-        known: the profile that the ranks went by when they measured; fits begin there.
+        measured: rows of the suite `machine`, or of suites that have some of the same rows.
+        known: the profile that ranks used when they measured; fits start from it.
 
     Raises:
-        Misconfigured: the rows tell no group, or a time is not above 0.
+        Misconfigured: the rows suffice for no group, or a time is not above 0.
     """
     _check_times(measured)
     groups: dict[str, Any] = {}
@@ -112,14 +112,14 @@ def _check_times(measured: Measurement) -> None:
 
 
 def _why(error: Misconfigured, measured: Measurement) -> str:
-    """Return why a group is left out, with the ranks' reasons for the mechanisms that the error names."""
+    """Return why a group is left out of the profile, with ranks' reasons for mechanisms that the error names."""
     words = re.split(r"[^\w+=]+", str(error))
     reasons = [f"{name}: {reason}" for name, reason in measured.unavailable.items() if name in words]
     return printable("; ".join([str(error), *reasons]))[:_TEXT]
 
 
 def _sourced(fitted: Fitted, where: Environment) -> dict[str, Any]:
-    """Return the figures of a group with their source: machine, command, fit, date and spread."""
+    """Return a group's fitted figures with their source: machine, command, fit, date and spread."""
     nccl = f", NCCL {where.nccl}" if where.nccl else ""
     source = f"{where.world_size} x {_gpu(where)}{nccl}: {fitted.said}; {' '.join(where.command)}"
     about = {"source": printable(source)[:_TEXT], "date": where.date[:10], "time_spread": fitted.spread}
@@ -127,7 +127,7 @@ def _sourced(fitted: Fitted, where: Environment) -> dict[str, Any]:
 
 
 def _rounded(value: Any) -> Any:
-    """Return figures rounded to four digits; more would not be reproducible."""
+    """Return figures rounded to four significant digits; more digits would not be reproducible."""
     if isinstance(value, dict):
         return {key: _rounded(each) for key, each in value.items()}
     return float(f"{value:.4g}") if isinstance(value, float) else value

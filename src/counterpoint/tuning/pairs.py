@@ -1,4 +1,4 @@
-"""Read the pairs of a step from `pairs.toml`, refuse those that cannot be measured, and define how one runs. No torch.
+"""Read compute-collective pairs from `pairs.toml`, check that they can be measured, and say how they run. No torch.
 
 docs/reference/tune.md describes the file: one table `[[pair]]` for each pair.
 """
@@ -36,13 +36,13 @@ MOST_BYTES = 1 << 38  # both sides on one rank: no GPU has that much memory
 
 
 class _PairsFile(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Represents the content of a pairs file."""
+    """Represents the content of `pairs.toml`."""
 
     pair: Annotated[tuple[StepPair, ...], Meta(min_length=1, max_length=10_000)]
 
 
 def read_pairs(path: str | Path) -> tuple[StepPair, ...]:
-    """Return the pairs in a file; Misconfigured, with the pair and what is allowed, if one cannot be measured."""
+    """Return the pairs in a file; raise Misconfigured, with the pair and allowed values, if one cannot be measured."""
     text = read_text(Path(path), limit=MAX_BYTES, advice=_ADVICE)
     name = printable(str(path))
     content = parse_toml(text, f"{name} holds no pairs", _ADVICE)
@@ -61,28 +61,28 @@ def read_pairs(path: str | Path) -> tuple[StepPair, ...]:
 
 
 def stock_of(pair: StepPair, device: str) -> str:
-    """Return the mechanism that runs a pair where nothing is chosen."""
+    """Return the default mechanism, which runs a pair where nothing is chosen."""
     return TORCH if depends(pair) else STOCK[device]
 
 
 def depends(pair: StepPair) -> bool:
-    """Return whether the computation of a pair needs the communicated data, or the other way round."""
+    """Return whether a pair's computation needs the collective's result, or the collective needs the computation's."""
     return is_dependent(pair.operation) or is_exchange(pair.operation)
 
 
 def block_name(pair: StepPair) -> str:
-    """Return the name of a pair's building block: the sizes of a matmul are the text after `gemm`."""
+    """Return the name by which a pair's operation is measured; a matmul's sizes are the text after `gemm`."""
     sizes = pair.compute.removeprefix("gemm ") if is_dependent(pair.operation) else pair.compute
     return f"{pair.operation} {sizes}"
 
 
 def orders_of(pair: StepPair) -> tuple[Order, ...]:
-    """Return the launch orders in which a pair is measured."""
+    """Return the launch orders, computation or collective first, in which a pair is measured."""
     return ORDERS if pair.first is None else (pair.first,)
 
 
 def check_pair(pair: StepPair) -> None:
-    """Raise Misconfigured, with what is allowed, if a pair cannot be measured."""
+    """Raise Misconfigured, with the allowed values, if a pair cannot be measured."""
     for name, dtype in (("dtype", pair.dtype), ("compute_dtype", pair.computed_in)):
         if dtype not in DTYPES:
             raise Misconfigured(f"{name} {printable(dtype)!r}; choose from: {', '.join(DTYPES)}")
@@ -108,7 +108,7 @@ def check_pair(pair: StepPair) -> None:
 
 
 def _exchange_bytes(pair: StepPair) -> int:
-    """Return roughly a rank's memory bytes for an exchange; Misconfigured if the ranks or the bytes do not fit it."""
+    """Estimate a rank's memory for a token exchange, in bytes; raise Misconfigured if ranks or bytes do not fit."""
     exchange = find_exchange(block_name(pair))
     experts = exchange.sizes.experts
     if experts % pair.ranks:
@@ -118,7 +118,7 @@ def _exchange_bytes(pair: StepPair) -> int:
 
 
 def _matmul_bytes(pair: StepPair) -> int:
-    """Return roughly a rank's memory bytes for a matmul; Misconfigured if the ranks or the bytes do not fit it."""
+    """Estimate a rank's memory for a matmul, in bytes; raise Misconfigured if ranks or bytes do not fit."""
     if not pair.compute.startswith("gemm "):
         raise Misconfigured(f"{pair.operation} of {printable(pair.compute)!r}; write its matmul as gemm MxNxK")
     call = find_dependent(block_name(pair))
@@ -129,7 +129,7 @@ def _matmul_bytes(pair: StepPair) -> int:
 
 
 def _check_bytes(pair: StepPair, moved: int) -> None:
-    """Raise Misconfigured if the sizes of a pair imply other bytes than its `bytes_per_rank`."""
+    """Raise Misconfigured if the bytes that a pair's sizes imply differ from its `bytes_per_rank`."""
     if moved != pair.bytes_per_rank:
         raise Misconfigured(
             f"{pair.operation} of {pair.compute} in {pair.dtype} on {pair.ranks} ranks moves {moved} bytes per rank, "
@@ -138,7 +138,7 @@ def _check_bytes(pair: StepPair, moved: int) -> None:
 
 
 def _independent_bytes(pair: StepPair) -> int:
-    """Return a rank's memory bytes without the copies of mechanisms; raise Misconfigured for an empty array."""
+    """Estimate a rank's memory without buffers of mechanisms, in bytes; raise Misconfigured for an empty array."""
     if not pair.bytes_per_rank:
         raise Misconfigured(f"{pair.operation} of 0 bytes; give bytes_per_rank, those of the full array over ranks")
     return find_workload(pair.compute).memory_bytes(_itemsize(pair.computed_in)) + pair.bytes_per_rank * pair.ranks

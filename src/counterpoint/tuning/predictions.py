@@ -1,11 +1,11 @@
-"""Predict how long a pair takes by each mechanism, from the figures of a machine's profile alone. No torch.
+"""Predict how long a compute-collective pair takes by each mechanism, from a machine's profile. No torch.
 
-Both sides alone come from the profile, what they do to each other from the models of `pair/`:
+The times of each side alone come from the profile, the slowdown beside each other from the models of `pair/`:
 
-    GEMMs alone             waves of tiles (`estimated_curve`); on fewer SMs `WAVES_COST` of what more waves cost,
-                            for under the power limit their clocks rise
-    NCCL alone              latency + bytes / bus bandwidth; with c CTAs the bandwidth is c / `full_speed_ctas` · 0.9
-                            of the whole, at most all of it
+    GEMMs alone             waves of tiles (`estimated_curve`); on fewer SMs only `WAVES_COST` of the additional
+                            waves' time, since at the power limit fewer SMs have higher clocks
+    NCCL alone              latency + bytes / bus bandwidth; with c CTAs it has the fraction
+                            c / `full_speed_ctas` · 0.9 of that bandwidth, at most 1
     copy engines alone      the collective's program on the clock of `collectives/program`
     NCCL beside GEMMs       `choice.predict`, by launch order
     copies beside others    `together_us`
@@ -52,7 +52,7 @@ WAVES_COST = 0.6  # median over 24 settings of 100 to 128 SMs in results/blocks-
 
 
 def predicted_times(pair: StepPair, profile: Profile) -> dict[str, float]:
-    """Return the µs of a pair by each suitable mechanism, as the mean over its launch orders; stock comes first.
+    """Return the predicted µs of a pair by each mechanism, the default first, as means over launch orders.
 
     Raises:
         Unsupported: the profile is of a GPU whose data sheet is not known.
@@ -67,7 +67,7 @@ def predicted_times(pair: StepPair, profile: Profile) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Predictor:
-    """Predicts the µs of an independent pair by each mechanism, from the times of both sides alone."""
+    """Predicts the µs of an independent pair by each mechanism, from the times of computation and collective alone."""
 
     pair: StepPair
     profile: Profile
@@ -79,7 +79,7 @@ class Predictor:
 
     @classmethod
     def of(cls, pair: StepPair, profile: Profile) -> Predictor:
-        """Return the predictor of a pair, if the profile has figures for both sides."""
+        """Return the predictor of a pair; raise `Unsupported` if the profile's GPU is unknown."""
         sheet = find_gpu(profile.gpu)
         if sheet is None:
             raise Unsupported(f"the data sheet of {profile.gpu} is not known")
@@ -127,7 +127,7 @@ class Predictor:
         )
 
     def _divided(self) -> Iterator[tuple[str, float]]:
-        """Yield NCCL mechanisms that limit both sides, with µs from curves derived from the times alone."""
+        """Yield NCCL mechanisms that limit SMs and CTAs, with µs predicted from estimated curves."""
         curves = self._curves()
         for split in candidates_for(self.layout, NCCL_CTAS, clusters=CLUSTERS):
             if split == SmSplit():
@@ -139,7 +139,7 @@ class Predictor:
             yield split.mechanism, found.objective_us
 
     def _more_waves(self, gemm_sms: int | None) -> float:
-        """Return the number of GEMM waves on `gemm_sms` SMs over that on all SMs; 1 for other computation."""
+        """Return the ratio of GEMM waves on `gemm_sms` SMs to waves on all SMs; 1 for other computation."""
         products, tile = self.workload.products, self.profile.chip.matmul_tile
         if gemm_sms is None or not products:
             return 1.0
@@ -154,7 +154,7 @@ class Predictor:
         return self.pair.bytes_per_rank * self.pair.ranks
 
     def _curves(self) -> Curves:
-        """Return curves of both sides: GEMMs take more waves on fewer SMs, NCCL has less bandwidth on fewer CTAs."""
+        """Return time curves of GEMMs, with more waves on fewer SMs, and NCCL, with less bandwidth on fewer CTAs."""
         splits = candidates_for(self.layout, NCCL_CTAS, clusters=CLUSTERS)
         limits = sorted({split.gemm_sms or self.layout.num_sms for split in splits})
         points = tuple((sms, self._compute_us(sms)) for sms in limits)
@@ -182,7 +182,7 @@ class Predictor:
 
 
 def _operation_us(one: ComputeOperation, dtype: str, profile: Profile) -> float:
-    """Return the µs of an operation alone, by the data sheet and the fraction of it that the GPU reaches."""
+    """Return the µs of an operation alone, by the GPU's data sheet and the fraction of its peak that is reached."""
     sheet, known, (precision, item_bytes) = find_gpu(profile.gpu), profile.efficiency, DTYPES[dtype]
     if sheet is None or precision not in sheet.tflops:
         raise Unsupported(f"the data sheet of {profile.gpu} has no peak of {dtype}")

@@ -1,7 +1,7 @@
-"""Tune a training script unchanged: record steps, choose for their pairs, confirm by whole steps. No torch.
+"""Tune an unchanged training script: record steps, choose mechanisms, confirm them by whole steps. No torch.
 
-A script that calls `counterpoint.overlap` runs all variants in one process. Any other, a model of DDP, whose hook stays
-for good, and choices that are variables of the environment run one variant in a process: stock, tuned, tuned, stock.
+If a script calls `counterpoint.overlap`, one run of it times all variants. Other scripts, DDP models (whose hook cannot
+be removed) and choices that set environment variables need a run for each variant: stock, tuned, tuned, stock.
 
 Choices are confirmed by steps in turns, round by round:
 
@@ -11,9 +11,10 @@ Choices are confirmed by steps in turns, round by round:
     slower                                   median(d) > 2 · sigma
     sigma = sqrt(pi / 2) · s / sqrt(n)       standard error of the median of n rounds whose standard deviation is s
 
-Steps of one round are compared, so that clocks that drift over rounds do not count. A choice without which the steps
-are faster is taken back; if none is to blame and `tuned` is slower than stock, all are. What remains is confirmed anew.
-Pairs whose communication is the same call, beside one matmul in forward and another in backward, are one choice.
+Steps are compared within a round, so that a GPU clock that drifts over rounds cancels. A choice without which steps are
+faster is taken back; if no single choice is to blame but `tuned` is slower than stock, all choices are taken back. The
+remaining choices are timed again. Pairs with the same call, beside one matmul in forward and another in backward, are
+one choice.
 """
 
 from __future__ import annotations
@@ -61,11 +62,11 @@ TRIES = 3  # at most: each run leaves out the choices that the one before falsif
 _NEVER = f"{TRIES} runs of the script have confirmed no choices: this one is left, too"
 
 Choice = tuple[int, ...]
-"""Indices of the pairs of a tuning that have one call."""
+"""Holds the indices of a tuning's pairs that have the same call."""
 StepTimes = Mapping[str, Sequence[float]]
-"""µs of a step by the name of a variant, one for each round."""
+"""Maps the name of a variant to the µs of a step in each round."""
 Compare = Callable[[Sequence[ScriptVariant]], StepTimes]
-"""Runs the script's steps by variants in turns."""
+"""Runs the script's steps by several variants alternately, and returns the times."""
 
 
 def tune_script(
@@ -78,24 +79,24 @@ def tune_script(
     timeout_s: float = TIMEOUT_S,
     progress: Progress | None = None,
 ) -> Tuned:
-    """Choose a mechanism for each pair of a script's steps, and keep the choices that its whole steps confirm.
+    """Choose a mechanism for each pair in a script's steps, and keep the choices that timed whole steps confirm.
 
     The script runs two times or more, unchanged, until each time enough of its optimizer's steps are done.
 
     Args:
-        command: what starts it: "torchrun --nproc-per-node 2 train.py".
-        device: cuda or cpu, on which it is known to run; None: whichever it does.
-        profile: as of `tune`.
-        budget_s: seconds for pairs, and as many for whole steps, which need five rounds at least.
-        rounds: of pairs.
-        timeout_s: longest time without a finished pair, or step of the script.
-        progress: called as (done, in all, what runs now).
+        command: command that starts the script: "torchrun --nproc-per-node 2 train.py".
+        device: cuda or cpu, on which the script must run; None: whichever the script uses.
+        profile: as for `tune`.
+        budget_s: seconds for measuring pairs, and again for timing whole steps, which takes five rounds at least.
+        rounds: number of rounds in which pairs are measured.
+        timeout_s: longest time in which no pair is measured and no step of the script ends.
+        progress: called as (parts done, all parts, what runs now).
 
     Returns:
         The choices, with `step`.
 
     Raises:
-        Misconfigured: the command cannot be taken apart, the script makes too few steps, or has no pairs.
+        Misconfigured: no script is found in the command, or the script makes too few steps or has no pairs.
         Unsupported: nothing can be measured here.
         PeerTimeout: ranks died or hung; names them, and their log.
     """
@@ -121,16 +122,16 @@ def tune_script(
 
 
 def record_script(command: RunCommand, folder: Path, *, timeout_s: float = TIMEOUT_S) -> ScriptResult:
-    """Record steps of a script with torch's collectives into `folder / RECORDED`; errors as of `launch_script`."""
+    """Record steps of a script with torch's collectives into `folder / RECORDED`; raise as `launch_script` does."""
     return launch_script(command, _task(folder, RECORDED), variables={TUNED_VARIABLE: _OFF}, timeout_s=timeout_s)
 
 
 class ScriptComparison:
-    """Runs a script's steps by each variant, all in one process or each in its own.
+    """Times a script's steps by each variant, all variants in one run of the script or each in its own run.
 
-    `recorded` is what a run before has found out about the script; with `sets_variables` some choices are variables of
-    the environment, which a process cannot change. `budget_s` is for all rounds of a comparison, of which there are
-    five at least; three in processes apart.
+    `recorded` is the result of an earlier run of the script, which recorded steps; with `sets_variables` some choices
+    are variables of the environment, which a process cannot change. `budget_s` is for all rounds of a comparison:
+    five rounds at least, or three if each variant has its own run.
     """
 
     def __init__(
@@ -152,7 +153,7 @@ class ScriptComparison:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Return notes on how steps were compared, and how many choices they followed."""
+        """Return notes on how steps were compared, and how many choices the steps followed."""
         apart = (f"steps were compared in processes apart: {self._why_apart}",) * (self.is_apart and self._runs > 0)
         return (*apart, f"whole steps: {self._followed}") if self._followed else apart
 
@@ -196,7 +197,7 @@ def _variables(variant: ScriptVariant) -> dict[str, str]:
 
 
 def _task(folder: Path, name: str, **asked: object) -> ScriptTask:
-    """Return a task with a new folder of its own."""
+    """Return a `ScriptTask` with the fields `asked` and a new folder."""
     (folder / name).mkdir()
     return replace(ScriptTask(folder=str(folder / name)), **asked)
 
@@ -207,13 +208,13 @@ def sigma_of_median(values: Sequence[float]) -> float:
 
 
 def difference(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
-    """Return the first variant's µs minus the second's, paired by round, and the standard error."""
+    """Return the median difference in µs of two variants' steps, paired by round, and its standard error."""
     apart = [one - other for one, other in zip(first, second, strict=True)]
     return median(apart), sigma_of_median(apart)
 
 
 def choices(tuned: Tuned) -> list[Choice]:
-    """Return all choices, by predicted saving per step, largest first."""
+    """Group the indices of a tuning's pairs with the same call into choices, largest predicted saving first."""
     found: dict[tuple[object, ...], list[int]] = {}
     for index, pair in enumerate(tuned.pair):
         call = (pair.operation, pair.bytes_per_rank, pair.ranks, pair.dtype)
@@ -222,7 +223,7 @@ def choices(tuned: Tuned) -> list[Choice]:
 
 
 def chosen(tuned: Tuned) -> list[Choice]:
-    """Return the choices with a pair that is not left to torch, in the order of `choices`."""
+    """Return the choices that replace torch's collective for at least one pair, in the order of `choices`."""
     return [choice for choice in choices(tuned) if any(not tuned.pair[index].is_left for index in choice)]
 
 
@@ -250,7 +251,7 @@ def falsified(tuned: Tuned, times: StepTimes, without: Mapping[Choice, str]) -> 
 
 
 def take_back(tuned: Tuned, why: Mapping[Choice, str]) -> Tuned:
-    """Return the tuning with these choices left to torch, and the reasons."""
+    """Return `tuned` with the choices in `why` left to torch, each with its reason."""
     pairs = list(tuned.pair)
     for index, sentence in ((index, sentence) for choice, sentence in why.items() for index in choice):
         pair = pairs[index]
@@ -267,7 +268,7 @@ def take_back(tuned: Tuned, why: Mapping[Choice, str]) -> Tuned:
 
 
 def confirm(tuned: Tuned, compare: Compare, *, folder: Path, most_left_out: int = LEFT_OUT) -> Tuned:
-    """Return the tuning with the choices that whole steps confirm, and `step`; without choices nothing is run.
+    """Return the tuning with the choices that whole steps confirm, and with `step`; run nothing without choices.
 
     `compare` runs the script's steps, and the last round's results are those of `step`; `folder` gets the files that
     the variants follow. Of `most_left_out` choices steps without each are run, too: 0 where a variant costs much.
@@ -297,7 +298,7 @@ def confirm(tuned: Tuned, compare: Compare, *, folder: Path, most_left_out: int 
 
 
 def _step(times: StepTimes, after: str, rows: Sequence[StepVariant], said: Sequence[str]) -> StepTuning:
-    """Return the step times by stock and by the variant `after`, with all variants so far."""
+    """Return the step's times by torch (`stock`) and by the variant `after`, and the rows of all variants."""
     return StepTuning(
         before_us=median(times[STOCK]),
         after_us=median(times[after]),
@@ -308,7 +309,7 @@ def _step(times: StepTimes, after: str, rows: Sequence[StepVariant], said: Seque
 
 
 def _without(tuned: Tuned, most: int) -> dict[Choice, str]:
-    """Return a variant name for each choice, which is left out in it; if there is only one choice that is stock."""
+    """Return, for each choice, the name of the variant without it; without the only choice it is `stock`."""
     first, *others = chosen(tuned)
     if not others:
         return {first: STOCK}
@@ -316,7 +317,7 @@ def _without(tuned: Tuned, most: int) -> dict[Choice, str]:
 
 
 def _variants(tuned: Tuned, without: Mapping[Choice, str], folder: Path) -> list[ScriptVariant]:
-    """Return the variants stock, all choices, and all but one each; their files are written to a new folder."""
+    """Return variants with no choice, all choices, and all but one; write their files to a new folder."""
     files = Path(mkdtemp(prefix="choices-", dir=folder))
     sets = {TUNED: tuned} | {name: take_back(tuned, {choice: "left out"}) for choice, name in without.items()}
     sets.pop(STOCK, None)

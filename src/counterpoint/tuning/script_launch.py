@@ -1,4 +1,4 @@
-"""Start a training script under its own launcher, with a program of counterpoint in between, and watch its ranks.
+"""Start a training script by its own launcher, but through a module of counterpoint, and watch the ranks.
 
     torchrun --nproc-per-node 2 train.py --lr 1
     torchrun --nproc-per-node 2 -m counterpoint.tuning.script_rank train.py --lr 1
@@ -43,7 +43,7 @@ from counterpoint.rehearsed import is_rehearsal
 
 TASK_VARIABLE = "COUNTERPOINT_TUNING_TASK"
 OverlapCalls = Literal["never", "switched", "fixed"]
-"""Whether the script calls `counterpoint.overlap`, and if so, whether that can be taken back between steps."""
+"""Says whether the script calls `counterpoint.overlap`, and whether the call can be undone between steps."""
 TIMEOUT_S = 120.0
 FIRST_STEP_S = 300.0  # added before the first step, while the model is built and compiled
 LOG = "script.log"  # these are names inside the folder of a task
@@ -71,14 +71,14 @@ _TORCHRUN_REFUSED = ("--no-python", "--run-path", "-h", "--help")
 
 
 class ScriptVariant(Record, frozen=True, kw_only=True):
-    """Describes one variant by which the script's steps run."""
+    """Describes one way to run the script's steps: by torch's collectives or by the choices in a file."""
 
     name: str  # "stock", "tuned"
     file: str | None  # of the choices that `overlap` follows; None: torch's collectives
 
 
 class ScriptTask(Record, frozen=True, kw_only=True):
-    """Asks the ranks to record steps, or to run variants alternately and time them."""
+    """Asks the ranks to record steps, or to run steps by several variants alternately and time them."""
 
     folder: str
     variants: tuple[ScriptVariant, ...] = ()  # none: record
@@ -92,14 +92,14 @@ class ScriptTask(Record, frozen=True, kw_only=True):
 
     @property
     def needed_steps(self) -> int:
-        """Return the least number of optimizer steps that the script has to make."""
+        """Return the fewest optimizer steps that the script must make for this task."""
         if not self.variants:
             return self.warmup_steps + 1 + self.recorded_steps
         return self.warmup_steps + self.min_rounds * len(self.variants) * (self.dropped_steps + self.block_steps)
 
 
 class ScriptResult(Record, frozen=True, kw_only=True):
-    """Holds the ranks' results."""
+    """Holds what the ranks found: use of `overlap`, device, number of ranks, and step times."""
 
     overlap: OverlapCalls
     device: Literal["cuda", "cpu"]
@@ -119,7 +119,7 @@ class RunCommand:
     given_as: str = "--run"  # what the user wrote it behind, for errors
 
     def arguments(self, program: str) -> tuple[str, ...]:
-        """Return the command that runs the script through a module of counterpoint."""
+        """Return the command that runs the script through counterpoint's module `program`."""
         return (*self.launcher, "-m", program, *self.script)
 
     def __str__(self) -> str:
@@ -127,7 +127,7 @@ class RunCommand:
 
 
 def parse_command(text: str, given_as: str = "--run") -> RunCommand:
-    """Return the parts of a command; raise Misconfigured if its script cannot be found, or in a rehearsal."""
+    """Split a command at its script; raise Misconfigured if no script is found, or in a rehearsal."""
     if is_rehearsal():
         raise Misconfigured(f"{given_as}: this is a rank of counterpoint rehearse, which starts no others")
     said = f"{given_as} {printable(text)!r}"
@@ -192,13 +192,13 @@ def _torchrun(said: str, words: Sequence[str], at: int) -> tuple[int, dict[str, 
 def launch_script(
     command: RunCommand, task: ScriptTask, *, variables: Mapping[str, str], timeout_s: float = TIMEOUT_S
 ) -> ScriptResult:
-    """Return what rank 0 wrote after the script has run until its task is done; the task's folder gets the log.
+    """Return the result that rank 0 wrote, after running the script until the task is done; log to the task's folder.
 
     `variables` come on top of the environment of this process and of the command. `timeout_s` is the longest time
     without a finished step; the first one has five minutes more.
 
     Raises:
-        Misconfigured: the program of the command is not there, or the script ended too early.
+        Misconfigured: the command's program does not exist, or the script ended too early.
         PeerTimeout: ranks died, raised something or stopped making progress; names them and the log.
     """
     folder = Path(task.folder)
@@ -230,13 +230,13 @@ def run_ranks(
     progress: Callable[[], object],
     lacking: str,
 ) -> None:
-    """Run a script to its end, each rank through the module `program`; `folder` gets the log and what the ranks leave.
+    """Run a script to its end, each rank through the module `program`; write the log and the ranks' files to `folder`.
 
     `progress` is called again and again, and returns something else after progress. After `timeout_s` seconds without
     progress, and five minutes more at the start, `lacking` says what has not happened.
 
     Raises:
-        Misconfigured: the program of the command is not there.
+        Misconfigured: the command's program does not exist.
         PeerTimeout: ranks died, raised something or stopped making progress; names them and the log.
     """
     if not timeout_s > 0:
@@ -277,7 +277,7 @@ def _hung(folder: Path, reason: str) -> PeerTimeout:
 
 
 def _died(folder: Path, code: int) -> CounterpointError:
-    """Return why the script ended with this exit code, from the files of its ranks and torchrun."""
+    """Return the error for a script that ended with this exit code, from its ranks' files and torchrun's log."""
     text, errors = tail(folder / LOG), folder / ERRORS
     numbers = [int(path.stem.removeprefix("rank")) for path in errors.glob("rank*.json")]
     failures = {rank: failure for rank in numbers if (failure := read_failure(errors, rank)) is not None}
@@ -300,5 +300,5 @@ def _died(folder: Path, code: int) -> CounterpointError:
 
 
 def _statuses(text: str) -> dict[int, int]:
-    """Return the exit codes by rank that torchrun's text names."""
+    """Return exit codes by rank, as torchrun's log names them."""
     return {int(rank): int(status) for rank, status in _ENDED.findall(text)}

@@ -57,7 +57,7 @@ def run_script(arguments: list[str]) -> None:
     """Run a script, or a module after `-m`, as Python does: with its folder on the path, and its arguments in argv.
 
     Raises:
-        RuntimeError: it has called `sys.exit` with anything but success.
+        RuntimeError: the script called `sys.exit` with a failure.
     """
     try:
         _run(arguments)

@@ -1,8 +1,8 @@
-"""Record the steps of a training script, or run them by several variants alternately; all ranks do the same.
+"""Record the steps of a training script, or run and time them by several variants alternately, on all ranks.
 
-The script is not changed. Its steps are those of its first optimizer, and its call of `counterpoint.overlap` is
-answered by an object that can be switched: to torch's collectives, and to the choices of a file. All ranks count the
-same steps, so that they switch at the same ones; rank 0 alone decides how many rounds there are.
+The script is not changed. A step ends when the script's first optimizer steps. The script's call of
+`counterpoint.overlap` returns an object that can be switched: to torch's collectives, and to the choices of a file. All
+ranks count the same steps, so that they switch at the same step; rank 0 alone decides the number of rounds.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ScriptFinished(BaseException):
 class SwitchedOverlap:
     """Replaces the object that `counterpoint.overlap` returns, and changes the model's communication between steps.
 
-    `options` are those of the script's call; `tuned` among them is replaced by that of the variant.
+    `options` are the arguments of the script's call; the variant's file replaces `tuned` among them.
     """
 
     def __init__(self, overlap: Callable[..., Any], model: nn.Module, options: dict[str, Any]) -> None:
@@ -49,7 +49,7 @@ class SwitchedOverlap:
         self.is_fixed = isinstance(model, DistributedDataParallel)  # DDP keeps its communication hook for good
 
     def use(self, variant: ScriptVariant) -> None:
-        """Switch to a variant; all ranks do so between the same two steps."""
+        """Switch the model to a variant; all ranks call this between the same two steps."""
         if self.is_closed:
             raise Misconfigured("the script has taken counterpoint.overlap back by restore(); leave that out")
         if self._real is not None:
@@ -68,11 +68,11 @@ class SwitchedOverlap:
         return _LEFT if self._real is None else str(self._real)
 
     def report(self) -> Any:
-        """Return the report of the current variant; a sentence where that is torch."""
+        """Return the report of the current variant, or a sentence if torch's collectives run."""
         return _LEFT if self._real is None else self._real.report()
 
     def followed(self) -> str:
-        """Return in words how many choices of the current file calls have followed so far; empty for torch."""
+        """Return in words how many of the current file's choices have been followed so far; "" if torch runs."""
         said = "" if self._real is None else str(getattr(self._real.report(), "tuned", ""))
         return said.partition(": ")[2]  # without the name of the file
 
@@ -95,7 +95,7 @@ class SwitchedOverlap:
 
 @contextmanager
 def answering_overlap(answer: Callable[..., Any]) -> Iterator[None]:
-    """Answer calls of `counterpoint.overlap` inside the context by `answer(overlap, model, **options)`."""
+    """Replace `counterpoint.overlap` in the `with` block by `answer(overlap, model, **options)`."""
     module: Any = importlib.import_module("counterpoint.parallel.overlap")
     overlap, public = module.overlap, cast(Any, counterpoint)
     module.overlap = public.overlap = partial(answer, overlap)
@@ -107,7 +107,7 @@ def answering_overlap(answer: Callable[..., Any]) -> Iterator[None]:
 
 
 class ScriptSteps:
-    """Carries out a task at the end of each step of a script, where `advance` is called; `rank` is the launcher's."""
+    """Carries out a `ScriptTask`; call `advance` after each of the script's steps. `rank` is the launcher's RANK."""
 
     def __init__(self, task: ScriptTask, rank: int) -> None:
         self.task, self.folder, self.rank = task, Path(task.folder), rank
@@ -122,7 +122,7 @@ class ScriptSteps:
 
     @contextmanager
     def intercepted(self) -> Iterator[None]:
-        """Answer calls of `counterpoint.overlap` inside the context by objects whose variant can be switched."""
+        """Make `counterpoint.overlap` return `SwitchedOverlap` objects in the `with` block."""
 
         def answered(overlap: Callable[..., Any], model: nn.Module, **options: Any) -> SwitchedOverlap:
             switched = SwitchedOverlap(overlap, model, options)
@@ -160,7 +160,7 @@ class ScriptSteps:
             write_whole(self.folder / RESULT, self._result())
 
     def _compared(self) -> Iterator[None]:
-        """Time blocks of steps for each variant alternately, every second round in reverse order."""
+        """Time blocks of steps for each variant alternately, in reverse order every second round, yielding at steps."""
         task = self.task
         for _ in range(task.warmup_steps):
             yield
@@ -200,7 +200,7 @@ class ScriptSteps:
             self._followed[self._variant.name] = "; ".join(said)
 
     def _agreed(self, number: int, *, go_on: bool) -> bool:
-        """Return whether rank 0 goes on to another round; it first gathers all ranks' times of this round."""
+        """Gather all ranks' times of this round on rank 0, and return whether rank 0 goes on to another round."""
         mine = [each[number] for each in self._blocks]
         if not dist.is_initialized():
             self._keep(number, [mine])
@@ -236,7 +236,7 @@ class ScriptSteps:
 
 
 def _now() -> float:
-    """Return the time in seconds after all queued work of this rank is done."""
+    """Wait for all queued GPU work of this rank, and return the time in seconds."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return time.perf_counter()

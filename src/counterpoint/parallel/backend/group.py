@@ -6,7 +6,7 @@ where or how a tensor is stored: a call with an output that is not contiguous wr
 on one channel, in the order of the program. Asynchronous all_reduces (on CPUs, all asynchronous calls), and callbacks
 that make collectives, run in a thread (`background.py`), for which every later collective waits.
 
-The communicator is opened at the first call that it takes; over several hosts it is the one of `hosts.py`. If the ranks
+The communicator is opened at the first call that it takes; `hosts.py` has it for several hosts. If the ranks
 of a host cannot share memory, torch's own backends make all calls, and the report says why. Messages between two GPUs
 of a host go through mailboxes (`messages.py`), whatever their size, so that both ranks choose alike.
 
@@ -88,7 +88,7 @@ class CounterpointGroup(dist.ProcessGroup):
             that call.
 
     Raises:
-        Misconfigured: `backend_options` are those of another backend.
+        Misconfigured: `backend_options` is not a `BackendOptions`.
     """
 
     def __init__(self, options: Any, backend_options: BackendOptions | None) -> None:
@@ -124,7 +124,7 @@ class CounterpointGroup(dist.ProcessGroup):
         return NAME
 
     def report(self) -> Report:
-        """Return a report: how many calls each mechanism ran, and why."""
+        """Return a report: how many calls the communicator and torch ran, and why."""
         return Report(calls=self.counts.rows(), tuned=str(self.rank_group.tuning or ""))
 
     def _opened(self, group: Any, device: torch.device | None, options: CommunicatorOptions) -> AnyCommunicator:
@@ -135,14 +135,14 @@ class CounterpointGroup(dist.ProcessGroup):
         return open_communicator(self.inner, self._on_hosts(), device, options)
 
     def _on_hosts(self) -> Grid:
-        """Return the grid of hosts; raise `Unsupported` if it is irregular. All ranks make the first call together."""
+        """Return the grid of hosts and local ranks, or raise `Unsupported`. All ranks make the first call together."""
         if self._hosts is None:
             self.inner.register()
             self._hosts = grid_of_group(self.inner.group, self._options.ranks_per_host)
         return self._hosts
 
     def take_buckets(self) -> None:
-        """Let the communicator run reductions from 4 MiB on, unless `crossover_bytes` has sizes. All ranks call this.
+        """Let the communicator reduce arrays from 4 MiB on, unless `crossover_bytes` sets sizes. All ranks call this.
 
         Buckets of gradients then lie in symmetric memory, so that their reductions take few SMs and overlap with
         matmuls.
@@ -179,7 +179,7 @@ class CounterpointGroup(dist.ProcessGroup):
     # calls that a communicator may take
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None, *, op: Any = None) -> Any:  # type: ignore[override]
-        """Reduce a tensor over all ranks, in place; as in torch, `opts` may be the reduction alone."""
+        """Reduce a tensor over all ranks, in place; as in torch, `opts` may be just the reduction operator."""
         opts = call_options(c10d.AllreduceOptions, opts, "reduceOp", op, timeout)
         tensors = tensors if isinstance(tensors, list) else [tensors]
         op, factor = op_and_factor(opts.reduceOp)
@@ -189,7 +189,7 @@ class CounterpointGroup(dist.ProcessGroup):
         return self._all_reduce(taken, tensors[0], opts, op, factor, in_background=True)
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None, *, root: Any = None) -> Any:  # type: ignore[override]
-        """Send the root's tensor to all ranks; as in torch, `opts` may be the root alone."""
+        """Send the root's tensor to all ranks; as in torch, `opts` may be just the root rank."""
         opts = call_options(c10d.BroadcastOptions, opts, "rootRank", root, timeout)
         tensors = tensors if isinstance(tensors, list) else [tensors]
         taken = self._take("broadcast", tensors, sum(map(num_bytes_of, tensors)))
@@ -268,7 +268,7 @@ class CounterpointGroup(dist.ProcessGroup):
         return self.inner.group.recv_anysource(tensors, tag)
 
     def _message(self, operation: str, tensors: list[Tensor], peer: int, tag: int) -> Any:
-        """Start a send or receive through the `MessagePair` with `peer`, or, without a pair, by torch's inner group."""
+        """Start a send or receive through the `MessagePair` with `peer`, or by torch's inner group if there is none."""
         by_inner = getattr(self.inner.group, operation)  # raises once the group has ended
         pair = self._pair(operation, tensors[0], peer, tag)
         if pair is None:
@@ -282,7 +282,7 @@ class CounterpointGroup(dist.ProcessGroup):
         return started
 
     def _pair(self, operation: str, tensor: Tensor, peer: int, tag: int) -> MessagePair | None:
-        """Count a message, and return its `MessagePair`, on both ranks alike; None: torch's inner group carries it."""
+        """Count a message, and return the `MessagePair` that carries it; None if torch's inner group carries it."""
         why = self._pairs.why_torch(peer, tensor, tag)
         found = why if why is not None else self._pairs.by_mailbox(peer, tensor.device)
         if not isinstance(found, str):
@@ -311,7 +311,7 @@ class CounterpointGroup(dist.ProcessGroup):
         return together(works)
 
     def allgather_into_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
-        """Gather every rank's input into the output, for each pair of `outputs` and `inputs`."""
+        """All-gather each tensor of `inputs` into the tensor of `outputs` at the same index."""
         opts = opts or c10d.AllgatherOptions()
         if not self._takes_all("all_gather", outputs, outputs):
             return self.by_torch.allgather_into_tensor_coalesced(outputs, inputs, opts)
@@ -337,7 +337,7 @@ class CounterpointGroup(dist.ProcessGroup):
         self.inner.group.set_timeout(timeout)
 
     def barrier(self, *args: Any, **keywords: Any) -> Any:
-        """Wait until all ranks are here and, as in torch's own backends, all earlier calls have ended."""
+        """Wait until all ranks have called this and, as in torch's own backends, all earlier calls have ended."""
         self.rank_group.drain()
         with self._keeping:
             earlier = [work for work in self._running if work.is_started()]
@@ -394,11 +394,11 @@ class CounterpointGroup(dist.ProcessGroup):
         return communicator
 
     def _left(self, operation: str, num_bytes: int, why: str) -> None:
-        """Count a call that torch runs."""
+        """Count a call that torch runs, with the reason, for the report."""
         self.counts.add(operation, num_bytes, "torch", why)
 
     def _takes_all(self, operation: str, outputs: list[Tensor], full: list[Tensor], op: str = "") -> bool:
-        """Return whether the communicator runs all calls of a batch, of arrays `full`; if not, count them for torch."""
+        """Return whether the communicator runs all calls of a batch; if not, count all calls as run by torch."""
         whys = [
             self._route(operation, [one], num_bytes_of(its), op).torch_why
             for one, its in zip(outputs, full, strict=True)
@@ -410,7 +410,7 @@ class CounterpointGroup(dist.ProcessGroup):
         return False
 
     def _route(self, operation: str, outputs: Sequence[Tensor], num_bytes: int, op: str) -> Route:
-        """Return the route of a call, the same on all ranks; open the communicator if the route needs it."""
+        """Return a call's `Route`, equal on all ranks: torch or the communicator, which is opened if needed."""
         ranks = self.rank_group
         why = ranks.why_not or self._why_not_these(outputs)
         if not why and self._crossovers is None:
@@ -442,7 +442,7 @@ class CounterpointGroup(dist.ProcessGroup):
         return ""
 
     def _why_not_these(self, outputs: Sequence[Tensor]) -> str:
-        """Return why no communicator can take these tensors, whatever the call; "" if one can."""
+        """Return why no communicator can run any call with these outputs; "" if one can."""
         if len(outputs) != 1:
             return "several tensors" if outputs else "no tensor"
         if outputs[0].device.type != self._device_type:
@@ -450,7 +450,7 @@ class CounterpointGroup(dist.ProcessGroup):
         return "sparse" if outputs[0].layout is not torch.strided else ""
 
     def _crossover(self, operation: str) -> int:
-        """Return from how many bytes on the communicator runs a call: as options say, else as measured against NCCL.
+        """Return the fewest bytes for which the communicator runs a call, from options or measurements against NCCL.
 
         In a group with symmetric memory, calls of the size of gradient buckets run beside matmuls: their own time
         matters less than the SMs that NCCL would take from those matmuls. So such a group takes reductions from a
@@ -462,7 +462,7 @@ class CounterpointGroup(dist.ProcessGroup):
         return min(measured, _BUCKET_BYTES) if may_be_bucket else measured
 
     def _agree(self, device: torch.device) -> None:
-        """Read the tuning and the crossovers, and check that the options that decide routes are equal on all ranks.
+        """Read the tuning and the least sizes for the communicator; check that options are equal on all ranks.
 
         All ranks call this together. An operation that was not measured against NCCL is left to NCCL, unless its size
         is given; otherwise the communicator runs calls of at least the crossover, and at least one byte.
@@ -527,7 +527,7 @@ class CounterpointGroup(dist.ProcessGroup):
 
 
 def _write(output: Tensor, start: Start) -> None:
-    """Run a call on the current stream; if `output` is not contiguous, the call writes a copy, which is copied back."""
+    """Run a call on the current stream; fill an `output` that is not contiguous through a contiguous copy."""
     target = output.contiguous()
     start(target, False)
     if target is not output:
@@ -535,7 +535,7 @@ def _write(output: Tensor, start: Start) -> None:
 
 
 def report(group: Any = None) -> Report:
-    """Return a report of a group's calls: how many took each path, and why.
+    """Return a report of a group's calls: how many ran on each path (`torch`, `zero_sm`, `hosts`), and why.
 
     Args:
         group: a group of backend `counterpoint`; None: the default one.

@@ -1,4 +1,4 @@
-"""Run large collectives of a group over several hosts: zero-SM inside each host, by torch's backends between hosts.
+"""Run large collectives of a group over several hosts: without SMs inside a host, by torch's backends between hosts.
 
 The ranks of a host have consecutive numbers, the same count on each host. For each rank two more groups of torch's own
 backends are made, which nothing else uses: one with the ranks of its host, and one (its rail) with the ranks of the
@@ -68,7 +68,7 @@ def grid_of_hosts(hosts: list[str]) -> Grid:
 
 
 def crossovers_over_hosts(found: Mapping[str, int], given: Mapping[str, int] | None, grid: Grid) -> dict[str, int]:
-    """Return by operation from how many bytes on the communicator runs a call; sizes in `given` apply unchanged.
+    """Return by operation the fewest bytes for which the communicator runs a call; sizes in `given` stay unchanged.
 
     The sizes `found` in the profile were measured inside a host, so each call inside a host has to be as large. An
     all_reduce or a broadcast has the whole array inside each host, other collectives have the blocks of one host at a
@@ -79,7 +79,7 @@ def crossovers_over_hosts(found: Mapping[str, int], given: Mapping[str, int] | N
 
 
 def landing_bytes(grid: Grid, operation: str, num_bytes: int) -> int:
-    """Return how many bytes of symmetric memory a call needs at once to land an output that is in plain memory."""
+    """Return how many bytes of symmetric memory a call needs to receive an output that lies in plain memory."""
     if operation == "all_reduce":
         return min(num_bytes, PIECE_BYTES)
     if operation == "reduce_scatter":
@@ -90,7 +90,7 @@ def landing_bytes(grid: Grid, operation: str, num_bytes: int) -> int:
 
 
 def open_communicator(inner: InnerGroup, grid: Grid, device: Any, options: CommunicatorOptions) -> AnyCommunicator:
-    """Return a communicator of all ranks of `inner`, which call this together.
+    """Return a new communicator of all ranks of `inner`, over one host or several; these ranks call this together.
 
     Raises:
         Unsupported: ranks of one host cannot share memory.
@@ -101,7 +101,7 @@ def open_communicator(inner: InnerGroup, grid: Grid, device: Any, options: Commu
 
 
 class HostsCommunicator(HierarchicalCommunicator):
-    """Runs collectives over several hosts, and owns the groups that it uses. All ranks of `inner` make one together."""
+    """Runs collectives over several hosts by process groups of its own. All ranks of `inner` make it together."""
 
     def __init__(self, inner: InnerGroup, grid: Grid, device: Any, options: CommunicatorOptions) -> None:
         rank = inner.group.rank()
@@ -119,7 +119,7 @@ class HostsCommunicator(HierarchicalCommunicator):
             raise
 
     def close(self) -> None:
-        """Close this communicator and end its groups; on a GPU the calls under way end first."""
+        """Close this communicator and shut down its process groups; on a GPU, calls under way end first."""
         super().close()
         for group in self._groups:
             group.group.shutdown()
@@ -141,7 +141,7 @@ class HostsCommunicator(HierarchicalCommunicator):
         self._drop_groups()
 
     def _drop_groups(self) -> None:
-        """Drop the groups; gloo's connections end when the last reference to them is gone."""
+        """Unregister the groups and drop all references to them, since only this ends gloo's connections."""
         groups, self._groups, self._group = self._groups, [], None  # at once: the thread of calls drops them, too
         for group in groups:
             group.unregister()

@@ -27,9 +27,9 @@ class InnerGroup:
     Args:
         options: what torch hands to a backend: store, rank, size, timeout, name and ranks.
         nccl: options of NCCL; None: its defaults.
-        name: names this group within the one that `options` describe.
+        name: name of this group within the group that `options` describe.
         ranks: its ranks, counted in the group that `options` describe; None: all.
-        with_nccl: take NCCL for CUDA tensors, if there is one.
+        with_nccl: take NCCL for CUDA tensors, if torch has NCCL and there is a GPU.
     """
 
     def __init__(
@@ -58,11 +58,11 @@ class InnerGroup:
         self._is_registered = False
 
     def part(self, name: str, ranks: list[int], *, with_nccl: bool = True) -> InnerGroup:
-        """Return a group of some ranks of the group that `options` describe; these ranks call this together."""
+        """Return a new subgroup of `ranks`, which call this together."""
         return InnerGroup(self.options, self._nccl, name=name, ranks=ranks, with_nccl=with_nccl)
 
     def _backends(self, options: Any, nccl: Any, rank: int, size: int) -> Mapping[str, tuple[Any, Any]]:
-        """Return a backend and its kind for each type of device, the default device first."""
+        """Return, for each type of device, the kind of backend and the backend, the default device first."""
         found: dict[str, tuple[Any, Any]] = {}
         kinds = dist.ProcessGroup.BackendType
         if self._with_nccl and torch.cuda.is_available() and dist.is_nccl_available():
@@ -114,13 +114,13 @@ class InnerGroup:
             c10d._unregister_process_group(self.name)
 
     def end(self, how: Literal["shutdown", "abort"]) -> None:
-        """Shut the group down or abort it, and make its later calls raise, which gloo does not ensure."""
+        """Shut down or abort the group, and make its later calls raise an error, since gloo does not."""
         group, self.group = self.group, EndedGroup()
         getattr(group, how)()
 
 
 class EndedGroup:
-    """Stands in place of a group that has ended."""
+    """Replaces a process group that has ended, and raises an error in every call but `shutdown` and `abort`."""
 
     def shutdown(self) -> None:
         """Do nothing, since the group has ended."""

@@ -1,4 +1,4 @@
-"""Exchange messages between two ranks through a connection of their own, opened at their first message.
+"""Exchange messages between two ranks, with one connection for each pair of ranks, opened at its first message.
 
 Each pair of ranks that exchanges messages has a communicator of its own, with mailboxes only. So a group without
 messages needs no memory for them. If mailboxes cannot carry a message, the pair uses two of torch's groups, one for
@@ -46,7 +46,7 @@ _PAUSE_S = 1e-3
 
 
 class MessagePair(Protocol):
-    """Exchanges messages with one other rank, or with this rank itself; calls return a `Work`, ours or torch's."""
+    """Exchanges messages with one rank, another or this one; calls return a `Work` of counterpoint or of torch."""
 
     def send(self, tensor: Tensor) -> Any:
         """Start a send, behind the work of the current stream."""
@@ -156,7 +156,7 @@ class SelfPair:
         self._matching = threading.Lock()
 
     def send(self, tensor: Tensor) -> SelfWork:
-        """Keep a copy of a tensor for the receive. See `MessagePair.send`."""
+        """Keep a copy of a tensor for the matching receive. See `MessagePair.send`."""
         sent = SelfWork(tensor.clone(), self._timeout_s)
         sent.end()
         self._add(self._sent, sent)
@@ -240,7 +240,7 @@ class MessagePairs:
         return self._found(peer, _BY_MAILBOX, device)
 
     def by_torch(self, peer: int, device: torch.device) -> MessagePair:
-        """Return the pair whose messages with `peer` torch carries, opened at the first call."""
+        """Return the `MessagePair` with `peer` whose messages torch carries, opened at the first call."""
         found = self._found(peer, _BY_TORCH, device)
         assert not isinstance(found, str)
         return found
@@ -266,7 +266,7 @@ class MessagePairs:
                 pair.set_timeout(timeout_s)
 
     def end(self, how: Literal["close", "abort"]) -> None:
-        """Close or abort all pairs, on all ranks sorted by a pair's two ranks, since closing waits for the peer."""
+        """Close or abort all pairs, in the same order on all ranks, since closing waits for the peer."""
         known, self._known = self._known, {}
         for peer, way in sorted(known, key=lambda pair: (sorted((self._rank, pair[0])), pair[1])):
             pair = known[peer, way]
@@ -301,7 +301,7 @@ class MessagePairs:
             raise
 
     def _claimed(self, peer: int, way: str) -> str:
-        """Set both ranks' words in the store to the token of the pair with `peer`; return the token, or `free`."""
+        """Try to set both ranks' store entries to a token of the pair with `peer`; return the token, else `free`."""
         low, high = sorted((self._rank, peer))
         token = f"{low}-{high} {way} by {self._rank}"
         if self._store.compare_set(str(low), _FREE, token).decode() != token:
@@ -312,12 +312,12 @@ class MessagePairs:
         return token
 
     def _is_whole(self, token: str) -> bool:
-        """Return whether both ranks' words are the token; if not, its maker will set the second or clear the first."""
+        """Return whether both ranks' store entries hold `token`; if not, the rank that made `token` will change one."""
         words = map(str, _ranks_of(token))
         return all(self._store.check([word]) and self._store.get(word).decode() == token for word in words)
 
     def _meet(self, token: str, device: torch.device) -> None:
-        """Make the pair that a token names; its two ranks call this together."""
+        """Make the `MessagePair` that `token` names; both ranks of the pair call this together."""
         ranks, way = _ranks_of(token), token.split()[1]
         peer = ranks[0] if ranks[1] == self._rank else ranks[1]
         with _own_stream(device):
@@ -325,7 +325,7 @@ class MessagePairs:
         self._known[peer, way] = made
 
     def _mailboxes(self, ranks: tuple[int, int], device: torch.device) -> MailboxPair | str:
-        """Return a pair with mailboxes, on a new communicator of two ranks; if that is unsupported, return why."""
+        """Return a `MailboxPair` on a new communicator of two ranks, or the reason if mailboxes are unsupported."""
         group = self._inner.part(f"pair {ranks[0]} {ranks[1]}", list(ranks), with_nccl=False)
         group.register()
         try:
@@ -335,7 +335,7 @@ class MessagePairs:
             return str(error)
 
     def _lines(self, ranks: tuple[int, int], device: torch.device) -> TorchPair:
-        """Return a `TorchPair`, with one group for each direction, both connected now by a first message."""
+        """Return a `TorchPair` with one group for each direction; a first message connects each group now."""
         lines, here = [], ranks.index(self._rank)
         for source in ranks:
             line = self._inner.part(f"line from {source} of {ranks[0]} {ranks[1]}", list(ranks))

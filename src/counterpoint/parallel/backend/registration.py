@@ -22,7 +22,7 @@ def register() -> None:
 
 
 def _group(options: Any, backend_options: Any) -> Any:
-    """Return a new process group, by the signature that torch expects of a backend."""
+    """Return a new `CounterpointGroup`, with the arguments that torch passes to a backend."""
     from counterpoint.parallel.backend.group import CounterpointGroup
 
     return CounterpointGroup(options, backend_options)

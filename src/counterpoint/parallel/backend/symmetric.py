@@ -22,7 +22,7 @@ def symmetric_memory(group: Any = None) -> Iterator[None]:
         with counterpoint.symmetric_memory():
             model = DistributedDataParallel(model)
 
-    `Communicator.memory_pool` says what all ranks have to do. The buckets that DDP rebuilds later lie there, too. From
+    `Communicator.memory_pool` says what all ranks have to do. Buckets that DDP rebuilds later also lie in it. From
     then on the communicator runs all_reduces and reduce_scatters of 4 MiB and more, unless `crossover_bytes` has a size
     for them, and other calls of more than 256 MiB, wherever their tensors lie.
 

@@ -1,7 +1,7 @@
 """Move tokens by torch's all_to_all_single, after exchanging counts on the host: mechanism `torch`, the reference.
 
-Each rank sends one row for each choice, in the order of experts, and gets as many rows back, which it multiplies by
-their weights and adds up in the order of choices. This works between any ranks, but cannot be captured in a CUDA graph.
+Each rank sends one row for each choice, in the order of experts, and gets equally many rows back, which it multiplies
+by their weights and adds up in the order of choices. This works between any ranks, but not in a captured CUDA graph.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _DYING_S = 1.0  # seconds in which a process may still end after its connections
 
 @dataclass(frozen=True)
 class _Route:
-    """Holds where the rows of this rank's choices go, and where arriving rows go among this rank's experts."""
+    """Holds to which ranks this rank's token rows go, and to which local experts arriving rows go."""
 
     weights: Tensor
     sending: Assignment  # assigns choices to the experts of all ranks
@@ -61,7 +61,7 @@ class AllToAll(TokenMechanism):
         self._dropped = 0
 
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor) -> Halves[tuple[Tensor, Tensor, _Route]]:
-        """Exchange counts, for which the host waits, then send one row for each choice to the rank of its expert."""
+        """Exchange row counts, wait for them on the host, then send each token to the ranks of its experts."""
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             raise Unsupported("mechanism 'torch' in a graph capture: the host waits for counts; take 'gather'")
         layout, narrow = self._layout, self._options.wire_dtype
@@ -116,11 +116,11 @@ class AllToAll(TokenMechanism):
         return weight_grads(rows, grads, route.sending)
 
     def dropped(self) -> int:
-        """Return how many rows had no room so far; mechanism `torch` counts them on the host."""
+        """Return how many rows have exceeded the capacity of this rank's experts so far, counted on the host."""
         return self._dropped
 
     def _counts(self, sending: Assignment, tokens: int) -> list[list[list[int]]]:
-        """Return counts `[source rank][rank][expert]` of rows; all ranks raise if one rank has too many tokens."""
+        """Exchange row counts, `[source rank][rank][expert]`; raise on all ranks if one has too many tokens."""
         layout = self._layout
         mine = sending.offsets.diff(prepend=sending.offsets.new_zeros(1)).view(layout.world_size, -1)
         if tokens > layout.max_tokens:
@@ -135,12 +135,12 @@ class AllToAll(TokenMechanism):
         return chosen
 
     def _permuted(self, rows: Tensor, route: _Route, scales: Tensor | None = None) -> Tensor:
-        """Return arrived rows, put in the order of experts."""
+        """Return arrived rows sorted by expert."""
         out = rows.new_empty(route.arriving.capacity, rows.shape[1], dtype=route.dtype)
         return permute(rows, route.arriving, weights=scales, out=out, zero_tail=self._options.zero_tail)
 
     def _check_room(self, chosen: list[list[list[int]]], block: int) -> None:
-        """Raise on all ranks together if the experts of any rank lack room and `overflow` is `raise`."""
+        """Raise on all ranks if the rows for any rank's experts exceed their capacity and `overflow` is `raise`."""
         pad, capacity = self._options.pad_multiple, self._layout.capacity(block, self._options)
         rows = [
             sum(-(-sum(counts) // pad) * pad for counts in zip(*(source[rank] for source in chosen), strict=True))
@@ -165,14 +165,14 @@ class AllToAll(TokenMechanism):
         return out, work
 
     def _waited(self, rows: Tensor, work: Any) -> Tensor:
-        """Wait for an exchange, and return its rows."""
+        """Wait for the exchange `work`, and return the received `rows`."""
         with self._named():
             work.wait()
         return rows
 
     @contextmanager
     def _named(self) -> Iterator[None]:
-        """If a call of torch fails in the block, raise an error that names the ranks that died, as torch's does not."""
+        """Turn torch's errors in the `with` block into a `PeerTimeout` that names the ranks that died, if any did."""
         try:
             yield
         except RuntimeError as error:

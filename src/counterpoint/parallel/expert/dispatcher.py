@@ -1,14 +1,14 @@
 """Define `Dispatcher`, which sends tokens to their experts and the experts' outputs back, and the derivatives of both.
 
 Each half of a dispatch or a combine is an autograd function of its own: the first half begins communication, the second
-half waits for it. Autograd runs nodes in the reverse order of their making. So the derivative of a second half, which
-begins communication backward, runs before the derivatives of all that was computed between the halves, and the
-derivative of the first half, which waits, runs after them: what was hidden forward is hidden backward, too. Between the
-halves an empty tensor stands for the communication.
+half waits for it. Autograd runs nodes in the reverse of the order in which they were created. So in backward the second
+half's derivative begins communication, then the derivatives of all that was computed between the halves run, and then
+the first half's derivative waits for the communication: what overlaps in forward also overlaps in backward. Between
+the halves an empty tensor represents the communication in autograd's graph.
 
-The derivative of a dispatch is a combine without weights. The derivative of a combine sends the derivatives of the sums
-to the rows; the derivatives of the weights go back while those of the experts are computed, and are waited for together
-with the derivatives of the tokens.
+The derivative of a dispatch is a combine without weights. The derivative of a combine sends the gradients of the sums
+to the ranks of the rows. The gradients of the routing weights go back while the experts' backward runs; the wait for
+them is the wait for the gradients of the tokens.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def most_tokens(x: Tensor, group: Any) -> int:
 
 
 class Handle:
-    """Identifies one dispatch and its combine; a caller passes the handle from each half of them to the next."""
+    """Identifies one dispatch and its combine; the caller passes the handle from each start or finish to the next."""
 
     def __init__(self, mechanism: TokenMechanism, tokens: int, dtype: torch.dtype) -> None:
         self.tokens, self.dtype = tokens, dtype
@@ -59,7 +59,7 @@ class Handle:
         self._under_way: Tensor | None = None  # stands for tokens and weights, later for the sums, in autograd
 
     def _advance(self, after: str, half: str) -> Tensor:
-        """Return the tensor that stands for the trip in autograd; raise unless `after` was the half before `half`."""
+        """Record that `half` is called, and return autograd's stand-in tensor; raise unless `after` was called last."""
         if self._half != after or self._under_way is None:
             raise Misconfigured(f"{half} after {self._half}: call it once, after {after}")
         self._half = half
@@ -113,7 +113,7 @@ class Dispatcher:
         self._why = ""
 
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Handle]:
-        """Send tokens to their experts, and return the rows of this rank's experts.
+        """Send tokens to their experts, and return the token rows that this rank's experts get.
 
         Args:
             x: `[tokens, hidden]`, at most `max_tokens`; how many may differ between ranks.
@@ -133,12 +133,12 @@ class Dispatcher:
         return *self.finish_dispatch(handle), handle
 
     def combine(self, rows: Tensor, handle: Handle) -> Tensor:
-        """Return, for each token, the sum over its choices of weight times row, `[tokens, hidden]`, made in float32."""
+        """Return each token's sum of its experts' output rows times weights, `[tokens, hidden]`, added in float32."""
         return self.finish_combine(self.start_combine(rows, handle))
 
     @uncompiled
     def start_dispatch(self, x: Tensor, ids: Tensor, weights: Tensor) -> Handle:
-        """Start a `dispatch`; matmuls run at the same time until `finish_dispatch`."""
+        """Start a `dispatch`, which overlaps with the caller's matmuls until `finish_dispatch`."""
         self._check_tokens(x, ids, weights)
         mechanism = self._opened(x)
         handle = Handle(mechanism, len(x), x.dtype)
@@ -148,7 +148,7 @@ class Dispatcher:
 
     @uncompiled
     def finish_dispatch(self, handle: Handle) -> tuple[Tensor, Tensor]:
-        """Finish a `dispatch`; return its rows and offsets."""
+        """Finish a `dispatch`; return the rows of this rank's experts, and the offset where each expert's rows end."""
         under_way = handle._advance("start_dispatch", "finish_dispatch")
         rows, offsets = handle._trip.finish_dispatch(under_way)
         handle._rows = len(rows)
@@ -156,7 +156,7 @@ class Dispatcher:
 
     @uncompiled
     def start_combine(self, rows: Tensor, handle: Handle) -> Handle:
-        """Start a `combine`; matmuls run at the same time until `finish_combine`."""
+        """Start a `combine`, which overlaps with the caller's matmuls until `finish_combine`."""
         under_way = handle._advance("finish_dispatch", "start_combine")
         wanted = handle._rows, self.layout.hidden
         if rows.shape != wanted or rows.dtype != handle.dtype:
@@ -170,24 +170,24 @@ class Dispatcher:
 
     @uncompiled
     def finish_combine(self, handle: Handle) -> Tensor:
-        """Finish a `combine`; return its sums, `[tokens, hidden]`."""
+        """Finish a `combine`; return each token's weighted sum of its experts' outputs, `[tokens, hidden]`."""
         under_way = handle._advance("start_combine", "finish_combine")
         handle._under_way = None
         return handle._trip.finish_combine(under_way)
 
     def report(self) -> Report:
-        """Return a report: how many calls each mechanism ran, and why."""
+        """Return a report: how many dispatches and combines each mechanism ran, and why."""
         return Report(calls=self._counts.rows())
 
     def dropped(self) -> int:
-        """Return the number of choices that had no room on this rank so far; on a GPU this waits for the device.
+        """Return how many expert choices have exceeded this rank's capacity so far; on a GPU, wait for the device.
 
         With `slabs` these are choices of this rank's tokens, else rows of this rank's experts, with padding.
         """
         return 0 if self._mechanism is None else self._mechanism.dropped()
 
     def check(self) -> None:
-        """Raise the error that ended communication, or the error of choices without room; all ranks call this.
+        """Raise an error if communication has failed or choices exceeded capacity; all ranks call this.
 
         With `overflow="raise"` this waits for the device; an error of choices without room is raised once.
         """
@@ -195,7 +195,7 @@ class Dispatcher:
             self._mechanism.check()
 
     def close(self) -> None:
-        """Leave the communicator; its last user closes it. All ranks call this; a later dispatch opens another."""
+        """Leave the communicator, which its last user closes; a later dispatch opens another. All ranks call this."""
         mechanism, self._mechanism = self._mechanism, None
         ranks, self._ranks = self._ranks, None
         if ranks is not None:
@@ -230,7 +230,7 @@ class Dispatcher:
         return self._mechanism
 
     def _made(self, x: Tensor) -> tuple[TokenMechanism, str]:
-        """Return a new mechanism, named by the options or else predicted to be the fastest, and why that one."""
+        """Make the mechanism that the options name, else the one predicted as fastest; return it with the reason."""
         asked, group = self.options.mechanism, torch_group(self.group)
         if x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise Unsupported("the first dispatch in a graph capture: make the same call once before, on all ranks")
@@ -278,7 +278,7 @@ class Dispatcher:
 
 
 class Trip:
-    """Sends the tokens of one dispatch to their experts and back, in four halves that the caller runs in order.
+    """Runs one dispatch and its combine, each as a start and a finish that the caller calls in order.
 
     A trip refers to no autograd function, so that it is freed with the graph.
     """
@@ -293,13 +293,13 @@ class Trip:
         self._weights_dtype = torch.float32
 
     def start_dispatch(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """Start to send tokens to their experts; return the empty tensor that stands for them in autograd."""
+        """Start to send tokens to their experts; return an empty tensor that stands for the tokens in autograd."""
         self._needs_x, self._needs_weights, self._weights_dtype = x.requires_grad, weights.requires_grad, weights.dtype
         under_way: Tensor = _run(self._start_dispatch, self._finish_tokens_grad, x, ids, weights)
         return under_way
 
     def finish_dispatch(self, dispatched: Tensor) -> tuple[Tensor, Tensor]:
-        """Finish the dispatch; return rows and offsets."""
+        """Finish the dispatch; return the rows of this rank's experts, and the offset where each expert's rows end."""
         rows, offsets = _run(self._finish_dispatch, self._start_tokens_grad, dispatched)
         return rows, offsets
 
@@ -309,7 +309,7 @@ class Trip:
         return under_way
 
     def finish_combine(self, combined: Tensor) -> Tensor:
-        """Finish the combine; return the sums."""
+        """Finish the combine; return each token's weighted sum of its experts' outputs."""
         sums: Tensor = _run(self._finish_combine, self._start_rows_grad, combined)
         return sums
 
@@ -360,13 +360,13 @@ class Trip:
 
 
 def _run(half: Callable[..., Any], derivative: Callable[..., Any], *inputs: Tensor) -> Any:
-    """Run a half; if no derivative is needed, run it without autograd, whose `apply` costs the host 10 µs."""
+    """Run `half` as an autograd function, or plainly if gradients are disabled, which saves the host 10 µs."""
     function: Any = _Half
     return function.apply(half, derivative, *inputs) if torch.is_grad_enabled() else half(*inputs)[0]
 
 
 class _Half(torch.autograd.Function):
-    """Runs one half of a trip forward, and the derivative of this half backward."""
+    """Runs a start or finish of a dispatch or combine in forward, and its derivative in backward."""
 
     @staticmethod
     def forward(ctx: Any, half: Callable[..., Any], derivative: Callable[..., Any], *inputs: Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""Move tokens by gathering all of them on every rank: without counts, without waits of the host, in CUDA graphs, too.
+"""Move tokens by gathering all of them on every rank: no counts are exchanged and no host waits, so graphs work.
 
 Every rank gets the tokens, ids and weights of all ranks, and copies the rows that its experts need as each rank's
 tokens arrive. It adds up the weighted outputs of its experts for each token, and sends each rank its sums as they are
@@ -37,7 +37,7 @@ class _Gathered:
 
 @dataclass(frozen=True)
 class _Route:
-    """Holds where all ranks' tokens go: each rank has `block` places, of which this rank uses `tokens`."""
+    """Holds where all ranks' tokens go: each rank has room for `block` tokens, of which this rank sends `tokens`."""
 
     tokens: int
     block: int
@@ -97,7 +97,7 @@ class GatherAll(OwnCommunication):
         return self._permuted(arriving, route, factors), assignment.offsets, route
 
     def combine(self, rows: Tensor, route: _Route, *, weighted: bool) -> Halves[tuple[Tensor, Tensor | None]]:
-        """Sum the outputs of this rank's experts for each token, send sums to the tokens' ranks, add them up there."""
+        """Sum the outputs of this rank's experts for each token, send sums to the tokens' ranks, and add them up."""
         layout, block, n, saved = self._layout, route.block, self._layout.world_size, rows if weighted else None
         arriving = self._memory.empty(n, block, layout.hidden, dtype=rows.dtype)
         leaving = rows.new_empty(n * block, layout.hidden)
@@ -123,7 +123,7 @@ class GatherAll(OwnCommunication):
     def spread(
         self, grads: Tensor, route: _Route, saved: Tensor | None
     ) -> Halves[tuple[Tensor, Halves[Tensor] | None]]:
-        """Gather the derivatives of the sums, and copy the rows that this rank's experts need."""
+        """Gather the gradients of all tokens' sums, and copy the rows that this rank's experts need."""
         arriving = self._gather(grads, route.block)
         yield
         if saved is None:
@@ -135,7 +135,7 @@ class GatherAll(OwnCommunication):
         return rows, weights
 
     def _weights_grad(self, dots: Tensor, route: _Route) -> Halves[Tensor]:
-        """Reduce-scatter the derivatives of weights to their tokens' ranks; each is 0 but on its expert's rank."""
+        """Reduce-scatter the weights' derivatives, 0 on all ranks but the expert's, to the ranks of their tokens."""
         out = dots.new_empty(route.block, dots.shape[1])
         work: Any = self._communicator.reduce_scatter(out, dots, channel=_SMALL, async_op=True)
         yield
@@ -162,7 +162,7 @@ class GatherAll(OwnCommunication):
         saved: Tensor | None = None,
         dots: Tensor | None = None,
     ) -> Tensor:
-        """Return the rows of this rank's experts, copied from each rank's tokens as they arrive; end the gather.
+        """Return the rows of this rank's experts, copied as each rank's tokens arrive, and finish the gather.
 
         Args:
             arriving: the tokens.
@@ -189,7 +189,7 @@ class GatherAll(OwnCommunication):
         return rows
 
     def _note_room(self, ids: Tensor, assignment: Assignment) -> None:
-        """Count the rows without room; every rank knows all ranks' ids, so it also knows which rank lacks room."""
+        """Count the rows that exceed each rank's capacity; every rank can, since it has all ranks' expert ids."""
         options, layout = self._options, self._layout
         self._overflow.add(assignment.missing)
         if options.overflow == "drop":

@@ -27,7 +27,7 @@ def _local(ids, stride, first_expert, at, choices, EXPERTS: tl.constexpr, TOP_K:
 @triton.jit(do_not_specialize=["stride", "first_expert", "choices", "blocks", "capacity"])
 def count(ids, stride, first_expert, choices, counts, blocks, sources, capacity, EXPERTS: tl.constexpr,
           BINS: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Count how often a block of choices names each expert, and set the sources of all rows to -1, for none."""
+    """Count how often a block of choices names each expert, and initialise the sources of all rows to -1 (none)."""
     block, lanes, bins = tl.program_id(0), tl.arange(0, BLOCK), tl.arange(0, BINS)
     experts = _local(ids, stride, first_expert, block * BLOCK + lanes, choices, EXPERTS, TOP_K)
     found = tl.histogram(experts, BINS, mask=experts >= 0)
@@ -53,7 +53,7 @@ def scan(counts, totals, blocks, WIDTH: tl.constexpr):
 def place(ids, stride, first_expert, choices, counts, totals, blocks, slots, sources, offsets, missing, capacity,
           pad_multiple, EXPERTS: tl.constexpr, BINS: tl.constexpr, TOP_K: tl.constexpr,
           BLOCK: tl.constexpr):  # fmt: skip
-    """Assign a row to every choice of a block: after those of earlier experts, earlier blocks and earlier choices."""
+    """Assign a row to every choice of a block, after the rows of earlier experts, blocks and choices."""
     block, lanes, bins = tl.program_id(0), tl.arange(0, BLOCK), tl.arange(0, BINS)
     total = tl.load(totals + bins, mask=bins < EXPERTS, other=0)
     padded = (total + pad_multiple - 1) // pad_multiple * pad_multiple
@@ -74,14 +74,14 @@ def place(ids, stride, first_expert, choices, counts, totals, blocks, slots, sou
 
 @triton.jit
 def _columns(block, HIDDEN: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the columns of a block, and a mask of those below `HIDDEN`."""
+    """Return the columns of a block, and a mask of the columns below `HIDDEN`."""
     columns = block * BLOCK + tl.arange(0, BLOCK)
     return columns, columns < HIDDEN
 
 
 @triton.jit
 def _wide(values):
-    """Return values in the dtype in which sums are made: float64 for float64, else float32."""
+    """Return values cast to the dtype of sums: float64 for float64, else float32."""
     return values if values.dtype == tl.float64 else values.to(tl.float32)
 
 
@@ -180,7 +180,7 @@ def weight_grads(rows, grads, grad_stride, slots, out, TOP_K: tl.constexpr, CHOI
 def pack(ids, compact, ends, weights, scales, choices, first, room, width, local_experts, entries, slots, table,
          N: tl.constexpr, BINS: tl.constexpr, TOP_K: tl.constexpr, HEAD: tl.constexpr, SECOND: tl.constexpr,
          LACKING: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Write each choice of a block to the table of its expert's rank; the first program writes the tables' heads."""
+    """Write each choice of a block to the table of its expert's rank; the first program writes each table's header."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = at < choices
     row = tl.load(compact + at, mask=mask, other=NONE)
@@ -211,7 +211,7 @@ def pack(ids, compact, ends, weights, scales, choices, first, room, width, local
 
 @triton.jit
 def _part(x, start, HIDDEN: tl.constexpr, BLOCK: tl.constexpr):
-    """Return columns of a token from `start` on, a mask of those below `HIDDEN`, and their values in float32."""
+    """Return columns of a token from `start` on, a mask of the columns below `HIDDEN`, and their values in float32."""
     columns = start + tl.arange(0, BLOCK)
     mask = columns < HIDDEN
     return columns, mask, tl.load(x + columns, mask=mask, other=0).to(tl.float32)

@@ -1,4 +1,4 @@
-"""Run the experts of a rank, and a layer of experts that overlaps dispatch and combine with matmuls.
+"""Run a rank's experts, and an MoE layer that overlaps dispatch and combine with matmuls.
 
 Weight gradients may be delayed. Autograd runs nodes in the reverse order of their making, so `delayed` makes a node for
 the weight before the rows arrive. The node of the matmul then returns only the gradient of its rows, and the weight's
@@ -37,7 +37,7 @@ PROGRAMS = 64  # programs for each SM, several times what it holds, so that a fa
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DelayedWeight:
-    """Stands for a weight in one call of `grouped_matmul`, whose backward leaves the weight's gradient for later.
+    """Replaces a weight in one call of `grouped_matmul`, so that backward computes the weight's gradient later.
 
     Args:
         weight: the weight, detached from autograd.
@@ -51,7 +51,7 @@ class DelayedWeight:
 
 
 def delayed(weight: Tensor, calls: int = 1) -> tuple[DelayedWeight, ...]:
-    """Return stand-ins for a weight, one for each of several calls of `grouped_matmul`.
+    """Return a `DelayedWeight` in place of `weight` for each of `calls` calls of `grouped_matmul`.
 
     The gradient is computed where backward passes this call, after the derivatives of everything later in forward: so
     it overlaps with communication that was started there. The gradients of all calls are summed for the weight.
@@ -140,7 +140,7 @@ class ExpertWeights:
         return grouped_matmul(inner, self.down, offsets)
 
     def delayed(self, calls: int) -> tuple[ExpertWeights, ...]:
-        """Return stand-ins of these weights, one for each of `calls` calls; see the function `delayed`."""
+        """Return these weights with delayed gradients for each of `calls` calls; see the function `delayed`."""
         if isinstance(self.gate_up, DelayedWeight) or isinstance(self.down, DelayedWeight):
             raise Misconfigured("these weights are delayed already: call delayed() of the weights that they stand for")
         pairs = zip(delayed(self.gate_up, calls), delayed(self.down, calls), strict=True)
@@ -199,7 +199,7 @@ def overlapped_moe(
     parts: int = 2,
     shared: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Run a layer of experts in parts: dispatch of one part, combine of another and experts of a third overlap.
+    """Run an MoE layer on parts of the tokens, so that dispatch, combine and experts of different parts overlap.
 
     Half of the shared expert runs during the first dispatch, the other half during the last combine. Backward mirrors
     this, and the experts' weight gradients are computed during the communication of the rows' derivatives. All ranks of
@@ -212,14 +212,15 @@ def overlapped_moe(
         experts: experts of this rank. Weight gradients are not delayed for another function of rows and offsets, nor
             for experts on which `fully_shard` was called: call `fully_shard` on the module that calls this.
         dispatcher: brings tokens to experts and back.
-        parts: number of parts; with 1, only the shared expert and weight gradients run beside the communication.
+        parts: number of parts of the tokens; with 1, only the shared expert and weight gradients run beside
+            communication.
         shared: an expert that every token visits, each row by itself; called twice. Its output is added.
 
     Returns:
         `[tokens, hidden]`.
 
     Raises:
-        Misconfigured: `parts` is no positive number.
+        Misconfigured: `parts` is not positive.
     """
     if parts < 1:
         raise Misconfigured(f"parts={parts}: give 1 or more")
@@ -247,7 +248,7 @@ def overlapped_moe(
 
 
 def _calls(experts: LocalExperts | ExpertWeights | Experts, parts: int) -> Sequence[Experts]:
-    """Return, for each part, the function that runs the experts on it."""
+    """Return, for each part of the tokens, the function that runs the experts on that part."""
     if isinstance(experts, LocalExperts) and not isinstance(experts, FSDPModule):
         experts = experts.weights()
     if isinstance(experts, ExpertWeights) and torch.is_grad_enabled():

@@ -43,7 +43,7 @@ _WEIGHTS = ("gate_up_proj", "down_proj")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ExpertStyle:
-    """Describes how the experts of one module are spread over ranks.
+    """Describes how the experts of one module are divided among ranks.
 
     Args:
         name: name, in `transformers`, of the code that brings the tokens.
@@ -66,7 +66,7 @@ class ExpertStyle:
 
 
 class Dispatchers:
-    """Makes one dispatcher for each pair of a layer's shape and a group of ranks, and closes them all."""
+    """Makes one `Dispatcher` for each layer shape and process group, and closes all of them."""
 
     def __init__(self, options: ExpertOptions) -> None:
         self.options, self.parts = options, options.parts or _PARTS
@@ -81,7 +81,7 @@ class Dispatchers:
         return tuple(self._made.values())
 
     def most_tokens(self, style: ExpertStyle, x: Tensor, top_k: int) -> int:
-        """Return the most tokens of any rank in a call of layers of this shape; in the first, all ranks call this."""
+        """Return the most tokens that any rank has in a call of layers of this shape; all ranks make the first call."""
         key = style.mesh.get_group().group_name, style.experts, top_k, x.shape[1]
         if key not in self._most:
             self._most[key] = self.options.max_tokens or most_tokens(x, style.mesh.get_group())
@@ -211,8 +211,8 @@ class OverlappedExpertParallel:
     """Runs the experts of a model by dispatchers, reports them, and gives them back to `transformers` by `restore`.
 
     Args:
-        model: `transformers` has made it with `ep_size`.
-        options: None: the defaults, and experts on GPUs are left to `transformers`, as nothing was measured there yet.
+        model: a model that `transformers` has made with `ep_size`.
+        options: None: the defaults, and `transformers` runs experts on GPUs, as nothing was measured on GPUs yet.
         tuning: chooses the mechanism of each module where the options name none; None: nothing does.
 
     Raises:
@@ -248,11 +248,11 @@ class OverlappedExpertParallel:
 
     @property
     def has_effect(self) -> bool:
-        """Return whether any module was replaced."""
+        """Return whether a dispatcher runs the experts of any module."""
         return bool(self._experts)
 
     def first_left(self) -> str:
-        """Return the name of a module that was not replaced, and why."""
+        """Return the name of a module whose experts stay with `transformers`, and why."""
         name, why = next(iter(self._left.items()))
         return f"{name}: {why}"
 
@@ -263,19 +263,19 @@ class OverlappedExpertParallel:
         return Report(modules=(*(one.report() for one in self._experts.values()), *left), calls=calls)
 
     def check(self) -> None:
-        """Raise the error that ended one of the dispatchers, if one has ended."""
+        """Raise an error if a dispatcher's communication has failed or choices exceeded capacity."""
         for dispatcher in self._dispatchers.all():
             dispatcher.check()
 
     def restore(self) -> None:
-        """Let `transformers` run every module as before. All ranks call it."""
+        """Let `transformers` run every module as before. All ranks call this."""
         while self._experts:
             self._experts.popitem()[1].undo()
         self._dispatchers.close()
 
 
 def expert_style(module: nn.Module) -> ExpertStyle | str | None:
-    """Return how a module's experts are spread, or a text why they cannot be replaced; None if they are not spread."""
+    """Return how a module's experts are divided among ranks, why they cannot be replaced, or None if not divided."""
     forward = vars(module).get("forward")
     if not is_function(forward, _FORWARD):
         return None

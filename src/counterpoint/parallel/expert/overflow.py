@@ -1,4 +1,4 @@
-"""Count choices for which the experts of a rank have no room, on the device, and raise their error."""
+"""Count on the device the expert choices that exceed the capacity of a rank's experts, and raise an error for them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from counterpoint.parallel.options import ExpertOptions
 
 
 def no_room(rows: int, options: ExpertOptions) -> Misconfigured:
-    """Return the error of a call in which the experts of a rank lack room for `rows`."""
+    """Return the error for a call in which `rows` rows exceed the capacity of a rank's experts."""
     return Misconfigured(
         f"no room for {rows} rows of a rank's experts with capacity_factor={options.capacity_factor}: "
         "give a larger one, or overflow='drop'"
@@ -18,7 +18,7 @@ def no_room(rows: int, options: ExpertOptions) -> Misconfigured:
 
 
 class RoomCheck:
-    """Counts choices without room on the device; to raise, the host waits for all calls but the last one."""
+    """Counts on the device the expert choices that exceed capacity; `check` and `check_all` raise an error for them."""
 
     def __init__(self, device: torch.device, world_size: int, options: ExpertOptions) -> None:
         on_gpu = device.type == "cuda"
@@ -29,11 +29,11 @@ class RoomCheck:
         self._copied = torch.cuda.Event() if on_gpu else None
 
     def add(self, choices: Tensor) -> None:
-        """Add this rank's choices without room to the count."""
+        """Add the number of this rank's choices that exceed capacity to the total."""
         self._total += choices
 
     def note(self, choices: Tensor) -> None:
-        """Record, for a later check, how many choices of each rank had no room in a call."""
+        """Record, for a later check, how many choices of each rank exceeded capacity in a call."""
         if self._options.overflow != "raise":
             return
         torch.maximum(self._most, choices, out=self._most)
@@ -43,21 +43,21 @@ class RoomCheck:
             self._copied.record()
 
     def check(self) -> None:
-        """Raise if an eager call lacked room, on all ranks alike; the host waits for the last recorded call."""
+        """Raise, on all ranks alike, if an eager call exceeded capacity; the host waits for the last recorded call."""
         if self._copied is not None and self._options.overflow == "raise":
             self._copied.synchronize()
         self._tell(self._copy)
 
     def check_all(self) -> None:
-        """Raise if any call, eager or in a graph, lacked room; this waits for replays of graphs."""
+        """Raise if any call, eager or in a graph, exceeded capacity; wait for replays of graphs first."""
         self._tell(self._most)
 
     def total(self) -> int:
-        """Return how many choices of this rank had no room; this waits for the device."""
+        """Return how many choices of this rank exceeded capacity, after waiting for the device."""
         return int(self._total)
 
     def _tell(self, noted: Tensor) -> None:
-        """Raise if choices without room were recorded, and forget them, so that the error is raised once."""
+        """Raise if `noted` has choices that exceeded capacity, and clear all records, to raise the error once."""
         if self._options.overflow == "raise" and (most := int(noted.max())):
             self._most.zero_()
             self._copy.zero_()

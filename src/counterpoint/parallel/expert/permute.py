@@ -37,7 +37,7 @@ E4M3 = (8, 9)  # compute capability from which Triton supports float8_e4m3fn; fl
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assignment:
-    """Says which row of this rank's experts each choice of some tokens gets.
+    """Maps each expert choice of some tokens to a row of this rank's experts.
 
     Rows are ordered by expert, then token, then choice. Padding after the rows of an expert fills them up to a multiple
     of `pad_multiple`; an expert without rows has no padding. Choices for which no row is left get none: `missing` says
@@ -57,11 +57,11 @@ class Assignment:
 
     @property
     def top_k(self) -> int:
-        """Return the number of choices of each token."""
+        """Return the number of experts that each token chooses."""
         return self.slots.shape[1]
 
     def of_tokens(self, begin: int, end: int, *, pads: bool = True) -> Assignment:
-        """Return the assignment of tokens `begin` to `end` alone; their rows stay where they are.
+        """Return the assignment of only tokens `begin` to `end`, to the same rows as before.
 
         So tokens can be permuted as they arrive, `permute(x[begin:end], assignment.of_tokens(begin, end), out=rows)`,
         and sums computed for some tokens first. `sources` still counts all tokens. `pads`: whether this part also
@@ -76,11 +76,11 @@ def bounded(ids: Tensor, experts: int) -> Tensor:
 
 
 def assign(ids: Tensor, *, first_expert: int, num_experts: int, capacity: int, pad_multiple: int = 1) -> Assignment:
-    """Assign a row to each choice that names an expert of this rank.
+    """Assign a row to each token's choice of an expert of this rank.
 
     Args:
-        ids: the experts that tokens chose, int32 or int64 [tokens, top_k]; those of other ranks, or none (-1), get no
-            row here.
+        ids: the experts that tokens chose, int32 or int64 [tokens, top_k]; experts of other ranks, or none (-1), get
+            no row here.
         first_expert: the first expert of this rank.
         num_experts: number of experts of this rank.
         capacity: how many rows there are, a multiple of `pad_multiple`; `len(ids) * min(top_k, num_experts)` is always
@@ -190,13 +190,13 @@ def narrowed(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def on_gpu(tensor: Tensor) -> bool:
-    """Return whether Triton's kernels handle this tensor."""
+    """Return whether a tensor is on a GPU, so that Triton kernels handle it."""
     return tensor.is_cuda
 
 
 @cache
 def triton_kernels() -> Any:
-    """Return the module of the kernels.
+    """Return the module of Triton kernels, `kernels.py`.
 
     Raises:
         Unsupported: Triton is not installed.
@@ -207,7 +207,7 @@ def triton_kernels() -> Any:
 
 
 def _check(assignment: Assignment, weights: Tensor | None, *tensors: tuple[str, Tensor, bool]) -> None:
-    """Raise unless tensors, each with its name, have the shape of rows (True) or tokens (False), and equal widths."""
+    """Raise unless each `(name, tensor, is_rows)` has the shape of rows or tokens, and all have equal widths."""
     hidden = tensors[0][1].shape[-1]
     for what, tensor, is_rows in tensors:
         shape = (assignment.sources if is_rows else assignment.slots).shape[0], hidden
@@ -310,7 +310,7 @@ def _power_of_two(least: int) -> int:
 
 
 def _block(hidden: int, itemsize: int) -> int:
-    """Return the elements of a token that one program handles: a power of two that exceeds `hidden` by little."""
+    """Return how many elements of a token one Triton program handles: a power of two that pads `hidden` by little."""
     block = min(_power_of_two(hidden), BLOCK_BYTES // itemsize)
     while block > 256 and -hidden % block > hidden // 4:
         block //= 2

@@ -10,12 +10,12 @@ choices. Every rank sends every other a table of fixed size before any row: expe
 receiver knows on its device which rows arrive, in whichever round.
 
 Rows that do not fit a slab are treated as `overflow` says. `raise` and `drop` count them on the device; with `raise`,
-the next dispatch, `check` or `close` waits until earlier calls have told how many rows of any rank had no room, and
+the next dispatch, `check` or `close` waits for earlier calls' counts of rows without room on any rank, and
 raises on all ranks; a call in a capture does not check. A `second_round` loses no rows: the tables say how many rows
 the fullest slab lacks, and if this is not 0, a second all_to_all of that size follows when the dispatch is finished.
 For that, the host waits in each dispatch until the tables have arrived, while work that was queued after the start of
-the dispatch goes on. In a capture no host can wait: there one round has room for all rows, `world_size` times those of
-an even routing, while `raise` and `drop` send `capacity_factor` times those.
+the dispatch goes on. In a capture no host can wait: one round then has room for all rows, `world_size` times the
+rows of an even routing, while `raise` and `drop` send `capacity_factor` times these rows.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class SlabExchange:
 
 @dataclass(frozen=True)
 class SlabRound:
-    """Describes one round of rows: each rank sends each other rank an equal number of rows."""
+    """Describes one exchange of rows, in which each rank sends every other rank equally many rows."""
 
     places: slice
     choices: Assignment  # assigns this rank's choices to the rows that it sends
@@ -190,7 +190,7 @@ class Slabs(OwnCommunication):
         return first, most if options.overflow == "second_round" else first
 
     def _heads(self, tables: SlabExchange) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Start to copy the tables' heads to the host after they arrive; on CPUs return a view of them."""
+        """Start to copy each table's first `HEAD` numbers to the host once tables arrive; on CPUs, return a view."""
         if self._side is None:
             return tables.arriving[:, :HEAD], None
         heads = torch.empty(self._layout.world_size, HEAD, dtype=torch.int32, pin_memory=True)
@@ -220,7 +220,7 @@ class Slabs(OwnCommunication):
         return SlabExchange(arriving, work)
 
     def _send(self, tokens: Tensor, choices: Assignment) -> SlabExchange:
-        """Start to send the rows of one round."""
+        """Start to send the rows of one round to the ranks of their experts."""
         return self._exchange(permute(tokens, choices, zero_tail=False), OUT)
 
     def _unpacked(
@@ -231,7 +231,7 @@ class Slabs(OwnCommunication):
         saved: Tensor | None = None,
         dots: Tensor | None = None,
     ) -> Tensor:
-        """Return the rows of this rank's experts, when all have arrived, in expert order, times the weights if given.
+        """Return the rows of this rank's experts in expert order, times `weights` if given, once all rows have arrived.
 
         Args:
             exchanges: the exchange of each round.
@@ -263,7 +263,7 @@ class Packing:
     table: Tensor  # `[world_size, HEAD + parts * room]`, for each rank; -1 where there is no choice
 
     def of_places(self, begin: int, rows: int) -> Tensor:
-        """Return the slots of choices in a round that sends each rank places `begin` to `begin + rows`; -1 for none."""
+        """Return each choice's row in a round that sends every rank places `begin` to `begin + rows`; -1: none."""
         places = self.entries % self.room - begin
         is_here = (self.entries >= 0) & (places >= 0) & (places < rows)
         return torch.where(is_here, self.entries // self.room * rows + places, _NONE)
@@ -339,7 +339,7 @@ def _triton_pack(
 
 
 def as_assignment(slots: Tensor, rows: int) -> Assignment:
-    """Return the assignment of choices to `rows`, given their slots, int32 `[tokens, top_k]` (-1: none).
+    """Return the assignment of choices to `rows` rows, given each choice's row, int32 `[tokens, top_k]` (-1: none).
 
     Rows without a choice are left as they are, whatever `sources` holds: nobody reads them.
     """

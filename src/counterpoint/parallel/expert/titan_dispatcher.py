@@ -61,7 +61,7 @@ class TokenDispatching:
         topk_expert_ids_TK: Tensor,  # noqa: N803
         num_local_tokens_per_expert_E: Tensor,  # noqa: N803
     ) -> tuple[Tensor, Tensor, Any]:
-        """Send tokens to their experts, and return the rows of this rank's experts.
+        """Send tokens to their experts, and return the token rows that this rank's experts get.
 
         Args:
             x_TD: this rank's tokens.
@@ -71,7 +71,7 @@ class TokenDispatching:
 
         Returns:
             Rows of this rank's experts, of which those past the last expert's are not used; int32 numbers of rows of
-            each expert, with those that pad them; what `combine` takes.
+            each expert, with padding; and the argument `metadata` of `combine`.
         """
         scores, ids = topk_scores_TK, topk_expert_ids_TK
         if self.ep_mesh is None:

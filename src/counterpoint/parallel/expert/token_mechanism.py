@@ -1,4 +1,4 @@
-"""Define the sizes of a dispatcher, and the interface of the mechanisms that move tokens to their experts."""
+"""Define the layout of experts over ranks, and the interface of mechanisms that move tokens to their experts."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class ExpertLayout:
         return self.rank * self.local_experts
 
     def block(self, tokens: int, options: ExpertOptions) -> int:
-        """Return the most tokens of any rank in a call in which this rank has `tokens`."""
+        """Return an upper bound of any rank's tokens in a call in which this rank has `tokens`."""
         return max(tokens, 1) if options.equal_tokens else self.max_tokens
 
     def capacity(self, tokens: int, options: ExpertOptions) -> int:
@@ -76,12 +76,12 @@ class ExpertLayout:
         return self.padded(rows, options.pad_multiple)
 
     def padded(self, rows: int, pad_multiple: int) -> int:
-        """Return how many rows hold `rows` rows if each expert's rows are padded to a multiple of `pad_multiple`."""
+        """Return how many rows suffice for `rows` rows if each expert's are padded to a multiple of `pad_multiple`."""
         return -(-(rows + self.local_experts * (pad_multiple - 1)) // pad_multiple) * pad_multiple
 
 
 def too_many(rank: int, tokens: int, layout: ExpertLayout) -> Misconfigured:
-    """Return the error of a call in which `rank` has more tokens than `max_tokens`."""
+    """Return the error for a call in which `rank` has more tokens than `max_tokens`."""
     return Misconfigured(
         f"rank {rank} dispatches {tokens} tokens at once, more than max_tokens={layout.max_tokens}: give a larger one "
         "(without one the first call of a layer decides, and its parts have a part of it each)"
@@ -128,19 +128,19 @@ class TokenMechanism(Protocol):
         """
 
     def dropped(self) -> int:
-        """Return the number of choices that had no room on this rank so far; this waits for the device."""
+        """Return how many expert choices have exceeded this rank's capacity so far, after waiting for the device."""
 
     def check(self) -> None:
-        """Raise the error that ended communication, or the error of choices without room; all ranks call this."""
+        """Raise an error if communication has failed or choices exceeded capacity; all ranks call this."""
         return  # nothing to raise: torch has its own watchdog
 
     def close(self) -> None:
-        """Raise the error of choices without room, unless it was raised before. All ranks call this."""
+        """Raise an error if choices exceeded capacity, unless it was raised before. All ranks call this."""
         return  # nothing to close: who made the process group closes it
 
 
 def finished(operation: Halves[T]) -> T:
-    """Run the second half of an operation, and return its result."""
+    """Run the second half (after `yield`) of an operation, and return the operation's result."""
     try:
         next(operation)
     except StopIteration as end:
@@ -150,10 +150,10 @@ def finished(operation: Halves[T]) -> T:
 
 
 class OwnCommunication:
-    """Holds the communicator that a mechanism uses, and counts choices without room.
+    """Holds a mechanism's communicator, and counts expert choices that exceed capacity.
 
     Args:
-        ranks: the ranks, with an open communicator, which the dispatcher leaves.
+        ranks: the ranks, with an open communicator; the dispatcher, not this object, leaves it.
         layout: which rank has which experts.
         options: options of the dispatcher.
     """
@@ -173,12 +173,12 @@ class OwnCommunication:
         return self._ranks.memory
 
     def _admit(self, tokens: int) -> None:
-        """Raise if this rank has more tokens than `max_tokens`; its peers get that error in their own calls."""
+        """Raise if this rank has more tokens than `max_tokens`; peers then raise the same error in their calls."""
         if tokens > self._layout.max_tokens:
             raise self._communicator.give_up(too_many(self._layout.rank, tokens, self._layout))
 
     def check(self) -> None:
-        """Raise as `TokenMechanism.check` does; the error of choices without room is raised once."""
+        """Raise as `TokenMechanism.check` does; the error of exceeded capacity is raised once."""
         self._ranks.check()
         self._overflow.check_all()
 

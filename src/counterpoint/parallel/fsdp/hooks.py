@@ -1,4 +1,4 @@
-"""Implement FSDP2's two hooks and the work objects that torch waits for, by calls of a `Communicator`.
+"""Implement FSDP2's hooks for all-gather and reduce-scatter by calls of a `Communicator`.
 
 torch calls `allocate` for the output of an all-gather, copies this rank's shards into it, gathers, and copies the
 parameters out. It calls `allocate` for the input of a reduce-scatter, copies the gradients into it, calls `allocate`
@@ -10,17 +10,17 @@ Streams and lifetimes on a GPU, read in torch 2.11 and 2.13 (`_fsdp_collectives.
 
 - A gather is allocated and this rank's shards are copied on the copy-in stream; the hook is called with the gather
   stream current, which waits for the copy-in stream; parameters are read on the compute stream, behind an event that
-  FSDP2 records after the hook. They are freed there, behind what reads them, while the GPU is far behind the host.
+  FSDP2 records after the hook. They are freed on that stream, behind what reads them; the GPU may be far behind then.
 - A buffer (with FSDP2's copies) is dropped by the host one module later in the forward pass, at once in the backward
   pass; but first FSDP2 makes the copy-in and the gather stream wait for the copy-out. So it may be used again, and its
   peers may know so, behind what is queued at that moment on **the stream that made it and the one that the call ran
-  on**; that is what `Communicator.empty` promises, and nothing has to be recorded here. The buffer of a gather in vain
+  on**; `Communicator.empty` promises this, so that no event has to be recorded here. The buffer of a gather in vain
   (prefetched, never used) is dropped without these waits: only the call's own stream knows its end.
-- `unshard(async_op=True)`: all of it on the compute stream; FSDP2 waits for our `Work` before it reads.
+- `unshard(async_op=True)`: all steps run on the compute stream; FSDP2 waits for the hook's `Work` before it reads.
 - What a scatter reads, gradients or buffer, is made on the compute stream and read by the call on the scatter stream;
   FSDP2 holds what `allocate` returned until the compute stream was made to wait for the call. Output: allocated on the
   scatter stream, written by the call, cast there or reduced further (HSDP) on the all-reduce stream; without a cast the
-  gradient is a view of it. So it comes from torch's own allocator.
+  gradient is a view of the output. So the output comes from torch's own allocator.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ T = TypeVar("T")
 class ShardGroups:
     """Holds a `RankGroup`, with an open communicator, for each set of ranks over which FSDP2 shards.
 
-    All ranks of a group open its communicator together. Ranks in several groups open these in one order, that of the
-    ranks' numbers, so that no two ranks wait for each other.
+    All ranks of a group open its communicator together. Ranks in several groups open these in the order of
+    the ranks' numbers, so that no two ranks wait for each other.
 
     Args:
         groups: process groups.
@@ -90,7 +90,7 @@ class ShardGroups:
             raise
 
     def of(self, group: ProcessGroup) -> RankGroup:
-        """Return the `RankGroup` of `group`; raise if `overlap` did not know these ranks."""
+        """Return the `RankGroup` of `group`; raise if `overlap` found no group of these ranks."""
         known = self._by_group.get(group)
         if known is None:
             known = self._by_ranks.get(ranks_of(group))
@@ -103,16 +103,16 @@ class ShardGroups:
         return known
 
     def all(self) -> tuple[RankGroup, ...]:
-        """Return every `RankGroup` once."""
+        """Return all distinct `RankGroup`s."""
         return tuple(self._by_ranks.values())
 
     def check(self) -> None:
-        """Raise the error that ended one of the communicators, if one has ended."""
+        """Raise the error that ended a communicator, if one has failed."""
         for one in self._by_ranks.values():
             one.check()
 
     def close(self) -> None:
-        """Leave all communicators; those without other users are closed."""
+        """Leave all communicators, and close those that have no other users."""
         for one in self._by_ranks.values():
             one.leave(self)
 
@@ -281,7 +281,7 @@ class ScatterHook(ReduceScatter):
 
 @dataclass(frozen=True, kw_only=True)
 class PrefetchTargets:
-    """Lists the modules, by number, that are gathered ahead when `module` runs in the forward or the backward pass."""
+    """Lists, by number, the modules to prefetch while `module` runs in the forward and in the backward pass."""
 
     module: int
     forward: tuple[int, ...]

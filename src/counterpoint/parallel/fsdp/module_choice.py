@@ -1,4 +1,4 @@
-"""Put our hooks on FSDP2 modules, if their size and a tuning allow it, and take them off again."""
+"""Set counterpoint's hooks on FSDP2 modules, if their size and a tuning allow it, and remove these hooks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ModuleChoice:
 
     @classmethod
     def of(cls, module: ShardedModule, tuning: FollowedTuning | None) -> ModuleChoice:
-        """Return the tuning's choices for a module that is sharded."""
+        """Return the tuning's choices for the all-gather and the reduce_scatter of a sharded module."""
         if tuning is None:
             return cls()
         ranks, where = len(module.ranks), module.names
@@ -49,16 +49,16 @@ class ModuleChoice:
 
     @property
     def takes_gather(self) -> bool:
-        """Return whether our all-gather replaces torch's."""
+        """Return whether counterpoint's all-gather replaces torch's."""
         return self.gather is None or not self.gather.stays
 
     @property
     def takes_scatter(self) -> bool:
-        """Return whether our reduce_scatter replaces torch's."""
+        """Return whether counterpoint's reduce_scatter replaces torch's."""
         return self.scatter is None or not self.scatter.stays
 
     def reasons(self) -> dict[str, str]:
-        """Return, by name of the collective, the tuning's reason for each collective that it has a choice for."""
+        """Return the reason for each of the tuning's choices, by name of the collective."""
         named = (("all_gather", self.gather), ("reduce_scatter", self.scatter))
         return {name: call.why for name, call in named if call is not None}
 
@@ -70,7 +70,7 @@ class ModuleChoice:
 
 
 class HookedModule:
-    """Sets our hooks on one module, for the collectives that its choice replaces; `undo` restores the earlier hooks.
+    """Sets hooks on one module for the collectives that `choice` replaces; `undo` restores the earlier hooks.
 
     Args:
         module: the module.
@@ -78,7 +78,7 @@ class HookedModule:
         choice: the tuning's choices for this module.
         parameters: memory where peers write its unsharded parameters; None: FSDP2 copies them out of a buffer.
         copied_why: says why FSDP2 copies them; empty: it does not.
-        direct: gradients are sent from where they are.
+        direct: gradients are sent from where autograd left them, not from a buffer.
         prefetch: learns the order of modules; None: FSDP2 prefetches as it does by itself.
     """
 
@@ -104,7 +104,7 @@ class HookedModule:
         set_hooks(module, self._gather or self._before[0], self._scatter or self._before[1])
 
     def traffic(self) -> tuple[Traffic, Traffic]:
-        """Return the traffic of the module's gathers and of its scatters."""
+        """Return the counts and sizes of the module's gathers and scatters so far."""
         named = (("all_gather", self._gather), ("reduce_scatter", self._scatter))
         gather, scatter = (
             Traffic(operation=name, torch_why="as tuned") if hook is None else hook.traffic() for name, hook in named
@@ -198,7 +198,7 @@ class OverlappedShards:
         return Report(modules=tuple(map(self._reported, self._torch_why)), notes=tuple(self._notes()))
 
     def check(self) -> None:
-        """Raise the error that ended one of the communicators, if one has ended."""
+        """Raise the error that ended a communicator, if one has failed."""
         if self._groups is not None:
             self._groups.check()
 
@@ -258,7 +258,7 @@ def _whole_parameters(
 ) -> dict[ShardedModule, ModuleParameters]:
     """Return each module's unsharded parameters; modules that shard over the same ranks share slots of memory.
 
-    `ahead` is the number of modules that may be gathered ahead of the one that runs.
+    `ahead` is the number of modules that may be gathered before the module that runs has ended.
     """
     made: dict[ShardedModule, ModuleParameters] = {}
     for group in groups.all():
@@ -269,7 +269,7 @@ def _whole_parameters(
 
 
 def why_not_taken(module: ShardedModule, limit_bytes: int | None) -> str:
-    """Return why this module keeps torch's own collectives; "" if ours replace them."""
+    """Return why this module keeps torch's own collectives; "" if counterpoint's replace them."""
     if module.shard_group is None:
         return "it is replicated, not sharded"
     if not module.groups:

@@ -1,4 +1,4 @@
-"""Look inside FSDP2: which modules gather together, over which ranks, how many bytes, and into which tensors.
+"""Read FSDP2's private state: which modules gather together, over which ranks, how many bytes, into which tensors.
 
 torch's hooks (`set_custom_all_gather`, `set_custom_reduce_scatter`) are public, but not for modules whose parameters
 lie on several meshes (from torch 2.12 on, with a parameter group for each mesh), and a module has no public way to tell
@@ -47,19 +47,19 @@ class ShardedModule:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the names in the model of the modules that were given to `fully_shard` together."""
+        """Return the names of the modules that were given to `fully_shard` together."""
         return tuple(self.name.partition(" (group ")[0].split(", "))
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Return the ranks, counted in the job, over which the module is sharded."""
+        """Return the global ranks over which the module is sharded."""
         import torch.distributed as dist
 
         return () if self.shard_group is None else tuple(dist.get_process_group_ranks(self.shard_group))
 
     @property
     def parts(self) -> tuple[nn.Module, ...]:
-        """Return the module and all modules inside it, itself first."""
+        """Return the module, followed by all modules inside the module."""
         return tuple(cast("nn.Module", self.module).modules())
 
     @property
@@ -76,7 +76,7 @@ class ShardedModule:
 
 
 class GatheredParameter(NamedTuple):
-    """Describes one parameter as it is gathered."""
+    """Describes one parameter as FSDP2 gathers it: padded bytes of all ranks' shards, and dtype."""
 
     num_bytes: int  # size of all ranks' shares, padded
     dtype: torch.dtype  # in which it is gathered
@@ -94,7 +94,7 @@ def sharded_modules(model: nn.Module) -> tuple[ShardedModule, ...]:
     """Return all sharded modules in `model`, in the order of `named_modules`.
 
     Raises:
-        Misconfigured: there is none, or FSDP1 wraps a part of the model.
+        Misconfigured: no module is sharded, or FSDP1 wraps a part of the model.
         Unsupported: this torch looks different inside; CPU offload.
     """
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -137,13 +137,13 @@ def set_hooks(module: ShardedModule, all_gather: AllGather, reduce_scatter: Redu
 
 
 def is_prefetching(module: ShardedModule) -> bool:
-    """Return whether FSDP2 has an explicit list of modules to gather ahead of this one."""
+    """Return whether the user gave FSDP2 a list of modules to prefetch while this module runs."""
     state = inside(module.module, "_get_fsdp_state")()
     return bool(inside(state, "_states_to_forward_prefetch") or inside(state, "_states_to_backward_prefetch"))
 
 
 def unmanaged_bytes(model: nn.Module, modules: Sequence[ShardedModule]) -> int:
-    """Return the bytes of the parameters that no FSDP2 module manages: ignored ones, or those of unsharded parts."""
+    """Return the bytes of parameters that no FSDP2 module manages: ignored ones, or outside `fully_shard`."""
     managed = {id(inside(one, "sharded_param")) for module in modules for one in module.parameters.fsdp_params}
     return sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in managed)
 
@@ -188,14 +188,14 @@ def _name(parameters: FSDPParamGroup, names: Mapping[nn.Module, str]) -> str:
 
 
 def gathered_parameters(module: ShardedModule) -> tuple[GatheredParameter, ...]:
-    """Return a sharded module's parameters as they are gathered, in the order in which FSDP2 gathers them."""
+    """Return the unsharded bytes and dtype of each parameter of a module, in the order in which FSDP2 gathers them."""
     assert module.shard_group is not None
     ranks = module.shard_group.size()
     return tuple(GatheredParameter(ranks * size, dtype) for size, dtype in _sizes(module.parameters))
 
 
 def calls_of(module: ShardedModule) -> tuple[ModuleCall, ModuleCall]:
-    """Return the all-gather of the parameters and the reduce_scatter of the gradients of a sharded module."""
+    """Return the size and dtype of a sharded module's parameter all-gather and gradient reduce_scatter."""
     from counterpoint.collectives.submit.tensors import dtype_name
 
     gathered = gathered_parameters(module)
@@ -274,7 +274,7 @@ class _AllGatherInputs:
 
     @classmethod
     def install(cls) -> None:
-        """Replace FSDP2's function, once for all modules."""
+        """Replace FSDP2's function that casts shards, once for all modules."""
         from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
         present = inside(_fsdp_collectives, cls.NAME)
@@ -288,7 +288,7 @@ class _AllGatherInputs:
 
 
 def _replace_unsharded(parameter: FSDPParam, outputs: list[Tensor]) -> None:
-    """Make FSDP2's unsharded parameter a view of `outputs`, but keep its tensor object.
+    """Make FSDP2's unsharded parameter a view of `outputs`, but keep the parameter's tensor object.
 
     The object stays since an autograd graph may refer to it: the gradient is accumulated there, and what is saved
     for backward without a view is read there.
@@ -304,12 +304,12 @@ def _replace_unsharded(parameter: FSDPParam, outputs: list[Tensor]) -> None:
 
 
 def _local(parameter: Any) -> Any:
-    """Return this rank's local tensor of a DTensor; any other parameter as it is."""
+    """Return the local tensor of a DTensor on this rank; return any other parameter as it is."""
     return getattr(parameter, "_local_tensor", parameter)
 
 
 def _sizes(parameters: FSDPParamGroup) -> Iterator[tuple[int, torch.dtype]]:
-    """Yield, for each parameter, the bytes of this rank's padded part, and the dtype in which it is sent."""
+    """Yield, for each parameter, the bytes of this rank's padded shard, and the dtype in which the shard is sent."""
     policy = inside(parameters, "mp_policy").param_dtype
     for parameter in inside(parameters, "fsdp_params"):
         own = inside(parameter, "sharded_param").dtype

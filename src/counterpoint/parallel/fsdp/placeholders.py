@@ -1,4 +1,4 @@
-"""Give FSDP2 tensors without memory as its buffers, so that its copies into or out of them are recorded, not made.
+"""Give FSDP2 buffers without memory, so that FSDP2's copies into or out of these buffers are recorded, not executed.
 
 FSDP2 asks its hooks for a buffer to gather into, and for one to scatter from. It copies shards or gradients into the
 buffer by one operation, calls the hook, and copies parameters out by another operation. With a placeholder as the
@@ -27,7 +27,7 @@ _WIDENED = (torch.bfloat16, torch.float16)  # sent as they are where FSDP2 wants
 
 
 class GatherPlaceholder(Tensor):
-    """Stands in place of the buffer of one module's all-gathers, without memory."""
+    """Replaces the buffer of one module's all-gathers by a tensor without memory."""
 
     parameters: ModuleParameters
     _other_shapes: dict[tuple[int, ...], GatherPlaceholder]
@@ -64,7 +64,7 @@ class GatherPlaceholder(Tensor):
         )
 
     def view(self, *size: Any) -> GatherPlaceholder:
-        """Return the placeholder of this buffer with another shape; each shape is made once."""
+        """Return this placeholder with another shape; the result is cached by shape."""
         other = self._other_shapes.get(size)
         if other is None:
             shape = _known_size(self, size)
@@ -119,7 +119,7 @@ class ScatterSource:
 
 
 class ScatterPlaceholder(Tensor):
-    """Stands in place of the buffer of one reduce-scatter, or of a view of it, without memory."""
+    """Replaces the buffer of one reduce-scatter, or a view of that buffer, by a tensor without memory."""
 
     source: ScatterSource
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -155,7 +155,7 @@ def _shares(shapes: tuple[torch.Size, ...], ranks: int) -> tuple[int, ...]:
 
 
 def _known_size(tensor: Tensor, size: tuple[Any, ...]) -> list[int]:
-    """Return `size`, in a form that `Tensor.view` takes, with -1 replaced by the length that it stands for."""
+    """Return the arguments `size` of `Tensor.view` as a shape, with -1 replaced by the inferred length."""
     lengths = list(size[0]) if isinstance(size[0], Sequence) else list(size)
     known = math.prod(length for length in lengths if length >= 0)
     return [length if length >= 0 else tensor.numel() // max(1, known) for length in lengths]

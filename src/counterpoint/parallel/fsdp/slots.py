@@ -7,8 +7,8 @@ module's tensors never move; but modules occupy a slot one after the other, so t
 modules are unsharded at the same time.
 
 *Order.* An occupant leaves its slot when FSDP2 frees its parameters; what is queued then on the current stream still
-reads them. The next occupant waits for that, on the stream on which it copies its own shards in, and its peers write
-behind their own waits: the call has a handshake.
+reads them. The next occupant waits for that work, on the stream on which it copies its own shards in; peers write only
+after they have waited likewise, since the gather has a handshake.
 
 *Which slot.* The order of the model says which modules may share a slot (`assign_slots`). FSDP2 runs modules in an
 order that is not known beforehand, but nearly always the order of the model; if it differs, a module allocates another
@@ -121,7 +121,7 @@ class ParameterSlots:
         self._by_age: list[ParameterSlot] = []  # all slots, the one that was freed longest ago first
 
     def free_slot(self, module: ShardedModule, num_bytes: int) -> ParameterSlot:
-        """Return a slot that no module occupies, and whose last occupant left too long ago to be still computing.
+        """Return a free slot, but none of the `ahead` slots freed last, whose modules may still be computing.
 
         This is the module's assigned slot if that is free, else another slot or a new one.
         """
@@ -136,7 +136,7 @@ class ParameterSlots:
         return self._new(num_bytes)
 
     def note_freed(self, slot: ParameterSlot) -> None:
-        """Record that the occupant of this slot has just left."""
+        """Record that the module that occupied this slot has just left."""
         self._by_age.remove(slot)
         self._by_age.append(slot)
 
@@ -192,7 +192,7 @@ class ModuleParameters:
         torch._foreach_copy_(self._own.tensors, shards(self._module))
 
     def gather(self, *, async_op: bool) -> Work | None:
-        """Gather all ranks' shards into the slot: on the current stream, or asynchronously behind its present work."""
+        """Gather all ranks' shards into the slot, on the current stream or asynchronously behind that stream's work."""
         if self._is_late:
             return None
         communicator: Communicator = self._group.communicator
@@ -203,7 +203,7 @@ class ModuleParameters:
         return work
 
     def read(self) -> None:
-        """Let FSDP2 read the parameters on the current stream, which has waited for the gather.
+        """Let FSDP2 read the parameters on the current stream; call this after that stream waited for the gather.
 
         Unsupported is raised if another module is in use in the same slot.
         """
@@ -221,7 +221,7 @@ class ModuleParameters:
             self._slots.note_freed(self.slot)
 
     def restore(self) -> None:
-        """Let FSDP2 allocate its own tensors again; call this between two steps."""
+        """Let FSDP2 allocate its own parameter tensors again; call this between two steps."""
         self.free()
         skip_shard_cast(self._module, False)
         if self.slot is not None:
@@ -253,7 +253,7 @@ class ModuleParameters:
             self._device.current_stream().wait_event(self._sent)  # if the event was never recorded, this does not wait
 
     def _allocate(self) -> ParameterSlot:
-        """Make the module's tensors in a free slot, and let FSDP2 use them from now on."""
+        """Make the module's parameter tensors in a free slot, and let FSDP2 use them from now on."""
         self.layout, start = gathered_parameters(self._module), 0
         slot = self._slots.free_slot(self._module, sum(_aligned(one.num_bytes) for one in self.layout))
         rank, whole, own = self._group.rank, list[Tensor](), list[Tensor]()
@@ -280,7 +280,7 @@ class ModuleParameters:
 
 
 class _WholeParameter(Tensor):
-    """Represents a flat unsharded parameter whose storage stays, though FSDP2 believes it frees and allocates it."""
+    """Represents a flat unsharded parameter whose storage stays allocated even when FSDP2 frees it."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     _storage: _PermanentStorage

@@ -6,7 +6,7 @@
 - `flagged.py`: binds one matmul that polls for its rows, and counts what may leave; `flagged_kernels.py`: in Triton.
 - `linear.py`: linear layers of these operations, and torchtitan's; `modules.py`: puts them under a model that
   `parallel_styles.py` finds to be tensor parallel, or into a plan of `parallelize_module`.
-- `compiled.py`: the one line for torch.compile; `fx_fusion.py` rewrites inductor's graphs, whose nodes
+- `compiled.py`: `fuse_compiled`, for torch.compile; `fx_fusion.py` rewrites inductor's graphs, whose nodes
   `fx_nodes.py` reads.
 """
 

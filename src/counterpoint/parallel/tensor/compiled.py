@@ -1,11 +1,11 @@
-"""Fuse matmuls with their collectives in graphs of torch.compile, by one line before the first call.
+"""Fuse matmuls with their collectives in graphs of torch.compile, by calling `fuse_compiled` before.
 
     fused = counterpoint.tensor_parallel.fuse_compiled()
     model = torch.compile(model)
     ...  # a step
     print(fused.report().require())
 
-It is a pass of inductor (`post_grad_custom_pre_pass`); `fx_fusion.py` has what it does to a graph. A pass that was set
+This sets a pass of inductor (`post_grad_custom_pre_pass`); `fx_fusion.py` changes the graphs. A pass that was set
 before runs first, as it did.
 """
 
@@ -33,7 +33,7 @@ _InferenceAware: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass
 def fuse_compiled(groups: Sequence[ProcessGroup | DeviceMesh] | None = None) -> FusedCompilations:
     """Fuse matmuls with their collectives in all graphs that torch.compile compiles from now on. All ranks call this.
 
-    What was compiled before stays as it is.
+    Graphs that are compiled already stay as they are.
 
     Args:
         groups: process groups, or meshes of one dimension, whose collectives may be fused; None: all. With FSDP that
@@ -49,7 +49,7 @@ def fuse_compiled(groups: Sequence[ProcessGroup | DeviceMesh] | None = None) -> 
 
 
 class FusedCompilations:
-    """Reports the fused matmuls; `remove`, or the end of a `with` block, takes the pass out of inductor."""
+    """Reports the fused matmuls; `remove`, or the end of a `with` block, takes the fusing pass out of inductor."""
 
     def __init__(self, groups: frozenset[str] | None) -> None:
         before = config.post_grad_custom_pre_pass
@@ -71,7 +71,7 @@ class FusedCompilations:
         return str(self.report())
 
     def report(self) -> Report:
-        """Return a report of the collectives of all compiled graphs; `runs` says how many matmuls each is fused with.
+        """Return a report of collectives in compiled graphs; `runs` says how many matmuls each is fused with.
 
         Graphs that came from inductor's cache on disk are as they were fused when they were compiled: a note counts
         them, and their collectives are not listed.
@@ -83,7 +83,7 @@ class FusedCompilations:
         return Report(modules=rows, notes=tuple(notes), cached_graphs=cached)
 
     def remove(self) -> None:
-        """Take the pass out of inductor; graphs that are compiled already stay fused."""
+        """Take the fusing pass out of inductor; graphs that are compiled already stay fused."""
         self._pass.is_on = False
         if config.post_grad_custom_pre_pass is self._pass:  # otherwise another pass was put around this one
             config.post_grad_custom_pre_pass = self._before
@@ -140,5 +140,5 @@ def _name_of(group: ProcessGroup | DeviceMesh) -> str:
 
 
 def _cache_hits() -> int:
-    """Return the number of graphs that came from inductor's cache, or, bundled, from autograd's cache."""
+    """Return the number of graphs that came from inductor's cache, also as part of an entry of autograd's cache."""
     return max(counters["inductor"]["fxgraph_cache_hit"], counters["aot_autograd"]["autograd_cache_hit"])

@@ -1,12 +1,12 @@
 """Bind matmuls that poll flags in memory and compute tiles in the order in which rows arrive, without a barrier.
 
-- `all_gather_matmul`: a tile begins when the word of the chunk that its rows are in says that they have arrived.
-- `matmul_reduce_scatter`: tiles of peers come first and are counted, so that a stream wait releases each chunk's copy;
-  own tiles come last, and add what peers have sent.
+- `all_gather_matmul`: a tile begins when the flag word of its rows' chunk says that the rows have arrived.
+- `matmul_reduce_scatter`: tiles for peers come first and are counted, so that a stream wait releases each chunk's copy;
+  tiles for this rank come last, and add what peers have sent.
 
 `ShardedRows` says which rank has which rows, and determines the order of tiles. The words at `words` and `stored` are
-32 bits wide; the word of a peer's chunk is at `4 * word(peer, chunk)`, as in `CudaWork`. The matmuls do not set words
-back: after them the stream does, by waits that reset (`collectives/cuda/lower.py`).
+32 bits wide; the word of a peer's chunk is at `4 * word(peer, chunk)`, as in `CudaWork`. The matmuls do not reset the
+words: after them the stream does, by waits that reset (`collectives/cuda/lower.py`).
 
 Copies for which a matmul polls are issued before it, on another stream. A matmul must be bound before any kernel of
 this process polls: compiling and loading may wait for the device, and so for a kernel that polls for work that is not
@@ -67,7 +67,7 @@ DEFAULT_TILES = MatmulTiles()
 
 
 class TileRun(NamedTuple):
-    """Describes rows that arrive together and lie together in source and target; `begin` and `end` count tiles."""
+    """Describes consecutive rows that arrive together; `begin` and `end` count tiles."""
 
     begin: int
     end: int
@@ -80,7 +80,7 @@ class TileRun(NamedTuple):
 
 @functools.lru_cache(maxsize=_MAX_LAYOUTS)
 def tile_runs(layout: ShardedRows, operation: TensorOperation, tile_rows: int) -> tuple[TileRun, ...]:
-    """Return runs of rows of C, in the order in which the matmul computes their tiles.
+    """Return the `TileRun`s of C's rows, in the order in which the matmul computes their tiles.
 
     all_gather_matmul: own rows first (source: the shard), then those of rank - 1, rank - 2, ... (source: the gathered
     matrix). matmul_reduce_scatter: rows for rank + 1, rank + 2, ..., own last (target: the shard). All other sources
@@ -112,7 +112,7 @@ def tile_runs(layout: ShardedRows, operation: TensorOperation, tile_rows: int) -
 
 
 def stored_tiles(layout: ShardedRows, columns: int, tiles: MatmulTiles = DEFAULT_TILES) -> dict[tuple[int, int], int]:
-    """Return, by (peer, chunk), the count in `stored` at which that chunk of `partial`, `columns` wide, may be sent."""
+    """Return, by (peer, chunk), the number of stored tiles at which that chunk of `partial` may be sent."""
     counts: Counter[tuple[int, int]] = Counter()
     for run in tile_runs(layout, "matmul_reduce_scatter", tiles.rows):
         if run.peer != layout.rank:
@@ -134,7 +134,7 @@ def bind_flagged(
     tiles: MatmulTiles = DEFAULT_TILES,
     max_spins: int = MAX_SPINS,
 ) -> Callable[[], None]:
-    """Compile and load a matmul that polls, and return a function that launches it on torch's current stream.
+    """Compile a matmul that polls flags, and return a function that launches this matmul on torch's current stream.
 
     all_gather_matmul: `out = gathered @ b + bias`, where `out` is `[rows, N]`. Peers' rows are copied into `gathered`,
     `[rows, K]`. Own rows are read from `own`, this rank's shard `[rows of the shard, K]`, and never from `gathered`.
@@ -150,8 +150,8 @@ def bind_flagged(
         operation: `all_gather_matmul` or `matmul_reduce_scatter`.
         tensors: tensors by the names above, and `b`, `[K, N]`, rows or columns adjacent (a weight is `weight.t()`).
         layout: layout of the rows over ranks.
-        words: address of the words of arrival.
-        error: address of a word that is 0. If `max_spins` polls were in vain, polling ends, `out` is wrong and the word
+        words: address of the flag words, one for each chunk.
+        error: address of a word that is 0. After `max_spins` polls in vain polling ends, `out` is wrong, and this word
             says which chunk was missing (`ShardedRows.missing`).
         stored: address of the counts of stored tiles, which are 0.
         bias: `[N]`.
@@ -239,7 +239,7 @@ def bind_flagged(
 
 @functools.lru_cache(maxsize=_MAX_LAYOUTS)
 def _table(layout: ShardedRows, operation: TensorOperation, tile_rows: int, device: torch.device) -> torch.Tensor:
-    """Return the table of runs on the device; the host waits for the copy, so that any stream may use the table."""
+    """Return the `TileRun`s as a table on the device; wait for the copy, so that any stream may use the table."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise Misconfigured(f"{layout} is new in a CUDA graph capture: bind the matmul once before the capture")
     rows = [(*run, 0) for run in tile_runs(layout, operation, tile_rows)]
@@ -247,7 +247,7 @@ def _table(layout: ShardedRows, operation: TensorOperation, tile_rows: int, devi
 
 
 def _check(operation: TensorOperation, tensors: Mapping[str, torch.Tensor], layout: ShardedRows) -> None:
-    """Raise if a tensor has not the shape, strides or dtype that the matmul needs."""
+    """Raise if a tensor lacks the shape, strides or dtype that the matmul needs."""
     b = tensors["b"]
     (depth, columns), shard = b.shape, layout.shard(layout.rank)
     shapes = {

@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-incomplete-defs
-"""Define Triton matmuls that poll words in memory; `flagged.py` imports this file when it binds a matmul.
+"""Define Triton matmuls that poll flags in memory; `flagged.py` imports this file when it binds a matmul.
 
-A program takes every `num_programs`-th tile of C, in the order of the table of runs, in which `flagged.py` puts those
-runs first whose rows arrive first. A run consists of rows that arrive together, and no tile spans two runs.
+A program takes every `num_programs`-th tile of C, in the order of a table of `TileRun`s, in which `flagged.py` puts
+runs first whose rows arrive first. The rows of a run arrive together, and no tile spans two runs.
 
 One thread polls, by reads with acquire at system scope; a block barrier passes the order on to the other threads, and a
 proxy fence passes it on to TMA, which loads through another proxy than the one that has read the word. Results that a
@@ -54,7 +54,7 @@ def _product(a, a_stride, row, end, b, b_stride, column, N, K, BLOCK_M: tl.const
 
 @triton.jit
 def _store(target, stride, row, end, column, N, values, bias):
-    """Store a tile plus the bias of its columns, except rows from `end` on, which belong to the next run."""
+    """Store a tile plus its columns' bias, except rows from `end` on, which belong to the next `TileRun`."""
     rows, columns = row + tl.arange(0, values.shape[0]), column + tl.arange(0, values.shape[1])
     if bias is not None:
         values += tl.load(bias + columns, mask=columns < N, other=0).to(tl.float32)[None, :]
@@ -64,7 +64,7 @@ def _store(target, stride, row, end, column, N, values, bias):
 
 @triton.jit
 def _wait(words, word, error, patience, COMPILED: tl.constexpr):
-    """Poll until a word is at least 1, at most `patience` times; return the polls allowed for the next word."""
+    """Poll until a flag is at least 1, at most `patience` times; return the polls allowed for the next flag."""
     pointer = (words + word * 4).to(tl.pointer_type(tl.int32))
     value = tl.atomic_add(pointer, 0, sem="acquire", scope="sys")
     left = patience
@@ -88,7 +88,7 @@ def all_gather_matmul(own, own_stride, gathered, gathered_stride, b, b_stride, b
                       BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
                       TRANSPOSED: tl.constexpr, TMA: tl.constexpr,
                       COMPILED: tl.constexpr):  # fmt: skip
-    """Compute out = gathered @ B: own rows from `own`, each peer's chunk once its word says that it has arrived."""
+    """Compute out = gathered @ B: own rows from `own`, each peer's chunk once a flag says that it has arrived."""
     column_tiles = tl.cdiv(N, BLOCK_N)
     run, seen = 0, -1
     end = tl.load(table + 1)

@@ -55,7 +55,7 @@ _WAIT = c10d.wait_tensor.default
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoundCollective:
-    """Describes a collective of a graph: how many matmuls it was fused with, or why none.
+    """Describes a collective of a graph: how many matmuls were fused with it, or why none.
 
     Args:
         collective: `all_gather`, `reduce_scatter` or `all_reduce`.
@@ -173,7 +173,7 @@ def _fuse_gather(gather: Node, given: dict[str, Any], writes: dict[Node, int]) -
 
 
 def _gathered_rows(gather: Node, world_size: int) -> tuple[Node, int, list[Any]]:
-    """Return the node of the gathered rows in rank order, the dimension of the gather, and the casts on the way."""
+    """Return the node of the gathered rows in rank order, the gathered dimension, and casts between gather and node."""
     whole, dim, casts = _wait_of(gather), 0, []
     ends = users_of_parts(whole)
     for end in ends:
@@ -222,7 +222,7 @@ def _users_of_rows(whole: Node) -> Iterator[tuple[Node, Node]]:
 
 
 def _matmul_of_rows(rows: Node, user: Node) -> Matmul:
-    """Return `user` as a matmul of these rows; raise `LeftToTorch` if it is no such matmul."""
+    """Return `user` as a `Matmul` of these rows; raise `LeftToTorch` if it is not one."""
     matmul = Matmul.of(user)
     if matmul is not None and matmul.rows is rows:
         return matmul
@@ -239,7 +239,7 @@ def _matmul_of_rows(rows: Node, user: Node) -> Matmul:
 
 
 def _gather_and_multiply(shard: Node, matmuls: Sequence[Matmul], dim: int, group: str, *, is_needed: bool) -> Node:
-    """Add the fused node: it returns the gathered rows if `is_needed`, and adds biases if all matmuls have one."""
+    """Add a node that gathers and multiplies, returns gathered rows if `is_needed`, and adds biases if all have one."""
     graph = shard.graph
     weights = [matmul.weight() for matmul in matmuls]
     biases = [matmul.bias for matmul in matmuls]
@@ -346,7 +346,7 @@ def _behind_one_another(matmuls: Sequence[Matmul], total: Node) -> tuple[Node, N
 def _multiply_and_reduce(
     rows: Node, weight: Node, bias: Node | None, operation: str, dim: int | None, group: str
 ) -> Node:
-    """Add the fused node of a matmul and its reduction, and return it."""
+    """Add a node that multiplies and reduces, and return the node."""
     operands = (rows, weight) if bias is None else (rows, weight, bias)
     if dim is None:
         target = ours.matmul_all_reduce.default if bias is None else ours.linear_all_reduce.default
@@ -358,7 +358,7 @@ def _multiply_and_reduce(
 def _multiply_scaled_and_scatter(
     matmuls: Sequence[Matmul], total: Node, operation: str, dim: int | None, group: str
 ) -> Node:
-    """Add the fused node of a float8 matmul and its reduce_scatter, and return it."""
+    """Add a node that multiplies in float8 and reduce-scatters, and return the node."""
     if dim is None:
         raise LeftToTorch("there is no float8 matmul with an all_reduce")
     if len(matmuls) > 1:

@@ -1,4 +1,4 @@
-"""Read nodes of inductor's graphs (after autograd): arguments by name, matmuls, and parts that are joined again."""
+"""Read nodes of inductor's graphs (after autograd): arguments by name, matmuls, and tensors split and joined again."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Matmul:
         """Return a node as a `Matmul`; None if the node is no matmul.
 
         Raises:
-            LeftToTorch: it is one that cannot be fused.
+            LeftToTorch: the matmul cannot be fused.
         """
         if node.target not in MATMULS:
             return None
@@ -92,7 +92,7 @@ class Matmul:
 
 @dataclass(frozen=True, kw_only=True)
 class SplitAndJoined:
-    """Describes parts of `source`, split along `split_dim`, that were joined along `dim`, and casts of the parts."""
+    """Describes a join along `dim` of parts that `source` was split into along `split_dim`, and casts of the parts."""
 
     source: Node
     split_dim: int
@@ -120,7 +120,7 @@ def split_and_joined(node: Node, count: int) -> SplitAndJoined | None:
 
 
 def _part(node: Any) -> tuple[Node, int, int] | None:
-    """Return the node that `node` is a part of, the dimension that was split and the part's number, if any."""
+    """Return the node of which `node` is a part, the split dimension, and the part's index; None for other nodes."""
     if node.target is operator.getitem and node.args[0].target in _SPLITS:
         given, index = arguments(node.args[0]), node.args[1]
     elif node.target is aten.slice.Tensor:
@@ -163,13 +163,13 @@ def writes_before(graph: Graph) -> dict[Node, int]:
 
 
 def is_as_wide(node: Node, other: Node) -> bool:
-    """Return whether two nodes have last dimensions of equal size, so that reshapes between them keep rows whole."""
+    """Return whether two nodes have equally large last dimensions, so that reshapes between them keep rows whole."""
     shape, other_shape = fake(node).shape, fake(other).shape
     return len(shape) > 0 and len(other_shape) > 0 and is_true(shape[-1] == other_shape[-1])
 
 
 def is_sum_of_equals(node: Node) -> bool:
-    """Return whether a node adds two tensors of its own shape and dtype."""
+    """Return whether a node adds two tensors that have the shape and dtype of the sum."""
     if node.target is not aten.add.Tensor or node.kwargs or not all(isinstance(term, Node) for term in node.args):
         return False
     total, terms = fake(node), [fake(term) for term in node.args]
@@ -195,7 +195,7 @@ def _is_same_matrix_for_all(node: Any) -> bool:
 
 
 def leading_sizes(node: Any) -> list[Any]:
-    """Return all sizes but the last of a node that will be replaced, as arguments of a reshape."""
+    """Return all but the last dimension of a node that will be replaced, as arguments of a reshape."""
     while is_sum_of_equals(node):
         node = node.args[0]
     if node.target in RESHAPES:
@@ -225,7 +225,7 @@ def arguments(node: Any) -> dict[str, Any]:
 
 
 def call(graph: Graph, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
-    """Add a call to the graph, with its fake result as metadata, and return its node."""
+    """Add a call to the graph, with its fake result as metadata, and return the call's node."""
     node = graph.call_function(target, args, kwargs)
     fake_args, fake_kwargs = torch.fx.node.map_arg((args, kwargs), lambda argument: argument.meta["val"])
     node.meta["val"] = target(*fake_args, **fake_kwargs)

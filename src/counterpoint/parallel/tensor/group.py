@@ -1,4 +1,4 @@
-"""Run the matmuls of one process group with their collectives, and count which mechanism ran each call.
+"""Run fused matmuls and collectives of one process group, and count which mechanism ran each call.
 
 A call runs as planned for its shape (`plans.py`): in pieces beside copy engines (`overlapped.py`), or by torch's own
 collective and one matmul. If the ranks cannot share memory, torch runs all calls, and the report says so.
@@ -50,7 +50,7 @@ class _Route(NamedTuple):
 
 
 class TensorGroup:
-    """Runs the matmul operations of one process group; its communicator is opened at the first call that may use it.
+    """Runs fused matmuls and collectives of one process group, by a communicator opened when first needed.
 
     Args:
         group: the process group.
@@ -73,16 +73,16 @@ class TensorGroup:
 
     @property
     def _communicator(self) -> Communicator | None:
-        """Return the ranks' communicator; None until the first call that may use it."""
+        """Return the process group's communicator; None before the first call that may use a communicator."""
         found: Communicator | None = None if self._ranks is None else self._ranks.communicator
         return found
 
     def report(self) -> Report:
-        """Return a report: how many calls each mechanism ran, and why."""
+        """Return a report: how many matmul operations each mechanism ran, and why."""
         return Report(calls=self._counts.rows(), tuned=str(self._tuning or ""))
 
     def follow(self, tuning: FollowedTuning | None) -> None:
-        """Let a tuning choose how later calls run; None: built-in rules. All ranks call this, between two steps.
+        """Let a tuning choose how later calls run; None: built-in rules. All ranks call this between two steps.
 
         Before the first call of this method, the tuning that the variable COUNTERPOINT_TUNED names chooses.
         """
@@ -174,9 +174,9 @@ class TensorGroup:
         needs_a: bool,
         needs_weights: bool,
     ) -> tuple[Tensor | None, list[Tensor]]:
-        """Return the derivatives of `a_shard` and of the weights.
+        """Return the derivatives of an `all_gather_matmul` with respect to `a_shard` and the weights.
 
-        Rows are gathered during the matmuls of the first; peers' parts of the sums arrive during those of the weights.
+        Rows are gathered during the matmuls for `a_shard`; peers' parts of its sums arrive during the others.
         """
         flat = [_flat(grad) for grad in grads]
         planned = None
@@ -322,7 +322,7 @@ class TensorGroup:
         name: str | None = None,
         may_poll: bool = False,
     ) -> tuple[Communicator, MatmulPlan, Steps] | None:
-        """Return a call's communicator, plan and steps; None if torch runs the call. Count the call in the report.
+        """Return a call's communicator, plan and steps, and count the call in the report; None if torch runs it.
 
         Args:
             operation: operation that is planned.
@@ -330,8 +330,8 @@ class TensorGroup:
                 reduce_scatter.
             dim: dimension of `rows` that is gathered or scattered.
             columns: number of columns of each product.
-            product_dtype: dtype of a product that is scattered; None: that of `rows`.
-            k: elements of each sum; None: those of `rows`.
+            product_dtype: dtype of a product that is scattered; None: the dtype of `rows`.
+            k: inner dimension of the matmul; None: the last dimension of `rows`.
             name: name of the operation in the report; None: `operation`.
             may_poll: whether a matmul that polls does all that the call needs.
         """
@@ -372,7 +372,7 @@ class TensorGroup:
         return communicator, plan, steps
 
     def _route(self, shape: MatmulShape, rows: Tensor) -> _Route:
-        """Return the route of calls of this shape; its plan is None if torch runs them."""
+        """Return the `_Route` of calls of this shape; the route's plan is None if torch runs these calls."""
         why = self._why_not or self._why_torch(rows, shape)
         if why is None:
             try:
@@ -403,7 +403,7 @@ class TensorGroup:
         return why if asked == "torch" else None
 
     def _opened(self, device: torch.device) -> Communicator:
-        """Return the communicator, which all ranks open together at the first call; raise if they cannot have one."""
+        """Return the communicator, which all ranks open together at the first call; raise if none is possible."""
         if self._ranks is None:
             ranks = rank_group(self.group)
             ranks.join(self, self.options.communicator)
@@ -422,7 +422,7 @@ class TensorGroup:
         return self._ranks.open_one_host(device)
 
     def _raise_missing(self) -> None:
-        """Raise `PeerTimeout` if a matmul's polling timed out: its kernel then writes a word in the host's memory."""
+        """Raise `PeerTimeout` if a matmul's polling timed out, which its kernel reports in a word of host memory."""
         missing = ShardedRows(rows=(1,) * self.world_size).missing(int(self._error))
         if missing is not None:
             peer, chunk = missing
@@ -437,7 +437,7 @@ class TensorGroup:
         return Plans(torch_group(self.group), profile, self.options, self._tuning)
 
     def _empty(self, role: Literal["gathered", "staging"], *shape: int, dtype: torch.dtype) -> Tensor:
-        """Return symmetric memory for one operation, in the given role."""
+        """Return symmetric memory for one operation's gathered rows or staging, as `role` says."""
         assert self._ranks is not None
         return self._ranks.memory.shared(role, *shape, dtype=dtype)
 
@@ -468,7 +468,7 @@ def _grads_of_weights(rows: Tensor, grads: Sequence[Tensor], weights: Sequence[T
 
 
 def _product(rows: Tensor, weight: Weight, row_scale: Tensor | None) -> Tensor:
-    """Return `rows @ weight`, with the scales of float8 rows."""
+    """Return `rows @ weight`, scaled by `row_scale` and the weight's scale if they are float8."""
     out = rows.new_empty(*rows.shape[:-1], weight.columns, dtype=weight.product_dtype(rows))
     weight.multiply(rows.flatten(0, -2), out.view(-1, weight.columns), row_scale)
     return out
@@ -481,7 +481,7 @@ def _resized(tensor: Tensor, dim: int, factor: float) -> tuple[int, ...]:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Return a tensor as a matrix of its rows."""
+    """Return a tensor as a matrix, with all leading dimensions flattened into rows."""
     return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
@@ -499,7 +499,7 @@ def _part(scale: Tensor, place: slice) -> Tensor:
 
 
 def _check(rows: Tensor, dim: int, weights: Sequence[Weight], reduce_op: str = "sum") -> None:
-    """Raise if the rows do not fit the dimension, the weights or the reduction."""
+    """Raise if the rows do not fit `dim` and the weights, or if the reduction is unknown."""
     if rows.dim() < 2:
         raise Misconfigured(f"a tensor of shape {tuple(rows.shape)}: give rows of two dimensions or more")
     if not 0 <= dim < rows.dim() - 1:
@@ -525,10 +525,10 @@ def tensor_group(name: str, options: TensorOptions | None = None) -> TensorGroup
 
     Args:
         name: name of the process group.
-        options: make the `TensorGroup` anew with these; None: as it is, or with the defaults.
+        options: options of a new `TensorGroup`, which replaces the old one; None: the existing one, or the defaults.
 
     Raises:
-        Misconfigured: there is no such group in this process.
+        Misconfigured: this process has no group of this name.
     """
     try:
         group = _c10d._resolve_process_group(name)

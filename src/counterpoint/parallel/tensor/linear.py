@@ -4,8 +4,8 @@
 rows, of a row-wise one its columns; a bias is `[out]` or None, and equal on all ranks in a row-wise layer. `dim`, never
 the last, is the dimension along which ranks have equal parts, in their order; `group` is the name of the process group.
 
-All of it can be compiled: where a graph is traced these are `torch.ops.counterpoint`, elsewhere functions of autograd,
-which cost the host a fraction of that.
+All functions can be compiled: in a traced graph they are `torch.ops.counterpoint`, elsewhere functions of autograd,
+which cost the host a fraction of an operation's time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def all_gather_linear(
     *,
     return_gathered: bool = False,
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """Apply column-wise layers to all ranks' rows, which one gather brings to this rank.
+    """Gather all ranks' rows once, and apply column-wise layers to these rows.
 
     The derivative of the gathered rows is added up over ranks.
 
@@ -52,7 +52,7 @@ def all_gather_linear(
 
 
 def replicated_rows(x_shard: Tensor, gathered: Tensor, dim: int, rank: int) -> Tensor:
-    """Return `gathered`; its derivative is taken as equal on all ranks, and `x_shard` gets rank `rank`'s part of it."""
+    """Return `gathered`; `x_shard` gets rank `rank`'s part of the derivative, which must be equal on all ranks."""
     rows: Tensor = _apply(_ReplicatedRows, x_shard, gathered.detach(), dim, rank)
     return rows
 
@@ -100,7 +100,7 @@ def _autocast(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Bias]) -> A
 
 
 def _is_traced() -> bool:
-    """Return whether a compiler, or a dispatch mode such as that of fake tensors, traces operations now."""
+    """Return whether a compiler, or a dispatch mode such as `FakeTensorMode`, traces operations now."""
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
@@ -138,7 +138,7 @@ class _ReplicatedRows(torch.autograd.Function):
 
 
 class _SumOfDerivatives(torch.autograd.Function):
-    """Returns its input; the derivative is summed over all ranks."""
+    """Returns the input unchanged; sums the input's derivative over all ranks."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: str) -> Tensor:
@@ -203,7 +203,7 @@ class _DividedLinear:
 
 
 class ColumnLinear(_DividedLinear):
-    """Computes this rank's columns for all rows; the gather, or the sum of derivatives, overlaps with matmuls."""
+    """Computes this rank's output columns; the gather of rows or all-reduce of derivatives overlaps with matmuls."""
 
     @staticmethod
     def _product(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, has_own_rows: bool) -> Tensor:
@@ -213,7 +213,7 @@ class ColumnLinear(_DividedLinear):
 
 
 class RowLinear(_DividedLinear):
-    """Sums all ranks' products, for this rank's rows or for all rows, while later products are computed."""
+    """Reduces products over ranks, to this rank's rows or all rows, while later products are computed."""
 
     @staticmethod
     def _product(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, has_own_rows: bool) -> Tensor:

@@ -102,7 +102,7 @@ class OverlappedLinear:
         )
 
     def misplaced(self) -> str:
-        """Return an error text if the weight is not placed where the style put it; "" if it is."""
+        """Return an error text if the weight's placement is not the one that the style set; "" if it is."""
         weight = self.weight
         if isinstance(weight, DTensor) and weight.placements == (Shard(self.style.weight_dim),):
             return ""
@@ -145,7 +145,7 @@ class OverlappedLinear:
         return self._placed(out, layout)
 
     def _placed(self, out: Tensor, layout: Placement) -> Tensor:
-        """Return an output in the layout that the style asks for, given its present layout."""
+        """Return an output of the given layout in the layout that the style asks for."""
         style = self.style
         wanted = layout if style.output_layout == Shard(-1) else style.output_layout
         if wanted == layout and style.use_local_output:
@@ -182,7 +182,7 @@ class SameInput:
         self._outs = dict(zip([layer.name for layer in self.layers], outs, strict=True))
 
     def output(self, layer: OverlappedLinear, x: Tensor) -> Tensor | None:
-        """Return the kept output of a layer, and drop it; None if none was computed from this input."""
+        """Return and drop the kept output of a layer; None if no output was computed from this input."""
         if x is not self._x or _state(x) != self._seen:
             return None
         out = self._outs.pop(layer.name, None)
@@ -197,7 +197,7 @@ class SameInput:
         self.part()
 
     def part(self) -> None:
-        """Separate the layers that did not ask for their output from the others: they get another input, or none."""
+        """Stop sharing with layers that did not ask for their output, since their input is another one, or none."""
         others = [layer for layer in self.layers if layer.name in self._outs]
         if others:
             self.layers = [layer for layer in self.layers if layer not in others]
@@ -206,7 +206,7 @@ class SameInput:
 
 
 class SharedGather(PrepareModuleInput):
-    """Prepares a module's inputs as torch's style does; a gather runs together with the children's matmuls."""
+    """Prepares a module's inputs as torch's `PrepareModuleInput` does, but overlaps gathers with children's matmuls."""
 
     def __init__(self, module: nn.Module, prepared: PreparedInput, inputs: SameInput) -> None:
         vars(self).update(vars(prepared.style))
@@ -266,7 +266,7 @@ class OverlappedTensorParallel:
 
     Args:
         model: `parallelize_module` was called on it or on parts of it, or `transformers` has made it with a `tp_plan`.
-        options: options of the operations; None: those that their process groups have.
+        options: options of the operations; None: the options that their process groups have.
 
     Raises:
         Misconfigured: the model is overlapped already.
@@ -301,7 +301,7 @@ class OverlappedTensorParallel:
 
     @property
     def has_effect(self) -> bool:
-        """Return whether any layer was replaced."""
+        """Return whether counterpoint runs any layer."""
         return bool(self._linears)
 
     def first_left(self) -> str:
@@ -321,13 +321,13 @@ class OverlappedTensorParallel:
         return tuple(tensor_group(name).group for name in self._groups)
 
     def follow(self, tuning: FollowedTuning | None) -> None:
-        """Let a tuning choose how these modules' calls run until `restore`; None: built-in rules. All ranks call it."""
+        """Let a tuning choose how these modules run until `restore`; None: built-in rules. All ranks call this."""
         self._tuned = [tensor_group(name) for name in self._groups]
         for group in self._tuned:
             group.follow(tuning)
 
     def check(self) -> None:
-        """Raise the error that ended one of the communicators, if one has ended."""
+        """Raise the error that ended a communicator, if one has failed."""
         for name in self._groups:
             tensor_group(name).check()
 
@@ -392,7 +392,7 @@ class OverlappedTensorParallel:
 
 
 def overlapped_linear(module: nn.Module, name: str = "") -> OverlappedLinear | str | None:
-    """Return a layer that our operations run from now on, or a text why they cannot; None if not tensor parallel."""
+    """Let counterpoint run a layer, and return it, or a text why that is impossible; None if not tensor parallel."""
     made = _present(module)
     if made is not None:
         made.name = name
@@ -452,7 +452,7 @@ def _layout(x: Tensor, local: Placement) -> Placement:
 
 
 def _unfit(x: Tensor, layout: Placement, layers: Sequence[OverlappedLinear]) -> str:
-    """Return why an input cannot be gathered for these layers, or be used as it is; "" if it can."""
+    """Return why an input can neither be gathered for these layers nor be used as it is; "" if it can."""
     for layer in layers:
         if why := layer.misplaced():
             return why

@@ -1,12 +1,12 @@
-"""Define `torch.ops.counterpoint`: matmuls with the collective before or after, by the schemas of torch's operations.
+"""Define `torch.ops.counterpoint`: matmuls fused with a collective, with the arguments of `torch.ops.symm_mem`.
 
 `torch.ops.symm_mem.fused_all_gather_matmul` and its three sisters take the same arguments. Ours work on CPUs and GPUs,
 have derivatives, can be captured in CUDA graphs and compiled, and several may be under way on one group. Each call
 runs in the way that was measured as fastest, down to torch's own collective and one matmul: see `group.py`.
 `*_linear` and `linear_*` do as `*_matmul` and `matmul_*`, with a bias.
 
-All ranks of a group make the same calls in the same order. The functions here are what the operations run: who calls
-them spares the dispatcher, and does without derivatives, but for `eager_*`, which are functions of autograd.
+All ranks of a group make the same calls in the same order. The functions here are what the operations run: calling
+them saves the dispatcher's time, but records no derivatives, except with `eager_*`, which are functions of autograd.
 """
 
 from __future__ import annotations
@@ -83,14 +83,14 @@ def _fake_products(
 def all_gather_matmul(
     a_shard: Tensor, weights: Sequence[Tensor], gather_dim: int, group_name: str, *, return_gathered: bool = True
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """Multiply all ranks' rows by each of this rank's weights, and start with rows that have arrived.
+    """Multiply all ranks' rows by each of this rank's weights, first the rows that have arrived.
 
     Args:
         a_shard: this rank's `[..., k]`, equal in shape and dtype on all ranks.
         weights: matrices `[k, n]`, which may differ in `n`, but not between ranks; a view `weight.t()` costs nothing.
         gather_dim: dimension along which shards lie behind one another by rank; not the last.
         group_name: name of the process group.
-        return_gathered: return the gathered rows, too; without them this rank's own are never copied.
+        return_gathered: return the gathered rows, too; if False, this rank's own rows are never copied.
 
     Returns:
         The gathered rows (None without `return_gathered`), and the product with each weight.
@@ -144,7 +144,7 @@ def all_gather_matmul_backward(
     needs_a: bool,
     needs_weights: bool,
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """Return the derivatives of `a_shard` and of the weights, given those of the products and the gathered rows."""
+    """Return the derivatives of `a_shard` and the weights, given the gradients of the products and gathered rows."""
     return tensor_group(group_name).all_gather_matmul_backward(
         a_shard, weights, grads, grad_gathered, gather_dim, needs_a=needs_a, needs_weights=needs_weights
     )
@@ -303,7 +303,7 @@ def _fake_all_reduce(a: Any, b: Any, *_: Any) -> Any:
 
 @_operation("matmul_all_reduce(Tensor a, Tensor b, str reduce_op, str group_name) -> Tensor", _fake_all_reduce)
 def matmul_all_reduce(a: Tensor, b: Tensor, reduce_op: str, group_name: str) -> Tensor:
-    """Do `matmul_reduce_scatter`, but return all rows of the sum on every rank; no size need divide by the ranks.
+    """Do `matmul_reduce_scatter`, but return all rows of the sum on every rank; sizes need not divide by the ranks.
 
     Backward takes the result's derivative as equal on all ranks, as in tensor parallelism (Megatron-LM's `g`), so it
     communicates nothing.
@@ -379,7 +379,7 @@ def all_gather_scaled_matmul(
         group_name: name of the process group.
         biases: for each weight `[n]` or None.
         result_scales: for each weight, as `torch._scaled_mm` takes it.
-        out_dtypes: for each weight the dtype of the product; None: that of the rows.
+        out_dtypes: for each weight the dtype of the product; None: the dtype of the rows.
         use_fast_accum: for each weight, as `torch._scaled_mm` takes it.
 
     Returns:
@@ -444,10 +444,10 @@ def scaled_matmul_reduce_scatter(
         orig_scatter_dim: dimension of the product, of shape `output_shape`, that is scattered.
         scatter_dim_after_maybe_reshape: that dimension of `a`, as it is given.
         group_name: name of the process group.
-        output_shape: shape of the product before it is scattered; None: that of `a` with `n` columns.
+        output_shape: shape of the product before it is scattered; None: the shape of `a` with `n` columns.
         bias: not supported, as it would be added once for each rank.
         result_scale: as `torch._scaled_mm` takes it.
-        out_dtype: dtype of the product; None: that of `a`.
+        out_dtype: dtype of the product; None: the dtype of `a`.
         use_fast_accum: as `torch._scaled_mm` takes it.
 
     Returns:
@@ -480,7 +480,7 @@ def _sum_of_rows(grad: Tensor) -> Tensor:
 
 
 def _for_each(values: Sequence[Any] | None, count: int) -> list[Any]:
-    """Return a list with one value for each weight: the given values, or None for each."""
+    """Return `values` as a list, or `count` Nones if there are no values; raise for another number of values."""
     found = [None] * count if not values else list(values)
     if len(found) != count:
         raise Misconfigured(f"{len(found)} values for {count} weights: give one for each, or none")
@@ -488,7 +488,7 @@ def _for_each(values: Sequence[Any] | None, count: int) -> list[Any]:
 
 
 def _dtype(given: torch.dtype | int | None) -> torch.dtype | None:
-    """Return a dtype; in lists, torch's dispatcher gives its number instead."""
+    """Return `given` as a dtype; torch's dispatcher passes dtypes in lists as numbers."""
     if isinstance(given, int):
         found: torch.dtype = torch.ops.aten.empty.memory_format([0], dtype=given, device="cpu").dtype
         return found

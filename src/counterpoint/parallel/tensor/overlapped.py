@@ -1,11 +1,11 @@
-"""Overlap matmuls with the collective before or after them, each by a pipeline on a communicator.
+"""Overlap matmuls with the all-gather before or the reduce-scatter after them, in pieces or by polling.
 
 `RowGather` pushes this rank's rows to the peers while it multiplies rows that have arrived; it reads its own rows in
 place. `RowScatter` pushes each part of a product as soon as it is computed, the parts for peers first; the sums of its
 own rows are made last, in the order of ranks, and rounded once. Both multiply in the pieces of a plan (`multiply`), or,
 on GPUs only, by one matmul that polls (`multiply_flagged`; see `flagged.py`).
 
-Rows are counted as in `pair/arrivals.py`, whose layout says in which chunks they leave; ranks have equally many.
+Rows are numbered as in `pair/arrivals.py`, whose layout says in which chunks rows leave; ranks have equally many rows.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Weight:
         bias: `[n]`, added to every row; None: none.
         scale: scale of a float8 matrix, as `torch._scaled_mm` takes it; None: the matrix is not float8.
         result_scale: scale of the result, as `torch._scaled_mm` takes it.
-        out_dtype: dtype of the product; None: that of the rows.
+        out_dtype: dtype of the product; None: the dtype of the rows.
         use_fast_accum: as `torch._scaled_mm` takes it.
     """
 
@@ -86,12 +86,12 @@ def grad_of_weight(rows: Tensor, grad: Tensor, matrix: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnSum:
-    """Holds a part of this rank's own rows, which a scatter sums up at one time.
+    """Describes a range of this rank's own rows that a scatter sums up over ranks in one step.
 
     Args:
-        rows: the rows of this part.
-        needed: number of partitions that must have arrived: from all peers, those of these rows and of all earlier
-            ones.
+        rows: the rows of this range.
+        needed: number of partitions that must have arrived: from all peers, the partitions of these rows and of all
+            earlier rows.
         complete: number of own rows, from the first on, whose sums exist then; 0: earlier rows are still missing.
     """
 
@@ -102,7 +102,7 @@ class OwnSum:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Steps:
-    """Holds the pieces of a plan, in the form that every call runs.
+    """Holds a plan's pieces with their rows, and the order of this rank's own sums, for all calls of one shape.
 
     Args:
         layout: layout of the rows over ranks.
@@ -116,7 +116,7 @@ class Steps:
 
     @classmethod
     def of(cls, pieces: Sequence[Piece], layout: ShardedRows) -> Steps:
-        """Return a plan's pieces as steps."""
+        """Return `Steps` made of a plan's pieces."""
         made = tuple((piece.segment, layout.parts(piece.slabs)) for piece in pieces)
         chunks, complete, sums = len(layout.chunks(layout.rank)), 0, []
         for part in (part for _, parts in made for part in parts):
@@ -137,7 +137,7 @@ class RowGather:
         shard: this rank's rows, `[batch, rows, k]`, contiguous.
         gathered: `[batch, world_size * rows, k]`, of the communicator's `empty`.
         layout: layout of the rows over ranks.
-        chunk_rows: rows of a partition; None: those of the layout.
+        chunk_rows: rows of a partition; None: the layout's rows of a chunk.
         supplied: the shard is written; False: the block writes it, and lets partitions of `work` leave.
     """
 
@@ -166,7 +166,7 @@ class RowGather:
     def multiply(self, steps: Steps, multiply: Callable[[slice, Tensor], None]) -> None:
         """Call `multiply` with each piece's row numbers and rows, when these rows have arrived.
 
-        The `segment` of a piece is the number of partitions that have to be there.
+        The `segment` of a piece is the number of partitions that must have arrived.
         """
         for segment, parts in steps.pieces:
             self.work.arrived(segment)
@@ -179,7 +179,7 @@ class RowGather:
         Args:
             weights: right-hand sides, by each of which all rows are multiplied.
             products: output for each weight, `[batch * world_size * rows, n]`.
-            error: int32, 0, where a matmul says for what it has polled in vain.
+            error: int32, 0; a matmul whose polling times out writes the missing chunk to it.
         """
         assert isinstance(self.work, CudaWork)
         for weight, out in zip(weights, products, strict=True):
@@ -246,7 +246,7 @@ class RowScatter:
             multiply: writes the product of rows, given their number and where to.
             between: called when all parts for peers have left, and sums are still to be made: what it computes hides
                 these sums.
-            summed: called with the number of own rows, from the first on, whose sums are there.
+            summed: called with the number of own rows, from the first on, whose sums are complete.
         """
         work, mine = self.work, self.blocks[self.layout.rank]  # this rank's block, which no peer writes
 
@@ -276,7 +276,7 @@ class RowScatter:
             a: `[batch * world_size * rows, k]`.
             matrix: `[k, n]`.
             stored: int32, zeros, kept from call to call: a count for each partition, set back here.
-            error: int32, 0, where the matmul says for what it has polled in vain.
+            error: int32, 0; if polling times out, the matmul writes the missing chunk to it.
         """
         work, first, layout = self.work, stored.data_ptr(), self.layout
         assert isinstance(work, CudaWork)

@@ -114,7 +114,7 @@ def prepared_input(module: nn.Module) -> PreparedInput | str | None:
 
 
 def is_gather(layout: Placement | None, desired: Placement | None) -> bool:
-    """Return whether a change from `layout` to `desired` is a gather."""
+    """Return whether changing a DTensor from `layout` to `desired` is an all-gather."""
     return isinstance(layout, Shard) and isinstance(desired, Replicate)
 
 
@@ -166,7 +166,7 @@ def _style_of_transformers(closure: dict[str, Any]) -> LinearStyle | str | None:
 
 
 def _unfit(module: nn.Module, style: LinearStyle) -> str:
-    """Return why our operations cannot run a linear layer; "" if they can."""
+    """Return why counterpoint's operations cannot run a linear layer; "" if they can."""
     weight: Any = module.weight
     if style.mesh.ndim != 1:
         return f"its mesh has {style.mesh.ndim} dimensions"

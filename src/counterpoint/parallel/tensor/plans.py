@@ -42,7 +42,7 @@ _HOST_LAUNCHES: dict[MatmulMechanism, int] = {"torch": 10, "serial": 20, "cuts":
 
 @dataclass(frozen=True, kw_only=True)
 class MatmulShape:
-    """Describes the shape of a call: operation, layout and sizes, equal on all ranks."""
+    """Describes the calls that share a plan: operation, layout and sizes, equal on all ranks."""
 
     operation: TensorOperation
     layout: ShardedRows  # without its chunks, which the plan chooses
@@ -85,7 +85,7 @@ class Plans:
         self._host_us: dict[MatmulMechanism, float] | None = None
 
     def get(self, shape: MatmulShape, device: torch.device) -> tuple[MatmulPlan, Steps]:
-        """Return this rank's plan of a call, and its pieces in the form that calls run.
+        """Return this rank's plan of a call, and the plan's pieces as `Steps`.
 
         Raises:
             Unsupported: nothing is known of such matmuls, or they cannot be measured in a graph capture.
@@ -103,7 +103,7 @@ class Plans:
         return plan, Steps.of(plan.pieces, replace(layout, chunk_rows=task.chunk_rows))
 
     def catch_up(self) -> bool:
-        """Measure the matmuls that a backward pass estimated, unless in one now; return whether plans may change."""
+        """Measure the matmuls that a backward pass estimated, if none runs now; return whether plans may change."""
         if not self.estimated or not _may_measure():
             return False
         shapes, self.estimated = self.estimated, {}
@@ -241,7 +241,7 @@ def _measured(rows: int, columns: int, k: int, dtype: str, device: torch.device)
 
 
 def _launch_us(device: torch.device) -> float:
-    """Return the median µs that this thread needs to launch a matmul that is so small that the GPU is not the limit."""
+    """Return the median µs that this thread needs to launch a matmul, by a matmul so small that the GPU keeps up."""
     a, times = torch.zeros(16, 16, device=device, dtype=torch.bfloat16), []
     out = torch.empty_like(a)
     for _ in range(100):
@@ -252,7 +252,7 @@ def _launch_us(device: torch.device) -> float:
 
 
 def _median_us(launches: Sequence[Callable[[], object]]) -> list[float]:
-    """Return the median µs of each of these launches; they run one after the other, in changing order."""
+    """Return the median µs of each launch; launches run one after the other, in changing order."""
     times: list[list[float]] = [[] for _ in launches]
     events = [torch.cuda.Event(enable_timing=True) for _ in range(len(launches) + 1)]
     for repeat in range(_REPEATS + 1):

@@ -1,6 +1,6 @@
-"""Fit a machine's profile to measurements of that machine: what the fit of a group returns, and which rows it goes by.
+"""Fit a machine's profile to measurements: define what a fit of one group of figures returns, and select its rows.
 
-On CPUs gloo stands where NCCL does. A row that is marked tells nothing.
+On CPUs gloo takes NCCL's place. Rows marked as invalid are not used.
 collectives.py fits from collectives alone `rates`, `nccl` and `nccl_rates`; matmuls.py from matmuls, alone and beside
 collectives, `efficiency`, `sums`, `contention` and `mechanisms`.
 """
@@ -24,7 +24,7 @@ _LEAST_OVERLAP = 0.25  # fraction of the shorter side: with less overlap its los
 
 @dataclass(frozen=True, kw_only=True)
 class Fitted:
-    """Holds the fitted figures of one group, the quality of the fit in words, and the times used."""
+    """Holds the fitted figures of one group of a profile, the quality of the fit in words, and the times used."""
 
     figures: dict[str, Any]
     said: str
@@ -32,7 +32,7 @@ class Fitted:
 
     @property
     def spread(self) -> float:
-        """Return the relative spread of the times: the median of (p90 - p10) / median."""
+        """Return the relative spread of the times: the median over times of (p90 - p10) / median."""
         return median((time.p90_us - time.p10_us) / time.us for time in self.times)
 
 
@@ -45,7 +45,7 @@ def sheet_of(measured: Measurement) -> GpuSheet:
 
 
 def alone(measured: Measurement, mechanism: str) -> dict[str, dict[int, Timing]]:
-    """Return the times of collectives alone by one mechanism: by operation, then by ascending full-array bytes."""
+    """Return the times of collectives that ran alone, by one mechanism: by operation, then by full-array bytes."""
     found: dict[str, dict[int, Timing]] = {}
     for row in sorted(measured.blocks, key=lambda row: row.size_bytes or 0):
         if row.mechanism == mechanism and row.size_bytes and row.marked is None and row.time.us > 0:
@@ -54,17 +54,17 @@ def alone(measured: Measurement, mechanism: str) -> dict[str, dict[int, Timing]]
 
 
 def stock_rows(measured: Measurement) -> dict[str, BlockRow]:
-    """Return the rows measured with `stock` (computations, sums, launches), by name."""
+    """Return the valid rows of mechanism `stock` (computations, sums, launches), by name."""
     return {row.what: row for row in measured.blocks if row.mechanism == "stock" and row.marked is None}
 
 
 def mean_us(row: BlockRow) -> float:
-    """Return the µs of a row as the mean over GPUs; `row.time.us` is that of the slowest GPU."""
+    """Return the µs of a row as the mean over GPUs; `row.time.us` is the time of the slowest GPU."""
     return fmean(row.time.per_rank_us)
 
 
 def beside(measured: Measurement, mechanism: str) -> list[Row]:
-    """Return the rows of pairs in which the collective started first and both sides overlapped long enough."""
+    """Return one mechanism's rows in which the collective started first, then overlapped long with the computation."""
     return [
         row
         for row in measured.rows
@@ -76,12 +76,12 @@ def beside(measured: Measurement, mechanism: str) -> list[Row]:
 
 
 def compute_kept(row: Row) -> float:
-    """Return the fraction of its speed alone that compute kept while both ran."""
+    """Return the speed of the computation while both ran, as a fraction of its speed alone."""
     return 1.0 - (row.compute_together.us - row.compute_alone.us) / _overlap_us(row)
 
 
 def comm_kept(row: Row) -> float:
-    """Return the fraction of its speed alone that the collective kept while both ran."""
+    """Return the speed of the collective while both ran, as a fraction of its speed alone."""
     return 1.0 - (row.comm_together.us - row.comm_alone.us) / _overlap_us(row)
 
 
@@ -90,7 +90,7 @@ def _overlap_us(row: Row) -> float:
 
 
 def pair_of(row: Row, world_size: int, layout: SmLayout) -> Pair:
-    """Return the pair of a row, with both sides as they were measured alone."""
+    """Return the `Pair` of a row, with the times of computation and collective measured alone."""
     return Pair(
         products=find_workload(row.workload).products,
         compute_us=row.compute_alone.us,
@@ -106,5 +106,5 @@ def pair_of(row: Row, world_size: int, layout: SmLayout) -> Pair:
 
 
 def within(figure: float, least: float, most: float) -> float:
-    """Return `figure` clipped to the range, past which only noise can have taken it."""
+    """Return `figure` clipped to `least` and `most`; only noise can take a figure past these."""
     return min(max(figure, least), most)

@@ -1,15 +1,15 @@
 """Fit the groups of a profile that depend on collectives alone: `rates`, `nccl` and `nccl_rates`.
 
-`rates` are those of the clock (`collectives/program/clock.py`):
+`rates`, by which the clock (`collectives/program/clock.py`) simulates programs, are fitted thus:
 
     minimise   sum over times of 2 (sqrt(1 + e²) - 1) + sum over figures of (log(figure / start) / WIDTH)²
     e = log(predicted / measured) / NOISE
 
 by Gauss-Newton steps in the logarithms of the figures. The first sum is e² for small e and 2 |e| for large ones: a few
-calls that the clock does not understand do not move the others. The second keeps figures where they were that the times
-do not tell apart, such as the latencies of a signal and of a batch, which every call has both of. A first fit has two
-unknowns, a factor of all GB/s and one of all µs, and the second starts from there: a machine ten times as slow is as
-far from its start as one that is alike.
+calls that the clock predicts badly do not spoil the fit of the others. The second sum keeps figures at their start if
+the times do not determine them, such as the latencies of a signal and of a batch, since every call has both. A first
+fit has two unknowns, a factor of all GB/s and one of all µs, and the second fit starts from the first one's result: so
+a machine ten times as slow as the start is fitted as well as a similar machine.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Vector = NDArray[np.floating]
 
 
 def fit_rates(measured: Measurement, known: Profile) -> Fitted:
-    """Return `rates`, the costs of the steps of zero-SM programs. The ranks chose their tunings by `known`."""
+    """Return `rates`, the step costs of zero-SM collectives, from times measured by ranks with profile `known`."""
     world_size = measured.environment.world_size
     found = {
         even_call(name, world_size, size): time
@@ -91,10 +91,10 @@ def fit_nccl(measured: Measurement, known: Profile) -> Fitted:
 
 
 def crossover_bytes(stock: Mapping[int, float], own: Mapping[int, float]) -> int:
-    """Return the size in bytes from which `own` should run, by the µs of both at several sizes; `ALWAYS`: at no size.
+    """Return the size in bytes from which `own` is faster than `stock`, given µs by size; `ALWAYS`: at no size.
 
-    It is the border with which the sum of log(time taken / least time) is smallest: one noisy size does not move it. It
-    lies where the two lines between the sizes on both sides of it, in logarithms, meet.
+    This size makes the sum of log(time taken / least time) smallest, so that one noisy size does not move it. It lies
+    where the lines of both times, in logarithms between the next smaller and larger measured sizes, meet.
     """
     sizes = sorted(stock.keys() & own.keys())
     gains = [math.log(stock[size] / own[size]) for size in sizes]  # above 0: own is faster
@@ -160,7 +160,7 @@ def fit_nccl_rates(measured: Measurement, known: Profile) -> Fitted:
 
 
 def _tuning(call: Call, measured: Measurement, known: Profile) -> Tuning:
-    """Return the tuning by which a communicator ran a call; on CPUs, where blocks are cut, only roughly that one."""
+    """Return the `Tuning` by which a communicator ran a call; on CPUs, where blocks are cut, only roughly."""
     if measured.environment.device == "cpu":
         return Tuning()
     best = best_tuning(call, known.rates)
@@ -169,7 +169,7 @@ def _tuning(call: Call, measured: Measurement, known: Profile) -> Tuning:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimedCall:
-    """Holds the time of one collective alone, with the call and the tuning that ran."""
+    """Holds the time of one collective measured alone, with its call and the communicator's tuning."""
 
     call: Call
     tuning: Tuning
@@ -177,18 +177,18 @@ class TimedCall:
 
 
 def predicted_us(timed: TimedCall, rates: Rates) -> float:
-    """Return the µs of the slowest rank in the simulation."""
+    """Return the predicted µs of a collective: the time of the slowest rank in the simulation with `rates`."""
     return simulate(plan_all(timed.call, timed.tuning), rates).us
 
 
 def rates_of(times: Sequence[TimedCall], start: Rates) -> Rates:
-    """Return the rates with which the simulation fits these times best.
+    """Return the rates with which the simulation of collectives fits `times` best.
 
-    Copies into one GPU do not meet in these programs, so one figure stands for the copy engine and the link.
+    Copies into one GPU never overlap in these programs, so one figure serves for the copy engine and the link.
 
     Args:
         times: collectives alone, with the host ahead of the device; at least `FEWEST`, of several sizes.
-        start: rates of a machine that may be alike.
+        start: rates of a similar machine.
 
     Raises:
         Misconfigured: there are too few times, or one is not above 0.
@@ -203,7 +203,7 @@ def rates_of(times: Sequence[TimedCall], start: Rates) -> Rates:
 
 
 def error_of_rates(times: Sequence[TimedCall], rates: Rates) -> float:
-    """Return the mean relative error, |predicted / measured - 1|."""
+    """Return the mean relative error of predictions by `rates`, |predicted / measured - 1|."""
     return float(np.mean([abs(predicted_us(timed, rates) / timed.us - 1) for timed in times]))
 
 

@@ -1,4 +1,4 @@
-"""Fit the groups of a profile that depend on matmuls, alone and beside collectives.
+"""Fit the groups of a profile's figures that depend on matmuls, alone and beside collectives.
 
     efficiency       GEMMs, streaming kernels and launches alone
     sums             zero-SM reductions beside GEMMs on fewer SMs
@@ -56,7 +56,7 @@ _PASSES = 10  # at most; three are usual
 
 
 def fit_efficiency(measured: Measurement, known: Profile) -> Fitted:
-    """Return `efficiency`, as far as its fields were measured; raise Misconfigured if none was."""
+    """Return those fields of `efficiency` that were measured; raise Misconfigured if none was measured."""
     rows, sheet = stock_rows(measured), find_gpu(measured.environment.gpu)
     figures: dict[str, Any] = {field: rows[what].time.us for what, field in _HOST.items() if what in rows}
     if sheet is not None and sheet.memory_gb_per_s is not None:
@@ -71,7 +71,7 @@ def fit_efficiency(measured: Measurement, known: Profile) -> Fitted:
 
 
 def _of_gemms(rows: Mapping[str, BlockRow], sheet: GpuSheet, known: Efficiency) -> dict[str, Any]:
-    """Return the fraction of the peak that short GEMMs reach, and the clock that is left under a lasting load."""
+    """Return the fraction of peak FLOPS that short GEMMs reach, and the clock's factor under sustained load."""
     launch_us = known.launch_us
     bursts = [
         (predicted_us(what, sheet, known) - launch_us) / (mean_us(rows[what]) - launch_us)
@@ -100,12 +100,12 @@ def predicted_us(gemm: str, sheet: GpuSheet, known: Efficiency) -> float:
 
 
 def fit_sums(measured: Measurement, known: Profile) -> Fitted:
-    """Return `sums`: GB/s of one SM and of all SMs that sum, and how much copies beside a GEMM slow it down.
+    """Return `sums`: GB/s of one SM and of all SMs that add up, and how much copies slow a GEMM beside them.
 
-    That of one SM is the one with which zero-SM reductions beside GEMMs on fewer SMs are predicted best.
+    The GB/s of one SM are those that predict zero-SM reductions beside GEMMs on fewer SMs best.
 
     Raises:
-        Misconfigured: the sum alone, such a pair, or a GEMM beside an all_gather was not measured.
+        Misconfigured: the sum alone, a reduction beside a GEMM, or a GEMM beside an all_gather was not measured.
     """
     num_sms = sheet_of(measured).sm.num_sms
     layout, summed = SmLayout.even(num_sms, known.chip), few_sms(num_sms)
@@ -160,7 +160,7 @@ def fit_contention(measured: Measurement, known: Profile) -> Fitted:
 
 
 def contention_of(rows: Iterable[Row], curves: Curves) -> Contention:
-    """Return the contention that fits these rows best; rows that are marked or divide no SMs are left out.
+    """Return the contention that fits `rows` best; rows that are invalid or divide no SMs are left out.
 
     Raises:
         Misconfigured: no row is left, or one lies outside the curves or took no time.
@@ -184,7 +184,7 @@ def contention_of(rows: Iterable[Row], curves: Curves) -> Contention:
 
 
 def error_of_contention(rows: Sequence[Row], curves: Curves, contention: Contention) -> float:
-    """Return the root mean square of log(T predicted / T measured); 0.05 means an error of 5 %."""
+    """Return the root mean square of log(T predicted / T measured) over rows; 0.05 means an error of 5 %."""
     return math.sqrt(fmean(_log_error(row, curves, contention) ** 2 for row in rows))
 
 
@@ -197,7 +197,7 @@ def _log_error(row: Row, curves: Curves, contention: Contention) -> float:
 
 
 def fit_mechanisms(measured: Measurement, known: Profile) -> dict[str, Fitted]:
-    """Return `mechanisms`: by name, the speed that each side keeps, and the hidden fraction of the shorter side.
+    """Return `mechanisms`: by name, the speeds that GEMM and collective keep, and the hidden part of the shorter one.
 
     Raises:
         Misconfigured: no pair was measured in which the collective came first and both sides ran for a while.
@@ -216,7 +216,7 @@ def fit_mechanisms(measured: Measurement, known: Profile) -> dict[str, Fitted]:
 
 
 def _kept(measured: Measurement, name: str, shipped: Disturbance | None) -> Fitted:
-    """Return the figures of one mechanism: speeds from rows with the collective first, `hidden` from all orders."""
+    """Return one mechanism's figures: speeds from rows with the collective first, `hidden` from all launch orders."""
     rows = [row for row in measured.rows if row.mechanism == name and row.marked is None]
     first = beside(measured, name)
     # reductions by zero_sm wait for SMs, which `hidden` covers
