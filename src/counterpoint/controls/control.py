@@ -67,13 +67,13 @@ class Control(ABC):
 
     @contextmanager
     def apply(self, lanes: Lanes) -> Iterator[Lanes]:
-        """Yield the lanes with this control on; on exit turn the control off again."""
+        """Yield the streams (`Lanes`) with this control on; on exit turn the control off."""
         yield lanes
 
 
 @contextmanager
 def applied(controls: Sequence[Control], lanes: Lanes) -> Iterator[Lanes]:
-    """Yield the lanes with all controls on, applied in their order; on exit turn all of them off again."""
+    """Yield the streams (`Lanes`) with all controls on, applied in their order; on exit turn the controls off."""
     with ExitStack() as stack:
         for control in controls:
             lanes = stack.enter_context(control.apply(lanes))

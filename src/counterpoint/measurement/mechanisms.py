@@ -32,7 +32,7 @@ class Mechanism:
 
     @property
     def settings(self) -> str:
-        """Return the base and all controls' current settings as text; mechanisms of one name can differ in settings."""
+        """Return the base mechanism and its controls' settings as text, which differ between mechanisms of one name."""
         return "+".join([self.base, *(control.name for control in self.controls)])
 
     @property

@@ -102,7 +102,7 @@ class Call:
         return Span(self._input_buffer, 0, sum(row))
 
     def source_span(self, source: int, target: int) -> Span:
-        """Return the span in which rank `source` has its block for `target`."""
+        """Return where in the buffers of rank `source` its block for rank `target` lies."""
         size = self.sizes[source][target]
         if self.layout.input == "blocks":
             return Span(self._input_buffer, self.input_offset(source, target), size)

@@ -296,7 +296,7 @@ def _captures(timeline: Timeline) -> Intervals:
 def _named(
     timeline: Timeline, threads: HostThreads, thread: I64, pieces: GapPieces, op: I64, steps: Intervals
 ) -> tuple[NamedShares, NamedShares]:
-    """Return the steps' idle time by names of host ranges or GPU operations, and of Python functions around them.
+    """Return idle time in the steps per host range or GPU operation, and per Python function around them.
 
     Each range gets the time in which it was innermost, also in short gaps, which have one cause. A gap caused by
     a wait of the host is entirely named after the call that waited.

@@ -53,7 +53,7 @@ Vector = NDArray[np.floating]
 
 
 def fit_rates(measured: Measurement, known: Profile) -> Fitted:
-    """Return `rates`, the step costs of zero-SM collectives, from times measured by ranks with profile `known`."""
+    """Return `rates`, the step costs of zero-SM collectives, fitted to measured times of calls tuned by `known`."""
     world_size = measured.environment.world_size
     found = {
         even_call(name, world_size, size): time
