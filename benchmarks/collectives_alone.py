@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from collectives_rig import Rig
-from provenance import gpu_provenance, write_result
+from provenance import gpu_provenance, write_table
 from step_rig import start
 
 from counterpoint.collectives.cuda.lower import ReduceLaunch
@@ -209,8 +209,7 @@ def main() -> None:
             rows.append(show(rank, "reduction kernel (memory GB/s)", options.largest, name, numbers))
     if rank == 0 and options.json is not None:
         facts = gpu_provenance(["torch", "triton", "cuda-bindings", "nvidia-nccl-cu13"], world_size=bench.size)
-        record = {"provenance": facts, "columns": COLUMNS, "rows": rows}
-        write_result(options.json, record, COLUMNS, rows)
+        write_table(options.json, COLUMNS, rows, provenance=facts)
     torch.cuda.synchronize()
     bench.windows.release()
     dist.destroy_process_group()

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import step_rig
 import torch
 import torch.distributed as dist
-from provenance import gpu_provenance, write_result
+from provenance import gpu_provenance, write_table
 
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.host.group import torch_function
@@ -165,8 +165,7 @@ def main() -> None:
         facts = gpu_provenance(
             ["torch", "triton", "cuda-bindings", "nvidia-nccl-cu13"], world_size=dist.get_world_size()
         )
-        record = {"provenance": facts, "columns": COLUMNS, "rows": rows}
-        write_result(options.json, record, COLUMNS, rows)
+        write_table(options.json, COLUMNS, rows, provenance=facts)
     dist.destroy_process_group()
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from provenance import write_result
+from provenance import write_table
 from step_rig import origin, start, synchronize
 
 from counterpoint.collectives.communicator import Communicator
@@ -324,9 +324,9 @@ def _show(asked: argparse.Namespace, counts: Counter[tuple[str, str]], wrong: li
     print("\n".join(wrong[:20]) or "no mismatch")
     if asked.json is not None:
         facts = origin(asked.device, dist.get_world_size())
-        record = {"provenance": facts, "seed": asked.seed, "max_bytes": asked.max_bytes, "mismatches": wrong,
-                  "columns": COLUMNS, "rows": table}  # fmt: skip
-        write_result(asked.json, record, COLUMNS, table)
+        write_table(
+            asked.json, COLUMNS, table, provenance=facts, seed=asked.seed, max_bytes=asked.max_bytes, mismatches=wrong
+        )
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
-from provenance import provenance, write_result
+from provenance import provenance, write_table
 from tables import print_table
 
 from counterpoint.collectives.program.calls import Call
@@ -79,7 +79,7 @@ def main() -> None:
     asked = parser.parse_args()
     table = lines()
     print_table(COLUMNS, table, width=120)
-    write_result(asked.out, {"provenance": provenance([]), "columns": COLUMNS, "rows": table}, COLUMNS, table)
+    write_table(asked.out, COLUMNS, table, provenance=provenance([]))
 
 
 if __name__ == "__main__":

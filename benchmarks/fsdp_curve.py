@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from fsdp_variants import Sharded
 from llama import Shape, rotary_table
-from provenance import gpu_provenance, provenance, write_result
+from provenance import gpu_provenance, provenance, write_table
 from step_rig import NO_MULTICAST, show
 
 from counterpoint.parallel.overlap import overlap
@@ -103,14 +103,7 @@ def main() -> None:
         if args.out is not None:
             packages, size = ["torch", "triton", "cuda-bindings", "nvidia-nccl-cu13"], dist.get_world_size()
             facts = gpu_provenance(packages, world_size=size) if args.device == "cuda" else provenance(packages)
-            record = {
-                "provenance": facts,
-                "corpus_bytes": len(corpus),
-                "losses": runs,
-                "columns": COLUMNS,
-                "rows": table,
-            }
-            write_result(args.out, record, COLUMNS, table)
+            write_table(args.out, COLUMNS, table, provenance=facts, corpus_bytes=len(corpus), losses=runs)
     dist.destroy_process_group()
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import fmean
 
 import msgspec
-from provenance import provenance, read_measurement, write_result
+from provenance import provenance, read_measurement, write_table
 from tables import print_table
 
 from counterpoint.machine.gpus import find_gpu
@@ -145,8 +145,7 @@ def main() -> None:
     ]
     table = [line.cells() for line in lines]
     print_table(COLUMNS, table, width=160)
-    record = {"provenance": provenance(["counterpoint", "msgspec"]), "columns": COLUMNS, "rows": table}
-    write_result(asked.out, record, COLUMNS, table)
+    write_table(asked.out, COLUMNS, table, provenance=provenance(["counterpoint", "msgspec"]))
 
 
 if __name__ == "__main__":

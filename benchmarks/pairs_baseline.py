@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from provenance import provenance, read_measurement, write_result
+from provenance import provenance, read_measurement, write_table
 from tables import print_table
 
 from counterpoint.pair.together import overlap
@@ -56,8 +56,7 @@ def main() -> None:
     rows = read_measurement(asked.measured).rows
     table = list(lines([row for row in rows if row.marked is None]))
     print_table(COLUMNS, table, width=100)
-    record = {"provenance": provenance([]), "measured": asked.measured.name, "columns": COLUMNS, "rows": table}
-    write_result(asked.out, record, COLUMNS, table)
+    write_table(asked.out, COLUMNS, table, provenance=provenance([]), measured=asked.measured.name)
 
 
 if __name__ == "__main__":

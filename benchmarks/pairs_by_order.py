@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from provenance import provenance, read_measurement, write_result
+from provenance import provenance, read_measurement, write_table
 from tables import print_table
 
 from counterpoint.pair.choice import ORDERS
@@ -96,8 +96,8 @@ def main() -> None:
         table += lines(path.name.partition(".")[0], read_measurement(path))
     print_table(COLUMNS, table, width=200)
     if asked.out is not None:
-        record = {"provenance": provenance([]), "measured": [path.name for path in asked.measured]}
-        write_result(asked.out, record | {"columns": COLUMNS, "rows": table}, COLUMNS, table)
+        names = [path.name for path in asked.measured]
+        write_table(asked.out, COLUMNS, table, provenance=provenance([]), measured=names)
 
 
 if __name__ == "__main__":

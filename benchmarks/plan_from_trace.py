@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean
 
 from plan_published import cluster
-from provenance import provenance, write_result
+from provenance import provenance, write_table
 from tables import print_table
 
 from counterpoint.diagnosis.api import diagnose
@@ -47,8 +47,7 @@ def main() -> None:
     print(f"mean {fmean(errors):.1f}%, worst {max(errors):.1f}% of {len(errors)}")
     if asked.json is not None:
         recorded = [json.loads((folder / "provenance.json").read_text()) for folder in asked.traces]
-        record = {"provenance": provenance(["numpy", "polars"]), "traces": recorded, "columns": COLUMNS, "rows": rows}
-        write_result(asked.json, record, COLUMNS, rows)
+        write_table(asked.json, COLUMNS, rows, provenance=provenance(["numpy", "polars"]), traces=recorded)
 
 
 if __name__ == "__main__":

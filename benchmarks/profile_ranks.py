@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import fmean
 
 import msgspec
-from provenance import provenance, read_measurement, write_result
+from provenance import provenance, read_measurement, write_table
 from tables import print_table
 from tune_machine import GPU, RESULTS, alone_rows, read, without_exchanges
 from tune_pairs import near, stored_cases
@@ -105,8 +105,8 @@ def main() -> None:
         name: {group: msgspec.to_builtins(getattr(profile, group)) for group in ("rates", "nccl", "nccl_rates")}
         for name, profile in profiles.items()
     }
-    record = {"provenance": provenance(["counterpoint", "numpy"]), "measured": [path.name for path in paths]}
-    write_result(asked.out, record | {"figures": figures, "columns": COLUMNS, "rows": table}, COLUMNS, table)
+    facts, names = provenance(["counterpoint", "numpy"]), [path.name for path in paths]
+    write_table(asked.out, COLUMNS, table, provenance=facts, measured=names, figures=figures)
 
 
 if __name__ == "__main__":

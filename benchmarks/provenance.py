@@ -27,7 +27,15 @@ from tables import markdown
 if TYPE_CHECKING:
     from counterpoint.records.measurement import Measurement
 
-__all__ = ["gpu_provenance", "provenance", "read_measurement", "read_result", "write_json", "write_result"]
+__all__ = [
+    "gpu_provenance",
+    "provenance",
+    "read_measurement",
+    "read_result",
+    "write_json",
+    "write_result",
+    "write_table",
+]
 
 ROOT = Path(__file__).resolve().parents[1]
 LONGEST_BYTES = 40_000  # of a JSON that is kept as it is
@@ -98,6 +106,11 @@ def write_result(path: Path, record: dict[str, Any], columns: Sequence[str], row
     origin = f"`{' '.join(facts['command'])}`, {facts['date']}, commit {(facts['commit'] or '?')[:12]}"
     lines = [*markdown(columns, rows), "", f"From [{path.name}]({path.name}): {origin}.", ""]
     path.with_suffix(".md").write_text("\n".join(lines))
+
+
+def write_table(path: Path, columns: Sequence[str], rows: Sequence[Sequence[str]], **facts: Any) -> None:
+    """Write a table, and as JSON its cells behind the `facts`, of which `provenance` is one."""
+    write_result(path, {**facts, "columns": columns, "rows": rows}, columns, rows)
 
 
 def read_result(path: Path) -> bytes:

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import fmean
 
 import numpy as np
-from provenance import provenance, write_result
+from provenance import provenance, write_table
 from tables import print_table
 from tune_noise import ROOT, STOCK, tried
 
@@ -79,13 +79,7 @@ def main() -> None:
         )
         table.append((f"{correlation:g}", f"{noise:.0%}", str(asked.draws), *(f"{share:.1%}" for share in shares)))
     print_table(COLUMNS, table)
-    record = {
-        "provenance": provenance(["counterpoint", "numpy"]),
-        "seed": asked.seed,
-        "columns": COLUMNS,
-        "rows": table,
-    }
-    write_result(asked.out, record, COLUMNS, table)
+    write_table(asked.out, COLUMNS, table, provenance=provenance(["counterpoint", "numpy"]), seed=asked.seed)
 
 
 if __name__ == "__main__":

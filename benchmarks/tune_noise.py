@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, quantiles
 
-from provenance import provenance, read_measurement, write_result
+from provenance import provenance, read_measurement, write_table
 from tables import print_table
 from tune_pairs import NEAR, known_times, rows_of, share
 
@@ -179,13 +179,7 @@ def main() -> None:
         count += len(pairs)
     table += lines_of("all", count, asked.draws, every)
     print_table(COLUMNS, table, width=200)
-    record = {
-        "provenance": provenance(["counterpoint", "msgspec"]),
-        "seed": asked.seed,
-        "columns": COLUMNS,
-        "rows": table,
-    }
-    write_result(asked.out, record, COLUMNS, table)
+    write_table(asked.out, COLUMNS, table, provenance=provenance(["counterpoint", "msgspec"]), seed=asked.seed)
 
 
 if __name__ == "__main__":
