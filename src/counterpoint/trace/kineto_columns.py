@@ -263,7 +263,7 @@ def absorb(columns: Columns, runs: EventRuns[KinetoEvent], run: bytes, events: l
     timed = [e for e in events if e.ph == "X"]
     if len(timed) < len(events):
         named = (e for e in events if e.ph == "M" and e.name == "process_name")
-        columns.processes.update({str(e.pid): str(e.args.process)[:80] for e in named if e.args})
+        columns.processes.update({_label(e.pid): _label(e.args.process) for e in named if e.args})
     if not timed:
         return
     ts = np.array([e.ts for e in timed], np.float64)
@@ -303,9 +303,15 @@ def _read_bare(columns: Columns, events: list[KinetoEvent], kind: Any) -> None:
     """Set the kinds of events without a category by their process, as torch.autograd.profiler did; count the rest."""
     for i in np.flatnonzero(kind == _IGNORED).tolist():
         if not events[i].cat:
-            pid = str(events[i].pid)
+            pid = _label(events[i].pid)
             kind[i] = _OF_OLD.get(pid, _IGNORED)
-            columns.bare[pid] += kind[i] == _IGNORED
+            if kind[i] == _IGNORED:
+                columns.bare[pid] += 1
+
+
+def _label(value: Any) -> str:
+    """Return a pid or a process's name, which may be any JSON value, as a short text for messages."""
+    return str(value)[:80]
 
 
 def _exact_starts(run: bytes, base_us: int) -> Any:

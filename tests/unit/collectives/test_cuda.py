@@ -144,6 +144,22 @@ def test_a_graph_whose_memory_was_freed_is_captured_anew(error: int, captures_an
     assert (("cuGraphExecDestroy", first) in driver.log) == captures_anew == (last != first)
 
 
+def test_a_stale_graph_is_closed_once_though_no_new_one_can_be_captured() -> None:
+    driver = FreedMemory(1)
+    call, tuning = case("all_gather", 3)
+    program = plan(call, 1, tuning)
+    prepared = Prepared(program, lower(program, ADDRESSES), Executor(driver=driver), graphs=True)
+    start = partial(prepared.start, STREAM, cast("EventPool", SimpleNamespace(handles={STREAM: STREAM})), 0)
+    start()
+    start()
+    driver.stale.update(driver.launched)
+    driver.refuse["cuGraphInstantiate"] = 2
+    with pytest.raises(CounterpointError, match="cuGraphInstantiate"):
+        start()
+    prepared.close()
+    assert [entry[0] for entry in driver.log].count("cuGraphExecDestroy") == 1
+
+
 def test_a_capture_that_fails_is_ended() -> None:
     """An error while capturing leaves the stream out of the capture, and says what the driver refused."""
     driver = FakeDriver()

@@ -325,3 +325,8 @@ def test_events_of_the_profiler_before_kineto_are_told_by_process(tmp_path: Path
     events = [{"ph": "X", "name": name, "pid": pid, "tid": 0, "ts": 1, "dur": 5} for pid, name in sides.items()]
     timeline = read(kt.write_bytes(tmp_path / "t.json", json.dumps(events).encode()))
     assert (len(timeline.host), len(timeline.gpu)) == (1, 1)
+
+
+def test_a_long_name_of_a_process_is_cut(tmp_path: Path) -> None:
+    events = [{"ph": "X", "name": "a", "pid": "x" * 5000, "tid": 3, "ts": 1, "dur": 5}]
+    assert len(spoilt(json.dumps(events).encode(), tmp_path).reason) < 250

@@ -101,7 +101,8 @@ class Prepared:
             try:
                 self._graph.launch(events.handles[stream])
             except StaleGraph:  # nothing runs of it: the driver waits for all work before it frees memory
-                self._graph.close()
+                stale, self._graph = self._graph, None  # not closed a second time if no new one can be captured
+                stale.close()
                 self._graph = self._new_graph()
                 self._graph.launch(events.handles[stream])
         else:
