@@ -146,10 +146,10 @@ def _advice(job: Job, found: PredictedStep) -> tuple[str, ...]:
     if found.exposed_comm_us >= MUCH * found.step_us:
         share = f"{found.exposed_comm_us / found.step_us:.0%}"
         notes.append(f"{share} of the step is exposed communication; --search finds divisions with less")
-    more = found.memory.total_gib - max(stage_totals(replace(job, parallel=replace(job.parallel, zero=2))))
-    if job.parallel.zero == 3 and more > 0:
-        gathered = found.memory.gib["gathered"]
-        notes.append(f"zero 3 takes {more:.1f} GiB more than zero 2 would: gathered layers take {gathered:.1f} GiB")
+    if job.parallel.zero == 3:
+        more = found.memory.total_gib - max(stage_totals(replace(job, parallel=replace(job.parallel, zero=2))))
+        gathered = f"gathered layers take {found.memory.gib['gathered']:.1f} GiB"
+        notes += [f"zero 3 takes {more:.1f} GiB more than zero 2 would: {gathered}"] if more > 0 else []
     return tuple(notes)
 
 

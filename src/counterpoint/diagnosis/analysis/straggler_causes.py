@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from counterpoint.diagnosis.analysis.idle import time_in
+from counterpoint.diagnosis.reading.gaps import Gaps
 from counterpoint.diagnosis.reading.host_categories import CATEGORIES
 from counterpoint.diagnosis.reading.modules import PHASES, Places, in_words, module_of
 from counterpoint.diagnosis.reading.traced_job import TracedJob
@@ -45,8 +46,8 @@ def host_cause(job: TracedJob, column: int, late: I64, steps: I64) -> Why:
     us = time_in(job, column, steps)
     if not (us > 0).any():
         return Why(cause="host_stall", evidence="its GPU had nothing to do; no single gap is long enough to say why")
-    others = [_idle_by_category(job, c, steps) for c in range(len(job.ranks)) if c not in late]
-    idle = _idle_by_category(job, column, steps)
+    idle = _by_category(gaps, us)
+    others = [_by_category(job.digests[c].gaps, time_in(job, c, steps)) for c in range(len(job.ranks)) if c not in late]
     longer = np.where(idle > 0, np.maximum(idle - np.median(others, axis=0), 0.0), -1.0)
     first, second = np.argsort(-longer, kind="stable")[:2].tolist()
     rows = np.flatnonzero((us > 0) & (gaps.category == first))
@@ -94,10 +95,9 @@ def host_cause(job: TracedJob, column: int, late: I64, steps: I64) -> Why:
     return Why(cause=cause, detail=detail, evidence=evidence, phase=phase, module=module, gap=at)
 
 
-def _idle_by_category(job: TracedJob, column: int, steps: I64) -> F64:
-    """Return a rank's idle µs in these steps, per category of `CATEGORIES`."""
-    us = time_in(job, column, steps)
-    return np.bincount(job.digests[column].gaps.category, us, len(CATEGORIES)).astype(np.float64)
+def _by_category(gaps: Gaps, us: F64) -> F64:
+    """Return the sum of the µs of a rank's gaps, by category of `CATEGORIES`."""
+    return np.bincount(gaps.category, us, len(CATEGORIES)).astype(np.float64)
 
 
 def _host_was_recorded(job: TracedJob, column: int) -> bool:
