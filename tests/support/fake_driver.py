@@ -18,12 +18,14 @@ class FakeDriver:
     CUevent_flags = SimpleNamespace(CU_EVENT_DISABLE_TIMING=2)
     CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2)
     CUgraphInstantiate_flags = SimpleNamespace(CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY=8)
+    CUpointer_attribute = SimpleNamespace(CU_POINTER_ATTRIBUTE_BUFFER_ID=7)
     CUstreamBatchMemOpType = SimpleNamespace(CU_STREAM_MEM_OP_WAIT_VALUE_32=1, CU_STREAM_MEM_OP_WRITE_VALUE_32=2)
 
     def __init__(self) -> None:
         self.log: list[tuple[Any, ...]] = []
         self.refuse: dict[str, Any] = {}
         self._handles = 1000
+        self.allocations: dict[int, tuple[int, int]] = {}  # bytes and number of each, by its first address
 
     @staticmethod
     def CUstreamBatchMemOpParams() -> SimpleNamespace:
@@ -47,6 +49,13 @@ class FakeDriver:
 
         called.__name__ = name
         return called
+
+    def cuMemGetAddressRange(self, address: int) -> tuple[int, int, int]:
+        return next((0, base, size) for base, (size, _) in self.allocations.items() if base <= address < base + size)
+
+    def cuPointerGetAttribute(self, attribute: int, address: int) -> tuple[int, int | None]:
+        assert attribute == self.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID
+        return (0, self.allocations[address][1]) if address in self.allocations else (1, None)
 
     def decoded(self, lanes: dict[int, int], events: dict[int, int]) -> list[DriverCall]:
         """What was issued, as data again; `lanes` and `events` say what each handle stands for."""

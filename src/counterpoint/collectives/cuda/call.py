@@ -17,7 +17,6 @@ from counterpoint.collectives.cuda.driver import (
     EventPool,
     Executor,
     Graph,
-    StaleGraph,
     StreamPoint,
     in_context,
 )
@@ -63,7 +62,8 @@ class Prepared:
 
     If `graphs` is set, the second start captures the calls in a CUDA graph, which later starts replay (a call that is
     made once does without: making the graph takes longer than issuing the calls). In a graph capture of the caller the
-    calls are issued, and become part of that graph.
+    calls are issued, and become part of that graph. `borrowed` says (address, bytes) of the memory that this rank
+    copies and others may free.
     """
 
     def __init__(
@@ -77,11 +77,12 @@ class Prepared:
         cut: Partitions | None = None,
         lower: _Lower | None = None,
         supplied: bool = False,
+        borrowed: Sequence[tuple[int, int]] = (),
     ) -> None:
         self.program = program  # kept so that no other object can get its `id`, which keys use
         self.calls = calls  # all driver calls, for `Executor.let_go`, which sets the flags that they wait for
         self.cut, self.sends = cut, () if cut is None or supplied else cut.sends
-        self._executor, self._reduction, self._lower = executor, reduction, lower
+        self._executor, self._reduction, self._lower, self._borrowed = executor, reduction, lower, borrowed
         self._start = calls if cut is None else self._lowered([cut.begin, *(cut.sends if supplied else ())])
         self._graphs = graphs and bool(self._start) and (cut is None or supplied)
         self._bounds: dict[tuple[Hashable, int], Bound] = {}  # by part and stream
@@ -95,22 +96,24 @@ class Prepared:
 
         An error of the driver is raised; the peers may then wait for signals that were not issued.
         """
-        if self._graphs and not capture and (self._graph is not None or self._bounds):
-            if self._graph is None:
-                self._graph = self._new_graph()
-            try:
-                self._graph.launch(events.handles[stream])
-            except StaleGraph:  # nothing runs of it: the driver waits for all work before it frees memory
-                stale, self._graph = self._graph, None  # not closed a second time if no new one can be captured
-                stale.close()
-                self._graph = self._new_graph()
-                self._graph.launch(events.handles[stream])
-        else:
+        graph = self._replayable() if self._graphs and not capture else None
+        if graph is None:
             self._issue("start", stream, lambda: self._start)
+        else:
+            graph.launch(events.handles[stream])
 
-    def _new_graph(self) -> Graph:
-        """Capture the driver calls of the part `start` in a graph."""
-        return self._executor.graph(self._start, reduction=self._reduction)
+    def _replayable(self) -> Graph | None:
+        """Return the graph of the part `start`, captured anew if memory that it copies was freed; None: issue calls."""
+        if self._graph is not None and self._graph.is_stale():
+            stale, self._graph = self._graph, None  # not closed a second time if no new one can be captured
+            stale.close()  # nothing runs of it: the driver waits for all work before it frees memory
+        if self._graph is None and self._bounds:
+            allocations = self._executor.allocations(self._borrowed)
+            if allocations is None:
+                self._graphs = False
+            else:
+                self._graph = self._executor.graph(self._start, reduction=self._reduction, allocations=allocations)
+        return self._graph
 
     def send(self, first: int, end: int, stream: int) -> None:
         """Push the partitions `first` to `end` - 1 on `stream`."""

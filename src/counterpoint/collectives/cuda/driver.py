@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache, partial, wraps
 from itertools import count
+from types import MappingProxyType
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -21,7 +22,7 @@ from counterpoint.errors import CounterpointError, Misconfigured, Unsupported
 from counterpoint.machine.driver import call_bindings
 
 _STREAMS_AT_ONCE = 64  # number of streams that are made together; they take 37 MB on an H200
-_INVALID_VALUE, _NOT_READY = 1, 600  # CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_NOT_READY
+_NOT_READY = 600  # CUDA_ERROR_NOT_READY
 _spare_streams: WeakKeyDictionary[Any, dict[int, list[Any]]] = WeakKeyDictionary()  # by driver and context
 
 BindReduction: TypeAlias = Callable[[ReduceLaunch, int], Callable[[], object]]
@@ -159,6 +160,7 @@ class Executor:
         self._parameters = lru_cache(maxsize=4096)(partial(_parameters, self.driver))  # messages repeat those of slots
         spare = _spare_streams.setdefault(self.driver, {})
         self._spare = spare.setdefault(int(self.call("cuCtxGetCurrent") or 0), [])
+        self.number = self.driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID  # unique in a process's life
         self.side_stream = self.stream()
 
     @cached_property
@@ -187,11 +189,31 @@ class Executor:
         made = [self._issue(call, streams, events, reduction) for call in calls]
         return Bound(made, partial(self.events.give_back, tuple(events.values())))
 
-    def graph(self, calls: Sequence[DriverCall], *, reduction: BindReduction | None = None) -> Graph:
+    def allocations(self, borrowed: Iterable[tuple[int, int]]) -> dict[int, int] | None:
+        """Return the numbers of the allocations that hold these (address, bytes), by base address.
+
+        Returns:
+            None if a part lies in several allocations (torch's expandable segments), any of which may be freed.
+        """
+        found: dict[int, int] = {}
+        for address, num_bytes in borrowed:
+            base, size = self.call("cuMemGetAddressRange", self.driver.CUdeviceptr(address))
+            if address + num_bytes > int(base) + size:
+                return None
+            found[int(base)] = self.call("cuPointerGetAttribute", self.number, int(base))
+        return found
+
+    def graph(
+        self,
+        calls: Sequence[DriverCall],
+        *,
+        reduction: BindReduction | None = None,
+        allocations: Mapping[int, int] = MappingProxyType({}),
+    ) -> Graph:
         """Return a CUDA graph of these calls, which one driver call replays on any stream. See `bind`.
 
         Replays run one after the other (CUDA runs no graph at the same time as itself). In a graph capture of the
-        caller, issue the `Bound` calls instead.
+        caller, issue the `Bound` calls instead. `allocations` are those that the calls copy and others may free.
         """
         bound = self.bind(calls, int(self.side_stream), reduction=reduction)
         # relaxed: another thread of this process may allocate meanwhile, which a stricter mode turns into an error
@@ -204,7 +226,7 @@ class Executor:
         priorities = self.driver.CUgraphInstantiate_flags.CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY
         executable = self.call("cuGraphInstantiate", graph, priorities)
         self.call("cuGraphDestroy", graph)
-        return Graph(executable, bound, self)
+        return Graph(executable, bound, self, allocations)
 
     def let_go(self, calls: Sequence[DriverCall]) -> None:
         """Set every flag that `calls` wait for, so that stuck streams go on; the watchdog uses this when it gives up.
@@ -275,29 +297,31 @@ class Bound:
         self._freed()
 
 
-class StaleGraph(CounterpointError):
-    """Says that a CUDA graph cannot be replayed any more, and has to be captured anew."""
-
-
 class Graph:
-    """Holds a CUDA graph of bound calls, which `launch` replays."""
+    """Holds a CUDA graph of bound calls, which `launch` replays until `is_stale`.
 
-    def __init__(self, executable: Any, bound: Bound, executor: Executor) -> None:
+    `allocations` maps the base addresses of the allocations that the calls copy to the numbers the driver gave them.
+    """
+
+    def __init__(self, executable: Any, bound: Bound, executor: Executor, allocations: Mapping[int, int]) -> None:
         self._executable, self._bound, self._executor = executable, bound, executor
-        self._launch = executor.driver.cuGraphLaunch
+        self._launch, self._attribute = executor.driver.cuGraphLaunch, executor.driver.cuPointerGetAttribute
+        self._number, self._allocations = executor.number, tuple(allocations.items())
+
+    def is_stale(self) -> bool:
+        """Return whether memory that the graph copies was freed since the capture, so that it must not be replayed.
+
+        Torch frees its cache when memory is short and when a graph capture begins; other memory may then have the
+        addresses. The driver refuses to replay some of these graphs with CUDA_ERROR_INVALID_VALUE; others hang, copy
+        nothing or end the process (2 H100, CUDA 13.0, 2026-11-26).
+        """
+        return any(self._attribute(self._number, base)[1] != number for base, number in self._allocations)
 
     def launch(self, stream: Any) -> None:
-        """Replay the captured calls on `stream`, a `CUstream` or a handle.
-
-        Raises:
-            StaleGraph: the driver does not take this graph any more. It refuses copies of memory that was freed since
-                the capture (torch frees its cache when memory is short), also if other memory has the addresses now.
-            CounterpointError: the driver refused for another reason.
-        """
+        """Replay the captured calls on `stream`, a `CUstream` or a handle; raise if the driver refuses."""
         (error,) = self._launch(self._executable, stream)
         if error:
-            refused = _refused("cuGraphLaunch", error)
-            raise StaleGraph(*refused.args) if int(error) == _INVALID_VALUE else refused
+            raise _refused("cuGraphLaunch", error)
 
     def close(self) -> None:
         """Destroy the graph; call this only when the GPU has finished the graph's last replay."""

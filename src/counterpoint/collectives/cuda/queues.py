@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -290,10 +290,12 @@ class CudaChannel(CallQueue):
         lowered = partial(lower, program, addresses)
         if submission.partitioned != "no":
             cut, supplied = partitions(program, early_release=early), submission.partitioned == "output"
+            calls = lowered(cut.steps)
             return Prepared(
-                program, lowered(cut.steps), self.executor, graphs=graphs, cut=cut, lower=lowered, supplied=supplied
-            )
-        calls: tuple[DriverCall, ...] = lowered(program.cycle(early_release=early))
+                program, calls, self.executor, graphs=graphs, borrowed=self._borrowed(calls), cut=cut, lower=lowered,
+                supplied=supplied,
+            )  # fmt: skip
+        calls = lowered(program.cycle(early_release=early))
         own = addresses.output[program.rank]
         if own != submission.output:
             calls += (CopyAsync(submission.output, own, submission.output_bytes, COPY, local=True),)
@@ -301,7 +303,15 @@ class CudaChannel(CallQueue):
         if submission.reduction is not None:
             how = replace(submission.reduction, num_sms=options.sum_sms)
             reduction = partial(self.context.gpu.bind_reduction, reduction=how)
-        return Prepared(program, calls, self.executor, reduction=reduction, graphs=graphs)
+        borrowed = self._borrowed(calls)
+        return Prepared(program, calls, self.executor, reduction=reduction, graphs=graphs, borrowed=borrowed)
+
+    def _borrowed(self, calls: Iterable[DriverCall]) -> tuple[tuple[int, int], ...]:
+        """Return (address, bytes) of what `calls` copy from and to memory of this rank that is not symmetric."""
+        copies = [call for call in calls if isinstance(call, CopyAsync)]
+        here = {(copy.source, copy.num_bytes) for copy in copies}
+        here |= {(copy.target, copy.num_bytes) for copy in copies if copy.local}
+        return tuple(part for part in sorted(here) if self.context.memory.locate(*part) is None)
 
     def _addresses(self, submission: Submission, needs: _Needs, met: Mapping[int, Location]) -> Addresses:
         """Return the addresses of all buffers and flags of a call; 0 for outputs that this rank does not write."""
