@@ -1,6 +1,6 @@
-"""Claim: a matmul that polls is worth its code beside pieces. Arrivals of 2, 4 and 8 ranks, replayed on one GPU.
+"""Claim: matmuls in pieces take what the clock predicts. Arrivals of 2, 4 and 8 ranks, replayed on one GPU.
 
-    python benchmarks/arrivals_replayed.py --out results/arrivals-replayed-h100.json     # one GPU, five minutes
+    python benchmarks/arrivals_replayed.py --out results/arrivals-replayed-h100.json     # one GPU, two minutes
 
 The matmuls, their pieces, waits and sums are those of tensor parallelism (`RowGather`, `RowScatter`). The peers are
 played: copies from pinned memory take the time that the clock gives to each chunk, need no SM, and are followed by the
@@ -35,13 +35,12 @@ from counterpoint.machine.profile import Profile, shipped_profile
 from counterpoint.pair.arrivals import Segment, ShardedMatmul, ShardedRows
 from counterpoint.pair.curves import RowCurve
 from counterpoint.pair.matmul_choice import MatmulMechanism, Piece, RowAxis, choose_matmul, with_best_chunks
-from counterpoint.parallel.tensor.flagged import bind_flagged
 from counterpoint.parallel.tensor.overlapped import RowGather, RowScatter, Steps, Weight
 
-PLAYED: tuple[MatmulMechanism, ...] = ("serial", "cuts", "flagged")
+PLAYED: tuple[MatmulMechanism, ...] = ("serial", "cuts")
 COLUMNS = (
     "matmul", "collective", "rows", "n", "k", "ranks", "alone µs",
-    *(f"{name} {what}" for name in PLAYED for what in ("µs", "predicted")), "flagged / cuts",
+    *(f"{name} {what}" for name in PLAYED for what in ("µs", "predicted")),
 )  # fmt: skip
 POINTS, TILE = 64, 128
 SPIN_CYCLES = 8_000_000  # longer than the host needs for all launches of a call
@@ -54,7 +53,7 @@ class Player:
     """Plays peers: its stream makes copies that take given times, and sets words that streams wait for."""
 
     def __init__(self) -> None:
-        self.words, self.stored, self.error = (torch.zeros(WORDS, dtype=torch.int32, device="cuda") for _ in range(3))
+        self.words = torch.zeros(WORDS, dtype=torch.int32, device="cuda")
         self.executor, self.stream = Executor(), torch.cuda.Stream(priority=-1)
         self._host = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
         self._here = torch.empty_like(self._host, device="cuda", pin_memory=False)
@@ -83,16 +82,16 @@ class Player:
         self.write(word)
 
     def write(self, word: int) -> None:
-        self._call("cuStreamWriteValue32", self.stream, self.words.data_ptr() + 4 * word, 1)
+        self._call("cuStreamWriteValue32", self.stream, word)
 
-    def wait(self, stream: torch.cuda.Stream, address: int, value: int = 1) -> None:
-        """Hold a stream until a word is the value or more."""
-        self._call("cuStreamWaitValue32", stream, address, value)
+    def wait(self, stream: torch.cuda.Stream, word: int) -> None:
+        """Hold a stream until a word is set."""
+        self._call("cuStreamWaitValue32", stream, word)
 
-    def _call(self, name: str, stream: torch.cuda.Stream, address: int, value: int) -> None:
+    def _call(self, name: str, stream: torch.cuda.Stream, word: int) -> None:
         driver = self.executor.driver
-        where = driver.CUdeviceptr(address)
-        self.executor.call(name, driver.CUstream(stream.cuda_stream), where, value, GREATER_OR_EQUAL)
+        where = driver.CUdeviceptr(self.words.data_ptr() + 4 * word)
+        self.executor.call(name, driver.CUstream(stream.cuda_stream), where, 1, GREATER_OR_EQUAL)
 
 
 class PlayedWork(CudaWork):
@@ -117,9 +116,8 @@ class PlayedWork(CudaWork):
     def received(self) -> tuple[BlockPartition, ...]:
         return self._in
 
-    @property
-    def arrival_words(self) -> int:
-        return self._player.words.data_ptr()
+    def _word(self, one: BlockPartition) -> int:
+        return one.chunk * self._layout.world_size + one.peer
 
     def _begin(self) -> None:
         self._player.stream.wait_stream(torch.cuda.current_stream())
@@ -127,7 +125,7 @@ class PlayedWork(CudaWork):
     def _next(self) -> None:
         """Let the next partition leave, and its like arrive: ranks are taken to be alike."""
         one = self._in[self._left]
-        self._player.play(self._us[self._left], self._layout.word(one.peer, one.chunk))
+        self._player.play(self._us[self._left], self._word(one))
         self._left += 1
 
     def ready(self, count: int) -> None:
@@ -136,15 +134,9 @@ class PlayedWork(CudaWork):
         while self._left < count:
             self._next()
 
-    def ready_when(self, word: int, value: int) -> None:
-        self._player.wait(self._player.stream, word, value)
-        self._next()
-
     def arrived(self, count: int) -> None:
         for one in self._in[:count]:
-            self._player.wait(
-                torch.cuda.current_stream(), self.arrival_words + 4 * self._layout.word(one.peer, one.chunk)
-            )
+            self._player.wait(torch.cuda.current_stream(), self._word(one))
 
     def finish(self) -> None:
         self.arrived(len(self._in))
@@ -173,21 +165,6 @@ def curve_of(n: int, k: int, most: int) -> RowCurve:
     return RowCurve(n=n, k=k, dtype=DTYPE, points=tuple((at, median(us)) for at, us in zip(counts, times, strict=True)))
 
 
-def flagged_factor(layer: Layer) -> float:
-    """The speed of the matmul that polls over that of cuBLAS, where all rows are there."""
-    rows, layout = layer.rows, ShardedRows(rank=0, rows=(layer.rows,))
-    a, out = (torch.randn(rows, size, device="cuda", dtype=torch.bfloat16) for size in (layer.k, layer.n))
-    b = torch.randn(layer.n, layer.k, device="cuda", dtype=torch.bfloat16).t()
-    if layer.operation == "all_gather_matmul":
-        tensors = {"own": a, "gathered": a, "b": b, "out": out}
-    else:
-        tensors = {"a": a, "b": b, "partial": out, "staged": out[None], "out": out}
-    launch = bind_flagged(layer.operation, tensors, layout, words=0, error=0)
-    rounds = [queued_us([partial(torch.mm, a, b, out=out), launch]) for _ in range(7)][1:]
-    library, polling = (median(times) for times in zip(*rounds, strict=True))
-    return float(library / polling)
-
-
 def calls_of(
     layer: Layer, pieces: dict[str, tuple[Piece, ...]], segments: Sequence[Segment], chunk_rows: int, player: Player
 ) -> dict[str, Callable[[], object]]:
@@ -206,18 +183,12 @@ def calls_of(
 
     def gather(name: str) -> None:
         with RowGather(stand_in, a[None, :shard], a[None], layout) as rows:
-            if name == "flagged":
-                rows.multiply_flagged([weight], [out], player.error)
-            else:
-                rows.multiply(steps[name], lambda at, part: weight.multiply(part, out[at]))
+            rows.multiply(steps[name], lambda at, part: weight.multiply(part, out[at]))
 
     def scatter(name: str) -> None:
         assert staging is not None
         with RowScatter(stand_in, staging, out[None, :shard], layout, "sum") as rows:
-            if name == "flagged":
-                rows.multiply_flagged(a, weight.matrix, player.stored, player.error)
-            else:
-                rows.multiply(steps[name], lambda at, where: weight.multiply(a[at], where))
+            rows.multiply(steps[name], lambda at, where: weight.multiply(a[at], where))
 
     steps = {name: Steps.of(some, layout) for name, some in pieces.items()}
     found: dict[str, Callable[[], object]] = {name: partial(scatter if is_scatter else gather, name) for name in PLAYED}
@@ -228,7 +199,6 @@ def timed_us(call: Callable[[], object], player: Player) -> float:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(SPIN_CYCLES)
     player.words.zero_()
-    player.stored.zero_()
     begin.record()
     call()
     end.record()
@@ -240,7 +210,7 @@ def measured(layer: Layer, curve: RowCurve, profile: Profile, player: Player, ro
     """The median µs of each execution, beside the clock's."""
     shards = (layer.rows // layer.ranks,) * layer.ranks
     task = with_best_chunks(ShardedMatmul(operation=layer.operation, curves=(curve,), shard_rows=shards), profile)
-    plan = choose_matmul(task, 0, profile, flagged_factor=flagged_factor(layer))
+    plan = choose_matmul(task, 0, profile)
     axis = RowAxis(task, 0, profile)
     pieces = {"serial": axis.pieces(axis.serial_bounds), "cuts": axis.cuts.pieces}
     calls = calls_of(layer, pieces, axis.segments, task.chunk_rows or shards[0], player)
@@ -250,8 +220,6 @@ def measured(layer: Layer, curve: RowCurve, profile: Profile, player: Player, ro
             us = timed_us(calls[name], player)
             if turn >= WARM:
                 times[name].append(us)
-    if player.error.any().item():
-        raise SystemExit(f"{layer}: polled in vain")
     predicted = {name: plan.predicted_us[name] for name in PLAYED}
     return {"us": {name: median(some) for name, some in times.items()}, "predicted": predicted}
 
@@ -261,19 +229,14 @@ def line_of(layer: Layer, found: dict[str, Any]) -> list[str]:
     collective = "all_gather" if layer.operation == "all_gather_matmul" else "reduce_scatter"
     pairs = [f"{each[name]:,.0f}" for name in PLAYED for each in (us, predicted)]
     sizes = [str(each) for each in (layer.rows, layer.n, layer.k, layer.ranks)]
-    return [layer.name, collective, *sizes, f"{us['alone']:,.0f}", *pairs, f"{us['flagged'] / us['cuts']:.3f}"]
+    return [layer.name, collective, *sizes, f"{us['alone']:,.0f}", *pairs]
 
 
 def summary(found: Sequence[tuple[Layer, dict[str, Any]]]) -> list[str]:
-    """Sentences: how often the matmul that polls is better than pieces, and how far off the clock is."""
+    """Sentences: how far off the clock is."""
     report = []
     for ranks in sorted({layer.ranks for layer, _ in found}):
         some = [each for layer, each in found if layer.ranks == ranks]
-        ratios = [each["us"]["flagged"] / each["us"]["cuts"] for each in some]
-        better, worse = sum(ratio <= 0.97 for ratio in ratios), sum(ratio >= 1.03 for ratio in ratios)
-        report.append(
-            f"{ranks} ranks: flagged at least 3 % faster than cuts in {better} of {len(ratios)}, slower in {worse}"
-        )
         for name in PLAYED:
             off = [abs(each["predicted"][name] / each["us"][name] - 1) for each in some]
             report.append(f"{ranks} ranks: {name} is predicted {mean(off):.1%} off in the mean, {max(off):.0%} at most")

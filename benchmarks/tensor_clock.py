@@ -92,13 +92,13 @@ def read_curves(path: Path) -> tuple[dict[str, Any], CurveOf]:
     return record["provenance"], {(curve.n, curve.k): curve for curve in found if curve.dtype == DTYPE}
 
 
-def plan_of(layer: Layer, curve: RowCurve, profile: Profile, factor: float | None, chunks: int) -> MatmulPlan:
+def plan_of(layer: Layer, curve: RowCurve, profile: Profile, chunks: int) -> MatmulPlan:
     """What is predicted of a layer on rank 0."""
     shard = layer.rows // layer.ranks
     task = ShardedMatmul(
         operation=layer.operation, curves=(curve,), shard_rows=(shard,) * layer.ranks, chunk_rows=-(-shard // chunks)
     )
-    return choose_matmul(task, 0, profile, flagged_factor=factor)
+    return choose_matmul(task, 0, profile)
 
 
 def line_of(layer: Layer, plan: MatmulPlan) -> list[str]:
@@ -137,7 +137,6 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--chunks", type=int, default=1, help="in which a shard is sent")
-    parser.add_argument("--flagged", type=float, default=1.0, help="speed of the flagged matmul over cuBLAS'")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     profile, most = shipped_profile(args.gpu), max(args.rows)
@@ -153,7 +152,7 @@ def main() -> None:
         if curve is None or curve.points[-1][0] < layer.rows:
             missing.add(f"{layer.rows} x {layer.n} x {layer.k}")
             continue
-        plans.append(plan_of(layer, curve, profile, args.flagged, args.chunks))
+        plans.append(plan_of(layer, curve, profile, args.chunks))
         lines.append(line_of(layer, plans[-1]))
     print_table(COLUMNS, lines, title="speed over that of the matmul alone, predicted", width=190)
     report = [*summary(plans), f"not measured, left out: {', '.join(sorted(missing)) or 'nothing'}"]

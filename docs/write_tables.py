@@ -375,13 +375,13 @@ def matmuls() -> list[str]:
     for block in result("tensor-2xh200.json.gz")["blocks"]:
         if block["over_longer"] is not None:
             over.setdefault((block["what"].split()[0], block["mechanism"]), []).append(block["over_longer"])
-    mechanisms = ("torch", "symm_mem", "flagged", "auto")
+    mechanisms = ("torch", "symm_mem", "auto")
     cells = []
     for operation in ("all_gather_matmul", "matmul_reduce_scatter"):
         found = [over[operation, name] for name in mechanisms]
         means = (f"{signed(fmean(each))} ({signed(max(each))})" for each in found)
         cells.append([f"`{operation}`, {len(found[0])} shapes", *means])
-    return lines(["mean (worst)", "torch", "torch's fused", "`flagged`", "`auto`"], cells)
+    return lines(["mean (worst)", "torch", "torch's fused", "`auto`"], cells)
 
 
 @table

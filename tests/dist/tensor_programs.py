@@ -387,14 +387,3 @@ def reported(session: Session) -> str:
     with opened(session, 3) as (group, _, name):
         OPS.all_gather_matmul(torch.randn(64, 32), [torch.randn(32, 16)], 0, name)
         return str(group.report())
-
-
-def asked_to_poll(session: Session) -> list[tuple[str, str]]:
-    """Paths and reasons of a group that was asked for matmuls that poll, which need a GPU."""
-    name = dist.group.WORLD.group_name  # type: ignore[union-attr]
-    group = tensor_group(name, TensorOptions(mechanism="flagged", communicator=PATIENT))
-    OPS.all_gather_matmul(torch.randn(64, 32), [torch.randn(32, 16)], 0, name)
-    OPS.matmul_reduce_scatter(torch.randn(64, 32), torch.randn(32, 16), "sum", 0, name)
-    found = [(str(row.path), row.why) for row in group.report().calls]
-    group.close()
-    return found

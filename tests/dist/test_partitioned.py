@@ -1,6 +1,5 @@
 """Calls in partitions between processes: what has arrived is right when it is said to have arrived."""
 
-import ctypes
 import random
 import time
 from collections.abc import Callable
@@ -233,56 +232,6 @@ def captured(session: Session) -> list[str]:
         return step.wrong
 
 
-def counted(session: Session, steps: int) -> list[str]:
-    """Return what a kernel that polls words and counts what it has stored read that it should not."""
-    gpu, wrong = SoftwareGpu(delays(5, session.rank)), list[str]()
-    gpu.use(gpu.new_stream())
-    with Communicator(device=gpu, options=CommunicatorOptions(timeout_s=TIMEOUT_S, channels=2)) as communicator:
-        n, me = communicator.world_size, communicator.rank
-        counters = torch.zeros(2 * n, dtype=torch.int32)
-        kept = []
-        for number in range(steps):
-            rows = communicator.empty(n * 4, 8, early_release=True)
-            parts = communicator.empty(n, 4, 8, early_release=True)
-            shard, product = torch.full((4, 8), float(number + me)), torch.zeros(n * 4, 8)
-            gather = communicator.partitioned_all_gather(rows, shard, chunk_rows=2, channel=0)
-            scatter = communicator.partitioned_all_to_all(parts, product, chunk_rows=2, channel=1)
-            words = (ctypes.c_uint32 * (2 * n)).from_address(gather.arrival_words)  # type: ignore[attr-defined]
-            seen, made = view(rows).view(n, 2, 2, 8), view(product).view(n, 2, 2, 8)
-            kept.append((shard, product))
-
-            def kernel(number: int = number, words: Any = words, seen: Any = seen, made: Any = made) -> None:
-                for peer in ((me + turn) % n for turn in range(1, n)):
-                    for chunk in range(2):
-                        while words[chunk * n + peer] == 0:
-                            time.sleep(0)
-                        if not bool((seen[peer, chunk] == number + peer).all()):
-                            wrong.append(f"rows of {peer}")
-                        for tile in range(2):
-                            made[peer, chunk, tile] = number + 10 * peer + chunk
-                            counters[chunk * n + peer] += 1
-
-            gpu.kernel(kernel)
-            for one in scatter.sent:
-                address = counters.data_ptr() + 4 * (one.chunk * n + one.peer)
-                scatter.ready_when(address, 2)  # type: ignore[attr-defined]
-            scatter.finish()
-            gather.finish()
-            found = view(parts).view(n, 2, 2, 8)
-
-            def check(number: int = number, found: Any = found) -> None:
-                for peer in set(range(n)) - {me}:
-                    for chunk in range(2):
-                        if not bool((found[peer, chunk] == number + 10 * me + chunk).all()):
-                            wrong.append(f"parts of {peer}")
-
-            gpu.kernel(check)
-            del rows, parts
-        gpu.synchronize()
-        communicator.check()
-        return wrong
-
-
 def behind_another(session: Session, on_gpu: bool) -> tuple[str, bool]:
     """Return the error of a call behind one that is not finished, and whether the same call is right afterwards."""
     gpu = SoftwareGpu() if on_gpu else None
@@ -331,11 +280,6 @@ def test_streams_wait_for_arrivals(three_ranks: Ranks, early: bool) -> None:
 
 def test_a_captured_call_is_replayed(two_ranks: Ranks) -> None:
     assert two_ranks.run(captured) == [[]] * 2
-
-
-def test_a_kernel_polls_arrivals_and_counts_what_may_leave(three_ranks: Ranks) -> None:
-    """It reads the words of the call, and streams wait for its counters, while it runs."""
-    assert three_ranks.run(counted, 30) == [[]] * 3
 
 
 @pytest.mark.parametrize("on_gpu", [False, True], ids=["cpu", "gpu"])

@@ -87,10 +87,3 @@ def test_a_call_without_rows_has_a_product_without_rows(two_ranks: Ranks, batch:
 
 def test_the_report_is_a_table(two_ranks: Ranks) -> None:
     assert "all_gather_matmul  below 1 MiB" in two_ranks.run(programs.reported)[0]
-
-
-def test_matmuls_that_poll_are_not_taken_on_cpus(two_ranks: Ranks) -> None:
-    """A call that cannot run as it was asked to says so, and is cut."""
-    found = two_ranks.run(programs.asked_to_poll)[0]
-    assert {path for path, _ in found} <= {"cuts", "serial"}
-    assert [why for _, why in found] == ["asked for flagged, which does not do this call"] * 2

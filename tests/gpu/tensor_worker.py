@@ -74,7 +74,7 @@ def real_shapes() -> Found:
         dist.all_reduce(total)
         own = total.chunk(dist.get_world_size())[dist.get_rank()]
         exact = [whole, whole @ given[2].double(), own, total]
-        for mechanism in ("cuts", "serial", "flagged", "auto"):
+        for mechanism in ("cuts", "serial", "auto"):
             group = tensor_group(name_of_world(), TensorOptions(mechanism=mechanism))
             results = calls_of(group, *given)
             torch.cuda.synchronize()

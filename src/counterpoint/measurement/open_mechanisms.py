@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from counterpoint.parallel.report import Report
 
 Memory: TypeAlias = Literal["plain", "symmetric", "windows"]
-FORCED = ("serial", "cuts", "flagged", "gather", "slabs")  # may fall back to another mechanism
+FORCED = ("serial", "cuts", "gather", "slabs")  # may fall back to another mechanism
 
 
 @dataclass(frozen=True, kw_only=True)

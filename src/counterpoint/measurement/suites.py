@@ -79,7 +79,7 @@ def _offered(mechanisms: Sequence[str], collective: str) -> tuple[str, ...]:
     return tuple(name for name in mechanisms if name not in without)
 
 
-TENSOR_MECHANISMS = ("torch", "serial", "cuts", "flagged", "auto")
+TENSOR_MECHANISMS = ("torch", "serial", "cuts", "auto")
 GATHERED_MATMULS = (  # M, N and K on each rank; with N and K exchanged their rows are to be scattered
     (8192, 7168, 8192),
     (8192, 7168, 4096),

@@ -126,17 +126,6 @@ class ShardedRows:
                 found.append(Part(slice(low, high), None if at is None else slice(at, at + high - low)))
         return tuple(found)
 
-    def word(self, peer: int, chunk: int) -> int:
-        """Return the index of the flag word that is set when this chunk of the peer's shard has arrived."""
-        return chunk * self.world_size + peer
-
-    def missing(self, error: int) -> tuple[int, int] | None:
-        """Return the (peer, chunk) for which a matmul waited in vain, from the `error` word; None if that is 0."""
-        if not error:
-            return None
-        chunk, peer = divmod(error - 1, self.world_size)
-        return peer, chunk
-
 
 def merged(slabs: Iterable[Slab]) -> Slabs:
     """Return slabs in ascending order, with adjacent ones joined; slabs may not overlap."""

@@ -3,7 +3,6 @@
     torch    NCCL and the matmul, one after the other
     serial   copy engines, then the matmul; or the matmul of the peers' rows, then copy engines beside own rows' matmul
     cuts     the pieces of `cut`, multiplied by cuBLAS beside copy engines
-    flagged  one persistent matmul that takes its tiles in the order in which rows arrive, beside copy engines
 
 A piece is multiplied as soon as its rows have come (all_gather), or sent as soon as it is computed (reduce_scatter).
 The cuts with the least predicted time are found by dynamic programming over the µs of rows (`RowCurve`) and the
@@ -23,7 +22,6 @@ from functools import cached_property
 from itertools import chain, pairwise
 from typing import Literal
 
-from counterpoint.errors import Misconfigured
 from counterpoint.machine.profile import Profile, default_profile
 from counterpoint.pair.arrivals import (
     COPY_ENGINES,
@@ -39,8 +37,8 @@ from counterpoint.pair.arrivals import (
 )
 from counterpoint.pair.together import disturbance
 
-MatmulMechanism = Literal["torch", "serial", "cuts", "flagged"]
-MATMUL_MECHANISMS: tuple[MatmulMechanism, ...] = ("torch", "serial", "cuts", "flagged")  # the simplest first
+MatmulMechanism = Literal["torch", "serial", "cuts"]
+MATMUL_MECHANISMS: tuple[MatmulMechanism, ...] = ("torch", "serial", "cuts")  # the simplest first
 MARGIN = 0.03  # predicted times that differ by a smaller share count as equal
 MAX_CELLS = 64  # most cells into which rows are cut; with more rows, cells are larger
 MAX_SLABS = 128  # with more slabs, as large batches have, segments are not cut
@@ -170,14 +168,6 @@ class RowAxis:
             now = self.after(max(now, self.along[self.of_cell[end - 1]].us), work_us)
         return now
 
-    def flagged_us(self, work_us: float) -> float:
-        """Return the µs at which a single matmul ends that processes rows as they arrive, without extra cost."""
-        now = 0.0
-        for segment in self.along:
-            rows = sum(slab.rows for slab in segment.slabs)
-            now = self.after(max(now, segment.us), work_us * rows / self.task.rows)
-        return now
-
     def pieces(self, bounds: Sequence[int]) -> tuple[Piece, ...]:
         """Return the pieces between these bounds (indices of cells), in the order in which they are multiplied."""
         found = [
@@ -229,7 +219,6 @@ def choose_matmul(
     rank: int,
     profile: Profile | None = None,
     *,
-    flagged_factor: float | None = 1.0,
     host_us: Mapping[MatmulMechanism, float] | None = None,
 ) -> MatmulPlan:
     """Return the simplest execution predicted to take within `MARGIN` of the best time; torch's is the simplest.
@@ -241,15 +230,12 @@ def choose_matmul(
         task: the matmul.
         rank: this rank.
         profile: of the machine; None: the default one, H200.
-        flagged_factor: speed of the persistent matmul over that of cuBLAS, measured; None: there is none.
         host_us: µs of the host to issue a call by each mechanism, a lower limit of the predicted time; None: none.
 
     Raises:
-        Misconfigured: `flagged_factor` is not above 0, or the profile has no `nccl_rates` of the collective.
+        Misconfigured: the profile has no `nccl_rates` of the collective.
     """
     profile = profile or default_profile()
-    if flagged_factor is not None and not 0 < flagged_factor < math.inf:
-        raise Misconfigured(f"flagged_factor={flagged_factor}: give a factor > 0, or None")
     first, comm_us = RowAxis(task, 0, profile), nccl_us(task, profile)
     one_us = first.cost_us(task.rows)
     predicted: dict[MatmulMechanism, float] = {
@@ -257,8 +243,6 @@ def choose_matmul(
         "serial": first.end_us(first.serial_bounds),
         "cuts": first.cuts.us,
     }
-    if flagged_factor is not None:
-        predicted["flagged"] = first.flagged_us(one_us / flagged_factor)
     by_gpu = predicted
     predicted = {name: max(us, (host_us or {}).get(name, 0.0)) for name, us in by_gpu.items()}
     best_us = min(predicted.values())

@@ -29,7 +29,7 @@ from counterpoint.records.tuning import Tuned
 if TYPE_CHECKING:
     import torch
 
-TensorChoice = Literal["auto", "torch", "serial", "cuts", "flagged"]
+TensorChoice = Literal["auto", "torch", "serial", "cuts"]
 ExpertChoice = Literal["auto", "torch", "gather", "slabs"]
 Overflow = Literal["raise", "drop", "second_round"]
 
@@ -80,7 +80,7 @@ class TensorOptions:
         communicator: options of the ranks' communicator; None: those of the open one, or the defaults.
         mechanism: `auto`: each call's fastest mechanism by prediction; else a mechanism for all calls that it can run:
             `torch` (torch's collective, and one matmul), `serial` (copy engines, and one matmul), `cuts` (a matmul in
-            pieces), `flagged` (one matmul that computes tiles as rows arrive; where it cannot run, `cuts`).
+            pieces).
         measure: time matmuls of each new `[k, n]` on the GPU in the first forward call with this size, which takes up
             to a second; False: estimate their times.
 

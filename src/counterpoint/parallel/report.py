@@ -16,11 +16,11 @@ from counterpoint.records import Record
 _SIZES = {20: "below 1 MiB", 24: "1 to 16 MiB", 28: "16 to 256 MiB", 64: "256 MiB and more"}  # by the bits of a size
 _SIZE_OF_BITS = tuple(next(name for most, name in _SIZES.items() if bits <= most) for bits in range(65))
 
-RoutedPath: TypeAlias = Literal["zero_sm", "hosts", "serial", "cuts", "flagged", "gather", "slabs", "torch"]
+RoutedPath: TypeAlias = Literal["zero_sm", "hosts", "serial", "cuts", "gather", "slabs", "torch"]
 """Names the mechanism that runs a call.
 
 `zero_sm` are copy engines (on CPUs, threads of this package), `hosts` the same inside of several hosts and torch
-between them, `torch` the process group's own backend. Matmuls of tensor parallelism have `serial`, `cuts` and `flagged`
+between them, `torch` the process group's own backend. Matmuls of tensor parallelism have `serial` and `cuts`
 (`tensor/`), tokens of experts `gather` and `slabs` (`expert/`).
 """
 ModuleKind: TypeAlias = Literal["fsdp2", "ddp", "tensor", "expert", "compiled"]

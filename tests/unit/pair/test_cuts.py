@@ -8,7 +8,6 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from counterpoint.errors import Misconfigured
 from counterpoint.machine.profile import Profile, default_profile
 from counterpoint.pair import matmul_choice
 from counterpoint.pair.arrivals import ShardedMatmul, Slab, TensorOperation, segments_of
@@ -235,21 +234,17 @@ def test_all_ranks_choose_alike() -> None:
     assert len({plan.pieces for plan in plans}) == 8
 
 
-def chosen(
-    monkeypatch: pytest.MonkeyPatch, task: ShardedMatmul, margin: float, rank: int = 0, factor: float | None = 1.0
-) -> MatmulPlan:
+def chosen(monkeypatch: pytest.MonkeyPatch, task: ShardedMatmul, margin: float, rank: int = 0) -> MatmulPlan:
     """What is chosen with another margin."""
     monkeypatch.setattr(matmul_choice, "MARGIN", margin)
-    return choose_matmul(task, rank, flagged_factor=factor)
+    return choose_matmul(task, rank)
 
 
 def test_the_simplest_of_equals_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within the margin: torch before serial before cuts before flagged; and nothing is chosen that does not exist."""
+    """Within the margin: torch before serial before cuts."""
     task = task_of("all_gather_matmul", 8192, 7168, 8192)
     by_margin = [chosen(monkeypatch, task, margin).mechanism for margin in (0.0, 0.03, 0.5)]
-    assert by_margin == ["flagged", "cuts", "torch"]
-    assert chosen(monkeypatch, task, 0.0, factor=None).mechanism == "cuts"
-    assert chosen(monkeypatch, task, 0.0, factor=0.9).mechanism == "cuts"
+    assert by_margin == ["cuts", "cuts", "torch"]
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -266,11 +261,11 @@ def test_a_cut_has_to_be_worth_it(operation: TensorOperation, monkeypatch: pytes
 def test_no_call_is_shorter_than_the_host_needs() -> None:
     """What is issued more slowly than torch's way ends is left to torch; a long matmul hides the host's time."""
     host_us: dict[MatmulMechanism, float] = {"torch": 200.0, "serial": 390.0, "cuts": 400.0}
-    short = choose_matmul(task_of("all_gather_matmul", 2048, 3072, 4096), 0, flagged_factor=None, host_us=host_us)
+    short = choose_matmul(task_of("all_gather_matmul", 2048, 3072, 4096), 0, host_us=host_us)
     assert (short.mechanism, short.predicted_us["cuts"]) == ("torch", 400.0)
     assert ", as long as the host needs or longer" in short.why
     task = task_of("all_gather_matmul", 8192, 7168, 8192)
-    long = [choose_matmul(task, 0, flagged_factor=None, host_us=given) for given in (None, host_us)]
+    long = [choose_matmul(task, 0, host_us=given) for given in (None, host_us)]
     assert [plan.mechanism for plan in long] == ["cuts", "cuts"]
     assert long[0] == long[1]
 
@@ -299,19 +294,10 @@ def test_a_faster_nccl_is_left_alone() -> None:
 
 
 def test_the_plan_says_why() -> None:
-    plan = choose_matmul(task_of("all_gather_matmul", 8192, 1280, 8192), 0, flagged_factor=None)
+    plan = choose_matmul(task_of("all_gather_matmul", 8192, 1280, 8192), 0)
     assert plan.why.startswith("cuts is the simplest within 3% of the best of torch ")
     assert "; the all_gather cannot hide behind the matmul: N = 1,280 per rank" in plan.why
     assert plan.estimated
-
-
-def test_a_flagged_matmul_does_rows_as_they_come() -> None:
-    """It never ends before its work or its last rows, and a slower kernel ends later."""
-    task = task_of("all_gather_matmul", 8192, 1280, 8192)
-    axis = RowAxis(task, 0, H200)
-    last = axis.segments[-1].us
-    assert axis.flagged_us(1e-3) == pytest.approx(last, abs=0.1)
-    assert axis.flagged_us(10 * last) == pytest.approx(10 * last + (1 - KEPT) * last)
 
 
 @pytest.mark.parametrize(("ranks", "n", "chunks"), [(2, 1280, 2), (2, 7168, 1), (8, 1280, 1), (8, 7168, 1)])
@@ -319,12 +305,6 @@ def test_shards_are_sent_in_chunks_where_that_helps(ranks: int, n: int, chunks: 
     """One peer's long copy is worth cutting; a matmul that covers it, or the fixed cost of many copies, is not."""
     task = task_of("all_gather_matmul", 8192, n, 8192, ranks)
     assert with_best_chunks(task).chunk_rows == 8192 // ranks // chunks
-
-
-@pytest.mark.parametrize("factor", [0.0, -1.0, float("inf")])
-def test_impossible_factors_are_refused(factor: float) -> None:
-    with pytest.raises(Misconfigured, match=r"give a factor > 0, or None"):
-        choose_matmul(task_of("all_gather_matmul", 1024, 64, 64), 0, flagged_factor=factor)
 
 
 def test_contention_costs_what_the_profile_says() -> None:

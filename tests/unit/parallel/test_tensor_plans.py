@@ -87,7 +87,6 @@ class Measured:
             k=2048,
             columns=(columns,),
             dtype="bfloat16",
-            may_poll=False,
             num_bytes=rows * 2048 * 2,
         )
         return self.plans.get(shape, torch.device("cuda"))[0]

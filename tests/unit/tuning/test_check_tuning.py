@@ -130,9 +130,7 @@ PROVED, REFUTED, UNSEEN = "took_effect", "no_effect", "not_seen"
         ("serial", GATHER_MATMUL, (comm("all_gather", 0, 40), gemm(40, 90)), REFUTED),
         ("cuts", GATHER_MATMUL, (copied(0, 40), gemm(0, 90)), PROVED),
         ("cuts", GATHER_MATMUL, (comm("all_gather", 0, 40), gemm(40, 90)), REFUTED),
-        # with copies alone it ran as cuts: the kernel that polls is missing
-        ("flagged", MATMUL_SCATTER, (copied(0, 40), op("matmul_reduce_scatter", 0, 90)), PROVED),
-        ("flagged", MATMUL_SCATTER, (copied(0, 40), gemm(0, 90)), REFUTED),
+        ("cuts", MATMUL_SCATTER, (copied(0, 40), gemm(0, 90)), PROVED),
         ("slabs", EXCHANGE, (comm("all_to_all", 0, 40),), REFUTED),
         ("slabs", EXCHANGE, (copied(0, 40),), PROVED),
     ],

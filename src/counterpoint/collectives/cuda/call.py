@@ -20,14 +20,14 @@ from counterpoint.collectives.cuda.driver import (
     StreamPoint,
     in_context,
 )
-from counterpoint.collectives.cuda.lower import WORD_BYTES, DriverCall, MemoryOperation, MemoryOperations
+from counterpoint.collectives.cuda.lower import DriverCall
 from counterpoint.collectives.cuda.memory_reuse import StreamOrder
 from counterpoint.collectives.cuda.regions import FlagLayout, Growth
 from counterpoint.collectives.host.shared_memory import RankStatus
 from counterpoint.collectives.host.watchdog import CurrentCall, Failure, PeerWaiter, Watchdog
 from counterpoint.collectives.memory import SymmetricMemory
 from counterpoint.collectives.options import CommunicatorOptions
-from counterpoint.collectives.program.steps import COPY, BlockPartition, Partitions, Program, Step, merge_batches
+from counterpoint.collectives.program.steps import BlockPartition, Partitions, Program, Step, merge_batches
 from counterpoint.collectives.submit.submission import Programs, Submission
 from counterpoint.errors import PeerTimeout
 
@@ -124,18 +124,6 @@ class Prepared:
         assert self.cut is not None
         receives = self.cut.receives[first:end]
         self._issue(("receive", first, end), stream, lambda: self._lowered(receives))
-
-    def gate(self, word: int, value: int, stream: int) -> None:
-        """Make `stream` wait until the word at address `word` is `value` or more, and then set the word to 0."""
-        operations = MemoryOperation("wait", word, value), MemoryOperation("write", word, 0)
-        self._issue(operations, stream, lambda: (MemoryOperations(operations, COPY),))
-
-    def word(self, partition: int) -> int:
-        """Return the address of the flag word that is set when this partition of the output has arrived."""
-        assert self.cut is not None
-        (call,) = self._lowered([self.cut.receives[partition]])
-        assert isinstance(call, MemoryOperations)
-        return call.operations[0].address
 
     def close(self) -> None:
         """Free the graph and the events; call this only when the GPU has finished all issued driver calls."""
@@ -288,27 +276,6 @@ class CudaWork:
         events.wait(self._stream, events.record(*self._current()))
         self.prepared.send(self._left, count, self._stream)
         self._left = count
-
-    @in_context
-    def ready_when(self, word: int, value: int) -> None:
-        """Send the next partition once the word at the address `word` is `value` or more; then set the word to 0.
-
-        A kernel under way counts in that word what it has stored. Launch the kernel before this call: CUDA may put the
-        kernel's stream behind this call's stream, which waits.
-        """
-        self._current()
-        self.prepared.gate(word, value, self._stream)
-        self.prepared.send(self._left, self._left + 1, self._stream)
-        self._left += 1
-
-    @property
-    def arrival_words(self) -> int:
-        """Return the arrival words' base address; a partition's word lies 4 (chunk · world_size + peer) bytes after it.
-
-        A kernel may read these words; `arrived` or `finish` waits for them (not long by then), and resets them.
-        """
-        one, world_size = self.received[0], self.prepared.program.world_size
-        return self.prepared.word(0) - WORD_BYTES * (one.chunk * world_size + one.peer)
 
     @in_context
     def arrived(self, count: int) -> None:

@@ -2,8 +2,7 @@
 
 - `operations.py`: `torch.ops.counterpoint`, with fake tensors and derivatives.
 - `group.py`: runs them for one process group, each call as `plans.py` planned its shape, and counts calls by path.
-- `overlapped.py`: matmuls beside the communication, in pieces or by polling.
-- `flagged.py`: binds one matmul that polls for its rows, and counts what may leave; `flagged_kernels.py`: in Triton.
+- `overlapped.py`: matmuls in pieces beside the communication.
 - `linear.py`: linear layers of these operations, and torchtitan's; `modules.py`: puts them under a model that
   `parallel_styles.py` finds to be tensor parallel, or into a plan of `parallelize_module`.
 - `compiled.py`: `fuse_compiled`, for torch.compile; `fx_fusion.py` rewrites inductor's graphs, whose nodes

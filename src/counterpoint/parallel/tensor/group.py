@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d
 from counterpoint.collectives.communicator import Communicator
 from counterpoint.collectives.host.group import check_agreement, torch_function
 from counterpoint.collectives.submit.tensors import dtype_name, flat_bytes
-from counterpoint.errors import Misconfigured, PeerTimeout, Unsupported
+from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.machine.profile import default_profile
 from counterpoint.pair.arrivals import ShardedRows, TensorOperation
 from counterpoint.pair.matmul_choice import MatmulPlan
@@ -27,15 +27,12 @@ from counterpoint.parallel.follow_tuning import FollowedTuning, follow_together
 from counterpoint.parallel.group import RankGroup, Registry, rank_group, torch_group
 from counterpoint.parallel.options import TensorOptions
 from counterpoint.parallel.report import CallCounts, Report, RoutedPath
-from counterpoint.parallel.tensor.flagged import MAX_SPINS
 from counterpoint.parallel.tensor.overlapped import RowGather, RowScatter, Steps, Weight, grad_of_weight
 from counterpoint.parallel.tensor.plans import MatmulShape, Plans, asked_mechanism
 
 ReturnRows = Literal["no", "copy", "symmetric"]  # memory in which gathered rows are returned
 _c10d: Any = distributed_c10d
-_WORDS = 1 << 12  # number of 32-bit words for polling matmuls: a count for each partition
 _MAX_ROUTES = 1024  # number of shapes whose plans are kept
-_NO_ERROR = torch.zeros(1, dtype=torch.int32)  # made here: a group made while a graph is traced would get a fake one
 _ALIGNMENT = 16  # rows whose bytes are a multiple of this can be sent as whole rows, without cutting an element
 
 
@@ -68,7 +65,6 @@ class TensorGroup:
         self._is_told = False  # whether `follow` has named the tuning
         self._is_agreed = False  # whether all ranks have compared their options
         self._routes: dict[Hashable, _Route] = {}
-        self._words, self._error = torch.empty(0, dtype=torch.int32), _NO_ERROR
         self._why_not = "one rank" if self.world_size == 1 else None
 
     @property
@@ -97,10 +93,9 @@ class TensorGroup:
         self._is_told = False
 
     def check(self) -> None:
-        """Raise the error that ended the communicator, or the error of a matmul whose polling timed out, if any."""
+        """Raise the error that ended the communicator, if any."""
         if self._ranks is not None:
             self._ranks.check()
-        self._raise_missing()
 
     def close(self) -> None:
         """Leave the communicator (the last user closes it), so that later calls go to torch. All ranks call this."""
@@ -134,12 +129,11 @@ class TensorGroup:
             a_scale = self._gathered(a_scale, gather_dim)
         scale = None if a_scale is None else _flat_scale(a_scale)
         columns = tuple([weight.matrix.shape[1] for weight in weights])
-        may_poll = not [weight for weight in weights if weight.scale is not None]
-        planned = self._planned("all_gather_matmul", a_shard, gather_dim, columns, may_poll=may_poll)
+        planned = self._planned("all_gather_matmul", a_shard, gather_dim, columns)
         if planned is None:
             gathered = self._gathered(a_shard, gather_dim)
             return None if return_rows == "no" else gathered, [_product(gathered, weight, scale) for weight in weights]
-        communicator, plan, steps = planned
+        communicator, steps = planned
         layout, width = steps.layout, a_shard.shape[-1]
         shape = _resized(a_shard, gather_dim, self.world_size)
         outs = [
@@ -155,10 +149,7 @@ class TensorGroup:
                 weight.multiply(rows, out[place], None if scale is None else _part(scale, place))
 
         with RowGather(communicator, shard, whole, layout) as gather:
-            if plan.mechanism == "flagged":
-                gather.multiply_flagged(weights, flat, self._error)
-            else:
-                gather.multiply(steps, multiply)
+            gather.multiply(steps, multiply)
             if returned is not None:
                 gather.copy_to(returned)
         return None if returned is None else returned.view(shape), outs
@@ -188,7 +179,7 @@ class TensorGroup:
                 self._grad_of_rows(weights, grads, grad_gathered, gather_dim) if needs_a else None,
                 _grads_of_weights(self._gathered(a_shard, gather_dim), flat, weights) if needs_weights else [],
             )
-        communicator, _, steps = planned
+        communicator, steps = planned
         layout, extra = steps.layout, None if grad_gathered is None else _flat(grad_gathered)
         shard = a_shard.contiguous().view(layout.batch, -1, a_shard.shape[-1])
         transposed = [weight.t() for weight in weights]
@@ -236,13 +227,10 @@ class TensorGroup:
             )
         dtype, columns = weight.product_dtype(a), weight.columns
         scale = None if a_scale is None else _flat_scale(a_scale)
-        may_poll = weight.scale is None and weight.bias is None and dtype == a.dtype
-        planned = self._planned(
-            "matmul_reduce_scatter", a, scatter_dim, (columns,), product_dtype=dtype, may_poll=may_poll
-        )
+        planned = self._planned("matmul_reduce_scatter", a, scatter_dim, (columns,), product_dtype=dtype)
         if planned is None:
             return self._scattered(_product(a, weight, scale), reduce_op, scatter_dim)
-        communicator, plan, steps = planned
+        communicator, steps = planned
         layout, flat = steps.layout, _flat(a)
 
         def multiply(place: slice, out: Tensor) -> None:
@@ -251,10 +239,7 @@ class TensorGroup:
         out = a.new_empty(*_resized(a, scatter_dim, 1 / self.world_size)[:-1], columns, dtype=dtype)
         sums = out.view(layout.batch, -1, columns)
         with self._scatter(communicator, sums, layout, reduce_op) as scatter:
-            if plan.mechanism == "flagged":
-                scatter.multiply_flagged(flat, weight.matrix, self._words, self._error)
-            else:
-                scatter.multiply(steps, multiply)
+            scatter.multiply(steps, multiply)
         return out
 
     def _scatter(self, communicator: Communicator, sums: Tensor, layout: ShardedRows, reduce_op: str) -> RowScatter:
@@ -288,7 +273,7 @@ class TensorGroup:
             product = _product(a, weight, None)
             torch_function("all_reduce")(product, group=self.group)
             return self._averaged(product, reduce_op)
-        communicator, _, steps = planned
+        communicator, steps = planned
         layout, rows = steps.layout, steps.layout.shard(steps.layout.rank)
         whole = self._empty("gathered", 1, self.world_size * rows, columns, dtype=a.dtype)
         out = a.new_empty(1, self.world_size * rows, columns)
@@ -320,9 +305,8 @@ class TensorGroup:
         product_dtype: torch.dtype | None = None,
         k: int | None = None,
         name: str | None = None,
-        may_poll: bool = False,
-    ) -> tuple[Communicator, MatmulPlan, Steps] | None:
-        """Return a call's communicator, plan and steps, and count the call in the report; None if torch runs it.
+    ) -> tuple[Communicator, Steps] | None:
+        """Return a call's communicator and steps, and count the call in the report; None if torch runs it.
 
         Args:
             operation: operation that is planned.
@@ -333,13 +317,10 @@ class TensorGroup:
             product_dtype: dtype of a product that is scattered; None: the dtype of `rows`.
             k: inner dimension of the matmul; None: the last dimension of `rows`.
             name: name of the operation in the report; None: `operation`.
-            may_poll: whether a matmul that polls does all that the call needs.
         """
-        if self._error.item():
-            self._raise_missing()
         if self._plans is not None and self._plans.estimated and self._plans.catch_up():
             self._routes.clear()
-        key = operation, rows.shape, rows.dtype, dim, columns, product_dtype, k, may_poll
+        key = operation, rows.shape, rows.dtype, dim, columns, product_dtype, k
         found = self._routes.get(key)
         if found is None:
             gathers, product_bytes = operation == "all_gather_matmul", (product_dtype or rows.dtype).itemsize
@@ -353,7 +334,6 @@ class TensorGroup:
                 k=k or rows.shape[-1],
                 columns=columns,
                 dtype=dtype_name(rows.dtype),
-                may_poll=may_poll,
                 num_bytes=rows.nbytes * self.world_size
                 if gathers
                 else math.prod(rows.shape[:-1]) * columns[0] * product_bytes,
@@ -369,7 +349,7 @@ class TensorGroup:
             return None
         communicator = self._communicator
         assert communicator is not None
-        return communicator, plan, steps
+        return communicator, steps
 
     def _route(self, shape: MatmulShape, rows: Tensor) -> _Route:
         """Return the `_Route` of calls of this shape; the route's plan is None if torch runs these calls."""
@@ -415,22 +395,7 @@ class TensorGroup:
                 raise
             self._ranks = ranks
             self._plans = self._new_plans(communicator)
-            self._words = torch.zeros(_WORDS, dtype=torch.int32, device=device)
-            self._error = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
-            if device.type == "cuda":
-                torch.cuda.current_stream(device).synchronize()  # other streams read these words, too
         return self._ranks.open_one_host(device)
-
-    def _raise_missing(self) -> None:
-        """Raise `PeerTimeout` if a matmul's polling timed out, which its kernel reports in a word of host memory."""
-        missing = ShardedRows(rows=(1,) * self.world_size).missing(int(self._error))
-        if missing is not None:
-            peer, chunk = missing
-            raise PeerTimeout(
-                f"rank {peer} has not sent chunk {chunk} of its rows: a matmul on rank {self.rank} polled for it "
-                f"{MAX_SPINS:,} times, and its product is wrong; find what held rank {peer} up, and start anew",
-                ranks=(peer,),
-            )
 
     def _new_plans(self, communicator: Communicator) -> Plans:
         profile = communicator.profile if communicator.device.type == "cuda" else default_profile()  # CPUs rehearse

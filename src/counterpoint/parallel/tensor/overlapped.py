@@ -1,9 +1,8 @@
-"""Overlap matmuls with the all-gather before or the reduce-scatter after them, in pieces or by polling.
+"""Overlap matmuls with the all-gather before or the reduce-scatter after them, in pieces.
 
 `RowGather` pushes this rank's rows to the peers while it multiplies rows that have arrived; it reads its own rows in
 place. `RowScatter` pushes each part of a product as soon as it is computed, the parts for peers first; the sums of its
-own rows are made last, in the order of ranks, and rounded once. Both multiply in the pieces of a plan (`multiply`), or,
-on GPUs only, by one matmul that polls (`multiply_flagged`; see `flagged.py`).
+own rows are made last, in the order of ranks, and rounded once. Both multiply in the pieces of a plan (`multiply`).
 
 Rows are numbered as in `pair/arrivals.py`, whose layout says in which chunks rows leave; ranks have equally many rows.
 """
@@ -17,12 +16,10 @@ import torch
 from torch import Tensor
 
 from counterpoint.collectives.communicator import Communicator
-from counterpoint.collectives.cuda.call import CudaWork
 from counterpoint.pair.arrivals import Part, ShardedRows
 from counterpoint.pair.matmul_choice import Piece
 from counterpoint.parallel.group import CHANNELS
 from counterpoint.parallel.sums import add_up
-from counterpoint.parallel.tensor.flagged import bind_flagged, stored_tiles
 
 GATHER, SCATTER = CHANNELS["matmuls"]  # one channel each, so that both can be under way at once
 
@@ -130,7 +127,7 @@ class Steps:
 
 
 class RowGather:
-    """Gathers rows in a `with` block that multiplies them as they arrive: in pieces of a plan, or by matmuls that poll.
+    """Gathers rows in a `with` block that multiplies them as they arrive, in pieces of a plan.
 
     Args:
         communicator: communicator of the ranks, of which channel `GATHER` is used.
@@ -172,22 +169,6 @@ class RowGather:
             self.work.arrived(segment)
             for part in parts:
                 multiply(part.whole, self.whole[part.whole] if part.own is None else self.own[part.own])
-
-    def multiply_flagged(self, weights: Sequence[Weight], products: Sequence[Tensor], error: Tensor) -> None:
-        """Run one matmul for each weight, which computes tiles in the order in which rows arrive.
-
-        Args:
-            weights: right-hand sides, by each of which all rows are multiplied.
-            products: output for each weight, `[batch * world_size * rows, n]`.
-            error: int32, 0; a matmul whose polling times out writes the missing chunk to it.
-        """
-        assert isinstance(self.work, CudaWork)
-        for weight, out in zip(weights, products, strict=True):
-            tensors = {"own": self.own, "gathered": self.whole, "b": weight.matrix, "out": out}
-            bind_flagged(
-                "all_gather_matmul", tensors, self.layout,
-                words=self.work.arrival_words, error=error.data_ptr(), bias=weight.bias,
-            )()  # fmt: skip
 
     def copy_to(self, target: Tensor) -> None:
         """Copy all rows to `target`, `[batch, world_size * rows, k]`; to `gathered` itself, only own rows."""
@@ -268,23 +249,3 @@ class RowScatter:
             if index:  # one piece behind, so that the GPU is busy until peers' blocks come
                 sum_up(steps.sums[index - 1])
         sum_up(steps.sums[-1])
-
-    def multiply_flagged(self, a: Tensor, matrix: Tensor, stored: Tensor, error: Tensor) -> None:
-        """Run one matmul that computes peers' rows first; send each partition after its last tile, and sum own rows.
-
-        Args:
-            a: `[batch * world_size * rows, k]`.
-            matrix: `[k, n]`.
-            stored: int32, zeros, kept from call to call: a count for each partition, set back here.
-            error: int32, 0; if polling times out, the matmul writes the missing chunk to it.
-        """
-        work, first, layout = self.work, stored.data_ptr(), self.layout
-        assert isinstance(work, CudaWork)
-        tensors = {"a": a, "b": matrix, "partial": self.product, "staged": self.blocks, "out": self.sums}
-        bind_flagged(
-            "matmul_reduce_scatter", tensors, layout,
-            stored=first, words=work.arrival_words, error=error.data_ptr(), average=self.reduce_op == "avg",
-        )()  # fmt: skip
-        counts = stored_tiles(layout, self.sums.shape[-1])
-        for one in work.sent:
-            work.ready_when(first + stored.itemsize * layout.word(one.peer, one.chunk), counts[one.peer, one.chunk])

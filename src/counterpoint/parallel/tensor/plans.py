@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 import torch
 
 from counterpoint.collectives.host.group import gather_values
-from counterpoint.collectives.submit.tensors import dtype_name
 from counterpoint.errors import Unsupported
 from counterpoint.machine.profile import Profile
 from counterpoint.pair.arrivals import ShardedMatmul, ShardedRows, TensorOperation
@@ -27,16 +26,14 @@ from counterpoint.pair.curves import DTYPES, RowCurve, estimated_curve
 from counterpoint.pair.matmul_choice import MatmulMechanism, MatmulPlan, RowAxis, choose_matmul, cut, with_best_chunks
 from counterpoint.parallel.follow_tuning import FollowedTuning
 from counterpoint.parallel.options import TensorChoice, TensorOptions
-from counterpoint.parallel.tensor.flagged import TYPES, bind_flagged
 from counterpoint.parallel.tensor.overlapped import Steps
 from counterpoint.tuned.choices import matmul_workload
 
 T = TypeVar("T")
-POLLING_DTYPES = tuple(map(dtype_name, TYPES))
 _POINTS, _REPEATS = 64, 5  # of a measured curve; with half of the points, cuts miss where waves begin
 _TILE = 128  # points are at multiples of this many rows
 _MAX_CURVES = 1024  # number of curves that one group keeps
-_HOST_LAUNCHES: dict[MatmulMechanism, int] = {"torch": 10, "serial": 20, "cuts": 20, "flagged": 20}
+_HOST_LAUNCHES: dict[MatmulMechanism, int] = {"torch": 10, "serial": 20, "cuts": 20}
 """Holds the host's time for a call, as a multiple of the launch of a matmul (benchmarks/tensor_host.py measured it)."""
 
 
@@ -49,7 +46,6 @@ class MatmulShape:
     k: int
     columns: tuple[int, ...]  # columns of each weight
     dtype: str  # torch's name of the operands' dtype
-    may_poll: bool  # whether a matmul that polls does all that the call needs
     num_bytes: int  # bytes of the whole array that is communicated
 
 
@@ -99,7 +95,7 @@ class Plans:
             self._profile,
         )
         asked, why = asked_mechanism(shape, self._options, self._tuning)
-        plan = self._chosen(task, shape, asked, why, self._flagged_factor(shape, task, asked, device))
+        plan = self._chosen(task, shape.layout.rank, asked, why)
         return plan, Steps.of(plan.pieces, replace(layout, chunk_rows=task.chunk_rows))
 
     def catch_up(self) -> bool:
@@ -111,52 +107,18 @@ class Plans:
             self.get(shape, device)
         return True
 
-    def _chosen(
-        self, task: ShardedMatmul, shape: MatmulShape, taken: TensorChoice, why: str, flagged_factor: float | None
-    ) -> MatmulPlan:
-        rank = shape.layout.rank
-        plan = choose_matmul(task, rank, self._profile, flagged_factor=flagged_factor, host_us=self._host_us)
+    def _chosen(self, task: ShardedMatmul, rank: int, taken: TensorChoice, why: str) -> MatmulPlan:
+        plan = choose_matmul(task, rank, self._profile, host_us=self._host_us)
         if taken == "auto":
             return plan
         if taken == plan.mechanism:
             return plan if self._tuning is None else replace(plan, why=why)
-        if taken == "flagged" and flagged_factor is None:
-            does_not = "is not measured in a backward" if shape in self.estimated else "does not do this call"
-            taken, why = "cuts", f"{why}, which {does_not}"
         if taken == "cuts":
             pieces = cut(task, rank, self._profile).pieces
         else:
             axis = RowAxis(task, rank, self._profile)
             pieces = axis.pieces(axis.serial_bounds)
         return replace(plan, mechanism=taken, pieces=pieces, why=why)
-
-    def _flagged_factor(
-        self, shape: MatmulShape, task: ShardedMatmul, asked: TensorChoice, device: torch.device
-    ) -> float | None:
-        """Return cuBLAS' time / the polling matmuls' time, on the slowest rank; None if not every rank can poll.
-
-        With `auto` this is measured only if a polling matmul as fast as cuBLAS would be chosen: measuring compiles it.
-        """
-        if not shape.may_poll or device.type != "cuda" or shape.dtype not in POLLING_DTYPES:
-            return None
-        if asked != "flagged" and (
-            asked != "auto"
-            or not self._options.measure
-            or choose_matmul(task, 0, self._profile, flagged_factor=1.0, host_us=self._host_us).mechanism != "flagged"
-        ):
-            return None
-
-        def slowest() -> float:
-            try:
-                times = [
-                    _flagged_us(task.rows, n, shape.k, shape.dtype, shape.operation, device) for n in shape.columns
-                ]
-                factor = sum(library for library, _ in times) / sum(polling for _, polling in times)
-            except Unsupported:
-                factor = 0.0
-            return min(gather_values(self._group, factor))
-
-        return self._once((shape.operation, shape.columns, shape.k, shape.dtype), slowest, shape, device) or None
 
     def _curve(self, shape: MatmulShape, columns: int, device: torch.device) -> RowCurve:
         rows = shape.layout.total
@@ -201,30 +163,6 @@ def _may_measure() -> bool:
     """Return whether matmuls may be measured now: not in a backward or graph capture, on all ranks alike."""
     in_backward = torch._C._current_graph_task_id() != -1
     return not in_backward and not torch.cuda.is_current_stream_capturing()
-
-
-@lru_cache(maxsize=256)
-def _flagged_us(
-    rows: int, columns: int, k: int, dtype: str, operation: TensorOperation, device: torch.device
-) -> tuple[float, float]:
-    """Return the median µs of a matmul by cuBLAS and by polling, where all rows are this rank's own.
-
-    The two alternate on the current stream, because a GPU's clock depends on the work just before.
-
-    Raises:
-        Unsupported: such matmuls do not run here.
-    """
-    kind, layout = getattr(torch, dtype), ShardedRows(rank=0, rows=(rows,))
-    with torch.cuda.device(device):
-        a, out = (torch.randn(rows, size, device=device, dtype=kind) for size in (k, columns))
-        b = torch.randn(columns, k, device=device, dtype=kind).t()
-        if operation == "all_gather_matmul":
-            tensors = {"own": a, "gathered": a, "b": b, "out": out}
-        else:
-            tensors = {"a": a, "b": b, "partial": out, "staged": out[None], "out": out}
-        launch = bind_flagged(operation, tensors, layout, words=0, error=0)
-        library, polling = _median_us([partial(torch.mm, a, b, out=out), launch])
-        return library, polling
 
 
 @lru_cache(maxsize=256)
