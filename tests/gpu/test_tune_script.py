@@ -28,12 +28,13 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ScriptResu
 
 
 def test_pairs_of_recorded_steps(recorded: tuple[Path, ScriptResult]) -> None:
-    """Layers gather bfloat16 and scatter, in modules that are known, and each side's order is known or mixed."""
+    """Layers gather bfloat16 and scatter, in modules that are known; the root may scatter 2 MB of its own."""
     folder, found = recorded
     pairs, _ = pairs_of_traces(folder)
     assert (found.overlap, found.device, found.world_size) == ("switched", "cuda", 2)
     assert {"all_gather", "reduce_scatter"} <= {pair.operation for pair in pairs}
-    assert {pair.where for pair in pairs} == {("layers.*",)}
+    assert {pair.where for pair in pairs if pair.bytes_per_rank > 1 << 24} == {("layers.*",)}
+    assert {pair.where for pair in pairs if pair.bytes_per_rank < 1 << 24} <= {()}
     assert {pair.bytes_per_rank for pair in pairs if pair.operation == "all_gather"} == {218_112_000}
 
 
