@@ -209,8 +209,9 @@ def _activations(job: Job, parts: tuple[StagePart, ...]) -> _Activations:
         layer = max(layer, whole if kind == "full" and again < 1 else less)
     if stage.routed and model.experts is not None:
         working += _under_way(model, model.experts, local, job.parallel.capacity_factor)
-    if stage.mtp:
-        kept += stage.mtp * (activation_bytes(model, local, kind, model.experts, modules) + _mtp_bytes(model, local))
+    if stage.mtp:  # the projection keeps both inputs, raw and normalised
+        each = activation_bytes(model, local, kind, model.experts, modules)
+        kept += stage.mtp * (each + 4.0 * local.element_bytes * local.tokens_between * model.hidden)
     return _Activations(kept, working, layer)
 
 
@@ -224,11 +225,6 @@ def _under_way(model: Model, experts: Experts, local: LocalShape, capacity_facto
         "slabs": 2 * mean * capacity_factor,  # rows sent, and rows received
     }
     return rows[local.exchange] * model.hidden * local.element_bytes
-
-
-def _mtp_bytes(model: Model, local: LocalShape) -> float:
-    """Return the bytes that multi-token prediction's projection keeps for backward: both inputs, raw and normalised."""
-    return 4.0 * local.element_bytes * local.tokens_between * model.hidden
 
 
 def activation_bytes(

@@ -59,12 +59,7 @@ class NcclTestsRun(Record, frozen=True, kw_only=True):
 
 
 def read_nccl_tests(path: Path, *, operation: str | None = None, ranks: int | None = None) -> tuple[NcclTestsRun, ...]:
-    """Return the runs of nccl-tests in a file.
-
-    Args:
-        path: the file.
-        operation: the collective of all runs in the file; None: as the text or the file's name says.
-        ranks: number of ranks of all runs in the file; None: as the text says.
+    """Return the runs of nccl-tests in a file; `operation` and `ranks` are of all runs, None: as the text says.
 
     Raises:
         Misconfigured: with the file's name, if it cannot be read or is none of nccl-tests.
@@ -81,12 +76,7 @@ def read_nccl_tests(path: Path, *, operation: str | None = None, ranks: int | No
 
 
 def nccl_tests_runs(text: str, *, operation: str | None = None, ranks: int | None = None) -> tuple[NcclTestsRun, ...]:
-    """Return the runs of nccl-tests in a text.
-
-    Args:
-        text: what nccl-tests printed.
-        operation: the collective of all runs; None: from the name of the program before or in each run.
-        ranks: number of ranks of all runs; None: from each run's list of devices.
+    """Return the runs in what nccl-tests printed; `operation` and `ranks` are of all runs, None: as the text says.
 
     Raises:
         Misconfigured: no rows; what is neither given nor in the text; or lines that contradict each other.

@@ -265,14 +265,13 @@ def all_levels(name: str) -> tuple[Level, ...]:
 def network_of(cluster: Cluster, *, nccl: tuple[int, int] = (2, 28), name: str = "") -> Network:
     """Return a cluster with NCCL's protocols and the fitted ones: the user's, and others shipped for its GPU."""
     own = read_network(cluster.fits).protocols if cluster.fits else ()
+
+    def replaced(shipped: Protocol) -> bool:  # by one of the user, of as many operations and a kind of link in common
+        return any(each.operations == shipped.operations and {*each.kinds} & {*shipped.kinds} for each in own)
+
     fitted = (each for each in fitted_protocols() if cluster.gpu.name in each.gpus)
-    shipped = (protocol for each in fitted for protocol in each.protocols if not _is_replaced(protocol, own))
+    shipped = (protocol for each in fitted for protocol in each.protocols if not replaced(protocol))
     return Network(name=name, cluster=cluster, protocols=(*nccl_protocols(), *shipped, *own), nccl=nccl)
-
-
-def _is_replaced(protocol: Protocol, own: tuple[Protocol, ...]) -> bool:
-    """Return whether an `own` protocol of the user has the same operations as `protocol` and a link kind in common."""
-    return any(each.operations == protocol.operations and {*each.kinds} & {*protocol.kinds} for each in own)
 
 
 def own_file(network: str) -> str:

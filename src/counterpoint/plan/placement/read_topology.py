@@ -165,13 +165,9 @@ def _topology(
 
 
 def of_matrix(hosts: list[str], matrix: F64, *, gpus: int = 1, inside: float = 0.0) -> Topology:
-    """Return a topology of measured distances, with two levels: the host, and all hosts at their mean distance.
+    """Return a topology of measured distances `[hosts, hosts]`, symmetric: hosts, and all at their mean distance.
 
-    Args:
-        hosts: A name per row; where rows are GPUs, each is a host of one GPU.
-        matrix: `[hosts, hosts]`, symmetric.
-        gpus: GPUs of each host.
-        inside: Distance of two GPUs of a host.
+    `hosts` has a name per row; where rows are GPUs, each is a host of one GPU. Two GPUs of a host are `inside` apart.
     """
     apart = matrix[~np.eye(len(hosts), dtype=bool)]
     mean = float(apart.mean()) if apart.size else 0.0

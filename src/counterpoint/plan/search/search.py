@@ -106,14 +106,10 @@ def search(
 ) -> SearchResult:
     """Return the `best` fastest ways to divide a job's model and batch on GPUs of the job's kind.
 
-    Args:
-        job: the job; what is no axis of a search stays as it is.
-        best: how many ways to return.
-        fixed: values of axes, by field or its last word: only these are tried.
-        gpus: how many GPUs; None: the job's ranks, or the whole cluster for a job that is not divided at all.
-        progress: called now and then.
-        anchor: the job's observed step, by which all times are shifted.
-        min_fits: ways that fit in memory with a lower probability are left out; None: those predicted not to fit.
+    `fixed` has values of axes, by field or its last word: only these are tried; what is no axis stays as it is. `gpus`
+    None: the job's ranks, or the whole cluster for a job that is not divided at all. All times are shifted by
+    `anchor`, the job's observed step. Ways that fit in memory with a probability below `min_fits` are left out; None:
+    those predicted not to fit.
 
     Raises:
         Misconfigured: no way fits in memory, or a fixed value is not allowed.
