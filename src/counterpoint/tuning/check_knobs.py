@@ -257,12 +257,8 @@ def _moved(digest: RankDigest, pair: TunedPair, calls: PairCalls) -> Sight:
     seen = f"{_calls_text(len(calls.copies))} by copy engines" if len(calls.copies) else "copies of other sizes"
     if mechanism_base(pair) != "flagged":
         return Sight(state="took_effect", seen=f"{seen}, none by NCCL")
-    kernels = int((digest.gpu.name == _index(digest, pair.operation)).sum())
+    kernels = int(np.array([name == pair.operation for name in digest.names], bool)[digest.gpu.name].sum())
     return _proved(kernels > 0, f"{seen}, {kernels} kernels {pair.operation}", _FOLLOW)
-
-
-def _index(digest: RankDigest, name: str) -> int:
-    return digest.names.index(name) if name in digest.names else -1
 
 
 def _no_call() -> Sight:
@@ -288,10 +284,6 @@ def _most_ctas(digest: RankDigest, pair: TunedPair, calls: PairCalls, value: str
     if pair.operation in _ROUNDED:
         limit = 1 << (limit - 1).bit_length()
     return _within(digest, calls, lambda ctas: ctas <= limit)
-
-
-def _fewest_ctas(digest: RankDigest, pair: TunedPair, calls: PairCalls, value: str) -> Sight:
-    return _within(digest, calls, lambda ctas: ctas >= int(value))
 
 
 def _within(digest: RankDigest, calls: PairCalls, allowed: Callable[[int], bool]) -> Sight:
@@ -389,7 +381,7 @@ def _listed(numbers: list[int] | I32 | I64) -> str:
 
 _PROOFS: dict[str, Callable[[RankDigest, TunedPair, PairCalls, str], Sight]] = {
     "max_ctas": _most_ctas,
-    "min_ctas": _fewest_ctas,
+    "min_ctas": lambda digest, pair, calls, value: _within(digest, calls, lambda ctas: ctas >= int(value)),
     "cta_policy": _zero_cta,
     "windows": _windows,
     "gemm_sms": _gemm_sms,

@@ -111,7 +111,7 @@ def apart(first: RoundTimes, second: RoundTimes) -> RoundTimes:
 
 @lru_cache(maxsize=64)
 def sigmas_of_proof(runs: int, candidates: int) -> float:
-    """Return how many sigma a gain must exceed to be proved, given that the best of `candidates` is chosen.
+    """Return how many sigma a gain must exceed to be proved, given that the best of k `candidates` is chosen.
 
         x = c · t,    P(T > t) = p / k,    T: Student's t,    p = P(N > 2) = 2.3 %,    N: normal
 
@@ -124,10 +124,6 @@ def sigmas_of_proof(runs: int, candidates: int) -> float:
     c and the degrees of freedom assume normal noise with a correlation of 0.8 from one round to the next, of which B
     means of batches show a part: they are 3.3 and 3.7 for ten rounds, 1.1 and 19 for 478. The degrees are at most
     n - 1 - 3 g: with Yuen's n - 1 - 2 g that chance is 2.4 % in ten rounds of which none knows of another.
-
-    Args:
-        runs: n, rounds that were compared; 5 at least.
-        candidates: k.
     """
     degrees, understated = _of_batches(runs)
     return understated * students_t((1 - NormalDist().cdf(SIGMAS)) / candidates, degrees)
