@@ -202,13 +202,7 @@ class NcclWindows(Control):
         return reason
 
     def empty(self, numel: int, *, dtype: Any, device: Any, group: Any) -> Any:
-        """Return a new buffer of `numel` elements, registered with `group`; all ranks call it in the same order.
-
-        Args:
-            numel: elements.
-            dtype: torch.dtype of the elements.
-            device: this rank's torch.device.
-            group: an NCCL process group.
+        """Return a new buffer of `numel` elements, registered with an NCCL `group`; all ranks call it in one order.
 
         Raises:
             Misconfigured: `group` has no NCCL backend on `device`.

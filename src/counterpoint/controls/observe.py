@@ -178,14 +178,9 @@ def see(lanes: Lanes, *, without: Lanes, device: Any, clusters: bool = False) ->
 def see_all(pairs: Sequence[Lanes], *, without: Lanes, device: Any, clusters: bool = False) -> list[Observation]:
     """Return the kernels and copies of each pair, with and without controls, in one profile; all ranks call it.
 
-    Args:
-        pairs: the lanes that controls yield, while the controls are applied.
-        without: the same pair with the controls off.
-        device: torch.device.
-        clusters: also look at cluster sizes of the collective, which is then captured alone.
-
-    Raises:
-        Unsupported: the profiler saw nothing.
+    `pairs` are the lanes that controls yield, while these are applied, and `without` the same pair with the controls
+    off. With `clusters` the collective is also captured alone, to see cluster sizes. `Unsupported`: the profiler saw
+    nothing.
     """
     every = [without, *pairs]
     ran = sides_of_all(every, device)

@@ -68,12 +68,6 @@ def play_rounds(
     return {key: [ranks[key] for ranks in everyone] for key in trials}
 
 
-def _that_count(samples: Samples) -> list[bool]:
-    """Return a mask of rounds that count: no rank was late. If fewer than three remain, all rounds count."""
-    in_time = _in_time(samples)
-    return in_time if sum(in_time) >= _FEWEST else [True] * len(in_time)
-
-
 def _in_time(samples: Samples) -> list[bool]:
     return [not any(trial.late for trial in trials) for trials in zip(*samples, strict=True)]
 
@@ -114,7 +108,9 @@ def timing(per_rank: Sequence[Sequence[float]], counts: Sequence[bool] | None = 
 
 def time_of(samples: Samples, measure: Callable[[Trial], float]) -> Timing:
     """Return the `Timing` of the µs that `measure` returns for each trial."""
-    return timing([[measure(trial) for trial in rank] for rank in samples], _that_count(samples))
+    in_time = _in_time(samples)  # if fewer than three remain, all rounds count
+    counts = in_time if sum(in_time) >= _FEWEST else None
+    return timing([[measure(trial) for trial in rank] for rank in samples], counts)
 
 
 def compute_time(trial: Trial) -> float:
@@ -133,18 +129,9 @@ def both_time(trial: Trial) -> float:
 
 
 def row(
-    scenario: Scenario,
-    *,
-    mechanism: str,
-    order: Order,
-    size_bytes: int,
-    flops: int,
-    peak_tflops: float | None,
-    samples: Mapping[tuple[str, str], Samples],
-    best: tuple[str, float],
-    observed: Observed,
-    device: DeviceState | None,
-) -> Row:
+    scenario: Scenario, *, mechanism: str, order: Order, size_bytes: int, flops: int, peak_tflops: float | None,
+    samples: Mapping[tuple[str, str], Samples], best: tuple[str, float], observed: Observed, device: DeviceState | None,
+) -> Row:  # fmt: skip
     """Return one row of the measurement, for one mechanism and launch order.
 
     `samples` are by (mechanism, case), and the computation without any control is (`""`, `compute_alone`). `best` is

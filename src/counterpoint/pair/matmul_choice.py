@@ -225,24 +225,15 @@ class MatmulPlan:
 
 
 def choose_matmul(
-    task: ShardedMatmul,
-    rank: int,
-    profile: Profile | None = None,
-    *,
-    flagged_factor: float | None = 1.0,
+    task: ShardedMatmul, rank: int, profile: Profile | None = None, *, flagged_factor: float | None = 1.0,
     host_us: Mapping[MatmulMechanism, float] | None = None,
-) -> MatmulPlan:
+) -> MatmulPlan:  # fmt: skip
     """Return the simplest execution predicted to take within `MARGIN` of the best time; torch's is the simplest.
 
-    Rank 0's predictions decide the mechanism, and the pieces are for `rank`: ranks that are given the same
-    curves and figures choose alike, which they must.
-
-    Args:
-        task: the matmul.
-        rank: this rank.
-        profile: of the machine; None: the default one, H200.
-        flagged_factor: speed of the persistent matmul over that of cuBLAS, measured; None: there is none.
-        host_us: µs of the host to issue a call by each mechanism, a lower limit of the predicted time; None: none.
+    Rank 0's predictions decide the mechanism, and the pieces are for `rank`: ranks that are given the same curves and
+    figures choose alike, which they must. `profile` None: the default one, H200. `flagged_factor` is the speed of the
+    persistent matmul over that of cuBLAS, measured (None: there is none); `host_us` has the µs of the host to issue a
+    call by each mechanism, a lower limit of the predicted time.
 
     Raises:
         Misconfigured: `flagged_factor` is not above 0, or the profile has no `nccl_rates` of the collective.
