@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 from counterpoint.records import Record
 
@@ -19,11 +19,7 @@ class MatmulOp(Record, frozen=True, kw_only=True):
     weight_gradient: bool = False
     fp8: bool = False  # operands are in fp8; the result has two bytes per element
     grouped: bool = False  # one kernel multiplies each expert's rows, whose number the host does not know
-
-    @property
-    def kernels(self) -> int:
-        """Return the number of kernels that the host launches: one for all products of the batch."""
-        return 1
+    kernels: ClassVar[int] = 1  # that the host launches, for all products of the batch
 
     @property
     def flops(self) -> float:

@@ -121,7 +121,7 @@ def read_matrix_json(text: str | bytes) -> Topology:
     return _topology(found.kind, names, rows, gpus=found.gpus, inside=found.inside)
 
 
-def read_matrix_csv(text: str, *, gpus: int = 1, inside: float = 0.0) -> Topology:
+def read_matrix_csv(text: str, *, gpus: int = 1) -> Topology:
     """Return the topology of a matrix in CSV: bandwidth or distance in the first cell, hosts in row and column 1."""
     table = [row for row in csv.reader(io.StringIO(text)) if any(cell.strip() for cell in row)]
     kind = table[0][0].strip().lower() if table and table[0] else ""
@@ -140,7 +140,7 @@ def read_matrix_csv(text: str, *, gpus: int = 1, inside: float = 0.0) -> Topolog
             raise Misconfigured(f"row {printable(name, 64)!r} of the matrix: {printable(str(error), 80)}") from None
     if len(table) - 1 != len(names):
         raise Misconfigured(f"the matrix has {len(names)} columns and {len(table) - 1} rows: give a square one")
-    return _topology("bandwidth" if kind == "bandwidth" else "distance", names, rows, gpus=gpus, inside=inside)
+    return _topology("bandwidth" if kind == "bandwidth" else "distance", names, rows, gpus=gpus, inside=0.0)
 
 
 def _topology(

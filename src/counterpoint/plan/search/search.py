@@ -95,15 +95,9 @@ Progress: TypeAlias = Callable[[int, int, float | None], None]
 
 
 def search(
-    job: Job,
-    *,
-    best: int = 10,
-    fixed: Mapping[str, tuple[Any, ...]] | None = None,
-    gpus: int | None = None,
-    progress: Progress | None = None,
-    anchor: Anchor | None = None,
-    min_fits: float | None = None,
-) -> SearchResult:
+    job: Job, *, best: int = 10, fixed: Mapping[str, tuple[Any, ...]] | None = None, gpus: int | None = None,
+    progress: Progress | None = None, anchor: Anchor | None = None, min_fits: float | None = None,
+) -> SearchResult:  # fmt: skip
     """Return the `best` fastest ways to divide a job's model and batch on GPUs of the job's kind.
 
     `fixed` has values of axes, by field or its last word: only these are tried; what is no axis stays as it is. `gpus`
@@ -124,16 +118,10 @@ def search(
 
 
 def search_each(
-    job: Job,
-    counts: Sequence[int | None],
-    *,
-    best: int = 10,
-    fixed: Mapping[str, tuple[Any, ...]] | None = None,
-    progress: Progress | None = None,
-    anchor: Anchor | None = None,
-    min_fits: float | None = None,
+    job: Job, counts: Sequence[int | None], *, best: int = 10, fixed: Mapping[str, tuple[Any, ...]] | None = None,
+    progress: Progress | None = None, anchor: Anchor | None = None, min_fits: float | None = None,
     objective: str = "step",
-) -> tuple[SearchResult, ...]:
+) -> tuple[SearchResult, ...]:  # fmt: skip
     """Return `search`'s result for each number of GPUs; where no way fits, the result holds only the reason.
 
     The results are ranked by `objective`: "step", "cost" or "goodput". For all other arguments see `search`.

@@ -254,15 +254,9 @@ def _averaged(job: Job, prices: MeshTimes, count: ParameterCount) -> CommTime:
 
 
 def compress(
-    how: Compression,
-    shapes: Shapes,
-    *,
-    ranks: int,
-    in_node: int = 1,
-    element_bytes: int,
-    gpu: ClusterGpu,
+    how: Compression, shapes: Shapes, *, ranks: int, in_node: int = 1, element_bytes: int, gpu: ClusterGpu,
     precision: str = "bf16",
-) -> CompressedExchange:
+) -> CompressedExchange:  # fmt: skip
     """Return the collectives of a rank's compressed gradients, and the µs to encode and to decode them.
 
     `shapes` has (rows, columns) of every gradient on this rank; a vector is (N, 1). `ranks` reduce together, `in_node`
