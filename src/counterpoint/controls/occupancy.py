@@ -48,12 +48,8 @@ class OccupancyShaping(Control):
     """
 
     driver_calls: ClassVar[tuple[str, ...]] = (
-        "cuFuncGetAttribute",
-        "cuFuncSetAttribute",
-        "cuFuncGetName",
-        "cuKernelGetFunction",
-        "cuDeviceGetAttribute",
-    )
+        "cuFuncGetAttribute", "cuFuncSetAttribute", "cuFuncGetName", "cuKernelGetFunction", "cuDeviceGetAttribute",
+    )  # fmt: skip
     remedy: ClassVar[str] = (
         "ask for fewer blocks than fit by themselves, of a kernel that Triton launches (others: interpose=True); one "
         "block per SM already: a smaller grid, gemm_sms=N"

@@ -253,14 +253,9 @@ def launch(
 def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     threads = max(1, len(os.sched_getaffinity(0)) // world_size)
     place = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": world_size,
-        "LOCAL_WORLD_SIZE": world_size,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        PARENT_VARIABLE: os.getpid(),
-    }
+        "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size,
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, PARENT_VARIABLE: os.getpid(),
+    }  # fmt: skip
     return {"OMP_NUM_THREADS": str(threads), **DEFAULTS, **os.environ, **{key: str(it) for key, it in place.items()}}
 
 

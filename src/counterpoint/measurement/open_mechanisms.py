@@ -102,14 +102,9 @@ def open_mechanism(
         elif communicator is not None:  # peers write into it: without it every call would copy its output
             empty = partial(communicator.empty, dtype=session.dtype)
         return allocate(
-            collective,
-            numel=numel,
-            dtype=session.dtype,
-            rank=session.rank,
-            world_size=session.world_size,
-            seed=1,
+            collective, numel=numel, dtype=session.dtype, rank=session.rank, world_size=session.world_size, seed=1,
             empty=empty,
-        )
+        )  # fmt: skip
 
     memory = memory_of(mechanism)
     if memory != "windows" and memory not in shared:

@@ -111,20 +111,13 @@ def pair(
             best = min(alone, key=alone.__getitem__)
             return [
                 row(
-                    scenario,
-                    mechanism=name,
-                    order=order,
-                    size_bytes=size,
-                    flops=workload.flops,
+                    scenario, mechanism=name, order=order, size_bytes=size, flops=workload.flops,
                     peak_tflops=peak_tflops(session.gpu_name) if session.compute_dtype.itemsize == 2 else None,
-                    samples=samples,
-                    best=(best, alone[best]),
-                    observed=seen,
-                    device=device,
+                    samples=samples, best=(best, alone[best]), observed=seen, device=device,
                 )
                 for name, seen in zip(names, observed, strict=True)
                 for order in scenario.orders
-            ]
+            ]  # fmt: skip
 
         yield Experiment(trials=_trials(session, opened, scenario.orders), rows=rows)
 

@@ -34,22 +34,18 @@ if TYPE_CHECKING:
 
 
 PARTS = {
-    "matmul": "matrix products",
-    "attention": "scores and values",
-    "memory_bound": "norms, activations, and what else waits for memory",
-    "recompute": "computed again for backward",
+    "matmul": "matrix products", "attention": "scores and values",
+    "memory_bound": "norms, activations, and what else waits for memory", "recompute": "computed again for backward",
     "shard_copies": "copies into and out of what is gathered and reduced",
     "tensor": "exposed: activations between ranks that share a matrix",
     "context": "exposed: keys and values between ranks that share a sequence",
     "expert": "exposed: tokens to their experts and back",
     "shards": "exposed: parameters gathered, gradients scattered",
-    "gradients": "exposed: gradients between replicas, once a step",
-    "bubble": "stages of the pipeline that wait",
+    "gradients": "exposed: gradients between replicas, once a step", "bubble": "stages of the pipeline that wait",
     "host": "launch-bound: the host launches kernels more slowly than the GPU runs them",
-    "offload": "exposed: activations to the host and back",
-    "optimizer": "the update",
+    "offload": "exposed: activations to the host and back", "optimizer": "the update",
     "stragglers": "the slowest rank over the mean",
-}
+}  # fmt: skip
 AXES = {
     "tp": "ranks that share a matrix",
     "cp": "ranks that share a sequence",

@@ -111,18 +111,11 @@ def communication_of(digest: RankDigest) -> RankEffect:
     within = np.array(["DtoD" in name for name in digest.names], bool)[gpu.name] & (gpu.kind == Kind.MEMCPY)
     within &= np.isin(gpu.stream, gpu.stream[copies])
     return RankEffect(
-        rank=digest.rank,
-        copies=int(copies.sum()),
-        copied_bytes=_bytes(digest, copies),
-        copies_us=_busy_us(digest, copies),
-        own_copies=int(within.sum()),
-        own_copied_bytes=_bytes(digest, within),
-        own_copies_us=_busy_us(digest, within),
-        sums=int(sums.sum()),
-        sums_us=_busy_us(digest, sums),
-        calls=_calls(digest, copies),
-        communication_us=_busy_us(digest, gpu.kind == Kind.COMM),
-    )
+        rank=digest.rank, copies=int(copies.sum()), copied_bytes=_bytes(digest, copies),
+        copies_us=_busy_us(digest, copies), own_copies=int(within.sum()), own_copied_bytes=_bytes(digest, within),
+        own_copies_us=_busy_us(digest, within), sums=int(sums.sum()), sums_us=_busy_us(digest, sums),
+        calls=_calls(digest, copies), communication_us=_busy_us(digest, gpu.kind == Kind.COMM),
+    )  # fmt: skip
 
 
 def _calls(digest: RankDigest, copies: Bools) -> tuple[CommCalls, ...]:
@@ -205,18 +198,10 @@ def _effect(
     state = next(state for state in _STATES if state in by_state)
     _, shown = by_state[state][0]
     return KnobEffect(
-        pair=number,
-        operation=pair.operation,
-        compute=pair.compute,
-        bytes_per_rank=pair.bytes_per_rank,
-        ranks=pair.ranks,
-        mechanism=pair.mechanism,
-        knob=knob,
-        state=state,
-        seen=shown.seen,
-        fix=shown.fix,
+        pair=number, operation=pair.operation, compute=pair.compute, bytes_per_rank=pair.bytes_per_rank,
+        ranks=pair.ranks, mechanism=pair.mechanism, knob=knob, state=state, seen=shown.seen, fix=shown.fix,
         on_ranks=tuple(rank for rank, _ in by_state[state]),
-    )
+    )  # fmt: skip
 
 
 def _of(knobs: Sequence[KnobEffect], state: KnobState) -> list[KnobEffect]:

@@ -178,20 +178,12 @@ def decide(
     best = proved[0].candidate if proved else base
     next_best = next((each for each in believed if each is not best), None)
     return TunedPair(
-        **_fields(pair),
-        mechanism=best.mechanism if proved else LEAVE,
-        why=_gain(proved[0], base) if proved else _why_left(base, bars, tried),
-        us=best.us,
-        sigma_us=best.sigma_us,
-        stock=stock,
-        stock_us=base.us,
-        stock_sigma_us=base.sigma_us,
-        compute_us=compute_us,
-        comm_us=comm_us,
-        next_best=next_best.mechanism if next_best else None,
-        next_best_us=next_best.us if next_best else None,
+        **_fields(pair), mechanism=best.mechanism if proved else LEAVE,
+        why=_gain(proved[0], base) if proved else _why_left(base, bars, tried), us=best.us, sigma_us=best.sigma_us,
+        stock=stock, stock_us=base.us, stock_sigma_us=base.sigma_us, compute_us=compute_us, comm_us=comm_us,
+        next_best=next_best.mechanism if next_best else None, next_best_us=next_best.us if next_best else None,
         tried=tuple(sorted(tried, key=lambda each: each.us)),
-    )
+    )  # fmt: skip
 
 
 def is_open(found: TunedPair) -> bool:

@@ -130,15 +130,10 @@ def part_of(pair: StepPair, mechanisms: Sequence[str]) -> Part:
     comm = f"{pair.operation} of {pair.bytes_per_rank} bytes a rank in {pair.dtype}"
     compute = f"{pair.compute} in {pair.computed_in}"
     return Scenario(
-        name=f"{comm} | {compute} | {pair.first or 'all orders'}",
-        workload=pair.compute,
-        collective=pair.operation,
-        size_bytes=pair.bytes_per_rank * pair.ranks,
-        mechanisms=tuple(mechanisms),
-        orders=orders_of(pair),
-        dtype=dtype,
+        name=f"{comm} | {compute} | {pair.first or 'all orders'}", workload=pair.compute, collective=pair.operation,
+        size_bytes=pair.bytes_per_rank * pair.ranks, mechanisms=tuple(mechanisms), orders=orders_of(pair), dtype=dtype,
         compute_dtype=compute_dtype,
-    )
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -147,15 +147,10 @@ class PairClass:
         else:
             compute, dtype = self._longest()
         return StepPair(
-            operation=kind.operation,
-            compute=compute,
-            bytes_per_rank=kind.bytes_per_rank,
-            ranks=kind.ranks,
-            dtype=kind.dtype,
-            compute_dtype=None if dtype == kind.dtype else dtype,
-            first=order if votes >= _AGREE * self.calls and not kind.depends else None,
-            where=_patterns(self.modules),
-        )
+            operation=kind.operation, compute=compute, bytes_per_rank=kind.bytes_per_rank, ranks=kind.ranks,
+            dtype=kind.dtype, compute_dtype=None if dtype == kind.dtype else dtype,
+            first=order if votes >= _AGREE * self.calls and not kind.depends else None, where=_patterns(self.modules),
+        )  # fmt: skip
 
     def pairs(self, kind: PairKind) -> float:
         """Return how many pairs the calls make; for token exchanges, two calls, dispatch and combine, make one pair."""

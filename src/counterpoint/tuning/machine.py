@@ -33,13 +33,9 @@ ROUNDS = 7
 CPU = "CPU"  # name of the GPU in a profile of a machine without GPUs
 _TEXT = 400  # characters of a text in a profile
 FITS: dict[str, Callable[[Measurement, Profile], Fitted]] = {
-    "rates": fit_rates,
-    "nccl": fit_nccl,
-    "nccl_rates": fit_nccl_rates,
-    "sums": fit_sums,
-    "contention": fit_contention,
+    "rates": fit_rates, "nccl": fit_nccl, "nccl_rates": fit_nccl_rates, "sums": fit_sums, "contention": fit_contention,
     "efficiency": fit_efficiency,
-}
+}  # fmt: skip
 
 
 def tune_machine(

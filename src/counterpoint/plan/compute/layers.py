@@ -150,14 +150,10 @@ def layer_work(model: Model, local: LocalShape, experts: Experts | None = None) 
     between = _between(model, local)
     ffn = _dense(model, local) if experts is None else _routed(model, experts, local)
     return LayerWork(
-        forward=attention.forward + ffn.forward + between.forward,
-        core=attention.core,
-        norms=between.norms,
-        activation=ffn.activation,
-        ffn=ffn.forward,
-        experts=ffn.experts,
+        forward=attention.forward + ffn.forward + between.forward, core=attention.core, norms=between.norms,
+        activation=ffn.activation, ffn=ffn.forward, experts=ffn.experts,
         backward=attention.backward + ffn.backward + between.backward,
-    )
+    )  # fmt: skip
 
 
 def _linear(

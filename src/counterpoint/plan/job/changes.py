@@ -37,11 +37,7 @@ SAME_GPUS = ("parallel.tp", "parallel.pp", "parallel.cp")  # when one of these i
 
 
 def build_job(tables: Table, changes: Mapping[str, str]) -> Job:
-    """Return the job of a file with changes applied, each named as a flag (`nodes`) or as a field (`parallel.tp`).
-
-    Raises:
-        Misconfigured: the job is impossible, or two changes contradict each other.
-    """
+    """Return the job of a file with changes, named as flags or fields; raise Misconfigured if it is impossible."""
     _check_together(changes)
     return _built(tables, changes)
 

@@ -180,11 +180,7 @@ class ClusterTable(JobRecord, frozen=True, kw_only=True):
         return gpus, alone.cluster(gpus)
 
     def linked(self, cluster: Cluster, ranks: int) -> Cluster:
-        """Return the cluster with all levels, to which the settings of NICs and `oversubscription` are applied.
-
-        Raises:
-            Misconfigured: the job uses no network between nodes.
-        """
+        """Return the cluster with all levels, NICs and oversubscription applied; Misconfigured: no network."""
         changes = (self.nic_gbit, self.nics, self.failed_nics, self.oversubscription)
         if changes == (None, None, None, None):
             return cluster

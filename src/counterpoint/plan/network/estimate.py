@@ -153,14 +153,9 @@ def _terms(operation: str, num_bytes: float, best: Candidate, links: Links) -> t
             hop_us = links.hop_us(best.protocol, level)
             reached = links.reached_gb_per_s(best.protocol, level)
             term = LevelTerm(
-                level=links.levels[level].name,
-                hops=hops,
-                hop_us=hop_us,
-                latency_us=hops * hop_us,
-                share=share,
-                gb_per_s=reached,
-                bandwidth_us=share * num_bytes / reached / 1e3,
-            )
+                level=links.levels[level].name, hops=hops, hop_us=hop_us, latency_us=hops * hop_us, share=share,
+                gb_per_s=reached, bandwidth_us=share * num_bytes / reached / 1e3,
+            )  # fmt: skip
             terms.append(term)
     return tuple(terms)
 

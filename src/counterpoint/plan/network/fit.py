@@ -206,24 +206,16 @@ def _protocols(operation: str, kind: Kind, factors: F64, fit: Fit) -> Iterator[P
     for protocol in nccl_protocols():
         if protocol.serves(operation, "", kind):
             yield replace(
-                protocol,
-                base_us=round(protocol.base_us * slower, 4),
-                hop_us=scaled(protocol.hop_us, slower),
+                protocol, base_us=round(protocol.base_us * slower, 4), hop_us=scaled(protocol.hop_us, slower),
                 efficiency=scaled(protocol.efficiency, 1 / longer),
-                ceiling_gb_per_s=scaled(protocol.ceiling_gb_per_s, 1 / longer),
-                operations=(operation,),
-                kinds=(kind,),
+                ceiling_gb_per_s=scaled(protocol.ceiling_gb_per_s, 1 / longer), operations=(operation,), kinds=(kind,),
                 fit=fit,
                 source=f"{protocol.source}, latency · {slower:.3g} and time of bytes · {longer:.3g}: {fit.source}",
-            )
+            )  # fmt: skip
 
 
 def _errors(rows: Sequence[Measured], columns: F64) -> Iterator[FitError]:
-    """Yield for each number of ranks the held-out error: a fit to two thirds of the sizes predicts the last third.
-
-    Raises:
-        Misconfigured: too few sizes, or rows that follow no law.
-    """
+    """Yield for each number of ranks the held-out error: a fit to two thirds of the sizes predicts the last third."""
     ranks, sizes = np.array([row.ranks for row in rows]), np.array([row.num_bytes for row in rows])
     nccl = abs(columns[:, :3].sum(axis=1) / columns[:, 3] - 1)
     off, third = np.zeros(len(rows)), np.full(len(rows), -1)  # -1: never held out

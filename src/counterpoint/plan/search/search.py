@@ -211,14 +211,9 @@ class _Search:
             ways = f"none of {self.considered:,} ways to divide the job over {self.gpus:,} GPUs fits"
             raise Misconfigured(f"{ways}: the smallest takes {gib}; {ADVICE}")
         return SearchResult(
-            gpus=self.gpus,
-            considered=self.considered,
-            priced=self.priced,
-            too_large=self.too_large,
-            impossible=self.impossible,
-            complete=complete,
-            choices=tuple(self.choices),
-        )
+            gpus=self.gpus, considered=self.considered, priced=self.priced, too_large=self.too_large,
+            impossible=self.impossible, complete=complete, choices=tuple(self.choices),
+        )  # fmt: skip
 
     def _find(self) -> None:
         """Expand the open node with the least lower bound until the `best` fastest ways are listed."""

@@ -111,11 +111,7 @@ def crossover_bytes(stock: Mapping[int, float], own: Mapping[int, float]) -> int
 
 
 def full_speed_ctas(blocks: Iterable[BlockRow]) -> tuple[int, int]:
-    """Return the fewest CTAs with which NCCL nearly fills the links, and the number that it takes by default.
-
-    Raises:
-        Misconfigured: no collective was measured by plain NCCL and by limits of its CTAs.
-    """
+    """Return the fewest CTAs with which NCCL nearly fills the links, and its default; Misconfigured: no such rows."""
     found: dict[tuple[str, int], dict[int, float]] = {}
     for row in blocks:
         split = SmSplit.of(row.mechanism)
