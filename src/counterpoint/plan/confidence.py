@@ -303,16 +303,10 @@ class MeasuredErrors:
         low, middle, high = found.ends
         wider = (1.0 - found.same_ranks) * slowest_us
         return StepInterval(
-            level=LEVEL,
-            seen=found.seen,
-            low_us=step_us * math.exp(min(low, 0.0)),
-            usual_us=step_us * math.exp(middle),
-            high_us=step_us * math.exp(max(high, 0.0)) + wider,
-            rows=len(self.rows),
-            sources=tuple(found.sources),
-            alike=sum(weight for weight, _ in found.sources.values()),
-            slowest_us=wider,
-        )
+            level=LEVEL, seen=found.seen, low_us=step_us * math.exp(min(low, 0.0)), usual_us=step_us * math.exp(middle),
+            high_us=step_us * math.exp(max(high, 0.0)) + wider, rows=len(self.rows), sources=tuple(found.sources),
+            alike=sum(weight for weight, _ in found.sources.values()), slowest_us=wider,
+        )  # fmt: skip
 
     def validated(self, features: Mapping[str, str]) -> str:
         """Return a line: "validated" and the error of rows with equal features, or "not validated" and why not."""

@@ -128,18 +128,13 @@ def measured_step(diagnosis: Diagnosis) -> MeasuredStep:
     exposed = totals.exposed_comm_us / steps - waits
     sheet = re.search(r"\b[A-Z]{1,2}\d{3}\b", diagnosis.gpu or "")  # H100 of "NVIDIA H100 80GB HBM3"
     return MeasuredStep(
-        ranks=diagnosis.world_size,
-        gpu=sheet.group() if sheet else diagnosis.gpu or "unknown",
-        step_us=totals.duration_us / steps,
-        compute_us=totals.compute_us / steps,
-        lists_us=totals.multi_tensor_us / steps,
-        exposed_us=exposed,
-        waits_us=waits,
+        ranks=diagnosis.world_size, gpu=sheet.group() if sheet else diagnosis.gpu or "unknown",
+        step_us=totals.duration_us / steps, compute_us=totals.compute_us / steps,
+        lists_us=totals.multi_tensor_us / steps, exposed_us=exposed, waits_us=waits,
         rest_us=(totals.duration_us - totals.compute_us - totals.exposed_comm_us) / steps,
-        collectives=_by_kind(known, diagnosis.world_size, steps),
-        mfu=totals.mfu,
+        collectives=_by_kind(known, diagnosis.world_size, steps), mfu=totals.mfu,
         left_out=len(diagnosis.collectives) - len(known),
-    )
+    )  # fmt: skip
 
 
 def _by_kind(known: Iterable[Collective], world_size: int, steps: int) -> tuple[MeasuredCollective, ...]:

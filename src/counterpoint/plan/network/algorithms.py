@@ -263,16 +263,11 @@ def _candidate(
     if compared is not protocol or links[0] is not links[1]:
         compared_us = links[1].hops_and_bandwidth_us(compared, phases, num_bytes)
     return Candidate(
-        us=protocol.time_us(hops, bandwidth, own_us),
-        hops_us=hops,
-        bandwidth_us=bandwidth,
-        own_us=own_us,
-        nccl_latency_us=compared.base_us + compared_us[0],
-        nccl_bandwidth_us=compared_us[1] / protocol.believed,
-        most=compared.most_bytes / num_bytes if compared.most_bytes and num_bytes else inf,
-        algorithm=algorithm,
+        us=protocol.time_us(hops, bandwidth, own_us), hops_us=hops, bandwidth_us=bandwidth, own_us=own_us,
+        nccl_latency_us=compared.base_us + compared_us[0], nccl_bandwidth_us=compared_us[1] / protocol.believed,
+        most=compared.most_bytes / num_bytes if compared.most_bytes and num_bytes else inf, algorithm=algorithm,
         protocol=protocol,
-    )
+    )  # fmt: skip
 
 
 def nccl_choice(offered: Sequence[Candidate]) -> Candidate:

@@ -211,20 +211,12 @@ def _summary(job: Job, rates: GpuRates, found: _Timed) -> PredictedStep:
     tokens = float(job.training.global_batch) * job.training.sequence
     flops = model_flops(job.model, job.training.sequence) * tokens / job.parallel.world_size
     return PredictedStep(
-        step_us=step_us,
-        parts=parts,
-        comm_us=comm_us,
-        serial_us=compute + comm,
+        step_us=step_us, parts=parts, comm_us=comm_us, serial_us=compute + comm,
         ideal_us=max(compute, *comm_us.values()) if comm_us else compute,
-        micro_batches=job.training.micro_batches(job.parallel),
-        tokens_per_s=tokens / step_us * 1e6,
-        model_tflops=flops / step_us / 1e6,
-        mfu=flops / step_us / job.cluster.gpu.tflops[job.training.precision] / 1e6,
-        slowest_us=found.slowest_us,
-        memory=memory(job),
-        times=found.times,
-        notes=found.notes,
-    )
+        micro_batches=job.training.micro_batches(job.parallel), tokens_per_s=tokens / step_us * 1e6,
+        model_tflops=flops / step_us / 1e6, mfu=flops / step_us / job.cluster.gpu.tflops[job.training.precision] / 1e6,
+        slowest_us=found.slowest_us, memory=memory(job), times=found.times, notes=found.notes,
+    )  # fmt: skip
 
 
 def _notes(job: Job, rates: GpuRates) -> tuple[str, ...]:
