@@ -25,7 +25,7 @@ from tables import print_table
 
 from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.machine.profile import Efficiency
-from counterpoint.plan.compute.layers import FlashAttentionOp, MatmulOp, MemoryBoundOp, Operation
+from counterpoint.plan.compute.operations import FlashAttentionOp, MatmulOp, MemoryBoundOp, Operation
 from counterpoint.plan.compute.roofline import GpuRates, cost
 from counterpoint.plan.job.cluster import GPUS, find_gpu
 

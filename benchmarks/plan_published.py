@@ -38,6 +38,7 @@ from typing import Any
 from zlib import crc32
 
 import msgspec
+from msgspec.structs import asdict
 from plan_coverage import COLUMNS as COVERAGE_COLUMNS
 from plan_coverage import Ran, coverage, coverage_summary, left_out, memory_need
 from provenance import provenance, read_result, write_result
@@ -51,7 +52,6 @@ from counterpoint.plan.confidence import (
     FILE,
     CalibrationRow,
     MeasuredErrors,
-    encode_rows,
     job_features,
 )
 from counterpoint.plan.job.cluster import Cluster, Level, find_gpu
@@ -434,6 +434,20 @@ def calibration(predicted: Iterable[tuple[Row, PredictedStep]]) -> MeasuredError
     inside = {(row.source, row.name) for row in seen}
     steps = [msgspec.structs.replace(row, seen=(row.source, row.name) in inside) for row in steps]
     return MeasuredErrors(steps, memory_need(fits))
+
+
+def encode_rows(rows: MeasuredErrors, written_by: str) -> bytes:
+    """Return the content of a file that `read_rows` can read, with one row per line."""
+    places = {tuple(row.features.items()): place for place, row in reversed([*enumerate(rows.rows)])}
+    kinds = sorted(places, key=places.__getitem__)
+    steps = [asdict(row) | {"features": kinds.index(tuple(row.features.items()))} for row in rows.rows]
+    tables = {"features": [dict(kind) for kind in kinds], "steps": steps}
+    lists = [
+        f'"{name}": [\n' + ",\n".join(msgspec.json.encode(row).decode() for row in found) + "\n]"
+        for name, found in tables.items()
+    ]
+    head = msgspec.json.encode({"written_by": written_by, "memory": rows.memory}).decode().removesuffix("}")
+    return (",\n".join([head, *lists]) + "}\n").encode()
 
 
 def main() -> None:

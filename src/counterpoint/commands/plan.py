@@ -276,16 +276,10 @@ class _Looking(NamedTuple):
 
 def _looking(search: bool, asked: _Looking) -> _Looking | None:
     """Return the settings of a search, None without --search; raise Misconfigured for flags that need --search."""
-    if search:
-        return asked
-    flags = {
-        "--fix": asked.fix or None, "--gpus": asked.gpus, "--top": asked.top, "--csv": asked.csv,
-        "--winner": asked.winner, "--min-fits": asked.min_fits, "--objective": asked.objective,
-    }  # fmt: skip
-    for flag, value in flags.items():
-        if value is not None:
-            raise Misconfigured(f"{flag} is about --search: give it, too")
-    return None
+    given = [name.replace("_", "-") for name, value in asked._asdict().items() if value not in (None, ())]
+    if given and not search:
+        raise Misconfigured(f"--{given[0]} is about --search: give it, too")
+    return asked if search else None
 
 
 def _numbers(flag: str, text: str) -> list[int | None]:

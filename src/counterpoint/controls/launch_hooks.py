@@ -59,13 +59,9 @@ class _Config(ctypes.Structure):
     """Lays out `CUlaunchConfig`, whose fields up to `stream` are also cuLaunchKernel's arguments after the function."""
 
     _fields_ = [
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
-        ("smem", ctypes.c_uint),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.c_void_p),
-        ("num_attributes", ctypes.c_uint),
-    ]
+        ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("smem", ctypes.c_uint), ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p), ("num_attributes", ctypes.c_uint),
+    ]  # fmt: skip
 
 
 class _ByValue(ctypes.Structure):

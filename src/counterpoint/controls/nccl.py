@@ -202,17 +202,7 @@ class NcclWindows(Control):
         return reason
 
     def empty(self, numel: int, *, dtype: Any, device: Any, group: Any) -> Any:
-        """Return a new buffer of `numel` elements, registered with `group`; all ranks call it in the same order.
-
-        Args:
-            numel: elements.
-            dtype: torch.dtype of the elements.
-            device: this rank's torch.device.
-            group: an NCCL process group.
-
-        Raises:
-            Misconfigured: `group` has no NCCL backend on `device`.
-        """
+        """Return a buffer registered with an NCCL `group`, in one order on all ranks; Misconfigured: no NCCL."""
         import torch
         import torch.distributed as dist
 

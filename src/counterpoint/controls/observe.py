@@ -138,18 +138,11 @@ def launched(event: ProfilerEvent, priorities: dict[int | None, int]) -> Launche
     args = event.args
     stream = args.get("stream")
     return Launched(
-        kind=_KIND[event.cat],
-        name=event.name,
-        stream=stream,
-        priority=priorities.get(stream),
-        grid=_three(args.get("grid")),
-        block=_three(args.get("block")),
-        regs_per_thread=args.get("registers per thread"),
-        smem_bytes=args.get("shared memory"),
-        bytes=args.get("bytes"),
-        start_us=event.ts,
-        duration_us=event.dur,
-    )
+        kind=_KIND[event.cat], name=event.name, stream=stream, priority=priorities.get(stream),
+        grid=_three(args.get("grid")), block=_three(args.get("block")),
+        regs_per_thread=args.get("registers per thread"), smem_bytes=args.get("shared memory"), bytes=args.get("bytes"),
+        start_us=event.ts, duration_us=event.dur,
+    )  # fmt: skip
 
 
 def _three(numbers: Sequence[int] | None) -> tuple[int, int, int] | None:
@@ -178,14 +171,9 @@ def see(lanes: Lanes, *, without: Lanes, device: Any, clusters: bool = False) ->
 def see_all(pairs: Sequence[Lanes], *, without: Lanes, device: Any, clusters: bool = False) -> list[Observation]:
     """Return the kernels and copies of each pair, with and without controls, in one profile; all ranks call it.
 
-    Args:
-        pairs: the lanes that controls yield, while the controls are applied.
-        without: the same pair with the controls off.
-        device: torch.device.
-        clusters: also look at cluster sizes of the collective, which is then captured alone.
-
-    Raises:
-        Unsupported: the profiler saw nothing.
+    `pairs` are the lanes that controls yield, while these are applied, and `without` the same pair with the controls
+    off. With `clusters` the collective is also captured alone, to see cluster sizes. `Unsupported`: the profiler saw
+    nothing.
     """
     every = [without, *pairs]
     ran = sides_of_all(every, device)
@@ -197,15 +185,11 @@ def see_all(pairs: Sequence[Lanes], *, without: Lanes, device: Any, clusters: bo
     (compute_without, comm_without), *found = ran
     return [
         Observation(
-            compute=compute,
-            comm=comm,
-            compute_without=compute_without,
-            comm_without=comm_without,
-            compute_sms=sm_ids(lanes.compute_stream),
-            comm_sms=sm_ids(lanes.comm_stream),
+            compute=compute, comm=comm, compute_without=compute_without, comm_without=comm_without,
+            compute_sms=sm_ids(lanes.compute_stream), comm_sms=sm_ids(lanes.comm_stream),
         )
         for lanes, (compute, comm) in zip(pairs, found, strict=True)
-    ]
+    ]  # fmt: skip
 
 
 @contextmanager

@@ -48,12 +48,8 @@ class OccupancyShaping(Control):
     """
 
     driver_calls: ClassVar[tuple[str, ...]] = (
-        "cuFuncGetAttribute",
-        "cuFuncSetAttribute",
-        "cuFuncGetName",
-        "cuKernelGetFunction",
-        "cuDeviceGetAttribute",
-    )
+        "cuFuncGetAttribute", "cuFuncSetAttribute", "cuFuncGetName", "cuKernelGetFunction", "cuDeviceGetAttribute",
+    )  # fmt: skip
     remedy: ClassVar[str] = (
         "ask for fewer blocks than fit by themselves, of a kernel that Triton launches (others: interpose=True); one "
         "block per SM already: a smaller grid, gemm_sms=N"
@@ -133,11 +129,9 @@ class OccupancyShaping(Control):
         return self._result(f"{text}: {before.name}", grown and has == would.blocks_after)
 
     def _result(self, text: str, took_effect: bool) -> Evidence:
-        asked = (
-            f"{self.blocks_per_sm} blocks per SM"
-            if self.smem_bytes is None
-            else f"{self.smem_bytes} bytes of shared memory per block"
-        )
+        asked = f"{self.smem_bytes} bytes of shared memory per block"
+        if self.smem_bytes is None:
+            asked = f"{self.blocks_per_sm} blocks per SM"
         return self.evidence(asked=asked, seen=text, took_effect=took_effect)
 
     def _longest(self, launched: tuple[Launched, ...]) -> Launched | None:
@@ -243,27 +237,14 @@ class Shaper:
         return tuple(found for found in self._shapes.values() if found is not None)
 
     def dynamic_smem(
-        self,
-        handle: int,
-        *,
-        threads: int,
-        dynamic_smem_bytes: int = 0,
-        clustered: bool = False,
+        self, handle: int, *, threads: int, dynamic_smem_bytes: int = 0, clustered: bool = False,
         cooperative: bool = False,
-    ) -> int:
+    ) -> int:  # fmt: skip
         """Return the bytes of dynamic shared memory to launch a kernel with, and permit the kernel to have them.
 
-        The permission stays: it changes nothing by itself, and captured graphs need it.
-
-        Args:
-            handle: `CUfunction` or `CUkernel`, as an integer.
-            threads: threads per block.
-            dynamic_smem_bytes: bytes that the kernel asks for by itself.
-            clustered: launched with a cluster dimension.
-            cooperative: launched cooperatively.
-
-        Raises:
-            Unsupported: the driver refused.
+        The permission stays: it changes nothing by itself, and captured graphs need it. `handle` is a `CUfunction` or
+        `CUkernel`, `threads` are of a block, `dynamic_smem_bytes` what the kernel asks for by itself. `Unsupported`:
+        the driver refused.
         """
         key = (handle, threads, dynamic_smem_bytes, clustered, cooperative)
         if key not in self._shapes:

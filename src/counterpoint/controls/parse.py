@@ -76,10 +76,6 @@ def _order(values: Values) -> Control:
     return CommFirst()
 
 
-def _occupancy(values: Values) -> Control:
-    return OccupancyShaping(blocks_per_sm=_number(values, "blocks_per_sm"), smem_bytes=_number(values, "smem"))
-
-
 _CONTROLS: dict[tuple[str, ...], Callable[[Values], Control]] = {  # by the keys that make one control
     ("priority",): _priority,  # streams first: green contexts take over the priorities of the streams they replace
     ("green",): lambda v: GreenContexts(compute_sms=_needed(v, "green")),
@@ -88,7 +84,9 @@ _CONTROLS: dict[tuple[str, ...], Callable[[Values], Control]] = {  # by the keys
     ("cta_policy",): lambda v: NcclCtaPolicy(policy=v["cta_policy"]),  # type: ignore[arg-type]  # it refuses others
     ("windows",): lambda v: NcclWindows(),
     ("gemm_sms",): _gemm_sms,
-    ("blocks_per_sm", "smem"): _occupancy,
+    ("blocks_per_sm", "smem"): lambda v: OccupancyShaping(
+        blocks_per_sm=_number(v, "blocks_per_sm"), smem_bytes=_number(v, "smem")
+    ),
     ("order",): _order,
 }
 

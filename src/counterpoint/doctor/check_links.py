@@ -105,7 +105,12 @@ def nvlink(readings: Readings) -> Check:
     most = max(usual, max(active))
     speeds = [link.speed_mb_per_s for gpu in found for link in gpu.nvlinks or () if link.active and link.speed_mb_per_s]
     down = [f"GPU {gpu.index}: {up} of {most} links" for gpu, up in zip(found, active, strict=True) if up < most]
-    slow = [f"GPU {gpu.index}: a slower link" for gpu in found if _slower(gpu, max(speeds, default=0))]
+    least = 0.95 * max(speeds, default=0)
+    slow = [
+        f"GPU {gpu.index}: a slower link"
+        for gpu in found
+        if any(link.active and 0 < (link.speed_mb_per_s or 0) < least for link in gpu.nvlinks or ())
+    ]
     if down or slow:
         return problem(
             "nvlink", and_so_on(down + slow), gpus=len(down) + len(slow), links=most,
@@ -130,10 +135,6 @@ def _no_nvlink(gpus: int) -> Check:
         means="GPUs reach each other over PCIe: a tenth of the bandwidth, so there is ten times as much to hide",
         fix="bridges or an NVSwitch machine; else larger compute per byte (gradient accumulation, compression: plan)",
     )  # fmt: skip
-
-
-def _slower(gpu: GpuReading, fastest: int) -> bool:
-    return any(link.active and 0 < (link.speed_mb_per_s or 0) < 0.95 * fastest for link in gpu.nvlinks or ())
 
 
 def _link_errors(gpu: GpuReading) -> str | None:

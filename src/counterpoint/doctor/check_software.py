@@ -189,15 +189,6 @@ def _whole(value: str) -> int | None:
     return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
 
 
-def _not_a_connection_count(value: str, profile: Profile) -> bool:
-    number = _whole(value)
-    return number is None or not 1 <= number <= MOST_CONNECTIONS
-
-
-def _one(value: str, profile: Profile) -> bool:
-    return _whole(value) == 1
-
-
 def _local(value: str, profile: Profile) -> bool:
     """Return whether the value of a level variable is `LOC` or 0, which allows no direct access to a peer."""
     return value.strip().upper() in ("LOC", "0")
@@ -212,11 +203,11 @@ RULES: tuple[Rule, ...] = (
     Rule("CUDA_LAUNCH_BLOCKING", _on,
          "the host waits for every kernel before it launches the next: nothing overlaps at all",
          "unset it; it is for debugging", breaks=True),
-    Rule("CUDA_DEVICE_MAX_CONNECTIONS", _one,
+    Rule("CUDA_DEVICE_MAX_CONNECTIONS", lambda value, profile: _whole(value) == 1,
          "all streams share one hardware queue, so work starts in launch order: FSDP's all-gather waits behind "
          "compute. Recipes of tensor parallelism with its own overlap (Megatron) ask for 1",
          "unset it (8) unless such a recipe asks for it; never together with FSDP. It is read when CUDA starts"),
-    Rule("CUDA_DEVICE_MAX_CONNECTIONS", _not_a_connection_count,
+    Rule("CUDA_DEVICE_MAX_CONNECTIONS", lambda value, profile: not 1 <= (_whole(value) or 0) <= MOST_CONNECTIONS,
          f"not a number from 1 to {MOST_CONNECTIONS}: the driver does not take it as you wrote it",
          f"unset it, or give a whole number from 1 to {MOST_CONNECTIONS}"),
     Rule("TORCH_NCCL_BLOCKING_WAIT", _on,

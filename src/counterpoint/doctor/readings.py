@@ -230,10 +230,6 @@ Status = Literal["ok", "warning", "problem", "not_seen"]
 def _check(name: str, status: Status, seen: str, means: str, fix: str, values: Mapping[str, Value]) -> Check:
     safe = {key: printable(value, _LIMIT) if isinstance(value, str) else value for key, value in values.items()}
     return Check(
-        name=printable(name, 80),
-        status=status,
-        seen=printable(seen, _LIMIT),
-        means=printable(means, _LIMIT),
-        fix=printable(fix, _LIMIT),
-        values=safe,
-    )
+        name=printable(name, 80), status=status, seen=printable(seen, _LIMIT), means=printable(means, _LIMIT),
+        fix=printable(fix, _LIMIT), values=safe,
+    )  # fmt: skip

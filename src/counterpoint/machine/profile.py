@@ -226,11 +226,7 @@ def profile_of(gpu: str | None, path: str | Path | None = None) -> Profile:
 
 
 def own_profile(gpu: str | None, path: str | Path | None = None) -> Profile | None:
-    """Return the profile in the file that `path` or COUNTERPOINT_PROFILE names; None if neither is given.
-
-    Raises:
-        Misconfigured: the file cannot be read, or is of another GPU.
-    """
+    """Return the profile that `path` or COUNTERPOINT_PROFILE names, None without either; raise as `profile_of` does."""
     if path == "":
         raise Misconfigured("an empty path of a profile: give the path of one, or None")
     named = os.environ.get(VARIABLE) if path is None else path

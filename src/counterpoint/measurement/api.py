@@ -75,7 +75,8 @@ def measure(
         PeerTimeout: ranks died or hung; names them, and their logs.
     """
     ranks = count_ranks(device, world_size)
-    num_sms = _num_sms() if device == "cuda" else SMS
+    sheet = find_gpu(_gpus()[0]) if device == "cuda" else None
+    num_sms = SMS if sheet is None else sheet.sm.num_sms
     parts = parts_of(suite, device=device, world_size=ranks, mechanisms=mechanisms, num_sms=num_sms)
     return measure_parts(
         suite, parts, device=device, world_size=ranks, rounds=rounds, timeout_s=timeout_s,
@@ -102,30 +103,19 @@ def count_ranks(device: str, world_size: int | None, *, verb: str = "measure") -
 
 
 def measure_parts(
-    suite: str,
-    parts: Sequence[Scenario | Block],
-    *,
-    device: str,
-    world_size: int,
-    rounds: int,
-    timeout_s: float,
-    budget_s: float | None = None,
-    progress: Progress | None = None,
-) -> Measurement:
+    suite: str, parts: Sequence[Scenario | Block], *, device: str, world_size: int, rounds: int, timeout_s: float,
+    budget_s: float | None = None, progress: Progress | None = None,
+) -> Measurement:  # fmt: skip
     """Return the measurement of scenarios and building blocks, which must have distinct names, in their order.
 
-    Only `measure` and `tune` start ranks, both by this function; its other arguments are those of `measure`, and
-    `world_size` comes from `count_ranks`. After `budget_s` seconds nothing more is measured, and missing parts have no
-    rows; None: everything is measured.
+    Only `measure` and `tune` start ranks, both by this function, with a `world_size` from `count_ranks`. After
+    `budget_s` seconds nothing more is measured, and missing parts have no rows; None: everything is measured.
 
     Raises:
         Misconfigured: `rounds` or `timeout_s` is not allowed.
-        Unsupported: as in `measure`; errors of `launch` are passed on, too.
+        Unsupported: nothing can be measured here; errors of `launch` are passed on, too.
     """
     until_s = None if budget_s is None else time.monotonic() + budget_s
-    _require_torch()
-    if device == "cuda":
-        _gpus()
     if rounds < MIN_ROUNDS:
         raise Misconfigured(f"rounds {rounds}; at least {MIN_ROUNDS}: the first two are dropped, and three must remain")
     if not timeout_s > 0:
@@ -152,7 +142,7 @@ def measure_parts(
     return measured
 
 
-def _require_torch(verb: str = "measure") -> None:
+def _require_torch(verb: str) -> None:
     if importlib.util.find_spec("torch") is None:
         raise Unsupported(f"torch is not installed; {verb} needs it: pip install 'counterpoint[torch]'")
 
@@ -166,12 +156,6 @@ def _gpus(verb: str = "measure") -> tuple[str, ...]:
     if reason is not None:
         raise Unsupported(f"{reason}; {verb} needs at least 2, or to try it on CPUs: --device cpu")
     return gpus
-
-
-def _num_sms() -> int:
-    """Return the number of SMs of this machine's first GPU by its data sheet; `SMS` if its model is unknown."""
-    sheet = find_gpu(_gpus()[0])
-    return SMS if sheet is None else sheet.sm.num_sms
 
 
 def _world_size(device: str, asked: int | None, gpus: int) -> int:
@@ -234,14 +218,9 @@ VARIABLES = ("NCCL_", "CUDA_", "TORCH_", "NVSHMEM_", "PYTORCH_", "OMP_")  # pref
 
 
 def launch(
-    plan: Plan,
-    *,
-    folder: Path,
-    timeout_s: float,
-    startup_s: float = STARTUP_S,
-    progress: Progress | None = None,
+    plan: Plan, *, folder: Path, timeout_s: float, startup_s: float = STARTUP_S, progress: Progress | None = None,
     module: str = WORKER,
-) -> None:
+) -> None:  # fmt: skip
     """Start ranks that run all of `plan`; return when all have ended well. The plan's results file must exist, empty.
 
     Call it from a thread that lives until it returns: the kernel kills the ranks when that thread ends. `folder` gets
@@ -274,14 +253,9 @@ def launch(
 def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     threads = max(1, len(os.sched_getaffinity(0)) // world_size)
     place = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": world_size,
-        "LOCAL_WORLD_SIZE": world_size,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        PARENT_VARIABLE: os.getpid(),
-    }
+        "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size,
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, PARENT_VARIABLE: os.getpid(),
+    }  # fmt: skip
     return {"OMP_NUM_THREADS": str(threads), **DEFAULTS, **os.environ, **{key: str(it) for key, it in place.items()}}
 
 

@@ -124,14 +124,9 @@ def exchange(session: Session, block: Block, plan: Plan, unavailable: dict[str, 
         )  # fmt: skip
 
     checked = open_checked(
-        session,
-        block.mechanisms,
-        open_dispatcher,
-        partial(_round_trip, session, tokens),
-        tokens.errors,
-        unavailable,
+        session, block.mechanisms, open_dispatcher, partial(_round_trip, session, tokens), tokens.errors, unavailable,
         allowed="that of rounding",
-    )
+    )  # fmt: skip
     if checked:
         seen = _observed(session, checked, tokens)
         with _other_works(session, asked, tokens, plan.seed) as works:
@@ -273,35 +268,23 @@ def _of_leg(
                 of_pair |= {(name, case): samples[name, work.name, case] for case in cases}
             found += [
                 row(
-                    scenario,
-                    mechanism=one.name,
-                    order="together",
-                    size_bytes=size,
-                    flops=work.flops,
-                    peak_tflops=peak_tflops(session.gpu_name) if work.flops else None,
-                    samples=of_pair,
-                    best=(best, alone[best].us),
-                    observed=Observed(usage=observed.usage, marked=marked),
-                    device=device,
+                    scenario, mechanism=one.name, order="together", size_bytes=size, flops=work.flops,
+                    peak_tflops=peak_tflops(session.gpu_name) if work.flops else None, samples=of_pair,
+                    best=(best, alone[best].us), observed=Observed(usage=observed.usage, marked=marked), device=device,
                 )
                 for one, observed, marked in zip(legs, seen, marks, strict=True)
-            ]
+            ]  # fmt: skip
         return [
             *found,
             *(
                 BlockRow(
-                    what=what,
-                    mechanism=one.name,
-                    size_bytes=size,
-                    num_ctas=observed.usage.comm_ctas if observed.usage else None,
-                    time=alone[one.name],
-                    path=one.path,
-                    why=one.why,
-                    marked=joined(marked, why_late(samples[one.name, "", "comm_alone"])),
+                    what=what, mechanism=one.name, size_bytes=size,
+                    num_ctas=observed.usage.comm_ctas if observed.usage else None, time=alone[one.name], path=one.path,
+                    why=one.why, marked=joined(marked, why_late(samples[one.name, "", "comm_alone"])),
                 )
                 for one, observed, marked in zip(legs, seen, marks, strict=True)
             ),
-        ]
+        ]  # fmt: skip
 
     return Experiment(trials=trials, rows=rows)
 

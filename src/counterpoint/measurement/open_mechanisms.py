@@ -102,14 +102,9 @@ def open_mechanism(
         elif communicator is not None:  # peers write into it: without it every call would copy its output
             empty = partial(communicator.empty, dtype=session.dtype)
         return allocate(
-            collective,
-            numel=numel,
-            dtype=session.dtype,
-            rank=session.rank,
-            world_size=session.world_size,
-            seed=1,
+            collective, numel=numel, dtype=session.dtype, rank=session.rank, world_size=session.world_size, seed=1,
             empty=empty,
-        )
+        )  # fmt: skip
 
     memory = memory_of(mechanism)
     if memory != "windows" and memory not in shared:
@@ -133,21 +128,15 @@ def _release(windows: NcclWindows, kind: type[BaseException] | None, *_: object)
 
 @contextmanager
 def open_all(
-    session: Session,
-    mechanisms: Sequence[Mechanism],
-    collective: str,
-    numel: int,
-    stock: Lanes,
+    session: Session, mechanisms: Sequence[Mechanism], collective: str, numel: int, stock: Lanes,
     unavailable: dict[str, str],
-) -> Iterator[tuple[list[Opened], Opened]]:
-    """Open every mechanism that can run, and check the data that it delivers; all ranks enter together.
+) -> Iterator[tuple[list[Opened], Opened]]:  # fmt: skip
+    """Yield every mechanism that can run, opened, its data checked, and one without controls to compare them with.
 
-    Yields:
-        The mechanisms, and one without controls to compare them with; `unavailable` gets why others cannot run.
+    All ranks enter together; `unavailable` gets why others cannot run.
 
     Raises:
         Unsupported: none can run here.
-        WrongResult: one delivers wrong data.
     """
     shared: dict[Memory, Buffers] = {}
     opened: list[Opened] = []
@@ -210,15 +199,9 @@ class Checked(Generic[C]):
 
 
 def open_checked(
-    session: Session,
-    names: Sequence[str],
-    open_caller: Callable[[str], C],
-    first: Callable[[C], Tensor],
-    errors: Callable[[Tensor], tuple[float, float]],
-    unavailable: dict[str, str],
-    *,
-    allowed: str,
-) -> list[Checked[C]]:
+    session: Session, names: Sequence[str], open_caller: Callable[[str], C], first: Callable[[C], Tensor],
+    errors: Callable[[Tensor], tuple[float, float]], unavailable: dict[str, str], *, allowed: str,
+) -> list[Checked[C]]:  # fmt: skip
     """Return the mechanisms that can run, opened, each with its first result checked; all ranks call it together.
 
     `open_caller` returns the `Caller` of a mechanism, to be closed by the user of this function; `first` runs a call

@@ -111,20 +111,13 @@ def pair(
             best = min(alone, key=alone.__getitem__)
             return [
                 row(
-                    scenario,
-                    mechanism=name,
-                    order=order,
-                    size_bytes=size,
-                    flops=workload.flops,
+                    scenario, mechanism=name, order=order, size_bytes=size, flops=workload.flops,
                     peak_tflops=peak_tflops(session.gpu_name) if session.compute_dtype.itemsize == 2 else None,
-                    samples=samples,
-                    best=(best, alone[best]),
-                    observed=seen,
-                    device=device,
+                    samples=samples, best=(best, alone[best]), observed=seen, device=device,
                 )
                 for name, seen in zip(names, observed, strict=True)
                 for order in scenario.orders
-            ]
+            ]  # fmt: skip
 
         yield Experiment(trials=_trials(session, opened, scenario.orders), rows=rows)
 
@@ -144,12 +137,9 @@ def _trials(
 
 
 def _size_bytes(
-    session: Session,
-    scenario: Scenario,
-    mechanisms: Sequence[Mechanism],
-    compute_us: Callable[[], float],
+    session: Session, scenario: Scenario, mechanisms: Sequence[Mechanism], compute_us: Callable[[], float],
     calibration: Calibration,
-) -> int:
+) -> int:  # fmt: skip
     """Return the message size: as asked, or so that the fastest base mechanism takes `ratio` times the compute time."""
     if scenario.size_bytes is not None:
         return scenario.size_bytes
@@ -164,13 +154,9 @@ def _size_bytes(
 
 
 def _fitted_sms(
-    session: Session,
-    collective: str,
-    workload: Workload,
-    size: int,
-    compute_us: Callable[[], float],
+    session: Session, collective: str, workload: Workload, size: int, compute_us: Callable[[], float],
     calibration: Calibration,
-) -> int | None:
+) -> int | None:  # fmt: skip
     """Return how many SMs `choose_gemm_sms` leaves to this pair's GEMM, equal on all ranks; None: all SMs."""
     if collective not in REDUCTIONS:
         return None
@@ -204,9 +190,9 @@ def time_at(curve: Curve, size_bytes: float) -> float:
     return y0 * math.exp(slope * math.log(size_bytes / x0))
 
 
-def size_for_time(curves: Sequence[Curve], time_us: float, *, smallest: int = 1 << 14, largest: int = 1 << 36) -> int:
-    """Return, by bisection within the bounds, the bytes for which the fastest of `curves` takes `time_us`."""
-    low, high = math.log(smallest), math.log(largest)
+def size_for_time(curves: Sequence[Curve], time_us: float) -> int:
+    """Return, by bisection from 16 KiB to 64 GiB, the bytes for which the fastest of `curves` takes `time_us`."""
+    low, high = math.log(1 << 14), math.log(1 << 36)
     for _ in range(60):
         middle = (low + high) / 2
         if min(time_at(curve, math.exp(middle)) for curve in curves) < time_us:

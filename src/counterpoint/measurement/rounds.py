@@ -68,12 +68,6 @@ def play_rounds(
     return {key: [ranks[key] for ranks in everyone] for key in trials}
 
 
-def _that_count(samples: Samples) -> list[bool]:
-    """Return a mask of rounds that count: no rank was late. If fewer than three remain, all rounds count."""
-    in_time = _in_time(samples)
-    return in_time if sum(in_time) >= _FEWEST else [True] * len(in_time)
-
-
 def _in_time(samples: Samples) -> list[bool]:
     return [not any(trial.late for trial in trials) for trials in zip(*samples, strict=True)]
 
@@ -114,7 +108,9 @@ def timing(per_rank: Sequence[Sequence[float]], counts: Sequence[bool] | None = 
 
 def time_of(samples: Samples, measure: Callable[[Trial], float]) -> Timing:
     """Return the `Timing` of the µs that `measure` returns for each trial."""
-    return timing([[measure(trial) for trial in rank] for rank in samples], _that_count(samples))
+    in_time = _in_time(samples)  # if fewer than three remain, all rounds count
+    counts = in_time if sum(in_time) >= _FEWEST else None
+    return timing([[measure(trial) for trial in rank] for rank in samples], counts)
 
 
 def compute_time(trial: Trial) -> float:
@@ -133,18 +129,9 @@ def both_time(trial: Trial) -> float:
 
 
 def row(
-    scenario: Scenario,
-    *,
-    mechanism: str,
-    order: Order,
-    size_bytes: int,
-    flops: int,
-    peak_tflops: float | None,
-    samples: Mapping[tuple[str, str], Samples],
-    best: tuple[str, float],
-    observed: Observed,
-    device: DeviceState | None,
-) -> Row:
+    scenario: Scenario, *, mechanism: str, order: Order, size_bytes: int, flops: int, peak_tflops: float | None,
+    samples: Mapping[tuple[str, str], Samples], best: tuple[str, float], observed: Observed, device: DeviceState | None,
+) -> Row:  # fmt: skip
     """Return one row of the measurement, for one mechanism and launch order.
 
     `samples` are by (mechanism, case), and the computation without any control is (`""`, `compute_alone`). `best` is
@@ -164,34 +151,13 @@ def row(
     rates = [flops / us / 1e6 for us in (compute_alone.us, compute.us)]
     mfus = [None if peak_tflops is None else rate / peak_tflops for rate in rates]
     return Row(
-        scenario=scenario.name,
-        workload=scenario.workload,
-        collective=scenario.collective,
-        size_bytes=size_bytes,
-        ratio=scenario.ratio,
-        mechanism=mechanism,
-        order=order,
-        compute_alone=compute_alone,
-        compute_controlled=time_of(samples[mechanism, "compute_alone"], compute_time),
-        comm_alone=comm_alone,
-        best_comm_alone_us=best[1],
-        best_mechanism=best[0],
-        serial=time_of(samples[mechanism, "serial"], both_time),
-        together=both,
-        compute_together=compute,
-        comm_together=comm,
-        head_start_us=head_us,
-        hidden=ratios.hidden,
-        ideal_fraction=ratios.ideal_fraction,
-        compute_kept=compute_alone.us / compute.us,
-        comm_kept=comm_alone.us / comm.us,
-        pair_class=pair_class(compute_alone.us, best[1]),
-        tflops_alone=rates[0],
-        tflops_together=rates[1],
-        mfu_alone=mfus[0],
-        mfu_together=mfus[1],
-        usage=observed.usage,
-        evidence=observed.evidence,
-        marked=joined(observed.marked, late),
-        device=device,
-    )
+        scenario=scenario.name, workload=scenario.workload, collective=scenario.collective, size_bytes=size_bytes,
+        ratio=scenario.ratio, mechanism=mechanism, order=order, compute_alone=compute_alone,
+        compute_controlled=time_of(samples[mechanism, "compute_alone"], compute_time), comm_alone=comm_alone,
+        best_comm_alone_us=best[1], best_mechanism=best[0], serial=time_of(samples[mechanism, "serial"], both_time),
+        together=both, compute_together=compute, comm_together=comm, head_start_us=head_us, hidden=ratios.hidden,
+        ideal_fraction=ratios.ideal_fraction, compute_kept=compute_alone.us / compute.us,
+        comm_kept=comm_alone.us / comm.us, pair_class=pair_class(compute_alone.us, best[1]), tflops_alone=rates[0],
+        tflops_together=rates[1], mfu_alone=mfus[0], mfu_together=mfus[1], usage=observed.usage,
+        evidence=observed.evidence, marked=joined(observed.marked, late), device=device,
+    )  # fmt: skip

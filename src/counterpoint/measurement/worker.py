@@ -21,6 +21,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 import msgspec
+from msgspec.structs import replace
 
 import counterpoint
 from counterpoint.errors import Misconfigured, Unsupported
@@ -91,17 +92,19 @@ class Worker:
             plan = self.plan
             if plan.until_s is not None:  # and a part ends long before the parent gives up
                 share_s = _share(until_s, len(plan.parts) - place)
-                plan = msgspec.structs.replace(plan, until_s=min(share_s, began + plan.timeout_s / 2 - STARTUP_S))
+                plan = replace(plan, until_s=min(share_s, began + plan.timeout_s / 2 - STARTUP_S))
             self.scenario = part.name
             dtypes = session.use_dtypes(part.dtype, None if isinstance(part, Block) else part.compute_dtype)
             try:
                 outcome = measure_part(session, part, plan, calibrations[dtypes])
             except NotEnoughMemory as error:
                 outcome = Outcome(scenario=part.name, unavailable=dict.fromkeys(part.mechanisms, str(error)))
-            outcome = _of_dtypes(outcome, *dtypes)
+            rows = (replace(row, dtype=dtypes[0], compute_dtype=dtypes[1]) for row in outcome.rows)
+            blocks = (replace(row, dtype=dtypes[0]) for row in outcome.blocks)
+            outcome = replace(outcome, rows=tuple(rows), blocks=tuple(blocks), environment=environment)
             if session.rank == 0:
                 with results.open("ab") as file:
-                    file.write(msgspec.json.encode(msgspec.structs.replace(outcome, environment=environment)) + b"\n")
+                    file.write(msgspec.json.encode(outcome) + b"\n")
                 environment = None
             took_s.append(time.monotonic() - began)
 
@@ -110,13 +113,6 @@ def _share(until_s: float, left: int) -> float:
     """Divide the time until `until_s` into `left` equal shares; return when the first share ends."""
     now = time.monotonic()
     return now + (until_s - now) / max(left, 1)
-
-
-def _of_dtypes(outcome: Outcome, dtype: str, compute_dtype: str) -> Outcome:
-    """Return the outcome with the measured dtypes added to all rows."""
-    rows = tuple(msgspec.structs.replace(row, dtype=dtype, compute_dtype=compute_dtype) for row in outcome.rows)
-    blocks = tuple(msgspec.structs.replace(row, dtype=dtype) for row in outcome.blocks)
-    return msgspec.structs.replace(outcome, rows=rows, blocks=blocks)
 
 
 def _environment(session: Session) -> Environment:
@@ -143,12 +139,7 @@ def _commit() -> str | None:
     """Return COUNTERPOINT_COMMIT if set, else the commit of this file's checkout, with `-dirty` if it has changes."""
     if given := os.environ.get("COUNTERPOINT_COMMIT"):
         return given
-    describe = (
-        "git",
-        "-C",
-        str(Path(__file__).parent),
-        *["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
-    )
+    describe = ("git", "-C", Path(__file__).parent, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     try:
         done = subprocess.run(describe, capture_output=True, text=True, check=False, timeout=10)
     except (OSError, subprocess.TimeoutExpired):  # no git here
@@ -159,13 +150,8 @@ def _commit() -> str | None:
 def measure_part(session: Session, part: Scenario | Block, plan: Plan, calibration: Calibration) -> Outcome:
     """Return all rows of one scenario or block, or why it has none. All ranks call it with the same arguments.
 
-    `calibration` is what scenarios of the same dtypes share.
-
-    Raises:
-        Misconfigured: there is no such workload, collective or mechanism, or ranks cannot share it.
-        NotEnoughMemory: it needs more memory than is free on a rank.
-        Unsupported: no mechanism can run here.
-        WrongResult: a collective delivers wrong data.
+    `calibration` is what scenarios of the same dtypes share. NotEnoughMemory and WrongResult are raised on all ranks,
+    as are Misconfigured (no such workload, collective or mechanism) and Unsupported (no mechanism can run here).
     """
     from counterpoint.measurement.rounds import play_rounds
 

@@ -243,14 +243,10 @@ class TrainingWatch:
         """Run the diagnosis in another process, and return its `WatchedStep`; None on ranks other than 0."""
         rank = _rank()
         todo = beside.Round(
-            parent=os.getpid(),
-            traces=str(self._made[f"traces/{rank}"] / f"step{step}"),
-            ranks=_ranks_here(),
-            digests=str(self._seen("digests") / f"step{step}"),
-            world_size=_world_size(),
-            step=step,
+            parent=os.getpid(), traces=str(self._made[f"traces/{rank}"] / f"step{step}"), ranks=_ranks_here(),
+            digests=str(self._seen("digests") / f"step{step}"), world_size=_world_size(), step=step,
             usual_us=self._usual_us,
-        )
+        )  # fmt: skip
         pipe = subprocess.PIPE
         process = subprocess.Popen(beside.COMMAND, stdin=pipe, stdout=pipe, stderr=pipe, env=beside.environment())
         self._process = process

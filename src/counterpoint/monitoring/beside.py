@@ -105,11 +105,7 @@ def put(folder: Path, name: str, data: bytes) -> None:
 
 @contextmanager
 def writing(folder: Path, name: str) -> Iterator[Path]:
-    """Yield a temporary path to write to; the file gets its final name when the `with` block ends without an error.
-
-    Raises:
-        CounterpointError: the parent of `folder` does not exist.
-    """
+    """Yield a temporary path that becomes `name` if the block raises nothing; `folder` must have a parent."""
     if not folder.parent.is_dir():
         raise CounterpointError(
             f"the folder {folder.parent} is not here: the rank that made it has ended, or is on another host; several "
@@ -168,24 +164,13 @@ def watched_step(diagnosis: Diagnosis, step: int, notes: tuple[str, ...], usual_
     total, steps = diagnosis.totals, max(1, len(diagnosis.steps))
     late = _late(diagnosis, steps, usual_us)
     return WatchedStep(
-        step=step,
-        unix_s=time.time(),
-        line=_line(diagnosis, step, steps, late, usual_us),
-        verdict=diagnosis.verdict,
-        ranks=diagnosis.ranks,
-        world_size=diagnosis.world_size,
-        step_us=total.duration_us / steps,
-        usual_us=usual_us,
-        hidden=total.hidden,
-        exposed_comm_us=total.exposed_comm_us / steps,
-        idle_us=total.idle_us / steps,
-        late_rank=late.rank if late else None,
-        late_us=late.delay_us / steps if late else None,
-        late_cause=late.cause if late else None,
-        late_detail=late.detail if late else None,
-        findings=diagnosis.findings,
+        step=step, unix_s=time.time(), line=_line(diagnosis, step, steps, late, usual_us), verdict=diagnosis.verdict,
+        ranks=diagnosis.ranks, world_size=diagnosis.world_size, step_us=total.duration_us / steps, usual_us=usual_us,
+        hidden=total.hidden, exposed_comm_us=total.exposed_comm_us / steps, idle_us=total.idle_us / steps,
+        late_rank=late.rank if late else None, late_us=late.delay_us / steps if late else None,
+        late_cause=late.cause if late else None, late_detail=late.detail if late else None, findings=diagnosis.findings,
         notes=(*diagnosis.notes, *notes, *[NO_TIMES] * is_rehearsal()),
-    )
+    )  # fmt: skip
 
 
 def _late(diagnosis: Diagnosis, steps: int, usual_us: float | None) -> Straggler | None:

@@ -44,23 +44,18 @@ class Part(NamedTuple):
 class ShardedRows:
     """Says which rows of a matrix, `[batch, rows of all ranks]` flattened, belong to which rank.
 
-    Row i of a peer's rows in batch element b is row `b * sum(rows) + sum(rows[:peer]) + i`. The peer's *shard* has only
-    its rows, batch element after batch element.
-
-    Args:
-        rows: how many rows each rank has in each batch element.
-        rank: this rank.
-        batch: number of batch elements.
-        chunk_rows: a shard is sent in chunks of this many of its rows (the last may have less), counted through the
-            batch, each with a word of its own; None: in one. A multiple of the rows of a tile wastes none.
+    Row i of a peer's rows in batch element b is row `b * sum(rows) + sum(rows[:peer]) + i`. The peer's *shard* has
+    only its rows, batch element after batch element. It is sent in chunks of `chunk_rows` of its rows (the last may
+    have less; None: all), counted through the batch, each with a word of its own; a multiple of a tile's rows wastes
+    none.
 
     Raises:
         Misconfigured: a number is out of its range.
     """
 
-    rows: tuple[int, ...]
-    rank: int = 0
-    batch: int = 1
+    rows: tuple[int, ...]  # of each rank in each batch element
+    rank: int = 0  # this rank
+    batch: int = 1  # number of batch elements
     chunk_rows: int | None = None
 
     def __post_init__(self) -> None:
@@ -276,26 +271,17 @@ class Hiding:
 
 
 def hiding(
-    operation: TensorOperation,
-    size: int,
-    world_size: int,
-    *,
-    flop_per_s: float,
-    link_bytes_per_s: float,
+    operation: TensorOperation, size: int, world_size: int, *, flop_per_s: float, link_bytes_per_s: float,
     element_bytes: int = 2,
-) -> Hiding:
+) -> Hiding:  # fmt: skip
     """Return whether the transfer can hide behind the matmul: whether the arithmetic takes at least as long.
 
         all_gather + matmul       M K b (w - 1) / w / B <= 2 M N K / R    iff    N >= b R (w - 1) / (2 w B)
         matmul + reduce_scatter   M N b (w - 1) / w / B <= 2 M N K / R    iff    K >= the same
 
-    Args:
-        operation: which of the two.
-        size: N per rank, of all weights that share the gathered rows; or K per rank.
-        world_size: w, the ranks.
-        flop_per_s: R, what such matmuls reach.
-        link_bytes_per_s: B, into one GPU.
-        element_bytes: b, of an element that is sent.
+    `size` is N per rank, of all weights that share the gathered rows, or K per rank; w is `world_size`, R
+    `flop_per_s`, what such matmuls reach, B `link_bytes_per_s`, into one GPU, and b `element_bytes`, of an element
+    that is sent.
     """
     least = element_bytes * flop_per_s * (world_size - 1) / (2 * world_size * link_bytes_per_s)
     scatter = operation == "matmul_reduce_scatter"

@@ -72,27 +72,14 @@ def choose_gemm_sms(pair: Pair, profile: Profile) -> GemmSms:
 
 
 def predict(
-    curves: Curves,
-    workload: str,
-    collective: str,
-    size_bytes: int,
-    split: SmSplit,
-    *,
-    orders: Sequence[Order] = ORDERS,
-    objective: Objective = "mean",
-    contention: Contention | None = None,
-) -> Budget:
+    curves: Curves, workload: str, collective: str, size_bytes: int, split: SmSplit, *,
+    orders: Sequence[Order] = ORDERS, objective: Objective = "mean", contention: Contention | None = None,
+) -> Budget:  # fmt: skip
     """Return the predicted times of a GEMM and a collective under one division of the SMs.
 
-    Args:
-        curves: times of both sides alone, as measured on the machine.
-        workload: one or more GEMMs, by their name in the curves.
-        collective: PyTorch's name.
-        size_bytes: of the full array.
-        split: the division of the SMs.
-        orders: launch orders that count.
-        objective: over these orders, `mean` or `worst`.
-        contention: figures fitted to measured pairs; None: the default profile's, H200.
+    `curves` have the measured times of both sides alone, `workload` is a name in them, and `size_bytes` is of the full
+    array. The objective is the `mean` or the `worst` over the launch orders that count. `contention` None: the default
+    profile's, H200.
 
     Raises:
         Misconfigured: nothing was measured at or around this point; no order; the split leaves the GEMM no SM.
@@ -128,16 +115,9 @@ def predict(
 
 
 def choose_split(
-    curves: Curves,
-    workload: str,
-    collective: str,
-    size_bytes: int,
-    *,
-    orders: Sequence[Order] = ORDERS,
-    candidates: Iterable[SmSplit] | None = None,
-    objective: Objective = "mean",
-    contention: Contention | None = None,
-) -> Budget:
+    curves: Curves, workload: str, collective: str, size_bytes: int, *, orders: Sequence[Order] = ORDERS,
+    candidates: Iterable[SmSplit] | None = None, objective: Objective = "mean", contention: Contention | None = None,
+) -> Budget:  # fmt: skip
     """Return the division of SMs with the least predicted time of GEMM and collective together; on a tie the first.
 
     The arguments are as in `predict`; `candidates` are the splits to compare, None: all from `candidates_for` for this

@@ -175,20 +175,14 @@ class Curves:
 
 
 def curves_from(
-    blocks: Iterable[BlockRow],
-    products: Mapping[str, Sequence[Product]],
-    *,
-    layout: SmLayout,
+    blocks: Iterable[BlockRow], products: Mapping[str, Sequence[Product]], *, layout: SmLayout,
     default_ctas: int | None = None,
-) -> Curves:
+) -> Curves:  # fmt: skip
     """Return curves from rows of GEMMs and collectives measured alone; skip marked rows and rows of no `SmSplit`.
 
-    Args:
-        blocks: GEMMs as `stock` and `gemm_sms=N`, collectives as
-            `nccl[+max_ctas=N][+cga_cluster=N]`; of rows with equal settings the last.
-        products: the GEMMs of each workload, by its name; workloads that are not here are left out.
-        layout: of the GPU.
-        default_ctas: CTAs of plain NCCL, for rows whose kernels the profiler did not look at.
+    GEMMs are measured as `stock` and `gemm_sms=N`, collectives as `nccl[+max_ctas=N][+cga_cluster=N]`; of rows with
+    equal settings the last counts. `products` has the GEMMs of each workload that counts; `default_ctas` are the CTAs
+    of plain NCCL, for rows whose kernels the profiler did not look at.
 
     Raises:
         Misconfigured: CTAs are not known and `default_ctas` is not given; a time or size is not above 0.
@@ -196,7 +190,8 @@ def curves_from(
     gemms: dict[str, dict[int, float]] = {}
     comms: dict[CommKey, dict[int, CommPoint]] = {}
     for row in blocks:
-        split = SmSplit.of(_as_mechanism(row))
+        alone = "nccl" if row.mechanism == "stock" else f"nccl+{row.mechanism}"  # of GEMMs, which leave out the base
+        split = SmSplit.of(alone if row.size_bytes is None else row.mechanism)
         if row.marked is not None or split is None:
             continue
         if not row.time.us > 0 or (row.size_bytes is not None and row.size_bytes < 1):
@@ -219,13 +214,6 @@ def curves_from(
         },
         comms={key: CommCurve(points=tuple(at[size] for size in sorted(at))) for key, at in comms.items()},
     )
-
-
-def _as_mechanism(row: BlockRow) -> str:
-    """Return a row's mechanism with the base `nccl`, which rows of GEMMs (`stock`, `gemm_sms=116`) leave out."""
-    if row.size_bytes is not None:
-        return row.mechanism
-    return "nccl" if row.mechanism == "stock" else f"nccl+{row.mechanism}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -277,13 +265,9 @@ def estimated_curve(
 ) -> RowCurve:
     """Return an estimated (not measured) `RowCurve`: a launch plus waves of tiles at the GPU's usual speed.
 
-    Args:
-        n: columns of the product.
-        k: elements of each sum.
-        dtype: of the operands, by torch's name.
-        rows: most rows that the curve will be asked for.
-        profile: of the GPU; None: the default one, H200.
-        step: rows between two points; None: the rows of a tile.
+    The product has `n` columns and sums of `k` elements; `dtype` is of the operands, by torch's name. `rows` are the
+    most that the curve will be asked for, `step` those between two points (None: the rows of a tile); `profile` None:
+    H200's.
 
     Raises:
         Unsupported: the GPU's data sheet is not known, or has no peak of this dtype.

@@ -102,26 +102,18 @@ class _Parts:
 
 
 def choose_expert(
-    task: ExpertExchange,
-    profile: Profile | None = None,
-    *,
-    offered: Sequence[ExchangeMechanism] | None = None,
+    task: ExpertExchange, profile: Profile | None = None, *, offered: Sequence[ExchangeMechanism] | None = None,
     host_us: Mapping[ExchangeMechanism, float] | None = None,
-) -> ExpertPlan:
+) -> ExpertPlan:  # fmt: skip
     """Return the simplest mechanism (torch's is simplest) whose exposed time is within `MARGIN` of the least.
 
     Another mechanism than torch's is chosen only if it adds less than torch's by `MARGIN`. Two kinds of exchange are
-    left to torch: exchanges of few tokens, as in decoding, where over 70 % of the other mechanism's time would pass
-    without any token; and exchanges without compute beside them in which that mechanism moves no fewer bytes
-    (`top_k <= ranks`).
-    Ranks that give the same figures choose alike, which they must.
+    left to torch: of few tokens, as in decoding, where over 70 % of the other mechanism's time would pass without any
+    token; and without compute beside them, in which that mechanism moves no fewer bytes (`top_k <= ranks`). Ranks that
+    give the same figures choose alike, which they must.
 
-    Args:
-        task: the exchange.
-        profile: of the machine; None: the default one, H200.
-        offered: mechanisms to choose from, such as those that run here; None: all, or `CAPTURED` in a graph.
-        host_us: µs of the host to issue a dispatch and a combine by each mechanism, a lower limit of the predicted
-            time; None: none.
+    `profile` None: the default one, H200; `offered` None: all mechanisms, or `CAPTURED` in a graph. `host_us` has the
+    µs of the host to issue a dispatch and a combine by each mechanism, a lower limit of the predicted time.
 
     Raises:
         Misconfigured: nothing that is offered can be recorded in a graph, or nothing is offered.

@@ -252,16 +252,11 @@ def choose_matmul(
     times = ", ".join(f"{name} {us:,.0f}" for name, us in predicted.items())
     host = "" if predicted == by_gpu else ", as long as the host needs or longer"
     return MatmulPlan(
-        mechanism=chosen,
-        pieces=axis.cuts.pieces if chosen == "cuts" else axis.pieces(axis.serial_bounds),
-        segments=axis.segments,
-        predicted_us=predicted,
-        alone_us=task.alone_us,
-        comm_us=comm_us,
-        hiding=known,
+        mechanism=chosen, pieces=axis.cuts.pieces if chosen == "cuts" else axis.pieces(axis.serial_bounds),
+        segments=axis.segments, predicted_us=predicted, alone_us=task.alone_us, comm_us=comm_us, hiding=known,
         estimated=any(curve.estimated for curve in task.curves),
         why=f"{chosen} is the simplest within {MARGIN:.0%} of the best of {times} µs{host}; {known.why}",
-    )
+    )  # fmt: skip
 
 
 def with_best_chunks(task: ShardedMatmul, profile: Profile | None = None) -> ShardedMatmul:

@@ -197,14 +197,9 @@ class SmShares:
 
 
 def play(
-    kernels: Sequence[GemmKernel],
-    comm_us: float,
-    *,
-    compute_at_us: float,
-    comm_at_us: float,
-    comm_first: bool,
+    kernels: Sequence[GemmKernel], comm_us: float, *, compute_at_us: float, comm_at_us: float, comm_first: bool,
     shares: SmShares,
-) -> float:
+) -> float:  # fmt: skip
     """Return the µs at which kernels and collective have ended, simulated kernel by kernel and wave by wave.
 
     CTAs of a collective that find no SMs start when the kernel that holds them ends. While the collective is resident,
@@ -329,7 +324,8 @@ def reduced_us(pair: Pair, gemm_sms: int, profile: Profile) -> float:
     if pair.collective not in REDUCTIONS:
         raise Misconfigured(f"{pair.collective} adds up nothing; allowed are {', '.join(REDUCTIONS)}")
     sums, num_sms = profile.sums, pair.layout.num_sms
-    ends = _gemm_ends(pair, gemm_sms, profile.chip.matmul_tile)
+    whole, steps = (steps_of(pair.products, sms, profile.chip.matmul_tile) for sms in (num_sms, gemm_sms))
+    ends = list(accumulate(pair.compute_us * each / sum(whole) for each in steps)) or [pair.compute_us]
     slower = 1 + sums.contention * min(pair.comm_us, ends[-1]) / ends[-1]
     ends = [end * slower for end in ends]
     moved = (pair.world_size + 1) * pair.size_bytes / pair.world_size
@@ -340,13 +336,6 @@ def reduced_us(pair: Pair, gemm_sms: int, profile: Profile) -> float:
     comm_end = max(first + FIRST_CHUNK * after, last) + (1 - FIRST_CHUNK) * after
     between = gemm_sms == num_sms and last < ends[-1]  # the sums ran in between, and the GEMMs waited for them
     return max(ends[-1] + (moved / sums.memory_gb_per_s / 1000 if between else 0.0), comm_end)
-
-
-def _gemm_ends(pair: Pair, gemm_sms: int, tile: tuple[int, int]) -> list[float]:
-    """Return the µs at which each GEMM ends without the collective; a GEMM's time is proportional to `steps_of`."""
-    whole = sum(steps_of(pair.products, pair.layout.num_sms, tile))
-    times = (pair.compute_us * steps / whole for steps in steps_of(pair.products, gemm_sms, tile))
-    return list(accumulate(times)) or [pair.compute_us]
 
 
 def _summed_us(

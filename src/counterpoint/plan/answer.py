@@ -34,22 +34,18 @@ if TYPE_CHECKING:
 
 
 PARTS = {
-    "matmul": "matrix products",
-    "attention": "scores and values",
-    "memory_bound": "norms, activations, and what else waits for memory",
-    "recompute": "computed again for backward",
+    "matmul": "matrix products", "attention": "scores and values",
+    "memory_bound": "norms, activations, and what else waits for memory", "recompute": "computed again for backward",
     "shard_copies": "copies into and out of what is gathered and reduced",
     "tensor": "exposed: activations between ranks that share a matrix",
     "context": "exposed: keys and values between ranks that share a sequence",
     "expert": "exposed: tokens to their experts and back",
     "shards": "exposed: parameters gathered, gradients scattered",
-    "gradients": "exposed: gradients between replicas, once a step",
-    "bubble": "stages of the pipeline that wait",
+    "gradients": "exposed: gradients between replicas, once a step", "bubble": "stages of the pipeline that wait",
     "host": "launch-bound: the host launches kernels more slowly than the GPU runs them",
-    "offload": "exposed: activations to the host and back",
-    "optimizer": "the update",
+    "offload": "exposed: activations to the host and back", "optimizer": "the update",
     "stragglers": "the slowest rank over the mean",
-}
+}  # fmt: skip
 AXES = {
     "tp": "ranks that share a matrix",
     "cp": "ranks that share a sequence",
@@ -71,13 +67,10 @@ SHOWN_ROUNDS = 4  # rounds shown in a timeline; a round is as many micro-batches
 def answer(
     job: Job, *, asked: Mapping[str, str] | None = None, detailed: bool = False, anchor: Anchor | None = None
 ) -> Prediction:
-    """Return a job's predicted step as a `Prediction`, the record that is printed.
+    """Return a job's predicted step as the record that is printed; `asked` are the changes that were asked for.
 
-    Args:
-        job: the job.
-        asked: the changes that were asked for.
-        detailed: add timeline, curves and sensitivities.
-        anchor: the observed step of the job before the changes, by which all times are shifted.
+    `detailed` adds timeline, curves and sensitivities; `anchor` is the observed step of the job before the changes, by
+    which all times are shifted.
     """
     step = predict_step(job)
     found = _prediction(job, step, asked or {}, anchor)
@@ -160,16 +153,9 @@ def _parts(found: PredictedStep) -> dict[str, float]:
 
 
 def outcome(job: Job, found: PredictedStep, anchor: Anchor | None = None, **named: Any) -> PlanOutcome:
-    """Return a job's main figures from its predicted step: step time, throughput, memory and the like.
+    """Return a job's main figures from its predicted step `found`, and `named` fields such as `label` or `settings`.
 
-    Args:
-        job: the job.
-        found: the job's predicted step.
-        anchor: an observed step, as `answer` takes it.
-        named: fields that tell this outcome from others: `label`, or `settings` and `too_close`.
-
-    Raises:
-        Misconfigured: the training would never end.
+    Raise Misconfigured if the training would never end.
     """
     found, interval = _anchored(job, found, anchor)
     return PlanOutcome(
@@ -266,11 +252,8 @@ def place_job(
 ) -> tuple[PlacementResult, tuple[LaunchFile, ...]]:
     """Return a comparison of rank orders for a job on a topology's hosts, and launchers' files for the best order.
 
-    Args:
-        job: the job, whose groups and the bytes that they exchange decide on the order.
-        path: file of the topology.
-        hosts: hosts of the job in its launcher's order, as in n[1-4],n7; None: the first ones of the topology.
-        name: which topology of a topology.yaml; None: the cluster's default.
+    `path` is the topology's file, and `name` chooses one of a topology.yaml. `hosts` are the job's in its launcher's
+    order, as in n[1-4],n7; None: the first ones of the topology.
 
     Raises:
         Misconfigured: too few hosts; the readers raise it for a topology that cannot be read, or lacks a host.

@@ -29,19 +29,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
 from itertools import combinations
 from pathlib import Path
 from statistics import NormalDist, fmean
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
 from msgspec import Meta
-from msgspec.structs import asdict
 
-from counterpoint.errors import Misconfigured, printable
+from counterpoint.errors import Misconfigured
 from counterpoint.plan.job.cluster import GPUS
 from counterpoint.plan.job.job import Job
 from counterpoint.plan.job.parallel import Training
@@ -54,9 +53,7 @@ MOST_OF_SOURCE = 8.0  # most weight of one source in the error of ratios, in row
 LIKE_IT = 3  # rows alike in all features that "validated" needs
 LEAST_SEEN = 0.7  # least fraction of similar rows in the other sources' intervals that "validated" needs
 MEMORY_SPREAD = 0.15  # assumed standard deviation of ln(needed / predicted GiB)
-REMEDY = "benchmarks/plan_published.py --calibrate writes it"
 FILE = Path(__file__).with_name("measured_steps.json")
-MAX_BYTES = 1 << 22
 RANKS = (1, 8, 64, 512, 4096)  # upper end of each range of ranks, and of tokens
 TOKENS = (1024, 4096, 16384, 65536)
 SIXTEEN_BIT = ("bf16", "fp16")
@@ -80,8 +77,8 @@ Text = Annotated[str, Meta(min_length=1, max_length=200)]
 Error = Annotated[float, Meta(ge=-3, le=3)]
 
 
-class _RowFigures(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Holds the figures of one measured step, a row of the data file, without the step's features."""
+class CalibrationRow(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Holds one measured step that no constant of the model was fitted to."""
 
     source: Text  # who measured; errors common to all rows of a source do not show in its spread
     name: Text  # of the row in its source
@@ -89,18 +86,7 @@ class _RowFigures(Record, frozen=True, kw_only=True, forbid_unknown_fields=True)
     error: Error  # ln(measured / predicted) of the step's time
     slowest: Annotated[float, Meta(ge=0, le=1)] = 0.0  # delay by the slowest rank, as a fraction of the step
     seen: bool = False  # whether it lies in the interval of the other sources' rows
-
-
-class CalibrationRow(_RowFigures, frozen=True, kw_only=True):
-    """Holds one measured step that no constant of the model was fitted to."""
-
     features: Mapping[str, str]  # as `job_features` has them
-
-
-class _FileRow(_RowFigures, frozen=True, kw_only=True):
-    """Holds one row of the data file; `features` is an index, since many rows have equal features."""
-
-    features: Annotated[int, Meta(ge=0)]  # index in `_File.features`
 
 
 class MemoryNeed(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -113,11 +99,11 @@ class MemoryNeed(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class _File(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Holds the content of the data file."""
+    """Holds the content of the data file; many steps have equal features, so a step has an index of `features`."""
 
     written_by: str
     features: tuple[dict[Text, Text], ...]
-    steps: tuple[_FileRow, ...]
+    steps: tuple[dict[str, Any], ...]
     memory: MemoryNeed | None
 
 
@@ -134,7 +120,7 @@ def job_features(job: Job) -> dict[str, str]:
         "recomputation": training.recompute,
         "sharding": "parameters" if parallel.zero == 3 else "no parameters",
         "experts": "experts" if job.model.experts is not None else "dense",
-        "axes": _listed(axis for axis in ("tp", "pp", "cp", "ep") if getattr(parallel, axis) > 1) or "dp only",
+        "axes": ", ".join(axis for axis in ("tp", "pp", "cp", "ep") if getattr(parallel, axis) > 1) or "dp only",
         "kernels": _kernels(training),
         "collectives": _collectives(job),
         "other": _unusual(job),
@@ -151,7 +137,7 @@ def _kernels(training: Training) -> str:
         f"{training.fp8_scaling} scaling": training.precision == "fp8",
         "fp8 attention": training.precision == "fp8" and training.fp8_attention,
     }
-    return " with ".join(["fused" if training.fused_kernels else "eager", _listed([flash, *_true(more)])])
+    return " with ".join(["fused" if training.fused_kernels else "eager", ", ".join([flash, *_true(more)])])
 
 
 def _collectives(job: Job) -> str:
@@ -164,7 +150,7 @@ def _collectives(job: Job) -> str:
         "experts of two halves": job.parallel.ep > 1 and job.parallel.overlap_ep in (True, "halves"),
         "experts beside a micro-batch": job.parallel.ep > 1 and job.parallel.overlap_ep == "micro_batches",
     }
-    return _listed([job.mechanism, *axes, *_true(more), *waiting])
+    return ", ".join([job.mechanism, *axes, *_true(more), *waiting])
 
 
 def _unusual(job: Job) -> str:
@@ -186,15 +172,11 @@ def _unusual(job: Job) -> str:
         "a window of attention": model.window is not None,
         "multi-token prediction": model.mtp > 0,
     }
-    return _listed(_true(found)) or "nothing"
+    return ", ".join(_true(found)) or "nothing"
 
 
 def _true(said: Mapping[str, bool]) -> list[str]:
     return [name for name, so in said.items() if so]
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(names)
 
 
 def _band(value: int, last: Sequence[int]) -> str:
@@ -312,27 +294,19 @@ class MeasuredErrors:
         return lost
 
     def interval(self, features: Mapping[str, str], step_us: float, slowest_us: float = 0.0) -> StepInterval:
-        """Return the interval around a predicted step time.
+        """Return the interval around a predicted step time of a job with these features.
 
-        Args:
-            features: features of the step's job.
-            step_us: the predicted time.
-            slowest_us: what its slowest rank is expected to add; counts by the share of rows with other ranks.
+        `slowest_us` is what the step's slowest rank is expected to add; it counts by the share of rows with other
+        ranks.
         """
         found = self.likely(features)
         low, middle, high = found.ends
         wider = (1.0 - found.same_ranks) * slowest_us
         return StepInterval(
-            level=LEVEL,
-            seen=found.seen,
-            low_us=step_us * math.exp(min(low, 0.0)),
-            usual_us=step_us * math.exp(middle),
-            high_us=step_us * math.exp(max(high, 0.0)) + wider,
-            rows=len(self.rows),
-            sources=tuple(found.sources),
-            alike=sum(weight for weight, _ in found.sources.values()),
-            slowest_us=wider,
-        )
+            level=LEVEL, seen=found.seen, low_us=step_us * math.exp(min(low, 0.0)), usual_us=step_us * math.exp(middle),
+            high_us=step_us * math.exp(max(high, 0.0)) + wider, rows=len(self.rows), sources=tuple(found.sources),
+            alike=sum(weight for weight, _ in found.sources.values()), slowest_us=wider,
+        )  # fmt: skip
 
     def validated(self, features: Mapping[str, str]) -> str:
         """Return a line: "validated" and the error of rows with equal features, or "not validated" and why not."""
@@ -348,7 +322,7 @@ class MeasuredErrors:
         ]
         off = [abs(math.expm1(-row.error)) for row in rows]
         error = f"mean {fmean(off):.1%}, worst {max(off):.1%}"
-        names = _listed(dict.fromkeys(row.source for row in rows))
+        names = ", ".join(dict.fromkeys(row.source for row in rows))
         measured = f"{len(rows)} measured step{'' if len(rows) == 1 else 's'} of {names}"
         differs = [f"{name}: {features[name]}, not {closest.features[name]}" for name in unlike if unlike[name][place]]
         if differs:
@@ -399,47 +373,16 @@ class MeasuredErrors:
             return f"a predicted memory {MEMORY_SPREAD:.0%} off (1 deviation), assumed"
         need, more = self.memory, math.expm1(self.memory.mean)
         return (
-            f"{need.rows} configurations of {_listed(need.sources)} that ran or had too little: they needed "
+            f"{need.rows} configurations of {', '.join(need.sources)} that ran or had too little: they needed "
             f"{abs(more):.0%} {'less' if more < 0 else 'more'} than predicted, with a deviation of {need.deviation:.0%}"
         )
 
 
 def read_rows(path: Path) -> MeasuredErrors:
-    """Return the measured rows in a file; raise Misconfigured, with the field and what is allowed, if it is invalid."""
-    name = printable(str(path))
-    try:
-        with path.open("rb") as file:
-            content = file.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise Misconfigured(f"{name}: {error.strerror}; {REMEDY}") from None
-    if len(content) > MAX_BYTES:
-        raise Misconfigured(f"{name}: larger than {MAX_BYTES} bytes; {REMEDY}")
-    try:
-        found = msgspec.json.decode(content, type=_File)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Misconfigured(f"{name}: {printable(str(error))}; {REMEDY}") from None
-    if any(features.keys() != set(FEATURES) for features in found.features):
-        raise Misconfigured(f"{name}: other features than {_listed(FEATURES)}; {REMEDY}")
-    if not found.steps or max(row.features for row in found.steps) >= len(found.features):
-        raise Misconfigured(f"{name}: no steps, or one whose features are not in the file; {REMEDY}")
-    if odd := [each["year"] for each in found.features if each["year"] != UNKNOWN and not each["year"].isdecimal()]:
-        raise Misconfigured(f"{name}: year = {odd[0]!r}: give a number or {UNKNOWN}; {REMEDY}")
-    rows = (CalibrationRow(**asdict(row) | {"features": found.features[row.features]}) for row in found.steps)
-    return MeasuredErrors(tuple(rows), found.memory)
-
-
-def encode_rows(rows: MeasuredErrors, written_by: str) -> bytes:
-    """Return the content of a file that `read_rows` can read, with one row per line."""
-    places = {tuple(row.features.items()): place for place, row in reversed([*enumerate(rows.rows)])}
-    kinds = sorted(places, key=places.__getitem__)
-    steps = [asdict(row) | {"features": kinds.index(tuple(row.features.items()))} for row in rows.rows]
-    tables = {"features": [dict(kind) for kind in kinds], "steps": steps}
-    lists = [
-        f'"{name}": [\n' + ",\n".join(msgspec.json.encode(row).decode() for row in found) + "\n]"
-        for name, found in tables.items()
-    ]
-    head = msgspec.json.encode({"written_by": written_by, "memory": rows.memory}).decode().removesuffix("}")
-    return (",\n".join([head, *lists]) + "}\n").encode()
+    """Return the measured rows in a file that `benchmarks/plan_published.py --calibrate` has written."""
+    found = msgspec.json.decode(path.read_bytes(), type=_File)
+    rows = [step | {"features": found.features[step["features"]]} for step in found.steps]
+    return MeasuredErrors(msgspec.convert(rows, tuple[CalibrationRow, ...]), found.memory)
 
 
 @cache

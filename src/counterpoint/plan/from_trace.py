@@ -126,19 +126,15 @@ def measured_step(diagnosis: Diagnosis) -> MeasuredStep:
         raise Misconfigured("no collective with a known size was found: record traces with record_shapes=True")
     waits = (totals.exposed_wait_us or 0.0) / steps
     exposed = totals.exposed_comm_us / steps - waits
+    sheet = re.search(r"\b[A-Z]{1,2}\d{3}\b", diagnosis.gpu or "")  # H100 of "NVIDIA H100 80GB HBM3"
     return MeasuredStep(
-        ranks=diagnosis.world_size,
-        gpu=_gpu_name(diagnosis.gpu),
-        step_us=totals.duration_us / steps,
-        compute_us=totals.compute_us / steps,
-        lists_us=totals.multi_tensor_us / steps,
-        exposed_us=exposed,
-        waits_us=waits,
+        ranks=diagnosis.world_size, gpu=sheet.group() if sheet else diagnosis.gpu or "unknown",
+        step_us=totals.duration_us / steps, compute_us=totals.compute_us / steps,
+        lists_us=totals.multi_tensor_us / steps, exposed_us=exposed, waits_us=waits,
         rest_us=(totals.duration_us - totals.compute_us - totals.exposed_comm_us) / steps,
-        collectives=_by_kind(known, diagnosis.world_size, steps),
-        mfu=totals.mfu,
+        collectives=_by_kind(known, diagnosis.world_size, steps), mfu=totals.mfu,
         left_out=len(diagnosis.collectives) - len(known),
-    )
+    )  # fmt: skip
 
 
 def _by_kind(known: Iterable[Collective], world_size: int, steps: int) -> tuple[MeasuredCollective, ...]:
@@ -160,16 +156,16 @@ def _by_kind(known: Iterable[Collective], world_size: int, steps: int) -> tuple[
 
 
 def predict_on(measured: MeasuredStep, here: Cluster, there: Cluster, *, ranks: int, slow: float = 1.0) -> Prediction:
-    """Return the step predicted on `ranks` ranks of another cluster; raise Misconfigured if a group cannot grow so far.
+    """Return a measured step predicted on `ranks` ranks of another cluster, a multiple or divisor of the measured ones.
 
-    Args:
-        measured: the step.
-        here: the cluster that it was measured on.
-        there: the other cluster.
-        ranks: number of ranks there, a multiple or a divisor of the measured number.
-        slow: factor on the compute time of the slowest rank.
+    It was measured on `here`, and `slow` is a factor on the compute time of the slowest rank. Raise Misconfigured if a
+    group cannot grow so far.
     """
-    times = [(each, each.transfer_us * _ratio(each, measured, here, there, ranks)) for each in measured.collectives]
+    times = []
+    for each in measured.collectives:
+        before = estimate(each.operation, each.num_bytes, each.group, network_of(here)).us
+        after = estimate(each.operation, each.num_bytes, _grown(each.group, measured, ranks), network_of(there)).us
+        times.append((each, each.transfer_us * (after / before)))
     parts = _parts(measured, sum(us for _, us in times), ranks, slow)
     compute_us, exposed_us = parts[0].us, parts[1].us + parts[2].us
     step_us = sum(part.us for part in parts)
@@ -204,18 +200,15 @@ def _parts(measured: MeasuredStep, comm_us: float, ranks: int, slow: float) -> t
     compute_us = (measured.compute_us - shrinks_us) * slow
     exposed_us = max(comm_us - measured.hidden * min(compute_us, comm_us), 0.0)
     waits_us = measured.waits_us * _slowest(ranks) / _slowest(measured.ranks) if measured.waits_us else 0.0
+    less = f", {abs(shrinks_us) / 1e3:.1f} ms {'less' if shrinks_us > 0 else 'more'} for shards of another size"
+    as_traced = "as in the trace" + less * bool(shrinks_us) + f", the slowest {slow:g} times" * (slow > 1)
     hidden = f"communication that compute does not hide; {measured.hidden:.0%} as measured"
     return (
-        TimePart(name="compute", us=compute_us, means=_compute_means(shrinks_us, slow)),
+        TimePart(name="compute", us=compute_us, means=as_traced),
         TimePart(name="exposed", us=exposed_us, means=hidden),
         TimePart(name="waits", us=waits_us, means="for the last rank to come, outside compute"),
         TimePart(name="rest", us=measured.rest_us, means="copies and idle time, as in the trace"),
     )
-
-
-def _compute_means(shrinks_us: float, slow: float) -> str:
-    less = f", {abs(shrinks_us) / 1e3:.1f} ms {'less' if shrinks_us > 0 else 'more'} for shards of another size"
-    return "as in the trace" + less * bool(shrinks_us) + f", the slowest {slow:g} times" * (slow > 1)
 
 
 def _shards_grow(measured: MeasuredStep) -> bool:
@@ -223,13 +216,6 @@ def _shards_grow(measured: MeasuredStep) -> bool:
     outermost = max(each.group.stride for each in measured.collectives)
     grown = {each.operation for each in measured.collectives if each.group.stride == outermost}
     return {"all_gather", "reduce_scatter"} <= grown
-
-
-def _ratio(each: MeasuredCollective, measured: MeasuredStep, here: Cluster, there: Cluster, ranks: int) -> float:
-    """Return a collective's predicted time on the cluster `there` / its predicted time on the cluster `here`."""
-    before = estimate(each.operation, each.num_bytes, each.group, network_of(here)).us
-    after = estimate(each.operation, each.num_bytes, _grown(each.group, measured, ranks), network_of(there)).us
-    return after / before
 
 
 def _grown(group: Group, measured: MeasuredStep, ranks: int) -> Group:
@@ -241,12 +227,6 @@ def _grown(group: Group, measured: MeasuredStep, ranks: int) -> Group:
         trace = f"a trace of {measured.ranks}: its groups of {group.ranks}"
         raise Misconfigured(f"{ranks} ranks from {trace} cannot grow so; give a multiple")
     return Group(ranks=group.ranks * ranks // measured.ranks, stride=group.stride)
-
-
-def _gpu_name(text: str | None) -> str:
-    """Return the GPU's name on its data sheet: H100 for "NVIDIA H100 80GB HBM3"."""
-    found = re.search(r"\b[A-Z]{1,2}\d{3}\b", text or "")
-    return found.group() if found else text or "unknown"
 
 
 def _slowest(ranks: int) -> float:

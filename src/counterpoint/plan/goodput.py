@@ -46,17 +46,11 @@ class Spent(Record, frozen=True, kw_only=True):
 
 
 def spent(training: float, *, mean: float, checkpoint: float, interval: float, restart: float) -> Spent:
-    """Return the expected seconds of a training, by cause.
+    """Return the expected seconds of a training whose steps take `training` s, by cause.
 
-    Args:
-        training: seconds of all steps.
-        mean: seconds between failures; ∞: there are none.
-        checkpoint: seconds that training waits for one checkpoint.
-        interval: seconds of work between two checkpoints; ∞: none is written, and after a failure training begins anew.
-        restart: seconds from a failure until training goes on.
-
-    Returns:
-        The parts, which add up.
+    Failures are `mean` s apart (∞: there are none); training waits `checkpoint` s for a checkpoint after every
+    `interval` s of work (∞: none is written, and after a failure training begins anew), and goes on `restart` s after
+    a failure.
 
     Raises:
         Misconfigured: failures are so frequent that the training never ends.
@@ -94,18 +88,10 @@ def optimal_interval(checkpoint: float, mean: float) -> float:
 
 
 def training_run(job: Job, step_us: float, interval_us: tuple[float, float] | None = None) -> TrainingRun | None:
-    """Return the time and cost of all steps of a job, with its failures, checkpoints and restarts.
+    """Return days, GPU-hours, cost and goodput of all steps of a job; None where the job does not say how long it is.
 
-    Args:
-        job: the job.
-        step_us: time of one step.
-        interval_us: ends between which the step lies, if these are known.
-
-    Returns:
-        Its days, GPU-hours, cost and goodput; None where the job does not say how long it is.
-
-    Raises:
-        Misconfigured: the training would never end.
+    `step_us` is the time of one step, which lies between the ends `interval_us`, if these are known. Raise
+    Misconfigured if the training would never end.
     """
     run = job.run
     if run is None:
@@ -158,16 +144,12 @@ def _checkpoint_seconds(job: Job, run: Run) -> tuple[float, str]:
         return run.checkpoint_seconds, f"{run.checkpoint_seconds:g} s each"
     size = run.checkpoint_gb
     if size is None:
-        size = _parameters(job) * (PARAMETER_BYTES + STATE_BYTES[job.training.optimizer]) / 1e9
+        alone = Parallel()
+        (stage,) = deal_layers(job.model, alone)
+        parameters = part_parameters(job.model, alone, whole_stage(stage)).total
+        size = parameters * (PARAMETER_BYTES + STATE_BYTES[job.training.optimizer]) / 1e9
     seconds = size / run.storage_gb_per_s
     return seconds, f"{size:,.0f} GB each at {run.storage_gb_per_s:g} GB/s, {seconds:.3g} s"
-
-
-def _parameters(job: Job) -> float:
-    """Return the number of parameters of the whole model."""
-    alone = Parallel()
-    (stage,) = deal_layers(job.model, alone)
-    return part_parameters(job.model, alone, whole_stage(stage)).total
 
 
 def _time(seconds: float) -> str:

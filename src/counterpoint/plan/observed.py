@@ -73,10 +73,7 @@ class Anchor(NamedTuple):
     def interval(self, job: Job, found: PredictedStep, wide: StepInterval) -> StepInterval:
         """Return a shifted step's interval: no width for the observed job, else the error of a predicted ratio.
 
-        Args:
-            job: the job of the shifted step.
-            found: the shifted step.
-            wide: the interval without an observed step; its ends are replaced.
+        `found` is the shifted step of `job`, and `wide` the interval without an observed step.
         """
         ratio = measured_errors().comparisons
         factor = 1.0 if job == self.job else math.exp(3.0) if ratio is None else ratio.factor

@@ -204,31 +204,15 @@ class Finding(Record, frozen=True, kw_only=True):
 
     @classmethod
     def of(
-        cls,
-        kind: str,
-        cost_us: float,
-        step_us: float,
-        *,
-        title: str,
-        evidence: str,
-        advice: str,
-        rank: int | None = None,
-        start_us: float | None = None,
-        end_us: float | None = None,
-    ) -> Finding:
+        cls, kind: str, cost_us: float, step_us: float, *, title: str, evidence: str, advice: str,
+        rank: int | None = None, start_us: float | None = None, end_us: float | None = None,
+    ) -> Finding:  # fmt: skip
         """Return a finding; its severity is high if it costs 10 % of `step_us` or more, medium from 3 %, else low."""
         share = cost_us / step_us if step_us > 0 else 0.0
         return cls(
-            kind=kind,
-            cost_us=cost_us,
-            severity="high" if share >= 0.1 else "medium" if share >= 0.03 else "low",
-            title=title,
-            evidence=evidence,
-            advice=advice,
-            rank=rank,
-            start_us=start_us,
-            end_us=end_us,
-        )
+            kind=kind, cost_us=cost_us, severity="high" if share >= 0.1 else "medium" if share >= 0.03 else "low",
+            title=title, evidence=evidence, advice=advice, rank=rank, start_us=start_us, end_us=end_us,
+        )  # fmt: skip
 
 
 class HostTime(Record, frozen=True, kw_only=True):

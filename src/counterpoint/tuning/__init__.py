@@ -2,7 +2,7 @@
 
 api.py            `counterpoint.tune`
 pairs.py          the pairs of a step from a file, which pairs are refused, and how a pair runs where nothing is chosen
-from_trace.py     the pairs of a step from its traces
+from_trace.py     the pairs of a step from its traces; traced_exchange.py finds those of tokens and experts
 predictions.py    what the model expects of each mechanism
 experiment.py     which mechanisms are measured, in which order, and the times that count
 decide.py         the standard errors of times, and which mechanism is chosen

@@ -34,17 +34,12 @@ _NAME = "name the modules of each pair in `where`, if their calls should differ"
 
 
 def check(
-    traces: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
-    tuned: Tuned | None = None,
-    *,
+    traces: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], tuned: Tuned | None = None, *,
     progress: Callable[[int, int, str], None] | None = None,
-) -> Effect:
+) -> Effect:  # fmt: skip
     """Return whether copy engines moved a job's communication, or, with `tuned`, whether each choice took effect.
 
-    Args:
-        traces: traces of some steps, as for `diagnose`.
-        tuned: the content of `counterpoint.toml`; None: check only for copies between GPUs.
-        progress: called as (files done, all files, what runs now).
+    `traces` are of some steps, as for `diagnose`; `progress` is called as (files done, all files, what runs now).
 
     Raises:
         BadTrace: nothing to read, a damaged file, ranks of different jobs, or a trace that cannot show copies.
@@ -116,18 +111,11 @@ def communication_of(digest: RankDigest) -> RankEffect:
     within = np.array(["DtoD" in name for name in digest.names], bool)[gpu.name] & (gpu.kind == Kind.MEMCPY)
     within &= np.isin(gpu.stream, gpu.stream[copies])
     return RankEffect(
-        rank=digest.rank,
-        copies=int(copies.sum()),
-        copied_bytes=_bytes(digest, copies),
-        copies_us=_busy_us(digest, copies),
-        own_copies=int(within.sum()),
-        own_copied_bytes=_bytes(digest, within),
-        own_copies_us=_busy_us(digest, within),
-        sums=int(sums.sum()),
-        sums_us=_busy_us(digest, sums),
-        calls=_calls(digest, copies),
-        communication_us=_busy_us(digest, gpu.kind == Kind.COMM),
-    )
+        rank=digest.rank, copies=int(copies.sum()), copied_bytes=_bytes(digest, copies),
+        copies_us=_busy_us(digest, copies), own_copies=int(within.sum()), own_copied_bytes=_bytes(digest, within),
+        own_copies_us=_busy_us(digest, within), sums=int(sums.sum()), sums_us=_busy_us(digest, sums),
+        calls=_calls(digest, copies), communication_us=_busy_us(digest, gpu.kind == Kind.COMM),
+    )  # fmt: skip
 
 
 def _calls(digest: RankDigest, copies: Bools) -> tuple[CommCalls, ...]:
@@ -170,7 +158,8 @@ def _copies(per_rank: Sequence[RankEffect], notes: list[str]) -> KnobEffect:
 
 def _choices(tuned: Tuned, digests: Sequence[RankDigest], notes: list[str]) -> tuple[KnobEffect, ...]:
     """Return the effect of each setting (knob) of each choice, in the order of the tuning's file."""
-    machine = _traced_machine(tuned, digests[0])
+    stated = {"gpu": digests[0].device.name, "nccl": digests[0].job.get("nccl_version")}  # the file fills in the rest
+    machine = replace(tuned.made, **{name: value for name, value in stated.items() if value})
     choices, overruled = Choices(tuned, machine), _overruled(tuned, machine)
     notes += [f"the file was {difference}" for difference in choices.differences]
     calls = [calls_of_pairs(digest, choices) for digest in digests]
@@ -179,12 +168,6 @@ def _choices(tuned: Tuned, digests: Sequence[RankDigest], notes: list[str]) -> t
         for number, pair in enumerate(tuned.pair, 1)
         for knob in (mechanism_base(pair), *mechanism_knobs(pair))
     )
-
-
-def _traced_machine(tuned: Tuned, digest: RankDigest) -> Environment:
-    """Return the machine of a trace, with the tuning's machine filling in what the trace does not state."""
-    stated = {"gpu": digest.device.name, "nccl": digest.job.get("nccl_version")}
-    return replace(tuned.made, **{name: value for name, value in stated.items() if value})
 
 
 def _overruled(tuned: Tuned, machine: Environment) -> dict[TunedPair, str]:
@@ -202,13 +185,9 @@ def _overruled(tuned: Tuned, machine: Environment) -> dict[TunedPair, str]:
 
 
 def _effect(
-    number: int,
-    pair: TunedPair,
-    knob: str,
-    digests: Sequence[RankDigest],
-    calls: Sequence[dict[TunedPair, PairCalls]],
+    number: int, pair: TunedPair, knob: str, digests: Sequence[RankDigest], calls: Sequence[dict[TunedPair, PairCalls]],
     instead: str | None,
-) -> KnobEffect:
+) -> KnobEffect:  # fmt: skip
     """Return the effect of one setting (knob): the worst state on any rank, and the ranks in that state."""
     by_state = defaultdict[KnobState, list[tuple[int, Sight]]](list)
     for digest, of_pairs in zip(digests, calls, strict=True):
@@ -219,18 +198,10 @@ def _effect(
     state = next(state for state in _STATES if state in by_state)
     _, shown = by_state[state][0]
     return KnobEffect(
-        pair=number,
-        operation=pair.operation,
-        compute=pair.compute,
-        bytes_per_rank=pair.bytes_per_rank,
-        ranks=pair.ranks,
-        mechanism=pair.mechanism,
-        knob=knob,
-        state=state,
-        seen=shown.seen,
-        fix=shown.fix,
+        pair=number, operation=pair.operation, compute=pair.compute, bytes_per_rank=pair.bytes_per_rank,
+        ranks=pair.ranks, mechanism=pair.mechanism, knob=knob, state=state, seen=shown.seen, fix=shown.fix,
         on_ranks=tuple(rank for rank, _ in by_state[state]),
-    )
+    )  # fmt: skip
 
 
 def _of(knobs: Sequence[KnobEffect], state: KnobState) -> list[KnobEffect]:

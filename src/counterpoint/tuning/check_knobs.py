@@ -283,10 +283,6 @@ def _most_ctas(digest: RankDigest, pair: TunedPair, calls: PairCalls, value: str
     return _within(digest, calls, lambda ctas: ctas <= limit)
 
 
-def _fewest_ctas(digest: RankDigest, pair: TunedPair, calls: PairCalls, value: str) -> Sight:
-    return _within(digest, calls, lambda ctas: ctas >= int(value))
-
-
 def _within(digest: RankDigest, calls: PairCalls, allowed: Callable[[int], bool]) -> Sight:
     """Check that NCCL's kernels have an allowed number of CTAs; a trace does not show the number without the limit."""
     found = _ctas(digest, calls.kernels)
@@ -382,7 +378,7 @@ def _listed(numbers: list[int] | I32 | I64) -> str:
 
 _PROOFS: dict[str, Callable[[RankDigest, TunedPair, PairCalls, str], Sight]] = {
     "max_ctas": _most_ctas,
-    "min_ctas": _fewest_ctas,
+    "min_ctas": lambda digest, pair, calls, value: _within(digest, calls, lambda ctas: ctas >= int(value)),
     "cta_policy": _zero_cta,
     "windows": _windows,
     "gemm_sms": _gemm_sms,

@@ -111,7 +111,7 @@ def apart(first: RoundTimes, second: RoundTimes) -> RoundTimes:
 
 @lru_cache(maxsize=64)
 def sigmas_of_proof(runs: int, candidates: int) -> float:
-    """Return how many sigma a gain must exceed to be proved, given that the best of `candidates` is chosen.
+    """Return how many sigma a gain must exceed to be proved, given that the best of k `candidates` is chosen.
 
         x = c · t,    P(T > t) = p / k,    T: Student's t,    p = P(N > 2) = 2.3 %,    N: normal
 
@@ -124,10 +124,6 @@ def sigmas_of_proof(runs: int, candidates: int) -> float:
     c and the degrees of freedom assume normal noise with a correlation of 0.8 from one round to the next, of which B
     means of batches show a part: they are 3.3 and 3.7 for ten rounds, 1.1 and 19 for 478. The degrees are at most
     n - 1 - 3 g: with Yuen's n - 1 - 2 g that chance is 2.4 % in ten rounds of which none knows of another.
-
-    Args:
-        runs: n, rounds that were compared; 5 at least.
-        candidates: k.
     """
     degrees, understated = _of_batches(runs)
     return understated * students_t((1 - NormalDist().cdf(SIGMAS)) / candidates, degrees)
@@ -182,20 +178,12 @@ def decide(
     best = proved[0].candidate if proved else base
     next_best = next((each for each in believed if each is not best), None)
     return TunedPair(
-        **_fields(pair),
-        mechanism=best.mechanism if proved else LEAVE,
-        why=_gain(proved[0], base) if proved else _why_left(base, bars, tried),
-        us=best.us,
-        sigma_us=best.sigma_us,
-        stock=stock,
-        stock_us=base.us,
-        stock_sigma_us=base.sigma_us,
-        compute_us=compute_us,
-        comm_us=comm_us,
-        next_best=next_best.mechanism if next_best else None,
-        next_best_us=next_best.us if next_best else None,
+        **_fields(pair), mechanism=best.mechanism if proved else LEAVE,
+        why=_gain(proved[0], base) if proved else _why_left(base, bars, tried), us=best.us, sigma_us=best.sigma_us,
+        stock=stock, stock_us=base.us, stock_sigma_us=base.sigma_us, compute_us=compute_us, comm_us=comm_us,
+        next_best=next_best.mechanism if next_best else None, next_best_us=next_best.us if next_best else None,
         tried=tuple(sorted(tried, key=lambda each: each.us)),
-    )
+    )  # fmt: skip
 
 
 def is_open(found: TunedPair) -> bool:

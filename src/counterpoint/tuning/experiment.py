@@ -130,15 +130,10 @@ def part_of(pair: StepPair, mechanisms: Sequence[str]) -> Part:
     comm = f"{pair.operation} of {pair.bytes_per_rank} bytes a rank in {pair.dtype}"
     compute = f"{pair.compute} in {pair.computed_in}"
     return Scenario(
-        name=f"{comm} | {compute} | {pair.first or 'all orders'}",
-        workload=pair.compute,
-        collective=pair.operation,
-        size_bytes=pair.bytes_per_rank * pair.ranks,
-        mechanisms=tuple(mechanisms),
-        orders=orders_of(pair),
-        dtype=dtype,
+        name=f"{comm} | {compute} | {pair.first or 'all orders'}", workload=pair.compute, collective=pair.operation,
+        size_bytes=pair.bytes_per_rank * pair.ranks, mechanisms=tuple(mechanisms), orders=orders_of(pair), dtype=dtype,
         compute_dtype=compute_dtype,
-    )
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +158,13 @@ def times_of(pair: StepPair, measured: Measurement) -> PairTimes:
     mine = [row for row in measured.rows if row.scenario == name]
     by_mechanism = {row.mechanism: [each for each in mine if each.mechanism == row.mechanism] for row in mine}
     return PairTimes(
-        tried=against_stock((_mean(rows, rounds) for rows in by_mechanism.values()), stock),
+        tried=against_stock(
+            (
+                _added(rows, [row.together for row in rows], rounds, part=1 / len(rows))
+                for rows in by_mechanism.values()
+            ),
+            stock,
+        ),
         compute_us=mine[0].compute_alone.us if mine else None,
         comm_us=mine[0].best_comm_alone_us if mine else None,
     )
@@ -182,11 +183,6 @@ def _paired(each: Tried, times: RoundTimes, base: Tried, base_times: RoundTimes)
         return each
     us = max(0.0, round(base.us - less.us, 3))
     return replace(each, us=us, paired_sigma_us=round(less.sigma_us, 3), runs=less.runs)
-
-
-def _mean(rows: Sequence[Row], rounds: int) -> tuple[Tried, RoundTimes]:
-    """Return the mean over launch orders of a mechanism's times: over all rounds, and for each round."""
-    return _added(rows, [row.together for row in rows], rounds, part=1 / len(rows))
 
 
 def _sum(rows: Sequence[BlockRow], rounds: int) -> tuple[Tried, RoundTimes]:
@@ -210,7 +206,7 @@ def _added(
         us=round(mean.us, 3),
         sigma_us=round(mean.sigma_us, 3),
         runs=mean.runs,
-        marked=_marked(rows),
+        marked=as_sentence("; ".join(dict.fromkeys(row.marked for row in rows if row.marked))) or None,
     )
     return tried, rounds_us
 
@@ -235,7 +231,3 @@ def _exchange_times(pair: StepPair, blocks: Sequence[BlockRow], rounds: int, sto
             legs.setdefault(row.mechanism, []).append(row)
     tried = against_stock((_sum(rows, rounds) for rows in legs.values() if len(rows) == len(LEGS)), stock)
     return PairTimes(tried=tried, comm_us=min((each.us for each in tried), default=None))
-
-
-def _marked(rows: Sequence[Row] | Sequence[BlockRow]) -> str | None:
-    return as_sentence("; ".join(dict.fromkeys(row.marked for row in rows if row.marked))) or None

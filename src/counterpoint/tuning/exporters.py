@@ -52,12 +52,9 @@ def pg_options():
 
 
 def export(tuned: Tuned, form: str, file: str = "counterpoint.toml") -> str:
-    """Return the choices of a tuning in another format, with a comment for each pair.
+    """Return the choices of a tuning in another format, one of `FORMS`, with a comment for each pair.
 
-    Args:
-        tuned: what `tune` chose.
-        form: one of `FORMS`.
-        file: path of the tuning's file, which some formats contain.
+    `file` is the path of the tuning's file, which some formats contain.
 
     Raises:
         Misconfigured: `form` or a pair's mechanism is unknown.

@@ -33,35 +33,22 @@ ROUNDS = 7
 CPU = "CPU"  # name of the GPU in a profile of a machine without GPUs
 _TEXT = 400  # characters of a text in a profile
 FITS: dict[str, Callable[[Measurement, Profile], Fitted]] = {
-    "rates": fit_rates,
-    "nccl": fit_nccl,
-    "nccl_rates": fit_nccl_rates,
-    "sums": fit_sums,
-    "contention": fit_contention,
+    "rates": fit_rates, "nccl": fit_nccl, "nccl_rates": fit_nccl_rates, "sums": fit_sums, "contention": fit_contention,
     "efficiency": fit_efficiency,
-}
+}  # fmt: skip
 
 
 def tune_machine(
     *, device: str = "cuda", world_size: int | None = None, timeout_s: float = 120.0, progress: Progress | None = None
 ) -> Profile:
-    """Measure this machine's GPUs (with gloo its CPUs) for up to two minutes, and return their profile.
+    """Return the profile of this machine's GPUs (with gloo its CPUs), which are measured for up to two minutes.
 
-    `machine.profile.profile_json` turns it into a file.
-
-    Args:
-        device: "cuda" or "cpu".
-        world_size: number of ranks; None: all visible GPUs, or 2 on CPUs.
-        timeout_s: longest time without a finished part.
-        progress: called as (parts done, in all, what runs now).
-
-    Returns:
-        The profile; what was not measured is as shipped, and `Profile.note` names it.
+    The arguments are as in `measure`. What was not measured is as shipped, and `Profile.note` names it; `profile_json`
+    turns the profile into a file.
 
     Raises:
         Misconfigured: an option has a value that is not allowed here, or no group could be fitted.
-        Unsupported: no torch, fewer than two GPUs, or what a rank found missing.
-        PeerTimeout: ranks died or hung; names them, and their logs.
+        Unsupported, PeerTimeout: as in `measure`.
     """
     measured = api.measure(
         SUITE, device=device, world_size=world_size, rounds=ROUNDS, timeout_s=timeout_s, progress=progress
@@ -70,11 +57,10 @@ def tune_machine(
 
 
 def fit_profile(measured: Measurement, *, known: Profile) -> Profile:
-    """Return a profile fitted to a measurement; groups of the profile without rows stay as shipped.
+    """Return a profile fitted to rows of the suite `machine`, or of suites that have some of the same rows.
 
-    Args:
-        measured: rows of the suite `machine`, or of suites that have some of the same rows.
-        known: the profile that ranks used when they measured; fits start from it.
+    `known` is the profile that ranks used when they measured: fits start from it, and groups without rows stay as
+    shipped.
 
     Raises:
         Misconfigured: the rows suffice for no group, or a time is not above 0.

@@ -79,26 +79,15 @@ def tune_script(
     timeout_s: float = TIMEOUT_S,
     progress: Progress | None = None,
 ) -> Tuned:
-    """Choose a mechanism for each pair in a script's steps, and keep the choices that timed whole steps confirm.
+    """Return the mechanism chosen for each pair in a script's steps, with the choices that timed whole steps confirm.
 
-    The script runs two times or more, unchanged, until each time enough of its optimizer's steps are done.
-
-    Args:
-        command: command that starts the script: "torchrun --nproc-per-node 2 train.py".
-        device: cuda or cpu, on which the script must run; None: whichever the script uses.
-        profile: as for `tune`.
-        budget_s: seconds for measuring pairs, and again for timing whole steps, which takes five rounds at least.
-        rounds: number of rounds in which pairs are measured.
-        timeout_s: longest time in which no pair is measured and no step of the script ends.
-        progress: called as (parts done, all parts, what runs now).
-
-    Returns:
-        The choices, with `step`.
+    The script runs two times or more, unchanged, until each time enough of its optimizer's steps are done: by
+    `command`, as "torchrun --nproc-per-node 2 train.py", on `device` (None: whichever it uses). `budget_s` holds for
+    measuring pairs, and again for timing whole steps, which takes five rounds at least; `timeout_s` is the longest
+    time in which no pair is measured and no step of the script ends. All else is as for `tune`.
 
     Raises:
         Misconfigured: no script is found in the command, or the script makes too few steps or has no pairs.
-        Unsupported: nothing can be measured here.
-        PeerTimeout: ranks died or hung; names them, and their log.
     """
     began = time.monotonic()
     run, tell = parse_command(command), progress or (lambda done, total, what: None)
@@ -135,15 +124,9 @@ class ScriptComparison:
     """
 
     def __init__(
-        self,
-        command: RunCommand,
-        folder: Path,
-        recorded: ScriptResult,
-        *,
-        sets_variables: bool,
-        budget_s: float,
+        self, command: RunCommand, folder: Path, recorded: ScriptResult, *, sets_variables: bool, budget_s: float,
         timeout_s: float = TIMEOUT_S,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._command, self._folder = command, folder
         self._budget_s, self._timeout_s = budget_s, timeout_s
         self._runs, self._followed = 0, ""

@@ -54,11 +54,7 @@ def begin(folder: Path, rank: int) -> None:
 
 
 def run_script(arguments: list[str]) -> None:
-    """Run a script, or a module after `-m`, as Python does: with its folder on the path, and its arguments in argv.
-
-    Raises:
-        RuntimeError: the script called `sys.exit` with a failure.
-    """
+    """Run a script, or a module after `-m`, as Python does; raise RuntimeError for `sys.exit` with a failure."""
     try:
         _run(arguments)
     except SystemExit as ended:

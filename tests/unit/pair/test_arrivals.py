@@ -18,7 +18,7 @@ from counterpoint.errors import Misconfigured, Unsupported
 from counterpoint.machine.profile import default_profile
 from counterpoint.pair.arrivals import ShardedMatmul, Slab, TensorOperation, hiding, hiding_of, nccl_us, segments_of
 from counterpoint.pair.curves import RowCurve, estimated_curve
-from counterpoint.plan.compute.layers import MatmulOp
+from counterpoint.plan.compute.operations import MatmulOp
 from counterpoint.plan.compute.roofline import GpuRates, cost
 from counterpoint.plan.job.cluster import find_gpu
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from counterpoint.errors import Misconfigured
 from counterpoint.machine.profile import shipped_profile
-from counterpoint.plan.compute.layers import FlashAttentionOp, MatmulOp, MemoryBoundOp
+from counterpoint.plan.compute.operations import FlashAttentionOp, MatmulOp, MemoryBoundOp
 from counterpoint.plan.compute.roofline import GpuRates, cost, total_us
 from counterpoint.plan.job.cluster import GPUS, ClusterGpu, find_gpu
 

@@ -1,4 +1,4 @@
-"""How sure a prediction is: effects of sources, similar rows, "validated", memory, a hostile data file."""
+"""How sure a prediction is: effects of sources, similar rows, "validated", memory, the data file."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 from plan_coverage import COLUMNS, Ran, left_out, line, memory_need
+from plan_published import encode_rows
 
 from counterpoint.errors import Misconfigured
 from counterpoint.plan.answer import answer, curve
@@ -27,7 +28,6 @@ from counterpoint.plan.confidence import (
     MeasuredErrors,
     MemoryNeed,
     conformal_quantile,
-    encode_rows,
     job_features,
     measured_errors,
     read_rows,
@@ -338,54 +338,6 @@ def test_the_probability_of_fitting_says_where_it_is_from() -> None:
 ROW: dict[str, Any] = {
     "source": "s", "name": "n", "series": "m", "features": 0, "error": 0.1,
 }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        (b"", "Input data was truncated"),
-        (b"\xff\xfe", "malformed"),
-        (b"[]", "Expected `object`, got `array`"),
-        (b"[" * 100_000, "Expected `object`"),
-        (b'{"written_by": "x", "features": [], "steps": [], "memory": null}', "no steps"),
-        ([{**ROW, "error": None}], "Expected `float`, got `null`"),
-        ([{**ROW, "error": 1e9}], "Expected `float` <= 3"),
-        ([{**ROW, "error": "0.1"}], "Expected `float`, got `str`"),
-        ([{**ROW, "source": ""}], "length >= 1"),
-        ([{**ROW, "source": "x" * 1000}], "length <= 200"),
-        ([{**ROW, "slowest": -1}], "Expected `float` >= 0"),
-        ([{**ROW, "fitted": True}], "unknown field `fitted`"),
-        ([{**ROW, "features": 1}], "features are not in the file"),
-        ([{**ROW, "features": -1}], "Expected `int` >= 0"),
-        (
-            b'{"written_by": "x", "features": [{"GPU": "x"}], "steps": [], "memory": null}',
-            "other features than GPU, generation",
-        ),
-        (b'{"written_by": "x", "features": [], "steps": [], "memory": {"mean": 9}}', "`float` <= 3"),
-        (b" " * (1 << 22) + b"{}", "larger than"),
-    ],
-)
-def test_a_broken_data_file_is_one_line(tmp_path: Path, content: bytes | list[object], says: str) -> None:
-    path = tmp_path / "rows.json"
-    document = {"written_by": "x", "features": [dict.fromkeys(FEATURES, "x")], "steps": content, "memory": None}
-    path.write_bytes(content if isinstance(content, bytes) else msgspec.json.encode(document))
-    with pytest.raises(Misconfigured) as raised:
-        read_rows(path)
-    assert says in str(raised.value)
-    assert "plan_published.py --calibrate" in str(raised.value)
-    assert str(raised.value).isprintable()
-
-
-def test_no_number_of_the_data_file_is_nan(tmp_path: Path) -> None:
-    path = tmp_path / "rows.json"
-    path.write_text(encode_rows(MeasuredErrors(rows([0.1])), "x").decode().replace("0.1", "NaN"))
-    with pytest.raises(Misconfigured, match="plan_published"):
-        read_rows(path)
-
-
-def test_a_data_file_that_is_missing_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(Misconfigured, match="No such file"):
-        read_rows(tmp_path / "none.json")
 
 
 def test_rows_go_to_a_file_and_back(tmp_path: Path) -> None:

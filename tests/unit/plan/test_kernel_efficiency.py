@@ -10,7 +10,7 @@ import pytest
 from kernel_efficiency import Row, fit, fit_matmuls, fitted_rows, operations, summary, table_of
 
 from counterpoint.errors import Misconfigured
-from counterpoint.plan.compute.layers import MatmulOp, MemoryBoundOp
+from counterpoint.plan.compute.operations import MatmulOp, MemoryBoundOp
 from counterpoint.plan.compute.roofline import GpuRates, cost
 from counterpoint.plan.job.cluster import find_gpu
 

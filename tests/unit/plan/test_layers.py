@@ -7,16 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from counterpoint.plan.compute.layers import (
-    FlashAttentionOp,
-    LayerWork,
-    LocalShape,
-    MatmulOp,
-    MemoryBoundOp,
-    head_work,
-    layer_work,
-    mtp_work,
-)
+from counterpoint.plan.compute.layers import LayerWork, LocalShape, head_work, layer_work, mtp_work
+from counterpoint.plan.compute.operations import FlashAttentionOp, MatmulOp, MemoryBoundOp
 from counterpoint.plan.job.model import Experts, Model, find_model, layer_flops, layer_parameters
 from counterpoint.plan.job.parallel import Parallel, StagePart, part_parameters
 

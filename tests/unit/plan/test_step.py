@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from counterpoint.errors import Misconfigured
 from counterpoint.machine.profile import default_profile
-from counterpoint.plan.compute.layers import LocalShape, MatmulOp, layer_work
+from counterpoint.plan.compute.layers import LocalShape, layer_work
+from counterpoint.plan.compute.operations import MatmulOp
 from counterpoint.plan.compute.roofline import GROUPED, GpuRates, cost
 from counterpoint.plan.job.cluster import Cluster, find_gpu
 from counterpoint.plan.job.job import Job, Ranks

@@ -91,9 +91,6 @@ LEVELS = SMALL.levels
         ({"hosts": ("a\nrank 0=b", "b", "c", "d")}, "give letters, digits"),
         ({"hosts": ()}, "empty"),
         ({"gpus": 0}, "gpus = 0"),
-        ({"matrix": np.zeros((2, 3))}, "2 x 3: give 4 x 4"),
-        ({"matrix": np.full((4, 4), math.nan)}, "negative or no number"),
-        ({"matrix": np.arange(16.0).reshape(4, 4)}, "not symmetric"),
         ({"gpus": 1 << 20}, "at most"),
     ],
 )

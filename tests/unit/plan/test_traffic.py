@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from counterpoint.errors import Misconfigured
 from counterpoint.plan.job.cluster import Cluster, ClusterGpu, Level
 from counterpoint.plan.job.job import Job
 from counterpoint.plan.job.model import Model, layer_parameters
@@ -72,12 +71,6 @@ def test_a_ring_is_a_thousandth_of_its_collective() -> None:
     traffic = RankTraffic.of_job(Parallel(tp=5), {"tp": 4.0})
     more = dense(traffic.with_rings()) - dense(traffic)
     assert (more.sum() / 2, more[0, 1], more[0, 2]) == (pytest.approx(20e-3), pytest.approx(4e-3), 0.0)
-
-
-@pytest.mark.parametrize(("sent", "said"), [({"xp": 1.0}, "choose from tp"), ({"tp": -1.0}, "bytes of tp = -1.0")])
-def test_bytes_of_a_job_are_checked(sent: dict[Any, float], said: str) -> None:
-    with pytest.raises(Misconfigured, match=said):
-        RankTraffic.of_job(Parallel(tp=2), sent)
 
 
 def test_a_ring_of_two_has_one_pair() -> None:

@@ -21,10 +21,10 @@ of its output, each in two layouts, since fp8 matmuls want both operands contigu
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TypeAlias
 
 from msgspec.structs import replace
 
+from counterpoint.plan.compute.operations import FlashAttentionOp, MatmulOp, MemoryBoundOp, Operation
 from counterpoint.plan.job.model import Experts, LatentAttention, Model
 from counterpoint.plan.job.parallel import ExpertExchange, Parallel, RecomputeModule, Training
 from counterpoint.records import Record
@@ -54,92 +54,6 @@ CASTS = {
     "blockwise": Cast(num_bytes=4.0 + 2 * 4 / 128, joins_norm=False),  # a float32 scale for 128 elements of a row
     "mxfp8": Cast(num_bytes=4.0 + 2 / 32),  # a byte for 32 elements
 }
-
-
-class MatmulOp(Record, frozen=True, kw_only=True):
-    """Describes a batched matrix multiplication: `batch` products [m, k] x [k, n]."""
-
-    name: str
-    m: int
-    n: int
-    k: int
-    batch: int = 1
-    element_bytes: int = 2
-    weight_gradient: bool = False
-    fp8: bool = False  # operands are in fp8; the result has two bytes per element
-    grouped: bool = False  # one kernel multiplies each expert's rows, whose number the host does not know
-
-    @property
-    def kernels(self) -> int:
-        """Return the number of kernels that the host launches: one for all products of the batch."""
-        return 1
-
-    @property
-    def flops(self) -> float:
-        """Return the number of floating-point operations: 2 for each multiply-add."""
-        return 2.0 * self.batch * self.m * self.n * self.k
-
-    @property
-    def num_bytes(self) -> float:
-        """Return the bytes that the matmuls read and write if each matrix is read or written once."""
-        operands, product = self.m * self.k + self.k * self.n, self.m * self.n
-        return float(self.batch) * ((1 if self.fp8 else self.element_bytes) * operands + self.element_bytes * product)
-
-
-class FlashAttentionOp(Record, frozen=True, kw_only=True):
-    """Describes fused attention, whose scores stay on chip: 2 matmuls forward, 5 backward (arXiv 2307.08691).
-
-    One product forward and three backward are as wide as queries and keys, the others as wide as values.
-    """
-
-    name: str
-    batch: int  # samples · heads
-    queries: int
-    keys: int
-    width: int
-    causal: bool
-    value_width: int | None = None  # None: as wide as queries and keys
-    seen: float | None = None  # fraction of (query, key) pairs computed; None: half if causal, else all
-    backward: bool = False
-    element_bytes: int = 2
-    fp8: bool = False
-    version: int = 3  # of FlashAttention
-
-    @property
-    def kernels(self) -> int:
-        """Return the number of kernels launched; backward has two more: one sums the output gradient, one casts dq."""
-        return 3 if self.backward else 1
-
-    @property
-    def flops(self) -> float:
-        """Return the floating-point operations; a causal mask halves them, a sliding window lowers them further."""
-        widths = 3 * self.width + 2 * self.of_values if self.backward else self.width + self.of_values
-        seen = (0.5 if self.causal else 1.0) if self.seen is None else self.seen
-        return 2.0 * self.batch * self.queries * self.keys * widths * seen
-
-    @property
-    def num_bytes(self) -> float:
-        """Return the bytes of queries, keys, values and output that are read and written."""
-        passes = 2.0 if self.backward else 1.0
-        widths = self.width + self.of_values
-        return passes * self.element_bytes * self.batch * widths * (self.queries + self.keys)
-
-    @property
-    def of_values(self) -> int:
-        """Return the width of one head's values."""
-        return self.width if self.value_width is None else self.value_width
-
-
-class MemoryBoundOp(Record, frozen=True, kw_only=True):
-    """Describes an operation limited by memory bandwidth, by the bytes that all its kernels read and write."""
-
-    name: str
-    num_bytes: float
-    kernels: int = 1
-    strided: bool = False  # input or output is a transposed view
-
-
-Operation: TypeAlias = MatmulOp | FlashAttentionOp | MemoryBoundOp
 
 
 class LayerWork(Record, frozen=True, kw_only=True):
@@ -184,7 +98,7 @@ class LocalShape(Record, frozen=True, kw_only=True):
     element_bytes: int = 2  # of an activation
     fp8: str = ""  # how the operands of linear layers are scaled; "": they are not in fp8
     fp8_attention: bool = False
-    weight_casts: float = 0.0  # how often a micro-batch casts the weights to fp8
+    weight_casts: float = 0.0  # to fp8, by a micro-batch: once a step below zero 3, else once or, fp8 gathered, never
 
     @classmethod
     def of(cls, parallel: Parallel, training: Training) -> LocalShape:
@@ -206,7 +120,7 @@ class LocalShape(Record, frozen=True, kw_only=True):
             element_bytes=training.element_bytes,
             fp8=training.fp8_scaling if training.precision == "fp8" else "",
             fp8_attention=training.precision == "fp8" and training.fp8_attention,
-            weight_casts=_weight_casts(parallel, training),
+            weight_casts=1 / training.micro_batches(parallel) if parallel.zero < 3 else float(not training.fp8_gather),
         )
 
     @property
@@ -227,39 +141,25 @@ class LocalShape(Record, frozen=True, kw_only=True):
         return self.tokens // self.tp if self.sequence else self.tokens
 
 
-def _weight_casts(parallel: Parallel, training: Training) -> float:
-    """Return fp8 casts per weight and micro-batch: 1 / micro-batches below zero 3, else 1, or 0 with `fp8_gather`."""
-    if parallel.zero < 3:
-        return 1 / training.micro_batches(parallel)
-    return 0.0 if training.fp8_gather else 1.0
-
-
 def layer_work(model: Model, local: LocalShape, experts: Experts | None = None) -> LayerWork:
     """Return the operations of one transformer block; with `experts` its feed-forward part is a mixture of experts."""
-    attention, between = _attention(model, local), _between(model, local)
+    core = _flash(model, local) if local.flash else _scores(model, local)
+    before = _projections(model, local) if model.mla is None else _latents(model, model.mla, local)
+    width = model.heads * model.value_width // local.tp
+    attention = _join(*before, core, _linear("attention out", local, n=model.hidden, k=width))
+    between = _between(model, local)
     ffn = _dense(model, local) if experts is None else _routed(model, experts, local)
     return LayerWork(
-        forward=attention.forward + ffn.forward + between.forward,
-        core=attention.core,
-        norms=between.norms,
-        activation=ffn.activation,
-        ffn=ffn.forward,
-        experts=ffn.experts,
+        forward=attention.forward + ffn.forward + between.forward, core=attention.core, norms=between.norms,
+        activation=ffn.activation, ffn=ffn.forward, experts=ffn.experts,
         backward=attention.backward + ffn.backward + between.backward,
-    )
+    )  # fmt: skip
 
 
 def _linear(
-    name: str,
-    local: LocalShape,
-    *,
-    n: int,
-    k: int,
-    m: int | None = None,
-    batch: int = 1,
-    fp8: bool = True,
+    name: str, local: LocalShape, *, n: int, k: int, m: int | None = None, batch: int = 1, fp8: bool = True,
     normed: bool = False,
-) -> LayerWork:
+) -> LayerWork:  # fmt: skip
     """Return the operations of a linear layer: `batch` products [m, k] x [k, n] forward, twice as many backward.
 
     Without `m`, the input is all tokens of the rank. `normed`: a norm writes the input; `fp8`: the layer runs in fp8 if
@@ -293,13 +193,6 @@ def _join(*works: LayerWork) -> LayerWork:
         activation=tuple(op for work in works for op in work.activation),
         backward=tuple(op for work in works for op in work.backward),
     )
-
-
-def _attention(model: Model, local: LocalShape) -> LayerWork:
-    core = _flash(model, local) if local.flash else _scores(model, local)
-    before = _projections(model, local) if model.mla is None else _latents(model, model.mla, local)
-    width = model.heads * model.value_width // local.tp
-    return _join(*before, core, _linear("attention out", local, n=model.hidden, k=width))
 
 
 def _projections(model: Model, local: LocalShape) -> list[LayerWork]:
@@ -435,19 +328,16 @@ def _dense(model: Model, local: LocalShape) -> LayerWork:
 def _first_matmuls(
     model: Model, local: LocalShape, width: int, m: int | None = None, batch: int = 1
 ) -> list[LayerWork]:
-    if not model.gated:
-        return [_linear("ffn in", local, n=width, k=model.hidden, m=m, batch=batch, normed=m is None)]
-    if local.fused:
-        normed = m is None
-        return [_linear("gate and up", local, n=2 * width, k=model.hidden, m=m, batch=batch, normed=normed)]
+    if not model.gated or local.fused:
+        name, columns = ("gate and up", 2 * width) if model.gated else ("ffn in", width)
+        return [_linear(name, local, n=columns, k=model.hidden, m=m, batch=batch, normed=m is None)]
     products = [_linear(name, local, n=width, k=model.hidden, m=m, batch=batch) for name in ("gate", "up")]
     return [*products, _summed(model, local, 2, rows=None if m is None else m * batch)]
 
 
 def _summed(model: Model, local: LocalShape, products: int, rows: int | None = None) -> LayerWork:
     """Return the kernels that sum an input's gradients where several matmuls read that input."""
-    elements = float(local.tokens if rows is None else rows) * model.hidden
-    adds = products - 1
+    elements, adds = float(local.tokens if rows is None else rows) * model.hidden, products - 1
     return LayerWork(backward=_traffic("input gradients", 3 * local.element_bytes * elements * adds, adds))
 
 

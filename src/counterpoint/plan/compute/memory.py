@@ -209,8 +209,9 @@ def _activations(job: Job, parts: tuple[StagePart, ...]) -> _Activations:
         layer = max(layer, whole if kind == "full" and again < 1 else less)
     if stage.routed and model.experts is not None:
         working += _under_way(model, model.experts, local, job.parallel.capacity_factor)
-    if stage.mtp:
-        kept += stage.mtp * (activation_bytes(model, local, kind, model.experts, modules) + _mtp_bytes(model, local))
+    if stage.mtp:  # the projection keeps both inputs, raw and normalised
+        each = activation_bytes(model, local, kind, model.experts, modules)
+        kept += stage.mtp * (each + 4.0 * local.element_bytes * local.tokens_between * model.hidden)
     return _Activations(kept, working, layer)
 
 
@@ -226,18 +227,10 @@ def _under_way(model: Model, experts: Experts, local: LocalShape, capacity_facto
     return rows[local.exchange] * model.hidden * local.element_bytes
 
 
-def _mtp_bytes(model: Model, local: LocalShape) -> float:
-    """Return the bytes that multi-token prediction's projection keeps for backward: both inputs, raw and normalised."""
-    return 4.0 * local.element_bytes * local.tokens_between * model.hidden
-
-
 def activation_bytes(
-    model: Model,
-    local: LocalShape,
-    recompute: Literal["none", "selective", "full"],
-    experts: Experts | None = None,
+    model: Model, local: LocalShape, recompute: Literal["none", "selective", "full"], experts: Experts | None = None,
     modules: Collection[RecomputeModule] = CORE_ONLY,
-) -> float:
+) -> float:  # fmt: skip
     """Return the bytes of activations that one layer keeps for one micro-batch on one rank.
 
     Backward recomputes as `recompute` says; if "selective", `modules`. Without `experts` the layer is dense.

@@ -18,7 +18,7 @@ from counterpoint.errors import Misconfigured, printable
 from counterpoint.machine.gpus import find_gpu
 from counterpoint.machine.matmul import matmul_math_us
 from counterpoint.machine.profile import Efficiency
-from counterpoint.plan.compute.layers import FlashAttentionOp, MemoryBoundOp, Operation
+from counterpoint.plan.compute.operations import FlashAttentionOp, MemoryBoundOp, Operation
 from counterpoint.plan.job.cluster import ClusterGpu
 from counterpoint.records import Record
 
@@ -41,13 +41,10 @@ class GpuRates(Record, frozen=True, kw_only=True):
     def of(
         cls, gpu: ClusterGpu, precision: str = "bf16", efficiency: Efficiency | None = None, *, burst: bool = False
     ) -> GpuRates:
-        """Return the rates that a GPU reaches in a precision, at its clock and power limit.
+        """Return the rates that a GPU reaches in the precision of its linear layers, at its clock and power limit.
 
-        Args:
-            gpu: its data sheet, clock and power limit.
-            precision: of linear layers.
-            efficiency: the fractions of peaks that are reached; None: as in the GPU's profile.
-            burst: rates of single kernels at the highest clock, instead of a training under the power limit.
+        `efficiency` has the fractions of peaks that are reached (None: as in the GPU's profile). With `burst` the
+        rates are those of single kernels at the highest clock, instead of a training under the power limit.
 
         Raises:
             Misconfigured: the GPU does not compute in this precision, or cannot have this clock or power.

@@ -37,11 +37,7 @@ SAME_GPUS = ("parallel.tp", "parallel.pp", "parallel.cp")  # when one of these i
 
 
 def build_job(tables: Table, changes: Mapping[str, str]) -> Job:
-    """Return the job of a file with changes applied, each named as a flag (`nodes`) or as a field (`parallel.tp`).
-
-    Raises:
-        Misconfigured: the job is impossible, or two changes contradict each other.
-    """
+    """Return the job of a file with changes, named as flags or fields; raise Misconfigured if it is impossible."""
     _check_together(changes)
     return _built(tables, changes)
 
@@ -51,13 +47,8 @@ def swept(
 ) -> list[tuple[str, Job | Misconfigured]]:
     """Return each value of one flag or field with its job, or with the error where that job is impossible.
 
-    A sweep over parallel.tp, pp or cp keeps the number of GPUs: parallel.dp takes what the others leave.
-
-    Args:
-        tables: the tables of the job's file.
-        changes: all other changes, as `build_job` takes them.
-        name: the flag or field that is varied.
-        texts: its values, 1 to 1000 of them.
+    A sweep over parallel.tp, pp or cp keeps the number of GPUs: parallel.dp takes what the others leave. `tables` are
+    of the job's file, `changes` all other changes, as `build_job` takes them, and `texts` 1 to 1000 values of `name`.
 
     Raises:
         Misconfigured: there are no values or too many, one of them can be no value of the field in any job, or one of
@@ -71,15 +62,9 @@ def swept(
 
 
 def on_nodes(job: Job, nodes: int, *, batch_grows: bool) -> Job:
-    """Return the job on `nodes` nodes, with dp adjusted, as `build_job` returns it for `nodes` or `weak_nodes`.
+    """Return the job on `nodes` nodes, with dp adjusted; the batch stays, or grows with the replicas (`batch_grows`).
 
-    Args:
-        job: the job.
-        nodes: number of nodes.
-        batch_grows: the batch grows with the replicas; False: it stays.
-
-    Raises:
-        Misconfigured: the job cannot be divided over these nodes.
+    Raise Misconfigured if the job cannot be divided over these nodes.
     """
     gpus = nodes * job.cluster.gpus_per_node
     parallel, training = on_gpus(job.parallel, job.training, gpus, batch_grows=batch_grows)
@@ -98,7 +83,11 @@ def _built(tables: Table, changes: Mapping[str, str]) -> Job:
     changed = _changed(tables, changes)
     for flag in NODES:
         if flag in changes:
-            return parse_job(changed, nodes=_nodes(flag, changes[flag]), batch_grows=flag == "weak_nodes")
+            nodes = read_value(changes[flag])
+            if isinstance(nodes, bool) or not isinstance(nodes, int) or not 1 <= nodes <= MAX_NODES:
+                said = printable(changes[flag], 80)
+                raise NoSuchValue(f"{flag} = {said}: give a number of nodes, from 1 to {MAX_NODES:,}")
+            return parse_job(changed, nodes=nodes, batch_grows=flag == "weak_nodes")
     return parse_job(changed)
 
 
@@ -154,13 +143,6 @@ def _set(tables: dict[str, Any], field: str, value: object) -> None:
         if not isinstance(table, dict):
             raise Misconfigured(f"{printable(field)}: {printable(key)} is no table")
     table[last] = value
-
-
-def _nodes(flag: str, text: str) -> int:
-    value = read_value(text)
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_NODES:
-        raise NoSuchValue(f"{flag} = {printable(text, 80)}: give a number of nodes, from 1 to {MAX_NODES:,}")
-    return value
 
 
 def with_levels(job: Job, change: Callable[[Level], dict[str, float]]) -> Job:

@@ -118,16 +118,12 @@ class Cluster(Record, frozen=True, kw_only=True):
 
 GPUS: dict[str, ClusterGpu] = {  # those of the one table of data sheets that have memory figures
     sheet.name: ClusterGpu(
-        name=sheet.name,
-        tflops=sheet.tflops,
-        sms=sheet.sm.num_sms,
-        memory_gib=sheet.memory_gib,
-        memory_gb_per_s=sheet.memory_gb_per_s,
-        source=sheet.source,
+        name=sheet.name, tflops=sheet.tflops, sms=sheet.sm.num_sms, memory_gib=sheet.memory_gib,
+        memory_gb_per_s=sheet.memory_gb_per_s, source=sheet.source,
     )
     for sheet in sorted(SHEETS, key=lambda sheet: sheet.name)
     if sheet.memory_gib is not None and sheet.memory_gb_per_s is not None
-}
+}  # fmt: skip
 
 
 def find_gpu(name: str) -> ClusterGpu:

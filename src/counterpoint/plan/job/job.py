@@ -180,14 +180,7 @@ class ClusterTable(JobRecord, frozen=True, kw_only=True):
         return gpus, alone.cluster(gpus)
 
     def linked(self, cluster: Cluster, ranks: int) -> Cluster:
-        """Return the cluster with `nic_gbit`, `nics`, `failed_nics` and `oversubscription` applied.
-
-        All levels of a named network are written out, also levels above the job, so that the cluster can grow
-        afterwards.
-
-        Raises:
-            Misconfigured: the job uses no network between nodes.
-        """
+        """Return the cluster with all levels, NICs and oversubscription applied; Misconfigured: no network."""
         changes = (self.nic_gbit, self.nics, self.failed_nics, self.oversubscription)
         if changes == (None, None, None, None):
             return cluster
@@ -306,16 +299,13 @@ def _is_deeper(value: object, depth: int) -> bool:
 
 
 def parse_job(tables: Table, *, nodes: int | None = None, batch_grows: bool = False) -> Job:
-    """Return the job that a TOML document describes.
+    """Return the job that the tables of a TOML document describe.
 
-    Args:
-        tables: the tables of the document.
-        nodes: number of nodes, which replaces the tables' numbers of replicas and GPUs; None: the tables decide.
-        batch_grows: with `nodes`, the batch grows with the replicas; False: it stays.
+    `nodes` replaces the tables' numbers of replicas and GPUs (None: the tables decide); then the batch stays, or grows
+    with the replicas (`batch_grows`).
 
     Raises:
-        Misconfigured: a field is wrong or the records do not go together; with the field, its value and what is
-            allowed.
+        Misconfigured: a field is wrong or the records do not go together; with the field and what is allowed.
     """
     check_known("", tables, tuple(RECORDS))
     for name in ("model", "training", "cluster"):

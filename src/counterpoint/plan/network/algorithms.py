@@ -5,21 +5,18 @@ n ranks; level i joins u_i units into u_(i+1), f_i = u_i / u_(i+1); m_i = n / u_
 
     all_gather            hops at level i                bytes at level i
     ring                  u_i - u_(i+1)                  (n - 1)/n / m_i               one pipeline over all levels
-    hierarchical          f_i - 1                        (f_i - 1)/f_i / m_i           one level after another
     recursive_doubling    log2 f_i                       (f_i - 1)/f_i / m_i           as NCCL's PAT, one rank per node
-    direct                1 + (peers - 1)/8              (n - m_i)/n, see below        every rank to every other at once
 
-reduce_scatter is the same backwards, all_reduce both: twice the hops, twice the bytes. peers = m_(i+1) - m_i, those
-that are met at level i. Bytes to higher levels take the NIC, too, but no NVLink: there, they are peers/n. Further:
+reduce_scatter is the same backwards, all_reduce both: twice the hops, twice the bytes. Further:
 
     tree                  all_reduce: f_i - 1 over NVLink, log2 f_i above, up and down; 2/m_i bytes (NCCL: chains
-                          inside a node, double binary trees above); broadcast: half of both
-    in_network            hierarchical where switches do not reduce; where they do (SHARP, NVLS), one hop up (and one
-                          down), 1/m_i bytes
-    all_to_all            direct; hierarchical: f_i - 1 peers at each level, (f_i - 1)/f_i bytes
-    broadcast             ring: a chain, 1/m_i bytes (every link into a unit carries a part); hierarchical: a chain of
-                          single links per level; recursive_doubling: a binomial tree, log2 f_i times everything;
-                          direct: the root sends to everyone
+                          inside a node, double binary trees above)
+    in_network            where switches reduce (SHARP, NVLS), one hop up (and one down), 1/m_i bytes; where they do
+                          not, f_i - 1 hops and (f_i - 1)/f_i / m_i bytes
+    direct                all_to_all: 1 + (peers - 1)/8 hops and (n - m_i)/n bytes, every rank to every other at once;
+                          peers = m_(i+1) - m_i are met at level i; bytes to higher levels take the NIC, too, but no
+                          NVLink: there, they are peers/n
+    broadcast             ring: a chain, 1/m_i bytes: every link into a unit carries a part
     send_recv             direct: one hop, S bytes, at the highest level that is crossed
 
 Sources: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH" (2005) for ring and
@@ -84,56 +81,28 @@ def _ring(operation: str, at: Reach) -> Schedule | None:
     return (tuple((i, passes * (at.units[i] - at.units[i + 1]), passes * part / at.members(i)) for i in at.crossed),)
 
 
-def _hierarchical(operation: str, at: Reach) -> Schedule | None:
-    if len(at.crossed) < 2:
-        return None  # equal to the ring, or to the direct algorithm
-    if operation in PASSES:
-        return _level_by_level(operation, at, hops=lambda fan: fan - 1)
-    if operation == "all_to_all":
-        return tuple(((i, _waves(at.fan(i) - 1), 1 - 1 / at.fan(i)),) for i in at.crossed)
-    if operation == "broadcast":
-        return tuple(((i, at.fan(i) - 1, 1.0),) for i in at.crossed)
-    return None
-
-
 def _recursive_doubling(operation: str, at: Reach) -> Schedule | None:
-    if operation in PASSES:
-        return _level_by_level(operation, at, hops=log2)
-    if operation == "broadcast":
-        return tuple(((i, log2(at.fan(i)), log2(at.fan(i))),) for i in at.crossed)
-    return None
-
-
-def _level_by_level(operation: str, at: Reach, *, hops: Callable[[float], float]) -> Schedule:
+    if operation not in PASSES:
+        return None
     passes = PASSES[operation]
-    return tuple(((i, passes * hops(at.fan(i)), passes * (1 - 1 / at.fan(i)) / at.members(i)),) for i in at.crossed)
+    return tuple(((i, passes * log2(at.fan(i)), passes * (1 - 1 / at.fan(i)) / at.members(i)),) for i in at.crossed)
 
 
 def _direct(operation: str, at: Reach) -> Schedule | None:
     if operation == "send_recv":
         return (((at.crossed[-1], 1.0, 1.0),),)
-    passes = PASSES.get(operation, 1)
-    each = 1.0 if operation == "broadcast" else 1 / at.ranks
+    if operation != "all_to_all":
+        return None
     near = {i: at.members(i + 1) - at.members(i) for i in at.crossed}
     sent = {i: at.ranks - at.members(i) if at.shares_uplink[i] else near[i] for i in at.crossed}
-    return (tuple((i, passes * _waves(near[i]), passes * sent[i] * each) for i in at.crossed),)
-
-
-def _waves(peers: float) -> float:
-    """Return the number of hops in which messages reach `peers` peers, `PEERS_AT_ONCE` at a time."""
-    return 1 + max(peers - 1, 0) / PEERS_AT_ONCE
+    return (tuple((i, 1 + max(near[i] - 1, 0) / PEERS_AT_ONCE, sent[i] / at.ranks) for i in at.crossed),)
 
 
 def _tree(operation: str, at: Reach) -> Schedule | None:
-    if operation not in ("all_reduce", "broadcast"):
+    if operation != "all_reduce":
         return None
-    passes = 2 if operation == "all_reduce" else 1
-    return (
-        tuple(
-            (i, passes * (log2(at.fan(i)) if at.shares_uplink[i] else at.fan(i) - 1), passes / at.members(i))
-            for i in at.crossed
-        ),
-    )
+    hops = {i: log2(at.fan(i)) if at.shares_uplink[i] else at.fan(i) - 1 for i in at.crossed}
+    return (tuple((i, 2 * hops[i], 2 / at.members(i)) for i in at.crossed),)
 
 
 def _in_network(operation: str, at: Reach) -> Schedule | None:
@@ -154,7 +123,6 @@ ALGORITHMS: dict[str, Callable[[str, Reach], Schedule | None]] = {
     "direct": _direct,
     "in_network": _in_network,
     "recursive_doubling": _recursive_doubling,
-    "hierarchical": _hierarchical,
 }
 
 
@@ -285,13 +253,9 @@ def candidates(
 
 
 def _candidate(
-    algorithm: str,
-    phases: Schedule,
-    protocols: tuple[Protocol, Protocol],
-    num_bytes: float,
-    own_kb: float,
+    algorithm: str, phases: Schedule, protocols: tuple[Protocol, Protocol], num_bytes: float, own_kb: float,
     links: tuple[Links, Links],
-) -> Candidate:
+) -> Candidate:  # fmt: skip
     """Return a candidate with its predicted time on `links[0]`, and its time by NCCL's own model on `links[1]`."""
     protocol, compared = protocols
     hops, bandwidth = compared_us = links[0].hops_and_bandwidth_us(protocol, phases, num_bytes)
@@ -299,16 +263,11 @@ def _candidate(
     if compared is not protocol or links[0] is not links[1]:
         compared_us = links[1].hops_and_bandwidth_us(compared, phases, num_bytes)
     return Candidate(
-        us=protocol.time_us(hops, bandwidth, own_us),
-        hops_us=hops,
-        bandwidth_us=bandwidth,
-        own_us=own_us,
-        nccl_latency_us=compared.base_us + compared_us[0],
-        nccl_bandwidth_us=compared_us[1] / protocol.believed,
-        most=compared.most_bytes / num_bytes if compared.most_bytes and num_bytes else inf,
-        algorithm=algorithm,
+        us=protocol.time_us(hops, bandwidth, own_us), hops_us=hops, bandwidth_us=bandwidth, own_us=own_us,
+        nccl_latency_us=compared.base_us + compared_us[0], nccl_bandwidth_us=compared_us[1] / protocol.believed,
+        most=compared.most_bytes / num_bytes if compared.most_bytes and num_bytes else inf, algorithm=algorithm,
         protocol=protocol,
-    )
+    )  # fmt: skip
 
 
 def nccl_choice(offered: Sequence[Candidate]) -> Candidate:

@@ -3,7 +3,7 @@
     T = base + (H^j + X^j)^(1/j) + O + fill · √(base · X)      H hops, X links, O the own shard (`network.py`)
 
 Each protocol has the figures of the given network, fitted ones where collectives were measured; `algorithms.py` says
-which protocol NCCL takes. `algorithm` asks for the time of another algorithm, whether or not NCCL offers it.
+which algorithm and protocol NCCL takes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from counterpoint.errors import Misconfigured, printable
 from counterpoint.machine.bus_bandwidth import bus_factor
 from counterpoint.plan.job.parallel import Parallel
 from counterpoint.plan.network.algorithms import (
-    ALGORITHMS,
     Candidate,
     Links,
     candidates,
@@ -88,13 +87,7 @@ class CollectiveEstimate(Record, frozen=True, kw_only=True):
 
 
 def estimate(
-    operation: str,
-    num_bytes: float,
-    group: Group,
-    network: Network,
-    *,
-    algorithm: str | None = None,
-    active: float = 1.0,
+    operation: str, num_bytes: float, group: Group, network: Network, *, active: float = 1.0
 ) -> CollectiveEstimate:
     """Predict the time of one collective while all groups of the same shape run it at the same time.
 
@@ -104,46 +97,30 @@ def estimate(
             broadcast hold, what each rank gives to all_to_all, what each rank sends to the next in send_recv.
         group: The ranks that take part.
         network: The cluster, and what NCCL reaches on it.
-        algorithm: The algorithm to use, as NCCL_ALGO sets it; None: the fastest in NCCL's own model.
         active: Part of all GPUs that send through oversubscribed levels at once.
 
     Returns:
         The time, its parts, and what validates it.
 
     Raises:
-        Misconfigured: An unknown operation or algorithm, an algorithm that cannot run the operation, fewer than 0
-            bytes, a group larger than the cluster.
+        Misconfigured: An unknown operation, fewer than 0 bytes, a group larger than the cluster.
     """
-    _check(operation, num_bytes, algorithm)
-    at = reach(group, network.cluster)
-    if at.ranks == 1:
-        nothing = "validated: one rank communicates nothing"
-        return CollectiveEstimate(operation=operation, num_bytes=num_bytes, ranks=1, error=0.0, validated=nothing)
-    levels = network.cluster.levels
-    links = Links(at, levels, group_gb_per_s(at, levels, active))
-    able = [name for name in ALGORITHMS if schedule(operation, name, at) is not None]
-    if algorithm and algorithm not in able:
-        raise Misconfigured(
-            f"algorithm = {algorithm!r} does not offer {operation} to {at.ranks} ranks "
-            f"below one {levels[at.crossed[-1]].name}; choose from: {', '.join(able)}"
-        )
-    names = (algorithm,) if algorithm else nccl_algorithms(operation, at, network.nccl)
-    best = nccl_choice(candidates(operation, num_bytes, names, links, network))
-    return _explained(operation, num_bytes, best, links, network)
-
-
-def _check(operation: str, num_bytes: float, algorithm: str | None) -> None:
     if operation not in OPERATIONS:
         raise Misconfigured(f"operation = {printable(operation)!r}: choose from: {', '.join(OPERATIONS)}")
     if not 0 <= num_bytes < float("inf"):
         raise Misconfigured(f"num_bytes = {num_bytes}: give the bytes of the full array, 0 or more")
-    if algorithm is not None and algorithm not in ALGORITHMS:
-        raise Misconfigured(f"algorithm = {printable(algorithm)!r}: choose from: {', '.join(ALGORITHMS)}")
+    at = reach(group, network.cluster)
+    if at.ranks == 1:
+        nothing = "validated: one rank communicates nothing"
+        return CollectiveEstimate(operation=operation, num_bytes=num_bytes, ranks=1, error=0.0, validated=nothing)
+    links = Links(at, network.cluster.levels, group_gb_per_s(at, network.cluster.levels, active))
+    best = nccl_choice(candidates(operation, num_bytes, nccl_algorithms(operation, at, network.nccl), links, network))
+    return _explained(operation, num_bytes, best, links, network)
 
 
 def _explained(operation: str, num_bytes: float, best: Candidate, links: Links, network: Network) -> CollectiveEstimate:
     protocol, ranks = best.protocol, links.at.ranks
-    terms = _terms(operation, num_bytes, best, links)
+    rest_us = best.us - protocol.base_us - best.hops_us - best.bandwidth_us - best.own_us
     outside = _outside(operation, num_bytes, links, best, network)
     fit = None if outside else protocol.fit
     error = fit.worst(ranks, num_bytes) if fit else None
@@ -158,21 +135,15 @@ def _explained(operation: str, num_bytes: float, best: Candidate, links: Links, 
         latency_us=protocol.base_us + best.hops_us,
         bandwidth_us=best.bandwidth_us,
         own_us=best.own_us,
-        joint_us=_joint_us(best),
+        joint_us=rest_us if abs(rest_us) > ROUNDING * best.us else 0.0,
         bus_gb_per_s=num_bytes / best.us / 1e3 * bus_factor(operation, ranks) if best.us else 0.0,
-        terms=terms,
+        terms=_terms(operation, num_bytes, best, links),
         error=error,
         validated=f"validated: {error:.1%} at most on rows held out of {fit.source}"
         if fit and error is not None
         else f"not validated: {outside}",
         source=protocol.source or (protocol.fit.source if protocol.fit else ""),
     )
-
-
-def _joint_us(best: Candidate) -> float:
-    """Return a collective's µs beyond the sum of base, hops, bandwidth and own shard; rounding errors count as 0."""
-    rest = best.us - best.protocol.base_us - best.hops_us - best.bandwidth_us - best.own_us
-    return rest if abs(rest) > ROUNDING * best.us else 0.0
 
 
 def _terms(operation: str, num_bytes: float, best: Candidate, links: Links) -> tuple[LevelTerm, ...]:
@@ -182,14 +153,9 @@ def _terms(operation: str, num_bytes: float, best: Candidate, links: Links) -> t
             hop_us = links.hop_us(best.protocol, level)
             reached = links.reached_gb_per_s(best.protocol, level)
             term = LevelTerm(
-                level=links.levels[level].name,
-                hops=hops,
-                hop_us=hop_us,
-                latency_us=hops * hop_us,
-                share=share,
-                gb_per_s=reached,
-                bandwidth_us=share * num_bytes / reached / 1e3,
-            )
+                level=links.levels[level].name, hops=hops, hop_us=hop_us, latency_us=hops * hop_us, share=share,
+                gb_per_s=reached, bandwidth_us=share * num_bytes / reached / 1e3,
+            )  # fmt: skip
             terms.append(term)
     return tuple(terms)
 
@@ -201,8 +167,6 @@ def _outside(operation: str, num_bytes: float, links: Links, best: Candidate, ne
         return "nothing like it was measured"
     if not best.protocol.operations:
         return f"{operation} was not measured, others were"
-    if best.algorithm not in nccl_algorithms(operation, at, network.nccl):
-        return f"NCCL does not run {best.algorithm} here"
     for level in at.crossed:
         name, kind, rate = links.levels[level].name, links.levels[level].kind, links.gb_per_s[level]
         measured = fit.gb_per_s.get(kind)

@@ -63,23 +63,22 @@ class NetworkFit(Record, frozen=True, kw_only=True):
 def fit_network(
     files: Sequence[str], *, network: str | None = None, gpu: str | None = None, ranks: int | None = None
 ) -> NetworkFit:
-    """Return the network fitted to the times in nccl-tests' output files.
+    """Return the network fitted to the times in nccl-tests' output files: levels, fitted protocols and held-out errors.
 
-    Args:
-        files: paths, or OPERATION=PATH where neither the text nor the file's name says the operation.
-        network: name of a network with the same levels; None: NVLink of one host.
-        gpu: name of the GPU; None: as the files say.
-        ranks: number of ranks of every run; None: as the files say.
-
-    Returns:
-        The network's levels, fitted protocols and held-out errors.
+    `files` are paths, or OPERATION=PATH where neither the text nor the file's name says the operation. `network` names
+    a network with the same levels (None: NVLink of one host); `gpu`, and `ranks` of every run, are as the files say if
+    None.
 
     Raises:
         Misconfigured: files that cannot be read, contradict themselves or each other, or have too few sizes.
     """
     if twice := [text for text in files if files.count(text) > 1]:
         raise Misconfigured(f"--fit {printable(twice[0], 200)} comes twice: give each file once")
-    runs = [run for text in files for run in _read(text, ranks)]
+    runs: list[NcclTestsRun] = []
+    for text in files:
+        operation, _, path = text.partition("=")
+        named = operation if path and operation in OPERATIONS else None
+        runs += read_nccl_tests(Path(path if named else text), operation=named, ranks=ranks)
     name = _gpu(runs, gpu)
     base = _base(runs, network, name)
     whole = all_levels(base)
@@ -118,13 +117,6 @@ def fit_network(
         errors=tuple(errors),
         host_bound=sum(run.host_bound for run in runs),
     )
-
-
-def _read(text: str, ranks: int | None) -> tuple[NcclTestsRun, ...]:
-    operation, equals, path = text.partition("=")
-    if equals and operation in OPERATIONS:
-        return read_nccl_tests(Path(path), operation=operation, ranks=ranks)
-    return read_nccl_tests(Path(text), ranks=ranks)
 
 
 def _gpu(runs: Sequence[NcclTestsRun], given: str | None) -> str:
@@ -214,24 +206,16 @@ def _protocols(operation: str, kind: Kind, factors: F64, fit: Fit) -> Iterator[P
     for protocol in nccl_protocols():
         if protocol.serves(operation, "", kind):
             yield replace(
-                protocol,
-                base_us=round(protocol.base_us * slower, 4),
-                hop_us=scaled(protocol.hop_us, slower),
+                protocol, base_us=round(protocol.base_us * slower, 4), hop_us=scaled(protocol.hop_us, slower),
                 efficiency=scaled(protocol.efficiency, 1 / longer),
-                ceiling_gb_per_s=scaled(protocol.ceiling_gb_per_s, 1 / longer),
-                operations=(operation,),
-                kinds=(kind,),
+                ceiling_gb_per_s=scaled(protocol.ceiling_gb_per_s, 1 / longer), operations=(operation,), kinds=(kind,),
                 fit=fit,
                 source=f"{protocol.source}, latency · {slower:.3g} and time of bytes · {longer:.3g}: {fit.source}",
-            )
+            )  # fmt: skip
 
 
 def _errors(rows: Sequence[Measured], columns: F64) -> Iterator[FitError]:
-    """Yield for each number of ranks the held-out error: a fit to two thirds of the sizes predicts the last third.
-
-    Raises:
-        Misconfigured: too few sizes, or rows that follow no law.
-    """
+    """Yield for each number of ranks the held-out error: a fit to two thirds of the sizes predicts the last third."""
     ranks, sizes = np.array([row.ranks for row in rows]), np.array([row.num_bytes for row in rows])
     nccl = abs(columns[:, :3].sum(axis=1) / columns[:, 3] - 1)
     off, third = np.zeros(len(rows)), np.full(len(rows), -1)  # -1: never held out

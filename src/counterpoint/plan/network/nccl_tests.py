@@ -22,13 +22,9 @@ MAX_BYTES = 64 << 20
 MAX_RANKS = 1 << 20
 HOST_BOUND = 1.3  # times the shortest time: shorter rows show how long one process takes to launch on all GPUs
 PROGRAMS = {
-    "all_gather_perf": "all_gather",
-    "all_reduce_perf": "all_reduce",
-    "alltoall_perf": "all_to_all",
-    "broadcast_perf": "broadcast",
-    "reduce_scatter_perf": "reduce_scatter",
-    "sendrecv_perf": "send_recv",
-}
+    "all_gather_perf": "all_gather", "all_reduce_perf": "all_reduce", "alltoall_perf": "all_to_all",
+    "broadcast_perf": "broadcast", "reduce_scatter_perf": "reduce_scatter", "sendrecv_perf": "send_recv",
+}  # fmt: skip
 _PROGRAM = re.compile("|".join(PROGRAMS))
 _RUN = re.compile(r"#\s+nThread\s+\d+\s+nGpus?\s+(\d{1,9})\s+minBytes")
 _RANK = re.compile(
@@ -59,16 +55,7 @@ class NcclTestsRun(Record, frozen=True, kw_only=True):
 
 
 def read_nccl_tests(path: Path, *, operation: str | None = None, ranks: int | None = None) -> tuple[NcclTestsRun, ...]:
-    """Return the runs of nccl-tests in a file.
-
-    Args:
-        path: the file.
-        operation: the collective of all runs in the file; None: as the text or the file's name says.
-        ranks: number of ranks of all runs in the file; None: as the text says.
-
-    Raises:
-        Misconfigured: with the file's name, if it cannot be read or is none of nccl-tests.
-    """
+    """Return the runs in a file as `nccl_tests_runs` does; errors have the name of the file."""
     name = printable(str(path), 200)
     text = read_text(path, limit=MAX_BYTES, advice="give what nccl-tests printed")
     if operation is None and not _PROGRAM.search(text):
@@ -81,12 +68,7 @@ def read_nccl_tests(path: Path, *, operation: str | None = None, ranks: int | No
 
 
 def nccl_tests_runs(text: str, *, operation: str | None = None, ranks: int | None = None) -> tuple[NcclTestsRun, ...]:
-    """Return the runs of nccl-tests in a text.
-
-    Args:
-        text: what nccl-tests printed.
-        operation: the collective of all runs; None: from the name of the program before or in each run.
-        ranks: number of ranks of all runs; None: from each run's list of devices.
+    """Return the runs in what nccl-tests printed; `operation` and `ranks` are of all runs, None: as the text says.
 
     Raises:
         Misconfigured: no rows; what is neither given nor in the text; or lines that contradict each other.

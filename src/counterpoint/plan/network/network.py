@@ -25,9 +25,10 @@ import tomllib
 from functools import cache
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
+from msgspec import Meta
 
 from counterpoint.errors import Misconfigured, printable
 from counterpoint.plan.job.cluster import Cluster, Level
@@ -42,7 +43,8 @@ OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 
 SUFFIX = ".json"  # of a network in a file
 MAX_BYTES = 1 << 20
-LARGEST = 1e7  # largest figure allowed in a file
+LARGEST = 1e7  # least figure that is too large
+Figure = Annotated[float, Meta(gt=0, lt=LARGEST)]
 
 
 class FittedRange(Record, frozen=True, kw_only=True):
@@ -63,7 +65,7 @@ class Fit(Record, frozen=True, kw_only=True):
     gpu: str  # GPU of the machine it was measured on
     rows: int  # number of rows in the final fit
     held_out: str  # what was left out to state the errors: "a third of the sizes, 8 ranks"
-    gb_per_s: dict[Kind, float]  # of one GPU, by kind of level, of the links that were measured
+    gb_per_s: dict[Kind, Figure]  # of one GPU, by kind of level, of the links that were measured
     spans: tuple[FittedRange, ...]  # ascending by ranks, then by size
 
     def outside(self, gpu: str, ranks: int, num_bytes: float) -> str:
@@ -91,16 +93,16 @@ class Protocol(Record, frozen=True, kw_only=True):
     """Describes one protocol by which a library moves bytes over links, with its latencies and bandwidths."""
 
     name: str  # "LL", "LL128", "Simple"
-    base_us: float  # time to begin and to end, whatever is moved
-    hop_us: dict[Kind, float]  # time of one hop, by kind of level
-    efficiency: dict[Kind, float]  # part of the level's bandwidth that is reached in the limit, by kind
+    base_us: Figure  # time to begin and to end, whatever is moved
+    hop_us: dict[Kind, Figure]  # time of one hop, by kind of level
+    efficiency: dict[Kind, Figure]  # part of the level's bandwidth that is reached in the limit, by kind
     # by kind, most GB/s of all GPUs of a group below one unit together; NCCL has such a limit for LL
-    ceiling_gb_per_s: dict[Kind, float] = msgspec.field(default_factory=dict)
-    own_gb_per_s: float | None = None  # at which a rank copies or adds the shard that it does not send; None: at once
-    join: float = 1.0  # j of the equation above, at least 1
-    fill: float = 0.0  # of the equation above, 0 or more
+    ceiling_gb_per_s: dict[Kind, Figure] = msgspec.field(default_factory=dict)
+    own_gb_per_s: Figure | None = None  # at which a rank copies or adds the shard that it does not send; None: at once
+    join: Annotated[float, Meta(ge=1, lt=LARGEST)] = 1.0  # j of the equation above, at least 1
+    fill: Annotated[float, Meta(ge=0, lt=LARGEST)] = 0.0  # of the equation above, 0 or more
     # of a fitted protocol: NCCL chooses by its own model's bandwidth times this, which differs by version and tuner
-    believed: float = 1.0
+    believed: Figure = 1.0
     most_bytes: int | None = None  # largest full array for which it is taken; None: any
     # these three: what the protocol serves; (): all. `kinds`: of the highest level that a group crosses
     operations: tuple[str, ...] = ()
@@ -108,33 +110,6 @@ class Protocol(Record, frozen=True, kw_only=True):
     kinds: tuple[str, ...] = ()
     fit: Fit | None = None  # what its figures were fitted to; None: they are taken from `source` as they are
     source: str = ""  # where the figures are from
-
-    def __post_init__(self) -> None:
-        if not (self.join >= 1 and 0 <= self.fill < math.inf):
-            raise Misconfigured(
-                f"protocol {self.name!r}: join = {self.join}, fill = {self.fill}: give join >= 1 and fill >= 0, "
-                "or time would fall with more bytes"
-            )
-        if not 0 < self.believed < math.inf:
-            raise Misconfigured(f"protocol {self.name!r}: believed = {self.believed}: give a factor above 0")
-        if self.own_gb_per_s is not None and not self.own_gb_per_s > 0:
-            raise Misconfigured(
-                f"protocol {self.name!r}: own_gb_per_s = {self.own_gb_per_s}: give a rate above 0, or none"
-            )
-
-    def check_figures(self) -> None:
-        """Raise Misconfigured where a figure, for instance from a file, is impossible."""
-        figures = {
-            "base_us": (self.base_us,), "hop_us": self.hop_us.values(), "efficiency": self.efficiency.values(),
-            "ceiling_gb_per_s": self.ceiling_gb_per_s.values(), "own_gb_per_s": (self.own_gb_per_s or 1.0,),
-            "join": (self.join,), "fill": (self.fill + 1.0,), "believed": (self.believed,),
-            "fit.gb_per_s": self.fit.gb_per_s.values() if self.fit else (),
-        }  # fmt: skip
-        for name, values in figures.items():
-            if wrong := [value for value in values if not 0 < value < LARGEST]:
-                raise Misconfigured(
-                    f"protocol {self.name!r}: {name} = {wrong[0]}: give a number above 0, below {LARGEST:g}"
-                )
 
     def serves(self, operation: str, algorithm: str, kind: str) -> bool:
         """Return whether the protocol can run an operation by an algorithm ("": any) over links of this kind."""
@@ -164,7 +139,6 @@ class Protocol(Record, frozen=True, kw_only=True):
 class Network(Record, frozen=True, kw_only=True):
     """Holds a cluster and the protocols by which a library, such as NCCL, communicates on it."""
 
-    name: str = ""  # name in messages
     cluster: Cluster  # GPUs and levels
     # protocols of the library; of several that serve the same, NCCL takes the fastest in its own model
     protocols: tuple[Protocol, ...]
@@ -202,9 +176,7 @@ class Network(Record, frozen=True, kw_only=True):
         serving = [protocol for protocol in serving if not own or protocol.name in own]
         if not serving:
             names = ", ".join(protocol.name for protocol in self.protocols) or "none"
-            raise Misconfigured(
-                f"network {self.name!r}: no protocol serves {operation} by {algorithm} over {kind}; it has: {names}"
-            )
+            raise Misconfigured(f"no protocol serves {operation} by {algorithm} over {kind}; there are: {names}")
         best = max(protocol.precedence for protocol in serving)
         chosen = (protocol for protocol in serving if protocol.precedence == best)
         return tuple((protocol, own.get(protocol.name, protocol)) for protocol in chosen)
@@ -262,17 +234,16 @@ def all_levels(name: str) -> tuple[Level, ...]:
     return msgspec.convert(networks[name]["levels"], tuple[Level, ...])
 
 
-def network_of(cluster: Cluster, *, nccl: tuple[int, int] = (2, 28), name: str = "") -> Network:
+def network_of(cluster: Cluster) -> Network:
     """Return a cluster with NCCL's protocols and the fitted ones: the user's, and others shipped for its GPU."""
     own = read_network(cluster.fits).protocols if cluster.fits else ()
+
+    def replaced(shipped: Protocol) -> bool:  # by one of the user, of as many operations and a kind of link in common
+        return any(each.operations == shipped.operations and {*each.kinds} & {*shipped.kinds} for each in own)
+
     fitted = (each for each in fitted_protocols() if cluster.gpu.name in each.gpus)
-    shipped = (protocol for each in fitted for protocol in each.protocols if not _is_replaced(protocol, own))
-    return Network(name=name, cluster=cluster, protocols=(*nccl_protocols(), *shipped, *own), nccl=nccl)
-
-
-def _is_replaced(protocol: Protocol, own: tuple[Protocol, ...]) -> bool:
-    """Return whether an `own` protocol of the user has the same operations as `protocol` and a link kind in common."""
-    return any(each.operations == protocol.operations and {*each.kinds} & {*protocol.kinds} for each in own)
+    shipped = (protocol for each in fitted for protocol in each.protocols if not replaced(protocol))
+    return Network(cluster=cluster, protocols=(*nccl_protocols(), *shipped, *own))
 
 
 def own_file(network: str) -> str:
@@ -287,8 +258,6 @@ def read_network(path: str) -> OwnNetwork:
     text = read_text(Path(path), limit=MAX_BYTES, advice=advice)
     try:
         found = msgspec.json.decode(text, type=OwnNetwork)
-        for protocol in found.protocols:
-            protocol.check_figures()
         if not found.levels or not all(each.fit for each in found.protocols):
             raise Misconfigured("a network has levels, and its protocols a fit each")
     except (msgspec.DecodeError, Misconfigured, RecursionError) as error:

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from counterpoint.errors import Misconfigured, printable
 from counterpoint.plan.placement.place import Placement
 from counterpoint.records import Record
 
@@ -31,8 +30,6 @@ class LaunchFile(Record, frozen=True, kw_only=True):
 def launch_files(placement: Placement, mesh: Sequence[tuple[str, int]] = ()) -> tuple[LaunchFile, ...]:
     """Return all files that can express this placement; `mesh` has (axis, length), the fastest-varying first."""
     axes = list(mesh) or [("rank", len(placement.slots))]
-    if np.prod([length for _, length in axes]) != len(placement.slots):
-        raise Misconfigured(f"mesh {printable(str(axes), 80)}: give one of {len(placement.slots)} ranks")
     ranks, hosts = len(placement.slots), [placement.host_of(rank) for rank in range(len(placement.slots))]
     gpus = [slot % placement.gpus for slot in placement.slots]
     seats = list(enumerate(zip(hosts, gpus, strict=True)))

@@ -121,7 +121,7 @@ def read_matrix_json(text: str | bytes) -> Topology:
     return _topology(found.kind, names, rows, gpus=found.gpus, inside=found.inside)
 
 
-def read_matrix_csv(text: str, *, gpus: int = 1, inside: float = 0.0) -> Topology:
+def read_matrix_csv(text: str, *, gpus: int = 1) -> Topology:
     """Return the topology of a matrix in CSV: bandwidth or distance in the first cell, hosts in row and column 1."""
     table = [row for row in csv.reader(io.StringIO(text)) if any(cell.strip() for cell in row)]
     kind = table[0][0].strip().lower() if table and table[0] else ""
@@ -140,7 +140,7 @@ def read_matrix_csv(text: str, *, gpus: int = 1, inside: float = 0.0) -> Topolog
             raise Misconfigured(f"row {printable(name, 64)!r} of the matrix: {printable(str(error), 80)}") from None
     if len(table) - 1 != len(names):
         raise Misconfigured(f"the matrix has {len(names)} columns and {len(table) - 1} rows: give a square one")
-    return _topology("bandwidth" if kind == "bandwidth" else "distance", names, rows, gpus=gpus, inside=inside)
+    return _topology("bandwidth" if kind == "bandwidth" else "distance", names, rows, gpus=gpus, inside=0.0)
 
 
 def _topology(
@@ -165,13 +165,9 @@ def _topology(
 
 
 def of_matrix(hosts: list[str], matrix: F64, *, gpus: int = 1, inside: float = 0.0) -> Topology:
-    """Return a topology of measured distances, with two levels: the host, and all hosts at their mean distance.
+    """Return a topology of measured distances `[hosts, hosts]`, symmetric: hosts, and all at their mean distance.
 
-    Args:
-        hosts: A name per row; where rows are GPUs, each is a host of one GPU.
-        matrix: `[hosts, hosts]`, symmetric.
-        gpus: GPUs of each host.
-        inside: Distance of two GPUs of a host.
+    `hosts` has a name per row; where rows are GPUs, each is a host of one GPU. Two GPUs of a host are `inside` apart.
     """
     apart = matrix[~np.eye(len(hosts), dtype=bool)]
     mean = float(apart.mean()) if apart.size else 0.0

@@ -54,7 +54,7 @@ class Topology:
     """Describes equal hosts below a tree of units, or below a measured matrix; slot = host · gpus + GPU of the host.
 
     Raises:
-        Misconfigured: Names that occur twice, units that are not nested, a matrix that is not square or symmetric.
+        Misconfigured: names that occur twice, or units that are not nested.
     """
 
     hosts: tuple[str, ...]  # names, in the order in which a launcher would fill them
@@ -67,8 +67,6 @@ class Topology:
         positive("topology.gpus", self.gpus)
         _check_hosts(self.hosts, self.gpus)
         _check_units(self.units, self.levels, len(self.hosts))
-        if self.matrix is not None:
-            _check_distances(self.matrix, len(self.hosts))
 
     @property
     def num_slots(self) -> int:
@@ -129,13 +127,9 @@ class Topology:
 
     @classmethod
     def of_units(cls, hosts: Sequence[str], units: I64, gpus: int, *, names: Sequence[str] | None = None) -> Topology:
-        """Return the topology of nested units, with distances counted in links crossed.
+        """Return the topology of nested units, `[levels - 1, hosts]`, with distances counted in links crossed.
 
-        Args:
-            hosts: Names.
-            units: `[levels - 1, hosts]`; `[0, hosts]` for one level that joins all.
-            gpus: GPUs of each host.
-            names: Names of the levels; None: host, leaf, spine, core.
+        `[0, hosts]` stands for one level that joins all; `names` of the levels None: host, leaf, spine, core.
         """
         if not len(units):
             units = np.zeros((1, len(hosts)), dtype=np.int64)
@@ -202,16 +196,6 @@ def _nearest_next(matrix: F64) -> I64:
         left[order[-1]] = False
         order.append(int(np.where(left, matrix[order[-1]], np.inf).argmin()))
     return np.array(order, dtype=np.int64)
-
-
-def _check_distances(found: F64, size: int) -> None:
-    name = "topology.matrix"
-    if found.shape != (size, size):
-        raise Misconfigured(f"{name} is {' x '.join(map(str, found.shape))}: give {size} x {size}, one row per name")
-    if not np.isfinite(found).all() or found.min(initial=0.0) < 0:
-        raise Misconfigured(f"{name} has a value that is negative or no number: give distances of 0 or more")
-    if not np.allclose(found, found.T):
-        raise Misconfigured(f"{name} is not symmetric: give the distance of a pair once, or the mean of both ways")
 
 
 def _check_hosts(hosts: tuple[str, ...], gpus: int) -> None:

@@ -25,7 +25,6 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from counterpoint.errors import Misconfigured, printable
 from counterpoint.plan.job.job import Job
 from counterpoint.plan.job.model import ParameterCount
 from counterpoint.plan.job.parallel import Parallel, StagePart, part_parameters
@@ -85,9 +84,7 @@ class RankTraffic:
     def between(self, label: I64, count: int) -> F64:
         """Return the bytes, both directions summed, between ranks of every two labels: `[count, count]`, diagonal 0.
 
-        Args:
-            label: `[world_size]`, below `count`: the host of each rank, or the rank itself.
-            count: Number of labels.
+        `label` `[world_size]` has numbers below `count`: the host of each rank, or the rank itself.
         """
         found = np.zeros((count, count))
         for part in self.parts:
@@ -111,10 +108,6 @@ class RankTraffic:
         """Return a job's traffic, given the bytes that a rank sends per step by axis; for pp, to *one* neighbour."""
         parts = []
         for axis, num_bytes in sent.items():
-            if axis not in AXES:
-                raise Misconfigured(f"axis {printable(str(axis), 40)}: choose from {', '.join(AXES)}")
-            if not 0 <= num_bytes < float("inf"):
-                raise Misconfigured(f"bytes of {axis} = {num_bytes}: give a number of bytes, 0 or more")
             group = axes(parallel)[axis]
             if group.ranks == 1 or not num_bytes:
                 continue

@@ -95,25 +95,15 @@ Progress: TypeAlias = Callable[[int, int, float | None], None]
 
 
 def search(
-    job: Job,
-    *,
-    best: int = 10,
-    fixed: Mapping[str, tuple[Any, ...]] | None = None,
-    gpus: int | None = None,
-    progress: Progress | None = None,
-    anchor: Anchor | None = None,
-    min_fits: float | None = None,
-) -> SearchResult:
+    job: Job, *, best: int = 10, fixed: Mapping[str, tuple[Any, ...]] | None = None, gpus: int | None = None,
+    progress: Progress | None = None, anchor: Anchor | None = None, min_fits: float | None = None,
+) -> SearchResult:  # fmt: skip
     """Return the `best` fastest ways to divide a job's model and batch on GPUs of the job's kind.
 
-    Args:
-        job: the job; what is no axis of a search stays as it is.
-        best: how many ways to return.
-        fixed: values of axes, by field or its last word: only these are tried.
-        gpus: how many GPUs; None: the job's ranks, or the whole cluster for a job that is not divided at all.
-        progress: called now and then.
-        anchor: the job's observed step, by which all times are shifted.
-        min_fits: ways that fit in memory with a lower probability are left out; None: those predicted not to fit.
+    `fixed` has values of axes, by field or its last word: only these are tried; what is no axis stays as it is. `gpus`
+    None: the job's ranks, or the whole cluster for a job that is not divided at all. All times are shifted by
+    `anchor`, the job's observed step. Ways that fit in memory with a probability below `min_fits` are left out; None:
+    those predicted not to fit.
 
     Raises:
         Misconfigured: no way fits in memory, or a fixed value is not allowed.
@@ -128,16 +118,10 @@ def search(
 
 
 def search_each(
-    job: Job,
-    counts: Sequence[int | None],
-    *,
-    best: int = 10,
-    fixed: Mapping[str, tuple[Any, ...]] | None = None,
-    progress: Progress | None = None,
-    anchor: Anchor | None = None,
-    min_fits: float | None = None,
+    job: Job, counts: Sequence[int | None], *, best: int = 10, fixed: Mapping[str, tuple[Any, ...]] | None = None,
+    progress: Progress | None = None, anchor: Anchor | None = None, min_fits: float | None = None,
     objective: str = "step",
-) -> tuple[SearchResult, ...]:
+) -> tuple[SearchResult, ...]:  # fmt: skip
     """Return `search`'s result for each number of GPUs; where no way fits, the result holds only the reason.
 
     The results are ranked by `objective`: "step", "cost" or "goodput". For all other arguments see `search`.
@@ -227,14 +211,9 @@ class _Search:
             ways = f"none of {self.considered:,} ways to divide the job over {self.gpus:,} GPUs fits"
             raise Misconfigured(f"{ways}: the smallest takes {gib}; {ADVICE}")
         return SearchResult(
-            gpus=self.gpus,
-            considered=self.considered,
-            priced=self.priced,
-            too_large=self.too_large,
-            impossible=self.impossible,
-            complete=complete,
-            choices=tuple(self.choices),
-        )
+            gpus=self.gpus, considered=self.considered, priced=self.priced, too_large=self.too_large,
+            impossible=self.impossible, complete=complete, choices=tuple(self.choices),
+        )  # fmt: skip
 
     def _find(self) -> None:
         """Expand the open node with the least lower bound until the `best` fastest ways are listed."""

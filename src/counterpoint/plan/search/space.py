@@ -279,10 +279,9 @@ def balanced(layers: int, layer_us: float, ends_us: Sequence[float], room: Seque
     """Return each stage's number of layers so that the busiest stage has least to do; None if `room` is too small.
 
     Layers go one by one to the stage that has least to do with one more, of those that have room; of equal stages the
-    later one is taken, which has fewer micro-batches in flight. Where all layers take equally long, no other way to
-    deal them has a shorter busiest stage (`tests/proof/plan/test_search.py` tries all); where only some have experts,
-    each counts as the mean of all. `ends_us` has the time of embedding or head on each stage, `room` the most layers
-    that each stage can have.
+    later one is taken, which has fewer micro-batches in flight. Where layers take equally long, nothing has a shorter
+    busiest stage (`tests/proof/plan/test_search.py`); where only some have experts, each counts as the mean. `ends_us`
+    has the time of embedding or head on each stage, `room` the most layers that it can have.
     """
     if sum(room) < layers:
         return None

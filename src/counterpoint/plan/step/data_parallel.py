@@ -40,7 +40,7 @@ from typing import Literal, NamedTuple
 from counterpoint.errors import Misconfigured
 from counterpoint.machine.profile import Disturbance
 from counterpoint.pair.together import kept_us
-from counterpoint.plan.compute.layers import MemoryBoundOp
+from counterpoint.plan.compute.operations import MemoryBoundOp
 from counterpoint.plan.compute.roofline import GpuRates, total_us
 from counterpoint.plan.job.cluster import ClusterGpu
 from counterpoint.plan.job.job import Job
@@ -87,10 +87,9 @@ def overlapped_in_pieces_us(
 ) -> float:
     """Return the µs of compute and collectives in equal pieces; collectives overlap a neighbouring piece's compute.
 
-    The result is at most the time of all collectives after all compute. `compute_us` is compute alone, and `comms` are
-    the collectives of all pieces. A piece is a layer or a bucket; the last bucket counts as a fraction, since with
-    whole buckets time would fall where more bytes begin another one. `persistent` says whether matmuls hold their SMs
-    to their end.
+    `compute_us` and `comms` are each side alone, and the result is at most their sum. A piece is a layer or a bucket;
+    the last bucket counts as a fraction, since with whole buckets time would fall where more bytes begin another one.
+    `persistent`: matmuls hold their SMs to their end.
     """
     parts = tuple((name, us / pieces) for name, us in comms)
     alone = sum(us for _, us in parts)
@@ -119,10 +118,9 @@ def layer_collectives(
 def layer_copies_us(job: Job, rates: GpuRates, count: ParameterCount, element: int) -> tuple[float, float]:
     """Return the µs of FSDP2's copies of `count` parameters and their gradients, in forward and in backward.
 
-    Unsharded layers are copied out of the all_gather's buffer, and gradients into the reduce_scatter's, unless the
-    mechanism sends every byte to where it belongs. The rank's own shard is cast to the dtype in which it is gathered
-    (and copied into the all_gather's buffer), and the shard's gradients are cast back to float32.
-    A parameter has `element` bytes while it is gathered.
+    Unsharded layers are copied out of the all_gather's buffer, gradients into the reduce_scatter's, unless the
+    mechanism sends every byte to where it belongs; the rank's shard is cast to the `element` bytes in which it is
+    gathered, and back.
     """
     made, gradient = job.training.element_bytes, job.training.grad_bytes
     shard = count.total / (job.parallel.dp * job.parallel.cp)
@@ -173,9 +171,9 @@ def replica_exchange(
 ) -> CommTime:  # fmt: skip
     """Return the time (zero 0 to 2) to reduce gradients after backward and to gather parameters before forward.
 
-    The stage that ends last has `count` parameters, and takes `forward_us` and `backward_us` for one micro-batch on its
-    GPU. Its host takes `host_us` longer, which may hide collectives in either direction. `host_us` is not divided
-    between both directions: a longer kernel could shift it to where it hides more communication.
+    The stage that ends last has `count` parameters, and takes `forward_us` and `backward_us` for a micro-batch. Its
+    host takes `host_us` longer, which may hide collectives in either direction and is not divided between both: a
+    longer kernel could shift it to where it hides more communication.
     """
     _check_whole(job)
     if job.training.local_steps > 1:
@@ -256,22 +254,14 @@ def _averaged(job: Job, prices: MeshTimes, count: ParameterCount) -> CommTime:
 
 
 def compress(
-    how: Compression,
-    shapes: Shapes,
-    *,
-    ranks: int,
-    in_node: int = 1,
-    element_bytes: int,
-    gpu: ClusterGpu,
+    how: Compression, shapes: Shapes, *, ranks: int, in_node: int = 1, element_bytes: int, gpu: ClusterGpu,
     precision: str = "bf16",
-) -> CompressedExchange:
+) -> CompressedExchange:  # fmt: skip
     """Return the collectives of a rank's compressed gradients, and the µs to encode and to decode them.
 
-    The time is that of memory at `gpu.memory_gb_per_s`, or of powersgd's matrix products at the peak of `precision` if
-    that is longer: a lower bound, since thin matrices reach neither.
-
     `shapes` has (rows, columns) of every gradient on this rank; a vector is (N, 1). `ranks` reduce together, `in_node`
-    of them in one node; `precision` is that of powersgd's products.
+    of them in one node. The times are a lower bound, since thin matrices reach neither: that of memory, or of
+    powersgd's products at the peak of `precision` if that is longer.
     """
     whole = float(_elements(shapes) * element_bytes)
     sent, encoding, decoding = _compressed_bytes(how, shapes, (ranks, in_node), element_bytes)

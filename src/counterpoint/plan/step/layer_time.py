@@ -27,19 +27,9 @@ from counterpoint.pair.arrivals import ShardedMatmul, TensorOperation
 from counterpoint.pair.curves import estimated_curve
 from counterpoint.pair.matmul_choice import cut, with_best_chunks
 from counterpoint.pair.together import kept_us
-from counterpoint.plan.compute.layers import (
-    FlashAttentionOp,
-    LayerWork,
-    LocalShape,
-    MatmulOp,
-    MemoryBoundOp,
-    Operation,
-    embedding_work,
-    head_work,
-    layer_work,
-    mtp_work,
-)
+from counterpoint.plan.compute.layers import LayerWork, LocalShape, embedding_work, head_work, layer_work, mtp_work
 from counterpoint.plan.compute.memory import offloaded_bytes
+from counterpoint.plan.compute.operations import FlashAttentionOp, MatmulOp, MemoryBoundOp, Operation
 from counterpoint.plan.compute.roofline import GpuRates, cost, host_us
 from counterpoint.plan.job.cluster import plan_profile
 from counterpoint.plan.job.job import Job
@@ -61,10 +51,10 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "float8_e4m3fn", "fp32":
 def pieces_us(
     operation: TensorOperation, columns: int, depth: int, dtype: str, rows: int, ranks: int, gpu: tuple[str, str]
 ) -> float:
-    """Return how many µs longer a matmul takes with communication in pieces beside it than alone.
+    """Return how many µs longer a matmul is estimated to take with communication in pieces beside it than alone.
 
-    Both times are estimates. The matmul has `rows` over all ranks, `columns`, and `depth` elements in each sum; `gpu`
-    holds the GPU's name and the file of its profile (`ClusterGpu.machine`).
+    It has `rows` over all ranks, `columns`, and `depth` elements in each sum; `gpu` has the GPU's name and profile
+    file.
 
     Raises:
         Misconfigured: the GPU's data sheet is not known.
@@ -138,7 +128,7 @@ class MicroBatchTime(Record, frozen=True, kw_only=True):
         communication.
         """
         late = TimeByPart(host_us=max(sum(self.launch_us) - self.gpu_us, 0.0))
-        return msgspec.structs.replace(self, backward=self.backward.plus(late))
+        return replace(self, backward=self.backward.plus(late))
 
     def plus(self, other: MicroBatchTime, times: float = 1.0) -> MicroBatchTime:
         """Return this time + `times` · `other`."""
@@ -149,10 +139,7 @@ class MicroBatchTime(Record, frozen=True, kw_only=True):
             forward=self.forward.plus(other.forward, times),
             backward=self.backward.plus(other.backward, times),
             weight_us=self.weight_us + times * other.weight_us,
-            launch_us=(
-                self.launch_us[0] + times * other.launch_us[0],
-                self.launch_us[1] + times * other.launch_us[1],
-            ),
+            launch_us=(self.launch_us[0] + times * other.launch_us[0], self.launch_us[1] + times * other.launch_us[1]),
             weight_launch_us=self.weight_launch_us + times * other.weight_launch_us,
             kernels=self.kernels + times * other.kernels,
             comm_us=comm_us,
@@ -228,7 +215,8 @@ def layer_time(job: Job, rates: GpuRates, prices: MeshTimes, experts: Experts | 
     backward = (*work.backward, *_accumulation(job, experts))
     back = _compute(backward, rates)
     weight_us = _weight_us(work.backward, rates)
-    experts_us, experts_back_us = _experts_us(work, rates)
+    apart = work.experts or LayerWork()
+    experts_us, experts_back_us = (_compute(way, rates).total_us for way in (apart.forward, apart.backward))
     recompute_us = _compute(again, rates).total_us
     late = _exposed(job, rates, prices, sent_back, weight_us, experts_back_us, back.total_us)
     for name, us in _exposed(job, rates, prices, repeated, 0.0, experts_us, recompute_us).items():
@@ -253,7 +241,7 @@ def layer_time(job: Job, rates: GpuRates, prices: MeshTimes, experts: Experts | 
 def _without_last(exchange: Exchange) -> Exchange:
     """Return an exchange less the last matmul's collective, which early-stopped recomputation skips."""
     last = exchange.axis == "tp" and exchange.operation in ("reduce_scatter", "all_reduce") and exchange.product is None
-    return msgspec.structs.replace(exchange, count=exchange.count - 1) if last else exchange
+    return replace(exchange, count=exchange.count - 1) if last else exchange
 
 
 def _again(
@@ -310,13 +298,6 @@ def _launch_us(job: Job, rates: GpuRates, operations: Iterable[Operation], sent:
     return host_us(operations, rates) + collectives * rates.efficiency.host_collective_us
 
 
-def _experts_us(work: LayerWork, rates: GpuRates) -> tuple[float, float]:
-    """Return the µs of a layer's experts, forward and backward; 0 where it has none."""
-    if work.experts is None:
-        return 0.0, 0.0
-    return _compute(work.experts.forward, rates).total_us, _compute(work.experts.backward, rates).total_us
-
-
 def _weight_us(operations: Iterable[Operation], rates: GpuRates) -> float:
     return sum(cost(op, rates).us for op in _weight_gradients(operations))
 
@@ -338,14 +319,9 @@ def _compute(operations: Iterable[Operation], rates: GpuRates) -> TimeByPart:
 
 
 def _exposed(
-    job: Job,
-    rates: GpuRates,
-    prices: MeshTimes,
-    exchanges: Iterable[Exchange],
-    weight_us: float,
-    experts_us: float,
+    job: Job, rates: GpuRates, prices: MeshTimes, exchanges: Iterable[Exchange], weight_us: float, experts_us: float,
     compute_us: float,
-) -> dict[str, float]:
+) -> dict[str, float]:  # fmt: skip
     """Return the µs of exposed communication by part; exchanges during dW share one exposed time, by their µs alone."""
     exposed: dict[str, float] = {}
     during_dw, halves, others = [], [], []

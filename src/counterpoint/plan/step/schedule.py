@@ -174,11 +174,10 @@ def least_of_any_stages_us(
 ) -> float:
     """Return a lower bound of `least_pipeline_us` over all splits of `layers_us` of layers among stages.
 
-    Stage s with layers of x_s and ends of e_s cannot end before before_s + micro_batches · (x_s + e_s), where
-    before_s = sum of (x / virtual + 2 · send_us) of the stages before it. Within a time T it has room for
-    x_s = (T - before_s) / micro_batches - e_s, or for none. The least T with room for all layers is found by halving.
-    `layers_us` and, by stage, `ends_us` are for one micro-batch; the first of a stage's `virtual` parts is no shorter
-    than its others.
+    Stage s with layers of x_s and ends of e_s cannot end before before_s + micro_batches · (x_s + e_s), where before_s
+    = sum of (x / virtual + 2 · send_us) of the stages before it. Within a time T it has room for x_s = (T - before_s)
+    / micro_batches - e_s, or for none; the least T with room for all layers is found by halving. All µs are of one
+    micro-batch; the first of a stage's `virtual` parts is no shorter than its others.
     """
 
     def room_us(within_us: float) -> float:

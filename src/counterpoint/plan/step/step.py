@@ -123,7 +123,7 @@ def predict_step(job: Job, *, prices: CollectiveTimes | None = None, rates: GpuR
     rates = rates or GpuRates.of(job.cluster.gpu, job.training.precision)
     mesh = MeshTimes(prices or CollectiveTimes(network_of(job.cluster)), job.parallel)
     found = _timed(job, rates, mesh, layer_times(job, rates, mesh), pipeline_us)
-    return _summary(job, rates, *found)
+    return _summary(job, rates, found)
 
 
 def least_step_us(job: Job, rates: GpuRates, mesh: MeshTimes, layers: LayerTimes) -> float:
@@ -134,9 +134,8 @@ def least_step_us(job: Job, rates: GpuRates, mesh: MeshTimes, layers: LayerTimes
 def least_division_us(job: Job, rates: GpuRates, mesh: MeshTimes, layers: LayerTimes) -> float:
     """Return a lower bound of the step µs over all pipelines, zero stages and recomputations of a job's division.
 
-    The busiest stage takes at least the mean over all stages of the time of layers (without zero's communication),
-    embedding and head. The slowest rank adds its delay in the layers' compute. `job` has neither zero nor
-    recomputation.
+    The busiest stage takes at least the mean over all stages, without zero's communication, and the slowest rank adds
+    its delay in the layers' compute. `job` has neither zero nor recomputation.
     """
     whole = StagePart(
         layers=job.model.layers, routed=job.model.expert_layers, embedding=True, head=True, mtp=job.model.mtp
@@ -204,31 +203,20 @@ def _timed(job: Job, rates: GpuRates, mesh: MeshTimes, layers: LayerTimes, path:
     return _Timed(parts, _comm_us(mine, micro, ends), spent, times, slowest_us, notes)
 
 
-def _summary(
-    job: Job, rates: GpuRates, parts: dict[str, float], comm_us: dict[str, float], spent: TimeByPart, times: StageTimes,
-    slowest_us: float, notes: tuple[str, ...],
-) -> PredictedStep:  # fmt: skip
-    step_us = sum(parts.values())
+def _summary(job: Job, rates: GpuRates, found: _Timed) -> PredictedStep:
+    parts, comm_us, step_us = found.parts, found.comm_us, sum(found.parts.values())
     others = ("bubble_us", "optimizer_us", "stragglers_us", "host_us", "offload_us")
-    compute = spent.compute_us + sum(parts[name] for name in others)
+    compute = found.spent.compute_us + sum(parts[name] for name in others)
     comm = sum(comm_us.values())
     tokens = float(job.training.global_batch) * job.training.sequence
     flops = model_flops(job.model, job.training.sequence) * tokens / job.parallel.world_size
     return PredictedStep(
-        step_us=step_us,
-        parts=parts,
-        comm_us=comm_us,
-        serial_us=compute + comm,
+        step_us=step_us, parts=parts, comm_us=comm_us, serial_us=compute + comm,
         ideal_us=max(compute, *comm_us.values()) if comm_us else compute,
-        micro_batches=job.training.micro_batches(job.parallel),
-        tokens_per_s=tokens / step_us * 1e6,
-        model_tflops=flops / step_us / 1e6,
-        mfu=flops / step_us / job.cluster.gpu.tflops[job.training.precision] / 1e6,
-        slowest_us=slowest_us,
-        memory=memory(job),
-        times=times,
-        notes=notes,
-    )
+        micro_batches=job.training.micro_batches(job.parallel), tokens_per_s=tokens / step_us * 1e6,
+        model_tflops=flops / step_us / 1e6, mfu=flops / step_us / job.cluster.gpu.tflops[job.training.precision] / 1e6,
+        slowest_us=found.slowest_us, memory=memory(job), times=found.times, notes=found.notes,
+    )  # fmt: skip
 
 
 def _notes(job: Job, rates: GpuRates) -> tuple[str, ...]:

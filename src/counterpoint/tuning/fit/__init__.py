@@ -92,17 +92,10 @@ def _overlap_us(row: Row) -> float:
 def pair_of(row: Row, world_size: int, layout: SmLayout) -> Pair:
     """Return the `Pair` of a row, with the times of computation and collective measured alone."""
     return Pair(
-        products=find_workload(row.workload).products,
-        compute_us=row.compute_alone.us,
-        collective=row.collective,
-        size_bytes=row.size_bytes,
-        comm_us=row.comm_alone.us,
-        mechanism=row.mechanism.partition("+")[0],
-        num_ctas=row.usage.comm_ctas or 0 if row.usage else 0,
-        world_size=world_size,
-        layout=layout,
-        order=row.order,
-    )
+        products=find_workload(row.workload).products, compute_us=row.compute_alone.us, collective=row.collective,
+        size_bytes=row.size_bytes, comm_us=row.comm_alone.us, mechanism=row.mechanism.partition("+")[0],
+        num_ctas=row.usage.comm_ctas or 0 if row.usage else 0, world_size=world_size, layout=layout, order=row.order,
+    )  # fmt: skip
 
 
 def within(figure: float, least: float, most: float) -> float:

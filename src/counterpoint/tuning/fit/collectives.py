@@ -111,11 +111,7 @@ def crossover_bytes(stock: Mapping[int, float], own: Mapping[int, float]) -> int
 
 
 def full_speed_ctas(blocks: Iterable[BlockRow]) -> tuple[int, int]:
-    """Return the fewest CTAs with which NCCL nearly fills the links, and the number that it takes by default.
-
-    Raises:
-        Misconfigured: no collective was measured by plain NCCL and by limits of its CTAs.
-    """
+    """Return the fewest CTAs with which NCCL nearly fills the links, and its default; Misconfigured: no such rows."""
     found: dict[tuple[str, int], dict[int, float]] = {}
     for row in blocks:
         split = SmSplit.of(row.mechanism)
@@ -182,13 +178,10 @@ def predicted_us(timed: TimedCall, rates: Rates) -> float:
 
 
 def rates_of(times: Sequence[TimedCall], start: Rates) -> Rates:
-    """Return the rates with which the simulation of collectives fits `times` best.
+    """Return the rates with which the simulation of collectives fits `times` best, starting from a similar machine's.
 
-    Copies into one GPU never overlap in these programs, so one figure serves for the copy engine and the link.
-
-    Args:
-        times: collectives alone, with the host ahead of the device; at least `FEWEST`, of several sizes.
-        start: rates of a similar machine.
+    The times are of collectives alone, with the host ahead of the device: at least `FEWEST`, of several sizes. Copies
+    into one GPU never overlap in these programs, so one figure serves for the copy engine and the link.
 
     Raises:
         Misconfigured: there are too few times, or one is not above 0.

@@ -160,11 +160,7 @@ def fit_contention(measured: Measurement, known: Profile) -> Fitted:
 
 
 def contention_of(rows: Iterable[Row], curves: Curves) -> Contention:
-    """Return the contention that fits `rows` best; rows that are invalid or divide no SMs are left out.
-
-    Raises:
-        Misconfigured: no row is left, or one lies outside the curves or took no time.
-    """
+    """Return the contention that fits the valid `rows` best; raise Misconfigured without any, or with a wrong one."""
     usable = [row for row in rows if row.marked is None and SmSplit.of(row.mechanism) is not None]
     if not usable:
         raise Misconfigured("no row to fit: give pairs of `nccl[+max_ctas=N][+gemm_sms=N]` that are not marked")

@@ -95,6 +95,8 @@ def read_config(values: Mapping[str, Any]) -> ForeignJob:
 
 def _model(reading: Reading, kind: ModelKind, name: str) -> dict[str, Any]:
     heads = reading.needed("num_attention_heads", "n_head", "n_heads")
+    qkv = reading.truth("attention_bias", "qkv_bias", default=kind.bias in ("qkv", "all"))
+    block = reading.truth("mlp_bias", "use_bias", default=kind.bias == "all")
     model: dict[str, Any] = {
         "name": name,
         "layers": reading.needed("num_hidden_layers", "n_layer", "n_layers"),
@@ -106,7 +108,7 @@ def _model(reading: Reading, kind: ModelKind, name: str) -> dict[str, Any]:
         "qk_norm": reading.truth("use_qk_norm", default=kind.qk_norm),
         "norms": kind.norms,
         "rotary": kind.rotary,
-        "bias": _bias(reading, kind),
+        "bias": "all" if block else "qkv" if qkv else "none",
         "dropout": reading.number("resid_pdrop", "residual_dropout", "hidden_dropout", "dropout") > 0,
         "experts": _experts(reading, name),
         "ffn": _dense_width(reading, name),
@@ -124,14 +126,6 @@ def _model(reading: Reading, kind: ModelKind, name: str) -> dict[str, Any]:
     if model["mtp"]:
         reading.say(f"assumed: {model['mtp']} MTP modules are trained; --set model.mtp=0 leaves them out")
     return {field: value for field, value in model.items() if value is not None}
-
-
-def _bias(reading: Reading, kind: ModelKind) -> str | None:
-    qkv = reading.truth("attention_bias", "qkv_bias", default=kind.bias in ("qkv", "all"))
-    block = reading.truth("mlp_bias", "use_bias", default=kind.bias == "all")
-    if block:
-        return "all"
-    return "qkv" if qkv else "none"
 
 
 def _latent(reading: Reading) -> dict[str, int]:

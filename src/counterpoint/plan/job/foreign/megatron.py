@@ -178,6 +178,8 @@ def _training(reading: Reading) -> dict[str, Any]:
     half = _any(reading, "grad_reduce_in_bf16") or (
         precision["precision"] == "fp16" and not reading.truth("accumulate_allreduce_grads_in_fp32")
     )
+    part = "optimizer_offload_fraction"
+    offloaded = reading.number(part) if part in reading.values else 1.0  # of the optimizer's states, on the host
     graphs = reading.word("cuda_graph_impl") not in (None, "none")
     found = {
         "sequence": reading.whole("seq_length"), "global_batch": reading.whole("global_batch_size"),
@@ -186,15 +188,9 @@ def _training(reading: Reading) -> dict[str, Any]:
         "cuda_graphs": _any(reading, "enable_cuda_graph", "external_cuda_graph") or graphs,
         "fused_accumulation": reading.truth("gradient_accumulation_fusion", default=True),
         "optimizer": reading.word("optimizer", allowed=("adam", "sgd")) or "adam", "grad_bytes": 2 if half else 4,
-        "offload_optimizer": _offloaded(reading),
+        "offload_optimizer": offloaded if reading.truth("optimizer_cpu_offload") else None,
     }  # fmt: skip
     return {name: value for name, value in found.items() if value is not None}
-
-
-def _offloaded(reading: Reading) -> float | None:
-    """Return the fraction of the optimizer's states that is on the host; None: all states are on the GPU."""
-    part = reading.number("optimizer_offload_fraction") if "optimizer_offload_fraction" in reading.values else 1.0
-    return part if reading.truth("optimizer_cpu_offload") else None
 
 
 def _precision(reading: Reading) -> dict[str, Any]:

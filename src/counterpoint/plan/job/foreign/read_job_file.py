@@ -28,9 +28,8 @@ NEEDED = {  # by field: the flags that set it, and the name of its own flag if i
 def read_job_file(path: Path, changes: Mapping[str, str]) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the tables of a job, and notes on what was read from a foreign file, assumed and left out.
 
-    Args:
-        path: a job as TOML, a config.json of Hugging Face, or the arguments that a run of Megatron-LM prints.
-        changes: flags and fields by name, which complete what a foreign file leaves open.
+    The file is a job as TOML, a config.json of Hugging Face, or the arguments that a run of Megatron-LM prints;
+    `changes`, flags and fields by name, complete what a foreign file leaves open.
 
     Raises:
         Misconfigured: the file cannot be read, or with the changes does not say all that a job needs.
@@ -50,20 +49,16 @@ def read_job_file(path: Path, changes: Mapping[str, str]) -> tuple[dict[str, Any
 def _foreign(path: Path, text: str) -> ForeignJob | dict[str, Any]:
     """Return the job that a foreign file describes, or the tables of a file in counterpoint's own format."""
     if text.lstrip().startswith("{"):
-        return read_config(_json(text))
+        try:
+            return read_config(msgspec.json.decode(text, type=dict[str, Any]))
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise Misconfigured(f"no JSON: {printable(str(error), 120)}; give config.json of Hugging Face") from None
     try:
         return parse_tables(path, text)
     except Misconfigured:
         if is_megatron(text):
             return read_megatron(text)
         raise
-
-
-def _json(text: str) -> dict[str, Any]:
-    try:
-        return msgspec.json.decode(text, type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise Misconfigured(f"no JSON: {printable(str(error), 120)}; give config.json of Hugging Face") from None
 
 
 def _check_complete(found: ForeignJob, changes: Mapping[str, str]) -> None:
