@@ -164,11 +164,8 @@ def training() -> Diagnosis:
             kernel(GEMM, 1.61, 4_200.0, "tail_effect", (1, 2)),
             kernel("flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64, 4>>", 1.14, 1_100.0, "sm_contention", None),
             kernel(
-                "void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add<BFloat16>>",
-                1.31,
-                700.0,
-                "bandwidth",
-                None,
+                "void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add<BFloat16>>", 1.31, 700.0,
+                "bandwidth", None,
             ),
             kernel("void rms_norm<bf16>", 1.0, 0.0, "none", None),
         ),
@@ -247,9 +244,6 @@ def of_256_ranks() -> Diagnosis:
     accounts = [change(account(rank % 8, late=rank == LATE_OF_MANY), rank=rank) for rank in range(MANY)]
     accounts[LATE_OF_MANY] = change(accounts[LATE_OF_MANY], compute_us=1.2 * accounts[LATE_OF_MANY].compute_us)
     return change(
-        base,
-        per_rank=tuple(accounts),
-        ranks=tuple(range(MANY)),
-        world_size=MANY,
+        base, per_rank=tuple(accounts), ranks=tuple(range(MANY)), world_size=MANY,
         stragglers=(change(base.stragglers[0], rank=LATE_OF_MANY),),
-    )
+    )  # fmt: skip

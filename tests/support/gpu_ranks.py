@@ -72,14 +72,9 @@ class Ended:
 
 
 def run_ranks(
-    worker: Path,
-    *arguments: str | Path,
-    folder: Path,
-    world_size: int,
-    timeout_s: float,
-    paths: Sequence[Path] = (),
+    worker: Path, *arguments: str | Path, folder: Path, world_size: int, timeout_s: float, paths: Sequence[Path] = (),
     environment: Mapping[str, str] | None = None,
-) -> Ended:
+) -> Ended:  # fmt: skip
     """Runs `worker` with RANK, LOCAL_RANK and WORLD_SIZE set; fails the test if a rank has not ended in time."""
     found = [Path(counterpoint.__file__).parents[1], *paths]
     shared = os.environ | NO_MULTICAST | dict(environment or {})
@@ -114,13 +109,9 @@ def own_gpu() -> Any:
 
 
 def run_scenarios(
-    folder: Path,
-    scenarios: Mapping[str, Callable[[], dict[str, str]]],
-    *,
-    by_default: bool = False,
-    with_nccl: bool = True,
-    each_s: float | None = None,
-) -> None:
+    folder: Path, scenarios: Mapping[str, Callable[[], dict[str, str]]], *, by_default: bool = False,
+    with_nccl: bool = True, each_s: float | None = None,
+) -> None:  # fmt: skip
     """Runs all scenarios of a worker, on ranks by `run_ranks`; one that takes longer than `each_s` ends the process."""
     import torch
     import torch.distributed as dist
@@ -151,14 +142,9 @@ def run_scenarios(
 
 
 def scenario_results(
-    worker: Path,
-    folder: Path,
-    *arguments: str,
-    timeout_s: float,
-    paths: Sequence[Path] = (),
-    environment: Mapping[str, str] | None = None,
-    killed: int | None = None,
-) -> list[dict[str, dict[str, str]]]:
+    worker: Path, folder: Path, *arguments: str, timeout_s: float, paths: Sequence[Path] = (),
+    environment: Mapping[str, str] | None = None, killed: int | None = None,
+) -> list[dict[str, dict[str, str]]]:  # fmt: skip
     """Returns what the scenarios of a worker found, by rank; rank `killed` has to end by SIGKILL and is left out."""
     world_size, root = world_size_here(), Path(__file__).parents[2]
     ended = run_ranks(

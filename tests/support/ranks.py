@@ -10,6 +10,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -19,7 +20,8 @@ from tests.support.command import HANG_S
 
 TIMEOUT_S = 900.0  # of communicators and groups that nobody waits for in vain: a busy machine needs less
 SOON_S = 300.0  # told by a watchdog or a peer, not by a time-out
-PATIENT = CommunicatorOptions(timeout_s=TIMEOUT_S)
+patient = partial(CommunicatorOptions, timeout_s=TIMEOUT_S)
+PATIENT = patient()
 Answer = tuple[bool, Any] | None  # whether the program ended well, and what it gave or why not; None: the rank died
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload([
